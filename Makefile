@@ -1,0 +1,32 @@
+# PageTwin: `make sweep` runs the main job, `make test` the tests. Both set up .venv first.
+PYTHON ?= python3
+VENV   ?= .venv
+PIP_ARGS ?=
+ARGS   ?=
+PY     := $(VENV)/bin/python
+STAMP  := $(VENV)/.ready
+
+.PHONY: setup sweep test lint clean
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "PageTwin needs Python 3.11 or newer; use: make setup PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	# torch first and alone: with its pin in place nothing else asks for another build of it
+	$(PY) -m pip install --quiet $(PIP_ARGS) torch==2.13.0 "numpy<2.4"
+	$(PY) -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+sweep: $(STAMP)
+	$(PY) -m harness sweep $(ARGS)
+
+test: $(STAMP)
+	$(PY) -m pytest $(ARGS)
+
+lint: $(STAMP)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,1 @@
+"""What is decided (`engine.core`, no torch) and what is done (`engine.runtime`, torch)."""

@@ -1,0 +1,48 @@
+"""What the scheduler is asked to serve."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from engine.core.errors import CoreError
+from engine.core.identity import BlockIdentity
+
+
+class Decoding(StrEnum):
+    """How a request's sequences come to be and relate."""
+
+    GREEDY = "greedy"  # one sequence
+    SAMPLE = "sample"  # `width` independent sequences forked from one prompt
+    BEAM = "beam"  # `width` hypotheses that are re-parented after every step
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request, lengths in tokens.
+
+    `output_tokens` is the number of tokens that each of the `width` sequences generates; replay pins it, so that
+    both sides do the same work. `identity` names the content of full blocks for the prefix cache; None keeps the
+    request out of it. Requests are served in the order of submission (FCFS).
+    """
+
+    request_id: int
+    prompt_tokens: int
+    output_tokens: int
+    width: int = 1
+    decoding: Decoding = Decoding.GREEDY
+    identity: BlockIdentity | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("prompt_tokens", "output_tokens", "width"):
+            if getattr(self, name) < 1:
+                raise CoreError(
+                    f"request {self.request_id}: {name} is {getattr(self, name)}, must be at least 1"
+                )
+        if self.decoding is Decoding.GREEDY and self.width != 1:
+            raise CoreError(
+                f"request {self.request_id}: greedy decoding has one sequence, found width {self.width}"
+            )
+
+    @property
+    def final_kv_tokens(self) -> int:
+        """KV slots that one finished sequence has written: the last generated token is never fed back."""
+        return self.prompt_tokens + self.output_tokens - 1
