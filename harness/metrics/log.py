@@ -1,0 +1,114 @@
+"""The run log: what one replay, simulated or measured, leaves behind. Every metric is computed from it and nothing else."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Column = npt.NDArray[Any]
+FloatArray = npt.NDArray[np.float64]
+
+SLOT_STATES = ("token", "cached", "reserved", "internal", "external", "free")
+"""What a KV slot can be; at any instant the six counts sum to the pool's capacity."""
+
+STEP_COLUMNS: Mapping[str, str] = {
+    "step": "number of the engine step, from 0",
+    "start_s": "virtual time at which the step began, s",
+    "seconds": "duration of the step, schedule() to the end of commit(), s",
+    "attention_s": "attention time of the step over all layers, s",
+    "policy_s": "scheduling and bookkeeping, s; nan where unknown",
+    "build_s": "building the batch, s; nan where unknown",
+    "forward_s": "forward pass, attention included, s; nan where unknown",
+    "sample_s": "sampling, s; nan where unknown",
+    "rows": "sequences that ran",
+    "decode_rows": "sequences that computed one token after their prompt",
+    "prefill_tokens": "query tokens of the other rows",
+    "query_tokens": "tokens computed",
+    "kv_read_tokens": "KV slots that attention read, summed over rows",
+    "sampled_rows": "rows whose logits chose a token",
+    "new_blocks": "blocks taken from the pool",
+    "copies": "blocks copied on write",
+    "frees": "blocks whose content became void",
+    "preempted": "requests that lost their blocks",
+    "admitted": "requests that entered the batch",
+    "hit_tokens": "prompt tokens of the admitted requests that were found in the cache",
+    "running": "requests in the batch",
+    "waiting": "requests in the queue",
+    "token": "slots in state token while the step runs",
+    "cached": "slots in state cached",
+    "reserved": "slots in state reserved",
+    "internal": "slots in state internal",
+    "external": "slots in state external",
+    "free": "slots in state free",
+    "logical_blocks": "blocks that the running sequences refer to, a shared one once per sequence",
+    "physical_blocks": "the same blocks, each once",
+}
+"""Columns of `RunLog.steps` with their meaning; one entry per engine step."""
+
+REQUEST_COLUMNS: Mapping[str, str] = {
+    "request_id": "identity of the request in the trace",
+    "arrival_s": "arrival, virtual s",
+    "first_scheduled_s": "start of the first step that ran a token of it, s; nan where it did not happen",
+    "first_token_s": "end of the step that chose its first token, s; nan where it did not happen",
+    "finish_s": "end of the step that chose its last token, s; nan where it did not happen",
+    "prompt_tokens": "prompt length",
+    "output_tokens": "tokens that each of its sequences generates, pinned by the trace",
+    "width": "sequences (beams or parallel samples)",
+    "hit_tokens": "prompt tokens found in the cache when it was first admitted",
+    "resumed_hit_tokens": "tokens found in the cache when it came back after a preemption",
+    "recomputed_tokens": "tokens computed again after preemptions",
+    "preemptions": "times it lost its blocks",
+    "outcome": "0 finished, 1 rejected, 2 unfinished",
+}
+"""Columns of `RunLog.requests` with their meaning; one entry per request of the trace."""
+
+
+class RunLogError(ValueError):
+    """A log that cannot be measured: a column is missing or has the wrong length."""
+
+
+class Outcome(IntEnum):
+    """How a request ended."""
+
+    FINISHED = 0
+    REJECTED = 1
+    UNFINISHED = 2
+
+
+@dataclass(frozen=True)
+class RunLog:
+    """One replay of a trace, simulated or measured.
+
+    `steps` has one entry per engine step in each of `STEP_COLUMNS`, `requests` one entry per request of the trace in
+    each of `REQUEST_COLUMNS`. `itl_s` holds inter-token gaps in seconds, each standing for `itl_weight` gaps.
+    `capacity_slots` is the pool in KV slots (tokens), `span_s` the virtual time at the end of the last step.
+
+    Raises `RunLogError` where a column is missing or columns differ in length.
+    """
+
+    steps: Mapping[str, Column]
+    requests: Mapping[str, Column]
+    itl_s: FloatArray
+    itl_weight: FloatArray
+    block_size: int
+    capacity_slots: int
+    kv_bytes_per_token: int
+    span_s: float
+
+    def __post_init__(self) -> None:
+        _check_columns("steps", self.steps, STEP_COLUMNS)
+        _check_columns("requests", self.requests, REQUEST_COLUMNS)
+        if len(self.itl_s) != len(self.itl_weight):
+            raise RunLogError(f"itl_s has {len(self.itl_s)} samples, itl_weight has {len(self.itl_weight)}")
+
+
+def _check_columns(table: str, columns: Mapping[str, Column], expected: Mapping[str, str]) -> None:
+    missing = [name for name in expected if name not in columns]
+    if missing:
+        raise RunLogError(f"{table}: missing columns {', '.join(missing)}")
+    lengths = {name: len(columns[name]) for name in expected}
+    if len(set(lengths.values())) > 1:
+        raise RunLogError(f"{table}: columns differ in length: {lengths}")
