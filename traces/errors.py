@@ -1,0 +1,40 @@
+"""Errors of trace reading and reshaping: each says where the input is wrong, and what was expected there."""
+
+
+class RowError(ValueError):
+    """A wrong value inside one row; `traces.reading` adds the file and the line, or counts and skips the row."""
+
+    def __init__(self, field: str | None, reason: str) -> None:
+        super().__init__(reason if field is None else f"{field}: {reason}")
+        self.field = field
+        self.reason = reason
+
+
+class TraceError(ValueError):
+    """A trace that cannot be read. Reads as `FILE:LINE: FIELD: REASON`; line and field are absent where none applies.
+
+    `line` is the physical line, counted from 1 (a CSV header is line 1).
+    """
+
+    def __init__(self, file: str, line: int | None, field: str | None, reason: str) -> None:
+        place = file if line is None else f"{file}:{line}"
+        super().__init__(": ".join(part for part in (place, field, reason) if part))
+        self.file = file
+        self.line = line
+        self.field = field
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[type, tuple[str, int | None, str | None, str]]:
+        return type(self), (self.file, self.line, self.field, self.reason)
+
+
+class ReshapeError(ValueError):
+    """A change of the workload that this trace does not allow, or a parameter out of range; names the parameter."""
+
+    def __init__(self, parameter: str, reason: str) -> None:
+        super().__init__(parameter, reason)
+        self.parameter = parameter
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"{self.parameter}: {self.reason}"

@@ -1,0 +1,101 @@
+"""The values of this room: a trace is a header and its requests in order of arrival.
+
+Frozen, so that every reshaping gives a new trace and names itself in `TraceHeader.changes`.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+CHAINED = "chained"  # equal keys: the whole prefix up to and including the segment is equal
+CONTENT = "content"  # equal keys: this piece of text is equal, wherever it stands
+
+
+class Segment(NamedTuple):
+    """A run of prompt tokens. Equal keys hold equal tokens, a shorter run being a prefix of a longer one.
+
+    `key` is an unsigned 64-bit name, or None for tokens that no other request has.
+    """
+
+    key: int | None
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One request: `arrival_us` microseconds after the trace's start, and lengths in tokens.
+
+    `request_id` is the row number in the source, counted from 0, also in a window of the trace. The tokens of
+    `segments` sum to `prompt_tokens`. `output_tokens` is forced: the replay ignores end-of-sequence tokens.
+    """
+
+    request_id: int
+    arrival_us: int
+    prompt_tokens: int
+    output_tokens: int
+    segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True)
+class TraceHeader:
+    """Where a trace comes from and what was done to it. Always `rows_read == rows_kept + sum(dropped.values())`."""
+
+    name: str
+    format: str
+    source: str  # file name without folders, or a description of the generator
+    key_kind: str  # 'chained' or 'content'
+    source_block_tokens: (
+        int | None
+    )  # sharing is known only at multiples of it; None: token-exact, or no sharing
+    clock_quantum_us: int  # resolution of the recorded arrivals
+    sha256: str  # of the file's bytes, or of the generator's specification
+    rows_read: int
+    rows_kept: int
+    dropped: Mapping[str, int] = field(
+        default_factory=dict
+    )  # legitimate rows that cannot be replayed, by reason
+    noted: Mapping[str, int] = field(default_factory=dict)  # quirks handled by rule, by name
+    changes: tuple[str, ...] = ()  # one sentence for each reshaping, in order
+    licence: str = "not stated"
+    calibration: Mapping[str, float | str] = field(default_factory=dict)  # generators: on what, how close
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Requests in order of arrival; file order breaks ties."""
+
+    header: TraceHeader
+    requests: tuple[TraceRequest, ...]
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 over the source's identity and every field of every request; the same in every process.
+
+        Names, counts and sentences are left out: two ways to the same requests give the same digest.
+        """
+        header = self.header
+        identity = [header.format, header.key_kind, header.source_block_tokens, header.sha256]
+        state = hashlib.sha256(json.dumps(identity).encode())
+        for column in self._columns():
+            state.update(column.astype("<u8").tobytes())
+        return state.hexdigest()
+
+    def _columns(self) -> list[np.ndarray[tuple[int], np.dtype[np.int64 | np.uint64]]]:
+        rows = [
+            (r.request_id, r.arrival_us, r.prompt_tokens, r.output_tokens, len(r.segments))
+            for r in self.requests
+        ]
+        segments = [segment for request in self.requests for segment in request.segments]
+        keys = np.array([0 if s.key is None else s.key for s in segments], dtype=np.uint64)
+        lengths = np.array([s.tokens * 2 + (s.key is None) for s in segments], dtype=np.int64)
+        return [np.array(rows, dtype=np.int64).ravel(), keys, lengths]
+
+    def changed(self, requests: tuple[TraceRequest, ...], sentence: str, **header: object) -> "Trace":
+        """This trace with other requests, and the sentence that says why; `header` replaces header fields."""
+        changes = (*self.header.changes, sentence)
+        return Trace(replace(self.header, changes=changes, **header), requests)  # type: ignore[arg-type]
