@@ -1,4 +1,4 @@
-"""Errors of the policy core. Each names the sequence or request and the numbers; state is unchanged when one is raised."""
+"""Errors of the policy core: each names the sequence or request and the numbers, and leaves the state as it was."""
 
 
 class CoreError(ValueError):

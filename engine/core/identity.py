@@ -44,6 +44,7 @@ class _PrivateOutputs:
         self._request_id = request_id
 
     def generated_name(self, branch: int, block: int) -> BlockName:
+        """A name that only this request's branch can have."""
         return private_name(self._request_id, branch, block)
 
 
@@ -56,7 +57,8 @@ class TokenIdentity(_PrivateOutputs):
         self._root = hashlib.sha256(b"pagetwin:" + salt.encode()).digest()
 
     def prompt_names(self, block_size: int) -> list[BlockName]:
-        data, width = memoryview(self._tokens).cast("B"), block_size * self._tokens.itemsize
+        """Chained digests of the prompt's full blocks."""
+        data, width = self._tokens.tobytes(), block_size * self._tokens.itemsize
         names: list[BlockName] = []
         parent = self._root
         for start in range(0, len(data) - width + 1, width):
@@ -79,6 +81,7 @@ class KeyIdentity(_PrivateOutputs):
         self._root = hashlib.blake2b(salt.encode(), digest_size=16).digest()
 
     def prompt_names(self, block_size: int) -> list[BlockName]:
+        """Chained digests while the prefix is keyed, private names from there on."""
         total = sum(tokens for _, tokens in self._segments)
         names: list[BlockName] = list(self._shared_names(block_size))
         names.extend(

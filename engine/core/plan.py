@@ -105,9 +105,9 @@ class StepPlan:
 class StepResult:
     """What the executor found out.
 
-    `repeat` of the plan's steps were taken (at least 1). `parents` gives, for each beam request that sampled, the branch
-    index that each of its new hypotheses continues: `parents[request_id][i]` is the parent of hypothesis i; on the
-    step that finishes the prompt every parent is 0. `finished` are requests that ended early (an EOS token).
+    `repeat` of the plan's steps were taken (at least 1). `parents` gives, for each beam request that sampled, the
+    branch index that each of its new hypotheses continues: `parents[request_id][i]` is the parent of hypothesis i; on
+    the step that finishes the prompt every parent is 0. `finished` are requests that ended early (an EOS token).
     """
 
     repeat: int = 1

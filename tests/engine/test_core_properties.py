@@ -1,0 +1,197 @@
+"""Random workloads against the brute-force slot model: every read finds its token, every invariant holds each step."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from slot_model import SlotModel
+
+from engine.core.contiguous import ContiguousMaxManager
+from engine.core.errors import CoreError, NeverFitsError
+from engine.core.identity import TokenIdentity
+from engine.core.limits import SchedulerLimits
+from engine.core.manager import KVCacheManager
+from engine.core.paged import PagedManager
+from engine.core.pool import BlockPool
+from engine.core.request import Decoding, Request
+from engine.core.scheduler import Scheduler
+
+
+@dataclass(frozen=True)
+class Arrival:
+    shared: int  # leading tokens that every request has in common
+    unique: int
+    output: int
+    width: int
+    mode: Decoding
+    delay: int  # steps before it arrives
+
+
+ARRIVALS = st.lists(
+    st.builds(
+        Arrival,
+        shared=st.integers(0, 24),
+        unique=st.integers(1, 20),
+        output=st.integers(1, 24),
+        width=st.integers(2, 4),
+        mode=st.sampled_from(Decoding),
+        delay=st.integers(0, 6),
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+def drive(
+    manager: KVCacheManager, arrivals: list[Arrival], *, budget: int, chunked: bool = True
+) -> SlotModel:
+    model = SlotModel(Scheduler(manager, SchedulerLimits(budget, 8, chunked_prefill=chunked)))
+    accepted = 0
+    for rid, arrival in enumerate(arrivals):
+        for _ in range(arrival.delay):
+            if model.scheduler.has_work:
+                model.step()
+        width = 1 if arrival.mode is Decoding.GREEDY else arrival.width
+        prompt = [*range(arrival.shared), *range(1000 * (rid + 1), 1000 * (rid + 1) + arrival.unique)]
+        identity = TokenIdentity(rid, np.array(prompt))
+        try:
+            model.submit(Request(rid, len(prompt), arrival.output, width, arrival.mode, identity), prompt)
+            accepted += 1
+        except NeverFitsError:
+            continue
+    model.run()
+    assert len(model.finished) == accepted
+    return model
+
+
+@given(
+    ARRIVALS,
+    st.sampled_from([1, 4, 8]),
+    st.integers(10, 40),
+    st.integers(5, 40),
+    st.booleans(),
+    st.booleans(),
+)
+@settings(max_examples=120, deadline=None)
+def test_paged_runs_read_what_they_wrote_and_leave_nothing(
+    arrivals: list[Arrival], size: int, blocks: int, budget: int, caching: bool, chunked: bool
+) -> None:
+    model = drive(
+        PagedManager(blocks, size, prefix_caching=caching), arrivals, budget=budget, chunked=chunked
+    )
+    usage = model.scheduler.manager.usage(None)
+    assert (usage.token, usage.reserved, usage.internal) == (0, 0, 0)
+    assert usage.cached + usage.free == blocks * size
+
+
+@given(ARRIVALS, st.integers(80, 300), st.integers(5, 40))
+@settings(max_examples=60, deadline=None)
+def test_contiguous_runs_read_what_they_wrote_and_leave_nothing(
+    arrivals: list[Arrival], slots: int, budget: int
+) -> None:
+    model = drive(ContiguousMaxManager(slots, 70), arrivals, budget=budget)
+    assert model.scheduler.manager.usage(None).free == slots
+    assert not any(plan.preempted for plan in model.plans)
+
+
+def busy_workload() -> list[Arrival]:
+    """Sharing, preemption, eviction, forks and beams in one short run."""
+    modes = [Decoding.GREEDY, Decoding.BEAM, Decoding.GREEDY, Decoding.SAMPLE]
+    return [Arrival(10, 3 + i, 18, 3, modes[i % 4], i % 3) for i in range(12)]
+
+
+def run_busy() -> None:
+    drive(PagedManager(26, 4), busy_workload(), budget=24)
+
+
+def test_the_busy_workload_passes_without_a_planted_bug() -> None:
+    run_busy()
+
+
+def no_reference_on_share(pool: BlockPool, blocks: Any) -> int:
+    return 0
+
+
+def name_dropped_at_release(real: Callable[..., bool]) -> Callable[..., bool]:
+    def release(pool: BlockPool, block: int) -> bool:
+        last = real(pool, block)
+        if last and block in pool._evictable:
+            pool._forget_name(block)
+        return last
+
+    return release
+
+
+def double_release(real: Callable[..., bool]) -> Callable[..., bool]:
+    def release(pool: BlockPool, block: int) -> bool:
+        return real(pool, block) if pool.references(block) == 1 else real(pool, block) or real(pool, block)
+
+    return release
+
+
+def silent_eviction(pool: BlockPool) -> int:
+    block, _ = pool._evictable.popitem(last=False)
+    pool._voided.append(block)
+    return block
+
+
+def evict_most_recent_and_live(real: Callable[..., list[int]]) -> Callable[..., list[int]]:
+    def take(pool: BlockPool, count: int) -> list[int]:
+        live = next((b for b in range(1, pool.num_blocks + 1) if pool.references(b) > 1), None)
+        return [live] if count == 1 and live is not None else real(pool, count)
+
+    return take
+
+
+def no_copy(manager: PagedManager, sequence: Any, table: list[int]) -> None:
+    """Writes into a shared tail."""
+
+
+def copies_forgotten(manager: PagedManager) -> list[tuple[int, int]]:
+    manager._copies = []
+    return []
+
+
+def hit_of_everything(real: Callable[..., list[int]]) -> Callable[..., list[int]]:
+    def find(pool: BlockPool, names: Any) -> list[int]:
+        found = real(pool, names)
+        return [*found, *(block for block in pool._name_of if block not in found)][: len(names)]
+
+    return find
+
+
+def fork_keeps_entries(real: Callable[..., list[int]]) -> Callable[..., list[int]]:
+    def shared(manager: PagedManager, table: Any) -> list[int]:
+        manager.pool.share(table)
+        return list(table)
+
+    return shared
+
+
+PLANTED = {
+    "missing reference on fork or hit": (BlockPool, "share", no_reference_on_share),
+    "name lost, block left among the cached": (
+        BlockPool,
+        "release",
+        name_dropped_at_release(BlockPool.release),
+    ),
+    "double free": (BlockPool, "release", double_release(BlockPool.release)),
+    "name kept on an evicted block": (BlockPool, "_evict", silent_eviction),
+    "a live block handed out": (BlockPool, "take", evict_most_recent_and_live(BlockPool.take)),
+    "write into a shared tail": (PagedManager, "_copy_tail", no_copy),
+    "copy list lost": (PagedManager, "drain_copies", copies_forgotten),
+    "hit on another prefix": (BlockPool, "find", hit_of_everything(BlockPool.find)),
+    "table entries not counted on fork": (PagedManager, "_shared", fork_keeps_entries(PagedManager._shared)),
+}
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_planted_bug_is_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, name, replacement = PLANTED[bug]
+    monkeypatch.setattr(owner, name, replacement)
+    with pytest.raises((AssertionError, CoreError, KeyError)):
+        run_busy()

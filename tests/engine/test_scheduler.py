@@ -1,0 +1,175 @@
+import numpy as np
+import pytest
+from slot_model import SlotModel
+
+from engine.core.errors import CoreError, NeverFitsError
+from engine.core.identity import TokenIdentity
+from engine.core.limits import SchedulerLimits
+from engine.core.paged import PagedManager
+from engine.core.plan import StepResult
+from engine.core.request import Decoding, Request
+from engine.core.scheduler import Scheduler
+
+
+def model_of(
+    blocks: int = 32, size: int = 4, budget: int = 16, running: int = 8, *, chunked: bool = True
+) -> SlotModel:
+    manager = PagedManager(blocks, size)
+    limits = SchedulerLimits(budget, running, chunked_prefill=chunked)
+    return SlotModel(Scheduler(manager, limits))
+
+
+def submit(
+    model: SlotModel, rid: int, prompt: int, output: int, width: int = 1, mode: str = "greedy", first: int = 0
+) -> None:
+    tokens = np.arange(first, first + prompt)
+    identity = TokenIdentity(rid, tokens)
+    request = Request(rid, prompt, output, width, Decoding(mode), identity)
+    model.submit(request, tokens.tolist())
+
+
+def test_a_prompt_is_computed_in_chunks_of_the_budget() -> None:
+    model = model_of(budget=16)
+    submit(model, 0, prompt=40, output=2)
+    model.run()
+    assert [plan.rows[0].query_len for plan in model.plans] == [16, 16, 8, 1]
+
+
+def test_only_the_last_chunk_samples() -> None:
+    model = model_of(budget=16)
+    submit(model, 0, prompt=40, output=1)
+    model.run()
+    assert [plan.rows[0].samples for plan in model.plans] == [False, False, True]
+
+
+def test_running_requests_come_before_waiting_ones() -> None:
+    model = model_of(budget=16)
+    submit(model, 0, prompt=24, output=4)
+    submit(model, 1, prompt=24, output=4, first=100)
+    model.step()
+    plan = model.step()
+    assert [(row.request_id, row.query_len) for row in plan.rows] == [(0, 8), (1, 8)]
+
+
+def test_a_full_prefix_hit_still_computes_the_last_block() -> None:
+    model = model_of(size=4)
+    submit(model, 0, prompt=8, output=1)
+    model.run()
+    submit(model, 1, prompt=8, output=1)
+    plan = model.step()
+    assert (plan.rows[0].context_len, plan.rows[0].query_len, plan.hit_tokens) == (4, 4, 4)
+
+
+def test_a_second_request_in_the_same_step_hits_the_first() -> None:
+    model = model_of(budget=64)
+    submit(model, 0, prompt=13, output=2)
+    submit(model, 1, prompt=13, output=2)
+    plan = model.step()
+    assert plan.hit_tokens == 12
+    assert plan.rows[0].table[:3] == plan.rows[1].table[:3]
+
+
+def test_preemption_takes_the_youngest_and_keeps_its_tokens() -> None:
+    model = model_of(blocks=6, size=4, running=4)
+    submit(model, 0, prompt=8, output=9)
+    submit(model, 1, prompt=8, output=9, first=100)
+    model.run()
+    assert [rid for plan in model.plans for rid in plan.preempted] == [1]
+    assert sorted(model.finished) == [0, 1]
+    assert len(model.tokens[1, 0]) == 17
+
+
+def test_nothing_is_admitted_in_a_step_that_preempted() -> None:
+    model = model_of(blocks=6, size=4, running=4)
+    for rid in range(3):
+        submit(model, rid, prompt=8, output=9, first=100 * rid)
+    model.run()
+    assert any(plan.preempted for plan in model.plans)
+    assert not any(plan.preempted and plan.admitted for plan in model.plans)
+
+
+def test_a_resumed_request_hits_what_survived_apart_from_fresh_hits() -> None:
+    model = model_of(blocks=6, size=4, running=4)
+    submit(model, 0, prompt=8, output=9)
+    submit(model, 1, prompt=8, output=9, first=100)
+    model.run()
+    stats = model.scheduler.stats[1]
+    assert stats.preemptions == 1
+    assert stats.hit_tokens == 0
+    assert stats.resumed_hit_tokens + stats.recomputed_tokens >= 8
+
+
+def test_the_first_request_that_does_not_fit_blocks_the_queue() -> None:
+    model = model_of(blocks=8, size=4, budget=64)
+    submit(model, 0, prompt=16, output=4)
+    submit(model, 1, prompt=24, output=4, first=100)
+    submit(model, 2, prompt=4, output=4, first=200)
+    assert model.step().admitted == [0]
+
+
+def test_a_prompt_that_exceeds_the_step_waits_without_chunking() -> None:
+    model = model_of(budget=16, chunked=False)
+    submit(model, 0, prompt=10, output=2)
+    submit(model, 1, prompt=10, output=2, first=100)
+    assert model.step().admitted == [0]
+    assert model.step().admitted == [1]
+
+
+def test_branches_count_against_the_running_limit() -> None:
+    model = model_of(running=4, budget=64)
+    submit(model, 0, prompt=4, output=3, width=3, mode="beam")
+    submit(model, 1, prompt=4, output=3, width=2, mode="sample", first=100)
+    assert model.step().admitted == [0]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "output", "width", "mode", "reason"),
+    [
+        (128, 8, 1, "greedy", "needs 34 blocks of 4 tokens, the pool has 32"),
+        (100, 8, 4, "beam", "needs 33 blocks"),
+        (4, 4, 9, "beam", "has 9 sequences, a step takes 8"),
+    ],
+)
+def test_what_can_never_fit_is_rejected_at_once(
+    prompt: int, output: int, width: int, mode: str, reason: str
+) -> None:
+    model = model_of()
+    with pytest.raises(NeverFitsError, match=reason):
+        submit(model, 0, prompt, output, width, mode)
+    assert not model.scheduler.has_work
+
+
+def test_a_request_that_fills_the_whole_pool_runs() -> None:
+    model = model_of(blocks=8, size=4)
+    submit(model, 0, prompt=25, output=8)
+    model.run()
+    assert model.finished == [0]
+
+
+def test_an_early_end_releases_everything() -> None:
+    model = model_of()
+    submit(model, 0, prompt=6, output=50)
+    plan = model.scheduler.schedule()
+    report = model.scheduler.commit(plan, StepResult(finished=frozenset({0})))
+    assert report.finished == [0]
+    assert model.scheduler.manager.usage(None).token == 0
+
+
+def test_submitting_a_request_twice_is_refused() -> None:
+    model = model_of()
+    submit(model, 0, 4, 4)
+    with pytest.raises(CoreError, match="request 0 was submitted before"):
+        submit(model, 0, 4, 4)
+
+
+def test_scheduling_without_work_is_refused() -> None:
+    with pytest.raises(CoreError, match="nothing is running or waiting"):
+        model_of().scheduler.schedule()
+
+
+def test_a_watermark_keeps_blocks_free_beside_running_requests() -> None:
+    manager = PagedManager(10, 4)
+    model = SlotModel(Scheduler(manager, SchedulerLimits(64, 8, watermark=0.3)))
+    submit(model, 0, prompt=16, output=4)
+    submit(model, 1, prompt=16, output=4, first=100)
+    assert model.step().admitted == [0]
