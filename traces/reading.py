@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from traces.catalogue import licence_of
 from traces.detect import READERS, detect_format, foreign_format
 from traces.errors import ReshapeError, RowError, TraceError
 from traces.rows import Row, RowReader, note
@@ -190,4 +191,5 @@ def _header(
         dropped=tally.dropped,
         noted=noted,
         changes=changes,
+        licence=licence_of(source.sha256),
     )

@@ -6,9 +6,8 @@ Order inside a tick is the file's. Draws depend on (seed, tick) alone, so every 
 from collections.abc import Callable
 from itertools import groupby
 
-import numpy as np
-
 from traces.errors import ReshapeError
+from traces.streams import words
 
 TICKS = ("keep", "even", "random")
 _COARSE_US = 1_000_000
@@ -40,5 +39,4 @@ def _even(arrivals: int, quantum_us: int, tick: int, seed: int) -> list[int]:
 
 
 def _random(arrivals: int, quantum_us: int, tick: int, seed: int) -> list[int]:
-    words = np.random.Philox(key=[seed, tick]).random_raw(arrivals)
-    return sorted(int(word) * quantum_us >> 64 for word in words)
+    return sorted(int(word) * quantum_us >> 64 for word in words(seed, tick, arrivals))

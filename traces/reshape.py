@@ -1,0 +1,155 @@
+"""Changes to a workload, as pure functions from trace to trace; each that changes something names itself.
+
+The harness applies them in the order take, scale_lengths, share_prefixes, set_rate, drop_oversize.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from math import floor, isfinite
+
+import numpy as np
+
+from traces.errors import ReshapeError
+from traces.sharing import realised_prefix_share as realised_prefix_share
+from traces.streams import uniform
+from traces.trace import CONTENT, Segment, Trace, TraceRequest
+
+_PREFIX_KEYS = 2**63  # keys of shared prefixes start here; keys read from files lie below
+_CHOICE_STREAM = 4
+
+
+def take(trace: Trace, num_requests: int) -> Trace:
+    """The first `num_requests` requests, or all where there are fewer; raises ReshapeError below 1."""
+    if num_requests < 1:
+        raise ReshapeError("num_requests", f"at least 1 expected, found {num_requests}")
+    if num_requests >= len(trace.requests):
+        return trace
+    sentence = f"the first {num_requests:,} of {len(trace.requests):,} requests"
+    return trace.changed(trace.requests[:num_requests], sentence)
+
+
+def scale_lengths(trace: Trace, factor: float) -> Trace:
+    """Multiply prompt and output lengths by `factor`, each at least 1 token; raises ReshapeError.
+
+    A segment's end moves to round(end * factor), so that equal chained prefixes keep equal boundaries. Segments
+    that shrink to nothing vanish.
+    """
+    if not (isfinite(factor) and factor > 0):
+        raise ReshapeError("factor", f"above 0 expected, found {factor}")
+    requests = tuple(_scaled(request, factor) for request in trace.requests)
+    if requests == trace.requests:
+        return trace
+    block = trace.header.source_block_tokens
+    return trace.changed(
+        requests,
+        f"prompt and output lengths multiplied by {factor:g}",
+        source_block_tokens=None if block is None else max(1, _round(block * factor)),
+    )
+
+
+def share_prefixes(trace: Trace, share: float, num_prefixes: int, zipf: float, seed: int) -> Trace:
+    """Let the first round(share * prompt) tokens of each prompt come from one of `num_prefixes` shared prefixes.
+
+    The rest of each prompt is unique, the trace's own sharing is gone. Prefix number k is drawn with probability
+    proportional to k^-zipf; the draw depends on (seed, request_id) alone, so a window of the trace draws the same.
+    Raises ReshapeError.
+    """
+    _check_sharing(share, num_prefixes, zipf)
+    choices = _choices(trace, num_prefixes, zipf, seed)
+    pairs = zip(trace.requests, choices, strict=True)
+    requests = tuple(_with_prefix(request, _PREFIX_KEYS + choice, share) for request, choice in pairs)
+    if requests == trace.requests:
+        return trace
+    sentence = (
+        f"{share:.3g} of each prompt comes from one of {num_prefixes} shared prefixes (Zipf exponent {zipf:g}), "
+        "the rest is unique"
+        if share
+        else "every prompt is unique: recorded sharing removed"
+    )
+    return trace.changed(requests, sentence, key_kind=CONTENT, source_block_tokens=None)
+
+
+def set_rate(trace: Trace, requests_per_s: float) -> Trace:
+    """Scale time so that requests arrive at this mean rate, (requests - 1) / span; raises ReshapeError."""
+    if not (isfinite(requests_per_s) and requests_per_s > 0):
+        raise ReshapeError("requests_per_s", f"above 0 expected, found {requests_per_s}")
+    if len(trace.requests) < 2:
+        return trace
+    first, last = trace.requests[0].arrival_us, trace.requests[-1].arrival_us
+    if first == last:
+        raise ReshapeError(
+            "requests_per_s", "all requests arrive at one instant: time cannot be scaled to a rate"
+        )
+    target_us = _round((len(trace.requests) - 1) / requests_per_s * 1e6)
+    span_us = last - first
+    if target_us == span_us and first == 0:
+        return trace
+    requests = tuple(
+        replace(request, arrival_us=(request.arrival_us - first) * target_us // span_us)
+        for request in trace.requests
+    )
+    recorded = (len(requests) - 1) / span_us * 1e6
+    return trace.changed(requests, f"time scaled from {recorded:.4g} to {requests_per_s:.4g} requests/s")
+
+
+def drop_oversize(trace: Trace, fits: Callable[[TraceRequest], str | None]) -> Trace:
+    """Leave out the requests for which `fits` gives a reason (None: it fits); counted in the header by reason."""
+    verdicts = [fits(request) for request in trace.requests]
+    reasons = Counter(verdict for verdict in verdicts if verdict is not None)
+    if not reasons:
+        return trace
+    pairs = zip(trace.requests, verdicts, strict=True)
+    dropped = Counter(trace.header.dropped) + reasons
+    return trace.changed(
+        tuple(request for request, verdict in pairs if verdict is None),
+        "dropped " + ", ".join(f"{count:,} ({reason})" for reason, count in sorted(reasons.items())),
+        dropped=dict(dropped),
+        rows_kept=trace.header.rows_kept - reasons.total(),
+    )
+
+
+def _round(value: float) -> int:
+    """Nearest integer, halves up: unlike round(), never dependent on whether a neighbour is even."""
+    return floor(value + 0.5)
+
+
+def _scaled(request: TraceRequest, factor: float) -> TraceRequest:
+    prompt = max(1, _round(request.prompt_tokens * factor))
+    output = max(1, _round(request.output_tokens * factor))
+    segments: list[Segment] = []
+    end = start = 0
+    for key, tokens in request.segments:
+        end += tokens
+        scaled_end = _round(end * factor)
+        if scaled_end > start:
+            segments.append(Segment(key, scaled_end - start))
+            start = scaled_end
+    if not segments:
+        segments = [Segment(request.segments[0].key, prompt)]
+    return TraceRequest(request.request_id, request.arrival_us, prompt, output, tuple(segments))
+
+
+def _check_sharing(share: float, num_prefixes: int, zipf: float) -> None:
+    if not 0 <= share <= 1:
+        raise ReshapeError("share", f"from 0 to 1 expected, found {share}")
+    if num_prefixes < 1:
+        raise ReshapeError("num_prefixes", f"at least 1 expected, found {num_prefixes}")
+    if not (isfinite(zipf) and zipf >= 0):
+        raise ReshapeError("zipf", f"0 or above expected, found {zipf}")
+
+
+def _choices(trace: Trace, num_prefixes: int, zipf: float, seed: int) -> list[int]:
+    """The prefix number, from 0, of each request: word `request_id` of one stream through the Zipf CDF."""
+    numbers = np.array([request.request_id for request in trace.requests], dtype=np.int64)
+    drawn = uniform(seed, _CHOICE_STREAM, int(numbers.max(initial=-1)) + 1)[numbers]
+    weights = np.arange(1, num_prefixes + 1, dtype=np.float64) ** -zipf
+    cumulative = np.cumsum(weights) / weights.sum()
+    chosen: list[int] = np.minimum(np.searchsorted(cumulative, drawn, "right"), num_prefixes - 1).tolist()
+    return chosen
+
+
+def _with_prefix(request: TraceRequest, key: int, share: float) -> TraceRequest:
+    shared = _round(share * request.prompt_tokens)
+    pieces = (Segment(key, shared), Segment(None, request.prompt_tokens - shared))
+    return replace(request, segments=tuple(piece for piece in pieces if piece.tokens))

@@ -1,0 +1,113 @@
+"""The embedded calibration tables: published quantiles and arrival figures of real traces, as JSON in `data/`.
+
+A table holds figures only, never rows. Each file names its source, its licence and how closely draws from it match.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from traces.errors import ReshapeError
+
+TABLES = ("azure_conv", "azure_code", "mooncake_conversation")
+_Q21 = [step / 20 for step in range(21)]
+_TAIL = [0.96, 0.97, 0.98, 0.99, 0.995, 0.999]
+POSITIONS = np.array([*_Q21[:-1], *_TAIL, 1.0])
+
+
+@dataclass(frozen=True)
+class LengthTable:
+    """Quantiles of a length in tokens: `q21` at 0, 5, ... 100 %, `tail` at 96, 97, 98, 99, 99.5, 99.9 %.
+
+    The tail is needed: with `q21` alone the last piece inflates means up to 2.4 times. `ks` and `mean_ratio` say how
+    draws compare with the data behind the table (Kolmogorov-Smirnov distance; drawn mean / data mean).
+    """
+
+    q21: tuple[float, ...]
+    tail: tuple[float, ...]
+    mean: float
+    ks: float
+    mean_ratio: float
+
+    def quantile(self, share: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Length in tokens below which `share` (0 to 1, any shape) of the requests lie; linear between knots."""
+        lengths: npt.NDArray[np.float64] = np.interp(share, POSITIONS, self._knots())
+        return lengths
+
+    def cdf(self, tokens: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Share of drawn lengths at or below `tokens`, after rounding to whole tokens."""
+        knots = self._knots()
+        rising = np.maximum.accumulate(knots + np.arange(len(knots)) * 1e-9)  # interp needs increasing knots
+        shares: npt.NDArray[np.float64] = np.interp(np.floor(tokens) + 0.5, rising, POSITIONS)
+        return shares
+
+    def _knots(self) -> npt.NDArray[np.float64]:
+        return np.array([*self.q21[:-1], *self.tail, self.q21[-1]])
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """A renewal process: gaps drawn from a gamma distribution of this shape, at this mean rate in requests/s."""
+
+    rate_rps: float
+    gamma_shape: float
+    gamma_ks: float | None  # of the fit against recorded gaps; None where the recording clock hides them
+    recorded_gap_cv: float
+    note: str
+
+
+@dataclass(frozen=True)
+class CalibrationTable:
+    """What a generated trace is calibrated on."""
+
+    name: str
+    title: str
+    source: str
+    licence: str
+    rows: int
+    prompt_tokens: LengthTable
+    output_tokens: LengthTable
+    prompt_output_spearman: float
+    arrivals: Arrivals
+
+    def quality(self) -> Mapping[str, float | str]:
+        """How close draws come to the data, for the trace's header."""
+        ks = self.arrivals.gamma_ks
+        return {
+            "calibrated_on": f"{self.title}: {self.source}",
+            "prompt_ks": self.prompt_tokens.ks,
+            "prompt_mean_ratio": self.prompt_tokens.mean_ratio,
+            "output_ks": self.output_tokens.ks,
+            "output_mean_ratio": self.output_tokens.mean_ratio,
+            "recorded_prompt_output_spearman": self.prompt_output_spearman,
+            "generated_prompt_output_spearman": 0.0,
+            "arrival_rate_rps": self.arrivals.rate_rps,
+            "arrival_gamma_shape": self.arrivals.gamma_shape,
+            "arrival_gamma_ks": "not known" if ks is None else ks,
+            "recorded_gap_cv": self.arrivals.recorded_gap_cv,
+            "arrivals": self.arrivals.note,
+        }
+
+
+@lru_cache
+def load_table(name: str) -> CalibrationTable:
+    """The embedded table of that name; raises ReshapeError naming the tables there are."""
+    if name not in TABLES:
+        raise ReshapeError("table", f'no table "{name}"; there are {", ".join(TABLES)}')
+    raw: dict[str, Any] = json.loads((files("traces") / "data" / f"{name}.json").read_text("utf-8"))
+    return CalibrationTable(
+        prompt_tokens=_lengths(raw.pop("prompt_tokens")),
+        output_tokens=_lengths(raw.pop("output_tokens")),
+        arrivals=Arrivals(**raw.pop("arrivals")),
+        **raw,
+    )
+
+
+def _lengths(raw: dict[str, Any]) -> LengthTable:
+    return LengthTable(**{**raw, "q21": tuple(raw["q21"]), "tail": tuple(raw["tail"])})
