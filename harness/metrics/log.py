@@ -1,4 +1,4 @@
-"""The run log: what one replay, simulated or measured, leaves behind. Every metric is computed from it and nothing else."""
+"""The run log: what one replay, simulated or measured, leaves behind. Metrics are computed from it alone."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -82,9 +82,10 @@ class Outcome(IntEnum):
 class RunLog:
     """One replay of a trace, simulated or measured.
 
-    `steps` has one entry per engine step in each of `STEP_COLUMNS`, `requests` one entry per request of the trace in
-    each of `REQUEST_COLUMNS`. `itl_s` holds inter-token gaps in seconds, each standing for `itl_weight` gaps.
-    `capacity_slots` is the pool in KV slots (tokens), `span_s` the virtual time at the end of the last step.
+    `steps` has one entry per engine step in each of `STEP_COLUMNS`, `requests` one entry per request of the
+    trace in each of `REQUEST_COLUMNS`. `itl_s` holds inter-token gaps in seconds, each standing for
+    `itl_weight` gaps. `capacity_slots` is the pool in KV slots (tokens), `span_s` the virtual time at the end
+    of the last step.
 
     Raises `RunLogError` where a column is missing or columns differ in length.
     """

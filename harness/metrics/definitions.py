@@ -1,0 +1,215 @@
+"""One table of every metric: name, unit and meaning. Both sides use it, and the report prints it.
+
+A metric that is undefined for a run (TPOT where every output is one token) is absent from that run's figures,
+so that a record never holds a NaN.
+"""
+
+from collections.abc import Iterator, Mapping
+
+from harness.metrics.log import SLOT_STATES
+from harness.metrics.metric import SHARE, Better, Metric
+
+QUANTILES: Mapping[str, float] = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+"""The quantiles given for every distribution, beside its mean."""
+
+_LATENCIES = (
+    (
+        "ttft",
+        "TTFT",
+        "s",
+        "time to first token: from arrival to the end of the step that chose the first token",
+    ),
+    ("tpot", "TPOT", "s", "time per output token: (E2E − TTFT) / (output tokens − 1), for outputs above 1"),
+    ("itl", "ITL", "s", "inter-token latency: every gap between two tokens of one sequence"),
+    ("e2e", "E2E latency", "s", "from arrival to the end of the step that chose the last token"),
+    ("norm_latency", "normalized latency", "s/token", "E2E latency / output tokens of one sequence"),
+    (
+        "queue",
+        "queue time",
+        "s",
+        "from arrival to the start of the first step that ran a token of the request",
+    ),
+)
+
+_STATE_MEANING = {
+    "token": "K and V that a live sequence attends to; a shared slot counts once",
+    "cached": "a reusable prefix that no live sequence refers to; not waste",
+    "reserved": "allocated, and its owner will fill it before it ends",
+    "internal": "allocated, and its owner will never fill it: block tail or over-reservation",
+    "external": "free, but unusable for the request at the head of the queue",
+    "free": "free and usable",
+}
+
+
+def _latencies() -> Iterator[Metric]:
+    for name, label, unit, meaning in _LATENCIES:
+        yield Metric(f"{name}_mean", f"{label}, mean", unit, f"mean of {meaning}", "lower")
+        for short, level in QUANTILES.items():
+            quantile = f"{level * 100:g}th percentile of {meaning}"
+            yield Metric(f"{name}_{short}", f"{label}, {short}", unit, quantile, "lower")
+
+
+def _slot_shares() -> Iterator[Metric]:
+    for state in SLOT_STATES:
+        better: Better = "lower" if state in ("internal", "external") else "neither"
+        meaning = f"time-weighted share of the pool's slots that hold {_STATE_MEANING[state]}"
+        if state not in ("token", "cached"):
+            meaning = f"time-weighted share of the pool's slots that are {_STATE_MEANING[state]}"
+        yield Metric(f"{state}_share", f"{state} slots", SHARE, meaning, better)
+
+
+_THROUGHPUT = (
+    Metric("request_throughput", "request throughput", "requests/s", "finished requests / span", "higher"),
+    Metric(
+        "output_throughput",
+        "output throughput",
+        "tokens/s",
+        "tokens generated in all sequences of the finished requests / span",
+        "higher",
+    ),
+    Metric(
+        "total_throughput",
+        "total throughput",
+        "tokens/s",
+        "prompt and generated tokens of the finished requests / span",
+        "higher",
+    ),
+    Metric("span", "span", "s", "virtual time at the end of the last step", "lower"),
+)
+
+_MEMORY = (
+    Metric(
+        "utilisation",
+        "utilisation of allocated slots",
+        SHARE,
+        "token / (token + reserved + internal), each integrated over time",
+        "higher",
+    ),
+    Metric(
+        "reserved_of_allocated",
+        "reserved, of allocated slots",
+        SHARE,
+        "reserved / (token + reserved + internal), each integrated over time",
+    ),
+    Metric(
+        "internal_of_allocated",
+        "internal, of allocated slots",
+        SHARE,
+        "internal / (token + reserved + internal), each integrated over time",
+        "lower",
+    ),
+    Metric(
+        "sharing_saving",
+        "sharing saving",
+        SHARE,
+        "1 − physical blocks / logical blocks, each integrated over time",
+        "higher",
+    ),
+    Metric(
+        "tail_waste",
+        "unfilled slots per decoding sequence",
+        "slots",
+        "reserved and internal slots / rows, summed over the steps that only decode",
+        "lower",
+    ),
+    Metric(
+        "peak_kv",
+        "peak KV in use",
+        "bytes",
+        "largest token + reserved + internal of any step, times the KV bytes of a token",
+        "lower",
+    ),
+)
+
+_CACHE = (
+    Metric(
+        "hit_tokens", "hit tokens, fresh", "tokens", "prompt tokens found cached at first admission", "higher"
+    ),
+    Metric(
+        "resumed_hit_tokens",
+        "hit tokens, after preemption",
+        "tokens",
+        "tokens found cached when a preempted request came back",
+    ),
+    Metric(
+        "hit_ratio",
+        "hit ratio",
+        SHARE,
+        "fresh hit tokens / prompt tokens of the requests that were scheduled",
+        "higher",
+    ),
+)
+
+_COUNTS = (
+    Metric("finished", "finished requests", "requests", "requests that generated all their tokens", "higher"),
+    Metric("steps", "engine steps", "steps", "steps that the engine took"),
+    Metric("computed_tokens", "computed tokens", "tokens", "query tokens of all steps", "lower"),
+    Metric(
+        "blocks_allocated", "blocks allocated", "blocks", "blocks taken from the pool over the run", "lower"
+    ),
+    Metric(
+        "copies_per_token",
+        "copies per generated token",
+        "blocks/token",
+        "blocks copied on write / tokens generated in all sequences of the finished requests",
+        "lower",
+    ),
+    Metric(
+        "recomputed_tokens", "recomputed tokens", "tokens", "tokens computed again after preemptions", "lower"
+    ),
+    Metric("preemptions", "preemptions", "requests", "times that a request lost its blocks", "lower"),
+    Metric(
+        "running_mean", "running requests, mean", "requests", "requests in the batch, time-weighted", "higher"
+    ),
+    Metric(
+        "running_peak", "running requests, peak", "requests", "most requests in the batch at once", "higher"
+    ),
+    Metric(
+        "waiting_mean", "waiting requests, mean", "requests", "requests in the queue, time-weighted", "lower"
+    ),
+)
+
+_TIME = (
+    Metric("step_mean", "step time, mean", "s", "seconds of all steps / steps", "lower"),
+    Metric("busy_share", "busy share", SHARE, "seconds of all steps / span"),
+    Metric(
+        "attention_per_step", "attention per step", "s", "attention seconds over all layers / steps", "lower"
+    ),
+    Metric(
+        "attention_per_decode_step",
+        "attention per decode step",
+        "s",
+        "attention seconds over all layers of the steps that only decode / such steps",
+        "lower",
+    ),
+    Metric(
+        "attention_per_kv_token",
+        "attention per KV slot read",
+        "s/slot",
+        "attention seconds of the steps that only decode / KV slots that their rows read",
+        "lower",
+    ),
+    Metric(
+        "attention_share", "attention share of step time", SHARE, "attention seconds / seconds of all steps"
+    ),
+)
+
+METRICS: Mapping[str, Metric] = {
+    metric.name: metric
+    for metric in (*_latencies(), *_THROUGHPUT, *_slot_shares(), *_MEMORY, *_CACHE, *_COUNTS, *_TIME)
+}
+"""Every metric by name, in the order in which tables show them."""
+
+HEADLINE = (
+    "output_throughput",
+    "ttft_p50",
+    "ttft_p99",
+    "tpot_p50",
+    "itl_p99",
+    "norm_latency_mean",
+    "internal_share",
+    "utilisation",
+    "hit_ratio",
+    "attention_per_decode_step",
+)
+"""What verdicts and figures lead with: throughput, latency, fragmentation, sharing, kernel time."""

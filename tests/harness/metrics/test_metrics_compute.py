@@ -1,0 +1,183 @@
+"""Every figure of merit on logs small enough to check by hand, and laws that hold on any log."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from harness.metrics import METRICS, SLOT_STATES, RunLog, RunLogError, compute_metrics
+
+ONE_REQUEST = {
+    "arrival_s": [1.0],
+    "first_scheduled_s": [1.5],
+    "first_token_s": [2.0],
+    "finish_s": [4.0],
+    "prompt_tokens": [10],
+    "output_tokens": [5],
+    "width": [2],
+}
+
+
+def test_latencies_of_one_request(make_log):
+    figures = compute_metrics(make_log(requests=ONE_REQUEST))
+    assert figures["ttft_p50"] == 1.0
+    assert figures["tpot_p99"] == 0.5
+    assert figures["e2e_mean"] == 3.0
+    assert figures["norm_latency_mean"] == pytest.approx(0.6)
+    assert figures["queue_p90"] == 0.5
+
+
+def test_throughput_counts_the_tokens_of_every_sequence(make_log):
+    figures = compute_metrics(make_log(requests=ONE_REQUEST, span=4.0))
+    assert figures["request_throughput"] == 0.25
+    assert figures["output_throughput"] == 2.5
+    assert figures["total_throughput"] == 5.0
+
+
+def test_quantiles_lie_between_order_statistics(make_log):
+    requests = {"arrival_s": [0.0] * 5, "first_token_s": [5, 1, 4, 2, 3], "output_tokens": [1] * 5}
+    figures = compute_metrics(make_log(requests=requests))
+    assert figures["ttft_p50"] == 3.0
+    assert figures["ttft_p90"] == pytest.approx(4.6)
+
+
+def test_tpot_is_absent_where_every_output_is_one_token(make_log):
+    figures = compute_metrics(make_log(requests=ONE_REQUEST | {"output_tokens": [1]}))
+    assert "tpot_mean" not in figures
+    assert "ttft_mean" in figures
+
+
+def test_zero_output_tokens_do_not_divide(make_log):
+    figures = compute_metrics(make_log(requests=ONE_REQUEST | {"output_tokens": [0]}))
+    assert "norm_latency_mean" not in figures
+    assert figures["output_throughput"] == 0.0
+
+
+def test_requests_that_did_not_finish_have_no_latency(make_log):
+    rejected = ONE_REQUEST | {"outcome": [1], "finish_s": [math.nan], "first_token_s": [math.nan]}
+    figures = compute_metrics(make_log(requests=rejected))
+    assert figures["finished"] == 0.0
+    assert "ttft_mean" not in figures
+    assert figures["output_throughput"] == 0.0
+
+
+def test_an_empty_log_has_counts_of_zero_and_no_latency(make_log):
+    figures = compute_metrics(make_log(span=0.0))
+    assert figures["steps"] == 0.0
+    assert figures["finished"] == 0.0
+    assert not any(name.startswith(("ttft", "token_share", "request_throughput")) for name in figures)
+
+
+def test_inter_token_gaps_count_with_their_weight(make_log):
+    figures = compute_metrics(make_log(itl=([1.0, 9.0], [3, 1])))
+    assert figures["itl_mean"] == 3.0
+    assert figures["itl_p50"] == 1.0
+
+
+def test_slot_shares_are_weighted_by_the_seconds_of_their_step(make_log):
+    steps = {"seconds": [1.0, 3.0], "token": [80, 40], "internal": [0, 20], "free": [20, 40]}
+    figures = compute_metrics(make_log(steps=steps))
+    assert figures["token_share"] == pytest.approx(0.5)
+    assert figures["internal_share"] == pytest.approx(0.15)
+    assert figures["utilisation"] == pytest.approx(200 / 260)
+
+
+def test_sharing_saving_is_one_minus_physical_over_logical(make_log):
+    steps = {"seconds": [1.0, 1.0], "logical_blocks": [20, 20], "physical_blocks": [8, 12]}
+    assert compute_metrics(make_log(steps=steps))["sharing_saving"] == pytest.approx(0.5)
+
+
+def test_tail_waste_and_decode_attention_leave_prefill_steps_out(make_log):
+    steps = {
+        "seconds": [1.0, 1.0, 1.0],
+        "prefill_tokens": [64, 0, 0],
+        "decode_rows": [0, 2, 2],
+        "rows": [1, 2, 2],
+        "reserved": [50, 3, 1],
+        "internal": [50, 2, 2],
+        "attention_s": [9.0, 0.2, 0.4],
+        "kv_read_tokens": [64, 100, 200],
+    }
+    figures = compute_metrics(make_log(steps=steps))
+    assert figures["tail_waste"] == 2.0
+    assert figures["attention_per_decode_step"] == pytest.approx(0.3)
+    assert figures["attention_per_kv_token"] == pytest.approx(0.6 / 300)
+    assert figures["attention_per_step"] == pytest.approx(3.2)
+
+
+def test_peak_kv_is_in_bytes(make_log):
+    steps = {
+        "seconds": [1.0, 1.0],
+        "token": [10, 30],
+        "reserved": [5, 5],
+        "internal": [0, 5],
+        "cached": [9, 9],
+    }
+    assert compute_metrics(make_log(steps=steps))["peak_kv"] == 40 * 8
+
+
+def test_hit_ratio_leaves_out_prompts_that_never_ran(make_log):
+    requests = {"first_scheduled_s": [0.0, math.nan], "prompt_tokens": [40, 1000], "hit_tokens": [10, 0]}
+    assert compute_metrics(make_log(requests=requests | {"outcome": [0, 1]}))["hit_ratio"] == 0.25
+
+
+def test_copies_are_counted_per_generated_token(make_log):
+    steps = {"seconds": [1.0], "copies": [4]}
+    assert compute_metrics(make_log(steps=steps, requests=ONE_REQUEST))["copies_per_token"] == 0.4
+
+
+def test_every_figure_has_a_definition(make_log):
+    steps = {
+        name: [1.0, 1.0]
+        for name in ("seconds", "token", "rows", "decode_rows", "attention_s", "logical_blocks")
+    }
+    figures = compute_metrics(make_log(steps=steps, requests=ONE_REQUEST, itl=([1.0], [1])))
+    assert set(figures) <= set(METRICS)
+    assert {"itl_p99", "tpot_p50", "token_share", "busy_share"} <= set(figures)
+
+
+def test_a_missing_column_is_named():
+    with pytest.raises(RunLogError, match=r"steps: missing columns step, start_s"):
+        RunLog({}, {}, np.array([]), np.array([]), 1, 1, 1, 0.0)
+
+
+def test_columns_of_unequal_length_are_refused(make_log):
+    with pytest.raises(RunLogError, match="differ in length"):
+        make_log(steps={"seconds": [1.0, 1.0], "token": [1]})
+
+
+@given(
+    parts=hnp.arrays(np.int64, st.tuples(st.integers(1, 20), st.just(6)), elements=st.integers(0, 1000)),
+    data=st.data(),
+)
+def test_slot_shares_sum_to_one_on_any_log(make_log, parts, data):
+    parts[:, -1] += 6001 - parts.sum(axis=1)
+    seconds = data.draw(st.lists(st.floats(1e-6, 1e3), min_size=len(parts), max_size=len(parts)))
+    steps = {"seconds": seconds} | {state: parts[:, i] for i, state in enumerate(SLOT_STATES)}
+    figures = compute_metrics(make_log(steps=steps, capacity=6001))
+    assert sum(figures[f"{state}_share"] for state in SLOT_STATES) == pytest.approx(1.0)
+
+
+@given(stays=st.lists(st.tuples(st.integers(0, 30), st.integers(1, 10)), min_size=1, max_size=20))
+def test_littles_law_holds_where_arrivals_fall_on_steps(make_log, stays):
+    """Mean number in the system, over the busy time, is the arrival rate times the mean time in the system."""
+    arrival, stay = np.array(stays).T
+    end = int((arrival + stay).max())
+    present = np.array([int(((arrival <= t) & (t < arrival + stay)).sum()) for t in range(end)])
+    steps = {
+        "seconds": (present > 0).astype(float),
+        "running": present // 2,
+        "waiting": present - present // 2,
+    }
+    requests = {
+        "arrival_s": arrival,
+        "finish_s": arrival + stay,
+        "first_token_s": arrival,
+        "output_tokens": stay,
+    }
+    figures = compute_metrics(make_log(steps=steps, requests=requests, span=float(end)))
+    in_system = (figures["running_mean"] + figures["waiting_mean"]) * figures["busy_share"]
+    assert in_system == pytest.approx(figures["request_throughput"] * figures["e2e_mean"])
