@@ -1,4 +1,4 @@
-"""What a user can get wrong in a configuration. Each error is a sentence to print, not a traceback to read."""
+"""What a user can get wrong in a configuration: each error is a sentence to print, never a traceback."""
 
 
 class UserError(ValueError):

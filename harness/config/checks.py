@@ -1,0 +1,183 @@
+"""Which values make sense: one range per key, and the rules that tie keys together.
+
+Types were checked when the configuration was composed. Everything here is cheap and imports nothing heavy, because
+all points of a sweep are checked before any runs. Whether requests fit the pool is for `harness.point.check_point`.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from functools import reduce
+from math import inf
+from typing import Any, NamedTuple
+
+from harness.config.errors import ConfigError
+from harness.config.paths import check_out, check_trace_file
+from harness.config.schema import CachePolicy, DecodingMode, RunConfig, TraceFormat
+
+
+class Range(NamedTuple):
+    """Allowed numbers: `low` to `high`, an end left out where `open_low` or `open_high`."""
+
+    low: float
+    high: float = inf
+    open_low: bool = False
+    open_high: bool = False
+
+    def holds(self, value: float) -> bool:
+        """Whether a value is allowed; NaN and infinity never are."""
+        above = self.low < value if self.open_low else self.low <= value
+        below = value < self.high if self.open_high or self.high == inf else value <= self.high
+        return above and below
+
+    def __str__(self) -> str:
+        low = f"greater than {self.low:g}" if self.open_low else f"{self.low:g} or greater"
+        if self.high == inf:
+            return low
+        return f"{low} and {'less than' if self.open_high else 'at most'} {self.high:g}"
+
+
+_COUNT, _NOT_NEGATIVE, _POSITIVE, _SHARE = Range(1), Range(0), Range(0, open_low=True), Range(0, 1)
+
+RANGES: dict[str, Range] = {
+    **dict.fromkeys(
+        (
+            "workload.num_requests",
+            "workload.num_prefixes",
+            "cache.block_size",
+            "cache.pool_tokens",
+            "scheduler.max_batched_tokens",
+            "scheduler.max_running",
+            "decoding.beam_width",
+            "decoding.n",
+            "model.layers",
+            "model.hidden",
+            "model.heads",
+            "model.kv_heads",
+            "model.head_dim",
+            "model.intermediate",
+            "engine.threads",
+            "engine.audit_every",
+            "replay.repeats",
+        ),
+        _COUNT,
+    ),
+    **dict.fromkeys(("cache.max_model_len", "model.vocab", "model.max_position"), Range(2)),
+    **dict.fromkeys(
+        (
+            "workers",
+            "workload.prefix_zipf",
+            "workload.seed",
+            "model.seed",
+            "device.step_overhead_us",
+            "device.layer_overhead_us",
+        ),
+        _NOT_NEGATIVE,
+    ),
+    **dict.fromkeys(
+        (
+            "workload.request_rate",
+            "workload.length_scale",
+            "decoding.temperature",
+            "device.memory_gb",
+            "device.bandwidth_gbs",
+            "device.tflops",
+        ),
+        _POSITIVE,
+    ),
+    **dict.fromkeys(("workload.prefix_share", "decoding.beam_churn"), _SHARE),
+    "scheduler.watermark": Range(0, 1, open_high=True),
+    "device.memory_utilization": Range(0, 1, open_low=True),
+}
+
+
+def check_config(config: RunConfig) -> list[ConfigError]:
+    """Everything that is wrong with a composed configuration; empty if it can be planned."""
+    rules: tuple[Callable[[RunConfig], Iterator[ConfigError]], ...] = (
+        _ranges,
+        _names,
+        _trace,
+        _pool,
+        _width,
+        _model,
+    )
+    found = [error for rule in rules for error in rule(config)]
+    return found + list(check_out(config.out))
+
+
+def value_of(config: RunConfig, key: str) -> Any:
+    """The value at a dotted key."""
+    return reduce(getattr, key.split("."), config)
+
+
+def _ranges(config: RunConfig) -> Iterator[ConfigError]:
+    for key, allowed in RANGES.items():
+        value = value_of(config, key)
+        if value is not None and not allowed.holds(value):
+            yield ConfigError(key, f"found {value}, must be {allowed}")
+
+
+def _names(config: RunConfig) -> Iterator[ConfigError]:
+    if not re.fullmatch(r"\w[\w.+-]*", config.name):
+        yield ConfigError("name", f"found '{config.name}', must be letters, digits and . _ + -")
+
+
+def _trace(config: RunConfig) -> Iterator[ConfigError]:
+    generated, path = config.trace.format is TraceFormat.generated, config.trace.path
+    if generated and path is not None:
+        yield ConfigError(
+            "trace.path", f"found '{path}', but trace.format=generated reads no file; choose trace=azure, ..."
+        )
+    elif not generated and not path:
+        yield ConfigError(
+            "trace.path", f"missing: trace.format={config.trace.format} reads a file; add trace.path=FILE"
+        )
+    elif not generated and path:
+        yield from check_trace_file(path)
+
+
+def _pool(config: RunConfig) -> Iterator[ConfigError]:
+    cache = config.cache
+    pool, longest = cache.pool_tokens, cache.max_model_len
+    if pool is not None and cache.policy is CachePolicy.paged and pool < cache.block_size:
+        yield ConfigError(
+            "cache.pool_tokens",
+            f"found {pool}, less than one block (cache.block_size={cache.block_size}); enlarge the pool",
+        )
+    if cache.policy is CachePolicy.contiguous_max and pool and longest and pool < longest:
+        yield ConfigError(
+            "cache.pool_tokens",
+            f"found {pool}, but contiguous_max reserves cache.max_model_len={longest} slots for every sequence; "
+            "enlarge the pool or lower cache.max_model_len",
+        )
+
+
+def _width(config: RunConfig) -> Iterator[ConfigError]:
+    decoding, limits = config.decoding, config.scheduler
+    beams = decoding.beam_width > 1
+    key, width = ("decoding.beam_width", decoding.beam_width) if beams else ("decoding.n", decoding.n)
+    for name in ("max_running", "max_batched_tokens"):
+        limit = getattr(limits, name)
+        if width > limit:
+            yield ConfigError(
+                key, f"found {width}, more than scheduler.{name}={limit}: a group runs in one step"
+            )
+    if not beams and decoding.mode is DecodingMode.greedy and decoding.n > 1:
+        yield ConfigError(
+            "decoding.n",
+            f"found {decoding.n}, but greedy decoding has one sequence; use decoding.mode=sample",
+        )
+
+
+def _model(config: RunConfig) -> Iterator[ConfigError]:
+    model, longest = config.model, config.cache.max_model_len
+    if model.path is not None:
+        return  # the checkpoint's own config decides; harness.point checks it
+    if model.heads > 0 and model.kv_heads > 0 and model.heads % model.kv_heads:
+        yield ConfigError(
+            "model.kv_heads", f"found {model.kv_heads}, must divide model.heads={model.heads} evenly"
+        )
+    if longest is not None and longest > model.max_position:
+        yield ConfigError(
+            "cache.max_model_len",
+            f"found {longest}, more than model.max_position={model.max_position}; lower it or set null",
+        )

@@ -1,0 +1,26 @@
+"""One spelling for each experiment: settings that do not apply are set to one value.
+
+Two configurations that differ only in what has no effect are then the same point, run and counted once.
+"""
+
+from dataclasses import replace
+
+from harness.config.schema import CachePolicy, DecodingMode, RunConfig
+
+
+def normalise(config: RunConfig) -> RunConfig:
+    """The same run with settings that do not apply set to their neutral value.
+
+    A contiguous cache has single slots and shares nothing; beam search ignores `mode`, `n` and `temperature`;
+    greedy decoding ignores `temperature`; without beams nothing is re-parented.
+    """
+    cache, decoding = config.cache, config.decoding
+    if cache.policy is not CachePolicy.paged:
+        cache = replace(cache, block_size=1, prefix_caching=False)
+    if decoding.beam_width > 1:
+        decoding = replace(decoding, mode=DecodingMode.greedy, n=1, temperature=1.0)
+    else:
+        decoding = replace(decoding, beam_churn=None)
+    if decoding.mode is DecodingMode.greedy:
+        decoding = replace(decoding, temperature=1.0)
+    return replace(config, cache=cache, decoding=decoding)

@@ -1,0 +1,89 @@
+"""What a user may write, and the answer to what they may not: keys, options, grammar."""
+
+import pytest
+
+from harness.config.errors import ConfigError, UnknownKeyError, UserError
+from harness.config.overrides import parse_override, parse_overrides
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("cache.block_size=8", [8]),
+        ("cache.block_size=8,16", [8, 16]),
+        ("cache.block_size=range(8,33,8)", [8, 16, 24, 32]),
+        ("cache.block_size=choice(8,16)", [8, 16]),
+        ("workload.prefix_share=null,0.5", [None, 0.5]),
+        ("device=glob(a100*)", ["a100_40gb", "a100_80gb"]),
+        ("""trace.path='a=b,c.csv'""", ["a=b,c.csv"]),
+    ],
+)
+def test_a_sweep_is_written_in_hydras_grammar(text: str, values: list[object]) -> None:
+    assert [setting.value for setting in parse_override(text).settings] == values
+
+
+def test_the_text_of_a_setting_gives_the_setting_again() -> None:
+    for setting in parse_override("""trace.path='a b','c,d'""").settings:
+        assert parse_override(setting.text).settings == (setting,)
+
+
+@pytest.mark.parametrize(
+    "text", ["cache.block_sise=8", "+engine.block_sise=8", "~block_sise", "block_size@x=8"]
+)
+def test_an_unknown_key_is_refused_with_the_nearest_one(text: str) -> None:
+    with pytest.raises(UnknownKeyError, match=r"no such key; did you mean 'cache\.block_size'\?"):
+        parse_override(text)
+
+
+def test_an_unknown_group_is_refused_with_the_nearest_one() -> None:
+    with pytest.raises(UnknownKeyError, match="did you mean 'cache'"):
+        parse_override("+cahce=paged")
+
+
+def test_a_key_like_no_other_says_how_to_see_all_keys() -> None:
+    with pytest.raises(UnknownKeyError, match="harness show"):
+        parse_override("qqqqq=1")
+
+
+@pytest.mark.parametrize(
+    ("text", "remedy"),
+    [
+        ("+cache.block_size=8", r"without '\+'"),
+        ("++cache.block_size=8", r"without '\+\+'"),
+        ("~cache", "nothing can be deleted"),
+        ("cache@other=paged", "write cache="),
+        ("cache.block_size=interval(1,2)", r"range\(start,stop,step\)"),
+    ],
+)
+def test_a_known_key_in_a_form_that_changes_nothing_is_refused(text: str, remedy: str) -> None:
+    with pytest.raises(ConfigError, match=remedy):
+        parse_override(text)
+
+
+def test_an_unknown_option_lists_the_options_and_when_to_choose_them() -> None:
+    with pytest.raises(UnknownKeyError) as caught:
+        parse_override("cache=pagd")
+    assert "no option 'pagd'" in str(caught.value)
+    assert "paged           Choose for blocks handed out on demand" in str(caught.value)
+
+
+def test_a_group_does_not_take_a_mapping() -> None:
+    with pytest.raises(UnknownKeyError, match="no option"):
+        parse_override("cache={policy: paged}")
+
+
+def test_an_unreadable_value_says_how_to_quote_it() -> None:
+    with pytest.raises(UserError, match=r"""'trace\.path="a=b\.csv"'"""):
+        parse_override("trace.path=a=b.csv")
+
+
+def test_a_later_override_replaces_an_earlier_one() -> None:
+    (axis,) = parse_overrides(["cache.block_size=8,16", "cache.block_size=4"])
+    assert [setting.value for setting in axis.settings] == [4]
+
+
+def test_every_bad_override_is_named_at_once() -> None:
+    with pytest.raises(UserError) as caught:
+        parse_overrides(["cache.blok=1", "cache.block_size=4", "decoding.bem_width=2"])
+    assert "cache.blok" in str(caught.value)
+    assert "decoding.beam_width" in str(caught.value)
