@@ -1,0 +1,68 @@
+"""What every attention kernel must compute, in readable torch: a loop over sequences, in the dtype of its inputs.
+
+Give float64 tensors and this is the oracle of all tests. Nothing here is fast. Only slots that a sequence owns are
+read, so poison in unwritten slots cannot reach the result.
+"""
+
+import torch
+
+from paged_kernels.masks import causal_window
+from paged_kernels.scoring import Scoring
+
+
+def gather_kv(cache: torch.Tensor, block_table: torch.Tensor, length: int) -> torch.Tensor:
+    """The first `length` tokens of one sequence, `[length, kv_heads, dim]`."""
+    block_size = cache.shape[1]
+    position = torch.arange(length, device=cache.device)
+    return cache[block_table.long()[position // block_size], position % block_size]
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scoring: Scoring,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of the last `T` positions of one sequence: q `[T, heads, dk]`, k and v `[L, kv_heads, d]`.
+
+    Returns the output `[T, heads, dv]` and the natural-log sum of exponentials `[T, heads]`, sinks included. Query
+    head h reads key head h // (heads / kv_heads). With no key at all the output is 0 and the LSE is -inf.
+    """
+    group = q.shape[1] // k.shape[1]
+    scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, dim=1)) * scoring.scale
+    if scoring.softcap:
+        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+    visible = causal_window(q.shape[0], k.shape[0], scoring.window, device=q.device)
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if scoring.sinks is not None:
+        column = scoring.sinks.to(scores.dtype).view(-1, 1, 1).expand(-1, scores.shape[1], 1)
+        scores = torch.cat([scores, column], dim=-1)
+    lse = torch.logsumexp(scores, dim=-1)
+    weights = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1))
+    out = torch.einsum("hqk,khd->qhd", weights[..., : k.shape[0]], v.repeat_interleave(group, dim=1))
+    return out, lse.transpose(0, 1)
+
+
+def paged_attention(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    scoring: Scoring,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of flattened sequences over paged KV; number i owns rows `cu_seqlens_q[i] : cu_seqlens_q[i + 1]`.
+
+    q `[tokens, heads, dk]`; `seq_lens` counts the tokens of each sequence in the cache, its own queries included
+    (they are the last ones). Returns output `[tokens, heads, dv]` and LSE `[tokens, heads]`.
+    """
+    out = q.new_zeros(q.shape[0], q.shape[1], value_cache.shape[-1])
+    lse = q.new_full((q.shape[0], q.shape[1]), float("-inf"))
+    bounds = cu_seqlens_q.tolist()
+    for row, length in enumerate(seq_lens.tolist()):
+        rows = slice(bounds[row], bounds[row + 1])
+        k = gather_kv(key_cache, block_table[row], length)
+        v = gather_kv(value_cache, block_table[row], length)
+        out[rows], lse[rows] = attend(q[rows], k, v, scoring)
+    return out, lse

@@ -1,0 +1,111 @@
+"""Fast prefill on torch: one sequence at a time, its queries in tiles, each tile against the keys that it may see.
+
+Cutting the queries into tiles leaves out most of the masked half of the score matrix. The keys come from the pool,
+the ones just written included, so that a wrong slot is seen in the result.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own idiom
+
+from paged_kernels.explicit import explicit_attention
+from paged_kernels.masks import additive, causal_window
+from paged_kernels.scoring import Scoring
+from paged_kernels.workspace import Workspace
+
+IntArray = npt.NDArray[np.int64]
+
+QUERY_TILE = 128
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPlan:
+    """One sequence's chunk: queries `start : stop` of the flat batch, the last ones of `length` cached tokens."""
+
+    start: int
+    stop: int
+    length: int
+    blocks: torch.Tensor  # int64 [ceil(length / block_size)]
+    masks: dict[tuple[int, int, torch.dtype], torch.Tensor] = field(default_factory=dict)
+
+    def mask(self, queries: int, keys: int, window: int, dtype: torch.dtype) -> torch.Tensor:
+        """Additive `[queries, keys]` for the tile that ends at key `keys`, made once and kept for all layers."""
+        found = self.masks.get((keys, window, dtype))
+        if found is None:
+            visible = causal_window(queries, keys, window, device=self.blocks.device)
+            found = self.masks[keys, window, dtype] = additive(visible, dtype)
+        return found
+
+
+def plan_prefill(
+    table: IntArray,
+    start: int,
+    queries: int,
+    length: int,
+    block_size: int,
+    *,
+    device: torch.device | str = "cpu",
+) -> PrefillPlan:
+    """Plan for one sequence of `length` tokens in the cache, of which the last `queries` are being computed."""
+    blocks = torch.from_numpy(np.ascontiguousarray(table[: -(-length // block_size)], dtype=np.int64))
+    return PrefillPlan(start, start + queries, length, blocks.to(device))
+
+
+def run_prefill(
+    plan: PrefillPlan,
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    scoring: Scoring,
+    out: torch.Tensor,
+    workspace: Workspace,
+    lse: torch.Tensor | None = None,
+) -> None:
+    """Attention of the plan's rows of q `[tokens, heads, dk]` into the same rows of `out` and `lse`."""
+    k = _gather(plan, key_cache, "prefill_k", workspace)
+    v = _gather(plan, value_cache, "prefill_v", workspace)
+    context = plan.length - (plan.stop - plan.start)
+    attend = _fused if scoring.plain and lse is None else _explicit
+    for first in range(plan.start, plan.stop, QUERY_TILE):
+        rows = slice(first, min(first + QUERY_TILE, plan.stop))
+        keys = context + rows.stop - plan.start
+        result, part = attend(q[rows], k[:, :keys], v[:, :keys], plan, scoring)
+        out[rows].copy_(result)
+        if lse is not None and part is not None:
+            lse[rows] = part
+
+
+def _gather(plan: PrefillPlan, cache: torch.Tensor, name: str, workspace: Workspace) -> torch.Tensor:
+    """The sequence's tokens as `[kv_heads, length, dim]`; what its last block holds behind them is left out."""
+    row = cache.shape[1] * cache.shape[2] * cache.shape[3]
+    buffer = workspace.take(name, len(plan.blocks) * row, cache)
+    torch.index_select(cache.flatten(1), 0, plan.blocks, out=buffer.view(-1, row))
+    return buffer.view(-1, cache.shape[2], cache.shape[3])[: plan.length].transpose(0, 1)
+
+
+def _fused(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: PrefillPlan, scoring: Scoring
+) -> tuple[torch.Tensor, None]:
+    square = q.shape[0] == k.shape[1] and not scoring.window
+    result = F.scaled_dot_product_attention(
+        q.transpose(0, 1).unsqueeze(0),
+        k.unsqueeze(0),
+        v.unsqueeze(0),
+        attn_mask=None if square else plan.mask(q.shape[0], k.shape[1], scoring.window, q.dtype),
+        is_causal=square,
+        scale=scoring.scale,
+        enable_gqa=True,
+    )
+    return result[0].transpose(0, 1), None
+
+
+def _explicit(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: PrefillPlan, scoring: Scoring
+) -> tuple[torch.Tensor, torch.Tensor]:
+    mask = plan.mask(q.shape[0], k.shape[1], scoring.window, torch.promote_types(q.dtype, torch.float32))
+    grouped = q.view(q.shape[0], k.shape[0], -1, q.shape[2]).permute(1, 2, 0, 3).unsqueeze(0)
+    result, lse = explicit_attention(grouped, k[None, :, None], v[None, :, None], mask, scoring)
+    return result[0].flatten(0, 1).transpose(0, 1), lse[0].flatten(0, 1).transpose(0, 1)
