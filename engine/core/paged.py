@@ -82,16 +82,15 @@ class PagedManager:
 
     def can_extend(self, rows: Values[ScheduledRow]) -> bool:
         """Whether the new blocks and the copies of shared tails that `rows` need are free, all together."""
-        need = 0
-        tails: Counter[int] = Counter()
-        for row in rows:
-            sequence = row.sequence
-            need += self._blocks(sequence.computed + row.query_len) - len(sequence.table)
-            if len(rows) > 1 and sequence.computed % self.block_size:
-                tails[sequence.table[-1]] += 1
-        for block, writers in tails.items():  # each writer copies, but the last holder writes in place
-            need += min(writers, self.pool.references(block) - 1)
-        return need <= self.pool.free_blocks
+        need = sum(self._blocks(row.sequence.computed + row.query_len) - len(row.sequence.table) for row in rows)
+        if len(rows) > 1:
+            need += self._tail_copies(rows)
+        return not need or need <= self.pool.free_blocks
+
+    def _tail_copies(self, rows: Values[ScheduledRow]) -> int:
+        """Each writer of a shared tail copies it, but the last holder writes in place."""
+        tails = Counter(row.sequence.table[-1] for row in rows if row.sequence.computed % self.block_size)
+        return sum(min(writers, self.pool.references(block) - 1) for block, writers in tails.items())
 
     def extend(self, row: ScheduledRow) -> int:
         """Blocks for the row's tokens; a shared tail is replaced by a copy, unless this is its last holder."""
@@ -102,9 +101,8 @@ class PagedManager:
         if start % size and self.pool.references(table[-1]) > 1:
             self._copy_tail(sequence, table)
             taken = 1
-        while len(table) * size < end:
-            self._append_block(sequence.request, table)
-            taken += 1
+        if len(table) * size < end:
+            taken += self._append(sequence.request, table, self._blocks(end) - len(table))
         self.books.written += row.query_len
         if self.prefix_caching and end // size > start // size:
             self._name_full(sequence, start // size, end // size)
@@ -118,11 +116,11 @@ class PagedManager:
         self.books.written += sequence.computed % self.block_size
         self.books.block_taken(sequence.request, copy, len(table) - 1)
 
-    def _append_block(self, request: Request, table: list[int]) -> None:
-        (block,) = self.pool.take(1)
-        self.books.block_taken(request, block, len(table))
-        self.books.entries += 1
-        table.append(block)
+    def _append(self, request: Request, table: list[int], count: int) -> int:
+        table.extend(self.pool.take(count))
+        self.books.entries += count
+        self.books.block_taken(request, table[-1], len(table) - 1)  # only the last can have unfillable slots
+        return count
 
     def _name_full(self, sequence: Sequence, first: int, end: int) -> None:
         request = sequence.request
@@ -187,13 +185,14 @@ class PagedManager:
             *(array.tolist() for array in crossings(context, steps, self.block_size)), strict=True
         ):
             sequence, before = sequences[row], (self.pool.cached_blocks, self.books.internal)
-            self._append_block(sequence.request, self._table(sequence))
+            self._append(sequence.request, self._table(sequence), 1)
             columns.block_taken(step, before[0] - self.pool.cached_blocks, self.books.internal - before[1])
         for sequence in sequences:
             full = (sequence.computed + 1) // self.block_size, (sequence.computed + steps) // self.block_size
             if self.prefix_caching and full[1] > full[0]:
                 self._name_full(sequence, *full)
         self.books.written += (steps - 1) * len(sequences)
+        self.pool.drain_voided()  # evicted on the way, and counted in the columns
         return columns
 
     # -- books ---------------------------------------------------------------------------------------------

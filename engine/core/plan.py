@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -48,7 +49,7 @@ class Row(NamedTuple):
     ]  # block ids in order, covering context_len + query_len tokens; live: do not keep or change
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StepPlan:
     """What one engine step does, in the order: `frees` are poisoned, `copies` run, then the rows' forward pass.
 
@@ -72,12 +73,12 @@ class StepPlan:
     waiting: int = 0  # requests in the queue
     usage: SlotUsage = field(default_factory=lambda: SlotUsage(0, 0, 0, 0, 0, 0, 0, 0))
 
-    @property
+    @cached_property
     def query_len(self) -> IntArray:
         """Query tokens of each row, int64 `[rows]`."""
         return np.array([row.query_len for row in self.rows], dtype=np.int64)
 
-    @property
+    @cached_property
     def context_len(self) -> IntArray:
         """Context tokens of each row before the step, int64 `[rows]`."""
         return np.array([row.context_len for row in self.rows], dtype=np.int64)

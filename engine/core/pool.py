@@ -62,8 +62,10 @@ class BlockPool:
                 f"{count} blocks asked for, {self.free_blocks} of {self.num_blocks} are free"
             )
         fresh = min(count, len(self._unnamed))
-        blocks = [self._unnamed.pop() for _ in range(fresh)]
-        blocks.extend(self._evict() for _ in range(count - fresh))
+        blocks = self._unnamed[: -fresh - 1 : -1]
+        del self._unnamed[len(self._unnamed) - fresh :]
+        if fresh < count:
+            blocks += [self._evict() for _ in range(count - fresh)]
         for block in blocks:
             self._refs[block] = 1
         return blocks

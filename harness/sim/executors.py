@@ -1,0 +1,122 @@
+"""The two sources of time that need no torch: a cost model, and a recording of an earlier run."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from engine.core.plan import FloatArray, StepPlan, StepResult
+from engine.core.request import Decoding, Request
+from harness.sim.clock import NsArray, to_ns
+from harness.sim.cost import CostModel
+from harness.sim.features import step_features
+from harness.sim.genealogy import BeamGenealogy
+
+
+@dataclass(frozen=True, slots=True)
+class StepTiming:
+    """How long the steps of one plan took: `ns` int64 `[steps]`; the phases in seconds `[steps]`, where known."""
+
+    ns: NsArray
+    attention_s: FloatArray
+    phases: Mapping[str, float] = field(default_factory=dict)
+
+
+class Executor(Protocol):
+    """Runs or prices plans. `begin` … `end` enclose the whole step, from `schedule()` to the end of `commit()`."""
+
+    max_repeat: int
+
+    def begin(self) -> None:
+        """A step begins: the scheduler is called next."""
+        ...
+
+    def execute(self, plan: StepPlan, horizon_ns: int | None) -> StepResult:
+        """Run the plan. Steps that start `horizon_ns` or more from now must not be taken: a request arrives then."""
+        ...
+
+    def end(self) -> StepTiming:
+        """The step is committed: how long it took."""
+        ...
+
+
+class SimulatedExecutor:
+    """Seconds from a cost model, beams from a genealogy model."""
+
+    def __init__(
+        self,
+        cost: CostModel,
+        requests: Mapping[int, Request],
+        block_size: int,
+        genealogy: BeamGenealogy,
+        *,
+        fast_forward: bool = True,
+    ) -> None:
+        self.max_repeat = 1 << 30 if fast_forward else 1
+        self._cost = cost
+        self._requests = requests
+        self._block_size = block_size
+        self._genealogy = genealogy
+        self._generated: dict[int, int] = {}
+        self._timing = StepTiming(np.zeros(0, dtype=np.int64), np.zeros(0))
+
+    def begin(self) -> None:
+        """Nothing to start: no clock runs."""
+
+    def execute(self, plan: StepPlan, horizon_ns: int | None) -> StepResult:
+        """Price as many of the plan's steps as start before the horizon."""
+        ns, attention = self._price(plan, 1)
+        if plan.repeat > 1:
+            steps = plan.repeat
+            if horizon_ns is not None:  # decode steps only get longer, so the first bounds how many can start
+                steps = min(steps, 1 + horizon_ns // max(1, int(ns[0])))
+            ns, attention = self._price(plan, max(1, steps))
+            if horizon_ns is not None:
+                started = int(np.searchsorted(np.cumsum(ns[:-1]), horizon_ns, side="left"))
+                ns, attention = ns[: 1 + started], attention[: 1 + started]
+        self._timing = StepTiming(ns, attention)
+        return StepResult(repeat=len(ns), parents=self._parents(plan))
+
+    def end(self) -> StepTiming:
+        """The prices of the steps taken."""
+        return self._timing
+
+    def _price(self, plan: StepPlan, steps: int) -> tuple[NsArray, FloatArray]:
+        price = self._cost.price(step_features(plan, self._requests, self._block_size, steps))
+        return np.maximum(1, to_ns(price.seconds)), price.attention_s
+
+    def _parents(self, plan: StepPlan) -> dict[int, list[int]]:
+        parents: dict[int, list[int]] = {}
+        for row in plan.rows:
+            request = self._requests[row.request_id]
+            if not row.samples or request.decoding is not Decoding.BEAM or row.request_id in parents:
+                continue
+            generated = self._generated.get(row.request_id, 0)
+            self._generated[row.request_id] = generated + 1
+            fresh = self._genealogy.parents(row.request_id, generated, request.width)
+            parents[row.request_id] = fresh if generated else [0] * request.width
+        return parents
+
+
+class RecordedExecutor:
+    """Plays a run back: its step durations and its beams' parents. Any plan that differs then is a bug."""
+
+    max_repeat = 1
+
+    def __init__(self, ns: Sequence[int], parents: Sequence[Mapping[int, Sequence[int]]]) -> None:
+        self._ns = ns
+        self._parents = parents
+        self._step = -1
+
+    def begin(self) -> None:
+        """The next recorded step."""
+        self._step += 1
+
+    def execute(self, plan: StepPlan, horizon_ns: int | None) -> StepResult:
+        """The recorded parents. Raises IndexError when the replay has more steps than the recording."""
+        return StepResult(parents=self._parents[self._step])
+
+    def end(self) -> StepTiming:
+        """The recorded duration."""
+        return StepTiming(np.array([self._ns[self._step]], dtype=np.int64), np.full(1, np.nan))

@@ -1,0 +1,74 @@
+"""A cost model fitted on measured steps: non-negative least squares on physical features, with relative residuals.
+
+Non-negative coefficients keep every term a cost; relative residuals keep small steps from being ignored. Rows of
+attention are fitted against the attention kernels' own time, the rest of the step against what remains.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from harness.sim.cost import CostSource, Price
+from harness.sim.features import ATTENTION_FEATURES, FEATURES, FloatArray, feature_index
+
+ATTENTION = feature_index(ATTENTION_FEATURES)
+REST = feature_index(name for name in FEATURES if name not in ATTENTION_FEATURES)
+
+
+@dataclass(frozen=True)
+class FittedCost:
+    """Coefficients in seconds per unit of a feature: `attention` over the ATTENTION columns, `rest` over the others."""
+
+    attention: FloatArray
+    rest: FloatArray
+    source: CostSource
+
+    def price(self, features: FloatArray) -> Price:
+        """Linear in the features."""
+        attention = features[:, ATTENTION] @ self.attention
+        return Price(attention + features[:, REST] @ self.rest, attention)
+
+    def coefficients(self) -> dict[str, float]:
+        """Seconds per unit, by feature name."""
+        names = list(FEATURES)
+        pairs = [*zip(ATTENTION, self.attention, strict=True), *zip(REST, self.rest, strict=True)]
+        return {names[column]: float(value) for column, value in sorted(pairs)}
+
+
+def fit_cost(
+    features: FloatArray, seconds: FloatArray, attention_s: FloatArray, source: CostSource
+) -> FittedCost:
+    """Fit on measured steps: `features` `[n, len(FEATURES)]`, `seconds` and `attention_s` `[n]`."""
+    attention = _relative_nnls(features[:, ATTENTION], attention_s, seconds)
+    rest = _relative_nnls(features[:, REST], seconds - attention_s, seconds)
+    return FittedCost(attention, rest, source)
+
+
+def _relative_nnls(columns: FloatArray, target: FloatArray, scale: FloatArray) -> FloatArray:
+    """Non-negative least squares on residuals divided by `scale`, the steps' seconds; robust to a few slow steps.
+
+    Steps that a busy machine drew out would pull the fit up; those beyond four median deviations are left out in a
+    second pass.
+    """
+    from scipy.optimize import nnls
+
+    weighted, goal = columns / scale[:, None], target / scale
+    unit = np.maximum(np.abs(weighted).max(axis=0), 1e-300)  # condition the columns, which differ by 10^6
+    first, _ = nnls(weighted / unit, goal)
+    residual = np.abs(goal - weighted / unit @ first)
+    keep = residual <= max(4 * float(np.median(residual)), 0.02)
+    second, _ = nnls(weighted[keep] / unit, goal[keep])
+    return np.asarray(second / unit, dtype=np.float64)
+
+
+def held_out_error(predicted: FloatArray, measured: FloatArray) -> dict[str, float]:
+    """Relative errors of predictions: mean, signed bias, 95th percentile, worst, and the error of the sum."""
+    error = (predicted - measured) / measured
+    return {
+        "n": float(len(measured)),
+        "mape": float(np.abs(error).mean()),
+        "bias": float(error.mean()),
+        "p95": float(np.quantile(np.abs(error), 0.95)),
+        "max": float(np.abs(error).max()),
+        "total_error": float(predicted.sum() / measured.sum() - 1),
+    }

@@ -1,0 +1,97 @@
+"""A cost model from datasheets, for devices not at hand: what a step must move and multiply, plus host time."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from harness.sim.cost import CostSource, Price
+from harness.sim.features import FloatArray, feature_index
+
+TOKENS, SAMPLED, DECODE_KV, PREFILL_KV, PREFILL_WORK, COPIED = feature_index(
+    ("tokens", "sampled_rows", "decode_kv", "prefill_kv", "prefill_work", "copied_slots")
+)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What the arithmetic of a decoder depends on. `mlp_matrices` is 3 with a gate (Llama, Qwen), 2 without."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    bytes_per_element: int
+    mlp_matrices: int = 3
+
+    @property
+    def layer_weights(self) -> int:
+        """Elements of one layer's matrices."""
+        query, key_value = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return self.hidden * (2 * query + 2 * key_value) + self.mlp_matrices * self.hidden * self.intermediate
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights, input and output embeddings counted separately."""
+        return (self.layers * self.layer_weights + 2 * self.hidden * self.vocab) * self.bytes_per_element
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """2 x layers x kv_heads x head_dim x bytes."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.bytes_per_element
+
+
+@dataclass(frozen=True)
+class DeviceShape:
+    """Datasheet: bytes/s, FLOP/s, and host seconds per step and per layer."""
+
+    name: str
+    bandwidth: float
+    flops: float
+    step_overhead_s: float
+    layer_overhead_s: float
+
+
+class RooflineCost:
+    """Each part of a step takes the longer of its bytes over bandwidth and its FLOP over peak; host time is added.
+
+    Dense layers read all weights once a step; decode attention reads every KV slot; causal prefill does
+    4 x heads x head_dim FLOP per query-key pair. An upper bound on speed: it knows no efficiency below the datasheet.
+    """
+
+    def __init__(self, model: ModelShape, device: DeviceShape) -> None:
+        self.model = model
+        self.device = device
+        self.source = CostSource("roofline", device.name, f"roofline:{device}:{model}", _provenance(device))
+
+    def price(self, features: FloatArray) -> Price:
+        """Seconds by the roofline of each part."""
+        model, device = self.model, self.device
+        attention = self._attention(features)
+        dense_flop = 2.0 * model.layers * model.layer_weights * features[:, TOKENS]
+        dense_flop += 2.0 * model.hidden * model.vocab * features[:, SAMPLED]
+        dense = np.maximum(model.weight_bytes / device.bandwidth, dense_flop / device.flops)
+        copies = 2.0 * features[:, COPIED] * model.kv_bytes_per_token / device.bandwidth
+        host = device.step_overhead_s + model.layers * device.layer_overhead_s
+        return Price(dense + attention + copies + host, attention)
+
+    def _attention(self, features: FloatArray) -> FloatArray:
+        model, device = self.model, self.device
+        pair_flop = 4.0 * model.heads * model.head_dim * model.layers
+        read = (
+            (features[:, DECODE_KV] + features[:, PREFILL_KV]) * model.kv_bytes_per_token / device.bandwidth
+        )
+        work = pair_flop * (features[:, DECODE_KV] + features[:, PREFILL_WORK]) / device.flops
+        return np.maximum(read, work)
+
+
+def _provenance(device: DeviceShape) -> dict[str, object]:
+    return {
+        "what": "datasheet roofline, not measured",
+        "bandwidth_gbs": device.bandwidth / 1e9,
+        "tflops": device.flops / 1e12,
+        "step_overhead_us": device.step_overhead_s * 1e6,
+        "layer_overhead_us": device.layer_overhead_s * 1e6,
+    }
