@@ -28,8 +28,8 @@ class TraceError(ValueError):
         return type(self), (self.file, self.line, self.field, self.reason)
 
 
-class ReshapeError(ValueError):
-    """A change of the workload that this trace does not allow, or a parameter out of range; names the parameter."""
+class ParameterError(ValueError):
+    """A parameter out of range, or a change that this trace does not allow; names the parameter and what is allowed."""
 
     def __init__(self, parameter: str, reason: str) -> None:
         super().__init__(parameter, reason)

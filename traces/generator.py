@@ -11,7 +11,7 @@ from dataclasses import asdict
 import numpy as np
 import numpy.typing as npt
 
-from traces.errors import ReshapeError
+from traces.errors import ParameterError
 from traces.streams import uniform
 from traces.tables import CalibrationTable, LengthTable, load_table
 from traces.trace import CONTENT, Segment, Trace, TraceHeader, TraceRequest
@@ -22,10 +22,10 @@ _PROMPTS, _OUTPUTS, _GAPS = 1, 2, 3  # stream numbers; changing one changes ever
 def generate_trace(table: str, *, num_requests: int, seed: int) -> Trace:
     """`num_requests` requests calibrated on an embedded table (`traces.tables.TABLES`), at its recorded rate.
 
-    Every prompt is unique: sharing is added by `reshape.share_prefixes`. Raises ReshapeError.
+    Every prompt is unique: sharing is added by `reshape.share_prefixes`. Raises ParameterError.
     """
     if num_requests < 1:
-        raise ReshapeError("num_requests", f"at least 1 expected, found {num_requests}")
+        raise ParameterError("num_requests", f"at least 1 expected, found {num_requests}")
     chosen = load_table(table)
     prompts = _lengths(chosen.prompt_tokens, num_requests, seed, _PROMPTS)
     outputs = _lengths(chosen.output_tokens, num_requests, seed, _OUTPUTS)

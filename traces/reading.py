@@ -10,7 +10,7 @@ from pathlib import Path
 
 from traces.catalogue import licence_of
 from traces.detect import READERS, detect_format, foreign_format
-from traces.errors import ReshapeError, RowError, TraceError
+from traces.errors import ParameterError, RowError, TraceError
 from traces.rows import Row, RowReader, note
 from traces.source import SourceFile, decode, open_source
 from traces.ticks import TICKS, spread_ticks
@@ -54,7 +54,7 @@ def read_trace(
     _check_choice("ticks", ticks, TICKS)
     _check_choice("on_error", on_error, _ON_ERROR)
     if limit is not None and limit < 1:
-        raise ReshapeError("limit", f"at least 1 expected, found {limit}")
+        raise ParameterError("limit", f"at least 1 expected, found {limit}")
     source = open_source(path, expect_sha256)
     reader = _make_reader(source, format)
     tally = _read_rows(source, reader, on_error, limit if ticks == "keep" else None)
@@ -65,7 +65,7 @@ def read_trace(
 
 def _check_choice(parameter: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
-        raise ReshapeError(parameter, f'one of {", ".join(allowed)} expected, found "{value}"')
+        raise ParameterError(parameter, f'one of {", ".join(allowed)} expected, found "{value}"')
 
 
 def _make_reader(source: SourceFile, format: str) -> RowReader:
@@ -159,11 +159,13 @@ def _assemble(
     quantum_us = reader.clock_quantum_us(times_ns)
     recorded = [time // 1000 for time in times_ns]
     arrivals = spread_ticks(recorded, quantum_us, ticks, seed)
-    changes = (
-        [f"arrivals spread over their {quantum_us / 1e6:g} s ticks ({ticks})"] if arrivals != recorded else []
-    )
-    if limit is not None and (tally.more_follows or limit < len(arrivals)):
+    changes = []
+    if arrivals != recorded:
+        changes.append(f"arrivals spread over their ticks of {quantum_us / 1e6:g} s ({ticks})")
+    if tally.more_follows:
         changes.append(f"the first {limit:,} requests of the file; the rest is unread")
+    elif limit is not None and limit < len(arrivals):
+        changes.append(f"the first {limit:,} of {len(arrivals):,} requests")
     header = _header(source, reader, tally, name, quantum_us, tuple(changes))
     first = arrivals[0]
     pairs = zip(tally.kept[:limit], arrivals, strict=False)

@@ -10,7 +10,7 @@ from math import floor, isfinite
 
 import numpy as np
 
-from traces.errors import ReshapeError
+from traces.errors import ParameterError
 from traces.sharing import realised_prefix_share as realised_prefix_share
 from traces.streams import uniform
 from traces.trace import CONTENT, Segment, Trace, TraceRequest
@@ -20,9 +20,9 @@ _CHOICE_STREAM = 4
 
 
 def take(trace: Trace, num_requests: int) -> Trace:
-    """The first `num_requests` requests, or all where there are fewer; raises ReshapeError below 1."""
+    """The first `num_requests` requests, or all where there are fewer; raises ParameterError below 1."""
     if num_requests < 1:
-        raise ReshapeError("num_requests", f"at least 1 expected, found {num_requests}")
+        raise ParameterError("num_requests", f"at least 1 expected, found {num_requests}")
     if num_requests >= len(trace.requests):
         return trace
     sentence = f"the first {num_requests:,} of {len(trace.requests):,} requests"
@@ -30,13 +30,13 @@ def take(trace: Trace, num_requests: int) -> Trace:
 
 
 def scale_lengths(trace: Trace, factor: float) -> Trace:
-    """Multiply prompt and output lengths by `factor`, each at least 1 token; raises ReshapeError.
+    """Multiply prompt and output lengths by `factor`, each at least 1 token; raises ParameterError.
 
     A segment's end moves to round(end * factor), so that equal chained prefixes keep equal boundaries. Segments
     that shrink to nothing vanish.
     """
     if not (isfinite(factor) and factor > 0):
-        raise ReshapeError("factor", f"above 0 expected, found {factor}")
+        raise ParameterError("factor", f"above 0 expected, found {factor}")
     requests = tuple(_scaled(request, factor) for request in trace.requests)
     if requests == trace.requests:
         return trace
@@ -53,7 +53,7 @@ def share_prefixes(trace: Trace, share: float, num_prefixes: int, zipf: float, s
 
     The rest of each prompt is unique, the trace's own sharing is gone. Prefix number k is drawn with probability
     proportional to k^-zipf; the draw depends on (seed, request_id) alone, so a window of the trace draws the same.
-    Raises ReshapeError.
+    Raises ParameterError.
     """
     _check_sharing(share, num_prefixes, zipf)
     choices = _choices(trace, num_prefixes, zipf, seed)
@@ -71,14 +71,14 @@ def share_prefixes(trace: Trace, share: float, num_prefixes: int, zipf: float, s
 
 
 def set_rate(trace: Trace, requests_per_s: float) -> Trace:
-    """Scale time so that requests arrive at this mean rate, (requests - 1) / span; raises ReshapeError."""
+    """Scale time so that requests arrive at this mean rate, (requests - 1) / span; raises ParameterError."""
     if not (isfinite(requests_per_s) and requests_per_s > 0):
-        raise ReshapeError("requests_per_s", f"above 0 expected, found {requests_per_s}")
+        raise ParameterError("requests_per_s", f"above 0 expected, found {requests_per_s}")
     if len(trace.requests) < 2:
         return trace
     first, last = trace.requests[0].arrival_us, trace.requests[-1].arrival_us
     if first == last:
-        raise ReshapeError(
+        raise ParameterError(
             "requests_per_s", "all requests arrive at one instant: time cannot be scaled to a rate"
         )
     target_us = _round((len(trace.requests) - 1) / requests_per_s * 1e6)
@@ -132,11 +132,11 @@ def _scaled(request: TraceRequest, factor: float) -> TraceRequest:
 
 def _check_sharing(share: float, num_prefixes: int, zipf: float) -> None:
     if not 0 <= share <= 1:
-        raise ReshapeError("share", f"from 0 to 1 expected, found {share}")
+        raise ParameterError("share", f"from 0 to 1 expected, found {share}")
     if num_prefixes < 1:
-        raise ReshapeError("num_prefixes", f"at least 1 expected, found {num_prefixes}")
+        raise ParameterError("num_prefixes", f"at least 1 expected, found {num_prefixes}")
     if not (isfinite(zipf) and zipf >= 0):
-        raise ReshapeError("zipf", f"0 or above expected, found {zipf}")
+        raise ParameterError("zipf", f"0 or above expected, found {zipf}")
 
 
 def _choices(trace: Trace, num_prefixes: int, zipf: float, seed: int) -> list[int]:

@@ -6,13 +6,13 @@ Philox4x64-10 as numpy's `random_raw` gives it, a stream that numpy keeps stable
 import numpy as np
 import numpy.typing as npt
 
-from traces.errors import ReshapeError
+from traces.errors import ParameterError
 
 
 def words(seed: int, key: int, count: int) -> npt.NDArray[np.uint64]:
-    """The first `count` 64-bit words of stream (seed, key), both unsigned 64-bit; raises ReshapeError on a seed."""
+    """The first `count` 64-bit words of stream (seed, key), both unsigned 64-bit; raises ParameterError on a seed."""
     if not 0 <= seed < 2**64:
-        raise ReshapeError("seed", f"from 0 to 2^64 - 1 expected, found {seed}")
+        raise ParameterError("seed", f"from 0 to 2^64 - 1 expected, found {seed}")
     source = np.random.Philox(key=np.array([seed, key], dtype=np.uint64))
     drawn: npt.NDArray[np.uint64] = source.random_raw(count)
     return drawn

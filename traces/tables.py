@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from traces.errors import ReshapeError
+from traces.errors import ParameterError
 
 TABLES = ("azure_conv", "azure_code", "mooncake_conversation")
 _Q21 = [step / 20 for step in range(21)]
@@ -97,9 +97,9 @@ class CalibrationTable:
 
 @lru_cache
 def load_table(name: str) -> CalibrationTable:
-    """The embedded table of that name; raises ReshapeError naming the tables there are."""
+    """The embedded table of that name; raises ParameterError naming the tables there are."""
     if name not in TABLES:
-        raise ReshapeError("table", f'no table "{name}"; there are {", ".join(TABLES)}')
+        raise ParameterError("table", f'no table "{name}"; there are {", ".join(TABLES)}')
     raw: dict[str, Any] = json.loads((files("traces") / "data" / f"{name}.json").read_text("utf-8"))
     return CalibrationTable(
         prompt_tokens=_lengths(raw.pop("prompt_tokens")),

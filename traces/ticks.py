@@ -6,7 +6,7 @@ Order inside a tick is the file's. Draws depend on (seed, tick) alone, so every 
 from collections.abc import Callable
 from itertools import groupby
 
-from traces.errors import ReshapeError
+from traces.errors import ParameterError
 from traces.streams import words
 
 TICKS = ("keep", "even", "random")
@@ -17,12 +17,12 @@ Offsets = Callable[[int, int, int, int], list[int]]
 
 
 def spread_ticks(times_us: list[int], quantum_us: int, ticks: str, seed: int) -> list[int]:
-    """Arrival times in microseconds after spreading each tick's arrivals over the tick; raises ReshapeError.
+    """Arrival times in microseconds after spreading each tick's arrivals over the tick; raises ParameterError.
 
     `even` puts the i-th of n arrivals i/n of a tick after its start; `random` sorts n uniform draws.
     """
     if ticks not in TICKS:
-        raise ReshapeError("ticks", f'one of {", ".join(TICKS)} expected, found "{ticks}"')
+        raise ParameterError("ticks", f'one of {", ".join(TICKS)} expected, found "{ticks}"')
     if ticks == "keep" or quantum_us <= 1:
         return times_us
     jitter = _JITTER_US if quantum_us >= _COARSE_US else 0

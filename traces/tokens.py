@@ -9,7 +9,7 @@ import hashlib
 import numpy as np
 import numpy.typing as npt
 
-from traces.errors import ReshapeError
+from traces.errors import ParameterError
 from traces.streams import words
 from traces.trace import TraceRequest
 
@@ -17,12 +17,12 @@ _LOW = np.uint64(32)
 
 
 def token_ids(request: TraceRequest, *, seed: int, vocab_size: int, first_id: int) -> npt.NDArray[np.int64]:
-    """The prompt's ids, shape [prompt_tokens], each in `first_id` .. `vocab_size - 1`; raises ReshapeError.
+    """The prompt's ids, shape [prompt_tokens], each in `first_id` .. `vocab_size - 1`; raises ParameterError.
 
     Ids below `first_id` are left to special tokens.
     """
     if not 0 <= first_id < vocab_size <= 2**32:
-        raise ReshapeError(
+        raise ParameterError(
             "vocab_size", f"above first_id {first_id} and at most 2^32 expected, found {vocab_size}"
         )
     pieces = [

@@ -1,0 +1,137 @@
+"""Generated traces match the tables that they are drawn from, and the data behind the tables as closely as stated."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from traces.errors import ParameterError
+from traces.generator import generate_trace
+from traces.inspect import inspect_trace
+from traces.reading import read_trace
+from traces.tables import TABLES, LengthTable, load_table
+from traces.trace import Segment, Trace
+
+COUNT = 20_000
+EXPECTED_LENGTHS = [(1465, 403), (1192, 111), (1111, 91), (1008, 186)]
+KS_999 = 1.95 / COUNT**0.5  # Kolmogorov's 99.9 % point: what chance alone may add to a distance
+SIDES = ("prompt_tokens", "output_tokens")
+RECORDED = {
+    "azure_conv": "azure-llm-2023/AzureLLMInferenceTrace_conv.csv",
+    "azure_code": "azure-llm-2023/AzureLLMInferenceTrace_code.first4000.csv",
+    "mooncake_conversation": "mooncake-fast25/conversation_trace.jsonl",
+}
+
+
+@pytest.fixture(scope="module", params=TABLES)
+def generated(request: pytest.FixtureRequest) -> Trace:
+    return generate_trace(request.param, num_requests=COUNT, seed=11)
+
+
+def column(trace: Trace, side: str) -> np.ndarray:
+    return np.array([getattr(request, side) for request in trace.requests])
+
+
+def empirical_cdf(values: np.ndarray, at: np.ndarray) -> np.ndarray:
+    return np.searchsorted(np.sort(values), at, "right") / len(values)
+
+
+def length_table(name: str, side: str) -> LengthTable:
+    return getattr(load_table(name), side)
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_lengths_follow_the_table(generated: Trace, side: str) -> None:
+    lengths = column(generated, side)
+    points = np.unique(lengths).astype(float)
+    distance = np.abs(
+        empirical_cdf(lengths, points) - length_table(generated.header.name, side).cdf(points)
+    ).max()
+    assert distance < KS_999
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_mean_length_is_that_of_the_data_as_closely_as_stated(generated: Trace, side: str) -> None:
+    table = length_table(generated.header.name, side)
+    lengths = column(generated, side)
+    noise = 4 * lengths.std() / COUNT**0.5 / table.mean
+    assert lengths.mean() / table.mean == pytest.approx(table.mean_ratio, abs=noise)
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_lengths_are_as_close_to_the_recorded_ones_as_stated(
+    generated: Trace, side: str, published: Callable[[str], Path]
+) -> None:
+    name = generated.header.name
+    recorded = column(read_trace(published(RECORDED[name])), side)
+    points = np.unique(recorded)
+    distance = np.abs(empirical_cdf(column(generated, side), points) - empirical_cdf(recorded, points)).max()
+    assert distance < length_table(name, side).ks + KS_999
+
+
+def test_prompt_and_output_lengths_are_drawn_independently_as_the_header_says(generated: Trace) -> None:
+    assert generated.header.calibration["generated_prompt_output_spearman"] == 0.0
+    assert inspect_trace(generated)["prompt_output_spearman"] == pytest.approx(0, abs=4 / COUNT**0.5)
+
+
+def test_mean_arrival_rate_is_the_table_s(generated: Trace) -> None:
+    arrivals = load_table(generated.header.name).arrivals
+    noise = 4 / (arrivals.gamma_shape * COUNT) ** 0.5
+    assert inspect_trace(generated)["arrivals"]["rate_rps"] == pytest.approx(arrivals.rate_rps, rel=noise)
+
+
+def test_gaps_have_the_coefficient_of_variation_of_the_gamma_shape(generated: Trace) -> None:
+    shape = load_table(generated.header.name).arrivals.gamma_shape
+    assert inspect_trace(generated)["arrivals"]["gap_cv"] == pytest.approx(shape**-0.5, rel=0.05)
+
+
+def test_every_prompt_is_unique(generated: Trace) -> None:
+    assert all(request.segments == (Segment(None, request.prompt_tokens),) for request in generated.requests)
+
+
+def test_the_header_names_source_licence_and_quality(generated: Trace) -> None:
+    header = generated.header
+    assert "github.com" in str(header.calibration["calibrated_on"])
+    assert "data" in header.licence
+    assert {
+        "prompt_ks",
+        "output_mean_ratio",
+        "arrival_gamma_ks",
+        "recorded_gap_cv",
+    } <= header.calibration.keys()
+
+
+def test_a_shorter_trace_is_the_beginning_of_a_longer_one() -> None:
+    long, short = (generate_trace("azure_conv", num_requests=n, seed=5) for n in (500, 64))
+    assert short.requests == long.requests[:64]
+
+
+def test_seeds_give_different_traces() -> None:
+    digests = {generate_trace("azure_conv", num_requests=50, seed=seed).digest for seed in (0, 1, 2)}
+    assert len(digests) == 3
+
+
+def test_the_default_trace_is_fixed() -> None:
+    """A changed stream or table would change every stored result: this test is where that is noticed."""
+    first = generate_trace("azure_conv", num_requests=4, seed=0).requests
+    assert [(r.prompt_tokens, r.output_tokens) for r in first] == EXPECTED_LENGTHS
+
+
+def test_one_request_arrives_at_zero() -> None:
+    assert [r.arrival_us for r in generate_trace("azure_code", num_requests=1, seed=0).requests] == [0]
+
+
+def test_an_unknown_table_is_refused_with_the_tables_there_are() -> None:
+    with pytest.raises(ParameterError, match='no table "azure"; there are azure_conv, azure_code'):
+        generate_trace("azure", num_requests=1, seed=0)
+
+
+def test_no_requests_are_refused() -> None:
+    with pytest.raises(ParameterError, match="num_requests: at least 1 expected, found 0"):
+        generate_trace("azure_conv", num_requests=0, seed=0)
+
+
+def test_a_negative_seed_is_refused() -> None:
+    with pytest.raises(ParameterError, match="seed: from 0"):
+        generate_trace("azure_conv", num_requests=1, seed=-1)
