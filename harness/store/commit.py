@@ -1,0 +1,70 @@
+"""Committing a point: its tables first, its record last."""
+
+import io
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from harness.store.atomic import write_files
+from harness.store.layout import SCHEMA, Layout
+
+Columns = Mapping[str, Any]  # one array or list a column, all of one length
+
+
+def commit_point(
+    root: Path, fingerprint: str, record: Mapping[str, Any], tables: Mapping[str, Columns]
+) -> None:
+    """Store a finished point, whole or not at all; an earlier failure of it is forgotten.
+
+    Raises:
+        StoreError: the store cannot be written; what it held before is unchanged.
+    """
+    layout = Layout(root)
+    files = {f"{name}.parquet": parquet_bytes(columns) for name, columns in tables.items()}
+    stamp = {"schema": SCHEMA, "fingerprint": fingerprint, "tables": sorted(tables)}
+    files["record.json"] = json_bytes({**stamp, **record, **stamp})
+    write_files(layout.point(fingerprint), files, last="record.json")
+    layout.failure(fingerprint).unlink(missing_ok=True)
+
+
+def commit_failure(root: Path, fingerprint: str, failure: Mapping[str, Any]) -> Path:
+    """Store what went wrong with a point, beside whatever it had before; returns the file.
+
+    Raises:
+        StoreError: the store cannot be written.
+    """
+    path = Layout(root).failure(fingerprint)
+    data = json_bytes({"schema": SCHEMA, "fingerprint": fingerprint, **failure})
+    write_files(path.parent, {path.name: data})
+    return path
+
+
+def json_bytes(value: object) -> bytes:
+    """Indented UTF-8 JSON; NumPy scalars and arrays become plain, NaN and infinities null (JSON has neither)."""
+    return (json.dumps(_plain(value), indent=1, ensure_ascii=False) + "\n").encode()
+
+
+def parquet_bytes(columns: Columns) -> bytes:
+    """A table as Parquet. pyarrow is imported here: plans and `--help` do not pay for it."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    sink = io.BytesIO()
+    pq.write_table(pa.table(dict(columns)), sink, compression="zstd")
+    return sink.getvalue()
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, np.ndarray | np.generic):
+        return _plain(value.tolist())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Sequence | set | frozenset) and not isinstance(value, str):
+        return [_plain(item) for item in value]
+    return value

@@ -1,0 +1,82 @@
+"""`sweep.json`: what the store was last asked for, so that `status` and `report` know what belongs together."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from harness.store.atomic import write_files
+from harness.store.commit import json_bytes
+from harness.store.errors import ForeignFileError, StoreVersionError
+from harness.store.layout import SCHEMA, Layout
+
+
+@dataclass(frozen=True)
+class SweepPoint:
+    """A point of the sweep: its fingerprint and the settings that tell it from the others."""
+
+    fingerprint: str
+    overrides: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The last sweep (or run) of a store."""
+
+    name: str
+    command: str  # makes the sweep again
+    overrides: tuple[str, ...]  # as given, the experiment's included
+    points: tuple[SweepPoint, ...]
+    report: str | None = None  # relative path of the report written from exactly these points
+    verdict: tuple[str, ...] = ()  # its first lines
+
+
+def write_manifest(root: Path, manifest: Manifest) -> None:
+    """Replace the manifest.
+
+    Raises:
+        StoreError: the folder cannot be written.
+    """
+    write_files(root, {Layout(root).manifest.name: json_bytes({"schema": SCHEMA, **asdict(manifest)})})
+
+
+def read_manifest(root: Path) -> Manifest | None:
+    """The manifest, or None if the store has none.
+
+    Raises:
+        ForeignFileError: truncated or not a manifest.
+        StoreVersionError: written with another schema.
+    """
+    path = Layout(root).manifest
+    if not path.exists():
+        return None
+    try:
+        value = json.loads(path.read_bytes())
+        _check_version(path, value["schema"])
+        return Manifest(
+            name=value["name"],
+            command=value["command"],
+            overrides=tuple(value["overrides"]),
+            points=_points(value["points"]),
+            report=value["report"],
+            verdict=tuple(value["verdict"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if isinstance(error, StoreVersionError):
+            raise
+        raise ForeignFileError(f"{path}: truncated or not a PageTwin sweep ({error})") from None
+
+
+def with_report(manifest: Manifest, root: Path, report: Path, verdict: Sequence[str]) -> Manifest:
+    """The manifest after its report was written."""
+    return replace(manifest, report=str(report.relative_to(root)), verdict=tuple(verdict))
+
+
+def _check_version(path: Path, version: object) -> None:
+    if version != SCHEMA:
+        raise StoreVersionError(f"{path}: written with schema {version}, this PageTwin reads {SCHEMA}")
+
+
+def _points(values: Sequence[dict[str, Any]]) -> tuple[SweepPoint, ...]:
+    return tuple(SweepPoint(value["fingerprint"], tuple(value["overrides"])) for value in values)

@@ -1,0 +1,96 @@
+"""Reading a store: what is whole is returned, what is not is named and skipped."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from harness.store.errors import ForeignFileError, StoreVersionError
+from harness.store.layout import SCHEMA, Layout
+
+Record = dict[str, Any]
+
+
+@dataclass
+class StoreContent:
+    """All that a store holds, by fingerprint, in the order of their names."""
+
+    records: dict[str, Record] = field(default_factory=dict)
+    failures: dict[str, Record] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)  # one sentence for each file that was skipped
+
+
+def read_store(root: Path) -> StoreContent:
+    """Everything under `root/points`; a store that does not exist yet is empty.
+
+    Raises:
+        StoreVersionError: a file was written by a version of PageTwin with another record schema.
+    """
+    layout, content = Layout(root), StoreContent()
+    folders = sorted(layout.points.iterdir()) if layout.points.is_dir() else []
+    for folder in folders:
+        for path, found in (
+            (layout.record(folder.name), content.records),
+            (layout.failure(folder.name), content.failures),
+        ):
+            if path.exists():
+                _collect(path, folder.name, found, content.problems)
+    return content
+
+
+def read_record(path: Path) -> Record:
+    """One `record.json` or `failure.json`.
+
+    Raises:
+        ForeignFileError: unreadable, truncated, or not about the point whose folder it lies in.
+        StoreVersionError: written with another schema.
+    """
+    value = _read_json(path)
+    version = value.get("schema")
+    if isinstance(version, int) and version != SCHEMA:
+        raise StoreVersionError(
+            f"{path}: written with record schema {version}, this PageTwin reads {SCHEMA}; "
+            "use the version that wrote it, or another folder with out=..."
+        )
+    if version is None or value.get("fingerprint") != path.parent.name:
+        raise ForeignFileError(f"{path}: not a record of this point")
+    return value
+
+
+def read_table(root: Path, fingerprint: str, name: str) -> dict[str, Any]:
+    """Columns of a point's table (`steps` or `requests`) as NumPy arrays.
+
+    Raises:
+        ForeignFileError: absent, truncated or not Parquet.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = Layout(root).table(fingerprint, name)
+    try:
+        table = pq.read_table(path)
+    except (OSError, pa.ArrowInvalid) as error:
+        raise ForeignFileError(f"{path}: cannot be read: {error}") from None
+    return {column: table[column].to_numpy() for column in table.column_names}
+
+
+def _read_json(path: Path) -> Record:
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ForeignFileError(f"{path}: truncated or not JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise ForeignFileError(f"{path}: not a record")
+    return value
+
+
+def _collect(path: Path, fingerprint: str, found: dict[str, Record], problems: list[str]) -> None:
+    try:
+        value = read_record(path)
+        missing = [name for name in value.get("tables", ()) if not path.with_name(f"{name}.parquet").exists()]
+        if missing:
+            raise ForeignFileError(f"{path}: its table {missing[0]}.parquet is missing")
+    except ForeignFileError as error:
+        problems.append(f"skipped {error}")
+    else:
+        found[fingerprint] = value
