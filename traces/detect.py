@@ -19,8 +19,8 @@ _FOREIGN = {  # a name that only one other public format has, and what that form
     "pd_ratio": "a table of lengths without arrivals",
     "Log Type": "BurstGPT",
     "parent_chat_id": "Qwen-Bailian",
-    "session_id": "RAGPulse or LLMServingSim",
     "input_toks": "LLMServingSim",
+    "sub_requests": "LLMServingSim",
     "hash_id_scope": "kv-cache-tester",
 }
 
@@ -42,5 +42,7 @@ def foreign_format(first_line: str) -> str | None:
         parsed = json.loads(first_line)
     except (ValueError, RecursionError):
         parsed = first_line.split(",")
+    if isinstance(parsed, dict) and isinstance(parsed.get("hash_ids"), dict):
+        return "RAGPulse"
     names = parsed if isinstance(parsed, (dict, list)) else ()
     return next((title for name, title in _FOREIGN.items() if name in names), None)

@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from traces.errors import TraceError
+from traces.reading import read_trace
+
 PUBLISHED = Path(__file__).parents[3] / "shared" / "traces"
 
 
@@ -45,3 +48,18 @@ def azure_file(tmp_path: Path) -> Callable[..., Path]:
         return path
 
     return write
+
+
+@pytest.fixture
+def refusal(tmp_path: Path) -> Callable[[bytes | str, str], TraceError]:
+    """The error with which a file of this content is refused; it names that file."""
+
+    def read(content: bytes | str, format: str) -> TraceError:
+        path = tmp_path / "trace.data"
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        with pytest.raises(TraceError) as caught:
+            read_trace(path, format)
+        assert caught.value.file == str(path)
+        return caught.value
+
+    return read

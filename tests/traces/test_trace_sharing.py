@@ -1,5 +1,7 @@
 """The sharing found from keys is the sharing of the tokens made from them."""
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,11 +16,7 @@ prompts = st.lists(
         st.tuples(st.none() | st.integers(0, 2), st.integers(1, 4)),
         min_size=1,
         max_size=4,
-    ).filter(
-        lambda segments: all(
-            a[0] is None or a[0] != b[0] for a, b in zip(segments, segments[1:], strict=False)
-        )
-    ),
+    ).filter(lambda segments: all(a[0] is None or a[0] != b[0] for a, b in pairwise(segments))),
     min_size=1,
     max_size=8,
 )
