@@ -4,6 +4,7 @@ Two configurations that differ only in what has no effect are then the same poin
 """
 
 from dataclasses import replace
+from os.path import expanduser
 
 from harness.config.schema import CachePolicy, DecodingMode, RunConfig
 
@@ -12,7 +13,7 @@ def normalise(config: RunConfig) -> RunConfig:
     """The same run with settings that do not apply set to their neutral value.
 
     A contiguous cache has single slots and shares nothing; beam search ignores `mode`, `n` and `temperature`;
-    greedy decoding ignores `temperature`; without beams nothing is re-parented.
+    greedy decoding ignores `temperature`; without beams nothing is re-parented. `~` in a path becomes the home folder.
     """
     cache, decoding = config.cache, config.decoding
     if cache.policy is not CachePolicy.paged:
@@ -23,4 +24,16 @@ def normalise(config: RunConfig) -> RunConfig:
         decoding = replace(decoding, beam_churn=None)
     if decoding.mode is DecodingMode.greedy:
         decoding = replace(decoding, temperature=1.0)
-    return replace(config, cache=cache, decoding=decoding)
+    return replace(
+        config,
+        out=expanduser(config.out),
+        trace=replace(config.trace, path=_home(config.trace.path)),
+        model=replace(config.model, path=_home(config.model.path)),
+        cost=replace(config.cost, cache_dir=_home(config.cost.cache_dir)),
+        cache=cache,
+        decoding=decoding,
+    )
+
+
+def _home(path: str | None) -> str | None:
+    return None if path is None else expanduser(path)

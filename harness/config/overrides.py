@@ -39,6 +39,7 @@ class Axis:
 
     key: str
     settings: tuple[Setting, ...]
+    text: str
 
 
 def parse_overrides(texts: Sequence[str]) -> list[Axis]:
@@ -77,7 +78,7 @@ def parse_override(text: str) -> Axis:
     for setting in settings:
         if setting.is_group:
             _check_option(setting)
-    return Axis(key, settings)
+    return Axis(key, settings, text)
 
 
 def _parse(text: str) -> Override:

@@ -1,0 +1,1 @@
+"""The command line. Nothing here imports Hydra, torch or pandas at start; each command imports what it needs."""

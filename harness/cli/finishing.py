@@ -1,0 +1,90 @@
+"""After the points: summary, report, verdict, the list of failures, and the exit code."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from harness.cli.say import remark, say
+from harness.config.errors import UserError
+from harness.execute.executing import Outcome
+from harness.store.errors import ForeignFileError
+from harness.store.manifest import Manifest, read_manifest, with_report, write_manifest
+from harness.store.reading import read_store
+from harness.store.summary import write_summary
+
+_INTERRUPTED = 130
+
+
+def finish(out: Path, manifest: Manifest, outcome: Outcome) -> int:
+    """Say what became of a sweep and leave summary and report behind; returns the exit code."""
+    total = len(manifest.points)
+    if outcome.interrupted:
+        _say_failures(outcome)
+        remark(
+            f"stopped: {outcome.done} of {total} points are done and kept in {out}.\n"
+            f"Go on with the same command: {manifest.command}"
+        )
+        return _INTERRUPTED
+    if outcome.done:
+        _report(out, manifest)
+    if outcome.failed:
+        say(f"{outcome.done} of {total} points are done, {len(outcome.failed)} failed:")
+        _say_failures(outcome)
+        say("the same command tries the failed points again")
+        return 1
+    return 0
+
+
+def write_report(out: Path, manifest: Manifest | None, target: Path | None = None) -> Path:
+    """Rebuild summary and report of a store from its records, print the verdict, and note both in the manifest.
+
+    Raises:
+        UserError: there is nothing to report on.
+    """
+    from harness.report import ReportError, verdict_lines  # plots and tables: slow to import, so only here
+    from harness.report import write_report as write_page
+
+    content = read_store(out)
+    asked = [point.fingerprint for point in manifest.points] if manifest else list(content.records)
+    write_summary(out, [content.records[name] for name in asked if name in content.records])
+    try:
+        path = write_page(out, out=target)
+        verdict = verdict_lines(out)
+    except ReportError as error:
+        raise UserError(str(error)) from error
+    if manifest is not None and path.is_relative_to(out):
+        write_manifest(out, with_report(manifest, out, path, verdict))
+    _say_report(path, verdict)
+    return path
+
+
+def _report(out: Path, manifest: Manifest) -> None:
+    """Write the report, unless the one that is there was written from exactly these points."""
+    known = _known(out)
+    if known is not None and known.report and replace(known, report=None, verdict=()) == manifest:
+        path = out / known.report
+        if path.exists() and path.stat().st_mtime_ns >= _newest_record(out):
+            _say_report(path, known.verdict)
+            return
+    write_report(out, manifest)
+
+
+def _known(out: Path) -> Manifest | None:
+    try:
+        return read_manifest(out)
+    except ForeignFileError:
+        return None  # a new one is about to replace it
+
+
+def _newest_record(out: Path) -> int:
+    return max((path.stat().st_mtime_ns for path in out.glob("points/*/*.json")), default=0)
+
+
+def _say_report(path: Path, verdict: tuple[str, ...] | list[str]) -> None:
+    for line in verdict:
+        say(line)
+    say(f"report: {path}")
+
+
+def _say_failures(outcome: Outcome) -> None:
+    for failed in outcome.failed:
+        say(f"  {failed.label}: {failed.error}\n    traceback: {failed.file}")

@@ -1,0 +1,89 @@
+"""What a user sees while points run: a live line on a terminal, one line a point everywhere else."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from harness.execute.point import Failed
+from harness.plan.planning import PlannedPoint
+
+
+class Reporter(Protocol):
+    """Is told what happens to the points of a sweep."""
+
+    def starts(self, point: PlannedPoint) -> None:
+        """A point begins in this process."""
+        ...
+
+    def request(self, phase: str, done: int, total: int) -> None:
+        """The running point has finished `done` of its `total` requests."""
+        ...
+
+    def ends(self, point: PlannedPoint, failed: Failed | None) -> None:
+        """A point is committed or has failed."""
+        ...
+
+
+@contextmanager
+def reporting(total: int, done: int, console: Console) -> Iterator[Reporter]:
+    """A reporter for `total` points of which `done` were there already."""
+    if not console.is_terminal:
+        yield PlainReporter(total, done, console)
+        return
+    columns = (
+        TextColumn("points"),
+        BarColumn(bar_width=30),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        yield LiveReporter(bar, total, done)
+
+
+class LiveReporter:
+    """Points done, time left, and the running point with its request count, in one line that is redrawn."""
+
+    def __init__(self, bar: Progress, total: int, done: int) -> None:
+        self._bar = bar
+        self._task = bar.add_task("", total=total, completed=done)
+        self._label = ""
+
+    def starts(self, point: PlannedPoint) -> None:
+        """Show the point's label."""
+        self._label = escape(point.label)
+        self._bar.update(self._task, description=self._label)
+
+    def request(self, phase: str, done: int, total: int) -> None:
+        """Show the request count."""
+        self._bar.update(self._task, description=f"{self._label}  {phase} {done}/{total} requests")
+
+    def ends(self, point: PlannedPoint, failed: Failed | None) -> None:
+        """Advance; a failure is printed above the bar."""
+        if failed is not None:
+            self._bar.console.print(f"[red]failed[/red]  {escape(point.label)}: {escape(failed.error)}")
+        self._bar.update(self._task, advance=1)
+
+
+class PlainReporter:
+    """One line a point, for logs."""
+
+    def __init__(self, total: int, done: int, console: Console) -> None:
+        self._total, self._done, self._console = total, done, console
+
+    def starts(self, point: PlannedPoint) -> None:
+        """Nothing: the line comes when the point ends."""
+
+    def request(self, phase: str, done: int, total: int) -> None:
+        """Nothing: a log is no place for a count that changes."""
+
+    def ends(self, point: PlannedPoint, failed: Failed | None) -> None:
+        """Print the point's line."""
+        self._done += 1
+        outcome = "done" if failed is None else f"FAILED: {failed.error}"
+        line = f"[{self._done}/{self._total}] {point.label}  {outcome}"
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)

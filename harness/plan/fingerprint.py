@@ -1,0 +1,32 @@
+"""The identity of a point: a hash of all that its result depends on."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from harness.config.schema import RunConfig
+from harness.store.layout import SCHEMA
+
+_NOT_IDENTITY = ("name", "out", "workers", "cost.cache_dir", "trace.path")
+_BYTES = 16
+
+
+def fingerprint(config: RunConfig, identity: Mapping[str, Any]) -> str:
+    """Hex name of a point (32 digits): its normalised configuration, and what else decides its result.
+
+    Args:
+        config: validated and normalised. Where it is written and how many run at once do not count, nor where the
+            trace lies, since the digest of its content is part of `identity`.
+        identity: trace digest, code version, device and cost model, from `harness.point.point_identity`.
+    """
+    content = asdict(config)
+    for key in _NOT_IDENTITY:
+        section, _, name = key.rpartition(".")
+        del (content[section] if section else content)[name]
+    if config.model.path is not None:
+        content["model"]["path"] = str(Path(config.model.path).resolve())
+    text = json.dumps([SCHEMA, content, identity], sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=_BYTES).hexdigest()
