@@ -13,6 +13,7 @@ class TraceFormat(StrEnum):
     auto = "auto"  # recognise the file by its header or keys
     azure = "azure"  # Azure LLM inference CSV (needs trace.path)
     mooncake = "mooncake"  # Mooncake JSONL (needs trace.path)
+    vidur = "vidur"  # Vidur's or Splitwise's CSV (needs trace.path)
     generated = "generated"  # the embedded generator, calibrated on published statistics
 
 
@@ -162,7 +163,7 @@ class DecodingConfig:
     mode: DecodingMode = DecodingMode.greedy
     n: int = 1  # parallel samples a request, mode=sample
     temperature: float = 1.0
-    beam_churn: float | None = None  # simulated chance that a hypothesis is re-parented; null: as calibrated
+    beam_churn: float | None = None  # simulated share of beams dropped in a step; null: as calibrated
 
 
 @dataclass

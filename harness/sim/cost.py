@@ -33,7 +33,10 @@ class CostSource:
 class CostModel(Protocol):
     """Predicts the duration of a step from its features alone."""
 
-    source: CostSource
+    @property
+    def source(self) -> CostSource:
+        """Where its numbers come from."""
+        ...
 
     def price(self, features: FloatArray) -> Price:
         """Price steps with `features` `[steps, len(FEATURES)]`."""

@@ -99,6 +99,10 @@ class SimulatedExecutor:
         return parents
 
 
+class RecordingEndedError(RuntimeError):
+    """A played-back run has more steps than were recorded: the two sides decided differently."""
+
+
 class RecordedExecutor:
     """Plays a run back: its step durations and its beams' parents. Any plan that differs then is a bug."""
 
@@ -110,11 +114,13 @@ class RecordedExecutor:
         self._step = -1
 
     def begin(self) -> None:
-        """The next recorded step."""
+        """The next recorded step. Raises RecordingEndedError when the replay has more steps than the recording."""
         self._step += 1
+        if self._step >= len(self._ns):
+            raise RecordingEndedError(f"the recording has {len(self._ns)} steps, the replay goes on")
 
     def execute(self, plan: StepPlan, horizon_ns: int | None) -> StepResult:
-        """The recorded parents. Raises IndexError when the replay has more steps than the recording."""
+        """The recorded parents."""
         return StepResult(parents=self._parents[self._step])
 
     def end(self) -> StepTiming:

@@ -12,6 +12,7 @@ from harness.sim.cost import CostSource, Price
 from harness.sim.features import ATTENTION_FEATURES, FEATURES, FloatArray, feature_index
 
 ATTENTION = feature_index(ATTENTION_FEATURES)
+_HUBER_ROUNDS = 8
 REST = feature_index(name for name in FEATURES if name not in ATTENTION_FEATURES)
 
 
@@ -45,20 +46,24 @@ def fit_cost(
 
 
 def _relative_nnls(columns: FloatArray, target: FloatArray, scale: FloatArray) -> FloatArray:
-    """Non-negative least squares on residuals divided by `scale`, the steps' seconds; robust to a few slow steps.
+    """Non-negative least squares on residuals divided by `scale`, the steps' seconds; few slow steps weigh little.
 
-    Steps that a busy machine drew out would pull the fit up; those beyond four median deviations are left out in a
-    second pass.
+    A busy machine draws some steps out. Huber's weights (1 within 1.345 standard deviations, falling as 1/|residual|
+    beyond; the deviation from the median) keep them from pulling the fit, without cutting honest scatter off.
     """
     from scipy.optimize import nnls
 
     weighted, goal = columns / scale[:, None], target / scale
     unit = np.maximum(np.abs(weighted).max(axis=0), 1e-300)  # condition the columns, which differ by 10^6
-    first, _ = nnls(weighted / unit, goal)
-    residual = np.abs(goal - weighted / unit @ first)
-    keep = residual <= max(4 * float(np.median(residual)), 0.02)
-    second, _ = nnls(weighted[keep] / unit, goal[keep])
-    return np.asarray(second / unit, dtype=np.float64)
+    weights = np.ones(len(goal))
+    solution = np.zeros(columns.shape[1])
+    for _ in range(_HUBER_ROUNDS):
+        root = np.sqrt(weights)
+        solution, _ = nnls(weighted / unit * root[:, None], goal * root)
+        residual = np.abs(goal - weighted / unit @ solution)
+        deviation = max(1.4826 * float(np.median(residual)), 1e-9)
+        weights = np.minimum(1.0, 1.345 * deviation / np.maximum(residual, 1e-12))
+    return np.asarray(solution / unit, dtype=np.float64)
 
 
 def held_out_error(predicted: FloatArray, measured: FloatArray) -> dict[str, float]:

@@ -1,0 +1,95 @@
+"""What a figure was made on and with, found without importing anything heavy."""
+
+import hashlib
+import os
+import platform
+from functools import lru_cache
+from importlib import metadata
+from pathlib import Path
+
+from harness.config.schema import EngineDevice
+
+ROOTS = ("engine", "harness", "traces", "paged_kernels")
+PACKAGES = ("torch", "transformers", "triton", "numpy", "scipy", "simpy", "hydra-core")
+
+
+@lru_cache(maxsize=1)
+def versions() -> dict[str, str | None]:
+    """Installed versions, None where a package is absent."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+@lru_cache(maxsize=8)
+def code_version(roots: tuple[str, ...] = ROOTS) -> str:
+    """A digest over the source files of the named packages: changed code makes new points."""
+    book = hashlib.sha256()
+    for root in roots:
+        for path in sorted(_package_folder(root).rglob("*.py")):
+            book.update(path.name.encode() + b"\0" + path.read_bytes())
+    return book.hexdigest()[:16]
+
+
+def _package_folder(name: str) -> Path:
+    import importlib
+
+    package, _, rest = name.partition(".")
+    folder = Path(next(iter(importlib.import_module(package).__path__)))
+    return folder.joinpath(*rest.split(".")) if rest else folder
+
+
+@lru_cache(maxsize=1)
+def cpu_name() -> str:
+    """The CPU's model name."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+@lru_cache(maxsize=1)
+def gpu_names() -> tuple[str, ...]:
+    """Names of the NVIDIA devices that the driver shows."""
+    files = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
+    lines = [
+        line for path in files for line in path.read_text(encoding="utf-8", errors="replace").splitlines()
+    ]
+    return tuple(line.partition(":")[2].strip() for line in lines if line.startswith("Model:"))
+
+
+def engine_device(device: EngineDevice) -> str:
+    """`cuda` or `cpu`: what `auto` stands for on this machine."""
+    if device is EngineDevice.auto:
+        return "cuda" if gpu_names() else "cpu"
+    return str(device)
+
+
+def device_identity(device: EngineDevice) -> str:
+    """The name of what the engine runs on."""
+    return (
+        gpu_names()[0]
+        if engine_device(device) == "cuda" and gpu_names()
+        else f"{cpu_name()}, {os.cpu_count()} cores"
+    )
+
+
+def environment(device: EngineDevice, clock: str) -> dict[str, object]:
+    """The record's environment section."""
+    found = versions()
+    return {
+        **found,
+        "cpu": cpu_name(),
+        "cores": os.cpu_count(),
+        "gpu": ", ".join(gpu_names()) or None,
+        "device": device_identity(device),
+        "load_average": round(os.getloadavg()[0], 2),
+        "code": code_version(),
+        "clock": clock,
+    }

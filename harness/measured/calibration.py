@@ -1,0 +1,88 @@
+"""Calibrations on disk: one file per model, engine and device, found again by its fingerprint. No torch here."""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from harness.config.schema import RunConfig
+from harness.environment import code_version, device_identity, versions
+from harness.measured.errors import CalibrationError
+from harness.point.clock import clock_of
+from harness.sim.cost import CostSource
+from harness.sim.features import FEATURES
+from harness.sim.fitted import ATTENTION, REST, FittedCost
+from harness.store.atomic import write_files
+
+CODE = ("engine", "paged_kernels", "traces", "harness.sim", "harness.measured")
+
+
+def calibration_fingerprint(config: RunConfig) -> str:
+    """A name for all that the step times depend on: model, engine settings, device, versions, code."""
+    model, engine = config.model, config.engine
+    facts: dict[str, Any] = {
+        "model": {name: str(value) for name, value in sorted(vars(model).items())},
+        "engine": [str(engine.backend), engine.threads],
+        "device": device_identity(engine.device),
+        "clock": str(clock_of(config)),
+        "budget": config.scheduler.max_batched_tokens,
+        "versions": versions(),
+        "code": code_version(CODE),
+    }
+    return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=10).hexdigest()
+
+
+def calibration_path(config: RunConfig) -> Path:
+    """Where this device's calibration for the model lies or would lie."""
+    if config.cost.cache_dir:
+        folder = Path(config.cost.cache_dir)
+    else:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagetwin" / "calibration"
+    return folder / f"{config.model.name}-{calibration_fingerprint(config)}.json"
+
+
+def is_calibrated(config: RunConfig) -> bool:
+    """Whether a calibration for this model, engine and device is at hand."""
+    return calibration_path(config).exists()
+
+
+def save_calibration(config: RunConfig, cost: FittedCost) -> Path:
+    """Store the coefficients with their provenance and held-out error."""
+    path, source = calibration_path(config), cost.source
+    document = {
+        "name": source.name,
+        "fingerprint": source.fingerprint,
+        "coefficients_s": cost.coefficients(),
+        "heldout": source.heldout,
+        "beam_churn": {str(width): churn for width, churn in source.beam_churn.items()},
+        "provenance": source.provenance,
+    }
+    write_files(path.parent, {path.name: json.dumps(document, indent=1).encode()})
+    return path
+
+
+def load_calibration(config: RunConfig) -> FittedCost:
+    """Read it back; raises CalibrationError with the path when it is missing or damaged."""
+    path = calibration_path(config)
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        coefficients = document["coefficients_s"]
+        values = np.array([float(coefficients[name]) for name in FEATURES])
+        source = CostSource(
+            kind="fitted",
+            name=document["name"],
+            fingerprint=document["fingerprint"],
+            provenance=document["provenance"],
+            heldout=document["heldout"],
+            beam_churn={int(width): float(churn) for width, churn in document["beam_churn"].items()},
+        )
+    except FileNotFoundError as error:
+        raise CalibrationError(f"{path}: this device is not calibrated for {config.model.name}") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CalibrationError(
+            f"{path}: damaged calibration ({error}); delete it, the next run makes it anew"
+        ) from error
+    return FittedCost(values[ATTENTION], values[REST], source)

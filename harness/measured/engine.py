@@ -1,0 +1,107 @@
+"""One measured run: a model is loaded once and serves every run of the sweep."""
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+
+from engine.core.identity import TokenIdentity
+from engine.runtime.model import LoadedModel, load_model
+from engine.runtime.runner import Runner
+from engine.runtime.spec import ModelSpec
+from harness.config.schema import Clock, RunConfig
+from harness.environment import engine_device
+from harness.measured.executor import MeasuredExecutor
+from harness.measured.spec import model_spec
+from harness.metrics.log import RunLog
+from harness.point.clock import clock_of
+from harness.point.simulate import play
+from harness.point.workload import Workload
+from harness.sim.recorder import Recorder
+from harness.sim.replay import Progress
+from traces.tokens import token_ids
+from traces.trace import TraceRequest
+
+_WARM_UP = 6  # requests
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """A finished run: its log, its recording, and how often the audit compared slots with the books."""
+
+    log: RunLog
+    recorder: Recorder
+    audits: int
+
+
+def loaded_model(config: RunConfig) -> LoadedModel:
+    """The model on its device, loaded once per process; threads are set each time."""
+    import torch
+
+    device = engine_device(config.engine.device)
+    if device == "cpu":
+        torch.set_num_threads(config.engine.threads)
+    return _loaded(model_spec(config.model), device)
+
+
+@lru_cache(maxsize=2)
+def _loaded(spec: ModelSpec, device: str) -> LoadedModel:
+    return load_model(spec, device=device)
+
+
+def measure(
+    config: RunConfig, workload: Workload, *, seed: int, progress: Progress | None = None
+) -> MeasuredRun:
+    """Run the workload on the engine. Token ids come from the trace's prefix keys; `seed` drives sampling alone."""
+    loaded, clock = loaded_model(config), _clock(clock_of(config))
+    runner = Runner(
+        loaded,
+        num_blocks=workload.pool.num_blocks,
+        block_size=workload.pool.block_size,
+        backend=str(config.engine.backend),
+        audit=str(config.engine.audit),
+        audit_every=config.engine.audit_every,
+        temperature=config.decoding.temperature,
+        seed=seed,
+        clock=clock,
+    )
+    prompts = {row.request_id: _prompt(row, config, loaded) for row in workload.trace.requests}
+    requests = workload.requests(lambda row: TokenIdentity(row.request_id, prompts[row.request_id]))
+    for timed in requests:
+        runner.add(timed.request, prompts[timed.request.request_id])
+    with _no_collection():
+        executor = MeasuredExecutor(runner, clock)
+        log, recorder = play(workload, requests, executor, keep_plans=True, progress=progress)
+    return MeasuredRun(log, recorder, runner.audits)
+
+
+def warm_up(config: RunConfig, workload: Workload) -> None:
+    """Run the first few requests and forget them: buffers get their size, code its caches."""
+    trace = workload.trace
+    few = replace(trace, requests=trace.requests[:_WARM_UP])
+    measure(config, replace(workload, trace=few), seed=config.workload.seed)
+
+
+def _prompt(row: TraceRequest, config: RunConfig, loaded: LoadedModel) -> np.ndarray:
+    return token_ids(
+        row, seed=config.workload.seed, vocab_size=loaded.vocab_size, first_id=loaded.first_token_id
+    )
+
+
+def _clock(clock: Clock) -> Callable[[], float]:
+    return time.thread_time if clock is Clock.cpu else time.perf_counter
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Garbage collection would strike one step in a few hundred: it runs before and after instead."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

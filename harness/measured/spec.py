@@ -1,0 +1,11 @@
+"""The engine's description of the configured model. No torch here: plans are checked with it."""
+
+from dataclasses import asdict
+
+from engine.runtime.spec import ModelSpec
+from harness.config.schema import ModelConfig
+
+
+def model_spec(model: ModelConfig) -> ModelSpec:
+    """The engine's description of `model`."""
+    return ModelSpec(**{**asdict(model), "dtype": str(model.dtype)})

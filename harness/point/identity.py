@@ -1,0 +1,20 @@
+"""What makes a point the same point again, beside its configuration."""
+
+from harness.config.schema import CostKind, RunConfig
+from harness.environment import code_version, device_identity
+from harness.point.clock import clock_of
+from harness.point.trace import reshaped_trace
+
+
+def point_identity(config: RunConfig) -> dict[str, str]:
+    """Digest of the trace, version of the code, and, where it matters, the device and the cost model's device."""
+    from harness.measured.calibration import calibration_fingerprint
+    from harness.point.cost import resolve_cost_kind
+
+    kind = resolve_cost_kind(config)
+    identity = {"trace": reshaped_trace(config).digest, "code": code_version(), "cost": str(kind)}
+    if kind is CostKind.fitted:
+        identity["calibration"] = calibration_fingerprint(config)
+    if config.measure:
+        identity |= {"device": device_identity(config.engine.device), "clock": str(clock_of(config))}
+    return identity

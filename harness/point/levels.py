@@ -1,0 +1,49 @@
+"""How far prediction and measurement are apart, level by level: counts, kernel, teacher-forced steps, free run."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from harness.measured.engine import MeasuredRun
+from harness.point.simulate import play_back
+from harness.point.workload import Workload
+from harness.sim.cost import CostModel
+from harness.sim.executors import RecordingEndedError
+from harness.sim.fitted import held_out_error
+from harness.sim.recorder import digests_differ
+
+
+def error_levels(
+    workload: Workload, runs: Sequence[MeasuredRun], cost: CostModel, comparison: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """The record's `levels` section, from all measured runs."""
+    features = np.concatenate([run.recorder.features for run in runs])
+    seconds = np.concatenate([run.log.steps["seconds"] for run in runs])
+    attention = np.concatenate([run.log.steps["attention_s"] for run in runs])
+    price = cost.price(features)
+    return {
+        "counts": _counts(workload, runs),
+        "kernel": {
+            **held_out_error(price.attention_s, attention),
+            "measured_mean_s": float(attention.mean()),
+            "predicted_mean_s": float(price.attention_s.mean()),
+        },
+        "teacher_forced": held_out_error(price.seconds, seconds),
+        "free_running": {row["metric"]: row["error"] for row in comparison if row["error"] is not None},
+    }
+
+
+def _counts(workload: Workload, runs: Sequence[MeasuredRun]) -> dict[str, Any]:
+    """Each run's durations, fed to the simulated side, must give the run's own plans."""
+    steps = 0
+    for number, run in enumerate(runs):
+        measured = run.recorder.digests
+        steps += len(measured)
+        try:
+            first = digests_differ(play_back(workload, run.recorder).digests, measured)
+        except RecordingEndedError:
+            first = len(measured)
+        if first is not None:
+            return {"identical": False, "steps": steps, "first_difference": f"run {number}, step {first}"}
+    return {"identical": True, "steps": steps, "first_difference": None}

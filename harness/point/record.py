@@ -1,0 +1,148 @@
+"""The record of a point: everything that a reader needs to trust or to repeat it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from engine.core.request import Decoding
+from harness.compare import compare
+from harness.config.schema import CachePolicy, RunConfig
+from harness.environment import environment
+from harness.metrics import compute_metrics
+from harness.metrics.analytic import CacheShape, analytic_metrics
+from harness.metrics.closed_forms import Lengths
+from harness.metrics.log import Outcome, RunLog
+from harness.point.clock import clock_of
+from harness.point.workload import Workload
+from harness.sim.cost import CostModel
+from traces.reshape import realised_prefix_share
+
+if TYPE_CHECKING:
+    from harness.measured.engine import MeasuredRun
+
+Table = dict[str, np.ndarray[Any, np.dtype[Any]]]
+
+
+def make_record(
+    config: RunConfig,
+    workload: Workload,
+    cost: CostModel,
+    simulated: RunLog,
+    runs: "Sequence[MeasuredRun]",
+    seconds: Mapping[str, float],
+) -> dict[str, Any]:
+    """All sections but those that the store adds (schema, fingerprint, overrides)."""
+    analytic = _analytic(workload)
+    predicted = compute_metrics(simulated)
+    measured = [compute_metrics(run.log) for run in runs]
+    comparison = [dict(row) for row in compare(analytic, predicted, measured)]
+    return {
+        "name": config.name,
+        "trace": _trace_section(workload),
+        "pool": _pool_section(workload),
+        "environment": environment(config.engine.device, str(clock_of(config))),
+        "cost": asdict(cost.source),
+        "outcome": _outcome(workload, simulated, runs),
+        "analytic": analytic,
+        "simulated": predicted,
+        "measured": _measured_section(measured, comparison) if runs else None,
+        "comparison": comparison,
+        "levels": _levels(workload, runs, cost, comparison) if runs else None,
+        "audit": {"checks": sum(run.audits for run in runs), "mismatches": 0} if runs else None,
+        "seconds": dict(seconds),
+    }
+
+
+def _levels(
+    workload: Workload,
+    runs: "Sequence[MeasuredRun]",
+    cost: CostModel,
+    comparison: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
+    from harness.point.levels import error_levels
+
+    return error_levels(workload, runs, cost, comparison)
+
+
+def _trace_section(workload: Workload) -> dict[str, Any]:
+    trace = workload.trace
+    header = asdict(trace.header)
+    return {
+        **header,
+        "digest": trace.digest,
+        "requests": len(trace.requests),
+        "prompt_tokens": sum(row.prompt_tokens for row in trace.requests),
+        "output_tokens": sum(row.output_tokens for row in trace.requests),
+        "realised_prefix_share": realised_prefix_share(trace),
+    }
+
+
+def _pool_section(workload: Workload) -> dict[str, Any]:
+    pool = workload.pool
+    return {
+        "policy": str(pool.policy),
+        "num_blocks": pool.num_blocks,
+        "block_size": pool.block_size,
+        "tokens": pool.tokens,
+        "bytes": pool.tokens * pool.kv_bytes_per_token,
+        "kv_bytes_per_token": pool.kv_bytes_per_token,
+        "max_model_len": pool.max_model_len,
+    }
+
+
+def _outcome(workload: Workload, simulated: RunLog, runs: "Sequence[MeasuredRun]") -> dict[str, Any]:
+    """What became of the requests; dropped ones never entered either side."""
+    return {
+        "simulated": _counts(simulated),
+        "measured": [_counts(run.log) for run in runs] or None,
+        "dropped": sum(workload.trace.header.dropped.values()),
+    }
+
+
+def _counts(log: RunLog) -> dict[str, int]:
+    outcomes = log.requests["outcome"]
+    return {outcome.name.lower(): int((outcomes == outcome).sum()) for outcome in Outcome}
+
+
+def _analytic(workload: Workload) -> dict[str, float]:
+    rows, pool = workload.trace.requests, workload.pool
+    lengths = Lengths(
+        prompt_tokens=np.array([row.prompt_tokens for row in rows], dtype=np.int64),
+        output_tokens=np.array([row.output_tokens for row in rows], dtype=np.int64),
+        segments=[row.segments for row in rows],
+        width=workload.width,
+        beam=workload.decoding is Decoding.BEAM,
+    )
+    contiguous = pool.policy is CachePolicy.contiguous_max
+    reserve = pool.max_model_len if contiguous else None
+    return analytic_metrics(lengths, CacheShape(pool.block_size, reserve, pool.prefix_caching))
+
+
+def _measured_section(
+    runs: Sequence[Mapping[str, float]], comparison: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    return {
+        "runs": [dict(run) for run in runs],
+        "median": {row["metric"]: row["measured"] for row in comparison if row["measured"] is not None},
+        "spread": {row["metric"]: row["spread"] for row in comparison if row["spread"] is not None},
+    }
+
+
+def tables_of(simulated: RunLog, runs: "Sequence[MeasuredRun]") -> dict[str, Table]:
+    """Steps and requests of both sides, with the columns `side` and `run`."""
+    logs = [("simulated", 0, simulated), *(("measured", number, run.log) for number, run in enumerate(runs))]
+    return {
+        name: _stacked([(side, number, getattr(log, name)) for side, number, log in logs])
+        for name in ("steps", "requests")
+    }
+
+
+def _stacked(parts: Sequence[tuple[str, int, Mapping[str, Any]]]) -> Table:
+    rows = [len(next(iter(columns.values()))) for _, _, columns in parts]
+    names = parts[0][2]
+    table: Table = {name: np.concatenate([columns[name] for _, _, columns in parts]) for name in names}
+    table["side"] = np.repeat(np.array([side for side, _, _ in parts], dtype=object), rows)
+    table["run"] = np.repeat(np.array([number for _, number, _ in parts], dtype=np.int64), rows)
+    return table

@@ -1,0 +1,116 @@
+"""The requests of a point: the trace, decoded as the configuration says, without those that can never fit."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine.core.contiguous import ContiguousMaxManager
+from engine.core.identity import BlockIdentity, KeyIdentity
+from engine.core.limits import SchedulerLimits
+from engine.core.manager import KVCacheManager
+from engine.core.paged import PagedManager
+from engine.core.request import Decoding, Request
+from engine.core.scheduler import Scheduler
+from harness.config.errors import ConfigError
+from harness.config.schema import CachePolicy, DecodingMode, Oversize, RunConfig
+from harness.point.shapes import PoolShape, pool_shape
+from harness.point.trace import reshaped_trace
+from harness.sim.replay import TimedRequest
+from traces.reshape import drop_oversize
+from traces.trace import Trace, TraceRequest
+
+Identify = Callable[[TraceRequest], BlockIdentity]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a point replays, and on what."""
+
+    trace: Trace
+    pool: PoolShape
+    limits: SchedulerLimits
+    decoding: Decoding
+    width: int
+
+    def scheduler(self) -> Scheduler:
+        """A scheduler over an empty pool."""
+        return Scheduler(_manager(self.pool), self.limits)
+
+    def requests(self, identify: Identify | None = None) -> list[TimedRequest]:
+        """The requests in order of arrival; their blocks are named by prefix keys unless `identify` says otherwise."""
+        identify = identify or _by_keys
+        return [
+            TimedRequest(_request(self, row, identify(row)), row.arrival_us * 1000)
+            for row in self.trace.requests
+        ]
+
+
+def _by_keys(row: TraceRequest) -> BlockIdentity:
+    return KeyIdentity(row.request_id, row.segments)
+
+
+def _request(workload: Workload, row: TraceRequest, identity: BlockIdentity | None = None) -> Request:
+    return Request(
+        row.request_id, row.prompt_tokens, row.output_tokens, workload.width, workload.decoding, identity
+    )
+
+
+def _manager(pool: PoolShape) -> KVCacheManager:
+    if pool.policy is CachePolicy.contiguous_max:
+        return ContiguousMaxManager(pool.num_blocks, pool.max_model_len)
+    return PagedManager(pool.num_blocks, pool.block_size, prefix_caching=pool.prefix_caching)
+
+
+def build_workload(config: RunConfig) -> Workload:
+    """The point's workload; raises ConfigError where a request can never fit and `workload.oversize` is `error`."""
+    pool = pool_shape(config)
+    width, decoding = _decoding(config)
+    limits = SchedulerLimits(
+        max_batched_tokens=config.scheduler.max_batched_tokens,
+        max_running=config.scheduler.max_running,
+        max_model_len=pool.max_model_len,
+        chunked_prefill=config.scheduler.chunked_prefill,
+        watermark=config.scheduler.watermark,
+    )
+    whole = Workload(reshaped_trace(config), pool, limits, decoding, width)
+    reasons = _oversize(whole)
+    if not reasons:
+        return whole
+    if config.workload.oversize is Oversize.error:
+        raise ConfigError("workload.oversize", _refusal(whole, reasons))
+    trace = drop_oversize(whole.trace, lambda row: "never_fits" if row.request_id in reasons else None)
+    if not trace.requests:
+        raise ConfigError("workload.oversize", f"no request fits: {_refusal(whole, reasons)}")
+    return Workload(trace, pool, limits, decoding, width)
+
+
+def _decoding(config: RunConfig) -> tuple[int, Decoding]:
+    if config.decoding.beam_width > 1:
+        return config.decoding.beam_width, Decoding.BEAM
+    if config.decoding.mode is DecodingMode.sample:
+        return config.decoding.n, Decoding.SAMPLE
+    return 1, Decoding.GREEDY
+
+
+def _oversize(workload: Workload) -> dict[int, str]:
+    """Reasons by request id. Lengths that occur more than once are asked about once."""
+    scheduler = workload.scheduler()
+    known: dict[tuple[int, int], str | None] = {}
+    reasons: dict[int, str] = {}
+    for row in workload.trace.requests:
+        lengths = (row.prompt_tokens, row.output_tokens)
+        if lengths not in known:
+            known[lengths] = scheduler.never_fits(_request(workload, row))
+        reason = known[lengths]
+        if reason:
+            reasons[row.request_id] = reason
+    return reasons
+
+
+def _refusal(workload: Workload, reasons: dict[int, str]) -> str:
+    request_id, reason = next(iter(reasons.items()))
+    row = next(row for row in workload.trace.requests if row.request_id == request_id)
+    return (
+        f"{len(reasons)} of {len(workload.trace.requests)} requests can never fit; the first is request {request_id} "
+        f"({row.prompt_tokens} prompt + {row.output_tokens} output tokens), which {reason}. Raise cache.pool_tokens "
+        "or cache.max_model_len, lower workload.length_scale or decoding.beam_width, or set workload.oversize=drop"
+    )

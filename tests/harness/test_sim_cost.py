@@ -1,0 +1,142 @@
+import numpy as np
+import pytest
+from sim_cases import replay, request
+
+from engine.core.paged import PagedManager
+from engine.core.request import Decoding
+from harness.sim.cost import CostSource
+from harness.sim.features import FEATURES, feature_index
+from harness.sim.fitted import fit_cost, held_out_error
+from harness.sim.genealogy import BeamGenealogy, churn_of_run
+from harness.sim.roofline import DeviceShape, ModelShape, RooflineCost
+
+SOURCE = CostSource("fitted", "test", "test")
+
+
+def measured_features(seed: int) -> np.ndarray:
+    draw = np.random.default_rng(seed)
+    requests = [
+        request(rid, 0.004 * rid, int(draw.integers(8, 200)), int(draw.integers(2, 40)), shared=4)
+        for rid in range(40)
+    ]
+    return replay(requests, fast_forward=False, keep_plans=True)[1].features
+
+
+def true_seconds(features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    attention = features[:, feature_index(["decode_padded_kv", "prefill_work", "decode_steps"])] @ [
+        2e-7,
+        1e-8,
+        1e-4,
+    ]
+    rest = features[:, feature_index(["step", "tokens", "sampled_rows"])] @ [5e-4, 1e-5, 3e-5]
+    return attention + rest, attention
+
+
+def test_the_fit_recovers_a_linear_machine_on_workloads_it_never_saw() -> None:
+    features = measured_features(0)
+    cost = fit_cost(features, *true_seconds(features), SOURCE)
+    unseen = measured_features(1)
+    seconds, attention = true_seconds(unseen)
+    assert held_out_error(cost.price(unseen).seconds, seconds)["max"] < 0.01
+    assert held_out_error(cost.price(unseen).attention_s, attention)["max"] < 0.01
+
+
+def test_the_fit_is_unbiased_under_symmetric_noise() -> None:
+    features = measured_features(0)
+    seconds, attention = true_seconds(features)
+    noise = np.random.default_rng(2).normal(1, 0.05, len(seconds))
+    cost = fit_cost(features, seconds * noise, attention * noise, SOURCE)
+    assert abs(held_out_error(cost.price(features).seconds, seconds)["total_error"]) < 0.01
+
+
+def test_a_few_drawn_out_steps_do_not_move_the_fit() -> None:
+    features = measured_features(0)
+    seconds, attention = true_seconds(features)
+    slow = seconds.copy()
+    slow[::40] *= 5
+    cost = fit_cost(features, slow, attention, SOURCE)
+    assert abs(held_out_error(cost.price(features).seconds, seconds)["total_error"]) < 0.02
+
+
+def test_coefficients_are_never_negative() -> None:
+    features = measured_features(0)
+    seconds, attention = true_seconds(features)
+    noise = np.random.default_rng(3).normal(1, 0.3, len(seconds)).clip(0.2)
+    cost = fit_cost(features, seconds * noise, attention * noise, SOURCE)
+    assert min(cost.coefficients().values()) >= 0
+    assert list(cost.coefficients()) == list(FEATURES)
+
+
+def test_held_out_error_keeps_its_sign() -> None:
+    errors = held_out_error(np.array([0.9, 1.0]), np.array([1.0, 1.0]))
+    assert errors["bias"] == pytest.approx(-0.05)
+    assert errors["mape"] == pytest.approx(0.05)
+
+
+def test_features_count_what_the_plans_hold() -> None:
+    features = replay([request(0, 0, 40, 3)], fast_forward=False, keep_plans=True)[1].features
+    tokens, decode_kv, prefill_kv, work, blocks, new = feature_index(
+        ["tokens", "decode_kv", "prefill_kv", "prefill_work", "blocks", "new_blocks"]
+    )
+    assert features[:, tokens].tolist() == [40, 1, 1]
+    assert features[:, decode_kv].tolist() == [0, 41, 42]
+    assert features[0, prefill_kv] == 40
+    assert features[0, work] == 40 * 41 / 2
+    assert features[:, blocks].tolist() == [3, 3, 3]
+    assert features[:, new].tolist() == [3, 0, 0]
+
+
+def test_chunked_prefill_work_is_that_of_the_whole() -> None:
+    (work,) = feature_index(["prefill_work"])
+    whole = replay([request(0, 0, 400, 1)], keep_plans=True, fast_forward=False)[1].features
+    from engine.core.limits import SchedulerLimits
+
+    chunks = replay(
+        [request(0, 0, 400, 1)], limits=SchedulerLimits(64, 8), keep_plans=True, fast_forward=False
+    )[1].features
+    assert len(chunks) == 7
+    assert chunks[:, work].sum() == whole[:, work].sum() == 400 * 401 / 2
+
+
+def test_beam_copies_are_slots_of_whole_blocks() -> None:
+    (copied,) = feature_index(["copied_slots"])
+    features = replay(
+        [request(0, 0, 20, 2, 4, Decoding.BEAM)],
+        manager=PagedManager(100, 16),
+        fast_forward=False,
+        keep_plans=True,
+    )[1].features
+    assert features[:, copied].tolist() == [0, 3 * 16]
+
+
+LLAMA_8B = ModelShape(32, 4096, 32, 8, 128, 14336, 128256, 2)
+
+
+def test_kv_bytes_per_token_of_llama_3_8b() -> None:
+    assert LLAMA_8B.kv_bytes_per_token == 131_072
+
+
+def test_opt_13b_fills_26_gb_of_weights_and_800_kib_a_token() -> None:
+    opt = ModelShape(40, 5120, 40, 40, 128, 20480, 50272, 2, mlp_matrices=2)
+    assert opt.kv_bytes_per_token == 819_200
+    assert opt.weight_bytes / 1e9 == pytest.approx(26, rel=0.02)
+
+
+def test_a_decode_step_takes_at_least_the_time_to_read_weights_and_kv() -> None:
+    cost = RooflineCost(LLAMA_8B, DeviceShape("h200", 4.8e12, 989e12, 0, 0))
+    features = replay([request(0, 0, 1000, 2)], fast_forward=False, keep_plans=True)[1].features
+    read = (LLAMA_8B.weight_bytes + 1001 * LLAMA_8B.kv_bytes_per_token) / 4.8e12
+    assert cost.price(features).seconds[-1] == pytest.approx(read)
+
+
+@pytest.mark.parametrize(("width", "churn"), [(2, 0.25), (4, 0.33), (8, 0.38), (4, 0.0)])
+def test_drawn_beams_are_dropped_at_the_given_rate(width: int, churn: float) -> None:
+    genealogy = BeamGenealogy({width: churn})
+    distinct = [len(set(genealogy.parents(rid, step, width))) for rid in range(50) for step in range(40)]
+    assert churn_of_run(width, distinct) == pytest.approx(churn, abs=0.02)
+
+
+def test_draws_depend_on_the_request_and_its_step_alone() -> None:
+    one, other = BeamGenealogy({4: 0.4}), BeamGenealogy({4: 0.4})
+    other.parents(9, 9, 4)
+    assert one.parents(3, 5, 4) == other.parents(3, 5, 4)

@@ -1,0 +1,148 @@
+import hashlib
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sim_cases import LinearCost, contiguous, replay, request
+
+from engine.core.limits import SchedulerLimits
+from engine.core.paged import PagedManager
+from engine.core.request import Decoding
+from harness.metrics.log import RunLog
+from harness.sim.executors import RecordedExecutor, RecordingEndedError
+from harness.sim.recorder import digests_differ
+
+
+def fingerprint(log: RunLog) -> str:
+    book = hashlib.sha256()
+    for columns in (log.steps, log.requests):
+        for name in columns:
+            book.update(np.ascontiguousarray(columns[name]).tobytes())
+    book.update(log.itl_s.tobytes() + log.itl_weight.tobytes())
+    return book.hexdigest()
+
+
+def test_a_lone_request_takes_the_sum_of_its_steps() -> None:
+    log, _ = replay([request(0, 0.5, prompt=100, output=5)])
+    assert log.requests["first_token_s"][0] == pytest.approx(0.501)
+    assert log.requests["finish_s"][0] == pytest.approx(0.505)
+
+
+def test_idle_time_is_not_stepped_through() -> None:
+    log, _ = replay([request(0, 0, 10, 2), request(1, 1000.0, 10, 2)])
+    assert len(log.steps["step"]) == 4
+    assert log.span_s == pytest.approx(1000.002)
+
+
+def test_an_arrival_at_the_very_end_of_a_step_joins_the_next() -> None:
+    log, _ = replay([request(0, 0, 10, 4), request(1, 0.002, 10, 1)])
+    assert log.requests["first_scheduled_s"][1] == pytest.approx(0.002)
+
+
+def test_simultaneous_arrivals_share_their_first_step() -> None:
+    log, _ = replay([request(rid, 1.0, 10, 2) for rid in range(5)])
+    assert log.steps["admitted"].tolist() == [5, 0]
+
+
+def test_every_generated_token_has_one_gap_but_the_first() -> None:
+    log, _ = replay([request(rid, rid * 0.003, 20, 10 + rid) for rid in range(6)])
+    assert log.itl_weight.sum() == sum(9 + rid for rid in range(6))
+
+
+def test_a_constant_step_and_one_place_make_a_single_server_queue() -> None:
+    """M/D/1: mean wait in queue = rho s / (2 (1 - rho)), Pollaczek and Khinchine; s is the service time."""
+    draw = np.random.default_rng(1)
+    service, rho = 0.004, 0.7
+    arrivals = np.cumsum(draw.exponential(service / rho, 20_000))
+    requests = [request(rid, float(at), 8, 4) for rid, at in enumerate(arrivals)]
+    log, _ = replay(requests, limits=SchedulerLimits(512, 1))
+    waits = log.requests["first_scheduled_s"] - log.requests["arrival_s"]
+    expected = rho * service / (2 * (1 - rho))
+    assert waits.mean() == pytest.approx(expected, rel=0.08)
+
+
+def test_offline_time_is_the_sum_of_step_costs() -> None:
+    log, _ = replay([request(rid, 0, 50, 20) for rid in range(30)], cost=LinearCost(1e-3, 1e-5, 1e-7))
+    assert log.span_s == pytest.approx(log.steps["seconds"].sum())
+
+
+def test_every_token_is_computed_exactly_once_without_preemption() -> None:
+    log, _ = replay([request(rid, 0, 50 + rid, 20) for rid in range(30)])
+    assert log.steps["query_tokens"].sum() == sum(50 + rid + 19 for rid in range(30))
+
+
+REQUESTS = st.lists(
+    st.tuples(
+        st.integers(0, 30),  # ms after the previous one
+        st.integers(1, 60),
+        st.integers(1, 40),
+        st.integers(2, 4),
+        st.sampled_from(Decoding),
+        st.integers(0, 30),
+    ),
+    min_size=1,
+    max_size=10,
+)
+
+
+@given(REQUESTS, st.sampled_from([4, 16]), st.integers(40, 120), st.booleans())
+@settings(max_examples=80, deadline=None)
+def test_fast_forward_changes_no_record(rows: list, size: int, blocks: int, paged: bool) -> None:
+    at, requests = 0, []
+    for rid, (gap, prompt, output, width, mode, shared) in enumerate(rows):
+        at += gap
+        width = 1 if mode is Decoding.GREEDY else width
+        requests.append(request(rid, at / 1000, prompt, output, width, mode, min(shared, prompt - 1)))
+    cost = LinearCost(1e-3, 1e-5, 1e-6, 1e-7)
+    logs = []
+    for fast_forward in (True, False):
+        manager = PagedManager(blocks * 16 // size, size) if paged else contiguous(640, 100)
+        logs.append(replay(requests, cost=cost, manager=manager, fast_forward=fast_forward)[0])
+    assert fingerprint(logs[0]) == fingerprint(logs[1])
+
+
+def test_the_same_replay_gives_the_same_record() -> None:
+    requests = [request(rid, 0.001 * rid, 30, 20, 4, Decoding.BEAM) for rid in range(6)]
+    assert fingerprint(replay(requests)[0]) == fingerprint(replay(requests)[0])
+
+
+def test_slot_states_sum_to_the_capacity_at_every_step() -> None:
+    requests = [request(rid, 0.002 * rid, 40, 30, shared=20) for rid in range(20)]
+    log, _ = replay(requests, manager=PagedManager(30, 16))
+    states = sum(log.steps[name] for name in ("token", "cached", "reserved", "internal", "external", "free"))
+    assert set(states.tolist()) == {480}
+
+
+def test_preemptions_are_counted_and_what_they_recompute() -> None:
+    log, _ = replay([request(rid, 0, 40, 60) for rid in range(8)], manager=PagedManager(30, 16))
+    assert log.requests["preemptions"].sum() == log.steps["preempted"].sum() > 0
+    extra = log.steps["query_tokens"].sum() - sum(40 + 59 for _ in range(8))
+    assert log.requests["recomputed_tokens"].sum() == extra
+
+
+def test_playing_a_recording_back_gives_the_same_plans() -> None:
+    from engine.core.scheduler import Scheduler
+    from harness.sim.recorder import Recorder
+    from harness.sim.replay import Replay
+
+    requests = [request(rid, 0.003 * rid, 30, 20, 3, Decoding.BEAM, 16) for rid in range(8)]
+    _, first = replay(requests, manager=PagedManager(40, 16), fast_forward=False, keep_plans=True)
+    again = Recorder([t.request for t in requests], [t.arrival_ns for t in requests], 16, keep_plans=True)
+    executor = RecordedExecutor(first.step_ns, first.parents)
+    Replay(requests, Scheduler(PagedManager(40, 16), SchedulerLimits(512, 64)), executor, again).run()
+    assert digests_differ(first.digests, again.digests) is None
+
+
+def test_playing_a_recording_back_on_another_pool_is_noticed() -> None:
+    from engine.core.scheduler import Scheduler
+    from harness.sim.recorder import Recorder
+    from harness.sim.replay import Replay
+
+    requests = [request(rid, 0, 60, 60) for rid in range(8)]
+    _, first = replay(requests, manager=PagedManager(100, 16), fast_forward=False, keep_plans=True)
+    again = Recorder([t.request for t in requests], [t.arrival_ns for t in requests], 16, keep_plans=True)
+    executor = RecordedExecutor(first.step_ns, first.parents)
+    with pytest.raises(RecordingEndedError, match="the recording has"):
+        Replay(requests, Scheduler(PagedManager(20, 16), SchedulerLimits(512, 64)), executor, again).run()
+    assert digests_differ(first.digests, again.digests) is not None

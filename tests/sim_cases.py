@@ -1,0 +1,85 @@
+"""Small replays for the tests of the simulated side: a workload, a constant or linear price, one call to run them."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.core.contiguous import ContiguousMaxManager
+from engine.core.identity import KeyIdentity
+from engine.core.limits import SchedulerLimits
+from engine.core.manager import KVCacheManager
+from engine.core.paged import PagedManager
+from engine.core.request import Decoding, Request
+from engine.core.scheduler import Scheduler
+from harness.metrics.log import RunLog
+from harness.sim.clock import to_ns
+from harness.sim.cost import CostSource, Price
+from harness.sim.executors import SimulatedExecutor
+from harness.sim.features import feature_index
+from harness.sim.genealogy import BeamGenealogy
+from harness.sim.recorder import Recorder
+from harness.sim.replay import Replay, TimedRequest
+
+DECODE_KV, TOKENS, COPIED, VOIDED = feature_index(["decode_kv", "tokens", "copied_slots", "freed_slots"])
+
+
+@dataclass
+class LinearCost:
+    """`floor_s` a step, plus seconds per query token, per KV slot read, and per slot copied or voided."""
+
+    floor_s: float = 1e-3
+    token_s: float = 0.0
+    kv_s: float = 0.0
+    moved_s: float = 0.0
+    source: CostSource = CostSource("test", "linear", "test")  # noqa: RUF009
+
+    def price(self, features: np.ndarray) -> Price:
+        attention = self.kv_s * features[:, DECODE_KV]
+        moved = self.moved_s * (features[:, COPIED] + features[:, VOIDED])
+        return Price(self.floor_s + self.token_s * features[:, TOKENS] + attention + moved, attention)
+
+
+def request(
+    rid: int,
+    at_s: float,
+    prompt: int,
+    output: int,
+    width: int = 1,
+    mode: Decoding = Decoding.GREEDY,
+    shared: int = 0,
+) -> TimedRequest:
+    segments = [(7, shared), (None, prompt - shared)] if shared else [(None, prompt)]
+    identity = KeyIdentity(rid, segments)
+    return TimedRequest(Request(rid, prompt, output, width, mode, identity), to_ns(at_s))
+
+
+def replay(
+    requests: list[TimedRequest],
+    *,
+    cost: LinearCost | None = None,
+    manager: KVCacheManager | None = None,
+    limits: SchedulerLimits | None = None,
+    fast_forward: bool = True,
+    keep_plans: bool = False,
+) -> tuple[RunLog, Recorder]:
+    manager = manager or PagedManager(1000, 16)
+    scheduler = Scheduler(manager, limits or SchedulerLimits(512, 64))
+    recorder = Recorder(
+        [timed.request for timed in requests],
+        [timed.arrival_ns for timed in requests],
+        manager.block_size,
+        keep_plans=keep_plans,
+    )
+    executor = SimulatedExecutor(
+        cost or LinearCost(),
+        {timed.request.request_id: timed.request for timed in requests},
+        manager.block_size,
+        BeamGenealogy({4: 0.3}),
+        fast_forward=fast_forward,
+    )
+    Replay(requests, scheduler, executor, recorder).run()
+    return recorder.log(scheduler.stats, manager.num_blocks * manager.block_size, 1), recorder
+
+
+def contiguous(slots: int, longest: int) -> KVCacheManager:
+    return ContiguousMaxManager(slots, longest)
