@@ -20,9 +20,7 @@ from paged_kernels.workspace import Workspace
 
 IntArray = npt.NDArray[np.int64]
 
-GATHER_TOKENS_BYTES = (
-    2 << 20
-)  # K and V of one gather: beyond the last-level cache the SDPA reads memory twice
+GATHER_BYTES = 2 << 20  # K and V of one gather: beyond the last-level cache the SDPA reads memory twice
 
 
 class _Views(NamedTuple):
@@ -86,7 +84,7 @@ def plan_decode(
     chunks = []
     start = 0
     while start < len(seq_lens):
-        stop = _chunk_end(needed, start, max(1, GATHER_TOKENS_BYTES // (token_bytes * block_size)))
+        stop = _chunk_end(needed, start, max(1, GATHER_BYTES // (token_bytes * block_size)))
         rows = slice(start, stop)
         chunks.append(_plan_chunk(block_table[rows], seq_lens[rows], needed[rows], block_size, start, device))
         start = stop

@@ -1,0 +1,82 @@
+"""The KV tensors of all layers, and the poison that makes them an independent witness.
+
+A slot holds numbers if and only if somebody wrote it: the pool is born NaN, and a block whose content became void is
+filled with NaN again. Counting numbers then gives the slots in use without asking the bookkeeping, and a read of a
+slot that nobody wrote surfaces as NaN in the logits.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from engine.runtime.probe import LayerShape
+from paged_kernels.torch_cache import copy_blocks
+
+POISON = float("nan")
+
+
+class KVPool:
+    """`num_blocks` usable blocks (ids from 1) for every layer, K and V `[num_blocks + 1, block_size, kv_heads, dim]`.
+
+    Block 0 is the null block: zeros, read where a batch is padded, never written. Layers of one shape share a stack,
+    so that poison and copies are one call per shape.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[LayerShape],
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.device = device
+        wanted = [
+            shape for layer in shapes for shape in layer
+        ]  # K of layer 0, V of layer 0, K of layer 1, ...
+        self._stacks = {
+            shape: torch.full(
+                (wanted.count(shape), num_blocks + 1, block_size, *shape), POISON, dtype=dtype, device=device
+            )
+            for shape in dict.fromkeys(wanted)
+        }
+        for stack in self._stacks.values():
+            stack[:, 0] = 0.0
+        views = {shape: iter(stack.unbind(0)) for shape, stack in self._stacks.items()}
+        caches = [next(views[shape]) for shape in wanted]
+        self.keys, self.values = caches[0::2], caches[1::2]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all KV tensors, the null block included."""
+        return sum(stack.nbytes for stack in self._stacks.values())
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's K and V in the widest layer."""
+        return max(
+            key[0, 0].nbytes + value[0, 0].nbytes for key, value in zip(self.keys, self.values, strict=True)
+        )
+
+    def poison(self, blocks: Sequence[int]) -> None:
+        """Make the content of `blocks` unreadable."""
+        index = torch.tensor(blocks, dtype=torch.int64, device=self.device)
+        for stack in self._stacks.values():
+            stack.index_fill_(1, index, POISON)
+
+    def copy(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy (source, destination) blocks in every layer, all sources before any destination."""
+        source, destination = torch.tensor(copies, dtype=torch.int64, device=self.device).unbind(1)
+        for stack in self._stacks.values():
+            copy_blocks(stack, source, destination)
+
+    def written_slots(self) -> int:
+        """Usable slots that hold numbers, counted in the first element of layer 0's keys."""
+        return int(torch.isfinite(self.keys[0][1:, :, 0, 0]).sum())
+
+    def null_block_is_clean(self) -> bool:
+        """Whether the null block is still all zeros."""
+        return not any(bool(stack[:, 0].any()) for stack in self._stacks.values())

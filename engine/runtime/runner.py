@@ -1,0 +1,180 @@
+"""The measured executor: runs a step plan on the model and says what was sampled and how long each part took."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from engine.core.errors import CoreError
+from engine.core.plan import IntArray, StepPlan, StepResult
+from engine.core.request import Decoding, Request
+from engine.runtime.batch import StepBatch, build_batch
+from engine.runtime.beam import final_score
+from engine.runtime.choosing import TokenChooser
+from engine.runtime.errors import AuditError
+from engine.runtime.kv_pool import KVPool
+from engine.runtime.model import LoadedModel
+from engine.runtime.sequences import Generation
+from engine.runtime.spans import ClockSpans, CudaSpans, Spans
+from engine.runtime.step import PagedStep
+from paged_kernels import Workspace, resolve_backend
+
+AUDITS = ("off", "sampled", "full")
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Seconds of one step by the runner's clock.
+
+    `attention_s` is the attention function's own time over all layers, part of `forward_s`. `audit_s` (poisoning freed
+    blocks, counting slots) is no part of the others: an engine that is not on trial does not do it.
+    """
+
+    build_s: float
+    forward_s: float  # block copies and the model
+    attention_s: float
+    sample_s: float
+    audit_s: float
+
+
+class Runner:
+    """Runs plans over its own KV pool. Build one per run; the loaded model is shared.
+
+    `audit`: `off` neither poisons nor counts, `sampled` counts every `audit_every` steps, `full` at every step.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        *,
+        num_blocks: int,
+        block_size: int,
+        backend: str = "auto",
+        audit: str = "sampled",
+        audit_every: int = 16,
+        temperature: float = 1.0,
+        seed: int = 0,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        if audit not in AUDITS or audit_every < 1 or temperature <= 0:
+            raise CoreError(
+                f"audit {audit!r} must be one of {', '.join(AUDITS)}, audit_every {audit_every} at least 1 and "
+                f"temperature {temperature} above 0"
+            )
+        self.backend = resolve_backend(backend, loaded.device)
+        self.pool = KVPool(
+            loaded.kv_shapes,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            dtype=loaded.dtype,
+            device=loaded.device,
+        )
+        self.audits = 0  # how many steps were audited
+        self._loaded = loaded
+        self._poisons = audit != "off"
+        self._audit_every = {"off": 0, "sampled": audit_every, "full": 1}[audit]
+        self._chooser = TokenChooser(seed, temperature)
+        self._clock = clock
+        self._on_cuda = loaded.device.type == "cuda"
+        self._spans: Spans = CudaSpans() if self._on_cuda else ClockSpans(clock)
+        self._workspace = Workspace()
+        self._generations: dict[int, Generation] = {}
+
+    # -- requests ------------------------------------------------------------------------------------------
+
+    def add(self, request: Request, prompt_ids: IntArray) -> None:
+        """Make a request known before its first row is planned: prompt ids `[prompt_tokens]`."""
+        if request.width > self._loaded.vocab_size:
+            raise CoreError(
+                f"request {request.request_id}: width {request.width} exceeds the vocabulary of "
+                f"{self._loaded.vocab_size}"
+            )
+        self._generations[request.request_id] = Generation(request, prompt_ids)
+
+    def outputs(self, request_id: int) -> list[list[int]]:
+        """Generated token ids per branch, so far; beam hypotheses best first."""
+        return self._generations[request_id].outputs()
+
+    def scores(self, request_id: int) -> list[float]:
+        """Beam scores, best first: log-probability over generated length (0 each where nothing is scored)."""
+        generation = self._generations[request_id]
+        generated = max(1, generation.known[0] - generation.request.prompt_tokens)
+        if generation.request.decoding is not Decoding.BEAM:
+            return [0.0] * generation.request.width
+        return [final_score(float(score), generated) for score in generation.scores]
+
+    def forget(self, request_id: int) -> None:
+        """Drop a request's tokens."""
+        del self._generations[request_id]
+
+    # -- a step --------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> tuple[StepResult, StepTimes]:
+        """Poison what is void, copy blocks, run the rows, choose tokens.
+
+        Raises NaNLogitsError (step and sequence), and AuditError (step and both counts).
+        """
+        if plan.repeat != 1:
+            raise CoreError(f"step {plan.step}: the engine takes one step at a time, not {plan.repeat}")
+        start = self._now()
+        if plan.frees and self._poisons:
+            self.pool.poison(plan.frees)
+        poisoned = self._now()
+        batch = build_batch(plan.rows, self._generations, self.pool)
+        built = self._now()
+        if plan.copies:
+            self.pool.copy(plan.copies)
+        logits = self._forward(batch)
+        ran = self._now()
+        self._audit(plan)
+        audited = self._now()
+        parents = self._choose(plan, batch, logits)
+        times = StepTimes(
+            build_s=built - poisoned,
+            forward_s=ran - built,
+            attention_s=self._spans.total_s(),
+            sample_s=self._now() - audited,
+            audit_s=poisoned - start + audited - ran,
+        )
+        return StepResult(parents=parents), times
+
+    def written_slots(self) -> int:
+        """Usable slots that hold numbers; the books' tokens and cached slots unless `audit` is off."""
+        return self.pool.written_slots()
+
+    def _forward(self, batch: StepBatch) -> torch.Tensor:
+        """Logits `[sampled rows, vocab]` in float32."""
+        paged = PagedStep(batch, self.pool, self._workspace, self._spans)
+        output = self._loaded.model(
+            input_ids=batch.input_ids,
+            position_ids=batch.position_ids,
+            use_cache=False,
+            logits_to_keep=batch.logit_index,
+            paged=paged,
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits.float()
+
+    def _choose(self, plan: StepPlan, batch: StepBatch, logits: torch.Tensor) -> dict[int, list[int]]:
+        if not batch.sampled:
+            return {}
+        return self._chooser.choose(plan.step, batch.sampled, logits, self._generations)
+
+    def _audit(self, plan: StepPlan) -> None:
+        if not self._audit_every or plan.step % self._audit_every:
+            return
+        self.audits += 1
+        found, books = self.pool.written_slots(), plan.usage.token + plan.usage.cached
+        if found != books:
+            raise AuditError(
+                f"step {plan.step}: {found} slots of the pool are written, the books say {books} "
+                f"({plan.usage.token} of live sequences, {plan.usage.cached} cached)"
+            )
+
+    def _now(self) -> float:
+        """The clock, when the device has finished what it was given."""
+        if self._on_cuda:
+            torch.cuda.synchronize(self._loaded.device)
+        return self._clock()
