@@ -1,0 +1,142 @@
+"""Which settings a sweep varied, and which points stand for the others in a figure."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Record = Mapping[str, Any]
+Value = Any
+
+POLICY = "cache.policy"
+_NOT_SETTINGS = frozenset(
+    {"out", "name", "workers", "measure"}
+)  # where and how a sweep runs, not what it asks
+
+LABELS: Mapping[str, str] = {
+    "cache.block_size": "block size (tokens)",
+    "cache.pool_tokens": "pool (KV slots)",
+    "workload.prefix_share": "shared prefix (share of prompt)",
+    "workload.request_rate": "request rate (1/s)",
+    "decoding.beam_width": "beam width",
+    "decoding.n": "parallel samples",
+}
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The settings that differ between points of one policy, each with its values in order."""
+
+    values: Mapping[str, tuple[Value, ...]]
+
+    @property
+    def numeric(self) -> tuple[str, ...]:
+        """Axes that can be drawn along a line: numbers, two of them at least."""
+        return tuple(key for key, values in self.values.items() if len(_numbers(values)) > 1)
+
+
+def find_axes(records: Sequence[Record]) -> Axes:
+    """Settings that vary among the points of one policy.
+
+    What merely follows is no axis: what differs only between policies, what a named choice brings with it (a model's
+    shape follows from `model.name`), and what varies in step with an earlier axis.
+    """
+    flat = [dict(flatten(record["config"])) for record in records]
+    kept: dict[str, tuple[Value, ...]] = {}
+    patterns: set[tuple[int, ...]] = set()
+    for key in dict.fromkeys(key for settings in flat for key in settings):
+        column = [settings.get(key) for settings in flat]
+        if (
+            key == POLICY
+            or not _varies(flat, key)
+            or _follows(flat, key, kept)
+            or _pattern(column) in patterns
+        ):
+            continue
+        kept[key] = tuple(sorted(_in_varied(flat, key), key=_order))
+        patterns.add(_pattern(column))
+    return Axes(kept)
+
+
+def _groups(flat: Sequence[Mapping[str, Value]]) -> list[list[Mapping[str, Value]]]:
+    policies = dict.fromkeys(settings.get(POLICY) for settings in flat)
+    return [[settings for settings in flat if settings.get(POLICY) == policy] for policy in policies]
+
+
+def _varies(flat: Sequence[Mapping[str, Value]], key: str) -> bool:
+    return any(len({settings.get(key) for settings in group}) > 1 for group in _groups(flat))
+
+
+def _in_varied(flat: Sequence[Mapping[str, Value]], key: str) -> set[Value]:
+    """The values within the policies in which the setting varies."""
+    values = ({settings.get(key) for settings in group} for group in _groups(flat))
+    return set().union(*(found for found in values if len(found) > 1))
+
+
+def _follows(flat: Sequence[Mapping[str, Value]], key: str, kept: Mapping[str, Any]) -> bool:
+    """Whether a named choice of the same group, itself an axis, fixes this setting."""
+    name = key.rpartition(".")[0] + ".name"
+    pairs = {(settings.get(name), settings.get(key)) for settings in flat}
+    return name in kept and name != key and len(pairs) == len({choice for choice, _ in pairs})
+
+
+def _pattern(column: Sequence[Value]) -> tuple[int, ...]:
+    first: dict[Value, int] = {}
+    return tuple(first.setdefault(value, len(first)) for value in column)
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Value]]:
+    """Leaves of a nested configuration by dotted key, without those that say where and how a sweep runs."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{prefix}{key}.")
+        elif f"{prefix}{key}" not in _NOT_SETTINGS:
+            yield f"{prefix}{key}", tuple(value) if isinstance(value, list) else value
+
+
+def setting(record: Record, key: str) -> Value:
+    """One setting of a point by dotted key; None where the point lacks it."""
+    value: Any = record["config"]
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return tuple(value) if isinstance(value, list) else value
+
+
+def policy_of(record: Record) -> str:
+    """The cache policy of a point."""
+    return str(setting(record, POLICY))
+
+
+def label(key: str) -> str:
+    """What stands on an axis for this setting."""
+    return LABELS.get(key, key)
+
+
+def reference(records: Sequence[Record], axes: Axes, prefer: Literal["low", "middle"]) -> Record | None:
+    """The point that is nearest to the lowest, or to the middle, value of every axis; the first one of equals."""
+    if not records:
+        return None
+    aim = {key: values[0 if prefer == "low" else len(values) // 2] for key, values in axes.values.items()}
+    return max(records, key=lambda record: sum(setting(record, key) == value for key, value in aim.items()))
+
+
+def alike(records: Sequence[Record], like: Record, axes: Axes, *, free: Sequence[str]) -> list[Record]:
+    """The points that have the policy of `like` and its settings on all axes but `free`."""
+    fixed = [POLICY, *(key for key in axes.values if key not in free)]
+    aim = {key: setting(like, key) for key in fixed}
+    return [record for record in records if all(setting(record, key) == value for key, value in aim.items())]
+
+
+def held(like: Record, axes: Axes, *, free: Sequence[str]) -> str:
+    """In words, which settings a figure holds fixed."""
+    return ", ".join(f"{key}={setting(like, key)}" for key in axes.values if key not in free)
+
+
+def _numbers(values: Sequence[Value]) -> list[float]:
+    return [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
+
+
+def _order(value: Value) -> tuple[int, float, str]:
+    """Numbers by size, then words by letter, then what was left unset."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return (2 if value is None else 1, 0.0, str(value))
+    return (0, float(value), "")

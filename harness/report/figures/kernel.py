@@ -1,0 +1,101 @@
+"""Attention latency, predicted and measured, per block size: of the kernel alone and inside the replay."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from harness.compare.verdict import point_label
+from harness.report.axes import Axes, policy_of, setting
+from harness.report.drawing import Drawing, Missing, Picture
+from harness.report.figures.series import axis_scale
+from harness.report.study import Record, Study
+from harness.report.style import PAGE_IN, PALETTE, panels
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes as Panel
+
+NAME = "kernel"
+_PANELS: Mapping[str, str] = {
+    "kernel_call": "attention kernel alone, per call",
+    "attention_per_decode_step": "attention per decode step",
+    "attention_per_kv_token": "attention per KV slot read",
+}
+
+
+def draw(study: Study, axes: Axes) -> Picture:
+    """A panel a quantity; at each block size the median over points with their range, both sides."""
+    del axes  # block sizes come from the points, swept or not
+    data = _table(study)
+    shown = [name for name in _PANELS if (data["quantity"] == name).any()]
+    if not shown:
+        return Missing(NAME, "No point has attention times.")
+    figure, grid = panels(PAGE_IN * (len(shown) + 0.3) / 3.3, 2.5, 1, len(shown))
+    for panel, name in zip(grid, shown, strict=True):
+        _panel(panel, name, data[data["quantity"] == name])
+    _legend(grid[0], measured=bool(data["measured"].notna().any()))
+    figure.legend(*grid[0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
+    caption = (
+        "Attention time over all layers by block size: median over the points of that size, bars from the smallest "
+        "to the largest point. The kernel alone is timed on the shapes of the real run (level 1 of the attribution)."
+    )
+    return Drawing(NAME, caption, figure, data)
+
+
+def _table(study: Study) -> "pd.DataFrame":
+    import pandas as pd
+
+    columns = ["point", "policy", "layout", "quantity", "predicted", "measured"]
+    rows = [{**_identity(r), **values} for r in study.records for values in _quantities(r)]
+    return pd.DataFrame(rows, columns=columns).astype({"predicted": "float64", "measured": "float64"})
+
+
+def _identity(record: Record) -> dict[str, Any]:
+    paged = policy_of(record) == "paged"
+    layout = str(setting(record, "cache.block_size")) if paged else "contiguous"
+    return {"point": point_label(record), "policy": policy_of(record), "layout": layout}
+
+
+def _quantities(record: Record) -> list[dict[str, Any]]:
+    kernel = (record.get("levels") or {}).get("kernel") or {}
+    found = [
+        {"quantity": row["metric"], "predicted": row["simulated"], "measured": row["measured"]}
+        for row in record.get("comparison") or ()
+        if row["metric"] in _PANELS
+    ]
+    if kernel.get("measured_mean_s"):
+        measured, predicted = kernel["measured_mean_s"], kernel.get("predicted_mean_s")
+        found.append({"quantity": "kernel_call", "predicted": predicted, "measured": measured})
+    return found
+
+
+def _panel(panel: "Panel", name: str, data: "pd.DataFrame") -> None:
+    layouts = sorted(
+        dict.fromkeys(data["layout"]),
+        key=lambda text: (not text.isdigit(), int(text) if text.isdigit() else 0),
+    )
+    metric = "attention_per_step" if name == "kernel_call" else name
+    scale, unit = axis_scale(metric, float(data[["predicted", "measured"]].max().max()))
+    for side, offset, colour, marker in (
+        ("predicted", -0.1, PALETTE[0], "_"),
+        ("measured", 0.1, PALETTE[3], "o"),
+    ):
+        groups = [scale * data[data["layout"] == layout][side].dropna() for layout in layouts]
+        known = [(index + offset, group) for index, group in enumerate(groups) if len(group)]
+        middle = [float(group.median()) for _, group in known]
+        below = [m - float(group.min()) for m, (_, group) in zip(middle, known, strict=True)]
+        above = [float(group.max()) - m for m, (_, group) in zip(middle, known, strict=True)]
+        panel.errorbar(
+            [at for at, _ in known], middle, yerr=(below, above), fmt=marker, color=colour, capsize=2,
+            elinewidth=0.8, markersize=8 if marker == "_" else 3.5, markeredgewidth=1.6 if marker == "_" else 0,
+        )  # fmt: skip
+    panel.set_xticks(range(len(layouts)), [text.replace("contiguous", "contig.") for text in layouts])
+    panel.set(xlabel="block size (tokens)", ylabel=unit, title=_PANELS[name], xlim=(-0.5, len(layouts) - 0.5))
+    panel.set_ylim(bottom=0)
+    panel.grid(visible=False, axis="x")
+
+
+def _legend(panel: "Panel", *, measured: bool) -> None:
+    """Here the sides differ in colour."""
+    panel.plot([], [], "_", color=PALETTE[0], markersize=8, markeredgewidth=1.6, label="predicted")
+    if measured:
+        panel.plot([], [], "o", color=PALETTE[3], label="measured")

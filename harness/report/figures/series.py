@@ -1,0 +1,75 @@
+"""What the figures share: the looks of policies and values, units and ticks of axes."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from harness.metrics import METRICS
+from harness.report.axes import label, policy_of
+from harness.report.style import GREY, PALETTE
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes as Panel
+
+MOST_SERIES = 5
+"""More lines than these in one panel cannot be told apart."""
+
+
+def policies(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The cache policies of these points, paged first."""
+    return sorted({policy_of(record) for record in records}, key=lambda policy: (policy != "paged", policy))
+
+
+def policy_style(policy: str) -> dict[str, Any]:
+    """Colour and marker of a cache policy, the same in every figure."""
+    return {"color": PALETTE[0], "marker": "o"} if policy == "paged" else {"color": PALETTE[1], "marker": "s"}
+
+
+def series_colours(values: Sequence[Any]) -> dict[Any, str]:
+    """A colour for each value of a setting, dark to light in the order of the values."""
+    import matplotlib as mpl
+
+    scale = mpl.colormaps["viridis"]
+    steps = [index / max(1, len(values) - 1) for index in range(len(values))]
+    colours = [mpl.colors.to_hex(scale(0.08 + 0.72 * step)) for step in steps]
+    return dict(zip(values, colours, strict=True)) if len(values) > 1 else dict.fromkeys(values, PALETTE[0])
+
+
+def evenly(values: Sequence[Any], most: int = MOST_SERIES) -> list[Any]:
+    """At most `most` of the values, the first and the last among them."""
+    if len(values) <= most:
+        return list(values)
+    return [values[round(index * (len(values) - 1) / (most - 1))] for index in range(most)]
+
+
+def axis_scale(name: str, largest: float) -> tuple[float, str]:
+    """Factor and unit in which a metric is drawn: milliseconds for 0.02 s, percent for shares."""
+    metric = METRICS[name]
+    if metric.is_share:
+        return 100.0, "%"
+    if not metric.unit.startswith("s") or metric.unit == "steps":
+        return 1.0, metric.unit
+    rest = metric.unit[1:]
+    for factor, prefix in ((1.0, ""), (1e3, "m"), (1e6, "µ")):
+        if largest * factor >= 1:
+            return factor, f"{prefix}s{rest}"
+    return 1e9, f"ns{rest}"
+
+
+def value_axis(panel: "Panel", key: str, values: Sequence[float]) -> None:
+    """The x axis of a swept setting: its values as ticks, logarithmic where they span a factor of 4 or more."""
+    low, high = min(values), max(values)
+    if low > 0 and high / low >= 4:
+        panel.set_xscale("log", base=2)
+    ticks = evenly(sorted(values), 7)
+    panel.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    panel.minorticks_off()
+    panel.set_xlabel(label(key))
+
+
+def side_legend(panel: "Panel", *, measured: bool) -> None:
+    """Legend entries that tell prediction from measurement, whatever the colour."""
+    panel.plot([], [], color=GREY, label="predicted")
+    if measured:
+        panel.errorbar(
+            [], [], yerr=[], color=GREY, fmt="o", capsize=2, elinewidth=0.8, label="measured, range of runs"
+        )

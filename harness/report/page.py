@@ -1,0 +1,172 @@
+"""The page: sections in the order in which a reader asks, each with its figures, tables or the reason for neither."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from harness.compare import Verdict, judge
+from harness.report import tables, workload
+from harness.report.axes import Axes, label, policy_of, reference
+from harness.report.drawing import Drawing, Picture
+from harness.report.study import Study
+from harness.report.svg import inline
+from harness.report.tables import Table
+from harness.report.verdict_text import BAND, answer, completeness, soundness
+
+Pictures = Mapping[str, Picture]
+Svgs = Mapping[str, bytes]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A figure in the page: inline SVG with its caption and file stem, or the reason for its absence."""
+
+    name: str
+    svg: str = ""
+    caption: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading with what stands below it."""
+
+    key: str
+    title: str
+    text: Sequence[str] = ()
+    figures: Sequence[Shown] = ()
+    tables: Sequence[Table] = ()
+    notes: Sequence[str] = field(default=())
+
+
+def build_page(study: Study, axes: Axes, pictures: Pictures, svgs: Svgs) -> str:
+    """The whole HTML document; `svgs` hold the bytes of every drawing among `pictures`."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    verdict = judge(study.records)
+    shown = {name: _shown(picture, svgs) for name, picture in pictures.items()}
+    folder = Path(__file__).parent
+    environment = Environment(
+        loader=FileSystemLoader(folder),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("page.html.j2").render(
+        name=study.name,
+        style=(folder / "page.css").read_text(encoding="utf-8"),
+        complete=not (study.failures or study.absent or study.problems or verdict.unfinished),
+        completeness=completeness(study, verdict),
+        answer=answer(verdict),
+        tone=_tone(verdict),
+        band=BAND,
+        checks=soundness(verdict),
+        verdict_table=tables.verdict_table(verdict),
+        errors=shown["errors"],
+        changes=workload.trace_changes(study.records),
+        facts=_facts(study, verdict),
+        sections=_sections(study, axes, shown),
+        command=study.command,
+    )
+
+
+def _shown(picture: Picture, svgs: Svgs) -> Shown:
+    from markupsafe import Markup
+
+    if isinstance(picture, Drawing):
+        # our own drawing: matplotlib has escaped every text in it
+        svg = Markup(inline(svgs[picture.name], picture.name, picture.caption))
+        return Shown(picture.name, svg=svg, caption=picture.caption)
+    return Shown(picture.name, reason=picture.reason)
+
+
+def _tone(verdict: Verdict) -> str:
+    if not verdict.measured:
+        return "neutral"
+    if not verdict.sound:
+        return "bad"
+    return "good" if all(item.holds for item in verdict.metrics) else "fair"
+
+
+def _facts(study: Study, verdict: Verdict) -> list[tuple[str, str]]:
+    clocks = {str((r.get("environment") or {}).get("clock")) for r in study.measured}
+    facts = [("points", f"{verdict.points:,}"), ("measured", f"{verdict.measured:,}")]
+    if study.failures:
+        facts.append(("failed", f"{len(study.failures):,}"))
+    if clocks:
+        words = {"cpu": "CPU seconds of the engine's thread", "wall": "wall time"}
+        facts.append(("a measured second is", ", ".join(sorted(words.get(clock, clock) for clock in clocks))))
+    return facts
+
+
+def _sections(study: Study, axes: Axes, shown: Mapping[str, Shown]) -> list[Section]:
+    curves = [figure for name, figure in shown.items() if name.startswith("curve_")]
+    swept = ", ".join(label(key) for key in axes.numeric)
+    no_curves = (
+        ""
+        if curves
+        else "Nothing numeric was swept: give a setting several values, as cache.block_size=8,16,32."
+    )
+    return [
+        *_failure_section(study),
+        Section(
+            "pools",
+            "Pools and traces",
+            ["Both sides of a point share one policy, one pool and one trace."],
+            tables=[tables.pools_table(study.records), workload.traces_table(study.records)],
+            notes=workload.left_out(study.records),
+        ),
+        Section("agreement", "Predicted against measured", figures=[shown["agreement"]]),
+        Section("curves", "Along the swept settings", [f"Swept: {swept}."] if swept else [no_curves], curves),
+        Section("memory", "Memory by allocator", _memory_text(study), [shown["memory"]]),
+        Section("pool", "The pool over time", figures=[shown["pool_over_time"]]),
+        Section("kernel", "Attention latency", figures=[shown["kernel"]]),
+        Section("levels", "Where the error comes from", figures=[shown["levels"]]),
+        *_table_sections(study, axes),
+    ]
+
+
+def _failure_section(study: Study) -> list[Section]:
+    notes = list(study.problems)
+    if study.others:
+        notes.append(f"{study.others} more points in this store belong to another sweep and are not shown.")
+    if not study.failures and not notes:
+        return []
+    shown = [tables.failures_table(study)] if study.failures else []
+    text = ["The same command tries them again."] if study.failures else []
+    return [
+        Section("failures", "Points that failed, files that were skipped", text, tables=shown, notes=notes)
+    ]
+
+
+def _memory_text(study: Study) -> list[str]:
+    found = {policy_of(record) for record in study.records}
+    if len(found) > 1:
+        return []
+    only = next(iter(found), "none")
+    other = "cache=paged,contiguous_max" if only == "paged" else "cache=paged"
+    return [f"Only one allocator was run ({only}); {other} sets another beside it."]
+
+
+def _table_sections(study: Study, axes: Axes) -> list[Section]:
+    like = reference(study.records, axes, "middle")
+    detail = [tables.detail_table(like)] if like else []
+    return [
+        Section(
+            "tables",
+            "Tables",
+            ["All metrics of all points are in figures/points.csv, and in the store's summary.parquet."],
+            tables=[tables.points_table(study.records, axes), *detail],
+        ),
+        Section("definitions", "What the metrics mean", tables=[tables.definitions_table()]),
+        Section("environment", "Environment", tables=[tables.facts_table("environment", study.records)]),
+        Section(
+            "cost",
+            "Cost model",
+            [
+                "A fitted model was fitted on other workloads; heldout is its error on points kept out of the fit."
+            ],
+            tables=[tables.facts_table("cost", study.records)],
+        ),
+    ]

@@ -1,0 +1,109 @@
+"""A store read back: the records of a sweep, its failures, and the files that could not be read."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harness.report.errors import ReportError
+from harness.store.errors import ForeignFileError
+from harness.store.manifest import read_manifest
+from harness.store.reading import read_store, read_table
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A point that failed: its settings, what went wrong in a line, and the file that tells all, from the store."""
+
+    label: str
+    message: str
+    path: str
+
+
+@dataclass(frozen=True)
+class Study:
+    """A sweep as the report sees it.
+
+    `problems` are sentences about files that were skipped, `absent` counts the points that the sweep asked for and
+    that neither finished nor failed, `others` the points in the store that belong to another sweep.
+    """
+
+    root: Path
+    name: str
+    command: str  # empty where the store does not say
+    records: tuple[Record, ...]
+    failures: tuple[Failure, ...] = ()
+    problems: tuple[str, ...] = ()
+    absent: int = 0
+    others: int = 0
+
+    @property
+    def measured(self) -> tuple[Record, ...]:
+        """The records that have a measured side."""
+        return tuple(record for record in self.records if record.get("measured"))
+
+    def steps(self, record: Record) -> "pd.DataFrame | None":
+        """The step table of a point, both sides and all runs; None where it cannot be read."""
+        import pandas as pd
+
+        try:
+            return pd.DataFrame(read_table(self.root, str(record["fingerprint"]), "steps"))
+        except ForeignFileError:
+            return None  # the record still stands; the figure that needs the table says why it is absent
+
+
+def read_study(root: Path) -> Study:
+    """Read the points that the store was last asked for, or all of them where it does not say.
+
+    Raises:
+        ReportError: there is neither a record nor a failure.
+        StoreVersionError: a file was written by another version of PageTwin.
+    """
+    content, problems = read_store(root), []
+    try:
+        manifest = read_manifest(root)
+    except ForeignFileError as error:
+        manifest, problems = None, [f"skipped {error}"]
+    asked = {point.fingerprint: point.overrides for point in manifest.points} if manifest else {}
+    wanted = asked or dict.fromkeys([*content.records, *content.failures], ())
+    problems += content.problems
+    records = [_named(content.records[key], asked) for key in wanted if key in content.records]
+    failures = [_failure(content.failures[key], key, asked) for key in wanted if key in content.failures]
+    if not records and not failures:
+        raise ReportError(_nothing(root, problems))
+    seen = content.records.keys() | content.failures.keys()
+    return Study(
+        root=root,
+        name=manifest.name if manifest else root.resolve().name,
+        command=manifest.command if manifest else "",
+        records=tuple(records),
+        failures=tuple(failures),
+        problems=tuple(problems),
+        absent=len(asked.keys() - seen),
+        others=len(seen - wanted.keys()),
+    )
+
+
+def _nothing(root: Path, problems: list[str]) -> str:
+    skipped = "".join(f"\n  {line}" for line in problems)
+    return (
+        f"no points in {root}: run 'python -m harness sweep out={root}' first, or name another store{skipped}"
+    )
+
+
+def _named(record: Record, asked: Mapping[str, tuple[str, ...]]) -> Record:
+    """The record under the settings that tell it from the sweep's other points."""
+    overrides = asked.get(record["fingerprint"])
+    return {**record, "overrides": list(overrides)} if overrides else record
+
+
+def _failure(failure: Record, fingerprint: str, asked: Mapping[str, tuple[str, ...]]) -> Failure:
+    label = " ".join(asked.get(fingerprint) or failure.get("overrides") or ()) or fingerprint
+    trace = str(failure.get("traceback") or "").strip().splitlines()
+    message = failure.get("error") or failure.get("message") or (trace[-1] if trace else "no message")
+    return Failure(label, str(message), f"points/{fingerprint}/failure.json")

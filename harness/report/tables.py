@@ -1,0 +1,201 @@
+"""The page's tables as plain rows of text, each cell already in words and units."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from harness.compare import Verdict
+from harness.compare.verdict import point_label
+from harness.metrics import METRICS
+from harness.report import numbers
+from harness.report.axes import POLICY, Axes, label, policy_of, setting
+from harness.report.study import Record, Study
+
+
+@dataclass(frozen=True)
+class Table:
+    """Header and rows of text; the first `words` columns are words, the others figures and set to the right.
+
+    A long table is folded away until the reader opens it.
+    """
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    words: int = 1
+    title: str = ""
+    folded: bool = False
+
+
+_FOLD = 40
+_POINT_METRICS = ("output_throughput", "ttft_p50", "tpot_p50", "internal_share", "sharing_saving")
+
+
+def verdict_table(verdict: Verdict) -> Table:
+    """Each headline metric: error in the middle and at worst, against the spread of repeats."""
+    rows = [
+        [
+            item.metric.label,
+            numbers.error_size(item.metric, item.median_error),
+            _interval(item.metric.name, item.interval),
+            numbers.error(item.metric, item.worst_error),
+            numbers.error_size(item.metric, item.median_spread),
+            numbers.error_size(item.metric, item.worst_spread),
+            f"{item.close} of {item.points}",
+            "close" if item.holds else ("mostly" if item.close > item.points / 2 else "far"),
+        ]
+        for item in verdict.metrics
+    ]
+    head = [
+        "metric",
+        "median |error|",
+        "95 % interval",
+        "worst",
+        "median spread",
+        "widest spread",
+        "close at",
+        "",
+    ]
+    return Table(head, rows)
+
+
+def _interval(name: str, interval: tuple[float, float] | None) -> str:
+    if interval is None:
+        return numbers.NONE
+    low, high = (numbers.error_size(METRICS[name], end) for end in interval)
+    return f"{low.split()[0]} – {high}"
+
+
+def pools_table(records: Sequence[Record]) -> Table:
+    """The distinct pools; both sides of a point run on one and the same."""
+    head = [
+        "allocator",
+        "model",
+        "block size",
+        "blocks",
+        "KV slots",
+        "memory",
+        "per token",
+        "longest request",
+        "points",
+    ]
+    rows: dict[tuple[str, ...], int] = {}
+    for record in records:
+        key = _pool_cells(record)
+        rows[key] = rows.get(key, 0) + 1
+    return Table(head, [[*key, str(count)] for key, count in rows.items()], words=2)
+
+
+def _pool_cells(record: Record) -> tuple[str, ...]:
+    pool = record.get("pool") or {}
+    whole = (pool.get(name) for name in ("block_size", "num_blocks", "tokens"))
+    sizes = (pool.get(name) for name in ("bytes", "kv_bytes_per_token"))
+    return (
+        str(pool.get("policy", policy_of(record))),
+        str(setting(record, "model.name")),
+        *(numbers.NONE if value is None else f"{value:,}" for value in whole),
+        *(numbers.NONE if value is None else numbers.size(value) for value in sizes),
+        str(pool.get("max_model_len", numbers.NONE)),
+    )
+
+
+def points_table(records: Sequence[Record], axes: Axes) -> Table:
+    """Every point, in the order of its settings: prediction, measurement, error of a few metrics."""
+    measured = any(record.get("measured") for record in records)
+    sides = ("predicted", "measured", "error") if measured else ("predicted",)
+    head = ["cache", *(label(key) for key in axes.values)]
+    head += [f"{METRICS[name].label} {side}" for name in _POINT_METRICS for side in sides]
+    ordered = sorted(records, key=lambda record: _sort_key(record, axes))
+    rows = [[*_settings(record, axes), *_figures(record, sides)] for record in ordered]
+    return Table(
+        head, rows, words=1 + len(axes.values), title=f"All {len(rows):,} points", folded=len(rows) > _FOLD
+    )
+
+
+def _settings(record: Record, axes: Axes) -> list[str]:
+    return [str(setting(record, key)) for key in (POLICY, *axes.values)]
+
+
+def _sort_key(record: Record, axes: Axes) -> list[Any]:
+    values = [setting(record, key) for key in axes.values]
+    places = [
+        axes.values[key].index(v) if v in axes.values[key] else -1
+        for key, v in zip(axes.values, values, strict=True)
+    ]
+    return [policy_of(record) != "paged", policy_of(record), places, record["fingerprint"]]
+
+
+def _figures(record: Record, sides: Sequence[str]) -> Iterable[str]:
+    rows = {row["metric"]: row for row in record.get("comparison") or ()}
+    for name in _POINT_METRICS:
+        row, metric = rows.get(name, {}), METRICS[name]
+        cells = {
+            "predicted": numbers.figure(metric, row.get("simulated")),
+            "measured": numbers.figure(metric, row.get("measured")),
+            "error": numbers.error(metric, row.get("error")),
+        }
+        yield from (cells[side] for side in sides)
+
+
+def detail_table(record: Record) -> Table:
+    """All metrics of one point in their three columns."""
+    head = ["metric", "analytic", "simulated", "measured", "range of runs", "error", "spread"]
+    rows = []
+    for row in record.get("comparison") or ():
+        metric = METRICS.get(row["metric"])
+        if metric is None:
+            continue
+        span = [numbers.figure(metric, row[end]) for end in ("low", "high")]
+        rows.append(
+            [
+                metric.label,
+                *(numbers.figure(metric, row[side]) for side in ("analytic", "simulated", "measured")),
+                " – ".join(span) if row["low"] is not None else numbers.NONE,
+                numbers.error(metric, row["error"]),
+                numbers.error_size(metric, row["spread"]),
+            ]
+        )
+    return Table(head, rows, title=f"All metrics of one point: {point_label(record)}", folded=True)
+
+
+def failures_table(study: Study) -> Table:
+    """Failed points with the file that holds the traceback, relative to the store."""
+    rows = [[failure.label, failure.message, failure.path] for failure in study.failures]
+    return Table(["point", "what went wrong", "traceback in"], rows, words=3)
+
+
+def definitions_table() -> Table:
+    """Every metric with its definition."""
+    rows = [[metric.label, metric.unit, metric.definition] for metric in METRICS.values()]
+    return Table(
+        ["metric", "unit", "definition"], rows, words=3, title="Definitions of all metrics", folded=True
+    )
+
+
+def facts_table(section: str, records: Sequence[Record]) -> Table:
+    """One section of the records flattened to key and value; where points differ, every value in turn."""
+    found: dict[str, dict[str, None]] = {}
+    for record in records:
+        for key, value in _leaves(record.get(section) or {}):
+            found.setdefault(key, {})[_text(value)] = None
+    rows = [[key, " · ".join(_few(list(values)))] for key, values in found.items()]
+    return Table(["", ""], rows, words=2)
+
+
+def _few(values: list[str], most: int = 4) -> list[str]:
+    return values if len(values) <= most else [*values[:most], f"and {len(values) - most} more"]
+
+
+def _leaves(value: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    for key, item in value.items():
+        if isinstance(item, Mapping):
+            yield from _leaves(item, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", item
+
+
+def _text(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, list):
+        return "; ".join(map(_text, value)) or numbers.NONE
+    return numbers.NONE if value is None else str(value)

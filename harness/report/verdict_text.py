@@ -1,0 +1,100 @@
+"""The verdict in words: the same sentences on the console and at the head of the page."""
+
+from pathlib import Path
+
+from harness.compare import MetricVerdict, Verdict, judge
+from harness.compare.verdict import RELATIVE_BAND, SHARE_BAND
+from harness.report import numbers
+from harness.report.study import Study, read_study
+
+BAND = f"{100 * RELATIVE_BAND:g} % ({100 * SHARE_BAND:g} points for shares) or the spread of repeated runs"
+"""What counts as close."""
+
+
+def verdict_lines(store_root: Path) -> list[str]:
+    """The verdict on a store for the console, most important line first; `ReportError` where there is no point."""
+    study = read_study(store_root)
+    verdict = judge(study.records)
+    return [
+        *completeness(study, verdict),
+        answer(verdict),
+        *soundness(verdict),
+        *map(metric_line, verdict.metrics),
+    ]
+
+
+def completeness(study: Study, verdict: Verdict) -> list[str]:
+    """Did everything finish? A line for all is well, or a line for each kind of trouble."""
+    trouble = []
+    if study.failures:
+        trouble.append(f"{_points(len(study.failures))} FAILED: {study.failures[0].path} …")
+    if study.absent:
+        trouble.append(f"{_points(study.absent)} NOT run yet: the same command goes on where it stopped")
+    if study.problems:
+        trouble.append(f"NOT readable: {study.problems[0]}" + _more(len(study.problems)))
+    if verdict.unfinished:
+        label, words = next(iter(verdict.unfinished.items()))
+        trouble.append(f"NOT all requests finished at {_points(len(verdict.unfinished))}: {label}: {words}")
+    return trouble or [f"Everything finished: {_points(verdict.points)}, all requests on every side."]
+
+
+def answer(verdict: Verdict) -> str:
+    """Can the prediction be trusted, in one sentence."""
+    if not verdict.points:
+        return "No point has a record, so there is nothing to judge."
+    if not verdict.measured:
+        return "Simulation only: nothing was measured, so the prediction is not judged here."
+    if not verdict.sound:
+        return "No: the two sides did different work, or the books differ from the tensors. That is a bug."
+    close = [item for item in verdict.metrics if item.holds]
+    far = [item for item in verdict.metrics if not item.holds]
+    if not far:
+        return f"Yes: all {len(close)} headline metrics are within {BAND} at every measured point."
+    worst = max(far, key=lambda item: (item.points - item.close) / item.points)
+    return (
+        f"{'Partly' if close or worst.close else 'No'}: {len(close)} of {len(verdict.metrics)} headline metrics are"
+        f" within {BAND} at every measured point; {worst.metric.label} is at {worst.close} of {worst.points}."
+    )
+
+
+def soundness(verdict: Verdict) -> list[str]:
+    """What the checks that allow no error found: equal counts, and the audit of the tensors."""
+    if not verdict.measured:
+        return []
+    return [_counts_line(verdict), _audit_line(verdict)]
+
+
+def _counts_line(verdict: Verdict) -> str:
+    if verdict.different:
+        label, first = next(iter(verdict.different.items()))
+        return f"Counts DIFFER at {_points(len(verdict.different))} of {verdict.counted}, first at {label}: {first}"
+    if not verdict.counted:
+        return "Counts were not compared."
+    return f"Counts identical at {verdict.counted} of {verdict.counted} points: same plans, block ids and copies."
+
+
+def _audit_line(verdict: Verdict) -> str:
+    if not verdict.audit_checks:
+        return "The tensors were not audited."
+    found = f"{verdict.audit_mismatches:,} mismatches" if verdict.audit_mismatches else "no mismatch"
+    return (
+        f"Audit: written slots counted in the tensors {verdict.audit_checks:,} times, {found} with the books."
+    )
+
+
+def metric_line(item: MetricVerdict) -> str:
+    """One metric: how far apart, at worst where, against which spread."""
+    spread = numbers.error_size(item.metric, item.median_spread)
+    return (
+        f"{item.metric.label}: median error {numbers.error_size(item.metric, item.median_error)}, "
+        f"worst {numbers.error(item.metric, item.worst_error)} at {item.worst_point}; "
+        f"spread of repeats {spread}; close at {item.close} of {item.points}"
+    )
+
+
+def _points(count: int) -> str:
+    return f"{count:,} point" if count == 1 else f"{count:,} points"
+
+
+def _more(count: int) -> str:
+    return f" (and {count - 1} more)" if count > 1 else ""
