@@ -1,7 +1,10 @@
 """After the points: summary, report, verdict, the list of failures, and the exit code."""
 
+import importlib
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol, cast
 
 from harness.cli.say import remark, say
 from harness.config.errors import UserError
@@ -14,7 +17,21 @@ from harness.store.summary import write_summary
 _INTERRUPTED = 130
 
 
-def finish(out: Path, manifest: Manifest, outcome: Outcome) -> int:
+class ReportModel(Protocol):
+    """What is asked of `harness.report` (a module; plots and tables, so slow to import)."""
+
+    ReportError: type[Exception]
+
+    def write_report(self, store_root: Path, *, out: Path | None = None) -> Path:
+        """Write the report of a store and return its page."""
+        ...
+
+    def verdict_lines(self, store_root: Path) -> Sequence[str]:
+        """How far apart prediction and measurement are, in a few lines."""
+        ...
+
+
+def finish(out: Path, manifest: Manifest, outcome: Outcome, report: str) -> int:
     """Say what became of a sweep and leave summary and report behind; returns the exit code."""
     total = len(manifest.points)
     if outcome.interrupted:
@@ -25,7 +42,7 @@ def finish(out: Path, manifest: Manifest, outcome: Outcome) -> int:
         )
         return _INTERRUPTED
     if outcome.done:
-        _report(out, manifest)
+        _report(out, manifest, report)
     if outcome.failed:
         say(f"{outcome.done} of {total} points are done, {len(outcome.failed)} failed:")
         _say_failures(outcome)
@@ -34,22 +51,20 @@ def finish(out: Path, manifest: Manifest, outcome: Outcome) -> int:
     return 0
 
 
-def write_report(out: Path, manifest: Manifest | None, target: Path | None = None) -> Path:
+def write_report(out: Path, manifest: Manifest | None, report: str, target: Path | None = None) -> Path:
     """Rebuild summary and report of a store from its records, print the verdict, and note both in the manifest.
 
     Raises:
         UserError: there is nothing to report on.
     """
-    from harness.report import ReportError, verdict_lines  # plots and tables: slow to import, so only here
-    from harness.report import write_report as write_page
-
+    model = cast(ReportModel, importlib.import_module(report))
     content = read_store(out)
     asked = [point.fingerprint for point in manifest.points] if manifest else list(content.records)
     write_summary(out, [content.records[name] for name in asked if name in content.records])
     try:
-        path = write_page(out, out=target)
-        verdict = verdict_lines(out)
-    except ReportError as error:
+        path = model.write_report(out, out=target)
+        verdict = model.verdict_lines(out)
+    except model.ReportError as error:
         raise UserError(str(error)) from error
     if manifest is not None and path.is_relative_to(out):
         write_manifest(out, with_report(manifest, out, path, verdict))
@@ -57,7 +72,7 @@ def write_report(out: Path, manifest: Manifest | None, target: Path | None = Non
     return path
 
 
-def _report(out: Path, manifest: Manifest) -> None:
+def _report(out: Path, manifest: Manifest, report: str) -> None:
     """Write the report, unless the one that is there was written from exactly these points."""
     known = _known(out)
     if known is not None and known.report and replace(known, report=None, verdict=()) == manifest:
@@ -65,7 +80,7 @@ def _report(out: Path, manifest: Manifest) -> None:
         if path.exists() and path.stat().st_mtime_ns >= _newest_record(out):
             _say_report(path, known.verdict)
             return
-    write_report(out, manifest)
+    write_report(out, manifest, report)
 
 
 def _known(out: Path) -> Manifest | None:
@@ -79,7 +94,7 @@ def _newest_record(out: Path) -> int:
     return max((path.stat().st_mtime_ns for path in out.glob("points/*/*.json")), default=0)
 
 
-def _say_report(path: Path, verdict: tuple[str, ...] | list[str]) -> None:
+def _say_report(path: Path, verdict: Sequence[str]) -> None:
     for line in verdict:
         say(line)
     say(f"report: {path}")

@@ -11,22 +11,23 @@ import traceback
 from collections.abc import Sequence
 
 from harness.cli.parser import Arguments, parse_arguments
+from harness.cli.rooms import Rooms
 from harness.cli.say import remark
 from harness.config.errors import UserError
 
 FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 130
 
 
-def main(words: Sequence[str] | None = None, *, point: str = "harness.point") -> int:
+def main(words: Sequence[str] | None = None, rooms: Rooms | None = None) -> int:
     """Run a command line and return its exit code.
 
     Args:
         words: without the program's name; None takes those of this process.
-        point: module with `run_point`, `check_point` and `point_identity`.
+        rooms: the modules that do the work; None takes our own.
     """
     try:
         arguments = parse_arguments(sys.argv[1:] if words is None else words)
-        return _command(arguments, point)
+        return _command(arguments, rooms or Rooms())
     except UserError as error:
         remark(f"error: {error}")
         return WRONG_INPUT
@@ -40,12 +41,12 @@ def main(words: Sequence[str] | None = None, *, point: str = "harness.point") ->
         return _fault(error)
 
 
-def _command(arguments: Arguments, point: str) -> int:
+def _command(arguments: Arguments, rooms: Rooms) -> int:
     """Import and run the command. Its module is imported here, so that `--help` stays instant."""
     if arguments.command in ("run", "sweep"):
         from harness.cli.sweeping import sweep_command
 
-        return sweep_command(arguments, point)
+        return sweep_command(arguments, rooms or Rooms())
     if arguments.command == "show":
         from harness.cli.showing import show_command
 
@@ -56,7 +57,9 @@ def _command(arguments: Arguments, point: str) -> int:
         return trace_command(arguments)
     from harness.cli.stores import report_command, status_command
 
-    return (report_command if arguments.command == "report" else status_command)(arguments)
+    if arguments.command == "report":
+        return report_command(arguments, rooms.report)
+    return status_command(arguments)
 
 
 def _fault(error: Exception) -> int:

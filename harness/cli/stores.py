@@ -14,11 +14,11 @@ from harness.store.reading import StoreContent, read_store
 RESULTS = Path("results")
 
 
-def report_command(arguments: Arguments) -> int:
+def report_command(arguments: Arguments, report: str) -> int:
     """Write the report of a store again, from its records."""
     root = _store(arguments.flags.store)
     target = Path(arguments.flags.out) if arguments.flags.out else None
-    write_report(root, _manifest(root), target)
+    write_report(root, _manifest(root), report, target)
     return 0
 
 

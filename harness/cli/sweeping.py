@@ -6,6 +6,7 @@ from pathlib import Path
 
 from harness.cli.finishing import finish
 from harness.cli.parser import Arguments
+from harness.cli.rooms import Rooms
 from harness.cli.say import remark, say
 from harness.config.errors import ConfigError, UserError
 from harness.execute.executing import Outcome, execute
@@ -17,10 +18,10 @@ from harness.store.manifest import Manifest, SweepPoint, write_manifest
 from harness.store.reading import StoreContent, read_store
 
 
-def sweep_command(arguments: Arguments, point: str) -> int:
+def sweep_command(arguments: Arguments, rooms: Rooms) -> int:
     """Run what the command line asks for and is not done yet; returns the exit code."""
     request = _request(arguments)
-    plan = make_plan(request, importlib.import_module(point))
+    plan = make_plan(request, importlib.import_module(rooms.point))
     _announce(plan)
     content = read_store(plan.out)
     for problem in content.problems:
@@ -35,13 +36,13 @@ def sweep_command(arguments: Arguments, point: str) -> int:
     manifest = _manifest(plan, arguments)
     if not todo:
         say(f"nothing left to do: all {len(plan.points)} points are in {plan.out}")
-        return finish(plan.out, manifest, Outcome(len(plan.points), (), interrupted=False))
+        return finish(plan.out, manifest, Outcome(len(plan.points), (), interrupted=False), rooms.report)
     _open_store(plan.out, manifest)
     try:
-        outcome = execute(plan, todo, runner=f"{point}:run_point")
+        outcome = execute(plan, todo, runner=f"{rooms.point}:run_point")
     finally:
         remove_leftovers(plan.out)
-    return finish(plan.out, manifest, outcome)
+    return finish(plan.out, manifest, outcome, rooms.report)
 
 
 def _request(arguments: Arguments) -> SweepRequest:

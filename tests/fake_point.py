@@ -1,0 +1,62 @@
+"""A stand-in for harness.point and harness.report: light enough to kill, fail and count by the dozen.
+
+`trace.name` says what a point does; `cost.cache_dir`, which is no part of a point's identity, names a folder where
+each run leaves a line in `runs.txt` and where a file `fixed` makes failing points work.
+"""
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.config.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Result:
+    record: dict[str, Any]
+    tables: dict[str, dict[str, Any]]
+
+
+class ReportError(ValueError):
+    pass
+
+
+def check_point(config: Any) -> None:
+    if config.trace.name == "never-fits":
+        raise ConfigError("cache.pool_tokens", "request 3 needs 99 blocks, the pool has 9")
+
+
+def point_identity(config: Any) -> dict[str, str]:
+    return {"trace": config.trace.name}
+
+
+def run_point(config: Any, *, progress: Any = None) -> Result:
+    notes = Path(config.cost.cache_dir) if config.cost.cache_dir else None
+    if notes is not None:
+        with (notes / "runs.txt").open("a") as file:
+            file.write(f"{config.trace.name} {config.workload.seed}\n")
+    if progress is not None:
+        progress("measuring", 1, 2)
+    if config.trace.name == "fail" and not (notes and (notes / "fixed").exists()):
+        raise RuntimeError("the point is broken")
+    if config.trace.name == "die":
+        os._exit(9)
+    if config.trace.name == "interrupt" and not (notes and (notes / "fixed").exists()):
+        raise KeyboardInterrupt
+    if config.trace.name == "slow":
+        time.sleep(0.1)
+    record = {"simulated": {"metric": config.workload.seed}, "seconds": {"all": 0.0}}
+    return Result(record, {"steps": {"step": list(range(1000))}, "requests": {"request_id": [0, 1]}})
+
+
+def write_report(store_root: Path, *, out: Path | None = None) -> Path:
+    page = (out or store_root) / "report.html"
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text("a page")
+    return page
+
+
+def verdict_lines(store_root: Path) -> list[str]:
+    return ["prediction and measurement agree"]
