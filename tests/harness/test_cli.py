@@ -1,0 +1,307 @@
+"""The command line: messages and exit codes, resume, and never a traceback for a user's mistake."""
+
+import errno
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from harness.cli.main import main
+from harness.cli.rooms import Rooms
+from harness.store import atomic
+
+FAKE = Rooms("fake_point", "fake_point")
+Cli = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Cli:
+    """Runs a command line in `tmp_path` with the fake point; gives exit code, standard output and error."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: str) -> tuple[int, str, str]:
+        code = main(words, FAKE)
+        out, err = capfd.readouterr()
+        assert "Traceback" not in out + err
+        return code, out, err
+
+    return run
+
+
+def runs(folder: Path) -> list[str]:
+    """The points that ran, in order."""
+    file = folder / "runs.txt"
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def sweep(*words: str) -> tuple[str, ...]:
+    return ("sweep", "cost.cache_dir=.", *words)
+
+
+def test_a_finished_sweep_prints_verdict_and_report(cli: Cli) -> None:
+    code, out, _ = cli(*sweep("workload.seed=1,2"))
+    assert code == 0
+    assert out == "prediction and measurement agree\nreport: results/default/report.html\n"
+
+
+def test_a_finished_sweep_has_nothing_left_to_do(cli: Cli, tmp_path: Path) -> None:
+    cli(*sweep("workload.seed=1,2"))
+    code, out, _ = cli(*sweep("workload.seed=1,2"))
+    assert code == 0
+    assert out.startswith("nothing left to do: all 2 points are in results/default\nprediction and")
+    assert len(runs(tmp_path)) == 2
+
+
+def test_only_new_points_of_a_wider_sweep_run(cli: Cli, tmp_path: Path) -> None:
+    cli(*sweep("workload.seed=1,2"))
+    cli(*sweep("workload.seed=2,3"))
+    assert runs(tmp_path) == ["azure_conv 1", "azure_conv 2", "azure_conv 3"]
+
+
+def test_force_runs_again(cli: Cli, tmp_path: Path) -> None:
+    cli(*sweep("workload.seed=1,2"))
+    code, _, _ = cli(*sweep("workload.seed=1,2", "--force"))
+    assert code == 0
+    assert len(runs(tmp_path)) == 4
+
+
+def test_failed_points_are_listed_with_their_traceback_and_exit_code_1(cli: Cli) -> None:
+    code, out, _ = cli(*sweep("trace.name=ok,fail"))
+    assert code == 1
+    assert "1 of 2 points are done, 1 failed:\n  trace.name=fail: RuntimeError: the point is broken" in out
+    path = Path(out.partition("traceback: ")[2].splitlines()[0])
+    assert json.loads(path.read_text())["error"] == "RuntimeError: the point is broken"
+
+
+def test_the_same_command_retries_the_failed_points_only(cli: Cli, tmp_path: Path) -> None:
+    cli(*sweep("trace.name=ok,fail"))
+    (tmp_path / "fixed").touch()
+    code, _, _ = cli(*sweep("trace.name=ok,fail"))
+    assert code == 0
+    assert runs(tmp_path) == ["ok 0", "fail 0", "fail 0"]
+
+
+def test_ctrl_c_says_how_to_go_on_and_exits_with_130(cli: Cli, tmp_path: Path) -> None:
+    command = sweep("trace.name=ok,interrupt", "name=mine")
+    code, _, err = cli(*command)
+    assert code == 130
+    assert "stopped: 1 of 2 points are done and kept in results/mine" in err
+    assert f"Go on with the same command: python -m harness {' '.join(command)}" in err
+    (tmp_path / "fixed").touch()
+    assert cli(*command)[0] == 0
+    assert runs(tmp_path) == ["ok 0", "interrupt 0", "interrupt 0"]
+
+
+def test_one_bad_point_and_nothing_runs(cli: Cli, tmp_path: Path) -> None:
+    code, _, err = cli(*sweep("cache.block_size=8,0", "trace.name=ok,never-fits"))
+    assert code == 2
+    assert "nothing was run: 3 of 4 points cannot run" in err
+    assert "cache.block_size: found 0, must be 1 or greater" in err
+    assert "cache.pool_tokens: request 3 needs 99 blocks, the pool has 9" in err
+    assert runs(tmp_path) == []
+    assert not (tmp_path / "results").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["sweep", "cache.block_sise=8"],
+            "error: cache.block_sise: no such key; did you mean 'cache.block_size'?",
+        ),
+        (["sweep", "+engine.block_sise=8"], "did you mean 'cache.block_size'?"),
+        (["run", "cache.block_size=abc"], "error: cache.block_size: found 'abc', must be a whole number"),
+        (
+            ["run", "workload.prefix_share=2"],
+            "error: workload.prefix_share: found 2.0, must be 0 or greater and",
+        ),
+        (["run", "trace=azure", "trace.path=no.csv"], "error: trace.path: no such file: 'no.csv'"),
+        (["run", "cache=pagd"], "no option 'pagd'; the options are"),
+        (
+            ["run", "workload.seed=1,2"],
+            "'run' takes one point, but there are several values of workload.seed",
+        ),
+        (["run", "fast"], "'fast' is not an override (key=value); see: python -m harness run --help"),
+        (["sweep", "--fast"], "'sweep' has no option '--fast'; see: python -m harness sweep --help"),
+        (["status", "a=1"], "no results in 'a=1'"),
+        (["report", "nowhere"], "no results in 'nowhere' (no sweep.json, no points/)"),
+        (["status"], "no results under results/; run 'python -m harness sweep' first"),
+        (["trace", "inspect", "nowhere"], "'nowhere' is neither a file nor a generator (azure_conv"),
+        (["show", "cache.block_size=0"], "error: cache.block_size: found 0"),
+    ],
+)
+def test_a_users_mistake_gets_a_message_and_exit_code_2(cli: Cli, words: list[str], message: str) -> None:
+    code, out, err = cli(*words)
+    assert (code, out) == (2, "")
+    assert message in err
+
+
+@pytest.mark.parametrize("words", [[], ["nonsense"], ["trace"], ["sweep", "--dry-run=3"]])
+def test_a_command_line_that_cannot_be_read_exits_with_2(cli: Cli, words: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli(*words)
+    assert caught.value.code == 2
+
+
+def test_flags_may_stand_between_overrides(cli: Cli, tmp_path: Path) -> None:
+    code, out, _ = cli("sweep", "cache.block_size=8,16", "--dry-run", "cost.cache_dir=.")
+    assert code == 0
+    assert "2 points, 2 to run" in out
+    assert runs(tmp_path) == []
+
+
+def test_a_dry_run_tells_done_from_todo_and_writes_nothing(cli: Cli, tmp_path: Path) -> None:
+    cli(*sweep("trace.name=ok,fail"))
+    before = sorted(tmp_path.rglob("*"))
+    _, out, _ = cli(*sweep("trace.name=ok,fail,slow", "--dry-run"))
+    states = [line.split("  ")[1].strip() for line in out.splitlines()[:3]]
+    assert states == ["done", "failed before", "todo"]
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_points_that_are_the_same_run_are_said_to_be(cli: Cli) -> None:
+    _, out, err = cli(*sweep("cache=contiguous_max", "cache.block_size=8,16", "--dry-run"))
+    assert "1 combinations are the same run as another" in err
+    assert "1 points, 1 to run" in out
+
+
+def test_an_unwritable_results_folder_is_named_before_anything_runs(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(atomic, "_write", refuse)
+    code, _, err = cli(*sweep("workload.seed=1,2"))
+    assert code == 2
+    assert "error: out: cannot write to results/default: the file system is read-only; choose another" in err
+    assert runs(tmp_path) == []
+
+
+def test_a_results_folder_that_is_a_file_is_named(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "taken").touch()
+    code, _, err = cli(*sweep("out=taken/x"))
+    assert code == 2
+    assert "out: cannot use 'taken/x'" in err
+
+
+def test_a_disk_that_fills_mid_sweep_keeps_committed_points(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, tables = atomic._write, iter(range(100))
+
+    def fill_up(path: Path, data: bytes) -> None:
+        if path.name.startswith(".steps") and next(tables) == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(path, data)
+
+    monkeypatch.setattr(atomic, "_write", fill_up)
+    code, _, err = cli(*sweep("workload.seed=1,2,3"))
+    assert code == 1
+    assert (
+        "the disk is full; free some space and repeat the command (points committed before are kept)" in err
+    )
+    assert len(list(tmp_path.rglob("record.json"))) == 1
+    assert list(tmp_path.rglob("*.tmp")) == []
+    assert cli(*sweep("workload.seed=1,2,3"))[0] == 0
+    assert len(runs(tmp_path)) == 4
+
+
+def test_a_half_written_record_is_named_and_its_point_done_again(cli: Cli, tmp_path: Path) -> None:
+    cli(*sweep("workload.seed=1,2"))
+    record = next(tmp_path.rglob("record.json"))
+    record.write_bytes(record.read_bytes()[:100])
+    code, _, err = cli(*sweep("workload.seed=1,2"))
+    assert code == 0
+    assert f"skipped {record.relative_to(tmp_path)}: truncated or not JSON" in err
+    assert len(runs(tmp_path)) == 3
+    json.loads(record.read_text())
+
+
+def test_a_record_of_another_schema_stops_before_anything_runs(cli: Cli, tmp_path: Path) -> None:
+    cli(*sweep("workload.seed=1,2"))
+    record = next(tmp_path.rglob("record.json"))
+    record.write_text('{"schema": 99}')
+    code, _, err = cli(*sweep("workload.seed=1,2,3"))
+    assert code == 2
+    assert "written with record schema 99" in err
+
+
+def test_status_counts_done_failed_and_left(cli: Cli) -> None:
+    cli(*sweep("trace.name=ok,fail"))
+    code, out, err = cli("status")
+    assert code == 0
+    assert "newest store: results/default" in err
+    assert (
+        "results/default: sweep 'default', 1 of 2 points done\n1 failed:\n  trace.name=fail: Runtime" in out
+    )
+    assert "Go on with: python -m harness sweep" in out
+
+
+def test_status_names_files_that_are_not_whole(cli: Cli, tmp_path: Path) -> None:
+    cli(*sweep("workload.seed=1,2"))
+    record = next(tmp_path.rglob("record.json"))
+    record.write_text("{")
+    _, out, _ = cli("status", "results/default")
+    assert "record.json: truncated or not JSON" in out
+    assert "1 of 2 points done" in out
+
+
+def test_report_is_written_again_from_the_store(cli: Cli, tmp_path: Path) -> None:
+    cli(*sweep("workload.seed=1,2"))
+    (tmp_path / "results/default/report.html").unlink()
+    (tmp_path / "results/default/summary.parquet").unlink()
+    code, out, _ = cli("report")
+    assert code == 0
+    assert "report: results/default/report.html" in out
+    assert (tmp_path / "results/default/summary.parquet").exists()
+
+
+def test_a_report_can_go_elsewhere(cli: Cli) -> None:
+    cli(*sweep("workload.seed=1,2"))
+    assert cli("report", "results/default", "--out", "paper")[1].endswith("report: paper/report.html\n")
+    assert Path("paper/report.html").exists()
+
+
+def test_show_prints_the_configuration_and_where_it_came_from(cli: Cli) -> None:
+    code, out, _ = cli("show", "cache=contiguous_max", "workload.seed=3,4")
+    assert code == 0
+    assert "# cache=contiguous_max: Choose as the baseline" in out
+    assert "# sweep over workload.seed=3,4; shown is workload.seed=3" in out
+    assert "\n  seed: 3\n" in out
+
+
+def test_show_lists_groups(cli: Cli) -> None:
+    _, out, _ = cli("show", "--groups")
+    assert "\ndevice\n" in out
+    assert "  h200 " in out
+
+
+def test_trace_ls_lists_generators_and_files(cli: Cli) -> None:
+    _, out, _ = cli("trace", "ls")
+    assert "azure_conv" in out
+    assert "licence" in out.lower() or "CC" in out
+
+
+def test_trace_inspect_prints_statistics_of_a_generator(cli: Cli) -> None:
+    _, out, _ = cli("trace", "inspect", "azure_conv", "--requests", "50")
+    assert "prompt_tokens" in out
+
+
+def test_trace_inspect_names_file_line_and_reason_of_a_broken_trace(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "bad.csv").write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,x,44\n"
+    )
+    code, _, err = cli("trace", "inspect", "bad.csv")
+    assert code == 2
+    assert "bad.csv:2: ContextTokens" in err
+
+
+def test_a_bug_of_ours_says_where_its_traceback_is(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fake_point.point_identity", lambda config: 1 / 0)
+    code, _, err = cli(*sweep("workload.seed=1,2"))
+    assert code == 1
+    assert "This is a bug in PageTwin" in err
+    assert "ZeroDivisionError" in Path(err.strip().rpartition(" ")[2]).read_text()
