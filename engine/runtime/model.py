@@ -128,11 +128,12 @@ def _random_model(spec: ModelSpec, dtype: "torch.dtype") -> Any:
 
 
 def _checkpoint(spec: ModelSpec, dtype: "torch.dtype") -> Any:
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     try:
         return AutoModelForCausalLM.from_pretrained(spec.path, dtype=dtype, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"model {spec.name}: {spec.path} does not load: {error}") from error
 
 

@@ -1,0 +1,97 @@
+"""Greedy outputs equal transformers' `generate()` token for token in float32, however the scheduler cuts the work."""
+
+import pytest
+
+from engine.core.limits import SchedulerLimits
+from engine.core.request import Decoding
+
+TOKENS = 12
+FAMILIES = ["llama", "qwen3", "gpt2", "opt", "mistral", "gemma2"]
+
+
+def run(loaded, prompts, budget=512, running=32, **options):
+    """Completions of the prompts and the engine that made them, audited at every step."""
+    from engine.runtime.llm import LLM, SamplingParams
+
+    limits = SchedulerLimits(budget, running, max_model_len=64)
+    llm = LLM(loaded, limits=limits, audit="full", **options)
+    return [done.token_ids[0] for done in llm.generate(prompts, SamplingParams(TOKENS))], llm
+
+
+def expected(generate, family, prompts):
+    return [generate(family, prompt, TOKENS)[0][0] for prompt in prompts]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_outputs_equal_generate(family, model_of, generate, prompts):
+    found, _ = run(model_of(family), prompts)
+    assert found == expected(generate, family, prompts)
+
+
+def test_the_reference_text_varies(generate, prompts):
+    texts = expected(generate, "llama", prompts)
+    assert len({token for text in texts for token in text}) > 20
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "opt"])
+def test_chunked_prefill_and_preemption_change_nothing(family, model_of, generate, prompts):
+    found, llm = run(model_of(family), prompts, budget=10, pool_tokens=104, block_size=8)
+    assert sum(stats.preemptions for stats in llm.scheduler.stats.values()) > 0
+    assert found == expected(generate, family, prompts)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "opt"])
+def test_prefix_hits_change_nothing(family, model_of, generate, prompts):
+    from engine.runtime.llm import SamplingParams
+
+    first, llm = run(model_of(family), prompts, block_size=8)
+    again = [done.token_ids[0] for done in llm.generate(prompts, SamplingParams(TOKENS))]
+    hits = [llm.scheduler.stats[request].hit_tokens for request in range(2 * len(prompts))]
+    assert hits[5] == 24
+    assert hits[6] == 24  # 32 cached tokens, but the last one is always computed
+    assert sum(hits[7:]) > sum(hits[:7])
+    assert first == again == expected(generate, family, prompts)
+
+
+@pytest.mark.parametrize("block_size", [1, 8, 16, 32])
+@pytest.mark.parametrize("budget", [7, 40])
+def test_any_block_size_and_budget(block_size, budget, model_of, generate, prompts):
+    found, _ = run(model_of(), prompts, budget=budget, block_size=block_size)
+    assert found == expected(generate, "llama", prompts)
+
+
+def test_a_preempted_sequence_finds_its_own_blocks_again(model_of, generate, prompts):
+    found, llm = run(model_of(), prompts, budget=64, pool_tokens=112, block_size=4)
+    assert sum(stats.resumed_hit_tokens for stats in llm.scheduler.stats.values()) > 0
+    assert found == expected(generate, "llama", prompts)
+
+
+def test_no_prefix_caching_gives_the_same_tokens(model_of, generate, prompts):
+    found, llm = run(model_of(), prompts, prefix_caching=False)
+    assert sum(stats.hit_tokens for stats in llm.scheduler.stats.values()) == 0
+    assert found == expected(generate, "llama", prompts)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_contiguous_reservations_give_the_same_tokens(family, model_of, generate, prompts):
+    found, _ = run(model_of(family), prompts, budget=20, contiguous=True, pool_tokens=200)
+    assert found == expected(generate, family, prompts)
+
+
+def test_a_long_prompt_runs_in_several_query_tiles(model_of, generate, monkeypatch):
+    monkeypatch.setattr("paged_kernels.torch_prefill.QUERY_TILE", 16)
+    prompt = tuple(range(100, 150))
+    found, _ = run(model_of(), [prompt], budget=45)
+    assert found == expected(generate, "llama", [prompt])
+
+
+def test_a_request_alone_equals_the_same_request_beside_a_long_one(model_of, prompts):
+    alone, _ = run(model_of(), [prompts[0]])
+    beside, _ = run(model_of(), [prompts[0], prompts[3]])
+    assert alone[0] == beside[0]
+
+
+def test_greedy_is_the_default_way_of_decoding():
+    from engine.runtime.llm import SamplingParams
+
+    assert SamplingParams().decoding is Decoding.GREEDY
