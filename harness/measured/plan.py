@@ -32,20 +32,21 @@ class CalibrationCase:
 
 
 CASES = (
-    CalibrationCase("burst", 40, (16, 256), (8, 40), 0),
-    CalibrationCase("lone requests", 10, (8, 200), (10, 40), 0.5),
-    CalibrationCase("steady", 32, (32, 200), (10, 30), 4, block_size=8),
-    CalibrationCase("long prompts", 10, (300, 900), (4, 12), 2, block_size=32),
-    CalibrationCase("two beams", 20, (16, 160), (10, 24), 6, block_size=32, beam_width=2),
-    CalibrationCase("four beams", 14, (16, 160), (10, 24), 6, block_size=8, beam_width=4),
-    CalibrationCase("contiguous", 24, (16, 160), (8, 30), 4, contiguous=True),
-    CalibrationCase("contiguous beams", 10, (16, 120), (8, 24), 4, contiguous=True, beam_width=4),
-    CalibrationCase("shared prefix", 32, (64, 300), (8, 24), 8, shared=0.8),
-    CalibrationCase("samples", 12, (16, 160), (8, 24), 4, samples=4),
-    CalibrationCase("held-out mix", 28, (20, 300), (6, 30), 5, block_size=16, shared=0.4, held_out=True),
-    CalibrationCase("held-out beams", 12, (30, 200), (8, 20), 5, block_size=16, beam_width=3, held_out=True),
-    CalibrationCase("held-out contiguous", 16, (20, 250), (6, 26), 3, contiguous=True, held_out=True),
-    CalibrationCase("held-out small blocks", 24, (10, 180), (8, 28), 6, block_size=4, held_out=True),
+    CalibrationCase("burst", 64, (16, 256), (8, 40), 0),
+    CalibrationCase("lone requests", 16, (8, 200), (10, 40), 0.5),
+    CalibrationCase("few at a time", 24, (8, 250), (10, 40), 1.5, block_size=32),
+    CalibrationCase("steady", 40, (32, 200), (10, 30), 4, block_size=8),
+    CalibrationCase("long prompts", 12, (300, 900), (4, 16), 1.5, block_size=32),
+    CalibrationCase("two beams", 28, (16, 160), (10, 24), 3, block_size=32, beam_width=2),
+    CalibrationCase("four beams", 24, (16, 160), (10, 24), 2, block_size=8, beam_width=4),
+    CalibrationCase("contiguous", 32, (16, 160), (8, 30), 3, contiguous=True),
+    CalibrationCase("contiguous beams", 16, (16, 120), (8, 24), 2, contiguous=True, beam_width=4),
+    CalibrationCase("shared prefix", 40, (64, 300), (8, 24), 4, shared=0.8),
+    CalibrationCase("samples", 16, (16, 160), (8, 24), 2, samples=4),
+    CalibrationCase("held-out mix", 32, (20, 300), (6, 30), 2, block_size=16, shared=0.4, held_out=True),
+    CalibrationCase("held-out beams", 18, (30, 200), (8, 20), 2, block_size=16, beam_width=3, held_out=True),
+    CalibrationCase("held-out contiguous", 24, (20, 250), (6, 26), 2, contiguous=True, held_out=True),
+    CalibrationCase("held-out small blocks", 32, (10, 180), (8, 28), 4, block_size=4, held_out=True),
 )
 
 

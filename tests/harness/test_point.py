@@ -1,0 +1,176 @@
+"""Points on the real engine: the two sides decide alike, the audit holds, the record says what happened."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from point_cases import azure_file, mooncake_file, small_config, with_trace
+
+from harness.config.errors import ConfigError
+from harness.config.schema import CachePolicy, CostKind, DecodingMode, Oversize, RunConfig, TraceFormat
+from harness.point import check_point, point_identity, run_point
+
+
+@pytest.fixture(scope="module")
+def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("calibration")
+
+
+@pytest.fixture(scope="module")
+def record(cache_dir: Path) -> dict:
+    return run_point(small_config(cache_dir)).record
+
+
+def greedy(config: RunConfig) -> RunConfig:
+    return config
+
+
+def beams(config: RunConfig) -> RunConfig:
+    config.decoding.beam_width = 3
+    return config
+
+
+def samples(config: RunConfig) -> RunConfig:
+    config.decoding.mode, config.decoding.n = DecodingMode.sample, 3
+    return config
+
+
+def contiguous_beams(config: RunConfig) -> RunConfig:
+    config.cache.policy = CachePolicy.contiguous_max
+    return beams(config)
+
+
+def crowded(config: RunConfig) -> RunConfig:
+    """A pool that forces preemption and eviction."""
+    config.cache.pool_tokens, config.cache.max_model_len, config.workload.request_rate = 320, 256, 5000.0
+    return config
+
+
+MODES = [greedy, beams, samples, contiguous_beams, crowded]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("format_", [TraceFormat.azure, TraceFormat.mooncake])
+def test_measured_durations_give_identical_plans(
+    format_: TraceFormat, mode: Callable[[RunConfig], RunConfig], cache_dir: Path, tmp_path: Path
+) -> None:
+    path = azure_file(tmp_path) if format_ is TraceFormat.azure else mooncake_file(tmp_path)
+    config = with_trace(small_config(cache_dir), format_, path)
+    if format_ is TraceFormat.azure:
+        config.workload.length_scale = 1.0
+    else:
+        config.workload.length_scale = 0.02
+        config.cache.block_size = 4
+    result = run_point(mode(config)).record
+    assert result["levels"]["counts"]["identical"], result["levels"]["counts"]
+    assert result["levels"]["counts"]["steps"] > 10
+    assert result["audit"]["checks"] == result["levels"]["counts"]["steps"]
+    if mode is crowded:
+        assert result["measured"]["median"]["preemptions"] > 0
+
+
+def test_sharing_found_by_tokens_is_what_the_trace_says(cache_dir: Path) -> None:
+    config = small_config(cache_dir)
+    config.workload.prefix_share = 0.9
+    result = run_point(config).record
+    assert result["measured"]["median"]["hit_tokens"] == result["simulated"]["hit_tokens"] > 0
+
+
+def test_the_record_names_every_change_to_the_trace(record: dict) -> None:
+    changes = " | ".join(record["trace"]["changes"])
+    assert "lengths multiplied by 0.05" in changes
+    assert "100" in changes
+
+
+def test_all_requests_finish_on_both_sides(record: dict) -> None:
+    assert record["outcome"]["simulated"] == {"finished": 16, "rejected": 0, "unfinished": 0}
+    assert record["outcome"]["measured"] == [{"finished": 16, "rejected": 0, "unfinished": 0}]
+
+
+def test_the_held_out_error_of_the_cost_model_is_in_the_record(record: dict) -> None:
+    assert record["cost"]["kind"] == "fitted"
+    assert record["cost"]["heldout"]["step"]["n"] > 50
+
+
+def test_both_sides_did_the_same_work(record: dict) -> None:
+    rows = {row["metric"]: row for row in record["comparison"]}
+    assert rows["computed_tokens"]["error"] == 0
+    assert rows["computed_tokens"]["analytic"] == rows["computed_tokens"]["measured"]
+
+
+def test_step_tables_hold_both_sides(cache_dir: Path) -> None:
+    tables = run_point(small_config(cache_dir)).tables
+    assert set(np.unique(tables["steps"]["side"])) == {"simulated", "measured"}
+    assert len(tables["requests"]["request_id"]) == 32
+
+
+def test_a_simulation_needs_no_engine_and_no_calibration(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    config.measure = False
+    result = run_point(config).record
+    assert result["cost"]["kind"] == "roofline"
+    assert result["measured"] is result["levels"] is None
+
+
+def test_a_request_that_can_never_fit_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    config.cache.pool_tokens = 64
+    with pytest.raises(
+        ConfigError, match=r"workload.oversize: \d+ of 16 requests can never fit; the first is request"
+    ):
+        check_point(config)
+
+
+def test_dropping_what_never_fits_is_counted(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    config.measure, config.cache.pool_tokens, config.workload.oversize = False, 64, Oversize.drop
+    result = run_point(config).record
+    assert result["outcome"]["dropped"] > 0
+    assert result["trace"]["requests"] + result["outcome"]["dropped"] == 16
+
+
+def test_dropping_everything_is_refused(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    config.cache.pool_tokens, config.cache.block_size, config.workload.oversize = 1, 1, Oversize.drop
+    with pytest.raises(ConfigError, match="no request fits"):
+        check_point(config)
+
+
+def test_a_path_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    config.model.path = str(tmp_path)
+    with pytest.raises(ConfigError, match=r"model.path: .*config.json"):
+        check_point(config)
+
+
+def test_a_model_whose_attention_cannot_be_replaced_is_refused_by_name(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "bloom", "n_embd": 64, "n_head": 4, "n_layer": 2}')
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    config.model.path = str(tmp_path)
+    with pytest.raises(ConfigError, match="bloom"):
+        check_point(config)
+
+
+def test_a_malformed_trace_is_refused_with_file_line_and_field(tmp_path: Path) -> None:
+    path = tmp_path / "broken.csv"
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,x\n")
+    config = with_trace(small_config(tmp_path), TraceFormat.azure, path)
+    with pytest.raises(ConfigError, match=r"trace.path: .*broken.csv:2: GeneratedTokens"):
+        check_point(config)
+
+
+def test_a_fitted_model_without_calibration_is_refused_for_a_simulation(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    config.measure, config.cost.kind = False, CostKind.fitted
+    with pytest.raises(ConfigError, match=r"cost.kind: fitted, but .* not been calibrated"):
+        check_point(config)
+
+
+def test_the_identity_of_a_point_follows_its_trace(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    other = replace(config, workload=replace(config.workload, seed=1))
+    assert point_identity(config) != point_identity(other)
+    assert point_identity(config) == point_identity(small_config(tmp_path))
