@@ -1,0 +1,94 @@
+"""An installed wheel works from any directory, with its configuration inside."""
+
+import os
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.slow
+
+
+def call(*words: object, **options: object) -> str:
+    """Standard output of a command; its error output is in the message if it fails."""
+    done = subprocess.run(list(map(str, words)), capture_output=True, text=True, **options)  # type: ignore[call-overload]
+    assert done.returncode == 0, done.stderr
+    return str(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    call(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, ROOT)
+    (file,) = folder.glob("pagetwin-*.whl")
+    return Path(file)
+
+
+@pytest.fixture(scope="module")
+def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A fresh environment with the wheel; the dependencies are borrowed from this one, nothing is downloaded."""
+    folder = tmp_path_factory.mktemp("venv")
+    venv.create(folder, with_pip=False)
+    python = folder / "bin" / "python"
+    call(
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        python,
+        "install",
+        "--quiet",
+        "--no-index",
+        "--no-deps",
+        wheel,
+    )
+    site = Path(call(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+    installed = {path for path in sys.path if path.endswith("site-packages")}
+    # a plain path line is added without running the .pth files in it, so the checkout's editable install stays out
+    (site / "borrowed.pth").write_text("\n".join(sorted(installed)) + "\n")
+    return python
+
+
+def run(python: Path, folder: Path, *words: str) -> str:
+    return call(python, "-m", "harness", *words, cwd=folder, env=without_paths())
+
+
+def without_paths() -> dict[str, str]:
+    """This environment without what would lead Python to the checkout."""
+    return {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+
+
+def test_the_wheel_holds_the_packages_and_the_configuration(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.partition("/")[0] for name in names if ".dist-info" not in name} == {
+        "engine",
+        "harness",
+        "paged_kernels",
+        "traces",
+    }
+    shipped = {name.removeprefix("harness/") for name in names if name.endswith(".yaml")}
+    assert shipped >= {str(path.relative_to(ROOT)) for path in (ROOT / "conf").rglob("*.yaml")}
+
+
+def test_show_reads_the_configuration_of_the_wheel(python: Path, tmp_path: Path) -> None:
+    out = run(python, tmp_path, "show")
+    assert f"# files: {python.parent.parent}" in out
+    assert "block_size: 16" in out
+
+
+def test_a_sweep_is_planned_from_another_directory(python: Path, tmp_path: Path) -> None:
+    out = run(python, tmp_path, "sweep", "cache.block_size=8,16", "--dry-run")
+    assert "2 points, 2 to run, results in results/default" in out
+
+
+def test_traces_are_listed_from_the_wheel(python: Path, tmp_path: Path) -> None:
+    assert "azure_conv" in run(python, tmp_path, "trace", "ls")
+
+
+def test_the_console_script_is_there(python: Path, tmp_path: Path) -> None:
+    out = call(python.parent / "pagetwin", "--help", cwd=tmp_path, env=without_paths())
+    assert "Predict a paged KV cache" in out
