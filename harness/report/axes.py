@@ -1,6 +1,6 @@
 """Which settings a sweep varied, and which points stand for the others in a figure."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -54,7 +54,13 @@ def find_axes(records: Sequence[Record]) -> Axes:
             continue
         kept[key] = tuple(sorted(_in_varied(flat, key), key=_order))
         patterns.add(_pattern(column))
-    return Axes(kept)
+    return Axes({key: kept[key] for key in sorted(kept, key=_asked_order(records))})
+
+
+def _asked_order(records: Sequence[Record]) -> Callable[[str], int]:
+    """Axes in the order in which the sweep names them, then the others."""
+    named = [text.partition("=")[0] for record in records[:1] for text in record.get("overrides") or ()]
+    return lambda key: named.index(key) if key in named else len(named)
 
 
 def _groups(flat: Sequence[Mapping[str, Value]]) -> list[list[Mapping[str, Value]]]:
@@ -109,6 +115,11 @@ def policy_of(record: Record) -> str:
 def label(key: str) -> str:
     """What stands on an axis for this setting."""
     return LABELS.get(key, key)
+
+
+def short_label(key: str) -> str:
+    """The same without its unit, for legends and table heads."""
+    return label(key).partition(" (")[0]
 
 
 def reference(records: Sequence[Record], axes: Axes, prefer: Literal["low", "middle"]) -> Record | None:

@@ -22,7 +22,10 @@ def figure(metric: Metric, value: float | None) -> str:
 
 def error(metric: Metric, value: float | None) -> str:
     """An error with its sign: '+3.2 %', for shares '−1.4 pts' (points of 100)."""
-    return NONE if value is None else f"{100 * value:+.1f} {error_unit(metric)}".replace("-", "−")
+    if value is None:
+        return NONE
+    sign = "" if abs(value) < 0.0005 else "+" if value > 0 else "−"
+    return f"{sign}{100 * abs(value):.1f} {error_unit(metric)}"
 
 
 def error_size(metric: Metric, value: float | None) -> str:

@@ -42,6 +42,7 @@ class Section:
 def build_page(study: Study, axes: Axes, pictures: Pictures, svgs: Svgs) -> str:
     """The whole HTML document; `svgs` hold the bytes of every drawing among `pictures`."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
 
     verdict = judge(study.records)
     shown = {name: _shown(picture, svgs) for name, picture in pictures.items()}
@@ -55,7 +56,7 @@ def build_page(study: Study, axes: Axes, pictures: Pictures, svgs: Svgs) -> str:
     )
     return environment.get_template("page.html.j2").render(
         name=study.name,
-        style=(folder / "page.css").read_text(encoding="utf-8"),
+        style=Markup((folder / "page.css").read_text(encoding="utf-8")),
         complete=not (study.failures or study.absent or study.problems or verdict.unfinished),
         completeness=completeness(study, verdict),
         answer=answer(verdict),

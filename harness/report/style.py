@@ -47,6 +47,7 @@ RC: dict[Any, Any] = {
     "ytick.major.width": 0.6,
     "xtick.major.size": 2.5,
     "ytick.major.size": 2.5,
+    "axes.formatter.useoffset": False,
     "axes.grid": True,
     "axes.axisbelow": True,
     "grid.color": "#e6e6e6",

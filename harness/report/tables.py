@@ -8,7 +8,7 @@ from harness.compare import Verdict
 from harness.compare.verdict import point_label
 from harness.metrics import METRICS
 from harness.report import numbers
-from harness.report.axes import POLICY, Axes, label, policy_of, setting
+from harness.report.axes import POLICY, Axes, policy_of, setting, short_label
 from harness.report.study import Record, Study
 
 
@@ -16,6 +16,7 @@ from harness.report.study import Record, Study
 class Table:
     """Header and rows of text; the first `words` columns are words, the others figures and set to the right.
 
+    `groups` are (title, columns) above the header, from the left. With `last_is_point` the last column names points.
     A long table is folded away until the reader opens it.
     """
 
@@ -24,6 +25,8 @@ class Table:
     words: int = 1
     title: str = ""
     folded: bool = False
+    groups: Sequence[tuple[str, int]] = ()
+    last_is_point: bool = False
 
 
 _FOLD = 40
@@ -41,7 +44,7 @@ def verdict_table(verdict: Verdict) -> Table:
             numbers.error_size(item.metric, item.median_spread),
             numbers.error_size(item.metric, item.worst_spread),
             f"{item.close} of {item.points}",
-            "close" if item.holds else ("mostly" if item.close > item.points / 2 else "far"),
+            item.worst_point,
         ]
         for item in verdict.metrics
     ]
@@ -53,9 +56,9 @@ def verdict_table(verdict: Verdict) -> Table:
         "median spread",
         "widest spread",
         "close at",
-        "",
+        "worst point",
     ]
-    return Table(head, rows)
+    return Table(head, rows, last_is_point=True)
 
 
 def _interval(name: str, interval: tuple[float, float] | None) -> str:
@@ -102,13 +105,12 @@ def points_table(records: Sequence[Record], axes: Axes) -> Table:
     """Every point, in the order of its settings: prediction, measurement, error of a few metrics."""
     measured = any(record.get("measured") for record in records)
     sides = ("predicted", "measured", "error") if measured else ("predicted",)
-    head = ["cache", *(label(key) for key in axes.values)]
-    head += [f"{METRICS[name].label} {side}" for name in _POINT_METRICS for side in sides]
+    groups = [("", 1 + len(axes.values)), *((METRICS[name].label, len(sides)) for name in _POINT_METRICS)]
+    head = ["cache", *map(short_label, axes.values), *(side for _ in _POINT_METRICS for side in sides)]
     ordered = sorted(records, key=lambda record: _sort_key(record, axes))
     rows = [[*_settings(record, axes), *_figures(record, sides)] for record in ordered]
-    return Table(
-        head, rows, words=1 + len(axes.values), title=f"All {len(rows):,} points", folded=len(rows) > _FOLD
-    )
+    title, folded = f"All {len(rows):,} points", len(rows) > _FOLD
+    return Table(head, rows, 1 + len(axes.values), title, folded, groups)
 
 
 def _settings(record: Record, axes: Axes) -> list[str]:

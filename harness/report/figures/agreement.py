@@ -51,7 +51,8 @@ def _panel(panel: "Panel", name: str, found: "pd.DataFrame", names: list[str]) -
     scale, unit = axis_scale(name, float(found["measured"].max()))
     low = scale * float(found[["low", "simulated"]].min().min())
     high = scale * float(found[["high", "simulated"]].max().max())
-    margin = 0.06 * (high - low) or abs(high) * 0.1 or 1.0
+    # a lone point, or points that agree to many digits, must not be blown up until noise looks like disagreement
+    margin = max(0.06 * (high - low), 0.05 * abs(high), 1.0 if METRICS[name].is_share else 0.0)
     ends = (low - margin, high + margin)
     panel.plot(ends, ends, color="#999999", linewidth=0.8, label="predicted = measured")
     for policy in names:

@@ -4,9 +4,16 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from harness.metrics import METRICS
-from harness.report.axes import POLICY, Axes, alike, held, label, policy_of, reference, setting
+from harness.report.axes import POLICY, Axes, alike, held, label, policy_of, reference, setting, short_label
 from harness.report.drawing import Drawing, Missing, Picture
-from harness.report.figures.series import axis_scale, evenly, series_colours, side_legend, value_axis
+from harness.report.figures.series import (
+    axis_scale,
+    evenly,
+    series_colours,
+    side_legend,
+    value_axis,
+    zero_based,
+)
 from harness.report.study import Record, Study
 from harness.report.style import GREY, PAGE_IN, panels
 from harness.report.table import comparison_table
@@ -23,7 +30,7 @@ _SHOWN = (
     "sharing_saving",
     "attention_per_decode_step",
 )
-_FLAT = "flat"  # a contiguous cache has no block size: one value, drawn across
+_DASHED: Any = (0, (4, 2))
 
 
 def draw(study: Study, axes: Axes, key: str) -> Picture:
@@ -87,27 +94,28 @@ def _with_flat(study: Study, table: "pd.DataFrame", like: Record, axes: Axes, ke
 
 def _panel(panel: "Panel", metric: str, found: "pd.DataFrame", key: str) -> None:
     if found["simulated"].notna().any():
-        largest = float(found[["simulated", "measured"]].max().max())
+        largest = float(found[["simulated", "high"]].max().max())
         scale, unit = axis_scale(metric, largest)
         for series, colour in _colours(found).items():
-            _line(panel, found[found["series"] == series].sort_values("x"), scale, colour)
+            _line(panel, found[found["series"] == series].sort_values("x"), scale, colour, series)
         panel.set_ylabel(unit)
-        if float(found[["simulated", "measured"]].min().min()) >= 0:
-            panel.set_ylim(bottom=0)
+        zero_based(panel, scale * float(found[["simulated", "low"]].min().min()), scale * largest)
     else:
         panel.text(0.5, 0.5, "no figure at these points", transform=panel.transAxes, ha="center", color=GREY)
     value_axis(panel, key, sorted(found["x"].dropna().unique()))
     panel.set_title(METRICS[metric].label)
 
 
-def _line(panel: "Panel", mine: "pd.DataFrame", scale: float, colour: str) -> None:
+def _line(panel: "Panel", mine: "pd.DataFrame", scale: float, colour: str, series: str) -> None:
+    other = series in set(mine[POLICY])
+    dashes: Any = _DASHED if other else "solid"
     if mine["x"].isna().all():
-        panel.axhline(scale * float(mine["simulated"].iloc[0]), color=colour, linestyle=(0, (4, 2)), zorder=1)
+        panel.axhline(scale * float(mine["simulated"].iloc[0]), color=colour, linestyle=dashes, zorder=1)
         panel.axhspan(
-            scale * float(mine["low"].iloc[0]), scale * float(mine["high"].iloc[0]), color=colour, alpha=0.2
+            scale * float(mine["low"].iloc[0]), scale * float(mine["high"].iloc[0]), color=colour, alpha=0.3
         )
         return
-    panel.plot(mine["x"], scale * mine["simulated"], color=colour, zorder=2)
+    panel.plot(mine["x"], scale * mine["simulated"], color=colour, linestyle=dashes, zorder=2)
     bars = scale * (mine["measured"] - mine["low"]), scale * (mine["high"] - mine["measured"])
     panel.errorbar(
         mine["x"], scale * mine["measured"], yerr=bars, fmt="o", color=colour, capsize=2, elinewidth=0.8
@@ -125,17 +133,19 @@ def _legend(panel: "Panel", table: "pd.DataFrame", second: str | None) -> None:
     side_legend(panel, measured=bool(table["measured"].notna().any()))
     for series, colour in _colours(table).items():
         if series in set(table[POLICY]):
-            panel.plot([], [], color=colour, linestyle=(0, (4, 2)), label=series)
+            panel.plot([], [], color=colour, linestyle=_DASHED, label=series)
         elif second:
-            panel.plot([], [], color=colour, linewidth=3, label=f"{label(second)} {series}")
+            panel.plot([], [], color=colour, linewidth=3, label=f"{short_label(second)} {series}")
 
 
 def _caption(like: Record, axes: Axes, free: Sequence[str], table: "pd.DataFrame") -> str:
     fixed = held(like, axes, free=free)
-    text = f"Lines are predicted, marks measured; cache policy {policy_of(like)}" + (
-        f", {fixed}." if fixed else "."
+    sides = (
+        "Lines are predicted, marks measured" if table["measured"].notna().any() else "Lines are predicted"
     )
+    text = f"{sides}; cache policy {policy_of(like)}" + (f", {fixed}." if fixed else ".")
     others = [name for name in dict.fromkeys(table[POLICY]) if name != policy_of(like)]
     if others:
-        text += f" In grey {', '.join(others)} with the same settings where they apply."
+        text += f" In grey {', '.join(others)} with the same settings where they apply"
+        text += " (band: measured)." if table["x"].isna().any() else "."
     return text

@@ -37,7 +37,7 @@ def draw(study: Study, axes: Axes) -> Picture:
     axis.set_yticks(range(len(names)), [_tick(name) for name in names])
     axis.invert_yaxis()
     axis.set_xscale("symlog", linthresh=20, linscale=2.0)
-    ticks = [tick for tick in (-100, -20, -10, 0, 10, 20, 100) if _near(tick, 100 * table["error"])]
+    ticks = [tick for tick in (-100, -20, -10, -5, 0, 5, 10, 20, 100) if _near(tick, 100 * table["error"])]
     axis.set_xticks(ticks, [f"{tick:+d}" if tick else "0" for tick in ticks])
     axis.minorticks_off()
     axis.grid(visible=False, axis="y")

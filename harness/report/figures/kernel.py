@@ -21,6 +21,17 @@ _PANELS: Mapping[str, str] = {
     "attention_per_kv_token": "attention per KV slot read",
 }
 
+_LOOKS: Mapping[str, dict[str, Any]] = {
+    "predicted": {
+        "fmt": "D",
+        "color": PALETTE[0],
+        "markerfacecolor": "white",
+        "capsize": 2,
+        "elinewidth": 0.8,
+    },
+    "measured": {"fmt": "o", "color": PALETTE[3], "capsize": 2, "elinewidth": 0.8},
+}
+
 
 def draw(study: Study, axes: Axes) -> Picture:
     """A panel a quantity; at each block size the median over points with their range, both sides."""
@@ -69,33 +80,22 @@ def _quantities(record: Record) -> list[dict[str, Any]]:
 
 
 def _panel(panel: "Panel", name: str, data: "pd.DataFrame") -> None:
-    layouts = sorted(
-        dict.fromkeys(data["layout"]),
-        key=lambda text: (not text.isdigit(), int(text) if text.isdigit() else 0),
-    )
-    metric = "attention_per_step" if name == "kernel_call" else name
-    scale, unit = axis_scale(metric, float(data[["predicted", "measured"]].max().max()))
-    for side, offset, colour, marker in (
-        ("predicted", -0.1, PALETTE[0], "_"),
-        ("measured", 0.1, PALETTE[3], "o"),
-    ):
+    layouts = sorted(dict.fromkeys(data["layout"]), key=lambda text: (not text.isdigit(), text.zfill(9)))
+    largest = float(data[["predicted", "measured"]].max().max())
+    scale, unit = axis_scale("attention_per_step" if name == "kernel_call" else name, largest)
+    for side, offset in (("predicted", -0.1), ("measured", 0.1)):
         groups = [scale * data[data["layout"] == layout][side].dropna() for layout in layouts]
         known = [(index + offset, group) for index, group in enumerate(groups) if len(group)]
         middle = [float(group.median()) for _, group in known]
         below = [m - float(group.min()) for m, (_, group) in zip(middle, known, strict=True)]
         above = [float(group.max()) - m for m, (_, group) in zip(middle, known, strict=True)]
-        panel.errorbar(
-            [at for at, _ in known], middle, yerr=(below, above), fmt=marker, color=colour, capsize=2,
-            elinewidth=0.8, markersize=8 if marker == "_" else 3.5, markeredgewidth=1.6 if marker == "_" else 0,
-        )  # fmt: skip
+        panel.errorbar([at for at, _ in known], middle, yerr=(below, above), **_LOOKS[side])
     panel.set_xticks(range(len(layouts)), [text.replace("contiguous", "contig.") for text in layouts])
     panel.set(xlabel="block size (tokens)", ylabel=unit, title=_PANELS[name], xlim=(-0.5, len(layouts) - 0.5))
-    panel.set_ylim(bottom=0)
+    panel.set_ylim(0, 1.08 * scale * largest)
     panel.grid(visible=False, axis="x")
 
 
 def _legend(panel: "Panel", *, measured: bool) -> None:
-    """Here the sides differ in colour."""
-    panel.plot([], [], "_", color=PALETTE[0], markersize=8, markeredgewidth=1.6, label="predicted")
-    if measured:
-        panel.plot([], [], "o", color=PALETTE[3], label="measured")
+    for side in ("predicted", "measured") if measured else ("predicted",):
+        panel.errorbar([], [], yerr=[], label=side, **_LOOKS[side])

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 NAME = "levels"
 _LEVELS = {
-    "kernel": "1 kernel\nMAPE",
-    "step": "2 steps of the\nreal run, MAPE",
-    "run_total": "2 steps of the\nreal run, total",
-    "tpot_p50": "3 alone,\nTPOT p50",
-    "ttft_p50": "3 alone,\nTTFT p50",
-    "output_throughput": "3 alone,\nthroughput",
+    "kernel": "1 kernel,\nMAPE",
+    "step": "2 per step,\nMAPE",
+    "run_total": "2 total of\nthe run",
+    "tpot_p50": "3 TPOT,\np50",
+    "ttft_p50": "3 TTFT,\np50",
+    "output_throughput": "3 output\nthroughput",
 }
 
 

@@ -35,8 +35,9 @@ def draw(study: Study, axes: Axes) -> Picture:
     table = table.assign(allocator=table["point"].map({_label_key(r): _allocator(r) for r in chosen}))
     names = list(dict.fromkeys(table["allocator"]))
     figure, (left, right) = panels(PAGE_IN, 0.95 + 0.42 * len(names), 1, 2)
-    _stack(left, table, names, _POOL, _SIDES[1:])
-    _stack(right, table, names, _ALLOCATED, _SIDES)
+    sides = _SIDES if table["measured"].notna().any() else _SIDES[:2]
+    _stack(left, table, names, _POOL, sides[1:])
+    _stack(right, table, names, _ALLOCATED, sides)
     left.set_title("share of the pool")
     right.set_title("share of the allocated slots")
     for state, colour in STATE_COLOURS.items():
@@ -70,7 +71,7 @@ def _label_key(record: Record) -> str:
 
 def _allocator(record: Record) -> str:
     policy = policy_of(record)
-    return f"paged, {setting(record, _BLOCK)}-token blocks" if policy == "paged" else policy.replace("_", " ")
+    return f"paged, {setting(record, _BLOCK)}-token blocks" if policy == "paged" else policy
 
 
 def _stack(
@@ -101,8 +102,7 @@ def _stack(
                 )
     panel.set_yticks([at for at, _ in ticks], [text for _, text in ticks], fontsize=6)
     _name_rows(panel, names)
-    panel.set(xlim=(0, 100), xlabel="%")
-    panel.invert_yaxis()
+    panel.set(xlim=(0, 100), ylim=(len(names) - 0.45, -0.55), xlabel="%")
     panel.grid(visible=False, axis="y")
 
 

@@ -66,6 +66,14 @@ def value_axis(panel: "Panel", key: str, values: Sequence[float]) -> None:
     panel.set_xlabel(label(key))
 
 
+def zero_based(panel: "Panel", low: float, high: float) -> None:
+    """Starts the y axis at zero, unless that would press the values into the upper half and hide the error."""
+    if 0 <= low < 0.5 * high:
+        panel.set_ylim(0, 1.08 * high)
+    elif high > low:
+        panel.set_ylim(low - 0.12 * (high - low), high + 0.12 * (high - low))
+
+
 def side_legend(panel: "Panel", *, measured: bool) -> None:
     """Legend entries that tell prediction from measurement, whatever the colour."""
     panel.plot([], [], color=GREY, label="predicted")

@@ -33,7 +33,7 @@ def draw(study: Study, axes: Axes) -> Picture:
     for panel, (name, side) in zip(grid, cells, strict=True):
         mine = data[data["policy"] == name]
         _area(panel, mine[mine["side"] == side])
-        panel.set(title=f"{name.replace('_', ' ')}, {side}", ylim=(0, 100), xlim=(0, mine["time_s"].max()))
+        panel.set(title=f"{name}, {side}", ylim=(0, 100), xlim=(0, mine["time_s"].max()))
     for panel in grid[:: len(sides)]:
         panel.set_ylabel("slots of the pool (%)")
     for panel in grid[-len(sides) :]:
