@@ -104,6 +104,5 @@ def _named(record: Record, asked: Mapping[str, tuple[str, ...]]) -> Record:
 
 def _failure(failure: Record, fingerprint: str, asked: Mapping[str, tuple[str, ...]]) -> Failure:
     label = " ".join(asked.get(fingerprint) or failure.get("overrides") or ()) or fingerprint
-    trace = str(failure.get("traceback") or "").strip().splitlines()
-    message = failure.get("error") or failure.get("message") or (trace[-1] if trace else "no message")
+    message = failure.get("error") or "no message"
     return Failure(label, str(message), f"points/{fingerprint}/failure.json")

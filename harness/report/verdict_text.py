@@ -27,7 +27,10 @@ def completeness(study: Study, verdict: Verdict) -> list[str]:
     """Did everything finish? A line for all is well, or a line for each kind of trouble."""
     trouble = []
     if study.failures:
-        trouble.append(f"{_points(len(study.failures))} FAILED: {study.failures[0].path} …")
+        first = study.failures[0]
+        trouble.append(
+            f"{_points(len(study.failures))} FAILED, first {first.label}: {first.message} ({first.path})"
+        )
     if study.absent:
         trouble.append(f"{_points(study.absent)} NOT run yet: the same command goes on where it stopped")
     if study.problems:

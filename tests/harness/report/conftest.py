@@ -1,0 +1,22 @@
+"""One small report, written once: writing takes seconds, and most tests only look at it."""
+
+from pathlib import Path
+
+import pytest
+from synthetic_store import grid, write_store
+
+from harness.report import write_report
+
+SMALL = {"cache.block_size": (8, 16), "workload.prefix_share": (0.0, 0.5), "decoding.beam_width": (1, 2)}
+
+
+@pytest.fixture(scope="session")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A measured sweep of both allocators over all three axes, with markup in its name."""
+    return write_store(tmp_path_factory.mktemp("store"), grid(SMALL), name="<fragmentation>")
+
+
+@pytest.fixture(scope="session")
+def page(store: Path) -> Path:
+    """The report on `store`."""
+    return write_report(store)

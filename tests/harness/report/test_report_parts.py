@@ -1,0 +1,96 @@
+"""Axes, numbers and time bins: the small decisions behind the figures."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from harness.metrics import METRICS, SLOT_STATES
+from harness.report import numbers
+from harness.report.axes import alike, find_axes, reference
+from harness.report.figures.series import evenly
+from harness.report.figures.timeline import _bin
+
+
+def point(**settings):
+    config = {"out": "x", "cache": {"policy": "paged", "block_size": 16}, "model": {"name": "m", "layers": 4}}
+    for key, value in settings.items():
+        group, leaf = key.split("__")
+        config[group] = config.get(group, {}) | {leaf: value}
+    return {"config": config, "fingerprint": str(settings)}
+
+
+def test_axes_are_what_varies_within_a_policy():
+    records = [point(cache__block_size=8), point(cache__block_size=16)]
+    records.append(point(cache__policy="contiguous_max", cache__block_size=1, cache__prefix_caching=False))
+    assert find_axes(records).values == {"cache.block_size": (8, 16)}
+
+
+def test_what_a_named_choice_brings_is_no_axis():
+    records = [point(model__name="a", model__layers=2), point(model__name="b", model__layers=2)]
+    records.append(point(model__name="c", model__layers=8))
+    assert list(find_axes(records).values) == ["model.name"]
+
+
+def test_axes_stand_in_the_order_of_the_overrides():
+    records = [point(cache__block_size=b, cache__pool_tokens=p) for b in (8, 16) for p in (100, 200)]
+    first = {**records[0], "overrides": ["cache.pool_tokens=100", "cache.block_size=8"]}
+    assert list(find_axes([first, *records[1:]]).values) == ["cache.pool_tokens", "cache.block_size"]
+
+
+def test_unset_values_sort_behind_numbers():
+    records = [point(workload__rate=rate) for rate in (None, 20.0, 3)]
+    assert find_axes(records).values["workload.rate"] == (3, 20.0, None)
+
+
+def test_reference_is_nearest_to_the_middle_even_in_a_grid_with_holes():
+    records = [
+        point(cache__block_size=b, cache__pool_tokens=p) for b, p in ((8, 1), (16, 1), (32, 3), (16, 2))
+    ]
+    axes = find_axes(records)
+    assert reference(records, axes, "middle") is records[3]
+    assert reference(records, axes, "low") is records[0]
+
+
+def test_alike_frees_one_axis_only():
+    records = [point(cache__block_size=b, cache__pool_tokens=p) for b in (8, 16) for p in (1, 2)]
+    found = alike(records, records[0], find_axes(records), free=["cache.block_size"])
+    assert found == [records[0], records[2]]
+
+
+def test_evenly_keeps_the_ends():
+    assert evenly(range(10), 4) == [0, 3, 6, 9]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("ttft_p50", 0.01234, "12.3 ms"),
+        ("ttft_p50", 0.0, "0 s"),
+        ("norm_latency_mean", 0.0023, "2.3 ms/token"),
+        ("internal_share", 0.1234, "12.3 %"),
+        ("peak_kv", 1536.0, "1.5 KiB"),
+        ("output_throughput", 12345.6, "12,346 tokens/s"),
+        ("steps", 150.0, "150 steps"),
+        ("ttft_p50", None, "–"),
+    ],
+)
+def test_figures_read_as_people_write_them(name, value, words):
+    assert numbers.figure(METRICS[name], value) == words
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [("ttft_p50", -0.034, "−3.4 %"), ("internal_share", 0.02, "+2.0 pts"), ("ttft_p50", -1e-6, "0.0 %")],
+)
+def test_errors_carry_sign_and_scale(name, value, words):
+    assert numbers.error(METRICS[name], value) == words
+
+
+def test_time_bins_weight_steps_by_their_overlap_and_leave_idle_time_out():
+    steps = {state: [0.0, 0.0] for state in SLOT_STATES} | {"token": [100.0, 50.0], "free": [0.0, 50.0]}
+    table = pd.DataFrame(steps | {"start_s": [0.0, 150.5], "seconds": [100.5, 49.5]})
+    binned = _bin(table, 200.0)
+    assert binned["token"].iloc[0] == pytest.approx(100.0)
+    assert np.isnan(binned["token"].iloc[120])
+    assert binned["token"].iloc[-1] == pytest.approx(50.0)
+    assert binned["free"].iloc[-1] == pytest.approx(50.0)
