@@ -82,7 +82,9 @@ class PagedManager:
 
     def can_extend(self, rows: Values[ScheduledRow]) -> bool:
         """Whether the new blocks and the copies of shared tails that `rows` need are free, all together."""
-        need = sum(self._blocks(row.sequence.computed + row.query_len) - len(row.sequence.table) for row in rows)
+        need = sum(
+            self._blocks(row.sequence.computed + row.query_len) - len(row.sequence.table) for row in rows
+        )
         if len(rows) > 1:
             need += self._tail_copies(rows)
         return not need or need <= self.pool.free_blocks

@@ -215,6 +215,7 @@ class CostConfig:
 
     kind: CostKind = CostKind.auto
     recalibrate: bool = False  # measure again although this device is calibrated
+    follow_pace: bool = True  # scale a fitted prediction by how fast the device is now, by a fixed probe
     cache_dir: str | None = None  # where calibrations are kept; null: the user's cache directory
 
 

@@ -3,41 +3,46 @@
 import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from statistics import median
 
 import numpy as np
 
-from engine.core.limits import SchedulerLimits
-from engine.core.request import Decoding
-from harness.config.schema import CachePolicy, RunConfig
+from harness.config.schema import RunConfig
 from harness.environment import device_identity
 from harness.measured.calibration import calibration_fingerprint, save_calibration
 from harness.measured.engine import MeasuredRun, measure
-from harness.measured.plan import CASES, CalibrationCase, case_trace
+from harness.measured.pace import probe_s
+from harness.measured.plan import CASES, SEED, CalibrationCase, case_workload, probe_workload
 from harness.point.clock import clock_of
-from harness.point.shapes import PoolShape, pool_shape
-from harness.point.workload import Workload
 from harness.sim.cost import CostSource
 from harness.sim.features import FloatArray
 from harness.sim.fitted import FittedCost, fit_cost, held_out_error
 from harness.sim.genealogy import churn_of_run
 
-_SEED = 7_919
-_POOL_TOKENS = 16_384
-
 CaseProgress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """A case's run, and the pace of the device just before it."""
+
+    case: CalibrationCase
+    run: MeasuredRun
+    probe_s: float
 
 
 def calibrate(config: RunConfig, progress: CaseProgress | None = None) -> FittedCost:
     """Measure, fit, validate and store; takes some tens of seconds. Progress gets (case, done, cases)."""
     started, load = time.time(), os.getloadavg()[0]
     lone = _lone_request_s(config)
-    runs: list[tuple[CalibrationCase, MeasuredRun]] = []
+    timed: list[_Timed] = []
     for number, case in enumerate(CASES):
         if progress:
             progress(case.name, number, len(CASES))
-        runs.append((case, measure(config, _workload(config, case, lone), seed=_SEED)))
-    cost = _fit(config, runs, {"started": started, "load_average": (load, os.getloadavg()[0])})
+        probe = probe_s(config)
+        timed.append(_Timed(case, measure(config, case_workload(config, case, lone), seed=SEED), probe))
+    cost = _fit(config, timed, {"started": started, "load_average": (load, os.getloadavg()[0])})
     save_calibration(config, cost)
     return cost
 
@@ -46,41 +51,17 @@ def _lone_request_s(config: RunConfig) -> float:
     """How long one request takes alone: the unit of the plan's loads. The first run also warms the engine up."""
     case = CalibrationCase("alone", 2, (64, 64), (16, 16), 0)
     for _ in range(2):
-        run = measure(config, _workload(config, case, 1.0), seed=_SEED)
+        run = measure(config, probe_workload(config, case), seed=SEED)
     return run.log.span_s / case.requests
 
 
-def _workload(config: RunConfig, case: CalibrationCase, lone_request_s: float) -> Workload:
-    base = pool_shape(config)
-    longest = min(base.max_model_len, 1024)
-    size = 1 if case.contiguous else case.block_size
-    pool = replace(
-        base,
-        policy=CachePolicy.contiguous_max if case.contiguous else CachePolicy.paged,
-        num_blocks=_POOL_TOKENS // size,
-        block_size=size,
-        max_model_len=longest,
-        prefix_caching=not case.contiguous,
-    )
-    width = max(case.beam_width, case.samples)
-    decoding = Decoding.BEAM if case.beam_width > 1 else Decoding.SAMPLE if width > 1 else Decoding.GREEDY
-    limits = SchedulerLimits(config.scheduler.max_batched_tokens, max_running=64, max_model_len=longest)
-    trace = case_trace(case, seed=_SEED, lone_request_s=lone_request_s, longest=_usable(pool, longest))
-    return Workload(trace, pool, limits, decoding, width)
-
-
-def _usable(pool: PoolShape, longest: int) -> int:
-    return min(longest, pool.tokens // 8)
-
-
-def _fit(
-    config: RunConfig, runs: list[tuple[CalibrationCase, MeasuredRun]], provenance: dict[str, object]
-) -> FittedCost:
-    seen = [run for case, run in runs if not case.held_out]
-    unseen = [run for case, run in runs if case.held_out]
+def _fit(config: RunConfig, timed: list[_Timed], provenance: dict[str, object]) -> FittedCost:
+    pace = median(entry.probe_s for entry in timed)
+    seen = [entry for entry in timed if not entry.case.held_out]
+    unseen = [entry for entry in timed if entry.case.held_out]
     blank = CostSource("fitted", config.model.name, calibration_fingerprint(config))
-    cost = fit_cost(*_columns(seen), blank)
-    features, seconds, attention = _columns(unseen)
+    cost = fit_cost(*_columns(seen, pace), blank)
+    features, seconds, attention = _columns(unseen, pace)
     price = cost.price(features)
     heldout = {
         "step": held_out_error(price.seconds, seconds),
@@ -90,31 +71,35 @@ def _fit(
         "what": "non-negative least squares on measured steps",
         "device": device_identity(config.engine.device),
         "clock": str(clock_of(config)),
-        "steps_fitted": len(_columns(seen)[1]),
+        "steps_fitted": sum(len(entry.run.recorder.features) for entry in seen),
         "steps_held_out": len(seconds),
-        "cases": [case.name for case, _ in runs],
+        "cases": [entry.case.name for entry in timed],
+        "probe_s": pace,
+        "pace_range": [min(e.probe_s for e in timed) / pace, max(e.probe_s for e in timed) / pace],
         **provenance,
     }
-    source = replace(blank, provenance=facts, heldout=heldout, beam_churn=_churn(runs))
+    source = replace(blank, provenance=facts, heldout=heldout, beam_churn=_churn(timed))
     return replace(cost, source=source)
 
 
-def _columns(runs: list[MeasuredRun]) -> tuple[FloatArray, FloatArray, FloatArray]:
-    features = np.concatenate([run.recorder.features for run in runs])
-    seconds = np.concatenate([run.log.steps["seconds"] for run in runs])
-    return features, seconds, np.concatenate([run.log.steps["attention_s"] for run in runs])
+def _columns(timed: list[_Timed], pace: float) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Features, step seconds and attention seconds, times brought to the median pace of the calibration."""
+    features = np.concatenate([entry.run.recorder.features for entry in timed])
+    seconds, attention = (
+        np.concatenate([entry.run.log.steps[name] * (pace / entry.probe_s) for entry in timed])
+        for name in ("seconds", "attention_s")
+    )
+    return features, seconds, attention
 
 
-def _churn(runs: list[tuple[CalibrationCase, MeasuredRun]]) -> dict[int, float]:
-    """Re-parenting by beam width, over all selections but a request's first."""
+def _churn(timed: list[_Timed]) -> dict[int, float]:
+    """Beams dropped per step by beam width, over all selections but a request's first."""
     distinct: dict[int, list[int]] = {}
-    for case, run in runs:
-        if case.beam_width == 1:
-            continue
+    for entry in timed:
         begun: set[int] = set()
-        for parents in run.recorder.parents:
+        for parents in entry.run.recorder.parents:
             for request_id, chosen in parents.items():
                 if request_id in begun:
-                    distinct.setdefault(case.beam_width, []).append(len(set(chosen)))
+                    distinct.setdefault(entry.case.beam_width, []).append(len(set(chosen)))
                 begun.add(request_id)
     return {width: churn_of_run(width, counts) for width, counts in sorted(distinct.items())}

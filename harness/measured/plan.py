@@ -1,16 +1,24 @@
 """Which workloads calibrate the cost model: small, and other than any that is predicted.
 
 Lengths are uniform or from another table than the default trace's, seeds are their own, and the batch sizes, block
-sizes, beams and loads span what a sweep visits. Every third kind is held out: the error on it is what the report shows.
+sizes, beams and loads span what a sweep visits. Some are held out: the error on those is what the report shows.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from engine.core.limits import SchedulerLimits
+from engine.core.request import Decoding
+from harness.config.schema import CachePolicy, RunConfig
+from harness.point.shapes import pool_shape
+from harness.point.workload import Workload
 from traces.trace import CONTENT, Segment, Trace, TraceHeader, TraceRequest
 
+SEED = 7_919
+_POOL_TOKENS = 16_384
+_LONGEST = 1024
 SHARED = 2**62  # keys of calibration prefixes lie apart from everyone's
 
 
@@ -81,3 +89,28 @@ def _rows(
         common = round(prompt * case.shared)
         pieces = (Segment(SHARED, common), Segment(None, prompt - common))
         yield TraceRequest(number, arrival, prompt, output, tuple(piece for piece in pieces if piece.tokens))
+
+
+def case_workload(config: RunConfig, case: CalibrationCase, lone_request_s: float) -> Workload:
+    """The case's requests on a pool of its own, large enough that nothing is preempted."""
+    base = pool_shape(config)
+    longest = min(base.max_model_len, _LONGEST)
+    size = 1 if case.contiguous else case.block_size
+    pool = replace(
+        base,
+        policy=CachePolicy.contiguous_max if case.contiguous else CachePolicy.paged,
+        num_blocks=_POOL_TOKENS // size,
+        block_size=size,
+        max_model_len=longest,
+        prefix_caching=not case.contiguous,
+    )
+    width = max(case.beam_width, case.samples)
+    decoding = Decoding.BEAM if case.beam_width > 1 else Decoding.SAMPLE if width > 1 else Decoding.GREEDY
+    limits = SchedulerLimits(config.scheduler.max_batched_tokens, max_running=64, max_model_len=longest)
+    trace = case_trace(case, seed=SEED, lone_request_s=lone_request_s, longest=longest)
+    return Workload(trace, pool, limits, decoding, width)
+
+
+def probe_workload(config: RunConfig, case: CalibrationCase) -> Workload:
+    """A case that arrives all at once."""
+    return case_workload(config, case, 1.0)

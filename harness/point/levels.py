@@ -19,7 +19,6 @@ def error_levels(
 ) -> dict[str, Any]:
     """The record's `levels` section, from all measured runs."""
     features = np.concatenate([run.recorder.features for run in runs])
-    seconds = np.concatenate([run.log.steps["seconds"] for run in runs])
     attention = np.concatenate([run.log.steps["attention_s"] for run in runs])
     price = cost.price(features)
     return {
@@ -29,9 +28,16 @@ def error_levels(
             "measured_mean_s": float(attention.mean()),
             "predicted_mean_s": float(price.attention_s.mean()),
         },
-        "teacher_forced": held_out_error(price.seconds, seconds),
+        "teacher_forced": teacher_forced(runs, cost),
         "free_running": {row["metric"]: row["error"] for row in comparison if row["error"] is not None},
     }
+
+
+def teacher_forced(runs: Sequence[MeasuredRun], cost: CostModel) -> dict[str, float]:
+    """Errors of the cost model on the plans that the measured runs produced, step by step."""
+    features = np.concatenate([run.recorder.features for run in runs])
+    seconds = np.concatenate([run.log.steps["seconds"] for run in runs])
+    return held_out_error(cost.price(features).seconds, seconds)
 
 
 def _counts(workload: Workload, runs: Sequence[MeasuredRun]) -> dict[str, Any]:

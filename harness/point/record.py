@@ -93,10 +93,11 @@ def _pool_section(workload: Workload) -> dict[str, Any]:
 
 
 def _outcome(workload: Workload, simulated: RunLog, runs: "Sequence[MeasuredRun]") -> dict[str, Any]:
-    """What became of the requests; dropped ones never entered either side."""
+    """What became of the requests, of the measured runs the worst; dropped ones never entered either side."""
+    measured = [_counts(run.log) for run in runs]
     return {
         "simulated": _counts(simulated),
-        "measured": [_counts(run.log) for run in runs] or None,
+        "measured": min(measured, key=lambda counts: counts["finished"], default=None),
         "dropped": sum(workload.trace.header.dropped.values()),
     }
 

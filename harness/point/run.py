@@ -13,10 +13,11 @@ from harness.point.cost import check_cost, cost_model
 from harness.point.record import make_record, tables_of
 from harness.point.simulate import simulate
 from harness.point.workload import Workload, build_workload
-from harness.sim.cost import CostModel
+from harness.sim.cost import CostModel, PacedCost
 
 if TYPE_CHECKING:
     from harness.measured.engine import MeasuredRun
+    from harness.measured.pace import Pace
 
 Progress = Callable[[str, int, int], None]
 
@@ -56,13 +57,24 @@ def run_point(config: RunConfig, *, progress: Progress | None = None) -> PointRe
     started = time.perf_counter()
     workload = build_workload(config)
     cost = _cost(config, progress)
+    runs, pace = _measure(config, workload, cost, progress) if config.measure else ([], None)
+    paced = PacedCost(cost, pace.ratio) if pace else cost
     predicted_from = time.perf_counter()
-    simulated = simulate(workload, cost, config.decoding.beam_churn)
-    seconds = {"simulate": time.perf_counter() - predicted_from}
-    runs = _measure(config, workload, progress) if config.measure else []
-    seconds["all"] = time.perf_counter() - started
-    record = make_record(config, workload, cost, simulated, runs, seconds)
+    simulated = simulate(workload, paced, config.decoding.beam_churn)
+    seconds = {"simulate": time.perf_counter() - predicted_from, "all": time.perf_counter() - started}
+    record = make_record(config, workload, paced, simulated, runs, seconds)
+    if runs:
+        record["pace"] = _pace_section(pace, workload, runs, cost)
     return PointResult(record, tables_of(simulated, runs))
+
+
+def _pace_section(
+    pace: "Pace | None", workload: Workload, runs: "list[MeasuredRun]", cost: CostModel
+) -> dict[str, Any] | None:
+    """How the device's pace was followed, and the teacher-forced error that would stand without it."""
+    from harness.point.levels import teacher_forced
+
+    return {**pace.section(), "unscaled": teacher_forced(runs, cost)} if pace else None
 
 
 def _cost(config: RunConfig, progress: Progress | None) -> CostModel:
@@ -101,16 +113,25 @@ def _must_calibrate(config: RunConfig, calibrated: bool) -> bool:
     return not calibrated or (config.cost.recalibrate and _calibration_key(config) not in _RECALIBRATED)
 
 
-def _measure(config: RunConfig, workload: Workload, progress: Progress | None) -> "list[MeasuredRun]":
+def _measure(
+    config: RunConfig, workload: Workload, cost: CostModel, progress: Progress | None
+) -> "tuple[list[MeasuredRun], Pace | None]":
+    """The measured runs, with a probe of the device's pace before, between and after them."""
     from harness.measured.engine import measure, warm_up
+    from harness.measured.pace import pace_of, probe_s
 
+    calibrated_s = cost.source.provenance.get("probe_s") if config.cost.follow_pace else None
     warm_up(config, workload)
-    runs = []
+    runs, probes = [], []
     for number in range(config.replay.repeats):
 
         def stage(done: int, total: int, run: int = number) -> None:
             if progress:
                 progress(f"measuring, run {run + 1} of {config.replay.repeats}", done, total)
 
+        if calibrated_s:
+            probes.append(probe_s(config))
         runs.append(measure(config, workload, seed=config.workload.seed, progress=stage))
-    return runs
+    if not calibrated_s:
+        return runs, None
+    return runs, pace_of([*probes, probe_s(config)], calibrated_s)

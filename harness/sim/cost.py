@@ -41,3 +41,21 @@ class CostModel(Protocol):
     def price(self, features: FloatArray) -> Price:
         """Price steps with `features` `[steps, len(FEATURES)]`."""
         ...
+
+
+@dataclass(frozen=True)
+class PacedCost:
+    """A cost model whose device runs `ratio` times slower than when it was measured."""
+
+    cost: CostModel
+    ratio: float
+
+    @property
+    def source(self) -> CostSource:
+        """The unscaled model's."""
+        return self.cost.source
+
+    def price(self, features: FloatArray) -> Price:
+        """The unscaled price, times the ratio."""
+        price = self.cost.price(features)
+        return Price(price.seconds * self.ratio, price.attention_s * self.ratio)

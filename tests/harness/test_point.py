@@ -86,7 +86,7 @@ def test_the_record_names_every_change_to_the_trace(record: dict) -> None:
 
 def test_all_requests_finish_on_both_sides(record: dict) -> None:
     assert record["outcome"]["simulated"] == {"finished": 16, "rejected": 0, "unfinished": 0}
-    assert record["outcome"]["measured"] == [{"finished": 16, "rejected": 0, "unfinished": 0}]
+    assert record["outcome"]["measured"] == {"finished": 16, "rejected": 0, "unfinished": 0}
 
 
 def test_the_held_out_error_of_the_cost_model_is_in_the_record(record: dict) -> None:

@@ -1,0 +1,41 @@
+"""How fast the device is just now, by a fixed probe that has nothing to do with any predicted workload.
+
+Shared machines and warm chips change their pace by tens of per cent within minutes. The same small run is timed during
+calibration and between a point's measured runs; the ratio scales the prediction, and the record says so and keeps the
+error without it.
+"""
+
+from dataclasses import asdict, dataclass
+from statistics import median
+
+from harness.config.schema import RunConfig
+from harness.measured.engine import measure
+from harness.measured.plan import CalibrationCase, probe_workload
+
+PROBE = CalibrationCase("probe", 6, (40, 120), (12, 20), 0)
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Probe times beside a point's runs over the probe time at calibration: above 1 the device is slower now."""
+
+    ratio: float
+    low: float
+    high: float
+    probes: int
+
+    def section(self) -> dict[str, float]:
+        """As the record keeps it."""
+        return asdict(self)
+
+
+def probe_s(config: RunConfig) -> float:
+    """Seconds of the probe's steps, by the clock of the measured runs."""
+    run = measure(config, probe_workload(config, PROBE), seed=0)
+    return float(run.log.steps["seconds"].sum())
+
+
+def pace_of(probes: list[float], calibrated_s: float) -> Pace:
+    """The median pace of several probes."""
+    ratios = [seconds / calibrated_s for seconds in probes]
+    return Pace(median(ratios), min(ratios), max(ratios), len(ratios))
