@@ -13,6 +13,7 @@ from engine.runtime.batch import StepBatch, build_batch
 from engine.runtime.beam import final_score
 from engine.runtime.choosing import TokenChooser
 from engine.runtime.errors import AuditError
+from engine.runtime.kernels import AttentionPlan, plan_attention
 from engine.runtime.kv_pool import KVPool
 from engine.runtime.model import LoadedModel
 from engine.runtime.sequences import Generation
@@ -122,11 +123,12 @@ class Runner:
         if plan.frees and self._poisons:
             self.pool.poison(plan.frees)
         poisoned = self._now()
-        batch = build_batch(plan.rows, self._generations, self.pool)
+        batch = build_batch(plan.rows, self._generations, self.pool.block_size, self.pool.device)
+        attention = plan_attention(batch.layout, self.pool, self._workspace, self.backend)
         built = self._now()
         if plan.copies:
             self.pool.copy(plan.copies)
-        logits = self._forward(batch)
+        logits = self._forward(batch, attention)
         ran = self._now()
         self._audit(plan)
         audited = self._now()
@@ -144,9 +146,9 @@ class Runner:
         """Usable slots that hold numbers; the books' tokens and cached slots unless `audit` is off."""
         return self.pool.written_slots()
 
-    def _forward(self, batch: StepBatch) -> torch.Tensor:
+    def _forward(self, batch: StepBatch, attention: AttentionPlan) -> torch.Tensor:
         """Logits `[sampled rows, vocab]` in float32."""
-        paged = PagedStep(batch, self.pool, self._workspace, self._spans)
+        paged = PagedStep(attention, batch.slots, self.pool, self._spans)
         output = self._loaded.model(
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,

@@ -5,22 +5,19 @@ from typing import Any
 
 import torch
 
-from engine.runtime.batch import StepBatch
+from engine.runtime.kernels import AttentionPlan
 from engine.runtime.kv_pool import KVPool
 from engine.runtime.spans import Spans
-from paged_kernels import Scoring, Workspace
-from paged_kernels.torch_cache import store
-from paged_kernels.torch_decode import run_decode
-from paged_kernels.torch_prefill import run_prefill
+from paged_kernels import Scoring
 
 
 class PagedStep:
     """Handed to the model as `paged=`; its layers call `attend`. Index tensors are shared by all layers."""
 
-    def __init__(self, batch: StepBatch, pool: KVPool, workspace: Workspace, spans: Spans) -> None:
-        self._batch = batch
+    def __init__(self, plan: AttentionPlan, slots: torch.Tensor, pool: KVPool, spans: Spans) -> None:
+        self._plan = plan
+        self._slots = slots
         self._pool = pool
-        self._workspace = workspace
         self._spans = spans
 
     def attend(
@@ -38,14 +35,10 @@ class PagedStep:
         """
         began = self._spans.begin()
         keys, values = self._pool.keys[module.layer_idx], self._pool.values[module.layer_idx]
-        store(keys, key[0].transpose(0, 1), self._batch.slots)
-        store(values, value[0].transpose(0, 1), self._batch.slots)
+        self._plan.store(keys, key[0].transpose(0, 1), self._slots)
+        self._plan.store(values, value[0].transpose(0, 1), self._slots)
         q = query[0].transpose(0, 1)
         out = q.new_empty(q.shape[0], q.shape[1], value.shape[3])
-        if self._batch.decode is not None:
-            rows = slice(0, self._batch.decode_rows)
-            run_decode(self._batch.decode, q[rows], keys, values, scoring, out[rows], self._workspace)
-        for chunk in self._batch.prefills:
-            run_prefill(chunk, q, keys, values, scoring, out, self._workspace)
+        self._plan.attend(q, keys, values, scoring, out)
         self._spans.end(began)
         return out.unsqueeze(0)

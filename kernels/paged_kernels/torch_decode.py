@@ -20,7 +20,8 @@ from paged_kernels.workspace import Workspace
 
 IntArray = npt.NDArray[np.int64]
 
-GATHER_BYTES = 4 << 20  # K and V of one gather; more would leave the CPU cache before they are read
+CPU_GATHER_BYTES = 4 << 20  # K and V of one gather; more would leave the CPU cache before they are read
+GPU_GATHER_BYTES = 256 << 20  # a GPU wants few launches
 
 
 class _Views(NamedTuple):
@@ -81,10 +82,11 @@ def plan_decode(
     `token_bytes` is what one token's K and V take in one layer.
     """
     needed = -(-seq_lens // block_size)
+    limit = CPU_GATHER_BYTES if torch.device(device).type == "cpu" else GPU_GATHER_BYTES
     chunks = []
     start = 0
     while start < len(seq_lens):
-        stop = _chunk_end(needed, start, max(1, GATHER_BYTES // (token_bytes * block_size)))
+        stop = _chunk_end(needed, start, max(1, limit // (token_bytes * block_size)))
         rows = slice(start, stop)
         chunks.append(_plan_chunk(block_table[rows], seq_lens[rows], needed[rows], block_size, start, device))
         start = stop

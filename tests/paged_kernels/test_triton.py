@@ -1,0 +1,36 @@
+"""Run the Triton checks, each kind in its own process: interpreted on the CPU, and compiled without a GPU."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="the kernels need pagetwin[gpu]")
+HERE = Path(__file__).parent
+
+
+def run_checks(name, **environment):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / name)]
+    kept = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    return subprocess.run(
+        command,
+        env=kept | {"OMP_NUM_THREADS": "1"} | environment,
+        cwd=HERE.parents[1],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+def test_interpreted_kernels_equal_the_reference():
+    done = run_checks("interpreted_checks.py", TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+@pytest.mark.slow
+def test_kernels_compile_without_a_gpu(tmp_path):
+    done = run_checks("compile_checks.py", TRITON_CACHE_DIR=str(tmp_path))
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
