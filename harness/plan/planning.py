@@ -14,7 +14,7 @@ from harness.config.overrides import Setting
 from harness.config.schema import RunConfig
 from harness.plan.errors import BadPoint, PlanError
 from harness.plan.fingerprint import fingerprint
-from harness.plan.request import SweepRequest
+from harness.plan.request import FIXED, SweepRequest
 
 Settings = tuple[Setting, ...]
 DEFAULTS = "the default point"
@@ -108,7 +108,7 @@ def _plan_point(settings: Settings, varying: Settings, model: PointModel) -> Pla
 
 def _varying(settings: Settings, request: SweepRequest) -> Settings:
     """The settings that are not the same everywhere; of a single point, all of them."""
-    keys = request.varying or tuple(axis.key for axis in request.axes)
+    keys = request.varying or tuple(axis.key for axis in request.axes if axis.key not in FIXED)
     return tuple(setting for setting in settings if setting.key in keys)
 
 

@@ -10,7 +10,7 @@ from harness.config.groups import EXPERIMENTS, experiments, list_options, option
 from harness.config.overrides import Axis, parse_overrides
 
 DEFAULT = "default"
-_FIXED = ("name", "out", "workers")  # say where and how a sweep runs, so they are the same for all its points
+FIXED = ("name", "out", "workers")  # say where and how a sweep runs, so they are the same for all its points
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def run_request(overrides: Sequence[str]) -> SweepRequest:
     own = [axis for axis in axes if axis is not named]
     request = SweepRequest(tuple(own), None) if named is None else _merge(_chosen(named), own)
     for axis in request.axes:
-        if axis.key in _FIXED and len(axis.settings) > 1:
+        if axis.key in FIXED and len(axis.settings) > 1:
             raise ConfigError(axis.key, "one value for the whole sweep; run two sweeps instead")
     return request
 
