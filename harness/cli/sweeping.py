@@ -7,7 +7,7 @@ from pathlib import Path
 from harness.cli.finishing import finish
 from harness.cli.parser import Arguments
 from harness.cli.rooms import Rooms
-from harness.cli.say import remark, say
+from harness.cli.say import planning, remark, say
 from harness.config.errors import ConfigError, UserError
 from harness.execute.executing import Outcome, execute
 from harness.plan.planning import Plan, PlannedPoint, make_plan
@@ -21,7 +21,7 @@ from harness.store.reading import StoreContent, read_store
 def sweep_command(arguments: Arguments, rooms: Rooms) -> int:
     """Run what the command line asks for and is not done yet; returns the exit code."""
     request = _request(arguments)
-    plan = make_plan(request, importlib.import_module(rooms.point))
+    plan = make_plan(request, importlib.import_module(rooms.point), progress=planning)
     _announce(plan)
     content = read_store(plan.out)
     for problem in content.problems:

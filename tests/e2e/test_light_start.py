@@ -1,6 +1,7 @@
 """What a command must not import: the answer to a question about settings may not cost seconds of torch or plots."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,11 +9,13 @@ from pathlib import Path
 import pytest
 
 HEAVY = ["torch", "transformers", "triton", "seaborn", "scipy.stats", "pandas", "matplotlib"]
+TESTS = Path(__file__).resolve().parents[1]
 SCRIPT = """
 import json, sys
 from harness.cli.main import main
+from harness.cli.rooms import Rooms
 try:
-    code = main(sys.argv[1:])
+    code = main(sys.argv[1:], Rooms(report="fake_point"))
 except SystemExit as stop:
     code = stop.code
 print(json.dumps([code, sorted(sys.modules)]))
@@ -22,7 +25,12 @@ print(json.dumps([code, sorted(sys.modules)]))
 def start(folder: Path, *words: str) -> tuple[int, set[str]]:
     """Exit code of a command line run in a fresh process, and the modules that it imported."""
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, *words], cwd=folder, capture_output=True, text=True, check=True
+        [sys.executable, "-c", SCRIPT, *words],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(TESTS)},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     code, modules = json.loads(done.stdout.splitlines()[-1])
     return code, set(modules)
@@ -63,3 +71,23 @@ def test_status_imports_nothing_heavy(tmp_path: Path) -> None:
     code, modules = start(tmp_path, "status", "store")
     assert code == 0
     assert modules.isdisjoint(HEAVY)
+
+
+SIMULATED = [
+    "sweep",
+    "measure=false",
+    "cost=roofline",
+    "workload.num_requests=8",
+    "decoding.beam_width=1",
+    "workers=1",
+]
+
+
+def test_a_simulated_sweep_needs_no_torch_and_its_repetition_nothing_heavy(tmp_path: Path) -> None:
+    code, modules = start(tmp_path, *SIMULATED)
+    assert code == 0
+    assert modules.isdisjoint({"torch", "transformers", "triton", "seaborn", "scipy.stats"})
+    code, modules = start(tmp_path, *SIMULATED)
+    assert code == 0
+    assert modules.isdisjoint(HEAVY)
+    assert (tmp_path / "results" / "default" / "report.html").exists()
