@@ -48,18 +48,15 @@ class KVPool:
         views = {shape: iter(stack.unbind(0)) for shape, stack in self._stacks.items()}
         caches = [next(views[shape]) for shape in wanted]
         self.keys, self.values = caches[0::2], caches[1::2]
+        # bytes of one token's K and V in the widest layer
+        self.token_bytes = max(
+            key[0, 0].nbytes + value[0, 0].nbytes for key, value in zip(self.keys, self.values, strict=True)
+        )
 
     @property
     def bytes(self) -> int:
         """Bytes of all KV tensors, the null block included."""
         return sum(stack.nbytes for stack in self._stacks.values())
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of one token's K and V in the widest layer."""
-        return max(
-            key[0, 0].nbytes + value[0, 0].nbytes for key, value in zip(self.keys, self.values, strict=True)
-        )
 
     def poison(self, blocks: Sequence[int]) -> None:
         """Make the content of `blocks` unreadable."""

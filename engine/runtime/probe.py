@@ -14,6 +14,10 @@ LayerShape = tuple[tuple[int, int], tuple[int, int]]
 _HARMLESS = frozenset({"position_ids", "use_cache", "dropout", "is_causal", "cache_position", "layer_type"})
 
 
+def _is_harmless(name: str) -> bool:
+    return name in _HARMLESS or name.startswith("output_")  # what the model shall return beside its logits
+
+
 class ShapeProbe:
     """Stands where the paged KV stands in a real step, records shapes, and answers zeros."""
 
@@ -36,7 +40,7 @@ class ShapeProbe:
         if rest.get("is_causal", getattr(module, "is_causal", True)) is False:
             self.strange.add("keys to the right of a query")
         self.shapes[module.layer_idx] = ((key.shape[1], key.shape[3]), (value.shape[1], value.shape[3]))
-        self.strange |= {name for name, sent in rest.items() if sent is not None and name not in _HARMLESS}
+        self.strange |= {name for name, sent in rest.items() if sent is not None and not _is_harmless(name)}
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
 
