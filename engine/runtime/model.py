@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from engine.runtime.probe import LayerShape
+    from paged_kernels import Workspace
 
 __all__ = [
     "LoadedModel",
@@ -49,6 +50,7 @@ class LoadedModel:
     dtype: "torch.dtype"
     first_token_id: int  # ids below are, or stand among, the special tokens
     native_attention: str  # the implementation the model came with
+    workspace: "Workspace"  # scratch of the attention kernels, kept from run to run
 
 
 def check_model(spec: ModelSpec) -> None:
@@ -78,6 +80,7 @@ def adopt_model(model: Any, *, name: str) -> LoadedModel:
     """Swap the attention of a transformers causal LM for ours. A model that is refused (ModelError) stays as it was."""
     from engine.runtime.attention import use_paged_attention
     from engine.runtime.probe import probe_layers
+    from paged_kernels import Workspace
 
     model.eval()
     config = model.config.get_text_config()
@@ -102,6 +105,7 @@ def adopt_model(model: Any, *, name: str) -> LoadedModel:
         dtype=model.dtype,
         first_token_id=first,
         native_attention=native,
+        workspace=Workspace(),
     )
 
 

@@ -19,7 +19,7 @@ from engine.runtime.model import LoadedModel
 from engine.runtime.sequences import Generation
 from engine.runtime.spans import ClockSpans, CudaSpans, Spans
 from engine.runtime.step import PagedStep
-from paged_kernels import Workspace, resolve_backend
+from paged_kernels import resolve_backend
 
 AUDITS = ("off", "sampled", "full")
 
@@ -79,7 +79,6 @@ class Runner:
         self._clock = clock
         self._on_cuda = loaded.device.type == "cuda"
         self._spans: Spans = CudaSpans() if self._on_cuda else ClockSpans(clock)
-        self._workspace = Workspace()
         self._generations: dict[int, Generation] = {}
 
     # -- requests ------------------------------------------------------------------------------------------
@@ -124,7 +123,7 @@ class Runner:
             self.pool.poison(plan.frees)
         poisoned = self._now()
         batch = build_batch(plan.rows, self._generations, self.pool.block_size, self.pool.device)
-        attention = plan_attention(batch.layout, self.pool, self._workspace, self.backend)
+        attention = plan_attention(batch.layout, self.pool, self._loaded.workspace, self.backend)
         built = self._now()
         if plan.copies:
             self.pool.copy(plan.copies)

@@ -14,8 +14,10 @@ class Workspace:
         key = (name, like.dtype, like.device)
         buffer = self._buffers.get(key)
         if buffer is None or buffer.numel() < numel:
-            # zeros, not empty: every page is touched here and not inside a timed gather
-            buffer = self._buffers[key] = torch.zeros(numel, dtype=like.dtype, device=like.device)
+            # At least doubled, so that growing contexts pay for few new buffers; zeros, not empty, so that every page
+            # is touched here and not in the middle of a gather.
+            room = max(numel, 0 if buffer is None else 2 * buffer.numel())
+            buffer = self._buffers[key] = torch.zeros(room, dtype=like.dtype, device=like.device)
         return buffer[:numel]
 
 

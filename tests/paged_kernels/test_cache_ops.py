@@ -6,6 +6,7 @@ import torch
 from paged_kernels import (
     BackendUnavailableError,
     KernelError,
+    Workspace,
     copy_blocks,
     merge_attn_states,
     reshape_and_cache,
@@ -104,3 +105,12 @@ def test_an_unknown_backend_is_refused_with_the_choices():
 
 def test_auto_is_torch_on_the_cpu():
     assert resolve_backend("auto", "cpu") == "torch"
+
+
+def test_a_workspace_is_reused_and_grows_by_doubling():
+    workspace, like = Workspace(), torch.empty(0)
+    first = workspace.take("k", 10, like)
+    assert workspace.take("k", 8, like).data_ptr() == first.data_ptr()
+    grown = workspace.take("k", 11, like)
+    assert workspace.take("k", 20, like).data_ptr() == grown.data_ptr()
+    assert workspace.take("v", 10, like).data_ptr() != grown.data_ptr()
