@@ -51,10 +51,9 @@ def _hits(lengths: Lengths, cache: CacheShape) -> int:
 def _contiguous(lengths: Lengths, reserve_tokens: int) -> dict[str, float]:
     if lengths.width > 1 or not lengths.decode_steps.any():
         return {}
-    return closed_forms.reserved_split(lengths, reserve_tokens) | {
-        "sharing_saving": 0.0,
-        "copies_per_token": 0.0,
-    }
+    figures = closed_forms.reserved_split(lengths, reserve_tokens)
+    figures["tail_waste"] = (1 - figures["utilisation"]) * reserve_tokens
+    return figures | {"sharing_saving": 0.0, "copies_per_token": 0.0}
 
 
 def _paged(lengths: Lengths, block_size: int, hits: int) -> dict[str, float]:

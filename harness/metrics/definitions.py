@@ -43,10 +43,10 @@ _STATE_MEANING = {
 
 def _latencies() -> Iterator[Metric]:
     for name, label, unit, meaning in _LATENCIES:
-        yield Metric(f"{name}_mean", f"{label}, mean", unit, f"mean of {meaning}", "lower")
+        yield Metric(f"{name}_mean", f"{label} mean", unit, f"mean of {meaning}", "lower")
         for short, level in QUANTILES.items():
             quantile = f"{level * 100:g}th percentile of {meaning}"
-            yield Metric(f"{name}_{short}", f"{label}, {short}", unit, quantile, "lower")
+            yield Metric(f"{name}_{short}", f"{label} {short}", unit, quantile, "lower")
 
 
 def _slot_shares() -> Iterator[Metric]:

@@ -55,3 +55,9 @@ def plain(value: float) -> str:
     if value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def digits(value: float) -> str:
+    """Three digits at least, for columns of one unit: '0.123', '12.3', '1,234'."""
+    places = next((places for limit, places in ((100, 0), (10, 1), (1, 2)) if abs(value) >= limit), 3)
+    return f"{value:,.{places}f}" if value else "0"

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from harness.compare import Verdict, judge
-from harness.report import tables, workload
+from harness.report import provenance, tables, workload
 from harness.report.axes import Axes, label, policy_of, reference
 from harness.report.drawing import Drawing, Picture
 from harness.report.study import Study
@@ -161,13 +161,19 @@ def _table_sections(study: Study, axes: Axes) -> list[Section]:
             tables=[tables.points_table(study.records, axes), *detail],
         ),
         Section("definitions", "What the metrics mean", tables=[tables.definitions_table()]),
-        Section("environment", "Environment", tables=[tables.facts_table("environment", study.records)]),
-        Section(
-            "cost",
-            "Cost model",
-            [
-                "A fitted model was fitted on other workloads; heldout is its error on points kept out of the fit."
-            ],
-            tables=[tables.facts_table("cost", study.records)],
-        ),
+        Section("environment", "Environment", tables=[provenance.facts_table("environment", study.records)]),
+        _cost_section(study),
     ]
+
+
+def _cost_section(study: Study) -> Section:
+    heldout = provenance.heldout_table(study.records)
+    facts = provenance.facts_table("cost", study.records, without="heldout")
+    if heldout is None:
+        return Section(
+            "cost", "Cost model", ["It was not fitted, so it has no held-out error."], tables=[facts]
+        )
+    text = [
+        "Fitted on other workloads than the ones above. Its error on steps that were kept out of the fit:"
+    ]
+    return Section("cost", "Cost model", text, tables=[heldout, facts])

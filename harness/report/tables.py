@@ -9,6 +9,7 @@ from harness.compare.verdict import point_label
 from harness.metrics import METRICS
 from harness.report import numbers
 from harness.report.axes import POLICY, Axes, policy_of, setting, short_label
+from harness.report.figures.series import axis_scale
 from harness.report.study import Record, Study
 
 
@@ -31,6 +32,7 @@ class Table:
 
 _FOLD = 40
 _POINT_METRICS = ("output_throughput", "ttft_p50", "tpot_p50", "internal_share", "sharing_saving")
+_SHORT = {"predicted": "pred.", "measured": "meas.", "error": "error"}
 
 
 def verdict_table(verdict: Verdict) -> Table:
@@ -105,10 +107,16 @@ def points_table(records: Sequence[Record], axes: Axes) -> Table:
     """Every point, in the order of its settings: prediction, measurement, error of a few metrics."""
     measured = any(record.get("measured") for record in records)
     sides = ("predicted", "measured", "error") if measured else ("predicted",)
-    groups = [("", 1 + len(axes.values)), *((METRICS[name].label, len(sides)) for name in _POINT_METRICS)]
-    head = ["cache", *map(short_label, axes.values), *(side for _ in _POINT_METRICS for side in sides)]
+    scales = {name: _scale(name, records) for name in _POINT_METRICS}
+    titles = [(f"{METRICS[name].label} ({unit})", len(sides)) for name, (_, unit) in scales.items()]
+    groups = [("", 1 + len(axes.values)), *titles]
+    head = [
+        "cache",
+        *map(short_label, axes.values),
+        *(_SHORT[side] for _ in _POINT_METRICS for side in sides),
+    ]
     ordered = sorted(records, key=lambda record: _sort_key(record, axes))
-    rows = [[*_settings(record, axes), *_figures(record, sides)] for record in ordered]
+    rows = [[*_settings(record, axes), *_figures(record, sides, scales)] for record in ordered]
     title, folded = f"All {len(rows):,} points", len(rows) > _FOLD
     return Table(head, rows, 1 + len(axes.values), title, folded, groups)
 
@@ -126,15 +134,19 @@ def _sort_key(record: Record, axes: Axes) -> list[Any]:
     return [policy_of(record) != "paged", policy_of(record), places, record["fingerprint"]]
 
 
-def _figures(record: Record, sides: Sequence[str]) -> Iterable[str]:
+def _scale(name: str, records: Sequence[Record]) -> tuple[float, str]:
+    """One unit for a whole column, from its largest prediction."""
+    rows = (row for record in records for row in record.get("comparison") or () if row["metric"] == name)
+    return axis_scale(name, max((row["simulated"] or 0.0 for row in rows), default=0.0))
+
+
+def _figures(record: Record, sides: Sequence[str], scales: Mapping[str, tuple[float, str]]) -> Iterable[str]:
     rows = {row["metric"]: row for row in record.get("comparison") or ()}
-    for name in _POINT_METRICS:
-        row, metric = rows.get(name, {}), METRICS[name]
-        cells = {
-            "predicted": numbers.figure(metric, row.get("simulated")),
-            "measured": numbers.figure(metric, row.get("measured")),
-            "error": numbers.error(metric, row.get("error")),
-        }
+    for name, (scale, _) in scales.items():
+        row = rows.get(name, {})
+        known = {side: row.get(key) for side, key in (("predicted", "simulated"), ("measured", "measured"))}
+        cells = {side: numbers.NONE if v is None else numbers.digits(scale * v) for side, v in known.items()}
+        cells["error"] = numbers.error(METRICS[name], row.get("error"))
         yield from (cells[side] for side in sides)
 
 
@@ -171,33 +183,3 @@ def definitions_table() -> Table:
     return Table(
         ["metric", "unit", "definition"], rows, words=3, title="Definitions of all metrics", folded=True
     )
-
-
-def facts_table(section: str, records: Sequence[Record]) -> Table:
-    """One section of the records flattened to key and value; where points differ, every value in turn."""
-    found: dict[str, dict[str, None]] = {}
-    for record in records:
-        for key, value in _leaves(record.get(section) or {}):
-            found.setdefault(key, {})[_text(value)] = None
-    rows = [[key, " · ".join(_few(list(values)))] for key, values in found.items()]
-    return Table(["", ""], rows, words=2)
-
-
-def _few(values: list[str], most: int = 4) -> list[str]:
-    return values if len(values) <= most else [*values[:most], f"and {len(values) - most} more"]
-
-
-def _leaves(value: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    for key, item in value.items():
-        if isinstance(item, Mapping):
-            yield from _leaves(item, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", item
-
-
-def _text(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    if isinstance(value, list):
-        return "; ".join(map(_text, value)) or numbers.NONE
-    return numbers.NONE if value is None else str(value)

@@ -54,9 +54,10 @@ def answer(verdict: Verdict) -> str:
     if not far:
         return f"Yes: all {len(close)} headline metrics are within {BAND} at every measured point."
     worst = max(far, key=lambda item: (item.points - item.close) / item.points)
+    off = f"furthest off is {worst.metric.label}, close at {worst.close} of {worst.points}"
     return (
         f"{'Partly' if close or worst.close else 'No'}: {len(close)} of {len(verdict.metrics)} headline metrics are"
-        f" within {BAND} at every measured point; {worst.metric.label} is at {worst.close} of {worst.points}."
+        f" within {BAND} at every measured point; {off}."
     )
 
 

@@ -51,19 +51,24 @@ def _panel(panel: "Panel", name: str, found: "pd.DataFrame", names: list[str]) -
     scale, unit = axis_scale(name, float(found["measured"].max()))
     low = scale * float(found[["low", "simulated"]].min().min())
     high = scale * float(found[["high", "simulated"]].max().max())
-    # a lone point, or points that agree to many digits, must not be blown up until noise looks like disagreement
+    wide = low > 0 and high > 12 * low
+    # a lone point, or points that agree to many digits, must not be blown up until noise looks like
+    # disagreement
     margin = max(0.06 * (high - low), 0.05 * abs(high), 1.0 if METRICS[name].is_share else 0.0)
-    ends = (low - margin, high + margin)
+    ends = (low / 1.3, high * 1.3) if wide else (low - margin, high + margin)
     panel.plot(ends, ends, color="#999999", linewidth=0.8, label="predicted = measured")
     for policy in names:
         mine = found[found["cache.policy"] == policy]
         bars = scale * (mine["measured"] - mine["low"]), scale * (mine["high"] - mine["measured"])
         look = policy_style(policy)
         panel.errorbar(
-            scale * mine["measured"], scale * mine["simulated"], xerr=bars, fmt=look["marker"], color=look["color"],
-            alpha=0.75, markersize=3, markeredgewidth=0, elinewidth=0.6, label=policy,
+            scale * mine["measured"], scale * mine["simulated"], xerr=bars, fmt=look["marker"],
+            color=look["color"], alpha=0.75, markersize=3, markeredgewidth=0, elinewidth=0.6, label=policy,
         )  # fmt: skip
     panel.set(xlim=ends, ylim=ends, xlabel=f"measured ({unit})", ylabel=f"predicted ({unit})")
     panel.set_title(METRICS[name].label)
     panel.set_aspect("equal", adjustable="box")
-    panel.locator_params(nbins=5)
+    if wide:
+        panel.set(xscale="log", yscale="log")
+    else:
+        panel.locator_params(nbins=5)

@@ -38,7 +38,7 @@ def draw(study: Study, axes: Axes) -> Picture:
     axis.invert_yaxis()
     axis.set_xscale("symlog", linthresh=20, linscale=2.0)
     ticks = [tick for tick in (-100, -20, -10, -5, 0, 5, 10, 20, 100) if _near(tick, 100 * table["error"])]
-    axis.set_xticks(ticks, [f"{tick:+d}" if tick else "0" for tick in ticks])
+    axis.set_xticks(ticks, [f"{tick:+d}".replace("-", "−") if tick else "0" for tick in ticks])
     axis.minorticks_off()
     axis.grid(visible=False, axis="y")
     axis.set_xlabel("predicted against measured: error (%; shares: points of 100)")

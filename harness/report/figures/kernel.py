@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 NAME = "kernel"
 _PANELS: Mapping[str, str] = {
-    "kernel_call": "attention kernel alone, per call",
+    "kernel_call": "attention per step, same steps",
     "attention_per_decode_step": "attention per decode step",
     "attention_per_kv_token": "attention per KV slot read",
 }
@@ -47,7 +47,8 @@ def draw(study: Study, axes: Axes) -> Picture:
     figure.legend(*grid[0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
     caption = (
         "Attention time over all layers by block size: median over the points of that size, bars from the smallest "
-        "to the largest point. The kernel alone is timed on the shapes of the real run (level 1 of the attribution)."
+        "to the largest point. Left, both sides have the very steps that the engine took (level 1 below); in the "
+        "others each side has the steps of its own replay."
     )
     return Drawing(NAME, caption, figure, data)
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 NAME = "levels"
 _LEVELS = {
-    "kernel": "1 kernel,\nMAPE",
+    "kernel": "1 attention,\nMAPE",
     "step": "2 per step,\nMAPE",
     "run_total": "2 total of\nthe run",
     "tpot_p50": "3 TPOT,\np50",
@@ -38,9 +38,9 @@ def draw(study: Study, axes: Axes) -> Picture:
         left.scatter([], [], s=9, label=policy, **policy_style(policy))
     figure.legend(*left.get_legend_handles_labels(), loc="outside upper center", ncols=4)
     caption = (
-        "Left: size of the error on each level: (1) the attention kernel alone, (2) the cost model pricing the steps "
-        "of the real run, (3) the simulator alone, in which errors of steps grow through queueing. "
-        "Line: median; dots: points. Right: error of the median TTFT against the load of the measured side."
+        "Left: size of the error on each level: (1) the cost model pricing the attention of the steps that the "
+        "engine took, (2) pricing those steps whole, (3) the simulator alone, in which errors of steps grow through "
+        "queueing. Line: median; dots: points. Right: error of the median TTFT against the measured load."
     )
     return Drawing(NAME, caption, figure, data)
 

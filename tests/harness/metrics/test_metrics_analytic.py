@@ -153,6 +153,7 @@ def test_beams_have_no_closed_form_of_sharing():
 def test_contiguous_reserves_the_maximum_for_everyone():
     figures = analytic_metrics(lengths((10, 3)), CacheShape(1, reserve_tokens=100))
     assert figures["utilisation"] == pytest.approx((11 + 12) / 200)
+    assert figures["tail_waste"] == pytest.approx((89 + 88) / 2)
     assert figures["hit_tokens"] == 0
 
 

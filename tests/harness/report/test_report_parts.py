@@ -9,6 +9,7 @@ from harness.report import numbers
 from harness.report.axes import alike, find_axes, reference
 from harness.report.figures.series import evenly
 from harness.report.figures.timeline import _bin
+from harness.report.provenance import facts_table, heldout_table
 
 
 def point(**settings):
@@ -94,3 +95,20 @@ def test_time_bins_weight_steps_by_their_overlap_and_leave_idle_time_out():
     assert np.isnan(binned["token"].iloc[120])
     assert binned["token"].iloc[-1] == pytest.approx(50.0)
     assert binned["free"].iloc[-1] == pytest.approx(50.0)
+
+
+def test_held_out_error_of_the_cost_model_is_shown_once():
+    errors = {"step": {"n": 120.0, "mape": 0.04, "bias": -0.01, "p95": 0.1, "max": 0.3}}
+    table = heldout_table([{"cost": {"name": "m", "heldout": errors}}] * 2)
+    assert table.rows == [("m", "whole step", "120", "4.0 %", "−1.0 %", "10.0 %", "30.0 %")]
+
+
+def test_a_model_that_was_not_fitted_has_no_held_out_error():
+    assert heldout_table([{"cost": {"name": "datasheet", "heldout": {}}}]) is None
+
+
+def test_facts_that_differ_are_ranges_or_lists():
+    records = [
+        {"environment": {"load": load, "host": host}} for load, host in ((1.5, "a"), (0.5, "b"), (1.0, "a"))
+    ]
+    assert facts_table("environment", records).rows == [["load", "0.5 – 1.5"], ["host", "a · b"]]

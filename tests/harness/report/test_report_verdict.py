@@ -30,7 +30,7 @@ def test_the_answer_follows_from_errors_and_spreads(tmp_path, rows, start):
 def test_a_metric_line_sets_the_error_beside_the_spread(tmp_path):
     write_point(tmp_path, POINT, comparison=[row(-0.034, spread=0.012)])
     assert verdict_lines(tmp_path)[-1] == (
-        "TTFT, p50: median error 3.4 %, worst −3.4 % at cache.policy=paged cache.block_size=16; "
+        "TTFT p50: median error 3.4 %, worst −3.4 % at cache.policy=paged cache.block_size=16; "
         "spread of repeats 1.2 %; close at 1 of 1"
     )
 

@@ -1,0 +1,68 @@
+"""Where the figures come from: environment, cost model and its error on points that it was not fitted to."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from harness.report import numbers
+from harness.report.study import Record
+from harness.report.tables import Table
+
+_MOST_VALUES = 4
+
+
+def facts_table(section: str, records: Sequence[Record], *, without: str = "") -> Table:
+    """One section of the records as key and value, but for the key `without`.
+
+    Where the points differ, a number is given as its range and anything else as its values in turn.
+    """
+    found: dict[str, dict[Any, None]] = {}
+    for record in records:
+        for key, value in _leaves(record.get(section) or {}):
+            if key.partition(".")[0] != without:
+                found.setdefault(key, {})[tuple(value) if isinstance(value, list) else value] = None
+    return Table(["", ""], [[key, _together(list(values))] for key, values in found.items()], words=2)
+
+
+def heldout_table(records: Sequence[Record]) -> Table | None:
+    """The cost models' errors on held-out steps; None where no model was fitted."""
+    rows = {
+        tuple(_heldout_cells(str(cost.get("name")), part, errors)): None
+        for record in records
+        for cost in (record.get("cost") or {},)
+        for part, errors in (cost.get("heldout") or {}).items()
+    }
+    head = ["model", "predicts", "held-out steps", "mean |error|", "bias", "95th percentile", "worst"]
+    return Table(head, list(rows), words=2) if rows else None
+
+
+def _heldout_cells(name: str, part: str, errors: Mapping[str, float]) -> Iterable[str]:
+    yield from (name, "whole step" if part == "step" else part, numbers.plain(errors.get("n", 0)))
+    for key in ("mape", "bias", "p95", "max"):
+        value = errors.get(key)
+        yield numbers.NONE if value is None else f"{100 * value:.1f} %".replace("-", "−")
+
+
+def _together(values: list[Any]) -> str:
+    amounts = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
+    if len(amounts) == len(values) > 1:
+        return f"{_text(min(amounts))} – {_text(max(amounts))}"
+    shown = [_text(value) for value in values[:_MOST_VALUES]]
+    return " · ".join(shown) + (
+        f" · and {len(values) - _MOST_VALUES} more" if len(values) > _MOST_VALUES else ""
+    )
+
+
+def _leaves(value: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    for key, item in value.items():
+        if isinstance(item, Mapping):
+            yield from _leaves(item, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", item
+
+
+def _text(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, tuple):
+        return "; ".join(map(_text, value)) or numbers.NONE
+    return numbers.NONE if value is None else str(value)
