@@ -37,7 +37,8 @@ def draw(study: Study, axes: Axes, key: str) -> Picture:
     """Six metrics along `key`; lines differ in a second setting, the others are held at their middle value."""
     name = "curve_" + key.replace(".", "_")
     main = [record for record in study.records if setting(record, key) is not None]
-    main = [r for r in main if policy_of(r) == _main_policy(main, key)]
+    policy = _main_policy(main, key)
+    main = [record for record in main if policy_of(record) == policy]
     like = reference(main, axes, "middle")
     if like is None:
         return Missing(name, f"No point says its {label(key)}.")
