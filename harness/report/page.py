@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from harness.compare import Verdict, judge
 from harness.report import provenance, tables, workload
@@ -12,6 +13,11 @@ from harness.report.study import Study
 from harness.report.svg import inline
 from harness.report.tables import Table
 from harness.report.verdict_text import BAND, answer, completeness, soundness
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+_FOLDER = Path(__file__).parent
 
 Pictures = Mapping[str, Picture]
 Svgs = Mapping[str, bytes]
@@ -41,22 +47,13 @@ class Section:
 
 def build_page(study: Study, axes: Axes, pictures: Pictures, svgs: Svgs) -> str:
     """The whole HTML document; `svgs` hold the bytes of every drawing among `pictures`."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
     verdict = judge(study.records)
     shown = {name: _shown(picture, svgs) for name, picture in pictures.items()}
-    folder = Path(__file__).parent
-    environment = Environment(
-        loader=FileSystemLoader(folder),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("page.html.j2").render(
+    return _template().render(
         name=study.name,
-        style=Markup((folder / "page.css").read_text(encoding="utf-8")),
+        style=Markup((_FOLDER / "page.css").read_text(encoding="utf-8")),
         complete=not (study.failures or study.absent or study.problems or verdict.unfinished),
         completeness=completeness(study, verdict),
         answer=answer(verdict),
@@ -70,6 +67,19 @@ def build_page(study: Study, axes: Axes, pictures: Pictures, svgs: Svgs) -> str:
         sections=_sections(study, axes, shown),
         command=study.command,
     )
+
+
+def _template() -> "Template":
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(_FOLDER),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("page.html.j2")
 
 
 def _shown(picture: Picture, svgs: Svgs) -> Shown:

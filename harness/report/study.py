@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness.report.errors import ReportError
 from harness.store.errors import ForeignFileError
-from harness.store.manifest import read_manifest
+from harness.store.manifest import Manifest, read_manifest
 from harness.store.reading import read_store, read_table
 
 if TYPE_CHECKING:
@@ -64,11 +64,8 @@ def read_study(root: Path) -> Study:
         ReportError: there is neither a record nor a failure.
         StoreVersionError: a file was written by another version of PageTwin.
     """
-    content, problems = read_store(root), []
-    try:
-        manifest = read_manifest(root)
-    except ForeignFileError as error:
-        manifest, problems = None, [f"skipped {error}"]
+    content = read_store(root)
+    manifest, problems = _manifest(root)
     asked = {point.fingerprint: point.overrides for point in manifest.points} if manifest else {}
     wanted = asked or dict.fromkeys([*content.records, *content.failures], ())
     problems += content.problems
@@ -87,6 +84,14 @@ def read_study(root: Path) -> Study:
         absent=len(asked.keys() - seen),
         others=len(seen - wanted.keys()),
     )
+
+
+def _manifest(root: Path) -> tuple[Manifest | None, list[str]]:
+    """What the store was asked for, and what is to be said about it."""
+    try:
+        return read_manifest(root), []
+    except ForeignFileError as error:
+        return None, [f"skipped {error}"]
 
 
 def _nothing(root: Path, problems: list[str]) -> str:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from harness.compare.verdict import RELATIVE_BAND, point_label
 from harness.report.axes import Axes, policy_of
 from harness.report.drawing import Drawing, Missing, Picture
-from harness.report.figures.series import policies, policy_style
+from harness.report.figures.series import policies, policy_style, side_by_side
 from harness.report.study import Record, Study
 from harness.report.style import PAGE_IN, new_figure
 
@@ -81,10 +81,12 @@ def _busy(record: Record) -> float:
 
 
 def _strip(panel: "Panel", data: "pd.DataFrame") -> None:
+    names = list(dict.fromkeys(data["policy"]))
     shown = [level for level in _LEVELS if (data["level"] == level).any()]
     for at, level in enumerate(shown):
         found = data[data["level"] == level]
-        for offset, (policy, mine) in zip((-0.14, 0.14), found.groupby("policy"), strict=False):
+        for offset, policy in zip(side_by_side(len(names), 0.28), names, strict=True):
+            mine = found[found["policy"] == policy]
             sizes = 100 * mine["error"].abs()
             panel.scatter(
                 [at + offset] * len(mine), sizes, s=9, alpha=0.6, linewidths=0, **policy_style(str(policy))

@@ -82,28 +82,29 @@ def _stack(
     sides: Sequence[str],
 ) -> None:
     height = 0.8 / len(sides)
-    ticks: list[tuple[float, str]] = []
+    ticks: dict[float, str] = {}
     for row, name in enumerate(names):
         found = table[table["allocator"] == name].drop_duplicates("metric").set_index("metric")
         for index, side in enumerate(sides):
             at = row + (index - (len(sides) - 1) / 2) * height
-            ticks.append((at, side[0].upper()))
-            left = 0.0
-            for metric, state in states.items():
-                value = 100 * float(found[side].get(metric, float("nan")))
-                if value > 0:
-                    panel.barh(
-                        at, value, left=left, height=0.88 * height, color=STATE_COLOURS[state], linewidth=0
-                    )
-                    left += value
-            if left == 0:
-                panel.text(
-                    1, at, "no closed form" if side == "analytic" else "not measured", va="center", size=6
-                )
-    panel.set_yticks([at for at, _ in ticks], [text for _, text in ticks], fontsize=6)
+            ticks[at] = side[0].upper()
+            values = {state: 100 * float(found[side].get(metric, 0.0)) for metric, state in states.items()}
+            _bar(panel, at, 0.88 * height, values, "no closed form" if side == "analytic" else "not measured")
+    panel.set_yticks(list(ticks), list(ticks.values()), fontsize=6)
     _name_rows(panel, names)
     panel.set(xlim=(0, 100), ylim=(len(names) - 0.45, -0.55), xlabel="%")
     panel.grid(visible=False, axis="y")
+
+
+def _bar(panel: "Panel", at: float, height: float, values: Mapping[str, float], absent: str) -> None:
+    """One stacked bar, or the reason for its absence; a NaN is a figure that this side does not have."""
+    left = 0.0
+    for state, value in values.items():
+        if value > 0:
+            panel.barh(at, value, left=left, height=height, color=STATE_COLOURS[state], linewidth=0)
+            left += value
+    if left == 0:
+        panel.text(1, at, absent, va="center", size=6)
 
 
 def _name_rows(panel: "Panel", names: Sequence[str]) -> None:

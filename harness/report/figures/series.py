@@ -10,6 +10,13 @@ from harness.report.style import GREY, PALETTE
 if TYPE_CHECKING:
     from matplotlib.axes import Axes as Panel
 
+_POLICY_LOOKS = {
+    "paged": (PALETTE[0], "o"),
+    "contiguous_max": (PALETTE[1], "s"),
+    "contiguous_pow2": (PALETTE[4], "^"),
+    "contiguous_oracle": (PALETTE[5], "v"),
+}
+
 MOST_SERIES = 5
 """More lines than these in one panel cannot be told apart."""
 
@@ -21,7 +28,13 @@ def policies(records: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def policy_style(policy: str) -> dict[str, Any]:
     """Colour and marker of a cache policy, the same in every figure."""
-    return {"color": PALETTE[0], "marker": "o"} if policy == "paged" else {"color": PALETTE[1], "marker": "s"}
+    colour, marker = _POLICY_LOOKS.get(policy, (GREY, "X"))
+    return {"color": colour, "marker": marker}
+
+
+def side_by_side(count: int, width: float) -> list[float]:
+    """Offsets that set `count` marks beside each other, `width` from the first to the last."""
+    return [width * (index / max(1, count - 1) - 0.5) if count > 1 else 0.0 for index in range(count)]
 
 
 def series_colours(values: Sequence[Any]) -> dict[Any, str]:
