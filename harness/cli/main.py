@@ -67,7 +67,7 @@ def _fault(error: Exception) -> int:
     from harness.store.errors import StoreError
 
     if isinstance(error, StoreError):
-        remark(f"error: {error}")
+        remark(f"error: {error}\nPoints that were committed before are kept.")
         return FAILED
     with tempfile.NamedTemporaryFile("w", prefix="pagetwin-", suffix=".txt", delete=False) as file:
         traceback.print_exception(error, file=file)

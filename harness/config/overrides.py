@@ -115,8 +115,13 @@ def _values(override: Override, key: str) -> list[tuple[Any, str]]:
         return [(override.value(), f"{key}={_shown(override)}")]
     if not override.is_discrete_sweep():
         raise ConfigError(key, "an interval is not a list of points; use range(start,stop,step) or a,b,c")
-    texts = [f"{key}={value}" for value in override.sweep_string_iterator()]
+    texts = [f"{key}={_spelt(value)}" for value in override.sweep_string_iterator()]
     return [(_parse(text).value(), text) for text in texts]
+
+
+def _spelt(value: str) -> str:
+    """Hydra hands out a sweep's booleans as Python writes them; a user writes them small."""
+    return value.lower() if value in ("True", "False") else value
 
 
 def _shown(override: Override) -> str:

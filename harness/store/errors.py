@@ -30,4 +30,4 @@ _REMEDIES = {
 def write_failed(folder: Path, error: OSError) -> StoreError:
     """The error to raise when writing into `folder` failed."""
     remedy = _REMEDIES.get(error.errno or 0, error.strerror or str(error))
-    return StoreError(f"cannot write to {folder}: {remedy} (points committed before are kept)")
+    return StoreError(f"cannot write to {folder}: {remedy}")

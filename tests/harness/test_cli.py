@@ -201,7 +201,8 @@ def test_a_disk_that_fills_mid_sweep_keeps_committed_points(
     code, _, err = cli(*sweep("workload.seed=1,2,3"))
     assert code == 1
     assert (
-        "the disk is full; free some space and repeat the command (points committed before are kept)" in err
+        "the disk is full; free some space and repeat the command\nPoints that were committed before are kept."
+        in err
     )
     assert len(list(tmp_path.rglob("record.json"))) == 1
     assert list(tmp_path.rglob("*.tmp")) == []

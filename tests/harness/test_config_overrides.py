@@ -14,12 +14,20 @@ from harness.config.overrides import parse_override, parse_overrides
         ("cache.block_size=range(8,33,8)", [8, 16, 24, 32]),
         ("cache.block_size=choice(8,16)", [8, 16]),
         ("workload.prefix_share=null,0.5", [None, 0.5]),
+        ("measure=true,false", [True, False]),
         ("device=glob(a100*)", ["a100_40gb", "a100_80gb"]),
         ("""trace.path='a=b,c.csv'""", ["a=b,c.csv"]),
     ],
 )
 def test_a_sweep_is_written_in_hydras_grammar(text: str, values: list[object]) -> None:
     assert [setting.value for setting in parse_override(text).settings] == values
+
+
+def test_a_setting_is_spelt_as_a_user_would() -> None:
+    assert [setting.text for setting in parse_override("measure=true,false").settings] == [
+        "measure=true",
+        "measure=false",
+    ]
 
 
 def test_the_text_of_a_setting_gives_the_setting_again() -> None:
