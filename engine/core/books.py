@@ -24,9 +24,8 @@ class SlotBooks:
             self._unfillable[block] = unfillable
             self.internal += unfillable
 
-    def block_dropped(self, block: int, index: int, computed: int) -> None:
-        """The last reference to `block` is gone; its table had `computed` tokens."""
-        self.written -= min(self.block_size, computed - index * self.block_size)
+    def block_dropped(self, block: int) -> None:
+        """The last reference to a table's last block is gone."""
         self.internal -= self._unfillable.pop(block, 0)
 
     def unfillable_blocks(self) -> set[int]:

@@ -91,8 +91,8 @@ class PagedManager:
 
     def _tail_copies(self, rows: Values[ScheduledRow]) -> int:
         """Each writer of a shared tail copies it, but the last holder writes in place."""
-        tails = Counter(row.sequence.table[-1] for row in rows if row.sequence.computed % self.block_size)
-        return sum(min(writers, self.pool.references(block) - 1) for block, writers in tails.items())
+        tails = [row.sequence.table[-1] for row in rows if row.sequence.computed % self.block_size]
+        return sum(min(tails.count(block), self.pool.references(block) - 1) for block in set(tails))
 
     def extend(self, row: ScheduledRow) -> int:
         """Blocks for the row's tokens; a shared tail is replaced by a copy, unless this is its last holder."""
@@ -112,7 +112,7 @@ class PagedManager:
 
     def _copy_tail(self, sequence: Sequence, table: list[int]) -> None:
         source, (copy,) = table[-1], self.pool.take(1)
-        self.pool.release(source)
+        self.pool.release([source])
         self._copies.append((source, copy))
         table[-1] = copy
         self.books.written += sequence.computed % self.block_size
@@ -168,10 +168,15 @@ class PagedManager:
         sequence.table = []
 
     def _release_table(self, table: Values[int], computed: int) -> None:
-        for index in range(len(table) - 1, -1, -1):
-            if self.pool.release(table[index]):
-                self.books.block_dropped(table[index], index, computed)
+        """Only the last block can be partly written or hold slots that are never filled."""
+        gone = self.pool.release(reversed(table))
         self.books.entries -= len(table)
+        if not gone:
+            return
+        self.books.written -= self.block_size * len(gone)
+        if gone[0] == table[-1]:
+            self.books.written += len(table) * self.block_size - computed
+            self.books.block_dropped(gone[0])
 
     # -- fast-forward --------------------------------------------------------------------------------------
 

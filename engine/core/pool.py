@@ -90,30 +90,35 @@ class BlockPool:
             self._others.pop(name, None)
 
     def share(self, blocks: Iterable[int]) -> int:
-        """Refer to `blocks` once more (a prefix hit or a fork); returns how many of them nobody referred to before."""
-        revived = 0
+        """Refer to `blocks` once more (a hit or a fork); returns how many of them nobody referred to before."""
+        refs, revived = self._refs, 0
         for block in blocks:
-            if self._refs[block] == 0:
+            if refs[block] == 0:
                 if block not in self._evictable:
                     raise CoreError(f"block {block} is free and holds nothing: it cannot be shared")
                 del self._evictable[block]
                 revived += 1
-            self._refs[block] += 1
+            refs[block] += 1
         return revived
 
-    def release(self, block: int) -> bool:
-        """Drop one reference; True when it was the last. The block stays findable if it has a name."""
-        if not 1 <= block <= self.num_blocks or self._refs[block] < 1:
-            raise CoreError(f"block {block} is released, but nobody holds it (pool of {self.num_blocks})")
-        self._refs[block] -= 1
-        if self._refs[block]:
-            return False
-        if block in self._name_of:
-            self._evictable[block] = None
-        else:
-            self._unnamed.append(block)
-            self._voided.append(block)
-        return True
+    def release(self, blocks: Iterable[int]) -> list[int]:
+        """Drop one reference to each of `blocks`; returns those that nobody refers to any more, in order.
+
+        A block with a name stays findable. Raises CoreError at a block that nobody holds; the earlier ones are dropped.
+        """
+        refs, gone = self._refs, []
+        for block in blocks:
+            if not 0 < block <= self.num_blocks or not refs[block]:
+                raise CoreError(f"block {block} is released, but nobody holds it (pool of {self.num_blocks})")
+            refs[block] -= 1
+            if not refs[block]:
+                gone.append(block)
+                if block in self._name_of:
+                    self._evictable[block] = None
+                else:
+                    self._unnamed.append(block)
+                    self._voided.append(block)
+        return gone
 
     def name(self, block: int, name: BlockName) -> None:
         """Enter a full, referenced block into the prefix cache. Several blocks may carry one name."""

@@ -10,8 +10,10 @@ from engine.core.plan import FloatArray, StepPlan, StepResult
 from engine.core.request import Decoding, Request
 from harness.sim.clock import NsArray, to_ns
 from harness.sim.cost import CostModel
-from harness.sim.features import step_features
+from harness.sim.features import leap_features
 from harness.sim.genealogy import BeamGenealogy
+
+_FIRST_LOOK = 48  # steps of a fast-forward that are priced before looking whether a request arrives earlier
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +68,13 @@ class SimulatedExecutor:
 
     def execute(self, plan: StepPlan, horizon_ns: int | None) -> StepResult:
         """Price as many of the plan's steps as start before the horizon."""
-        ns, attention = self._price(plan, 1)
-        if plan.repeat > 1:
-            steps = plan.repeat
-            if horizon_ns is not None:  # decode steps only get longer, so the first bounds how many can start
-                steps = min(steps, 1 + horizon_ns // max(1, int(ns[0])))
-            ns, attention = self._price(plan, max(1, steps))
-            if horizon_ns is not None:
-                started = int(np.searchsorted(np.cumsum(ns[:-1]), horizon_ns, side="left"))
-                ns, attention = ns[: 1 + started], attention[: 1 + started]
+        steps = min(plan.repeat, _FIRST_LOOK) if horizon_ns is not None else plan.repeat
+        ns, attention = self._price(plan, steps)
+        if horizon_ns is not None and steps < plan.repeat and int(ns.sum()) < horizon_ns:
+            ns, attention = self._price(plan, plan.repeat)
+        if horizon_ns is not None and len(ns) > 1:
+            started = int(np.searchsorted(np.cumsum(ns[:-1]), horizon_ns, side="left"))
+            ns, attention = ns[: 1 + started], attention[: 1 + started]
         self._timing = StepTiming(ns, attention)
         return StepResult(repeat=len(ns), parents=self._parents(plan))
 
@@ -83,7 +83,7 @@ class SimulatedExecutor:
         return self._timing
 
     def _price(self, plan: StepPlan, steps: int) -> tuple[NsArray, FloatArray]:
-        price = self._cost.price(step_features(plan, self._requests, self._block_size, steps))
+        price = self._cost.price(leap_features(plan, self._requests, self._block_size, steps))
         return np.maximum(1, to_ns(price.seconds)), price.attention_s
 
     def _parents(self, plan: StepPlan) -> dict[int, list[int]]:

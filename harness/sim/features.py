@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 import numpy.typing as npt
 
-from engine.core.plan import IntArray, StepPlan
+from engine.core.plan import StepPlan
 from engine.core.request import Decoding, Request
 
 FloatArray = npt.NDArray[np.float64]
@@ -55,48 +55,63 @@ def feature_index(names: Iterable[str]) -> list[int]:
     return [order.index(name) for name in names]
 
 
-def step_features(
-    plan: StepPlan, requests: Mapping[int, Request], block_size: int, steps: int = 1
-) -> FloatArray:
+def step_features(plan: StepPlan, requests: Mapping[int, Request], block_size: int) -> list[float]:
+    """Features of the plan's first (or only) step, in the order of FEATURES; `requests` by request id."""
+    rows = plan.rows
+    tokens = sum(row.query_len for row in rows)
+    sampled = [row.request_id for row in rows if row.samples]
+    decode = [row.context_len + 1 for row in rows if row.query_len == 1]
+    chunks = [(row.query_len, row.context_len + row.query_len) for row in rows if row.query_len > 1]
+    return [
+        1.0,
+        tokens,
+        min(tokens, 8),
+        min(tokens, 32),
+        min(tokens, 128),
+        len(rows),
+        len(sampled),
+        sum(requests[request_id].decoding is Decoding.BEAM for request_id in sampled),
+        len(decode),
+        bool(decode),
+        sum(decode),
+        len(decode) * max(decode, default=0),
+        len(chunks),
+        sum(kv for _, kv in chunks),
+        sum(query * (kv - (query - 1) / 2) for query, kv in chunks),
+        sum(-(-(row.context_len + row.query_len) // block_size) for row in rows),
+        plan.new_blocks,
+        len(plan.copies) * block_size,
+        len(plan.frees) * block_size,
+        sum(requests[request_id].prompt_tokens for request_id in plan.admitted),
+    ]
+
+
+def leap_features(plan: StepPlan, requests: Mapping[int, Request], block_size: int, steps: int) -> FloatArray:
     """Features of `steps` (at most `plan.repeat`) consecutive steps, float64 `[steps, len(FEATURES)]`.
 
-    `requests` maps request ids to requests. In the steps after the first every row has one more token of context; the
-    blocks they take and the cached blocks these evict follow from the plan, so that a fast-forward is priced exactly
-    as single steps are.
+    In the steps after the first every row has one more token of context; the blocks they take and the cached blocks
+    these evict follow from the plan, so that a fast-forward is priced exactly as single steps are.
     """
-    query, context = plan.query_len, plan.context_len
-    kv = context + query + np.arange(steps)[:, None]  # [steps, rows]
-    out = np.zeros((steps, len(FEATURES)))
-    tokens = float(query.sum())
-    out[:, :6] = (1.0, tokens, min(tokens, 8.0), min(tokens, 32.0), min(tokens, 128.0), len(query))
-    sampled = [requests[row.request_id].decoding is Decoding.BEAM for row in plan.rows if row.samples]
-    out[:, 6:8] = len(sampled), sum(sampled)
-    _attention(out[:, 8:15], query, kv)
-    _pool(out[:, 15:19], plan, context, kv, block_size)
-    out[0, 19] = sum(requests[request_id].prompt_tokens for request_id in plan.admitted)
-    return out
-
-
-def _attention(out: FloatArray, query: IntArray, kv: IntArray) -> None:
-    """The columns `decode_rows` to `prefill_work`."""
-    decode = query == 1
-    rows = int(decode.sum())
-    if rows:
-        read = kv[:, decode]
-        out[:, 0], out[:, 1] = rows, 1.0
-        out[:, 2], out[:, 3] = read.sum(axis=1), rows * read.max(axis=1)
-    if rows < len(query):
-        chunk, chunk_kv = query[~decode], kv[:, ~decode]
-        out[:, 4], out[:, 5] = len(chunk), chunk_kv.sum(axis=1)
-        out[:, 6] = (chunk * (chunk_kv - (chunk - 1) / 2)).sum(axis=1)
-
-
-def _pool(out: FloatArray, plan: StepPlan, context: IntArray, kv: IntArray, block_size: int) -> None:
-    """The columns `blocks` to `freed_slots`: what a later step takes and evicts follows from the first."""
-    steps = len(kv)
-    out[:, 0] = (-(-kv // block_size)).sum(axis=1)
-    out[0, 1:] = plan.new_blocks, len(plan.copies) * block_size, len(plan.frees) * block_size
-    if steps > 1 and block_size > 1:  # a contiguous reservation takes nothing
-        taken = ((context + np.arange(1, steps)[:, None]) % block_size == 0).sum(axis=1)
+    table = np.tile(np.array(step_features(plan, requests, block_size), dtype=np.float64), (steps, 1))
+    if steps == 1:
+        return table
+    later = np.arange(1, steps)
+    table[1:, _DECODE_KV] += len(plan.rows) * later
+    table[1:, _PADDED_KV] += len(plan.rows) * later
+    table[1:, _MOVED] = 0.0
+    if block_size > 1:  # a contiguous reservation takes nothing, and reads one table entry a token
+        kv = plan.context_len + later[:, None]  # [steps - 1, rows], before the step's own token
+        taken = (kv % block_size == 0).sum(axis=1)
         evicted = np.maximum(0, np.cumsum(taken) - plan.usage.free // block_size)
-        out[1:, 1], out[1:, 3] = taken, np.diff(evicted, prepend=0) * block_size
+        table[1:, _BLOCKS] += np.cumsum(taken)
+        table[1:, _NEW] = taken
+        table[1:, _FREED] = np.diff(evicted, prepend=0) * block_size
+    else:
+        table[1:, _BLOCKS] += len(plan.rows) * later
+    return table
+
+
+_DECODE_KV, _PADDED_KV, _BLOCKS, _NEW, _FREED = feature_index(
+    ("decode_kv", "decode_padded_kv", "blocks", "new_blocks", "freed_slots")
+)
+_MOVED = feature_index(("new_blocks", "copied_slots", "freed_slots", "admitted_tokens"))

@@ -5,6 +5,7 @@ attention are fitted against the attention kernels' own time, the rest of the st
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -26,8 +27,16 @@ class FittedCost:
 
     def price(self, features: FloatArray) -> Price:
         """Linear in the features."""
-        attention = features[:, ATTENTION] @ self.attention
-        return Price(attention + features[:, REST] @ self.rest, attention)
+        both = features @ self._columns
+        return Price(both[:, 1], both[:, 0])
+
+    @cached_property
+    def _columns(self) -> FloatArray:
+        """Seconds per unit of every feature: in attention, and in all, `[len(FEATURES), 2]`."""
+        columns = np.zeros((len(FEATURES), 2))
+        columns[ATTENTION, 0] = columns[ATTENTION, 1] = self.attention
+        columns[REST, 1] = self.rest
+        return columns
 
     def coefficients(self) -> dict[str, float]:
         """Seconds per unit, by feature name."""

@@ -18,7 +18,6 @@ from harness.sim.features import FEATURES, FloatArray, step_features
 from harness.sim.request_times import RequestTimes
 
 PHASES = ("policy_s", "build_s", "forward_s", "sample_s")
-PLAN_COLUMNS = ("rows", "decode_rows", "prefill_tokens", "query_tokens", "sampled_rows", "running", "waiting")
 FIRST_ONLY = ("copies", "preempted", "admitted", "hit_tokens")
 LEAPING = (
     *("new_blocks", "frees", "cached", "internal", "external", "free"),
@@ -42,18 +41,19 @@ class Recorder:
         self._requests = {request.request_id: request for request in requests}
         self.times = RequestTimes(requests, arrival_ns)
         self._tables: list[FloatArray] = []
+        self._singles: list[tuple[float, ...]] = []
         self._step = 0
         self._end_ns = 0
         self._keep_plans = keep_plans
         self.digests: list[str] = []
         self.parents: list[Mapping[int, Sequence[int]]] = []
         self.step_ns: list[int] = []
-        self._features: list[FloatArray] = []
+        self._features: list[list[float]] = []
 
     @property
     def features(self) -> FloatArray:
         """Features of every step, `[steps, len(FEATURES)]`; with `keep_plans` only."""
-        return np.concatenate(self._features) if self._features else np.zeros((0, len(FEATURES)))
+        return np.array(self._features, dtype=np.float64).reshape(-1, len(FEATURES))
 
     def record(
         self, now_ns: int, plan: StepPlan, result: StepResult, report: CommitReport, timing: StepTiming
@@ -61,10 +61,9 @@ class Recorder:
         """One plan, taken `result.repeat` times, from `now_ns` on."""
         ends = now_ns + np.cumsum(timing.ns)
         starts = ends - timing.ns
-        table = np.zeros((result.repeat, len(COLUMN)))
-        self._add_step_columns(table, plan, timing, starts)
-        self._add_pool_columns(table, plan, report.leap)
-        self._tables.append(table)
+        self._singles.append(self._row(plan, timing, int(starts[0])))
+        if report.leap is not None:
+            self._leap(plan, timing, starts, report.leap)
         self.times.step(plan, report, starts, ends)
         self._step += result.repeat
         self._end_ns = int(ends[-1])
@@ -74,43 +73,66 @@ class Recorder:
             self.step_ns.append(int(timing.ns[0]))
             self._features.append(step_features(plan, self._requests, self._block_size))
 
-    def _add_step_columns(
-        self, table: FloatArray, plan: StepPlan, timing: StepTiming, starts: NsArray
-    ) -> None:
-        steps, rows, tokens = len(table), len(plan.rows), int(plan.query_len.sum())
-        decode = int((plan.query_len == 1).sum())
-        later = np.arange(steps)
-        self._set(table, "step", self._step + later)
-        self._set(table, "start_s", to_s(starts))
-        self._set(table, "seconds", to_s(timing.ns))
-        self._set(table, "attention_s", timing.attention_s)
-        for phase in PHASES:
-            self._set(table, phase, timing.phases.get(phase, np.nan))
-        facts = (rows, decode, tokens - decode, tokens, sum(row.samples for row in plan.rows))
-        for name, value in zip(PLAN_COLUMNS, (*facts, plan.running, plan.waiting), strict=True):
-            self._set(table, name, value)
-        self._set(table, "kv_read_tokens", int(plan.context_len.sum()) + tokens + rows * later)
-        firsts = (len(plan.copies), len(plan.preempted), len(plan.admitted), plan.hit_tokens)
-        for name, value in zip(FIRST_ONLY, firsts, strict=True):
-            table[0, COLUMN[name]] = value
+    def _row(self, plan: StepPlan, timing: StepTiming, start_ns: int) -> tuple[float, ...]:
+        """One step in the order of STEP_COLUMNS; of a fast-forward, the first."""
+        rows, usage, phases = plan.rows, plan.usage, timing.phases
+        tokens = sum(row.query_len for row in rows)
+        decode = sum(row.query_len == 1 for row in rows)
+        return (
+            self._step,
+            to_s(start_ns),
+            to_s(int(timing.ns[0])),
+            float(timing.attention_s[0]),
+            *(phases.get(phase, np.nan) for phase in PHASES),
+            len(rows),
+            decode,
+            tokens - decode,
+            tokens,
+            sum(row.context_len for row in rows) + tokens,
+            sum(row.samples for row in rows),
+            plan.new_blocks,
+            len(plan.copies),
+            len(plan.frees),
+            len(plan.preempted),
+            len(plan.admitted),
+            plan.hit_tokens,
+            plan.running,
+            plan.waiting,
+            usage.token,
+            usage.cached,
+            usage.reserved,
+            usage.internal,
+            usage.external,
+            usage.free,
+            usage.logical_blocks,
+            usage.physical_blocks,
+        )
 
-    def _add_pool_columns(self, table: FloatArray, plan: StepPlan, leap: LeapColumns | None) -> None:
-        """Slot states while each step runs; in a fast-forward they follow from the blocks taken."""
-        usage = plan.usage
-        for name in ("cached", "internal", "external", "free", "logical_blocks", "physical_blocks"):
-            table[0, COLUMN[name]] = getattr(usage, name)
-        table[0, COLUMN["new_blocks"]] = plan.new_blocks
-        table[0, COLUMN["frees"]] = len(plan.frees)
-        if leap is not None:
-            for name in LEAPING:
-                table[1:, COLUMN[name]] = getattr(leap, name)
-        self._set(table, "token", usage.token + len(plan.rows) * np.arange(len(table)))
+    def _leap(self, plan: StepPlan, timing: StepTiming, starts: NsArray, leap: LeapColumns) -> None:
+        """The further steps of a fast-forward: as the first, but for time, context and the blocks taken."""
+        self._flush()
+        steps = len(timing.ns) - 1
+        table = np.tile(self._tables[-1][-1], (steps, 1))
+        later = np.arange(1, steps + 1)
+        for name in FIRST_ONLY:
+            table[:, COLUMN[name]] = 0
+        for name in LEAPING:
+            table[:, COLUMN[name]] = getattr(leap, name)
+        table[:, COLUMN["step"]] += later
+        table[:, COLUMN["start_s"]] = to_s(starts[1:])
+        table[:, COLUMN["seconds"]] = to_s(timing.ns[1:])
+        table[:, COLUMN["attention_s"]] = timing.attention_s[1:]
+        table[:, COLUMN["kv_read_tokens"]] += len(plan.rows) * later
+        table[:, COLUMN["token"]] += len(plan.rows) * later
         others = table[:, [COLUMN[name] for name in ("token", "cached", "internal", "external", "free")]]
-        self._set(table, "reserved", usage.capacity - others.sum(axis=1))
+        table[:, COLUMN["reserved"]] = plan.usage.capacity - others.sum(axis=1)
+        self._tables.append(table)
 
-    @staticmethod
-    def _set(table: FloatArray, name: str, value: FloatArray | NsArray | float) -> None:
-        table[:, COLUMN[name]] = value
+    def _flush(self) -> None:
+        """Turn the single steps gathered so far into a table."""
+        if self._singles:
+            self._tables.append(np.array(self._singles, dtype=np.float64))
+            self._singles = []
 
     def log(self, stats: Mapping[int, RequestStats], capacity_slots: int, kv_bytes_per_token: int) -> RunLog:
         """The finished run's log."""
@@ -128,6 +150,7 @@ class Recorder:
 
     def _columns(self) -> dict[str, Column]:
         """Columns by name; counts as integers, which float64 held exactly."""
+        self._flush()
         whole = np.concatenate(self._tables) if self._tables else np.zeros((0, len(COLUMN)))
         return {
             name: whole[:, index].copy() if name in SECONDS else whole[:, index].astype(np.int64)

@@ -116,19 +116,22 @@ def no_reference_on_share(pool: BlockPool, blocks: Any) -> int:
     return 0
 
 
-def name_dropped_at_release(real: Callable[..., bool]) -> Callable[..., bool]:
-    def release(pool: BlockPool, block: int) -> bool:
-        last = real(pool, block)
-        if last and block in pool._evictable:
-            pool._forget_name(block)
-        return last
+def name_dropped_at_release(real: Callable[..., list[int]]) -> Callable[..., list[int]]:
+    def release(pool: BlockPool, blocks: Any) -> list[int]:
+        gone = real(pool, blocks)
+        for block in gone:
+            if block in pool._evictable:
+                pool._forget_name(block)
+        return gone
 
     return release
 
 
-def double_release(real: Callable[..., bool]) -> Callable[..., bool]:
-    def release(pool: BlockPool, block: int) -> bool:
-        return real(pool, block) if pool.references(block) == 1 else real(pool, block) or real(pool, block)
+def double_release(real: Callable[..., list[int]]) -> Callable[..., list[int]]:
+    def release(pool: BlockPool, blocks: Any) -> list[int]:
+        blocks = list(blocks)
+        twice = [block for block in blocks if pool.references(block) > 1]
+        return real(pool, blocks) + real(pool, twice)
 
     return release
 

@@ -20,7 +20,7 @@ def test_a_named_block_stays_findable_after_its_release() -> None:
     pool = BlockPool(2)
     (block,) = pool.take(1)
     pool.name(block, "prefix")
-    pool.release(block)
+    pool.release([block])
     assert pool.find(["prefix"]) == [block]
     assert pool.cached_blocks == 1
 
@@ -29,8 +29,8 @@ def test_unnamed_blocks_are_taken_before_cached_ones() -> None:
     pool = BlockPool(3)
     first, second = pool.take(2)
     pool.name(first, "prefix")
-    pool.release(first)
-    pool.release(second)
+    pool.release([first])
+    pool.release([second])
     assert pool.take(2) == [second, 3]
     assert pool.find(["prefix"]) == [first]
 
@@ -41,7 +41,7 @@ def test_eviction_takes_the_least_recently_released_first() -> None:
     for block in blocks:
         pool.name(block, f"n{block}")
     for block in (2, 1, 3):
-        pool.release(block)
+        pool.release([block])
     assert pool.take(3) == [2, 1, 3]
 
 
@@ -50,8 +50,8 @@ def test_a_hit_on_a_released_block_protects_it_from_eviction() -> None:
     one, two = pool.take(2)
     pool.name(one, "a")
     pool.name(two, "b")
-    pool.release(one)
-    pool.release(two)
+    pool.release([one])
+    pool.release([two])
     assert pool.share(pool.find(["a"])) == 1
     assert pool.take(1) == [two]
     assert pool.find(["b"]) == []
@@ -69,7 +69,7 @@ def test_lookup_changes_nothing() -> None:
     pool = BlockPool(2)
     (block,) = pool.take(1)
     pool.name(block, "a")
-    pool.release(block)
+    pool.release([block])
     pool.find(["a"])
     assert pool.references(block) == 0
     assert pool.cached_blocks == 1
@@ -81,10 +81,10 @@ def test_duplicates_share_a_name_which_dies_with_the_last() -> None:
     pool.name(one, "a")
     pool.name(two, "a")
     assert pool.find(["a"]) == [one]
-    pool.release(one)
+    pool.release([one])
     pool.take(1)
     assert pool.find(["a"]) == [two]
-    pool.release(two)
+    pool.release([two])
     pool.take(1)
     assert pool.find(["a"]) == []
 
@@ -94,21 +94,21 @@ def test_the_last_of_three_references_frees() -> None:
     blocks = pool.take(1)
     pool.share(blocks)
     pool.share(blocks)
-    assert [pool.release(1) for _ in range(3)] == [False, False, True]
+    assert [pool.release([1]) for _ in range(3)] == [[], [], [1]]
 
 
 def test_releasing_a_free_block_is_refused() -> None:
     pool = BlockPool(1)
     with pytest.raises(CoreError, match="block 1 is released, but nobody holds it"):
-        pool.release(1)
+        pool.release([1])
 
 
 def test_voided_blocks_are_the_unnamed_releases_and_the_evictions() -> None:
     pool = BlockPool(2)
     one, two = pool.take(2)
     pool.name(one, "a")
-    pool.release(one)
-    pool.release(two)
+    pool.release([one])
+    pool.release([two])
     assert pool.drain_voided() == [two]
     pool.take(2)
     assert pool.drain_voided() == [one]
