@@ -118,7 +118,7 @@ class ContiguousMaxManager:
 
     def leap(self, sequences: Values[Sequence], steps: int) -> LeapColumns:
         """Nothing is taken, tokens only fill the reservations."""
-        columns = LeapColumns.flat(self.usage(None), steps - 1, self.block_size)
+        columns = LeapColumns.of(self.usage(None), steps - 1, self.block_size, ())
         for sequence in sequences:
             sequence.table = self._run(sequence)[: sequence.computed + steps]
         self._written += (steps - 1) * len(sequences)

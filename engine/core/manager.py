@@ -11,6 +11,9 @@ from engine.core.request import Request
 from engine.core.sequence import Group, ScheduledRow, Sequence
 
 CopyList = list[tuple[int, int]]
+BlockTaken = tuple[
+    int, int, int
+]  # step (1 is the first after the scheduled one), blocks evicted for it, its unfillable slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,36 +28,24 @@ class LeapColumns:
     internal: IntArray
     external: IntArray
     free: IntArray
-    block_size: int
 
     @classmethod
-    def flat(cls, usage: SlotUsage, steps: int, block_size: int) -> "LeapColumns":
-        """Columns in which nothing changes from `usage`."""
-
-        def column(value: int) -> IntArray:
-            return np.full(steps, value, dtype=np.int64)
-
+    def of(cls, usage: SlotUsage, steps: int, block_size: int, taken: Values[BlockTaken]) -> "LeapColumns":
+        """From the state in the first step and the blocks taken in the others; each counts from its step on."""
+        changes = np.zeros((3, steps), dtype=np.int64)
+        for step, evicted, unfillable in taken:
+            changes[:, step - 1] += (1, evicted, unfillable)
+        blocks, evictions, unfillable = changes.cumsum(axis=1)
         return cls(
-            new_blocks=column(0),
-            frees=column(0),
-            physical_blocks=column(usage.physical_blocks),
-            logical_blocks=column(usage.logical_blocks),
-            cached=column(usage.cached),
-            internal=column(usage.internal),
-            external=column(usage.external),
-            free=column(usage.free),
-            block_size=block_size,
+            new_blocks=changes[0],
+            frees=changes[1],
+            physical_blocks=usage.physical_blocks + blocks,
+            logical_blocks=usage.logical_blocks + blocks,
+            cached=usage.cached - evictions * block_size,
+            internal=usage.internal + unfillable,
+            external=np.full(steps, usage.external),
+            free=usage.free - (blocks - evictions) * block_size,
         )
-
-    def block_taken(self, step: int, evicted: int, unfillable: int) -> None:
-        """From `step` on (1 is the first after the scheduled one) one more block is live."""
-        here, after = step - 1, slice(step - 1, None)
-        self.new_blocks[here] += 1
-        self.frees[here] += evicted
-        self.physical_blocks[after] += 1
-        self.logical_blocks[after] += 1
-        self.internal[after] += unfillable
-        (self.cached if evicted else self.free)[after] -= self.block_size
 
 
 class KVCacheManager(Protocol):

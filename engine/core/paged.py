@@ -3,8 +3,6 @@
 from collections import Counter
 from collections.abc import Sequence as Values
 
-import numpy as np
-
 from engine.core.books import SlotBooks
 from engine.core.errors import CoreError, InvariantError, UnknownSequenceError
 from engine.core.identity import BlockName
@@ -186,21 +184,18 @@ class PagedManager:
 
     def leap(self, sequences: Values[Sequence], steps: int) -> LeapColumns:
         """Blocks of `steps` decode steps after the first, taken step by step and row by row as single steps would."""
-        context = np.array([sequence.computed for sequence in sequences], dtype=np.int64)
-        columns = LeapColumns.flat(self.usage(None), steps - 1, self.block_size)
-        for step, row in zip(
-            *(array.tolist() for array in crossings(context, steps, self.block_size)), strict=True
-        ):
-            sequence, before = sequences[row], (self.pool.cached_blocks, self.books.internal)
-            self._append(sequence.request, self._table(sequence), 1)
-            columns.block_taken(step, before[0] - self.pool.cached_blocks, self.books.internal - before[1])
+        before, taken = self.usage(None), []
+        for step, row in crossings([sequence.computed for sequence in sequences], steps, self.block_size):
+            cached, internal = self.pool.cached_blocks, self.books.internal
+            self._append(sequences[row].request, self._table(sequences[row]), 1)
+            taken.append((step, cached - self.pool.cached_blocks, self.books.internal - internal))
         for sequence in sequences:
             full = (sequence.computed + 1) // self.block_size, (sequence.computed + steps) // self.block_size
             if self.prefix_caching and full[1] > full[0]:
                 self._name_full(sequence, *full)
         self.books.written += (steps - 1) * len(sequences)
         self.pool.drain_voided()  # evicted on the way, and counted in the columns
-        return columns
+        return LeapColumns.of(before, steps - 1, self.block_size, taken)
 
     # -- books ---------------------------------------------------------------------------------------------
 
