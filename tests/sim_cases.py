@@ -1,8 +1,7 @@
 """Small replays for the tests of the simulated side: a workload, a constant or linear price, one call to run them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 from engine.core.contiguous import ContiguousMaxManager
 from engine.core.identity import KeyIdentity
@@ -13,7 +12,7 @@ from engine.core.request import Decoding, Request
 from engine.core.scheduler import Scheduler
 from harness.metrics.log import RunLog
 from harness.sim.clock import to_ns
-from harness.sim.cost import CostSource, Price
+from harness.sim.cost import Amount, CostSource, Price
 from harness.sim.executors import SimulatedExecutor
 from harness.sim.features import feature_index
 from harness.sim.genealogy import BeamGenealogy
@@ -33,10 +32,10 @@ class LinearCost:
     moved_s: float = 0.0
     source: CostSource = CostSource("test", "linear", "test")  # noqa: RUF009
 
-    def price(self, features: np.ndarray) -> Price:
-        attention = self.kv_s * features[:, DECODE_KV]
-        moved = self.moved_s * (features[:, COPIED] + features[:, VOIDED])
-        return Price(self.floor_s + self.token_s * features[:, TOKENS] + attention + moved, attention)
+    def price(self, features: Sequence[Amount]) -> Price:
+        attention = self.kv_s * features[DECODE_KV]
+        moved = self.moved_s * (features[COPIED] + features[VOIDED])
+        return Price(self.floor_s + self.token_s * features[TOKENS] + attention + moved, attention)
 
 
 def request(

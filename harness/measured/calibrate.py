@@ -15,8 +15,7 @@ from harness.measured.engine import MeasuredRun, measure
 from harness.measured.pace import probe_s
 from harness.measured.plan import CASES, SEED, CalibrationCase, case_workload, probe_workload
 from harness.point.clock import clock_of
-from harness.sim.cost import CostSource
-from harness.sim.features import FloatArray
+from harness.sim.cost import CostSource, FloatArray, price_table
 from harness.sim.fitted import FittedCost, fit_cost, held_out_error
 from harness.sim.genealogy import churn_of_run
 
@@ -62,10 +61,10 @@ def _fit(config: RunConfig, timed: list[_Timed], provenance: dict[str, object]) 
     blank = CostSource("fitted", config.model.name, calibration_fingerprint(config))
     cost = fit_cost(*_columns(seen, pace), blank)
     features, seconds, attention = _columns(unseen, pace)
-    price = cost.price(features)
+    predicted, predicted_attention = price_table(cost, features)
     heldout = {
-        "step": held_out_error(price.seconds, seconds),
-        "attention": held_out_error(price.attention_s, attention),
+        "step": held_out_error(predicted, seconds),
+        "attention": held_out_error(predicted_attention, attention),
     }
     facts = {
         "what": "non-negative least squares on measured steps",

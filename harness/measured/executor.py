@@ -2,8 +2,6 @@
 
 from collections.abc import Callable
 
-import numpy as np
-
 from engine.core.plan import StepPlan, StepResult
 from engine.runtime.runner import Runner
 from harness.sim.clock import to_ns
@@ -41,5 +39,4 @@ class MeasuredExecutor:
             "forward_s": times.forward_s,
             "sample_s": times.sample_s,
         }
-        ns = np.array([max(1, to_ns(seconds))], dtype=np.int64)
-        return StepTiming(ns, np.array([times.attention_s]), phases)
+        return StepTiming([max(1, to_ns(seconds))], [times.attention_s], phases)

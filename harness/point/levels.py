@@ -8,7 +8,7 @@ import numpy as np
 from harness.measured.engine import MeasuredRun
 from harness.point.simulate import play_back
 from harness.point.workload import Workload
-from harness.sim.cost import CostModel
+from harness.sim.cost import CostModel, price_table
 from harness.sim.executors import RecordingEndedError
 from harness.sim.fitted import held_out_error
 from harness.sim.recorder import digests_differ
@@ -20,13 +20,13 @@ def error_levels(
     """The record's `levels` section, from all measured runs."""
     features = np.concatenate([run.recorder.features for run in runs])
     attention = np.concatenate([run.log.steps["attention_s"] for run in runs])
-    price = cost.price(features)
+    _, predicted = price_table(cost, features)
     return {
         "counts": _counts(workload, runs),
         "kernel": {
-            **held_out_error(price.attention_s, attention),
+            **held_out_error(predicted, attention),
             "measured_mean_s": float(attention.mean()),
-            "predicted_mean_s": float(price.attention_s.mean()),
+            "predicted_mean_s": float(predicted.mean()),
         },
         "teacher_forced": teacher_forced(runs, cost),
         "free_running": {row["metric"]: row["error"] for row in comparison if row["error"] is not None},
@@ -37,7 +37,7 @@ def teacher_forced(runs: Sequence[MeasuredRun], cost: CostModel) -> dict[str, fl
     """Errors of the cost model on the plans that the measured runs produced, step by step."""
     features = np.concatenate([run.recorder.features for run in runs])
     seconds = np.concatenate([run.log.steps["seconds"] for run in runs])
-    return held_out_error(cost.price(features).seconds, seconds)
+    return held_out_error(price_table(cost, features)[0], seconds)
 
 
 def _counts(workload: Workload, runs: Sequence[MeasuredRun]) -> dict[str, Any]:

@@ -1,17 +1,24 @@
 """What every cost model can do, and the place of each in the record."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from harness.sim.features import FloatArray
+import numpy as np
+import numpy.typing as npt
+
+FloatArray = npt.NDArray[np.float64]
+Amount = float | FloatArray
+"""A feature of one step, or of consecutive steps, float64 `[steps]`. Both are priced by the same arithmetic, operation
+for operation, so that a fast-forward costs to the bit what its steps cost one by one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Predicted seconds of consecutive steps, float64 `[steps]`: the whole step, and its attention over all layers."""
+    """Predicted seconds: of the whole step, and of its attention over all layers."""
 
-    seconds: FloatArray
-    attention_s: FloatArray
+    seconds: Amount
+    attention_s: Amount
 
 
 @dataclass(frozen=True)
@@ -19,7 +26,7 @@ class CostSource:
     """Where a cost model's numbers come from: printed in the report beside everything they predict.
 
     `heldout` holds the error on measurements that the fit never saw, per `step` and `attention`; empty for a model
-    that was not fitted. `beam_churn` is the chance that a hypothesis is re-parented, by beam width.
+    that was not fitted. `beam_churn` is the share of beams dropped in a step, by beam width.
     """
 
     kind: str
@@ -38,8 +45,8 @@ class CostModel(Protocol):
         """Where its numbers come from."""
         ...
 
-    def price(self, features: FloatArray) -> Price:
-        """Price steps with `features` `[steps, len(FEATURES)]`."""
+    def price(self, features: Sequence[Amount]) -> Price:
+        """Price steps with `features` in the order of FEATURES."""
         ...
 
 
@@ -55,7 +62,16 @@ class PacedCost:
         """The unscaled model's."""
         return self.cost.source
 
-    def price(self, features: FloatArray) -> Price:
+    def price(self, features: Sequence[Amount]) -> Price:
         """The unscaled price, times the ratio."""
         price = self.cost.price(features)
         return Price(price.seconds * self.ratio, price.attention_s * self.ratio)
+
+
+def price_table(cost: CostModel, features: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Seconds and attention seconds of steps with features `[steps, len(FEATURES)]`, each `[steps]`."""
+    price = cost.price(list(features.T))
+    return (
+        np.broadcast_to(np.asarray(price.seconds, dtype=np.float64), len(features)),
+        np.broadcast_to(np.asarray(price.attention_s, dtype=np.float64), len(features)),
+    )

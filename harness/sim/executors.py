@@ -1,14 +1,16 @@
 """The two sources of time that need no torch: a cost model, and a recording of an earlier run."""
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
 
-from engine.core.plan import FloatArray, StepPlan, StepResult
+from engine.core.plan import StepPlan, StepResult
 from engine.core.request import Decoding, Request
-from harness.sim.clock import NsArray, to_ns
+from harness.sim.clock import to_ns
 from harness.sim.cost import CostModel
 from harness.sim.features import leap_features
 from harness.sim.genealogy import BeamGenealogy
@@ -18,10 +20,10 @@ _FIRST_LOOK = 48  # steps of a fast-forward that are priced before looking wheth
 
 @dataclass(frozen=True, slots=True)
 class StepTiming:
-    """How long the steps of one plan took: `ns` int64 `[steps]`; the phases in seconds `[steps]`, where known."""
+    """How long the steps of a plan took, one entry a step: whole ns, attention seconds; phases in seconds if known."""
 
-    ns: NsArray
-    attention_s: FloatArray
+    ns: list[int]
+    attention_s: list[float]
     phases: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -61,7 +63,7 @@ class SimulatedExecutor:
         self._block_size = block_size
         self._genealogy = genealogy
         self._generated: dict[int, int] = {}
-        self._timing = StepTiming(np.zeros(0, dtype=np.int64), np.zeros(0))
+        self._timing = StepTiming([], [])
 
     def begin(self) -> None:
         """Nothing to start: no clock runs."""
@@ -70,11 +72,11 @@ class SimulatedExecutor:
         """Price as many of the plan's steps as start before the horizon."""
         steps = min(plan.repeat, _FIRST_LOOK) if horizon_ns is not None else plan.repeat
         ns, attention = self._price(plan, steps)
-        if horizon_ns is not None and steps < plan.repeat and int(ns.sum()) < horizon_ns:
+        if horizon_ns is not None and steps < plan.repeat and sum(ns) < horizon_ns:
             ns, attention = self._price(plan, plan.repeat)
         if horizon_ns is not None and len(ns) > 1:
-            started = int(np.searchsorted(np.cumsum(ns[:-1]), horizon_ns, side="left"))
-            ns, attention = ns[: 1 + started], attention[: 1 + started]
+            taken = 1 + bisect_left(list(accumulate(ns[:-1])), horizon_ns)
+            ns, attention = ns[:taken], attention[:taken]
         self._timing = StepTiming(ns, attention)
         return StepResult(repeat=len(ns), parents=self._parents(plan))
 
@@ -82,9 +84,12 @@ class SimulatedExecutor:
         """The prices of the steps taken."""
         return self._timing
 
-    def _price(self, plan: StepPlan, steps: int) -> tuple[NsArray, FloatArray]:
+    def _price(self, plan: StepPlan, steps: int) -> tuple[list[int], list[float]]:
         price = self._cost.price(leap_features(plan, self._requests, self._block_size, steps))
-        return np.maximum(1, to_ns(price.seconds)), price.attention_s
+        if steps == 1:
+            return [max(1, to_ns(float(price.seconds)))], [float(price.attention_s)]
+        ns = np.maximum(1, to_ns(np.broadcast_to(price.seconds, steps)))
+        return ns.tolist(), np.broadcast_to(price.attention_s, steps).tolist()
 
     def _parents(self, plan: StepPlan) -> dict[int, list[int]]:
         parents: dict[int, list[int]] = {}
@@ -125,4 +130,4 @@ class RecordedExecutor:
 
     def end(self) -> StepTiming:
         """The recorded duration."""
-        return StepTiming(np.array([self._ns[self._step]], dtype=np.int64), np.full(1, np.nan))
+        return StepTiming([self._ns[self._step]], [np.nan])

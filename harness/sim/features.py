@@ -6,12 +6,10 @@ The same function serves a simulated and a measured step, and all steps of a fas
 from collections.abc import Iterable, Mapping
 
 import numpy as np
-import numpy.typing as npt
 
-from engine.core.plan import StepPlan
+from engine.core.plan import IntArray, StepPlan
 from engine.core.request import Decoding, Request
-
-FloatArray = npt.NDArray[np.float64]
+from harness.sim.cost import Amount
 
 FEATURES: dict[str, str] = {
     "step": "1: the floor of a step",
@@ -86,32 +84,44 @@ def step_features(plan: StepPlan, requests: Mapping[int, Request], block_size: i
     ]
 
 
-def leap_features(plan: StepPlan, requests: Mapping[int, Request], block_size: int, steps: int) -> FloatArray:
-    """Features of `steps` (at most `plan.repeat`) consecutive steps, float64 `[steps, len(FEATURES)]`.
+def leap_features(
+    plan: StepPlan, requests: Mapping[int, Request], block_size: int, steps: int
+) -> list[Amount]:
+    """Features of `steps` (at most `plan.repeat`) consecutive steps: arrays `[steps]` where they change, else numbers.
 
     In the steps after the first every row has one more token of context; the blocks they take and the cached blocks
     these evict follow from the plan, so that a fast-forward is priced exactly as single steps are.
     """
-    table = np.tile(np.array(step_features(plan, requests, block_size), dtype=np.float64), (steps, 1))
+    features: list[Amount] = list(step_features(plan, requests, block_size))
     if steps == 1:
-        return table
-    later = np.arange(1, steps)
-    table[1:, _DECODE_KV] += len(plan.rows) * later
-    table[1:, _PADDED_KV] += len(plan.rows) * later
-    table[1:, _MOVED] = 0.0
-    if block_size > 1:  # a contiguous reservation takes nothing, and reads one table entry a token
-        kv = plan.context_len + later[:, None]  # [steps - 1, rows], before the step's own token
-        taken = (kv % block_size == 0).sum(axis=1)
-        evicted = np.maximum(0, np.cumsum(taken) - plan.usage.free // block_size)
-        table[1:, _BLOCKS] += np.cumsum(taken)
-        table[1:, _NEW] = taken
-        table[1:, _FREED] = np.diff(evicted, prepend=0) * block_size
-    else:
-        table[1:, _BLOCKS] += len(plan.rows) * later
-    return table
+        return features
+    later = np.arange(steps)
+    grown = (len(plan.rows) * later).astype(np.float64)
+    taken = _taken(plan, block_size, later)
+    entries = np.cumsum(taken)
+    voided = np.diff(np.maximum(0, entries - plan.usage.free // block_size), prepend=0)
+    taken[0], voided[0] = plan.new_blocks, len(plan.frees)
+    features[_DECODE_KV] = features[_DECODE_KV] + grown
+    features[_PADDED_KV] = features[_PADDED_KV] + grown
+    features[_BLOCKS] = features[_BLOCKS] + (entries if block_size > 1 else grown).astype(np.float64)
+    features[_NEW] = taken.astype(np.float64)
+    features[_FREED] = (voided * block_size).astype(np.float64)
+    return features
+
+
+def _taken(plan: StepPlan, block_size: int, later: IntArray) -> IntArray:
+    """Blocks taken in each step after the first.
+
+    With blocks of one token every row takes one a step, unless the rows are contiguous reservations: then not even
+    the first step took any.
+    """
+    if block_size == 1 and not plan.new_blocks:
+        return np.zeros(len(later), dtype=np.int64)
+    taken: IntArray = ((plan.context_len + later[:, None]) % block_size == 0).sum(axis=1)
+    taken[0] = 0
+    return taken
 
 
 _DECODE_KV, _PADDED_KV, _BLOCKS, _NEW, _FREED = feature_index(
     ("decode_kv", "decode_padded_kv", "blocks", "new_blocks", "freed_slots")
 )
-_MOVED = feature_index(("new_blocks", "copied_slots", "freed_slots", "admitted_tokens"))

@@ -4,13 +4,14 @@ Non-negative coefficients keep every term a cost; relative residuals keep small 
 attention are fitted against the attention kernels' own time, the rest of the step against what remains.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from harness.sim.cost import CostSource, Price
-from harness.sim.features import ATTENTION_FEATURES, FEATURES, FloatArray, feature_index
+from harness.sim.cost import Amount, CostSource, FloatArray, Price
+from harness.sim.features import ATTENTION_FEATURES, FEATURES, feature_index
 
 ATTENTION = feature_index(ATTENTION_FEATURES)
 _HUBER_ROUNDS = 8
@@ -25,18 +26,25 @@ class FittedCost:
     rest: FloatArray
     source: CostSource
 
-    def price(self, features: FloatArray) -> Price:
-        """Linear in the features."""
-        both = features @ self._columns
-        return Price(both[:, 1], both[:, 0])
+    def price(self, features: Sequence[Amount]) -> Price:
+        """Linear in the features; terms are added in a fixed order."""
+        attention: Amount = 0.0
+        for column, seconds in self._attention_terms:
+            attention = attention + features[column] * seconds
+        total = attention
+        for column, seconds in self._rest_terms:
+            total = total + features[column] * seconds
+        return Price(total, attention)
 
     @cached_property
-    def _columns(self) -> FloatArray:
-        """Seconds per unit of every feature: in attention, and in all, `[len(FEATURES), 2]`."""
-        columns = np.zeros((len(FEATURES), 2))
-        columns[ATTENTION, 0] = columns[ATTENTION, 1] = self.attention
-        columns[REST, 1] = self.rest
-        return columns
+    def _attention_terms(self) -> list[tuple[int, float]]:
+        return [
+            (column, float(value)) for column, value in zip(ATTENTION, self.attention, strict=True) if value
+        ]
+
+    @cached_property
+    def _rest_terms(self) -> list[tuple[int, float]]:
+        return [(column, float(value)) for column, value in zip(REST, self.rest, strict=True) if value]
 
     def coefficients(self) -> dict[str, float]:
         """Seconds per unit, by feature name."""

@@ -94,7 +94,7 @@ class Replay:
         self._finished += len(report.finished)
         if report.finished and self._progress:
             self._progress(self._finished, len(self._requests))
-        return int(timing.ns.sum())
+        return sum(timing.ns)
 
     def _horizon(self, now: int) -> int | None:
         return self._requests[self._next].arrival_ns - now if self._next < len(self._requests) else None

@@ -1,11 +1,12 @@
 """A cost model from datasheets, for devices not at hand: what a step must move and multiply, plus host time."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from harness.sim.cost import CostSource, Price
-from harness.sim.features import FloatArray, feature_index
+from harness.sim.cost import Amount, CostSource, Price
+from harness.sim.features import feature_index
 
 TOKENS, SAMPLED, DECODE_KV, PREFILL_KV, PREFILL_WORK, COPIED = feature_index(
     ("tokens", "sampled_rows", "decode_kv", "prefill_kv", "prefill_work", "copied_slots")
@@ -66,25 +67,37 @@ class RooflineCost:
         self.device = device
         self.source = CostSource("roofline", device.name, f"roofline:{device}:{model}", _provenance(device))
 
-    def price(self, features: FloatArray) -> Price:
+    def price(self, features: Sequence[Amount]) -> Price:
         """Seconds by the roofline of each part."""
         model, device = self.model, self.device
         attention = self._attention(features)
-        dense_flop = 2.0 * model.layers * model.layer_weights * features[:, TOKENS]
-        dense_flop += 2.0 * model.hidden * model.vocab * features[:, SAMPLED]
-        dense = np.maximum(model.weight_bytes / device.bandwidth, dense_flop / device.flops)
-        copies = 2.0 * features[:, COPIED] * model.kv_bytes_per_token / device.bandwidth
+        dense_flop = features[TOKENS] * self._token_flop + features[SAMPLED] * self._sample_flop
+        dense = _larger(dense_flop / device.flops, model.weight_bytes / device.bandwidth)
+        copies = features[COPIED] * (2.0 * model.kv_bytes_per_token / device.bandwidth)
         host = device.step_overhead_s + model.layers * device.layer_overhead_s
         return Price(dense + attention + copies + host, attention)
 
-    def _attention(self, features: FloatArray) -> FloatArray:
+    @property
+    def _token_flop(self) -> float:
+        return 2.0 * self.model.layers * self.model.layer_weights
+
+    @property
+    def _sample_flop(self) -> float:
+        return 2.0 * self.model.hidden * self.model.vocab
+
+    def _attention(self, features: Sequence[Amount]) -> Amount:
         model, device = self.model, self.device
         pair_flop = 4.0 * model.heads * model.head_dim * model.layers
-        read = (
-            (features[:, DECODE_KV] + features[:, PREFILL_KV]) * model.kv_bytes_per_token / device.bandwidth
-        )
-        work = pair_flop * (features[:, DECODE_KV] + features[:, PREFILL_WORK]) / device.flops
-        return np.maximum(read, work)
+        read = (features[DECODE_KV] + features[PREFILL_KV]) * (model.kv_bytes_per_token / device.bandwidth)
+        work = (features[DECODE_KV] + features[PREFILL_WORK]) * (pair_flop / device.flops)
+        return _larger(read, work)
+
+
+def _larger(one: Amount, other: Amount) -> Amount:
+    """The larger of two amounts, element by element."""
+    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
+        return np.maximum(one, other)
+    return max(one, other)
 
 
 def _provenance(device: DeviceShape) -> dict[str, object]:

@@ -4,7 +4,7 @@ from sim_cases import replay, request
 
 from engine.core.paged import PagedManager
 from engine.core.request import Decoding
-from harness.sim.cost import CostSource
+from harness.sim.cost import CostSource, price_table
 from harness.sim.features import FEATURES, feature_index
 from harness.sim.fitted import fit_cost, held_out_error
 from harness.sim.genealogy import BeamGenealogy, churn_of_run
@@ -37,8 +37,8 @@ def test_the_fit_recovers_a_linear_machine_on_workloads_it_never_saw() -> None:
     cost = fit_cost(features, *true_seconds(features), SOURCE)
     unseen = measured_features(1)
     seconds, attention = true_seconds(unseen)
-    assert held_out_error(cost.price(unseen).seconds, seconds)["max"] < 0.01
-    assert held_out_error(cost.price(unseen).attention_s, attention)["max"] < 0.01
+    assert held_out_error(price_table(cost, unseen)[0], seconds)["max"] < 0.01
+    assert held_out_error(price_table(cost, unseen)[1], attention)["max"] < 0.01
 
 
 def test_the_fit_is_unbiased_under_symmetric_noise() -> None:
@@ -46,7 +46,7 @@ def test_the_fit_is_unbiased_under_symmetric_noise() -> None:
     seconds, attention = true_seconds(features)
     noise = np.random.default_rng(2).normal(1, 0.05, len(seconds))
     cost = fit_cost(features, seconds * noise, attention * noise, SOURCE)
-    assert abs(held_out_error(cost.price(features).seconds, seconds)["total_error"]) < 0.01
+    assert abs(held_out_error(price_table(cost, features)[0], seconds)["total_error"]) < 0.01
 
 
 def test_a_few_drawn_out_steps_do_not_move_the_fit() -> None:
@@ -55,7 +55,7 @@ def test_a_few_drawn_out_steps_do_not_move_the_fit() -> None:
     slow = seconds.copy()
     slow[::40] *= 5
     cost = fit_cost(features, slow, attention, SOURCE)
-    assert abs(held_out_error(cost.price(features).seconds, seconds)["total_error"]) < 0.02
+    assert abs(held_out_error(price_table(cost, features)[0], seconds)["total_error"]) < 0.02
 
 
 def test_coefficients_are_never_negative() -> None:
@@ -126,7 +126,7 @@ def test_a_decode_step_takes_at_least_the_time_to_read_weights_and_kv() -> None:
     cost = RooflineCost(LLAMA_8B, DeviceShape("h200", 4.8e12, 989e12, 0, 0))
     features = replay([request(0, 0, 1000, 2)], fast_forward=False, keep_plans=True)[1].features
     read = (LLAMA_8B.weight_bytes + 1001 * LLAMA_8B.kv_bytes_per_token) / 4.8e12
-    assert cost.price(features).seconds[-1] == pytest.approx(read)
+    assert price_table(cost, features)[0][-1] == pytest.approx(read)
 
 
 @pytest.mark.parametrize(("width", "churn"), [(2, 0.25), (4, 0.33), (8, 0.38), (4, 0.0)])

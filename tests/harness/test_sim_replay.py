@@ -86,7 +86,7 @@ REQUESTS = st.lists(
 )
 
 
-@given(REQUESTS, st.sampled_from([4, 16]), st.integers(40, 120), st.booleans())
+@given(REQUESTS, st.sampled_from([1, 4, 16]), st.integers(40, 120), st.booleans())
 @settings(max_examples=80, deadline=None)
 def test_fast_forward_changes_no_record(rows: list, size: int, blocks: int, paged: bool) -> None:
     at, requests = 0, []

@@ -1,0 +1,114 @@
+"""The step columns of a run log: one tuple per plan while the replay runs, whole columns when it is over."""
+
+import numpy as np
+
+from engine.core.manager import LeapColumns
+from engine.core.plan import StepPlan
+from harness.metrics.log import STEP_COLUMNS, Column
+from harness.sim.clock import NsArray, to_s
+from harness.sim.executors import StepTiming
+
+PHASES = ("policy_s", "build_s", "forward_s", "sample_s")
+_TIMED = ("step", "start_s", "seconds", "attention_s", "reserved")  # laid out at the end
+_FACTS = tuple(name for name in STEP_COLUMNS if name not in _TIMED)
+_FIRST_ONLY = ("copies", "preempted", "admitted", "hit_tokens")
+_GROWING = ("kv_read_tokens", "token")  # by one a row and step
+_LEAPING = (
+    *("new_blocks", "frees", "cached", "internal", "external", "free"),
+    *("logical_blocks", "physical_blocks"),
+)
+
+
+class StepTable:
+    """Gathers plans; a fast-forwarded stretch is one entry until `columns()` lays its steps out."""
+
+    def __init__(self) -> None:
+        self._facts: list[tuple[float, ...]] = []
+        self._starts: list[int] = []
+        self._steps: list[int] = []
+        self._ns: list[int] = []
+        self._attention_s: list[float] = []
+        self._leaps: list[LeapColumns] = []
+        self._capacity = 0
+
+    @property
+    def end_s(self) -> float:
+        """When the last step ended, in seconds."""
+        return float(to_s(self._starts[-1] + sum(self._ns[-self._steps[-1] :]))) if self._starts else 0.0
+
+    def add(self, now_ns: int, plan: StepPlan, timing: StepTiming, leap: LeapColumns | None) -> None:
+        """A plan that began at `now_ns` and ran once, or as often as `timing` has entries."""
+        self._facts.append(_facts(plan, timing))
+        self._starts.append(now_ns)
+        self._steps.append(len(timing.ns))
+        self._ns.extend(timing.ns)
+        self._attention_s.extend(timing.attention_s)
+        self._capacity = plan.usage.capacity
+        if leap is not None:
+            self._leaps.append(leap)
+
+    def columns(self) -> dict[str, Column]:
+        """Every column of STEP_COLUMNS, one entry per step; counts are int64, times float64 seconds."""
+        steps = np.array(self._steps, dtype=np.int64)
+        facts = np.array(self._facts, dtype=np.float64).reshape(-1, len(_FACTS)).repeat(steps, axis=0)
+        found: dict[str, Column] = {
+            name: facts[:, index] if name in PHASES else facts[:, index].astype(np.int64)
+            for index, name in enumerate(_FACTS)
+        }
+        nth = np.arange(steps.sum()) - (np.cumsum(steps) - steps).repeat(steps)
+        self._add_times(found, steps, nth)
+        self._add_leaps(found, nth)
+        states = ("token", "cached", "internal", "external", "free")
+        found["reserved"] = self._capacity - np.sum([found[name] for name in states], axis=0)
+        return {name: found[name] for name in STEP_COLUMNS}
+
+    def _add_times(self, found: dict[str, Column], steps: NsArray, nth: NsArray) -> None:
+        ns = np.array(self._ns, dtype=np.int64)
+        before = np.cumsum(ns) - ns  # within all steps; of each plan's first step it is the plan's own offset
+        begun = np.array(self._starts, dtype=np.int64).repeat(steps)
+        found["step"] = np.arange(len(ns))
+        found["start_s"] = to_s(begun + before - before[nth == 0].repeat(steps))
+        found["seconds"] = to_s(ns)
+        found["attention_s"] = np.array(self._attention_s, dtype=np.float64)
+
+    def _add_leaps(self, found: dict[str, Column], nth: NsArray) -> None:
+        """The further steps of a fast-forward: as the first, but for context and what the pool did."""
+        further = nth > 0
+        for name in _FIRST_ONLY:
+            found[name][further] = 0
+        for name in _GROWING:
+            found[name] += found["rows"] * nth
+        for name in _LEAPING:
+            if self._leaps:
+                found[name][further] = np.concatenate([getattr(leap, name) for leap in self._leaps])
+
+
+def _facts(plan: StepPlan, timing: StepTiming) -> tuple[float, ...]:
+    """The plan's entries in the order of STEP_COLUMNS, those of `_TIMED` left out."""
+    rows, usage, phases = plan.rows, plan.usage, timing.phases
+    tokens = sum(row.query_len for row in rows)
+    decode = sum(row.query_len == 1 for row in rows)
+    return (
+        *(phases.get(phase, np.nan) for phase in PHASES),
+        len(rows),
+        decode,
+        tokens - decode,
+        tokens,
+        sum(row.context_len for row in rows) + tokens,
+        sum(row.samples for row in rows),
+        plan.new_blocks,
+        len(plan.copies),
+        len(plan.frees),
+        len(plan.preempted),
+        len(plan.admitted),
+        plan.hit_tokens,
+        plan.running,
+        plan.waiting,
+        usage.token,
+        usage.cached,
+        usage.internal,
+        usage.external,
+        usage.free,
+        usage.logical_blocks,
+        usage.physical_blocks,
+    )
