@@ -9,7 +9,10 @@ from pathlib import Path
 
 from harness.config.schema import EngineDevice
 
-ROOTS = ("engine", "harness", "traces", "paged_kernels")
+ROOTS = (  # what a record depends on; an edited report or command line makes no new points
+    *("engine", "traces", "paged_kernels"),
+    *(f"harness.{room}" for room in ("sim", "point", "measured", "metrics", "compare")),
+)
 PACKAGES = ("torch", "transformers", "triton", "numpy", "scipy", "simpy", "hydra-core")
 
 

@@ -1,9 +1,9 @@
 """Calibration: run the plan's workloads on the engine, fit the cost model, and test it on the held-out ones."""
 
 import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from statistics import median
 
 import numpy as np
@@ -33,7 +33,7 @@ class _Timed:
 
 def calibrate(config: RunConfig, progress: CaseProgress | None = None) -> FittedCost:
     """Measure, fit, validate and store; takes some tens of seconds. Progress gets (case, done, cases)."""
-    started, load = time.time(), os.getloadavg()[0]
+    started, load = datetime.now(UTC).isoformat(timespec="seconds"), os.getloadavg()[0]
     lone = _lone_request_s(config)
     timed: list[_Timed] = []
     for number, case in enumerate(CASES):

@@ -10,6 +10,7 @@ import numpy as np
 from harness.config.errors import ConfigError
 from harness.config.schema import RunConfig
 from harness.point.cost import check_cost, cost_model
+from harness.point.devices import check_engine
 from harness.point.record import make_record, tables_of
 from harness.point.simulate import simulate
 from harness.point.workload import Workload, build_workload
@@ -35,6 +36,7 @@ def check_point(config: RunConfig) -> None:
     build_workload(config)
     check_cost(config)
     if config.measure:
+        check_engine(config.engine)
         _check_model(config)
 
 

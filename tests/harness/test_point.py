@@ -9,7 +9,16 @@ import pytest
 from point_cases import azure_file, mooncake_file, small_config, with_trace
 
 from harness.config.errors import ConfigError
-from harness.config.schema import CachePolicy, CostKind, DecodingMode, Oversize, RunConfig, TraceFormat
+from harness.config.schema import (
+    Backend,
+    CachePolicy,
+    CostKind,
+    DecodingMode,
+    EngineDevice,
+    Oversize,
+    RunConfig,
+    TraceFormat,
+)
 from harness.point import check_point, point_identity, run_point
 
 
@@ -151,6 +160,23 @@ def test_a_model_whose_attention_cannot_be_replaced_is_refused_by_name(tmp_path:
     (tmp_path / "model.safetensors").write_bytes(b"")
     config.model.path = str(tmp_path)
     with pytest.raises(ConfigError, match="bloom"):
+        check_point(config)
+
+
+def test_a_device_that_is_not_here_is_refused_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("harness.point.devices.gpu_names", lambda: ())
+    config = small_config(tmp_path)
+    config.engine.device = EngineDevice.cuda
+    with pytest.raises(ConfigError, match=r"engine.device: cuda, but .* no device"):
+        check_point(config)
+
+
+def test_triton_kernels_are_refused_on_the_cpu_before_anything_runs(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    config.engine.device, config.engine.backend = EngineDevice.cpu, Backend.triton
+    with pytest.raises(ConfigError, match=r"engine.backend: triton kernels need a CUDA device"):
         check_point(config)
 
 
