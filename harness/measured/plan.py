@@ -42,6 +42,8 @@ class CalibrationCase:
 CASES = (
     CalibrationCase("burst", 64, (16, 256), (8, 40), 0),
     CalibrationCase("lone requests", 16, (8, 200), (10, 40), 0.5),
+    CalibrationCase("prompts alone", 48, (1, 500), (1, 2), 0.3),
+    CalibrationCase("short prompts", 32, (1, 40), (2, 6), 0.5, block_size=32),
     CalibrationCase("few at a time", 24, (8, 250), (10, 40), 1.5, block_size=32),
     CalibrationCase("steady", 40, (32, 200), (10, 30), 4, block_size=8),
     CalibrationCase("long prompts", 12, (300, 900), (4, 16), 1.5, block_size=32),
@@ -51,6 +53,7 @@ CASES = (
     CalibrationCase("contiguous beams", 16, (16, 120), (8, 24), 2, contiguous=True, beam_width=4),
     CalibrationCase("shared prefix", 40, (64, 300), (8, 24), 4, shared=0.8),
     CalibrationCase("samples", 16, (16, 160), (8, 24), 2, samples=4),
+    CalibrationCase("held-out prompts", 24, (4, 400), (1, 3), 0.4, block_size=8, held_out=True),
     CalibrationCase("held-out mix", 32, (20, 300), (6, 30), 2, block_size=16, shared=0.4, held_out=True),
     CalibrationCase("held-out beams", 18, (30, 200), (8, 20), 2, block_size=16, beam_width=3, held_out=True),
     CalibrationCase("held-out contiguous", 24, (20, 250), (6, 26), 2, contiguous=True, held_out=True),

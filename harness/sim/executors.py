@@ -12,7 +12,7 @@ from engine.core.plan import StepPlan, StepResult
 from engine.core.request import Decoding, Request
 from harness.sim.clock import to_ns
 from harness.sim.cost import CostModel
-from harness.sim.features import leap_features
+from harness.sim.features import FeatureMeter
 from harness.sim.genealogy import BeamGenealogy
 
 _FIRST_LOOK = 48  # steps of a fast-forward that are priced before looking whether a request arrives earlier
@@ -60,7 +60,7 @@ class SimulatedExecutor:
         self.max_repeat = 1 << 30 if fast_forward else 1
         self._cost = cost
         self._requests = requests
-        self._block_size = block_size
+        self._meter = FeatureMeter(requests, block_size)
         self._genealogy = genealogy
         self._generated: dict[int, int] = {}
         self._timing = StepTiming([], [])
@@ -77,6 +77,7 @@ class SimulatedExecutor:
         if horizon_ns is not None and len(ns) > 1:
             taken = 1 + bisect_left(list(accumulate(ns[:-1])), horizon_ns)
             ns, attention = ns[:taken], attention[:taken]
+        self._meter.took(plan, len(ns))
         self._timing = StepTiming(ns, attention)
         return StepResult(repeat=len(ns), parents=self._parents(plan))
 
@@ -85,7 +86,7 @@ class SimulatedExecutor:
         return self._timing
 
     def _price(self, plan: StepPlan, steps: int) -> tuple[list[int], list[float]]:
-        price = self._cost.price(leap_features(plan, self._requests, self._block_size, steps))
+        price = self._cost.price(self._meter.features(plan, steps))
         if steps == 1:
             return [max(1, to_ns(float(price.seconds)))], [float(price.attention_s)]
         ns = np.maximum(1, to_ns(np.broadcast_to(price.seconds, steps)))

@@ -17,6 +17,7 @@ FEATURES: dict[str, str] = {
     "tokens_to_8": "query tokens, at most 8: small matrices do not cost in proportion",
     "tokens_to_32": "query tokens, at most 32",
     "tokens_to_128": "query tokens, at most 128",
+    "tokens_beyond_128": "query tokens above 128: large ones leave the cache",
     "rows": "sequences in the batch: host work",
     "sampled_rows": "rows that meet the vocabulary projection",
     "beam_rows": "sampled rows of beam groups: selection over the whole vocabulary",
@@ -25,6 +26,7 @@ FEATURES: dict[str, str] = {
     "decode_kv": "KV slots that decode rows read",
     "decode_padded_kv": "decode rows times the longest of them: what a padded batch reads",
     "prefill_rows": "rows of more than one token: each is an attention call of its own",
+    "prefill_tokens": "their query tokens",
     "prefill_kv": "KV slots that those rows read",
     "prefill_work": "their query times key positions",
     "blocks": "table entries",
@@ -32,6 +34,7 @@ FEATURES: dict[str, str] = {
     "copied_slots": "KV slots copied on write or at a fork",
     "freed_slots": "KV slots voided",
     "admitted_tokens": "prompt tokens of admitted requests: their identity is computed once",
+    "after_prefill": "1 right after a large prefill, a quarter less each step: caches are warm again only gradually",
 }
 """Feature names with their meaning; the order is the column order."""
 
@@ -41,6 +44,7 @@ ATTENTION_FEATURES = (
     "decode_kv",
     "decode_padded_kv",
     "prefill_rows",
+    "prefill_tokens",
     "prefill_kv",
     "prefill_work",
 )
@@ -53,8 +57,41 @@ def feature_index(names: Iterable[str]) -> list[int]:
     return [order.index(name) for name in names]
 
 
-def step_features(plan: StepPlan, requests: Mapping[int, Request], block_size: int) -> list[float]:
-    """Features of the plan's first (or only) step, in the order of FEATURES; `requests` by request id."""
+class FeatureMeter:
+    """Features of the steps of one replay, in order; remembers how long ago the last large prefill was.
+
+    On a CPU a prefill of a hundred tokens and more drives the model's weights and the interpreter out of the caches:
+    the next decode steps take up to twice their time. `requests` by request id.
+    """
+
+    def __init__(self, requests: Mapping[int, Request], block_size: int) -> None:
+        self._requests = requests
+        self._block_size = block_size
+        self._after_prefill = 0.0
+
+    def features(self, plan: StepPlan, steps: int = 1) -> list[Amount]:
+        """Features of the next `steps` (at most `plan.repeat`) steps: arrays `[steps]` where they change, else numbers.
+
+        In the steps after the first every row has one more token of context; the blocks they take and the cached
+        blocks these evict follow from the plan, so that a fast-forward is priced exactly as single steps are.
+        """
+        features: list[Amount] = list(_step_features(plan, self._requests, self._block_size))
+        features.append(self._after_prefill)
+        return features if steps == 1 else _stretched(features, plan, self._block_size, steps)
+
+    def took(self, plan: StepPlan, steps: int = 1) -> None:
+        """`steps` of the plan were taken."""
+        tokens = sum(row.query_len for row in plan.rows if row.query_len > 1)
+        for _ in range(steps):
+            self._after_prefill = self._after_prefill * _WARMING + min(1.0, tokens / _LARGE_PREFILL)
+
+
+_WARMING = 0.75  # measured on CPU: what is left of the slowdown after one more decode step
+_LARGE_PREFILL = 128  # tokens
+
+
+def _step_features(plan: StepPlan, requests: Mapping[int, Request], block_size: int) -> list[float]:
+    """The features that follow from the plan's first (or only) step alone."""
     rows = plan.rows
     tokens = sum(row.query_len for row in rows)
     sampled = [row.request_id for row in rows if row.samples]
@@ -66,6 +103,7 @@ def step_features(plan: StepPlan, requests: Mapping[int, Request], block_size: i
         min(tokens, 8),
         min(tokens, 32),
         min(tokens, 128),
+        max(tokens - 128, 0),
         len(rows),
         len(sampled),
         sum(requests[request_id].decoding is Decoding.BEAM for request_id in sampled),
@@ -74,6 +112,7 @@ def step_features(plan: StepPlan, requests: Mapping[int, Request], block_size: i
         sum(decode),
         len(decode) * max(decode, default=0),
         len(chunks),
+        sum(query for query, _ in chunks),
         sum(kv for _, kv in chunks),
         sum(query * (kv - (query - 1) / 2) for query, kv in chunks),
         sum(-(-(row.context_len + row.query_len) // block_size) for row in rows),
@@ -84,17 +123,8 @@ def step_features(plan: StepPlan, requests: Mapping[int, Request], block_size: i
     ]
 
 
-def leap_features(
-    plan: StepPlan, requests: Mapping[int, Request], block_size: int, steps: int
-) -> list[Amount]:
-    """Features of `steps` (at most `plan.repeat`) consecutive steps: arrays `[steps]` where they change, else numbers.
-
-    In the steps after the first every row has one more token of context; the blocks they take and the cached blocks
-    these evict follow from the plan, so that a fast-forward is priced exactly as single steps are.
-    """
-    features: list[Amount] = list(step_features(plan, requests, block_size))
-    if steps == 1:
-        return features
+def _stretched(features: list[Amount], plan: StepPlan, block_size: int, steps: int) -> list[Amount]:
+    """The features of a stretch of decode steps, from those of its first."""
     later = np.arange(steps)
     grown = (len(plan.rows) * later).astype(np.float64)
     taken = _taken(plan, block_size, later)
@@ -106,6 +136,7 @@ def leap_features(
     features[_BLOCKS] = features[_BLOCKS] + (entries if block_size > 1 else grown).astype(np.float64)
     features[_NEW] = taken.astype(np.float64)
     features[_FREED] = (voided * block_size).astype(np.float64)
+    features[_AFTER] = np.cumprod(np.concatenate([[features[_AFTER]], np.full(steps - 1, _WARMING)]))
     return features
 
 
@@ -122,6 +153,6 @@ def _taken(plan: StepPlan, block_size: int, later: IntArray) -> IntArray:
     return taken
 
 
-_DECODE_KV, _PADDED_KV, _BLOCKS, _NEW, _FREED = feature_index(
-    ("decode_kv", "decode_padded_kv", "blocks", "new_blocks", "freed_slots")
+_DECODE_KV, _PADDED_KV, _BLOCKS, _NEW, _FREED, _AFTER = feature_index(
+    ("decode_kv", "decode_padded_kv", "blocks", "new_blocks", "freed_slots", "after_prefill")
 )

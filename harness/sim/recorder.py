@@ -11,9 +11,9 @@ from engine.core.outcome import CommitReport, RequestStats
 from engine.core.plan import StepPlan, StepResult
 from engine.core.request import Request
 from harness.metrics.log import RunLog
-from harness.sim.cost import FloatArray
+from harness.sim.cost import Amount, FloatArray
 from harness.sim.executors import StepTiming
-from harness.sim.features import FEATURES, step_features
+from harness.sim.features import FEATURES, FeatureMeter
 from harness.sim.request_times import RequestTimes
 from harness.sim.step_table import StepTable
 
@@ -29,14 +29,14 @@ class Recorder:
         self, requests: Sequence[Request], arrival_ns: Sequence[int], block_size: int, *, keep_plans: bool
     ):
         self._block_size = block_size
-        self._requests = {request.request_id: request for request in requests}
+        self._meter = FeatureMeter({request.request_id: request for request in requests}, block_size)
         self._steps = StepTable()
         self._times = RequestTimes(requests, arrival_ns)
         self._keep_plans = keep_plans
         self.digests: list[str] = []
         self.parents: list[Mapping[int, Sequence[int]]] = []
         self.step_ns: list[int] = []
-        self._features: list[list[float]] = []
+        self._features: list[list[Amount]] = []
 
     @property
     def features(self) -> FloatArray:
@@ -53,7 +53,8 @@ class Recorder:
             self.digests.append(plan.digest())
             self.parents.append(result.parents)
             self.step_ns.append(timing.ns[0])
-            self._features.append(step_features(plan, self._requests, self._block_size))
+            self._features.append(self._meter.features(plan))
+            self._meter.took(plan)
 
     def log(self, stats: Mapping[int, RequestStats], capacity_slots: int, kv_bytes_per_token: int) -> RunLog:
         """The finished run's log."""

@@ -103,6 +103,20 @@ def test_the_held_out_error_of_the_cost_model_is_in_the_record(record: dict) -> 
     assert record["cost"]["heldout"]["step"]["n"] > 50
 
 
+def test_the_pace_of_the_device_is_in_the_record_with_the_error_it_hides(record: dict) -> None:
+    pace = record["pace"]
+    assert pace["low"] <= pace["ratio"] <= pace["high"]
+    assert pace["probes"] == 2
+    unscaled, scaled = pace["unscaled"]["total_error"], record["levels"]["teacher_forced"]["total_error"]
+    assert (1 + scaled) / (1 + unscaled) == pytest.approx(pace["ratio"])
+
+
+def test_the_pace_is_not_followed_where_the_user_says_so(cache_dir: Path) -> None:
+    config = small_config(cache_dir)
+    config.cost.follow_pace = False
+    assert run_point(config).record["pace"] is None
+
+
 def test_both_sides_did_the_same_work(record: dict) -> None:
     rows = {row["metric"]: row for row in record["comparison"]}
     assert rows["computed_tokens"]["error"] == 0

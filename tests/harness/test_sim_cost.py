@@ -4,7 +4,7 @@ from sim_cases import replay, request
 
 from engine.core.paged import PagedManager
 from engine.core.request import Decoding
-from harness.sim.cost import CostSource, price_table
+from harness.sim.cost import CostModel, CostSource, PacedCost, price_table
 from harness.sim.features import FEATURES, feature_index
 from harness.sim.fitted import fit_cost, held_out_error
 from harness.sim.genealogy import BeamGenealogy, churn_of_run
@@ -107,6 +107,32 @@ def test_beam_copies_are_slots_of_whole_blocks() -> None:
         keep_plans=True,
     )[1].features
     assert features[:, copied].tolist() == [0, 3 * 16]
+
+
+def test_the_steps_after_a_large_prefill_are_marked_and_fade() -> None:
+    (after,) = feature_index(["after_prefill"])
+    features = replay([request(0, 0, 200, 4)], fast_forward=False, keep_plans=True)[1].features
+    assert features[:, after].tolist() == [0, 1, 0.75, 0.75**2]
+
+
+def test_a_paced_cost_is_the_cost_times_the_ratio() -> None:
+    cost = RooflineCost(LLAMA_8B, DeviceShape("h200", 4.8e12, 989e12, 0, 0))
+    features = replay([request(0, 0, 40, 3)], fast_forward=False, keep_plans=True)[1].features
+    plain, paced = price_table(cost, features), price_table(PacedCost(cost, 1.25), features)
+    assert paced[0].tolist() == pytest.approx((1.25 * plain[0]).tolist())
+    assert paced[1].tolist() == pytest.approx((1.25 * plain[1]).tolist())
+
+
+@pytest.mark.parametrize("kind", ["fitted", "roofline"])
+def test_numbers_and_arrays_are_priced_to_the_same_bits(kind: str) -> None:
+    features = measured_features(0)
+    fitted = fit_cost(features, *true_seconds(features), SOURCE)
+    roofline = RooflineCost(LLAMA_8B, DeviceShape("h200", 4.8e12, 989e12, 1e-4, 1e-6))
+    cost: CostModel = fitted if kind == "fitted" else roofline
+    seconds, attention = price_table(cost, features)
+    single = [cost.price(row) for row in features.tolist()]
+    assert [price.seconds for price in single] == seconds.tolist()
+    assert [price.attention_s for price in single] == attention.tolist()
 
 
 LLAMA_8B = ModelShape(32, 4096, 32, 8, 128, 14336, 128256, 2)
