@@ -51,13 +51,13 @@ CASES = (
     CalibrationCase("four beams", 24, (16, 160), (10, 24), 2, block_size=8, beam_width=4),
     CalibrationCase("contiguous", 32, (16, 160), (8, 30), 3, contiguous=True),
     CalibrationCase("contiguous beams", 16, (16, 120), (8, 24), 2, contiguous=True, beam_width=4),
-    CalibrationCase("shared prefix", 40, (64, 300), (8, 24), 4, shared=0.8),
+    CalibrationCase("shared prefix", 40, (64, 300), (8, 24), 4, block_size=4, shared=0.8),
     CalibrationCase("samples", 16, (16, 160), (8, 24), 2, samples=4),
     CalibrationCase("held-out prompts", 24, (4, 400), (1, 3), 0.4, block_size=8, held_out=True),
     CalibrationCase("held-out mix", 32, (20, 300), (6, 30), 2, block_size=16, shared=0.4, held_out=True),
     CalibrationCase("held-out beams", 18, (30, 200), (8, 20), 2, block_size=16, beam_width=3, held_out=True),
     CalibrationCase("held-out contiguous", 24, (20, 250), (6, 26), 2, contiguous=True, held_out=True),
-    CalibrationCase("held-out small blocks", 32, (10, 180), (8, 28), 4, block_size=4, held_out=True),
+    CalibrationCase("held-out small blocks", 32, (10, 180), (8, 28), 4, block_size=6, held_out=True),
 )
 
 

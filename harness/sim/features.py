@@ -25,9 +25,11 @@ FEATURES: dict[str, str] = {
     "decode_steps": "1 if there is such a row: the floor of decode attention",
     "decode_kv": "KV slots that decode rows read",
     "decode_padded_kv": "decode rows times the longest of them: what a padded batch reads",
+    "decode_padded_blocks": "the same in blocks: each is fetched on its own",
     "prefill_rows": "rows of more than one token: each is an attention call of its own",
     "prefill_tokens": "their query tokens",
     "prefill_kv": "KV slots that those rows read",
+    "prefill_blocks": "the same in blocks",
     "prefill_work": "their query times key positions",
     "blocks": "table entries",
     "new_blocks": "blocks taken",
@@ -43,9 +45,11 @@ ATTENTION_FEATURES = (
     "decode_steps",
     "decode_kv",
     "decode_padded_kv",
+    "decode_padded_blocks",
     "prefill_rows",
     "prefill_tokens",
     "prefill_kv",
+    "prefill_blocks",
     "prefill_work",
 )
 """What the attention kernels' own time depends on."""
@@ -111,9 +115,11 @@ def _step_features(plan: StepPlan, requests: Mapping[int, Request], block_size: 
         bool(decode),
         sum(decode),
         len(decode) * max(decode, default=0),
+        len(decode) * -(-max(decode, default=0) // block_size),
         len(chunks),
         sum(query for query, _ in chunks),
         sum(kv for _, kv in chunks),
+        sum(-(-kv // block_size) for _, kv in chunks),
         sum(query * (kv - (query - 1) / 2) for query, kv in chunks),
         sum(-(-(row.context_len + row.query_len) // block_size) for row in rows),
         plan.new_blocks,
@@ -132,7 +138,9 @@ def _stretched(features: list[Amount], plan: StepPlan, block_size: int, steps: i
     voided = np.diff(np.maximum(0, entries - plan.usage.free // block_size), prepend=0)
     taken[0], voided[0] = plan.new_blocks, len(plan.frees)
     features[_DECODE_KV] = features[_DECODE_KV] + grown
-    features[_PADDED_KV] = features[_PADDED_KV] + grown
+    longest = 1 + int(plan.context_len.max()) + later
+    features[_PADDED_KV] = (len(plan.rows) * longest).astype(np.float64)
+    features[_PADDED_BLOCKS] = (len(plan.rows) * -(-longest // block_size)).astype(np.float64)
     features[_BLOCKS] = features[_BLOCKS] + (entries if block_size > 1 else grown).astype(np.float64)
     features[_NEW] = taken.astype(np.float64)
     features[_FREED] = (voided * block_size).astype(np.float64)
@@ -153,6 +161,14 @@ def _taken(plan: StepPlan, block_size: int, later: IntArray) -> IntArray:
     return taken
 
 
-_DECODE_KV, _PADDED_KV, _BLOCKS, _NEW, _FREED, _AFTER = feature_index(
-    ("decode_kv", "decode_padded_kv", "blocks", "new_blocks", "freed_slots", "after_prefill")
+_DECODE_KV, _PADDED_KV, _PADDED_BLOCKS, _BLOCKS, _NEW, _FREED, _AFTER = feature_index(
+    (
+        "decode_kv",
+        "decode_padded_kv",
+        "decode_padded_blocks",
+        "blocks",
+        "new_blocks",
+        "freed_slots",
+        "after_prefill",
+    )
 )
