@@ -79,7 +79,9 @@ def set_rate(trace: Trace, requests_per_s: float) -> Trace:
     first, last = trace.requests[0].arrival_us, trace.requests[-1].arrival_us
     if first == last:
         raise ParameterError(
-            "requests_per_s", "all requests arrive at one instant: time cannot be scaled to a rate"
+            "requests_per_s",
+            "all requests arrive at one instant, so time cannot be scaled to a rate; take more requests, spread the "
+            "clock's ticks (ticks=even), or keep the recorded times (null)",
         )
     target_us = _round((len(trace.requests) - 1) / requests_per_s * 1e6)
     span_us = last - first

@@ -11,7 +11,7 @@ from math import inf
 from typing import Any, NamedTuple
 
 from harness.config.errors import ConfigError
-from harness.config.paths import check_out, check_trace_file
+from harness.config.paths import check_cache_dir, check_out, check_trace_file
 from harness.config.schema import CachePolicy, DecodingMode, RunConfig, TraceFormat
 
 
@@ -33,18 +33,20 @@ class Range(NamedTuple):
         low = f"greater than {self.low:g}" if self.open_low else f"{self.low:g} or greater"
         if self.high == inf:
             return low
-        return f"{low} and {'less than' if self.open_high else 'at most'} {self.high:g}"
+        return f"{low} and {'less than' if self.open_high else 'at most'} {_number(self.high)}"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:g}"
 
 
 _COUNT, _NOT_NEGATIVE, _POSITIVE, _SHARE = Range(1), Range(0), Range(0, open_low=True), Range(0, 1)
+_LISTED = Range(1, 10**7)  # as many things as are kept in memory one by one
+_SLOTS = Range(1, 10**9)  # KV slots, far beyond any device's memory
 
 RANGES: dict[str, Range] = {
     **dict.fromkeys(
         (
-            "workload.num_requests",
-            "workload.num_prefixes",
-            "cache.block_size",
-            "cache.pool_tokens",
             "scheduler.max_batched_tokens",
             "scheduler.max_running",
             "decoding.beam_width",
@@ -55,16 +57,23 @@ RANGES: dict[str, Range] = {
             "model.kv_heads",
             "model.head_dim",
             "model.intermediate",
-            "engine.threads",
             "engine.audit_every",
             "replay.repeats",
         ),
         _COUNT,
     ),
-    **dict.fromkeys(("cache.max_model_len", "model.vocab", "model.max_position"), Range(2)),
+    **dict.fromkeys(("workload.num_requests", "workload.num_prefixes"), _LISTED),
+    **dict.fromkeys(("cache.block_size", "cache.pool_tokens"), _SLOTS),
+    **dict.fromkeys(("cache.max_model_len", "model.max_position"), Range(2)),
+    "model.vocab": Range(
+        8
+    ),  # calibration searches with a few beams, which need as many tokens to choose from
+    "engine.threads": Range(1, 256),
+    "workers": Range(0, 1024),
+    "workload.request_rate": Range(1e-6, 1e9),  # arrivals are whole microseconds in 64 bits
+    "workload.length_scale": Range(1e-6, 1e6),
     **dict.fromkeys(
         (
-            "workers",
             "workload.prefix_zipf",
             "workload.seed",
             "model.seed",
@@ -75,8 +84,6 @@ RANGES: dict[str, Range] = {
     ),
     **dict.fromkeys(
         (
-            "workload.request_rate",
-            "workload.length_scale",
             "decoding.temperature",
             "device.memory_gb",
             "device.bandwidth_gbs",
@@ -101,7 +108,7 @@ def check_config(config: RunConfig) -> list[ConfigError]:
         _model,
     )
     found = [error for rule in rules for error in rule(config)]
-    return found + list(check_out(config.out))
+    return [*found, *check_out(config.out), *check_cache_dir(config.cost.cache_dir)]
 
 
 def value_of(config: RunConfig, key: str) -> Any:
@@ -161,6 +168,10 @@ def _width(config: RunConfig) -> Iterator[ConfigError]:
             yield ConfigError(
                 key, f"found {width}, more than scheduler.{name}={limit}: a group runs in one step"
             )
+    if beams and config.model.path is None and width > config.model.vocab:
+        yield ConfigError(
+            key, f"found {width}, more than the tokens there are (model.vocab={config.model.vocab})"
+        )
     if not beams and decoding.mode is DecodingMode.greedy and decoding.n > 1:
         yield ConfigError(
             "decoding.n",

@@ -4,10 +4,13 @@ Every key of a run exists in the schema, so nothing is ever appended or deleted:
 are refused, which is what keeps a misspelt key from being accepted silently.
 """
 
+import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
+from itertools import islice
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -17,6 +20,10 @@ from hydra.errors import HydraException
 from harness.config.errors import ConfigError, UnknownKeyError, UserError
 from harness.config.groups import EXPERIMENTS, groups, list_options
 from harness.config.keys import leaves, suggestion
+
+MOST_POINTS = 100_000  # of a sweep; more is a slip of the finger, and would fill the memory before it fails
+_PLAIN = re.compile(r"""[^=,()\[\]{}"'\\$]+""")  # one plain value of a list
+_EMPTY_PLACE = re.compile(r"^\s*,|,\s*(,|$)")
 
 
 @dataclass(frozen=True)
@@ -82,21 +89,36 @@ def parse_override(text: str) -> Axis:
 
 
 def _parse(text: str) -> Override:
+    """Parse by Hydra's grammar, which knows few characters; plain words it does not know (`/tmp/jürgen`, `~/x`) are
+    quoted for the user."""
     try:
         return OverridesParser.create().parse_override(text)
     except HydraException as error:
-        reason = str(error).splitlines()[0].partition(" expecting {")[0]
-        raise UserError(f"cannot read '{text}': {reason}; {_quoting(text)}") from None
+        if not text.isascii() or "~" in text:
+            quoted = _PLAIN.sub(lambda word: f'"{word[0].strip()}"', text.partition("=")[2])
+            with suppress(HydraException):
+                return OverridesParser.create().parse_override(f"{text.partition('=')[0]}={quoted}")
+        raise UserError(_unreadable(text, str(error))) from None
 
 
-def _quoting(text: str) -> str:
+def _unreadable(text: str, reason: str) -> str:
     key, _, value = text.partition("=")
+    if _EMPTY_PLACE.search(value):
+        return f"cannot read '{text}': a value is missing beside a comma; write {key}=a,b,c"
+    return (
+        f"cannot read '{text}': {reason.splitlines()[0].partition(' expecting {')[0]}; {_quoting(key, value)}"
+    )
+
+
+def _quoting(key: str, value: str) -> str:
     return f"""a value that holds = , ( ) [ ] or quotes must itself be quoted, like '{key}="{value}"'"""
 
 
 def _check_key(override: Override, key: str, text: str) -> None:
     sign = text[: len(text) - len(text.lstrip("+~"))]
     known = key in leaves() or key in groups() or key == EXPERIMENTS
+    if not key:
+        raise UserError(f"cannot read '{text}': no key before the '='; write key=value")
     if not known:
         raise UnknownKeyError(sign + key, f"no such key; {suggestion(key)}")
     if override.type is OverrideType.DEL:
@@ -111,12 +133,33 @@ def _values(override: Override, key: str) -> list[tuple[Any, str]]:
     """(value, text) of each value that an override asks for."""
     if isinstance(override._value, Glob) and key in groups():
         return [(name, f"{key}={name}") for name in _matching(override._value, groups()[key])]
+    if isinstance(override._value, Glob):
+        raise ConfigError(key, f"'{_shown(override)}' chooses among the files of a group, and {key} is none")
     if not override.is_sweep_override():
         return [(override.value(), f"{key}={_shown(override)}")]
     if not override.is_discrete_sweep():
         raise ConfigError(key, "an interval is not a list of points; use range(start,stop,step) or a,b,c")
-    texts = [f"{key}={_spelt(value)}" for value in override.sweep_string_iterator()]
+    texts = [f"{key}={_spelt(value)}" for value in _listed(override, key)]
     return [(_parse(text).value(), text) for text in texts]
+
+
+def _listed(override: Override, key: str) -> list[str]:
+    """The values of a list or range as text; a range may hold none or never end."""
+    try:
+        values = list(islice(override.sweep_string_iterator(), MOST_POINTS + 1))
+    except ValueError as error:
+        raise ConfigError(
+            key, f"cannot read '{_shown(override)}': {error}; use range(start,stop,step)"
+        ) from None
+    if len(values) > MOST_POINTS:
+        raise ConfigError(
+            key, f"'{_shown(override)}' has more than {MOST_POINTS:,} values; take larger steps"
+        )
+    if not values:
+        raise ConfigError(
+            key, f"'{_shown(override)}' has no value; a range counts from start to before stop: range(8,33,8)"
+        )
+    return values
 
 
 def _spelt(value: str) -> str:

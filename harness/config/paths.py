@@ -10,7 +10,12 @@ from harness.config.errors import ConfigError
 def check_trace_file(path: str) -> Iterator[ConfigError]:
     """Errors if a trace file is absent, is not a file or cannot be read; its content is for `traces` to judge."""
     file = Path(path).expanduser()
-    if not file.exists():
+    try:
+        exists = file.exists()
+    except OSError as error:
+        yield ConfigError("trace.path", f"cannot use '{path}': {error.strerror}")
+        return
+    if not exists:
         yield ConfigError("trace.path", f"no such file: '{path}' (looked for {file.absolute()})")
     elif not file.is_file():
         yield ConfigError("trace.path", f"'{path}' is not a file; name one trace file")
@@ -22,10 +27,24 @@ def check_out(out: str) -> Iterator[ConfigError]:
     """Errors if the results folder cannot be created or written, found without creating it."""
     if not out.strip():
         yield ConfigError("out", "is empty; name the results folder, like out=results/mine")
+    else:
+        yield from _check_folder("out", out)
+
+
+def check_cache_dir(folder: str | None) -> Iterator[ConfigError]:
+    """Errors if the folder for calibrations cannot be created or written; null is judged when it is used."""
+    if folder is not None:
+        yield from _check_folder("cost.cache_dir", folder)
+
+
+def _check_folder(key: str, name: str) -> Iterator[ConfigError]:
+    folder = Path(name).expanduser().absolute()
+    try:
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+    except OSError as error:  # a name that is too long, or a folder above it that may not be looked into
+        yield ConfigError(key, f"cannot use '{name}': {error.strerror}")
         return
-    folder = Path(out).expanduser().absolute()
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
     if not existing.is_dir():
-        yield ConfigError("out", f"cannot use '{out}': {existing} is not a folder")
+        yield ConfigError(key, f"cannot use '{name}': {existing} is not a folder")
     elif not os.access(existing, os.W_OK | os.X_OK):
-        yield ConfigError("out", f"cannot write to '{out}': no permission in {existing}")
+        yield ConfigError(key, f"cannot write to '{name}': no permission in {existing}")

@@ -17,6 +17,8 @@ from harness.config.overrides import parse_override, parse_overrides
         ("measure=true,false", [True, False]),
         ("device=glob(a100*)", ["a100_40gb", "a100_80gb"]),
         ("""trace.path='a=b,c.csv'""", ["a=b,c.csv"]),
+        ("trace.path=/tmp/jürgen/é b.csv,~/x.csv", ["/tmp/jürgen/é b.csv", "~/x.csv"]),
+        ("out=~/x", ["~/x"]),
     ],
 )
 def test_a_sweep_is_written_in_hydras_grammar(text: str, values: list[object]) -> None:
@@ -95,3 +97,34 @@ def test_every_bad_override_is_named_at_once() -> None:
         parse_overrides(["cache.blok=1", "cache.block_size=4", "decoding.bem_width=2"])
     assert "cache.blok" in str(caught.value)
     assert "decoding.beam_width" in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["trace.path=/ü/a.csv, /ü/b.csv", "out=~/x"])
+def test_the_text_of_a_value_that_was_quoted_for_the_user_gives_it_again(text: str) -> None:
+    for setting in parse_override(text).settings:
+        assert parse_override(setting.text).settings == (setting,)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("cache.block_size=range(8,33,0)", "must not be zero; use range"),
+        ("cache.block_size=range(33,8,8)", r"'range\(33,8,8\)' has no value"),
+        ("cache.block_size=range(0,10000000)", "has more than 100,000 values"),
+        ("trace.path=glob(*)", "trace.path is none"),
+    ],
+)
+def test_a_range_that_is_no_list_of_points_is_refused_by_its_key(text: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        parse_override(text)
+
+
+@pytest.mark.parametrize("text", ["cache.block_size=8,", "cache.block_size=,8", "cache.block_size=8,,16"])
+def test_a_list_with_an_empty_place_says_so(text: str) -> None:
+    with pytest.raises(UserError, match=r"a value is missing beside a comma; write cache\.block_size=a,b,c"):
+        parse_override(text)
+
+
+def test_an_override_without_a_key_says_so() -> None:
+    with pytest.raises(UserError, match="no key before the '='"):
+        parse_override("=8")
