@@ -4,6 +4,7 @@
 each run leaves a line in `runs.txt` and where a file `fixed` makes failing points work.
 """
 
+import json
 import os
 import time
 from dataclasses import dataclass
@@ -54,7 +55,7 @@ def run_point(config: Any, *, progress: Any = None) -> Result:
 def write_report(store_root: Path, *, out: Path | None = None) -> Path:
     page = (out or store_root) / "report.html"
     page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text("a page")
+    page.write_text(json.dumps(json.loads((store_root / "sweep.json").read_text())["points"]))
     return page
 
 

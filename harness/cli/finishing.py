@@ -14,7 +14,7 @@ from harness.store.manifest import Manifest, read_manifest, with_report, write_m
 from harness.store.reading import read_store
 from harness.store.summary import write_summary
 
-_INTERRUPTED = 130
+INTERRUPTED = 130
 
 
 class ReportModel(Protocol):
@@ -40,7 +40,7 @@ def finish(out: Path, manifest: Manifest, outcome: Outcome, report: str) -> int:
             f"stopped: {outcome.done} of {total} points are done and kept in {out}.\n"
             f"Go on with the same command: {manifest.command}"
         )
-        return _INTERRUPTED
+        return INTERRUPTED
     if outcome.done:
         _report(out, manifest, report)
     if outcome.failed:
@@ -74,8 +74,8 @@ def write_report(out: Path, manifest: Manifest | None, report: str, target: Path
 
 def _report(out: Path, manifest: Manifest, report: str) -> None:
     """Write the report, unless the one that is there was written from exactly these points."""
-    known = _known(out)
-    if known is not None and known.report and replace(known, report=None, verdict=()) == manifest:
+    known = known_manifest(out)
+    if known is not None and known.report and same_sweep(known, manifest):
         path = out / known.report
         if path.exists() and path.stat().st_mtime_ns >= _newest_record(out):
             _say_report(path, known.verdict)
@@ -83,11 +83,17 @@ def _report(out: Path, manifest: Manifest, report: str) -> None:
     write_report(out, manifest, report)
 
 
-def _known(out: Path) -> Manifest | None:
+def known_manifest(out: Path) -> Manifest | None:
+    """What the store was last asked for; None where it does not say or cannot be read, as a new one replaces it."""
     try:
         return read_manifest(out)
     except ForeignFileError:
-        return None  # a new one is about to replace it
+        return None
+
+
+def same_sweep(known: Manifest | None, manifest: Manifest) -> bool:
+    """Whether the store was last asked for just this, whatever was reported on it."""
+    return known is not None and replace(known, report=None, verdict=()) == manifest
 
 
 def _newest_record(out: Path) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from harness.cli.parser import Arguments, parse_arguments
 from harness.cli.rooms import Rooms
-from harness.cli.say import remark
+from harness.cli.say import OutputError, remark
 from harness.config.errors import UserError
 
 FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 130
@@ -35,7 +35,11 @@ def main(words: Sequence[str] | None = None, rooms: Rooms | None = None) -> int:
         remark("interrupted")
         return INTERRUPTED
     except BrokenPipeError:  # the reader of our output is gone, e.g. `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
+        return FAILED
+    except OutputError as error:
+        _drop_output()
+        remark(f"error: {error}")
         return FAILED
     except Exception as error:
         return _fault(error)
@@ -60,6 +64,11 @@ def _command(arguments: Arguments, rooms: Rooms) -> int:
     if arguments.command == "report":
         return report_command(arguments, rooms.report)
     return status_command(arguments)
+
+
+def _drop_output() -> None:
+    """What is left in the buffer has nowhere to go; Python would complain about it at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fault(error: Exception) -> int:

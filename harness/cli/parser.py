@@ -10,7 +10,8 @@ _OVERRIDES = """\
 An override is key=value; `show` prints every key, `show --groups` every option of every group.
 A list makes a sweep: cache.block_size=8,16,32 or range(8,33,8). Choose a group's option with cache=contiguous_max,
 a ready-made experiment with experiment=NAME. Without any list `sweep` runs the default experiment.
-Exit codes: 0 all points are done, 1 some failed, 2 the input was wrong, 130 stopped with Ctrl-C (repeat to go on)."""
+Exit codes: 0 all points are done, 1 some failed, 2 the input was wrong, 130 stopped
+with Ctrl-C or SIGTERM (repeat to go on)."""
 
 EXAMPLE = """\
 example:
@@ -102,9 +103,17 @@ def _add_store(parser: argparse.ArgumentParser) -> None:
 
 def _add_trace(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     trace = _add(commands, "trace", "list traces, or look into one", "trace ls | trace inspect TRACE", "")
-    actions = trace.add_subparsers(dest="action", required=True, metavar="ls|inspect")
+    actions = trace.add_subparsers(
+        dest="action", required=True, metavar="ls|inspect", prog="python -m harness trace"
+    )
     _add(actions, "ls", "list the embedded generators and the public traces", "trace ls", "")
-    inspect = _add(actions, "inspect", "print a trace's statistics", "trace inspect TRACE [--format F]", "")
+    inspect = _add(
+        actions,
+        "inspect",
+        "print a trace's statistics",
+        "trace inspect TRACE [--format F] [--requests N]",
+        "",
+    )
     inspect.add_argument("trace", metavar="TRACE", help="a file, or the name of an embedded generator")
     inspect.add_argument("--format", default="auto", help="the file's format; default: recognise it")
     inspect.add_argument("--requests", type=int, default=1000, help="requests to generate (generators only)")

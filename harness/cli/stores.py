@@ -4,7 +4,7 @@ from pathlib import Path
 
 from harness.cli.finishing import write_report
 from harness.cli.parser import Arguments
-from harness.cli.say import remark, say
+from harness.cli.say import numbered, remark, say
 from harness.config.errors import UserError
 from harness.store.errors import ForeignFileError
 from harness.store.layout import Layout
@@ -29,7 +29,8 @@ def status_command(arguments: Arguments) -> int:
     for problem in content.problems:
         say(problem)
     if manifest is None:
-        say(f"{root}: {len(content.records)} points done, {len(content.failures)} failed; no sweep.json")
+        done, failed = numbered(len(content.records), "point"), len(content.failures)
+        say(f"{root}: {done} done, {failed} failed; no sweep.json that says of which sweep")
         return 0
     _say_status(root, manifest, content)
     return 0
@@ -51,7 +52,7 @@ def _say_status(root: Path, manifest: Manifest, content: StoreContent) -> None:
         say(f"{left} not run yet. Go on with: {manifest.command}")
     others = len(content.records) - len(done)
     if others:
-        say(f"{others} other points of earlier sweeps are kept in the same folder")
+        say(f"{numbered(others, 'other point')} of earlier sweeps kept in the same folder")
     if manifest.report:
         say(f"report: {root / manifest.report}")
 

@@ -2,18 +2,23 @@
 
 import importlib
 import shlex
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from harness.cli.finishing import finish
+from harness.cli.finishing import INTERRUPTED, finish, known_manifest, same_sweep
 from harness.cli.parser import Arguments
 from harness.cli.rooms import Rooms
-from harness.cli.say import planning, remark, say
+from harness.cli.say import counted, numbered, planning, remark, say
+from harness.cli.signals import stoppable
 from harness.config.errors import ConfigError, UserError
 from harness.execute.executing import Outcome, execute
 from harness.plan.planning import Plan, PlannedPoint, make_plan
 from harness.plan.request import SweepRequest, run_request, sweep_request
 from harness.store.atomic import check_writable, remove_leftovers
 from harness.store.errors import StoreError
+from harness.store.layout import Layout
+from harness.store.lock import exclusive
 from harness.store.manifest import Manifest, SweepPoint, write_manifest
 from harness.store.reading import StoreContent, read_store
 
@@ -23,26 +28,60 @@ def sweep_command(arguments: Arguments, rooms: Rooms) -> int:
     request = _request(arguments)
     plan = make_plan(request, importlib.import_module(rooms.point), progress=planning)
     _announce(plan)
-    content = read_store(plan.out)
-    for problem in content.problems:
-        remark(problem)
-    todo = [
-        planned
-        for planned in plan.points
-        if arguments.flags.force or planned.fingerprint not in content.records
-    ]
     if arguments.flags.dry_run:
-        return _dry_run(plan, todo, content)
-    manifest = _manifest(plan, arguments)
+        content = _read(plan.out)
+        return _dry_run(plan, _left(plan, content, arguments), content)
+    with stoppable(), _held(plan.out):
+        return _run(plan, arguments, rooms)
+
+
+def _run(plan: Plan, arguments: Arguments, rooms: Rooms) -> int:
+    """Execute what is left and report; the store is ours alone meanwhile."""
+    manifest, known = _manifest(plan, arguments), known_manifest(plan.out)
+    todo = _left(plan, _read(plan.out), arguments)
+    if todo or not same_sweep(known, manifest):
+        _open_store(plan.out, manifest)
     if not todo:
         say(f"nothing left to do: all {len(plan.points)} points are in {plan.out}")
-        return finish(plan.out, manifest, Outcome(len(plan.points), (), interrupted=False), rooms.report)
-    _open_store(plan.out, manifest)
+        return _finish(plan, manifest, Outcome(len(plan.points), (), interrupted=False), rooms)
     try:
         outcome = execute(plan, todo, runner=f"{rooms.point}:run_point")
     finally:
         remove_leftovers(plan.out)
-    return finish(plan.out, manifest, outcome, rooms.report)
+    return _finish(plan, manifest, outcome, rooms)
+
+
+def _finish(plan: Plan, manifest: Manifest, outcome: Outcome, rooms: Rooms) -> int:
+    try:
+        return finish(plan.out, manifest, outcome, rooms.report)
+    except KeyboardInterrupt:
+        remark(f"stopped while the report was written; the points are kept in {plan.out}.")
+        remark(f"Go on with the same command: {manifest.command}")
+        return INTERRUPTED
+
+
+def _read(out: Path) -> StoreContent:
+    content = read_store(out)
+    for problem in content.problems:
+        remark(problem)
+    return content
+
+
+def _left(plan: Plan, content: StoreContent, arguments: Arguments) -> list[PlannedPoint]:
+    """The points without a whole record; with `--force`, all."""
+    done = set() if arguments.flags.force else content.records.keys()
+    return [planned for planned in plan.points if planned.fingerprint not in done]
+
+
+@contextmanager
+def _held(out: Path) -> Iterator[None]:
+    """The results folder, made if need be, and held against other sweeps."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(exclusive(out))
+        except StoreError as error:
+            raise ConfigError("out", str(error)) from error
+        yield
 
 
 def _request(arguments: Arguments) -> SweepRequest:
@@ -60,19 +99,22 @@ def _announce(plan: Plan) -> None:
     if plan.experiment is not None:
         remark(f"experiment {plan.experiment}: {' '.join(plan.overrides)}")
     if plan.same:
+        label, other = plan.same[0]
+        why = "a value was given twice" if label == other else "a setting does not apply there"
         remark(
-            f"{len(plan.same)} combinations are the same run as another, because a setting does not apply there "
-            f"(e.g. {plan.same[0][0]} = {plan.same[0][1]}); each run is done once"
+            f"{counted(len(plan.same), 'combination')} the same run as another, because {why} "
+            f"(e.g. {label} = {other}); each run is done once"
         )
 
 
 def _dry_run(plan: Plan, todo: list[PlannedPoint], content: StoreContent) -> int:
+    left = {planned.fingerprint for planned in todo}
     for planned in plan.points:
-        state = "todo" if planned in todo else "done"
+        state = "todo" if planned.fingerprint in left else "done"
         if planned.fingerprint in content.failures and state == "todo":
             state = "failed before"
         say(f"{planned.fingerprint[:12]}  {state:<13}  {planned.label}")
-    say(f"{len(plan.points)} points, {len(todo)} to run, results in {plan.out}")
+    say(f"{numbered(len(plan.points), 'point')}, {len(todo)} to run, results in {plan.out}")
     return 0
 
 
@@ -87,9 +129,10 @@ def _manifest(plan: Plan, arguments: Arguments) -> Manifest:
 
 
 def _open_store(out: Path, manifest: Manifest) -> None:
-    """Prove that the folder can be written before any point costs time."""
+    """Prove that the folder can be written before any point costs time, and say in it what is asked for."""
     try:
         check_writable(out)
+        check_writable(Layout(out).points)
         remove_leftovers(out)
         write_manifest(out, manifest)
     except StoreError as error:

@@ -1,6 +1,8 @@
 """Running what a plan has left to do."""
 
+import io
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +47,7 @@ def execute(
     failed: list[Failed] = []
     finished = 0
     before = len(plan.points) - len(todo)
-    with reporting(len(plan.points), before, console or Console(stderr=True)) as reporter:
+    with reporting(len(plan.points), before, console or _console()) as reporter:
         try:
             for point, failure in _run(plan, todo, runner, reporter):
                 reporter.ends(point, failure)
@@ -54,6 +56,11 @@ def execute(
         except KeyboardInterrupt:
             return Outcome(before + finished, tuple(failed), interrupted=True)
     return Outcome(before + finished, tuple(failed), interrupted=False)
+
+
+def _console() -> Console:
+    """Standard error; where that was closed before we started, nothing is shown."""
+    return Console(stderr=True) if sys.stderr is not None else Console(quiet=True, file=io.StringIO())
 
 
 def _run(plan: Plan, todo: Sequence[PlannedPoint], runner: str, reporter: Reporter) -> Iterator[Done]:

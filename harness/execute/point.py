@@ -82,7 +82,12 @@ def store_failure(point: PlannedPoint, out: Path, error: str, lines: list[str]) 
 def _store_failure(point: PlannedPoint, out: Path, error: Exception) -> Failed:
     lines = "".join(traceback.format_exception(error)).splitlines()
     message = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-    return store_failure(point, out, message, lines)
+    return store_failure(point, out, _one_line(message), lines)
+
+
+def _one_line(message: str) -> str:
+    """A message that other libraries wrote over several lines, for a list with one line a point."""
+    return " ".join(message.split())
 
 
 def _which(point: PlannedPoint) -> dict[str, Any]:

@@ -3,21 +3,25 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
 from harness.config.checks import check_config, value_of
 from harness.config.compose import compose_config
-from harness.config.errors import ConfigError
+from harness.config.errors import ConfigError, UserError
 from harness.config.normal import normalise
-from harness.config.overrides import Setting
+from harness.config.overrides import MOST_POINTS, Setting
 from harness.config.schema import RunConfig
 from harness.plan.errors import BadPoint, PlanError
 from harness.plan.fingerprint import fingerprint
-from harness.plan.request import FIXED, SweepRequest
+from harness.plan.request import UNNAMED, SweepRequest
 
 Settings = tuple[Setting, ...]
 DEFAULTS = "the default point"
+_TOO_LARGE = (
+    "does not fit the memory: lower workload.num_requests, workload.num_prefixes or cache.pool_tokens"
+)
 
 
 class PointModel(Protocol):
@@ -73,6 +77,7 @@ def make_plan(
     Raises:
         PlanError: lists every point that cannot run.
     """
+    _check_size(request)
     combinations = list(product(*(axis.settings for axis in request.axes)))
     points: dict[str, PlannedPoint] = {}
     same: list[tuple[str, str]] = []
@@ -91,6 +96,14 @@ def make_plan(
     return _plan(request, tuple(points.values()), tuple(same))
 
 
+def _check_size(request: SweepRequest) -> None:
+    size = prod(len(axis.settings) for axis in request.axes)
+    if size > MOST_POINTS:
+        raise UserError(
+            f"{size:,} points asked for, at most {MOST_POINTS:,} are allowed; use fewer values or axes"
+        )
+
+
 def _plan_point(settings: Settings, varying: Settings, model: PointModel) -> PlannedPoint | BadPoint:
     try:
         asked = compose_config(settings)
@@ -102,13 +115,15 @@ def _plan_point(settings: Settings, varying: Settings, model: PointModel) -> Pla
         name = fingerprint(config, model.point_identity(config))
     except ConfigError as error:
         return BadPoint(_label(varying), (str(error),))
+    except MemoryError:
+        return BadPoint(_label(varying), (_TOO_LARGE,))
     applies = tuple(item.text for item in varying if _applies(item, asked, config))
     return PlannedPoint(name, tuple(item.text for item in settings), applies, config)
 
 
 def _varying(settings: Settings, request: SweepRequest) -> Settings:
     """The settings that are not the same everywhere; of a single point, all of them."""
-    keys = request.varying or tuple(axis.key for axis in request.axes if axis.key not in FIXED)
+    keys = request.varying or tuple(axis.key for axis in request.axes if axis.key not in UNNAMED)
     return tuple(setting for setting in settings if setting.key in keys)
 
 

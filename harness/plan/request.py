@@ -11,6 +11,7 @@ from harness.config.overrides import Axis, parse_overrides
 
 DEFAULT = "default"
 FIXED = ("name", "out", "workers")  # say where and how a sweep runs, so they are the same for all its points
+UNNAMED = (*FIXED, "cost.cache_dir", "cost.recalibrate")  # of no interest in the name of a point
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,10 @@ class StoreVersionError(UserError):
     """A record of another schema version than this program reads."""
 
 
+class BusyStoreError(UserError):
+    """Another process is writing to the store."""
+
+
 _REMEDIES = {
     errno.ENOSPC: "the disk is full; free some space and repeat the command",
     errno.EDQUOT: "the disk quota is used up; free some space and repeat the command",

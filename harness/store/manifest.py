@@ -75,7 +75,10 @@ def with_report(manifest: Manifest, root: Path, report: Path, verdict: Sequence[
 
 def _check_version(path: Path, version: object) -> None:
     if version != SCHEMA:
-        raise StoreVersionError(f"{path}: written with schema {version}, this PageTwin reads {SCHEMA}")
+        raise StoreVersionError(
+            f"{path}: written with schema {version}, this PageTwin reads {SCHEMA}; "
+            "use the version that wrote it, or another folder with out=..."
+        )
 
 
 def _points(values: Sequence[dict[str, Any]]) -> tuple[SweepPoint, ...]:

@@ -11,6 +11,7 @@ import pytest
 from harness.cli.main import main
 from harness.cli.rooms import Rooms
 from harness.store import atomic
+from harness.store.lock import exclusive
 
 FAKE = Rooms("fake_point", "fake_point")
 Cli = Callable[..., tuple[int, str, str]]
@@ -163,8 +164,8 @@ def test_a_dry_run_tells_done_from_todo_and_writes_nothing(cli: Cli, tmp_path: P
 
 def test_points_that_are_the_same_run_are_said_to_be(cli: Cli) -> None:
     _, out, err = cli(*sweep("cache=contiguous_max", "cache.block_size=8,16", "--dry-run"))
-    assert "1 combinations are the same run as another" in err
-    assert "1 points, 1 to run" in out
+    assert "1 combination is the same run as another" in err
+    assert "1 point, 1 to run" in out
 
 
 def test_an_unwritable_results_folder_is_named_before_anything_runs(
@@ -306,3 +307,97 @@ def test_a_bug_of_ours_says_where_its_traceback_is(cli: Cli, monkeypatch: pytest
     assert code == 1
     assert "This is a bug in PageTwin" in err
     assert "ZeroDivisionError" in Path(err.strip().rpartition(" ")[2]).read_text()
+
+
+def test_a_narrower_sweep_that_is_done_already_gets_a_report_of_its_own(cli: Cli, tmp_path: Path) -> None:
+    cli(*sweep("workload.seed=1,2"))
+    code, out, _ = cli("run", *sweep("workload.seed=1")[1:])
+    assert code == 0
+    asked = json.loads((tmp_path / "results/default/report.html").read_text())
+    assert [point["overrides"] for point in asked] == [["workload.seed=1"]]
+    assert "nothing left to do: all 1 points" in out
+
+
+def test_a_second_sweep_in_the_same_folder_is_refused(cli: Cli, tmp_path: Path) -> None:
+    cli(*sweep("workload.seed=1,2"))
+    with exclusive(tmp_path / "results/default"):
+        code, _, err = cli(*sweep("workload.seed=3,4"))
+    assert code == 2
+    assert f"another sweep (process {os.getpid()}) is writing to 'results/default'" in err
+    assert len(runs(tmp_path)) == 2
+
+
+def test_a_folder_where_points_cannot_be_kept_is_named_before_any_runs(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/points").touch()
+    code, _, err = cli(*sweep("workload.seed=1", "out=mine"))
+    assert code == 2
+    assert "out: cannot write to mine/points" in err
+    assert runs(tmp_path) == []
+
+
+def test_a_manifest_of_another_version_is_not_overwritten(cli: Cli, tmp_path: Path) -> None:
+    cli(*sweep("workload.seed=1"))
+    file = tmp_path / "results/default/sweep.json"
+    file.write_text('{"schema": 99}')
+    code, _, err = cli(*sweep("workload.seed=1,2"))
+    assert code == 2
+    assert "schema 99, this PageTwin reads 1; use the version that wrote it" in err
+    assert file.read_text() == '{"schema": 99}'
+
+
+def test_ctrl_c_while_the_report_is_written_says_how_to_go_on(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object, **__: object) -> Path:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fake_point.write_report", stop)
+    code, _, err = cli(*sweep("workload.seed=1,2"))
+    assert code == 130
+    assert "the points are kept in results/default" in err
+    assert "Go on with the same command: python -m harness sweep cost.cache_dir=. workload.seed=1,2" in err
+
+
+def test_a_value_given_twice_is_said_to_be(cli: Cli) -> None:
+    _, out, err = cli(*sweep("cache.block_size=8,8", "--dry-run"))
+    assert "1 combination is the same run as another, because a value was given twice" in err
+    assert "1 point, 1 to run" in out
+
+
+def test_more_points_than_anyone_can_want_are_refused(cli: Cli) -> None:
+    code, _, err = cli(*sweep("workload.seed=range(0,1000)", "model.seed=range(0,1000)"))
+    assert code == 2
+    assert "1,000,000 points asked for, at most 100,000 are allowed" in err
+
+
+def test_a_point_that_does_not_fit_the_memory_is_refused(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_large(_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("fake_point.check_point", too_large)
+    code, _, err = cli(*sweep("workload.seed=1,2"))
+    assert code == 2
+    assert "does not fit the memory: lower workload.num_requests" in err
+
+
+def test_where_calibrations_lie_is_no_part_of_a_points_name(cli: Cli) -> None:
+    _, out, _ = cli("run", "cost.cache_dir=.", "workload.seed=1", "--dry-run")
+    assert "cost.cache_dir" not in out
+
+
+def test_an_error_of_many_lines_takes_one_in_the_list(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("first\n   second")
+
+    monkeypatch.setattr("fake_point.run_point", fail)
+    _, out, _ = cli(*sweep("workload.seed=1,2"))
+    assert "workload.seed=1: RuntimeError: first second\n" in out
+
+
+def test_the_usage_of_trace_inspect_names_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["trace", "inspect", "azure_conv", "--requests", "x"])
+    assert (
+        "python -m harness trace inspect: error: argument --requests: invalid int" in capsys.readouterr().err
+    )
