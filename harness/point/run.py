@@ -66,13 +66,11 @@ def run_point(config: RunConfig, *, progress: Progress | None = None) -> PointRe
     seconds = {"simulate": time.perf_counter() - predicted_from, "all": time.perf_counter() - started}
     record = make_record(config, workload, paced, simulated, runs, seconds)
     if runs:
-        record["pace"] = _pace_section(pace, workload, runs, cost)
+        record["pace"] = _pace_section(pace, runs, cost)
     return PointResult(record, tables_of(simulated, runs))
 
 
-def _pace_section(
-    pace: "Pace | None", workload: Workload, runs: "list[MeasuredRun]", cost: CostModel
-) -> dict[str, Any] | None:
+def _pace_section(pace: "Pace | None", runs: "list[MeasuredRun]", cost: CostModel) -> dict[str, Any] | None:
     """How the device's pace was followed, and the teacher-forced error that would stand without it."""
     from harness.point.levels import teacher_forced
 
@@ -84,11 +82,8 @@ def _cost(config: RunConfig, progress: Progress | None) -> CostModel:
     from harness.measured.calibration import is_calibrated
     from harness.point.cost import resolve_cost_kind
 
-    if (
-        config.measure
-        and resolve_cost_kind(config) == "fitted"
-        and _must_calibrate(config, is_calibrated(config))
-    ):
+    fitted = config.measure and resolve_cost_kind(config) == "fitted"
+    if fitted and _must_calibrate(config, is_calibrated(config)):
         from harness.measured.calibrate import calibrate
 
         def stage(case: str, done: int, total: int) -> None:
@@ -100,9 +95,8 @@ def _cost(config: RunConfig, progress: Progress | None) -> CostModel:
     return cost_model(config)
 
 
-_RECALIBRATED: set[str] = (
-    set()
-)  # in this process: `cost.recalibrate` asks for one new calibration, not one per point
+# In this process: `cost.recalibrate` asks for one new calibration, not one per point.
+_RECALIBRATED: set[str] = set()
 
 
 def _calibration_key(config: RunConfig) -> str:
