@@ -7,8 +7,10 @@ from typing import Any
 
 from harness.store.errors import ForeignFileError, StoreVersionError
 from harness.store.layout import SCHEMA, Layout
+from harness.store.shape import what_is_wrong
 
 Record = dict[str, Any]
+_PARQUET = b"PAR1"
 
 
 @dataclass
@@ -84,12 +86,34 @@ def _read_json(path: Path) -> Record:
     return value
 
 
+def _what_is_wrong(path: Path, value: Record) -> str | None:
+    """Why a record does not count as a finished point."""
+    wrong = what_is_wrong(value)
+    if wrong:
+        return f"not a record of a finished point: {wrong}"
+    for name in value.get("tables") or ():
+        table = path.with_name(f"{name}.parquet")
+        if not table.is_file():
+            return f"its table {table.name} is missing"
+        if not _is_whole(table):
+            return f"its table {table.name} is truncated"
+    return None
+
+
+def _is_whole(table: Path) -> bool:
+    """Parquet ends as it begins; what was cut does not. Reading the table itself would cost too much here."""
+    with table.open("rb") as file:
+        head, size = file.read(len(_PARQUET)), file.seek(0, 2)
+        file.seek(max(0, size - len(_PARQUET)))
+        return size > 2 * len(_PARQUET) and head == file.read() == _PARQUET
+
+
 def _collect(path: Path, fingerprint: str, found: dict[str, Record], problems: list[str]) -> None:
     try:
         value = read_record(path)
-        missing = [name for name in value.get("tables", ()) if not path.with_name(f"{name}.parquet").exists()]
-        if missing:
-            raise ForeignFileError(f"{path}: its table {missing[0]}.parquet is missing")
+        wrong = _what_is_wrong(path, value) if path.name == "record.json" else None
+        if wrong:
+            raise ForeignFileError(f"{path}: {wrong}")
     except ForeignFileError as error:
         problems.append(f"skipped {error}")
     else:

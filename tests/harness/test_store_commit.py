@@ -38,7 +38,7 @@ def fail_after(monkeypatch: pytest.MonkeyPatch, writes: int, error: int) -> None
 
 
 def test_a_committed_point_is_read_back(tmp_path: Path) -> None:
-    commit_point(tmp_path, "abc", {"name": "x", "value": np.float64(1.5)}, TABLES)
+    commit_point(tmp_path, "abc", {"config": {}, "name": "x", "value": np.float64(1.5)}, TABLES)
     content = read_store(tmp_path)
     assert content.records["abc"]["value"] == 1.5
     assert content.problems == []
@@ -127,6 +127,6 @@ def test_temporary_files_of_a_living_process_stay(tmp_path: Path) -> None:
 def test_success_forgets_an_earlier_failure(tmp_path: Path) -> None:
     commit_failure(tmp_path, "abc", {"error": "boom"})
     assert set(read_store(tmp_path).failures) == {"abc"}
-    commit_point(tmp_path, "abc", {}, TABLES)
+    commit_point(tmp_path, "abc", {"config": {}}, TABLES)
     content = read_store(tmp_path)
     assert (set(content.records), set(content.failures)) == ({"abc"}, set())

@@ -17,8 +17,8 @@ TABLES = {"steps": {"step": [0]}}
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
-    commit_point(tmp_path, "aa", {"value": 1}, TABLES)
-    commit_point(tmp_path, "bb", {"value": 2}, TABLES)
+    commit_point(tmp_path, "aa", {"config": {}, "value": 1}, TABLES)
+    commit_point(tmp_path, "bb", {"config": {}, "value": 2}, TABLES)
     return tmp_path
 
 
@@ -49,6 +49,37 @@ def test_a_record_whose_table_is_gone_does_not_count(store: Path) -> None:
     content = read_store(store)
     assert set(content.records) == {"bb"}
     assert "its table steps.parquet is missing" in content.problems[0]
+
+
+@pytest.mark.parametrize(
+    ("sections", "wrong"),
+    [
+        ({}, "its section 'config' is missing"),
+        ({"config": {}, "measured": 3}, "its section 'measured' is no table of keys and values"),
+        ({"config": {}, "overrides": "a=1"}, "its section 'overrides' is no list of texts"),
+        (
+            {"config": {}, "comparison": [1]},
+            "its section 'comparison' is no list of rows with metric, error, spread",
+        ),
+    ],
+)
+def test_a_record_that_no_reader_could_use_is_skipped_and_says_why(
+    store: Path, sections: dict[str, object], wrong: str
+) -> None:
+    record = {"schema": 1, "fingerprint": "bb", **sections}
+    (store / "points/bb/record.json").write_text(json.dumps(record))
+    content = read_store(store)
+    assert set(content.records) == {"aa"}
+    assert content.problems[0].endswith(f"not a record of a finished point: {wrong}")
+
+
+@pytest.mark.parametrize("kept", [0, 3, 30])
+def test_a_record_whose_table_was_cut_does_not_count(store: Path, kept: int) -> None:
+    file = store / "points/aa/steps.parquet"
+    file.write_bytes(file.read_bytes()[:kept])
+    content = read_store(store)
+    assert set(content.records) == {"bb"}
+    assert "its table steps.parquet is truncated" in content.problems[0]
 
 
 def test_files_that_are_no_points_are_left_alone(store: Path) -> None:
