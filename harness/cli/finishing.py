@@ -1,6 +1,7 @@
 """After the points: summary, report, verdict, the list of failures, and the exit code."""
 
 import importlib
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -41,14 +42,23 @@ def finish(out: Path, manifest: Manifest, outcome: Outcome, report: str) -> int:
             f"Go on with the same command: {manifest.command}"
         )
         return INTERRUPTED
-    if outcome.done:
-        _report(out, manifest, report)
+    written = not outcome.done or _reported(out, manifest, report)
     if outcome.failed:
         say(f"{outcome.done} of {total} points are done, {len(outcome.failed)} failed:")
         _say_failures(outcome)
         say("the same command tries the failed points again")
-        return 1
-    return 0
+    return 0 if written and not outcome.failed else 1
+
+
+def _reported(out: Path, manifest: Manifest, report: str) -> bool:
+    """Report, and say so where that is impossible: the points cost more than their report."""
+    try:
+        _report(out, manifest, report)
+    except UserError as error:
+        remark(f"error: {error}\nThe points are kept. Write the report elsewhere with:")
+        remark(f"  python -m harness report {shlex.quote(str(out))} --out FOLDER")
+        return False
+    return True
 
 
 def write_report(out: Path, manifest: Manifest | None, report: str, target: Path | None = None) -> Path:

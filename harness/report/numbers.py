@@ -24,8 +24,13 @@ def error(metric: Metric, value: float | None) -> str:
     """An error with its sign: '+3.2 %', for shares '−1.4 pts' (points of 100)."""
     if value is None:
         return NONE
-    sign = "" if abs(value) < 0.0005 else "+" if value > 0 else "−"
+    sign = ("+" if value > 0 else "−") if shows(value) else ""
     return f"{sign}{100 * abs(value):.1f} {error_unit(metric)}"
+
+
+def shows(value: float) -> bool:
+    """Whether an error is more than 0.0 as it is printed."""
+    return abs(value) >= 0.0005
 
 
 def error_size(metric: Metric, value: float | None) -> str:

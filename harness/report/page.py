@@ -1,7 +1,7 @@
 """The page: sections in the order in which a reader asks, each with its figures, tables or the reason for neither."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,6 +9,7 @@ from harness.compare import Verdict, judge
 from harness.report import provenance, tables, workload
 from harness.report.axes import Axes, label, policy_of, reference
 from harness.report.drawing import Drawing, Picture
+from harness.report.pace import pace_lines
 from harness.report.study import Study
 from harness.report.svg import inline
 from harness.report.tables import Table
@@ -59,7 +60,7 @@ def build_page(study: Study, axes: Axes, pictures: Pictures, svgs: Svgs) -> str:
         answer=answer(verdict),
         tone=_tone(verdict),
         band=BAND,
-        checks=soundness(verdict),
+        checks=[*soundness(verdict), *pace_lines(study.records)],
         verdict_table=tables.verdict_table(verdict),
         errors=shown["errors"],
         changes=workload.trace_changes(study.records),
@@ -171,9 +172,16 @@ def _table_sections(study: Study, axes: Axes) -> list[Section]:
             tables=[tables.points_table(study.records, axes), *detail],
         ),
         Section("definitions", "What the metrics mean", tables=[tables.definitions_table()]),
-        Section("environment", "Environment", tables=[provenance.facts_table("environment", study.records)]),
+        Section("environment", "Environment", tables=_environment(study)),
         _cost_section(study),
     ]
+
+
+def _environment(study: Study) -> list[Table]:
+    facts = provenance.facts_table("environment", study.records)
+    pace = provenance.facts_table("pace", study.records)
+    title = "Pace of the device beside the measured runs, over its pace at calibration"
+    return [facts, replace(pace, title=title)] if pace.rows else [facts]
 
 
 def _cost_section(study: Study) -> Section:

@@ -1,6 +1,7 @@
 """Where the figures come from: environment, cost model and its error on points that it was not fitted to."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 from harness.report import numbers
@@ -17,7 +18,7 @@ def facts_table(section: str, records: Sequence[Record], *, without: str = "") -
     """
     found: dict[str, dict[Any, None]] = {}
     for record in records:
-        for key, value in _leaves(record.get(section) or {}):
+        for key, value in map(_dated, _leaves(record.get(section) or {})):
             if key.partition(".")[0] != without:
                 found.setdefault(key, {})[tuple(value) if isinstance(value, list) else value] = None
     return Table(["", ""], [[key, _together(list(values))] for key, values in found.items()], words=2)
@@ -58,6 +59,14 @@ def _leaves(value: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, A
             yield from _leaves(item, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", item
+
+
+def _dated(fact: tuple[str, Any]) -> tuple[str, Any]:
+    """A moment in seconds since 1970 as a date; one that is a date already stays as it is."""
+    key, value = fact
+    if key.rpartition(".")[2] == "started" and isinstance(value, int | float):
+        value = datetime.fromtimestamp(value, UTC).isoformat(sep=" ", timespec="minutes")
+    return key, value
 
 
 def _text(value: object) -> str:

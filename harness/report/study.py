@@ -67,10 +67,10 @@ def read_study(root: Path) -> Study:
     content = read_store(root)
     manifest, problems = _manifest(root)
     asked = {point.fingerprint: point.overrides for point in manifest.points} if manifest else {}
-    wanted = asked or dict.fromkeys([*content.records, *content.failures], ())
+    asked = asked or _told_apart({**content.failures, **content.records})
     problems += content.problems
-    records = [_named(content.records[key], asked) for key in wanted if key in content.records]
-    failures = [_failure(content.failures[key], key, asked) for key in wanted if key in content.failures]
+    records = [_named(content.records[key], asked) for key in asked if key in content.records]
+    failures = [_failure(content.failures[key], key, asked) for key in asked if key in content.failures]
     if not records and not failures:
         raise ReportError(_nothing(root, problems))
     seen = content.records.keys() | content.failures.keys()
@@ -82,7 +82,7 @@ def read_study(root: Path) -> Study:
         failures=tuple(failures),
         problems=tuple(problems),
         absent=len(asked.keys() - seen),
-        others=len(seen - wanted.keys()),
+        others=len(seen - asked.keys()),
     )
 
 
@@ -92,6 +92,13 @@ def _manifest(root: Path) -> tuple[Manifest | None, list[str]]:
         return read_manifest(root), []
     except ForeignFileError as error:
         return None, [f"skipped {error}"]
+
+
+def _told_apart(points: Mapping[str, Record]) -> dict[str, tuple[str, ...]]:
+    """The settings that tell each point from the others, where no sweep says which ones do."""
+    words = {key: tuple(map(str, point.get("overrides") or ())) for key, point in points.items()}
+    common = set.intersection(*map(set, words.values())) if len(words) > 1 else set()
+    return {key: tuple(word for word in found if word not in common) for key, found in words.items()}
 
 
 def _nothing(root: Path, problems: list[str]) -> str:

@@ -36,7 +36,10 @@ _SHORT = {"predicted": "pred.", "measured": "meas.", "error": "error"}
 
 
 def verdict_table(verdict: Verdict) -> Table:
-    """Each headline metric: error in the middle and at worst, against the spread of repeats."""
+    """Each headline metric: error in the middle and at worst, against the spread of repeats.
+
+    The worst point is named only where there are several, and where it is off at all.
+    """
     rows = [
         [
             item.metric.label,
@@ -46,7 +49,7 @@ def verdict_table(verdict: Verdict) -> Table:
             numbers.error_size(item.metric, item.median_spread),
             numbers.error_size(item.metric, item.worst_spread),
             f"{item.close} of {item.points}",
-            item.worst_point,
+            item.worst_point if numbers.shows(item.worst_error) else numbers.NONE,
         ]
         for item in verdict.metrics
     ]
@@ -60,6 +63,8 @@ def verdict_table(verdict: Verdict) -> Table:
         "close at",
         "worst point",
     ]
+    if verdict.measured == 1:
+        return Table(head[:-1], [row[:-1] for row in rows])
     return Table(head, rows, last_is_point=True)
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from harness.compare import MetricVerdict, Verdict, judge
 from harness.compare.verdict import RELATIVE_BAND, SHARE_BAND
 from harness.report import numbers
+from harness.report.pace import pace_lines
 from harness.report.study import Study, read_study
 
 BAND = f"{100 * RELATIVE_BAND:g} % ({100 * SHARE_BAND:g} points for shares) or the spread of repeated runs"
@@ -19,6 +20,7 @@ def verdict_lines(store_root: Path) -> list[str]:
         *completeness(study, verdict),
         answer(verdict),
         *soundness(verdict),
+        *pace_lines(study.records),
         *map(metric_line, verdict.metrics),
     ]
 
@@ -87,12 +89,16 @@ def _audit_line(verdict: Verdict) -> str:
 
 
 def metric_line(item: MetricVerdict) -> str:
-    """One metric: how far apart, at worst where, against which spread."""
+    """One metric: how far apart, at worst where, against which spread. A single point is its own worst."""
     spread = numbers.error_size(item.metric, item.median_spread)
+    worst = numbers.error(item.metric, item.worst_error)
+    if item.points == 1:
+        close = "close" if item.close else "not close"
+        return f"{item.metric.label}: error {worst}; spread of repeats {spread}; {close}"
+    where = f" at {item.worst_point}" if numbers.shows(item.worst_error) else ""
     return (
         f"{item.metric.label}: median error {numbers.error_size(item.metric, item.median_error)}, "
-        f"worst {numbers.error(item.metric, item.worst_error)} at {item.worst_point}; "
-        f"spread of repeats {spread}; close at {item.close} of {item.points}"
+        f"worst {worst}{where}; spread of repeats {spread}; close at {item.close} of {item.points}"
     )
 
 

@@ -1,6 +1,6 @@
 """Writing the report: the page, and every figure as SVG, PDF and CSV beside it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,10 +11,13 @@ from harness.report.page import build_page
 from harness.report.study import Study, read_study
 from harness.report.style import pdf_bytes, style, svg_bytes
 from harness.report.table import comparison_table
+from harness.store.atomic import write_files
+from harness.store.errors import StoreError
 
 if TYPE_CHECKING:
     import pandas as pd
 
+PAGE = "index.html"
 _MOST_CURVES = 6
 
 
@@ -25,33 +28,49 @@ def write_report(store_root: Path, *, out: Path | None = None) -> Path:
     column width, and its data as CSV. Equal stores give equal bytes.
 
     Raises:
-        ReportError: the store has no point, or the report cannot be written.
+        ReportError: the store has no point, or the report cannot be written; an earlier one is then unchanged.
         StoreVersionError: a file was written by another version of PageTwin.
     """
     study = read_study(store_root)
     folder = out or store_root / "report"
     try:
         return _write(study, folder)
-    except OSError as error:
-        raise ReportError(f"cannot write the report to {folder}: {error.strerror or error}") from error
+    except StoreError as error:
+        cause = error.__cause__
+        reason = cause.strerror if isinstance(cause, OSError) else None
+        raise ReportError(f"cannot write the report to {folder}: {reason or error}") from error
 
 
 def _write(study: Study, folder: Path) -> Path:
-    figures = folder / "figures"
-    figures.mkdir(parents=True, exist_ok=True)
-    axes, svgs = find_axes(study.records), {}
+    axes = find_axes(study.records)
     with style():
         pictures = dict(_pictures(study, axes))
-        for name, picture in pictures.items():
-            if isinstance(picture, Drawing):
-                svgs[name] = svg_bytes(picture.figure, name)
-                (figures / f"{name}.svg").write_bytes(svgs[name])
-                (figures / f"{name}.pdf").write_bytes(pdf_bytes(picture.figure))
-                _write_csv(figures / f"{name}.csv", picture.data)
-    _write_csv(figures / "points.csv", comparison_table(study.records, axes))
-    page = folder / "index.html"
-    page.write_text(build_page(study, axes, pictures, svgs), encoding="utf-8")
-    return page
+        files = {name: data for picture in pictures.values() for name, data in _figure_files(picture).items()}
+    files["points.csv"] = _csv_bytes(comparison_table(study.records, axes))
+    svgs = {name: files[f"{name}.svg"] for name, picture in pictures.items() if isinstance(picture, Drawing)}
+    text = build_page(study, axes, pictures, svgs)
+    write_files(folder / "figures", files)
+    write_files(folder, {PAGE: text.encode()})
+    _remove_old_figures(folder / "figures", {*pictures}, files)
+    return folder / PAGE
+
+
+def _figure_files(picture: Picture) -> dict[str, bytes]:
+    if not isinstance(picture, Drawing):
+        return {}
+    return {
+        f"{picture.name}.svg": svg_bytes(picture.figure, picture.name),
+        f"{picture.name}.pdf": pdf_bytes(picture.figure),
+        f"{picture.name}.csv": _csv_bytes(picture.data),
+    }
+
+
+def _remove_old_figures(folder: Path, names: Container[str], files: Container[str]) -> None:
+    """Figures that an earlier report drew and this one does not; whatever else lies there is not ours."""
+    for path in folder.iterdir():
+        ours = path.stem in names or path.stem.startswith("curve_")
+        if ours and path.suffix in (".svg", ".pdf", ".csv") and path.name not in files:
+            path.unlink()
 
 
 def _pictures(study: Study, axes: Axes) -> Iterator[tuple[str, Picture]]:
@@ -73,5 +92,5 @@ def _pictures(study: Study, axes: Axes) -> Iterator[tuple[str, Picture]]:
         yield picture.name, picture
 
 
-def _write_csv(path: Path, table: "pd.DataFrame") -> None:
-    table.to_csv(path, index=False, float_format="%.9g", lineterminator="\n")
+def _csv_bytes(table: "pd.DataFrame") -> bytes:
+    return table.to_csv(index=False, float_format="%.9g", lineterminator="\n").encode()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from fake_point import ReportError
 
 from harness.cli.main import main
 from harness.cli.rooms import Rooms
@@ -401,3 +402,16 @@ def test_the_usage_of_trace_inspect_names_the_command(capsys: pytest.CaptureFixt
     assert (
         "python -m harness trace inspect: error: argument --requests: invalid int" in capsys.readouterr().err
     )
+
+
+def test_a_report_that_cannot_be_written_is_no_reason_to_lose_the_points(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> Path:
+        raise ReportError("cannot write the report: the disk is full")
+
+    monkeypatch.setattr("fake_point.write_report", fail)
+    code, _, err = cli(*sweep("workload.seed=1,2"))
+    assert code == 1
+    assert "error: cannot write the report: the disk is full\nThe points are kept." in err
+    assert len(list(tmp_path.rglob("record.json"))) == 2

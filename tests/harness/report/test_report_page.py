@@ -1,7 +1,9 @@
 """What a reader finds on the page, and in which order, for stores of every kind."""
 
+import errno
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -160,7 +162,7 @@ def test_failures_beside_points_come_first(tmp_path):
     write_point(tmp_path, ONE)
     write_failure(tmp_path, TWO)
     lines = verdict_lines(tmp_path)
-    assert lines[0].startswith("1 point FAILED, first cache.policy=paged cache.block_size=32")
+    assert lines[0].startswith("1 point FAILED, first cache.block_size=32")
 
 
 def test_a_half_written_record_is_named_and_skipped(tmp_path):
@@ -210,3 +212,54 @@ def test_a_folder_that_cannot_be_written_is_named(store, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ReportError, match="cannot write the report to"):
         write_report(store, out=tmp_path / "file")
+
+
+def test_pace_and_the_date_of_calibration_stand_where_a_reader_looks_for_them(tmp_path):
+    cost = {"kind": "fitted", "name": "x", "provenance": {"started": 1795233682.5, "device": "Synthetic CPU"}}
+    pace = {"ratio": 1.25, "low": 1.1, "high": 1.3, "probes": 4, "unscaled": {"mape": 0.3}}
+    write_point(tmp_path, ONE, cost=cost, pace=pace)
+    text = text_of(write_report(tmp_path))
+    verdict, environment = text.partition("<h2>Can the")[2], text.partition('id="environment"')[2]
+    assert "the device took 1.25 times as long as at calibration" in verdict.partition("</section>")[0]
+    assert "Pace of the device" in environment.partition("</section>")[0]
+    assert "2026-11-21 04:01+00:00" in text
+
+
+def test_a_date_that_is_text_already_stays(tmp_path):
+    write_point(tmp_path, ONE, cost={"kind": "fitted", "provenance": {"started": "2026-01-01T00:00"}})
+    assert "2026-01-01T00:00" in text_of(write_report(tmp_path))
+
+
+def test_points_are_told_apart_where_no_sweep_says_how(tmp_path):
+    write_point(tmp_path, ONE)
+    write_point(tmp_path, TWO)
+    text = text_of(write_report(tmp_path))
+    assert "cache.block_size=32" in text
+    assert "cache.policy=paged" not in text
+
+
+def test_a_report_that_cannot_be_written_leaves_the_one_that_is_there(tmp_path, monkeypatch):
+    write_point(tmp_path, ONE)
+    page = write_report(tmp_path)
+    before = {path: path.read_bytes() for path in page.parent.rglob("*") if path.is_file()}
+    write_point(tmp_path, TWO)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("harness.store.atomic._write", full)
+    with pytest.raises(ReportError, match=r"cannot write the report to .*: No space left"):
+        write_report(tmp_path)
+    assert {path: path.read_bytes() for path in page.parent.rglob("*") if path.is_file()} == before
+
+
+def test_curves_of_an_earlier_report_go_and_other_files_stay(tmp_path):
+    write_point(tmp_path, ONE)
+    write_point(tmp_path, TWO)
+    figures = write_report(tmp_path).parent / "figures"
+    assert (figures / "curve_cache_block_size.svg").exists()
+    (figures / "mine.svg").touch()
+    shutil.rmtree(next(tmp_path.glob("points/*")))
+    write_report(tmp_path)
+    assert not (figures / "curve_cache_block_size.svg").exists()
+    assert (figures / "mine.svg").exists()
