@@ -15,6 +15,7 @@ from harness.cli.rooms import Rooms
 from harness.cli.say import OutputError, remark
 from harness.config.errors import UserError
 
+_OURS = ("harness", "engine", "traces", "paged_kernels")
 FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 130
 
 
@@ -77,6 +78,11 @@ def _fault(error: Exception) -> int:
 
     if isinstance(error, StoreError):
         remark(f"error: {error}\nPoints that were committed before are kept.")
+        return FAILED
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] not in _OURS:
+        remark(
+            f"error: the package '{error.name}' is not installed for {sys.executable}; set up with 'make setup'"
+        )
         return FAILED
     with tempfile.NamedTemporaryFile("w", prefix="pagetwin-", suffix=".txt", delete=False) as file:
         traceback.print_exception(error, file=file)

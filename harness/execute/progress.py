@@ -6,10 +6,20 @@ from typing import Protocol
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Column
 
 from harness.execute.point import Failed
 from harness.plan.planning import PlannedPoint
+
+_ROOM_FOR_A_BAR = 60  # columns of a terminal
 
 
 class Reporter(Protocol):
@@ -34,15 +44,19 @@ def reporting(total: int, done: int, console: Console) -> Iterator[Reporter]:
     if not console.is_terminal:
         yield PlainReporter(total, done, console)
         return
-    columns = (
-        TextColumn("points"),
-        BarColumn(bar_width=30),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.description}"),
-    )
-    with Progress(*columns, console=console, transient=True) as bar:
+    with Progress(*_columns(console.width), console=console, transient=True, expand=True) as bar:
         yield LiveReporter(bar, total, done)
+
+
+def _columns(width: int) -> tuple[ProgressColumn, ...]:
+    """Counts and time left always show; the bar goes on a narrow terminal, and the description is cut as it must."""
+    rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")
+    return (
+        *([TextColumn("points"), BarColumn(bar_width=20)] if width >= _ROOM_FOR_A_BAR else []),
+        MofNCompleteColumn(table_column=Column(no_wrap=True)),
+        TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True)),
+        TextColumn("{task.description}", table_column=rest),
+    )
 
 
 class LiveReporter:
@@ -60,7 +74,7 @@ class LiveReporter:
 
     def request(self, phase: str, done: int, total: int) -> None:
         """Show the request count."""
-        self._bar.update(self._task, description=f"{self._label}  {phase} {done}/{total} requests")
+        self._bar.update(self._task, description=f"{done}/{total} requests, {phase}  {self._label}")
 
     def ends(self, point: PlannedPoint, failed: Failed | None) -> None:
         """Advance; a failure is printed above the bar."""

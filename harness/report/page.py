@@ -145,6 +145,8 @@ def _failure_section(study: Study) -> list[Section]:
         notes.append(f"{study.others} more points in this store belong to another sweep and are not shown.")
     if not study.failures and not notes:
         return []
+    if not study.failures and not study.problems:
+        return [Section("others", "Other points", notes=notes)]
     shown = [tables.failures_table(study)] if study.failures else []
     text = ["The same command tries them again."] if study.failures else []
     return [

@@ -415,3 +415,16 @@ def test_a_report_that_cannot_be_written_is_no_reason_to_lose_the_points(
     assert code == 1
     assert "error: cannot write the report: the disk is full\nThe points are kept." in err
     assert len(list(tmp_path.rglob("record.json"))) == 2
+
+
+def test_a_missing_dependency_is_named_with_the_way_to_get_it(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(_: object) -> None:
+        raise ModuleNotFoundError("No module named 'rich'", name="rich.console")
+
+    monkeypatch.setattr("fake_point.check_point", missing)
+    code, _, err = cli(*sweep("workload.seed=1,2"))
+    assert code == 1
+    assert "error: the package 'rich.console' is not installed for " in err
+    assert "make setup" in err

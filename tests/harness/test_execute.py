@@ -132,5 +132,20 @@ def test_a_terminal_shows_points_done_and_the_running_points_requests(plan: Call
         reporter.ends(sweep.points[0], None)
         reporter.starts(sweep.points[1])
         reporter.request("measuring", 12, 64)
-    assert "workload.seed=2  measuring 12/64 requests" in text.getvalue()
+    assert "12/64 requests, measuring  workload.seed=2" in text.getvalue()
     assert "1/2" in text.getvalue()
+
+
+@pytest.mark.parametrize("width", [34, 80])
+def test_counts_show_on_a_narrow_terminal_whatever_the_points_name(
+    plan: Callable[..., Plan], width: int
+) -> None:
+    sweep = plan("workload.seed=1,2", "workload.prefix_share=0.123456789", "decoding.beam_width=1,2")
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=True, width=width, color_system=None)
+    with reporting(40, 17, console) as reporter:
+        reporter.starts(sweep.points[0])
+        reporter.request("measuring, run 1 of 3", 5, 48)
+    last = [line for line in text.getvalue().replace("\r", "\n").splitlines() if "5/48" in line][-1]
+    assert "17/40" in last
+    assert "5/48 requests" in last

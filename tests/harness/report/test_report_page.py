@@ -185,6 +185,7 @@ def test_points_of_another_sweep_are_left_out_and_counted(tmp_path):
     write_point(store, TWO)
     text = text_of(write_report(store))
     assert "1 more points in this store belong to another sweep" in text
+    assert "Points that failed" not in text
     assert "Everything finished: 1 point," in text
 
 
