@@ -5,4 +5,5 @@
                            steps.parquet, requests.parquet
                            failure.json  a point that failed, with its traceback; never counts as done
 <out>/summary.parquet                   one row a point, rebuilt from the records
+<out>/.lock                             held by the sweep that writes here (harness.store.lock)
 """
