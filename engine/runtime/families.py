@@ -72,6 +72,8 @@ def check_shape(spec: ModelSpec) -> None:
         )
     if spec.heads % spec.kv_heads:
         raise ModelError(f"model {spec.name}: {spec.heads} heads are no multiple of {spec.kv_heads} kv_heads")
+    if spec.hidden % spec.heads:  # transformers refuses it, whatever head_dim says
+        raise ModelError(f"model {spec.name}: hidden {spec.hidden} is no multiple of {spec.heads} heads")
     if spec.family in _MULTI_HEAD_ONLY:
         if (spec.kv_heads, spec.heads * spec.head_dim) != (spec.heads, spec.hidden):
             raise ModelError(

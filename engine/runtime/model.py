@@ -136,9 +136,18 @@ def _checkpoint(spec: ModelSpec, dtype: "torch.dtype") -> Any:
     from transformers import AutoModelForCausalLM
 
     try:
-        return AutoModelForCausalLM.from_pretrained(spec.path, dtype=dtype, local_files_only=True)
+        model, info = AutoModelForCausalLM.from_pretrained(
+            spec.path, dtype=dtype, local_files_only=True, output_loading_info=True
+        )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"model {spec.name}: {spec.path} does not load: {error}") from error
+    absent = sorted(info["missing_keys"])
+    if absent:  # transformers would fill them with random numbers and say so in a log
+        raise ModelError(
+            f"model {spec.name}: {spec.path} lacks {len(absent)} of the weights that its config.json asks for, "
+            f"{absent[0]} among them"
+        )
+    return model
 
 
 def _first_token_id(config: Any) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from engine.runtime.checkpoint import checkpoint_stamp
 from harness.config.schema import RunConfig
 from harness.environment import code_version, device_identity, versions
 from harness.measured.errors import CalibrationError
@@ -25,6 +26,7 @@ def calibration_fingerprint(config: RunConfig) -> str:
     model, engine = config.model, config.engine
     facts: dict[str, Any] = {
         "model": {name: str(value) for name, value in sorted(vars(model).items())},
+        "checkpoint": checkpoint_stamp(model.path) if model.path else None,
         "engine": [str(engine.backend), engine.threads],
         "device": device_identity(engine.device),
         "clock": str(clock_of(config)),

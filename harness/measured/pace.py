@@ -12,7 +12,7 @@ from harness.config.schema import RunConfig
 from harness.measured.engine import measure
 from harness.measured.plan import CalibrationCase, probe_workload
 
-PROBE = CalibrationCase("probe", 6, (40, 120), (12, 20), 0)
+PROBE = CalibrationCase("probe", 8, (20, 140), (20, 32), 0)
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,8 @@ def case_workload(config: RunConfig, case: CalibrationCase, lone_request_s: floa
     )
     width = max(case.beam_width, case.samples)
     decoding = Decoding.BEAM if case.beam_width > 1 else Decoding.SAMPLE if width > 1 else Decoding.GREEDY
-    limits = SchedulerLimits(config.scheduler.max_batched_tokens, max_running=64, max_model_len=longest)
+    budget = max(config.scheduler.max_batched_tokens, width)
+    limits = SchedulerLimits(budget, max_running=64, max_model_len=longest)
     trace = case_trace(case, seed=SEED, lone_request_s=lone_request_s, longest=longest)
     return Workload(trace, pool, limits, decoding, width)
 

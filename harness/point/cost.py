@@ -1,5 +1,8 @@
 """Which cost model predicts a point."""
 
+import os
+from pathlib import Path
+
 from harness.config.errors import ConfigError
 from harness.config.schema import CostKind, RunConfig
 from harness.point.shapes import device_shape, model_shape
@@ -17,14 +20,28 @@ def resolve_cost_kind(config: RunConfig) -> CostKind:
 
 
 def check_cost(config: RunConfig) -> None:
-    """Raises ConfigError where a simulation-only point asks for a fit that does not exist."""
-    from harness.measured.calibration import is_calibrated
+    """Raises ConfigError where a calibration is asked for that does not exist, or could not be kept."""
+    from harness.measured.calibration import calibration_path, is_calibrated
 
-    if config.cost.kind is CostKind.fitted and not config.measure and not is_calibrated(config):
+    if resolve_cost_kind(config) is not CostKind.fitted or is_calibrated(config):
+        return
+    if config.measure:
+        _check_writable(calibration_path(config).parent)
+    else:
         raise ConfigError(
             "cost.kind",
             "fitted, but this model and engine have not been calibrated on this device. Run the same with "
             "measure=true first, which calibrates, or use cost=roofline",
+        )
+
+
+def _check_writable(folder: Path) -> None:
+    """The calibration takes half a minute: better to hear now that it cannot be kept."""
+    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(
+            "cost.cache_dir",
+            f"the calibration cannot be kept in {folder}: {there} is no folder that can be written; name another",
         )
 
 

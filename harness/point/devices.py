@@ -6,6 +6,21 @@ from harness.config.errors import ConfigError
 from harness.config.schema import Backend, EngineConfig, EngineDevice
 from harness.environment import engine_device, gpu_names
 
+_SHARE = 0.8  # of the machine's memory: the model, its activations and Python need the rest
+
+
+def check_memory(pool_bytes: int, engine: EngineConfig) -> None:
+    """Raises ConfigError for a pool that the machine's memory cannot hold; of a CUDA device the driver will say."""
+    if engine_device(engine.device) != "cpu":
+        return
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if pool_bytes > _SHARE * memory:
+        raise ConfigError(
+            "cache.pool_tokens",
+            f"the pool takes {pool_bytes / 1e9:,.1f} GB, this machine has {memory / 1e9:,.1f} GB; "
+            f"allowed: {_SHARE:.0%} of that. Take fewer tokens, or measure=false to predict alone",
+        )
+
 
 def check_engine(engine: EngineConfig) -> None:
     """Raises ConfigError for a device that is not here, or kernels that do not run on the device."""

@@ -1,5 +1,6 @@
 """What makes a point the same point again, beside its configuration."""
 
+from engine.runtime.checkpoint import checkpoint_stamp
 from harness.config.schema import CostKind, RunConfig
 from harness.environment import code_version, device_identity
 from harness.point.clock import clock_of
@@ -15,6 +16,8 @@ def point_identity(config: RunConfig) -> dict[str, str]:
     identity = {"trace": reshaped_trace(config).digest, "code": code_version(), "cost": str(kind)}
     if kind is CostKind.fitted:
         identity["calibration"] = calibration_fingerprint(config)
+    if config.model.path:
+        identity["checkpoint"] = checkpoint_stamp(config.model.path)
     if config.measure:
         identity |= {"device": device_identity(config.engine.device), "clock": str(clock_of(config))}
     return identity

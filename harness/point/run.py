@@ -10,8 +10,9 @@ import numpy as np
 from harness.config.errors import ConfigError
 from harness.config.schema import RunConfig
 from harness.point.cost import check_cost, cost_model
-from harness.point.devices import check_engine
+from harness.point.devices import check_engine, check_memory
 from harness.point.record import make_record, tables_of
+from harness.point.shapes import pool_shape
 from harness.point.simulate import simulate
 from harness.point.workload import Workload, build_workload
 from harness.sim.cost import CostModel, PacedCost
@@ -33,11 +34,13 @@ class PointResult:
 
 def check_point(config: RunConfig) -> None:
     """Raises ConfigError for a point that cannot run: trace, sizes, model, cost model. Imports no torch."""
-    build_workload(config)
-    check_cost(config)
     if config.measure:
         check_engine(config.engine)
         _check_model(config)
+        pool = pool_shape(config)
+        check_memory(pool.tokens * pool.kv_bytes_per_token, config.engine)
+    build_workload(config)
+    check_cost(config)
 
 
 def _check_model(config: RunConfig) -> None:

@@ -148,7 +148,15 @@ def test_weights_that_do_not_load_are_reported_as_such(checkpoint, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"not weights")
     from engine.runtime.model import load_model
 
-    with pytest.raises(ModelError, match="does not load"):
+    with pytest.raises(ModelError, match="cut short or no safetensors file: 11 bytes"):
+        load_model(ModelSpec(path=path))
+
+
+def test_weights_that_the_config_asks_for_and_the_files_lack_are_named(checkpoint, tmp_path):
+    path = edit_config(checkpoint, tmp_path, num_hidden_layers=2)
+    from engine.runtime.model import load_model
+
+    with pytest.raises(ModelError, match=r"lacks \d+ of the weights .*layers\.1\."):
         load_model(ModelSpec(path=path))
 
 

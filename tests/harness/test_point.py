@@ -1,5 +1,6 @@
 """Points on the real engine: the two sides decide alike, the audit holds, the record says what happened."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -171,9 +172,71 @@ def test_a_path_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
 def test_a_model_whose_attention_cannot_be_replaced_is_refused_by_name(tmp_path: Path) -> None:
     config = small_config(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "bloom", "n_embd": 64, "n_head": 4, "n_layer": 2}')
-    (tmp_path / "model.safetensors").write_bytes(b"")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
     config.model.path = str(tmp_path)
     with pytest.raises(ConfigError, match="bloom"):
+        check_point(config)
+
+
+def checkpoint(folder: Path, layers: int = 1, **config: object) -> Path:
+    """A config.json, and weights that are whole as far as their header says."""
+    facts = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": layers}
+    (folder / "config.json").write_text(json.dumps({**facts, **config}))
+    header = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    return folder
+
+
+def test_truncated_weights_are_refused_before_anything_runs(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    config.model.path = str(checkpoint(tmp_path))
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4])
+    with pytest.raises(ConfigError, match=r"model.path: .*model.safetensors: cut short"):
+        check_point(config)
+
+
+def test_a_checkpoint_without_a_language_model_head_is_refused(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    config.model.path = str(checkpoint(tmp_path, architectures=["LlamaForSequenceClassification"]))
+    with pytest.raises(ConfigError, match="no causal language model"):
+        check_point(config)
+
+
+def test_a_configuration_that_is_no_object_is_refused(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    config.model.path = str(checkpoint(tmp_path))
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(ConfigError, match=r"model.path: .*config.json"):
+        check_point(config)
+
+
+def test_other_weights_at_the_same_path_are_another_point(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    config.model.path = str(checkpoint(tmp_path))
+    before = point_identity(config)
+    (tmp_path / "model.safetensors").write_bytes(b"other")
+    assert point_identity(config) != before
+
+
+def test_a_pool_beyond_the_machine_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    config.cache.pool_tokens = 10**11
+    with pytest.raises(ConfigError, match=r"cache.pool_tokens: the pool takes .* GB"):
+        check_point(config)
+
+
+def test_a_cache_folder_that_cannot_be_made_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    config = small_config(tmp_path / "file" / "below")
+    with pytest.raises(ConfigError, match=r"cost.cache_dir: the calibration cannot be kept"):
+        check_point(config)
+
+
+def test_a_hidden_size_that_the_heads_do_not_divide_is_refused(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    config.model.hidden = 66
+    with pytest.raises(ConfigError, match="hidden 66 is no multiple of 4 heads"):
         check_point(config)
 
 
