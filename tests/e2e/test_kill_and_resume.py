@@ -23,6 +23,12 @@ def command(*words: str) -> list[str]:
     return [sys.executable, "-c", SCRIPT, "sweep", *axes, *words]
 
 
+def heed_every_signal() -> None:
+    """Undo what a parent run under nohup, or in a shell's background, would hand down: ignored signals."""
+    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(name, signal.default_int_handler if name is signal.SIGINT else signal.SIG_DFL)
+
+
 def start(folder: Path, *words: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(
         command(*words),
@@ -32,6 +38,7 @@ def start(folder: Path, *words: str) -> "subprocess.Popen[str]":
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=heed_every_signal,
     )
 
 
