@@ -89,7 +89,7 @@ def parse_override(text: str) -> Axis:
 
 
 def _parse(text: str) -> Override:
-    """Parse by Hydra's grammar, which knows few characters; plain words it does not know (`/tmp/jürgen`, `~/x`) are
+    """Parse by Hydra's grammar, which knows few characters; plain words it does not know (`/data/jürgen`, `~/x`) are
     quoted for the user."""
     try:
         return OverridesParser.create().parse_override(text)

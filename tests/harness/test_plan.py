@@ -156,7 +156,7 @@ def test_what_changes_the_result_changes_the_fingerprint(text: str) -> None:
     assert names(text) != names()
 
 
-@pytest.mark.parametrize("text", ["out=/tmp/other", "name=other", "workers=3", "cost.cache_dir=/tmp/c"])
+@pytest.mark.parametrize("text", ["out=/data/other", "name=other", "workers=3", "cost.cache_dir=/data/c"])
 def test_where_it_is_written_does_not(text: str) -> None:
     assert names(text) == names()
 
