@@ -17,7 +17,7 @@ from harness.config.overrides import parse_override, parse_overrides
         ("measure=true,false", [True, False]),
         ("device=glob(a100*)", ["a100_40gb", "a100_80gb"]),
         ("""trace.path='a=b,c.csv'""", ["a=b,c.csv"]),
-        ("trace.path=/data/jürgen/é b.csv,~/x.csv", ["/tmp/jürgen/é b.csv", "~/x.csv"]),
+        ("trace.path=/data/jürgen/é b.csv,~/x.csv", ["/data/jürgen/é b.csv", "~/x.csv"]),
         ("out=~/x", ["~/x"]),
     ],
 )
