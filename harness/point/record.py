@@ -50,6 +50,7 @@ def make_record(
         "measured": _measured_section(measured, comparison) if runs else None,
         "comparison": comparison,
         "levels": _levels(workload, runs, cost, comparison) if runs else None,
+        # Not counted here: an audit that finds a mismatch raises AuditError, and the point fails instead of recording.
         "audit": {"checks": sum(run.audits for run in runs), "mismatches": 0} if runs else None,
         "seconds": dict(seconds),
     }
