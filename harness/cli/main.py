@@ -10,6 +10,7 @@ import tempfile
 import traceback
 from collections.abc import Sequence
 
+from harness.cli.commands import COMMANDS, run_command
 from harness.cli.parser import Arguments, parse_arguments
 from harness.cli.rooms import Rooms
 from harness.cli.say import OutputError, remark
@@ -60,6 +61,8 @@ def _command(arguments: Arguments, rooms: Rooms) -> int:
         from harness.cli.tracing import trace_command
 
         return trace_command(arguments)
+    if arguments.command in COMMANDS:
+        return run_command(arguments)
     from harness.cli.stores import report_command, status_command
 
     if arguments.command == "report":

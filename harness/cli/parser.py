@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from harness.cli.commands import add_commands
 from harness.config.errors import UserError
 
 _OVERRIDES = """\
@@ -35,7 +36,7 @@ def parse_arguments(words: Sequence[str]) -> Arguments:
         SystemExit: after `--help` (0), or when a flag is used wrongly (2).
     """
     flags, rest = build_parser().parse_known_args(list(words))
-    takes_overrides = flags.command in ("run", "sweep", "show")
+    takes_overrides = flags.command in ("run", "sweep", "show") or getattr(flags, "takes_overrides", False)
     for word in rest:
         if not takes_overrides or not _is_override(word):
             raise UserError(_refusal(word, flags.command, takes_overrides))
@@ -66,6 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
     status = _add(commands, "status", "say what a store has done, and what is left", "status [FOLDER]", "")
     _add_store(status)
     _add_trace(commands)
+    add_commands(commands)
     return parser
 
 

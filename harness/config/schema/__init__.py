@@ -1,0 +1,62 @@
+"""The schema of a run: plain dataclasses that Hydra fills. Ranges live in `harness.config.checks`.
+
+Each field's comment is its documentation: unit, meaning, and what `null` stands for.
+"""
+
+from harness.config.schema.arrivals import (
+    OnError,
+    Oversize,
+    Ticks,
+    TraceConfig,
+    TraceFormat,
+    WorkloadConfig,
+)
+from harness.config.schema.engine import (
+    Audit,
+    Backend,
+    Dtype,
+    EngineConfig,
+    EngineDevice,
+    ModelConfig,
+)
+from harness.config.schema.policy import (
+    CacheConfig,
+    CachePolicy,
+    DecodingConfig,
+    DecodingMode,
+    SchedulerConfig,
+)
+from harness.config.schema.prediction import (
+    Clock,
+    CostConfig,
+    CostKind,
+    DeviceConfig,
+    ReplayConfig,
+)
+from harness.config.schema.run import RunConfig
+
+__all__ = [
+    "Audit",
+    "Backend",
+    "CacheConfig",
+    "CachePolicy",
+    "Clock",
+    "CostConfig",
+    "CostKind",
+    "DecodingConfig",
+    "DecodingMode",
+    "DeviceConfig",
+    "Dtype",
+    "EngineConfig",
+    "EngineDevice",
+    "ModelConfig",
+    "OnError",
+    "Oversize",
+    "ReplayConfig",
+    "RunConfig",
+    "SchedulerConfig",
+    "Ticks",
+    "TraceConfig",
+    "TraceFormat",
+    "WorkloadConfig",
+]
