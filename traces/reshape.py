@@ -129,7 +129,7 @@ def _scaled(request: TraceRequest, factor: float) -> TraceRequest:
             start = scaled_end
     if not segments:
         segments = [Segment(request.segments[0].key, prompt)]
-    return TraceRequest(request.request_id, request.arrival_us, prompt, output, tuple(segments))
+    return replace(request, prompt_tokens=prompt, output_tokens=output, segments=tuple(segments))
 
 
 def _check_sharing(share: float, num_prefixes: int, zipf: float) -> None:

@@ -6,7 +6,7 @@ Frozen, so that every reshaping gives a new trace and names itself in `TraceHead
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -14,6 +14,8 @@ import numpy as np
 
 CHAINED = "chained"  # equal keys: the whole prefix up to and including the segment is equal
 CONTENT = "content"  # equal keys: this piece of text is equal, wherever it stands
+AT = "at"  # released at its arrival time
+AFTER = "after"  # released when others have finished
 
 
 class Segment(NamedTuple):
@@ -32,6 +34,10 @@ class TraceRequest:
 
     `request_id` is the row number in the source, counted from 0, also in a window of the trace. The tokens of
     `segments` sum to `prompt_tokens`. `output_tokens` is forced: the replay ignores end-of-sequence tokens.
+
+    A request is released at `arrival_us` (open loop), or, where `release` is AFTER, `think_us` after the last of
+    the requests in `after` has finished (closed loop); `arrival_us` is then what the source recorded or assumed, and
+    orders the file. The time that a client's tools take counts as thinking.
     """
 
     request_id: int
@@ -39,6 +45,25 @@ class TraceRequest:
     prompt_tokens: int
     output_tokens: int
     segments: tuple[Segment, ...]
+    session: str | None = None  # the conversation's name
+    turn: int | None = None  # from 1 within the session
+    parent: int | None = None  # the request whose context this one continues, or that launched it
+    after: tuple[int, ...] = ()  # requests to finish first; several where nested chains run
+    think_us: int | None = None  # from the end of the last of `after` to this request
+    release: str = AT  # 'at' or 'after'
+    output_key: int | None = None  # key under which this output returns in a later prompt
+    n: int | None = None  # sequences wanted; None: the sweep decides, here and in the next two
+    best_of: int | None = None  # sequences sampled, at least n
+    beam_width: int | None = None
+    salt: str = ""  # tenant: prefixes are shared among requests of equal salt alone
+    priority: int = 0  # lower first
+    model: str | None = None  # which model the source asked
+    kind: str | None = None  # the source's word for the request, e.g. 'search'
+
+    @property
+    def think_s(self) -> float | None:
+        """`think_us` in seconds."""
+        return None if self.think_us is None else self.think_us / 1e6
 
 
 @dataclass(frozen=True)
@@ -83,6 +108,9 @@ class Trace:
         state = hashlib.sha256(json.dumps(identity).encode())
         for column in self._columns():
             state.update(column.astype("<u8").tobytes())
+
+        for row in filter(None, map(_beyond_lengths, self.requests)):
+            state.update(row)
         return state.hexdigest()
 
     def _columns(self) -> list[np.ndarray[tuple[int], np.dtype[np.int64 | np.uint64]]]:
@@ -99,3 +127,13 @@ class Trace:
         """This trace with other requests, and the sentence that says why; `header` replaces header fields."""
         changes = (*self.header.changes, sentence)
         return Trace(replace(self.header, changes=changes, **header), requests)  # type: ignore[arg-type]
+
+
+_LENGTHS = ("request_id", "arrival_us", "prompt_tokens", "output_tokens", "segments")
+_BEYOND = tuple((f.name, f.default) for f in fields(TraceRequest) if f.name not in _LENGTHS)
+
+
+def _beyond_lengths(request: TraceRequest) -> bytes:
+    """What a request says beside times and lengths, or nothing; so that a trace without it keeps its digest."""
+    said = {name: value for name, default in _BEYOND if (value := getattr(request, name)) != default}
+    return json.dumps([request.request_id, said], sort_keys=True).encode() if said else b""
