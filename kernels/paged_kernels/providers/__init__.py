@@ -1,0 +1,6 @@
+"""Other people's attention beside ours: every provider runs the same cases and is checked before it is timed."""
+
+from paged_kernels.providers.case import Case
+from paged_kernels.providers.protocol import Provider, Run, UnsupportedCaseError
+
+__all__ = ["Case", "Provider", "Run", "UnsupportedCaseError"]
