@@ -1,0 +1,91 @@
+"""How much slower than its baseline a case is, with bounds, and the verdict that follows from the bounds.
+
+The statistic is the ratio of two medians: of the rounds measured now and of the baseline's. Each round is itself a
+ratio, kernel to yardstick, so that clocks and a busy machine cancel. Bounds are a bootstrap percentile interval
+(Efron 1979; `scipy.stats.bootstrap`), which assumes that rounds are independent and nothing about their distribution.
+
+The verdict asks two questions instead of one, so that noise can neither alarm nor acquit:
+
+* regressed: even the lower bound is more than `NEGLIGIBLE` above the baseline;
+* pass: even the upper bound is less than `MATERIAL` above it, and the bounds are close enough to mean anything;
+* inconclusive: neither can be said.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from harness.gate.finding import Verdict
+
+NEGLIGIBLE = 0.02  # slower by less is not worth an alarm: two runs of the same code differ by about as much
+MATERIAL = 0.05  # slower by this much must not pass
+WIDEST = 0.10  # bounds further apart would let one lucky run acquit
+CONFIDENCE = 0.99
+RESAMPLES = 2000
+FEWEST_ROUNDS = 10  # a bootstrap of fewer rounds has bounds that are too narrow
+
+
+@dataclass(frozen=True)
+class Effect:
+    """Time now over time of the baseline: 1.0 is no change, 1.05 is 5 % slower. With bounds at `CONFIDENCE`."""
+
+    ratio: float
+    lower: float
+    upper: float
+
+    @property
+    def verdict(self) -> Verdict:
+        """What the bounds allow to say."""
+        if self.lower > 1 + NEGLIGIBLE:
+            return Verdict.regressed
+        close = self.upper - self.lower < WIDEST
+        return Verdict.passed if close and self.upper < 1 + MATERIAL else Verdict.inconclusive
+
+    def __str__(self) -> str:
+        return (
+            f"{self.ratio:.3f} of the baseline ({CONFIDENCE:.0%} bounds {self.lower:.3f} to {self.upper:.3f})"
+        )
+
+
+def effect(now: Sequence[float], baseline: Sequence[float]) -> Effect:
+    """Compare two sets of rounds, each round a ratio of kernel to yardstick.
+
+    Raises:
+        ValueError: fewer than `FEWEST_ROUNDS` rounds, or a round that is not a positive number.
+    """
+    mine, theirs = _rounds(now, "now"), _rounds(baseline, "in the baseline")
+    ratio = float(np.median(mine) / np.median(theirs))
+    lower, upper = _bounds(mine, theirs)
+    return Effect(ratio, lower, upper)
+
+
+def _bounds(mine: "np.ndarray[Any, Any]", theirs: "np.ndarray[Any, Any]") -> tuple[float, float]:
+    from scipy.stats import bootstrap
+
+    if np.ptp(mine) == 0 and np.ptp(theirs) == 0:  # nothing to resample; scipy would warn about it
+        same = float(mine[0] / theirs[0])
+        return same, same
+    interval = bootstrap(
+        (mine, theirs),
+        lambda a, b, axis: np.median(a, axis=axis) / np.median(b, axis=axis),
+        vectorized=True,
+        paired=False,
+        method="percentile",
+        confidence_level=CONFIDENCE,
+        n_resamples=RESAMPLES,
+        rng=np.random.default_rng(0),
+    ).confidence_interval
+    return float(interval.low), float(interval.high)
+
+
+def _rounds(values: Sequence[float], where: str) -> "np.ndarray[Any, Any]":
+    rounds = np.asarray(values, dtype=np.float64)
+    if len(rounds) < FEWEST_ROUNDS:
+        raise ValueError(
+            f"{len(rounds)} rounds {where}; {FEWEST_ROUNDS} are the fewest that bounds can rest on"
+        )
+    if not (np.isfinite(rounds) & (rounds > 0)).all():
+        raise ValueError(f"a round {where} is not a positive number")
+    return rounds

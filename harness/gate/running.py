@@ -1,0 +1,66 @@
+"""Run layers against their baselines, or make what they measured the new baselines."""
+
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+from harness.config.errors import UserError
+from harness.gate.baseline import accepted, read_baseline, write_baseline
+from harness.gate.finding import LayerResult
+from harness.gate.measured import Measured, without_baseline
+
+
+def run_layers(layers: Sequence[str], folder: Path) -> list[LayerResult]:
+    """Measure and judge each layer.
+
+    Args:
+        layers: of `harness.gate.LAYERS`, in this order.
+        folder: holds the baselines.
+
+    Raises:
+        UserError: a layer cannot run here, or a baseline's file is none.
+    """
+    return [judged(_room(layer).measure(), folder) for layer in layers]
+
+
+def judged(measured: Measured, folder: Path) -> LayerResult:
+    """Compare what was measured with its baseline in `folder`."""
+    baseline = read_baseline(measured.file(folder), measured.layer)
+    if baseline is None:
+        made_on = ", ".join(f"{key} {value}" for key, value in measured.made_on.items())
+        return LayerResult(measured.layer, (without_baseline(measured, folder),), made_on, measured.remarks)
+    result: LayerResult = _room(measured.layer).judge(measured, baseline)
+    return result
+
+
+def update_layers(layers: Sequence[str], folder: Path, reason: str) -> list[Path]:
+    """Measure each layer and write its figures as the new baseline; returns the files.
+
+    Raises:
+        UserError: no reason, nothing measured, or figures that no baseline may hold.
+    """
+    if not reason.strip():
+        raise UserError("a new baseline needs a reason: gate --update --reason 'why the figures may change'")
+    return [accept(_room(layer).measure(), folder, reason) for layer in layers]
+
+
+def accept(measured: Measured, folder: Path, reason: str) -> Path:
+    """Write what was measured as the new baseline; returns the file.
+
+    Raises:
+        UserError: see `update_layers`.
+    """
+    wrong = list(_room(measured.layer).unfit(measured))
+    if wrong:
+        raise UserError(
+            "these figures cannot become a baseline:\n" + "\n".join(f"  {line}" for line in wrong)
+        )
+    baseline = accepted(measured.layer, measured.made_on, measured.kernels, reason, measured.cases)
+    write_baseline(measured.file(folder), baseline)
+    return measured.file(folder)
+
+
+def _room(layer: str) -> ModuleType:
+    """The layer's module: `measure`, `judge`, `unfit`."""
+    return import_module(f"harness.gate.{layer}.layer")
