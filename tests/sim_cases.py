@@ -63,15 +63,11 @@ def replay(
 ) -> tuple[RunLog, Recorder]:
     manager = manager or PagedManager(1000, 16)
     scheduler = Scheduler(manager, limits or SchedulerLimits(512, 64))
-    recorder = Recorder(
-        [timed.request for timed in requests],
-        [timed.arrival_ns for timed in requests],
-        manager.block_size,
-        keep_plans=keep_plans,
-    )
+    by_id = {timed.request.request_id: timed.request for timed in requests}
+    recorder = Recorder(by_id, manager.block_size, keep_plans=keep_plans)
     executor = SimulatedExecutor(
         cost or LinearCost(),
-        {timed.request.request_id: timed.request for timed in requests},
+        by_id,
         manager.block_size,
         BeamGenealogy({4: 0.3}),
         fast_forward=fast_forward,

@@ -5,8 +5,9 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from harness.metrics.definitions import QUANTILES
-from harness.metrics.log import SLOT_STATES, Column, FloatArray, Outcome, RunLog
-from harness.metrics.weighted import weighted_mean, weighted_quantiles
+from harness.metrics.log import SLOT_STATES, RunLog
+from harness.metrics.samples import Samples
+from harness.metrics.totals import Totals, as_floats, exact_samples, request_totals, step_totals
 
 Figures = Iterator[tuple[str, float]]
 
@@ -17,116 +18,93 @@ def compute_metrics(log: RunLog) -> dict[str, float]:
     Latencies cover finished requests. A metric without a single sample (an empty log, a TPOT where all
     outputs are one token) is absent; no value is NaN or infinite.
     """
-    figures = dict(_all_metrics(log))
-    return {name: value for name, value in figures.items() if np.isfinite(value)}
+    requests = as_floats(log.requests)
+    totals = step_totals(as_floats(log.steps)) | request_totals(requests)
+    samples = exact_samples(requests, log.itl_s, log.itl_weight)
+    return figures(totals, samples, log.span_s, log.capacity_slots, log.kv_bytes_per_token)
 
 
-def _all_metrics(log: RunLog) -> Figures:
-    steps = {name: np.asarray(column, dtype=np.float64) for name, column in log.steps.items()}
-    requests = {name: np.asarray(column, dtype=np.float64) for name, column in log.requests.items()}
-    finished = requests["outcome"] == Outcome.FINISHED
-    done = {name: column[finished] for name, column in requests.items()}
-    generated = float((done["output_tokens"] * done["width"]).sum())
-    yield from _latencies(done, log)
-    yield from _throughput(done, generated, log.span_s)
-    yield from _slots(steps, log)
-    yield from _cache(requests)
-    yield "finished", float(finished.sum())
-    yield from _counts(steps, requests, generated)
-    yield from _times(steps, log.span_s)
+def figures(
+    totals: Totals,
+    samples: Mapping[str, Samples],
+    span_s: float,
+    capacity_slots: int,
+    kv_bytes_per_token: int,
+) -> dict[str, float]:
+    """The metrics, from a run's sums and distributions; the pool's capacity in slots."""
+    found = {
+        **dict(_latencies(samples)),
+        **dict(_throughput(totals, span_s)),
+        **dict(_slots(totals, capacity_slots, kv_bytes_per_token)),
+        **dict(_cache(totals)),
+        "finished": totals["finished"],
+        **dict(_counts(totals)),
+        **dict(_times(totals, span_s)),
+    }
+    return {name: value for name, value in found.items() if np.isfinite(value)}
 
 
-def _latencies(done: Mapping[str, FloatArray], log: RunLog) -> Figures:
-    ttft = done["first_token_s"] - done["arrival_s"]
-    e2e = done["finish_s"] - done["arrival_s"]
-    output = done["output_tokens"]
-    many = output > 1
-    yield from _distribution("ttft", ttft)
-    yield from _distribution("tpot", (e2e - ttft)[many] / (output[many] - 1))
-    yield from _distribution("itl", np.asarray(log.itl_s, np.float64), np.asarray(log.itl_weight, np.float64))
-    yield from _distribution("e2e", e2e)
-    yield from _distribution("norm_latency", e2e[output > 0] / output[output > 0])
-    yield from _distribution("queue", done["first_scheduled_s"] - done["arrival_s"])
-
-
-def _distribution(name: str, values: FloatArray, weights: FloatArray | None = None) -> Figures:
-    """Mean and quantiles; samples that are not numbers (it did not happen) are left out."""
-    weights = np.ones_like(values) if weights is None else weights
-    known = np.isfinite(values) & (weights > 0)
-    mean = weighted_mean(values[known], weights[known])
-    if mean is None:
-        return
-    yield f"{name}_mean", mean
+def _latencies(samples: Mapping[str, Samples]) -> Figures:
     levels = np.array(list(QUANTILES.values()))
-    quantiles = weighted_quantiles(values[known], weights[known], levels)
-    yield from ((f"{name}_{short}", float(q)) for short, q in zip(QUANTILES, quantiles, strict=True))
+    for name in ("ttft", "tpot", "itl", "e2e", "norm_latency", "queue"):
+        mean = samples[name].mean()
+        if mean is None:
+            continue
+        yield f"{name}_mean", mean
+        quantiles = samples[name].quantiles(levels)
+        yield from ((f"{name}_{short}", float(q)) for short, q in zip(QUANTILES, quantiles, strict=True))
 
 
-def _throughput(done: Mapping[str, FloatArray], generated: float, span_s: float) -> Figures:
+def _throughput(totals: Totals, span_s: float) -> Figures:
     if span_s > 0:
-        yield "request_throughput", len(done["finish_s"]) / span_s
-        yield "output_throughput", generated / span_s
-        yield "total_throughput", (generated + float(done["prompt_tokens"].sum())) / span_s
+        yield "request_throughput", totals["finished"] / span_s
+        yield "output_throughput", totals["generated"] / span_s
+        yield "total_throughput", (totals["generated"] + totals["prompt_finished"]) / span_s
         yield "span", span_s
 
 
-def _slots(steps: Mapping[str, FloatArray], log: RunLog) -> Figures:
+def _slots(totals: Totals, capacity_slots: int, kv_bytes_per_token: int) -> Figures:
     """Steps tile the time in which requests run or wait: weighted by seconds, figures cover just that."""
-    integral = {name: float(steps[name] @ steps["seconds"]) for name in SLOT_STATES}
-    capacity_time = log.capacity_slots * float(steps["seconds"].sum())
+    capacity_time = capacity_slots * totals["seconds"]
     for state in SLOT_STATES:
-        yield from _ratio(f"{state}_share", integral[state], capacity_time)
-    allocated = integral["token"] + integral["reserved"] + integral["internal"]
-    yield from _ratio("utilisation", integral["token"], allocated)
-    yield from _ratio("reserved_of_allocated", integral["reserved"], allocated)
-    yield from _ratio("internal_of_allocated", integral["internal"], allocated)
-    logical = float(steps["logical_blocks"] @ steps["seconds"])
-    yield from _ratio("sharing_saving", logical - float(steps["physical_blocks"] @ steps["seconds"]), logical)
-    only_decode = _only_decode(steps)
-    unfilled = (steps["reserved"] + steps["internal"])[only_decode]
-    yield from _ratio("tail_waste", float(unfilled.sum()), float(steps["rows"][only_decode].sum()))
-    if len(steps["token"]):
-        peak = float((steps["token"] + steps["reserved"] + steps["internal"]).max())
-        yield "peak_kv", peak * log.kv_bytes_per_token
+        yield from _ratio(f"{state}_share", totals[f"{state}_time"], capacity_time)
+    allocated = totals["token_time"] + totals["reserved_time"] + totals["internal_time"]
+    yield from _ratio("utilisation", totals["token_time"], allocated)
+    yield from _ratio("reserved_of_allocated", totals["reserved_time"], allocated)
+    yield from _ratio("internal_of_allocated", totals["internal_time"], allocated)
+    logical = totals["logical_blocks_time"]
+    yield from _ratio("sharing_saving", logical - totals["physical_blocks_time"], logical)
+    yield from _ratio("tail_waste", totals["unfilled"], totals["decode_rows"])
+    if totals["steps"]:
+        yield "peak_kv", totals["peak_slots"] * kv_bytes_per_token
 
 
-def _cache(requests: Mapping[str, FloatArray]) -> Figures:
-    scheduled = np.isfinite(requests["first_scheduled_s"])
-    hits = float(requests["hit_tokens"].sum())
-    yield "hit_tokens", hits
-    yield "resumed_hit_tokens", float(requests["resumed_hit_tokens"].sum())
-    yield from _ratio("hit_ratio", hits, float(requests["prompt_tokens"][scheduled].sum()))
+def _cache(totals: Totals) -> Figures:
+    yield "hit_tokens", totals["hit_tokens"]
+    yield "resumed_hit_tokens", totals["resumed_hit_tokens"]
+    yield from _ratio("hit_ratio", totals["hit_tokens"], totals["prompt_scheduled"])
 
 
-def _counts(steps: Mapping[str, FloatArray], requests: Mapping[str, FloatArray], generated: float) -> Figures:
-    seconds = steps["seconds"]
-    yield "steps", float(len(seconds))
-    yield "computed_tokens", float(steps["query_tokens"].sum())
-    yield "blocks_allocated", float(steps["new_blocks"].sum())
-    yield from _ratio("copies_per_token", float(steps["copies"].sum()), generated)
-    yield "recomputed_tokens", float(requests["recomputed_tokens"].sum())
-    yield "preemptions", float(requests["preemptions"].sum())
-    yield from _ratio("running_mean", float(steps["running"] @ seconds), float(seconds.sum()))
-    yield "running_peak", float(steps["running"].max(initial=0))
-    yield from _ratio("waiting_mean", float(steps["waiting"] @ seconds), float(seconds.sum()))
+def _counts(totals: Totals) -> Figures:
+    yield "steps", totals["steps"]
+    yield "computed_tokens", totals["computed"]
+    yield "blocks_allocated", totals["new_blocks"]
+    yield from _ratio("copies_per_token", totals["copies"], totals["generated"])
+    yield "recomputed_tokens", totals["recomputed_tokens"]
+    yield "preemptions", totals["preemptions"]
+    yield from _ratio("running_mean", totals["running_time"], totals["seconds"])
+    yield "running_peak", totals["running_peak"]
+    yield from _ratio("waiting_mean", totals["waiting_time"], totals["seconds"])
 
 
-def _times(steps: Mapping[str, FloatArray], span_s: float) -> Figures:
-    seconds, attention = steps["seconds"], steps["attention_s"]
-    total = float(seconds.sum())
-    yield from _ratio("step_mean", total, len(seconds))
-    yield from _ratio("busy_share", total, span_s)
-    yield from _ratio("attention_per_step", float(attention.sum()), len(seconds))
-    yield from _ratio("attention_share", float(attention.sum()), total)
-    only_decode = _only_decode(steps)
-    decoding = float(attention[only_decode].sum())
-    yield from _ratio("attention_per_decode_step", decoding, int(only_decode.sum()))
-    yield from _ratio("attention_per_kv_token", decoding, float(steps["kv_read_tokens"][only_decode].sum()))
-
-
-def _only_decode(steps: Mapping[str, FloatArray]) -> Column:
-    only: Column = np.logical_and(steps["prefill_tokens"] == 0, steps["decode_rows"] > 0)
-    return only
+def _times(totals: Totals, span_s: float) -> Figures:
+    seconds, attention = totals["seconds"], totals["attention"]
+    yield from _ratio("step_mean", seconds, totals["steps"])
+    yield from _ratio("busy_share", seconds, span_s)
+    yield from _ratio("attention_per_step", attention, totals["steps"])
+    yield from _ratio("attention_share", attention, seconds)
+    yield from _ratio("attention_per_decode_step", totals["decode_attention"], totals["decode_steps"])
+    yield from _ratio("attention_per_kv_token", totals["decode_attention"], totals["decode_kv"])
 
 
 def _ratio(name: str, part: float, whole: float) -> Figures:

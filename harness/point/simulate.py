@@ -21,12 +21,8 @@ def play(
 ) -> tuple[RunLog, Recorder]:
     """Replay `requests` through a fresh scheduler and pool."""
     scheduler = workload.scheduler()
-    recorder = Recorder(
-        [timed.request for timed in requests],
-        [timed.arrival_ns for timed in requests],
-        workload.pool.block_size,
-        keep_plans=keep_plans,
-    )
+    by_id = {timed.request.request_id: timed.request for timed in requests}
+    recorder = Recorder(by_id, workload.pool.block_size, keep_plans=keep_plans)
     Replay(requests, scheduler, executor, recorder, progress).run()
     return recorder.log(scheduler.stats, workload.pool.tokens, workload.pool.kv_bytes_per_token), recorder
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -13,8 +13,7 @@ Amount = float | FloatArray
 for operation, so that a fast-forward costs to the bit what its steps cost one by one."""
 
 
-@dataclass(frozen=True, slots=True)
-class Price:
+class Price(NamedTuple):
     """Predicted seconds: of the whole step, and of its attention over all layers."""
 
     seconds: Amount
@@ -25,8 +24,10 @@ class Price:
 class CostSource:
     """Where a cost model's numbers come from: printed in the report beside everything they predict.
 
-    `heldout` holds the error on measurements that the fit never saw, per `step` and `attention`; empty for a model
-    that was not fitted. `beam_churn` is the share of beams dropped in a step, by beam width.
+    `heldout` holds the error on measurements that the fit never saw, per `step` and `attention` and per held-out
+    workload; empty for a model that was not fitted. `hull` is the range of step columns that was measured (see
+    `harness.sim.hull`); a prediction outside is an extrapolation. `beams` describes by beam width how beams coalesce
+    (see `harness.sim.genealogy`).
     """
 
     kind: str
@@ -35,6 +36,7 @@ class CostSource:
     provenance: dict[str, Any] = field(default_factory=dict)
     heldout: dict[str, dict[str, float]] = field(default_factory=dict)
     beam_churn: dict[int, float] = field(default_factory=dict)
+    hull: dict[str, tuple[float, float]] = field(default_factory=dict)
 
 
 class CostModel(Protocol):

@@ -1,30 +1,32 @@
 """The two sources of time that need no torch: a cost model, and a recording of an earlier run."""
 
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import Protocol
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from engine.core.plan import StepPlan, StepResult
 from engine.core.request import Decoding, Request
-from harness.sim.clock import to_ns
-from harness.sim.cost import CostModel
-from harness.sim.features import FeatureMeter
+from harness.sim.clock import NS_PER_S, to_ns
+from harness.sim.cost import Amount, CostModel
+from harness.sim.features import FeatureMeter, Stretch
 from harness.sim.genealogy import BeamGenealogy
 
-_FIRST_LOOK = 48  # steps of a fast-forward that are priced before looking whether a request arrives earlier
+_ONE_BY_ONE = 10  # further steps of a fast-forward up to which numbers are quicker than arrays
+_NO_PHASES: Mapping[str, float] = MappingProxyType({})
 
 
-@dataclass(frozen=True, slots=True)
-class StepTiming:
-    """How long the steps of a plan took, one entry a step: whole ns, attention seconds; phases in seconds if known."""
+class StepTiming(NamedTuple):
+    """How long the steps of a plan took, one entry a step: whole ns, attention seconds; phases in seconds if known.
+
+    `features` are those of the plan's first step, where the executor needed them.
+    """
 
     ns: list[int]
     attention_s: list[float]
-    phases: Mapping[str, float] = field(default_factory=dict)
+    phases: Mapping[str, float] = _NO_PHASES
+    features: list[Amount] | None = None
 
 
 class Executor(Protocol):
@@ -46,7 +48,7 @@ class Executor(Protocol):
 
 
 class SimulatedExecutor:
-    """Seconds from a cost model, beams from a genealogy model."""
+    """Seconds from a cost model, beams from a genealogy model. `requests` by id may grow while the replay runs."""
 
     def __init__(
         self,
@@ -59,10 +61,9 @@ class SimulatedExecutor:
     ) -> None:
         self.max_repeat = 1 << 30 if fast_forward else 1
         self._cost = cost
-        self._requests = requests
+        self._block_size = block_size
         self._meter = FeatureMeter(requests, block_size)
-        self._genealogy = genealogy
-        self._generated: dict[int, int] = {}
+        self._parents = SimulatedParents(requests, genealogy)
         self._timing = StepTiming([], [])
 
     def begin(self) -> None:
@@ -70,39 +71,91 @@ class SimulatedExecutor:
 
     def execute(self, plan: StepPlan, horizon_ns: int | None) -> StepResult:
         """Price as many of the plan's steps as start before the horizon."""
-        steps = min(plan.repeat, _FIRST_LOOK) if horizon_ns is not None else plan.repeat
-        ns, attention = self._price(plan, steps)
-        if horizon_ns is not None and steps < plan.repeat and sum(ns) < horizon_ns:
-            ns, attention = self._price(plan, plan.repeat)
-        if horizon_ns is not None and len(ns) > 1:
-            taken = 1 + bisect_left(list(accumulate(ns[:-1])), horizon_ns)
-            ns, attention = ns[:taken], attention[:taken]
-        self._meter.took(plan, len(ns))
-        self._timing = StepTiming(ns, attention)
-        return StepResult(repeat=len(ns), parents=self._parents(plan))
+        features = self._meter.first(plan)
+        ns, attention = self._prices(plan, features, horizon_ns)
+        self._meter.took(features, len(ns))
+        self._timing = StepTiming(ns, attention, features=features)
+        return StepResult(repeat=len(ns), parents=self._parents.of(plan))
 
     def end(self) -> StepTiming:
         """The prices of the steps taken."""
         return self._timing
 
-    def _price(self, plan: StepPlan, steps: int) -> tuple[list[int], list[float]]:
-        price = self._cost.price(self._meter.features(plan, steps))
-        if steps == 1:
-            return [max(1, to_ns(float(price.seconds)))], [float(price.attention_s)]
-        ns = np.maximum(1, to_ns(np.broadcast_to(price.seconds, steps)))
-        return ns.tolist(), np.broadcast_to(price.attention_s, steps).tolist()
+    def _prices(
+        self, plan: StepPlan, first: list[Amount], horizon_ns: int | None
+    ) -> tuple[list[int], list[float]]:
+        """Steps are priced in rounds of as many as would start before the horizon if all took as long as the last."""
+        seconds, attention_s = self._cost.price(first)
+        ns, attention = [_whole_ns(float(seconds))], [float(attention_s)]
+        left = plan.repeat - 1
+        if not left or (horizon_ns is not None and ns[0] >= horizon_ns):
+            return ns, attention
+        if horizon_ns is not None:
+            left = min(left, -(-horizon_ns // ns[0]) + 1)
+        stretch = Stretch(plan, first, self._block_size)
+        more = self._singly if left <= _ONE_BY_ONE else self._together
+        ns, attention = more(stretch, left + 1, ns, attention)
+        if horizon_ns is None:
+            return ns, attention
+        if left + 1 < plan.repeat and sum(ns) < horizon_ns:  # steps got shorter on the way
+            ns, attention = self._together(stretch, plan.repeat, ns[:1], attention[:1])
+        taken = _begun_before(ns, horizon_ns)
+        return ns[:taken], attention[:taken]
 
-    def _parents(self, plan: StepPlan) -> dict[int, list[int]]:
-        parents: dict[int, list[int]] = {}
-        for row in plan.rows:
-            request = self._requests[row.request_id]
-            if not row.samples or request.decoding is not Decoding.BEAM or row.request_id in parents:
-                continue
-            generated = self._generated.get(row.request_id, 0)
-            self._generated[row.request_id] = generated + 1
-            fresh = self._genealogy.parents(row.request_id, generated, request.width)
-            parents[row.request_id] = fresh if generated else [0] * request.width
-        return parents
+    def _singly(
+        self, stretch: Stretch, steps: int, ns: list[int], attention: list[float]
+    ) -> tuple[list[int], list[float]]:
+        price = self._cost.price
+        for features in stretch.singles(steps):
+            seconds, attention_s = price(features)
+            ns.append(_whole_ns(float(seconds)))
+            attention.append(float(attention_s))
+        return ns, attention
+
+    def _together(
+        self, stretch: Stretch, steps: int, ns: list[int], attention: list[float]
+    ) -> tuple[list[int], list[float]]:
+        seconds, attention_s = self._cost.price(stretch.columns(steps))
+        whole = np.maximum(1, to_ns(np.broadcast_to(seconds, steps)))
+        return whole.tolist(), np.broadcast_to(attention_s, steps).tolist()
+
+
+def _whole_ns(seconds: float) -> int:
+    return round(seconds * NS_PER_S) or 1
+
+
+def _begun_before(ns: Sequence[int], horizon_ns: int) -> int:
+    """How many of the steps start before the horizon; the first always does."""
+    end = 0
+    for taken, step_ns in enumerate(ns):
+        if end >= horizon_ns and taken:
+            return taken
+        end += step_ns
+    return len(ns)
+
+
+class SimulatedParents:
+    """Whom each beam continues, drawn from a genealogy model; requests without beams cost nothing."""
+
+    def __init__(self, requests: Mapping[int, Request], genealogy: BeamGenealogy) -> None:
+        self._requests = requests
+        self._genealogy = genealogy
+        self._generated: dict[int, int] = {}  # tokens chosen, by id of the beam requests admitted so far
+
+    def of(self, plan: StepPlan) -> dict[int, list[int]]:
+        """Parents of the beam requests that sample in this plan."""
+        for request_id in plan.admitted:
+            if self._requests[request_id].decoding is Decoding.BEAM:
+                self._generated.setdefault(request_id, 0)
+        if not self._generated:
+            return {}
+        sampling = dict.fromkeys(row.request_id for row in plan.rows if row.samples)
+        return {rid: self._draw(rid) for rid in sampling if rid in self._generated}
+
+    def _draw(self, request_id: int) -> list[int]:
+        generated, width = self._generated[request_id], self._requests[request_id].width
+        self._generated[request_id] = generated + 1
+        return self._genealogy.parents(request_id, generated, width) if generated else [0] * width
 
 
 class RecordingEndedError(RuntimeError):

@@ -3,7 +3,7 @@
 The same function serves a simulated and a measured step, and all steps of a fast-forward at once.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -65,13 +65,14 @@ class FeatureMeter:
     """Features of the steps of one replay, in order; remembers how long ago the last large prefill was.
 
     On a CPU a prefill of a hundred tokens and more drives the model's weights and the interpreter out of the caches:
-    the next decode steps take up to twice their time. `requests` by request id.
+    the next decode steps take up to twice their time. `requests` by request id; it may grow while the replay runs.
     """
 
     def __init__(self, requests: Mapping[int, Request], block_size: int) -> None:
         self._requests = requests
         self._block_size = block_size
         self._after_prefill = 0.0
+        self._beams: set[int] = set()  # beam requests admitted so far
 
     def features(self, plan: StepPlan, steps: int = 1) -> list[Amount]:
         """Features of the next `steps` (at most `plan.repeat`) steps: arrays `[steps]` where they change, else numbers.
@@ -79,88 +80,158 @@ class FeatureMeter:
         In the steps after the first every row has one more token of context; the blocks they take and the cached
         blocks these evict follow from the plan, so that a fast-forward is priced exactly as single steps are.
         """
-        features: list[Amount] = list(_step_features(plan, self._requests, self._block_size))
-        features.append(self._after_prefill)
-        return features if steps == 1 else _stretched(features, plan, self._block_size, steps)
+        first = self.first(plan)
+        return first if steps == 1 else Stretch(plan, first, self._block_size).columns(steps)
 
-    def took(self, plan: StepPlan, steps: int = 1) -> None:
-        """`steps` of the plan were taken."""
-        tokens = sum(row.query_len for row in plan.rows if row.query_len > 1)
+    def first(self, plan: StepPlan) -> list[Amount]:
+        """Features of the plan's first (or only) step, as numbers."""
+        admitted = 0
+        for request_id in plan.admitted:
+            request = self._requests[request_id]
+            admitted += request.prompt_tokens
+            if request.decoding is Decoding.BEAM:
+                self._beams.add(request_id)
+        sampled = len(plan.query_len) if plan.repeat > 1 else sum(row.samples for row in plan.rows)
+        return [
+            *_rows_features(
+                plan.query_len, plan.context_len, self._block_size, sampled, self._beam_rows(plan)
+            ),
+            plan.new_blocks,
+            len(plan.copies) * self._block_size,
+            len(plan.frees) * self._block_size,
+            admitted,
+            self._after_prefill,
+        ]
+
+    def _beam_rows(self, plan: StepPlan) -> int:
+        """Sampled rows of beam groups; nothing is looked at while there are no such requests."""
+        if not self._beams:
+            return 0
+        return sum(row.samples and row.request_id in self._beams for row in plan.rows)
+
+    def took(self, first: Sequence[Amount], steps: int = 1) -> None:
+        """`steps` steps of a plan were taken whose first had these features."""
+        large = min(1.0, float(first[_PREFILL]) / _LARGE_PREFILL)
         for _ in range(steps):
-            self._after_prefill = self._after_prefill * _WARMING + min(1.0, tokens / _LARGE_PREFILL)
+            self._after_prefill = self._after_prefill * _WARMING + large
 
 
 _WARMING = 0.75  # measured on CPU: what is left of the slowdown after one more decode step
 _LARGE_PREFILL = 128  # tokens
 
 
-def _step_features(plan: StepPlan, requests: Mapping[int, Request], block_size: int) -> list[float]:
-    """The features that follow from the plan's first (or only) step alone."""
-    rows = plan.rows
-    tokens = sum(row.query_len for row in rows)
-    sampled = [row.request_id for row in rows if row.samples]
-    decode = [row.context_len + 1 for row in rows if row.query_len == 1]
-    chunks = [(row.query_len, row.context_len + row.query_len) for row in rows if row.query_len > 1]
+def _rows_features(
+    query: IntArray, context: IntArray, block_size: int, sampled: int, beam_rows: int
+) -> list[Amount]:
+    """The features that follow from the rows of a step: `query` and `context` int64 `[rows]`."""
+    rows = len(query)
+    tokens, held = int(_add(query)), int(_add(context))
+    if tokens == rows:  # only decode rows
+        entries = int(_add(context // block_size)) + rows
+        decode, prefill = (rows, held + rows, int(_largest(context)) + 1), (0, 0, 0, 0, 0.0)
+    else:
+        entries = int(_add((context + query + (block_size - 1)) // block_size))
+        decode, prefill = _mixed(query, context, block_size)
+    count, kv, longest = decode
     return [
         1.0,
         tokens,
-        min(tokens, 8),
-        min(tokens, 32),
-        min(tokens, 128),
-        max(tokens - 128, 0),
-        len(rows),
-        len(sampled),
-        sum(requests[request_id].decoding is Decoding.BEAM for request_id in sampled),
-        len(decode),
-        bool(decode),
-        sum(decode),
-        len(decode) * max(decode, default=0),
-        len(decode) * -(-max(decode, default=0) // block_size),
-        len(chunks),
-        sum(query for query, _ in chunks),
-        sum(kv for _, kv in chunks),
-        sum(-(-kv // block_size) for _, kv in chunks),
-        sum(query * (kv - (query - 1) / 2) for query, kv in chunks),
-        sum(-(-(row.context_len + row.query_len) // block_size) for row in rows),
-        plan.new_blocks,
-        len(plan.copies) * block_size,
-        len(plan.frees) * block_size,
-        sum(requests[request_id].prompt_tokens for request_id in plan.admitted),
+        tokens if tokens < 8 else 8,
+        tokens if tokens < 32 else 32,
+        tokens if tokens < 128 else 128,
+        tokens - 128 if tokens > 128 else 0,
+        rows,
+        sampled,
+        beam_rows,
+        count,
+        1 if count else 0,
+        kv,
+        count * longest,
+        count * -(-longest // block_size),
+        *prefill,
+        entries,
     ]
 
 
-def _stretched(features: list[Amount], plan: StepPlan, block_size: int, steps: int) -> list[Amount]:
-    """The features of a stretch of decode steps, from those of its first."""
-    later = np.arange(steps)
-    grown = (len(plan.rows) * later).astype(np.float64)
-    taken = _taken(plan, block_size, later)
-    entries = np.cumsum(taken)
-    voided = np.diff(np.maximum(0, entries - plan.usage.free // block_size), prepend=0)
-    taken[0], voided[0] = plan.new_blocks, len(plan.frees)
-    features[_DECODE_KV] = features[_DECODE_KV] + grown
-    longest = 1 + int(plan.context_len.max()) + later
-    features[_PADDED_KV] = (len(plan.rows) * longest).astype(np.float64)
-    features[_PADDED_BLOCKS] = (len(plan.rows) * -(-longest // block_size)).astype(np.float64)
-    features[_BLOCKS] = features[_BLOCKS] + (entries if block_size > 1 else grown).astype(np.float64)
-    features[_NEW] = taken.astype(np.float64)
-    features[_FREED] = (voided * block_size).astype(np.float64)
-    features[_AFTER] = np.cumprod(np.concatenate([[features[_AFTER]], np.full(steps - 1, _WARMING)]))
-    return features
+def _mixed(
+    query: IntArray, context: IntArray, block_size: int
+) -> tuple[tuple[int, int, int], tuple[int, int, int, int, float]]:
+    """Decode rows: count, KV slots, longest; prefill rows: count, tokens, KV slots, blocks, work."""
+    chunks = query > 1
+    decode = context[~chunks] + 1
+    q, kv = query[chunks], (context + query)[chunks]
+    held = (len(decode), int(_add(decode)), int(decode.max(initial=0)))
+    blocks = int(_add(-(-kv // block_size)))
+    return held, (len(q), int(_add(q)), int(_add(kv)), blocks, float(_add(q * (kv - (q - 1) / 2))))
 
 
-def _taken(plan: StepPlan, block_size: int, later: IntArray) -> IntArray:
-    """Blocks taken in each step after the first.
+class Stretch:
+    """A fast-forward: features of its steps, from those of the first; all rows decode."""
 
-    With blocks of one token every row takes one a step, unless the rows are contiguous reservations: then not even
-    the first step took any.
-    """
-    if block_size == 1 and not plan.new_blocks:
-        return np.zeros(len(later), dtype=np.int64)
-    taken: IntArray = ((plan.context_len + later[:, None]) % block_size == 0).sum(axis=1)
-    taken[0] = 0
-    return taken
+    def __init__(self, plan: StepPlan, first: Sequence[Amount], block_size: int) -> None:
+        self._first = first
+        self._block_size = block_size
+        self._rows = len(plan.query_len)
+        self._longest = int(_largest(plan.context_len)) + 1
+        self._unnamed = plan.usage.free // block_size
+        self._residues = self._crossings(plan)
+
+    def _crossings(self, plan: StepPlan) -> list[int]:
+        """Blocks taken in step j, at index j modulo the block size: rows whose context is then a multiple of it.
+
+        With blocks of one token every row takes one a step, unless the rows are contiguous reservations: then not
+        even the first step took any.
+        """
+        if self._block_size == 1 and not plan.new_blocks:
+            return [0]
+        counts = np.bincount(-plan.context_len % self._block_size, minlength=self._block_size)
+        return list(counts.tolist())
+
+    def singles(self, steps: int) -> Iterator[list[Amount]]:
+        """Features of steps 1 … `steps - 1` one by one, as numbers."""
+        size, rows, residues = self._block_size, self._rows, self._residues
+        entries = gone = 0
+        features = list(self._first)
+        kv, blocks = features[_DECODE_KV], features[_BLOCKS]
+        for step in range(1, steps):
+            taken = residues[step % size]
+            entries += taken
+            before, gone = gone, max(0, entries - self._unnamed)
+            longest = self._longest + step
+            features[_DECODE_KV] = kv + rows * step
+            features[_PADDED_KV] = rows * longest
+            features[_PADDED_BLOCKS] = rows * -(-longest // size)
+            features[_BLOCKS] = blocks + (entries if size > 1 else rows * step)
+            features[_NEW] = taken
+            features[_FREED] = (gone - before) * size
+            features[_COPIED] = features[_ADMITTED] = 0
+            features[_AFTER] = features[_AFTER] * _WARMING
+            yield features
+
+    def columns(self, steps: int) -> list[Amount]:
+        """Features of steps 0 … `steps - 1`, those that change as arrays `[steps]`."""
+        size, first, later = self._block_size, self._first, np.arange(steps)
+        grown = (self._rows * later).astype(np.float64)
+        taken = np.resize(np.array(self._residues, dtype=np.int64), steps)
+        taken[0] = 0
+        entries = np.cumsum(taken)
+        voided = np.diff(np.maximum(0, entries - self._unnamed), prepend=0).astype(np.float64) * size
+        taken[0], voided[0] = first[_NEW], first[_FREED]
+        longest = self._longest + later
+        features = list(first)
+        features[_DECODE_KV] = first[_DECODE_KV] + grown
+        features[_PADDED_KV] = (self._rows * longest).astype(np.float64)
+        features[_PADDED_BLOCKS] = (self._rows * -(-longest // size)).astype(np.float64)
+        features[_BLOCKS] = first[_BLOCKS] + (entries if size > 1 else grown).astype(np.float64)
+        features[_NEW] = taken.astype(np.float64)
+        features[_FREED] = voided
+        for once in (_COPIED, _ADMITTED):
+            features[once] = np.where(later == 0, first[once], 0.0) if first[once] else 0
+        features[_AFTER] = np.cumprod(np.concatenate([[first[_AFTER]], np.full(steps - 1, _WARMING)]))
+        return features
 
 
+_add, _largest = np.add.reduce, np.maximum.reduce
 _DECODE_KV, _PADDED_KV, _PADDED_BLOCKS, _BLOCKS, _NEW, _FREED, _AFTER = feature_index(
     (
         "decode_kv",
@@ -172,3 +243,4 @@ _DECODE_KV, _PADDED_KV, _PADDED_BLOCKS, _BLOCKS, _NEW, _FREED, _AFTER = feature_
         "after_prefill",
     )
 )
+_PREFILL, _COPIED, _ADMITTED = feature_index(("prefill_tokens", "copied_slots", "admitted_tokens"))

@@ -14,24 +14,22 @@ from harness.metrics.log import RunLog
 from harness.sim.cost import Amount, FloatArray
 from harness.sim.executors import StepTiming
 from harness.sim.features import FEATURES, FeatureMeter
-from harness.sim.request_times import RequestTimes
+from harness.sim.request_times import NEVER, RequestTimes
 from harness.sim.step_table import StepTable
 
 
 class Recorder:
-    """Collects one replay.
+    """Collects one replay; `requests` by id may grow while it runs.
 
     With `keep_plans` it also keeps each plan's digest, its features and its beams' parents: to compare two replays step
     by step, to price a measured run's plans, and to calibrate. Only for replays without fast-forward.
     """
 
-    def __init__(
-        self, requests: Sequence[Request], arrival_ns: Sequence[int], block_size: int, *, keep_plans: bool
-    ):
+    def __init__(self, requests: Mapping[int, Request], block_size: int, *, keep_plans: bool = False) -> None:
         self._block_size = block_size
-        self._meter = FeatureMeter({request.request_id: request for request in requests}, block_size)
+        self._meter = FeatureMeter(requests, block_size)
         self._steps = StepTable()
-        self._times = RequestTimes(requests, arrival_ns)
+        self._times = RequestTimes()
         self._keep_plans = keep_plans
         self.digests: list[str] = []
         self.parents: list[Mapping[int, Sequence[int]]] = []
@@ -43,25 +41,48 @@ class Recorder:
         """Features of every step, `[steps, len(FEATURES)]`; with `keep_plans` only."""
         return np.array(self._features, dtype=np.float64).reshape(-1, len(FEATURES))
 
+    def arrived(self, request: Request, arrival_ns: int) -> None:
+        """A request arrived."""
+        self._times.arrived(request, arrival_ns)
+
+    def never_arrived(self, request: Request) -> None:
+        """The replay stopped before the request arrived."""
+        self._times.arrived(request, NEVER)
+
+    def rejected(self, request_id: int) -> None:
+        """An arrived request can never be served."""
+        self._times.rejected(request_id)
+
     def record(
-        self, now_ns: int, plan: StepPlan, result: StepResult, report: CommitReport, timing: StepTiming
-    ) -> None:
-        """One plan, taken `result.repeat` times, from `now_ns` on."""
-        self._steps.add(now_ns, plan, timing, report.leap)
-        self._times.add(now_ns, plan, report, timing.ns)
+        self,
+        now_ns: int,
+        plan: StepPlan,
+        result: StepResult,
+        report: CommitReport,
+        timing: StepTiming,
+        stats: Mapping[int, RequestStats],
+    ) -> int:
+        """One plan, taken `result.repeat` times, from `now_ns` on; returns how long all of it took, in ns."""
+        features = timing.features or self._meter.first(plan)
+        took_ns = sum(timing.ns)
+        self._steps.add(now_ns, plan, timing, report.leap, features)
+        self._times.add(now_ns, plan, report, timing.ns, took_ns, stats)
+        if timing.features is None:
+            self._meter.took(features, len(timing.ns))
         if self._keep_plans:
             self.digests.append(plan.digest())
             self.parents.append(result.parents)
             self.step_ns.append(timing.ns[0])
-            self._features.append(self._meter.features(plan))
-            self._meter.took(plan)
+            self._features.append(features)
+        return took_ns
 
     def log(self, stats: Mapping[int, RequestStats], capacity_slots: int, kv_bytes_per_token: int) -> RunLog:
         """The finished run's log."""
-        itl_s, itl_weight = self._times.gaps()
+        self._times.close(stats)
+        itl_s, itl_weight = self._times.drain_gaps()
         return RunLog(
             steps=self._steps.columns(),
-            requests=self._times.columns(stats),
+            requests=self._times.drain(),
             itl_s=itl_s,
             itl_weight=itl_weight,
             block_size=self._block_size,

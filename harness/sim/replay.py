@@ -1,100 +1,113 @@
 """The replay: requests arrive, steps run. One simpy model, whatever the executor.
 
-Every arrival and every engine step (or fast-forwarded stretch of steps) is one event; what a step decides is the policy
-core's, how long it takes the executor's. Idle time between arrivals costs nothing: the clock is virtual on both sides.
+Every engine step (or fast-forwarded stretch of steps) is one event, and so is the end of an idle time. An arrival
+during a step changes nothing before the step's end, and needs no event of its own. What a step decides is the policy
+core's, how long it takes the executor's. Idle time costs nothing: the clock is virtual on both sides.
 """
 
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import simpy
 
+from engine.core.errors import NeverFitsError
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
+from harness.sim.arrivals import Arrivals, OpenLoop
+from harness.sim.arrivals import TimedRequest as TimedRequest
 from harness.sim.executors import Executor
 from harness.sim.recorder import Recorder
 
 Progress = Callable[[int, int], None]
 
 
-@dataclass(frozen=True, slots=True)
-class TimedRequest:
-    """A request and its arrival in ns from the start of the replay."""
-
-    request: Request
-    arrival_ns: int
-
-
 class Replay:
-    """One run of a trace. Requests must be in order of arrival; equal times keep their order.
+    """One run of a workload: `arrivals`, or requests in order of arrival.
 
-    An arrival at the very end of a step is seen by the next step. `progress(finished, total)` is called after steps
-    that finish a request.
+    An arrival at the very end of a step is seen by the next step. A request that no schedule can ever serve is
+    rejected on arrival; the record says so. `live` is kept to the requests that have arrived and not ended. At
+    `until_ns` the replay stops: no step begins then or later, and what has not finished is recorded as unfinished.
+    `progress(ended, total)` is called after steps that end a request.
     """
 
     def __init__(
         self,
-        requests: Sequence[TimedRequest],
+        arrivals: Arrivals | Sequence[TimedRequest],
         scheduler: Scheduler,
         executor: Executor,
         recorder: Recorder,
         progress: Progress | None = None,
+        *,
+        live: dict[int, Request] | None = None,
+        until_ns: int | None = None,
     ) -> None:
-        self._requests = requests
+        self._arrivals = OpenLoop(arrivals, len(arrivals)) if isinstance(arrivals, Sequence) else arrivals
         self._scheduler = scheduler
         self._executor = executor
         self._recorder = recorder
         self._progress = progress
-        self._next = 0  # index of the next request to arrive
-        self._finished = 0
+        self._live = {} if live is None else live
+        self._until_ns = until_ns
+        self._ended = 0
         self._env = simpy.Environment(initial_time=0)
-        self._wake = self._env.event()
 
     def run(self) -> None:
-        """Play the whole trace; returns when every request has finished."""
-        self._env.process(self._arrivals())
+        """Play the whole trace; returns when every request has finished, or the time is up."""
         self._env.process(self._engine())
         self._env.run()
-
-    def _arrivals(self) -> Generator[Any, Any, None]:
-        while self._next < len(self._requests):
-            at = self._requests[self._next].arrival_ns
-            if at > self._env.now:
-                yield self._env.timeout(at - self._env.now)
-            while self._next < len(self._requests) and self._requests[self._next].arrival_ns == at:
-                self._scheduler.submit(self._requests[self._next].request)
-                self._next += 1
-            self._wake.succeed()
-            self._wake = self._env.event()
+        for request in self._arrivals.left():
+            self._recorder.never_arrived(request)
 
     def _engine(self) -> Generator[Any, Any, None]:
-        while True:
-            if self._arrives_now():
-                yield self._env.timeout(0)  # let the arrivals of this very instant in first
-            if self._scheduler.has_work:
-                yield self._env.timeout(self._step())
-            elif self._next < len(self._requests):
-                yield self._wake
-            else:
+        env, scheduler, arrivals = self._env, self._scheduler, self._arrivals
+        while self._until_ns is None or env.now < self._until_ns:
+            due = arrivals.next_ns()
+            if due is not None and due <= env.now:
+                self._submit(arrivals.take(env.now))
+            if scheduler.has_work:
+                yield env.timeout(self._step(env.now))
+                continue
+            due = arrivals.next_ns()
+            if due is None:
                 return
+            yield env.timeout(max(0, due - env.now))
 
-    def _arrives_now(self) -> bool:
-        return self._next < len(self._requests) and self._requests[self._next].arrival_ns <= self._env.now
+    def _submit(self, arrived: Sequence[TimedRequest]) -> None:
+        for timed in arrived:
+            request = timed.request
+            self._recorder.arrived(request, timed.arrival_ns)
+            try:
+                self._scheduler.submit(request)
+            except NeverFitsError:
+                self._recorder.rejected(request.request_id)
+                self._end(request.request_id, self._env.now)
+            else:
+                self._live[request.request_id] = request
 
-    def _step(self) -> int:
+    def _end(self, request_id: int, now_ns: int) -> None:
+        self._ended += 1
+        self._arrivals.ended(request_id, now_ns)
+
+    def _step(self, now: int) -> int:
         """Run one plan and return its duration in ns."""
-        now = int(self._env.now)
-        self._executor.begin()
-        plan = self._scheduler.schedule(self._executor.max_repeat)
-        result = self._executor.execute(plan, self._horizon(now))
-        report = self._scheduler.commit(plan, result)
-        timing = self._executor.end()
-        self._recorder.record(now, plan, result, report, timing)
-        self._finished += len(report.finished)
-        if report.finished and self._progress:
-            self._progress(self._finished, len(self._requests))
-        return sum(timing.ns)
+        executor, scheduler = self._executor, self._scheduler
+        executor.begin()
+        plan = scheduler.schedule(executor.max_repeat)
+        result = executor.execute(plan, self._horizon(now))
+        report = scheduler.commit(plan, result)
+        timing = executor.end()
+        took = self._recorder.record(now, plan, result, report, timing, scheduler.stats)
+        if report.finished:
+            for request_id in report.finished:
+                del self._live[request_id]
+                self._end(request_id, now + took)
+            if self._progress:
+                self._progress(self._ended, self._arrivals.total)
+        return took
 
     def _horizon(self, now: int) -> int | None:
-        return self._requests[self._next].arrival_ns - now if self._next < len(self._requests) else None
+        """Steps that start so many ns from now or later must wait for what arrives then."""
+        due, until = self._arrivals.next_ns(), self._until_ns
+        if due is None:
+            return None if until is None else until - now
+        return (due if until is None else min(due, until)) - now

@@ -1,7 +1,7 @@
 """When each request was scheduled, got its tokens, and ended; and every gap between tokens."""
 
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -9,101 +9,150 @@ import numpy as np
 from engine.core.outcome import CommitReport, RequestStats
 from engine.core.plan import FloatArray, StepPlan
 from engine.core.request import Request
-from harness.metrics.log import Outcome
+from harness.metrics.log import REQUEST_COLUMNS, Outcome
 from harness.sim.clock import NsArray, to_s
 
 NEVER = -1
+_TIMES = ("arrival_s", "first_scheduled_s", "first_token_s", "finish_s")
+_NO_STATS = RequestStats()
+RequestTable = dict[str, np.ndarray[Any, np.dtype[Any]]]
+
+
+@dataclass(slots=True)
+class _Life:
+    """A request that has arrived and not ended; times in ns."""
+
+    place: int  # in order of arrival
+    request: Request
+    arrival: int
+    scheduled: int = NEVER
+    first_token: int = NEVER
+    last_token: int = NEVER  # where it stopped getting tokens before it ended: it was preempted, or left out
 
 
 class RequestTimes:
-    """Times of the requests of one replay in ns, one entry per request, in the order given.
+    """Times of the requests of one replay in ns.
 
-    While the replay runs, only who got a token in which plan is noted; times and gaps are worked out when it is over. A
-    gap is counted once per request and token, however many branches get a token at that moment.
+    A request is looked at when it arrives, gets its first token, stops or starts again getting tokens, and ends: never
+    in the steps between. A gap is counted once per request and token, however many branches get a token at that moment.
     """
 
-    def __init__(self, requests: Sequence[Request], arrival_ns: Sequence[int]) -> None:
-        self._requests = requests
-        self._index = {request.request_id: index for index, request in enumerate(requests)}
-        self._arrival = np.array(arrival_ns, dtype=np.int64)
-        self._scheduled = [NEVER] * len(requests)
-        self._finish = [NEVER] * len(requests)
-        self._emitted: list[int] = []  # indices of requests, plan after plan
-        self._counts: list[int] = []  # how many of them belong to each plan
-        self._first_end: list[int] = []  # of each plan: when its first and its last step ended
-        self._last_end: list[int] = []
-        self._stretches: list[
-            tuple[list[int], int]
-        ] = []  # gaps within fast-forwards, and how many requests had them
+    def __init__(self) -> None:
+        self._live: dict[int, _Life] = {}
+        self._arrived = 0
+        self._emitting: Sequence[int] = ()  # who got a token from the last plan
+        self._last_end = 0  # when the last plan that gave tokens ended
+        self._ended: list[tuple[int, ...]] = []  # rows of the request table, in order of their ends
+        self._gap_ns: list[int] = []
+        self._gap_weight: list[int] = []
 
-    def add(self, now_ns: int, plan: StepPlan, report: CommitReport, ns: list[int]) -> None:
-        """A plan ran from `now_ns` on, its steps taking `ns`."""
+    def arrived(self, request: Request, arrival_ns: int) -> None:
+        """A request arrived, or never will (NEVER)."""
+        self._live[request.request_id] = _Life(self._arrived, request, arrival_ns)
+        self._arrived += 1
+
+    def rejected(self, request_id: int) -> None:
+        """It can never be served."""
+        self._close(self._live.pop(request_id), Outcome.REJECTED, NEVER, _NO_STATS)
+
+    def add(
+        self,
+        now_ns: int,
+        plan: StepPlan,
+        report: CommitReport,
+        ns: list[int],
+        took_ns: int,
+        stats: Mapping[int, RequestStats],
+    ) -> None:
+        """A plan ran from `now_ns` on for `took_ns` in all, its steps taking `ns`."""
         for request_id in plan.admitted:
-            index = self._index[request_id]
-            if self._scheduled[index] == NEVER:
-                self._scheduled[index] = now_ns
-        end = now_ns + sum(ns)
-        if report.emitted:
-            self._emitted.extend([self._index[request_id] for request_id in report.emitted])
-            self._counts.append(len(report.emitted))
-            self._first_end.append(now_ns + ns[0])
-            self._last_end.append(end)
-            if len(ns) > 1:
-                self._stretches.append((ns[1:], len(report.emitted)))
-        for request_id in report.finished:
-            self._finish[self._index[request_id]] = end
+            life = self._live[request_id]
+            if life.scheduled == NEVER:
+                life.scheduled = now_ns
+        end, emitted = now_ns + took_ns, report.emitted
+        if emitted or self._emitting:
+            self._tokens(emitted, now_ns + ns[0], ns)
+            self._last_end = end
+        if report.finished:
+            self._finish(report.finished, end, stats)
 
-    @cached_property
-    def _tokens(self) -> tuple[NsArray, NsArray, NsArray]:
-        """Request, first end and last end of every (request, plan) pair with a token, by request, then by time."""
-        who = np.array(self._emitted, dtype=np.int64)
-        order = np.argsort(who, kind="stable")
-        ends = (
-            np.repeat(np.array(times, dtype=np.int64), self._counts)
-            for times in (self._first_end, self._last_end)
+    def _tokens(self, emitted: Sequence[int], first_end: int, ns: list[int]) -> None:
+        again = len(emitted)
+        if emitted != self._emitting:
+            again = self._changed(emitted, first_end)
+        if again:
+            self._gap_ns.append(first_end - self._last_end)
+            self._gap_weight.append(again)
+        if len(ns) > 1:
+            self._gap_ns += ns[1:]
+            self._gap_weight += [len(emitted)] * (len(ns) - 1)
+        self._emitting = emitted
+
+    def _changed(self, emitted: Collection[int], first_end: int) -> int:
+        """Others get tokens than in the last plan; returns how many got one then and now."""
+        before, now = set(self._emitting), set(emitted)
+        for request_id in before - now:
+            if request_id in self._live:
+                self._live[request_id].last_token = self._last_end
+        started = now - before
+        for request_id in started:
+            life = self._live[request_id]
+            if life.first_token == NEVER:
+                life.first_token = first_end
+            else:
+                self._gap_ns.append(first_end - life.last_token)
+                self._gap_weight.append(1)
+        return len(emitted) - len(started)
+
+    def _finish(self, finished: Sequence[int], end: int, stats: Mapping[int, RequestStats]) -> None:
+        for request_id in finished:
+            self._close(self._live.pop(request_id), Outcome.FINISHED, end, stats[request_id])
+
+    def _close(self, life: _Life, outcome: Outcome, end: int, stats: RequestStats) -> None:
+        request = life.request
+        self._ended.append(
+            (
+                life.place,
+                request.request_id,
+                life.arrival,
+                life.scheduled,
+                life.first_token,
+                end,
+                request.prompt_tokens,
+                request.output_tokens,
+                request.width,
+                stats.hit_tokens,
+                stats.resumed_hit_tokens,
+                stats.recomputed_tokens,
+                stats.preemptions,
+                outcome,
+            )
         )
-        first, last = ends
-        return who[order], first[order], last[order]
 
-    def _first_tokens(self) -> NsArray:
-        who, first, _ = self._tokens
-        found = np.full(len(self._requests), NEVER, dtype=np.int64)
-        requests, position = np.unique(who, return_index=True)
-        found[requests] = first[position]
-        return found
+    @property
+    def ended(self) -> int:
+        """Requests whose rows have not been drained."""
+        return len(self._ended)
 
-    def gaps(self) -> tuple[FloatArray, FloatArray]:
-        """Every inter-token gap in seconds, equal ones merged, with how often it occurred."""
-        who, first, last = self._tokens
-        same = who[1:] == who[:-1]
-        gaps = [(first[1:] - last[:-1])[same]]
-        weights = [np.ones(len(gaps[0]), dtype=np.int64)]
-        for stretch, requests in self._stretches:
-            gaps.append(np.array(stretch, dtype=np.int64))
-            weights.append(np.full(len(stretch), requests, dtype=np.int64))
-        values, inverse = np.unique(np.concatenate(gaps), return_inverse=True)
-        return to_s(values), np.bincount(inverse, weights=np.concatenate(weights)).astype(np.float64)
+    def close(self, stats: Mapping[int, RequestStats]) -> None:
+        """The replay is over: whoever is left stays unfinished."""
+        for request_id, life in self._live.items():
+            self._close(life, Outcome.UNFINISHED, NEVER, stats.get(request_id, _NO_STATS))
+        self._live = {}
 
-    def columns(self, stats: Mapping[int, RequestStats]) -> dict[str, np.ndarray[Any, np.dtype[Any]]]:
-        """The request table of the run log."""
-        requests = self._requests
-        finish = np.array(self._finish, dtype=np.int64)
-        entries = [stats.get(request.request_id, RequestStats()) for request in requests]
-        return {
-            "request_id": np.array([request.request_id for request in requests], dtype=np.int64),
-            "arrival_s": to_s(self._arrival),
-            "first_scheduled_s": _seconds(np.array(self._scheduled, dtype=np.int64)),
-            "first_token_s": _seconds(self._first_tokens()),
-            "finish_s": _seconds(finish),
-            "prompt_tokens": np.array([request.prompt_tokens for request in requests], dtype=np.int64),
-            "output_tokens": np.array([request.output_tokens for request in requests], dtype=np.int64),
-            "width": np.array([request.width for request in requests], dtype=np.int64),
-            "outcome": np.where(finish != NEVER, Outcome.FINISHED, Outcome.UNFINISHED).astype(np.int64),
-            **{
-                name: np.array([getattr(entry, name) for entry in entries], dtype=np.int64)
-                for name in ("hit_tokens", "resumed_hit_tokens", "recomputed_tokens", "preemptions")
-            },
-        }
+    def drain(self, count: int | None = None) -> RequestTable:
+        """The first `count` (None: all) rows of the request table, in order of arrival; they are forgotten."""
+        rows, self._ended = self._ended[:count], self._ended[len(self._ended) if count is None else count :]
+        table = np.array(sorted(rows), dtype=np.int64).reshape(len(rows), len(REQUEST_COLUMNS) + 1)
+        found = dict(zip(REQUEST_COLUMNS, table.T[1:].copy(), strict=True))
+        return {name: _seconds(column) if name in _TIMES else column for name, column in found.items()}
+
+    def drain_gaps(self) -> tuple[FloatArray, FloatArray]:
+        """Every inter-token gap in seconds, equal ones merged, with how often it occurred; they are forgotten."""
+        values, inverse = np.unique(np.array(self._gap_ns, dtype=np.int64), return_inverse=True)
+        weights = np.bincount(inverse, weights=self._gap_weight, minlength=len(values))
+        self._gap_ns, self._gap_weight = [], []
+        return to_s(values), weights.astype(np.float64)
 
 
 def _seconds(ns: NsArray) -> FloatArray:

@@ -1,12 +1,16 @@
 """The step columns of a run log: one tuple per plan while the replay runs, whole columns when it is over."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from engine.core.manager import LeapColumns
 from engine.core.plan import StepPlan
 from harness.metrics.log import STEP_COLUMNS, Column
 from harness.sim.clock import NsArray, to_s
+from harness.sim.cost import Amount
 from harness.sim.executors import StepTiming
+from harness.sim.features import feature_index
 
 PHASES = ("policy_s", "build_s", "forward_s", "sample_s")
 _TIMED = ("step", "start_s", "seconds", "attention_s", "reserved")  # laid out at the end
@@ -36,9 +40,16 @@ class StepTable:
         """When the last step ended, in seconds."""
         return float(to_s(self._starts[-1] + sum(self._ns[-self._steps[-1] :]))) if self._starts else 0.0
 
-    def add(self, now_ns: int, plan: StepPlan, timing: StepTiming, leap: LeapColumns | None) -> None:
+    def add(
+        self,
+        now_ns: int,
+        plan: StepPlan,
+        timing: StepTiming,
+        leap: LeapColumns | None,
+        features: Sequence[Amount],
+    ) -> None:
         """A plan that began at `now_ns` and ran once, or as often as `timing` has entries."""
-        self._facts.append(_facts(plan, timing))
+        self._facts.append(_facts(plan, timing, features))
         self._starts.append(now_ns)
         self._steps.append(len(timing.ns))
         self._ns.extend(timing.ns)
@@ -83,19 +94,12 @@ class StepTable:
                 found[name][further] = np.concatenate([getattr(leap, name) for leap in self._leaps])
 
 
-def _facts(plan: StepPlan, timing: StepTiming) -> tuple[float, ...]:
-    """The plan's entries in the order of STEP_COLUMNS, those of `_TIMED` left out."""
-    rows, usage, phases = plan.rows, plan.usage, timing.phases
-    tokens = sum(row.query_len for row in rows)
-    decode = sum(row.query_len == 1 for row in rows)
+def _facts(plan: StepPlan, timing: StepTiming, features: Sequence[Amount]) -> tuple[float, ...]:
+    """The plan's entries in the order of STEP_COLUMNS, those of `_TIMED` left out; `features` of its first step."""
+    usage, phases = plan.usage, timing.phases
     return (
-        *(phases.get(phase, np.nan) for phase in PHASES),
-        len(rows),
-        decode,
-        tokens - decode,
-        tokens,
-        sum(row.context_len for row in rows) + tokens,
-        sum(row.samples for row in rows),
+        *((phases.get(phase, np.nan) for phase in PHASES) if phases else _UNKNOWN),
+        *_of_rows(features),
         plan.new_blocks,
         len(plan.copies),
         len(plan.frees),
@@ -111,4 +115,22 @@ def _facts(plan: StepPlan, timing: StepTiming) -> tuple[float, ...]:
         usage.free,
         usage.logical_blocks,
         usage.physical_blocks,
+    )
+
+
+_UNKNOWN = (np.nan,) * len(PHASES)
+_ROWS, _DECODE, _PREFILL, _TOKENS, _DECODE_KV, _PREFILL_KV, _SAMPLED = feature_index(
+    ("rows", "decode_rows", "prefill_tokens", "tokens", "decode_kv", "prefill_kv", "sampled_rows")
+)
+
+
+def _of_rows(features: Sequence[Amount]) -> tuple[float, ...]:
+    """Rows, decode rows, prefill tokens, query tokens, KV slots read, sampled rows."""
+    return (
+        float(features[_ROWS]),
+        float(features[_DECODE]),
+        float(features[_PREFILL]),
+        float(features[_TOKENS]),
+        float(features[_DECODE_KV] + features[_PREFILL_KV]),
+        float(features[_SAMPLED]),
     )
