@@ -22,6 +22,7 @@ ALLOWED = {
     "engine.runtime": ("engine", "traces", "paged_kernels"),
     "harness": ("harness", "engine", "traces"),
     "harness.bench": ("harness", "engine", "traces", "paged_kernels"),
+    "harness.gate": ("harness", "engine", "traces", "paged_kernels"),
     "harness.sim": ("harness.sim", "harness.metrics", "engine.core", "traces"),
     "harness.metrics": ("harness.metrics", "engine.core", "traces"),
     "harness.compare": ("harness.compare", "harness.metrics"),

@@ -49,7 +49,7 @@ def case_of(configuration: "KernelConfiguration", capability: int) -> tuple[str,
     except (
         Exception
     ) as error:  # whatever the compiler raises is this case's finding, and no end of the others
-        return name, {_UNCOMPILED: f"{type(error).__name__}: {str(error).strip().splitlines()[-1:]}"}
+        return name, {_UNCOMPILED: _in_one_line(error)}
 
 
 def judge(now: Measured, baseline: Baseline) -> LayerResult:
@@ -81,6 +81,13 @@ def _compared(now: Measured, baseline: Baseline) -> Iterable[Finding]:
         else:
             capability = int(name.rpartition("sm_")[2])
             yield judge_one(name, capability, Resources(**values), Resources(**baseline.cases[name]))
+
+
+def _in_one_line(error: BaseException) -> str:
+    """The compiler's message; what caused it says more than the excerpt of the source that it points into."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {' '.join(str(error).split())[-300:]}"
 
 
 def _measure(pair: tuple[str, int]) -> tuple[str, dict[str, Any]]:

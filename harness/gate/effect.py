@@ -6,8 +6,8 @@ ratio, kernel to yardstick, so that clocks and a busy machine cancel. Bounds are
 
 The verdict asks two questions instead of one, so that noise can neither alarm nor acquit:
 
-* regressed: even the lower bound is more than `NEGLIGIBLE` above the baseline;
-* pass: even the upper bound is less than `MATERIAL` above it, and the bounds are close enough to mean anything;
+* regressed: even the lower bound is more than the negligible margin above the baseline;
+* pass: even the upper bound is less than the material margin above it, and the bounds are close enough to mean much;
 * inconclusive: neither can be said.
 """
 
@@ -19,12 +19,21 @@ import numpy as np
 
 from harness.gate.finding import Verdict
 
-NEGLIGIBLE = 0.02  # slower by less is not worth an alarm: two runs of the same code differ by about as much
-MATERIAL = 0.05  # slower by this much must not pass
-WIDEST = 0.10  # bounds further apart would let one lucky run acquit
 CONFIDENCE = 0.99
 RESAMPLES = 2000
 FEWEST_ROUNDS = 10  # a bootstrap of fewer rounds has bounds that are too narrow
+
+
+@dataclass(frozen=True)
+class Margins:
+    """Slower by less than `negligible` is not worth an alarm; slower by `material` must not pass.
+
+    Bounds further apart than `widest` acquit nobody: one lucky run would do.
+    """
+
+    negligible: float
+    material: float
+    widest: float
 
 
 @dataclass(frozen=True)
@@ -35,13 +44,12 @@ class Effect:
     lower: float
     upper: float
 
-    @property
-    def verdict(self) -> Verdict:
+    def verdict(self, margins: Margins) -> Verdict:
         """What the bounds allow to say."""
-        if self.lower > 1 + NEGLIGIBLE:
+        if self.lower > 1 + margins.negligible:
             return Verdict.regressed
-        close = self.upper - self.lower < WIDEST
-        return Verdict.passed if close and self.upper < 1 + MATERIAL else Verdict.inconclusive
+        close = self.upper - self.lower < margins.widest
+        return Verdict.passed if close and self.upper < 1 + margins.material else Verdict.inconclusive
 
     def __str__(self) -> str:
         return (

@@ -1,0 +1,79 @@
+"""The policy layer: CPU time of the policy's work as a multiple of a loop timed in the same rounds."""
+
+import gc
+import platform
+import time
+from collections.abc import Callable, Iterator
+
+from harness.gate.baseline import Baseline
+from harness.gate.effect import Margins, effect
+from harness.gate.finding import Finding, LayerResult, Verdict
+from harness.gate.measured import Measured, coverage
+
+ROUNDS = 30
+MARGINS = Margins(negligible=0.20, material=0.40, widest=0.30)
+"""Wider than on a GPU: two processes of the same code differ by up to a seventh here, whatever the rounds say."""
+
+Work = Callable[[], object]
+
+
+def measure() -> Measured:
+    """Time every load, and attention on the CPU."""
+    from harness.gate.policy.attention import attention_pair
+    from harness.gate.policy.loads import loads
+    from harness.gate.policy.yardstick import reference_loop
+
+    cases = {name: {"ratios": rounds(load.run, reference_loop)} for name, load in loads().items()}
+    cases["CPU attention: decode over paged KV"] = {"ratios": rounds(*attention_pair())}
+    python = ".".join(platform.python_version_tuple()[:2])
+    return Measured("policy", f"policy-python-{python}", {"python": python}, None, cases)
+
+
+def rounds(work: Work, yardstick: Work, count: int = ROUNDS) -> list[float]:
+    """Ratios of CPU time, work to yardstick, one a round; each round runs both twice, in the order A B B A.
+
+    CPU time, so that a waiting process costs nothing; ABBA, so that a slow drift cancels within the round.
+    """
+    work(), yardstick()
+    found = []
+    gc.collect()
+    gc.freeze()  # what is there already need not be walked through again and again
+    gc.disable()  # a collection that one side triggers would be paid by the other
+    try:
+        for _ in range(count):
+            first, second, third, fourth = (_seconds(it) for it in (work, yardstick, yardstick, work))
+            found.append(round((first + fourth) / (second + third), 5))
+            gc.collect()
+    finally:
+        gc.enable()
+        gc.unfreeze()
+    return found
+
+
+def judge(now: Measured, baseline: Baseline) -> LayerResult:
+    """Compare with a baseline of the same Python; another interpreter speeds loops and calls up differently."""
+    made_on = f"Python {now.made_on['python']}, {ROUNDS} rounds a case"
+    if baseline.made_on != now.made_on:
+        reason = f"the baseline is of Python {baseline.made_on.get('python')}"
+        return LayerResult("policy", (Finding("policy", Verdict.inconclusive, reason),), made_on)
+    compared = (_compare(case, now, baseline) for case in sorted(set(now.cases) & set(baseline.cases)))
+    return LayerResult("policy", (*coverage(now, baseline), *compared), made_on)
+
+
+def unfit(now: Measured) -> Iterator[str]:
+    """Why these figures must not become a baseline: rounds so far apart that no later run could pass."""
+    for case, values in now.cases.items():
+        found = effect(values["ratios"], values["ratios"])
+        if found.upper - found.lower > MARGINS.widest:
+            yield f"{case}: too much noise ({found}); try again on a quieter machine"
+
+
+def _compare(case: str, now: Measured, baseline: Baseline) -> Finding:
+    found = effect(now.cases[case]["ratios"], baseline.cases[case]["ratios"])
+    return Finding(case, found.verdict(MARGINS), f"{found}")
+
+
+def _seconds(work: Work) -> float:
+    start = time.process_time()
+    work()
+    return time.process_time() - start
