@@ -1,4 +1,4 @@
-"""How the Triton kernels are launched: tiles, warps and splits by shape, and what the interpreter needs.
+"""How the Triton kernels are launched: tiles, warps and parts by shape, and what the interpreter needs.
 
 Explicit tables instead of autotuning: an honest comparison of block sizes needs the same tile at every block size.
 """
@@ -11,10 +11,9 @@ import torch
 import triton
 
 LOG2E = math.log2(math.e)
-SPLIT_TOKENS = (
-    256  # a split of a sequence has at least about so many keys, or the second pass costs more than it gains
-)
+SPLIT_TOKENS = 256  # keys that a part has at least, or merging it costs more than it gains
 MAX_SPLITS = 32
+WAVES = 6  # parts per multiprocessor that a batch is cut into: three run at a time, two rounds even out their lengths
 
 
 class LaunchConfig(NamedTuple):
@@ -26,43 +25,119 @@ class LaunchConfig(NamedTuple):
     stages: int
 
 
+class AttentionShape(NamedTuple):
+    """What a kernel is compiled for."""
+
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    heads: int
+    kv_heads: int
+    dk: int
+    dv: int
+    block_size: int
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes that one staged key or value takes, whichever is wider."""
+        return padded(max(self.dk, self.dv)) * self.kv_dtype.itemsize
+
+
+def padded(dim: int) -> int:
+    """The width of a tile that holds rows of `dim`: a power of two, and no product is narrower than 16."""
+    return max(16, int(triton.next_power_of_2(dim)))
+
+
 @functools.cache
 def interpreted() -> bool:
     """Whether Triton runs its interpreter (TRITON_INTERPRET=1 when the kernels were imported)."""
-    from paged_kernels.triton_decode import combine_kernel
+    from paged_kernels.triton_decode_kernel import combine_kernel
 
     return not isinstance(combine_kernel, triton.JITFunction)
 
 
-def decode_config(group: int, row_bytes: int) -> LaunchConfig:
-    """Tile by the bytes of one key or value, whichever is wider; it does not depend on the block size."""
-    return LaunchConfig(_tile(row_bytes), triton.next_power_of_2(group), 4, 3)
+def decode_config(shape: AttentionShape) -> LaunchConfig:
+    """Tile by the bytes of one key; it does not depend on the block size."""
+    rows = triton.next_power_of_2(shape.group)
+    tile = 16 if _scalar(shape) and rows >= 16 else _tile(shape.row_bytes)
+    return LaunchConfig(tile, rows, 4, 3)
 
 
-def prefill_config(group: int, row_bytes: int) -> LaunchConfig:
-    """Query rows hold whole tokens: (rows // group) tokens x group heads."""
-    rows = 32 if interpreted() else 128 if row_bytes <= 256 else 64
-    return LaunchConfig(_tile(row_bytes), max(rows, triton.next_power_of_2(group)), 8, 3)
+def prefill_config(shape: AttentionShape, capability: int = 90) -> LaunchConfig:
+    """Query rows hold whole tokens: (rows // group) tokens x group heads. `capability` is 10 x major + minor.
+
+    None of these spills on sm_80 or sm_90. Without warp-group products (before sm_90) an accumulator of 128 x 128
+    leaves registers for 32 keys only.
+    """
+    width, whole_group = padded(max(shape.dk, shape.dv)), triton.next_power_of_2(shape.group)
+    if interpreted():
+        return LaunchConfig(_tile(shape.row_bytes), max(32, whole_group), 8, 3)
+    if _scalar(shape):
+        return LaunchConfig(16, max(16, min(32, 4096 // width), whole_group), 8, 3)
+    if width > 128:
+        return LaunchConfig(32, max(64, whole_group), 8, 3)
+    return LaunchConfig(64 if capability >= 90 or width <= 64 else 32, max(128, whole_group), 8, 3)
+
+
+def _scalar(shape: AttentionShape) -> bool:
+    """Float32 multiplies without matrix instructions, in registers: large tiles spill."""
+    return shape.dtype == torch.float32
 
 
 def _tile(row_bytes: int) -> int:
     """Keys per tile: more than three stages of 64 x 256 bytes of K and V do not fit an A100's shared memory."""
-    return 64 if row_bytes <= 256 else 32
+    return 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16
 
 
-def pick_splits(programs: int, longest: int, device: torch.device) -> int:
-    """Parts to cut each sequence into so that `programs` (rows x kv heads) fill the device.
+def id_path(block_size: int, tile: int, wanted: str = "auto") -> str:
+    """How a tile finds its blocks: "scalar" (one id a tile) where the tile divides the block, else "vector".
 
-    The smallest number whose last wave is nearly as full as the best one's (the rule of FlashAttention-3).
+    A sweep over block sizes asks for "vector" throughout, or it crosses two variants of the code at block_size = tile.
     """
-    slots = 3 * _multiprocessors(device)
-    most = min(MAX_SPLITS, -(-longest // SPLIT_TOKENS))
-    if programs >= 0.8 * slots or most <= 1:
-        return 1
-    fill = [programs * splits / slots / math.ceil(programs * splits / slots) for splits in range(1, most + 1)]
-    return next(splits for splits, share in enumerate(fill, 1) if share >= 0.85 * max(fill))
+    if wanted != "auto":
+        return wanted
+    return "scalar" if block_size % tile == 0 else "vector"
+
+
+def target_parts(kv_heads: int, device: torch.device) -> int:
+    """Parts per KV head that fill the device, for `parts_of_rows`."""
+    return max(1, -(-WAVES * multiprocessors(device) // kv_heads))
+
+
+def min_tiles(tile: int) -> int:
+    """Tiles that a part has at least."""
+    return max(1, SPLIT_TOKENS // tile)
+
+
+def pick_splits(lengths: tuple[int, ...], kv_heads: int, device: torch.device) -> int | None:
+    """A fixed number of parts for lengths that are known on the host; None where they are better balanced there.
+
+    Sequences of about one length are cut into equal parts: the smallest number whose last wave is nearly as full as
+    the best one's (the rule of FlashAttention-3). One part saves the second launch.
+    """
+    if max(lengths) > 1.25 * sum(lengths) / len(lengths):
+        return None
+    programs, seats = len(lengths) * kv_heads, multiprocessors(device)
+    most = max(1, min(MAX_SPLITS, max(lengths) // SPLIT_TOKENS))
+    waves = [programs * splits / seats for splits in range(1, most + 1)]
+    fill = [wave / math.ceil(wave) for wave in waves]
+    return next(splits for splits, share in enumerate(fill, 1) if share >= 0.9 * max(fill))
 
 
 @functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+def capability_of(device: torch.device) -> int:
+    """10 x major + minor of a CUDA device; what the interpreter runs counts as the newest that is tuned for."""
+    if device.type != "cuda":
+        return 90
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a CUDA device; a small number for the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2

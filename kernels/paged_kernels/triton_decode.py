@@ -1,156 +1,35 @@
-"""Triton decode: split-KV attention of one query per sequence, a group's query heads packed as rows of one tile.
+"""Launching the Triton decode: over paged KV, and over contiguous KV with the same code to see what paging costs."""
 
-Each program takes one sequence, one KV head and one part of the keys, with the softmax kept online in base 2; a second
-kernel combines the parts. The next tile's block ids are loaded one tile ahead, so that the table does not stall the
-pipeline. The tile of keys is independent of the block size.
-"""
-# Kernel arguments are pointers and numbers that Triton types itself, and its decorators carry no types.
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-# ruff: noqa: N803
+from typing import Any, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 
 from paged_kernels.scoring import Scoring
-from paged_kernels.triton_config import LOG2E, decode_config, interpreted, pick_splits
+from paged_kernels.triton_config import AttentionShape, LaunchConfig, decode_config, target_parts
+from paged_kernels.triton_constants import Features, combine_constants, decode_constants
+from paged_kernels.triton_decode_kernel import combine_kernel, decode_kernel
+from paged_kernels.workspace import Workspace
+
+MAX_ROWS = 4096  # rows whose lengths one program looks through; more rows are more launches
 
 
-@triton.jit
-def block_ids(table, position, inside, BLOCK_SIZE: tl.constexpr):
-    """Blocks of the key positions `inside`; entries behind the end are garbage and not read."""
-    return tl.load(table + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+class DecodeLaunch(NamedTuple):
+    """One decode over rows of q: what both of its kernels need to know."""
 
-
-@triton.jit
-def load_tile(
-    cache,
-    block,
-    position,
-    inside,
-    block_stride,
-    slot_stride,
-    DIM: tl.constexpr,
-    PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-):
-    """Rows [tile, PAD] of one head. What is not `inside` reads as 0: poison times a zero weight would be NaN."""
-    column = tl.arange(0, PAD)
-    place = block * block_stride + (position % BLOCK_SIZE) * slot_stride
-    return tl.load(
-        cache + place[:, None] + column[None, :], mask=inside[:, None] & (column < DIM)[None, :], other=0.0
-    )
-
-
-@triton.jit
-def matmul(a, b, DOT_F32: tl.constexpr):
-    """a @ b in float32. The interpreter multiplies bfloat16 wrongly, so there both are widened first."""
-    if DOT_F32:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
-    return tl.dot(a, b, input_precision="ieee")
-
-
-@triton.jit
-def capped(scores, softcap, HAS_SOFTCAP: tl.constexpr):
-    """tanh(scores / softcap) x softcap, with tanh from the sigmoid: the interpreter has no libdevice."""
-    if HAS_SOFTCAP:
-        return softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
-    return scores
-
-
-@triton.jit
-def decode_kernel(
-    q, key_cache, value_cache, table, lengths, sinks, out, lse,
-    scale, softcap, window,
-    q_row, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, table_row,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, DK: tl.constexpr, DK_PAD: tl.constexpr, DV: tl.constexpr,
-    DV_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, DOT_F32: tl.constexpr,
-    LOG2E: tl.constexpr,
-):  # fmt: skip
-    """Partial output [rows, heads, SPLITS, DV] (normalised) and natural-log LSE [rows, heads, SPLITS]."""
-    row, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    length = tl.load(lengths + row)
-    first = length * 0
-    if HAS_WINDOW:
-        first = tl.maximum(length - window, 0)
-    low, high = first // TILE, tl.cdiv(length, TILE)
-    share = tl.cdiv(high - low, SPLITS)
-    begin = low + split * share
-    end = tl.minimum(begin + share, high)
-
-    member, column = tl.arange(0, ROWS), tl.arange(0, DK_PAD)
-    real = member < GROUP
-    head = kv_head * GROUP + member
-    query = tl.load(
-        q + row * q_row + head[:, None] * q_head + column[None, :],
-        mask=real[:, None] & (column < DK)[None, :],
-        other=0.0,
-    )
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    if HAS_SINKS:  # the sink is a key without a value: the state that the first part starts from
-        sink = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * LOG2E
-        top = tl.where(split == 0, sink, top)
-        total = tl.where(split == 0, total + 1.0, total)
-    acc = tl.zeros([ROWS, DV_PAD], tl.float32)
-    keys, values = key_cache + kv_head * k_head, value_cache + kv_head * v_head
-    my_table = table + row * table_row
-    position = begin * TILE + tl.arange(0, TILE)
-    block = block_ids(my_table, position, position < length, BLOCK_SIZE)
-    for tile in range(begin, end):
-        position = tile * TILE + tl.arange(0, TILE)
-        ahead = position + TILE
-        next_block = block_ids(my_table, ahead, ahead < length, BLOCK_SIZE)
-        inside = position < length
-        if HAS_WINDOW:
-            inside = inside & (position >= first)
-        k = load_tile(keys, block, position, inside, k_block, k_slot, DK, DK_PAD, BLOCK_SIZE)
-        v = load_tile(values, block, position, inside, v_block, v_slot, DV, DV_PAD, BLOCK_SIZE)
-        scores = capped(matmul(query, tl.trans(k), DOT_F32) * scale, softcap, HAS_SOFTCAP) * LOG2E
-        scores = tl.where(inside[None, :], scores, float("-inf"))
-        higher = tl.maximum(top, tl.max(scores, 1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        weight = tl.exp2(scores - base[:, None])
-        keep = tl.exp2(top - base)
-        total = total * keep + tl.sum(weight, 1)
-        acc = acc * keep[:, None] + matmul(weight.to(v.dtype), v, DOT_F32)
-        top = higher
-        block = next_block
-
-    seen = total > 0
-    safe = tl.where(seen, total, 1.0)
-    wide = tl.arange(0, DV_PAD)
-    place = (row * tl.num_programs(1) * GROUP + head) * SPLITS + split
-    tl.store(
-        out + place[:, None] * DV + wide[None, :],
-        acc / safe[:, None],
-        mask=real[:, None] & (wide < DV)[None, :],
-    )
-    logsum = tl.where(seen, (tl.where(seen, top, 0.0) + tl.log2(safe)) / LOG2E, float("-inf"))
-    tl.store(lse + place, logsum, mask=real)
-
-
-@triton.jit
-def combine_kernel(
-    part, part_lse, out, lse, out_row, out_head,
-    HEADS: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr,
-):  # fmt: skip
-    """One row and head: weigh the parts by exp(LSE). A part without a key has -inf; if all have, the output is 0."""
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    split, column = tl.arange(0, SPLITS_PAD), tl.arange(0, DV_PAD)
-    place = (row * HEADS + head) * SPLITS + split
-    sums = tl.load(part_lse + place, mask=split < SPLITS, other=float("-inf"))
-    top = tl.max(sums, 0)
-    base = tl.where(top == float("-inf"), 0.0, top)
-    weight = tl.exp(sums - base)
-    total = tl.sum(weight, 0)
-    safe = tl.where(total > 0, total, 1.0)
-    inside = (split < SPLITS)[:, None] & (column < DV)[None, :]
-    parts = tl.load(part + place[:, None] * DV + column[None, :], mask=inside, other=0.0)
-    merged = tl.sum(parts * weight[:, None], 0) / safe
-    tl.store(out + row * out_row + head * out_head + column, merged, mask=column < DV)
-    tl.store(lse + row * HEADS + head, tl.where(total > 0, base + tl.log(safe), float("-inf")))
+    q: torch.Tensor
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    scoring: Scoring
+    shape: AttentionShape
+    config: LaunchConfig
+    features: Features
+    splits: int  # parts of every row; 0: balanced on the device
+    target: int
+    path: str
+    part: torch.Tensor  # float32 [parts, heads, dv], flat
+    part_lse: torch.Tensor  # float32 [parts, heads], flat
 
 
 def run_decode(
@@ -163,30 +42,137 @@ def run_decode(
     out: torch.Tensor,
     lse: torch.Tensor | None = None,
     num_splits: int | None = None,
+    *,
+    workspace: Workspace | None = None,
+    path: str = "auto",
 ) -> None:
     """Attention of one query per row, q `[rows, heads, dk]`, into `out` `[rows, heads, dv]` and `lse` `[rows, heads]`.
 
-    Tables and lengths are read on the device; `num_splits` None chooses by the table's width. Any strides, but the
-    last of each tensor is 1.
+    Tables (int32) and lengths (int32) are read on the device. `num_splits` None balances the parts there. Any strides,
+    but the last of each tensor is 1; `lse` is float32 and contiguous.
     """
-    rows, heads, dk = q.shape
-    block_size, kv_heads, dv = key_cache.shape[1], key_cache.shape[2], value_cache.shape[3]
-    config = decode_config(heads // kv_heads, max(dk, dv) * key_cache.element_size())
-    splits = num_splits or pick_splits(rows * kv_heads, block_table.shape[1] * block_size, q.device)
-    part = torch.empty(rows, heads, splits, dv, dtype=torch.float32, device=q.device)
-    part_lse = torch.empty(rows, heads, splits, dtype=torch.float32, device=q.device)
-    decode_kernel[(rows, kv_heads, splits)](
-        q, key_cache, value_cache, block_table, seq_lens, scoring.sinks if scoring.sinks is not None else q,
-        part, part_lse, scoring.scale, scoring.softcap, scoring.window,
-        q.stride(0), q.stride(1), *key_cache.stride()[:3], *value_cache.stride()[:3], block_table.stride(0),
-        GROUP=heads // kv_heads, ROWS=config.rows, DK=dk, DK_PAD=triton.next_power_of_2(dk), DV=dv,
-        DV_PAD=triton.next_power_of_2(dv), BLOCK_SIZE=block_size, TILE=config.tile, SPLITS=splits,
-        HAS_WINDOW=scoring.window > 0, HAS_SOFTCAP=scoring.softcap > 0, HAS_SINKS=scoring.sinks is not None,
-        DOT_F32=interpreted(), LOG2E=LOG2E, num_warps=config.warps, num_stages=config.stages,
+    for start in range(0, len(q), MAX_ROWS):
+        rows = slice(start, start + MAX_ROWS)
+        launch = plan_launch(
+            q[rows],
+            key_cache,
+            value_cache,
+            block_table[rows],
+            seq_lens[rows],
+            scoring,
+            num_splits=num_splits,
+            lse=lse is not None,
+            workspace=workspace,
+            path=path,
+        )
+        sums = seq_lens if lse is None else lse[rows]
+        launch_decode(launch, out[rows], sums, direct=True)
+        if launch.splits != 1:
+            launch_combine(launch, out[rows], sums)
+
+
+def run_contiguous_decode(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scoring: Scoring,
+    out: torch.Tensor,
+    lse: torch.Tensor | None = None,
+    num_splits: int | None = None,
+    *,
+    workspace: Workspace | None = None,
+) -> None:
+    """The twin over `[rows, length, kv_heads, dim]`: the paged kernel with plain addressing in place of the table."""
+    table = seq_lens.unsqueeze(1)  # not read
+    options: dict[str, Any] = {"workspace": workspace, "path": "contiguous"}
+    run_decode(q, keys, values, table, seq_lens, scoring, out, lse, num_splits, **options)
+
+
+def plan_launch(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scoring: Scoring,
+    *,
+    num_splits: int | None,
+    lse: bool,
+    workspace: Workspace | None,
+    path: str,
+) -> DecodeLaunch:
+    """Shape, launch numbers and scratch of one decode."""
+    shape = shape_of(q, key_cache, value_cache)
+    splits, target = num_splits or 0, target_parts(shape.kv_heads, q.device)
+    parts = 0 if splits == 1 else len(q) * splits if splits else len(q) + target
+    scratch = workspace or Workspace()
+    part = scratch.take("decode_parts", parts * shape.heads * shape.dv, q, torch.float32)
+    part_lse = scratch.take("decode_part_lse", parts * shape.heads, q, torch.float32)
+    features, config = Features.of(scoring, lse=lse), decode_config(shape)
+    return DecodeLaunch(
+        q, key_cache, value_cache, block_table, seq_lens, scoring, shape, config, features,
+        splits, target, path, part, part_lse,
     )  # fmt: skip
-    sums = lse if lse is not None else torch.empty(rows, heads, dtype=torch.float32, device=q.device)
-    combine_kernel[(rows, heads)](
-        part, part_lse, out, sums, out.stride(0), out.stride(1),
-        HEADS=heads, DV=dv, DV_PAD=triton.next_power_of_2(dv), SPLITS=splits,
-        SPLITS_PAD=triton.next_power_of_2(splits),
+
+
+def shape_of(q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> AttentionShape:
+    """What the kernels are compiled for, from the tensors."""
+    block_size, kv_heads, dk = key_cache.shape[1:]
+    return AttentionShape(
+        q.dtype, key_cache.dtype, q.shape[1], kv_heads, dk, value_cache.shape[3], block_size
+    )
+
+
+def launch_decode(launch: DecodeLaunch, out: torch.Tensor, lse: torch.Tensor, *, direct: bool) -> None:
+    """The first kernel: rows in one part go to `out` if `direct`, all others to the scratch."""
+    q, scoring, shape = launch.q, launch.scoring, launch.shape
+    rows = len(q)
+    parts = rows * launch.splits if launch.splits else rows + launch.target
+    constants = decode_constants(
+        shape,
+        launch.config,
+        launch.features,
+        splits=launch.splits,
+        rows=rows,
+        direct=direct,
+        path=launch.path,
+    )
+    decode_kernel[(parts * shape.kv_heads,)](
+        q, launch.key_cache, launch.value_cache, launch.block_table, launch.seq_lens,
+        or_any(scoring.sinks, q), or_any(scoring.alibi, q), out, lse, launch.part, launch.part_lse,
+        scoring.scale * scoring.k_scale, scoring.softcap, scoring.v_scale, scoring.window, rows, launch.target,
+        q.stride(0), q.stride(1), *launch.key_cache.stride()[:3], *launch.value_cache.stride()[:3],
+        launch.block_table.stride(0), out.stride(0), out.stride(1),
+        **constants, num_warps=launch.config.warps, num_stages=launch.config.stages,
     )  # fmt: skip
+
+
+def launch_combine(
+    launch: DecodeLaunch,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    prefix: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    prefix_splits: int = 0,
+) -> None:
+    """The second kernel: merge parts, and with them those of a shared prefix (parts, their LSE, group ids)."""
+    shape, rows = launch.shape, len(launch.q)
+    shared, shared_lse, group_ids = prefix or (launch.part, launch.part_lse, launch.seq_lens)
+    constants = combine_constants(
+        shape,
+        launch.config,
+        launch.features,
+        splits=launch.splits,
+        rows=rows,
+        prefix_splits=prefix_splits,
+    )
+    combine_kernel[(rows, shape.heads)](
+        launch.part, launch.part_lse, shared, shared_lse, group_ids, launch.seq_lens,
+        or_any(launch.scoring.sinks, launch.q), out, lse, launch.scoring.window, rows, launch.target,
+        out.stride(0), out.stride(1), **constants, num_warps=4,
+    )  # fmt: skip
+
+
+def or_any(tensor: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
+    """A pointer that the kernel will not follow stands in for a tensor that is not there."""
+    return other if tensor is None else tensor
