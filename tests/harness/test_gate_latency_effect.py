@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from harness.gate.finding import Verdict
-from harness.gate.latency.effect import effect
+from harness.gate.effect import effect
+from harness.gate.latency.layer import MARGINS
 
 ROUNDS, TRIALS, NOISE = 40, 400, 0.02
 
@@ -21,7 +22,7 @@ def verdicts(slowdown: float, noise: float, seed: int, trials: int = TRIALS) -> 
         spread += (rng.random(ROUNDS) < 0.05) * np.abs(10 * noise * rng.standard_normal(ROUNDS))
         return list(level * np.exp(spread))
 
-    return [effect(rounds(1.3 * (1 + slowdown)), rounds(1.3)).verdict for _ in range(trials)]
+    return [effect(rounds(1.3 * (1 + slowdown)), rounds(1.3)).verdict(MARGINS) for _ in range(trials)]
 
 
 def share(found: list[Verdict], verdict: Verdict) -> float:
