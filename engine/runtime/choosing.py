@@ -1,17 +1,27 @@
 """From a step's logits to next tokens: every sampled row by its request's way of decoding, all of a kind at once."""
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from engine.core.plan import Row
 from engine.core.request import Decoding
-from engine.runtime.beam import select_beams
+from engine.runtime.drawing import Draw, draw_all
 from engine.runtime.errors import NaNLogitsError
-from engine.runtime.sampling import draw, uniforms
+from engine.runtime.logprobs import note_logprobs
+from engine.runtime.searching import advance_searches
 from engine.runtime.sequences import Generation
+
+
+@dataclass(slots=True)
+class Choice:
+    """What a step's logits led to: beam parents by request, requests that are over, and those whose logits are NaN."""
+
+    parents: dict[int, list[int]] = field(default_factory=dict)
+    finished: set[int] = field(default_factory=set)
+    failed: dict[int, NaNLogitsError] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,99 +32,63 @@ class TokenChooser:
     temperature: float
 
     def choose(
-        self, step: int, rows: Sequence[Row], logits: torch.Tensor, generations: dict[int, Generation]
-    ) -> dict[int, list[int]]:
-        """Take logits `[rows, vocab]` of the sampled rows. Returns the parents of each beam request that sampled.
+        self, step: int, rows: Sequence[Row], logits: torch.Tensor, generations: Mapping[int, Generation]
+    ) -> Choice:
+        """Take logits `[rows, vocab]` of the sampled rows.
 
-        Raises NaNLogitsError naming step and sequence.
+        A request with NaN in its logits is `failed`, with an error that names step and sequence, and gets no token.
         """
         best, greedy = logits.max(dim=-1)
-        refuse_nan(step, rows, best)
+        choice = Choice(failed=nan_rows(step, rows, best))
         kinds: dict[Decoding, list[int]] = defaultdict(list)
         for index, row in enumerate(rows):
-            kinds[generations[row.request_id].request.decoding].append(index)
+            if row.request_id not in choice.failed:
+                kinds[generations[row.request_id].request.decoding].append(index)
         tokens = greedy.tolist()
-        for index in kinds[Decoding.GREEDY]:
-            row = rows[index]
-            generations[row.request_id].append(0, row.context_len + row.query_len, tokens[index])
+        draws = [
+            Draw(index, rows[index].request_id, 0, rows[index].context_len + rows[index].query_len)
+            for index in kinds[Decoding.GREEDY]
+        ]
+        chosen = [tokens[draw.row] for draw in draws]
         if kinds[Decoding.SAMPLE]:
-            self._sample(kinds[Decoding.SAMPLE], rows, logits, generations)
-        return select_hypotheses(kinds[Decoding.BEAM], rows, logits, generations)
+            sampled, drawn = draw_all(
+                self.seed, self.temperature, kinds[Decoding.SAMPLE], rows, logits, generations
+            )
+            draws += sampled
+            chosen += drawn
+        self._note(draws, chosen, logits, generations, choice)
+        if kinds[Decoding.BEAM]:
+            choice.parents = advance_searches(kinds[Decoding.BEAM], rows, logits, generations)
+            choice.finished.update(request for request in choice.parents if generations[request].ended)
+        return choice
 
-    def _sample(
-        self,
-        wanted: Sequence[int],
-        rows: Sequence[Row],
+    @staticmethod
+    def _note(
+        draws: Sequence[Draw],
+        tokens: Sequence[int],
         logits: torch.Tensor,
-        generations: dict[int, Generation],
+        generations: Mapping[int, Generation],
+        choice: Choice,
     ) -> None:
-        """One draw per branch; the row that finishes a prompt draws for all branches."""
-        source: list[int] = []
-        requests: list[int] = []
-        branches: list[int] = []
-        positions: list[int] = []
-        for index in wanted:
-            row = rows[index]
-            position = row.context_len + row.query_len
-            request = generations[row.request_id].request
-            for branch in range(request.width) if position == request.prompt_tokens else (row.branch,):
-                source.append(index)
-                requests.append(row.request_id)
-                branches.append(branch)
-                positions.append(position)
-        chance = uniforms(self.seed, requests, branches, positions)
-        tokens = draw(logits[torch.tensor(source, device=logits.device)], self.temperature, chance).tolist()
-        for request_id, branch, position, token in zip(requests, branches, positions, tokens, strict=True):
-            generations[request_id].append(branch, position, token)
+        note_logprobs(draws, tokens, logits, generations)
+        for draw, token in zip(draws, tokens, strict=True):
+            generation = generations[draw.request_id]
+            generation.append(draw.branch, draw.position, token)
+            if token in generation.rules.end_ids and generation.ended:
+                choice.finished.add(draw.request_id)
 
 
-def select_hypotheses(
-    wanted: Sequence[int], rows: Sequence[Row], logits: torch.Tensor, generations: dict[int, Generation]
-) -> dict[int, list[int]]:
-    """New hypotheses of every beam request among the `wanted` rows, and their parents."""
-    members: dict[int, list[int]] = defaultdict(list)
-    for index in wanted:
-        members[rows[index].request_id].append(index)
-    alike: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for request_id, mine in members.items():
-        mine.sort(key=lambda index: rows[index].branch)
-        alike[len(mine), generations[request_id].request.width].append(request_id)
-    parents: dict[int, list[int]] = {}
-    for (_, width), request_ids in alike.items():
-        places = [members[request_id] for request_id in request_ids]
-        positions = [rows[mine[0]].context_len + rows[mine[0]].query_len for mine in places]
-        chosen = [generations[request_id] for request_id in request_ids]
-        continued = _continue_alike(
-            logits[torch.tensor(places, device=logits.device)], chosen, positions, width
-        )
-        parents.update(zip(request_ids, continued, strict=True))
-    return parents
-
-
-def _continue_alike(
-    logits: torch.Tensor, generations: Sequence[Generation], positions: Sequence[int], width: int
-) -> list[list[int]]:
-    """Select for requests with equally many hypotheses, logits `[requests, hypotheses, vocab]`; note the outcome."""
-    known = [torch.from_numpy(generation.scores[: logits.shape[1]]) for generation in generations]
-    beams = select_beams(logits, torch.stack(known).to(logits.device), width)
-    parents: list[list[int]] = beams.parents.tolist()
-    outcome = zip(
-        generations, positions, parents, beams.tokens.tolist(), beams.scores.cpu().numpy(), strict=True
-    )
-    for generation, position, mine, tokens, scores in outcome:
-        generation.reparent(mine)
-        generation.scores[:] = scores
-        for branch, token in enumerate(tokens):
-            generation.append(branch, position, token)
-    return parents
-
-
-def refuse_nan(step: int, rows: Sequence[Row], best: torch.Tensor) -> None:
-    """Raise NaNLogitsError if any row's largest logit is NaN; a maximum is NaN as soon as one element is."""
+def nan_rows(step: int, rows: Sequence[Row], best: torch.Tensor) -> dict[int, NaNLogitsError]:
+    """An error for every request with NaN as a row's largest logit; a maximum is NaN as soon as one element is."""
     bad = torch.isnan(best)
-    if bool(bad.any()):
-        row = rows[int(bad.int().argmax())]
-        raise NaNLogitsError(
+    if not bool(bad.any()):
+        return {}
+    failed: dict[int, NaNLogitsError] = {}
+    for index in bad.nonzero().flatten().tolist():
+        row = rows[index]
+        error = NaNLogitsError(
             f"step {step}, request {row.request_id} branch {row.branch}: NaN in the logits after position "
             f"{row.context_len + row.query_len - 1}; it read a slot that was never written, or its model is broken"
         )
+        failed.setdefault(row.request_id, error)
+    return failed

@@ -1,123 +1,103 @@
-"""The public face: give it a model and prompts, get tokens. Four lines of loop around scheduler and runner."""
+"""The public face: give it a model and prompts, get text and tokens."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-import numpy as np
-
-from engine.core.contiguous import ContiguousMaxManager
-from engine.core.errors import CoreError
-from engine.core.identity import TokenIdentity
-from engine.core.limits import SchedulerLimits
-from engine.core.manager import KVCacheManager
-from engine.core.paged import PagedManager
-from engine.core.request import Decoding, Request
-from engine.core.scheduler import Scheduler
+from engine.runtime.engine import Engine, Prompt
+from engine.runtime.errors import RequestError
 from engine.runtime.model import LoadedModel, ModelSpec, load_model
-from engine.runtime.runner import Runner
+from engine.runtime.options import EngineOptions
+from engine.runtime.outputs import CompletionOutput, RequestOutput
+from engine.runtime.params import OutputKind, SamplingParams
+from engine.runtime.text import Tokenizer, load_tokenizer
 
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How to continue a prompt: exactly `max_tokens` tokens, greedily, as `n` samples, or as `beam_width` beams."""
-
-    max_tokens: int = 16
-    n: int | None = None  # parallel samples; None: no sampling
-    beam_width: int = 1  # above 1: beam search
-
-    @property
-    def decoding(self) -> Decoding:
-        """The way of decoding that these parameters ask for."""
-        if self.beam_width > 1 and self.n is not None:
-            raise CoreError("beam search and sampling exclude each other: set beam_width or n, not both")
-        if self.beam_width > 1:
-            return Decoding.BEAM
-        return Decoding.GREEDY if self.n is None else Decoding.SAMPLE
-
-    @property
-    def width(self) -> int:
-        """Sequences per request."""
-        return self.beam_width if self.beam_width > 1 else self.n or 1
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """What one prompt led to."""
-
-    token_ids: list[list[int]]  # one list per sequence; beams best first
-    scores: list[float]  # of beams; 0 otherwise
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
 
 
 class LLM:
-    """A model with a paged KV cache of `pool_tokens` slots behind a continuous-batching scheduler.
+    """A model with a paged KV cache behind a continuous-batching scheduler.
 
-    `contiguous` replaces paging by reservations of `max_model_len` slots (the classic baseline).
+    `model` is a checkpoint directory, a shape for random weights, or a loaded model. Further keywords are those of
+    `EngineOptions`. The prefix cache lives on between calls.
     """
 
     def __init__(
         self,
-        model: ModelSpec | LoadedModel,
+        model: str | Path | ModelSpec | LoadedModel,
         *,
-        pool_tokens: int = 16384,
-        block_size: int = 16,
-        prefix_caching: bool = True,
-        contiguous: bool = False,
-        limits: SchedulerLimits | None = None,
-        backend: str = "auto",
-        audit: str = "sampled",
-        temperature: float = 1.0,
-        seed: int = 0,
+        tokenizer: Tokenizer | None = None,
         device: str = "cpu",
+        dtype: str = "float32",
+        **options: Any,
     ) -> None:
-        self.loaded = load_model(model, device=device) if isinstance(model, ModelSpec) else model
-        limits = limits or SchedulerLimits(max_model_len=self.loaded.max_position)
-        manager: KVCacheManager
-        if contiguous:
-            manager = ContiguousMaxManager(pool_tokens, limits.max_model_len or self.loaded.max_position)
-        else:
-            manager = PagedManager(pool_tokens // block_size, block_size, prefix_caching=prefix_caching)
-        self.scheduler = Scheduler(manager, limits)
-        self.runner = Runner(
-            self.loaded,
-            num_blocks=manager.num_blocks,
-            block_size=manager.block_size,
-            backend=backend,
-            audit=audit,
-            temperature=temperature,
-            seed=seed,
-        )
+        if isinstance(model, str | Path):
+            model = ModelSpec(name=Path(model).name, path=str(model), dtype=dtype)
+        if isinstance(model, ModelSpec):
+            if tokenizer is None and model.path is not None and has_tokenizer(model.path):
+                tokenizer = load_tokenizer(model.path)
+            model = load_model(model, device=device)
+        self.loaded = model
+        self.engine = Engine(model, EngineOptions(**options), tokenizer=tokenizer)
+        self.scheduler = self.engine.scheduler
+        self.runner = self.engine.runner
         self._next_id = 0
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams | None = None
-    ) -> list[Completion]:
-        """Continue prompts of token ids; all must fit (NeverFitsError). The prefix cache lives on between calls."""
-        ids = [
-            self._submit(np.asarray(prompt, dtype=np.int64), params or SamplingParams()) for prompt in prompts
-        ]
-        while self.scheduler.has_work:
-            self.step()
-        done = [Completion(self.runner.outputs(request), self.runner.scores(request)) for request in ids]
-        for request in ids:
-            self.runner.forget(request)
-        return done
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Continue prompts (text, or lists of token ids), all by the same or each by its own parameters, in order.
 
-    def step(self) -> None:
-        """One engine step."""
-        plan = self.scheduler.schedule()
-        result, _ = self.runner.execute(plan)
-        self.scheduler.commit(plan, result)
+        Raises RequestError and NeverFitsError before anything runs, and the error of a request that failed.
+        """
+        batch = _prompt_list(prompts)
+        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(batch)
+        if len(each) != len(batch):
+            raise RequestError(f"{len(each)} parameters for {len(batch)} prompts")
+        names = self._submit(batch, each)
+        done = {output.request_id: output for output in self.engine.run() if output.finished}
+        outputs = [done[name] for name in names]
+        for output in outputs:
+            if output.error is not None:
+                raise output.error
+        return outputs
 
-    def _submit(self, prompt: "np.ndarray[tuple[int], np.dtype[np.int64]]", params: SamplingParams) -> int:
-        request = Request(
-            self._next_id,
-            len(prompt),
-            params.max_tokens,
-            params.width,
-            params.decoding,
-            TokenIdentity(self._next_id, prompt),
-        )
-        self.scheduler.submit(request)
-        self.runner.add(request, prompt)
-        self._next_id += 1
-        return request.request_id
+    def _submit(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[str]:
+        """Queue all or none."""
+        names: list[str] = []
+        try:
+            for prompt, one in zip(prompts, params, strict=True):
+                name = f"llm-{self._next_id}"
+                self.engine.add_request(name, prompt, replace_kind(one))
+                self._next_id += 1
+                names.append(name)
+        except Exception:
+            for name in names:
+                self.engine.abort(name)
+            self.engine.step()
+            raise
+        return names
+
+
+def replace_kind(params: SamplingParams) -> SamplingParams:
+    """The same parameters, told once at the end."""
+    return replace(params, output_kind=OutputKind.FINAL)
+
+
+def has_tokenizer(path: str) -> bool:
+    """Whether a checkpoint directory brings a tokenizer."""
+    folder = Path(path).expanduser()
+    return any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
+
+
+def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt as a list of one."""
+    if isinstance(prompts, str):
+        return [prompts]
+    ids = [one for one in prompts if isinstance(one, int)]
+    if ids and len(ids) == len(prompts):
+        return [ids]
+    return [one for one in prompts if not isinstance(one, int)]

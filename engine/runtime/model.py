@@ -49,6 +49,7 @@ class LoadedModel:
     device: "torch.device"
     dtype: "torch.dtype"
     first_token_id: int  # ids below are, or stand among, the special tokens
+    end_ids: tuple[int, ...]  # of its generation configuration, or else of its configuration
     native_attention: str  # the implementation the model came with
     workspace: "Workspace"  # scratch of the attention kernels, kept from run to run
 
@@ -104,6 +105,7 @@ def adopt_model(model: Any, *, name: str) -> LoadedModel:
         device=model.device,
         dtype=model.dtype,
         first_token_id=first,
+        end_ids=_end_token_ids(model),
         native_attention=native,
         workspace=Workspace(),
     )
@@ -148,6 +150,14 @@ def _checkpoint(spec: ModelSpec, dtype: "torch.dtype") -> Any:
             f"{absent[0]} among them"
         )
     return model
+
+
+def _end_token_ids(model: Any) -> tuple[int, ...]:
+    generation = getattr(model, "generation_config", None)
+    value = getattr(generation, "eos_token_id", None)
+    if value is None:
+        value = getattr(model.config.get_text_config(), "eos_token_id", None)
+    return tuple(value) if isinstance(value, list | tuple) else () if value is None else (int(value),)
 
 
 def _first_token_id(config: Any) -> int:

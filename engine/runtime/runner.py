@@ -8,14 +8,14 @@ import torch
 
 from engine.core.errors import CoreError
 from engine.core.plan import IntArray, StepPlan, StepResult
-from engine.core.request import Decoding, Request
+from engine.core.request import Request
 from engine.runtime.batch import StepBatch, build_batch
-from engine.runtime.beam import final_score
-from engine.runtime.choosing import TokenChooser
-from engine.runtime.errors import AuditError
+from engine.runtime.choosing import Choice, TokenChooser
+from engine.runtime.errors import AuditError, NaNLogitsError
 from engine.runtime.kernels import AttentionPlan, plan_attention
 from engine.runtime.kv_pool import KVPool
 from engine.runtime.model import LoadedModel
+from engine.runtime.rules import PLAIN, DecodingRules
 from engine.runtime.sequences import Generation
 from engine.runtime.spans import ClockSpans, CudaSpans, Spans
 from engine.runtime.step import PagedStep
@@ -42,7 +42,8 @@ class StepTimes:
 class Runner:
     """Runs plans over its own KV pool. Build one per run; the loaded model is shared.
 
-    `audit`: `off` neither poisons nor counts, `sampled` counts every `audit_every` steps, `full` at every step.
+    `audit`: `off` neither poisons nor counts, `sampled` counts every `audit_every` steps, `full` at every step. With
+    `isolate` a request whose logits are NaN ends alone, and its error waits in `failures`; else the step raises it.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Runner:
         audit_every: int = 16,
         temperature: float = 1.0,
         seed: int = 0,
+        isolate: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if audit not in AUDITS or audit_every < 1 or temperature <= 0:
@@ -72,6 +74,8 @@ class Runner:
             device=loaded.device,
         )
         self.audits = 0  # how many steps were audited
+        self.failures: dict[int, NaNLogitsError] = {}  # by request, until the owner of the runner takes them
+        self._isolate = isolate
         self._loaded = loaded
         self._poisons = audit != "off"
         self._audit_every = {"off": 0, "sampled": audit_every, "full": 1}[audit]
@@ -83,14 +87,18 @@ class Runner:
 
     # -- requests ------------------------------------------------------------------------------------------
 
-    def add(self, request: Request, prompt_ids: IntArray) -> None:
+    def add(self, request: Request, prompt_ids: IntArray, rules: DecodingRules = PLAIN) -> None:
         """Make a request known before its first row is planned: prompt ids `[prompt_tokens]`."""
         if request.width > self._loaded.vocab_size:
             raise CoreError(
                 f"request {request.request_id}: width {request.width} exceeds the vocabulary of "
                 f"{self._loaded.vocab_size}"
             )
-        self._generations[request.request_id] = Generation(request, prompt_ids)
+        self._generations[request.request_id] = Generation(request, prompt_ids, rules)
+
+    def generation(self, request_id: int) -> Generation:
+        """What is known of a request."""
+        return self._generations[request_id]
 
     def outputs(self, request_id: int) -> list[list[int]]:
         """Generated token ids per branch, so far; beam hypotheses best first."""
@@ -98,11 +106,7 @@ class Runner:
 
     def scores(self, request_id: int) -> list[float]:
         """Beam scores, best first: log-probability over generated length (0 each where nothing is scored)."""
-        generation = self._generations[request_id]
-        generated = max(1, generation.known[0] - generation.request.prompt_tokens)
-        if generation.request.decoding is not Decoding.BEAM:
-            return [0.0] * generation.request.width
-        return [final_score(float(score), generated) for score in generation.scores]
+        return self._generations[request_id].scores()
 
     def forget(self, request_id: int) -> None:
         """Drop a request's tokens."""
@@ -131,7 +135,7 @@ class Runner:
         ran = self._now()
         self._audit(plan)
         audited = self._now()
-        parents = self._choose(plan, batch, logits)
+        choice = self._choose(plan, batch, logits)
         times = StepTimes(
             build_s=built - poisoned,
             forward_s=ran - built,
@@ -139,7 +143,8 @@ class Runner:
             sample_s=self._now() - audited,
             audit_s=poisoned - start + audited - ran,
         )
-        return StepResult(parents=parents), times
+        over = frozenset(choice.finished.union(choice.failed))
+        return StepResult(parents=choice.parents, finished=over), times
 
     def written_slots(self) -> int:
         """Usable slots that hold numbers; the books' tokens and cached slots unless `audit` is off."""
@@ -158,10 +163,14 @@ class Runner:
         logits: torch.Tensor = output.logits[0]
         return logits.float()
 
-    def _choose(self, plan: StepPlan, batch: StepBatch, logits: torch.Tensor) -> dict[int, list[int]]:
+    def _choose(self, plan: StepPlan, batch: StepBatch, logits: torch.Tensor) -> Choice:
         if not batch.sampled:
-            return {}
-        return self._chooser.choose(plan.step, batch.sampled, logits, self._generations)
+            return Choice()
+        choice = self._chooser.choose(plan.step, batch.sampled, logits, self._generations)
+        if choice.failed and not self._isolate:
+            raise next(iter(choice.failed.values()))
+        self.failures.update(choice.failed)
+        return choice
 
     def _audit(self, plan: StepPlan) -> None:
         if not self._audit_every or plan.step % self._audit_every:

@@ -4,6 +4,8 @@ A draw uses one uniform number made from (seed, request, branch, position) by a 
 gets the same tokens whatever else is in the batch, whatever order it runs in, and after a preemption.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -21,19 +23,45 @@ def _mix(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def uniforms(
-    seed: int, requests: list[int], branches: list[int], positions: list[int]
+    seed: int | Sequence[int], requests: list[int], branches: list[int], positions: list[int]
 ) -> npt.NDArray[np.float64]:
     """One number in [0, 1) per draw, float64 `[draws]`, a function of its own four keys only."""
-    state = np.full(len(requests), seed % 2**64, dtype=np.uint64)
+    seeds = [seed] * len(requests) if isinstance(seed, int) else seed
+    state = np.array([value % 2**64 for value in seeds], dtype=np.uint64)
     for column in (requests, branches, positions):
         state = _mix(state + _STEP * (np.array(column, dtype=np.uint64) + np.uint64(1)))
     return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def draw(logits: torch.Tensor, temperature: float, uniform: npt.NDArray[np.float64]) -> torch.Tensor:
-    """Tokens `[draws]`: where the running sum of softmax(logits / temperature) passes `uniform`."""
+def restrict(
+    logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+) -> torch.Tensor:
+    """Logits `[draws, vocab]` (after temperature) with -inf outside of what may be drawn; limits `[draws]`.
+
+    In this order: the `top_k` best (0: all), of those the fewest best ones whose chances reach `top_p`, of all those
+    with at least `min_p` times the best one's chance. The best token always stays. As transformers' warpers do it.
+    """
+    best, order = logits.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(logits.shape[1], device=logits.device)
+    limit = torch.where(top_k > 0, top_k, logits.shape[1]).unsqueeze(1)
+    best = best.masked_fill(rank >= limit, float("-inf"))
+    chance = torch.softmax(best, dim=-1)
+    before = chance.cumsum(dim=-1) - chance
+    out = (before >= top_p.unsqueeze(1)) | (chance < min_p.unsqueeze(1) * chance[:, :1])
+    out[:, 0] = False
+    return torch.empty_like(logits).scatter_(1, order, best.masked_fill(out, float("-inf")))
+
+
+def draw(
+    logits: torch.Tensor, temperature: float | torch.Tensor, uniform: npt.NDArray[np.float64]
+) -> torch.Tensor:
+    """Tokens `[draws]`: where the running sum of softmax(logits / temperature) passes `uniform`.
+
+    `temperature` is one number or `[draws, 1]`.
+    """
     probability = torch.softmax(logits.double() / temperature, dim=-1)
     cumulative = probability.cumsum(dim=-1)
-    point = torch.from_numpy(uniform).to(logits.device) * cumulative[:, -1]
+    total = cumulative[:, -1]
+    point = torch.minimum(torch.from_numpy(uniform).to(logits.device) * total, total.nextafter(total * 0))
     found = torch.searchsorted(cumulative, point.unsqueeze(1), right=True).squeeze(1)
     return found.clamp_max(logits.shape[1] - 1)

@@ -1,30 +1,55 @@
 """What the runner knows of a request: the tokens of its branches, and how far each has come."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from engine.core.errors import CoreError
 from engine.core.plan import IntArray
-from engine.core.request import Request
+from engine.core.request import Decoding, Request
+from engine.runtime.beam import BeamSearch
+from engine.runtime.rules import PLAIN, DecodingRules
+
+
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities at one position: of the chosen token, and of the best ones, best first."""
+
+    token: int
+    logprob: float
+    rank: int  # 1: the most likely token
+    best: tuple[tuple[int, float], ...]
 
 
 class Generation:
     """Token ids `[width, prompt + output]` of one request. The first `known[branch]` ids of a branch are valid.
 
-    Beam hypotheses change places by `reparent`; their scores are sums of log-probabilities.
+    `ends[branch]` is how many tokens a branch has generated up to and including its end token, None before. A branch
+    that has ended may go on with the others of its group; what it says then is dropped. Beam hypotheses change places
+    by `reparent`, and their search keeps the finished ones.
     """
 
-    def __init__(self, request: Request, prompt_ids: IntArray) -> None:
+    def __init__(self, request: Request, prompt_ids: IntArray, rules: DecodingRules = PLAIN) -> None:
         if len(prompt_ids) != request.prompt_tokens:
             raise CoreError(
                 f"request {request.request_id}: {len(prompt_ids)} prompt ids for {request.prompt_tokens} prompt tokens"
             )
         self.request = request
+        self.rules = rules
         self.tokens = np.zeros((request.width, request.prompt_tokens + request.output_tokens), dtype=np.int64)
         self.tokens[:, : request.prompt_tokens] = prompt_ids
         self.known = [request.prompt_tokens] * request.width
-        self.scores = np.zeros(request.width, dtype=np.float32)
+        self.ends: list[int | None] = [None] * request.width
+        self.logprobs: list[list[TokenLogprobs]] = [[] for _ in range(request.width)]
+        is_beam = request.decoding is Decoding.BEAM
+        self.search = BeamSearch(request.width, request.output_tokens, rules) if is_beam else None
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more is to come, though tokens were left: every branch said an end token."""
+        if self.search is not None:
+            return self.search.stopped
+        return None not in self.ends
 
     def append(self, branch: int, position: int, token: int) -> None:
         """Note the token at `position` of a branch. A position that is known or leaves a gap is a planning bug."""
@@ -35,13 +60,29 @@ class Generation:
             )
         self.tokens[branch, position] = token
         self.known[branch] = position + 1
+        if token in self.rules.end_ids and self.ends[branch] is None and self.search is None:
+            self.ends[branch] = position + 1 - self.request.prompt_tokens
 
     def reparent(self, parents: Sequence[int]) -> None:
         """Let branch i continue what branch `parents[i]` generated."""
         start = self.request.prompt_tokens
         self.tokens[:, start:] = self.tokens[list(parents), start:]
 
+    def text(self, branch: int) -> IntArray:
+        """Ids that a running branch has generated so far."""
+        return self.tokens[branch, self.request.prompt_tokens : self.known[branch]]
+
     def outputs(self) -> list[list[int]]:
-        """Generated ids of each branch; of beams, best hypothesis first."""
-        start = self.request.prompt_tokens
-        return [row[start:end].tolist() for row, end in zip(self.tokens, self.known, strict=True)]
+        """Generated ids of each branch, its end token included; of beams, best first and finished ones if over."""
+        if self.search is not None and self.search.stopped:
+            return [text.tolist() for text in self.search.finished if text is not None]
+        return [self.text(branch)[: self.ends[branch]].tolist() for branch in range(self.request.width)]
+
+    def scores(self) -> list[float]:
+        """Of a beam search the hypotheses' scores, best first; 0 for every other sequence."""
+        if self.search is None:
+            return [0.0] * self.request.width
+        if not self.search.stopped:
+            return [float(score) for score in self.search.scores]
+        pairs = zip(self.search.finished, self.search.finished_scores, strict=True)
+        return [float(score) for text, score in pairs if text is not None]

@@ -50,12 +50,12 @@ def generated(family, prompt, tokens, beams=1):
     return out.sequences[:, len(prompt) :].tolist(), scores
 
 
-@pytest.fixture(name="model_of")
+@pytest.fixture(name="model_of", scope="session")
 def model_of_fixture():
     return loaded_model
 
 
-@pytest.fixture(name="generate")
+@pytest.fixture(name="generate", scope="session")
 def generate_fixture():
     return generated
 

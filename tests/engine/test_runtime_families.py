@@ -77,7 +77,8 @@ def test_outputs_equal_generate_with_chunks_and_shared_prefixes(family):
     prompts.append(prompts[1][:20] + prompts[2][:5])
     limits = SchedulerLimits(12, 8, max_model_len=64)
     llm = LLM(loaded, limits=limits, pool_tokens=96, block_size=4, audit="full")
-    found = [done.token_ids[0] for done in llm.generate(prompts, SamplingParams(10))]
+    params = SamplingParams(max_tokens=10, temperature=0)
+    found = [done.outputs[0].token_ids for done in llm.generate(prompts, params)]
     with native_attention(loaded) as model:
         expected = [
             model.generate(torch.tensor([prompt]), max_new_tokens=10, do_sample=False)[

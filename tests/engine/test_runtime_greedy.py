@@ -3,7 +3,6 @@
 import pytest
 
 from engine.core.limits import SchedulerLimits
-from engine.core.request import Decoding
 
 TOKENS = 12
 FAMILIES = ["llama", "qwen3", "gpt2", "opt", "mistral", "gemma2"]
@@ -15,7 +14,8 @@ def run(loaded, prompts, budget=512, running=32, **options):
 
     limits = SchedulerLimits(budget, running, max_model_len=64)
     llm = LLM(loaded, limits=limits, audit="full", **options)
-    return [done.token_ids[0] for done in llm.generate(prompts, SamplingParams(TOKENS))], llm
+    params = SamplingParams(max_tokens=TOKENS, temperature=0)
+    return [done.outputs[0].token_ids for done in llm.generate(prompts, params)], llm
 
 
 def expected(generate, family, prompts):
@@ -36,7 +36,7 @@ def test_the_reference_text_varies(generate, prompts):
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "opt"])
 def test_chunked_prefill_and_preemption_change_nothing(family, model_of, generate, prompts):
     found, llm = run(model_of(family), prompts, budget=10, pool_tokens=104, block_size=8)
-    assert sum(stats.preemptions for stats in llm.scheduler.stats.values()) > 0
+    assert llm.engine.counters.preemptions > 0
     assert found == expected(generate, family, prompts)
 
 
@@ -45,11 +45,17 @@ def test_prefix_hits_change_nothing(family, model_of, generate, prompts):
     from engine.runtime.llm import SamplingParams
 
     first, llm = run(model_of(family), prompts, block_size=8)
-    again = [done.token_ids[0] for done in llm.generate(prompts, SamplingParams(TOKENS))]
-    hits = [llm.scheduler.stats[request].hit_tokens for request in range(2 * len(prompts))]
-    assert hits[5] == 24
-    assert hits[6] == 24  # 32 cached tokens, but the last one is always computed
-    assert sum(hits[7:]) > sum(hits[:7])
+    second = llm.generate(prompts, SamplingParams(max_tokens=TOKENS, temperature=0))
+    again = [done.outputs[0].token_ids for done in second]
+    assert [done.metrics.cached_tokens for done in second] == [
+        0,
+        16,
+        24,
+        32,
+        32,
+        32,
+        24,
+    ]  # never the last token
     assert first == again == expected(generate, family, prompts)
 
 
@@ -62,19 +68,20 @@ def test_any_block_size_and_budget(block_size, budget, model_of, generate, promp
 
 def test_a_preempted_sequence_finds_its_own_blocks_again(model_of, generate, prompts):
     found, llm = run(model_of(), prompts, budget=64, pool_tokens=112, block_size=4)
-    assert sum(stats.resumed_hit_tokens for stats in llm.scheduler.stats.values()) > 0
+    assert llm.engine.counters.preemptions > 0
+    assert llm.engine.counters.resumed_hits > 0
     assert found == expected(generate, "llama", prompts)
 
 
 def test_no_prefix_caching_gives_the_same_tokens(model_of, generate, prompts):
     found, llm = run(model_of(), prompts, prefix_caching=False)
-    assert sum(stats.hit_tokens for stats in llm.scheduler.stats.values()) == 0
+    assert llm.engine.counters.prefix_hits == 0
     assert found == expected(generate, "llama", prompts)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_contiguous_reservations_give_the_same_tokens(family, model_of, generate, prompts):
-    found, _ = run(model_of(family), prompts, budget=20, contiguous=True, pool_tokens=200)
+    found, _ = run(model_of(family), prompts, budget=20, cache="contiguous_max", pool_tokens=200)
     assert found == expected(generate, family, prompts)
 
 
@@ -89,9 +96,3 @@ def test_a_request_alone_equals_the_same_request_beside_a_long_one(model_of, pro
     alone, _ = run(model_of(), [prompts[0]])
     beside, _ = run(model_of(), [prompts[0], prompts[3]])
     assert alone[0] == beside[0]
-
-
-def test_greedy_is_the_default_way_of_decoding():
-    from engine.runtime.llm import SamplingParams
-
-    assert SamplingParams().decoding is Decoding.GREEDY

@@ -1,0 +1,244 @@
+"""The engine between its owner and the policy: requests in, a step at a time, news out.
+
+One step is: schedule, run, look for stop strings, commit, tell. What is wrong with one request ends that request; what
+breaks a whole step ends the requests of that step; the engine serves on.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from engine.core.identity import TokenIdentity
+from engine.core.outcome import CommitReport
+from engine.core.plan import StepPlan, StepResult
+from engine.core.request import Request
+from engine.core.scheduler import Scheduler
+from engine.runtime.admission import check_prompt, engine_limits, token_ids_of
+from engine.runtime.counters import EngineCounters
+from engine.runtime.errors import AuditError, RequestError, RunError, StepError
+from engine.runtime.model import LoadedModel
+from engine.runtime.options import EngineOptions, build_manager
+from engine.runtime.outputs import FinishReason, RequestMetrics, RequestOutput
+from engine.runtime.params import OutputKind, SamplingParams
+from engine.runtime.runner import Runner
+from engine.runtime.sizing import pool_size
+from engine.runtime.text import Tokenizer
+from engine.runtime.tickets import Ticket
+
+Prompt = str | Sequence[int]
+
+
+class Engine:
+    """A model with its KV pool behind a continuous-batching scheduler; not safe for several threads at once."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        options: EngineOptions | None = None,
+        *,
+        tokenizer: Tokenizer | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.loaded, self.options, self.tokenizer = loaded, options or EngineOptions(), tokenizer
+        options = self.options
+        self.limits, useful = engine_limits(loaded, options)
+        self.capacity = pool_size(
+            loaded,
+            options.slots_per_block,
+            tokens=options.pool_tokens,
+            memory_bytes=options.kv_cache_memory_bytes,
+            utilization=options.gpu_memory_utilization,
+            useful_tokens=useful,
+        )
+        longest = min(self.limits.max_model_len or loaded.max_position, self.capacity.tokens)
+        self.limits = replace(self.limits, max_model_len=longest)
+        self.scheduler = Scheduler(build_manager(options, self.capacity.blocks, longest), self.limits)
+        self.runner = Runner(
+            loaded,
+            num_blocks=self.capacity.blocks,
+            block_size=self.capacity.block_size,
+            backend=options.backend,
+            audit=options.audit,
+            audit_every=options.audit_every,
+            temperature=options.temperature,
+            seed=options.seed,
+            isolate=True,
+            clock=clock,
+        )
+        self.counters = EngineCounters()
+        self._clock = clock
+        self._tickets: dict[str, Ticket] = {}
+        self._by_number: dict[int, Ticket] = {}
+        self._watched: dict[int, Ticket] = {}  # those whose text decides when they end
+        self._next = 0
+        self._epoch = 0  # part of every block's name: content of an earlier epoch is not trusted
+        self._last: list[RequestOutput] = []  # of requests that ended outside of a step
+
+    # -- requests ------------------------------------------------------------------------------------------
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has something to do or to tell."""
+        return bool(self._tickets or self._last)
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        arrival_s: float | None = None,
+    ) -> None:
+        """Queue a prompt, as text or as token ids, under a name that no live request has.
+
+        Raises RequestError (of its kinds ParamsError, PromptError, TokenizerError) or NeverFitsError; nothing is
+        queued then.
+        """
+        params = params or SamplingParams()
+        if request_id in self._tickets:
+            raise RequestError(f"a request named {request_id!r} is under way already")
+        ids = token_ids_of(prompt, self.tokenizer)
+        most = check_prompt(ids, params, self.loaded, self.limits)
+        array, number = np.array(ids, dtype=np.int64), self._next
+        identity = TokenIdentity(number, array, salt=f"epoch {self._epoch}" if self._epoch else "")
+        request = Request(number, len(ids), most, params.width, params.decoding, identity)
+        self.scheduler.submit(request)
+        self._next += 1
+        self.runner.add(request, array, params.rules(self.loaded.end_ids))
+        now = self._clock() if arrival_s is None else arrival_s
+        self._file(
+            Ticket(
+                request_id,
+                number,
+                prompt if isinstance(prompt, str) else None,
+                ids,
+                params,
+                self.runner.generation(number),
+                self.tokenizer if params.detokenize else None,
+                RequestMetrics(now, prompt_tokens=len(ids)),
+            )
+        )
+
+    def _file(self, ticket: Ticket) -> None:
+        self._tickets[ticket.request_id] = self._by_number[ticket.number] = ticket
+        if ticket.params.stops:
+            self._watched[ticket.number] = ticket
+
+    def abort(self, request_id: str) -> bool:
+        """Drop a request wherever it is; its blocks return. False if no such request is under way."""
+        ticket = self._tickets.get(request_id)
+        if ticket is None:
+            return False
+        self.scheduler.abort(ticket.number)
+        self._last.append(self._close(ticket, "abort"))
+        return True
+
+    # -- a step --------------------------------------------------------------------------------------------
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step and return the news of every request that has some."""
+        outputs, self._last = self._last, []
+        if not self.scheduler.has_work:
+            return outputs
+        plan = self.scheduler.schedule()
+        self._note_admitted(plan)
+        try:
+            result, _ = self.runner.execute(plan)
+        except (RunError, RuntimeError, MemoryError) as error:
+            return outputs + self._fail_step(plan, error)
+        result = self._apply_stops(result)
+        report = self.scheduler.commit(plan, result)
+        self.counters.note_step(plan, report)
+        return outputs + self._tell(report)
+
+    def _note_admitted(self, plan: StepPlan) -> None:
+        now = self._clock()
+        for number in plan.admitted:
+            metrics = self._by_number[number].metrics
+            if metrics.scheduled_s is None:
+                metrics.scheduled_s = now
+                metrics.cached_tokens = self.scheduler.stats[number].hit_tokens
+
+    def _apply_stops(self, result: StepResult) -> StepResult:
+        """Requests whose last branch has just said a stop string, or whose text cannot be made, are over too."""
+        over = set(result.finished)
+        for number, ticket in self._watched.items():
+            if number not in over:
+                self._read(ticket)
+                if ticket.generation.ended or ticket.error is not None:
+                    over.add(number)
+        return result if len(over) == len(result.finished) else replace(result, finished=frozenset(over))
+
+    def _tell(self, report: CommitReport) -> list[RequestOutput]:
+        now, done, outputs = self._clock(), set(report.finished), []
+        for number in report.emitted:
+            ticket = self._by_number[number]
+            metrics = ticket.metrics
+            metrics.steps += 1
+            metrics.last_token_s = now
+            if metrics.first_token_s is None:
+                metrics.first_token_s = now
+            if number in done:
+                continue
+            if ticket.params.output_kind is not OutputKind.FINAL:
+                self._read(ticket)
+                outputs.append(ticket.output(finished=False))
+        outputs.extend(self._close(self._by_number[number]) for number in report.finished)
+        return outputs
+
+    def _read(self, ticket: Ticket) -> None:
+        """Make the ticket's text; a tokenizer that fails ends the request and nothing else."""
+        try:
+            ticket.read()
+        except RequestError as error:
+            ticket.error = ticket.error or error
+            self._watched[ticket.number] = ticket  # it ends with its next token
+
+    def _close(self, ticket: Ticket, reason: FinishReason | None = None) -> RequestOutput:
+        """The request's last output; all that the engine keeps of it is dropped."""
+        number, metrics = ticket.number, ticket.metrics
+        stats = self.scheduler.stats.pop(number, None)
+        ticket.error = self.runner.failures.pop(number, None) or ticket.error
+        if ticket.error is None and reason is None:
+            self._read(ticket)
+        if ticket.error is not None:
+            reason = "error"
+        metrics.finished_s = self._clock()
+        metrics.output_tokens = sum(len(ids) for ids in ticket.generation.outputs())
+        metrics.preemptions = stats.preemptions if stats else 0
+        output = ticket.output(finished=True, reason=reason)
+        self.runner.forget(number)
+        for book in (self._by_number, self._watched):
+            book.pop(number, None)
+        del self._tickets[ticket.request_id]
+        if isinstance(ticket.error, RunError):
+            self._epoch += 1
+        self.counters.note_request(output, stats)
+        return output
+
+    def _fail_step(self, plan: StepPlan, error: Exception) -> list[RequestOutput]:
+        """A step that did not run: its requests end with an error, the books go on, the others too."""
+        if isinstance(error, AuditError):
+            raise error
+        numbers = list(dict.fromkeys(row.request_id for row in plan.rows))
+        report = self.scheduler.commit(plan, StepResult(finished=frozenset(numbers)))
+        reason = StepError(f"step {plan.step} with {len(numbers)} requests failed: {error}")
+        outputs = []
+        for number in numbers:
+            if number not in report.finished:
+                self.scheduler.abort(number)
+            ticket = self._by_number[number]
+            ticket.error = reason
+            outputs.append(self._close(ticket, "error"))
+        if self.loaded.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return outputs
+
+    def run(self) -> Iterable[RequestOutput]:
+        """Step until nothing is under way."""
+        while self.has_unfinished_requests:
+            yield from self.step()

@@ -1,0 +1,58 @@
+"""How an engine is set up: its pool, its policy, its kernels. Plain values."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from engine.core.limits import SchedulerLimits
+from engine.core.manager import KVCacheManager
+
+
+class Cache(StrEnum):
+    """Who hands out KV memory."""
+
+    PAGED = "paged"
+    CONTIGUOUS_MAX = "contiguous_max"
+    CONTIGUOUS_POW2 = "contiguous_pow2"
+    CONTIGUOUS_ORACLE = "contiguous_oracle"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """Options of an engine.
+
+    The pool has `pool_tokens` slots, or as many as `kv_cache_memory_bytes` hold, or what `gpu_memory_utilization` of
+    the device leaves (on a CPU 1 GiB). A contiguous `cache` reserves single slots and ignores `block_size` and
+    `prefix_caching`. Without `limits` a step takes 512 tokens of 64 sequences, as long as model and pool allow.
+    """
+
+    pool_tokens: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
+    host_blocks: int = 0  # blocks of host memory to swap to
+    block_size: int = 16
+    cache: Cache | str = Cache.PAGED
+    prefix_caching: bool = True
+    limits: SchedulerLimits | None = None
+    backend: str = "auto"
+    audit: str = "sampled"
+    audit_every: int = 16
+    temperature: float = 1.0  # of requests that set none: those of a replay
+    seed: int = 0
+    pack_weights: bool | None = (
+        None  # CPU: keep linear weights in the order the matrix kernels read; None: if small
+    )
+
+    @property
+    def slots_per_block(self) -> int:
+        """The block size in effect."""
+        return self.block_size if Cache(self.cache) is Cache.PAGED else 1
+
+
+def build_manager(options: EngineOptions, num_blocks: int, max_model_len: int) -> KVCacheManager:
+    """The KV cache manager that the options ask for."""
+    from engine.core.contiguous import ContiguousMaxManager
+    from engine.core.paged import PagedManager
+
+    if Cache(options.cache) is Cache.PAGED:
+        return PagedManager(num_blocks, options.block_size, prefix_caching=options.prefix_caching)
+    return ContiguousMaxManager(num_blocks, max_model_len)

@@ -1,0 +1,119 @@
+"""How to continue a prompt, spelled as users of vLLM know it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from engine.core.request import Decoding
+from engine.runtime.errors import ParamsError
+from engine.runtime.rules import DecodingRules, EarlyStopping
+
+MAX_LOGPROBS = 20
+MAX_STOPS = 16
+
+
+class OutputKind(StrEnum):
+    """What `Engine.step` reports of a request."""
+
+    CUMULATIVE = "cumulative"  # after every token, all so far
+    DELTA = "delta"  # after every token, what is new
+    FINAL = "final"  # once, at the end
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to continue a prompt. Raises ParamsError, which names the field, for values that mean nothing.
+
+    `temperature` 0 takes the most likely token; above it `n` samples are drawn. `beam_width` above 1 searches beams as
+    transformers does, greedily, and returns all of them. The model's end tokens and `stop_token_ids` end a sequence
+    (`ignore_eos` leaves only the latter), and so does any of the `stop` strings, which is cut off.
+    """
+
+    n: int = 1  # parallel samples
+    beam_width: int = 1
+    temperature: float = 1.0
+    top_k: int = 0  # 0 or -1: all tokens
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None  # None: drawn from the engine's seed and the request's number
+    max_tokens: int | None = 16  # None: as long as the model allows
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None  # how many of the best tokens to report at each position
+    length_penalty: float = 1.0  # beams
+    early_stopping: EarlyStopping = False  # beams
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+    output_kind: OutputKind = OutputKind.CUMULATIVE
+    stops: tuple[str, ...] = field(init=False, repr=False)  # `stop`, always a tuple
+
+    def __post_init__(self) -> None:
+        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        object.__setattr__(self, "stops", stops)
+        self._check_ranges()
+        self._check_combinations()
+
+    def _check_ranges(self) -> None:
+        for name, low, high in (
+            ("n", 1, None),
+            ("beam_width", 1, None),
+            ("temperature", 0, None),
+            ("top_k", -1, None),
+            ("min_p", 0, 1),
+            ("max_tokens", 1, None),
+            ("logprobs", 0, MAX_LOGPROBS),
+        ):
+            value = getattr(self, name)
+            if value is None and name in ("max_tokens", "logprobs"):
+                continue
+            if not value >= low or (high is not None and value > high):  # "not >=" refuses NaN too
+                raise ParamsError(name, f"{value} is not {_range(low, high)}")
+        if not 0 < self.top_p <= 1:
+            raise ParamsError("top_p", f"{self.top_p} is not above 0 and at most 1")
+        if self.early_stopping not in (True, False, "never"):
+            raise ParamsError("early_stopping", f"{self.early_stopping!r} is not True, False or 'never'")
+        if len(self.stops) > MAX_STOPS or not all(isinstance(stop, str) and stop for stop in self.stops):
+            raise ParamsError("stop", f"must be at most {MAX_STOPS} strings, none of them empty")
+
+    def _check_combinations(self) -> None:
+        if self.beam_width > 1 and self.n > 1:
+            raise ParamsError("n", "beam search returns beam_width sequences: set beam_width or n, not both")
+        if self.beam_width > 1 and (self.stops or self.logprobs is not None):
+            raise ParamsError("beam_width", "beam search knows neither stop strings nor logprobs")
+        if self.decoding is Decoding.GREEDY and self.n > 1:
+            raise ParamsError("n", f"{self.n} samples at temperature 0 would all be the same")
+        if self.stops and not self.detokenize:
+            raise ParamsError("stop", "stop strings need the text: set detokenize")
+
+    @property
+    def decoding(self) -> Decoding:
+        """The way of decoding that these parameters ask for."""
+        if self.beam_width > 1:
+            return Decoding.BEAM
+        return Decoding.SAMPLE if self.temperature > 0 else Decoding.GREEDY
+
+    @property
+    def width(self) -> int:
+        """Sequences per request."""
+        return max(self.beam_width, self.n)
+
+    def rules(self, model_ends: Sequence[int]) -> DecodingRules:
+        """What the token chooser needs to know, for a model with these end tokens."""
+        ends = [] if self.ignore_eos else list(model_ends)
+        return DecodingRules(
+            temperature=self.temperature if self.temperature > 0 else None,
+            top_k=max(0, self.top_k),
+            top_p=self.top_p,
+            min_p=self.min_p,
+            seed=self.seed,
+            end_ids=frozenset([*ends, *self.stop_token_ids]),
+            logprobs=self.logprobs,
+            length_penalty=self.length_penalty,
+            early_stopping=self.early_stopping,
+        )
+
+
+def _range(low: float, high: float | None) -> str:
+    return f"{low} or more" if high is None else f"between {low} and {high}"

@@ -1,0 +1,150 @@
+"""A live request as the engine's owner sees it: its text, its news, its metrics."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from engine.core.request import Decoding
+from engine.runtime.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput
+from engine.runtime.params import OutputKind, SamplingParams
+from engine.runtime.sequences import Generation, TokenLogprobs
+from engine.runtime.text import RunningText, Tokenizer, find_stop
+
+
+@dataclass(slots=True)
+class _Told:
+    """What has been told of one branch: so many tokens, so many characters."""
+
+    tokens: int = 0
+    characters: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """One request between `add_request` and its last output."""
+
+    request_id: str
+    number: int  # its id in the scheduler
+    prompt: str | None
+    prompt_ids: Sequence[int]
+    params: SamplingParams
+    generation: Generation
+    tokenizer: Tokenizer | None
+    metrics: RequestMetrics
+    error: Exception | None = None
+    _texts: list[RunningText] = field(default_factory=list)
+    _read: list[int] = field(default_factory=list)  # tokens per branch that are in its text
+    _told: list[_Told] = field(default_factory=list)
+    _stopped_by: dict[int, str] = field(default_factory=dict)
+    _cut: dict[int, int] = field(default_factory=dict)  # characters of a branch's text that are kept
+
+    def __post_init__(self) -> None:
+        width = self.generation.request.width
+        self._told = [_Told() for _ in range(width)]
+        self._read = [0] * width
+        if self.tokenizer is not None and not self._is_beam:
+            skip = self.params.skip_special_tokens
+            self._texts = [RunningText(self.tokenizer, skip_special_tokens=skip) for _ in range(width)]
+
+    @property
+    def _is_beam(self) -> bool:
+        return self.generation.request.decoding is Decoding.BEAM
+
+    # -- a step's tokens -----------------------------------------------------------------------------------
+
+    def read(self) -> None:
+        """Put new tokens into the texts and end the branches that said a stop string. Raises TokenizerError."""
+        for branch, text in enumerate(self._texts):
+            if branch not in self._stopped_by:
+                self._read_branch(branch, text)
+
+    def _read_branch(self, branch: int, text: RunningText) -> None:
+        generation = self.generation
+        ended = generation.ends[branch]
+        known = generation.known[branch] - generation.request.prompt_tokens if ended is None else ended
+        while self._read[branch] < known:
+            token = int(generation.text(branch)[self._read[branch]])
+            self._read[branch] += 1
+            if self._read[branch] == ended and token in generation.rules.end_ids:
+                return  # the end token itself is no text
+            before = len(text.text)
+            text.add([token])
+            found = find_stop(text.text, self.params.stops, before) if self.params.stops else None
+            if found:
+                self._stop(branch, *found)
+                return
+
+    def _stop(self, branch: int, place: int, stop: str) -> None:
+        self._stopped_by[branch] = stop
+        self._cut[branch] = place + (len(stop) if self.params.include_stop_str_in_output else 0)
+        self.generation.ends[branch] = self._read[branch]
+
+    # -- what is told --------------------------------------------------------------------------------------
+
+    def output(self, *, finished: bool, reason: FinishReason | None = None) -> RequestOutput:
+        """The request's news; with `reason` it ended for a reason that its tokens do not tell."""
+        outputs = self._beams(finished, reason) if self._is_beam else self._branches(finished, reason)
+        return RequestOutput(
+            self.request_id, self.prompt, self.prompt_ids, outputs, finished, self.metrics, self.error
+        )
+
+    def _beams(self, finished: bool, reason: FinishReason | None) -> list[CompletionOutput]:
+        """Hypotheses are told at the end alone: until then they change their past."""
+        if not finished:
+            return []
+        pairs = zip(self.generation.outputs(), self.generation.scores(), strict=False)
+        return [self._beam(rank, ids, score, reason) for rank, (ids, score) in enumerate(pairs)]
+
+    def _beam(self, rank: int, ids: list[int], score: float, reason: FinishReason | None) -> CompletionOutput:
+        ends = self.generation.rules.end_ids
+        by_token = bool(ids) and ids[-1] in ends
+        text = ""
+        if self.tokenizer is not None:
+            whole = RunningText(self.tokenizer, skip_special_tokens=self.params.skip_special_tokens)
+            whole.add(ids[:-1] if by_token else ids, last=True)
+            text = whole.text
+        why: FinishReason = reason or ("stop" if by_token else "length")
+        return CompletionOutput(rank, text, ids, None, score, why, ids[-1] if by_token else None)
+
+    def _branches(self, finished: bool, reason: FinishReason | None) -> list[CompletionOutput]:
+        outputs = []
+        for branch in range(self.generation.request.width):
+            news = self._branch(branch, finished, reason)
+            if finished or news.token_ids or news.text or news.finish_reason:
+                outputs.append(news)
+        return outputs
+
+    def _branch(self, branch: int, finished: bool, reason: FinishReason | None) -> CompletionOutput:
+        generation, told = self.generation, self._told[branch]
+        over = finished or generation.ends[branch] is not None
+        ids = generation.text(branch)[: generation.ends[branch]].tolist()
+        text = self._text(branch, over)
+        since = (
+            _Told(told.tokens, told.characters) if self.params.output_kind is OutputKind.DELTA else _Told()
+        )
+        self._told[branch] = _Told(len(ids), len(text))
+        logprobs: list[TokenLogprobs] | None = None
+        if generation.rules.logprobs is not None:
+            logprobs = generation.logprobs[branch][since.tokens : len(ids)]
+        why, by = self._why(branch, ids, reason) if over else (None, None)
+        return CompletionOutput(branch, text[since.characters :], ids[since.tokens :], logprobs, 0.0, why, by)
+
+    def _text(self, branch: int, over: bool) -> str:
+        """What may be shown: until the end, not the characters that could turn out to begin a stop string."""
+        if not self._texts:
+            return ""
+        if over and branch not in self._cut:
+            self._texts[branch].add([], last=True)
+        text = self._texts[branch].text
+        if branch in self._cut:
+            return text[: self._cut[branch]]
+        held = 0 if over else max((len(stop) - 1 for stop in self.params.stops), default=0)
+        return text[: len(text) - held] if held < len(text) else ""
+
+    def _why(
+        self, branch: int, ids: list[int], reason: FinishReason | None
+    ) -> tuple[FinishReason, str | int | None]:
+        if branch in self._stopped_by:
+            return "stop", self._stopped_by[branch]
+        if self.generation.ends[branch] is not None:
+            return "stop", ids[-1]
+        return reason or "length", None
