@@ -11,13 +11,16 @@ from engine.core.paged import PagedManager
 from engine.core.request import Decoding, Request
 from engine.core.scheduler import Scheduler
 from harness.metrics.log import RunLog
+from harness.sim.arrivals import Arrivals, OpenLoop
 from harness.sim.clock import to_ns
 from harness.sim.cost import Amount, CostSource, Price
 from harness.sim.executors import SimulatedExecutor
 from harness.sim.features import feature_index
 from harness.sim.genealogy import BeamGenealogy
+from harness.sim.hull import Hull
 from harness.sim.recorder import Recorder
 from harness.sim.replay import Replay, TimedRequest
+from harness.sim.streaming import StreamingRecorder
 
 DECODE_KV, TOKENS, COPIED, VOIDED = feature_index(["decode_kv", "tokens", "copied_slots", "freed_slots"])
 
@@ -54,7 +57,9 @@ def request(
 
 def replay(
     requests: list[TimedRequest],
+    arrivals: Arrivals | None = None,
     *,
+    until_s: float | None = None,
     cost: LinearCost | None = None,
     manager: KVCacheManager | None = None,
     limits: SchedulerLimits | None = None,
@@ -72,8 +77,32 @@ def replay(
         BeamGenealogy({4: 0.3}),
         fast_forward=fast_forward,
     )
-    Replay(requests, scheduler, executor, recorder).run()
+    until_ns = None if until_s is None else to_ns(until_s)
+    Replay(arrivals or requests, scheduler, executor, recorder, until_ns=until_ns).run()
     return recorder.log(scheduler.stats, manager.num_blocks * manager.block_size, 1), recorder
+
+
+def stream(
+    requests: list[TimedRequest],
+    *,
+    cost: LinearCost | None = None,
+    manager: KVCacheManager | None = None,
+    fast_forward: bool = True,
+    hull: Hull | None = None,
+) -> StreamingRecorder:
+    """The same without records."""
+    manager = manager or PagedManager(1000, 16)
+    scheduler = Scheduler(manager, SchedulerLimits(512, 64))
+    live: dict[int, Request] = {}
+    recorder = StreamingRecorder(live, manager.block_size, hull or {})
+    genealogy = BeamGenealogy({4: 0.3})
+    executor = SimulatedExecutor(
+        cost or LinearCost(), live, manager.block_size, genealogy, fast_forward=fast_forward
+    )
+    arrivals = OpenLoop(iter(requests), len(requests))
+    Replay(arrivals, scheduler, executor, recorder, live=live, forget=True).run()
+    recorder.finish(scheduler.stats)
+    return recorder
 
 
 def contiguous(slots: int, longest: int) -> KVCacheManager:

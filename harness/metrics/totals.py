@@ -88,7 +88,8 @@ class RunningTotals:
 
     def __init__(self) -> None:
         self._totals: Totals = step_totals(_EMPTY_STEPS) | request_totals(_EMPTY_REQUESTS)
-        self._samples = {name: BinnedSamples() for name in (*LATENCIES, "itl")}
+        self._samples = {name: BinnedSamples() for name in LATENCIES}
+        self._samples["itl"] = BinnedSamples(whole_ns=True)
 
     def add_steps(self, steps: Mapping[str, Column]) -> None:
         """The next steps, columns as in `RunLog.steps`."""

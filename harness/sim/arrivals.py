@@ -3,7 +3,7 @@
 All of them work on the replay's virtual clock, so that both sides of a comparison are driven the same way.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import islice
@@ -114,30 +114,34 @@ class ClosedLoop:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn of a conversation: it follows `parent`'s end after `think_ns`, or, without parent, its own clock."""
+    """One turn of a conversation: `think_ns` after the last of `after` has ended, or, with none, at its own time."""
 
     timed: TimedRequest
-    parent: int | None
+    after: tuple[int, ...] = ()
     think_ns: int = 0
 
 
 class Sessions:
-    """Conversations: a turn waits until its parent has ended and its user has thought.
+    """Conversations: a turn waits until what it follows has ended and its user has thought.
 
-    A turn whose parent is not among `turns` (the trace begins or ends mid-session, or the parent could never fit)
-    arrives at its recorded time, as a session of its own.
+    Of requests that are not among `turns` (the trace begins or ends mid-session, or one could never fit) nobody waits:
+    a turn with no other to wait for arrives at its recorded time, as a session of its own.
     """
 
     def __init__(self, turns: Sequence[Turn]) -> None:
         self.total = len(turns)
         self._due = _Due()
-        self._children: dict[int, list[Turn]] = {}
+        self._followers: dict[int, list[int]] = {}  # places of the turns that wait for a request
+        self._waiting: dict[int, tuple[Turn, set[int]]] = {}  # by place
         known = {turn.timed.request.request_id for turn in turns}
-        for turn in turns:
-            if turn.parent is None or turn.parent not in known:
+        for place, turn in enumerate(turns):
+            first = known.intersection(turn.after)
+            if not first:
                 self._due.add(turn.timed.arrival_ns, turn.timed.request)
-            else:
-                self._children.setdefault(turn.parent, []).append(turn)
+                continue
+            self._waiting[place] = (turn, first)
+            for request_id in sorted(first):
+                self._followers.setdefault(request_id, []).append(place)
 
     def next_ns(self) -> int | None:
         """The next turn that waits for nobody."""
@@ -148,14 +152,17 @@ class Sessions:
         return self._due.take(now_ns)
 
     def ended(self, request_id: int, now_ns: int) -> None:
-        """The turns that waited for it follow, each after its own pause."""
-        for turn in self._children.pop(request_id, ()):
-            self._due.add(now_ns + turn.think_ns, turn.timed.request)
+        """The turns that waited for it alone follow, each after its own pause."""
+        for place in self._followers.pop(request_id, ()):
+            turn, first = self._waiting[place]
+            first.discard(request_id)
+            if not first:
+                del self._waiting[place]
+                self._due.add(now_ns + turn.think_ns, turn.timed.request)
 
     def left(self) -> list[Request]:
         """Turns that were not sent."""
-        waiting: Mapping[int, list[Turn]] = self._children
-        return [*self._due.left(), *(turn.timed.request for turns in waiting.values() for turn in turns)]
+        return [*self._due.left(), *(turn.timed.request for turn, _ in self._waiting.values())]
 
 
 class _Due:

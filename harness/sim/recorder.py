@@ -65,7 +65,7 @@ class Recorder:
         """One plan, taken `result.repeat` times, from `now_ns` on; returns how long all of it took, in ns."""
         features = timing.features or self._meter.first(plan)
         took_ns = sum(timing.ns)
-        self._steps.add(now_ns, plan, timing, report.leap, features)
+        self._steps.add(now_ns, plan, timing, report.leap, features, took_ns)
         self._times.add(now_ns, plan, report, timing.ns, took_ns, stats)
         if timing.features is None:
             self._meter.took(features, len(timing.ns))
@@ -81,7 +81,7 @@ class Recorder:
         self._times.close(stats)
         itl_s, itl_weight = self._times.drain_gaps()
         return RunLog(
-            steps=self._steps.columns(),
+            steps=self._steps.drain(),
             requests=self._times.drain(),
             itl_s=itl_s,
             itl_weight=itl_weight,

@@ -25,8 +25,9 @@ class Replay:
     """One run of a workload: `arrivals`, or requests in order of arrival.
 
     An arrival at the very end of a step is seen by the next step. A request that no schedule can ever serve is
-    rejected on arrival; the record says so. `live` is kept to the requests that have arrived and not ended. At
-    `until_ns` the replay stops: no step begins then or later, and what has not finished is recorded as unfinished.
+    rejected on arrival; the record says so. `live` is kept to the requests that have arrived and not ended; with
+    `forget` the scheduler's statistics are too. At `until_ns` the replay stops: no step begins then or later, and what
+    has not finished is recorded as unfinished.
     `progress(ended, total)` is called after steps that end a request.
     """
 
@@ -40,6 +41,7 @@ class Replay:
         *,
         live: dict[int, Request] | None = None,
         until_ns: int | None = None,
+        forget: bool = False,
     ) -> None:
         self._arrivals = OpenLoop(arrivals, len(arrivals)) if isinstance(arrivals, Sequence) else arrivals
         self._scheduler = scheduler
@@ -48,6 +50,7 @@ class Replay:
         self._progress = progress
         self._live = {} if live is None else live
         self._until_ns = until_ns
+        self._forget = forget
         self._ended = 0
         self._env = simpy.Environment(initial_time=0)
 
@@ -100,6 +103,8 @@ class Replay:
         if report.finished:
             for request_id in report.finished:
                 del self._live[request_id]
+                if self._forget:
+                    del scheduler.stats[request_id]
                 self._end(request_id, now + took)
             if self._progress:
                 self._progress(self._ended, self._arrivals.total)

@@ -1,4 +1,4 @@
-"""The step columns of a run log: one tuple per plan while the replay runs, whole columns when it is over."""
+"""The step columns of a run log: one tuple per plan while the replay runs, whole columns when they are asked for."""
 
 from collections.abc import Sequence
 
@@ -24,21 +24,31 @@ _LEAPING = (
 
 
 class StepTable:
-    """Gathers plans; a fast-forwarded stretch is one entry until `columns()` lays its steps out."""
+    """Gathers plans; a fast-forwarded stretch is one entry until `drain()` lays its steps out."""
 
     def __init__(self) -> None:
-        self._facts: list[tuple[float, ...]] = []
+        self._forget()
+        self._drained = 0
+        self._end_ns = 0
+        self._capacity = 0
+
+    def _forget(self) -> None:
+        self._facts: list[tuple[Amount, ...]] = []
         self._starts: list[int] = []
         self._steps: list[int] = []
         self._ns: list[int] = []
         self._attention_s: list[float] = []
         self._leaps: list[LeapColumns] = []
-        self._capacity = 0
 
     @property
     def end_s(self) -> float:
         """When the last step ended, in seconds."""
-        return float(to_s(self._starts[-1] + sum(self._ns[-self._steps[-1] :]))) if self._starts else 0.0
+        return float(to_s(self._end_ns))
+
+    @property
+    def pending(self) -> int:
+        """Steps that have not been drained."""
+        return len(self._ns)
 
     def add(
         self,
@@ -47,19 +57,22 @@ class StepTable:
         timing: StepTiming,
         leap: LeapColumns | None,
         features: Sequence[Amount],
+        took_ns: int,
     ) -> None:
-        """A plan that began at `now_ns` and ran once, or as often as `timing` has entries."""
+        """A plan that began at `now_ns` and ran once, or as often as `timing` has entries, `took_ns` in all."""
         self._facts.append(_facts(plan, timing, features))
         self._starts.append(now_ns)
         self._steps.append(len(timing.ns))
-        self._ns.extend(timing.ns)
-        self._attention_s.extend(timing.attention_s)
-        self._capacity = plan.usage.capacity
+        self._ns += timing.ns
+        self._attention_s += timing.attention_s
+        self._end_ns = now_ns + took_ns
         if leap is not None:
             self._leaps.append(leap)
+        if not self._capacity:
+            self._capacity = plan.usage.capacity
 
-    def columns(self) -> dict[str, Column]:
-        """Every column of STEP_COLUMNS, one entry per step; counts are int64, times float64 seconds."""
+    def drain(self) -> dict[str, Column]:
+        """Every column of STEP_COLUMNS, one entry per step, which are then forgotten: counts int64, times float64 s."""
         steps = np.array(self._steps, dtype=np.int64)
         facts = np.array(self._facts, dtype=np.float64).reshape(-1, len(_FACTS)).repeat(steps, axis=0)
         found: dict[str, Column] = {
@@ -71,13 +84,15 @@ class StepTable:
         self._add_leaps(found, nth)
         states = ("token", "cached", "internal", "external", "free")
         found["reserved"] = self._capacity - np.sum([found[name] for name in states], axis=0)
+        self._drained += len(nth)
+        self._forget()
         return {name: found[name] for name in STEP_COLUMNS}
 
     def _add_times(self, found: dict[str, Column], steps: NsArray, nth: NsArray) -> None:
         ns = np.array(self._ns, dtype=np.int64)
         before = np.cumsum(ns) - ns  # within all steps; of each plan's first step it is the plan's own offset
         begun = np.array(self._starts, dtype=np.int64).repeat(steps)
-        found["step"] = np.arange(len(ns))
+        found["step"] = self._drained + np.arange(len(ns))
         found["start_s"] = to_s(begun + before - before[nth == 0].repeat(steps))
         found["seconds"] = to_s(ns)
         found["attention_s"] = np.array(self._attention_s, dtype=np.float64)
@@ -94,7 +109,7 @@ class StepTable:
                 found[name][further] = np.concatenate([getattr(leap, name) for leap in self._leaps])
 
 
-def _facts(plan: StepPlan, timing: StepTiming, features: Sequence[Amount]) -> tuple[float, ...]:
+def _facts(plan: StepPlan, timing: StepTiming, features: Sequence[Amount]) -> tuple[Amount, ...]:
     """The plan's entries in the order of STEP_COLUMNS, those of `_TIMED` left out; `features` of its first step."""
     usage, phases = plan.usage, timing.phases
     return (
@@ -124,13 +139,13 @@ _ROWS, _DECODE, _PREFILL, _TOKENS, _DECODE_KV, _PREFILL_KV, _SAMPLED = feature_i
 )
 
 
-def _of_rows(features: Sequence[Amount]) -> tuple[float, ...]:
+def _of_rows(features: Sequence[Amount]) -> tuple[Amount, ...]:
     """Rows, decode rows, prefill tokens, query tokens, KV slots read, sampled rows."""
     return (
-        float(features[_ROWS]),
-        float(features[_DECODE]),
-        float(features[_PREFILL]),
-        float(features[_TOKENS]),
-        float(features[_DECODE_KV] + features[_PREFILL_KV]),
-        float(features[_SAMPLED]),
+        features[_ROWS],
+        features[_DECODE],
+        features[_PREFILL],
+        features[_TOKENS],
+        features[_DECODE_KV] + features[_PREFILL_KV],
+        features[_SAMPLED],
     )
