@@ -59,6 +59,8 @@ RANGES: dict[str, Range] = {
             "model.intermediate",
             "engine.audit_every",
             "replay.repeats",
+            "replay.users",
+            "device.tensor_parallel",
         ),
         _COUNT,
     ),
@@ -79,6 +81,8 @@ RANGES: dict[str, Range] = {
             "model.seed",
             "device.step_overhead_us",
             "device.layer_overhead_us",
+            "device.link_latency_us",
+            "replay.think_s",
         ),
         _NOT_NEGATIVE,
     ),
@@ -88,12 +92,18 @@ RANGES: dict[str, Range] = {
             "device.memory_gb",
             "device.bandwidth_gbs",
             "device.tflops",
+            "device.link_gbs",
+            "replay.duration_s",
         ),
         _POSITIVE,
     ),
     **dict.fromkeys(("workload.prefix_share", "decoding.beam_churn"), _SHARE),
     "scheduler.watermark": Range(0, 1, open_high=True),
-    "device.memory_utilization": Range(0, 1, open_low=True),
+    "replay.burstiness": Range(0.01, 100),
+    **dict.fromkeys(
+        ("device.memory_utilization", "device.bandwidth_efficiency", "device.compute_efficiency"),
+        Range(0, 1, open_low=True),
+    ),
 }
 
 

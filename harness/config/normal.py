@@ -5,15 +5,17 @@ Two configurations that differ only in what has no effect are then the same poin
 
 from dataclasses import replace
 from os.path import expanduser
+from typing import Any
 
-from harness.config.schema import CachePolicy, DecodingMode, RunConfig
+from harness.config.schema import CachePolicy, DecodingMode, ReplayConfig, ReplayMode, RunConfig
 
 
 def normalise(config: RunConfig) -> RunConfig:
     """The same run with settings that do not apply set to their neutral value.
 
     A contiguous cache has single slots and shares nothing; beam search ignores `mode`, `n` and `temperature`;
-    greedy decoding ignores `temperature`; without beams nothing is re-parented. `~` in a path becomes the home folder.
+    greedy decoding ignores `temperature`; without beams nothing is re-parented; users and pauses matter to the replay
+    modes that have them. `~` in a path becomes the home folder.
     """
     cache, decoding = config.cache, config.decoding
     if cache.policy is not CachePolicy.paged:
@@ -32,7 +34,20 @@ def normalise(config: RunConfig) -> RunConfig:
         cost=replace(config.cost, cache_dir=_home(config.cost.cache_dir)),
         cache=cache,
         decoding=decoding,
+        replay=_replay(config.replay),
     )
+
+
+def _replay(replay_: ReplayConfig) -> ReplayConfig:
+    neutral = ReplayConfig()
+    unused: dict[str, Any] = {}
+    if replay_.mode is not ReplayMode.closed:
+        unused["users"] = neutral.users
+    if replay_.mode not in (ReplayMode.closed, ReplayMode.sessions):
+        unused["think_s"] = neutral.think_s
+    if replay_.mode is not ReplayMode.gamma:
+        unused["burstiness"] = neutral.burstiness
+    return replace(replay_, **unused)
 
 
 def _home(path: str | None) -> str | None:

@@ -17,7 +17,7 @@ from harness.measured.plan import CASES, SEED, CalibrationCase, case_workload, p
 from harness.point.clock import clock_of
 from harness.sim.cost import CostSource, FloatArray, price_table
 from harness.sim.fitted import FittedCost, fit_cost, held_out_error
-from harness.sim.genealogy import churn_of_run
+from harness.sim.coalescence import churn_of_run
 
 CaseProgress = Callable[[str, int, int], None]
 

@@ -78,14 +78,23 @@ def max_position(model: ModelConfig) -> int:
 
 
 def device_shape(config: RunConfig) -> DeviceShape:
-    """The simulated device in SI units."""
+    """The simulated device in SI units. Raises ConfigError where heads cannot be split among the devices."""
     device = config.device
+    heads = model_shape(config.model).heads
+    if heads % device.tensor_parallel:
+        raise ConfigError(
+            "device.tensor_parallel",
+            f"found {device.tensor_parallel}, must divide the {heads} heads of {config.model.name} evenly",
+        )
     return DeviceShape(
         name=device.name,
-        bandwidth=device.bandwidth_gbs * 1e9,
-        flops=device.tflops * 1e12,
+        bandwidth=device.bandwidth_gbs * 1e9 * device.bandwidth_efficiency,
+        flops=device.tflops * 1e12 * device.compute_efficiency,
         step_overhead_s=device.step_overhead_us * 1e-6,
         layer_overhead_s=device.layer_overhead_us * 1e-6,
+        parallel=device.tensor_parallel,
+        link_bandwidth=device.link_gbs * 1e9,
+        link_latency_s=device.link_latency_us * 1e-6,
     )
 
 
@@ -116,11 +125,12 @@ def pool_shape(config: RunConfig) -> PoolShape:
 
 def _tokens_beside_weights(config: RunConfig, model: ModelShape) -> int:
     device = config.device
-    free = device.memory_gb * 1e9 * device.memory_utilization - model.weight_bytes
+    memory_gb = device.memory_gb * device.tensor_parallel
+    free = memory_gb * 1e9 * device.memory_utilization - model.weight_bytes
     if free < model.kv_bytes_per_token:
         raise ConfigError(
             "cache.pool_tokens",
-            f"{device.name} has {device.memory_gb:g} GB, the weights of {config.model.name} take "
+            f"{device.tensor_parallel} x {device.name} has {memory_gb:g} GB, the weights of {config.model.name} take "
             f"{model.weight_bytes / 1e9:.1f} GB: no room for KV. Choose another device, or set the pool by hand",
         )
     return int(free // model.kv_bytes_per_token)

@@ -26,8 +26,8 @@ class CostSource:
 
     `heldout` holds the error on measurements that the fit never saw, per `step` and `attention` and per held-out
     workload; empty for a model that was not fitted. `hull` is the range of step columns that was measured (see
-    `harness.sim.hull`); a prediction outside is an extrapolation. `beams` describes by beam width how beams coalesce
-    (see `harness.sim.genealogy`).
+    `harness.sim.hull`); a prediction outside is an extrapolation. `beam_churn` and `beam_evenness` say by beam width
+    how beams coalesce (see `harness.sim.genealogy`).
     """
 
     kind: str
@@ -36,6 +36,7 @@ class CostSource:
     provenance: dict[str, Any] = field(default_factory=dict)
     heldout: dict[str, dict[str, float]] = field(default_factory=dict)
     beam_churn: dict[int, float] = field(default_factory=dict)
+    beam_evenness: dict[int, float] = field(default_factory=dict)
     hull: dict[str, tuple[float, float]] = field(default_factory=dict)
 
 

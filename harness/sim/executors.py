@@ -11,7 +11,7 @@ from engine.core.request import Decoding, Request
 from harness.sim.clock import NS_PER_S, to_ns
 from harness.sim.cost import Amount, CostModel
 from harness.sim.features import FeatureMeter, Stretch
-from harness.sim.genealogy import BeamGenealogy
+from harness.sim.genealogy import Genealogy
 
 _ONE_BY_ONE = 10  # further steps of a fast-forward up to which numbers are quicker than arrays
 _NO_PHASES: Mapping[str, float] = MappingProxyType({})
@@ -55,7 +55,7 @@ class SimulatedExecutor:
         cost: CostModel,
         requests: Mapping[int, Request],
         block_size: int,
-        genealogy: BeamGenealogy,
+        genealogy: Genealogy,
         *,
         fast_forward: bool = True,
     ) -> None:
@@ -137,7 +137,7 @@ def _begun_before(ns: Sequence[int], horizon_ns: int) -> int:
 class SimulatedParents:
     """Whom each beam continues, drawn from a genealogy model; requests without beams cost nothing."""
 
-    def __init__(self, requests: Mapping[int, Request], genealogy: BeamGenealogy) -> None:
+    def __init__(self, requests: Mapping[int, Request], genealogy: Genealogy) -> None:
         self._requests = requests
         self._genealogy = genealogy
         self._generated: dict[int, int] = {}  # tokens chosen, by id of the beam requests admitted so far

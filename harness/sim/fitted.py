@@ -31,10 +31,14 @@ class FittedCost:
         attention: Amount = 0.0
         for column, seconds in self._attention_terms:
             attention = attention + features[column] * seconds
-        total = attention
+        return Price(self.with_rest(features, attention), attention)
+
+    def with_rest(self, features: Sequence[Amount], attention_s: Amount) -> Amount:
+        """Seconds of the whole step, given those of its attention."""
+        total = attention_s
         for column, seconds in self._rest_terms:
             total = total + features[column] * seconds
-        return Price(total, attention)
+        return total
 
     @cached_property
     def _attention_terms(self) -> list[tuple[int, float]]:

@@ -1,32 +1,45 @@
-"""How beams descend from one another, where no model says it: so many of them are dropped a step.
+"""How beams descend from one another: as recorded, or drawn from a model of how they coalesce.
 
-What sharing and copy-on-write cost depends only on who continues whom. With `width` beams of which `d` get a child,
-exactly `width - d` tails are copied (off a block boundary), so the one parameter is the share that gets none.
+What sharing and copy-on-write cost depends only on who continues whom. The model is a survival process: in a step each
+of `width` beams is dropped with hazard `churn`, and the survivors share the places that became free. How unevenly they
+do is its second parameter, `evenness`: the weight `a` of a Polya urn, in which a survivor gets the next place with
+probability proportional to `a` plus the places it got before; infinite is uniform, 0 gives all to one.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
 
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _SCALE = 2**32
+EVEN = 1e6
+"""Evenness from which places are shared out uniformly."""
+
+
+class Genealogy(Protocol):
+    """Says whom each beam continues."""
+
+    def parents(self, request_id: int, generated: int, width: int) -> list[int]:
+        """Parent of each hypothesis when the request chooses its token number `generated` (from 1)."""
+        ...
 
 
 class BeamGenealogy:
     """Draws parents such that on average a share `churn` of the beams is dropped in a step.
 
-    `churn` by beam width comes from measured runs (the nearest width is used) or from the user. Draws depend on
-    (seed, request, token number) alone, so that the batch around a request changes nothing.
+    `churn` and `evenness` by beam width come from measured runs (the nearest width is used) or from the user. Draws
+    depend on (seed, request, token number) alone, so that the batch around a request changes nothing.
     """
 
-    def __init__(self, churn: Mapping[int, float], seed: int = 0) -> None:
+    def __init__(
+        self, churn: Mapping[int, float], seed: int = 0, evenness: Mapping[int, float] | None = None
+    ) -> None:
         self._churn = dict(churn)
+        self._evenness = dict(evenness or {})
         self._seed = seed
 
     def parents(self, request_id: int, generated: int, width: int) -> list[int]:
-        """Parent of each hypothesis when the request chooses its token number `generated`.
-
-        Survivors are a random subset; each has a child, and further children fall to survivors at random.
-        """
+        """Survivors are a random subset; each has a child, and an urn shares out the places left."""
         draw = _Draws(self._seed, request_id, generated)
         mean = width * (1 - self.churn_of(width))
         survivors = min(width, max(1, int(mean) + (draw.below(_SCALE) < (mean - int(mean)) * _SCALE)))
@@ -35,13 +48,43 @@ class BeamGenealogy:
             other = place + draw.below(width - place)
             beams[place], beams[other] = beams[other], beams[place]
         chosen = beams[width - survivors :]
-        return sorted(chosen + [chosen[draw.below(survivors)] for _ in range(width - survivors)])
+        return sorted(chosen + self._further(draw, chosen, width - survivors, width))
+
+    def _further(self, draw: "_Draws", survivors: Sequence[int], places: int, width: int) -> list[int]:
+        """An urn without counters: a fresh survivor with probability a d / (a d + places given), else a copy."""
+        evenness = _nearest(self._evenness, width, EVEN)
+        given: list[int] = []
+        for _ in range(places):
+            fresh = evenness * len(survivors)
+            if evenness >= EVEN or not given or draw.below(_SCALE) < fresh / (fresh + len(given)) * _SCALE:
+                given.append(survivors[draw.below(len(survivors))])
+            else:
+                given.append(given[draw.below(len(given))])
+        return given
 
     def churn_of(self, width: int) -> float:
         """The churn of the nearest known width; a third, which small random models show, where nothing is known."""
-        if not self._churn:
-            return 1 / 3
-        return self._churn[min(self._churn, key=lambda known: (abs(known - width), known))]
+        return _nearest(self._churn, width, 1 / 3)
+
+
+class RecordedGenealogy:
+    """Replays parents that a run recorded, exactly; `steps` as `Recorder.parents` holds them."""
+
+    def __init__(self, steps: Iterable[Mapping[int, Sequence[int]]]) -> None:
+        self._chosen: dict[int, list[Sequence[int]]] = {}
+        for step in steps:
+            for request_id, parents in step.items():
+                self._chosen.setdefault(request_id, []).append(parents)
+
+    def parents(self, request_id: int, generated: int, width: int) -> list[int]:
+        """As recorded; raises KeyError or IndexError for a choice that the recording does not hold."""
+        return list(self._chosen[request_id][generated])
+
+
+def _nearest(known: Mapping[int, float], width: int, otherwise: float) -> float:
+    if not known:
+        return otherwise
+    return known[min(known, key=lambda other: (abs(other - width), other))]
 
 
 class _Draws:
@@ -59,10 +102,3 @@ class _Draws:
         word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
         word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _MASK
         return ((word ^ (word >> 31)) * limit) >> 64
-
-
-def churn_of_run(width: int, distinct_parents: Sequence[int]) -> float:
-    """Mean share of `width` beams without a child, from the number of distinct parents at each step."""
-    if not distinct_parents:
-        return 0.0
-    return 1 - sum(distinct_parents) / (width * len(distinct_parents))

@@ -46,58 +46,73 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class DeviceShape:
-    """Datasheet: bytes/s, FLOP/s, and host seconds per step and per layer."""
+    """Datasheet of each of `parallel` devices: bytes/s, FLOP/s, host seconds per step and per layer, and the link.
+
+    `bandwidth` and `flops` are what kernels reach of the datasheet's figures. `link_bandwidth` is what one device
+    sends to the others in bytes/s, `link_latency_s` what an all-reduce costs beside its bytes.
+    """
 
     name: str
     bandwidth: float
     flops: float
     step_overhead_s: float
     layer_overhead_s: float
+    parallel: int = 1
+    link_bandwidth: float = 300e9
+    link_latency_s: float = 10e-6
 
 
 class RooflineCost:
     """Each part of a step takes the longer of its bytes over bandwidth and its FLOP over peak; host time is added.
 
     Dense layers read all weights once a step; decode attention reads every KV slot; causal prefill does
-    4 x heads x head_dim FLOP per query-key pair. An upper bound on speed: it knows no efficiency below the datasheet.
+    4 x heads x head_dim FLOP per query-key pair. With tensor parallelism (Megatron-LM's split, Shoeybi et al. 2019)
+    each device holds and reads its share of weights and heads, and every layer ends in two all-reduces of the
+    activations, in which a ring sends 2 (n - 1) / n of their bytes. An upper bound on speed: it knows no efficiency
+    below the given figures.
     """
 
     def __init__(self, model: ModelShape, device: DeviceShape) -> None:
         self.model = model
         self.device = device
         self.source = CostSource("roofline", device.name, f"roofline:{device}:{model}", _provenance(device))
+        share = 1.0 / device.parallel
+        self._weights_s = share * model.weight_bytes / device.bandwidth
+        self._token_s = share * 2.0 * model.layers * model.layer_weights / device.flops
+        self._sample_s = share * 2.0 * model.hidden * model.vocab / device.flops
+        self._kv_s = share * model.kv_bytes_per_token / device.bandwidth
+        self._pair_s = share * 4.0 * model.heads * model.head_dim * model.layers / device.flops
+        self._copy_s = 2.0 * self._kv_s
+        self._host_s = device.step_overhead_s + model.layers * device.layer_overhead_s
+        self._link_s, self._reduce_s = _all_reduces(model, device)
 
     def price(self, features: Sequence[Amount]) -> Price:
         """Seconds by the roofline of each part."""
-        model, device = self.model, self.device
-        attention = self._attention(features)
-        dense_flop = features[TOKENS] * self._token_flop + features[SAMPLED] * self._sample_flop
-        dense = _larger(dense_flop / device.flops, model.weight_bytes / device.bandwidth)
-        copies = features[COPIED] * (2.0 * model.kv_bytes_per_token / device.bandwidth)
-        host = device.step_overhead_s + model.layers * device.layer_overhead_s
-        return Price(dense + attention + copies + host, attention)
+        tokens, decode_kv = features[TOKENS], features[DECODE_KV]
+        attention = _larger(
+            (decode_kv + features[PREFILL_KV]) * self._kv_s,
+            (decode_kv + features[PREFILL_WORK]) * self._pair_s,
+        )
+        dense = _larger(tokens * self._token_s + features[SAMPLED] * self._sample_s, self._weights_s)
+        seconds = dense + attention + features[COPIED] * self._copy_s + self._host_s
+        if self._reduce_s:
+            seconds = seconds + (tokens * self._link_s + self._reduce_s)
+        return Price(seconds, attention)
 
-    @property
-    def _token_flop(self) -> float:
-        return 2.0 * self.model.layers * self.model.layer_weights
 
-    @property
-    def _sample_flop(self) -> float:
-        return 2.0 * self.model.hidden * self.model.vocab
-
-    def _attention(self, features: Sequence[Amount]) -> Amount:
-        model, device = self.model, self.device
-        pair_flop = 4.0 * model.heads * model.head_dim * model.layers
-        read = (features[DECODE_KV] + features[PREFILL_KV]) * (model.kv_bytes_per_token / device.bandwidth)
-        work = (features[DECODE_KV] + features[PREFILL_WORK]) * (pair_flop / device.flops)
-        return _larger(read, work)
+def _all_reduces(model: ModelShape, device: DeviceShape) -> tuple[float, float]:
+    """Seconds per token and per step of the all-reduces after attention and after the MLP of every layer."""
+    if device.parallel == 1:
+        return 0.0, 0.0
+    sent = 2.0 * (device.parallel - 1) / device.parallel * model.hidden * model.bytes_per_element
+    return 2.0 * model.layers * sent / device.link_bandwidth, 2.0 * model.layers * device.link_latency_s
 
 
 def _larger(one: Amount, other: Amount) -> Amount:
     """The larger of two amounts, element by element."""
-    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
-        return np.maximum(one, other)
-    return max(one, other)
+    if type(one) is float and type(other) is float:
+        return one if one > other else other
+    return np.maximum(one, other)
 
 
 def _provenance(device: DeviceShape) -> dict[str, object]:
@@ -107,4 +122,5 @@ def _provenance(device: DeviceShape) -> dict[str, object]:
         "tflops": device.flops / 1e12,
         "step_overhead_us": device.step_overhead_s * 1e6,
         "layer_overhead_us": device.layer_overhead_s * 1e6,
+        "tensor_parallel": device.parallel,
     }

@@ -4,11 +4,13 @@ from sim_cases import replay, request
 
 from engine.core.paged import PagedManager
 from engine.core.request import Decoding
+from harness.sim.coalescence import churn_of_run
 from harness.sim.cost import CostModel, CostSource, PacedCost, price_table
 from harness.sim.features import FEATURES, feature_index
 from harness.sim.fitted import fit_cost, held_out_error
-from harness.sim.genealogy import BeamGenealogy, churn_of_run
+from harness.sim.genealogy import BeamGenealogy
 from harness.sim.roofline import DeviceShape, ModelShape, RooflineCost
+from harness.sim.table import TableCost, grid_of
 
 SOURCE = CostSource("fitted", "test", "test")
 
@@ -123,12 +125,67 @@ def test_a_paced_cost_is_the_cost_times_the_ratio() -> None:
     assert paced[1].tolist() == pytest.approx((1.25 * plain[1]).tolist())
 
 
-@pytest.mark.parametrize("kind", ["fitted", "roofline"])
+def table_cost(features: np.ndarray) -> TableCost:
+    """A grid that covers some of the steps of `measured_features`, and not all."""
+    fitted = fit_cost(features, *true_seconds(features), SOURCE)
+    decode = [(r, kv, 1e-5 * r + 1e-7 * r * kv) for r in (1, 4, 16) for kv in (16, 64, 128)]
+    prefill = [(q, c, 1e-6 * q + 1e-8 * q * c) for q in (8, 64, 128) for c in (0, 64)]
+    return TableCost(fitted, grid_of(decode), grid_of(prefill), 16, SOURCE)
+
+
+def test_a_grid_reproduces_what_is_affine_in_rows_and_their_product_with_the_length() -> None:
+    points = [(r, kv, 2e-5 + 1e-5 * r + 1e-7 * r * kv) for r in (1, 4, 16) for kv in (16, 64, 128)]
+    assert grid_of(points).at(7, 100.5) == pytest.approx(2e-5 + 7e-5 + 1e-7 * 7 * 100.5)
+    assert np.isnan(grid_of(points).at(17, 64))
+    assert np.isnan(grid_of(points).at(2, 15))
+
+
+def test_a_cell_that_was_not_measured_is_left_to_the_fit() -> None:
+    grid = grid_of([(1, 16, 1.0), (1, 64, 1.0), (4, 16, 1.0), (4, 64, 1.0), (16, 16, 1.0)])
+    assert grid.at(2, 32) == 1.0
+    assert np.isnan(grid.at(10, 32))
+
+
+def test_a_grid_needs_two_values_on_each_axis() -> None:
+    with pytest.raises(ValueError, match="found 1 by 2"):
+        grid_of([(1, 16, 1.0), (1, 64, 1.0)])
+
+
+def test_outside_its_grid_the_table_prices_as_the_fit_does() -> None:
+    features = measured_features(0)
+    table = table_cost(features)
+    chunks, rows, kv = feature_index(["prefill_rows", "decode_rows", "decode_kv"])
+    only = features[(features[:, chunks] == 0) & (features[:, kv] > 128 * features[:, rows])]
+    assert len(only) > 10
+    assert price_table(table, only)[0].tolist() == pytest.approx(price_table(table.fitted, only)[0].tolist())
+    inside = features[0].copy()
+    inside[kv] = 1e9
+    assert table.price(list(inside)).seconds == pytest.approx(table.fitted.price(list(inside)).seconds)
+
+
+def test_inside_its_grid_the_table_follows_the_measurements_and_not_the_fit() -> None:
+    features = measured_features(0)
+    chunks, rows, kv, padded, blocks = feature_index(
+        ["prefill_rows", "decode_rows", "decode_kv", "decode_padded_kv", "decode_padded_blocks"]
+    )
+    step = features[(features[:, chunks] == 0) & (features[:, rows] == 4)][0].copy()
+    step[kv] = step[padded] = 4 * 64
+    step[blocks] = 16
+    table = table_cost(features)
+    assert table.price(list(step)).attention_s == pytest.approx(4e-5 + 1e-7 * 4 * 64)
+    step[padded] = 4 * 80  # ragged: the longest has 80 slots
+    slope = table.fitted.coefficients()["decode_padded_kv"]
+    assert table.price(list(step)).attention_s == pytest.approx(4e-5 + 1e-7 * 4 * 64 + slope * 4 * 16)
+
+
+@pytest.mark.parametrize("kind", ["fitted", "roofline", "split", "table"])
 def test_numbers_and_arrays_are_priced_to_the_same_bits(kind: str) -> None:
     features = measured_features(0)
     fitted = fit_cost(features, *true_seconds(features), SOURCE)
     roofline = RooflineCost(LLAMA_8B, DeviceShape("h200", 4.8e12, 989e12, 1e-4, 1e-6))
-    cost: CostModel = fitted if kind == "fitted" else roofline
+    split = RooflineCost(LLAMA_8B, DeviceShape("h200", 4.8e12, 989e12, 1e-4, 1e-6, parallel=4))
+    models = {"fitted": fitted, "roofline": roofline, "split": split, "table": table_cost(features)}
+    cost: CostModel = models[kind]
     seconds, attention = price_table(cost, features)
     single = [cost.price(row) for row in features.tolist()]
     assert [price.seconds for price in single] == seconds.tolist()
@@ -142,17 +199,32 @@ def test_kv_bytes_per_token_of_llama_3_8b() -> None:
     assert LLAMA_8B.kv_bytes_per_token == 131_072
 
 
-def test_opt_13b_fills_26_gb_of_weights_and_800_kib_a_token() -> None:
-    opt = ModelShape(40, 5120, 40, 40, 128, 20480, 50272, 2, mlp_matrices=2)
-    assert opt.kv_bytes_per_token == 819_200
-    assert opt.weight_bytes / 1e9 == pytest.approx(26, rel=0.02)
-
-
 def test_a_decode_step_takes_at_least_the_time_to_read_weights_and_kv() -> None:
     cost = RooflineCost(LLAMA_8B, DeviceShape("h200", 4.8e12, 989e12, 0, 0))
     features = replay([request(0, 0, 1000, 2)], fast_forward=False, keep_plans=True)[1].features
     read = (LLAMA_8B.weight_bytes + 1001 * LLAMA_8B.kv_bytes_per_token) / 4.8e12
     assert price_table(cost, features)[0][-1] == pytest.approx(read)
+
+
+def test_two_devices_halve_what_is_read_and_add_what_is_sent() -> None:
+    """Two all-reduces a layer; with two devices a ring sends each byte once."""
+    features = replay([request(0, 0, 1000, 2)], fast_forward=False, keep_plans=True)[1].features
+    one = RooflineCost(LLAMA_8B, DeviceShape("h200", 4.8e12, 989e12, 0, 0))
+    two = RooflineCost(LLAMA_8B, DeviceShape("h200", 4.8e12, 989e12, 0, 0, 2, 450e9, 10e-6))
+    sent = 2 * 32 * (4096 * 2 / 450e9 + 10e-6)
+    assert price_table(two, features)[0][-1] == pytest.approx(price_table(one, features)[0][-1] / 2 + sent)
+
+
+@pytest.mark.parametrize(
+    ("layers", "hidden", "heads", "weights_gb", "kv_bytes"),
+    [(40, 5120, 40, 26, 819_200), (64, 9216, 72, 132, 2_359_296), (96, 12288, 96, 346, 4_718_592)],
+)
+def test_the_paper_s_models_have_the_paper_s_sizes(
+    layers: int, hidden: int, heads: int, weights_gb: float, kv_bytes: int
+) -> None:
+    opt = ModelShape(layers, hidden, heads, heads, 128, 4 * hidden, 50272, 2, mlp_matrices=2)
+    assert opt.weight_bytes / 1e9 == pytest.approx(weights_gb, rel=0.02)
+    assert opt.kv_bytes_per_token == kv_bytes
 
 
 @pytest.mark.parametrize(("width", "churn"), [(2, 0.25), (4, 0.33), (8, 0.38), (4, 0.0)])

@@ -32,6 +32,7 @@ from harness.config.schema.prediction import (
     CostKind,
     DeviceConfig,
     ReplayConfig,
+    ReplayMode,
 )
 from harness.config.schema.run import RunConfig
 
@@ -53,6 +54,7 @@ __all__ = [
     "OnError",
     "Oversize",
     "ReplayConfig",
+    "ReplayMode",
     "RunConfig",
     "SchedulerConfig",
     "Ticks",

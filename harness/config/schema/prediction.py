@@ -9,7 +9,19 @@ class CostKind(StrEnum):
 
     auto = "auto"  # fitted where this device and model are or will be calibrated, else roofline
     fitted = "fitted"
+    table = "table"  # attention interpolated in a measured grid, the rest fitted
     roofline = "roofline"
+
+
+class ReplayMode(StrEnum):
+    """Who sends requests, and when."""
+
+    trace = "trace"  # open loop: at the trace's times (scaled by workload.request_rate)
+    poisson = "poisson"  # open loop: drawn anew, at workload.request_rate (null: the trace's mean rate)
+    gamma = "gamma"  # the same with gaps of replay.burstiness
+    closed = "closed"  # so many users, each of whom waits for an answer and pauses before asking again
+    offline = "offline"  # everything is there at the start
+    sessions = "sessions"  # a turn waits until its parent has ended and its user has thought
 
 
 class Clock(StrEnum):
@@ -22,7 +34,9 @@ class Clock(StrEnum):
 
 @dataclass
 class DeviceConfig:
-    """Datasheet of the simulated device, for `cost=roofline` and for the pool size."""
+    """Datasheet of the simulated device, for `cost=roofline` and for the pool size; of each of several where
+    `tensor_parallel` is above 1.
+    """
 
     name: str = "cpu"
     memory_gb: float = 8.0  # 10^9 bytes
@@ -31,6 +45,11 @@ class DeviceConfig:
     step_overhead_us: float = 1000.0  # host time of a step beside the device
     layer_overhead_us: float = 250.0  # host or launch time per layer
     memory_utilization: float = 0.9
+    bandwidth_efficiency: float = 1.0  # share of the bandwidth that kernels reach; 1 is an upper bound on speed
+    compute_efficiency: float = 1.0  # share of the peak FLOP/s that they reach
+    tensor_parallel: int = 1  # devices among which every layer is split
+    link_gbs: float = 300.0  # tensor_parallel > 1: 10^9 bytes per second that a device sends to the others
+    link_latency_us: float = 10.0  # of one all-reduce, beside its bytes
 
 
 @dataclass
@@ -49,3 +68,11 @@ class ReplayConfig:
 
     clock: Clock = Clock.auto
     repeats: int = 3  # measured runs; their spread stands beside every error
+    mode: ReplayMode = ReplayMode.trace
+    users: int = 16  # mode=closed
+    think_s: float = 0.0  # closed, sessions: mean of the users' exponential pauses, where the trace says none
+    burstiness: float = 2.0  # gamma: coefficient of variation of the gaps; 1 is Poisson
+    duration_s: float | None = (
+        None  # stop then, in virtual time; what has not finished is named; null: when all is done
+    )
+    records: bool = True  # keep a row for every step and request; false: metrics alone, in constant memory

@@ -1,0 +1,160 @@
+"""A cost model that interpolates measured attention inside its grid, and is the fitted model outside of it.
+
+Kernel latency is a staircase that no formula follows; between the points of a grid it is nearly affine in the number
+of rows, in their lengths and in the product of both, which is what bilinear interpolation reproduces exactly. Grids
+hold rows of equal length; what raggedness and another block size cost beyond that is added from the fitted model.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from harness.sim.cost import Amount, CostSource, FloatArray, Price
+from harness.sim.features import feature_index
+from harness.sim.fitted import FittedCost
+
+_ROWS, _KV, _PADDED, _BLOCKS = feature_index(
+    ("decode_rows", "decode_kv", "decode_padded_kv", "decode_padded_blocks")
+)
+_CHUNKS, _TOKENS, _CHUNK_KV = feature_index(("prefill_rows", "prefill_tokens", "prefill_kv"))
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Seconds measured at pairs of `across` and `along`, float64 `[len(across), len(along)]`; NaN: not measured."""
+
+    across: tuple[float, ...]
+    along: tuple[float, ...]
+    seconds: tuple[tuple[float, ...], ...]
+
+    def at(self, across: Amount, along: Amount) -> Amount:
+        """Bilinear between the four measured neighbours; NaN outside, and where one of them was not measured."""
+        if isinstance(across, np.ndarray) or isinstance(along, np.ndarray):
+            return self._many(*np.broadcast_arrays(across, along))
+        return self._one(float(across), float(along))
+
+    def _one(self, across: float, along: float) -> float:
+        ends = self.across[0] <= across <= self.across[-1] and self.along[0] <= along <= self.along[-1]
+        if not ends:
+            return np.nan
+        row = min(bisect_right(self.across, across), len(self.across) - 1) - 1
+        column = min(bisect_right(self.along, along), len(self.along) - 1) - 1
+        u = (across - self.across[row]) / (self.across[row + 1] - self.across[row])
+        v = (along - self.along[column]) / (self.along[column + 1] - self.along[column])
+        near, far = self.seconds[row], self.seconds[row + 1]
+        left = near[column] + u * (far[column] - near[column])
+        right = near[column + 1] + u * (far[column + 1] - near[column + 1])
+        return left + v * (right - left)
+
+    def _many(self, across: FloatArray, along: FloatArray) -> FloatArray:
+        """The same, operation for operation."""
+        rows, columns, table = self._arrays
+        row = np.clip(np.searchsorted(rows, across, "right") - 1, 0, len(rows) - 2)
+        column = np.clip(np.searchsorted(columns, along, "right") - 1, 0, len(columns) - 2)
+        u = (across - rows[row]) / (rows[row + 1] - rows[row])
+        v = (along - columns[column]) / (columns[column + 1] - columns[column])
+        left = table[row, column] + u * (table[row + 1, column] - table[row, column])
+        right = table[row, column + 1] + u * (table[row + 1, column + 1] - table[row, column + 1])
+        found = left + v * (right - left)
+        outside = (across < rows[0]) | (across > rows[-1]) | (along < columns[0]) | (along > columns[-1])
+        return np.where(outside, np.nan, found)
+
+    @cached_property
+    def _arrays(self) -> tuple[FloatArray, FloatArray, FloatArray]:
+        return np.array(self.across), np.array(self.along), np.array(self.seconds)
+
+
+@dataclass(frozen=True)
+class TableCost:
+    """Attention from grids: of decode rows over (rows, KV slots a row), of one prefill chunk over (tokens, context).
+
+    `block_size` is the one that the decode grid was measured with. Steps that mix decode rows and chunks, or hold
+    several chunks, add what each grid says of its part.
+    """
+
+    fitted: FittedCost
+    decode: Grid
+    prefill: Grid
+    block_size: int
+    source: CostSource
+
+    def price(self, features: Sequence[Amount]) -> Price:
+        """Interpolated attention, the rest fitted."""
+        attention = self._decode(features) + self._prefill(features)
+        return Price(self.fitted.with_rest(features, attention), attention)
+
+    def _decode(self, features: Sequence[Amount]) -> Amount:
+        """The grid's seconds for rows of the mean length, plus what the fit says of padding and block size."""
+        rows, kv = features[_ROWS], features[_KV]
+        if not np.any(rows):
+            return 0.0
+        even = kv * (1.0 / self.block_size)
+        uneven = (features[_PADDED] - kv) * self._slot_s + (features[_BLOCKS] - even) * self._block_s
+        found = self.decode.at(rows, kv / _some(rows)) + uneven
+        return _known(rows, found, self._fitted(features, _ROWS, _KV, _PADDED, _BLOCKS, floor=True))
+
+    def _prefill(self, features: Sequence[Amount]) -> Amount:
+        """The mean chunk's seconds, times the chunks."""
+        chunks = features[_CHUNKS]
+        if not np.any(chunks):
+            return 0.0
+        tokens = features[_TOKENS] / _some(chunks)
+        found = self.prefill.at(tokens, features[_CHUNK_KV] / _some(chunks) - tokens) * chunks
+        return _known(chunks, found, self._fitted(features, *_PREFILL))
+
+    def _fitted(self, features: Sequence[Amount], *columns: int, floor: bool = False) -> Amount:
+        """The fitted model's seconds for some of the attention's features."""
+        total: Amount = self._coefficients[_STEPS] if floor else 0.0
+        for column in columns:
+            total = total + features[column] * self._coefficients[column]
+        return total
+
+    @cached_property
+    def _coefficients(self) -> list[float]:
+        return list(self.fitted.coefficients().values())
+
+    @property
+    def _slot_s(self) -> float:
+        return self._coefficients[_PADDED]
+
+    @property
+    def _block_s(self) -> float:
+        return self._coefficients[_BLOCKS]
+
+
+_PREFILL = feature_index(("prefill_rows", "prefill_tokens", "prefill_kv", "prefill_blocks", "prefill_work"))
+(_STEPS,) = feature_index(("decode_steps",))
+
+
+def _some(count: Amount) -> Amount:
+    """At least one, to divide by."""
+    return np.maximum(count, 1) if isinstance(count, np.ndarray) else count
+
+
+def _known(count: Amount, found: Amount, otherwise: Amount) -> Amount:
+    """`found`, and `otherwise` where it is not a number; never below zero, and zero where there is nothing to price."""
+    if isinstance(found, np.ndarray):
+        known = np.maximum(0.0, np.where(np.isnan(found), otherwise, found))
+        return np.where(np.asarray(count) == 0, 0.0, known)
+    return float(max(0.0, otherwise if found != found else found))
+
+
+def grid_of(points: Sequence[tuple[float, float, float]]) -> Grid:
+    """A grid from measured (across, along, seconds); pairs measured more than once take their median.
+
+    Raises ValueError where fewer than two values lie on an axis.
+    """
+    across = tuple(sorted({float(point[0]) for point in points}))
+    along = tuple(sorted({float(point[1]) for point in points}))
+    if min(len(across), len(along)) < 2:
+        raise ValueError(f"a grid needs two values on each axis, found {len(across)} by {len(along)}")
+    seen: dict[tuple[float, float], list[float]] = {}
+    for one, other, seconds in points:
+        seen.setdefault((float(one), float(other)), []).append(seconds)
+    cells = tuple(
+        tuple(float(np.median(seen[a, b])) if (a, b) in seen else np.nan for b in along) for a in across
+    )
+    return Grid(across, along, cells)
