@@ -1,4 +1,4 @@
-"""What can be replayed: the embedded generators, and the public trace files with their origin and licence."""
+"""What can be replayed: the embedded generators, and the public traces with their origin, licence and checksums."""
 
 import json
 from dataclasses import dataclass
@@ -9,30 +9,58 @@ from traces.tables import TABLES, CalibrationTable, load_table
 
 
 @dataclass(frozen=True)
+class RemoteFile:
+    """A file to download. `sha256` and `bytes` are None where the publisher's file has not been seen."""
+
+    path: str  # its name in the trace's folder
+    url: str
+    sha256: str | None
+    bytes: int | None
+
+
+@dataclass(frozen=True)
 class CatalogueEntry:
-    """One trace: `rows` and `sha256` are None where the publisher's file has not been seen."""
+    """One trace: `rows` is None where it is not known; `sha256` is the one that its header will carry."""
 
     name: str
     format: str  # 'generated', or the name of the reader
     rows: int | None
     licence: str
     sharing: str
-    where: str  # an address to download from, or what the generator is calibrated on
+    where: str  # the publisher's page, or what the generator is calibrated on
     sha256: str | None = None
+    files: tuple[RemoteFile, ...] = ()  # empty: to be fetched by hand from the page
+
+    @property
+    def bytes(self) -> int | None:
+        """Size of the download, where all sizes are known."""
+        sizes = [file.bytes for file in self.files]
+        return None if not sizes or None in sizes else sum(size or 0 for size in sizes)
 
 
 @lru_cache
 def catalogue() -> tuple[CatalogueEntry, ...]:
-    """The embedded generators first, then the public files."""
+    """The embedded generators first, then the public traces."""
     public = json.loads((files("traces") / "data" / "catalogue.json").read_text("utf-8"))
     generated = (_generated(load_table(name)) for name in TABLES)
-    return (*generated, *(CatalogueEntry(**entry) for entry in public))
+    return (*generated, *(_public(entry) for entry in public))
+
+
+def public_trace(name: str) -> CatalogueEntry | None:
+    """The public trace of that name."""
+    entries = (entry for entry in catalogue() if entry.format != "generated")
+    return next((entry for entry in entries if entry.name == name), None)
 
 
 def licence_of(sha256: str) -> str:
-    """Licence of a file that is known by its checksum."""
+    """Licence of a source that is known by its checksum."""
     known = (entry.licence for entry in catalogue() if entry.sha256 == sha256)
     return next(known, "not known: the checksum is not in the catalogue")
+
+
+def _public(entry: dict[str, object]) -> CatalogueEntry:
+    remote = tuple(RemoteFile(**file) for file in entry.pop("files"))  # type: ignore[attr-defined]
+    return CatalogueEntry(**entry, files=remote)  # type: ignore[arg-type]
 
 
 def _generated(table: CalibrationTable) -> CatalogueEntry:

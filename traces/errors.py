@@ -4,10 +4,11 @@
 class RowError(ValueError):
     """A wrong value inside one row; `traces.reading` adds the file and the line, or counts and skips the row."""
 
-    def __init__(self, field: str | None, reason: str) -> None:
+    def __init__(self, field: str | None, reason: str, text_line: int = 1) -> None:
         super().__init__(reason if field is None else f"{field}: {reason}")
         self.field = field
         self.reason = reason
+        self.text_line = text_line  # within the text that was read: a line or a whole document
 
 
 class TraceError(ValueError):

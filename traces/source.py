@@ -14,9 +14,11 @@ from typing import IO, cast
 
 from traces.errors import RowError, TraceError
 
+MAX_LINE_BYTES = 64 << 20  # the longest published row has 0.2 MB; a line beyond this is not a row
 _GZIP_MAGIC = b"\x1f\x8b"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+_UTF16 = (b"\xff\xfe", b"\xfe\xff")
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,11 @@ class SourceFile:
         """Physical lines from 1, without line ends and byte-order mark; raises TraceError when bytes end early."""
         number = 0
         try:
-            with closing(_open(self.path)) as stream:
-                for number, raw in enumerate(stream, start=1):
+            with closing(open_bytes(self.path)) as stream:
+                while raw := stream.readline(MAX_LINE_BYTES + 1):
+                    number += 1
+                    if len(raw) > MAX_LINE_BYTES:
+                        raise TraceError(self.path, number, "line", _too_long())
                     line = raw.removeprefix(_BYTE_ORDER_MARK) if number == 1 else raw
                     yield number, line.rstrip(b"\r\n")
         except (OSError, EOFError, zlib.error) as error:
@@ -46,8 +51,8 @@ def open_source(path: str | Path, expect_sha256: str | None = None) -> SourceFil
     try:
         with open(path, "rb") as stream:
             sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
-        with closing(_open(name)) as text:
-            first = text.readline(1 << 20)
+        with closing(open_bytes(name)) as text:
+            first = text.readline(MAX_LINE_BYTES + 1)
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise TraceError(name, None, None, f"cannot be read: {reason}") from error
@@ -68,12 +73,28 @@ def decode(raw: bytes) -> str:
         raise RowError("line", f"not UTF-8 at byte {error.start + 1}") from error
 
 
-def _open(path: str) -> IO[bytes]:
+def read_document(file: SourceFile) -> str:
+    """The whole text of a file that is one document; raises TraceError with the line of bytes that are not text."""
+    texts = []
+    for line, raw in file.lines():
+        try:
+            texts.append(decode(raw))
+        except RowError as error:
+            raise TraceError(file.path, line, error.field, error.reason) from error
+    return "\n".join(texts)
+
+
+def open_bytes(path: str) -> IO[bytes]:
+    """The file's bytes, unpacked where its name ends in .gz."""
     return cast("IO[bytes]", gzip.open(path, "rb")) if path.endswith(".gz") else open(path, "rb")
 
 
+def _too_long() -> str:
+    return f"longer than {MAX_LINE_BYTES >> 20} MiB: not a row of a trace"
+
+
 def _refuse_foreign_bytes(name: str, first: bytes) -> None:
-    start = first.removeprefix(_BYTE_ORDER_MARK).lstrip().lower()
+    start = first[:1024].removeprefix(_BYTE_ORDER_MARK).lstrip().lower()
     reason = None
     if not first:
         reason = "empty file"
@@ -81,8 +102,12 @@ def _refuse_foreign_bytes(name: str, first: bytes) -> None:
         reason = "gzip data: decompress the file, or let its name end in .gz"
     elif first.startswith(_LFS_POINTER):
         reason = "a Git LFS pointer, not the data: fetch the object with `git lfs pull`"
+    elif first.startswith(_UTF16):
+        reason = "UTF-16 text: convert the file to UTF-8"
     elif start.startswith((b"<!doctype html", b"<html")):
         reason = "an HTML page, not the data: download the raw file"
+    elif len(first) > MAX_LINE_BYTES:
+        reason = _too_long()
     if reason is not None:
         raise TraceError(name, 1, None, reason)
 

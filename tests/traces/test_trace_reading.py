@@ -80,7 +80,7 @@ def test_formats_are_recognised_by_content_not_by_name(azure_file, mooncake_file
 
 
 def test_an_unknown_format_name_is_refused_with_the_choices(azure_file) -> None:
-    with pytest.raises(ParameterError, match="format: one of auto, azure, mooncake, vidur expected"):
+    with pytest.raises(ParameterError, match="format: one of auto, azure, mooncake, vidur, burstgpt"):
         read_trace(azure_file(FIRST), "parquet")
 
 

@@ -26,6 +26,8 @@ class AzureReader:
     source_block_tokens: int | None = None
     time_field = "TIMESTAMP"
     has_header = True
+    has_clock = True
+    is_ordered = True
 
     def __init__(self) -> None:
         self.noted: dict[str, int] = {}
@@ -50,10 +52,11 @@ class AzureReader:
         output = plain_integer(generated, "GeneratedTokens", 0)
         return Row(self._time_ns(stamp), prompt, output, (Segment(None, prompt),))
 
-    def accept(self, row: Row, line: int) -> None:
+    def accept(self, row: Row, line: int, request_id: int) -> Row:
         """Rows are independent of each other."""
+        return row
 
-    def clock_quantum_us(self, times_ns: list[int]) -> int:
+    def clock_quantum_us(self) -> int:
         """One microsecond; a second where no row carries a fraction."""
         return 1 if self._has_fraction else 1_000_000
 

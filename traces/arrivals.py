@@ -1,0 +1,134 @@
+"""Arrival processes: when requests arrive, for generators and for sources that have lengths but no clock.
+
+Each is a stream of gaps from a counter-based source, so that fewer arrivals are the beginning of more. All have the
+mean rate that they are given; what differs is how they cluster.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from math import isfinite, pi
+
+import numpy as np
+import numpy.typing as npt
+
+from traces.errors import ParameterError
+
+KINDS = ("even", "poisson", "gamma", "diurnal", "modulated")
+_STREAM = 3  # changing it changes every generated trace
+_CHUNK = 4096
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class ArrivalProcess:
+    """Gaps with mean 1 / `rate_rps`.
+
+    even: all equal. poisson: exponential. gamma: of this `shape`, below 1 is burstier than Poisson.
+    diurnal: Poisson whose rate swings by `swing` (0 to 1) of its mean over `period_s`, lowest at the start.
+    modulated: two-state Markov-modulated Poisson; the busy state has `burst` times the mean rate, is entered with
+    mean length `busy_s`, and lasts for `busy_share` of the time.
+    """
+
+    kind: str
+    rate_rps: float
+    shape: float = 1.0
+    swing: float = 0.8
+    period_s: float = 86_400.0
+    burst: float = 4.0
+    busy_share: float = 0.1
+    busy_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ParameterError("arrivals", f'one of {", ".join(KINDS)} expected, found "{self.kind}"')
+        for name in ("rate_rps", "shape", "period_s", "burst", "busy_s"):
+            _check(name, getattr(self, name), isfinite(getattr(self, name)) and getattr(self, name) > 0)
+        _check("swing", self.swing, 0 <= self.swing <= 1, "from 0 to 1")
+        _check("busy_share", self.busy_share, 0 < self.busy_share < 1, "between 0 and 1")
+        if self.kind == "modulated" and self.burst * self.busy_share > 1:
+            raise ParameterError("burst", f"at most 1 / busy_share = {1 / self.busy_share:g} expected")
+
+    def describe(self) -> str:
+        """The process in words, for headers."""
+        words = {
+            "gamma": f", shape {self.shape:g}",
+            "diurnal": f", swing {self.swing:g} over {self.period_s:g} s",
+            "modulated": f", {self.burst:g} times as busy for {self.busy_share:g} of the time, {self.busy_s:g} s each",
+        }
+        return f"{self.kind} at {self.rate_rps:.4g} requests/s{words.get(self.kind, '')}"
+
+    def times_us(self, count: int, seed: int) -> list[int]:
+        """The first `count` arrivals in microseconds, from 0."""
+        return list(islice(self.stream_us(seed), count))
+
+    def stream_us(self, seed: int) -> Iterator[int]:
+        """Arrivals without end, in microseconds from 0; raises ParameterError on a seed out of range."""
+        if not 0 <= seed < 2**64:
+            raise ParameterError("seed", f"from 0 to 2^64 - 1 expected, found {seed}")
+        yield 0
+        last = 0.0
+        for gaps in self._gaps(np.random.Generator(np.random.Philox(key=_key(seed)))):
+            times = np.cumsum(np.concatenate([[last], gaps]))[1:]
+            last = float(times[-1])
+            yield from np.rint(times * 1e6).astype(np.int64).tolist()
+
+    def _gaps(self, source: np.random.Generator) -> Iterator[Floats]:
+        """Gaps in seconds, in chunks without end."""
+        if self.kind == "modulated":
+            yield from self._modulated(source)
+        at = 0.0
+        while True:
+            if self.kind == "even":
+                gaps = np.full(_CHUNK, 1 / self.rate_rps)
+            elif self.kind == "diurnal":
+                gaps = self._diurnal(source, at)
+            else:
+                shape = self.shape if self.kind == "gamma" else 1.0
+                gaps = source.standard_gamma(shape, _CHUNK) / (shape * self.rate_rps)
+            at += float(gaps.sum())
+            yield gaps
+
+    def _diurnal(self, source: np.random.Generator, at: float) -> Floats:
+        """Exponential steps in operational time, mapped through the inverse of the integrated rate."""
+        turn = 2 * pi / self.period_s
+        target = self._integrated(np.array([at]))[0] + np.cumsum(source.standard_exponential(_CHUNK))
+        low = np.full(_CHUNK, at)
+        high = target / self.rate_rps + self.swing / turn + 1.0 / self.rate_rps
+        for _ in range(60):  # bisection: the integrated rate never falls
+            middle = (low + high) / 2
+            below = self._integrated(middle) < target
+            low, high = np.where(below, middle, low), np.where(below, high, middle)
+        return np.diff(high, prepend=at)
+
+    def _integrated(self, time_s: Floats) -> Floats:
+        """Expected arrivals up to `time_s`: the rate is mean * (1 - swing * cos(2 pi t / period))."""
+        turn = 2 * pi / self.period_s
+        return self.rate_rps * (time_s - self.swing * np.sin(turn * time_s) / turn)
+
+    def _modulated(self, source: np.random.Generator) -> Iterator[Floats]:
+        """One chunk for each visit to a state; the gap across a change of state is cut and drawn again."""
+        calm_s = self.busy_s * (1 - self.busy_share) / self.busy_share
+        busy_rate = self.rate_rps * self.burst
+        calm_rate = (self.rate_rps - busy_rate * self.busy_share) / (1 - self.busy_share)
+        busy, waited = False, 0.0
+        while True:
+            stay = source.exponential(self.busy_s if busy else calm_s)
+            count = source.poisson((busy_rate if busy else calm_rate) * stay)
+            if count:
+                times = np.sort(source.uniform(0, stay, count))
+                gaps = np.diff(times, prepend=-waited)
+                waited = stay - float(times[-1])
+                yield gaps
+            else:
+                waited += stay
+            busy = not busy
+
+
+def _key(seed: int) -> npt.NDArray[np.uint64]:
+    return np.array([seed, _STREAM], dtype=np.uint64)
+
+
+def _check(name: str, value: float, holds: bool, allowed: str = "above 0") -> None:
+    if not holds:
+        raise ParameterError(name, f"{allowed} expected, found {value}")

@@ -1,0 +1,86 @@
+"""BurstGPT CSV, both versions, read by column name: seconds from the first day's start, lengths, no sharing.
+
+Version 2 inserts `Session ID` and `Elapsed time`. A response of 0 tokens is a failed request: dropped and counted.
+"""
+
+from traces.csvrow import Columns
+from traces.errors import RowError
+from traces.rows import Row, note, plain_integer, seconds_us
+from traces.trace import CONTENT, Segment
+
+_COLUMNS = ("Timestamp", "Model", "Request tokens", "Response tokens", "Total tokens", "Log Type")
+_VERSION_2 = ("Session ID", "Elapsed time")
+_LOG_TYPES = ("Conversation log", "API log")
+_MODELS = ("ChatGPT", "GPT-4")
+
+
+class BurstGptReader:
+    """Rows of BurstGPT; a `Session ID` makes turns of the requests that carry it."""
+
+    format = "burstgpt"
+    key_kind = CONTENT
+    source_block_tokens: int | None = None
+    time_field = "Timestamp"
+    has_header = True
+    has_clock = True
+    is_ordered = True
+
+    def __init__(self) -> None:
+        self.noted: dict[str, int] = {}
+        self._turns: dict[str, tuple[int, int]] = {}  # session -> last turn and its request
+        self._has_fraction = False
+
+    def read_header(self, text: str) -> None:
+        """Find the columns by name; those of version 2 where both are there."""
+        names = Columns((), text).extra
+        self._has_sessions = all(name in names for name in _VERSION_2)
+        self._columns = Columns(_COLUMNS + (_VERSION_2 if self._has_sessions else ()), text)
+        for name in self._columns.extra:
+            self.noted[f"unknown column {name}"] = 1
+
+    def read_row(self, text: str, line: int) -> Row:
+        """Time in nanoseconds since the first day began."""
+        stamp, model, asked, answered, stated, log_type, *version_2 = self._columns.pick(text)
+        prompt = plain_integer(asked, "Request tokens", 0)
+        output = plain_integer(answered, "Response tokens", 0)
+        total = plain_integer(stated, "Total tokens", 0)
+        if total != prompt + output:
+            raise RowError("Total tokens", f"{total} is not {prompt} + {output}")
+        if log_type not in _LOG_TYPES:
+            raise RowError(
+                "Log Type", f'"{_LOG_TYPES[0]}" or "{_LOG_TYPES[1]}" expected, found "{log_type[:40]}"'
+            )
+        if model not in _MODELS:
+            note(self.noted, "model not named in the documents")
+        self._has_fraction |= "." in stamp
+        time_us = seconds_us(stamp, "Timestamp", self.noted)
+        session = _session(*version_2) if version_2 else None
+        more = {"model": model, "kind": log_type, "session": session}
+        return Row(time_us * 1_000, prompt, output, (Segment(None, prompt),), more)
+
+    def accept(self, row: Row, line: int, request_id: int) -> Row:
+        """Number the turns of a session in the order of the file."""
+        assert row.more is not None  # set by read_row
+        session = row.more["session"]
+        if session is None:
+            return row
+        turn, parent = self._turns.get(session, (0, None))
+        self._turns[session] = (turn + 1, request_id)
+        return row._replace(more={**row.more, "turn": turn + 1, "parent": parent})
+
+    def clock_quantum_us(self) -> int:
+        """A second, unless a row carries a fraction."""
+        return 1 if self._has_fraction else 1_000_000
+
+
+def _session(session: str, elapsed: str) -> str | None:
+    """The session's name, None where it is empty (API rows); the full response time is checked, not used."""
+    if elapsed.startswith("-"):
+        raise RowError("Elapsed time", f"{elapsed[:40]} is below 0")
+    try:
+        finite = float(elapsed) - float(elapsed) == 0 if elapsed else True
+    except ValueError:
+        finite = False
+    if not finite:
+        raise RowError("Elapsed time", f'number of seconds expected, found "{elapsed[:40]}"')
+    return session or None

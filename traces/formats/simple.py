@@ -1,0 +1,117 @@
+"""Our own rows, for a trace written by hand or from a log: CSV with a header, or JSONL with the same names.
+
+`arrival_s,prompt_tokens,output_tokens`, and any of: `session`, `prefix` with `prefix_tokens` (the prompt begins with
+that many tokens of a text of that name), `salt`, `n`, `best_of`, `beam_width`, `priority`, `model`, `kind`. An
+empty field is an absent one. Rows of a session are its turns, in order.
+"""
+
+import hashlib
+
+from traces.csvrow import Columns
+from traces.errors import RowError
+from traces.jsonl import kind, read_object, require_keys
+from traces.rows import Row, note, plain_integer, seconds_us
+from traces.trace import CONTENT, Segment
+
+NEEDED = ("arrival_s", "prompt_tokens", "output_tokens")
+_COUNTS = ("n", "best_of", "beam_width")
+_WORDS = ("session", "salt", "model", "kind")
+OPTIONAL = ("prefix", "prefix_tokens", "priority", *_COUNTS, *_WORDS)
+
+
+class SimpleReader:
+    """Rows of our own CSV or JSONL."""
+
+    format = "simple"
+    key_kind = CONTENT
+    source_block_tokens: int | None = None
+    time_field = "arrival_s"
+    has_clock = True
+    is_ordered = True
+
+    def __init__(self, first_line: str) -> None:
+        self.has_header = not first_line.lstrip().startswith("{")
+        self.noted: dict[str, int] = {}
+        self._names: dict[int, str] = {}  # key -> the prefix it stands for
+        self._turns: dict[str, tuple[int, int]] = {}  # session -> last turn and its request
+
+    def read_header(self, text: str) -> None:
+        """Find the columns by name."""
+        present = [name for name in OPTIONAL if name in Columns(NEEDED, text).extra]
+        self._wanted = (*NEEDED, *present)
+        self._columns = Columns(self._wanted, text)
+        for name in self._columns.extra:
+            self.noted[f"unknown column {name}"] = 1
+
+    def read_row(self, text: str, line: int) -> Row:
+        """Time in nanoseconds from the start."""
+        fields = self._fields(text)
+        time_us = seconds_us(fields.pop("arrival_s"), "arrival_s", self.noted)
+        prompt = plain_integer(fields.pop("prompt_tokens"), "prompt_tokens", 1)
+        output = plain_integer(fields.pop("output_tokens"), "output_tokens", 0)
+        segments = self._segments(fields, prompt)
+        more: dict[str, object] = {name: fields[name] for name in _WORDS if name in fields}
+        more |= {name: plain_integer(fields[name], name, 1) for name in _COUNTS if name in fields}
+        if "priority" in fields:
+            more["priority"] = plain_integer(fields["priority"], "priority", -(10**6))
+        _check_widths(more)
+        return Row(time_us * 1000, prompt, output, segments, more or None)
+
+    def accept(self, row: Row, line: int, request_id: int) -> Row:
+        """Number the turns of a session."""
+        session = (row.more or {}).get("session")
+        if session is None:
+            return row
+        turn, parent = self._turns.get(session, (0, None))
+        self._turns[session] = (turn + 1, request_id)
+        return row._replace(more={**(row.more or {}), "turn": turn + 1, "parent": parent})
+
+    def clock_quantum_us(self) -> int:
+        """One microsecond: finer digits are refused."""
+        return 1
+
+    def _fields(self, text: str) -> dict[str, str]:
+        """What the row says, as text, without empty fields."""
+        if self.has_header:
+            values = dict(zip(self._wanted, self._columns.pick(text), strict=True))
+            return {name: value for name, value in values.items() if value or name in NEEDED}
+        record = read_object(text)
+        require_keys(record, NEEDED)
+        for name in record.keys() - NEEDED - set(OPTIONAL):
+            note(self.noted, f"unknown key {name}")
+        known = {name: record[name] for name in (*NEEDED, *OPTIONAL) if name in record}
+        return {name: _text(name, value) for name, value in known.items() if value is not None}
+
+    def _segments(self, fields: dict[str, str], prompt: int) -> tuple[Segment, ...]:
+        if ("prefix" in fields) != ("prefix_tokens" in fields):
+            absent = "prefix_tokens" if "prefix" in fields else "prefix"
+            raise RowError(absent, "is empty; prefix and prefix_tokens go together")
+        if "prefix" not in fields:
+            return (Segment(None, prompt),)
+        shared = plain_integer(fields["prefix_tokens"], "prefix_tokens", 1)
+        if shared > prompt:
+            raise RowError("prefix_tokens", f"{shared} is more than prompt_tokens {prompt}")
+        pieces = (Segment(self._key(fields["prefix"]), shared), Segment(None, prompt - shared))
+        return tuple(piece for piece in pieces if piece.tokens)
+
+    def _key(self, name: str) -> int:
+        key = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
+        if self._names.setdefault(key, name) != name:
+            raise RowError(
+                "prefix", f'"{name[:40]}" has the key of "{self._names[key][:40]}": rename one of them'
+            )
+        return key
+
+
+def _text(name: str, value: object) -> str:
+    if isinstance(value, (bool, list, dict, float)):
+        raise RowError(name, f"number or string expected, found {kind(value)}")
+    if name not in (*_WORDS, "prefix") and isinstance(value, str):
+        raise RowError(name, "number expected, found string")
+    return str(value)
+
+
+def _check_widths(more: dict[str, object]) -> None:
+    wanted, sampled = more.get("n"), more.get("best_of")
+    if isinstance(wanted, int) and isinstance(sampled, int) and sampled < wanted:
+        raise RowError("best_of", f"{sampled} is less than n {wanted}")
