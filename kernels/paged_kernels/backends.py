@@ -1,36 +1,115 @@
-"""Which implementations there are, and which of them can run here."""
+"""Which implementations there are, which of them can run here, and why a faster one does not."""
 
 import importlib.util
+import logging
 import os
+from typing import NamedTuple
 
 import torch
 
-from paged_kernels.errors import BackendUnavailableError, KernelError
+from paged_kernels.errors import BackendUnavailableError, OptionError
 
 BACKENDS = ("torch", "torch_ref", "triton")
+MAX_HEAD_DIM = 256
+MAX_GROUP = 128
+FP8_CAPABILITY = (8, 9)  # the first architecture with instructions that widen 8-bit floats
+log = logging.getLogger(__name__)
+
+
+class Choice(NamedTuple):
+    """The backend that runs a call, and for `auto` why it is not the Triton kernels ("" where it is)."""
+
+    backend: str
+    reason: str = ""
+
+
+class Demand(NamedTuple):
+    """What of a call decides which kernels can serve it."""
+
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    group: int
+    head_dim: int  # the wider of K's and V's
+    aligned: bool = True  # strides and addresses in whole 16 bytes
+
+    @classmethod
+    def of(cls, q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> "Demand":
+        """The demand of an attention call; a cache may be without queries (q is then the rows to write)."""
+        width = max(key_cache.shape[3], value_cache.shape[3])
+        tensors = (q, key_cache, value_cache)
+        aligned = all(tensor.data_ptr() % 16 == 0 and _whole(tensor) for tensor in tensors)
+        return cls(q.dtype, key_cache.dtype, q.shape[1] // key_cache.shape[2], width, aligned)
 
 
 def resolve_backend(name: str, device: torch.device | str) -> str:
-    """The backend to run for `name` on `device`; `auto` is `torch`, any other name is taken at its word.
+    """The backend to run for `name` on `device`: `auto` is `triton` on a CUDA device that has it, else `torch`.
 
     `torch` is the fast path of any device, `torch_ref` the readable reference, `triton` the kernels for CUDA devices.
-    Raises `BackendUnavailableError` where a backend that was asked for by name cannot run, and `KernelError` for a
+    Raises `BackendUnavailableError` where a backend that was asked for by name cannot run, and `OptionError` for a
     name that does not exist.
     """
-    if name == "auto":
-        return "torch"
-    if name not in BACKENDS:
-        raise KernelError(f"backend {name!r} does not exist; choose auto, {', '.join(BACKENDS)}")
+    return choose_backend(name, device).backend
+
+
+def choose_backend(name: str, device: torch.device | str, demand: Demand | None = None) -> Choice:
+    """As `resolve_backend`, with what a call demands taken into account, and the reason of a fallback."""
+    if name not in ("auto", *BACKENDS):
+        raise OptionError(f"backend {name!r} does not exist; choose auto, {', '.join(BACKENDS)}")
+    if name not in ("auto", "triton"):
+        return Choice(name)
+    reason = (
+        _no_triton(torch.device(device), name) or (demand and _unserved(torch.device(device), demand)) or ""
+    )
+    if not reason:
+        return Choice("triton")
     if name == "triton":
-        _check_triton(torch.device(device).type)
-    return name
+        raise BackendUnavailableError(f"backend 'triton' {reason}; use backend 'torch'")
+    _say_once(reason)
+    return Choice("torch", reason)
 
 
-def _check_triton(kind: str) -> None:
+def _no_triton(device: torch.device, name: str) -> str:
     if importlib.util.find_spec("triton") is None:
-        raise BackendUnavailableError("backend 'triton' needs the triton package; install pagetwin[gpu]")
-    if kind != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise BackendUnavailableError(
-            f"backend 'triton' compiles for a CUDA device and this run is on {kind!r}; use backend 'torch' "
-            "(or set TRITON_INTERPRET=1 to step through the kernels on the CPU, thousands of times slower)"
+        return "needs the triton package (install pagetwin[gpu])"
+    if device.type != "cuda" and (name == "auto" or os.environ.get("TRITON_INTERPRET") != "1"):
+        return (
+            f"compiles for a CUDA device and this run is on {device.type!r} (TRITON_INTERPRET=1 steps through the "
+            "kernels on the CPU, thousands of times slower)"
         )
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        return f"is tuned for sm_80 and newer, and {torch.cuda.get_device_name(device)} is older"
+    return ""
+
+
+def _unserved(device: torch.device, demand: Demand) -> str:
+    if torch.float64 in (demand.dtype, demand.kv_dtype):
+        return "knows float16, bfloat16, float32 and fp8 caches, not float64"
+    if demand.head_dim > MAX_HEAD_DIM:
+        return f"serves a head_dim up to {MAX_HEAD_DIM}, not {demand.head_dim}"
+    if demand.group > MAX_GROUP:
+        return f"serves up to {MAX_GROUP} query heads per KV head, not {demand.group}"
+    if device.type != "cuda":
+        return ""
+    if demand.kv_dtype.itemsize == 1 and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+        return f"needs sm_89 or newer for a cache of {demand.kv_dtype}"
+    if not demand.aligned:
+        return "reads rows in wide loads and needs strides and addresses in whole 16 bytes (head_dim 64, 80, 96 ...)"
+    return ""
+
+
+def _whole(tensor: torch.Tensor) -> bool:
+    """Whether every stride but the last is a multiple of 16 elements: what the compiled kernels were promised."""
+    return all(
+        stride % 16 == 0
+        for stride, size in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True)
+        if size > 1
+    )
+
+
+_said: set[str] = set()
+
+
+def _say_once(reason: str) -> None:
+    if reason not in _said:
+        _said.add(reason)
+        log.info("attention runs on torch: the Triton path %s", reason)

@@ -29,17 +29,18 @@ def run_triton(
     out: torch.Tensor,
     lse: torch.Tensor | None,
     num_splits: int | None,
+    workspace: Workspace | None,
 ) -> None:
     """One launch for the whole batch (and a second one that combines the parts of a decode)."""
     from paged_kernels import triton_decode, triton_prefill
 
     q, key_cache, value_cache, table, lengths, bounds, widest = batch
-    if widest == 1:
-        triton_decode.run_decode(q, key_cache, value_cache, table, lengths, scoring, out, lse, num_splits)
+    if widest == 1 and len(q) == len(lengths):
+        arguments = (q, key_cache, value_cache, table, lengths, scoring, out, lse, num_splits)
+        triton_decode.run_decode(*arguments, workspace=workspace)
     else:
-        triton_prefill.run_prefill(
-            q, key_cache, value_cache, table, lengths, bounds, widest, scoring, out, lse
-        )
+        spans = (table, lengths, bounds, widest)
+        triton_prefill.run_prefill(q, key_cache, value_cache, *spans, scoring, out, lse)
 
 
 def run_torch(

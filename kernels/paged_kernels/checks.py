@@ -1,40 +1,182 @@
-"""Shapes that every operation demands, checked once on the host with a message that says which and what."""
+"""What every operation demands of its arguments, checked on the host before any launch, with the values that are wrong.
+
+Shapes, dtypes, devices and strides cost nothing to look at. Values (lengths, tables, slots) lie on the device: looking
+at them waits for it, so a captured graph cannot, and a caller that has made them itself may leave it out.
+"""
 
 import torch
 
-from paged_kernels.errors import KernelError
+from paged_kernels.errors import DeviceError, DtypeError, OptionError, ShapeError, StrideError, TableError
+from paged_kernels.scoring import Scoring
+
+NARROW = (torch.float8_e4m3fn, torch.float8_e5m2)
+WIDE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INTEGERS = (torch.int32, torch.int64)
 
 
 def check_caches(key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
-    """Both caches are `[blocks, block_size, kv_heads, dim]` and agree in all but `dim`."""
+    """Both caches are `[blocks, block_size, kv_heads, dim]`, agree in all but `dim`, and hold rows without gaps."""
     if key_cache.dim() != 4 or key_cache.shape[:3] != value_cache.shape[:3]:
-        raise KernelError(
+        raise ShapeError(
             f"key_cache {tuple(key_cache.shape)} and value_cache {tuple(value_cache.shape)} must both be "
             "[blocks, block_size, kv_heads, dim] and agree in the first three"
         )
+    check_same("key_cache", key_cache, "value_cache", value_cache)
+    if key_cache.dtype not in (*WIDE, *NARROW):
+        raise DtypeError(f"a cache of {key_cache.dtype}; known are {_names((*WIDE, *NARROW))}")
+    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+        check_last_stride(name, cache)
 
 
 def check_queries(q: torch.Tensor, key_cache: torch.Tensor) -> None:
-    """q is `[tokens, heads, dk]`, with heads a multiple of the cache's kv_heads and its dk."""
-    if q.dim() != 3 or q.shape[1] % key_cache.shape[2] or q.shape[2] != key_cache.shape[3]:
-        raise KernelError(
+    """q is `[tokens, heads, dk]`, with heads a multiple of the cache's kv_heads, its dk, and a dtype that suits it."""
+    if q.dim() != 3 or not q.shape[1] or q.shape[1] % key_cache.shape[2] or q.shape[2] != key_cache.shape[3]:
+        raise ShapeError(
             f"q {tuple(q.shape)} must be [tokens, heads, dk] with heads a multiple of {key_cache.shape[2]} "
             f"and dk {key_cache.shape[3]}, as key_cache {tuple(key_cache.shape)} says"
         )
+    if q.dtype not in WIDE or (key_cache.dtype not in NARROW and q.dtype != key_cache.dtype):
+        raise DtypeError(
+            f"q of {q.dtype} over a cache of {key_cache.dtype}: q is one of {_names(WIDE)}, and the cache has its "
+            f"dtype or one of {_names(NARROW)}"
+        )
+    if q.device != key_cache.device:
+        raise DeviceError(f"q is on {q.device} and key_cache on {key_cache.device}")
+    check_last_stride("q", q)
 
 
 def check_tables(block_table: torch.Tensor, seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor) -> None:
-    """One table row, one length and one span of queries per sequence."""
+    """One table row, one length and one span of queries per sequence, all integers."""
     rows = seq_lens.shape[0]
-    if block_table.shape[0] != rows or cu_seqlens_q.shape[0] != rows + 1:
-        raise KernelError(
+    if block_table.dim() != 2 or block_table.shape[0] != rows or cu_seqlens_q.shape[0] != rows + 1:
+        raise ShapeError(
             f"{rows} seq_lens need as many rows in block_table {tuple(block_table.shape)} and one more in "
             f"cu_seqlens_q {tuple(cu_seqlens_q.shape)}"
         )
+    named = {"block_table": block_table, "seq_lens": seq_lens, "cu_seqlens_q": cu_seqlens_q}
+    for name, tensor in named.items():
+        if tensor.dtype not in INTEGERS:
+            raise DtypeError(f"{name} of {tensor.dtype}; it must be one of {_names(INTEGERS)}")
+        check_last_stride(name, tensor)
 
 
-def check_lengths(block_table: torch.Tensor, seq_lens: torch.Tensor, block_size: int) -> None:
-    """Every length fits its table. Looks at the values, so a GPU backend that must not wait leaves it out."""
-    room = block_table.shape[1] * block_size
-    if seq_lens.numel() and int(seq_lens.max()) > room:
-        raise KernelError(f"a sequence of {int(seq_lens.max())} tokens does not fit a table of {room} slots")
+def check_outputs(q: torch.Tensor, dv: int, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+    """`out` is `[tokens, heads, dv]` like q; `lse` `[tokens, heads]`, contiguous, float32 or wider."""
+    if out.shape != (*q.shape[:2], dv) or out.device != q.device:
+        raise ShapeError(f"out {tuple(out.shape)} on {out.device} must be {(*q.shape[:2], dv)} on {q.device}")
+    check_last_stride("out", out)
+    if lse is None:
+        return
+    if lse.shape != q.shape[:2] or lse.device != q.device:
+        raise ShapeError(f"lse {tuple(lse.shape)} on {lse.device} must be {tuple(q.shape[:2])} on {q.device}")
+    if lse.dtype not in (torch.float32, torch.float64):
+        raise DtypeError(f"lse of {lse.dtype}; sums of exponentials need float32")
+    if not lse.is_contiguous():
+        raise StrideError(f"lse has strides {lse.stride()} and must be contiguous")
+
+
+def check_scoring(scoring: Scoring, q: torch.Tensor) -> None:
+    """Options in range, one sink and one slope per head."""
+    if scoring.window < 0 or scoring.softcap < 0:
+        raise OptionError(
+            f"window {scoring.window} and softcap {scoring.softcap} must not be negative; 0 is none"
+        )
+    if not scoring.k_scale > 0 or not scoring.v_scale > 0:
+        raise OptionError(f"k_scale {scoring.k_scale} and v_scale {scoring.v_scale} must be positive")
+    for name, values in (("sinks", scoring.sinks), ("alibi", scoring.alibi)):
+        if values is not None and (values.shape != q.shape[1:2] or values.device != q.device):
+            raise ShapeError(
+                f"{name} {tuple(values.shape)} on {values.device} must be one number for each of the "
+                f"{q.shape[1]} heads, on {q.device}"
+            )
+        if values is not None:
+            check_last_stride(name, values)
+
+
+def check_states(o_a: torch.Tensor, lse_a: torch.Tensor, o_b: torch.Tensor, lse_b: torch.Tensor) -> None:
+    """Two partial attentions of the same rows."""
+    if o_a.shape != o_b.shape or lse_a.shape != o_a.shape[:2] or lse_b.shape != lse_a.shape:
+        raise ShapeError(
+            f"outputs {tuple(o_a.shape)} and {tuple(o_b.shape)} with LSE {tuple(lse_a.shape)} and "
+            f"{tuple(lse_b.shape)} must be [tokens, heads, dv] and [tokens, heads] of the same rows"
+        )
+    check_same("o_a", o_a, "o_b", o_b)
+    check_same("lse_a", lse_a, "lse_b", lse_b)
+
+
+def check_same(first: str, a: torch.Tensor, second: str, b: torch.Tensor) -> None:
+    """One dtype and one device."""
+    if a.dtype != b.dtype:
+        raise DtypeError(f"{first} is {a.dtype} and {second} {b.dtype}; they must agree")
+    if a.device != b.device:
+        raise DeviceError(f"{first} is on {a.device} and {second} on {b.device}; they must agree")
+
+
+def check_last_stride(name: str, tensor: torch.Tensor) -> None:
+    """The last axis is dense: kernels read it in wide loads."""
+    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+        raise StrideError(
+            f"{name} {tuple(tensor.shape)} has strides {tensor.stride()}; the last one must be 1"
+        )
+
+
+def check_slots(slots: torch.Tensor, tokens: int, cache: torch.Tensor) -> None:
+    """One slot per token, from -1 (skip) to the last of the cache."""
+    if slots.shape != (tokens,) or slots.dtype not in INTEGERS:
+        raise ShapeError(
+            f"slot_mapping {tuple(slots.shape)} of {slots.dtype} must be {tokens} integers, one a token"
+        )
+    room = cache.shape[0] * cache.shape[1]
+    if waits(slots) and slots.numel():
+        low, high = int(slots.min()), int(slots.max())
+        if low < -1 or high >= room:
+            raise TableError(f"slots from {low} to {high}; allowed are -1 (skip) to {room - 1}")
+
+
+def check_values(
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cache: torch.Tensor,
+    tokens: int,
+) -> None:
+    """Lengths fit their tables, queries their lengths, and tables point into the cache. Waits for the device."""
+    if not waits(seq_lens) or not seq_lens.numel():
+        return
+    blocks, block_size = cache.shape[:2]
+    room, lengths = block_table.shape[1] * block_size, seq_lens.long()
+    low, high = int(lengths.min()), int(lengths.max())
+    if low < 0:
+        raise TableError(f"a sequence of {low} tokens; lengths must not be negative")
+    if high > room:
+        raise TableError(f"a sequence of {high} tokens does not fit a table of {room} slots")
+    used = torch.arange(block_table.shape[1], device=lengths.device) * block_size < lengths.unsqueeze(1)
+    wrong = used & ((block_table < 0) | (block_table >= blocks))
+    if bool(wrong.any()):
+        row, column = wrong.nonzero()[0].tolist()
+        raise TableError(
+            f"block_table[{row}, {column}] is {int(block_table[row, column])}; the cache has blocks 0 to {blocks - 1}"
+        )
+    _check_spans(lengths, cu_seqlens_q.long(), tokens)
+
+
+def _check_spans(lengths: torch.Tensor, bounds: torch.Tensor, tokens: int) -> None:
+    queries = bounds.diff()
+    wrong = (queries < 0) | ((queries > lengths) & (lengths > 0))
+    if bool(wrong.any()):
+        row = int(wrong.nonzero()[0])
+        raise TableError(
+            f"sequence {row} has {int(queries[row])} queries in cu_seqlens_q and {int(lengths[row])} cached tokens; "
+            "queries are the last of the cached tokens"
+        )
+    if int(bounds[0]) < 0 or int(bounds[-1]) > tokens:
+        raise TableError(f"cu_seqlens_q runs from {int(bounds[0])} to {int(bounds[-1])}; q has {tokens} rows")
+
+
+def waits(tensor: torch.Tensor) -> bool:
+    """Whether values may be looked at: not while a CUDA graph is being captured."""
+    return tensor.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
+
+
+def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)

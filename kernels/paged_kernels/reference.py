@@ -6,15 +6,17 @@ read, so poison in unwritten slots cannot reach the result.
 
 import torch
 
+from paged_kernels.cache_layout import storable
 from paged_kernels.masks import causal_window
 from paged_kernels.scoring import Scoring
 
 
 def gather_kv(cache: torch.Tensor, block_table: torch.Tensor, length: int) -> torch.Tensor:
-    """The first `length` tokens of one sequence, `[length, kv_heads, dim]`."""
+    """The first `length` tokens of one sequence, `[length, kv_heads, dim]`; 8-bit floats as float32, exactly."""
     block_size = cache.shape[1]
     position = torch.arange(length, device=cache.device)
-    return cache[block_table.long()[position // block_size], position % block_size]
+    tokens = storable(cache)[block_table.long()[position // block_size], position % block_size]
+    return tokens.view(cache.dtype).float() if cache.dtype.itemsize == 1 else tokens
 
 
 def attend(
@@ -28,10 +30,17 @@ def attend(
     Returns the output `[T, heads, dv]` and the natural-log sum of exponentials `[T, heads]`, sinks included. Query
     head h reads key head h // (heads / kv_heads). With no key at all the output is 0 and the LSE is -inf.
     """
+    if not len(k):
+        return q.new_zeros(*q.shape[:2], v.shape[2]), q.new_full(q.shape[:2], float("-inf"))
     group = q.shape[1] // k.shape[1]
+    k, v = k.to(q.dtype) * scoring.k_scale, v.to(q.dtype) * scoring.v_scale
     scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, dim=1)) * scoring.scale
     if scoring.softcap:
         scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+    if scoring.alibi is not None:
+        query = torch.arange(k.shape[0] - q.shape[0], k.shape[0], device=q.device)
+        distance = torch.arange(k.shape[0], device=q.device) - query.unsqueeze(1)
+        scores = scores + scoring.alibi.to(scores.dtype).view(-1, 1, 1) * distance
     visible = causal_window(q.shape[0], k.shape[0], scoring.window, device=q.device)
     scores = scores.masked_fill(~visible, float("-inf"))
     if scoring.sinks is not None:

@@ -13,9 +13,11 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own idiom
 
+from paged_kernels.cache_layout import storable
 from paged_kernels.explicit import explicit_attention
 from paged_kernels.masks import additive
 from paged_kernels.scoring import Scoring
+from paged_kernels.torch_gather import gather_into, widened
 from paged_kernels.workspace import Workspace
 
 IntArray = npt.NDArray[np.int64]
@@ -27,8 +29,8 @@ GPU_GATHER_BYTES = 256 << 20  # a GPU wants few launches
 class _Views(NamedTuple):
     """One chunk's gather targets and the same memory as SDPA wants it."""
 
-    k_blocks: torch.Tensor
-    v_blocks: torch.Tensor
+    k_flat: torch.Tensor
+    v_flat: torch.Tensor
     k_slots: torch.Tensor
     v_slots: torch.Tensor
     k: torch.Tensor  # [rows, kv_heads, width, dk]
@@ -58,6 +60,11 @@ class DecodeChunk:
                 visible &= position >= self.lengths - window
             found = self.masks[window, dtype] = additive(visible, dtype)[:, None, None, :]
         return found
+
+    def distance(self) -> torch.Tensor:
+        """Key position - query position, `[rows, 1, 1, 1, width]`."""
+        position = torch.arange(self.width, device=self.lengths.device).unsqueeze(0)
+        return (position - (self.lengths - 1))[:, None, None, None, :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,45 +145,51 @@ def run_decode(
     kv_heads = key_cache.shape[2]
     attend = _fused if scoring.plain and lse is None else _explicit
     for chunk in plan.chunks:
-        views = _gather(chunk, key_cache, value_cache, workspace)
+        k, v = (
+            widened(values, q.dtype, key_cache.dtype)
+            for values in _gather(chunk, key_cache, value_cache, workspace)
+        )
         rows = slice(chunk.start, chunk.stop)
-        packed = q[rows].view(chunk.stop - chunk.start, kv_heads, -1, q.shape[2])
-        result, part = attend(packed, views, chunk, scoring)
-        out[rows].view(result.shape).copy_(result)
+        packed = q[rows].reshape(chunk.stop - chunk.start, kv_heads, -1, q.shape[2])
+        result, part = attend(packed, k, v, chunk, scoring)
+        out[rows].copy_(result.reshape(out[rows].shape))
         if lse is not None and part is not None:
             lse[rows] = part
 
 
 def _fused(
-    packed: torch.Tensor, views: _Views, chunk: DecodeChunk, scoring: Scoring
+    packed: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chunk: DecodeChunk, scoring: Scoring
 ) -> tuple[torch.Tensor, None]:
-    mask = chunk.mask(scoring.window, packed.dtype)
-    return F.scaled_dot_product_attention(packed, views.k, views.v, attn_mask=mask, scale=scoring.scale), None
+    mask, scale = chunk.mask(scoring.window, packed.dtype), scoring.scale * scoring.k_scale
+    result = F.scaled_dot_product_attention(packed, k, v, attn_mask=mask, scale=scale)
+    return (result if scoring.v_scale == 1 else result * scoring.v_scale), None
 
 
 def _explicit(
-    packed: torch.Tensor, views: _Views, chunk: DecodeChunk, scoring: Scoring
+    packed: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chunk: DecodeChunk, scoring: Scoring
 ) -> tuple[torch.Tensor, torch.Tensor]:
     mask = chunk.mask(scoring.window, torch.promote_types(packed.dtype, torch.float32)).unsqueeze(2)
-    k, v = views.k.unsqueeze(2), views.v.unsqueeze(2)
-    result, lse = explicit_attention(packed.unsqueeze(3), k, v, mask, scoring)
+    distance = chunk.distance() if scoring.alibi is not None else None
+    queries, k, v = packed.unsqueeze(3), k.unsqueeze(2), v.unsqueeze(2)
+    result, lse = explicit_attention(queries, k, v, mask, scoring, distance)
     return result.squeeze(3), lse.flatten(1)
 
 
 def _gather(
     chunk: DecodeChunk, key_cache: torch.Tensor, value_cache: torch.Tensor, workspace: Workspace
-) -> _Views:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Read the chunk's blocks, and clear what lies behind the sequences: 0 x NaN would be NaN."""
+    key_cache, value_cache = storable(key_cache), storable(value_cache)
     shape = (key_cache.shape[2], key_cache.shape[3], value_cache.shape[3], key_cache.dtype)
     views = chunk.views.get(shape)
     if views is None:
         views = chunk.views[shape] = _views(chunk, key_cache, value_cache, workspace)
-    torch.index_select(key_cache.flatten(1), 0, chunk.blocks, out=views.k_blocks)
-    torch.index_select(value_cache.flatten(1), 0, chunk.blocks, out=views.v_blocks)
+    gather_into(key_cache, chunk.blocks, views.k_flat)
+    gather_into(value_cache, chunk.blocks, views.v_flat)
     if chunk.void is not None:
-        views.k_slots.index_fill_(0, chunk.void, 0.0)
-        views.v_slots.index_fill_(0, chunk.void, 0.0)
-    return views
+        views.k_slots.index_fill_(0, chunk.void, 0)
+        views.v_slots.index_fill_(0, chunk.void, 0)
+    return views.k, views.v
 
 
 def _views(
@@ -187,10 +200,9 @@ def _views(
         workspace.take(name, slots * cache.shape[2] * cache.shape[3], cache)
         for name, cache in (("decode_k", key_cache), ("decode_v", value_cache))
     ]
-    blocks = [buffer.view(len(chunk.blocks), -1) for buffer in flat]
     by_slot = [buffer.view(slots, -1) for buffer in flat]
     heads = [
         buffer.view(rows, chunk.width, cache.shape[2], cache.shape[3]).transpose(1, 2)
         for buffer, cache in zip(flat, (key_cache, value_cache), strict=True)
     ]
-    return _Views(blocks[0], blocks[1], by_slot[0], by_slot[1], heads[0], heads[1])
+    return _Views(flat[0], flat[1], by_slot[0], by_slot[1], heads[0], heads[1])

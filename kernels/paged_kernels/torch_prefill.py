@@ -14,6 +14,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own idiom
 from paged_kernels.explicit import explicit_attention
 from paged_kernels.masks import additive, causal_window
 from paged_kernels.scoring import Scoring
+from paged_kernels.torch_gather import gather_blocks, widened
 from paged_kernels.workspace import Workspace
 
 IntArray = npt.NDArray[np.int64]
@@ -38,6 +39,11 @@ class PrefillPlan:
             visible = causal_window(queries, keys, window, device=self.blocks.device)
             found = self.masks[keys, window, dtype] = additive(visible, dtype)
         return found
+
+    def distance(self, queries: int, keys: int) -> torch.Tensor:
+        """Key position - query position, `[queries, keys]`, for the tile that ends at key `keys`."""
+        query = torch.arange(keys - queries, keys, device=self.blocks.device).unsqueeze(1)
+        return torch.arange(keys, device=self.blocks.device) - query
 
 
 def plan_prefill(
@@ -65,8 +71,10 @@ def run_prefill(
     lse: torch.Tensor | None = None,
 ) -> None:
     """Attention of the plan's rows of q `[tokens, heads, dk]` into the same rows of `out` and `lse`."""
-    k = _gather(plan, key_cache, "prefill_k", workspace)
-    v = _gather(plan, value_cache, "prefill_v", workspace)
+    k, v = (
+        widened(_gather(plan, cache, name, workspace), q.dtype, cache.dtype)
+        for name, cache in (("prefill_k", key_cache), ("prefill_v", value_cache))
+    )
     context = plan.length - (plan.stop - plan.start)
     attend = _fused if scoring.plain and lse is None else _explicit
     for first in range(plan.start, plan.stop, QUERY_TILE):
@@ -80,10 +88,8 @@ def run_prefill(
 
 def _gather(plan: PrefillPlan, cache: torch.Tensor, name: str, workspace: Workspace) -> torch.Tensor:
     """The sequence's tokens as `[kv_heads, length, dim]`; what its last block holds behind them is left out."""
-    row = cache.shape[1] * cache.shape[2] * cache.shape[3]
-    buffer = workspace.take(name, len(plan.blocks) * row, cache)
-    torch.index_select(cache.flatten(1), 0, plan.blocks, out=buffer.view(-1, row))
-    return buffer.view(-1, cache.shape[2], cache.shape[3])[: plan.length].transpose(0, 1)
+    gathered = gather_blocks(cache, plan.blocks, name, workspace)
+    return gathered.view(-1, *cache.shape[2:])[: plan.length].transpose(0, 1)
 
 
 def _fused(
@@ -96,16 +102,17 @@ def _fused(
         v.unsqueeze(0),
         attn_mask=None if square else plan.mask(q.shape[0], k.shape[1], scoring.window, q.dtype),
         is_causal=square,
-        scale=scoring.scale,
+        scale=scoring.scale * scoring.k_scale,
         enable_gqa=True,
-    )
-    return result[0].transpose(0, 1), None
+    )[0].transpose(0, 1)
+    return (result if scoring.v_scale == 1 else result * scoring.v_scale), None
 
 
 def _explicit(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: PrefillPlan, scoring: Scoring
 ) -> tuple[torch.Tensor, torch.Tensor]:
     mask = plan.mask(q.shape[0], k.shape[1], scoring.window, torch.promote_types(q.dtype, torch.float32))
-    grouped = q.view(q.shape[0], k.shape[0], -1, q.shape[2]).permute(1, 2, 0, 3).unsqueeze(0)
-    result, lse = explicit_attention(grouped, k[None, :, None], v[None, :, None], mask, scoring)
+    distance = plan.distance(q.shape[0], k.shape[1]) if scoring.alibi is not None else None
+    grouped = q.reshape(q.shape[0], k.shape[0], -1, q.shape[2]).permute(1, 2, 0, 3).unsqueeze(0)
+    result, lse = explicit_attention(grouped, k[None, :, None], v[None, :, None], mask, scoring, distance)
     return result[0].flatten(0, 1).transpose(0, 1), lse[0].flatten(0, 1).transpose(0, 1)

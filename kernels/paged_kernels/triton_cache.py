@@ -1,71 +1,111 @@
-"""Triton kernels that write paged caches: new tokens by slot, and block copies."""
-# Kernel arguments are pointers and numbers that Triton types itself, and its decorators carry no types.
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-# ruff: noqa: N803
+"""Launching the Triton kernels that write caches and merge partial attentions."""
 
 import torch
 import triton
-import triton.language as tl
 
+from paged_kernels.cache_layout import as_layers, block_width, storable
+from paged_kernels.triton_cache_kernel import merge_kernel, move_kernel, store_kernel
 
-@triton.jit
-def store_kernel(
-    rows, cache, slots, row_token, row_head, WIDTH: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr
-):
-    """One token: copy its [heads, dim] row to its slot; slot -1 is skipped. The cache is contiguous."""
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + token).to(tl.int64)
-    if slot >= 0:
-        element = tl.arange(0, PAD)
-        inside = element < WIDTH
-        source = rows + token * row_token + (element // DIM) * row_head + element % DIM
-        tl.store(cache + slot * WIDTH + element, tl.load(source, mask=inside), mask=inside)
-
-
-@triton.jit
-def move_kernel(
-    source,
-    destination,
-    source_block,
-    destination_block,
-    source_layer,
-    destination_layer,
-    WIDTH: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """One chunk of one block of one layer: destination[destination_block[i]] = source[source_block[i]]."""
-    pair, layer = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    element = tl.program_id(2) * CHUNK + tl.arange(0, CHUNK)
-    inside = element < WIDTH
-    read = tl.load(source_block + pair).to(tl.int64) * WIDTH + layer * source_layer
-    write = tl.load(destination_block + pair).to(tl.int64) * WIDTH + layer * destination_layer
-    values = tl.load(source + read + element, mask=inside)
-    tl.store(destination + write + element, values, mask=inside)
+CHUNK = 2048  # elements that one program moves
 
 
 def store(cache: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
     """Write `rows` `[tokens, heads, dim]` (any token and head strides) to `slots`; -1 skips a token."""
-    if rows.stride(2) != 1:
-        rows = rows.contiguous()
-    width, dim = rows.shape[1] * rows.shape[2], rows.shape[2]
-    pad = triton.next_power_of_2(width)
-    store_kernel[(rows.shape[0],)](
-        rows, cache, slots, rows.stride(0), rows.stride(1), WIDTH=width, DIM=dim, PAD=pad
-    )
+    _store(rows, None, cache, None, slots, 1.0, 1.0)
 
 
-def copy_blocks(cache: torch.Tensor, source: torch.Tensor, destination: torch.Tensor) -> None:
-    """Copy whole blocks of `[..., blocks, block_size, heads, dim]` through a staging buffer: reads come first."""
-    layers = cache.view(-1, *cache.shape[-4:])
-    staging = layers.new_empty(layers.shape[0], len(source), *layers.shape[2:])
+def reshape_and_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slots: torch.Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> None:
+    """Write keys and values of all tokens in one launch."""
+    _store(key, value, key_cache, value_cache, slots, k_scale, v_scale)
+
+
+def _store(
+    key: torch.Tensor,
+    value: torch.Tensor | None,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor | None,
+    slots: torch.Tensor,
+    k_scale: float,
+    v_scale: float,
+) -> None:
+    key = key if key.stride(2) == 1 else key.contiguous()
+    second, second_cache = key if value is None else value, key_cache if value_cache is None else value_cache
+    second = second if second.stride(2) == 1 else second.contiguous()
+    (tokens, heads, dk), dv = key.shape, 0 if value is None else second.shape[2]
+    limit = torch.finfo(key_cache.dtype).max if key_cache.dtype.itemsize == 1 else 0
+    store_kernel[(tokens,)](
+        key, second, key_cache, second_cache, slots, 1.0 / k_scale, 1.0 / v_scale,
+        key_cache.shape[0] * key_cache.shape[1],
+        key.stride(0), key.stride(1), second.stride(0), second.stride(1),
+        *key_cache.stride()[:3], *second_cache.stride()[:3],
+        HEADS=heads, DK=dk, K_PAD=triton.next_power_of_2(heads * dk), DV=dv,
+        V_PAD=triton.next_power_of_2(heads * max(dv, 1)), BLOCK_SIZE=key_cache.shape[1], LIMIT=limit,
+    )  # fmt: skip
+
+
+def copy_blocks(
+    cache: torch.Tensor,
+    source: torch.Tensor,
+    destination: torch.Tensor,
+    second: torch.Tensor | None = None,
+    *,
+    disjoint: bool = False,
+) -> None:
+    """Copy whole blocks of `[..., blocks, block_size, heads, dim]`, and of a second tensor of the same form with them.
+
+    All sources are read before any destination is written, through a staging buffer; `disjoint` promises that no
+    destination is a source, and saves it.
+    """
+    caches = [as_layers(storable(tensor)) for tensor in (cache, cache if second is None else second)]
+    source, destination = source.contiguous(), destination.contiguous()
+    if disjoint:
+        _move(caches, caches, source, destination, pair=second is not None)
+        return
+    shape = (caches[0].shape[0], len(source), block_width(caches[0]), 1, 1)
+    staging = [caches[0].new_empty(shape) for _ in caches[: 1 if second is None else 2]]
+    staging = [staging[0], staging[-1]]
     place = torch.arange(len(source), device=cache.device)
-    _move(layers, staging, source.contiguous(), place)
-    _move(staging, layers, place, destination.contiguous())
+    _move(caches, staging, source, place, pair=second is not None)
+    _move(staging, caches, place, destination, pair=second is not None)
 
 
-def _move(source: torch.Tensor, destination: torch.Tensor, read: torch.Tensor, write: torch.Tensor) -> None:
-    width, chunk = source[0, 0].numel(), 2048
-    grid = (len(read), source.shape[0], triton.cdiv(width, chunk))
+def _move(
+    source: list[torch.Tensor],
+    destination: list[torch.Tensor],
+    read: torch.Tensor,
+    write: torch.Tensor,
+    *,
+    pair: bool,
+) -> None:
+    layers, width = source[0].shape[0], block_width(source[0])
+    grid = (len(read), layers * (2 if pair else 1), triton.cdiv(width, CHUNK))
     move_kernel[grid](
-        source, destination, read, write, source.stride(0), destination.stride(0), WIDTH=width, CHUNK=chunk
-    )
+        *source, *destination, read, write, width, source[0].stride(1), destination[0].stride(1),
+        source[0].stride(0), destination[0].stride(0), CHUNK=CHUNK, PAIR=pair,
+    )  # fmt: skip
+
+
+def merge_attn_states(
+    o_a: torch.Tensor,
+    lse_a: torch.Tensor,
+    o_b: torch.Tensor,
+    lse_b: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    """Merge `[tokens, heads, dv]` of two key sets into `out` and `lse` (float32, contiguous, `[tokens, heads]`)."""
+    tokens, heads, dv = o_a.shape
+    block = min(8, triton.next_power_of_2(heads))
+    merge_kernel[(tokens, triton.cdiv(heads, block))](
+        o_a, lse_a, o_b, lse_b, out, lse, o_a.stride(0), o_a.stride(1), o_b.stride(0), o_b.stride(1),
+        out.stride(0), out.stride(1),
+        HEADS=heads, HEADS_PAD=block, DV=dv, DV_PAD=triton.next_power_of_2(dv),
+    )  # fmt: skip
