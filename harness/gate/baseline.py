@@ -3,7 +3,6 @@
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,8 @@ FORMAT = 1
 class Baseline:
     """What a layer accepted: `cases` by name, and on what, why and when.
 
-    `made_on` holds what a comparison depends on (compiler or device, packages); `kernels` is the digest of the kernel
-    sources, None where the layer does not depend on them.
+    `made_on` holds what a comparison depends on (compiler or device, packages), `environment` what is worth knowing
+    beside it; `kernels` is the digest of the kernel sources, None where the layer does not depend on them.
     """
 
     layer: str
@@ -27,24 +26,8 @@ class Baseline:
     reason: str
     date: str
     cases: Mapping[str, Any]
+    environment: Mapping[str, Any]
     format: int = FORMAT
-
-
-def accepted(
-    layer: str, made_on: Mapping[str, Any], kernels: str | None, reason: str, cases: Mapping[str, Any]
-) -> Baseline:
-    """A baseline of today.
-
-    Raises:
-        UserError: there is no reason, or nothing was measured.
-    """
-    if not reason.strip():
-        raise UserError("a new baseline needs a reason: gate --update --reason 'why the figures may change'")
-    if not cases:
-        raise UserError(
-            f"nothing was measured for the {layer} layer; an empty baseline would pass everything"
-        )
-    return Baseline(layer, made_on, kernels, reason.strip(), datetime.now(UTC).date().isoformat(), cases)
 
 
 def read_baseline(file: Path, layer: str) -> Baseline | None:

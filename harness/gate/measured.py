@@ -1,10 +1,12 @@
 """What a layer measured, and the part of its verdict that is the same for every layer: coverage."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from harness.config.errors import UserError
 from harness.gate.baseline import Baseline
 from harness.gate.finding import Finding, Verdict
 
@@ -14,7 +16,7 @@ class Measured:
     """One run of a layer.
 
     `name` is the baseline's file name without its ending; `cases` are plain values, as they go into a baseline;
-    `kernels` the digest of the kernel sources where the layer depends on them.
+    `kernels` the digest of the kernel sources where the layer depends on them; the rest is as in `Baseline`.
     """
 
     layer: str
@@ -22,11 +24,35 @@ class Measured:
     made_on: Mapping[str, Any]
     kernels: str | None
     cases: Mapping[str, Any]
+    environment: Mapping[str, Any] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
 
     def file(self, folder: Path) -> Path:
         """Where its baseline is."""
         return folder / f"{self.name}.json"
+
+
+def accepted(measured: Measured, reason: str) -> Baseline:
+    """What was measured, as a baseline of today.
+
+    Raises:
+        UserError: there is no reason, or nothing was measured.
+    """
+    if not reason.strip():
+        raise UserError("a new baseline needs a reason: gate --update --reason 'why the figures may change'")
+    if not measured.cases:
+        raise UserError(
+            f"nothing was measured for the {measured.layer} layer; an empty baseline would pass everything"
+        )
+    return Baseline(
+        layer=measured.layer,
+        made_on=measured.made_on,
+        kernels=measured.kernels,
+        reason=reason.strip(),
+        date=datetime.now(UTC).date().isoformat(),
+        cases=measured.cases,
+        environment=measured.environment,
+    )
 
 
 def without_baseline(measured: Measured, folder: Path) -> Finding:

@@ -6,9 +6,9 @@ from pathlib import Path
 from types import ModuleType
 
 from harness.config.errors import UserError
-from harness.gate.baseline import accepted, read_baseline, write_baseline
+from harness.gate.baseline import read_baseline, write_baseline
 from harness.gate.finding import LayerResult
-from harness.gate.measured import Measured, without_baseline
+from harness.gate.measured import Measured, accepted, without_baseline
 
 
 def run_layers(layers: Sequence[str], folder: Path) -> list[LayerResult]:
@@ -40,7 +40,7 @@ def update_layers(layers: Sequence[str], folder: Path, reason: str) -> list[Path
     Raises:
         UserError: no reason, nothing measured, or figures that no baseline may hold.
     """
-    if not reason.strip():
+    if not reason.strip():  # said before minutes of measuring
         raise UserError("a new baseline needs a reason: gate --update --reason 'why the figures may change'")
     return [accept(_room(layer).measure(), folder, reason) for layer in layers]
 
@@ -56,8 +56,7 @@ def accept(measured: Measured, folder: Path, reason: str) -> Path:
         raise UserError(
             "these figures cannot become a baseline:\n" + "\n".join(f"  {line}" for line in wrong)
         )
-    baseline = accepted(measured.layer, measured.made_on, measured.kernels, reason, measured.cases)
-    write_baseline(measured.file(folder), baseline)
+    write_baseline(measured.file(folder), accepted(measured, reason))
     return measured.file(folder)
 
 

@@ -12,6 +12,7 @@ from harness.gate.finding import Finding, LayerResult, Verdict
 from harness.gate.kernels import kernel_digest
 from harness.gate.measured import Measured, coverage
 from harness.gate.resource.compiling import Resources, refuse_interpreter, resources
+from harness.gate.resource.rules import broken
 from harness.gate.resource.rules import judge as judge_one
 
 if TYPE_CHECKING:
@@ -67,10 +68,12 @@ def judge(now: Measured, baseline: Baseline) -> LayerResult:
 
 
 def unfit(now: Measured) -> Iterator[str]:
-    """Why these figures must not become a baseline: what did not compile."""
+    """Why these figures must not become a baseline: what does not compile, spills or cannot launch."""
     for name, values in now.cases.items():
         if _UNCOMPILED in values:
             yield f"{name} does not compile: {values[_UNCOMPILED]}"
+        else:
+            yield from (f"{name}: {wrong}" for wrong in broken(_capability(name), Resources(**values)))
 
 
 def _compared(now: Measured, baseline: Baseline) -> Iterable[Finding]:
@@ -79,8 +82,11 @@ def _compared(now: Measured, baseline: Baseline) -> Iterable[Finding]:
         if _UNCOMPILED in values:
             yield Finding(name, Verdict.regressed, f"does not compile: {values[_UNCOMPILED]}")
         else:
-            capability = int(name.rpartition("sm_")[2])
-            yield judge_one(name, capability, Resources(**values), Resources(**baseline.cases[name]))
+            yield judge_one(name, _capability(name), Resources(**values), Resources(**baseline.cases[name]))
+
+
+def _capability(name: str) -> int:
+    return int(name.rpartition("sm_")[2])
 
 
 def _in_one_line(error: BaseException) -> str:

@@ -1,0 +1,146 @@
+"""What a run of `bench kernels` says: a row per case and provider, in plain numbers."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from harness.bench.kernels.grid import CaseSpec
+from harness.bench.session import Timing
+
+OURS = "paged"
+"""The provider that every other is compared with."""
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What the device reached in this run: bytes per second copied (read and written) and read, FLOP per second."""
+
+    copy_bytes_s: float
+    read_bytes_s: float
+    matmul_flop_s: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case by one provider.
+
+    `spread` is the interquartile range over the median. `gbytes_s` counts every distinct byte once (a prefix that all
+    sequences share counts once; queries and output count), so it is what a perfect kernel would have to move.
+    `against_ours` is this provider's time over ours.
+    """
+
+    case: CaseSpec
+    provider: str
+    how: str
+    error: float
+    rounds: int
+    median_us: float
+    least_us: float
+    most_us: float
+    spread: float
+    gbytes_s: float
+    tflop_s: float
+    copy_share: float
+    read_share: float
+    matmul_share: float
+    flat_bytes: int
+    against_ours: float | None
+
+    def flat(self) -> dict[str, Any]:
+        """Plain columns, the case's own first (`CaseSpec.values`), `name` its key."""
+        own = {name: value for name, value in vars(self).items() if name != "case"}
+        return {"name": self.case.name, **self.case.values(), **own}
+
+
+def ceilings_of(timings: Iterable[Timing]) -> Ceilings:
+    """The device's ceilings, of the fastest round each.
+
+    Raises:
+        KeyError: one was not timed.
+    """
+    found = {_parameter(one): one for one in timings if one.group == "ceiling"}
+    copy, read, matmul = (found[name] for name in ("copy", "read", "matmul"))
+    return Ceilings(
+        copy.extra["bytes"] / min(copy.samples_s),
+        read.extra["bytes"] / min(read.samples_s),
+        matmul.extra["flops"] / min(matmul.samples_s),
+    )
+
+
+def rows_of(timings: Sequence[Timing], ours: str = OURS) -> list[Row]:
+    """A row for every timed case and provider, in the order of the run."""
+    limits = ceilings_of(timings)
+    timed = [one for one in timings if one.group != "ceiling"]
+    mine = {one.group: one.median_s for one in timed if one.extra["provider"] == ours}
+    return [_row(one, limits, mine) for one in timed]
+
+
+def _row(one: Timing, limits: Ceilings, mine: Mapping[str | None, float]) -> Row:
+    moved, flops = one.extra["bytes"] / one.median_s, one.extra["flops"] / one.median_s
+    low, high = _quartiles(one.samples_s)
+    own = mine.get(one.group)
+    return Row(
+        case=CaseSpec(**one.extra["case"]),
+        provider=one.extra["provider"],
+        how=one.extra["how"],
+        error=one.extra["error"],
+        rounds=len(one.samples_s),
+        median_us=one.median_s * 1e6,
+        least_us=min(one.samples_s) * 1e6,
+        most_us=max(one.samples_s) * 1e6,
+        spread=(high - low) / one.median_s,
+        gbytes_s=moved / 1e9,
+        tflop_s=flops / 1e12,
+        copy_share=moved / limits.copy_bytes_s,
+        read_share=moved / limits.read_bytes_s,
+        matmul_share=flops / limits.matmul_flop_s,
+        flat_bytes=one.extra["flat_bytes"],
+        against_ours=one.median_s / own if own else None,
+    )
+
+
+def _quartiles(samples: Sequence[float]) -> tuple[float, float]:
+    from statistics import quantiles
+
+    if len(samples) < 2:
+        return samples[0], samples[0]
+    low, _, high = quantiles(samples, n=4, method="inclusive")
+    return low, high
+
+
+def table_lines(rows: Sequence[Row], ours: str = OURS) -> Iterator[str]:
+    """A line per case: our time and speed, then every other provider's time over ours."""
+    others = [name for name in dict.fromkeys(row.provider for row in rows) if name != ours]
+    width = max((len(row.case.name) for row in rows), default=4)
+    titles = ("µs", "±", "GB/s", "TFLOP/s", "copy", "read", "matmul")
+    yield (
+        f"{'case':<{width}} "
+        + "".join(f"{title:>9}" for title in titles)
+        + "".join(f"{name:>18}" for name in others)
+    )
+    by_case: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        by_case.setdefault(row.case.name, {})[row.provider] = row
+    for name, found in by_case.items():
+        yield f"{name:<{width}} {_figures(found.get(ours))}" + "".join(
+            _ratio(found.get(other)) for other in others
+        )
+
+
+def _figures(row: Row | None) -> str:
+    if row is None:
+        return f"{'–':>9}" * 7
+    shares = "".join(f"{share:>9.0%}" for share in (row.copy_share, row.read_share, row.matmul_share))
+    return f"{row.median_us:>9.1f}{row.spread:>9.1%}{row.gbytes_s:>9.1f}{row.tflop_s:>9.3g}{shares}"
+
+
+def _ratio(row: Row | None) -> str:
+    if row is None:
+        return f"{'–':>18}"
+    if row.against_ours is None:
+        return f"{row.median_us:>15.1f} µs"
+    return f"{row.against_ours:>17.2f}×"
+
+
+def _parameter(one: Timing) -> str:
+    return one.name.partition("[")[2].rstrip("]")

@@ -1,0 +1,158 @@
+"""The resource gate sees what makes a memory-bound kernel slow, in kernels compiled here without a GPU."""
+
+import os
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+
+from harness.gate.baseline import Baseline
+from harness.gate.finding import Finding, Verdict
+from harness.gate.resource.compiling import Resources, pipeline_depth
+from harness.gate.resource.layer import case_of, judge, measured, unfit
+from harness.gate.resource.rules import judge as judge_one
+from harness.gate.resource.sass import Instructions, count
+
+GOOD = Resources(
+    registers=96, stack_bytes=0, spill_bytes=0, shared_bytes=67_072, depth=2, instructions=1400,
+    wide_loads=48, narrow_loads=41, local=0, hmma=32, hgmma=12,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def decode() -> Any:
+    """The decode kernel of a common shape, as its launcher would compile it."""
+    pytest.importorskip("triton")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("kernels of this process are the interpreter's")
+    from paged_kernels.configurations import kernel_configurations
+
+    wanted = "decode/bf16/d128/g4/bs16/vector"
+    return next(one for one in kernel_configurations() if one.key == wanted)
+
+
+@pytest.fixture(scope="module")
+def before(decode: Any) -> Baseline:
+    """A baseline of that kernel as it is."""
+    return baseline(dict([case_of(decode, 90)]))
+
+
+def baseline(cases: dict[str, Any]) -> Baseline:
+    now = measured(cases)
+    return Baseline("resource", now.made_on, now.kernels, "test", "2026-01-01", cases, {})
+
+
+def judged(configuration: Any, before: Baseline) -> Finding:
+    """The gate's finding on one compiled kernel."""
+    (finding,) = judge(measured(dict([case_of(configuration, 90)])), before).findings
+    return finding
+
+
+def test_an_unchanged_kernel_passes(decode: Any, before: Baseline) -> None:
+    assert judged(decode, before).verdict is Verdict.passed
+
+
+def test_a_non_contiguous_cache_is_found(decode: Any, before: Baseline) -> None:
+    strides = {name for name in decode.aligned if name.startswith(("k_", "v_"))}
+    finding = judged(replace(decode, aligned=decode.aligned - strides), before)
+    assert finding.verdict is Verdict.regressed
+    assert "16-byte loads 48 → 0" in finding.reason
+
+
+def test_a_lost_divisibility_hint_is_found(decode: Any, before: Baseline) -> None:
+    finding = judged(replace(decode, aligned=decode.aligned - {"key_cache", "value_cache"}), before)
+    assert finding.verdict is Verdict.regressed
+    assert "16-byte loads" in finding.reason
+
+
+def test_a_spill_is_found(decode: Any, before: Baseline) -> None:
+    finding = judged(replace(decode, num_warps=1), before)
+    assert finding.verdict is Verdict.regressed
+    assert "spills: " in finding.reason
+
+
+def test_a_halved_pipeline_is_found(decode: Any, before: Baseline) -> None:
+    finding = judged(replace(decode, num_stages=2), before)
+    assert finding.verdict is Verdict.regressed
+    assert "pipeline depth 2 → 1" in finding.reason
+
+
+def test_a_kernel_that_cannot_launch_is_found(decode: Any, before: Baseline) -> None:
+    finding = judged(replace(decode, constants={**decode.constants, "TILE": 256}, kv_tile=(256, 128)), before)
+    assert finding.verdict is Verdict.regressed
+    assert "does not fit sm_90 (232,448 B): it cannot launch" in finding.reason
+
+
+def test_a_kernel_that_does_not_compile_is_a_finding_and_no_crash(decode: Any, before: Baseline) -> None:
+    wrong = replace(decode, constants={**decode.constants, "TILE": 48})
+    finding = judged(wrong, before)
+    assert finding.verdict is Verdict.regressed
+    assert "does not compile: " in finding.reason
+    assert "power of 2" in finding.reason
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"registers": 97}, "registers 96 → 97"),
+        ({"shared_bytes": 67_073}, "shared memory 67,072 → 67,073 B"),
+        ({"instructions": 1541}, "instructions 1400 → 1541"),
+        ({"hgmma": 0}, "warp-group matrix instructions 12 → 0"),
+        ({"wide_loads": 47}, "16-byte loads 48 → 47"),
+        ({"local": 1}, "1 accesses to local memory"),
+        ({"depth": 1}, "pipeline depth 2 → 1"),
+    ],
+)
+def test_a_worse_figure_is_named(change: dict[str, int], reason: str) -> None:
+    finding = judge_one("kernel sm_90", 90, replace(GOOD, **change), GOOD)
+    assert finding.verdict is Verdict.regressed
+    assert reason in finding.reason
+
+
+def test_better_figures_and_slightly_more_code_pass() -> None:
+    better = replace(GOOD, registers=90, shared_bytes=60_000, depth=3, wide_loads=60, instructions=1500)
+    assert judge_one("kernel sm_90", 90, better, GOOD).verdict is Verdict.passed
+
+
+def test_a_baseline_with_spills_excuses_nothing() -> None:
+    spilling = replace(GOOD, spill_bytes=64, local=16)
+    assert judge_one("kernel sm_80", 80, spilling, spilling).verdict is Verdict.regressed
+
+
+def test_another_compilers_baseline_is_no_comparison() -> None:
+    now = measured({"kernel sm_90": asdict(GOOD)})
+    result = judge(now, replace(baseline(dict(now.cases)), made_on={"triton": "2.0.0"}))
+    assert result.verdict is Verdict.inconclusive
+    assert "Triton 2.0.0" in result.findings[0].reason
+
+
+def test_what_spills_or_does_not_compile_becomes_no_baseline() -> None:
+    cases = {"a sm_90": {"error": "boom"}, "b sm_90": asdict(replace(GOOD, local=3)), "c sm_90": asdict(GOOD)}
+    wrong = list(unfit(measured(cases)))
+    assert len(wrong) == 2
+    assert wrong[0].startswith("a sm_90")
+    assert wrong[1].startswith("b sm_90")
+
+
+def test_instructions_are_counted_from_a_disassembly() -> None:
+    text = """
+	.text.kernel:
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+        /*0010*/              @!P0 LDG.E.128 R4, desc[UR4][R2.64] ;
+        /*0020*/              @UP1 LDG.E R4, desc[UR4][R2.64] ;
+        /*0030*/                   LDGSTS.E.BYPASS.LTC128B.128 [R9], desc[UR4][R2.64] ;
+        /*0040*/                   STL.64 [R1+0x8], R4 ;
+        /*0050*/                   LDL R4, [R1] ;
+        /*0060*/                   HMMA.16816.F32.BF16 R8, R4, R6, R8 ;
+        /*0070*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], R24 ;
+    .L_x_1:
+        /*0080*/                   BRA `(.L_x_1) ;
+"""
+    assert count(text) == Instructions(total=9, wide_loads=2, narrow_loads=1, local=2, hmma=1, hgmma=1)
+
+
+def test_the_depth_is_the_smaller_of_both_buffers() -> None:
+    line = "%k = ttg.local_alloc : () -> !ttg.memdesc<{}x64x128xbf16, #shared, #smem, mutable> loc(#loc1)\n"
+    assert pipeline_depth(line.format(3) + line.format(2), (64, 128)) == 2
+    assert pipeline_depth(line.format(3), (32, 128)) == 0
+    assert pipeline_depth("", (64, 128)) == 0
