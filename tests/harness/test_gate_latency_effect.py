@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from harness.gate.finding import Verdict
 from harness.gate.effect import effect
+from harness.gate.finding import Verdict
 from harness.gate.latency.layer import MARGINS
 
 ROUNDS, TRIALS, NOISE = 40, 400, 0.02
