@@ -1,83 +1,117 @@
-"""The contiguous baseline: one run of slots per sequence, as long as the model allows, reserved at admission.
+"""The contiguous baselines: one run of slots per sequence, reserved at admission.
 
-What serving systems did before paging (Orca (Max) of the PagedAttention paper): a reservation is a block table that
-happens to be a run of one-slot blocks, so that the same scheduler, runner and kernels serve it and any difference in
-throughput belongs to the allocator.
+What serving systems did before paging (the Orca variants of the PagedAttention paper): a reservation is a block table
+that happens to be a run of one-slot blocks, so that the same scheduler, runner and kernels serve it and any difference
+in throughput belongs to the allocator.
 """
 
 from collections.abc import Sequence as Values
 
+from engine.core.calendar import DecodeCalendar
 from engine.core.errors import CoreError, InvariantError, UnknownSequenceError
-from engine.core.manager import CopyList, LeapColumns
-from engine.core.plan import IntArray, SlotUsage
+from engine.core.manager import CopyList, LeapColumns, StaleList, SwapList
+from engine.core.plan import SlotUsage
 from engine.core.request import Request
-from engine.core.runs import FreeRuns
+from engine.core.reservation import Placement, Reservation, reserved_slots, runs_for
 from engine.core.sequence import Group, ScheduledRow, Sequence
 
 
-class ContiguousMaxManager:
-    """First-fit placement of runs of `max_model_len` slots; every branch of a group reserves its own.
+class ContiguousManager:
+    """A run per sequence, as long as `reservation` says, where `placement` puts it.
 
-    Nothing is shared: a fork copies the prompt, a re-parented beam copies what its new parent generated.
+    Nothing is shared: a fork copies the prompt, a re-parented beam copies what its new parent generated. Nothing is
+    ever preempted: what a sequence will write is reserved before it starts.
     """
 
     block_size = 1
+    growth: int | None = None
 
-    def __init__(self, num_slots: int, max_model_len: int) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        max_model_len: int,
+        reservation: Reservation = Reservation.MAX,
+        placement: Placement = Placement.FIRST_FIT,
+    ) -> None:
         if max_model_len < 1:
             raise CoreError(f"max_model_len is {max_model_len} tokens, must be at least 1")
         self.num_blocks = num_slots
         self.max_model_len = max_model_len
-        self._runs = FreeRuns(num_slots)
-        self._spare: dict[
-            int, list[range]
-        ] = {}  # request id: runs reserved for branches that do not exist yet
+        self.reservation = reservation
+        self._runs = runs_for(placement, num_slots)
+        self._empty = runs_for(placement, num_slots)
+        self._spare: dict[int, list[range]] = {}  # request id: runs of branches that do not exist yet
         self._live: dict[Sequence, range] = {}
         self._copies: CopyList = []
         self._voided: list[int] = []
+        self._stale: StaleList = []
         self._written = 0
+        self._reserved = 0  # slots in runs
         self._never_filled = 0
+
+    def _length(self, request: Request) -> int:
+        return reserved_slots(request, self.reservation, self.max_model_len)
 
     def never_fits(self, request: Request) -> str | None:
         """Why no schedule can serve `request`: its reservations, one per branch, exceed the pool."""
-        slots = request.width * self.max_model_len
+        length = self._length(request)
         if request.final_kv_tokens > self.max_model_len:
             return f"needs {request.final_kv_tokens} slots, a reservation has {self.max_model_len}"
-        if request.width > self.num_blocks // self.max_model_len:
-            return f"reserves {slots} slots ({request.width} x {self.max_model_len}), the pool has {self.num_blocks}"
+        if request.speculation is not None and request.speculation.mode == "fork":
+            return "speculates in forked children, which contiguous memory cannot share; use lookahead"
+        if request.width > self._empty.runs_of(length):
+            slots = request.width * self._empty.chunk(length)
+            return f"reserves {slots} slots ({request.width} x {length}), the pool has {self.num_blocks}"
         return None
 
     def lookup(self, group: Group) -> list[int]:
         """No prefix is shared."""
         return []
 
-    def can_admit(self, group: Group, hits: Values[int], spare_blocks: int) -> bool:
+    def can_admit(
+        self, group: Group, hits: Values[int], spare_blocks: int, tokens: int | None = None
+    ) -> bool:
         """Whether every branch finds a hole of its own."""
-        fits = self._runs.holes_of(self.max_model_len) >= group.request.width
-        return fits and self._runs.free - group.request.width * self.max_model_len >= spare_blocks
+        length = self._length(group.request)
+        fits = self._runs.runs_of(length) >= group.width
+        return fits and self._runs.free - group.width * self._runs.chunk(length) >= spare_blocks
 
     def admit(self, group: Group, hits: Values[int]) -> None:
         """Reserve one run per branch."""
-        request, (root,) = group.request, group.sequences
-        runs = [self._runs.take(self.max_model_len) for _ in range(request.width)]
+        request, (root,), length = group.request, group.sequences, self._length(group.request)
+        runs = [self._runs.take(length) for _ in range(group.width)]
         self._spare[request.request_id] = runs[1:]
         self._own(root, runs[0])
-        self._never_filled += request.width * (self.max_model_len - request.final_kv_tokens)
+        self._reserved += group.width * length
+        self._never_filled += group.width * (length - request.final_kv_tokens)
 
     def _own(self, sequence: Sequence, run: range) -> None:
         self._live[sequence] = run
-        sequence.table = run[: sequence.computed]
+        sequence.table = run
 
     def can_extend(self, rows: Values[ScheduledRow]) -> bool:
         """Always: the slots were reserved at admission."""
         return True
 
     def extend(self, row: ScheduledRow) -> int:
-        """Show the executor as much of the reservation as the row writes and reads."""
-        run = self._run(row.sequence)
-        row.sequence.table = run[: row.sequence.computed + row.query_len]
+        """Nothing is taken: the row writes into the reservation."""
+        self._run(row.sequence)
         self._written += row.query_len
         return 0
+
+    def can_append(self, group: Group) -> bool:
+        """Always: the slots were reserved at admission."""
+        return True
+
+    def append(self, group: Group) -> int:
+        """Nothing is due."""
+        return 0
+
+    def advance(self, tokens: int) -> None:
+        """Steady groups write `tokens` tokens in the step that is being scheduled."""
+        self._written += tokens
+
+    # -- sharing -------------------------------------------------------------------------------------------
 
     def fork(self, parent: Sequence, children: Values[Sequence]) -> None:
         """Copy the prompt into each child's own reservation."""
@@ -100,43 +134,84 @@ class ContiguousMaxManager:
             taken_over.add(parent)
             self._own(branch, run)
 
+    def promote(self, sequence: Sequence, child: Sequence) -> None:
+        """No request with forked drafts is ever accepted."""
+        raise CoreError(f"{child} was never forked: contiguous memory has no forked drafts")
+
+    def truncate(self, sequence: Sequence, tokens: int) -> int:
+        """Keep the first `tokens` computed tokens; the reservation stays."""
+        run, computed = self._run(sequence), sequence.computed
+        if not 0 <= tokens <= computed:
+            raise CoreError(f"{sequence}: cut to {tokens} tokens, it has {computed}")
+        self._stale.extend((slot, 0, 1) for slot in run[tokens:computed])
+        self._written -= computed - tokens
+        sequence.computed = tokens
+        return tokens
+
+    # -- giving back ---------------------------------------------------------------------------------------
+
     def release(self, sequence: Sequence) -> None:
         """Give the reservation back, with those of branches that never came to be."""
         run, request = self._run(sequence), sequence.request
         del self._live[sequence]
-        spare = self._spare.pop(request.request_id, [])
-        for hole in (run, *spare):
+        for hole in (run, *self._spare.pop(request.request_id, [])):
             self._runs.give(hole)
-            self._never_filled -= self.max_model_len - request.final_kv_tokens
+            self._reserved -= len(hole)
+            self._never_filled -= len(hole) - request.final_kv_tokens
         self._voided.extend(run[: sequence.computed])
         self._written -= sequence.computed
         sequence.table = ()
 
-    def leap_limit(self, context: IntArray, steps: int) -> int:
+    def preempt(self, group: Group) -> None:
+        """Give all reservations of the group back."""
+        for sequence in reversed(group.holders):
+            self.release(sequence)
+
+    def can_swap_out(self, group: Group) -> bool:
+        """Never: there is no need to, and no host memory."""
+        return False
+
+    def swap_out(self, group: Group) -> None:
+        """Refused."""
+        raise CoreError(f"request {group.request.request_id}: contiguous memory is not swapped")
+
+    def can_swap_in(self, group: Group, spare_blocks: int) -> bool:
+        """Never: nothing was swapped out."""
+        return False
+
+    def swap_in(self, group: Group) -> None:
+        """Refused."""
+        raise CoreError(f"request {group.request.request_id}: contiguous memory is not swapped")
+
+    def forget_swapped(self, group: Group) -> None:
+        """Refused."""
+        raise CoreError(f"request {group.request.request_id}: contiguous memory is not swapped")
+
+    # -- fast-forward, books -------------------------------------------------------------------------------
+
+    def leap_limit(self, calendar: DecodeCalendar, steps: int) -> int:
         """All of them: the slots were reserved at admission."""
         return steps
 
-    def leap(self, sequences: Values[Sequence], steps: int) -> LeapColumns:
+    def leap(self, calendar: DecodeCalendar, steps: int, first: SlotUsage) -> LeapColumns:
         """Nothing is taken, tokens only fill the reservations."""
-        columns = LeapColumns.of(self.usage(None), steps - 1, self.block_size, ())
-        for sequence in sequences:
-            sequence.table = self._run(sequence)[: sequence.computed + steps]
-        self._written += (steps - 1) * len(sequences)
+        columns = LeapColumns.of(first, steps - 1, self.block_size, ())
+        self._written += (steps - 1) * calendar.rows
         return columns
 
     def usage(self, head: Request | None) -> SlotUsage:
-        """Slots by state: holes too short for the waiting request are external."""
-        reserved = self.num_blocks - self._runs.free
-        external = self._runs.free_below(self.max_model_len) if head is not None else 0
+        """Slots by state: what placement rounds up, and holes too short for the waiting request, are external."""
+        rounded_up = self.num_blocks - self._runs.free - self._reserved
+        too_short = self._runs.free_below(self._length(head)) if head is not None else 0
         return SlotUsage(
             token=self._written,
             cached=0,
-            reserved=reserved - self._written - self._never_filled,
+            reserved=self._reserved - self._written - self._never_filled,
             internal=self._never_filled,
-            external=external,
-            free=self._runs.free - external,
-            logical_blocks=reserved,
-            physical_blocks=reserved,
+            external=rounded_up + too_short,
+            free=self._runs.free - too_short,
+            logical_blocks=self._reserved,
+            physical_blocks=self._reserved,
         )
 
     def drain_copies(self) -> CopyList:
@@ -149,14 +224,24 @@ class ContiguousMaxManager:
         voided, self._voided = self._voided, []
         return voided
 
+    def drain_stale(self) -> StaleList:
+        """Slots of rejected drafts."""
+        stale, self._stale = self._stale, []
+        return stale
+
+    def drain_swaps(self) -> tuple[SwapList, SwapList]:
+        """None."""
+        return [], []
+
     def check(self) -> None:
-        """Reservations and holes cover the pool without overlap, and the counters agree with the sequences."""
+        """Reservations, round-ups and holes cover the pool without overlap; the counters agree with the sequences."""
         runs = [*self._live.values(), *(run for spare in self._spare.values() for run in spare)]
-        slots = sorted(slot for run in (*runs, *self._runs.holes()) for slot in run)
-        if slots != list(range(1, self.num_blocks + 1)):
+        taken = [range(run.start, run.start + self._runs.chunk(len(run))) for run in runs]
+        slots = sorted(slot for run in (*taken, *self._runs.holes()) for slot in run)
+        if slots != list(range(1, self.num_blocks + 1)) or self._reserved != sum(map(len, runs)):
             raise InvariantError(f"{len(slots)} slots are reserved or free, the pool has {self.num_blocks}")
         written = sum(sequence.computed for sequence in self._live)
-        if written != self._written or any(len(s.table) != s.computed for s in self._live):
+        if written != self._written or any(len(s.table) < s.computed for s in self._live):
             raise InvariantError(f"written slots: books {self._written}, sequences {written}")
         usage = self.usage(None)
         if min(usage.reserved, usage.free) < 0 or usage.capacity != self.num_blocks:
@@ -166,3 +251,10 @@ class ContiguousMaxManager:
         if sequence not in self._live:
             raise UnknownSequenceError(f"{sequence} has no reservation: never admitted, or released before")
         return self._live[sequence]
+
+
+class ContiguousMaxManager(ContiguousManager):
+    """`ContiguousManager` with its defaults, by the name of the policy."""
+
+    def __init__(self, num_slots: int, max_model_len: int) -> None:
+        super().__init__(num_slots, max_model_len)

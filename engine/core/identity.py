@@ -2,114 +2,136 @@
 
 Two blocks with equal names hold equal K and V. The engine derives names from token ids, the simulator from the
 trace's prefix keys without ever making tokens; `tests/engine/test_identity.py` shows that both give the same
-sharing. Blocks that hold a generated token are named after their request and branch: no public trace says that an
-output is reused by another request, so replay keeps outputs private (a preempted sequence still finds its own).
+sharing. What no other request can have is private: it needs no name, its owner remembers its blocks. Replay keeps
+outputs private, because no public trace says that an output returns in another request's prompt; an online engine
+shares them.
 """
 
 import hashlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-BlockName = Hashable
-
-_BRANCH_BITS = 12
-_BLOCK_BITS = 32
-
-
-def private_name(request_id: int, branch: int, block: int) -> int:
-    """A name that no other request, branch or block position can have."""
-    return (((request_id << _BRANCH_BITS) | branch) << _BLOCK_BITS) | block
+from engine.core.errors import CoreError
+from engine.core.hashing import HashAlgorithm, PrefixHasher
+from engine.core.names import BlockName
 
 
 class BlockIdentity(Protocol):
     """Names the full blocks of one request."""
 
     def prompt_names(self, block_size: int) -> Sequence[BlockName]:
-        """Names of the blocks that the prompt fills, in order: `prompt_tokens // block_size` of them."""
+        """Names of the leading full blocks of the prompt, as far as another request might have them too."""
         ...
 
-    def generated_name(self, branch: int, block: int) -> BlockName:
-        """Name of block number `block` of sequence `branch`, where it holds at least one generated token."""
+    def generated_names(self, branch: int, block_size: int) -> Sequence[BlockName]:
+        """Names of all of a branch's leading full blocks that are known now, generated tokens included.
+
+        Empty where outputs are private. Otherwise it continues `prompt_names`.
+        """
         ...
 
 
-class _PrivateOutputs:
-    """Outputs stay private to their request and branch."""
+def _root(salt: str, adapter: str | None) -> bytes:
+    """Where every chain of a tenant and an adapter starts; lengths keep the two keys apart."""
+    adapter_key = b"-" if adapter is None else b"+" + adapter.encode()
+    return b"pagetwin:%d:" % len(adapter_key) + adapter_key + salt.encode()
 
-    def __init__(self, request_id: int) -> None:
+
+class TokenIdentity:
+    """Identity from token ids, which must be in [0, 2³¹).
+
+    `salt` isolates tenants, `adapter` the K and V of different adapters: either makes all names differ. With
+    `share_outputs`, tokens told by `extend` are named too, so that a later turn finds them.
+    """
+
+    def __init__(
+        self,
+        request_id: int,
+        token_ids: npt.NDArray[np.int64],
+        salt: str = "",
+        *,
+        adapter: str | None = None,
+        algorithm: HashAlgorithm = HashAlgorithm.SHA256,
+        share_outputs: bool = False,
+    ) -> None:
         self._request_id = request_id
+        self._tokens = _token_bytes(request_id, token_ids)
+        self._root = _root(salt, adapter)
+        self._algorithm = algorithm
+        self._share_outputs = share_outputs
+        self._outputs: dict[int, bytes] = {}
+        self._hashers: dict[tuple[int, int], tuple[PrefixHasher, int]] = {}
 
-    def generated_name(self, branch: int, block: int) -> BlockName:
-        """A name that only this request's branch can have."""
-        return private_name(self._request_id, branch, block)
+    def prompt_names(self, block_size: int) -> list[bytes]:
+        """Digests of the prompt up to the end of each of its full blocks."""
+        return self._prompt_hasher(block_size).names
+
+    def _prompt_hasher(self, block_size: int) -> PrefixHasher:
+        hasher = PrefixHasher(self._root, block_size * _TOKEN_BYTES, self._algorithm)
+        hasher.extend(self._tokens)
+        return hasher
+
+    def extend(self, branch: int, token_ids: Sequence[int]) -> None:
+        """Tell the tokens that `branch` generated next."""
+        told = self._outputs.get(branch, b"")
+        self._outputs[branch] = told + _token_bytes(self._request_id, np.asarray(token_ids, dtype=np.int64))
+
+    def generated_names(self, branch: int, block_size: int) -> list[bytes]:
+        """Digests up to the end of every full block of the branch; empty unless outputs are shared."""
+        if not self._share_outputs:
+            return []
+        hasher, hashed = self._hashers.get((branch, block_size)) or (self._prompt_hasher(block_size), 0)
+        told = self._outputs.get(branch, b"")
+        hasher.extend(told[hashed:])
+        self._hashers[branch, block_size] = hasher, len(told)
+        return hasher.names
 
 
-class TokenIdentity(_PrivateOutputs):
-    """Identity from token ids: SHA-256 over (parent digest, the block's token bytes), seeded with a tenant salt."""
-
-    def __init__(self, request_id: int, token_ids: npt.NDArray[np.int64], salt: str = "") -> None:
-        super().__init__(request_id)
-        self._tokens = np.ascontiguousarray(token_ids, dtype=np.int64)
-        self._root = hashlib.sha256(b"pagetwin:" + salt.encode()).digest()
-
-    def prompt_names(self, block_size: int) -> list[BlockName]:
-        """Chained digests of the prompt's full blocks."""
-        data, width = self._tokens.tobytes(), block_size * self._tokens.itemsize
-        names: list[BlockName] = []
-        parent = self._root
-        for start in range(0, len(data) - width + 1, width):
-            parent = hashlib.sha256(parent + data[start : start + width]).digest()
-            names.append(parent)
-        return names
+_TOKEN_BYTES = 4
 
 
-class KeyIdentity(_PrivateOutputs):
+def _token_bytes(request_id: int, token_ids: npt.NDArray[np.int64]) -> bytes:
+    if token_ids.size and (token_ids.min() < 0 or token_ids.max() >= 1 << 31):
+        raise CoreError(
+            f"request {request_id}: token ids run from {token_ids.min()} to {token_ids.max()}, "
+            f"must be at least 0 and below 2^31"
+        )
+    return token_ids.astype("<i4").tobytes()
+
+
+class KeyIdentity:
     """Identity from a trace's ordered prefix segments `(key, tokens)`; key None means unique to this request.
 
     A block is named by the pieces of segments that it covers. From the first unique piece on every block is private,
     so nothing needs to be hashed there: that is what makes a million requests cheap.
     """
 
-    def __init__(self, request_id: int, segments: Sequence[tuple[int | None, int]], salt: str = "") -> None:
-        super().__init__(request_id)
-        self._request_id = request_id
+    def __init__(
+        self,
+        request_id: int,
+        segments: Sequence[tuple[int | None, int]],
+        salt: str = "",
+        *,
+        adapter: str | None = None,
+    ) -> None:
         self._segments = segments
-        self._root = hashlib.blake2b(salt.encode(), digest_size=16).digest()
+        self._salt, self._adapter = salt, adapter
 
-    def prompt_names(self, block_size: int) -> list[BlockName]:
-        """Chained digests while the prefix is keyed, private names from there on."""
-        total = sum(tokens for _, tokens in self._segments)
-        names: list[BlockName] = list(self._shared_names(block_size))
-        names.extend(
-            private_name(self._request_id, 0, block) for block in range(len(names), total // block_size)
-        )
-        return names
-
-    def _shared_names(self, block_size: int) -> list[bytes]:
-        """Names of the leading blocks that are covered by keyed segments alone."""
+    def prompt_names(self, block_size: int) -> list[bytes]:
+        """Chained digests of the leading blocks that are covered by keyed segments alone."""
         keyed = self._leading_keyed()
-        starts = [0]
-        for _, tokens in keyed:
-            starts.append(starts[-1] + tokens)
-        spans = [(key, start, end) for (key, _), (start, end) in zip(keyed, pairwise(starts), strict=True)]
-        names: list[bytes] = []
-        parent, first = self._root, 0
-        for low in range(0, starts[-1] - block_size + 1, block_size):
-            high = low + block_size
-            while spans[first][2] <= low:
-                first += 1
-            pieces, index = [], first
-            while index < len(spans) and spans[index][1] < high:
-                key, start, end = spans[index]
-                pieces.append(b"%d:%d:%d" % (key, max(low, start) - start, min(high, end) - max(low, start)))
-                index += 1
-            parent = hashlib.blake2b(parent + b"|".join(pieces), digest_size=16).digest()
-            names.append(parent)
-        return names
+        if sum(tokens for _, tokens in keyed) < block_size:
+            return []
+        root = hashlib.blake2b(_root(self._salt, self._adapter), digest_size=16).digest()
+        return _segment_names(keyed, block_size, root)
+
+    def generated_names(self, branch: int, block_size: int) -> list[bytes]:
+        """None: outputs are private."""
+        return []
 
     def _leading_keyed(self) -> list[tuple[int, int]]:
         keyed: list[tuple[int, int]] = []
@@ -118,3 +140,24 @@ class KeyIdentity(_PrivateOutputs):
                 break
             keyed.append((key, tokens))
         return keyed
+
+
+def _segment_names(keyed: Sequence[tuple[int, int]], block_size: int, root: bytes) -> list[bytes]:
+    starts = [0]
+    for _, tokens in keyed:
+        starts.append(starts[-1] + tokens)
+    spans = [(key, start, end) for (key, _), (start, end) in zip(keyed, pairwise(starts), strict=True)]
+    names: list[bytes] = []
+    parent, first = root, 0
+    for low in range(0, starts[-1] - block_size + 1, block_size):
+        high = low + block_size
+        while spans[first][2] <= low:
+            first += 1
+        pieces, index = [], first
+        while index < len(spans) and spans[index][1] < high:
+            key, start, end = spans[index]
+            pieces.append(b"%d:%d:%d" % (key, max(low, start) - start, min(high, end) - max(low, start)))
+            index += 1
+        parent = hashlib.blake2b(parent + b"|".join(pieces), digest_size=16).digest()
+        names.append(parent)
+    return names

@@ -1,37 +1,42 @@
-"""Arithmetic of fast-forward: which rows cross a block boundary in which of several identical decode steps."""
+"""Fast-forward: how many identical decode steps the free blocks allow, and what they do to the pool."""
 
-from collections.abc import Sequence
+from itertools import islice
+from typing import TYPE_CHECKING
 
-from engine.core.plan import IntArray
+from engine.core.calendar import DecodeCalendar
+from engine.core.manager import LeapColumns
+from engine.core.plan import SlotUsage
 
-
-def crossings(context: Sequence[int], steps: int, block_size: int) -> list[tuple[int, int]]:
-    """Step and row of every block that decode steps 1 … `steps - 1` take, in the order single steps take them.
-
-    `context` holds each row's context before step 0; step j writes position `context + j`, and takes a block where
-    that is a multiple of the block size. Step 0 is not included: it has been scheduled already.
-    """
-    return sorted(
-        (step, row)
-        for row, tokens in enumerate(context)
-        for step in range(-tokens % block_size or block_size, steps, block_size)
-    )
+if TYPE_CHECKING:
+    from engine.core.paged import PagedManager
 
 
-def leap_limit(context: IntArray, steps: int, block_size: int, free_blocks: int) -> int:
+def leap_limit(calendar: DecodeCalendar, steps: int, block_size: int, free_blocks: int) -> int:
     """The largest number of decode steps, at least 1 and at most `steps`, whose blocks are free.
 
-    Step 0 is scheduled already; its successors take `floor((c + k - 1) / bs) - floor(c / bs)` blocks a row.
+    The first step is scheduled already. Every row takes one block in `block_size` steps, so whole rounds are counted
+    at once and only the last one is walked.
     """
-    held = int((context // block_size).sum())
+    rounds = min(free_blocks // max(1, calendar.rows), (steps - 1) // block_size)
+    allowed, left = 1 + rounds * block_size, free_blocks - rounds * calendar.rows
+    for need in islice(calendar.due_rows(), min(steps - allowed, block_size)):
+        left -= need
+        if left < 0:
+            break
+        allowed += 1
+    return allowed
 
-    def need(count: int) -> int:
-        return int(((context + count - 1) // block_size).sum()) - held
 
-    if need(steps) <= free_blocks:
-        return steps
-    low, high = 1, steps - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if need(middle) <= free_blocks else (low, middle - 1)
-    return low
+def leap_columns(
+    manager: "PagedManager", calendar: DecodeCalendar, steps: int, first: SlotUsage
+) -> LeapColumns:
+    """Take the blocks of `steps` decode steps after the first, step by step and row by row as single steps would."""
+    taken = []
+    pool, books = manager.pool, manager.tables.books
+    for step in range(1, steps):
+        for group in calendar.due(step):
+            cached, internal = pool.cached_blocks, books.internal
+            count = manager.append(group)
+            taken.append((step, count, cached - pool.cached_blocks, books.internal - internal))
+    manager.advance((steps - 1) * calendar.rows)
+    return LeapColumns.of(first, steps - 1, manager.block_size, taken)

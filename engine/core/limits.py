@@ -1,8 +1,24 @@
-"""What a step may hold."""
+"""What a step may hold, and the rules by which requests enter and leave the batch."""
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from engine.core.errors import CoreError
+
+
+class Scheduling(StrEnum):
+    """Who is served first, and preempted last."""
+
+    FCFS = "fcfs"  # in order of submission
+    PRIORITY = "priority"  # lower `Request.priority` first, then in order of submission
+
+
+class Preemption(StrEnum):
+    """What becomes of the KV of a request that must make room."""
+
+    RECOMPUTE = "recompute"  # it is dropped, and computed again
+    SWAP = "swap"  # it is saved in host memory
+    AUTO = "auto"  # saved for groups of several sequences, dropped for single ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,7 +27,10 @@ class SchedulerLimits:
 
     `max_batched_tokens` query tokens a step; `max_running` sequences at once (every branch counts); `watermark` is the
     share of the pool that stays free when a request is admitted beside running ones; `max_model_len` bounds prompt and
-    output together. Without `chunked_prefill` a prompt must fit the budget of one step.
+    output together. Without `chunked_prefill` a prompt must fit the budget of one step. `long_prefill_tokens` caps a
+    request's chunk while others compete. With `admit_whole_prompt` a request enters only if all its known tokens fit
+    now, otherwise as soon as its first chunk does. `static_batch` admits only into an empty batch, whose memory is
+    held and whose requests return together when the last one ends.
     """
 
     max_batched_tokens: int = 512
@@ -19,7 +38,16 @@ class SchedulerLimits:
     max_model_len: int | None = None
     chunked_prefill: bool = True
     watermark: float = 0.0
+    scheduling: Scheduling = Scheduling.FCFS
+    preemption: Preemption = Preemption.RECOMPUTE
+    long_prefill_tokens: int | None = None
+    admit_whole_prompt: bool = True
+    static_batch: bool = False
 
     def __post_init__(self) -> None:
         if min(self.max_batched_tokens, self.max_running) < 1 or not 0 <= self.watermark < 1:
             raise CoreError(f"limits must be at least 1 and the watermark in [0, 1): {self}")
+        if self.long_prefill_tokens is not None and self.long_prefill_tokens < 1:
+            raise CoreError(f"long_prefill_tokens is {self.long_prefill_tokens}, must be at least 1")
+        if self.long_prefill_tokens is not None and not self.chunked_prefill:
+            raise CoreError("long_prefill_tokens cuts prompts into chunks: it needs chunked_prefill")

@@ -6,14 +6,17 @@ from typing import Protocol
 
 import numpy as np
 
+from engine.core.calendar import DecodeCalendar
 from engine.core.plan import IntArray, SlotUsage
 from engine.core.request import Request
 from engine.core.sequence import Group, ScheduledRow, Sequence
 
 CopyList = list[tuple[int, int]]
-BlockTaken = tuple[
-    int, int, int
-]  # step (1 is the first after the scheduled one), blocks evicted for it, its unfillable slots
+StaleList = list[tuple[int, int, int]]
+SwapList = list[tuple[int, int]]
+BlocksTaken = tuple[
+    int, int, int, int
+]  # step (1 is the first after the scheduled one), blocks, blocks evicted for them, their unfillable slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +33,11 @@ class LeapColumns:
     free: IntArray
 
     @classmethod
-    def of(cls, usage: SlotUsage, steps: int, block_size: int, taken: Values[BlockTaken]) -> "LeapColumns":
+    def of(cls, usage: SlotUsage, steps: int, block_size: int, taken: Values[BlocksTaken]) -> "LeapColumns":
         """From the state in the first step and the blocks taken in the others; each counts from its step on."""
         changes = np.zeros((3, steps), dtype=np.int64)
-        for step, evicted, unfillable in taken:
-            changes[:, step - 1] += (1, evicted, unfillable)
+        for step, count, evicted, unfillable in taken:
+            changes[:, step - 1] += (count, evicted, unfillable)
         blocks, evictions, unfillable = changes.cumsum(axis=1)
         return cls(
             new_blocks=changes[0],
@@ -53,6 +56,9 @@ class KVCacheManager(Protocol):
 
     block_size: int
     num_blocks: int
+    growth: (
+        int | None
+    )  # tokens after which a decoding sequence needs more memory; None: never, it is reserved
 
     def never_fits(self, request: Request) -> str | None:
         """Why no schedule can serve `request`, or None."""
@@ -62,8 +68,10 @@ class KVCacheManager(Protocol):
         """Blocks of the longest cached prefix of the group's first sequence, leaving at least one token to compute."""
         ...
 
-    def can_admit(self, group: Group, hits: Values[int], spare_blocks: int) -> bool:
-        """Whether all of the group's known tokens fit now, with `spare_blocks` left over."""
+    def can_admit(
+        self, group: Group, hits: Values[int], spare_blocks: int, tokens: int | None = None
+    ) -> bool:
+        """Whether all of the group's known tokens (or the first `tokens`) fit now, with `spare_blocks` left over."""
         ...
 
     def admit(self, group: Group, hits: Values[int]) -> None:
@@ -78,6 +86,18 @@ class KVCacheManager(Protocol):
         """Make the row's slots writable: new blocks, a copy of a shared tail. Returns the number of new blocks."""
         ...
 
+    def can_append(self, group: Group) -> bool:
+        """Whether every sequence of a steady group can have the memory that it is due."""
+        ...
+
+    def append(self, group: Group) -> int:
+        """Give every sequence of a steady group the block that it is due. Returns the number of new blocks."""
+        ...
+
+    def advance(self, tokens: int) -> None:
+        """Steady groups write `tokens` tokens in the step that is being scheduled."""
+        ...
+
     def fork(self, parent: Sequence, children: Values[Sequence]) -> None:
         """Let `children` hold what `parent` holds."""
         ...
@@ -86,16 +106,48 @@ class KVCacheManager(Protocol):
         """Let branch i hold what branch `parents[i]` held."""
         ...
 
+    def promote(self, sequence: Sequence, child: Sequence) -> None:
+        """Let `sequence` hold what `child` holds, and `child` nothing."""
+        ...
+
+    def truncate(self, sequence: Sequence, tokens: int) -> int:
+        """Keep at most `tokens` computed tokens; returns how many are kept."""
+        ...
+
     def release(self, sequence: Sequence) -> None:
         """Take all of the sequence's memory back. Raises UnknownSequenceError when it holds none."""
         ...
 
-    def leap_limit(self, context: IntArray, steps: int) -> int:
+    def preempt(self, group: Group) -> None:
+        """Take all of the group's memory back; it will be looked up and computed again."""
+        ...
+
+    def can_swap_out(self, group: Group) -> bool:
+        """Whether the group's memory can be saved in the host's."""
+        ...
+
+    def swap_out(self, group: Group) -> None:
+        """Save the group's memory in the host's and take it back."""
+        ...
+
+    def can_swap_in(self, group: Group, spare_blocks: int) -> bool:
+        """Whether a saved group fits now, with its next step and `spare_blocks` left over."""
+        ...
+
+    def swap_in(self, group: Group) -> None:
+        """Give a saved group its memory again."""
+        ...
+
+    def forget_swapped(self, group: Group) -> None:
+        """A saved group was dropped."""
+        ...
+
+    def leap_limit(self, calendar: DecodeCalendar, steps: int) -> int:
         """The largest number of identical decode steps, at most `steps`, that the free blocks allow."""
         ...
 
-    def leap(self, sequences: Values[Sequence], steps: int) -> LeapColumns:
-        """Take the blocks that `steps` decode steps after the first would take, in the order they would."""
+    def leap(self, calendar: DecodeCalendar, steps: int, first: SlotUsage) -> LeapColumns:
+        """Take the blocks that `steps` decode steps would, the first not counted: its slot states were `first`."""
         ...
 
     def usage(self, head: Request | None) -> SlotUsage:
@@ -108,6 +160,14 @@ class KVCacheManager(Protocol):
 
     def drain_frees(self) -> list[int]:
         """Blocks whose content became void since the last call."""
+        ...
+
+    def drain_stale(self) -> StaleList:
+        """Slots (block, first, end) of blocks in use that became void since the last call."""
+        ...
+
+    def drain_swaps(self) -> tuple[SwapList, SwapList]:
+        """(device, host) blocks to save, and (host, device) blocks to bring back."""
         ...
 
     def check(self) -> None:

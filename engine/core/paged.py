@@ -1,91 +1,117 @@
 """The paged KV cache manager: block tables that grow block by block, share prefixes, and copy on write."""
 
-from collections import Counter
 from collections.abc import Sequence as Values
 
-from engine.core.books import SlotBooks
-from engine.core.errors import CoreError, InvariantError, UnknownSequenceError
-from engine.core.identity import BlockName
-from engine.core.leap import crossings, leap_limit
-from engine.core.manager import CopyList, LeapColumns
-from engine.core.plan import IntArray, SlotUsage
-from engine.core.pool import BlockPool
-from engine.core.request import Decoding, Request
+from engine.core.calendar import DecodeCalendar
+from engine.core.errors import CoreError
+from engine.core.events import LookupRecord
+from engine.core.eviction import EvictionQueue
+from engine.core.leap import leap_columns, leap_limit
+from engine.core.manager import CopyList, LeapColumns, StaleList, SwapList
+from engine.core.naming import BlockNaming
+from engine.core.plan import SlotUsage
+from engine.core.pool import BlockPool, Retention
+from engine.core.request import Request
 from engine.core.sequence import Group, ScheduledRow, Sequence
+from engine.core.swap import HostPool, Swapper
+from engine.core.tables import BlockTables
 
 
 class PagedManager:
     """Block tables over one pool.
 
-    Full blocks enter the prefix cache when they are scheduled to be filled, so that a second request in the same step
-    already hits. Beam hypotheses keep their generated blocks out of it: they are replaced too often to be found again.
+    `host_blocks` is the room for swapped groups. With `copy_at_fork` branches never share a block: the comparison
+    that shows what copy-on-write saves. `deduplicate` replaces a block whose content another block held first.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        prefix_caching: bool = True,
+        retention: Retention = Retention.LRU,
+        deduplicate: bool = False,
+        copy_at_fork: bool = False,
+        host_blocks: int = 0,
+        eviction: EvictionQueue | None = None,
+        keep_events: bool = False,
+        keep_lookups: bool = False,
+    ) -> None:
         if block_size < 1:
             raise CoreError(f"block size is {block_size} tokens, must be at least 1")
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.growth: int | None = block_size
         self.prefix_caching = prefix_caching
-        self.pool = BlockPool(num_blocks)
-        self.books = SlotBooks(block_size)
-        self._live: dict[Sequence, None] = {}
-        self._copies: CopyList = []
+        self.copy_at_fork = copy_at_fork
+        self.pool = BlockPool(num_blocks, retention=retention, eviction=eviction, keep_events=keep_events)
+        self.tables = BlockTables(self.pool, block_size)
+        self.naming = BlockNaming(self.tables, prefix_caching, deduplicate)
+        self.swapper = Swapper(self.tables, HostPool(host_blocks))
+        self.lookups: list[LookupRecord] | None = [] if keep_lookups else None
 
     # -- what fits -----------------------------------------------------------------------------------------
 
     def never_fits(self, request: Request) -> str | None:
         """Why no schedule can serve `request`: at the end its blocks exceed the pool."""
-        blocks = self._group_blocks(request, request.final_kv_tokens)
+        blocks = self._group_blocks(request, request.width, request.final_kv_tokens)
+        if (
+            request.speculation is not None
+            and request.speculation.mode == "fork"
+            and request.output_tokens > 1
+        ):
+            blocks += 1  # the copy of the tail, beside its original
         if blocks <= self.num_blocks:
             return None
         return f"needs {blocks} blocks of {self.block_size} tokens, the pool has {self.num_blocks}"
 
-    def _group_blocks(self, request: Request, tokens: int) -> int:
+    def _group_blocks(self, request: Request, width: int, tokens: int) -> int:
         """Blocks of all branches at `tokens` each: full prompt blocks are shared, the rest counts as private."""
-        shared = request.prompt_tokens // self.block_size if request.width > 1 else 0
-        return shared + request.width * (self._blocks(tokens) - shared)
+        shared = request.prompt_tokens // self.block_size if width > 1 and not self.copy_at_fork else 0
+        return shared + width * (self.tables.blocks_of(tokens) - shared)
 
     def lookup(self, group: Group) -> list[int]:
         """Blocks of the longest cached prefix; at least one token is left to compute. A pure query."""
-        if not self.prefix_caching or group.request.identity is None:
-            return []
-        return self.pool.find(self._names(group)[: (group.root_target - 1) // self.block_size])
+        asked = (group.root_target - 1) // self.block_size
+        hits, missed = self.naming.find(group, asked)
+        if self.lookups is not None and self.naming.names(group.request):
+            self.lookups.append(LookupRecord(group.request.request_id, asked, len(hits), missed))
+        return hits
 
-    def _names(self, group: Group) -> list[BlockName]:
-        """Names of the first sequence's full blocks: the prompt's, and those a preemption left to compute again."""
-        identity, (root,) = group.request.identity, group.sequences
-        assert identity is not None
-        if group.names is None:
-            group.names = list(identity.prompt_names(self.block_size))
-        root.names = group.names
-        missing = range(len(group.names), group.root_target // self.block_size)
-        return group.names + [identity.generated_name(0, block) for block in missing]
-
-    def can_admit(self, group: Group, hits: Values[int], spare_blocks: int) -> bool:
-        """Whether all known tokens of all branches fit: hits that nobody refers to are used up too."""
-        need = self._group_blocks(group.request, group.tokens) - len(hits) + self.pool.unreferenced(hits)
-        return need + spare_blocks <= self.pool.free_blocks
+    def can_admit(
+        self, group: Group, hits: Values[int], spare_blocks: int, tokens: int | None = None
+    ) -> bool:
+        """Whether all known tokens of all branches fit (or the first `tokens`): unreferenced hits are used up too."""
+        pool = self.pool
+        if tokens is not None and tokens < group.root_target:
+            need = self.tables.blocks_of(tokens)
+        else:
+            need = self._group_blocks(group.request, group.width, group.tokens)
+        need += (pool.unreferenced(hits) - len(hits)) if hits else 0
+        return need + spare_blocks <= pool.free_blocks
 
     def admit(self, group: Group, hits: Values[int]) -> None:
         """Refer to the hits before anything else is taken, so that a hit cannot be evicted by its own request."""
         (root,) = group.sequences
-        self.books.written += self.pool.share(hits) * self.block_size
-        self.books.entries += len(hits)
-        root.table = list(hits)
+        books = self.tables.books
+        if hits:
+            books.written += self.pool.share(hits) * self.block_size
+            books.entries += len(hits)
         root.computed = len(hits) * self.block_size
-        self._live[root] = None
+        self.naming.adopt(group, root, len(hits))
+        self.tables.open(root, list(hits))
 
     # -- growth --------------------------------------------------------------------------------------------
 
     def can_extend(self, rows: Values[ScheduledRow]) -> bool:
         """Whether the new blocks and the copies of shared tails that `rows` need are free, all together."""
-        need = sum(
-            self._blocks(row.sequence.computed + row.query_len) - len(row.sequence.table) for row in rows
-        )
-        if len(rows) > 1:
+        size, need = self.block_size, 0
+        for sequence, query_len, _, _ in rows:
+            need -= (-sequence.computed - query_len) // size + len(sequence.table)
+        if len(rows) > 1 or rows[0].sequence.request.speculation is not None:
             need += self._tail_copies(rows)
-        return not need or need <= self.pool.free_blocks
+        return need <= 0 or need <= self.pool.free_blocks
 
     def _tail_copies(self, rows: Values[ScheduledRow]) -> int:
         """Each writer of a shared tail copies it, but the last holder writes in place."""
@@ -94,161 +120,159 @@ class PagedManager:
 
     def extend(self, row: ScheduledRow) -> int:
         """Blocks for the row's tokens; a shared tail is replaced by a copy, unless this is its last holder."""
-        sequence, size = row.sequence, self.block_size
-        start, end = sequence.computed, sequence.computed + row.query_len
-        table = self._table(sequence)
-        taken = 0
+        sequence, query_len, _, drafts = row
+        start, size, tables = sequence.computed, self.block_size, self.tables
+        end, table, taken = start + query_len, tables.of(sequence), 0
         if start % size and self.pool.references(table[-1]) > 1:
-            self._copy_tail(sequence, table)
+            tables.copy_tail(sequence, table)
             taken = 1
-        if len(table) * size < end:
-            taken += self._append(sequence.request, table, self._blocks(end) - len(table))
-        self.books.written += row.query_len
-        if self.prefix_caching and end // size > start // size:
-            self._name_full(sequence, start // size, end // size)
+        lacking = -(-end // size) - len(table)
+        if lacking > 0:
+            tables.append(sequence.request, table, lacking)
+            taken += lacking
+        tables.books.written += query_len
+        self.naming.full(sequence, (end - drafts) // size)
         return taken
 
-    def _copy_tail(self, sequence: Sequence, table: list[int]) -> None:
-        source, (copy,) = table[-1], self.pool.take(1)
-        self.pool.release([source])
-        self._copies.append((source, copy))
-        table[-1] = copy
-        self.books.written += sequence.computed % self.block_size
-        self.books.block_taken(sequence.request, copy, len(table) - 1)
+    def can_append(self, group: Group) -> bool:
+        """Whether every branch of a steady group can have one more block."""
+        return len(group.sequences) <= self.pool.free_blocks
 
-    def _append(self, request: Request, table: list[int], count: int) -> int:
-        table.extend(self.pool.take(count))
-        self.books.entries += count
-        self.books.block_taken(request, table[-1], len(table) - 1)  # only the last can have unfillable slots
-        return count
+    def append(self, group: Group) -> int:
+        """One more block for every branch of a steady group; what the last ones hold is complete now."""
+        tables = self.tables
+        for sequence in group.sequences:
+            table = tables.of(sequence)
+            self.naming.full(sequence, len(table))
+            tables.append(sequence.request, table, 1)
+        return len(group.sequences)
 
-    def _name_full(self, sequence: Sequence, first: int, end: int) -> None:
-        request = sequence.request
-        if request.identity is None:
-            return
-        for index in range(first, end):
-            if index < len(sequence.names):
-                self.pool.name(sequence.table[index], sequence.names[index])
-            elif request.decoding is not Decoding.BEAM:
-                self.pool.name(sequence.table[index], request.identity.generated_name(sequence.branch, index))
+    def advance(self, tokens: int) -> None:
+        """Steady groups write `tokens` tokens in the step that is being scheduled."""
+        self.tables.books.written += tokens
 
     # -- sharing -------------------------------------------------------------------------------------------
 
     def fork(self, parent: Sequence, children: Values[Sequence]) -> None:
         """Children hold the parent's blocks too; a partial tail is copied by whoever writes first."""
+        table, tables = self.tables.of(parent), self.tables
         for child in children:
-            child.table = self._shared(parent.table)
-            child.names = parent.names
-            self._live[child] = None
-
-    def _shared(self, table: Values[int]) -> list[int]:
-        self.pool.share(table)
-        self.books.entries += len(table)
-        return list(table)
+            child.names, child.named = parent.names, parent.named
+            if self.copy_at_fork:
+                tables.open(child, tables.copied(parent.request, table, parent.computed))
+            else:
+                tables.open(child, tables.shared(table))
 
     def reparent(self, branches: Values[Sequence], parents: Values[int]) -> None:
         """Refer for all children first and drop the parents without a child last: nothing is freed in between."""
-        tables = [branch.table for branch in branches]
+        tables = [self.tables.of(branch) for branch in branches]
+        named = [branch.named for branch in branches]
+        childless = [index for index in range(len(tables)) if index not in parents]
         taken_over: set[int] = set()
         for branch, parent in zip(branches, parents, strict=True):
-            branch.table = self._shared(tables[parent]) if parent in taken_over else tables[parent]
-            taken_over.add(parent)
-        for index, table in enumerate(tables):
-            if index not in taken_over:
-                self._release_table(table, branches[0].computed)
+            if parent not in taken_over:
+                branch.table, branch.named = tables[parent], named[parent]
+                taken_over.add(parent)
+            elif self.copy_at_fork:
+                index = childless.pop()
+                branch.table, branch.named = tables[index], named[index]
+                self.tables.copies += zip(tables[parent], tables[index], strict=True)
+            else:
+                branch.table, branch.named = self.tables.shared(tables[parent]), named[parent]
+        for index in childless:
+            self.tables.drop(tables[index], branches[0].computed)
+
+    def promote(self, sequence: Sequence, child: Sequence) -> None:
+        """`sequence` gives up what it holds and goes on with what `child` holds."""
+        self.tables.close(sequence)
+        sequence.computed, sequence.named, sequence.names = child.computed, child.named, child.names
+        self.tables.rename(child, sequence)
+
+    def truncate(self, sequence: Sequence, tokens: int) -> int:
+        """Keep at most `tokens` computed tokens; returns how many are kept (see `BlockTables.truncate`)."""
+        return self.tables.truncate(sequence, tokens)
 
     def release(self, sequence: Sequence) -> None:
-        """Drop the references in reverse table order, so that a prefix outlives its continuation in the cache."""
-        if sequence not in self._live:
-            raise UnknownSequenceError(f"{sequence} holds no blocks: never admitted, or released before")
-        del self._live[sequence]
-        self._release_table(sequence.table, sequence.computed)
-        sequence.table = []
+        """Drop all references. A prefix outlives its continuation in the cache."""
+        self.naming.settle(sequence)
+        self.tables.close(sequence)
 
-    def _release_table(self, table: Values[int], computed: int) -> None:
-        """Only the last block can be partly written or hold slots that are never filled."""
-        gone = self.pool.release(reversed(table))
-        self.books.entries -= len(table)
-        if not gone:
-            return
-        self.books.written -= self.block_size * len(gone)
-        if gone[0] == table[-1]:
-            self.books.written += len(table) * self.block_size - computed
-            self.books.block_dropped(gone[0])
+    # -- making room ---------------------------------------------------------------------------------------
+
+    def preempt(self, group: Group) -> None:
+        """Drop everything that the group holds; what the cache keeps of it is found again by the next lookup."""
+        for sequence in group.sequences:
+            self.naming.settle(sequence)
+        self.naming.leave_trail(group)
+        for sequence in reversed(group.holders):
+            self.tables.close(sequence)
+
+    def can_swap_out(self, group: Group) -> bool:
+        """Whether the host has room for the whole group."""
+        return self.swapper.can_save(group)
+
+    def swap_out(self, group: Group) -> None:
+        """Save the whole group in host memory."""
+        for sequence in group.sequences:
+            self.naming.settle(sequence)
+        self.swapper.save(group)
+
+    def can_swap_in(self, group: Group, spare_blocks: int) -> bool:
+        """Whether the group's blocks and those of its next step fit, with `spare_blocks` left over."""
+        return self.swapper.blocks_saved(group) + group.width + spare_blocks <= self.pool.free_blocks
+
+    def swap_in(self, group: Group) -> None:
+        """Bring the whole group back."""
+        self.swapper.bring_back(group)
+        for sequence in group.sequences:
+            self.naming.recount(sequence)
+            self.naming.settle(sequence)
+
+    def forget_swapped(self, group: Group) -> None:
+        """A swapped group was dropped: its host blocks are free again."""
+        self.swapper.forget(group)
+
+    def reset_prefix_cache(self) -> None:
+        """Empty the prefix cache; raises CoreError, with nothing changed, while a block is in use."""
+        self.pool.reset()
 
     # -- fast-forward --------------------------------------------------------------------------------------
 
-    def leap_limit(self, context: IntArray, steps: int) -> int:
+    def leap_limit(self, calendar: DecodeCalendar, steps: int) -> int:
         """The largest number of decode steps, at most `steps`, whose blocks are free."""
-        return leap_limit(context, steps, self.block_size, self.pool.free_blocks)
+        return leap_limit(calendar, steps, self.block_size, self.pool.free_blocks)
 
-    def leap(self, sequences: Values[Sequence], steps: int) -> LeapColumns:
+    def leap(self, calendar: DecodeCalendar, steps: int, first: SlotUsage) -> LeapColumns:
         """Blocks of `steps` decode steps after the first, taken step by step and row by row as single steps would."""
-        before, taken = self.usage(None), []
-        for step, row in crossings([sequence.computed for sequence in sequences], steps, self.block_size):
-            cached, internal = self.pool.cached_blocks, self.books.internal
-            self._append(sequences[row].request, self._table(sequences[row]), 1)
-            taken.append((step, cached - self.pool.cached_blocks, self.books.internal - internal))
-        for sequence in sequences:
-            full = (sequence.computed + 1) // self.block_size, (sequence.computed + steps) // self.block_size
-            if self.prefix_caching and full[1] > full[0]:
-                self._name_full(sequence, *full)
-        self.books.written += (steps - 1) * len(sequences)
+        columns = leap_columns(self, calendar, steps, first)
         self.pool.drain_voided()  # evicted on the way, and counted in the columns
-        return LeapColumns.of(before, steps - 1, self.block_size, taken)
+        return columns
 
     # -- books ---------------------------------------------------------------------------------------------
 
     def usage(self, head: Request | None) -> SlotUsage:
         """Slots by state. Any free block serves any request, so nothing is external."""
-        size, live, cached = self.block_size, self.pool.live_blocks, self.pool.cached_blocks
-        return SlotUsage(
-            token=self.books.written,
-            cached=cached * size,
-            reserved=live * size - self.books.written - self.books.internal,
-            internal=self.books.internal,
-            external=0,
-            free=(self.num_blocks - live - cached) * size,
-            logical_blocks=self.books.entries,
-            physical_blocks=live,
-        )
+        return self.tables.usage()
 
     def drain_copies(self) -> CopyList:
         """Copies of shared tails to run before the next forward pass."""
-        copies, self._copies = self._copies, []
+        copies, self.tables.copies = self.tables.copies, []
         return copies
 
     def drain_frees(self) -> list[int]:
         """Blocks released without a name, and evicted ones."""
         return self.pool.drain_voided()
 
+    def drain_stale(self) -> StaleList:
+        """Slots of blocks in use that became void."""
+        stale, self.tables.stale = self.tables.stale, []
+        return stale
+
+    def drain_swaps(self) -> tuple[SwapList, SwapList]:
+        """(device, host) blocks to save, (host, device) blocks to bring back."""
+        swaps, self.swapper.out, self.swapper.back = (self.swapper.out, self.swapper.back), [], []
+        return swaps
+
     def check(self) -> None:
         """Compare every counter with a recount over the live tables. Call it between steps."""
-        entries = Counter(block for sequence in self._live for block in sequence.table)
-        self.pool.check(dict(entries))
-        fill: dict[int, int] = {}
-        for sequence in self._live:
-            if len(sequence.table) != self._blocks(sequence.computed):
-                raise InvariantError(
-                    f"{sequence}: {len(sequence.table)} blocks for {sequence.computed} tokens"
-                )
-            for index, block in enumerate(sequence.table):
-                here = min(self.block_size, sequence.computed - index * self.block_size)
-                fill[block] = max(fill.get(block, 0), here)
-        found = (sum(fill.values()), entries.total(), self.books.internal)
-        if self.books.totals() != found or not self.books.unfillable_blocks() <= set(entries):
-            raise InvariantError(
-                f"written slots, table entries, internal slots: books {self.books.totals()}, tables {found}"
-            )
-        usage = self.usage(None)
-        if min(usage.reserved, usage.free) < 0 or usage.capacity != self.num_blocks * self.block_size:
-            raise InvariantError(f"slot states do not add up: {usage}")
-
-    def _blocks(self, tokens: int) -> int:
-        return -(-tokens // self.block_size)
-
-    def _table(self, sequence: Sequence) -> list[int]:
-        if sequence not in self._live:
-            raise UnknownSequenceError(f"{sequence} holds no blocks: it must be admitted first")
-        assert isinstance(sequence.table, list)
-        return sequence.table
+        self.tables.check()

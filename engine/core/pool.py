@@ -5,33 +5,52 @@ and stays findable until it is taken again (lazy eviction); victims are unnamed 
 then named ones, least recently released first. Block 0 is the null block: never handed out, never counted.
 """
 
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from enum import StrEnum
 
 from engine.core.errors import CoreError, InvariantError, OutOfBlocksError
-from engine.core.identity import BlockName
+from engine.core.events import BlocksRemoved, BlocksStored, CacheCleared, CacheEvent
+from engine.core.eviction import EvictionQueue, LruQueue
+from engine.core.names import BlockName, NameIndex
 
 NULL_BLOCK = 0
+
+
+class Retention(StrEnum):
+    """What becomes of a block's name when nobody refers to the block any more."""
+
+    LRU = "lru"  # it stays findable until the block is taken again
+    NONE = "none"  # it is dropped at once: only requests that overlap in time share
 
 
 class BlockPool:
     """Blocks 1 … `num_blocks`, their reference counts, and the index of block names (the prefix cache).
 
-    Two structures make one free queue: a stack of unnamed blocks and an ordered map of named ones. Taking, releasing
-    and removing from the middle are O(1).
+    Two structures make one free queue: a stack of unnamed blocks and an eviction queue of named ones. Every operation
+    works on whole tables and costs O(1) a block; none depends on the size of the pool.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        *,
+        retention: Retention = Retention.LRU,
+        eviction: EvictionQueue | None = None,
+        keep_events: bool = False,
+    ) -> None:
         if num_blocks < 1:
             raise CoreError(f"a pool needs at least 1 block, found {num_blocks}")
         self.num_blocks = num_blocks
+        self.retention = retention
+        self.events: list[CacheEvent] | None = [] if keep_events else None
         self._refs = [0] * (num_blocks + 1)
         self._unnamed = list(range(num_blocks, 0, -1))
-        self._evictable: OrderedDict[int, None] = OrderedDict()
+        self._evictable = LruQueue() if eviction is None else eviction
         self._name_of: dict[int, BlockName] = {}
-        self._first: dict[BlockName, int] = {}
-        self._others: dict[BlockName, list[int]] = {}
+        self._index = NameIndex()
         self._voided: list[int] = []
+
+    # -- what there is -------------------------------------------------------------------------------------
 
     @property
     def free_blocks(self) -> int:
@@ -52,6 +71,13 @@ class BlockPool:
         """How many tables refer to `block`."""
         return self._refs[block]
 
+    def unreferenced(self, blocks: Sequence[int]) -> int:
+        """How many of `blocks` nobody refers to: a hit on those uses up free blocks."""
+        refs = self._refs
+        return [refs[block] for block in blocks].count(0)
+
+    # -- who holds what ------------------------------------------------------------------------------------
+
     def take(self, count: int) -> list[int]:
         """`count` blocks with reference count 1, unnamed; cached blocks are evicted only when no others are left.
 
@@ -61,111 +87,168 @@ class BlockPool:
             raise OutOfBlocksError(
                 f"{count} blocks asked for, {self.free_blocks} of {self.num_blocks} are free"
             )
-        fresh = min(count, len(self._unnamed))
-        blocks = self._unnamed[: -fresh - 1 : -1]
-        del self._unnamed[len(self._unnamed) - fresh :]
+        stack = self._unnamed
+        fresh = min(count, len(stack))
+        blocks = stack[: -fresh - 1 : -1]
+        del stack[len(stack) - fresh :]
         if fresh < count:
-            blocks += [self._evict() for _ in range(count - fresh)]
+            blocks += self._evict(count - fresh)
+        refs = self._refs
         for block in blocks:
-            self._refs[block] = 1
+            refs[block] = 1
         return blocks
 
-    def _evict(self) -> int:
-        block, _ = self._evictable.popitem(last=False)
-        self._forget_name(block)
-        self._voided.append(block)
-        return block
+    def _evict(self, count: int) -> list[int]:
+        victims = self._evictable.pop(count)
+        self._forget(victims)
+        self._voided += victims
+        return victims
 
-    def _forget_name(self, block: int) -> None:
-        name = self._name_of.pop(block)
-        others = self._others.get(name)
-        if self._first[name] != block:
-            assert others is not None
-            others.remove(block)
-        elif others:
-            self._first[name] = others.pop(0)
-        else:
-            del self._first[name]
-        if others is not None and not others:
-            self._others.pop(name, None)
+    def share(self, blocks: Sequence[int]) -> int:
+        """Refer to `blocks` once more (a hit or a fork); returns how many of them nobody referred to before.
 
-    def share(self, blocks: Iterable[int]) -> int:
-        """Refer to `blocks` once more (a hit or a fork); returns how many of them nobody referred to before."""
-        refs, revived = self._refs, 0
-        for block in blocks:
-            if refs[block] == 0:
-                if block not in self._evictable:
-                    raise CoreError(f"block {block} is free and holds nothing: it cannot be shared")
-                del self._evictable[block]
-                revived += 1
-            refs[block] += 1
-        return revived
-
-    def release(self, blocks: Iterable[int]) -> list[int]:
-        """Drop one reference to each of `blocks`; returns those that nobody refers to any more, in order.
-
-        A block with a name stays findable. Raises CoreError at a block that nobody holds; the earlier ones are dropped.
+        Raises CoreError, with nothing changed, at a block that is free and unnamed: it holds nothing.
         """
-        refs, gone = self._refs, []
+        refs = self._refs
+        revived = [block for block in blocks if not refs[block]]
+        for block in revived:
+            if block not in self._name_of:
+                raise CoreError(f"block {block} is free and holds nothing: it cannot be shared")
+        for block in revived:
+            self._evictable.remove(block)
         for block in blocks:
-            if not 0 < block <= self.num_blocks or not refs[block]:
+            refs[block] += 1
+        return len(revived)
+
+    def release(self, blocks: Sequence[int]) -> list[int]:
+        """Drop one reference to each of a table's `blocks` (head first); returns those that nobody refers to any more.
+
+        A block with a name stays findable. Raises CoreError, with nothing changed, at a block that nobody holds.
+        """
+        refs = self._refs
+        counts = [refs[block] for block in blocks]
+        if counts.count(1) == len(counts):
+            for block in blocks:
+                refs[block] = 0
+            gone = list(blocks)
+        else:
+            if 0 in counts:
+                block = blocks[counts.index(0)]
                 raise CoreError(f"block {block} is released, but nobody holds it (pool of {self.num_blocks})")
-            refs[block] -= 1
-            if not refs[block]:
-                gone.append(block)
-                if block in self._name_of:
-                    self._evictable[block] = None
-                else:
-                    self._unnamed.append(block)
-                    self._voided.append(block)
+            for block in blocks:
+                refs[block] -= 1
+            gone = [block for block, count in zip(blocks, counts, strict=True) if count == 1]
+        self._free(gone)
         return gone
 
-    def name(self, block: int, name: BlockName) -> None:
-        """Enter a full, referenced block into the prefix cache. Several blocks may carry one name."""
-        if self._refs[block] < 1 or block in self._name_of:
-            raise CoreError(f"block {block} cannot be named: {self._refs[block]} references, named before: "
-                            f"{block in self._name_of}")  # fmt: skip
-        self._name_of[block] = name
-        if self._first.setdefault(name, block) != block:
-            self._others.setdefault(name, []).append(block)
-
-    def is_named(self, block: int) -> bool:
-        """Whether `block` is in the prefix cache."""
-        return block in self._name_of
-
-    def find(self, names: Sequence[BlockName]) -> list[int]:
-        """Blocks of the longest leading run of `names` that is in the cache. A pure query."""
-        blocks: list[int] = []
-        for name in names:
-            block = self._first.get(name)
-            if block is None:
-                break
-            blocks.append(block)
-        return blocks
-
-    def unreferenced(self, blocks: Iterable[int]) -> int:
-        """How many of `blocks` nobody refers to: a hit on those uses up free blocks."""
-        return sum(not self._refs[block] for block in blocks)
+    def _free(self, gone: list[int]) -> None:
+        name_of = self._name_of
+        if self.retention is Retention.NONE:
+            self._forget([block for block in gone if block in name_of])
+        named = [block for block in gone if block in name_of]
+        self._evictable.push(named)
+        if len(named) < len(gone):
+            unnamed = [block for block in reversed(gone) if block not in name_of]
+            self._unnamed += unnamed
+            self._voided += unnamed
 
     def drain_voided(self) -> list[int]:
         """Blocks whose content became void since the last call, in order; their slots may be poisoned."""
         voided, self._voided = self._voided, []
         return voided
 
+    # -- the prefix cache ----------------------------------------------------------------------------------
+
+    def name(self, blocks: Sequence[int], names: Sequence[BlockName]) -> None:
+        """Enter full, referenced blocks into the prefix cache. Several blocks may carry one name.
+
+        Raises CoreError, with nothing changed, when a block has a name already or nobody holds it.
+        """
+        self._require_nameable(blocks)
+        self._name_of.update(zip(blocks, names, strict=True))
+        self._index.add(names, blocks)
+        if self.events is not None:
+            self.events.append(BlocksStored(tuple(names), tuple(blocks)))
+
+    def name_private(self, blocks: Sequence[int], first: int) -> None:
+        """Mark full, referenced blocks as reusable by their owner alone, who remembers them; names from `first` on."""
+        self._require_nameable(blocks)
+        self._name_of.update(zip(blocks, range(first, first + len(blocks)), strict=True))
+
+    def _require_nameable(self, blocks: Sequence[int]) -> None:
+        if self._name_of.keys().isdisjoint(blocks) and not self.unreferenced(blocks):
+            return
+        block = next(block for block in blocks if block in self._name_of or not self._refs[block])
+        raise CoreError(
+            f"block {block} cannot be named: {self._refs[block]} references, named before: {block in self._name_of}"
+        )
+
+    def unname(self, blocks: Sequence[int]) -> None:
+        """Take referenced blocks out of the prefix cache: they are about to be rewritten. Unnamed ones stay so.
+
+        Raises CoreError, with nothing changed, at a block that nobody holds.
+        """
+        if self.unreferenced(blocks):
+            raise CoreError("only a block that somebody holds can be rewritten")
+        self._forget([block for block in blocks if block in self._name_of])
+
+    def _forget(self, blocks: Sequence[int]) -> None:
+        names = [self._name_of.pop(block) for block in blocks]
+        if int in set(map(type, names)):
+            public = [pair for pair in zip(names, blocks, strict=True) if type(pair[0]) is not int]
+            names, blocks = [name for name, _ in public], [block for _, block in public]
+        self._index.drop(names, blocks)
+        if names and self.events is not None:
+            self.events.append(BlocksRemoved(tuple(names), tuple(blocks)))
+
+    def name_of(self, block: int) -> BlockName | None:
+        """The name of `block`, None if it is not in the prefix cache."""
+        return self._name_of.get(block)
+
+    def find(self, names: Sequence[BlockName]) -> list[int]:
+        """Blocks of the longest leading run of `names` that is in the cache. A pure query."""
+        return self._index.find(names)
+
+    def first_holder(self, name: BlockName) -> int:
+        """The block that was entered first under `name`. Raises CoreError where no block has it."""
+        block = self._index.first(name)
+        if block is None:
+            raise CoreError(f"no block is named {name!r}")
+        return block
+
+    def reset(self) -> None:
+        """Empty the prefix cache. Raises CoreError, with nothing changed, while a block is in use."""
+        if self.live_blocks:
+            raise CoreError(f"the prefix cache cannot be emptied while {self.live_blocks} blocks are in use")
+        cached = self._evictable.pop(len(self._evictable))
+        self._name_of.clear()
+        self._index.clear()
+        self._unnamed += reversed(cached)  # the order of eviction stays
+        self._voided += cached
+        if self.events is not None:
+            self.events.append(CacheCleared())
+
+    # -- invariants ----------------------------------------------------------------------------------------
+
     def check(self, references: dict[int, int]) -> None:
         """Verify every invariant, given how often each block stands in the live tables. Raises InvariantError."""
-        wrong = [b for b in range(1, self.num_blocks + 1) if self._refs[b] != references.get(b, 0)]
-        if wrong:
+        everyone = range(1, self.num_blocks + 1)
+        wrong = next((b for b in everyone if self._refs[b] != references.get(b, 0)), None)
+        if wrong is not None:
             raise InvariantError(
-                f"block {wrong[0]}: count {self._refs[wrong[0]]}, tables {references.get(wrong[0], 0)}"
+                f"block {wrong}: count {self._refs[wrong]}, tables {references.get(wrong, 0)}"
             )
-        free = sorted([*self._unnamed, *self._evictable])
-        if free != [b for b in range(1, self.num_blocks + 1) if not self._refs[b]]:
+        evictable = self._evictable.blocks()
+        free = sorted([*self._unnamed, *evictable])
+        if free != [b for b in everyone if not self._refs[b]] or len(evictable) != len(self._evictable):
             raise InvariantError(
                 f"the free queue holds {len(free)} blocks, unreferenced or doubled ones differ from it"
             )
-        if any((b in self._name_of) != (b in self._evictable) for b in free):
+        if not self._name_of.keys() >= set(evictable) or not self._name_of.keys().isdisjoint(self._unnamed):
             raise InvariantError("a free block is in the wrong half of the free queue")
-        indexed = sorted([*self._first.values(), *(b for blocks in self._others.values() for b in blocks)])
-        if indexed != sorted(self._name_of):
-            raise InvariantError(f"{len(indexed)} blocks are indexed by name, {len(self._name_of)} have one")
+        public = sorted(
+            ((b, name) for b, name in self._name_of.items() if type(name) is not int),
+            key=lambda pair: pair[0],
+        )
+        if self._index.pairs() != public:
+            raise InvariantError(f"{len(public)} blocks have a name, the index disagrees with them")

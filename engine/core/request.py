@@ -15,13 +15,32 @@ class Decoding(StrEnum):
     BEAM = "beam"  # `width` hypotheses that are re-parented after every step
 
 
+class SpeculationMode(StrEnum):
+    """Where draft tokens are written."""
+
+    LOOKAHEAD = "lookahead"  # into slots behind the sequence's own, which are void again if rejected
+    FORK = "fork"  # into a forked child, which takes the sequence's place with the tokens that were accepted
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """Verify up to `tokens` draft tokens a step."""
+
+    tokens: int
+    mode: SpeculationMode = SpeculationMode.LOOKAHEAD
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1:
+            raise CoreError(f"speculation needs at least 1 draft token, found {self.tokens}")
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One request, lengths in tokens.
 
     `output_tokens` is the number of tokens that each of the `width` sequences generates; replay pins it, so that
     both sides do the same work. `identity` names the content of full blocks for the prefix cache; None keeps the
-    request out of it. Requests are served in the order of submission (FCFS).
+    request out of it. Requests are served in the order of submission, or by `priority`, lower first.
     """
 
     request_id: int
@@ -30,16 +49,25 @@ class Request:
     width: int = 1
     decoding: Decoding = Decoding.GREEDY
     identity: BlockIdentity | None = None
+    priority: int = 0
+    speculation: Speculation | None = None
 
     def __post_init__(self) -> None:
-        for name in ("prompt_tokens", "output_tokens", "width"):
-            if getattr(self, name) < 1:
-                raise CoreError(
-                    f"request {self.request_id}: {name} is {getattr(self, name)}, must be at least 1"
-                )
-        if self.decoding is Decoding.GREEDY and self.width != 1:
+        if min(self.prompt_tokens, self.output_tokens, self.width) < 1:
+            for name in ("prompt_tokens", "output_tokens", "width"):
+                if getattr(self, name) < 1:
+                    raise CoreError(
+                        f"request {self.request_id}: {name} is {getattr(self, name)}, must be at least 1"
+                    )
+        if self.width == 1:
+            return
+        if self.decoding is Decoding.GREEDY:
             raise CoreError(
                 f"request {self.request_id}: greedy decoding has one sequence, found width {self.width}"
+            )
+        if self.speculation is not None:
+            raise CoreError(
+                f"request {self.request_id}: speculation is for one sequence, found width {self.width}"
             )
 
     @property

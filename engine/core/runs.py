@@ -19,7 +19,12 @@ class FreeRuns:
         """The holes in address order."""
         return [range(start, end) for start, end in zip(self._starts, self._ends, strict=True)]
 
-    def holes_of(self, length: int) -> int:
+    @staticmethod
+    def chunk(length: int) -> int:
+        """Slots that a run of `length` takes away: no more than that."""
+        return length
+
+    def runs_of(self, length: int) -> int:
         """How many runs of `length` could be taken one after the other."""
         return sum((end - start) // length for start, end in zip(self._starts, self._ends, strict=True))
 

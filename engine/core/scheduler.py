@@ -1,54 +1,56 @@
 """Continuous batching: which rows run in the next step.
 
 One loop without phases, after vLLM's v1 scheduler: each request's computed tokens chase its known tokens under a token
-budget. Running requests come first, in order of admission; when blocks run out the youngest is preempted and will be
-recomputed; waiting requests are admitted first come, first served, only if nothing was preempted in this step.
+budget. Running requests come first, in order of admission; when blocks run out a victim is preempted, to be recomputed
+or brought back from the host; then waiting requests are admitted in the order of the queue, only if nothing was
+preempted in this step. Steady decoders are on a calendar, and a step touches only those that need a block.
 """
 
-from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Sequence as Values
 
-import numpy as np
-
+from engine.core.batch import written
+from engine.core.commit import Commit
 from engine.core.errors import CoreError, NeverFitsError
-from engine.core.limits import SchedulerLimits
+from engine.core.limits import Preemption, SchedulerLimits
 from engine.core.manager import KVCacheManager
 from engine.core.outcome import CommitReport, RequestStats
 from engine.core.plan import Row, StepPlan, StepResult
-from engine.core.request import Request
+from engine.core.policies import AdmitWhatFits, Policies
+from engine.core.request import Request, SpeculationMode
 from engine.core.rows import rows_of
-from engine.core.sequence import Group
-
-
-@dataclass(slots=True)
-class _StepBuilder:
-    """What the step under way holds so far."""
-
-    budget: int
-    rows: list[Row] = field(default_factory=list)
-    admitted: list[int] = field(default_factory=list)
-    preempted: list[int] = field(default_factory=list)
-    new_blocks: int = 0
-    hit_tokens: int = 0
+from engine.core.running import RunningBatch
+from engine.core.sequence import Group, ScheduledRow, Sequence
+from engine.core.step import StepBuilder
+from engine.core.waiting import WaitingQueue
 
 
 class Scheduler:
     """Plans steps over one KV cache manager. Alternate `schedule()` and `commit()`."""
 
-    def __init__(self, manager: KVCacheManager, limits: SchedulerLimits) -> None:
+    def __init__(
+        self, manager: KVCacheManager, limits: SchedulerLimits, policies: Policies | None = None
+    ) -> None:
         self.manager = manager
         self.limits = limits
-        self.waiting: deque[Group] = deque()
-        self.running: list[Group] = []
+        self.policies = policies or Policies.of(limits.scheduling)
+        self.waiting = WaitingQueue()
+        self.swapped = WaitingQueue()
         self.stats: dict[int, RequestStats] = {}
+        self._batch = RunningBatch(manager.growth, limits.max_batched_tokens)
+        self._groups: dict[int, Group] = {}
         self._spare_blocks = int(limits.watermark * manager.num_blocks)
         self._step = 0
-        self._sequences = 0  # branches of running requests, counted at full width
+        self._commit = Commit(manager, self._batch, self._groups, self.stats, limits.static_batch)
 
     @property
     def has_work(self) -> bool:
         """Whether a step can be scheduled."""
-        return bool(self.running or self.waiting)
+        return bool(len(self._batch) or len(self.waiting) or len(self.swapped))
+
+    @property
+    def running(self) -> list[Group]:
+        """The running groups in order of admission."""
+        return self._batch.groups()
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises NeverFitsError, with the reason, if no schedule could ever serve it."""
@@ -57,8 +59,10 @@ class Scheduler:
             raise NeverFitsError(f"request {request.request_id} can never be served: it {reason}")
         if request.request_id in self.stats:
             raise CoreError(f"request {request.request_id} was submitted before")
+        group = Group(request, self.policies.order.key(request, len(self.stats)))
         self.stats[request.request_id] = RequestStats()
-        self.waiting.append(Group.of(request))
+        self._groups[request.request_id] = group
+        self.waiting.push(group)
 
     def never_fits(self, request: Request) -> str | None:
         """Why no schedule can serve `request`, or None."""
@@ -71,70 +75,190 @@ class Scheduler:
             return f"may prefill {request.final_kv_tokens} tokens at once, a step takes {limits.max_batched_tokens}"
         return self.manager.never_fits(request)
 
+    def abort(self, request_id: int) -> None:
+        """Drop a request, wherever it is; what it holds is free again. Raises CoreError if it is not there."""
+        group = self._groups.get(request_id)
+        if group is None:
+            raise CoreError(f"request {request_id} is neither waiting nor running: it cannot be aborted")
+        if group in self._batch:
+            self._batch.remove(group)
+            self._commit.let_go(group)
+        elif group in self.swapped:
+            self.swapped.remove(group)
+            self.manager.forget_swapped(group)
+        elif group in self.waiting:
+            self.waiting.remove(group)
+        else:
+            raise CoreError(f"request {request_id} has ended: it waits for the rest of its batch")
+        del self._groups[request_id]
+
     # -- a step --------------------------------------------------------------------------------------------
 
     def schedule(self, max_repeat: int = 1) -> StepPlan:
         """The next step. With `max_repeat` above 1 the plan says how many identical steps may follow at once."""
         if not self.has_work:
             raise CoreError("nothing is running or waiting: there is no step to schedule")
-        step = _StepBuilder(self.limits.max_batched_tokens)
-        self._continue_running(step)
+        step = StepBuilder(self.limits.max_batched_tokens)
+        if len(self._batch):
+            self._continue_steady(step)
+            self._continue_others(step)
         if not step.preempted:
-            self._admit_waiting(step)
+            self._bring_back(step)
+            if not len(self.swapped):
+                self._admit_waiting(step)
         plan = self._plan(step, max_repeat)
         self._step += 1
         return plan
 
-    def _continue_running(self, step: _StepBuilder) -> None:
-        index = 0
-        while index < len(self.running) and step.budget:
-            group = self.running[index]
-            group.rows = rows_of(group, step.budget)
+    def commit(self, plan: StepPlan, result: StepResult) -> CommitReport:
+        """Take the executor's answer to the last plan into the books."""
+        return self._commit.take(plan, result)
+
+    def _continue_steady(self, step: StepBuilder) -> None:
+        """Steady groups take one token a sequence; only those whose blocks are full need anything."""
+        calendar, manager = self._batch.calendar, self.manager
+        for group in calendar.due():
+            while group in calendar.groups and not manager.can_append(group):
+                self._make_room(step, self._batch.groups())
+            if group in calendar.groups:
+                step.appended[group] = manager.append(group)
+        step.budget -= calendar.rows
+
+    def _continue_others(self, step: StepBuilder) -> None:
+        others, calendar, index = self._batch.others, self._batch.calendar, 0
+        while index < len(others) and step.budget:
+            group = others[index]
+            group.rows = self._rows(group, step.budget)
             while group.rows and not self.manager.can_extend(group.rows):
-                victim = self._preempt_youngest()
-                step.preempted.append(victim.request.request_id)
-                if victim is group:
-                    return
-            self._extend(group, step)
-            index += 1
-        for group in self.running[index:]:
+                steady = calendar.rows
+                self._make_room(step, [*calendar.groups, *others[index:]])
+                step.budget += steady - calendar.rows
+            if index < len(others) and others[index] is group:
+                self._extend(group, step)
+                index += 1
+        for group in others[index:]:
             group.rows = []
 
-    def _preempt_youngest(self) -> Group:
-        victim = self.running.pop()
-        for sequence in reversed(victim.sequences):
-            self.manager.release(sequence)
-        victim.restart()
-        self.stats[victim.request.request_id].preemptions += 1
-        self._sequences -= victim.request.width
-        self.waiting.appendleft(victim)
-        return victim
+    def _rows(self, group: Group, budget: int) -> list[ScheduledRow]:
+        """The group's share, its chunks capped while others compete; drafts are written where the request says."""
+        cap = self.limits.long_prefill_tokens
+        if cap is not None and len(self._batch) + len(self.waiting) <= 1:
+            cap = None
+        rows = rows_of(group, budget, cap)
+        group.drafted = rows[0].drafts if rows else 0
+        speculation = group.request.speculation
+        if group.drafted and speculation and speculation.mode is SpeculationMode.FORK:
+            (root,), request = group.sequences, group.request
+            group.draft = Sequence(request, request.width, root.computed)
+            self.manager.fork(root, [group.draft])
+            rows = [rows[0]._replace(sequence=group.draft)]
+        return rows
 
-    def _admit_waiting(self, step: _StepBuilder) -> None:
-        """First come, first served: the first request that does not fit ends the loop."""
-        while self.waiting and step.budget:
-            group = self.waiting[0]
+    def _extend(self, group: Group, step: StepBuilder) -> None:
+        request_id = group.request.request_id
+        for row in group.rows:
+            sequence, query_len, samples, drafts = row
+            context = sequence.computed
+            step.new_blocks += self.manager.extend(row)
+            step.budget -= query_len
+            table = written(sequence.table, context + query_len)
+            step.rows.append(Row(request_id, sequence.branch, context, query_len, samples, table, drafts))
+
+    # -- making room ---------------------------------------------------------------------------------------
+
+    def _make_room(self, step: StepBuilder, candidates: list[Group]) -> None:
+        """Preempt one of `candidates`: save it in host memory, or drop it to be computed again."""
+        victim = candidates[self.policies.victim.choose(candidates)]
+        request_id, stats = victim.request.request_id, self.stats[victim.request.request_id]
+        stats.preemptions += 1
+        step.preempted.append(request_id)
+        step.appended.pop(victim, None)
+        self._batch.remove(victim)
+        if self._should_swap(victim):
+            if self.manager.can_swap_out(victim):
+                stats.swaps += 1
+                victim.rows = []
+                self.manager.swap_out(victim)
+                self.swapped.push(victim)
+                return
+            stats.swap_fallbacks += 1
+        self.manager.preempt(victim)
+        victim.restart()
+        self.waiting.push(victim)
+
+    def _should_swap(self, victim: Group) -> bool:
+        """What has generated nothing yet is cheaper to compute again; drafts under way are not worth saving."""
+        mode = self.limits.preemption
+        if mode is Preemption.RECOMPUTE or not victim.generated or victim.draft is not None:
+            return False
+        return mode is Preemption.SWAP or len(victim.sequences) > 1
+
+    # -- entering ------------------------------------------------------------------------------------------
+
+    def _bring_back(self, step: StepBuilder) -> None:
+        """Swapped groups come before waiting ones; nobody enters before they are all back."""
+        while step.budget and (group := self.swapped.head) is not None:
+            spare = self._spare_blocks if len(self._batch) else 0
+            if self._batch.sequences + group.width > self.limits.max_running:
+                return
+            if not self.manager.can_swap_in(group, spare):
+                return
+            self.swapped.pop()
+            self.manager.swap_in(group)
+            self._batch.add(group)
+            step.resumed.append(group.request.request_id)
+            self._enter(group, step)
+
+    def _enter(self, group: Group, step: StepBuilder) -> None:
+        group.rows = self._rows(group, step.budget)
+        if group.rows and self.manager.can_extend(group.rows):
+            self._extend(group, step)
+        else:
+            group.rows = []
+
+    def _admit_waiting(self, step: StepBuilder) -> None:
+        """In the order of the queue: the first request that does not fit ends the loop."""
+        while step.budget and (group := self.waiting.head) is not None:
+            if self.limits.static_batch and len(self._batch) > len(step.admitted):
+                return
             hits = self.manager.lookup(group)
             cached = len(hits) * self.manager.block_size
-            if not self._fits_batch(group, cached, step.budget):
+            if not self._may_enter(group, hits, cached, step.budget):
                 return
-            if not self.manager.can_admit(group, hits, self._spare_blocks if self.running else 0):
-                return
-            self.waiting.popleft()
+            self.waiting.pop()
             self.manager.admit(group, hits)
             self._note_hits(group, cached)
             step.hit_tokens += cached
             step.admitted.append(group.request.request_id)
-            self.running.append(group)
-            self._sequences += group.request.width
-            group.rows = rows_of(group, step.budget)
-            self._extend(group, step)
+            self._batch.add(group)
+            self._enter(group, step)
 
-    def _fits_batch(self, group: Group, cached: int, budget: int) -> bool:
-        """Whether the batch has places for every branch, and, without chunking, the budget for the whole prompt."""
-        if self._sequences + group.request.width > self.limits.max_running:
+    def _may_enter(self, group: Group, hits: Values[int], cached: int, budget: int) -> bool:
+        """Whether the batch has places for every branch, the budget for the prompt, and the pool room for it."""
+        limits, batch = self.limits, self._batch
+        if batch.sequences + group.width > limits.max_running:
             return False
-        return self.limits.chunked_prefill or group.root_target - cached <= budget
+        if not limits.chunked_prefill and group.root_target - cached > budget:
+            return False
+        chunk = None if limits.admit_whole_prompt else min(group.root_target, cached + budget)
+        if not self.manager.can_admit(group, hits, self._spare_blocks if len(batch) else 0, chunk):
+            return False
+        return self._is_allowed(group.request)
+
+    def _is_allowed(self, request: Request) -> bool:
+        """Whether the admission policy lets `request` in; it cannot keep everybody out of an empty batch."""
+        policy, running = self.policies.admission, len(self._batch)
+        if isinstance(policy, AdmitWhatFits):
+            return True
+        usage = self.manager.usage(None)
+        if policy.allows(request, (usage.free + usage.cached) // self.manager.block_size, running):
+            return True
+        if not running:
+            raise CoreError(
+                f"request {request.request_id}: the admission policy {type(policy).__name__} refuses it "
+                f"although nothing is running, so it would wait for ever"
+            )
+        return False
 
     def _note_hits(self, group: Group, cached: int) -> None:
         stats = self.stats[group.request.request_id]
@@ -144,92 +268,34 @@ class Scheduler:
         else:
             stats.hit_tokens += cached
 
-    def _extend(self, group: Group, step: _StepBuilder) -> None:
-        request = group.request
-        for row in group.rows:
-            sequence, context = row.sequence, row.sequence.computed
-            step.new_blocks += self.manager.extend(row)
-            step.budget -= row.query_len
-            step.rows.append(
-                Row(request.request_id, sequence.branch, context, row.query_len, row.samples, sequence.table)
-            )
+    # -- the plan ------------------------------------------------------------------------------------------
 
-    def _plan(self, step: _StepBuilder, max_repeat: int) -> StepPlan:
-        return StepPlan(
-            step=self._step,
-            rows=step.rows,
-            copies=self.manager.drain_copies(),
-            frees=self.manager.drain_frees(),
-            repeat=self._repeat(step, max_repeat) if max_repeat > 1 else 1,
-            admitted=step.admitted,
-            preempted=step.preempted,
-            new_blocks=step.new_blocks,
-            hit_tokens=step.hit_tokens,
-            running=len(self.running),
-            waiting=len(self.waiting),
-            usage=self.manager.usage(self.waiting[0].request if self.waiting else None),
+    def _plan(self, step: StepBuilder, max_repeat: int) -> StepPlan:
+        calendar = self._batch.calendar
+        self.manager.advance(calendar.rows)
+        head = self.waiting.head
+        return step.plan(
+            self._step,
+            self.manager,
+            calendar,
+            self._repeat(step, max_repeat) if max_repeat > 1 else 1,
+            len(self._batch),
+            len(self.waiting) + len(self.swapped),
+            head.request if head else None,
         )
 
-    def _repeat(self, step: _StepBuilder, max_repeat: int) -> int:
+    def _repeat(self, step: StepBuilder, max_repeat: int) -> int:
         """How many steps in a row are the same but for one token more per row.
 
         All running sequences decode, and nothing can change until one finishes, a block is short, or a request
         arrives (the caller cuts there). A waiting request that was refused now is refused until then: free blocks
-        only get fewer, and no block that it could hit is made by decoding.
+        only get fewer, and no block that it could hit is made by decoding. Only a user's own admission policy might
+        change its mind.
         """
-        if step.admitted or step.preempted or len(step.rows) != self._sequences:
+        calendar = self._batch.calendar
+        if not step.only_steady or self._batch.others or not calendar.rows:
             return 1
-        if not all(row.samples and row.query_len == 1 for row in step.rows):
+        if len(self.waiting) and not isinstance(self.policies.admission, AdmitWhatFits):
             return 1
-        if any(group.request.width > 1 for group in self.running):
-            return 1
-        steps = min(max_repeat, *(group.remaining for group in self.running))
-        if steps == 1:
-            return 1
-        context = np.array([row.context_len for row in step.rows], dtype=np.int64)
-        return self.manager.leap_limit(context, steps)
-
-    # -- its outcome ---------------------------------------------------------------------------------------
-
-    def commit(self, plan: StepPlan, result: StepResult) -> CommitReport:
-        """Take the executor's answer to the last plan into the books."""
-        if not 1 <= result.repeat <= plan.repeat:
-            raise CoreError(f"step {plan.step}: {result.repeat} steps taken, 1 to {plan.repeat} were planned")
-        report = CommitReport()
-        if result.repeat > 1:
-            sequences = [group.sequences[0] for group in self.running]
-            report.leap = self.manager.leap(sequences, result.repeat)
-        for group in self.running:
-            if group.rows:
-                self._advance(group, result, report)
-        if report.finished:
-            done = set(report.finished)
-            self.running = [group for group in self.running if group.request.request_id not in done]
-        return report
-
-    def _advance(self, group: Group, result: StepResult, report: CommitReport) -> None:
-        request_id, repeat = group.request.request_id, result.repeat
-        for row in group.rows:
-            row.sequence.computed += row.query_len + repeat - 1
-        sampled = group.rows[0].samples
-        group.rows = []
-        if sampled:
-            group.generated += repeat
-            report.emitted.append(request_id)
-        if sampled and (not group.remaining or request_id in result.finished):
-            self._finish(group, report)
-        elif not group.forked:
-            self._fork_if_ready(group)
-        elif sampled and group.is_beam:
-            self.manager.reparent(group.sequences, result.parents[request_id])
-
-    def _fork_if_ready(self, group: Group) -> None:
-        root = group.sequences[0]
-        if group.request.width > 1 and root.computed == group.request.prompt_tokens:
-            self.manager.fork(root, group.fork())
-
-    def _finish(self, group: Group, report: CommitReport) -> None:
-        for sequence in group.sequences:
-            self.manager.release(sequence)
-        self._sequences -= group.request.width
-        report.finished.append(group.request.request_id)
+        steps = min(max_repeat, calendar.steps_to_end())
+        return self.manager.leap_limit(calendar, steps) if steps > 1 else 1

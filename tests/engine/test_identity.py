@@ -1,8 +1,12 @@
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.core.errors import CoreError
+from engine.core.hashing import HashAlgorithm
 from engine.core.identity import KeyIdentity, TokenIdentity
+from engine.core.names import private_name
 
 SEGMENTS = st.lists(
     st.tuples(st.one_of(st.none(), st.integers(0, 3)), st.integers(1, 13)), min_size=1, max_size=5
@@ -34,9 +38,57 @@ def test_keys_and_tokens_share_the_same_blocks(one: list, other: list, block_siz
 
 
 @given(SEGMENTS, st.sampled_from([1, 3, 16]))
-def test_a_prompt_has_one_name_per_full_block(segments: list, block_size: int) -> None:
-    total = sum(tokens for _, tokens in segments)
-    assert len(KeyIdentity(0, segments).prompt_names(block_size)) == total // block_size
+def test_blocks_are_named_up_to_the_first_unique_token(segments: list, block_size: int) -> None:
+    keyed = 0
+    for key, tokens in segments:
+        if key is None:
+            break
+        keyed += tokens
+    assert len(KeyIdentity(0, segments).prompt_names(block_size)) == keyed // block_size
+
+
+@given(
+    st.lists(st.integers(0, 9), max_size=40),
+    st.lists(st.integers(0, 9), max_size=40),
+    st.sampled_from([1, 4, 16]),
+    st.sampled_from(HashAlgorithm),
+)
+def test_naming_as_tokens_come_equals_naming_all_at_once(
+    prompt: list[int], output: list[int], block_size: int, algorithm: HashAlgorithm
+) -> None:
+    growing = TokenIdentity(0, np.array(prompt, dtype=np.int64), algorithm=algorithm, share_outputs=True)
+    for token in output:
+        growing.extend(0, [token])
+        growing.generated_names(0, block_size)
+    whole = TokenIdentity(1, np.array(prompt + output, dtype=np.int64), algorithm=algorithm)
+    assert growing.generated_names(0, block_size) == whole.prompt_names(block_size)
+
+
+def test_an_adapter_and_a_salt_are_never_confused() -> None:
+    tokens = np.arange(8)
+    pairs = [(None, ""), (None, "a"), ("a", ""), ("", "a"), ("a", "a"), ("aa", ""), (None, "+a")]
+    names = {TokenIdentity(0, tokens, salt, adapter=adapter).prompt_names(4)[0] for adapter, salt in pairs}
+    assert len(names) == len(pairs)
+
+
+def test_branches_that_diverge_have_different_names() -> None:
+    identity = TokenIdentity(0, np.arange(6), share_outputs=True)
+    identity.extend(0, [1, 2])
+    identity.extend(1, [1, 3])
+    one, other = identity.generated_names(0, 4), identity.generated_names(1, 4)
+    assert one[0] == other[0]
+    assert one[1] != other[1]
+
+
+def test_outputs_are_private_unless_shared() -> None:
+    identity = TokenIdentity(0, np.arange(8))
+    identity.extend(0, [1, 2, 3, 4])
+    assert identity.generated_names(0, 4) == []
+
+
+def test_token_ids_beyond_the_range_are_refused() -> None:
+    with pytest.raises(CoreError, match="request 7: token ids run from -1 to 2"):
+        TokenIdentity(7, np.array([-1, 2]))
 
 
 def test_equal_blocks_behind_different_prefixes_have_different_names() -> None:
@@ -51,9 +103,9 @@ def test_a_salt_isolates_tenants() -> None:
     assert KeyIdentity(0, [(5, 8)], "a").prompt_names(4) != KeyIdentity(0, [(5, 8)], "b").prompt_names(4)
 
 
-def test_generated_blocks_are_private_to_request_and_branch() -> None:
+def test_private_names_tell_request_branch_and_position_apart() -> None:
     names = {
-        KeyIdentity(request, [(1, 8)]).generated_name(branch, block)
+        private_name(request, branch, block)
         for request in range(3)
         for branch in range(3)
         for block in range(3)

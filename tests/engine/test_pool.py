@@ -19,7 +19,7 @@ def test_taking_more_than_is_free_changes_nothing() -> None:
 def test_a_named_block_stays_findable_after_its_release() -> None:
     pool = BlockPool(2)
     (block,) = pool.take(1)
-    pool.name(block, "prefix")
+    pool.name([block], ["prefix"])
     pool.release([block])
     assert pool.find(["prefix"]) == [block]
     assert pool.cached_blocks == 1
@@ -28,7 +28,7 @@ def test_a_named_block_stays_findable_after_its_release() -> None:
 def test_unnamed_blocks_are_taken_before_cached_ones() -> None:
     pool = BlockPool(3)
     first, second = pool.take(2)
-    pool.name(first, "prefix")
+    pool.name([first], ["prefix"])
     pool.release([first])
     pool.release([second])
     assert pool.take(2) == [second, 3]
@@ -39,7 +39,7 @@ def test_eviction_takes_the_least_recently_released_first() -> None:
     pool = BlockPool(3)
     blocks = pool.take(3)
     for block in blocks:
-        pool.name(block, f"n{block}")
+        pool.name([block], [f"n{block}"])
     for block in (2, 1, 3):
         pool.release([block])
     assert pool.take(3) == [2, 1, 3]
@@ -48,8 +48,8 @@ def test_eviction_takes_the_least_recently_released_first() -> None:
 def test_a_hit_on_a_released_block_protects_it_from_eviction() -> None:
     pool = BlockPool(2)
     one, two = pool.take(2)
-    pool.name(one, "a")
-    pool.name(two, "b")
+    pool.name([one], ["a"])
+    pool.name([two], ["b"])
     pool.release([one])
     pool.release([two])
     assert pool.share(pool.find(["a"])) == 1
@@ -60,15 +60,15 @@ def test_a_hit_on_a_released_block_protects_it_from_eviction() -> None:
 def test_lookup_stops_at_the_first_miss() -> None:
     pool = BlockPool(3)
     one, _, three = pool.take(3)
-    pool.name(one, "a")
-    pool.name(three, "c")
+    pool.name([one], ["a"])
+    pool.name([three], ["c"])
     assert pool.find(["a", "b", "c"]) == [one]
 
 
 def test_lookup_changes_nothing() -> None:
     pool = BlockPool(2)
     (block,) = pool.take(1)
-    pool.name(block, "a")
+    pool.name([block], ["a"])
     pool.release([block])
     pool.find(["a"])
     assert pool.references(block) == 0
@@ -78,8 +78,8 @@ def test_lookup_changes_nothing() -> None:
 def test_duplicates_share_a_name_which_dies_with_the_last() -> None:
     pool = BlockPool(2)
     one, two = pool.take(2)
-    pool.name(one, "a")
-    pool.name(two, "a")
+    pool.name([one], ["a"])
+    pool.name([two], ["a"])
     assert pool.find(["a"]) == [one]
     pool.release([one])
     pool.take(1)
@@ -106,7 +106,7 @@ def test_releasing_a_free_block_is_refused() -> None:
 def test_voided_blocks_are_the_unnamed_releases_and_the_evictions() -> None:
     pool = BlockPool(2)
     one, two = pool.take(2)
-    pool.name(one, "a")
+    pool.name([one], ["a"])
     pool.release([one])
     pool.release([two])
     assert pool.drain_voided() == [two]

@@ -1,0 +1,107 @@
+"""Which blocks enter the prefix cache, under which names, and how a request finds them again."""
+
+from engine.core.names import BlockName, private_name
+from engine.core.request import Decoding, Request
+from engine.core.sequence import Group, Sequence
+from engine.core.tables import BlockTables
+
+
+class BlockNaming:
+    """Full blocks enter the cache when they are scheduled to be filled: a second request in the same step hits them.
+
+    Blocks that only their own request can have are marked as private; a preempted request remembers where they are.
+    Beam hypotheses keep their generated blocks out of the cache: they are replaced too often to be found again.
+    """
+
+    def __init__(self, tables: BlockTables, enabled: bool, deduplicate: bool) -> None:
+        self._tables = tables
+        self._pool = tables.pool
+        self._size = tables.block_size
+        self._enabled = enabled
+        self._deduplicate = deduplicate
+        self._fresh: dict[Sequence, tuple[int, int]] = {}  # blocks named in the step under way
+
+    def names(self, request: Request) -> bool:
+        """Whether the request takes part in the prefix cache."""
+        return self._enabled and request.identity is not None
+
+    # -- lookup --------------------------------------------------------------------------------------------
+
+    def find(self, group: Group, asked: int) -> tuple[list[int], BlockName | None]:
+        """Blocks of the longest cached run among the first `asked`, and the first name that missed. A pure query."""
+        identity = group.request.identity
+        if not self._enabled or identity is None:
+            return [], None
+        if group.names is None:
+            group.names = identity.prompt_names(self._size)
+        names = group.names
+        if group.generated and group.request.width == 1:
+            names = identity.generated_names(0, self._size) or names
+        hits = self._pool.find(names[:asked])
+        if len(hits) < min(asked, len(names)):
+            return hits, names[len(hits)]
+        while len(hits) < asked and (found := self._private(group, len(hits))):
+            hits.append(found[0])
+        return hits, None
+
+    def _private(self, group: Group, index: int) -> list[int]:
+        """Blocks that still hold block `index` of a preempted group, the first that was named first."""
+        name = private_name(group.request.request_id, 0, index)
+        return [block for block in group.trail.get(index, ()) if self._pool.name_of(block) == name]
+
+    def leave_trail(self, group: Group) -> None:
+        """The group is preempted: remember the private blocks that follow its first sequence's named ones."""
+        root = group.sequences[0]
+        for index in range(len(root.names), root.named):
+            blocks = self._private(group, index)
+            group.trail[index] = blocks if root.table[index] in blocks else [*blocks, root.table[index]]
+
+    def adopt(self, group: Group, root: Sequence, hits: int) -> None:
+        """`root` begins with `hits` cached blocks."""
+        root.names, root.named = group.names or (), hits
+
+    # -- naming --------------------------------------------------------------------------------------------
+
+    def full(self, sequence: Sequence, blocks: int) -> None:
+        """The first `blocks` blocks of `sequence` are full after the step that is being scheduled."""
+        first, request = sequence.named, sequence.request
+        if self._fresh:
+            self._replace_duplicates(sequence)
+        if blocks <= first or not self._enabled or request.identity is None:
+            return
+        if request.decoding is Decoding.BEAM:
+            blocks = min(blocks, request.prompt_tokens // self._size)
+        names = sequence.names
+        if blocks > len(names):
+            names = sequence.names = request.identity.generated_names(sequence.branch, self._size) or names
+        table, public = sequence.table, min(blocks, len(names))
+        if first < public:
+            self._pool.name(table[first:public], names[first:public])
+            if self._deduplicate:
+                self._fresh[sequence] = first, public
+        private = max(first, public)
+        if private < blocks:
+            name = private_name(request.request_id, sequence.branch, private)
+            self._pool.name_private(table[private:blocks], name)
+        sequence.named = max(first, blocks)
+
+    def settle(self, sequence: Sequence) -> None:
+        """Name what the sequence filled since it was last touched; it is about to let go of its blocks."""
+        self.full(sequence, sequence.computed // self._size)
+
+    def recount(self, sequence: Sequence) -> None:
+        """How many leading blocks of a new table are in the cache already."""
+        named = (self._pool.name_of(block) is None for block in sequence.table)
+        sequence.named = next((index for index, missing in enumerate(named) if missing), len(sequence.table))
+
+    def _replace_duplicates(self, sequence: Sequence) -> None:
+        """Where another block held the same content first, refer to that one and free our own."""
+        first, end = self._fresh.pop(sequence, (0, 0))
+        table, books = self._tables.of(sequence) if end else [], self._tables.books
+        for index in range(first, min(end, len(table))):
+            own, holder = table[index], self._pool.first_holder(sequence.names[index])
+            if own != holder and self._pool.references(own) == 1:
+                books.written += (self._pool.share([holder]) - 1) * self._size
+                self._pool.unname([own])
+                self._pool.release([own])
+                table[index] = holder
