@@ -30,6 +30,7 @@ def step_totals(steps: Mapping[str, FloatArray]) -> Totals:
         "steps": float(len(seconds)),
         "seconds": float(seconds.sum()),
         "attention": float(attention.sum()),
+        "rows": float(steps["rows"].sum()),
         "computed": float(steps["query_tokens"].sum()),
         "new_blocks": float(steps["new_blocks"].sum()),
         "copies": float(steps["copies"].sum()),

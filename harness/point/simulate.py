@@ -1,14 +1,20 @@
 """The predicted side of a point, and the playback of a measured one."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+from engine.core.request import Request
 from harness.metrics.log import RunLog
+from harness.metrics.totals import Totals
 from harness.point.workload import Workload
+from harness.sim.arrivals import Arrivals
 from harness.sim.cost import CostModel
 from harness.sim.executors import Executor, RecordedExecutor, SimulatedExecutor
 from harness.sim.genealogy import BeamGenealogy
 from harness.sim.recorder import Recorder
 from harness.sim.replay import Progress, Replay, TimedRequest
+from harness.sim.streaming import StreamingRecorder
 
 
 def play(
@@ -20,10 +26,11 @@ def play(
     progress: Progress | None = None,
 ) -> tuple[RunLog, Recorder]:
     """Replay `requests` through a fresh scheduler and pool."""
-    scheduler = workload.scheduler()
     by_id = {timed.request.request_id: timed.request for timed in requests}
     recorder = Recorder(by_id, workload.pool.block_size, keep_plans=keep_plans)
-    Replay(requests, scheduler, executor, recorder, progress).run()
+    scheduler = workload.scheduler()
+    arrivals = workload.release.arrivals(workload.trace.requests, requests)
+    Replay(arrivals, scheduler, executor, recorder, progress, until_ns=workload.release.until_ns).run()
     return recorder.log(scheduler.stats, workload.pool.tokens, workload.pool.kv_bytes_per_token), recorder
 
 
@@ -33,12 +40,58 @@ def simulate(
     """The free-running prediction. `beam_churn` None takes the calibrated one."""
     requests = workload.requests()
     by_id = {timed.request.request_id: timed.request for timed in requests}
+    executor = _executor(workload, cost, by_id, beam_churn, fast_forward)
+    return play(workload, requests, executor)[0]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What is known of a simulation whose rows were not kept."""
+
+    metrics: dict[str, float]
+    outcome: dict[str, int]
+    extrapolated: dict[str, Any] | None
+    totals: Totals
+
+
+def simulate_metrics(
+    workload: Workload, cost: CostModel, beam_churn: float | None = None, *, fast_forward: bool = True
+) -> Prediction:
+    """The free-running prediction in constant memory: beside the trace, only requests under way are held."""
+    arrivals = workload.release.arrivals(workload.trace.requests, workload.stream())
+    return predict(workload, arrivals, cost, beam_churn, fast_forward=fast_forward)
+
+
+def predict(
+    workload: Workload,
+    arrivals: Arrivals,
+    cost: CostModel,
+    beam_churn: float | None = None,
+    *,
+    fast_forward: bool = True,
+) -> Prediction:
+    """The same of whatever arrives at the workload's pool."""
+    live: dict[int, Request] = {}
+    recorder = StreamingRecorder(live, workload.pool.block_size, cost.source.hull)
+    scheduler = workload.scheduler()
+    executor = _executor(workload, cost, live, beam_churn, fast_forward)
+    until_ns = workload.release.until_ns
+    Replay(arrivals, scheduler, executor, recorder, live=live, until_ns=until_ns, forget=True).run()
+    recorder.finish(scheduler.stats)
+    metrics = recorder.metrics(workload.pool.tokens, workload.pool.kv_bytes_per_token)
+    return Prediction(metrics, recorder.outcome, recorder.extrapolated.section(), recorder.totals)
+
+
+def _executor(
+    workload: Workload,
+    cost: CostModel,
+    requests: Mapping[int, Request],
+    beam_churn: float | None,
+    fast_forward: bool,
+) -> SimulatedExecutor:
     churn = cost.source.beam_churn if beam_churn is None else {workload.width: beam_churn}
-    executor = SimulatedExecutor(
-        cost, by_id, workload.pool.block_size, BeamGenealogy(churn), fast_forward=fast_forward
-    )
-    log, _ = play(workload, requests, executor)
-    return log
+    genealogy = BeamGenealogy(churn, evenness=cost.source.beam_evenness)
+    return SimulatedExecutor(cost, requests, workload.pool.block_size, genealogy, fast_forward=fast_forward)
 
 
 def play_back(workload: Workload, recording: Recorder) -> Recorder:

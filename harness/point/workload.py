@@ -1,7 +1,7 @@
 """The requests of a point: the trace, decoded as the configuration says, without those that can never fit."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 from engine.core.contiguous import ContiguousMaxManager
 from engine.core.identity import BlockIdentity, KeyIdentity
@@ -12,9 +12,10 @@ from engine.core.request import Decoding, Request
 from engine.core.scheduler import Scheduler
 from harness.config.errors import ConfigError
 from harness.config.schema import CachePolicy, DecodingMode, Oversize, RunConfig
+from harness.point.release import Release, release_of, retimed
 from harness.point.shapes import PoolShape, pool_shape
 from harness.point.trace import reshaped_trace
-from harness.sim.replay import TimedRequest
+from harness.sim.arrivals import TimedRequest
 from traces.reshape import drop_oversize
 from traces.trace import Trace, TraceRequest
 
@@ -30,6 +31,7 @@ class Workload:
     limits: SchedulerLimits
     decoding: Decoding
     width: int
+    release: Release = Release()  # noqa: RUF009  # frozen
 
     def scheduler(self) -> Scheduler:
         """A scheduler over an empty pool."""
@@ -37,11 +39,13 @@ class Workload:
 
     def requests(self, identify: Identify | None = None) -> list[TimedRequest]:
         """The requests in order of arrival; their blocks are named by prefix keys unless `identify` says otherwise."""
+        return list(self.stream(identify))
+
+    def stream(self, identify: Identify | None = None) -> Iterator[TimedRequest]:
+        """The same one by one, for traces whose requests are not to lie in memory all at once."""
         identify = identify or _by_keys
-        return [
-            TimedRequest(_request(self, row, identify(row)), row.arrival_us * 1000)
-            for row in self.trace.requests
-        ]
+        for row in self.trace.requests:
+            yield TimedRequest(_request(self, row, identify(row)), row.arrival_us * 1000)
 
 
 def _by_keys(row: TraceRequest) -> BlockIdentity:
@@ -71,7 +75,8 @@ def build_workload(config: RunConfig) -> Workload:
         chunked_prefill=config.scheduler.chunked_prefill,
         watermark=config.scheduler.watermark,
     )
-    whole = Workload(reshaped_trace(config), pool, limits, decoding, width)
+    trace = retimed(reshaped_trace(config), config)
+    whole = Workload(trace, pool, limits, decoding, width, release_of(config))
     reasons = _oversize(whole)
     if not reasons:
         return whole
@@ -80,7 +85,7 @@ def build_workload(config: RunConfig) -> Workload:
     trace = drop_oversize(whole.trace, lambda row: "never_fits" if row.request_id in reasons else None)
     if not trace.requests:
         raise ConfigError("workload.oversize", f"no request fits: {_refusal(whole, reasons)}")
-    return Workload(trace, pool, limits, decoding, width)
+    return replace(whole, trace=trace)
 
 
 def _decoding(config: RunConfig) -> tuple[int, Decoding]:

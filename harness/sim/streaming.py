@@ -9,7 +9,7 @@ from engine.core.plan import StepPlan, StepResult
 from engine.core.request import Request
 from harness.metrics.compute import figures
 from harness.metrics.log import Column, Outcome
-from harness.metrics.totals import RunningTotals
+from harness.metrics.totals import RunningTotals, Totals
 from harness.sim.executors import StepTiming
 from harness.sim.hull import ExtrapolatedSteps, Hull
 from harness.sim.recorder import Recorder
@@ -77,6 +77,11 @@ class StreamingRecorder(Recorder):
         running = self._running
         span_s = self._steps.end_s
         return figures(running.totals, running.samples, span_s, capacity_slots, kv_bytes_per_token)
+
+    @property
+    def totals(self) -> Totals:
+        """Sums over the run."""
+        return self._running.totals
 
     @property
     def outcome(self) -> dict[str, int]:

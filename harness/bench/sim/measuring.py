@@ -1,0 +1,123 @@
+"""One simulation a process, so that peak memory is its own; CPU-seconds, because machines are shared."""
+
+import argparse
+import json
+import resource
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import median
+
+from harness.bench.sim import MILLION
+from harness.cli.say import remark, say
+from harness.config.errors import UserError
+
+_WARM_UP = 200  # requests
+
+
+@dataclass(frozen=True)
+class SimTiming:
+    """One simulation: what it did, its CPU-seconds without building the workload, and the process's peak memory."""
+
+    requests: int
+    finished: int
+    steps: int
+    sequence_steps: int
+    cpu_s: float
+    wall_s: float
+    peak_mb: float
+
+    @property
+    def requests_per_s(self) -> float:
+        """Requests a CPU-second."""
+        return self.requests / self.cpu_s
+
+    @property
+    def sequence_steps_per_s(self) -> float:
+        """Sequence-steps (rows of steps) a CPU-second."""
+        return self.sequence_steps / self.cpu_s
+
+
+def bench(flags: argparse.Namespace) -> int:
+    """Measure every size, and say whether every request finished."""
+    sizes = sorted({*flags.requests, *([MILLION] if flags.million else [])})
+    if min(sizes) < 1 or flags.repeats < 1 or flags.rate <= 0:
+        raise UserError("bench sim: --requests and --repeats must be at least 1, --rate greater than 0")
+    if flags.trace and not Path(flags.trace).is_file():
+        raise UserError(f"bench sim: --trace: there is no file '{flags.trace}'")
+    say(f"Azure conversation requests, {flags.trace or 'generated'}, at {flags.rate:g} requests/s")
+    say(
+        f"{'requests':>10} {'CPU s':>9} {'requests/CPU-s':>15} {'seq-steps/CPU-s':>16} {'batch':>6} {'peak MB':>8}"
+    )
+    measured: list[SimTiming] = []
+    for size in sizes:
+        timings = timed(flags.trace, flags.rate, size, 1 if size >= MILLION else flags.repeats)
+        measured.append(_middle(timings))
+        say(_line(measured[-1]))
+    _say_linearity(measured)
+    if flags.json:
+        Path(flags.json).write_text(json.dumps([asdict(timing) for timing in measured], indent=1))
+        say(f"written to {flags.json}")
+    lost = [timing for timing in measured if timing.finished < timing.requests]
+    for timing in lost:
+        remark(f"error: of {timing.requests:,} requests only {timing.finished:,} finished")
+    return 1 if lost else 0
+
+
+def timed(trace: str | None, rate: float, requests: int, repeats: int) -> list[SimTiming]:
+    """Runs in fresh processes, one after the other."""
+    found = []
+    for _ in range(repeats):
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+            found.append(process.submit(simulate_once, trace, rate, requests).result())
+    return found
+
+
+def simulate_once(trace: str | None, rate: float, requests: int) -> SimTiming:
+    """Build the workload, warm up, simulate."""
+    from harness.bench.sim.workload import bench_config, bench_workload, endless, small
+    from harness.point.cost import cost_model
+    from harness.point.simulate import predict, simulate_metrics
+    from harness.sim.arrivals import OpenLoop
+
+    config = bench_config(trace, rate)
+    workload, cost = bench_workload(config), cost_model(config)
+    simulate_metrics(small(workload, _WARM_UP), cost)
+    cpu, wall = time.process_time(), time.perf_counter()
+    result = predict(workload, OpenLoop(endless(workload, requests), requests), cost)
+    return SimTiming(
+        requests=requests,
+        finished=result.outcome["finished"],
+        steps=int(result.totals["steps"]),
+        sequence_steps=int(result.totals["rows"]),
+        cpu_s=time.process_time() - cpu,
+        wall_s=time.perf_counter() - wall,
+        peak_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    )
+
+
+def _middle(timings: Sequence[SimTiming]) -> SimTiming:
+    """The run whose CPU time is the (lower) median."""
+    middle = median([timing.cpu_s for timing in timings])
+    return min(timings, key=lambda timing: (abs(timing.cpu_s - middle), timing.cpu_s))
+
+
+def _line(timing: SimTiming) -> str:
+    return (
+        f"{timing.requests:>10,} {timing.cpu_s:>9.2f} {timing.requests_per_s:>15,.0f} "
+        f"{timing.sequence_steps_per_s:>16,.0f} {timing.sequence_steps / timing.steps:>6.1f} {timing.peak_mb:>8,.0f}"
+    )
+
+
+def _say_linearity(measured: Sequence[SimTiming]) -> None:
+    if len(measured) < 2:
+        return
+    first, last = measured[0], measured[-1]
+    growth = (last.cpu_s / last.requests) / (first.cpu_s / first.requests)
+    say(
+        f"CPU time a request at {last.requests:,} requests is {growth:.2f} times that at {first.requests:,}; "
+        f"peak memory grew by {last.peak_mb - first.peak_mb:,.0f} MB"
+    )
