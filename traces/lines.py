@@ -73,16 +73,16 @@ class LineRows:
         except RowError as error:
             raise TraceError(self.file.path, 1, error.field, error.reason) from error
 
-    def _block(self, reader: BlockReader, block: list[Line]) -> list[Row] | None:
+    def _block(self, reader: BlockReader, block: list[Line]) -> Iterator[Row] | None:
         first, last = block[0][0], block[-1][0]
         if last - first + 1 != len(block):  # a blank line was skipped
             return None
         last_ns = None if self._last is None else self._last[1]
         rows = reader.read_block([raw for _, raw in block], first, last_ns)
-        if rows:
-            assert rows[-1].time_ns is not None  # formats that are read in blocks have a clock
-            self._last = last, rows[-1].time_ns
-        return rows
+        if rows is None:
+            return None
+        self._last = last, rows[0]
+        return rows[1]
 
     def _one_by_one(self, lines: Iterator[Line] | list[Line], books: Books, sort: bool) -> Numbered:
         for line, raw in lines:

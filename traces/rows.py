@@ -1,7 +1,7 @@
 """What a format's reader gives for one row, and the strict number rules that all formats share."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -22,7 +22,7 @@ class Row(NamedTuple):
     time_ns: int | None
     prompt_tokens: int
     output_tokens: int
-    segments: tuple[Segment, ...]
+    segments: Sequence[Segment]
     more: Mapping[str, Any] | None = None
 
 
@@ -59,12 +59,15 @@ class RowReader(Protocol):
         ...
 
 
+Rows = tuple[int, Iterator[Row]]
+
+
 @runtime_checkable
 class BlockReader(Protocol):
     """A line reader that can also take many lines at once."""
 
-    def read_block(self, lines: list[bytes], first_line: int, last_ns: int | None) -> list[Row] | None:
-        """The rows of `lines`, or None where any of them is not plainly right: then nothing was remembered."""
+    def read_block(self, lines: list[bytes], first_line: int, last_ns: int | None) -> Rows | None:
+        """The last time in ns and the rows of `lines`; None, and nothing remembered, where one is not plainly right."""
         ...
 
 

@@ -5,7 +5,7 @@ Frozen, so that every reshaping gives a new trace and names itself in `TraceHead
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -44,7 +44,7 @@ class TraceRequest:
     arrival_us: int
     prompt_tokens: int
     output_tokens: int
-    segments: tuple[Segment, ...]
+    segments: Sequence[Segment]
     session: str | None = None  # the conversation's name
     turn: int | None = None  # from 1 within the session
     parent: int | None = None  # the request whose context this one continues, or that launched it

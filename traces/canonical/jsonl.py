@@ -26,6 +26,7 @@ def write_jsonl(trace: Trace, path: str | Path) -> None:
 def record_of(request: TraceRequest) -> dict[str, Any]:
     """A request as plain data: the needed fields, and of the others what differs from its default."""
     record: dict[str, Any] = {name: getattr(request, name) for name in NEEDED}
+    record["segments"] = tuple(request.segments)
     for name, default in DEFAULTS.items():
         value = getattr(request, name)
         if value != default:

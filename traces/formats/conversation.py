@@ -8,11 +8,14 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
+from traces.blocks import BlockSegments
 from traces.chain import ChainMemory
 from traces.errors import RowError
 from traces.jsonl import count, integers, kind, microseconds, read_object, require_keys, text
 from traces.rows import Row, note
-from traces.trace import AFTER, Segment
+from traces.trace import AFTER
 
 _KEYS = ("id", "block_size", "requests")
 _TURN = ("t", "in", "out", "hash_ids")
@@ -222,9 +225,7 @@ def _request(line: _Timeline, entry: Record, place: str, start_us: int, more: di
         line.chain.check_row(ids, len(line.rows))
     except RowError as error:
         raise RowError(f"{place}.hash_ids", error.reason) from error
-    segments = [Segment(line.base + key, line.block) for key in ids]
-    if prompt % line.block:
-        segments.append(Segment(None, prompt % line.block))
+    keys = np.array(ids, np.uint64) + np.uint64(line.base)
     arrival_us = start_us + _at(place, microseconds, entry, "t", line.noted)
     for request_id in more.get(
         "after", ()
@@ -232,7 +233,13 @@ def _request(line: _Timeline, entry: Record, place: str, start_us: int, more: di
         earlier_ns = line.rows[request_id - line.first_id].time_ns
         arrival_us = max(arrival_us, (earlier_ns or 0) // 1000)
     model = entry.get("model")
-    return Row(arrival_us * 1000, prompt, output, tuple(segments), {**more, "model": model and str(model)})
+    return Row(
+        arrival_us * 1000,
+        prompt,
+        output,
+        BlockSegments(keys, line.block, prompt),
+        {**more, "model": model and str(model)},
+    )
 
 
 def _check_totals(record: Record, entries: list[Record]) -> None:

@@ -4,18 +4,17 @@ The partial last block has an id of its own, so reuse is understated by up to on
 conversation trace stand on ticks of 3 s with a few ms of jitter.
 """
 
-from functools import partial
-from itertools import repeat
 from math import gcd
 
 import numpy as np
 import numpy.typing as npt
 
+from traces.blocks import BlockSegments
 from traces.chain import ChainMemory
 from traces.errors import RowError
 from traces.jsonl import integer, integers, read_object, require_keys
-from traces.rows import Row, in_range, note
-from traces.trace import CHAINED, Segment
+from traces.rows import Row, Rows, in_range, note
+from traces.trace import CHAINED
 
 BLOCK_TOKENS = 512
 _KEYS = ("timestamp", "input_length", "output_length", "hash_ids")
@@ -23,7 +22,6 @@ _NS_PER_MS = 1_000_000
 _JITTER_MS = 10  # ticks are looked for after rounding to it: the published jitter is 3 ms
 _SHORTEST_TICK_MS = 1_000
 _FEWEST_TICKS = 4  # by chance (10 ms / 1 s)^4 at most, so that a few round times are not taken for ticks
-_SEGMENT = partial(tuple.__new__, Segment)  # as Segment(*pair), in a third of the time
 
 
 class MooncakeReader:
@@ -56,7 +54,8 @@ class MooncakeReader:
         if len(record) > len(_KEYS):
             for key in record.keys() - _KEYS:
                 note(self.noted, f"unknown key {key}")
-        return Row(time_ms * _NS_PER_MS, prompt, output, _segments(ids, prompt))
+        segments = BlockSegments(np.array(ids, np.int64), BLOCK_TOKENS, prompt)
+        return Row(time_ms * _NS_PER_MS, prompt, output, segments)
 
     def accept(self, row: Row, line: int, request_id: int) -> Row:
         """Every id keeps one parent and one position over the whole file."""
@@ -65,7 +64,7 @@ class MooncakeReader:
         self._ticks.add(np.array([row.time_ns // _NS_PER_MS]))
         return row
 
-    def read_block(self, lines: list[bytes], first_line: int, last_ns: int | None) -> list[Row] | None:
+    def read_block(self, lines: list[bytes], first_line: int, last_ns: int | None) -> Rows | None:
         """Many rows at once, parsed and checked as columns; None where any row is not plainly right."""
         columns = _columns(lines)
         if columns is None:
@@ -74,12 +73,13 @@ class MooncakeReader:
         if not _plainly_right(columns, last_ns) or not self._chain.check_block(ids, starts, first_line):
             return None
         self._ticks.add(times)
-        keys, ends = ids.tolist(), starts.tolist()
+        ends = starts.tolist()
         numbers = zip(times.tolist(), prompts.tolist(), outputs.tolist(), ends, ends[1:], strict=False)
-        return [
-            Row(time * _NS_PER_MS, prompt, output, _segments(keys[start:end], prompt))
+        rows = (
+            Row(time * _NS_PER_MS, prompt, output, BlockSegments(ids[start:end], BLOCK_TOKENS, prompt))
             for time, prompt, output, start, end in numbers
-        ]
+        )
+        return int(times[-1]) * _NS_PER_MS, rows
 
     def clock_quantum_us(self) -> int:
         """The tick on which all arrivals stand, jitter aside; one millisecond where there is none."""
@@ -160,8 +160,3 @@ def block_ids(value: object, prompt_tokens: int) -> list[int]:
         twice = next(item for index, item in enumerate(ids) if item in ids[:index])
         raise RowError("hash_ids", f"id {twice} twice in one row: ids are not chained")
     return ids
-
-
-def _segments(ids: list[int], prompt_tokens: int) -> tuple[Segment, ...]:
-    whole = map(_SEGMENT, zip(ids[:-1], repeat(BLOCK_TOKENS), strict=False))
-    return (*whole, Segment(ids[-1], prompt_tokens - (len(ids) - 1) * BLOCK_TOKENS))
