@@ -178,10 +178,8 @@ class Engine:
         for number in report.emitted:
             ticket = self._by_number[number]
             metrics = ticket.metrics
-            metrics.steps += 1
-            metrics.last_token_s = now
-            if metrics.first_token_s is None:
-                metrics.first_token_s = now
+            self.counters.note_tokens(metrics, ticket.generation.growing)
+            metrics.note_tokens(now)
             if number in done:
                 continue
             if ticket.params.output_kind is not OutputKind.FINAL:
@@ -201,7 +199,7 @@ class Engine:
     def _close(self, ticket: Ticket, reason: FinishReason | None = None) -> RequestOutput:
         """The request's last output; all that the engine keeps of it is dropped."""
         number, metrics = ticket.number, ticket.metrics
-        stats = self.scheduler.stats.pop(number, None)
+        stats = self.scheduler.stats.get(number)
         ticket.error = self.runner.failures.pop(number, None) or ticket.error
         if ticket.error is None and reason is None:
             self._read(ticket)

@@ -18,11 +18,21 @@ class RequestMetrics:
     first_token_s: float | None = None
     last_token_s: float | None = None
     finished_s: float | None = None
+    gap_s: float | None = None  # between the last two steps that gave tokens
     prompt_tokens: int = 0
     cached_tokens: int = 0  # of the prompt, found in the prefix cache
     output_tokens: int = 0  # of all sequences
     steps: int = 0  # in which the request got tokens
     preemptions: int = 0
+
+    def note_tokens(self, now_s: float) -> None:
+        """A step gave tokens."""
+        self.steps += 1
+        if self.first_token_s is None or self.last_token_s is None:
+            self.first_token_s = now_s
+        else:
+            self.gap_s = now_s - self.last_token_s
+        self.last_token_s = now_s
 
     @property
     def ttft_s(self) -> float | None:

@@ -51,6 +51,16 @@ class Generation:
             return self.search.stopped
         return None not in self.ends
 
+    @property
+    def growing(self) -> int:
+        """How many sequences got a token in the step just run: those that have not ended before."""
+        if self.search is not None:
+            return self.request.width
+        start = self.request.prompt_tokens
+        return sum(
+            end is None or end == known - start for end, known in zip(self.ends, self.known, strict=True)
+        )
+
     def append(self, branch: int, position: int, token: int) -> None:
         """Note the token at `position` of a branch. A position that is known or leaves a gap is a planning bug."""
         if position != self.known[branch] or position >= self.tokens.shape[1]:

@@ -1,0 +1,146 @@
+"""The web application: which address answers what."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from engine.runtime.async_engine import AsyncEngine
+from engine.runtime.engine import Engine, Prompt
+from engine.runtime.outputs import RequestOutput
+from harness.serve import failures
+from harness.serve.answers import Envelope, usage_of
+from harness.serve.chat import chat_prompt
+from harness.serve.failures import ServeError
+from harness.serve.metrics import ServerMetrics
+from harness.serve.protocol import ChatRequest, CompletionRequest
+from harness.serve.streams import Numbered, events, merged, unless_gone
+
+News = AsyncGenerator[Numbered, None]
+
+
+@dataclass
+class Server:
+    """What the handlers share."""
+
+    engine: AsyncEngine
+    model: str
+    most_requests: int  # under way at once; more are turned away
+    started: int
+    under_way: int = 0
+
+    async def answer(
+        self, request: Request, body: CompletionRequest | ChatRequest, prompts: Sequence[Prompt]
+    ) -> Response:
+        """Complete the prompts, whole or as a stream."""
+        if body.model is not None and body.model != self.model:
+            raise ServeError(
+                404, f"the model {body.model!r} does not exist; this server has {self.model!r}", kind="not_found_error",
+                param="model",
+            )  # fmt: skip
+        if not prompts:
+            raise ServeError(
+                400, "prompt: at least one is needed", kind="invalid_request_error", param="prompt"
+            )
+        params = body.sampling_params()
+        envelope = Envelope(self.model, isinstance(body, ChatRequest), self.engine.engine.tokenizer)
+        stream = self._counted(
+            merged(self.engine, f"http-{uuid.uuid4().hex}", prompts, params, body.priority), len(prompts)
+        )
+        if not body.stream:
+            done = await unless_gone(request, _collect(stream))
+            return JSONResponse(_whole(envelope, done, params.width))
+        first = await unless_gone(
+            request, anext(stream)
+        )  # what is wrong with the request shows here, as a 4xx
+        usage = body.stream_options is not None and body.stream_options.include_usage
+        lines = events(stream, first, envelope, params.width, with_usage=usage)
+        return StreamingResponse(lines, media_type="text/event-stream")
+
+    async def _counted(self, stream: News, prompts: int) -> News:
+        """The stream, turned away if too many are under way."""
+        if self.under_way + prompts > self.most_requests:
+            raise ServeError(
+                503, f"{self.under_way} requests are under way, the limit is {self.most_requests}; try again",
+                kind="overloaded_error",
+            )  # fmt: skip
+        self.under_way += prompts
+        try:
+            async for item in stream:
+                yield item
+        finally:
+            self.under_way -= prompts
+            await stream.aclose()
+
+
+async def _collect(stream: News) -> list[RequestOutput]:
+    try:
+        done = {number: output async for number, output in stream if output.finished}
+    finally:
+        await stream.aclose()
+    return [done[number] for number in sorted(done)]
+
+
+def _whole(envelope: Envelope, done: Sequence[RequestOutput], width: int) -> dict[str, Any]:
+    choices = [
+        envelope.choice(one, number * width + one.index, chunk=False)
+        for number, output in enumerate(done)
+        for one in output.outputs
+    ]
+    usage = usage_of(done, lambda output: output.metrics.output_tokens)
+    return envelope.body(choices, usage, chunk=False)
+
+
+def build_app(engine: Engine, *, model: str, most_requests: int = 1024) -> FastAPI:
+    """The application over an engine, which it owns from now on: started and stopped with it."""
+    metrics = ServerMetrics(engine, model)
+    server = Server(AsyncEngine(engine, observe=metrics.observe), model, most_requests, int(time.time()))
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        server.engine.start()
+        yield
+        await asyncio.to_thread(server.engine.stop)
+
+    app = FastAPI(title="PageTwin", lifespan=lifespan)
+    app.state.server = server
+    failures.install(app)
+
+    @app.post("/v1/completions")
+    async def completions(request: Request, body: CompletionRequest) -> Response:
+        return await server.answer(request, body, body.prompts)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request, body: ChatRequest) -> Response:
+        prompt = chat_prompt(engine.tokenizer, [message.plain() for message in body.messages])
+        return await server.answer(request, body, [prompt])
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        card = {
+            "id": model,
+            "object": "model",
+            "created": server.started,
+            "owned_by": "pagetwin",
+            "max_model_len": engine.limits.max_model_len,
+        }
+        return {"object": "list", "data": [card]}
+
+    @app.get("/health")
+    async def health() -> Response:
+        if server.engine.alive:
+            return Response(status_code=200)
+        return JSONResponse(failures.error_body(f"{server.engine.death}", 503, "service_unavailable"), 503)
+
+    @app.get("/metrics")
+    async def page() -> Response:
+        return Response(metrics.page(), media_type=CONTENT_TYPE_LATEST)
+
+    return app

@@ -1,0 +1,115 @@
+"""Prometheus metrics, under vLLM's names where the meaning is the same."""
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from engine.runtime.engine import Engine
+from engine.runtime.outputs import RequestOutput
+
+_LABELS = ("model_name", "engine")
+_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
+            80.0, 160.0, 640.0, 2560.0)  # fmt: skip
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+
+
+class _Totals(Collector):
+    """Reads the engine's own counters when somebody asks."""
+
+    def __init__(self, engine: Engine, labels: tuple[str, str]) -> None:
+        self._engine, self._labels = engine, labels
+
+    def collect(self) -> Iterator[Metric]:
+        """Gauges and counters."""
+        counters = self._engine.counters
+        for name, text, value in (
+            ("num_requests_running", "Requests in the batch", counters.running),
+            ("num_requests_waiting", "Requests in the queue", counters.waiting),
+            ("kv_cache_usage_perc", "Share of the KV pool in use, 0 to 1", counters.usage),
+        ):
+            gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=_LABELS)
+            gauge.add_metric(self._labels, value)
+            yield gauge
+        for name, text, value in (
+            ("num_preemptions", "Preemptions", counters.preemptions),
+            ("prompt_tokens", "Prompt tokens processed", counters.prompt_tokens),
+            ("generation_tokens", "Tokens generated", counters.generation_tokens),
+            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", counters.prefix_queries),
+            ("prefix_cache_hits", "Prompt tokens found in the prefix cache", counters.prefix_hits),
+        ):
+            counter = CounterMetricFamily(f"vllm:{name}", text, labels=_LABELS)
+            counter.add_metric(self._labels, value)
+            yield counter
+        yield self._successes()
+        yield self._capacity()
+
+    def _successes(self) -> Metric:
+        family = CounterMetricFamily(
+            "vllm:request_success", "Requests that are over", labels=(*_LABELS, "finished_reason")
+        )
+        for reason in ("stop", "length", "abort", "error"):
+            family.add_metric((*self._labels, reason), self._engine.counters.finished[reason])
+        return family
+
+    def _capacity(self) -> Metric:
+        size = self._engine.capacity
+        names = ("num_gpu_blocks", "block_size", "kv_cache_bytes")
+        family = GaugeMetricFamily(
+            "vllm:cache_config_info", "The KV pool", labels=(*_LABELS, *names, "enable_prefix_caching")
+        )
+        values = (str(size.blocks), str(size.block_size), str(size.bytes))
+        family.add_metric((*self._labels, *values, str(self._engine.options.prefix_caching)), 1)
+        return family
+
+
+class ServerMetrics:
+    """One registry per server, so that several may live in one process."""
+
+    def __init__(self, engine: Engine, model_name: str) -> None:
+        self._registry = CollectorRegistry()
+        labels = (model_name, "0")
+        self._registry.register(_Totals(engine, labels))
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            family = Histogram(f"vllm:{name}", text, _LABELS, buckets=buckets, registry=self._registry)
+            return family.labels(*labels)
+
+        self._ttft = histogram("time_to_first_token_seconds", "From arrival to the first token", _SECONDS)
+        self._itl = histogram("inter_token_latency_seconds", "Between two tokens of a sequence", _SECONDS)
+        self._tpot = histogram(
+            "request_time_per_output_token_seconds",
+            "Mean time per token after the first, by request",
+            _SECONDS,
+        )
+        self._e2e = histogram("e2e_request_latency_seconds", "From arrival to the end", _SECONDS)
+        self._queue = histogram("request_queue_time_seconds", "From arrival to the first batch", _SECONDS)
+        self._prompt = histogram("request_prompt_tokens", "Prompt tokens of a request", _TOKENS)
+        self._generated = histogram("request_generation_tokens", "Tokens generated for a request", _TOKENS)
+
+    def observe(self, outputs: list[RequestOutput]) -> None:
+        """Take a step's news into the histograms."""
+        for output in outputs:
+            metrics = output.metrics
+            if metrics.gap_s is not None and output.outputs:
+                self._itl.observe(metrics.gap_s)
+            if output.finished:
+                self._observe_end(output)
+
+    def _observe_end(self, output: RequestOutput) -> None:
+        metrics = output.metrics
+        self._prompt.observe(metrics.prompt_tokens)
+        self._generated.observe(metrics.output_tokens)
+        for family, seconds in (
+            (self._ttft, metrics.ttft_s),
+            (self._tpot, metrics.tpot_s),
+            (self._queue, metrics.queue_s),
+            (self._e2e, metrics.e2e_s),
+        ):
+            if seconds is not None:
+                family.observe(seconds)
+
+    def page(self) -> bytes:
+        """The text that Prometheus reads."""
+        return generate_latest(self._registry)

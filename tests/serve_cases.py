@@ -1,0 +1,69 @@
+"""A tiny model with a real tokenizer behind a real server on a free port, for tests that drive it as clients do."""
+
+import socket
+import threading
+import time
+from contextlib import contextmanager
+
+TEXT = "the cat sat on a mat and saw the quick brown fox jump over that lazy dog, again; naïve café 日本 🙂"
+TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def tokenizer():
+    """A byte-level BPE of 512 tokens, with an end token and a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    base = Tokenizer(models.BPE())
+    base.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    base.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=512, special_tokens=["<end>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    base.train_from_iterator([TEXT] * 4, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=base, eos_token="<end>", chat_template=TEMPLATE)
+
+
+def build_engine(loaded, **options):
+    from engine.core.limits import SchedulerLimits
+    from engine.runtime.engine import Engine
+    from engine.runtime.options import EngineOptions
+
+    limits = options.pop("limits", None) or SchedulerLimits(256, 64, max_model_len=128)
+    words = options.pop("tokenizer", None) or tokenizer()
+    given = {"pool_tokens": 2048, "block_size": 8, "audit": "full", **options}
+    return Engine(loaded, EngineOptions(limits=limits, **given), tokenizer=words)
+
+
+@contextmanager
+def served(engine, **options):
+    """The engine behind uvicorn; gives the address."""
+    import uvicorn
+
+    from harness.serve.app import build_app
+
+    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    app = build_app(engine, model="tiny", **options)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(10)
+
+
+def wait_until(condition, seconds=10.0):
+    """Whether `condition` comes true in time."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.01)
+    return False
