@@ -46,7 +46,7 @@ class BlockPool:
         self._refs = [0] * (num_blocks + 1)
         self._unnamed = list(range(num_blocks, 0, -1))
         self._evictable = LruQueue() if eviction is None else eviction
-        self._name_of: dict[int, BlockName] = {}
+        self._name_of: list[BlockName | None] = [None] * (num_blocks + 1)
         self._index = NameIndex()
         self._voided: list[int] = []
 
@@ -112,7 +112,7 @@ class BlockPool:
         refs = self._refs
         revived = [block for block in blocks if not refs[block]]
         for block in revived:
-            if block not in self._name_of:
+            if self._name_of[block] is None:
                 raise CoreError(f"block {block} is free and holds nothing: it cannot be shared")
         for block in revived:
             self._evictable.remove(block)
@@ -143,14 +143,18 @@ class BlockPool:
 
     def _free(self, gone: list[int]) -> None:
         name_of = self._name_of
+        names = [name_of[block] for block in gone]
+        if None not in names and self.retention is Retention.LRU:
+            self._evictable.push(gone)
+            return
+        named = [block for block, name in zip(gone, names, strict=True) if name is not None]
         if self.retention is Retention.NONE:
-            self._forget([block for block in gone if block in name_of])
-        named = [block for block in gone if block in name_of]
+            self._forget(named)
+            named = []
         self._evictable.push(named)
-        if len(named) < len(gone):
-            unnamed = [block for block in reversed(gone) if block not in name_of]
-            self._unnamed += unnamed
-            self._voided += unnamed
+        unnamed = [block for block in reversed(gone) if name_of[block] is None]
+        self._unnamed += unnamed
+        self._voided += unnamed
 
     def drain_voided(self) -> list[int]:
         """Blocks whose content became void since the last call, in order; their slots may be poisoned."""
@@ -164,24 +168,25 @@ class BlockPool:
 
         Raises CoreError, with nothing changed, when a block has a name already or nobody holds it.
         """
-        self._require_nameable(blocks)
-        self._name_of.update(zip(blocks, names, strict=True))
+        self._enter(blocks, names)
         self._index.add(names, blocks)
         if self.events is not None:
             self.events.append(BlocksStored(tuple(names), tuple(blocks)))
 
     def name_private(self, blocks: Sequence[int], first: int) -> None:
         """Mark full, referenced blocks as reusable by their owner alone, who remembers them; names from `first` on."""
-        self._require_nameable(blocks)
-        self._name_of.update(zip(blocks, range(first, first + len(blocks)), strict=True))
+        self._enter(blocks, range(first, first + len(blocks)))
 
-    def _require_nameable(self, blocks: Sequence[int]) -> None:
-        if self._name_of.keys().isdisjoint(blocks) and not self.unreferenced(blocks):
-            return
-        block = next(block for block in blocks if block in self._name_of or not self._refs[block])
-        raise CoreError(
-            f"block {block} cannot be named: {self._refs[block]} references, named before: {block in self._name_of}"
-        )
+    def _enter(self, blocks: Sequence[int], names: Sequence[BlockName]) -> None:
+        refs, name_of = self._refs, self._name_of
+        bad = [block for block in blocks if not refs[block] or name_of[block] is not None]
+        if bad:
+            raise CoreError(
+                f"block {bad[0]} cannot be named: {refs[bad[0]]} references, "
+                f"named before: {name_of[bad[0]] is not None}"
+            )
+        for block, name in zip(blocks, names, strict=True):
+            name_of[block] = name
 
     def unname(self, blocks: Sequence[int]) -> None:
         """Take referenced blocks out of the prefix cache: they are about to be rewritten. Unnamed ones stay so.
@@ -190,10 +195,14 @@ class BlockPool:
         """
         if self.unreferenced(blocks):
             raise CoreError("only a block that somebody holds can be rewritten")
-        self._forget([block for block in blocks if block in self._name_of])
+        self._forget([block for block in blocks if self._name_of[block] is not None])
 
     def _forget(self, blocks: Sequence[int]) -> None:
-        names = [self._name_of.pop(block) for block in blocks]
+        """Take named blocks out of the cache; private ones stand in no index."""
+        name_of = self._name_of
+        names = [name_of[block] for block in blocks]
+        for block in blocks:
+            name_of[block] = None
         if int in set(map(type, names)):
             public = [pair for pair in zip(names, blocks, strict=True) if type(pair[0]) is not int]
             names, blocks = [name for name, _ in public], [block for _, block in public]
@@ -203,7 +212,7 @@ class BlockPool:
 
     def name_of(self, block: int) -> BlockName | None:
         """The name of `block`, None if it is not in the prefix cache."""
-        return self._name_of.get(block)
+        return self._name_of[block]
 
     def find(self, names: Sequence[BlockName]) -> list[int]:
         """Blocks of the longest leading run of `names` that is in the cache. A pure query."""
@@ -221,7 +230,8 @@ class BlockPool:
         if self.live_blocks:
             raise CoreError(f"the prefix cache cannot be emptied while {self.live_blocks} blocks are in use")
         cached = self._evictable.pop(len(self._evictable))
-        self._name_of.clear()
+        for block in cached:
+            self._name_of[block] = None
         self._index.clear()
         self._unnamed += reversed(cached)  # the order of eviction stays
         self._voided += cached
@@ -244,11 +254,9 @@ class BlockPool:
             raise InvariantError(
                 f"the free queue holds {len(free)} blocks, unreferenced or doubled ones differ from it"
             )
-        if not self._name_of.keys() >= set(evictable) or not self._name_of.keys().isdisjoint(self._unnamed):
+        named = {block for block in everyone if self._name_of[block] is not None}
+        if not named >= set(evictable) or not named.isdisjoint(self._unnamed):
             raise InvariantError("a free block is in the wrong half of the free queue")
-        public = sorted(
-            ((b, name) for b, name in self._name_of.items() if type(name) is not int),
-            key=lambda pair: pair[0],
-        )
+        public = [(b, self._name_of[b]) for b in sorted(named) if type(self._name_of[b]) is not int]
         if self._index.pairs() != public:
             raise InvariantError(f"{len(public)} blocks have a name, the index disagrees with them")
