@@ -6,6 +6,9 @@ from typing import Any
 import numpy as np
 
 from harness.measured.engine import MeasuredRun
+from harness.metrics import compute_metrics
+from harness.metrics.log import RunLog
+from harness.point.attribution import attribution, divergence, suspect
 from harness.point.simulate import play_back
 from harness.point.workload import Workload
 from harness.sim.cost import CostModel, price_table
@@ -15,7 +18,11 @@ from harness.sim.recorder import digests_differ
 
 
 def error_levels(
-    workload: Workload, runs: Sequence[MeasuredRun], cost: CostModel, comparison: Sequence[Mapping[str, Any]]
+    workload: Workload,
+    runs: Sequence[MeasuredRun],
+    cost: CostModel,
+    comparison: Sequence[Mapping[str, Any]],
+    simulated: RunLog,
 ) -> dict[str, Any]:
     """The record's `levels` section, from all measured runs."""
     features = np.concatenate([run.recorder.features for run in runs])
@@ -29,8 +36,24 @@ def error_levels(
             "predicted_mean_s": float(predicted.mean()),
         },
         "teacher_forced": teacher_forced(runs, cost),
+        "spread": _spread(runs, cost),
+        "attribution": attribution(runs, cost, compute_metrics(simulated)),
+        "divergence": divergence(runs[0].log, simulated),
+        "suspect": suspect(runs, cost),
         "free_running": {row["metric"]: row["error"] for row in comparison if row["error"] is not None},
     }
+
+
+def _spread(runs: Sequence[MeasuredRun], cost: CostModel) -> dict[str, float | None]:
+    """How far the errors of single runs, for attention and for steps in total, lie apart; None for a single run."""
+    if len(runs) < 2:
+        return {"kernel": None, "teacher_forced": None}
+    totals: dict[str, list[float]] = {"kernel": [], "teacher_forced": []}
+    for run in runs:
+        seconds, attention = price_table(cost, run.recorder.features)
+        totals["kernel"].append(float(attention.sum() / run.log.steps["attention_s"].sum() - 1))
+        totals["teacher_forced"].append(float(seconds.sum() / run.log.steps["seconds"].sum() - 1))
+    return {level: max(errors) - min(errors) for level, errors in totals.items()}
 
 
 def teacher_forced(runs: Sequence[MeasuredRun], cost: CostModel) -> dict[str, float]:

@@ -17,6 +17,7 @@ from harness.metrics.log import Outcome, RunLog
 from harness.point.clock import clock_of
 from harness.point.workload import Workload
 from harness.sim.cost import CostModel
+from harness.sim.hull import extrapolated
 from traces.reshape import realised_prefix_share
 
 if TYPE_CHECKING:
@@ -43,13 +44,13 @@ def make_record(
         "trace": _trace_section(workload),
         "pool": _pool_section(workload),
         "environment": environment(config.engine.device, str(clock_of(config))),
-        "cost": asdict(cost.source),
+        "cost": {**asdict(cost.source), "extrapolated": extrapolated(cost.source, simulated.steps)},
         "outcome": _outcome(workload, simulated, runs),
         "analytic": analytic,
         "simulated": predicted,
         "measured": _measured_section(measured, comparison) if runs else None,
         "comparison": comparison,
-        "levels": _levels(workload, runs, cost, comparison) if runs else None,
+        "levels": _levels(workload, runs, cost, comparison, simulated) if runs else None,
         # Not counted here: an audit that finds a mismatch raises AuditError, and the point fails instead of recording.
         "audit": {"checks": sum(run.audits for run in runs), "mismatches": 0} if runs else None,
         "seconds": dict(seconds),
@@ -61,10 +62,11 @@ def _levels(
     runs: "Sequence[MeasuredRun]",
     cost: CostModel,
     comparison: Sequence[Mapping[str, Any]],
+    simulated: RunLog,
 ) -> dict[str, Any]:
     from harness.point.levels import error_levels
 
-    return error_levels(workload, runs, cost, comparison)
+    return error_levels(workload, runs, cost, comparison, simulated)
 
 
 def _trace_section(workload: Workload) -> dict[str, Any]:

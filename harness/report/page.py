@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.compare import Verdict, judge
-from harness.report import provenance, tables, workload
+from harness.report import attribution, provenance, tables, workload
 from harness.report.axes import Axes, label, policy_of, reference
 from harness.report.drawing import Drawing, Picture
 from harness.report.pace import pace_lines
@@ -134,7 +134,7 @@ def _sections(study: Study, axes: Axes, shown: Mapping[str, Shown]) -> list[Sect
         Section("memory", "Memory by allocator", _memory_text(study), [shown["memory"]]),
         Section("pool", "The pool over time", figures=[shown["pool_over_time"]]),
         Section("kernel", "Attention latency", figures=[shown["kernel"]]),
-        Section("levels", "Where the error comes from", figures=[shown["levels"]]),
+        _levels_section(study, shown["levels"]),
         *_table_sections(study, axes),
     ]
 
@@ -186,14 +186,28 @@ def _environment(study: Study) -> list[Table]:
     return [facts, replace(pace, title=title)] if pace.rows else [facts]
 
 
+def _levels_section(study: Study, figure: Shown) -> Section:
+    table = attribution.attribution_table(study.measured)
+    lines = attribution.divergence_lines(study.measured)
+    tables = [table] if table else []
+    return Section("levels", "Where the error comes from", figures=[figure], tables=tables, notes=lines)
+
+
 def _cost_section(study: Study) -> Section:
+    notes = attribution.extrapolation_notes(study.records)
     heldout = provenance.heldout_table(study.records)
-    facts = provenance.facts_table("cost", study.records, without="heldout")
+    facts = provenance.facts_table("cost", study.records, without=("heldout", "validation"))
     if heldout is None:
         return Section(
-            "cost", "Cost model", ["It was not fitted, so it has no held-out error."], tables=[facts]
+            "cost",
+            "Cost model",
+            ["It was not fitted, so it has no held-out error."],
+            tables=[facts],
+            notes=notes,
         )
     text = [
         "Fitted on other workloads than the ones above. Its error on steps that were kept out of the fit:"
     ]
-    return Section("cost", "Cost model", text, tables=[heldout, facts])
+    validation = attribution.validation_table(study.records)
+    shown = [heldout, *([validation] if validation else []), facts]
+    return Section("cost", "Cost model", text, tables=shown, notes=notes)

@@ -11,15 +11,15 @@ from harness.report.tables import Table
 _MOST_VALUES = 4
 
 
-def facts_table(section: str, records: Sequence[Record], *, without: str = "") -> Table:
-    """One section of the records as key and value, but for the key `without`.
+def facts_table(section: str, records: Sequence[Record], *, without: Sequence[str] = ()) -> Table:
+    """One section of the records as key and value, but for the keys `without`.
 
     Where the points differ, a number is given as its range and anything else as its values in turn.
     """
     found: dict[str, dict[Any, None]] = {}
     for record in records:
         for key, value in map(_dated, _leaves(record.get(section) or {})):
-            if key.partition(".")[0] != without:
+            if key.partition(".")[0] not in without:
                 found.setdefault(key, {})[tuple(value) if isinstance(value, list) else value] = None
     return Table(["", ""], [[key, _together(list(values))] for key, values in found.items()], words=2)
 

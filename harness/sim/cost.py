@@ -24,10 +24,11 @@ class Price(NamedTuple):
 class CostSource:
     """Where a cost model's numbers come from: printed in the report beside everything they predict.
 
-    `heldout` holds the error on measurements that the fit never saw, per `step` and `attention` and per held-out
-    workload; empty for a model that was not fitted. `hull` is the range of step columns that was measured (see
-    `harness.sim.hull`); a prediction outside is an extrapolation. `beam_churn` and `beam_evenness` say by beam width
-    how beams coalesce (see `harness.sim.genealogy`).
+    `heldout` holds the error on measurements that the fit never saw, per `step` and `attention`; empty for a model that
+    was not fitted. `hull` is the range of step columns that was measured (see `harness.sim.hull`); a prediction outside
+    is an extrapolation. `beam_churn` and `beam_evenness` say by beam width how beams coalesce (see
+    `harness.sim.genealogy`). `validation` holds the free-running error and the spread of repeats on whole workloads
+    that the fit never saw, by workload and metric.
     """
 
     kind: str
@@ -38,6 +39,7 @@ class CostSource:
     beam_churn: dict[int, float] = field(default_factory=dict)
     beam_evenness: dict[int, float] = field(default_factory=dict)
     hull: dict[str, tuple[float, float]] = field(default_factory=dict)
+    validation: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
 
 
 class CostModel(Protocol):
