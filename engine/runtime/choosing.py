@@ -17,10 +17,12 @@ from engine.runtime.sequences import Generation
 
 @dataclass(slots=True)
 class Choice:
-    """What a step's logits led to: beam parents by request, requests that are over, and those whose logits are NaN."""
+    """What a step's logits led to: beam parents by request, requests that are over, branches that ended before the
+    others of their request, and requests whose logits are NaN."""
 
     parents: dict[int, list[int]] = field(default_factory=dict)
     finished: set[int] = field(default_factory=set)
+    ended: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     failed: dict[int, NaNLogitsError] = field(default_factory=dict)
 
 
@@ -60,6 +62,10 @@ class TokenChooser:
         if kinds[Decoding.BEAM]:
             choice.parents = advance_searches(kinds[Decoding.BEAM], rows, logits, generations)
             choice.finished.update(request for request in choice.parents if generations[request].ended)
+        for request_id in choice.failed:
+            choice.parents[request_id] = list(range(generations[request_id].request.width))
+        for request_id in choice.finished:
+            choice.ended.pop(request_id, None)
         return choice
 
     @staticmethod
@@ -74,8 +80,12 @@ class TokenChooser:
         for draw, token in zip(draws, tokens, strict=True):
             generation = generations[draw.request_id]
             generation.append(draw.branch, draw.position, token)
-            if token in generation.rules.end_ids and generation.ended:
+            if token not in generation.rules.end_ids:
+                continue
+            if generation.ended:
                 choice.finished.add(draw.request_id)
+            else:
+                choice.ended[draw.request_id].append(draw.branch)
 
 
 def nan_rows(step: int, rows: Sequence[Row], best: torch.Tensor) -> dict[int, NaNLogitsError]:

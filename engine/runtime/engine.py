@@ -105,7 +105,7 @@ class Engine:
         most = check_prompt(ids, params, self.loaded, self.limits)
         array, number = np.array(ids, dtype=np.int64), self._next
         identity = TokenIdentity(number, array, salt=f"epoch {self._epoch}" if self._epoch else "")
-        request = Request(number, len(ids), most, params.width, params.decoding, identity)
+        request = Request(number, len(ids), most, params.width, params.decoding, identity, priority)
         self.scheduler.submit(request)
         self._next += 1
         self.runner.add(request, array, params.rules(self.loaded.end_ids))
@@ -164,14 +164,20 @@ class Engine:
                 metrics.cached_tokens = self.scheduler.stats[number].hit_tokens
 
     def _apply_stops(self, result: StepResult) -> StepResult:
-        """Requests whose last branch has just said a stop string, or whose text cannot be made, are over too."""
-        over = set(result.finished)
+        """Sequences that have just said a stop string are over too, and requests whose text cannot be made."""
+        over, ended = set(result.finished), dict(result.ended)
         for number, ticket in self._watched.items():
-            if number not in over:
-                self._read(ticket)
-                if ticket.generation.ended or ticket.error is not None:
-                    over.add(number)
-        return result if len(over) == len(result.finished) else replace(result, finished=frozenset(over))
+            if number in over:
+                continue
+            before = ticket.generation.ended_branches
+            self._read(ticket)
+            stopped = ticket.generation.ended_branches - before
+            if ticket.generation.ended or ticket.error is not None:
+                over.add(number)
+            elif stopped:
+                ended[number] = sorted({*ended.get(number, ()), *stopped})
+        ended = {number: branches for number, branches in ended.items() if number not in over}
+        return replace(result, finished=frozenset(over), ended=ended) if self._watched else result
 
     def _tell(self, report: CommitReport) -> list[RequestOutput]:
         now, done, outputs = self._clock(), set(report.finished), []
@@ -194,7 +200,16 @@ class Engine:
             ticket.read()
         except RequestError as error:
             ticket.error = ticket.error or error
+            ticket.mute()
             self._watched[ticket.number] = ticket  # it ends with its next token
+
+    def _last_output(self, ticket: Ticket, reason: FinishReason | None) -> RequestOutput:
+        try:
+            return ticket.output(finished=True, reason=reason)
+        except RequestError as error:
+            ticket.error = ticket.error or error
+            ticket.mute()
+            return ticket.output(finished=True, reason="error")
 
     def _close(self, ticket: Ticket, reason: FinishReason | None = None) -> RequestOutput:
         """The request's last output; all that the engine keeps of it is dropped."""
@@ -208,7 +223,7 @@ class Engine:
         metrics.finished_s = self._clock()
         metrics.output_tokens = sum(len(ids) for ids in ticket.generation.outputs())
         metrics.preemptions = stats.preemptions if stats else 0
-        output = ticket.output(finished=True, reason=reason)
+        output = self._last_output(ticket, reason)
         self.runner.forget(number)
         for book in (self._by_number, self._watched):
             book.pop(number, None)
@@ -223,7 +238,8 @@ class Engine:
         if isinstance(error, AuditError):
             raise error
         numbers = list(dict.fromkeys(row.request_id for row in plan.rows))
-        report = self.scheduler.commit(plan, StepResult(finished=frozenset(numbers)))
+        unmoved = {number: range(self._by_number[number].params.width) for number in numbers}
+        report = self.scheduler.commit(plan, StepResult(parents=unmoved, finished=frozenset(numbers)))
         reason = StepError(f"step {plan.step} with {len(numbers)} requests failed: {error}")
         outputs = []
         for number in numbers:

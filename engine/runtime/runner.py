@@ -144,7 +144,7 @@ class Runner:
             audit_s=poisoned - start + audited - ran,
         )
         over = frozenset(choice.finished.union(choice.failed))
-        return StepResult(parents=choice.parents, finished=over), times
+        return StepResult(parents=choice.parents, finished=over, ended=choice.ended), times
 
     def written_slots(self) -> int:
         """Usable slots that hold numbers; the books' tokens and cached slots unless `audit` is off."""

@@ -24,8 +24,7 @@ class TokenLogprobs(NamedTuple):
 class Generation:
     """Token ids `[width, prompt + output]` of one request. The first `known[branch]` ids of a branch are valid.
 
-    `ends[branch]` is how many tokens a branch has generated up to and including its end token, None before. A branch
-    that has ended may go on with the others of its group; what it says then is dropped. Beam hypotheses change places
+    `ends[branch]` is how many tokens a branch has generated up to and including its end token, None before. Beam hypotheses change places
     by `reparent`, and their search keeps the finished ones.
     """
 
@@ -50,6 +49,11 @@ class Generation:
         if self.search is not None:
             return self.search.stopped
         return None not in self.ends
+
+    @property
+    def ended_branches(self) -> set[int]:
+        """Branches that have said their last token before the limit."""
+        return {branch for branch, end in enumerate(self.ends) if end is not None}
 
     @property
     def growing(self) -> int:

@@ -78,6 +78,12 @@ class Ticket:
         self._cut[branch] = place + (len(stop) if self.params.include_stop_str_in_output else 0)
         self.generation.ends[branch] = self._read[branch]
 
+    def mute(self) -> None:
+        """Tell tokens alone from now on: the tokenizer is not to be asked again."""
+        self.tokenizer, self._texts = None, []
+        self._cut.clear()
+        self._told = [_Told(told.tokens) for told in self._told]
+
     # -- what is told --------------------------------------------------------------------------------------
 
     def output(self, *, finished: bool, reason: FinishReason | None = None) -> RequestOutput:
