@@ -2,6 +2,7 @@
 
 from paged_kernels.api import paged_attention_decode, paged_attention_prefill
 from paged_kernels.backends import BACKENDS, Choice, choose_backend, resolve_backend
+from paged_kernels.cascade import cascade_attention_decode
 from paged_kernels.errors import (
     BackendUnavailableError,
     DeviceError,
@@ -32,6 +33,7 @@ __all__ = [
     "TableError",
     "Workspace",
     "WorkspaceError",
+    "cascade_attention_decode",
     "choose_backend",
     "copy_blocks",
     "merge_attn_states",

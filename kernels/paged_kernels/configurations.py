@@ -6,10 +6,30 @@ from typing import Any
 
 import torch
 
-from paged_kernels import triton_decode_kernel, triton_prefill_kernel
+from paged_kernels import (
+    triton_cache_kernel,
+    triton_decode_kernel,
+    triton_prefill_kernel,
+    triton_prefix_kernel,
+)
 from paged_kernels.configuration import KernelConfiguration
-from paged_kernels.triton_config import AttentionShape, LaunchConfig, decode_config, prefill_config
-from paged_kernels.triton_constants import Features, combine_constants, decode_constants, prefill_constants
+from paged_kernels.triton_cache import CHUNK
+from paged_kernels.triton_config import (
+    AttentionShape,
+    LaunchConfig,
+    decode_config,
+    prefill_config,
+    prefix_config,
+)
+from paged_kernels.triton_constants import (
+    Features,
+    combine_constants,
+    decode_constants,
+    merge_constants,
+    prefill_constants,
+    prefix_constants,
+    store_constants,
+)
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 ELEMENTS = {
@@ -20,6 +40,7 @@ ELEMENTS = {
     torch.float8_e5m2: "fp8e5",
 }
 PLAIN = Features()
+SMALL = LaunchConfig(0, 0, 4, 3)  # what Triton launches where nothing is said
 FULL = Features(window=True, softcap=True, sinks=True, alibi=True, lse=True)
 # What the pointers point to where it is neither a query nor a cached value.
 POINTERS = {
@@ -27,16 +48,26 @@ POINTERS = {
         ("table", "lengths", "bounds", "order", "suffix_lens", "prefix_lens", "group_ids"), "*i32"
     ),
     **dict.fromkeys(("sinks", "alibi", "lse", "part", "part_lse", "prefix", "prefix_lse"), "*fp32"),
-    **dict.fromkeys(("slots", "mapping"), "*i64"),
+    **dict.fromkeys(("slots", "source_block", "destination_block"), "*i64"),
+    **dict.fromkeys(("lse_a", "lse_b"), "*fp32"),
 }
-FLOATS = frozenset({"scale", "softcap", "v_scale"})
+QUERIES = ("q", "out", "key", "value", "o_a", "o_b")
+CACHES = (
+    "key_cache",
+    "value_cache",
+    "first_source",
+    "second_source",
+    "first_destination",
+    "second_destination",
+)
+FLOATS = frozenset({"scale", "softcap", "v_scale", "k_inverse", "v_inverse"})
 # Numbers of which nothing is known; every other number is a stride that the launcher has checked.
-FREE = frozenset({"window", "rows", "target", "sequences", "groups", "table_row"})
+FREE = frozenset({"window", "rows", "target", "sequences", "groups", "table_row", "limit"})
 
 
 def kernel_configurations() -> tuple[KernelConfiguration, ...]:
     """All configurations, each with a key of its own."""
-    return (*_decodes(), *_prefills(90), *_prefills(80))
+    return (*_decodes(), *_prefills(90), *_prefills(80), *_cascades(), *_writes())
 
 
 def _decodes() -> Iterator[KernelConfiguration]:
@@ -55,9 +86,7 @@ def _decodes() -> Iterator[KernelConfiguration]:
     yield decode(_shape(128), FULL)
     shape = _shape(128)
     constants = combine_constants(shape, decode_config(shape), PLAIN, splits=0, rows=64)
-    yield configuration(
-        "combine/bf16/d128", triton_decode_kernel.combine_kernel, shape, constants, LaunchConfig(0, 0, 4, 3)
-    )
+    yield configuration("combine/bf16/d128", triton_decode_kernel.combine_kernel, shape, constants, SMALL)
 
 
 def _prefills(capability: int) -> Iterator[KernelConfiguration]:
@@ -70,6 +99,31 @@ def _prefills(capability: int) -> Iterator[KernelConfiguration]:
     yield prefill(_shape(128, group=1), capability=capability)
     yield prefill(_shape(128, block_size=128), capability=capability)
     yield prefill(_shape(128), FULL, capability=capability)
+
+
+def _cascades() -> Iterator[KernelConfiguration]:
+    for shape in (_shape(64), _shape(128), _shape(256), _shape(128, torch.float32), _shape(128, group=1)):
+        config = prefix_config(shape, rows=64)
+        constants = prefix_constants(shape, config, PLAIN, groups=1, splits=4, path="auto")
+        key = f"prefix/{_name(shape, PLAIN)}/{constants['PATH']}"
+        matrix = config.rows >= 64
+        yield configuration(key, triton_prefix_kernel.prefix_kernel, shape, constants, config, matrix=matrix)
+    shape = _shape(128)
+    constants = combine_constants(shape, decode_config(shape), PLAIN, splits=0, rows=64, prefix_splits=4)
+    yield configuration(
+        "combine/bf16/d128/prefix4", triton_decode_kernel.combine_kernel, shape, constants, SMALL
+    )
+
+
+def _writes() -> Iterator[KernelConfiguration]:
+    shape = _shape(128)
+    store, move = triton_cache_kernel.store_kernel, triton_cache_kernel.move_kernel
+    for stored in (shape, _shape(128, kv_dtype=torch.float8_e4m3fn)):
+        constants = store_constants(stored)
+        yield configuration(f"store/{_name(stored, PLAIN)}", store, stored, constants, SMALL)
+    yield configuration("copy/bf16", move, shape, {"CHUNK": CHUNK, "PAIR": True}, SMALL)
+    constants = merge_constants(shape.heads, shape.dv)
+    yield configuration("merge/bf16/d128", triton_cache_kernel.merge_kernel, shape, constants, SMALL)
 
 
 def decode(
@@ -105,11 +159,7 @@ def configuration(
 ) -> KernelConfiguration:
     """A kernel with its constants fixed; types and known facts follow from the arguments' names."""
     element, cached = (f"*{ELEMENTS[dtype]}" for dtype in (shape.dtype, shape.kv_dtype))
-    pointers = (
-        POINTERS
-        | {"key_cache": cached, "value_cache": cached}
-        | dict.fromkeys(("q", "out", "key", "value"), element)
-    )
+    pointers = POINTERS | dict.fromkeys(QUERIES, element) | dict.fromkeys(CACHES, cached)
     signature = {
         name: "constexpr"
         if name in constants

@@ -64,7 +64,8 @@ def paged_attention(
     """Attention of flattened sequences over paged KV; number i owns rows `cu_seqlens_q[i] : cu_seqlens_q[i + 1]`.
 
     q `[tokens, heads, dk]`; `seq_lens` counts the tokens of each sequence in the cache, its own queries included
-    (they are the last ones). Returns output `[tokens, heads, dv]` and LSE `[tokens, heads]`.
+    (they are the last ones). Returns output `[tokens, heads, dv]` and LSE `[tokens, heads]`, in q's dtype: with
+    float64 queries over any cache all sums are in float64.
     """
     out = q.new_zeros(q.shape[0], q.shape[1], value_cache.shape[-1])
     lse = q.new_full((q.shape[0], q.shape[1]), float("-inf"))
@@ -74,4 +75,30 @@ def paged_attention(
         k = gather_kv(key_cache, block_table[row], length)
         v = gather_kv(value_cache, block_table[row], length)
         out[rows], lse[rows] = attend(q[rows], k, v, scoring)
+    return out, lse
+
+
+def cascade_attention(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    shared_table: torch.Tensor,
+    prefix_lens: torch.Tensor,
+    suffix_table: torch.Tensor,
+    suffix_lens: torch.Tensor,
+    group_ids: torch.Tensor,
+    scoring: Scoring,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One query per row over its group's prefix and its own suffix: the two are simply put end to end."""
+    out = q.new_zeros(*q.shape[:2], value_cache.shape[-1])
+    lse = q.new_full(q.shape[:2], float("-inf"))
+    for row, (group, length) in enumerate(zip(group_ids.tolist(), suffix_lens.tolist(), strict=True)):
+        parts = [(suffix_table[row], length)]
+        if group >= 0:
+            parts.insert(0, (shared_table[group], int(prefix_lens[group])))
+        k, v = (
+            torch.cat([gather_kv(cache, table, count) for table, count in parts])
+            for cache in (key_cache, value_cache)
+        )
+        out[row : row + 1], lse[row : row + 1] = attend(q[row : row + 1], k, v, scoring)
     return out, lse

@@ -5,6 +5,8 @@ import triton
 
 from paged_kernels.cache_layout import as_layers, block_width, storable
 from paged_kernels.triton_cache_kernel import merge_kernel, move_kernel, store_kernel
+from paged_kernels.triton_config import AttentionShape
+from paged_kernels.triton_constants import merge_constants, store_constants
 
 CHUNK = 2048  # elements that one program moves
 
@@ -39,15 +41,15 @@ def _store(
     key = key if key.stride(2) == 1 else key.contiguous()
     second, second_cache = key if value is None else value, key_cache if value_cache is None else value_cache
     second = second if second.stride(2) == 1 else second.contiguous()
-    (tokens, heads, dk), dv = key.shape, 0 if value is None else second.shape[2]
-    limit = torch.finfo(key_cache.dtype).max if key_cache.dtype.itemsize == 1 else 0
-    store_kernel[(tokens,)](
-        key, second, key_cache, second_cache, slots, 1.0 / k_scale, 1.0 / v_scale,
-        key_cache.shape[0] * key_cache.shape[1],
+    block_size, kv_heads, dk = key_cache.shape[1:]
+    shape = AttentionShape(
+        key.dtype, key_cache.dtype, kv_heads, kv_heads, dk, second_cache.shape[3], block_size
+    )
+    store_kernel[(len(key),)](
+        key, second, key_cache, second_cache, slots, 1.0 / k_scale, 1.0 / v_scale, key_cache.shape[0] * block_size,
         key.stride(0), key.stride(1), second.stride(0), second.stride(1),
         *key_cache.stride()[:3], *second_cache.stride()[:3],
-        HEADS=heads, DK=dk, K_PAD=triton.next_power_of_2(heads * dk), DV=dv,
-        V_PAD=triton.next_power_of_2(heads * max(dv, 1)), BLOCK_SIZE=key_cache.shape[1], LIMIT=limit,
+        **store_constants(shape, values=value is not None),
     )  # fmt: skip
 
 
@@ -103,9 +105,8 @@ def merge_attn_states(
 ) -> None:
     """Merge `[tokens, heads, dv]` of two key sets into `out` and `lse` (float32, contiguous, `[tokens, heads]`)."""
     tokens, heads, dv = o_a.shape
-    block = min(8, triton.next_power_of_2(heads))
-    merge_kernel[(tokens, triton.cdiv(heads, block))](
+    constants = merge_constants(heads, dv)
+    merge_kernel[(tokens, triton.cdiv(heads, constants["HEADS_PAD"]))](
         o_a, lse_a, o_b, lse_b, out, lse, o_a.stride(0), o_a.stride(1), o_b.stride(0), o_b.stride(1),
-        out.stride(0), out.stride(1),
-        HEADS=heads, HEADS_PAD=block, DV=dv, DV_PAD=triton.next_power_of_2(dv),
+        out.stride(0), out.stride(1), **constants,
     )  # fmt: skip

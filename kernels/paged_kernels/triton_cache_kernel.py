@@ -46,7 +46,7 @@ def store_kernel(
             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["width"])
+@triton.jit
 def move_kernel(
     first_source, second_source, first_destination, second_destination, source_block, destination_block, width,
     source_stride, destination_stride, source_layer, destination_layer, CHUNK: tl.constexpr, PAIR: tl.constexpr,

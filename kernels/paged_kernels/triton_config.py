@@ -83,6 +83,15 @@ def prefill_config(shape: AttentionShape, capability: int = 90) -> LaunchConfig:
     return LaunchConfig(64 if capability >= 90 or width <= 64 else 32, max(128, whole_group), 8, 3)
 
 
+def prefix_config(shape: AttentionShape, rows: int) -> LaunchConfig:
+    """As decode, with (sequence, head) rows: as many as there are, up to what the registers hold."""
+    most = 16 if _scalar(shape) or interpreted() else 64
+    wanted = triton.next_power_of_2(rows * triton.next_power_of_2(shape.group))
+    packed = max(16, min(most, wanted), triton.next_power_of_2(shape.group))
+    warps = 8 if padded(max(shape.dk, shape.dv)) > 128 else 4
+    return LaunchConfig(16 if _scalar(shape) else _tile(shape.row_bytes), packed, warps, 3)
+
+
 def _scalar(shape: AttentionShape) -> bool:
     """Float32 multiplies without matrix instructions, in registers: large tiles spill."""
     return shape.dtype == torch.float32
@@ -140,4 +149,4 @@ def capability_of(device: torch.device) -> int:
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
     """Multiprocessors of a CUDA device; a small number for the interpreter."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import torch
 import triton
 
 from paged_kernels.scoring import Scoring
@@ -102,6 +103,26 @@ def prefix_constants(
         "GROUPS_PAD": rows_pad(groups),
         "SPLITS": splits,
     }
+
+
+def store_constants(shape: AttentionShape, *, values: bool = True) -> dict[str, Any]:
+    """Constants of `store_kernel`; without `values` it writes one cache alone."""
+    dv = shape.dv if values else 0
+    return {
+        "HEADS": shape.kv_heads,
+        "DK": shape.dk,
+        "K_PAD": triton.next_power_of_2(shape.kv_heads * shape.dk),
+        "DV": dv,
+        "V_PAD": triton.next_power_of_2(shape.kv_heads * max(dv, 1)),
+        "BLOCK_SIZE": shape.block_size,
+        "LIMIT": torch.finfo(shape.kv_dtype).max if shape.kv_dtype.itemsize == 1 else 0,
+    }
+
+
+def merge_constants(heads: int, dv: int) -> dict[str, Any]:
+    """Constants of `merge_kernel`."""
+    block = min(8, triton.next_power_of_2(heads))
+    return {"HEADS": heads, "HEADS_PAD": block, "DV": dv, "DV_PAD": triton.next_power_of_2(dv)}
 
 
 def rows_pad(rows: int) -> int:

@@ -94,16 +94,16 @@ def scan_keys(
 ):  # fmt: skip
     """Carry the softmax state (top in base 2, total, acc) of `query` [ROWS, DK_PAD] over tiles `begin` to `end`.
 
-    `asked` [ROWS] are the rows' positions. Keys at `limit` and behind are not read; MASKED is False where none is,
-    CAUSAL hides what comes after a row's own position.
+    `asked` [ROWS] are the rows' positions; a row that is none has a large one. Keys at `limit` and behind are not
+    read; MASKED is False where none is, CAUSAL hides what comes after a row's own position.
     """
     block = block_ids(table, begin, limit, BLOCK_SIZE, TILE, PATH)
     for tile in range(begin, end):
         ahead = block_ids(table, tile + 1, limit, BLOCK_SIZE, TILE, PATH)
         position = tile * TILE + tl.arange(0, TILE)
         inside = position < limit
-        if HAS_WINDOW and not CAUSAL:  # one window for all rows: what it hides need not be loaded
-            inside = inside & (position > tl.max(asked, 0) - window)
+        if HAS_WINDOW:  # what no row may see is not loaded: its block may be gone
+            inside = inside & (position > tl.min(asked, 0) - window)
         k_place = slot_offsets(block, tile, k_block, k_slot, BLOCK_SIZE, TILE, PATH)
         v_place = slot_offsets(block, tile, v_block, v_slot, BLOCK_SIZE, TILE, PATH)
         k = load_tile(keys, k_place, inside, DK, DK_PAD, MASKED, TILE)

@@ -1,0 +1,88 @@
+"""The cascade on torch: each prefix gathered once for all of its rows, then every row's own keys, then a merge."""
+
+import numpy as np
+import torch
+
+from paged_kernels.explicit import explicit_attention
+from paged_kernels.masks import additive
+from paged_kernels.merge import merge_reference
+from paged_kernels.scoring import Scoring
+from paged_kernels.torch_decode import plan_decode, run_decode
+from paged_kernels.torch_gather import gather_blocks, widened
+from paged_kernels.workspace import Workspace
+
+
+def run_cascade(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    shared_table: torch.Tensor,
+    prefix_lens: torch.Tensor,
+    suffix_table: torch.Tensor,
+    suffix_lens: torch.Tensor,
+    group_ids: torch.Tensor,
+    scoring: Scoring,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    workspace: Workspace,
+) -> None:
+    """One query per row, q `[rows, heads, dk]`, over its group's prefix and its own suffix, into `out` and `lse`."""
+    plain = scoring._replace(sinks=None)  # a sink joins once, at the end
+    wide = torch.promote_types(q.dtype, torch.float32)
+    merged = q.new_zeros(*q.shape[:2], value_cache.shape[3], dtype=wide)
+    sums = q.new_full(q.shape[:2], float("-inf"), dtype=wide)
+    own = torch.nonzero(suffix_lens > 0).squeeze(1)
+    if len(own):
+        tables, lengths = (
+            value.cpu().numpy().astype(np.int64) for value in (suffix_table[own], suffix_lens[own])
+        )
+        token_bytes = key_cache[0, 0].nbytes + value_cache[0, 0].nbytes
+        plan = plan_decode(tables, lengths, key_cache.shape[1], token_bytes=token_bytes, device=q.device)
+        part, part_lse = merged[own].to(q.dtype), sums[own]
+        run_decode(plan, q[own], key_cache, value_cache, plain, part, workspace, part_lse)
+        merged[own], sums[own] = part.to(wide), part_lse
+    for group, length in enumerate(prefix_lens.tolist()):
+        rows = torch.nonzero(group_ids == group).squeeze(1)
+        if length and len(rows):
+            asked = length - 1 + suffix_lens[rows]
+            state = _prefix(
+                q[rows], asked, key_cache, value_cache, shared_table[group], length, plain, workspace
+            )
+            merged[rows], sums[rows] = merge_reference(merged[rows], sums[rows], *state)
+    if scoring.sinks is not None:
+        with_sink = torch.logaddexp(sums, scoring.sinks.to(wide)).masked_fill(
+            sums == float("-inf"), float("-inf")
+        )
+        merged *= torch.exp(sums - with_sink).nan_to_num(0.0).unsqueeze(-1)
+        sums = with_sink
+    out.copy_(merged)
+    if lse is not None:
+        lse.copy_(sums)
+
+
+def _prefix(
+    q: torch.Tensor,
+    asked: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    table: torch.Tensor,
+    length: int,
+    scoring: Scoring,
+    workspace: Workspace,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output `[rows, heads, dv]` and LSE over the first `length` tokens of `table`; row i stands at `asked[i]`."""
+    blocks = table[: -(-length // key_cache.shape[1])].long()
+    k, v = (
+        widened(
+            gather_blocks(cache, blocks, name, workspace).view(-1, *cache.shape[2:])[:length],
+            q.dtype,
+            cache.dtype,
+        ).transpose(0, 1)
+        for name, cache in (("prefix_k", key_cache), ("prefix_v", value_cache))
+    )
+    wide = torch.promote_types(q.dtype, torch.float32)
+    distance = torch.arange(length, device=q.device) - asked.unsqueeze(1)
+    mask = additive(distance > -scoring.window if scoring.window else distance <= 0, wide)
+    packed = q.view(len(q), k.shape[0], -1, q.shape[2]).permute(1, 2, 0, 3).unsqueeze(0)
+    result, lse = explicit_attention(packed, k[None, :, None], v[None, :, None], mask, scoring, distance)
+    return result[0].flatten(0, 1).transpose(0, 1).to(wide), lse[0].flatten(0, 1).transpose(0, 1)
