@@ -9,10 +9,10 @@ from harness.cli.say import say
 from harness.config.errors import UserError
 from traces.catalogue import catalogue
 from traces.errors import TraceError
-from traces.generator import generate_trace
+from traces.synth.generator import generate_trace
 from traces.inspect import inspect_trace
 from traces.reading import read_trace
-from traces.tables import TABLES
+from traces.synth.tables import TABLES
 from traces.trace import Trace
 
 

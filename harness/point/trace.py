@@ -7,7 +7,7 @@ from typing import Any
 from harness.config.errors import ConfigError
 from harness.config.schema import RunConfig, TraceFormat
 from traces.errors import ParameterError, TraceError
-from traces.generator import generate_trace
+from traces.synth.generator import generate_trace
 from traces.reading import read_trace
 from traces.reshape import scale_lengths, set_rate, share_prefixes
 from traces.trace import Trace

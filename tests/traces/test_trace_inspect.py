@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from traces.generator import generate_trace
 from traces.inspect import inspect_trace
 from traces.reading import read_trace
 from traces.reshape import take
+from traces.synth.generator import generate_trace
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from traces.errors import ParameterError
-from traces.generator import generate_trace
 from traces.reshape import drop_oversize, realised_prefix_share, scale_lengths, set_rate, share_prefixes, take
+from traces.synth.generator import generate_trace
 from traces.trace import Segment, Trace, TraceHeader, TraceRequest
 
 lengths = st.integers(1, 3_000)

@@ -5,7 +5,7 @@ A table holds figures only, never rows. Each file names its source, its licence 
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from importlib.resources import files
 from typing import Any
@@ -13,9 +13,26 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from traces.arrivals import ArrivalProcess
 from traces.errors import ParameterError
+from traces.synth.sharing import FixedPrefix
 
-TABLES = ("azure_conv", "azure_code", "mooncake_conversation")
+TABLES = (
+    "azure_conv",
+    "azure_code",
+    "mooncake_conversation",
+    "mooncake_synthetic",
+    "ragpulse",
+    "sharegpt_8k",
+    "bwb",
+    "arxiv",
+    "agentic",
+    "sosp23_sharegpt",
+    "sosp23_alpaca",
+    "sosp23_wmt16_one_shot",
+    "sosp23_wmt16_five_shot",
+    "sosp23_chatbot",
+)
 _Q21 = [step / 20 for step in range(21)]
 _TAIL = [0.96, 0.97, 0.98, 0.99, 0.995, 0.999]
 POSITIONS = np.array([*_Q21[:-1], *_TAIL, 1.0])
@@ -32,7 +49,7 @@ class LengthTable:
     q21: tuple[float, ...]
     tail: tuple[float, ...]
     mean: float
-    ks: float
+    ks: float | None  # None: no data to compare with, only published means
     mean_ratio: float
 
     def quantile(self, share: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -58,8 +75,12 @@ class Arrivals:
     rate_rps: float
     gamma_shape: float
     gamma_ks: float | None  # of the fit against recorded gaps; None where the recording clock hides them
-    recorded_gap_cv: float
+    recorded_gap_cv: float | None
     note: str
+
+    def process(self) -> ArrivalProcess:
+        """The same as an arrival process."""
+        return ArrivalProcess("gamma", self.rate_rps, shape=self.gamma_shape)
 
 
 @dataclass(frozen=True)
@@ -75,24 +96,39 @@ class CalibrationTable:
     output_tokens: LengthTable
     prompt_output_spearman: float
     arrivals: Arrivals
+    copula: bool = False  # prompt and output lengths are drawn with their rank correlation
+    shared_prefix_tokens: int = 0  # all prompts begin with this text
+
+    def sharing(self) -> "FixedPrefix | None":
+        """What the table says of sharing."""
+        return FixedPrefix(self.shared_prefix_tokens) if self.shared_prefix_tokens else None
+
+    def specification(self) -> dict[str, object]:
+        """All figures, for the digest of a generated trace; what a table does not use is left out of it."""
+        plain = asdict(self)
+        unused = [name for name in ("copula", "shared_prefix_tokens") if not plain[name]]
+        return {name: value for name, value in plain.items() if name not in unused}
 
     def quality(self) -> Mapping[str, float | str]:
         """How close draws come to the data, for the trace's header."""
-        ks = self.arrivals.gamma_ks
         return {
             "calibrated_on": f"{self.title}: {self.source}",
-            "prompt_ks": self.prompt_tokens.ks,
+            "prompt_ks": _or_unknown(self.prompt_tokens.ks),
             "prompt_mean_ratio": self.prompt_tokens.mean_ratio,
-            "output_ks": self.output_tokens.ks,
+            "output_ks": _or_unknown(self.output_tokens.ks),
             "output_mean_ratio": self.output_tokens.mean_ratio,
             "recorded_prompt_output_spearman": self.prompt_output_spearman,
-            "generated_prompt_output_spearman": 0.0,
+            "generated_prompt_output_spearman": self.prompt_output_spearman if self.copula else 0.0,
             "arrival_rate_rps": self.arrivals.rate_rps,
             "arrival_gamma_shape": self.arrivals.gamma_shape,
-            "arrival_gamma_ks": "not known" if ks is None else ks,
-            "recorded_gap_cv": self.arrivals.recorded_gap_cv,
+            "arrival_gamma_ks": _or_unknown(self.arrivals.gamma_ks),
+            "recorded_gap_cv": _or_unknown(self.arrivals.recorded_gap_cv),
             "arrivals": self.arrivals.note,
         }
+
+
+def _or_unknown(value: float | None) -> float | str:
+    return "not known" if value is None else value
 
 
 @lru_cache

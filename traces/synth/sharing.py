@@ -1,0 +1,169 @@
+"""Prefix sharing for generated prompts: which shared texts a prompt begins with. Lengths stay as they were drawn.
+
+Shared lengths are aligned to nothing, so the effect of the block size on hits is in these traces.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import isfinite
+
+import numpy as np
+import numpy.typing as npt
+
+from traces.errors import ParameterError
+from traces.streams import uniform, words
+from traces.trace import Segment, TraceRequest
+
+MODELS = ("system", "few_shot", "tree", "passages")
+KEYS = 2**63  # keys of generated texts start here; keys read from files lie below
+_CHOICE, _LENGTH, _WALK = 11, 12, 13  # streams; changing one changes every trace with sharing
+_EXAMPLES, _DEPTH, _BRANCHES, _PASSAGES = 8, 6, 3, 5
+Pieces = list[Segment]
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How prompts share their beginnings.
+
+    system: one of `count` system prompts, popular by Zipf, of a length about `share` of the mean prompt.
+    few_shot: one of `count` tasks, then as many of its 8 examples, in order, as fit in `share` of the prompt.
+    tree: a walk down one of `count` trees, 3 branches a node, 6 levels, until `share` of the prompt is shared.
+    passages: one of 4 system prompts, then 5 of `count` passages by Zipf, together about `share` of the mean prompt.
+    `zipf` is the popularity's exponent; 0 is uniform.
+    """
+
+    model: str
+    share: float = 0.5
+    count: int = 16
+    zipf: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.model not in MODELS:
+            raise ParameterError("sharing", f'one of {", ".join(MODELS)} expected, found "{self.model}"')
+        if not 0 <= self.share <= 1:
+            raise ParameterError("share", f"from 0 to 1 expected, found {self.share}")
+        if self.count < 1:
+            raise ParameterError("num_prefixes", f"at least 1 expected, found {self.count}")
+        if not (isfinite(self.zipf) and self.zipf >= 0):
+            raise ParameterError("zipf", f"0 or above expected, found {self.zipf}")
+
+    def describe(self) -> str:
+        """The model in words, for headers."""
+        return f"{self.model}: {self.share:.3g} of prompts, {self.count} shared texts, Zipf exponent {self.zipf:g}"
+
+
+@dataclass(frozen=True)
+class FixedPrefix:
+    """Every prompt begins with the same text of so many tokens."""
+
+    tokens: int
+
+    def describe(self) -> str:
+        """The model in words, for headers."""
+        return f"all prompts begin with the same {self.tokens} tokens"
+
+
+def share_prompts(
+    requests: tuple[TraceRequest, ...], sharing: Sharing | FixedPrefix, seed: int
+) -> tuple[TraceRequest, ...]:
+    """The same requests with shared beginnings. Draws depend on (seed, request_id) alone.
+
+    Lengths of shared texts follow the mean prompt of the first 1,000 requests, so that more requests do not move them.
+    """
+    if isinstance(sharing, FixedPrefix):
+        return tuple(_begun_with(request, [Segment(KEYS, sharing.tokens)]) for request in requests)
+    if not sharing.share:
+        return requests
+    sample = requests[:1000]
+    typical = sharing.share * sum(request.prompt_tokens for request in sample) / len(sample)
+    numbers = [request.request_id for request in requests]
+    drawn = uniform(seed, _CHOICE, max(numbers) + 1)
+    make = _MODELS[sharing.model]
+    return tuple(
+        _begun_with(request, make(sharing, seed, typical, request, float(drawn[request.request_id])))
+        for request in requests
+    )
+
+
+def zipf_place(share: float, count: int, exponent: float) -> int:
+    """The place, from 0, below which `share` of the popularity lies."""
+    return min(int(np.searchsorted(_cumulative(count, exponent), share, "right")), count - 1)
+
+
+def text_tokens(seed: int, key: int, typical: float) -> int:
+    """The length of a shared text: uniform from half to one and a half of `typical`."""
+    return max(1, round(typical * (0.5 + float(uniform(seed ^ _LENGTH, key, 1)[0]))))
+
+
+def _system(sharing: Sharing, seed: int, typical: float, request: TraceRequest, drawn: float) -> Pieces:
+    key = KEYS + zipf_place(drawn, sharing.count, sharing.zipf)
+    return [Segment(key, text_tokens(seed, key, typical))]
+
+
+def _few_shot(sharing: Sharing, seed: int, typical: float, request: TraceRequest, drawn: float) -> Pieces:
+    task = zipf_place(drawn, sharing.count, sharing.zipf)
+    room, pieces = sharing.share * request.prompt_tokens, []
+    for example in range(_EXAMPLES):
+        key = KEYS + task * _EXAMPLES + example
+        tokens = text_tokens(seed, key, typical / 3)
+        if tokens > room:
+            break
+        pieces.append(Segment(key, tokens))
+        room -= tokens
+    return pieces
+
+
+def _tree(sharing: Sharing, seed: int, typical: float, request: TraceRequest, drawn: float) -> Pieces:
+    root = zipf_place(drawn, sharing.count, sharing.zipf)
+    steps = _words(seed ^ _WALK, request.request_id, _DEPTH)
+    node, room, pieces = 1, sharing.share * request.prompt_tokens, []
+    for level in range(_DEPTH):
+        key = KEYS + (root << 20) + node
+        tokens = min(text_tokens(seed, key, typical / 2), int(room))
+        if tokens < 1:
+            break
+        pieces.append(Segment(key, tokens))
+        room -= tokens
+        node = node * _BRANCHES + zipf_place(float(steps[level]), _BRANCHES, sharing.zipf)
+    return pieces
+
+
+def _passages(sharing: Sharing, seed: int, typical: float, request: TraceRequest, drawn: float) -> Pieces:
+    system = KEYS + zipf_place(drawn, 4, sharing.zipf)
+    pieces = [Segment(system, text_tokens(seed, system, typical / 3))]
+    steps = _words(seed ^ _WALK, request.request_id, _PASSAGES)
+    for step in steps.tolist():
+        key = KEYS + 4 + zipf_place(step, sharing.count, sharing.zipf)
+        pieces.append(Segment(key, text_tokens(seed, key, typical * 2 / 3 / _PASSAGES)))
+    return pieces
+
+
+_MODELS: dict[str, Callable[[Sharing, int, float, TraceRequest, float], Pieces]] = {
+    "system": _system,
+    "few_shot": _few_shot,
+    "tree": _tree,
+    "passages": _passages,
+}
+_CDF: dict[tuple[int, float], npt.NDArray[np.float64]] = {}
+
+
+def _cumulative(count: int, exponent: float) -> npt.NDArray[np.float64]:
+    if (count, exponent) not in _CDF:
+        weights = np.arange(1, count + 1, dtype=np.float64) ** -exponent
+        _CDF[count, exponent] = np.cumsum(weights) / weights.sum()
+    return _CDF[count, exponent]
+
+
+def _words(seed: int, key: int, count: int) -> npt.NDArray[np.float64]:
+    return (words(seed, key, count) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _begun_with(request: TraceRequest, pieces: Pieces) -> TraceRequest:
+    """The pieces, cut so that at least the last token of the prompt is its own."""
+    kept, room = [], request.prompt_tokens - 1
+    for key, tokens in pieces:
+        if not room:
+            break
+        kept.append(Segment(key, min(tokens, room)))
+        room -= kept[-1].tokens
+    return replace(request, segments=(*kept, Segment(None, room + 1)))
