@@ -35,6 +35,8 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     parser.add_argument("--reason", default="", metavar="TEXT", help="why the baseline may change (--update)")
     parser.add_argument("--baselines", metavar="DIR", help="where they are; default: results/baselines")
     parser.add_argument("--markdown", metavar="FILE", help="append the answer to FILE, e.g. a CI job's page")
+    parser.add_argument("--save", metavar="FILE", help="keep a latency run as a record, whatever the verdict")
+    parser.add_argument("--dry-run", action="store_true", help="list the cases, measure nothing")
     parser.add_argument("--record", metavar="FILE", help="judge a recorded latency run instead of measuring")
 
 
@@ -45,11 +47,13 @@ def run(arguments: "Arguments") -> int:
     if flags.record:
         return _judge_record(Path(flags.record), folder, flags)
     layers = flags.layer or _possible()
+    if flags.dry_run:
+        return _list_cases(layers)
     if flags.update:
         return _update(layers, folder, flags.reason)
     from harness.gate.running import run_layers
 
-    return _answer(run_layers(layers, folder), flags.markdown)
+    return _answer(run_layers(layers, folder, Path(flags.save) if flags.save else None), flags.markdown)
 
 
 def default_folder() -> Path:
@@ -65,6 +69,16 @@ def _possible() -> list[str]:
     from harness.environment import gpu_names
 
     return [layer for layer in LAYERS if layer != "latency" or gpu_names()]
+
+
+def _list_cases(layers: list[str]) -> int:
+    from harness.gate.running import case_names
+
+    for layer in layers:
+        for name in case_names(layer):
+            say(f"{layer}: {name}")
+    say("nothing was measured")
+    return 0
 
 
 def _update(layers: list[str], folder: Path, reason: str) -> int:

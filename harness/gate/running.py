@@ -11,17 +11,31 @@ from harness.gate.finding import LayerResult
 from harness.gate.measured import Measured, accepted, without_baseline
 
 
-def run_layers(layers: Sequence[str], folder: Path) -> list[LayerResult]:
+def run_layers(layers: Sequence[str], folder: Path, save: Path | None = None) -> list[LayerResult]:
     """Measure and judge each layer.
 
     Args:
         layers: of `harness.gate.LAYERS`, in this order.
         folder: holds the baselines.
+        save: receives the latency layer's run as a record.
 
     Raises:
         UserError: a layer cannot run here, or a baseline's file is none.
     """
-    return [judged(_room(layer).measure(), folder) for layer in layers]
+    results = []
+    for layer in layers:
+        measured = _room(layer).measure()
+        if layer == "latency" and save is not None and measured.cases:
+            from harness.gate.latency.record import write_record
+
+            write_record(measured, save)
+        results.append(judged(measured, folder))
+    return results
+
+
+def case_names(layer: str) -> list[str]:
+    """What a layer would measure."""
+    return list(_room(layer).case_names())
 
 
 def judged(measured: Measured, folder: Path) -> LayerResult:
@@ -61,5 +75,5 @@ def accept(measured: Measured, folder: Path, reason: str) -> Path:
 
 
 def _room(layer: str) -> ModuleType:
-    """The layer's module: `measure`, `judge`, `unfit`."""
+    """The layer's module: `case_names`, `measure`, `judge`, `unfit`."""
     return import_module(f"harness.gate.{layer}.layer")

@@ -14,10 +14,6 @@ class ProblemKind(StrEnum):
     failed = "failed"  # it raised an error of its own
 
 
-class WrongOutputError(Exception):
-    """A provider's output is not the reference's."""
-
-
 @dataclass(frozen=True)
 class Problem:
     """One case that one provider did not serve."""
@@ -30,11 +26,13 @@ class Problem:
 
 def kind_of(error: Exception) -> ProblemKind:
     """What an error of a provider means."""
+    from paged_kernels.providers.verify import DisagreementError
+
     from paged_kernels.providers import UnsupportedCaseError
 
     if isinstance(error, UnsupportedCaseError):
         return ProblemKind.unsupported
-    return ProblemKind.wrong if isinstance(error, WrongOutputError) else ProblemKind.failed
+    return ProblemKind.wrong if isinstance(error, DisagreementError) else ProblemKind.failed
 
 
 def note(file: Path, problem: Problem) -> None:

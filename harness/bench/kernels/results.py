@@ -5,10 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.bench.kernels.grid import CaseSpec
+from harness.bench.kernels.names import OURS
 from harness.bench.session import Timing
-
-OURS = "paged"
-"""The provider that every other is compared with."""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,13 @@ MARGINS = Margins(negligible=0.02, material=0.05, widest=0.10)
 """Two runs of the same code differ by about the first; the second must not pass."""
 
 
+def case_names() -> list[str]:
+    """The attention calls that are timed; each gives a ratio to every yardstick."""
+    from harness.bench.kernels.presets import gate
+
+    return [spec.name for spec in gate()]
+
+
 def measure() -> Measured:
     """Time the gate's cases on this machine's GPU.
 

@@ -89,7 +89,7 @@ def _provider_round(provider: "Provider", inputs: "list[Case]", device: "torch.d
     """Rounds of one provider, whose output must be right first.
 
     Raises:
-        WrongOutputError: it is not.
+        DisagreementError: it is not.
     """
     from harness.bench.kernels.agreement import checked_runs
     from harness.bench.kernels.clock import prepare_rounds

@@ -17,6 +17,16 @@ MARGINS = Margins(negligible=0.20, material=0.40, widest=0.30)
 Work = Callable[[], object]
 
 
+ATTENTION = "CPU attention: decode over paged KV"
+
+
+def case_names() -> list[str]:
+    """The loads, and attention on the CPU."""
+    from harness.gate.policy.loads import loads
+
+    return [*loads(), ATTENTION]
+
+
 def measure() -> Measured:
     """Time every load, and attention on the CPU."""
     from harness.gate.policy.attention import attention_pair
@@ -24,7 +34,7 @@ def measure() -> Measured:
     from harness.gate.policy.yardstick import reference_loop
 
     cases = {name: {"ratios": rounds(load.run, reference_loop)} for name, load in loads().items()}
-    cases["CPU attention: decode over paged KV"] = {"ratios": rounds(*attention_pair())}
+    cases[ATTENTION] = {"ratios": rounds(*attention_pair())}
     python = ".".join(platform.python_version_tuple()[:2])
     return Measured("policy", f"policy-python-{python}", {"python": python}, None, cases)
 

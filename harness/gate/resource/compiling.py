@@ -123,7 +123,7 @@ def _disassemble(cubin: bytes, folder: Path) -> str:
 
     file = folder / "kernel.cubin"
     file.write_bytes(cubin)
-    return _run(str(Path(backend.__file__).parent / "bin" / "nvdisasm"), "-c", str(file))
+    return _run(str(Path(backend.__file__).parent / "bin" / "nvdisasm"), "-c", "-ndf", str(file))
 
 
 def _run(*words: str) -> str:

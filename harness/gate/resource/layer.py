@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 _UNCOMPILED = "error"  # the key under which a case keeps the compiler's refusal
 
 
+def case_names() -> list[str]:
+    """Every configuration with every architecture that it is meant for."""
+    return [_name(key, arch) for key, arch in _pairs()]
+
+
 def measure() -> Measured:
     """Compile all configurations of `paged_kernels`, several at a time, and read their resources.
 
@@ -28,7 +33,7 @@ def measure() -> Measured:
         UserError: kernels were asked to run in the interpreter.
     """
     refuse_interpreter()
-    pairs = [(one.key, arch) for one in _configurations() for arch in one.capabilities]
+    pairs = _pairs()
     # spawned, so that every compiler starts afresh: a fork would share what torch and Triton keep open
     with ProcessPoolExecutor(os.cpu_count() or 1, multiprocessing.get_context("spawn")) as pool:
         return measured(dict(pool.map(_measure, pairs, chunksize=4)))
@@ -44,7 +49,7 @@ def measured(cases: dict[str, dict[str, Any]]) -> Measured:
 
 def case_of(configuration: "KernelConfiguration", capability: int) -> tuple[str, dict[str, Any]]:
     """(name, resources or the compiler's refusal) of one compiled kernel."""
-    name = f"{configuration.key} sm_{capability}"
+    name = _name(configuration.key, capability)
     try:
         return name, asdict(resources(configuration, capability))
     except (
@@ -94,6 +99,14 @@ def _in_one_line(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {' '.join(str(error).split())[-300:]}"
+
+
+def _pairs() -> list[tuple[str, int]]:
+    return [(one.key, arch) for one in _configurations() for arch in one.capabilities]
+
+
+def _name(key: str, capability: int) -> str:
+    return f"{key} sm_{capability}"
 
 
 def _measure(pair: tuple[str, int]) -> tuple[str, dict[str, Any]]:

@@ -1,0 +1,42 @@
+"""What paging costs: the same kernel on blocks and on contiguous KV."""
+
+from typing import TYPE_CHECKING
+
+from harness.bench.kernels.names import CONTIGUOUS, OURS
+from harness.report.drawing import Drawing, Missing, Picture
+from harness.report.style import GREY, PAGE_IN, PALETTE, panels
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+NAME = "kernel_paging"
+
+
+def draw(table: "pd.DataFrame") -> Picture:
+    """Overhead in per cent by case, with the range that the spread of both sides allows."""
+    data = _overheads(table)
+    if data.empty:
+        return Missing(NAME, f"No case was timed by both '{OURS}' and '{CONTIGUOUS}'.")
+    figure, (panel,) = panels(PAGE_IN, 0.7 + 0.17 * len(data), 1, 1)
+    place = range(len(data))[::-1]
+    bars = [data["overhead"] - data["least"], data["most"] - data["overhead"]]
+    panel.errorbar(data["overhead"], place, xerr=bars, fmt="o", color=PALETTE[0], capsize=2, elinewidth=0.8)
+    panel.axvline(0, color=GREY, linewidth=0.8)
+    panel.set_yticks(list(place), data["name"])
+    panel.set(xlabel="time over contiguous KV, per cent")
+    caption = (
+        "What paging adds to a call: our kernel on permuted blocks against the same kernel with plain addresses. "
+        "Bars: quartiles of one side against the opposite ones of the other."
+    )
+    return Drawing(NAME, caption, figure, data)
+
+
+def _overheads(table: "pd.DataFrame") -> "pd.DataFrame":
+    wanted = ["name", "median_us", "spread"]
+    ours, other = (table.loc[table["provider"] == one, wanted] for one in (OURS, CONTIGUOUS))
+    both = ours.merge(other, on="name", suffixes=("", "_contiguous"))
+    noise = (both["spread"] + both["spread_contiguous"]) / 2
+    ratio = both["median_us"] / both["median_us_contiguous"]
+    both["overhead"] = (ratio - 1) * 100
+    both["least"], both["most"] = (ratio * (1 - noise) - 1) * 100, (ratio * (1 + noise) - 1) * 100
+    return both[["name", "median_us", "median_us_contiguous", "overhead", "least", "most"]]

@@ -1,0 +1,5 @@
+"""Providers that the tables and figures know by name; all others are shown beside them as they come."""
+
+OURS = "paged"  # our kernels, as an engine would call them
+CONTIGUOUS = "contiguous"  # the same kernel on contiguous KV: what is left is the cost of paging
+CASCADE = "cascade"  # our kernels, reading a shared prefix once

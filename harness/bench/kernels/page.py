@@ -1,0 +1,130 @@
+"""One self-contained page on a run of `bench kernels`, in the dress of the report."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harness.bench.kernels.names import OURS
+from harness.bench.kernels.problems import Problem, ProblemKind
+from harness.bench.kernels.results import Ceilings
+from harness.report.drawing import Drawing, Picture
+from harness.report.svg import inline
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_CUDA = (
+    "Time on the GPU, between events around one CUDA graph of the calls, inputs rotated past the L2 cache."
+)
+_CPU = "CPU time of PyTorch's paths on a CPU. It says nothing about the kernels' speed on a GPU."
+
+
+def build_page(
+    table: "pd.DataFrame",
+    limits: Ceilings,
+    drawn: Sequence[Picture],
+    svgs: Mapping[str, bytes],
+    problems: Sequence[Problem],
+    absent: Mapping[str, str],
+) -> str:
+    """The whole HTML document; `svgs` hold the bytes of every drawing among `drawn`."""
+    from markupsafe import Markup
+
+    import harness.report
+
+    style = (Path(harness.report.__file__).parent / "page.css").read_text(encoding="utf-8")
+    wrong = [one for one in problems if one.kind is not ProblemKind.unsupported]
+    on_cpu = bool((table["how"] == "CPU time").all())
+    return str(
+        _template().render(
+            style=Markup(style),
+            device=table["device"].iloc[0] if len(table) else "no device",
+            facts=_facts(limits),
+            complete=not wrong,
+            completeness=_completeness(table, wrong),
+            scope=_CPU if on_cpu else _CUDA,
+            figures=[_shown(picture, svgs) for picture in drawn],
+            head=_head(table),
+            rows=list(_rows(table)),
+            notes=[*_absent(absent), *_notes(problems)],
+        )
+    )
+
+
+def _template() -> Any:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    loader = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.get_template("page.html.j2")
+
+
+def _facts(limits: Ceilings) -> list[tuple[str, str]]:
+    return [
+        ("copied", f"{limits.copy_bytes_s / 1e9:,.0f} GB/s"),
+        ("read", f"{limits.read_bytes_s / 1e9:,.0f} GB/s"),
+        ("matrix product", f"{limits.matmul_flop_s / 1e12:,.3g} TFLOP/s"),
+    ]
+
+
+def _completeness(table: "pd.DataFrame", wrong: Sequence[Problem]) -> list[str]:
+    done = (
+        f"{table['name'].nunique()} cases by {table['provider'].nunique()} providers were checked and timed."
+    )
+    return [done, *(f"{one.kind}: {one.case} by {one.provider}: {one.reason}" for one in wrong)]
+
+
+def _shown(picture: Picture, svgs: Mapping[str, bytes]) -> dict[str, Any]:
+    from markupsafe import Markup
+
+    if isinstance(picture, Drawing):
+        svg = Markup(inline(svgs[picture.name], picture.name, picture.caption))
+        return {"name": picture.name, "svg": svg, "caption": picture.caption}
+    return {"name": picture.name, "svg": "", "reason": picture.reason}
+
+
+def _others(table: "pd.DataFrame") -> list[str]:
+    return [name for name in dict.fromkeys(table["provider"]) if name != OURS]
+
+
+def _head(table: "pd.DataFrame") -> list[str]:
+    return ["case", "µs", "±", "GB/s", "TFLOP/s", "of copy", "of read", "of matmul", *_others(table)]
+
+
+def _rows(table: "pd.DataFrame") -> Iterator[list[str]]:
+    for name, part in table.groupby("name", sort=False):
+        found = {row["provider"]: row for _, row in part.iterrows()}
+        yield [str(name), *_figures(found.get(OURS)), *(_ratio(found.get(other)) for other in _others(table))]
+
+
+def _figures(row: Any) -> list[str]:
+    if row is None:
+        return ["–"] * 7
+    shares = [f"{row[name]:.0%}" for name in ("copy_share", "read_share", "matmul_share")]
+    return [
+        f"{row['median_us']:,.1f}",
+        f"{row['spread']:.1%}",
+        f"{row['gbytes_s']:,.1f}",
+        f"{row['tflop_s']:.3g}",
+        *shares,
+    ]
+
+
+def _ratio(row: Any) -> str:
+    if row is None:
+        return "–"
+    ratio = row["against_ours"]
+    return f"{ratio:.2f} ×" if ratio == ratio and ratio is not None else f"{row['median_us']:,.1f} µs"
+
+
+def _absent(absent: Mapping[str, str]) -> Iterator[str]:
+    for name, reason in absent.items():
+        yield f"{name} cannot run here: {reason}"
+
+
+def _notes(problems: Sequence[Problem]) -> Iterator[str]:
+    for one in problems:
+        if one.kind is ProblemKind.unsupported:
+            yield f"{one.provider} does not offer {one.case}: {one.reason}"

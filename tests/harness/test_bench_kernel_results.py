@@ -1,0 +1,180 @@
+"""Tables, figures and the page of the kernel benchmark, from timings whose answers are known."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.bench.kernels.grid import CaseSpec
+from harness.bench.kernels.problems import Problem, ProblemKind, note, read_problems
+from harness.bench.kernels.results import Ceilings, ceilings_of, rows_of, table_lines
+from harness.bench.session import Timing
+
+BASE = {"batch": 32, "context": 4096}
+
+
+def timing(spec: CaseSpec, provider: str, *samples_us: float) -> Timing:
+    extra: dict[str, Any] = {
+        "case": spec.values(),
+        "provider": provider,
+        "how": "CUDA graph",
+        "error": 1e-3,
+        "input_sets": 1,
+        "bytes": spec.kv_bytes,
+        "flat_bytes": spec.kv_bytes,
+        "flops": 4 * spec.heads * spec.head_dim * sum(spec.lengths),
+    }
+    samples = tuple(sample * 1e-6 for sample in samples_us)
+    return Timing(
+        f"test_attention[{spec.name}|{provider}]", spec.name, {}, extra, samples, sorted(samples)[1]
+    )
+
+
+def ceiling(name: str, moved: float, flops: float) -> Timing:
+    extra = {"bytes": moved, "flops": flops, "how": "CUDA graph"}
+    return Timing(f"test_ceiling[{name}]", "ceiling", {}, extra, (1e-3, 1.1e-3, 1.2e-3), 1.1e-3)
+
+
+CEILINGS = [ceiling("copy", 4e9, 0), ceiling("read", 4.5e9, 0), ceiling("matmul", 0, 8e11)]
+PAGED16, PAGED64 = CaseSpec(**BASE), CaseSpec(**BASE, block_size=64)
+SHARED = CaseSpec(**BASE, shared_prefix=2048)
+TIMINGS = [
+    *CEILINGS,
+    timing(PAGED16, "paged", 148, 150, 152),
+    timing(PAGED16, "contiguous", 146, 147, 148),
+    timing(PAGED16, "gather", 595, 600, 605),
+    timing(PAGED64, "paged", 148, 149, 150),
+    timing(SHARED, "paged", 140, 141, 142),
+    timing(SHARED, "cascade", 80, 82, 84),
+]
+
+
+@pytest.fixture(scope="module")
+def table() -> Any:
+    pytest.importorskip("pandas")
+    from harness.bench.kernels.writing import table_of
+
+    return table_of(rows_of(TIMINGS), device="a device")
+
+
+def test_ceilings_are_those_of_the_fastest_round() -> None:
+    assert ceilings_of(TIMINGS) == Ceilings(pytest.approx(4e12), pytest.approx(4.5e12), pytest.approx(8e14))
+
+
+def test_a_row_gives_speed_share_and_ratio() -> None:
+    row = rows_of(TIMINGS)[2]
+    moved = 2 * 8 * 128 * 2 * 32 * 4096
+    assert row.provider == "gather"
+    assert row.median_us == pytest.approx(600)
+    assert row.gbytes_s == pytest.approx(moved / 600e-6 / 1e9)
+    assert row.copy_share == pytest.approx(moved / 600e-6 / 4e12)
+    assert row.against_ours == pytest.approx(4.0)
+    assert row.spread == pytest.approx(5 / 600)
+
+
+def test_the_printed_table_has_a_line_a_case_and_a_column_a_provider() -> None:
+    head, *body = table_lines(rows_of(TIMINGS))
+    assert head.split()[-3:] == ["contiguous", "gather", "cascade"]
+    assert len(body) == 3
+    assert body[0].split()[1] == "150.0"
+    assert "4.00×" in body[0]
+
+
+def test_a_case_that_we_did_not_serve_still_shows_the_others() -> None:
+    lines = list(table_lines(rows_of([*CEILINGS, timing(PAGED16, "gather", 595, 600, 605)])))
+    assert "600.0 µs" in lines[1]
+
+
+def test_the_table_has_exactly_the_documented_columns(table: Any) -> None:
+    from harness.bench.kernels.writing import COLUMNS
+
+    assert list(table.columns) == list(COLUMNS)
+    assert set(table["device"]) == {"a device"}
+
+
+@pytest.fixture(scope="module")
+def drawn(table: Any) -> dict[str, Any]:
+    pytest.importorskip("matplotlib")
+    from harness.bench.kernels.figures import pictures
+    from harness.report.style import style
+
+    with style():
+        return {picture.name: picture for picture in pictures(table, ceilings_of(TIMINGS))}
+
+
+def test_the_paging_figure_shows_the_overhead(drawn: dict[str, Any]) -> None:
+    data = drawn["kernel_paging"].data
+    assert list(data["name"]) == [PAGED16.name]
+    assert data["overhead"].item() == pytest.approx((150 / 147 - 1) * 100)
+    assert data["least"].item() < data["overhead"].item() < data["most"].item()
+
+
+def test_the_prefix_figure_shows_gain_and_what_bytes_allow(drawn: dict[str, Any]) -> None:
+    data = drawn["kernel_shared_prefix"].data
+    assert data["gain"].item() == pytest.approx(141 / 82)
+    assert data["possible"].item() == pytest.approx(4096 / (2048 / 32 + 2048))
+
+
+def test_the_block_size_figure_compares_nothing_but_block_sizes(drawn: dict[str, Any]) -> None:
+    data = drawn["kernel_block_size"].data
+    assert sorted(data.loc[data["provider"] == "paged", "block_size"]) == [16, 64]
+    assert set(data["shared_prefix"]) == {0}
+
+
+def test_the_roofline_shows_every_call(drawn: dict[str, Any]) -> None:
+    data = drawn["kernel_roofline"].data
+    assert len(data) == 6
+    assert data["flop_per_byte"].iloc[0] == pytest.approx(4.0)
+
+
+def test_a_figure_without_data_says_why() -> None:
+    from harness.bench.kernels.figures import pictures
+    from harness.bench.kernels.writing import table_of
+    from harness.report.drawing import Missing
+    from harness.report.style import style
+
+    alone = table_of(rows_of([*CEILINGS, timing(PAGED16, "paged", 1, 2, 3)]), device="a device")
+    with style():
+        missing = [found for found in pictures(alone, ceilings_of(CEILINGS)) if isinstance(found, Missing)]
+    assert [one.name for one in missing] == ["kernel_block_size", "kernel_paging", "kernel_shared_prefix"]
+    assert all(one.reason.startswith("No ") for one in missing)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from harness.bench.kernels.writing import write_run
+
+    problems = [
+        Problem(PAGED16.name, "flex", ProblemKind.unsupported, "no <block> of 16"),
+        Problem(PAGED16.name, "mine", ProblemKind.wrong, "relative error 0.5"),
+    ]
+    folder = tmp_path_factory.mktemp("kernels")
+    write_run(TIMINGS, problems, {"flashinfer": "not installed"}, folder)
+    return folder
+
+
+def test_a_run_leaves_tables_figures_and_a_page_that_needs_no_network(written: Path) -> None:
+    import pandas as pd
+
+    page = (written / "index.html").read_text()
+    assert len(pd.read_parquet(written / "kernels.parquet")) == len(pd.read_csv(written / "kernels.csv")) == 6
+    assert {file.suffix for file in (written / "figures").iterdir()} == {".svg", ".pdf", ".csv"}
+    assert page.count("<svg") == 4
+    assert "http" not in page.replace("http://www.w3.org", "")
+
+
+def test_the_page_names_what_was_wrong_and_what_was_left_out(written: Path) -> None:
+    page = (written / "index.html").read_text()
+    assert f"wrong: {PAGED16.name} by mine: relative error 0.5" in page
+    assert "flex does not offer" in page
+    assert "no &lt;block&gt; of 16" in page
+    assert "flashinfer cannot run here: not installed" in page
+
+
+def test_problems_come_back_from_their_file(tmp_path: Path) -> None:
+    file = tmp_path / "problems.jsonl"
+    assert read_problems(file) == []
+    problem = Problem("case", "flex", ProblemKind.failed, "RuntimeError: boom")
+    note(file, problem)
+    note(file, problem)
+    assert read_problems(file) == [problem, problem]
