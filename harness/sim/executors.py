@@ -149,7 +149,7 @@ class SimulatedParents:
                 self._generated.setdefault(request_id, 0)
         if not self._generated:
             return {}
-        sampling = dict.fromkeys(row.request_id for row in plan.rows if row.samples)
+        sampling = dict.fromkeys(row.request_id for row in plan.other_rows if row.samples)
         return {rid: self._draw(rid) for rid in sampling if rid in self._generated}
 
     def _draw(self, request_id: int) -> list[int]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from engine.core.plan import IntArray, StepPlan
+from engine.core.plan import Row, StepPlan
 from engine.core.request import Decoding, Request
 from harness.sim.cost import Amount
 
@@ -35,6 +35,7 @@ FEATURES: dict[str, str] = {
     "new_blocks": "blocks taken",
     "copied_slots": "KV slots copied on write or at a fork",
     "freed_slots": "KV slots voided",
+    "swapped_slots": "KV slots moved between device and host",
     "admitted_tokens": "prompt tokens of admitted requests: their identity is computed once",
     "after_prefill": "1 right after a large prefill, a quarter less each step: caches are warm again only gradually",
 }
@@ -91,23 +92,23 @@ class FeatureMeter:
             admitted += request.prompt_tokens
             if request.decoding is Decoding.BEAM:
                 self._beams.add(request_id)
-        sampled = len(plan.query_len) if plan.repeat > 1 else sum(row.samples for row in plan.rows)
+        others = plan.other_rows
+        sampled = plan.steady + sum(row.samples for row in others)
         return [
-            *_rows_features(
-                plan.query_len, plan.context_len, self._block_size, sampled, self._beam_rows(plan)
-            ),
+            *_rows_features(plan, others, self._block_size, sampled, self._beam_rows(others)),
             plan.new_blocks,
             len(plan.copies) * self._block_size,
             len(plan.frees) * self._block_size,
+            (len(plan.swap_in) + len(plan.swap_out)) * self._block_size,
             admitted,
             self._after_prefill,
         ]
 
-    def _beam_rows(self, plan: StepPlan) -> int:
+    def _beam_rows(self, others: Sequence[Row]) -> int:
         """Sampled rows of beam groups; nothing is looked at while there are no such requests."""
         if not self._beams:
             return 0
-        return sum(row.samples and row.request_id in self._beams for row in plan.rows)
+        return sum(row.samples and row.request_id in self._beams for row in others)
 
     def took(self, first: Sequence[Amount], steps: int = 1) -> None:
         """`steps` steps of a plan were taken whose first had these features."""
@@ -121,18 +122,32 @@ _LARGE_PREFILL = 128  # tokens
 
 
 def _rows_features(
-    query: IntArray, context: IntArray, block_size: int, sampled: int, beam_rows: int
+    plan: StepPlan, others: Sequence[Row], block_size: int, sampled: int, beam_rows: int
 ) -> list[Amount]:
-    """The features that follow from the rows of a step: `query` and `context` int64 `[rows]`."""
-    rows = len(query)
-    tokens, held = int(_add(query)), int(_add(context))
-    if tokens == rows:  # only decode rows
-        entries = int(_add(context // block_size)) + rows
-        decode, prefill = (rows, held + rows, int(_largest(context)) + 1), (0, 0, 0, 0, 0.0)
-    else:
-        entries = int(_add((context + query + (block_size - 1)) // block_size))
-        decode, prefill = _mixed(query, context, block_size)
-    count, kv, longest = decode
+    """The features that follow from the rows of a step: steady ones as an array, the others one by one."""
+    count = plan.steady
+    kv = longest = entries = 0
+    if count:
+        context = plan.context_len[:count] if others else plan.context_len
+        kv, longest = int(_add(context)) + count, int(_largest(context)) + 1
+        entries = int(_add(context // block_size)) + count
+    chunks = chunk_tokens = chunk_kv = chunk_blocks = 0
+    work = 0.0
+    for _, _, held, query, _, _, _ in others:
+        end = held + query
+        blocks = -(-end // block_size)
+        entries += blocks
+        if query == 1:
+            count, kv, longest = count + 1, kv + end, max(longest, end)
+        else:
+            chunks, chunk_tokens, chunk_kv, chunk_blocks = (
+                chunks + 1,
+                chunk_tokens + query,
+                chunk_kv + end,
+                chunk_blocks + blocks,
+            )
+            work += query * (end - (query - 1) / 2)
+    tokens = count + chunk_tokens
     return [
         1.0,
         tokens,
@@ -140,7 +155,7 @@ def _rows_features(
         tokens if tokens < 32 else 32,
         tokens if tokens < 128 else 128,
         tokens - 128 if tokens > 128 else 0,
-        rows,
+        count + chunks,
         sampled,
         beam_rows,
         count,
@@ -148,30 +163,22 @@ def _rows_features(
         kv,
         count * longest,
         count * -(-longest // block_size),
-        *prefill,
+        chunks,
+        chunk_tokens,
+        chunk_kv,
+        chunk_blocks,
+        work,
         entries,
     ]
 
 
-def _mixed(
-    query: IntArray, context: IntArray, block_size: int
-) -> tuple[tuple[int, int, int], tuple[int, int, int, int, float]]:
-    """Decode rows: count, KV slots, longest; prefill rows: count, tokens, KV slots, blocks, work."""
-    chunks = query > 1
-    decode = context[~chunks] + 1
-    q, kv = query[chunks], (context + query)[chunks]
-    held = (len(decode), int(_add(decode)), int(decode.max(initial=0)))
-    blocks = int(_add(-(-kv // block_size)))
-    return held, (len(q), int(_add(q)), int(_add(kv)), blocks, float(_add(q * (kv - (q - 1) / 2))))
-
-
 class Stretch:
-    """A fast-forward: features of its steps, from those of the first; all rows decode."""
+    """A fast-forward: features of its steps, from those of the first; all rows are steady decoders."""
 
     def __init__(self, plan: StepPlan, first: Sequence[Amount], block_size: int) -> None:
         self._first = first
         self._block_size = block_size
-        self._rows = len(plan.query_len)
+        self._rows = plan.steady
         self._longest = int(_largest(plan.context_len)) + 1
         self._unnamed = plan.usage.free // block_size
         self._residues = self._crossings(plan)

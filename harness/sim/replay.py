@@ -11,6 +11,7 @@ from typing import Any
 import simpy
 
 from engine.core.errors import NeverFitsError
+from engine.core.outcome import RequestStats
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from harness.sim.arrivals import Arrivals, OpenLoop
@@ -19,6 +20,7 @@ from harness.sim.executors import Executor
 from harness.sim.recorder import Recorder
 
 Progress = Callable[[int, int], None]
+_FORGOTTEN = RequestStats()
 
 
 class Replay:
@@ -104,7 +106,9 @@ class Replay:
             for request_id in report.finished:
                 del self._live[request_id]
                 if self._forget:
-                    del scheduler.stats[request_id]
+                    scheduler.stats[request_id] = (
+                        _FORGOTTEN  # the scheduler counts submissions by its entries
+                    )
                 self._end(request_id, now + took)
             if self._progress:
                 self._progress(self._ended, self._arrivals.total)

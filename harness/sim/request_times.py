@@ -1,6 +1,6 @@
 """When each request was scheduled, got its tokens, and ended; and every gap between tokens."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,20 +27,24 @@ class _Life:
     arrival: int
     scheduled: int = NEVER
     first_token: int = NEVER
-    last_token: int = NEVER  # where it stopped getting tokens before it ended: it was preempted, or left out
 
 
 class RequestTimes:
     """Times of the requests of one replay in ns.
 
-    A request is looked at when it arrives, gets its first token, stops or starts again getting tokens, and ends: never
-    in the steps between. A gap is counted once per request and token, however many branches get a token at that moment.
+    A request is looked at when it arrives, while it is no steady decoder yet, when it stops or starts again getting
+    tokens, and when it ends: never in the steps between, since a steady decoder gets a token from every plan. A gap is
+    counted once per request and token, however many branches get a token at that moment.
     """
 
     def __init__(self) -> None:
         self._live: dict[int, _Life] = {}
         self._arrived = 0
-        self._emitting: Sequence[int] = ()  # who got a token from the last plan
+        self._steady: Sequence[int] = ()  # who got a token from the last plan: steady decoders
+        self._others: Sequence[int] = ()  # and others
+        self._paused: dict[
+            int, int
+        ] = {}  # who got none, though it had before, and the end of its last token's step
         self._last_end = 0  # when the last plan that gave tokens ended
         self._ended: list[tuple[int, ...]] = []  # rows of the request table, in order of their ends
         self._gap_ns: list[int] = []
@@ -69,43 +73,60 @@ class RequestTimes:
             life = self._live[request_id]
             if life.scheduled == NEVER:
                 life.scheduled = now_ns
-        end, emitted = now_ns + took_ns, report.emitted
-        if emitted or self._emitting:
-            self._tokens(emitted, now_ns + ns[0], ns)
+        end = now_ns + took_ns
+        for request_id in plan.preempted:
+            self._pause(request_id)
+        if report.emitted or self._steady or self._others:
+            self._tokens(plan.steady_ids, report, now_ns + ns[0], ns)
             self._last_end = end
         if report.finished:
             self._finish(report.finished, end, stats)
 
-    def _tokens(self, emitted: Sequence[int], first_end: int, ns: list[int]) -> None:
-        again = len(emitted)
-        if emitted != self._emitting:
-            again = self._changed(emitted, first_end)
+    def _pause(self, request_id: int) -> None:
+        if request_id not in self._paused and self._live[request_id].first_token != NEVER:
+            self._paused[request_id] = self._last_end
+
+    def _tokens(self, steady: Sequence[int], report: CommitReport, first_end: int, ns: list[int]) -> None:
+        others = report.emitted[len(steady) :]
+        again = len(steady)
+        if steady is not self._steady or others or self._others:
+            again += self._changed(steady, others, first_end)
         if again:
-            self._gap_ns.append(first_end - self._last_end)
-            self._gap_weight.append(again)
+            self._gap(first_end - self._last_end, again)
+        for tokens in report.tokens.values():
+            if tokens > 1:
+                self._gap(0, tokens - 1)  # verified together
         if len(ns) > 1:
             self._gap_ns += ns[1:]
-            self._gap_weight += [len(emitted)] * (len(ns) - 1)
-        self._emitting = emitted
+            self._gap_weight += [len(report.emitted)] * (len(ns) - 1)
+        self._steady, self._others = steady, others
 
-    def _changed(self, emitted: Collection[int], first_end: int) -> int:
-        """Others get tokens than in the last plan; returns how many got one then and now."""
-        before, now = set(self._emitting), set(emitted)
-        for request_id in before - now:
-            if request_id in self._live:
-                self._live[request_id].last_token = self._last_end
-        started = now - before
-        for request_id in started:
+    def _changed(self, steady: Sequence[int], others: Sequence[int], first_end: int) -> int:
+        """Notes first tokens and pauses; returns how many more than the steady ones got a token then and now."""
+        for request_id in self._others:  # who is no longer among them became steady, paused, or ended
+            if request_id not in others and request_id in self._live and request_id not in steady:
+                self._pause(request_id)
+        again = 0
+        for request_id in [rid for rid in self._paused if rid in steady]:
+            again -= 1
+            self._gap(first_end - self._paused.pop(request_id), 1)
+        for request_id in others:
             life = self._live[request_id]
             if life.first_token == NEVER:
                 life.first_token = first_end
+            elif request_id in self._paused:
+                self._gap(first_end - self._paused.pop(request_id), 1)
             else:
-                self._gap_ns.append(first_end - life.last_token)
-                self._gap_weight.append(1)
-        return len(emitted) - len(started)
+                again += 1
+        return again
+
+    def _gap(self, ns: int, weight: int) -> None:
+        self._gap_ns.append(ns)
+        self._gap_weight.append(weight)
 
     def _finish(self, finished: Sequence[int], end: int, stats: Mapping[int, RequestStats]) -> None:
         for request_id in finished:
+            self._paused.pop(request_id, None)
             self._close(self._live.pop(request_id), Outcome.FINISHED, end, stats[request_id])
 
     def _close(self, life: _Life, outcome: Outcome, end: int, stats: RequestStats) -> None:

@@ -1,4 +1,6 @@
 import hashlib
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,10 +10,14 @@ from sim_cases import LinearCost, contiguous, replay, request
 
 from engine.core.limits import SchedulerLimits
 from engine.core.paged import PagedManager
+from engine.core.plan import StepPlan
 from engine.core.request import Decoding
+from engine.core.scheduler import Scheduler
 from harness.metrics.log import RunLog
-from harness.sim.executors import RecordedExecutor, RecordingEndedError
-from harness.sim.recorder import digests_differ
+from harness.sim.executors import RecordedExecutor, RecordingEndedError, SimulatedExecutor
+from harness.sim.genealogy import BeamGenealogy
+from harness.sim.recorder import Recorder, digests_differ
+from harness.sim.replay import Replay
 
 
 def fingerprint(log: RunLog) -> str:
@@ -122,10 +128,6 @@ def test_preemptions_are_counted_and_what_they_recompute() -> None:
 
 
 def test_playing_a_recording_back_gives_the_same_plans() -> None:
-    from engine.core.scheduler import Scheduler
-    from harness.sim.recorder import Recorder
-    from harness.sim.replay import Replay
-
     requests = [request(rid, 0.003 * rid, 30, 20, 3, Decoding.BEAM, 16) for rid in range(8)]
     _, first = replay(requests, manager=PagedManager(40, 16), fast_forward=False, keep_plans=True)
     again = Recorder({t.request.request_id: t.request for t in requests}, 16, keep_plans=True)
@@ -135,10 +137,6 @@ def test_playing_a_recording_back_gives_the_same_plans() -> None:
 
 
 def test_playing_a_recording_back_on_another_pool_is_noticed() -> None:
-    from engine.core.scheduler import Scheduler
-    from harness.sim.recorder import Recorder
-    from harness.sim.replay import Replay
-
     requests = [request(rid, 0, 60, 60) for rid in range(8)]
     _, first = replay(requests, manager=PagedManager(100, 16), fast_forward=False, keep_plans=True)
     again = Recorder({t.request.request_id: t.request for t in requests}, 16, keep_plans=True)
@@ -146,3 +144,49 @@ def test_playing_a_recording_back_on_another_pool_is_noticed() -> None:
     with pytest.raises(RecordingEndedError, match="the recording has"):
         Replay(requests, Scheduler(PagedManager(20, 16), SchedulerLimits(512, 64)), executor, again).run()
     assert digests_differ(first.digests, again.digests) is not None
+
+
+class NaiveGaps:
+    """Every gap of every request, from who got a token in which step: what the recorder must come to."""
+
+    def __init__(self) -> None:
+        self.gaps: list[int] = []
+        self._last: dict[int, int] = {}
+
+    def add(self, end_ns: int, emitted: Sequence[int]) -> None:
+        for request_id in emitted:
+            if request_id in self._last:
+                self.gaps.append(end_ns - self._last[request_id])
+            self._last[request_id] = end_ns
+
+
+@given(REQUESTS, st.integers(12, 60), st.integers(2, 60))
+@settings(max_examples=40, deadline=None)
+def test_gaps_are_those_of_every_token_one_by_one(rows: list, blocks: int, budget: int) -> None:
+    """Under preemption and budgets that leave requests out: gaps are kept without looking at steady requests."""
+    at, requests = 0, []
+    for rid, (gap, prompt, output, width, mode, shared) in enumerate(rows):
+        at += gap
+        width = 1 if mode is Decoding.GREEDY else min(width, budget)
+        mode = Decoding.GREEDY if width == 1 else mode
+        requests.append(request(rid, at / 1000, prompt, output, width, mode, min(shared, prompt - 1)))
+    naive, limits = NaiveGaps(), SchedulerLimits(budget, 12)
+    fitting = [
+        t for t in requests if Scheduler(PagedManager(blocks, 4), limits).never_fits(t.request) is None
+    ]
+    by_id = {t.request.request_id: t.request for t in fitting}
+    recorder = Recorder(by_id, 4)
+    executor = SimulatedExecutor(LinearCost(1e-3, 1e-5), by_id, 4, BeamGenealogy({}), fast_forward=False)
+    scheduler = Scheduler(PagedManager(blocks, 4), limits)
+    original = recorder.record
+
+    def record(now_ns: int, plan: StepPlan, *rest: Any) -> int:
+        took = original(now_ns, plan, *rest)
+        naive.add(now_ns + took, rest[1].emitted)
+        return took
+
+    recorder.record = record  # type: ignore[method-assign]
+    Replay(fitting, scheduler, executor, recorder).run()
+    log = recorder.log(scheduler.stats, 4 * blocks, 1)
+    found = np.repeat(np.rint(log.itl_s * 1e9).astype(int), log.itl_weight.astype(int))
+    assert found.tolist() == sorted(naive.gaps)
