@@ -60,6 +60,7 @@ class Engine:
             loaded,
             num_blocks=self.capacity.blocks,
             block_size=self.capacity.block_size,
+            host_blocks=options.host_blocks,
             backend=options.backend,
             audit=options.audit,
             audit_every=options.audit_every,

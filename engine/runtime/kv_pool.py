@@ -19,7 +19,8 @@ class KVPool:
     """`num_blocks` usable blocks (ids from 1) for every layer, K and V `[num_blocks + 1, block_size, kv_heads, dim]`.
 
     Block 0 is the null block: zeros, read where a batch is padded, never written. Layers of one shape share a stack,
-    so that poison and copies are one call per shape.
+    so that poison and copies are one call per shape. `host_blocks` blocks of host memory (pinned beside a GPU) take
+    what is swapped out.
     """
 
     def __init__(
@@ -30,6 +31,7 @@ class KVPool:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        host_blocks: int = 0,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -45,6 +47,10 @@ class KVPool:
         }
         for stack in self._stacks.values():
             stack[:, 0] = 0.0
+        self._host = {
+            shape: _host_memory((len(stack), host_blocks, *stack.shape[2:]), dtype, device)
+            for shape, stack in self._stacks.items()
+        }
         views = {shape: iter(stack.unbind(0)) for shape, stack in self._stacks.items()}
         caches = [next(views[shape]) for shape in wanted]
         self.keys, self.values = caches[0::2], caches[1::2]
@@ -64,6 +70,27 @@ class KVPool:
         for stack in self._stacks.values():
             stack.index_fill_(1, index, POISON)
 
+    def poison_slots(self, spans: Sequence[tuple[int, int, int]]) -> None:
+        """Make slots `first … end - 1` of (block, first, end) unreadable: tokens that were taken back."""
+        slots = [block * self.block_size + slot for block, first, end in spans for slot in range(first, end)]
+        index = torch.tensor(slots, dtype=torch.int64, device=self.device)
+        for stack in self._stacks.values():
+            stack.flatten(1, 2).index_fill_(1, index, POISON)
+
+    def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Save (device, host) blocks of every layer in host memory."""
+        source, target = torch.tensor(pairs, dtype=torch.int64).unbind(1)
+        for shape, stack in self._stacks.items():
+            saved = stack.index_select(1, source.to(self.device)).to("cpu")
+            self._host[shape].index_copy_(1, target, saved)
+
+    def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Bring (host, device) blocks of every layer back."""
+        source, target = torch.tensor(pairs, dtype=torch.int64).unbind(1)
+        for shape, stack in self._stacks.items():
+            saved = self._host[shape].index_select(1, source).to(self.device)
+            stack.index_copy_(1, target.to(self.device), saved)
+
     def copy(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy (source, destination) blocks in every layer, all sources before any destination."""
         source, destination = torch.tensor(copies, dtype=torch.int64, device=self.device).unbind(1)
@@ -77,3 +104,8 @@ class KVPool:
     def null_block_is_clean(self) -> bool:
         """Whether the null block is still all zeros."""
         return not any(bool(stack[:, 0].any()) for stack in self._stacks.values())
+
+
+def _host_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Pages that a GPU copies from and to without a detour, where there is one."""
+    return torch.empty(*shape, dtype=dtype, pin_memory=device.type == "cuda")

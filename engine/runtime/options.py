@@ -5,6 +5,7 @@ from enum import StrEnum
 
 from engine.core.limits import SchedulerLimits
 from engine.core.manager import KVCacheManager
+from engine.core.reservation import Placement, Reservation
 
 
 class Cache(StrEnum):
@@ -32,6 +33,8 @@ class EngineOptions:
     block_size: int = 16
     cache: Cache | str = Cache.PAGED
     prefix_caching: bool = True
+    copy_at_fork: bool = False  # branches never share a block
+    placement: Placement | str = Placement.FIRST_FIT  # of contiguous reservations
     limits: SchedulerLimits | None = None
     backend: str = "auto"
     audit: str = "sampled"
@@ -50,9 +53,16 @@ class EngineOptions:
 
 def build_manager(options: EngineOptions, num_blocks: int, max_model_len: int) -> KVCacheManager:
     """The KV cache manager that the options ask for."""
-    from engine.core.contiguous import ContiguousMaxManager
+    from engine.core.contiguous import ContiguousManager
     from engine.core.paged import PagedManager
 
     if Cache(options.cache) is Cache.PAGED:
-        return PagedManager(num_blocks, options.block_size, prefix_caching=options.prefix_caching)
-    return ContiguousMaxManager(num_blocks, max_model_len)
+        return PagedManager(
+            num_blocks,
+            options.block_size,
+            prefix_caching=options.prefix_caching,
+            copy_at_fork=options.copy_at_fork,
+            host_blocks=options.host_blocks,
+        )
+    reservation = Reservation(Cache(options.cache).removeprefix("contiguous_"))
+    return ContiguousManager(num_blocks, max_model_len, reservation, Placement(options.placement))

@@ -14,6 +14,7 @@ from engine.runtime.choosing import Choice, TokenChooser
 from engine.runtime.errors import AuditError, NaNLogitsError
 from engine.runtime.kernels import AttentionPlan, plan_attention
 from engine.runtime.kv_pool import KVPool
+from engine.runtime.lanes import Lanes
 from engine.runtime.model import LoadedModel
 from engine.runtime.rules import PLAIN, DecodingRules
 from engine.runtime.sequences import Generation
@@ -33,7 +34,7 @@ class StepTimes:
     """
 
     build_s: float
-    forward_s: float  # block copies and the model
+    forward_s: float  # swaps, block copies and the model
     attention_s: float
     sample_s: float
     audit_s: float
@@ -52,6 +53,7 @@ class Runner:
         *,
         num_blocks: int,
         block_size: int,
+        host_blocks: int = 0,
         backend: str = "auto",
         audit: str = "sampled",
         audit_every: int = 16,
@@ -72,7 +74,9 @@ class Runner:
             block_size=block_size,
             dtype=loaded.dtype,
             device=loaded.device,
+            host_blocks=host_blocks,
         )
+        self._lanes = Lanes([self.pool])
         self.audits = 0  # how many steps were audited
         self.failures: dict[int, NaNLogitsError] = {}  # by request, until the owner of the runner takes them
         self._isolate = isolate
@@ -116,21 +120,22 @@ class Runner:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> tuple[StepResult, StepTimes]:
-        """Poison what is void, copy blocks, run the rows, choose tokens.
+        """Swap out, poison what is void, swap in, copy blocks, run the rows, choose tokens.
 
         Raises NaNLogitsError (step and sequence), and AuditError (step and both counts).
         """
         if plan.repeat != 1:
             raise CoreError(f"step {plan.step}: the engine takes one step at a time, not {plan.repeat}")
         start = self._now()
-        if plan.frees and self._poisons:
-            self.pool.poison(plan.frees)
+        self._lanes.save(plan)
+        saved = self._now()
+        if self._poisons:
+            self._lanes.void(plan)
         poisoned = self._now()
         batch = build_batch(plan.rows, self._generations, self.pool.block_size, self.pool.device)
         attention = plan_attention(batch.layout, self.pool, self._loaded.workspace, self.backend)
         built = self._now()
-        if plan.copies:
-            self.pool.copy(plan.copies)
+        self._lanes.fill(plan)
         logits = self._forward(batch, attention)
         ran = self._now()
         self._audit(plan)
@@ -138,10 +143,10 @@ class Runner:
         choice = self._choose(plan, batch, logits)
         times = StepTimes(
             build_s=built - poisoned,
-            forward_s=ran - built,
+            forward_s=ran - built + saved - start,
             attention_s=self._spans.total_s(),
             sample_s=self._now() - audited,
-            audit_s=poisoned - start + audited - ran,
+            audit_s=poisoned - saved + audited - ran,
         )
         over = frozenset(choice.finished.union(choice.failed))
         return StepResult(parents=choice.parents, finished=over, ended=choice.ended), times

@@ -24,8 +24,8 @@ class TokenLogprobs(NamedTuple):
 class Generation:
     """Token ids `[width, prompt + output]` of one request. The first `known[branch]` ids of a branch are valid.
 
-    `ends[branch]` is how many tokens a branch has generated up to and including its end token, None before. Beam hypotheses change places
-    by `reparent`, and their search keeps the finished ones.
+    `ends[branch]` is how many tokens a branch has generated up to and including its end token, None before. Beam
+    hypotheses change places by `reparent`, and their search keeps the finished ones.
     """
 
     def __init__(self, request: Request, prompt_ids: IntArray, rules: DecodingRules = PLAIN) -> None:
