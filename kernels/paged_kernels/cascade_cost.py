@@ -8,6 +8,8 @@ Published crossovers say why a rule is needed: at 128 beams a prefix of 128 toke
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
+
 
 class SharedRun(NamedTuple):
     """A group of rows and what they share."""
@@ -38,3 +40,10 @@ class CascadeCost:
 # Copy bandwidth as measured on an H200 (4.3 TB/s, read + write). Not measured: what its L2 gives (taken as twice the
 # memory) and the overhead, at the upper end of two launches of 5 to 10 us, so that a doubtful case stays flat.
 H200 = CascadeCost(4.3e12, 8.6e12, 60 << 20, 20e-6)
+
+CPU = CascadeCost(10e9, 20e9, 4 << 20, 300e-6)
+
+
+def cost_of(device: torch.device) -> CascadeCost:
+    """The rule's figures for a device. On a slower GPU the H200's leave some gain unused, and cost none."""
+    return H200 if device.type == "cuda" else CPU

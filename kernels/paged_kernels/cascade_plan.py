@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from paged_kernels.cascade_cost import CascadeCost, SharedRun
 
@@ -61,6 +62,11 @@ def _suffixes(table: IntArray, shared: IntArray, needed: IntArray) -> IntArray:
     column = np.arange(max(1, int((needed - shared).max(initial=0)))) + shared[:, None]
     inside = column < needed[:, None]
     return np.where(inside, np.take_along_axis(table, np.where(inside, column, 0), axis=1), 0)
+
+
+def rows_per_tile(group: int, device: torch.device) -> int:
+    """How many sequences read a shared block together: a program's rows on CUDA, all of them on torch's path."""
+    return max(1, 64 // group) if device.type == "cuda" else 2**30
 
 
 @dataclass(frozen=True, slots=True)

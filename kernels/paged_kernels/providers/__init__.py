@@ -2,5 +2,6 @@
 
 from paged_kernels.providers.case import Case
 from paged_kernels.providers.protocol import Provider, Run, UnsupportedCaseError
+from paged_kernels.providers.registry import find_providers
 
-__all__ = ["Case", "Provider", "Run", "UnsupportedCaseError"]
+__all__ = ["Case", "Provider", "Run", "UnsupportedCaseError", "find_providers"]

@@ -1,0 +1,97 @@
+"""torch's flex attention over the pool itself: the block mask is the block table."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from paged_kernels.providers.case import Case
+from paged_kernels.providers.contiguous import without_poison
+from paged_kernels.providers.protocol import Run, UnsupportedCaseError
+
+LEAST_PAGE = 16  # the mask's block is the page, and the kernel's tile must fit into it
+
+
+@dataclass(frozen=True, slots=True)
+class FlexAttention:
+    """Decode by `flex_attention`, whose blocks are the pool's; compiled on first use, which takes seconds."""
+
+    name: str = "flex"
+    capturable: bool = True
+    compiled: bool = True
+
+    def available(self, device: torch.device) -> str | None:
+        """It is part of torch since 2.5; on the CPU it compiles with the machine's C++ compiler."""
+        if device.type == "cuda" or not self.compiled:
+            return None
+        from torch._inductor.cpp_builder import get_cpp_compiler
+
+        try:
+            get_cpp_compiler()
+        except Exception as error:
+            return f"finds no C++ compiler: {error}"
+        return None
+
+    def prepare(self, case: Case) -> Run:
+        """Turn tables into a block mask over a copy of the pool without poison, and compile."""
+        if (
+            not case.decode
+            or not case.scoring.plain
+            or case.key_cache.dtype.itemsize == 1
+            or 0 in case.lengths
+        ):
+            raise UnsupportedCaseError(
+                f"{case.name}: flex serves plain decodes of caches in the queries' dtype here"
+            )
+        if case.block_size < LEAST_PAGE:
+            raise UnsupportedCaseError(f"{case.name}: flex needs blocks of {LEAST_PAGE} tokens or more")
+        from torch.nn.attention.flex_attention import flex_attention
+
+        attend: Any = torch.compile(flex_attention, dynamic=False) if self.compiled else flex_attention
+        keys, values = (
+            without_poison(cache).flatten(0, 1).transpose(0, 1).unsqueeze(0)
+            for cache in (case.key_cache, case.value_cache)
+        )
+        run = partial(
+            attend,
+            case.q.unsqueeze(2),
+            keys,
+            values,
+            block_mask=_block_mask(case),
+            scale=case.scoring.scale,
+            enable_gqa=case.heads != case.kv_heads,
+        )
+        return lambda: run().squeeze(2)
+
+
+def _block_mask(case: Case) -> Any:
+    """Sequence b looks at its own blocks of the pool, and in them at the positions before its end."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    size, device = case.block_size, case.device
+    counts = [-(-length // size) for length in case.lengths]
+    widest, blocks = max(counts), case.key_cache.shape[0]
+    used = torch.arange(widest, device=device) < torch.tensor(counts, device=device).unsqueeze(1)
+    physical = torch.where(used, case.block_table[:, :widest], 0).int()
+    logical = torch.full((len(counts), blocks), -1, dtype=torch.int32, device=device)
+    place = torch.arange(widest, dtype=torch.int32, device=device).expand(len(counts), -1)
+    rows = torch.arange(len(counts), device=device).unsqueeze(1).expand(-1, widest)
+    logical[rows[used], physical[used].long()] = place[used]
+    lengths, window = case.seq_lens, case.scoring.window or 2**30
+
+    def visible(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        block = logical[b, kv // size]
+        position = block * size + kv % size
+        return (block >= 0) & (position < lengths[b]) & (position >= lengths[b] - window)
+
+    number = torch.tensor(counts, dtype=torch.int32, device=device).view(-1, 1, 1)
+    # As wide as the pool has blocks: torch turns the lists around, for gradients that nobody asks for here.
+    listed = torch.nn.functional.pad(physical, (0, blocks - widest))
+    return BlockMask.from_kv_blocks(
+        number,
+        listed.view(len(counts), 1, 1, blocks),
+        BLOCK_SIZE=(128, size),
+        mask_mod=visible,
+        seq_lengths=(1, blocks * size),
+    )
