@@ -71,11 +71,12 @@ def _block_mask(case: Case) -> Any:
 
     size, device = case.block_size, case.device
     counts = [-(-length // size) for length in case.lengths]
+    whole = [0 if case.scoring.window else length // size for length in case.lengths]  # need no mask inside
     widest, blocks = max(counts), case.key_cache.shape[0]
-    used = torch.arange(widest, device=device) < torch.tensor(counts, device=device).unsqueeze(1)
+    place = torch.arange(widest, dtype=torch.int32, device=device).expand(len(counts), -1)
+    used = place < torch.tensor(counts, device=device).unsqueeze(1)
     physical = torch.where(used, case.block_table[:, :widest], 0).int()
     logical = torch.full((len(counts), blocks), -1, dtype=torch.int32, device=device)
-    place = torch.arange(widest, dtype=torch.int32, device=device).expand(len(counts), -1)
     rows = torch.arange(len(counts), device=device).unsqueeze(1).expand(-1, widest)
     logical[rows[used], physical[used].long()] = place[used]
     lengths, window = case.seq_lens, case.scoring.window or 2**30
@@ -85,13 +86,22 @@ def _block_mask(case: Case) -> Any:
         position = block * size + kv % size
         return (block >= 0) & (position < lengths[b]) & (position >= lengths[b] - window)
 
-    number = torch.tensor(counts, dtype=torch.int32, device=device).view(-1, 1, 1)
-    # As wide as the pool has blocks: torch turns the lists around, for gradients that nobody asks for here.
-    listed = torch.nn.functional.pad(physical, (0, blocks - widest))
+    rest = [count - first for count, first in zip(counts, whole, strict=True)]
     return BlockMask.from_kv_blocks(
-        number,
-        listed.view(len(counts), 1, 1, blocks),
+        *_listed(physical, whole, rest, blocks),
+        *_listed(physical, [0] * len(whole), whole, blocks),
         BLOCK_SIZE=(128, size),
         mask_mod=visible,
         seq_lengths=(1, blocks * size),
     )
+
+
+def _listed(
+    physical: torch.Tensor, skipped: list[int], counts: list[int], blocks: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(how many, which) blocks of each sequence, from `skipped` on. Lists are as long as the pool has blocks."""
+    place = torch.arange(blocks, device=physical.device) + torch.tensor(
+        skipped, device=physical.device
+    ).unsqueeze(1)
+    ids = physical.gather(1, place.clamp_max(physical.shape[1] - 1)).view(len(counts), 1, 1, blocks)
+    return torch.tensor(counts, dtype=torch.int32, device=physical.device).view(-1, 1, 1), ids
