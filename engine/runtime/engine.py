@@ -22,6 +22,7 @@ from engine.runtime.errors import AuditError, RequestError, RunError, StepError
 from engine.runtime.model import LoadedModel
 from engine.runtime.options import EngineOptions, build_manager
 from engine.runtime.outputs import FinishReason, RequestMetrics, RequestOutput
+from engine.runtime.packing import can_pack, is_small, pack_linears
 from engine.runtime.params import OutputKind, SamplingParams
 from engine.runtime.runner import Runner
 from engine.runtime.sizing import pool_size
@@ -44,6 +45,10 @@ class Engine:
     ) -> None:
         self.loaded, self.options, self.tokenizer = loaded, options or EngineOptions(), tokenizer
         options = self.options
+        if options.pack_weights or (
+            options.pack_weights is None and can_pack(loaded.model) and is_small(loaded.model)
+        ):
+            pack_linears(loaded.model)
         self.limits, useful = engine_limits(loaded, options)
         self.capacity = pool_size(
             loaded,

@@ -1,0 +1,43 @@
+"""Weights in the matrix kernels' own order change no token."""
+
+import pytest
+import torch
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rows", [1, 3, 5, 70])
+def test_a_packed_layer_computes_the_same(dtype, rows):
+    from engine.runtime.packing import pack_linears, unpack_linears
+
+    torch.manual_seed(1)
+    layer = torch.nn.Linear(96, 160, dtype=getattr(torch, dtype)).eval()
+    x = torch.randn(1, rows, 96, dtype=layer.weight.dtype)
+    with torch.inference_mode():
+        plain = layer(x)
+        assert pack_linears(layer) == 1
+        packed = layer(x)
+        unpack_linears(layer)
+        assert torch.equal(layer(x), plain)
+    assert torch.allclose(packed.float(), plain.float(), atol=1e-5 if dtype == "float32" else 1e-2)
+
+
+def test_tokens_are_the_same_with_and_without(model_of, prompts):
+    from engine.runtime.llm import LLM, SamplingParams
+    from engine.runtime.packing import unpack_linears
+
+    said = []
+    for pack in (True, False):
+        unpack_linears(model_of().model)
+        llm = LLM(model_of(), pool_tokens=1024, pack_weights=pack)
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=12, temperature=0))
+        said.append([output.outputs[0].token_ids for output in outputs])
+    assert said[0] == said[1]
+
+
+def test_packing_is_for_models_that_leave_memory_free(model_of, monkeypatch):
+    from engine.runtime import packing
+
+    assert packing.can_pack(model_of().model)
+    assert packing.is_small(model_of().model)
+    monkeypatch.setattr(packing, "_free_bytes", lambda: 1000)
+    assert not packing.is_small(model_of().model)
