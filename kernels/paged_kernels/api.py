@@ -128,7 +128,7 @@ def check_batch(batch: PagedBatch, scoring: Scoring, *, validate: bool) -> None:
     """All that can be wrong with a batch before it runs; values only if `validate`."""
     check_caches(batch.key_cache, batch.value_cache)
     check_queries(batch.q, batch.key_cache)
-    check_tables(batch.block_table, batch.seq_lens, batch.cu_seqlens_q)
+    check_tables(batch.block_table, batch.seq_lens, batch.cu_seqlens_q, batch.q.device)
     check_scoring(scoring, batch.q)
     if validate:
         check_values(batch.block_table, batch.seq_lens, batch.cu_seqlens_q, batch.key_cache, len(batch.q))

@@ -45,8 +45,10 @@ def check_queries(q: torch.Tensor, key_cache: torch.Tensor) -> None:
     check_last_stride("q", q)
 
 
-def check_tables(block_table: torch.Tensor, seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor) -> None:
-    """One table row, one length and one span of queries per sequence, all integers."""
+def check_tables(
+    block_table: torch.Tensor, seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor, device: torch.device
+) -> None:
+    """One table row, one length and one span of queries per sequence, all integers and where q is."""
     rows = seq_lens.shape[0]
     if block_table.dim() != 2 or block_table.shape[0] != rows or cu_seqlens_q.shape[0] != rows + 1:
         raise ShapeError(
@@ -57,6 +59,8 @@ def check_tables(block_table: torch.Tensor, seq_lens: torch.Tensor, cu_seqlens_q
     for name, tensor in named.items():
         if tensor.dtype not in INTEGERS:
             raise DtypeError(f"{name} of {tensor.dtype}; it must be one of {_names(INTEGERS)}")
+        if tensor.device != device:
+            raise DeviceError(f"{name} is on {tensor.device} and q on {device}; they must agree")
         check_last_stride(name, tensor)
 
 
