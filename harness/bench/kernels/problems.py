@@ -26,9 +26,8 @@ class Problem:
 
 def kind_of(error: Exception) -> ProblemKind:
     """What an error of a provider means."""
-    from paged_kernels.providers.verify import DisagreementError
-
     from paged_kernels.providers import UnsupportedCaseError
+    from paged_kernels.providers.verify import DisagreementError
 
     if isinstance(error, UnsupportedCaseError):
         return ProblemKind.unsupported
@@ -47,3 +46,9 @@ def read_problems(file: Path) -> list[Problem]:
         return []
     found = map(json.loads, file.read_text(encoding="utf-8").splitlines())
     return [Problem(**{**values, "kind": ProblemKind(values["kind"])}) for values in found]
+
+
+def shortened(text: str, most: int = 600) -> str:
+    """A compiler's message in one line: its beginning says what was tried, its end what was wrong."""
+    line = " ".join(text.split())
+    return line if len(line) <= most else f"{line[: most // 3]} … {line[-2 * most // 3 :]}"

@@ -14,6 +14,7 @@ from harness.cli.say import remark, say
 from harness.config.errors import UserError
 
 TIMINGS = Path(__file__).parent / "timings.py"
+SLOW_ON_CPU = ("flex",)  # a C++ compiler's run per case: only for who asks for it
 CLOCK = "harness.bench.kernels.clock.seconds"
 
 
@@ -52,12 +53,19 @@ def _providers(flags: argparse.Namespace, device: str) -> tuple[list[str], dict[
     """(names to run, ours first; why others that were asked for cannot)."""
     import torch
 
-    from harness.bench.kernels.providers import find_providers
+    from paged_kernels.errors import OptionError
+    from paged_kernels.providers import find_providers
 
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: torch sees no CUDA device here")
-    known = find_providers(flags.function)
-    wanted = [name.strip() for name in flags.provider.split(",")] if flags.provider else list(known)
+    try:
+        known = find_providers(flags.function)
+    except OptionError as error:
+        raise UserError(f"--function {error}") from error
+    slow = SLOW_ON_CPU if device == "cpu" else ()
+    usual = [name for name in known if name not in slow]
+    wanted = [name.strip() for name in flags.provider.split(",")] if flags.provider else usual
+    wanted += [flags.function] if flags.function else []
     unknown = [name for name in wanted if name not in known]
     if unknown:
         raise UserError(f"--provider {unknown[0]}: no such provider; there are {', '.join(known)}")

@@ -12,17 +12,18 @@ from typing import Any
 
 import pytest
 import torch
-from paged_kernels.providers.verify import exact_output
 
 from harness.bench.kernels.agreement import checked_runs
 from harness.bench.kernels.ceilings import ceilings
 from harness.bench.kernels.clock import advance, cache_bytes, copies_past_cache, prepare_rounds
 from harness.bench.kernels.grid import CaseSpec
 from harness.bench.kernels.inputs import build
-from harness.bench.kernels.problems import Problem, kind_of, note
-from harness.bench.kernels.providers import find_providers
+from harness.bench.kernels.problems import Problem, ProblemKind, kind_of, note, read_problems, shortened
 from harness.bench.plugin import read_settings
-from paged_kernels.providers import Case
+from paged_kernels.providers import Case, find_providers
+from paged_kernels.providers.verify import exact_output
+
+MOST_FAILURES = 2  # of one provider, after which it is not tried again in this run
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -89,6 +90,7 @@ def test_attention(
     """One case by one provider: equal first, then timed."""
     found = find_providers(settings["user_function"])[provider]
     sys.stderr.write(f"\r\x1b[K{spec.name} {provider}" if sys.stderr.isatty() else "")
+    _skip_if_hopeless(provider, Path(settings["problems"]))
     with _noting(spec.name, provider, Path(settings["problems"])):
         cases = built.of(spec)
         runs, error = checked_runs(found, cases, built.exact)
@@ -108,6 +110,15 @@ def test_attention(
     benchmark.pedantic(lambda: advance(rounds.round()), rounds=settings["rounds"], warmup_rounds=2)
 
 
+def _skip_if_hopeless(provider: str, file: Path) -> None:
+    """A provider that fails again and again may take seconds each time, compiling: it gets no more of them."""
+    failed = [
+        one for one in read_problems(file) if one.provider == provider and one.kind is ProblemKind.failed
+    ]
+    if len(failed) >= MOST_FAILURES:
+        pytest.skip(f"{provider} failed {len(failed)} times")
+
+
 @contextmanager
 def _noting(case: str, provider: str, file: Path) -> Iterator[None]:
     """Turn whatever a provider raises into a note and a skipped benchmark."""
@@ -115,5 +126,5 @@ def _noting(case: str, provider: str, file: Path) -> Iterator[None]:
         yield
     except Exception as error:
         kind = kind_of(error)
-        note(file, Problem(case, provider, kind, f"{type(error).__name__}: {error}"[:500]))
+        note(file, Problem(case, provider, kind, f"{type(error).__name__}: {shortened(str(error))}"))
         pytest.skip(f"{kind}: {error}")

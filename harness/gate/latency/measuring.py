@@ -65,16 +65,16 @@ def _timed(spec: CaseSpec, device: "torch.device") -> Iterator[tuple[str, dict[s
     """(name, ratios by round) of one case for every yardstick."""
     from harness.bench.kernels.clock import cache_bytes, copies_past_cache
     from harness.bench.kernels.inputs import build
-    from harness.bench.kernels.providers import CONTIGUOUS, OURS, find_providers
+    from harness.bench.kernels.names import CONTIGUOUS, OURS, SDPA
+    from paged_kernels.providers import find_providers
 
     count = copies_past_cache(spec.kv_bytes, cache_bytes(device))
     inputs = [build(spec, device, seed) for seed in range(count)]
     known = find_providers()
     kernel = _provider_round(known[OURS], inputs, device)
-    yardsticks = {
-        CONTIGUOUS: _provider_round(known[CONTIGUOUS], inputs, device),
-        "copy" if spec.queries == 1 else "matmul": _plain_round(inputs, device),
-    }
+    whole = CONTIGUOUS if spec.queries == 1 else SDPA  # the twin is of the decode kernel
+    plain = "copy" if spec.queries == 1 else "matmul"
+    yardsticks = {whole: _provider_round(known[whole], inputs, device), plain: _plain_round(inputs, device)}
     before = clock_state()
     ratios = interleaved(kernel, yardsticks)
     doubts = sorted({*before.doubtful, *clock_state().doubtful})

@@ -1,0 +1,74 @@
+"""Can this machine do it at all? Asked before the clock starts, because time on a GPU is what is scarce."""
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+import harness
+from harness.config.errors import UserError
+from harness.environment import gpu_names
+
+ROOT = Path(harness.__file__).resolve().parents[1]
+PACKAGES = (  # what the steps import: (module, distribution)
+    *(("torch", "torch"), ("triton", "triton"), ("transformers", "transformers"), ("numpy", "numpy")),
+    *(("hydra", "hydra-core"), ("omegaconf", "omegaconf"), ("antlr4", "antlr4-python3-runtime")),
+    *(("simpy", "simpy"), ("pandas", "pandas"), ("pyarrow", "pyarrow"), ("scipy", "scipy")),
+    *(("seaborn", "seaborn"), ("matplotlib", "matplotlib"), ("jinja2", "jinja2"), ("rich", "rich")),
+    *(
+        ("pooch", "pooch"),
+        ("xxhash", "xxhash"),
+        ("pytest", "pytest"),
+        ("pytest_benchmark", "pytest-benchmark"),
+    ),
+    ("hypothesis", "hypothesis"),
+)
+
+
+def check_packages() -> None:
+    """Raises UserError naming every package that is missing, all at once."""
+    missing = [name for module, name in PACKAGES if find_spec(module) is None]
+    if missing:
+        raise UserError(
+            f"packages are missing here: {', '.join(missing)}. Where there is no network, bring them as wheels and put "
+            "the folder that they were installed to on PYTHONPATH"
+        )
+
+
+def check_checkout() -> None:
+    """Raises UserError where the tests are not beside the package: an installed wheel has none."""
+    if not (ROOT / "tests").is_dir():
+        raise UserError(f"bench gpu runs the tests of a checkout, and {ROOT} has no folder tests")
+
+
+def device_folder(names: Sequence[str]) -> str:
+    """The device's name as a folder: 'nvidia-h200'; 'no-gpu' without one."""
+    name = names[0] if names else "no gpu"
+    return "-".join("".join(letter if letter.isalnum() else " " for letter in name.lower()).split())
+
+
+def device_option(names: Sequence[str]) -> str:
+    """The option of the group `device` that describes it: its memory sizes the simulated pool."""
+    name = names[0].lower() if names else ""
+    known = {"h200": "h200", "h100": "h100", "a100": "a100_80gb"}
+    return next((option for word, option in known.items() if word in name), "h100")
+
+
+def check_gpu() -> Sequence[str]:
+    """The names of this machine's GPUs.
+
+    Raises:
+        UserError: there is none.
+    """
+    names = gpu_names() or _torch_names()
+    if not names:
+        raise UserError(
+            "no NVIDIA driver shows a GPU here; bench gpu --dry-run rehearses every step without one"
+        )
+    return names
+
+
+def _torch_names() -> tuple[str, ...]:
+    """Some containers hide the driver's files and still have the device."""
+    import torch
+
+    return tuple(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))

@@ -1,0 +1,93 @@
+"""The steps of `bench gpu`: what each runs, how long it may take, and how it is rehearsed where there is no GPU."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+_PYTEST = (
+    "-m",
+    "pytest",
+    "-q",
+    "-m",
+    "gpu",
+    "--continue-on-collection-errors",
+    "tests/paged_kernels",
+    "tests/engine",
+)
+_HARNESS = ("-m", "harness")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command.
+
+    `answers` are the exit codes that mean it did its work: a gate without a baseline answers 3, and that is an answer.
+    `rehearsal` is the command of a dry run: the same words as far as they go without a GPU.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    rehearsal: tuple[str, ...]
+    limit_s: float
+    answers: tuple[int, ...] = (0,)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a step: `done`, `failed`, `stopped` (out of time) or `left out`."""
+
+    step: Step
+    state: str
+    code: int | None
+    seconds: float
+
+
+def steps(out: Path, device: str) -> list[Step]:
+    """All steps, the ones that others rest on first.
+
+    Args:
+        out: the folder that takes everything.
+        device: option of the group `device` whose memory the simulated pool is sized by.
+    """
+    kernels = (
+        *_HARNESS,
+        "bench",
+        "kernels",
+        "--preset",
+        "gpu",
+        "--device",
+        "cuda",
+        "--out",
+        str(out / "kernels"),
+    )
+    told = ("--save", str(out / "latency.json"), "--markdown", str(out / "gate.md"))
+    gate = (*_HARNESS, "gate", "--layer", "latency", *told)
+    sweep = (
+        *(*_HARNESS, "sweep", "experiment=gpu", f"device={device}"),
+        *(f"out={out / 'sweep'}", f"cost.cache_dir={out / 'calibration'}"),
+    )
+    calibrate = (
+        *sweep,
+        "cache=paged",
+        "cache.block_size=16",
+        "decoding.beam_width=1",
+        "workload.num_requests=4",
+    )
+    dry = ("engine=auto", "--dry-run")
+    return [
+        _step("tests", _PYTEST, (*_PYTEST, "--collect-only"), 150),
+        _step("kernels", kernels, (*kernels, "--dry-run"), 210),
+        _step("gate", gate, (*gate, "--dry-run"), 80, (0, 1, 3)),
+        _step("calibration", calibrate, (*calibrate, *dry), 60),
+        _step("sweep", sweep, (*sweep, *dry), 120),
+    ]
+
+
+def _step(
+    name: str,
+    command: tuple[str, ...],
+    rehearsal: tuple[str, ...],
+    limit_s: float,
+    answers: tuple[int, ...] = (0,),
+) -> Step:
+    return Step(name, (sys.executable, *command), (sys.executable, *rehearsal), limit_s, answers)

@@ -1,0 +1,81 @@
+"""The policy gate: what it times does what it says, equal work passes, more work is found."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from harness.gate.finding import Verdict
+from harness.gate.measured import Measured, accepted
+from harness.gate.policy.attention import attention_pair
+from harness.gate.policy.layer import ATTENTION, case_names, judge, rounds, unfit
+from harness.gate.policy.loads import loads
+from harness.gate.policy.yardstick import reference_loop
+
+PYTHON = {"python": "3.11"}
+
+
+def work(amount: int) -> Any:
+    """A loop of some tenths of a millisecond for every ten of `amount`."""
+
+    def run() -> int:
+        return sum(hash((number, number)) & 1 for number in range(100 * amount))
+
+    return run
+
+
+def run_of(**cases: list[float]) -> Measured:
+    found = {name: {"ratios": ratios} for name, ratios in cases.items()}
+    return Measured("policy", "policy-python-3.11", PYTHON, None, found)
+
+
+def spread(level: float, noise: float = 0.03) -> list[float]:
+    return list(level * np.exp(noise * np.random.default_rng(0).standard_normal(30)))
+
+
+def test_equal_work_passes() -> None:
+    before, now = (run_of(loop=rounds(work(30), work(20))) for _ in range(2))
+    assert judge(now, accepted(before, "test")).verdict is Verdict.passed
+
+
+def test_twice_the_work_is_found() -> None:
+    before, now = (run_of(loop=rounds(work(amount), work(20))) for amount in (30, 60))
+    assert judge(now, accepted(before, "test")).verdict is Verdict.regressed
+
+
+def test_half_as_much_again_is_found_for_the_scheduler_and_forgiven_for_cpu_attention() -> None:
+    before, now = (run_of(**{"scheduler": spread(level), ATTENTION: spread(level)}) for level in (1.0, 1.5))
+    found = {one.case: one.verdict for one in judge(now, accepted(before, "test")).findings}
+    assert found == {"scheduler": Verdict.regressed, ATTENTION: Verdict.passed}
+
+
+def test_another_python_is_no_comparison() -> None:
+    before = run_of(loop=spread(1.0))
+    now = replace(before, made_on={"python": "3.12"})
+    assert judge(now, accepted(before, "test")).verdict is Verdict.inconclusive
+
+
+def test_figures_that_no_later_run_could_match_become_no_baseline() -> None:
+    assert list(unfit(run_of(loop=spread(1.0)))) == []
+    assert len(list(unfit(run_of(loop=spread(1.0, noise=0.8))))) == 1
+
+
+@pytest.mark.parametrize("name", loads())
+def test_a_load_takes_the_same_steps_every_time(name: str) -> None:
+    load = loads()[name]
+    assert load.run() == load.run() >= 10
+
+
+def test_the_yardstick_is_what_every_baseline_was_measured_by() -> None:
+    assert reference_loop() == 1_260_800
+
+
+def test_both_sides_of_the_attention_case_compute_the_same() -> None:
+    torch = pytest.importorskip("torch")
+    ours, yardstick = attention_pair()
+    assert torch.allclose(ours().flatten(), yardstick().flatten(), atol=1e-5)  # type: ignore[attr-defined]
+
+
+def test_every_case_has_a_name_of_its_own() -> None:
+    assert len(set(case_names())) == len(case_names()) == len(loads()) + 1
