@@ -4,6 +4,7 @@ import numpy as np
 import torch
 
 from paged_kernels.explicit import explicit_attention
+from paged_kernels.fused import fused_attention, gives_lse
 from paged_kernels.masks import additive
 from paged_kernels.merge import merge_reference
 from paged_kernels.scoring import Scoring
@@ -81,8 +82,16 @@ def _prefix(
         for name, cache in (("prefix_k", key_cache), ("prefix_v", value_cache))
     )
     wide = torch.promote_types(q.dtype, torch.float32)
+    packed = q.view(len(q), k.shape[0], -1, q.shape[2])
+    if scoring.plain and not scoring.window and gives_lse(q.device):
+        rows = packed.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+        result, sums = fused_attention(rows, k.unsqueeze(0), v.unsqueeze(0), None, scoring, lse=True)
+        if sums is not None:
+            back = (k.shape[0], len(q), -1)
+            out = result[0].view(*back, v.shape[2]).transpose(0, 1).flatten(1, 2)
+            return out.to(wide), sums[0].view(*back).transpose(0, 1).flatten(1)
     distance = torch.arange(length, device=q.device) - asked.unsqueeze(1)
     mask = additive(distance > -scoring.window if scoring.window else distance <= 0, wide)
-    packed = q.view(len(q), k.shape[0], -1, q.shape[2]).permute(1, 2, 0, 3).unsqueeze(0)
-    result, lse = explicit_attention(packed, k[None, :, None], v[None, :, None], mask, scoring, distance)
+    queries = packed.permute(1, 2, 0, 3).unsqueeze(0)
+    result, lse = explicit_attention(queries, k[None, :, None], v[None, :, None], mask, scoring, distance)
     return result[0].flatten(0, 1).transpose(0, 1).to(wide), lse[0].flatten(0, 1).transpose(0, 1)

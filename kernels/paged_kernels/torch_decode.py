@@ -11,10 +11,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F  # noqa: N812 - torch's own idiom
 
 from paged_kernels.cache_layout import storable
 from paged_kernels.explicit import explicit_attention
+from paged_kernels.fused import fused_attention, gives_lse
 from paged_kernels.masks import additive
 from paged_kernels.scoring import Scoring
 from paged_kernels.torch_gather import gather_into, widened
@@ -143,7 +143,7 @@ def run_decode(
 ) -> None:
     """Attention of one query per row, q `[rows, heads, dk]`, into `out` and `lse` `[rows, heads]`."""
     kv_heads = key_cache.shape[2]
-    attend = _fused if scoring.plain and lse is None else _explicit
+    attend = _fused if scoring.plain and (lse is None or gives_lse(q.device)) else _explicit
     for chunk in plan.chunks:
         k, v = (
             widened(values, q.dtype, key_cache.dtype)
@@ -151,28 +151,28 @@ def run_decode(
         )
         rows = slice(chunk.start, chunk.stop)
         packed = q[rows].reshape(chunk.stop - chunk.start, kv_heads, -1, q.shape[2])
-        result, part = attend(packed, k, v, chunk, scoring)
+        result, part = attend(packed, k, v, chunk, scoring, lse=lse is not None)
         out[rows].copy_(result.reshape(out[rows].shape))
         if lse is not None and part is not None:
             lse[rows] = part
 
 
 def _fused(
-    packed: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chunk: DecodeChunk, scoring: Scoring
-) -> tuple[torch.Tensor, None]:
-    mask, scale = chunk.mask(scoring.window, packed.dtype), scoring.scale * scoring.k_scale
-    result = F.scaled_dot_product_attention(packed, k, v, attn_mask=mask, scale=scale)
-    return (result if scoring.v_scale == 1 else result * scoring.v_scale), None
+    packed: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chunk: DecodeChunk, scoring: Scoring, *, lse: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    mask = chunk.mask(scoring.window, packed.dtype)
+    result, sums = fused_attention(packed, k, v, mask, scoring, lse=lse)
+    return result, None if sums is None else sums.flatten(1)
 
 
 def _explicit(
-    packed: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chunk: DecodeChunk, scoring: Scoring
+    packed: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chunk: DecodeChunk, scoring: Scoring, *, lse: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     mask = chunk.mask(scoring.window, torch.promote_types(packed.dtype, torch.float32)).unsqueeze(2)
     distance = chunk.distance() if scoring.alibi is not None else None
     queries, k, v = packed.unsqueeze(3), k.unsqueeze(2), v.unsqueeze(2)
-    result, lse = explicit_attention(queries, k, v, mask, scoring, distance)
-    return result.squeeze(3), lse.flatten(1)
+    result, sums = explicit_attention(queries, k, v, mask, scoring, distance)
+    return result.squeeze(3), sums.flatten(1)
 
 
 def _gather(
