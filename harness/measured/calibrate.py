@@ -1,104 +1,214 @@
-"""Calibration: run the plan's workloads on the engine, fit the cost model, and test it on the held-out ones."""
+"""Calibration: run a plan's workloads on the engine, fit the cost model, and test it on workloads held out."""
 
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from statistics import median
+from typing import Any
 
 import numpy as np
 
-from harness.config.schema import RunConfig
+from harness.config.schema import Audit, RunConfig
 from harness.environment import device_identity
-from harness.measured.calibration import calibration_fingerprint, save_calibration
+from harness.measured.budget import Budget
+from harness.measured.calibration import GRID_BLOCK_SIZE, calibration_fingerprint, save_calibration
 from harness.measured.engine import MeasuredRun, measure
+from harness.measured.grid import measure_grids
 from harness.measured.pace import probe_s
-from harness.measured.plan import CASES, SEED, CalibrationCase, case_workload, probe_workload
+from harness.measured.plan import LONE, SEED, CalibrationCase, case_workload, design, probe_workload
+from harness.measured.stability import Stability, off_pace, stability_of
+from harness.measured.validate import HELD_OUT, Validated, measure_held_out, validation
+from harness.metrics.log import Column
 from harness.point.clock import clock_of
+from harness.sim.coalescence import choices_of_run, churn_of_run, evenness_of_run
 from harness.sim.cost import CostSource, FloatArray, price_table
 from harness.sim.fitted import FittedCost, fit_cost, held_out_error
-from harness.sim.coalescence import churn_of_run
+from harness.sim.hull import COLUMNS, hull_of
+from harness.sim.table import TableCost
 
 CaseProgress = Callable[[str, int, int], None]
+_VALIDATION_REPEATS = 2
+_FITTING = 0.5  # share of the budget after which no case is begun
+_FEWEST_CASES = 4
 
 
 @dataclass(frozen=True)
-class _Timed:
-    """A case's run, and the pace of the device just before it."""
+class Timed:
+    """A case's run, and the pace of the device beside it."""
 
     case: CalibrationCase
     run: MeasuredRun
     probe_s: float
 
 
-def calibrate(config: RunConfig, progress: CaseProgress | None = None) -> FittedCost:
-    """Measure, fit, validate and store; takes some tens of seconds. Progress gets (case, done, cases)."""
-    started, load = datetime.now(UTC).isoformat(timespec="seconds"), os.getloadavg()[0]
-    lone = _lone_request_s(config)
-    timed: list[_Timed] = []
-    for number, case in enumerate(CASES):
-        if progress:
-            progress(case.name, number, len(CASES))
-        probe = probe_s(config)
-        timed.append(_Timed(case, measure(config, case_workload(config, case, lone), seed=SEED), probe))
-    cost = _fit(config, timed, {"started": started, "load_average": (load, os.getloadavg()[0])})
-    save_calibration(config, cost)
-    return cost
+@dataclass(frozen=True)
+class Calibration:
+    """What a calibration came to: the models, and whether the device kept its pace."""
+
+    fitted: FittedCost
+    table: TableCost | None
+    stability: Stability
 
 
-def _lone_request_s(config: RunConfig) -> float:
-    """How long one request takes alone: the unit of the plan's loads. The first run also warms the engine up."""
-    case = CalibrationCase("alone", 2, (64, 64), (16, 16), 0)
-    for _ in range(2):
-        run = measure(config, probe_workload(config, case), seed=SEED)
-    return run.log.span_s / case.requests
+def calibrate(
+    config: RunConfig,
+    progress: CaseProgress | None = None,
+    *,
+    budget_s: float | None = None,
+    grid: bool = False,
+) -> FittedCost:
+    """Measure, fit, validate and store; half a minute without a budget. Progress gets (case, done, all)."""
+    return full_calibration(config, progress, budget_s=budget_s, grid=grid).fitted
 
 
-def _fit(config: RunConfig, timed: list[_Timed], provenance: dict[str, object]) -> FittedCost:
+def full_calibration(
+    config: RunConfig, progress: CaseProgress | None = None, *, budget_s: float | None, grid: bool
+) -> Calibration:
+    """The same with all that was found; `grid` measures attention shape by shape for the `table` model too."""
+    config = replace(config, engine=replace(config.engine, audit=Audit.off))
+    begun, load, clock = datetime.now(UTC), os.getloadavg()[0], Budget(budget_s)
+    lone, lone_wall = _lone_request_s(config)
+    cases = design(config, lone_wall, budget_s)
+    report = _Counted(progress, len(cases) + len(HELD_OUT))
+    timed = _measured(config, cases, lone, report, clock)
     pace = median(entry.probe_s for entry in timed)
-    seen = [entry for entry in timed if not entry.case.held_out]
-    unseen = [entry for entry in timed if entry.case.held_out]
-    blank = CostSource("fitted", config.model.name, calibration_fingerprint(config))
-    cost = fit_cost(*_columns(seen, pace), blank)
-    features, seconds, attention = _columns(unseen, pace)
-    predicted, predicted_attention = price_table(cost, features)
-    heldout = {
-        "step": held_out_error(predicted, seconds),
-        "attention": held_out_error(predicted_attention, attention),
-    }
+    held_out = measure_held_out(config, lone, _VALIDATION_REPEATS, report, clock)
+    grids = measure_grids(config, report, clock) if grid else {}
+    probes = [*(entry.probe_s for entry in timed), *(entry.probe_s for entry in held_out)]
+    stability = stability_of(probes, load)
     facts = {
         "what": "non-negative least squares on measured steps",
         "device": device_identity(config.engine.device),
         "clock": str(clock_of(config)),
-        "steps_fitted": sum(len(entry.run.recorder.features) for entry in seen),
-        "steps_held_out": len(seconds),
-        "cases": [entry.case.name for entry in timed],
+        "cases": [f"{entry.case.name}: {entry.case.requests} requests" for entry in timed],
         "probe_s": pace,
-        "pace_range": [min(e.probe_s for e in timed) / pace, max(e.probe_s for e in timed) / pace],
-        **provenance,
+        "started": begun.isoformat(timespec="seconds"),
+        "seconds": clock.spent_s,
+        "stability": stability.section(),
     }
-    source = replace(blank, provenance=facts, heldout=heldout, beam_churn=_churn(timed))
-    return replace(cost, source=source)
+    fitted = _fitted(config, timed, held_out, pace, facts)
+    table = (
+        TableCost(fitted, grids["decode"], grids["prefill"], GRID_BLOCK_SIZE, fitted.source)
+        if grids
+        else None
+    )
+    save_calibration(config, fitted, grids)
+    return Calibration(fitted, table, stability)
 
 
-def _columns(timed: list[_Timed], pace: float) -> tuple[FloatArray, FloatArray, FloatArray]:
+class _Counted:
+    """Tells which case comes next."""
+
+    def __init__(self, progress: CaseProgress | None, total: int) -> None:
+        self._progress, self._total, self._done = progress, total, 0
+
+    def __call__(self, name: str) -> None:
+        if self._progress:
+            self._progress(name, self._done, max(self._total, self._done + 1))
+        self._done += 1
+
+
+def _lone_request_s(config: RunConfig) -> tuple[float, float]:
+    """How long one request takes alone, by the engine's clock, the unit of the plan's loads, and by the wall's.
+
+    The first run also warms the engine up.
+    """
+    for _ in range(2):
+        begun = time.perf_counter()
+        run = measure(config, probe_workload(config, LONE), seed=SEED)
+    return run.log.span_s / LONE.requests, (time.perf_counter() - begun) / LONE.requests
+
+
+def _measured(
+    config: RunConfig,
+    cases: Sequence[CalibrationCase],
+    lone: float,
+    report: Callable[[str], None],
+    clock: Budget,
+) -> list[Timed]:
+    """Every case while time is left, the first few in any case; once more what met a device off its pace."""
+    timed: list[Timed] = []
+    for case in cases:
+        if len(timed) < _FEWEST_CASES or clock.left(_FITTING):
+            timed.append(_timed(config, case, lone, report))
+    return _again(config, timed, lone, clock)
+
+
+def _timed(config: RunConfig, case: CalibrationCase, lone: float, report: Callable[[str], None]) -> Timed:
+    report(case.name)
+    probe = probe_s(config)
+    return Timed(case, measure(config, case_workload(config, case, lone), seed=SEED), probe)
+
+
+def _again(config: RunConfig, timed: list[Timed], lone: float, clock: Budget) -> list[Timed]:
+    """Measure once more what was measured while the device was off its pace, as long as time is left."""
+    found = list(timed)
+    for place in off_pace([entry.probe_s for entry in timed]):
+        if not clock.left(_FITTING):
+            break
+        again = _timed(config, timed[place].case, lone, lambda _: None)
+        if place not in off_pace([*(e.probe_s for e in found[:place]), again.probe_s]):
+            found[place] = again
+    return found
+
+
+def _fitted(
+    config: RunConfig,
+    timed: Sequence[Timed],
+    held_out: Sequence[Validated],
+    pace: float,
+    facts: dict[str, Any],
+) -> FittedCost:
+    seen = [(entry.run, entry.probe_s) for entry in timed]
+    unseen = [(run, entry.probe_s) for entry in held_out for run in entry.runs]
+    churn, evenness = _beams(timed)
+    source = CostSource(
+        "fitted",
+        config.model.name,
+        calibration_fingerprint(config),
+        beam_churn=churn,
+        beam_evenness=evenness,
+        hull=hull_of(_all_steps([entry.run for entry in timed])),
+    )
+    cost = fit_cost(*_columns(seen, pace), source)
+    features, seconds, attention = _columns(unseen, pace)
+    predicted, predicted_attention = price_table(cost, features)
+    found = replace(
+        source,
+        provenance={**facts, "steps_fitted": sum(len(run.recorder.features) for run, _ in seen)},
+        heldout={
+            "step": held_out_error(predicted, seconds),
+            "attention": held_out_error(predicted_attention, attention),
+        },
+        validation=validation(held_out, cost, pace),
+    )
+    return replace(cost, source=found)
+
+
+def _columns(
+    runs: Sequence[tuple[MeasuredRun, float]], pace: float
+) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Features, step seconds and attention seconds, times brought to the median pace of the calibration."""
-    features = np.concatenate([entry.run.recorder.features for entry in timed])
+    features = np.concatenate([run.recorder.features for run, _ in runs])
     seconds, attention = (
-        np.concatenate([entry.run.log.steps[name] * (pace / entry.probe_s) for entry in timed])
+        np.concatenate([run.log.steps[name] * (pace / probe) for run, probe in runs])
         for name in ("seconds", "attention_s")
     )
     return features, seconds, attention
 
 
-def _churn(timed: list[_Timed]) -> dict[int, float]:
-    """Beams dropped per step by beam width, over all selections but a request's first."""
-    distinct: dict[int, list[int]] = {}
+def _all_steps(runs: Sequence[MeasuredRun]) -> dict[str, Column]:
+    return {name: np.concatenate([run.log.steps[name] for run in runs]) for name in COLUMNS}
+
+
+def _beams(timed: Sequence[Timed]) -> tuple[dict[int, float], dict[int, float]]:
+    """Churn and evenness by beam width, over all selections but a request's first."""
+    chosen: dict[int, list[Sequence[int]]] = {}
     for entry in timed:
-        begun: set[int] = set()
-        for parents in entry.run.recorder.parents:
-            for request_id, chosen in parents.items():
-                if request_id in begun:
-                    distinct.setdefault(entry.case.beam_width, []).append(len(set(chosen)))
-                begun.add(request_id)
-    return {width: churn_of_run(width, counts) for width, counts in sorted(distinct.items())}
+        for choices in choices_of_run(entry.run.recorder.parents):
+            chosen.setdefault(entry.case.beam_width, []).extend(choices)
+    widths = sorted(chosen)
+    churn = {width: churn_of_run(width, [len(set(parents)) for parents in chosen[width]]) for width in widths}
+    return churn, {width: evenness_of_run(chosen[width]) for width in widths}

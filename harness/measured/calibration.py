@@ -3,6 +3,8 @@
 import hashlib
 import json
 import os
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from harness.point.clock import clock_of
 from harness.sim.cost import CostSource
 from harness.sim.features import FEATURES
 from harness.sim.fitted import ATTENTION, REST, FittedCost
+from harness.sim.table import Grid, TableCost
 from harness.store.atomic import write_files
 
 CODE = ("engine", "paged_kernels", "traces", "harness.sim", "harness.measured")
@@ -51,8 +54,8 @@ def is_calibrated(config: RunConfig) -> bool:
     return calibration_path(config).exists()
 
 
-def save_calibration(config: RunConfig, cost: FittedCost) -> Path:
-    """Store the coefficients with their provenance and held-out error."""
+def save_calibration(config: RunConfig, cost: FittedCost, grids: Mapping[str, Grid]) -> Path:
+    """Store the coefficients with their provenance and held-out error, and the grids where they were measured."""
     path, source = calibration_path(config), cost.source
     document = {
         "name": source.name,
@@ -60,10 +63,49 @@ def save_calibration(config: RunConfig, cost: FittedCost) -> Path:
         "coefficients_s": cost.coefficients(),
         "heldout": source.heldout,
         "beam_churn": {str(width): churn for width, churn in source.beam_churn.items()},
+        "beam_evenness": {str(width): value for width, value in source.beam_evenness.items()},
+        "hull": source.hull,
+        "validation": source.validation,
+        "grids": {name: _grid_section(grid) for name, grid in grids.items()},
         "provenance": source.provenance,
     }
     write_files(path.parent, {path.name: json.dumps(document, indent=1).encode()})
     return path
+
+
+def _grid_section(grid: Grid) -> dict[str, Any]:
+    """JSON has no NaN: a cell that was not measured is null."""
+    cells = [[None if cell != cell else cell for cell in row] for row in grid.seconds]
+    return {"across": grid.across, "along": grid.along, "seconds": cells}
+
+
+def _grid(section: Mapping[str, Any]) -> Grid:
+    cells = tuple(
+        tuple(float("nan") if cell is None else float(cell) for cell in row) for row in section["seconds"]
+    )
+    return Grid(tuple(section["across"]), tuple(section["along"]), cells)
+
+
+def load_table(config: RunConfig) -> TableCost:
+    """The calibration as a `table` model; raises CalibrationError where its grids were not measured."""
+    fitted, path = load_calibration(config), calibration_path(config)
+    grids = json.loads(path.read_text(encoding="utf-8")).get("grids") or {}
+    if not grids:
+        raise CalibrationError(f"{path}: this calibration has no grid of measured attention")
+    source = replace(fitted.source, kind="table")
+    return TableCost(fitted, _grid(grids["decode"]), _grid(grids["prefill"]), GRID_BLOCK_SIZE, source)
+
+
+def has_grid(config: RunConfig) -> bool:
+    """Whether the calibration at hand holds a grid of measured attention."""
+    try:
+        return bool(json.loads(calibration_path(config).read_text(encoding="utf-8")).get("grids"))
+    except (OSError, ValueError):
+        return False
+
+
+GRID_BLOCK_SIZE = 16
+"""Tokens a block in the runs that measure the decode grid."""
 
 
 def load_calibration(config: RunConfig) -> FittedCost:
@@ -80,6 +122,9 @@ def load_calibration(config: RunConfig) -> FittedCost:
             provenance=document["provenance"],
             heldout=document["heldout"],
             beam_churn={int(width): float(churn) for width, churn in document["beam_churn"].items()},
+            beam_evenness={int(width): float(value) for width, value in document["beam_evenness"].items()},
+            hull={name: (float(low), float(high)) for name, (low, high) in document["hull"].items()},
+            validation=document["validation"],
         )
     except FileNotFoundError as error:
         raise CalibrationError(f"{path}: this device is not calibrated for {config.model.name}") from error

@@ -1,7 +1,8 @@
-"""Which workloads calibrate the cost model: small, and other than any that is predicted.
+"""Which workloads calibrate the cost model: small, uniform in their lengths, and other than any that is predicted.
 
-Lengths are uniform or from another table than the default trace's, seeds are their own, and the batch sizes, block
-sizes, beams and loads span what a sweep visits. Some are held out: the error on those is what the report shows.
+Seeds are their own, and the batch sizes, block sizes, beams and loads span what a sweep visits. The plan is designed
+for a device and a model: how many requests of each case the time budget allows, how long a prompt the model takes, how
+many sequences the scheduler may run. Whole workloads are held out (`harness.measured.validate`).
 """
 
 from collections.abc import Iterator
@@ -36,7 +37,7 @@ class CalibrationCase:
     beam_width: int = 1
     samples: int = 1
     shared: float = 0.0  # share of the prompt that all requests have in common
-    held_out: bool = False
+    chunk: int | None = None  # token budget of a step; None: the scheduler's
 
 
 CASES = (
@@ -53,12 +54,37 @@ CASES = (
     CalibrationCase("contiguous beams", 16, (16, 120), (8, 24), 2, contiguous=True, beam_width=4),
     CalibrationCase("shared prefix", 40, (64, 300), (8, 24), 4, block_size=4, shared=0.8),
     CalibrationCase("samples", 16, (16, 160), (8, 24), 2, samples=4),
-    CalibrationCase("held-out prompts", 24, (4, 400), (1, 3), 0.4, block_size=8, held_out=True),
-    CalibrationCase("held-out mix", 32, (20, 300), (6, 30), 2, block_size=16, shared=0.4, held_out=True),
-    CalibrationCase("held-out beams", 18, (30, 200), (8, 20), 2, block_size=16, beam_width=3, held_out=True),
-    CalibrationCase("held-out contiguous", 24, (20, 250), (6, 26), 2, contiguous=True, held_out=True),
-    CalibrationCase("held-out small blocks", 32, (10, 180), (8, 28), 4, block_size=6, held_out=True),
 )
+
+
+_LARGEST_BATCH = 256
+_FEWEST = 6  # requests of a case, however small the budget
+
+
+def design(config: RunConfig, lone_request_s: float, budget_s: float | None) -> tuple[CalibrationCase, ...]:
+    """The cases for this device and model: as large as the scheduler's batches, as many requests as time allows.
+
+    `lone_request_s` is how long LONE takes for a request by the wall's clock; the cases are scaled so that one pass is
+    expected to take a third of `budget_s` (None: as they are). The rest is for validation, and for measuring again.
+    """
+    widest = max(CASES[0].requests, min(config.scheduler.max_running, _LARGEST_BATCH))
+    cases = (replace(CASES[0], requests=widest), *CASES[1:])
+    if budget_s is None:
+        return cases
+    expected = lone_request_s * sum(case.requests * _weight(case) for case in cases)
+    factor = min(2.0, budget_s / 3 / expected)
+    return tuple(replace(case, requests=max(_FEWEST, round(case.requests * factor))) for case in cases)
+
+
+LONE = CalibrationCase("alone", 2, (64, 64), (16, 16), 0)
+
+
+def _weight(case: CalibrationCase) -> float:
+    """Engine time of a request of this case over that of LONE: steps, less what batches share, and prompt tokens."""
+    width = max(case.beam_width, case.samples)
+    batch = 4.0 if case.load == 0 or case.load > 2 else max(1.0, case.load)
+    steps = sum(case.output) / 2 / LONE.output[0] * float(width**0.5) / batch
+    return steps + sum(case.prompt) / 2 / LONE.prompt[0] / 8
 
 
 def case_trace(case: CalibrationCase, *, seed: int, lone_request_s: float, longest: int) -> Trace:
@@ -94,7 +120,9 @@ def _rows(
         yield TraceRequest(number, arrival, prompt, output, tuple(piece for piece in pieces if piece.tokens))
 
 
-def case_workload(config: RunConfig, case: CalibrationCase, lone_request_s: float) -> Workload:
+def case_workload(
+    config: RunConfig, case: CalibrationCase, lone_request_s: float, seed: int = SEED
+) -> Workload:
     """The case's requests on a pool of its own, large enough that nothing is preempted."""
     base = pool_shape(config)
     longest = min(base.max_model_len, _LONGEST)
@@ -102,17 +130,22 @@ def case_workload(config: RunConfig, case: CalibrationCase, lone_request_s: floa
     pool = replace(
         base,
         policy=CachePolicy.contiguous_max if case.contiguous else CachePolicy.paged,
-        num_blocks=_POOL_TOKENS // size,
+        num_blocks=max(_POOL_TOKENS, min(base.tokens, _tokens(case))) // size,
         block_size=size,
         max_model_len=longest,
         prefix_caching=not case.contiguous,
     )
     width = max(case.beam_width, case.samples)
     decoding = Decoding.BEAM if case.beam_width > 1 else Decoding.SAMPLE if width > 1 else Decoding.GREEDY
-    budget = max(config.scheduler.max_batched_tokens, width)
-    limits = SchedulerLimits(budget, max_running=64, max_model_len=longest)
-    trace = case_trace(case, seed=SEED, lone_request_s=lone_request_s, longest=longest)
+    budget = max(case.chunk or config.scheduler.max_batched_tokens, width)
+    limits = SchedulerLimits(budget, max_running=max(64, case.requests), max_model_len=longest)
+    trace = case_trace(case, seed=seed, lone_request_s=lone_request_s, longest=longest)
     return Workload(trace, pool, limits, decoding, width)
+
+
+def _tokens(case: CalibrationCase) -> int:
+    """Slots that all of the case's requests take at once, at the most."""
+    return case.requests * (case.prompt[1] + case.output[1] * max(case.beam_width, case.samples))
 
 
 def probe_workload(config: RunConfig, case: CalibrationCase) -> Workload:

@@ -21,17 +21,24 @@ def resolve_cost_kind(config: RunConfig) -> CostKind:
 
 def check_cost(config: RunConfig) -> None:
     """Raises ConfigError where a calibration is asked for that does not exist, or could not be kept."""
-    from harness.measured.calibration import calibration_path, is_calibrated
+    from harness.measured.calibration import calibration_path, has_grid, is_calibrated
 
-    if resolve_cost_kind(config) is not CostKind.fitted or is_calibrated(config):
+    kind = resolve_cost_kind(config)
+    if kind is CostKind.table and not has_grid(config):
+        raise ConfigError(
+            "cost.kind",
+            "table, but attention has not been measured on a grid for this model and engine on this device. Run "
+            "'python -m harness calibrate' with the same settings first, or use cost=fitted or cost=roofline",
+        )
+    if kind is not CostKind.fitted or is_calibrated(config):
         return
     if config.measure:
         _check_writable(calibration_path(config).parent)
     else:
         raise ConfigError(
             "cost.kind",
-            "fitted, but this model and engine have not been calibrated on this device. Run the same with "
-            "measure=true first, which calibrates, or use cost=roofline",
+            "fitted, but this model and engine have not been calibrated on this device. Run 'python -m harness "
+            "calibrate' with the same settings first, or the same with measure=true, or use cost=roofline",
         )
 
 
@@ -47,8 +54,9 @@ def _check_writable(folder: Path) -> None:
 
 def cost_model(config: RunConfig) -> CostModel:
     """The point's cost model; a fitted one must have been calibrated."""
-    if resolve_cost_kind(config) is CostKind.roofline:
+    kind = resolve_cost_kind(config)
+    if kind is CostKind.roofline:
         return RooflineCost(model_shape(config.model), device_shape(config))
-    from harness.measured.calibration import load_calibration
+    from harness.measured.calibration import load_calibration, load_table
 
-    return load_calibration(config)
+    return load_table(config) if kind is CostKind.table else load_calibration(config)

@@ -36,20 +36,21 @@ def check_point(config: RunConfig) -> None:
     """Raises ConfigError for a point that cannot run: trace, sizes, model, cost model. Imports no torch."""
     if config.measure:
         check_engine(config.engine)
-        _check_model(config)
+        check_model(config)
         pool = pool_shape(config)
         check_memory(pool.tokens * pool.kv_bytes_per_token, config.engine)
     build_workload(config)
     check_cost(config)
 
 
-def _check_model(config: RunConfig) -> None:
+def check_model(config: RunConfig) -> None:
+    """Raises ConfigError for a model that the engine cannot run."""
     from engine.runtime.errors import ModelError
-    from engine.runtime.model import check_model
+    from engine.runtime.model import check_model as check_spec
     from harness.measured.spec import model_spec
 
     try:
-        check_model(model_spec(config.model))
+        check_spec(model_spec(config.model))
     except ModelError as error:
         raise ConfigError("model.path" if config.model.path else "model.family", str(error)) from error
 

@@ -1,0 +1,95 @@
+"""The three questions, each answered by a search of its own under every seed."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from harness.capacity.search import Estimate, estimate, highest, smallest
+from harness.capacity.trials import Trial, Trials
+from harness.config.errors import UserError
+from harness.point.shapes import pool_shape
+
+LOWEST_RATE, HIGHEST_RATE = 1e-3, 1e6
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was found: the value with its interval, or why there is none; `unit` for both."""
+
+    question: str
+    unit: str
+    value: Estimate | None
+    reason: str = ""
+    choices: tuple[tuple[float, Estimate | None], ...] = ()  # of several candidates, the answer of each
+
+
+def highest_rate(trials: Trials, seeds: int, precision: float, tell: Tell) -> Answer:
+    """The highest request rate that meets the SLO."""
+    question, unit = "highest request rate that meets the SLO", "requests/s"
+    found = _rates(trials, seeds, precision, tell, None)
+    if isinstance(found, str):
+        return Answer(question, unit, None, found)
+    return Answer(question, unit, found)
+
+
+def _rates(
+    trials: Trials, seeds: int, precision: float, tell: Tell, block_size: int | None
+) -> Estimate | str:
+    """An edge a seed; the last one's is where the next one starts."""
+    start, edges = trials.config.workload.request_rate or 1.0, []
+    for seed in range(seeds):
+
+        def meets(rate: float, seed: int = seed) -> bool:
+            return trials.run(seed, rate=rate, block_size=block_size).met
+
+        edge = highest(meets, start, precision=precision, low=LOWEST_RATE, high=HIGHEST_RATE)
+        if edge.good is None:
+            return f"not even {LOWEST_RATE:g} requests/s meet the SLO (seed {seed})"
+        if edge.bad is None:
+            return f"{HIGHEST_RATE:g} requests/s still meet the SLO (seed {seed})"
+        edges.append(edge.good)
+        start = edge.good
+        tell(f"seed {seed}: {edge.good:.4g} requests/s, {edge.tried} simulations")
+    return estimate(edges)
+
+
+def smallest_pool(trials: Trials, seeds: int, tell: Tell) -> Answer:
+    """The smallest pool, in whole blocks, that meets the SLO at the configured rate."""
+    question, unit = "smallest pool that meets the SLO", "tokens"
+    pool = pool_shape(trials.config)
+    found = []
+    for seed in range(seeds):
+
+        def meets(blocks: int, seed: int = seed) -> bool:
+            return trials.run(seed, pool_tokens=blocks * pool.block_size).met
+
+        blocks = smallest(meets, low=1, high=pool.num_blocks)
+        if blocks is None:
+            reason = f"not even the configured pool of {pool.tokens:,} tokens meets the SLO (seed {seed})"
+            return Answer(question, unit, None, reason)
+        found.append(float(blocks * pool.block_size))
+        tell(f"seed {seed}: {blocks:,} blocks of {pool.block_size}")
+    return Answer(question, unit, estimate(found))
+
+
+def best_block_size(trials: Trials, sizes: Sequence[int], seeds: int, precision: float, tell: Tell) -> Answer:
+    """The block size with the highest rate; `choices` has the rates of all, whose intervals may overlap."""
+    if len(sizes) < 2:
+        raise UserError("--block-sizes: at least two sizes to choose from")
+    choices: list[tuple[float, Estimate | None]] = []
+    for size in sizes:
+        tell(f"blocks of {size}")
+        found = _rates(trials, seeds, precision, tell, size)
+        choices.append((size, None if isinstance(found, str) else found))
+    rates = {size: rate for size, rate in choices if rate is not None}
+    question = "block size with the highest rate that meets the SLO"
+    if not rates:
+        return Answer(question, "tokens", None, "no block size meets the SLO", tuple(choices))
+    best = max(rates, key=lambda size: (rates[size].mean, -size))
+    return Answer(question, "tokens", estimate([best]), choices=tuple(choices))
+
+
+def curve(trials: Trials, middle: float, seeds: int, points: int = 9) -> list[Trial]:
+    """Trials at rates from half to one and a half of `middle`, for the picture."""
+    rates = [middle * (0.5 + place / (points - 1)) for place in range(points)]
+    return [trials.run(seed, rate=rate) for rate in rates for seed in range(seeds)]

@@ -1,0 +1,168 @@
+"""Writing the answer: one page, the curve as SVG and PNG, every trial as CSV, and all of it as JSON."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.capacity.finding import Answer
+from harness.capacity.picture import draw
+from harness.capacity.slo import Slo
+from harness.capacity.trials import Trial
+from harness.report.style import style, svg_bytes
+from harness.report.svg import inline
+from harness.store.atomic import write_files
+
+_STEADY = 10  # mean latencies that the arrivals should span
+_FOLDER = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Study:
+    """A finished search: the settings that it was asked under, and what it came to."""
+
+    name: str
+    settings: Sequence[tuple[str, str]]
+    slo: Slo
+    axis: str
+    answer: Answer
+    trials: Sequence[Trial]
+    shown: Sequence[Trial]  # those in the picture
+
+
+def write_study(study: Study, folder: Path) -> Path:
+    """Write `capacity.html` and its files; returns the page's path. Raises StoreError where it cannot be written."""
+    with style():
+        figure = draw(study.shown, study.slo, study.answer, study.axis)
+        svg, png = svg_bytes(figure, "capacity"), _png(figure)
+    files = {
+        "capacity.html": _page(study, svg).encode(),
+        "capacity.svg": svg,
+        "capacity.png": png,
+        "capacity.csv": _csv(study.trials).encode(),
+        "capacity.json": json.dumps(_document(study), indent=1).encode(),
+    }
+    write_files(folder, files)
+    return folder / "capacity.html"
+
+
+def answer_text(answer: Answer) -> str:
+    """The answer in words, with its interval."""
+    if answer.value is None:
+        return f"{answer.question}: none; {answer.reason}"
+    value = answer.value
+    text = f"{answer.question}: {value.mean:,.4g} {answer.unit}"
+    if value.low is not None and value.high is not None:
+        text += f" (95 % interval {value.low:,.4g} to {value.high:,.4g}, {len(value.values)} seeds)"
+    return text
+
+
+def lost_text(trials: Sequence[Trial]) -> str:
+    """What did not finish in the trials, in words; empty where everything did."""
+    lost: dict[str, int] = {}
+    for trial in trials:
+        for name, count in trial.outcome.items():
+            if name != "finished" and count:
+                lost[name] = lost.get(name, 0) + 1
+    return ", ".join(
+        f"{count:,} of {len(trials):,} simulations had {name} requests" for name, count in lost.items()
+    )
+
+
+def notes(study: Study) -> list[str]:
+    """What to know before believing the answer."""
+    found = []
+    outside = [
+        trial.extrapolated for trial in study.trials if trial.extrapolated and trial.extrapolated["steps"]
+    ]
+    if outside:
+        share = max(float(section["share_of_time"]) for section in outside)
+        found.append(
+            f"Extrapolation: in {len(outside):,} of {len(study.trials):,} simulations steps lie outside the range that "
+            f"the cost model was measured on, up to {100 * share:.0f} % of the time."
+        )
+    if not any(trial.extrapolated for trial in study.trials):
+        found.append(
+            "The cost model was not measured on a device: it is the datasheet's roofline, an upper bound."
+        )
+    return found + _short(study)
+
+
+def _short(study: Study) -> list[str]:
+    """Requests that all arrive within a few of their own latencies never show a queue that grows for ever."""
+    met = [trial for trial in study.trials if trial.met and trial.rate and "e2e_mean" in trial.metrics]
+    if not met:
+        return []
+    last = max(met, key=lambda trial: trial.rate or 0.0)
+    window = last.outcome.get("finished", 0) / (last.rate or 1.0)
+    latency = last.metrics["e2e_mean"]
+    if window >= _STEADY * latency:
+        return []
+    return [
+        f"Short: at {last.rate:.4g} requests/s all requests of a simulation arrive within {window:.3g} s, "
+        f"{window / latency:.1f} times their mean latency. A queue that grows for ever does not show in so short a "
+        f"time: take more requests (workload.num_requests) for a rate that can be sustained."
+    ]
+
+
+def _page(study: Study, svg: bytes) -> str:
+    from jinja2 import Environment
+    from markupsafe import Markup
+
+    import harness.report
+
+    css = (Path(harness.report.__file__).parent / "page.css").read_text(encoding="utf-8")
+    template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
+        (_FOLDER / "capacity.html.j2").read_text(encoding="utf-8")
+    )
+    return template.render(
+        name=study.name,
+        style=Markup(css),
+        lost=lost_text(study.trials),
+        answer=answer_text(study.answer),
+        found=study.answer.value is not None,
+        slo=[str(goal) for goal in study.slo],
+        settings=study.settings,
+        notes=notes(study),
+        choices=[(size, _rate(rate)) for size, rate in study.answer.choices],
+        figure=Markup(inline(svg, "capacity", study.answer.question)),
+        simulations=len(study.trials),
+    )
+
+
+def _rate(rate: Any) -> str:
+    if rate is None:
+        return "none meets the SLO"
+    interval = f" ({rate.low:,.4g} – {rate.high:,.4g})" if rate.low is not None else ""
+    return f"{rate.mean:,.4g} requests/s{interval}"
+
+
+def _png(figure: Any) -> bytes:
+    import io
+
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=150, metadata={"Software": "PageTwin"})
+    return buffer.getvalue()
+
+
+def _csv(trials: Sequence[Trial]) -> str:
+    names = sorted({name for trial in trials for name in trial.metrics})
+    head = ["request_rate", "pool_tokens", "block_size", "seed", "met", *names]
+    lines = [",".join(head)]
+    for trial in trials:
+        facts = [trial.rate, trial.pool_tokens, trial.block_size, trial.seed, int(trial.met)]
+        cells = [*facts, *(trial.metrics.get(name) for name in names)]
+        lines.append(",".join("" if cell is None else f"{cell:.9g}" for cell in cells))
+    return "\n".join(lines) + "\n"
+
+
+def _document(study: Study) -> dict[str, Any]:
+    return {
+        "question": study.answer.question,
+        "answer": asdict(study.answer),
+        "slo": [asdict(goal) for goal in study.slo],
+        "settings": dict(study.settings),
+        "simulations": len(study.trials),
+        "notes": notes(study),
+    }

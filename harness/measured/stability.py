@@ -1,0 +1,72 @@
+"""Whether the device kept its pace while it was calibrated: clocks that moved, or other work that came and went."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+
+STEADY = 0.10
+"""Probes within this share of their median count as one pace; measurements beside others are taken again."""
+
+MOVED = 0.15
+"""Beyond this share the device has moved, and the calibration says so."""
+
+
+@dataclass(frozen=True)
+class Stability:
+    """Probe times over their median, and the machine's load before and after."""
+
+    low: float
+    high: float
+    probes: int
+    load_before: float
+    load_after: float
+    cores: int
+
+    @property
+    def moved(self) -> bool:
+        """Whether the pace changed by more than MOVED."""
+        return self.low < 1 - MOVED or self.high > 1 + MOVED
+
+    @property
+    def crowded(self) -> bool:
+        """Whether others wanted more cores than there are."""
+        return max(self.load_before, self.load_after) > self.cores
+
+    def section(self) -> dict[str, float | bool]:
+        """As the calibration file keeps it."""
+        return {**asdict(self), "moved": self.moved, "crowded": self.crowded}
+
+    def warnings(self) -> list[str]:
+        """What a user should know before trusting the calibration."""
+        found = []
+        if self.moved:
+            found.append(
+                f"the device changed its pace while it was measured (probes from {self.low:.2f} to {self.high:.2f} of "
+                "their median): clocks moved, or something else ran. Calibrate again when it is quiet"
+            )
+        if self.crowded:
+            found.append(
+                f"the machine was crowded (load average {self.load_before:.1f} before, {self.load_after:.1f} after, "
+                f"{self.cores} cores)"
+            )
+        return found
+
+
+def stability_of(probes_s: Sequence[float], load_before: float) -> Stability:
+    """From the probe times of a calibration, in seconds."""
+    middle = median(probes_s)
+    return Stability(
+        min(probes_s) / middle,
+        max(probes_s) / middle,
+        len(probes_s),
+        load_before,
+        os.getloadavg()[0],
+        os.cpu_count() or 1,
+    )
+
+
+def off_pace(probes_s: Sequence[float]) -> list[int]:
+    """Numbers of the probes that are further from the median than STEADY."""
+    middle = median(probes_s)
+    return [place for place, probe in enumerate(probes_s) if abs(probe / middle - 1) > STEADY]

@@ -1,0 +1,159 @@
+"""Capacity searches find edges that are known, say how sure they are, and name what stands against the answer."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.capacity.finding import best_block_size, highest_rate, smallest_pool
+from harness.capacity.page import Study, answer_text, lost_text, notes, write_study
+from harness.capacity.search import estimate, highest, smallest
+from harness.capacity.slo import met, parse_slo
+from harness.capacity.trials import Trials
+from harness.cli.main import main
+from harness.config.errors import UserError
+from harness.config.schema import CostKind, ReplayMode, RunConfig
+
+
+@given(st.floats(1e-2, 1e5), st.floats(1e-2, 1e5))
+def test_bisection_brackets_a_known_edge_from_any_start(edge: float, start: float) -> None:
+    found = highest(lambda value: value <= edge, start, precision=0.01, low=1e-3, high=1e6)
+    assert found.good is not None
+    assert found.bad is not None
+    assert found.good <= edge < found.bad <= found.good * 1.01
+    assert found.tried < 50
+
+
+def test_a_search_that_never_fails_or_never_meets_says_so() -> None:
+    assert highest(lambda value: True, 1.0, precision=0.1, low=0.1, high=100).bad is None
+    assert highest(lambda value: False, 1.0, precision=0.1, low=0.1, high=100).good is None
+
+
+@given(st.integers(1, 1000))
+def test_the_smallest_that_meets_is_found(edge: int) -> None:
+    assert smallest(lambda value: value >= edge, low=1, high=1000) == edge
+
+
+def test_nothing_meets_where_the_largest_does_not() -> None:
+    assert smallest(lambda value: False, low=1, high=10) is None
+
+
+def test_the_interval_of_an_estimate_covers_the_mean_as_often_as_it_says() -> None:
+    draw = np.random.default_rng(0)
+    found = [estimate(draw.normal(5, 1, 5).tolist()) for _ in range(400)]
+    covered = sum(one.low is not None and one.low <= 5 <= (one.high or 0) for one in found)
+    assert covered / 400 == pytest.approx(0.95, abs=0.03)
+
+
+def test_one_seed_has_no_interval() -> None:
+    assert estimate([3.0]).low is None
+
+
+def test_goals_are_bounds_on_metrics() -> None:
+    slo = parse_slo("ttft_p99<2, output_throughput>=100")
+    assert met(slo, {"ttft_p99": 1.9, "output_throughput": 100})
+    assert not met(slo, {"ttft_p99": 2.1, "output_throughput": 100})
+    assert not met(slo, {"ttft_p99": 1.9, "output_throughput": 99})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("ttft_p98<2", "did you mean ttft_p9"), ("ttft_p99=2", "is no goal"), ("ttft_p99<.", "is no number")],
+)
+def test_a_wrong_goal_is_named(text: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        parse_slo(text)
+
+
+def single_server() -> RunConfig:
+    """One place, constant steps of 10 ms, so that a request of 20 tokens takes 0.2 s: capacity is known."""
+    config = RunConfig(name="queue")
+    config.cost.kind = CostKind.roofline
+    config.device.step_overhead_us, config.device.layer_overhead_us = 10_000.0, 0.0
+    config.device.bandwidth_gbs, config.device.tflops = 1e6, 1e6
+    config.scheduler.max_running = 1
+    config.workload.num_requests, config.workload.request_rate = 100, 1.0
+    config.workload.length_scale = 0.05
+    config.cache.pool_tokens, config.cache.max_model_len = 4096, 1024
+    return config
+
+
+def test_the_rate_of_a_single_server_is_below_one_over_its_service_time() -> None:
+    """A mean wait of one service time is met up to a utilisation of 2/3 by M/D/1, below that with ragged service."""
+    config = single_server()
+    service = Trials(config, ()).run(0, rate=1e-3).metrics["e2e_mean"]
+    answer = highest_rate(Trials(config, parse_slo(f"queue_mean<{service:.4f}")), 2, 0.1, lambda _: None)
+    assert answer.value is not None
+    assert 0.25 / service < answer.value.mean < 0.9 / service
+    assert answer.value.low is not None
+
+
+def test_arrivals_are_drawn_anew_for_each_seed() -> None:
+    trials = Trials(single_server(), parse_slo("queue_mean<1"))
+    assert trials.config.replay.mode is ReplayMode.poisson
+    assert trials.run(0, rate=1.0).metrics != trials.run(1, rate=1.0).metrics
+
+
+def test_the_smallest_pool_meets_and_one_block_less_does_not() -> None:
+    config = single_server()
+    config.scheduler.max_running, config.workload.request_rate = 16, 2.0
+    config.workload.num_requests = 60
+    trials = Trials(config, parse_slo("preemptions<1"))
+    answer = smallest_pool(trials, 1, lambda _: None)
+    assert answer.value is not None
+    tokens = int(answer.value.mean)
+    assert tokens < 4096
+    assert trials.run(0, pool_tokens=tokens).met
+    assert not trials.run(0, pool_tokens=tokens - 16).met
+
+
+def test_a_pool_that_no_size_helps_has_no_answer_but_a_reason() -> None:
+    answer = smallest_pool(Trials(single_server(), parse_slo("ttft_mean<1e-6")), 1, lambda _: None)
+    assert answer.value is None
+    assert "not even the configured pool" in answer_text(answer)
+
+
+def test_a_request_that_cannot_fit_breaks_every_slo() -> None:
+    trials = Trials(single_server(), parse_slo("queue_mean<1e9"))
+    assert not trials.run(0, pool_tokens=16).met
+    assert "1 of 1 simulations had rejected requests" in lost_text(trials.made)
+
+
+def test_block_sizes_are_compared_by_the_rates_that_they_hold() -> None:
+    trials = Trials(single_server(), parse_slo("queue_mean<1"))
+    answer = best_block_size(trials, [16, 512], 1, 0.2, lambda _: None)
+    assert [size for size, _ in answer.choices] == [16, 512]
+    assert answer.value is not None
+
+
+def test_too_few_requests_for_a_steady_state_are_noted(tmp_path: Path) -> None:
+    config = single_server()
+    config.workload.num_requests = 20
+    trials = Trials(config, parse_slo("queue_mean<1"))
+    answer = highest_rate(trials, 1, 0.1, lambda _: None)
+    study = Study("q", [("model", "m")], parse_slo("queue_mean<1"), "rate", answer, trials.made, trials.made)
+    assert any(note.startswith("Short:") for note in notes(study))
+    page = write_study(study, tmp_path).read_text()
+    assert "Every request of every simulation finished." in page
+    assert json.loads((tmp_path / "capacity.json").read_text())["simulations"] == len(trials.made)
+    assert (tmp_path / "capacity.csv").read_text().count("\n") == len(trials.made) + 1
+
+
+def test_the_command_finds_writes_and_prints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["capacity", "--slo", "ttft_p99<0.03", "--seeds", "2", "--precision", "0.3", "--out", "cap"]
+    code = main([*words, "cost=roofline", "workload.num_requests=30"])
+    said = capsys.readouterr().out
+    assert code == 0
+    assert "highest request rate that meets the SLO" in said
+    assert (tmp_path / "cap" / "capacity.html").exists()
+
+
+def test_the_command_refuses_a_sweep(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["capacity", "cache.block_size=8,16"]) == 2
+    assert "one setting at a time" in capsys.readouterr().err
