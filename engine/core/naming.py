@@ -1,5 +1,7 @@
 """Which blocks enter the prefix cache, under which names, and how a request finds them again."""
 
+from collections.abc import Sequence as Values
+
 from engine.core.names import BlockName, private_name
 from engine.core.request import Decoding, Request
 from engine.core.sequence import Group, Sequence
@@ -19,7 +21,7 @@ class BlockNaming:
         self._size = tables.block_size
         self._enabled = enabled
         self._deduplicate = deduplicate
-        self._fresh: dict[Sequence, tuple[int, int]] = {}  # blocks named in the step under way
+        self._fresh: dict[Sequence, tuple[int, Values[BlockName]]] = {}  # named in the step under way
 
     def names(self, request: Request) -> bool:
         """Whether the request takes part in the prefix cache."""
@@ -65,8 +67,6 @@ class BlockNaming:
     def full(self, sequence: Sequence, blocks: int) -> None:
         """The first `blocks` blocks of `sequence` are full after the step that is being scheduled."""
         first, request = sequence.named, sequence.request
-        if self._fresh:
-            self._replace_duplicates(sequence)
         if blocks <= first or not self._enabled or request.identity is None:
             return
         if request.decoding is Decoding.BEAM:
@@ -78,7 +78,7 @@ class BlockNaming:
         if first < public:
             self._pool.name(table[first:public], names[first:public])
             if self._deduplicate:
-                self._fresh[sequence] = first, public
+                self._fresh[sequence] = first, names[first:public]
         private = max(first, public)
         if private < blocks:
             name = private_name(request.request_id, sequence.branch, private)
@@ -87,6 +87,7 @@ class BlockNaming:
 
     def settle(self, sequence: Sequence) -> None:
         """Name what the sequence filled since it was last touched; it is about to let go of its blocks."""
+        self.deduplicate(sequence)
         self.full(sequence, sequence.computed // self._size)
 
     def recount(self, sequence: Sequence) -> None:
@@ -94,14 +95,24 @@ class BlockNaming:
         named = (self._pool.name_of(block) is None for block in sequence.table)
         sequence.named = next((index for index, missing in enumerate(named) if missing), len(sequence.table))
 
-    def _replace_duplicates(self, sequence: Sequence) -> None:
-        """Where another block held the same content first, refer to that one and free our own."""
-        first, end = self._fresh.pop(sequence, (0, 0))
-        table, books = self._tables.of(sequence) if end else [], self._tables.books
-        for index in range(first, min(end, len(table))):
-            own, holder = table[index], self._pool.first_holder(sequence.names[index])
-            if own != holder and self._pool.references(own) == 1:
-                books.written += (self._pool.share([holder]) - 1) * self._size
+    def deduplicate(self, sequence: Sequence) -> None:
+        """Where another block held first what `sequence` filled in its last step, refer to that one and free our own.
+
+        To be called before the sequence's blocks become sources of copies. Shared blocks stay as they are.
+        """
+        if sequence not in self._fresh:
+            return
+        (first, names), table = self._fresh.pop(sequence), self._tables.of(sequence)
+        for index, name in zip(
+            range(first, sequence.named), names, strict=False
+        ):  # a cut may have left fewer
+            own, holder = table[index], self._pool.first_holder(name)
+            if holder is not None and own != holder and self._pool.references(own) == 1:
+                self._tables.books.written += (self._pool.share([holder]) - 1) * self._size
                 self._pool.unname([own])
                 self._pool.release([own])
                 table[index] = holder
+
+    def forget(self, sequence: Sequence) -> None:
+        """`sequence` lets go of its blocks."""
+        self._fresh.pop(sequence, None)

@@ -6,6 +6,7 @@ from engine.core.calendar import DecodeCalendar
 from engine.core.errors import CoreError
 from engine.core.events import LookupRecord
 from engine.core.eviction import EvictionQueue
+from engine.core.forking import CopyAtFork
 from engine.core.leap import leap_columns, leap_limit
 from engine.core.manager import CopyList, LeapColumns, StaleList, SwapList
 from engine.core.naming import BlockNaming
@@ -44,11 +45,11 @@ class PagedManager:
         self.block_size = block_size
         self.growth: int | None = block_size
         self.prefix_caching = prefix_caching
-        self.copy_at_fork = copy_at_fork
         self.pool = BlockPool(num_blocks, retention=retention, eviction=eviction, keep_events=keep_events)
         self.tables = BlockTables(self.pool, block_size)
         self.naming = BlockNaming(self.tables, prefix_caching, deduplicate)
         self.swapper = Swapper(self.tables, HostPool(host_blocks))
+        self._copying = CopyAtFork(self.tables) if copy_at_fork else None
         self.lookups: list[LookupRecord] | None = [] if keep_lookups else None
 
     # -- what fits -----------------------------------------------------------------------------------------
@@ -61,14 +62,14 @@ class PagedManager:
             and request.speculation.mode == "fork"
             and request.output_tokens > 1
         ):
-            blocks += 1  # the copy of the tail, beside its original
+            blocks += 1 if self._copying is None else blocks  # copies, beside their originals
         if blocks <= self.num_blocks:
             return None
         return f"needs {blocks} blocks of {self.block_size} tokens, the pool has {self.num_blocks}"
 
     def _group_blocks(self, request: Request, width: int, tokens: int) -> int:
         """Blocks of all branches at `tokens` each: full prompt blocks are shared, the rest counts as private."""
-        shared = request.prompt_tokens // self.block_size if width > 1 and not self.copy_at_fork else 0
+        shared = request.prompt_tokens // self.block_size if width > 1 and self._copying is None else 0
         return shared + width * (self.tables.blocks_of(tokens) - shared)
 
     def lookup(self, group: Group) -> list[int]:
@@ -106,10 +107,12 @@ class PagedManager:
 
     def can_extend(self, rows: Values[ScheduledRow]) -> bool:
         """Whether the new blocks and the copies of shared tails that `rows` need are free, all together."""
-        size, need = self.block_size, 0
+        size, need, request = self.block_size, 0, rows[0].sequence.request
         for sequence, query_len, _, _ in rows:
             need -= (-sequence.computed - query_len) // size + len(sequence.table)
-        if len(rows) > 1 or rows[0].sequence.request.speculation is not None:
+        if self._copying is not None:
+            need += self._copying.need(request)
+        elif request.width > 1 or request.speculation is not None:
             need += self._tail_copies(rows)
         return need <= 0 or need <= self.pool.free_blocks
 
@@ -122,10 +125,12 @@ class PagedManager:
         """Blocks for the row's tokens; a shared tail is replaced by a copy, unless this is its last holder."""
         sequence, query_len, _, drafts = row
         start, size, tables = sequence.computed, self.block_size, self.tables
-        end, table, taken = start + query_len, tables.of(sequence), 0
+        self.naming.deduplicate(sequence)
+        taken = self._copying.settle(sequence.request) if self._copying is not None else 0
+        end, table = start + query_len, tables.of(sequence)
         if start % size and self.pool.references(table[-1]) > 1:
             tables.copy_tail(sequence, table)
-            taken = 1
+            taken += 1
         lacking = -(-end // size) - len(table)
         if lacking > 0:
             tables.append(sequence.request, table, lacking)
@@ -143,6 +148,7 @@ class PagedManager:
         tables = self.tables
         for sequence in group.sequences:
             table = tables.of(sequence)
+            self.naming.deduplicate(sequence)
             self.naming.full(sequence, len(table))
             tables.append(sequence.request, table, 1)
         return len(group.sequences)
@@ -158,10 +164,9 @@ class PagedManager:
         table, tables = self.tables.of(parent), self.tables
         for child in children:
             child.names, child.named = parent.names, parent.named
-            if self.copy_at_fork:
-                tables.open(child, tables.copied(parent.request, table, parent.computed))
-            else:
-                tables.open(child, tables.shared(table))
+            tables.open(child, tables.shared(table))
+            if self._copying is not None:
+                self._copying.owe(child)
 
     def reparent(self, branches: Values[Sequence], parents: Values[int]) -> None:
         """Refer for all children first and drop the parents without a child last: nothing is freed in between."""
@@ -173,18 +178,16 @@ class PagedManager:
             if parent not in taken_over:
                 branch.table, branch.named = tables[parent], named[parent]
                 taken_over.add(parent)
-            elif self.copy_at_fork:
-                index = childless.pop()
-                branch.table, branch.named = tables[index], named[index]
-                self.tables.copies += zip(tables[parent], tables[index], strict=True)
             else:
                 branch.table, branch.named = self.tables.shared(tables[parent]), named[parent]
+                if self._copying is not None:
+                    self._copying.owe(branch)
         for index in childless:
             self.tables.drop(tables[index], branches[0].computed)
 
     def promote(self, sequence: Sequence, child: Sequence) -> None:
         """`sequence` gives up what it holds and goes on with what `child` holds."""
-        self.tables.close(sequence)
+        self._let_go(sequence)
         sequence.computed, sequence.named, sequence.names = child.computed, child.named, child.names
         self.tables.rename(child, sequence)
 
@@ -195,6 +198,12 @@ class PagedManager:
     def release(self, sequence: Sequence) -> None:
         """Drop all references. A prefix outlives its continuation in the cache."""
         self.naming.settle(sequence)
+        self._let_go(sequence)
+
+    def _let_go(self, sequence: Sequence) -> None:
+        if self._copying is not None:
+            self._copying.forget(sequence)
+        self.naming.forget(sequence)
         self.tables.close(sequence)
 
     # -- making room ---------------------------------------------------------------------------------------
@@ -205,7 +214,7 @@ class PagedManager:
             self.naming.settle(sequence)
         self.naming.leave_trail(group)
         for sequence in reversed(group.holders):
-            self.tables.close(sequence)
+            self._let_go(sequence)
 
     def can_swap_out(self, group: Group) -> bool:
         """Whether the host has room for the whole group."""
@@ -215,11 +224,16 @@ class PagedManager:
         """Save the whole group in host memory."""
         for sequence in group.sequences:
             self.naming.settle(sequence)
+            self.tables.trim(sequence)
         self.swapper.save(group)
 
     def can_swap_in(self, group: Group, spare_blocks: int) -> bool:
         """Whether the group's blocks and those of its next step fit, with `spare_blocks` left over."""
-        return self.swapper.blocks_saved(group) + group.width + spare_blocks <= self.pool.free_blocks
+        tails = [s.table[-1] for s in group.sequences if s.computed % self.block_size]
+        grow, copy = len(group.sequences) - len(tails), len(tails) - len(set(tails))
+        if self._copying is not None:
+            copy = self._copying.need(group.request)
+        return self.swapper.blocks_saved(group) + grow + copy + spare_blocks <= self.pool.free_blocks
 
     def swap_in(self, group: Group) -> None:
         """Bring the whole group back."""
@@ -227,6 +241,7 @@ class PagedManager:
         for sequence in group.sequences:
             self.naming.recount(sequence)
             self.naming.settle(sequence)
+            self.naming.forget(sequence)  # its blocks are still on their way: no time to exchange them
 
     def forget_swapped(self, group: Group) -> None:
         """A swapped group was dropped: its host blocks are free again."""

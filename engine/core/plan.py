@@ -53,9 +53,9 @@ class Row(NamedTuple):
 class StepPlan:
     """What one engine step does, in this order:
 
-    `swap_out` saves (device, host) blocks; `frees` and `stale` are poisoned; `swap_in` brings (host, device) blocks
-    back; `copies` of (source, destination) blocks happen at once, every source being read before any destination is
-    written; then the rows' forward pass. `frees` are the blocks whose content became void since the last plan
+    `stale` slots are poisoned; `swap_out` saves (device, host) blocks; `frees` are poisoned; `swap_in` brings (host,
+    device) blocks back; `copies` of (source, destination) blocks happen at once, every source being read before any
+    destination is written; then the rows' forward pass. `frees` are the blocks whose content became void since the last plan
     (released without a name, or evicted); they may already belong to someone else in this plan, which is why they
     come first. `stale` are slots (block, first, end) of blocks in use that became void: rejected drafts, truncation.
 

@@ -218,12 +218,9 @@ class BlockPool:
         """Blocks of the longest leading run of `names` that is in the cache. A pure query."""
         return self._index.find(names)
 
-    def first_holder(self, name: BlockName) -> int:
-        """The block that was entered first under `name`. Raises CoreError where no block has it."""
-        block = self._index.first(name)
-        if block is None:
-            raise CoreError(f"no block is named {name!r}")
-        return block
+    def first_holder(self, name: BlockName) -> int | None:
+        """The block that was entered first under `name`, or None."""
+        return self._index.first(name)
 
     def reset(self) -> None:
         """Empty the prefix cache. Raises CoreError, with nothing changed, while a block is in use."""

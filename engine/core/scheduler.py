@@ -213,8 +213,11 @@ class Scheduler:
         group.rows = self._rows(group, step.budget)
         if group.rows and self.manager.can_extend(group.rows):
             self._extend(group, step)
-        else:
-            group.rows = []
+            return
+        group.rows = []
+        if group.draft is not None:
+            self.manager.release(group.draft)
+            group.draft = None
 
     def _admit_waiting(self, step: StepBuilder) -> None:
         """In the order of the queue: the first request that does not fit ends the loop."""

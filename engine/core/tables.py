@@ -98,6 +98,13 @@ class BlockTables:
             self.books.written += len(table) * self.block_size - computed
             self.books.block_dropped(gone[-1])
 
+    def trim(self, sequence: Sequence) -> None:
+        """Drop blocks that were taken for a step that will not run."""
+        table, keep = self.of(sequence), self.blocks_of(sequence.computed)
+        if keep < len(table):
+            self.drop(table[keep:], 0)
+            del table[keep:]
+
     def truncate(self, sequence: Sequence, tokens: int) -> int:
         """Keep at most the first `tokens` computed tokens: later blocks are dropped, later slots of the last are void.
 

@@ -1,22 +1,18 @@
 """Random workloads against the brute-force slot model: every read finds its token, every invariant holds each step."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slot_model import SlotModel
 
 from engine.core.contiguous import ContiguousMaxManager
-from engine.core.errors import CoreError, NeverFitsError
+from engine.core.errors import NeverFitsError
 from engine.core.identity import TokenIdentity
 from engine.core.limits import SchedulerLimits
 from engine.core.manager import KVCacheManager
 from engine.core.paged import PagedManager
-from engine.core.pool import BlockPool
 from engine.core.request import Decoding, Request
 from engine.core.scheduler import Scheduler
 
@@ -110,5 +106,3 @@ def run_busy() -> None:
 
 def test_the_busy_workload_passes_without_a_planted_bug() -> None:
     run_busy()
-
-
