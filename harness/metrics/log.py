@@ -106,6 +106,21 @@ class RunLog:
             raise RunLogError(f"itl_s has {len(self.itl_s)} samples, itl_weight has {len(self.itl_weight)}")
 
 
+def empty_log(block_size: int, capacity_slots: int, kv_bytes_per_token: int) -> RunLog:
+    """The log of a run whose rows were not kept: every column, and no entry."""
+    none = np.empty(0)
+    return RunLog(
+        steps=dict.fromkeys(STEP_COLUMNS, none),
+        requests=dict.fromkeys(REQUEST_COLUMNS, none),
+        itl_s=none,
+        itl_weight=none,
+        block_size=block_size,
+        capacity_slots=capacity_slots,
+        kv_bytes_per_token=kv_bytes_per_token,
+        span_s=0.0,
+    )
+
+
 def _check_columns(table: str, columns: Mapping[str, Column], expected: Mapping[str, str]) -> None:
     missing = [name for name in expected if name not in columns]
     if missing:

@@ -15,9 +15,9 @@ from harness.metrics.analytic import CacheShape, analytic_metrics
 from harness.metrics.closed_forms import Lengths
 from harness.metrics.log import Outcome, RunLog
 from harness.point.clock import clock_of
+from harness.point.simulate import Prediction
 from harness.point.workload import Workload
 from harness.sim.cost import CostModel
-from harness.sim.hull import extrapolated
 from traces.reshape import realised_prefix_share
 
 if TYPE_CHECKING:
@@ -30,13 +30,13 @@ def make_record(
     config: RunConfig,
     workload: Workload,
     cost: CostModel,
-    simulated: RunLog,
+    simulated: Prediction,
     runs: "Sequence[MeasuredRun]",
     seconds: Mapping[str, float],
 ) -> dict[str, Any]:
     """All sections but those that the store adds (schema, fingerprint, overrides)."""
     analytic = _analytic(workload)
-    predicted = compute_metrics(simulated)
+    predicted = simulated.metrics
     measured = [compute_metrics(run.log) for run in runs]
     comparison = [dict(row) for row in compare(analytic, predicted, measured)]
     return {
@@ -44,13 +44,13 @@ def make_record(
         "trace": _trace_section(workload),
         "pool": _pool_section(workload),
         "environment": environment(config.engine.device, str(clock_of(config))),
-        "cost": {**asdict(cost.source), "extrapolated": extrapolated(cost.source, simulated.steps)},
-        "outcome": _outcome(workload, simulated, runs),
+        "cost": {**asdict(cost.source), "extrapolated": simulated.extrapolated},
+        "outcome": _outcome(workload, simulated.outcome, runs),
         "analytic": analytic,
         "simulated": predicted,
         "measured": _measured_section(measured, comparison) if runs else None,
         "comparison": comparison,
-        "levels": _levels(workload, runs, cost, comparison, simulated) if runs else None,
+        "levels": _levels(workload, runs, cost, comparison, simulated.log) if runs else None,
         # Not counted here: an audit that finds a mismatch raises AuditError, and the point fails instead of recording.
         "audit": {"checks": sum(run.audits for run in runs), "mismatches": 0} if runs else None,
         "seconds": dict(seconds),
@@ -95,11 +95,13 @@ def _pool_section(workload: Workload) -> dict[str, Any]:
     }
 
 
-def _outcome(workload: Workload, simulated: RunLog, runs: "Sequence[MeasuredRun]") -> dict[str, Any]:
+def _outcome(
+    workload: Workload, simulated: Mapping[str, int], runs: "Sequence[MeasuredRun]"
+) -> dict[str, Any]:
     """What became of the requests, of the measured runs the worst; dropped ones never entered either side."""
     measured = [_counts(run.log) for run in runs]
     return {
-        "simulated": _counts(simulated),
+        "simulated": dict(simulated),
         "measured": min(measured, key=lambda counts: counts["finished"], default=None),
         "dropped": sum(workload.trace.header.dropped.values()),
     }

@@ -13,7 +13,7 @@ from harness.point.cost import check_cost, cost_model
 from harness.point.devices import check_engine, check_memory
 from harness.point.record import make_record, tables_of
 from harness.point.shapes import pool_shape
-from harness.point.simulate import simulate
+from harness.point.simulate import Prediction, prediction_of, simulate, simulate_metrics
 from harness.point.workload import Workload, build_workload
 from harness.sim.cost import CostModel, PacedCost
 
@@ -35,12 +35,21 @@ class PointResult:
 def check_point(config: RunConfig) -> None:
     """Raises ConfigError for a point that cannot run: trace, sizes, model, cost model. Imports no torch."""
     if config.measure:
+        _check_records(config)
         check_engine(config.engine)
         check_model(config)
         pool = pool_shape(config)
         check_memory(pool.tokens * pool.kv_bytes_per_token, config.engine)
     build_workload(config)
     check_cost(config)
+
+
+def _check_records(config: RunConfig) -> None:
+    if not config.replay.records:
+        raise ConfigError(
+            "replay.records",
+            "false keeps no rows, but a measured point is compared by them; use measure=false or records=true",
+        )
 
 
 def check_model(config: RunConfig) -> None:
@@ -66,12 +75,19 @@ def run_point(config: RunConfig, *, progress: Progress | None = None) -> PointRe
     runs, pace = _measure(config, workload, cost, progress) if config.measure else ([], None)
     paced = PacedCost(cost, pace.ratio) if pace else cost
     predicted_from = time.perf_counter()
-    simulated = simulate(workload, paced, config.decoding.beam_churn)
+    simulated = _predicted(config, workload, paced)
     seconds = {"simulate": time.perf_counter() - predicted_from, "all": time.perf_counter() - started}
     record = make_record(config, workload, paced, simulated, runs, seconds)
     if runs:
         record["pace"] = _pace_section(pace, runs, cost)
-    return PointResult(record, tables_of(simulated, runs))
+    return PointResult(record, tables_of(simulated.log, runs))
+
+
+def _predicted(config: RunConfig, workload: Workload, cost: CostModel) -> Prediction:
+    """The simulation, with its rows or, where nobody asked for them, in constant memory."""
+    if not config.replay.records:
+        return simulate_metrics(workload, cost, config.decoding.beam_churn)
+    return prediction_of(simulate(workload, cost, config.decoding.beam_churn), cost.source)
 
 
 def _pace_section(pace: "Pace | None", runs: "list[MeasuredRun]", cost: CostModel) -> dict[str, Any] | None:

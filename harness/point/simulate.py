@@ -5,13 +5,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.core.request import Request
-from harness.metrics.log import RunLog
-from harness.metrics.totals import Totals
+from harness.metrics import compute_metrics
+from harness.metrics.log import Outcome, RunLog, empty_log
+from harness.metrics.totals import Totals, as_floats, step_totals
 from harness.point.workload import Workload
 from harness.sim.arrivals import Arrivals
-from harness.sim.cost import CostModel
+from harness.sim.cost import CostModel, CostSource
 from harness.sim.executors import Executor, RecordedExecutor, SimulatedExecutor
 from harness.sim.genealogy import BeamGenealogy
+from harness.sim.hull import extrapolated
 from harness.sim.recorder import Recorder
 from harness.sim.replay import Progress, Replay, TimedRequest
 from harness.sim.streaming import StreamingRecorder
@@ -46,12 +48,21 @@ def simulate(
 
 @dataclass(frozen=True)
 class Prediction:
-    """What is known of a simulation whose rows were not kept."""
+    """What a simulation came to; `log` has its rows, and is empty where they were not kept."""
 
     metrics: dict[str, float]
     outcome: dict[str, int]
     extrapolated: dict[str, Any] | None
     totals: Totals
+    log: RunLog
+
+
+def prediction_of(log: RunLog, source: CostSource) -> Prediction:
+    """The same from a log that was kept."""
+    outcomes = log.requests["outcome"]
+    counts = {outcome.name.lower(): int((outcomes == outcome).sum()) for outcome in Outcome}
+    steps = as_floats(log.steps)
+    return Prediction(compute_metrics(log), counts, extrapolated(source, log.steps), step_totals(steps), log)
 
 
 def simulate_metrics(
@@ -79,7 +90,8 @@ def predict(
     Replay(arrivals, scheduler, executor, recorder, live=live, until_ns=until_ns, forget=True).run()
     recorder.finish(scheduler.stats)
     metrics = recorder.metrics(workload.pool.tokens, workload.pool.kv_bytes_per_token)
-    return Prediction(metrics, recorder.outcome, recorder.extrapolated.section(), recorder.totals)
+    log = empty_log(workload.pool.block_size, workload.pool.tokens, workload.pool.kv_bytes_per_token)
+    return Prediction(metrics, recorder.outcome, recorder.extrapolated.section(), recorder.totals, log)
 
 
 def _executor(

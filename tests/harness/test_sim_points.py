@@ -1,0 +1,112 @@
+"""Points of every replay mode: both sides decide alike, and points without rows are reported all the same."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from point_cases import small_config
+
+from harness.cli.main import main
+from harness.config.errors import ConfigError
+from harness.config.normal import normalise
+from harness.config.schema import CostKind, ReplayMode, RunConfig, TraceFormat
+from harness.point import check_point, run_point
+
+
+def closed(config: RunConfig) -> RunConfig:
+    config.replay.users, config.replay.think_s = 3, 0.01
+    return config
+
+
+def poisson(config: RunConfig) -> RunConfig:
+    return config
+
+
+MODES = {
+    ReplayMode.poisson: poisson,
+    ReplayMode.gamma: poisson,
+    ReplayMode.closed: closed,
+    ReplayMode.offline: poisson,
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_measured_durations_give_identical_plans_in_every_replay_mode(
+    mode: ReplayMode, tmp_path: Path
+) -> None:
+    change: Callable[[RunConfig], RunConfig] = MODES[mode]
+    config = change(small_config(tmp_path))
+    config.replay.mode, config.cost.kind = mode, CostKind.roofline
+    record = run_point(config).record
+    assert record["levels"]["counts"]["identical"], record["levels"]["counts"]
+    assert record["outcome"]["measured"]["finished"] == 16
+    assert sum(record["levels"]["attribution"]["e2e_mean"]["share"].values()) == pytest.approx(1)
+
+
+def test_conversations_are_measured_turn_after_turn(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    config.trace.format, config.trace.name = TraceFormat.generated, "chat"
+    config.workload.length_scale, config.workload.num_requests = 0.02, 12
+    config.replay.mode, config.cost.kind = ReplayMode.sessions, CostKind.roofline
+    record = run_point(config).record
+    assert record["levels"]["counts"]["identical"]
+    assert record["outcome"]["measured"]["finished"] == 12
+
+
+def test_a_deadline_leaves_unfinished_requests_in_the_outcome(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    config.measure, config.replay.duration_s = False, 0.05
+    outcome = run_point(config).record["outcome"]["simulated"]
+    assert outcome["unfinished"] > 0
+    assert sum(outcome.values()) == 16
+
+
+def test_metrics_alone_equal_those_of_the_rows(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    config.measure = False
+    kept = run_point(config)
+    config.replay.records = False
+    alone = run_point(config)
+    assert alone.record["simulated"]["span"] == kept.record["simulated"]["span"]
+    assert alone.record["outcome"] == kept.record["outcome"]
+    assert len(kept.tables["steps"]["step"]) > 0
+    assert len(alone.tables["steps"]["step"]) == 0
+
+
+def test_a_measured_point_needs_its_rows(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    config.replay.records = False
+    with pytest.raises(ConfigError, match=r"replay.records: false keeps no rows"):
+        check_point(config)
+
+
+def test_a_table_that_was_not_measured_is_refused_with_the_command_that_makes_it(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    config.cost.kind = CostKind.table
+    with pytest.raises(ConfigError, match="python -m harness calibrate"):
+        check_point(config)
+
+
+def test_heads_that_cannot_be_split_are_refused(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    config.measure, config.device.tensor_parallel = False, 3
+    with pytest.raises(ConfigError, match=r"device.tensor_parallel: found 3, must divide the 4 heads"):
+        run_point(config)
+
+
+def test_settings_of_other_modes_make_no_other_point() -> None:
+    one, other = RunConfig(), RunConfig()
+    other.replay.users, other.replay.think_s, other.replay.burstiness = 99, 5.0, 3.0
+    assert normalise(one) == normalise(other)
+    one.replay.mode = other.replay.mode = ReplayMode.closed
+    assert normalise(one) != normalise(other)
+
+
+@pytest.mark.slow
+def test_a_sweep_without_rows_has_a_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["sweep", "measure=false", "cost=roofline", "replay=streamed", "cache.block_size=8,16"]
+    assert main([*words, "workload.num_requests=20", "workers=1", "out=store"]) == 0
+    assert "Everything finished" in capsys.readouterr().out or (tmp_path / "store" / "report").exists()
