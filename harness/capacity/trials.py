@@ -8,7 +8,7 @@ from harness.capacity.slo import Slo, met
 from harness.config.errors import ConfigError
 from harness.config.schema import ReplayMode, RunConfig
 from harness.point.cost import cost_model
-from harness.point.simulate import Prediction, simulate_metrics
+from harness.point.simulate import simulate_metrics
 from harness.point.workload import build_workload
 
 
@@ -54,24 +54,33 @@ class Trials:
         except ConfigError as error:
             if error.key != "workload.oversize":
                 raise
-            trial = self._trial(config, Prediction({}, {"rejected": 1}, None, {}), fits=False)
+            trial = self._trial(config, {}, {"rejected": 1}, None, fits=False)
         else:
             prediction = simulate_metrics(workload, cost_model(config), config.decoding.beam_churn)
-            trial = self._trial(config, prediction, fits=True)
+            found = (prediction.metrics, prediction.outcome, prediction.extrapolated)
+            trial = self._trial(config, *found, fits=True)
         self.made.append(trial)
         return trial
 
-    def _trial(self, config: RunConfig, prediction: Prediction, *, fits: bool) -> Trial:
-        lost = sum(count for name, count in prediction.outcome.items() if name != "finished")
+    def _trial(
+        self,
+        config: RunConfig,
+        metrics: Mapping[str, float],
+        outcome: Mapping[str, int],
+        extrapolated: Mapping[str, Any] | None,
+        *,
+        fits: bool,
+    ) -> Trial:
+        lost = sum(count for name, count in outcome.items() if name != "finished")
         return Trial(
             config.workload.request_rate,
             config.cache.pool_tokens,
             config.cache.block_size,
             config.workload.seed,
-            prediction.metrics,
-            prediction.outcome,
-            prediction.extrapolated,
-            fits and not lost and met(self._slo, prediction.metrics),
+            metrics,
+            outcome,
+            extrapolated,
+            fits and not lost and met(self._slo, metrics),
         )
 
 
