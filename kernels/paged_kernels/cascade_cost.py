@@ -42,8 +42,8 @@ class CascadeCost:
 H200 = CascadeCost(4.3e12, 8.6e12, 60 << 20, 20e-6)
 
 # One thread of a shared x86 machine, torch path, 4 to 8 KV heads of 64 to 128: gathering and reading gives 2 to 6 GB/s.
-# Interleaved with the flat decode, a cascade took 0.6 to 1.04 of its time over prefixes of 256 to 1024 tokens and 2 to 16
-# rows; the overhead is set so that the cases near 1 stay flat.
+# Interleaved with the flat decode, a cascade took 0.6 to 1.04 of its time over prefixes of 256 to 1024 tokens and 2 to
+# 16 rows; the overhead is set so that the cases near 1 stay flat.
 CPU = CascadeCost(4e9, 8e9, 4 << 20, 2e-3)
 
 
