@@ -26,23 +26,21 @@ def token_ids(request: TraceRequest, *, seed: int, vocab_size: int, first_id: in
             "vocab_size", f"above first_id {first_id} and at most 2^32 expected, found {vocab_size}"
         )
     pieces = [
-        _segment_ids(
-            _stream(request.request_id, index, segment.key, seed), segment.tokens, vocab_size, first_id
+        segment_ids(
+            stream_of(request.request_id, index, segment.key, seed), segment.tokens, vocab_size, first_id
         )
         for index, segment in enumerate(request.segments)
     ]
     return np.concatenate(pieces) if pieces else np.empty(0, dtype=np.int64)
 
 
-def _segment_ids(
-    stream: tuple[int, int], count: int, vocab_size: int, first_id: int
-) -> npt.NDArray[np.int64]:
+def segment_ids(stream: tuple[int, int], count: int, vocab_size: int, first_id: int) -> npt.NDArray[np.int64]:
     """Scale the upper half of each word to the usable ids: multiply and shift, without a bias worth a draw again."""
     scaled = (words(*stream, count) >> _LOW) * np.uint64(vocab_size - first_id) >> _LOW
     return scaled.astype(np.int64) + first_id
 
 
-def _stream(request_id: int, index: int, key: int | None, seed: int) -> tuple[int, int]:
+def stream_of(request_id: int, index: int, key: int | None, seed: int) -> tuple[int, int]:
     """(seed, key) of a segment. Unique segments have another seed, so that no key of the trace can meet theirs."""
     if key is not None:
         return seed, key

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from harness.cli.parser import Arguments
 
-COMMANDS: tuple[str, ...] = ("serve", "bench", "gate", "calibrate", "capacity")
+COMMANDS: tuple[str, ...] = ("trace", "serve", "bench", "gate", "calibrate", "capacity")
 """Names of the commands, in the order of `--help`."""
 
 

@@ -57,10 +57,6 @@ def _command(arguments: Arguments, rooms: Rooms) -> int:
         from harness.cli.showing import show_command
 
         return show_command(arguments)
-    if arguments.command == "trace":
-        from harness.cli.tracing import trace_command
-
-        return trace_command(arguments)
     if arguments.command in COMMANDS:
         return run_command(arguments)
     from harness.cli.stores import report_command, status_command

@@ -66,7 +66,6 @@ def build_parser() -> argparse.ArgumentParser:
     report.add_argument("--out", metavar="DIR", help="write the report here; default: beside the results")
     status = _add(commands, "status", "say what a store has done, and what is left", "status [FOLDER]", "")
     _add_store(status)
-    _add_trace(commands)
     add_commands(commands)
     return parser
 
@@ -101,24 +100,6 @@ def _add_store(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "store", nargs="?", metavar="FOLDER", help="results folder; default: the newest under results/"
     )
-
-
-def _add_trace(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    trace = _add(commands, "trace", "list traces, or look into one", "trace ls | trace inspect TRACE", "")
-    actions = trace.add_subparsers(
-        dest="action", required=True, metavar="ls|inspect", prog="python -m harness trace"
-    )
-    _add(actions, "ls", "list the embedded generators and the public traces", "trace ls", "")
-    inspect = _add(
-        actions,
-        "inspect",
-        "print a trace's statistics",
-        "trace inspect TRACE [--format F] [--requests N]",
-        "",
-    )
-    inspect.add_argument("trace", metavar="TRACE", help="a file, or the name of an embedded generator")
-    inspect.add_argument("--format", default="auto", help="the file's format; default: recognise it")
-    inspect.add_argument("--requests", type=int, default=1000, help="requests to generate (generators only)")
 
 
 def _is_override(word: str) -> bool:

@@ -11,8 +11,9 @@ from math import inf
 from typing import Any, NamedTuple
 
 from harness.config.errors import ConfigError
-from harness.config.paths import check_cache_dir, check_out, check_trace_file
-from harness.config.schema import CachePolicy, DecodingMode, RunConfig, TraceFormat
+from harness.config.paths import check_cache_dir, check_out
+from harness.config.schema import CachePolicy, DecodingMode, RunConfig
+from harness.config.trace_checks import check_trace
 
 
 class Range(NamedTuple):
@@ -74,6 +75,8 @@ RANGES: dict[str, Range] = {
     "workers": Range(0, 1024),
     "workload.request_rate": Range(1e-6, 1e9),  # arrivals are whole microseconds in 64 bits
     "workload.length_scale": Range(1e-6, 1e6),
+    "trace.arrival_rate": Range(1e-6, 1e9),
+    "trace.arrival_shape": Range(0.01, 1000),
     **dict.fromkeys(
         (
             "workload.prefix_zipf",
@@ -97,7 +100,7 @@ RANGES: dict[str, Range] = {
         ),
         _POSITIVE,
     ),
-    **dict.fromkeys(("workload.prefix_share", "decoding.beam_churn"), _SHARE),
+    **dict.fromkeys(("workload.prefix_share", "trace.share", "decoding.beam_churn"), _SHARE),
     "scheduler.watermark": Range(0, 1, open_high=True),
     "replay.burstiness": Range(0.01, 100),
     **dict.fromkeys(
@@ -112,7 +115,7 @@ def check_config(config: RunConfig) -> list[ConfigError]:
     rules: tuple[Callable[[RunConfig], Iterator[ConfigError]], ...] = (
         _ranges,
         _names,
-        _trace,
+        check_trace,
         _pool,
         _width,
         _model,
@@ -136,20 +139,6 @@ def _ranges(config: RunConfig) -> Iterator[ConfigError]:
 def _names(config: RunConfig) -> Iterator[ConfigError]:
     if not re.fullmatch(r"\w[\w.+-]*", config.name):
         yield ConfigError("name", f"found '{config.name}', must be letters, digits and . _ + -")
-
-
-def _trace(config: RunConfig) -> Iterator[ConfigError]:
-    generated, path = config.trace.format is TraceFormat.generated, config.trace.path
-    if generated and path is not None:
-        yield ConfigError(
-            "trace.path", f"found '{path}', but trace.format=generated reads no file; choose trace=azure, ..."
-        )
-    elif not generated and not path:
-        yield ConfigError(
-            "trace.path", f"missing: trace.format={config.trace.format} reads a file; add trace.path=FILE"
-        )
-    elif not generated and path:
-        yield from check_trace_file(path)
 
 
 def _pool(config: RunConfig) -> Iterator[ConfigError]:

@@ -7,8 +7,8 @@ from pathlib import Path
 from harness.config.errors import ConfigError
 
 
-def check_trace_file(path: str) -> Iterator[ConfigError]:
-    """Errors if a trace file is absent, is not a file or cannot be read; its content is for `traces` to judge."""
+def check_trace_file(path: str, may_be_folder: bool = False) -> Iterator[ConfigError]:
+    """Errors if a trace is absent, is no file (or folder) or cannot be read; its content is for `traces` to judge."""
     file = Path(path).expanduser()
     try:
         exists = file.exists()
@@ -17,7 +17,7 @@ def check_trace_file(path: str) -> Iterator[ConfigError]:
         return
     if not exists:
         yield ConfigError("trace.path", f"no such file: '{path}' (looked for {file.absolute()})")
-    elif not file.is_file():
+    elif not file.is_file() and not (may_be_folder and file.is_dir()):
         yield ConfigError("trace.path", f"'{path}' is not a file; name one trace file")
     elif not os.access(file, os.R_OK):
         yield ConfigError("trace.path", f"'{path}' cannot be read: permission denied")

@@ -5,11 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.errors import ConfigError
-from harness.config.schema import RunConfig, TraceFormat
+from harness.config.schema import RunConfig, SharingModel, TraceArrivals, TraceFormat
+from harness.trace.tokenizer import encoder
+from traces.arrivals import ArrivalProcess
 from traces.errors import ParameterError, TraceError
-from traces.synth.generator import generate_trace
 from traces.reading import read_trace
 from traces.reshape import scale_lengths, set_rate, share_prefixes
+from traces.synth.generator import generate_trace
+from traces.synth.sharing import Sharing
 from traces.trace import Trace
 
 _KEYS = {
@@ -19,11 +22,17 @@ _KEYS = {
     "requests_per_s": "workload.request_rate",
     "factor": "workload.length_scale",
     "num_requests": "workload.num_requests",
+    "limit": "workload.num_requests",
     "seed": "workload.seed",
     "table": "trace.name",
     "format": "trace.format",
     "ticks": "trace.ticks",
     "on_error": "trace.on_error",
+    "arrivals": "trace.arrivals",
+    "rate_rps": "trace.arrival_rate",
+    "shape": "trace.arrival_shape",
+    "sharing": "trace.sharing",
+    "tokenizer": "trace.tokenizer",
 }
 _GENERATED = 1000  # requests of a generated trace where `workload.num_requests` is null
 
@@ -51,8 +60,40 @@ def reshaped_trace(config: RunConfig) -> Trace:
 def _source_key(config: RunConfig) -> tuple[Any, ...]:
     """All that decides what is read; a file that changed is read again."""
     trace = config.trace
-    stamp = Path(trace.path).stat().st_mtime_ns if trace.path and Path(trace.path).exists() else 0
-    return (trace.format, trace.name, trace.path, stamp, trace.ticks, trace.on_error, config.workload.seed)
+    reading = (trace.ticks, trace.on_error, trace.sort, trace.tokenizer, config.workload.seed)
+    return (
+        trace.format,
+        trace.name,
+        trace.path,
+        _stamp(trace.path),
+        reading,
+        _arrivals(config),
+        _sharing(config),
+    )
+
+
+def _stamp(path: str | None) -> int:
+    """When the file, or the last file of the folder, was changed."""
+    if not path or not Path(path).exists():
+        return 0
+    place = Path(path)
+    files = (place, *(place.rglob("*") if place.is_dir() else ()))
+    return max((file.stat().st_mtime_ns for file in files), default=0)
+
+
+def _arrivals(config: RunConfig) -> ArrivalProcess | None:
+    trace = config.trace
+    if trace.arrivals is TraceArrivals.recorded:
+        return None
+    assert trace.arrival_rate is not None  # harness.config.trace_checks
+    return ArrivalProcess(str(trace.arrivals), trace.arrival_rate, shape=trace.arrival_shape)
+
+
+def _sharing(config: RunConfig) -> Sharing | None:
+    trace, workload = config.trace, config.workload
+    if trace.sharing is SharingModel.none:
+        return None
+    return Sharing(str(trace.sharing), trace.share, workload.num_prefixes, workload.prefix_zipf)
 
 
 @lru_cache(maxsize=64)
@@ -74,9 +115,19 @@ def _reshaped(
 
 @lru_cache(maxsize=8)
 def _taken(source: tuple[Any, ...], num_requests: int | None) -> Trace:
-    format_, name, path, _, ticks, on_error, seed = source
+    format_, name, path, _, (ticks, on_error, sort, tokenizer, seed), arrivals, sharing = source
     if format_ is TraceFormat.generated:
-        return generate_trace(name, num_requests=num_requests or _GENERATED, seed=seed)
+        count = num_requests or _GENERATED
+        return generate_trace(name, num_requests=count, seed=seed, arrivals=arrivals, sharing=sharing)
     return read_trace(
-        path, str(format_), name=name, ticks=str(ticks), on_error=str(on_error), seed=seed, limit=num_requests
+        path,
+        str(format_),
+        name=name,
+        ticks=str(ticks),
+        on_error=str(on_error),
+        sort=sort,
+        seed=seed,
+        limit=num_requests,
+        arrivals=arrivals,
+        encode=encoder(tokenizer) if tokenizer else None,
     )

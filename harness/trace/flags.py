@@ -1,0 +1,142 @@
+"""Flags that several actions share, and how they choose a trace. Nothing heavy is imported before it is needed."""
+
+import argparse
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+from harness.config.errors import UserError
+
+if TYPE_CHECKING:
+    Actions: TypeAlias = argparse._SubParsersAction[argparse.ArgumentParser]
+    from traces.arrivals import ArrivalProcess
+    from traces.trace import Trace
+
+_ARRIVALS = ("even", "poisson", "gamma", "diurnal", "modulated")
+
+
+def describe(actions: "Actions", name: str, what: str, usage: str, more: str = "") -> argparse.ArgumentParser:
+    """A parser for one action."""
+    return actions.add_parser(
+        name,
+        help=what,
+        description=what[0].upper() + what[1:] + ".",
+        usage=f"python -m harness trace {usage}",
+        epilog=more,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+
+def add_source(parser: argparse.ArgumentParser) -> None:
+    """Which trace, and how to read it."""
+    parser.add_argument(
+        "trace", metavar="TRACE", help="a file or folder, a generator, or a fetched public trace"
+    )
+    parser.add_argument("--format", default="auto", help="the format; default: recognise it by content")
+    parser.add_argument("--requests", type=int, metavar="N", help="the first N requests; generators: 1,000")
+    parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn; default: 0")
+    parser.add_argument(
+        "--ticks", default="keep", help="keep, even or random: arrivals that a coarse clock lumps"
+    )
+    parser.add_argument("--on-error", default="stop", help="stop, or skip and count malformed rows")
+    parser.add_argument("--sort", action="store_true", help="allow rows out of order, and sort them by time")
+    parser.add_argument(
+        "--tokenizer", metavar="PATH", help="folder with tokenizer.json, for traces that hold text"
+    )
+    add_arrivals(parser)
+
+
+def add_arrivals(parser: argparse.ArgumentParser) -> None:
+    """When requests arrive, for sources without a clock and for generators."""
+    parser.add_argument("--arrivals", choices=_ARRIVALS, help="an arrival process; default: as recorded")
+    parser.add_argument(
+        "--rate", type=float, default=1.0, help="its requests (conversations) per second; default: 1"
+    )
+    parser.add_argument("--shape", type=float, default=0.5, help="of gamma arrivals; default: 0.5")
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    """Where to write."""
+    parser.add_argument("--out", metavar="FILE", required=True, help="ends in .jsonl, .jsonl.gz or .parquet")
+    parser.add_argument("--overwrite", action="store_true", help="replace FILE where it exists")
+
+
+def chosen_trace(flags: argparse.Namespace) -> "Trace":
+    """The trace that the flags name; raises UserError."""
+    from harness.trace.cache import cached_trace
+    from harness.trace.tokenizer import encoder
+    from traces.reading import read_trace
+    from traces.synth.generator import GENERATORS, generate_trace
+
+    if flags.trace in GENERATORS and not Path(flags.trace).exists():
+        count = 1000 if flags.requests is None else flags.requests
+        return generate_trace(
+            flags.trace, num_requests=count, seed=flags.seed, arrivals=chosen_arrivals(flags)
+        )
+    path = cached_trace(flags.trace)
+    return read_trace(
+        path,
+        flags.format,
+        ticks=flags.ticks,
+        on_error=flags.on_error,
+        seed=flags.seed,
+        limit=flags.requests,
+        sort=flags.sort,
+        arrivals=chosen_arrivals(flags),
+        encode=encoder(flags.tokenizer) if flags.tokenizer else None,
+    )
+
+
+def chosen_arrivals(flags: argparse.Namespace) -> "ArrivalProcess | None":
+    """The arrival process that the flags name, if any."""
+    from traces.arrivals import ArrivalProcess
+
+    return ArrivalProcess(flags.arrivals, flags.rate, shape=flags.shape) if flags.arrivals else None
+
+
+def answers(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+    """An action whose mistakes of the user are sentences, never tracebacks."""
+
+    @wraps(run)
+    def guarded(flags: argparse.Namespace) -> int:
+        from traces.errors import ParameterError, TraceError
+
+        try:
+            return run(flags)
+        except TraceError as error:
+            raise UserError(f"{error}{_hint(error)}") from error
+        except ParameterError as error:
+            raise UserError(_flag_sentence(error.parameter, error.reason)) from error
+
+    return guarded
+
+
+_FLAGS = {
+    "format": "--format",
+    "ticks": "--ticks",
+    "on_error": "--on-error",
+    "seed": "--seed",
+    "limit": "--requests",
+    "num_requests": "--requests",
+    "arrivals": "--arrivals",
+    "rate_rps": "--rate",
+    "requests_per_s": "--rate",
+    "shape": "--shape",
+    "tokenizer": "--tokenizer",
+    "share": "--share",
+    "num_prefixes": "--count",
+    "zipf": "--zipf",
+    "factor": "--lengths",
+}
+
+
+def _flag_sentence(parameter: str, reason: str) -> str:
+    return f"{_FLAGS.get(parameter, parameter)}: {reason}"
+
+
+def _hint(error: Exception) -> str:
+    if "arrival process is required" in str(error):
+        return "; here: --arrivals poisson --rate 1"
+    return "; here: --tokenizer FOLDER" if "must be tokenised" in str(error) else ""
