@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from engine.core.plan import StepPlan, StepResult
 from engine.core.request import Decoding, Request
+from harness.sim.branches import BranchEnds, BranchSurvival, DraftAcceptance
 from harness.sim.clock import NS_PER_S, to_ns
 from harness.sim.cost import Amount, CostModel
 from harness.sim.features import FeatureMeter, Stretch
@@ -15,6 +16,7 @@ from harness.sim.genealogy import Genealogy
 
 _ONE_BY_ONE = 10  # further steps of a fast-forward up to which numbers are quicker than arrays
 _NO_PHASES: Mapping[str, float] = MappingProxyType({})
+_NOTHING: Mapping[int, Any] = MappingProxyType({})
 
 
 class StepTiming(NamedTuple):
@@ -48,7 +50,11 @@ class Executor(Protocol):
 
 
 class SimulatedExecutor:
-    """Seconds from a cost model, beams from a genealogy model. `requests` by id may grow while the replay runs."""
+    """Seconds from a cost model, beams from a genealogy model. `requests` by id may grow while the replay runs.
+
+    `survival` lets branches of sampled requests end before their pinned length, `acceptance` says how drafts fare
+    (None: all are rejected). Ends are drawn step by step, so that there is no fast-forward with them.
+    """
 
     def __init__(
         self,
@@ -58,8 +64,12 @@ class SimulatedExecutor:
         genealogy: Genealogy,
         *,
         fast_forward: bool = True,
+        survival: BranchSurvival | None = None,
+        acceptance: DraftAcceptance | None = None,
     ) -> None:
-        self.max_repeat = 1 << 30 if fast_forward else 1
+        self.max_repeat = 1 << 30 if fast_forward and survival is None else 1
+        self._ends = BranchEnds(survival, requests) if survival else None
+        self._acceptance = acceptance
         self._cost = cost
         self._block_size = block_size
         self._meter = FeatureMeter(requests, block_size)
@@ -75,7 +85,12 @@ class SimulatedExecutor:
         ns, attention = self._prices(plan, features, horizon_ns)
         self._meter.took(features, len(ns))
         self._timing = StepTiming(ns, attention, features=features)
-        return StepResult(repeat=len(ns), parents=self._parents.of(plan))
+        return StepResult(
+            repeat=len(ns),
+            parents=self._parents.of(plan),
+            ended=self._ends.of(plan) if self._ends else _NOTHING,
+            accepted=self._acceptance.of(plan) if self._acceptance else _NOTHING,
+        )
 
     def end(self) -> StepTiming:
         """The prices of the steps taken."""

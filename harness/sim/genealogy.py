@@ -9,9 +9,8 @@ probability proportional to `a` plus the places it got before; infinite is unifo
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
-_MASK = 2**64 - 1
-_GOLDEN = 0x9E3779B97F4A7C15
-_SCALE = 2**32
+from harness.sim.draws import SCALE, Draws
+
 EVEN = 1e6
 """Evenness from which places are shared out uniformly."""
 
@@ -40,9 +39,9 @@ class BeamGenealogy:
 
     def parents(self, request_id: int, generated: int, width: int) -> list[int]:
         """Survivors are a random subset; each has a child, and an urn shares out the places left."""
-        draw = _Draws(self._seed, request_id, generated)
+        draw = Draws(self._seed, request_id, generated)
         mean = width * (1 - self.churn_of(width))
-        survivors = min(width, max(1, int(mean) + (draw.below(_SCALE) < (mean - int(mean)) * _SCALE)))
+        survivors = min(width, max(1, int(mean) + (draw.below(SCALE) < (mean - int(mean)) * SCALE)))
         beams = list(range(width))
         for place in range(width - survivors):  # the first places of a partial shuffle are dropped
             other = place + draw.below(width - place)
@@ -50,13 +49,13 @@ class BeamGenealogy:
         chosen = beams[width - survivors :]
         return sorted(chosen + self._further(draw, chosen, width - survivors, width))
 
-    def _further(self, draw: "_Draws", survivors: Sequence[int], places: int, width: int) -> list[int]:
+    def _further(self, draw: Draws, survivors: Sequence[int], places: int, width: int) -> list[int]:
         """An urn without counters: a fresh survivor with probability a d / (a d + places given), else a copy."""
         evenness = _nearest(self._evenness, width, EVEN)
         given: list[int] = []
         for _ in range(places):
             fresh = evenness * len(survivors)
-            if evenness >= EVEN or not given or draw.below(_SCALE) < fresh / (fresh + len(given)) * _SCALE:
+            if evenness >= EVEN or not given or draw.below(SCALE) < fresh / (fresh + len(given)) * SCALE:
                 given.append(survivors[draw.below(len(survivors))])
             else:
                 given.append(given[draw.below(len(given))])
@@ -85,20 +84,3 @@ def _nearest(known: Mapping[int, float], width: int, otherwise: float) -> float:
     if not known:
         return otherwise
     return known[min(known, key=lambda other: (abs(other - width), other))]
-
-
-class _Draws:
-    """Uniform integers from a counter: the SplitMix64 mixer (Steele, Lea and Flood 2014) over a key of the place."""
-
-    def __init__(self, seed: int, request_id: int, generated: int) -> None:
-        self._state = (
-            seed * 0xA0761D6478BD642F ^ request_id * 0xD1B54A32D192ED03 ^ generated * _GOLDEN
-        ) & _MASK
-
-    def below(self, limit: int) -> int:
-        """A whole number from 0 to `limit - 1`."""
-        self._state = (self._state + _GOLDEN) & _MASK
-        word = self._state
-        word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _MASK
-        return ((word ^ (word >> 31)) * limit) >> 64
