@@ -14,7 +14,7 @@ from harness.gate.resource.rules import judge as judge_one
 from harness.gate.resource.sass import Instructions, count
 
 GOOD = Resources(
-    registers=96, stack_bytes=0, spill_bytes=0, shared_bytes=67_072, depth=2, instructions=1400,
+    registers=96, stack_bytes=0, shared_bytes=67_072, depth=2, instructions=1400,
     wide_loads=48, narrow_loads=41, local=0, hmma=32, hgmma=12,
 )  # fmt: skip
 
@@ -115,7 +115,7 @@ def test_better_figures_and_slightly_more_code_pass() -> None:
 
 
 def test_a_baseline_with_spills_excuses_nothing() -> None:
-    spilling = replace(GOOD, spill_bytes=64, local=16)
+    spilling = replace(GOOD, stack_bytes=64, local=16)
     assert judge_one("kernel sm_80", 80, spilling, spilling).verdict is Verdict.regressed
 
 

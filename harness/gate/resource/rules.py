@@ -21,8 +21,8 @@ def judge(case: str, capability: int, now: Resources, before: Resources) -> Find
 
 def broken(capability: int, now: Resources) -> Iterator[str]:
     """What no baseline excuses."""
-    if now.spill_bytes or now.local:
-        yield f"spills: {now.spill_bytes} B and {now.local} accesses to local memory"
+    if now.stack_bytes or now.local:
+        yield f"spills: {now.stack_bytes} B of stack and {now.local} accesses to local memory"
     if now.shared_bytes > SHARED_LIMIT_BYTES[capability]:
         limit = SHARED_LIMIT_BYTES[capability]
         yield f"shared memory {now.shared_bytes:,} B does not fit sm_{capability} ({limit:,} B): it cannot launch"
