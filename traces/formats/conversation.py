@@ -13,6 +13,7 @@ import numpy as np
 from traces.blocks import BlockSegments
 from traces.chain import ChainMemory
 from traces.errors import RowError
+from traces.formats.conversation_totals import check_totals
 from traces.jsonl import count, integers, kind, microseconds, read_object, require_keys, text
 from traces.rows import Row, note
 from traces.trace import AFTER
@@ -80,7 +81,7 @@ def read_conversation(document: str, file_number: int, first_id: int) -> Convers
             _add_nested(line, entry, place)
         else:
             _add_turn(line, entry, place)
-    _check_totals(record, entries)
+    check_totals(record, entries)
     inputs = tuple(row.prompt_tokens for row in line.rows)
     digest = hashlib.sha256(repr(record["requests"]).encode()).hexdigest()
     return Conversation(name, block, tuple(line.rows), inputs, digest, line.noted)
@@ -240,21 +241,3 @@ def _request(line: _Timeline, entry: Record, place: str, start_us: int, more: di
         BlockSegments(keys, line.block, prompt),
         {**more, "model": model and str(model)},
     )
-
-
-def _check_totals(record: Record, entries: list[Record]) -> None:
-    """The stated sums of input and output tokens, of the conversation and of its nested agents."""
-    totals = record.get("totals")
-    if not isinstance(totals, dict):
-        return
-    nested = [entry for entry in entries if entry.get("type") == "subagent"]
-    own = [entry for entry in entries if entry.get("type") != "subagent"]
-    groups = {"parent_tokens": own, "subagent_tokens": [r for entry in nested for r in entry["requests"]]}  # type: ignore[attr-defined]
-    for group, requests in groups.items():
-        stated = totals.get(group)
-        if not isinstance(stated, dict):
-            continue
-        for side, key in (("input", "in"), ("output", "out")):
-            found = sum(request[key] for request in requests)
-            if stated.get(side, found) != found:
-                raise RowError("totals", f"{group}.{side} states {stated[side]}, the requests sum to {found}")
