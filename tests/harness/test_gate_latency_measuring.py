@@ -1,0 +1,62 @@
+"""The latency layer's way from a case to ratios, on the CPU with torch's attention in the twin's place."""
+
+import pytest
+
+from harness.bench.kernels import names
+from harness.bench.kernels.grid import CaseSpec
+from harness.gate.kernels import kernel_digest
+from harness.gate.latency import interleaving
+from harness.gate.latency.measuring import measure
+
+torch = pytest.importorskip("torch")
+TINY = {"batch": 2, "context": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "dtype": "fp32"}
+
+
+@pytest.fixture
+def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interleaving, "FEWEST", 10)
+    monkeypatch.setattr(interleaving, "MOST", 10)
+    monkeypatch.setattr(names, "CONTIGUOUS", "sdpa")
+    torch.set_num_threads(1)
+
+
+@pytest.mark.usefixtures("few_rounds")
+def test_decode_and_prefill_give_a_ratio_to_each_yardstick() -> None:
+    decode, prefill = CaseSpec(**TINY), CaseSpec(**TINY, queries=32)
+    found = measure([decode, prefill], torch.device("cpu"), "a CPU", lambda line: None)
+    assert list(found.cases) == [
+        *(f"{decode.name} / sdpa", f"{decode.name} / copy"),
+        *(f"{prefill.name} / sdpa", f"{prefill.name} / matmul"),
+    ]
+    assert all(len(values["ratios"]) == 10 and min(values["ratios"]) > 0 for values in found.cases.values())
+    assert found.made_on["device"] == "a CPU"
+    assert found.kernels == kernel_digest()
+
+
+@pytest.mark.usefixtures("few_rounds")
+def test_a_case_that_fails_is_left_out_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    from paged_kernels.providers.ours import Paged
+
+    prepare = Paged.prepare
+
+    def broken_for_blocks_of_8(self, case):
+        if case.block_size == 8:
+            raise RuntimeError("no such device function")
+        return prepare(self, case)
+
+    monkeypatch.setattr(Paged, "prepare", broken_for_blocks_of_8)
+    bad, good = CaseSpec(**TINY, block_size=8), CaseSpec(**TINY)
+    found = measure([bad, good], torch.device("cpu"), "a CPU", lambda line: None)
+    assert list(found.cases) == [f"{good.name} / sdpa", f"{good.name} / copy"]
+    assert found.remarks == (f"{bad.name} was not timed: RuntimeError: no such device function",)
+
+
+@pytest.mark.usefixtures("few_rounds")
+def test_a_kernel_that_computes_something_else_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from paged_kernels.providers.ours import Paged
+
+    prepare = Paged.prepare
+    monkeypatch.setattr(Paged, "prepare", lambda self, case: lambda: prepare(self, case)() * 1.01)
+    found = measure([CaseSpec(**TINY)], torch.device("cpu"), "a CPU", lambda line: None)
+    assert found.cases == {}
+    assert "DisagreementError" in found.remarks[0]
