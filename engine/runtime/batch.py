@@ -26,8 +26,11 @@ class StepBatch:
     position_ids: torch.Tensor  # [1, tokens]
     slots: torch.Tensor  # where each token's K and V go
     layout: StepLayout
-    sampled: tuple[Row, ...]  # rows whose last logits are wanted, in the order of `logit_index`
-    logit_index: torch.Tensor  # [sampled rows], the flat position of each one's last token
+    sampled: tuple[
+        Row, ...
+    ]  # whose last logits are wanted, in the order of `logit_index`; of a row with drafts one
+    # entry for every position that verifies or follows a draft
+    logit_index: torch.Tensor  # [sampled], the flat position of each one's last token
 
 
 def build_batch(
@@ -44,18 +47,31 @@ def build_batch(
         prefills.append(prefill)
         parts.append(columns)
         start += row.query_len
-    ordered = [*singles, *chunks]
-    last = np.cumsum([row.query_len for row in ordered]) - 1
-    wanted = [index for index, row in enumerate(ordered) if row.samples]
+    sampled, places = _wanted([*singles, *chunks])
     ids, positions, slots = torch.from_numpy(np.concatenate(parts, axis=1)).to(device)
     return StepBatch(
         input_ids=ids.unsqueeze(0),
         position_ids=positions.unsqueeze(0),
         slots=slots,
         layout=StepLayout(tables, lengths, prefills),
-        sampled=tuple(ordered[index] for index in wanted),
-        logit_index=torch.from_numpy(last[wanted]).to(device),
+        sampled=tuple(sampled),
+        logit_index=torch.tensor(places, dtype=torch.int64, device=device),
     )
+
+
+def _wanted(ordered: Sequence[Row]) -> tuple[list[Row], list[int]]:
+    """Whose logits are wanted, and where they stand in the flat batch."""
+    sampled, places, end = [], [], 0
+    for row in ordered:
+        end += row.query_len
+        if row.drafts:
+            for behind in range(row.drafts, -1, -1):
+                sampled.append(row._replace(query_len=row.query_len - behind, drafts=0))
+                places.append(end - 1 - behind)
+        elif row.samples:
+            sampled.append(row)
+            places.append(end - 1)
+    return sampled, places
 
 
 def _context_len(row: Row) -> int:

@@ -21,6 +21,7 @@ class Choice:
     others of their request, and requests whose logits are NaN."""
 
     parents: dict[int, list[int]] = field(default_factory=dict)
+    accepted: dict[int, int] = field(default_factory=dict)  # draft tokens that were right
     finished: set[int] = field(default_factory=set)
     ended: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     failed: dict[int, NaNLogitsError] = field(default_factory=dict)
@@ -76,6 +77,7 @@ class TokenChooser:
         generations: Mapping[int, Generation],
         choice: Choice,
     ) -> None:
+        draws, tokens = _verified(draws, tokens, generations, choice)
         note_logprobs(draws, tokens, logits, generations)
         for draw, token in zip(draws, tokens, strict=True):
             generation = generations[draw.request_id]
@@ -86,6 +88,29 @@ class TokenChooser:
                 choice.finished.add(draw.request_id)
             else:
                 choice.ended[draw.request_id].append(draw.branch)
+
+
+def _verified(
+    draws: Sequence[Draw], tokens: Sequence[int], generations: Mapping[int, Generation], choice: Choice
+) -> tuple[Sequence[Draw], Sequence[int]]:
+    """What is left when draft tokens meet the model's own: up to the first that differs or ends the sequence."""
+    if not any(generations[draw.request_id].proposed for draw in draws):
+        return draws, tokens
+    kept: list[tuple[Draw, int]] = []
+    closed: set[int] = set()
+    for draw, token in sorted(zip(draws, tokens, strict=True), key=lambda pair: pair[0].position):
+        if draw.request_id in closed:
+            continue
+        generation, request_id = generations[draw.request_id], draw.request_id
+        kept.append((draw, token))
+        if generation.proposed:
+            ahead = choice.accepted[request_id] = choice.accepted.get(request_id, -1) + 1
+            right = ahead < len(generation.proposed) and token == generation.proposed[ahead]
+            if not right or token in generation.rules.end_ids:
+                closed.add(request_id)
+    for request_id in choice.accepted:
+        generations[request_id].proposed = []
+    return [draw for draw, _ in kept], [token for _, token in kept]
 
 
 def nan_rows(step: int, rows: Sequence[Row], best: torch.Tensor) -> dict[int, NaNLogitsError]:

@@ -14,7 +14,7 @@ import torch
 from engine.core.identity import TokenIdentity
 from engine.core.outcome import CommitReport
 from engine.core.plan import StepPlan, StepResult
-from engine.core.request import Request
+from engine.core.request import Request, Speculation, SpeculationMode
 from engine.core.scheduler import Scheduler
 from engine.runtime.admission import check_prompt, engine_limits, token_ids_of
 from engine.runtime.counters import EngineCounters
@@ -41,6 +41,7 @@ class Engine:
         options: EngineOptions | None = None,
         *,
         tokenizer: Tokenizer | None = None,
+        draft: LoadedModel | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.loaded, self.options, self.tokenizer = loaded, options or EngineOptions(), tokenizer
@@ -57,6 +58,7 @@ class Engine:
             memory_bytes=options.kv_cache_memory_bytes,
             utilization=options.gpu_memory_utilization,
             useful_tokens=useful,
+            lanes_bytes_per_token=draft.kv_bytes_per_token if draft else 0,
         )
         longest = min(self.limits.max_model_len or loaded.max_position, self.capacity.tokens)
         self.limits = replace(self.limits, max_model_len=longest)
@@ -72,7 +74,11 @@ class Engine:
             temperature=options.temperature,
             seed=options.seed,
             isolate=True,
+            draft=draft,
             clock=clock,
+        )
+        self._speculation = (
+            Speculation(options.draft_tokens, SpeculationMode(options.draft_mode)) if draft else None
         )
         self.counters = EngineCounters()
         self._clock = clock
@@ -111,7 +117,8 @@ class Engine:
         most = check_prompt(ids, params, self.loaded, self.limits)
         array, number = np.array(ids, dtype=np.int64), self._next
         identity = TokenIdentity(number, array, salt=f"epoch {self._epoch}" if self._epoch else "")
-        request = Request(number, len(ids), most, params.width, params.decoding, identity, priority)
+        request = Request(number, len(ids), most, params.width, params.decoding, identity, priority,
+            self._speculation if params.width == 1 else None)  # fmt: skip
         self.scheduler.submit(request)
         self._next += 1
         self.runner.add(request, array, params.rules(self.loaded.end_ids))
@@ -190,7 +197,7 @@ class Engine:
         for number in report.emitted:
             ticket = self._by_number[number]
             metrics = ticket.metrics
-            self.counters.note_tokens(metrics, ticket.generation.growing)
+            self.counters.note_tokens(metrics, report.tokens.get(number, ticket.generation.growing))
             metrics.note_tokens(now)
             if number in done:
                 continue
@@ -227,8 +234,11 @@ class Engine:
         if ticket.error is not None:
             reason = "error"
         metrics.finished_s = self._clock()
-        metrics.output_tokens = sum(len(ids) for ids in ticket.generation.outputs())
-        metrics.preemptions = stats.preemptions if stats else 0
+        lengths = [len(ids) for ids in ticket.generation.outputs()]
+        metrics.output_tokens, metrics.longest = sum(lengths), max(lengths, default=0)
+        if stats is not None:
+            metrics.preemptions = stats.preemptions
+            metrics.drafted_tokens, metrics.accepted_tokens = stats.drafted_tokens, stats.accepted_tokens
         output = self._last_output(ticket, reason)
         self.runner.forget(number)
         for book in (self._by_number, self._watched):

@@ -6,11 +6,15 @@ slot that nobody wrote surfaces as NaN in the logits.
 """
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from engine.runtime.probe import LayerShape
 from paged_kernels.torch_cache import copy_blocks
+
+if TYPE_CHECKING:
+    from engine.runtime.model import LoadedModel
 
 POISON = float("nan")
 
@@ -109,3 +113,15 @@ class KVPool:
 def _host_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Pages that a GPU copies from and to without a detour, where there is one."""
     return torch.empty(*shape, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+def pool_for(loaded: "LoadedModel", *, num_blocks: int, block_size: int, host_blocks: int = 0) -> KVPool:
+    """A model's pool, on its device and in its type."""
+    return KVPool(
+        loaded.kv_shapes,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        dtype=loaded.dtype,
+        device=loaded.device,
+        host_blocks=host_blocks,
+    )

@@ -19,8 +19,8 @@ __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
 class LLM:
     """A model with a paged KV cache behind a continuous-batching scheduler.
 
-    `model` is a checkpoint directory, a shape for random weights, or a loaded model. Further keywords are those of
-    `EngineOptions`. The prefix cache lives on between calls.
+    `model` is a checkpoint directory, a shape for random weights, or a loaded model. A `draft` model proposes tokens
+    that the model verifies. Further keywords are those of `EngineOptions`. The prefix cache lives on between calls.
     """
 
     def __init__(
@@ -28,6 +28,7 @@ class LLM:
         model: str | Path | ModelSpec | LoadedModel,
         *,
         tokenizer: Tokenizer | None = None,
+        draft: ModelSpec | LoadedModel | None = None,
         device: str = "cpu",
         dtype: str = "float32",
         **options: Any,
@@ -39,7 +40,9 @@ class LLM:
                 tokenizer = load_tokenizer(model.path)
             model = load_model(model, device=device)
         self.loaded = model
-        self.engine = Engine(model, EngineOptions(**options), tokenizer=tokenizer)
+        if isinstance(draft, ModelSpec):
+            draft = load_model(draft, device=device)
+        self.engine = Engine(model, EngineOptions(**options), tokenizer=tokenizer, draft=draft)
         self.scheduler = self.engine.scheduler
         self.runner = self.engine.runner
         self._next_id = 0

@@ -5,6 +5,7 @@ from enum import StrEnum
 
 from engine.core.limits import SchedulerLimits
 from engine.core.manager import KVCacheManager
+from engine.core.request import SpeculationMode
 from engine.core.reservation import Placement, Reservation
 
 
@@ -41,6 +42,8 @@ class EngineOptions:
     audit_every: int = 16
     temperature: float = 1.0  # of requests that set none: those of a replay
     seed: int = 0
+    draft_tokens: int = 4  # proposed a step, where the engine has a draft model
+    draft_mode: SpeculationMode | str = SpeculationMode.LOOKAHEAD
     pack_weights: bool | None = (
         None  # CPU: keep linear weights in the order the matrix kernels read; None: if small
     )

@@ -22,8 +22,11 @@ class RequestMetrics:
     prompt_tokens: int = 0
     cached_tokens: int = 0  # of the prompt, found in the prefix cache
     output_tokens: int = 0  # of all sequences
+    longest: int = 0  # tokens of the longest sequence
     steps: int = 0  # in which the request got tokens
     preemptions: int = 0
+    drafted_tokens: int = 0  # proposed by the draft model
+    accepted_tokens: int = 0  # of them
 
     def note_tokens(self, now_s: float) -> None:
         """A step gave tokens."""
@@ -44,7 +47,7 @@ class RequestMetrics:
         """Time per output token after the first, of one sequence: (E2E - TTFT) / (tokens - 1)."""
         if self.first_token_s is None or self.last_token_s is None or self.steps < 2:
             return None
-        return (self.last_token_s - self.first_token_s) / (self.steps - 1)
+        return (self.last_token_s - self.first_token_s) / (max(self.longest, self.steps) - 1)
 
     @property
     def queue_s(self) -> float | None:

@@ -24,11 +24,12 @@ REFUSED_TYPES: Mapping[str, str] = {
     "falcon_mamba": _NO_KV,
     "rwkv": _NO_KV,
     "stablelm": _DROPS_KEYWORDS,
+    "nemotron": _DROPS_KEYWORDS,
     "llama4": _MASK_ONLY,
     "llama4_text": _MASK_ONLY,
 }
 
-_REFUSED_ROPE = {
+REFUSED_ROPE = {
     "dynamic": "its rotation changes with the longest sequence of a batch, so one request would alter another",
     "longrope": "its rotation switches with the longest sequence of a batch, so one request would alter another",
 }
@@ -40,8 +41,8 @@ def check_config(name: str, config: Mapping[str, Any]) -> None:
     if kind in REFUSED_TYPES:
         raise ModelError(f"model {name}: {kind} cannot run on paged KV: {REFUSED_TYPES[kind]}")
     for rope in _rope_types(config):
-        if rope in _REFUSED_ROPE:
-            raise ModelError(f"model {name}: RoPE type {rope!r} is refused: {_REFUSED_ROPE[rope]}")
+        if rope in REFUSED_ROPE:
+            raise ModelError(f"model {name}: RoPE type {rope!r} is refused: {REFUSED_ROPE[rope]}")
 
 
 def _rope_types(config: Mapping[str, Any]) -> Iterator[str]:

@@ -1,24 +1,25 @@
 """The measured executor: runs a step plan on the model and says what was sampled and how long each part took."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from engine.core.errors import CoreError
-from engine.core.plan import IntArray, StepPlan, StepResult
+from engine.core.plan import IntArray, Row, StepPlan, StepResult
 from engine.core.request import Request
 from engine.runtime.batch import StepBatch, build_batch
 from engine.runtime.choosing import Choice, TokenChooser
+from engine.runtime.drafting import Drafter
 from engine.runtime.errors import AuditError, NaNLogitsError
 from engine.runtime.kernels import AttentionPlan, plan_attention
-from engine.runtime.kv_pool import KVPool
+from engine.runtime.kv_pool import pool_for
 from engine.runtime.lanes import Lanes
 from engine.runtime.model import LoadedModel
 from engine.runtime.rules import PLAIN, DecodingRules
 from engine.runtime.sequences import Generation
-from engine.runtime.spans import ClockSpans, CudaSpans, Spans
+from engine.runtime.spans import NO_SPANS, ClockSpans, CudaSpans, Spans
 from engine.runtime.step import PagedStep
 from paged_kernels import resolve_backend
 
@@ -60,6 +61,7 @@ class Runner:
         temperature: float = 1.0,
         seed: int = 0,
         isolate: bool = False,
+        draft: LoadedModel | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if audit not in AUDITS or audit_every < 1 or temperature <= 0:
@@ -68,15 +70,8 @@ class Runner:
                 f"temperature {temperature} above 0"
             )
         self.backend = resolve_backend(backend, loaded.device)
-        self.pool = KVPool(
-            loaded.kv_shapes,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            dtype=loaded.dtype,
-            device=loaded.device,
-            host_blocks=host_blocks,
-        )
-        self._lanes = Lanes([self.pool])
+        sizes = {"num_blocks": num_blocks, "block_size": block_size, "host_blocks": host_blocks}
+        self.pool = pool_for(loaded, **sizes)
         self.audits = 0  # how many steps were audited
         self.failures: dict[int, NaNLogitsError] = {}  # by request, until the owner of the runner takes them
         self._isolate = isolate
@@ -88,6 +83,10 @@ class Runner:
         self._on_cuda = loaded.device.type == "cuda"
         self._spans: Spans = CudaSpans() if self._on_cuda else ClockSpans(clock)
         self._generations: dict[int, Generation] = {}
+        self.drafter: Drafter | None = None
+        if draft is not None:
+            self.drafter = Drafter(draft, loaded, pool_for(draft, **sizes), self.backend, NO_SPANS)
+        self._lanes = Lanes([self.pool, *([self.drafter.pool] if self.drafter else [])])
 
     # -- requests ------------------------------------------------------------------------------------------
 
@@ -132,28 +131,43 @@ class Runner:
         if self._poisons:
             self._lanes.void(plan)
         poisoned = self._now()
-        batch = build_batch(plan.rows, self._generations, self.pool.block_size, self.pool.device)
+        rows = self._rows(plan)
+        self._lanes.fill(plan)
+        if self.drafter is not None:
+            self.drafter.propose(plan.step, rows, self._generations)
+        filled = self._now()
+        batch = build_batch(rows, self._generations, self.pool.block_size, self.pool.device)
         attention = plan_attention(batch.layout, self.pool, self._loaded.workspace, self.backend)
         built = self._now()
-        self._lanes.fill(plan)
         logits = self._forward(batch, attention)
         ran = self._now()
         self._audit(plan)
         audited = self._now()
         choice = self._choose(plan, batch, logits)
+        if self.drafter is not None:
+            self.drafter.catch_up(rows, self._generations, choice.accepted)
         times = StepTimes(
-            build_s=built - poisoned,
-            forward_s=ran - built + saved - start,
+            build_s=built - filled,
+            forward_s=ran - built + filled - poisoned + saved - start,
             attention_s=self._spans.total_s(),
             sample_s=self._now() - audited,
             audit_s=poisoned - saved + audited - ran,
         )
         over = frozenset(choice.finished.union(choice.failed))
-        return StepResult(parents=choice.parents, finished=over, ended=choice.ended), times
+        result = StepResult(
+            parents=choice.parents, finished=over, ended=choice.ended, accepted=choice.accepted
+        )
+        return result, times
 
     def written_slots(self) -> int:
         """Usable slots that hold numbers; the books' tokens and cached slots unless `audit` is off."""
         return self.pool.written_slots()
+
+    def _rows(self, plan: StepPlan) -> Sequence[Row]:
+        """The plan's rows; drafts that are written into a fork are still tokens of the one sequence."""
+        if self.drafter is None:
+            return plan.rows
+        return [row._replace(branch=0) if row.drafts else row for row in plan.rows]
 
     def _forward(self, batch: StepBatch, attention: AttentionPlan) -> torch.Tensor:
         """Logits `[sampled rows, vocab]` in float32."""

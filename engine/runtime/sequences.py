@@ -39,6 +39,7 @@ class Generation:
         self.tokens[:, : request.prompt_tokens] = prompt_ids
         self.known = [request.prompt_tokens] * request.width
         self.ends: list[int | None] = [None] * request.width
+        self.proposed: list[int] = []  # draft tokens of the step under way, behind the last known token
         self.logprobs: list[list[TokenLogprobs]] = [[] for _ in range(request.width)]
         is_beam = request.decoding is Decoding.BEAM
         self.search = BeamSearch(request.width, request.output_tokens, rules) if is_beam else None
@@ -76,6 +77,11 @@ class Generation:
         self.known[branch] = position + 1
         if token in self.rules.end_ids and self.ends[branch] is None and self.search is None:
             self.ends[branch] = position + 1 - self.request.prompt_tokens
+
+    def propose(self, position: int, token: int) -> None:
+        """Note a draft token for `position`; it stands there until it is verified or replaced."""
+        self.proposed.append(token)
+        self.tokens[0, position] = token
 
     def reparent(self, parents: Sequence[int]) -> None:
         """Let branch i continue what branch `parents[i]` generated."""

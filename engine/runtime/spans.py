@@ -64,3 +64,20 @@ class CudaSpans:
         milliseconds = [float(began.elapsed_time(ended)) for began, ended in self._stretches]
         self._stretches.clear()
         return sum(milliseconds) / 1e3
+
+
+class NoSpans:
+    """Times nothing: for passes that are not the model's own."""
+
+    def begin(self) -> None:
+        """Nothing begins."""
+
+    def end(self, began: None) -> None:
+        """Nothing ends."""
+
+    def total_s(self) -> float:
+        """No time."""
+        return 0.0
+
+
+NO_SPANS = NoSpans()

@@ -4,17 +4,7 @@ import functools
 
 import numpy as np
 import pytest
-
-SHAPE = {
-    "layers": 2,
-    "hidden": 64,
-    "heads": 4,
-    "head_dim": 16,
-    "intermediate": 96,
-    "vocab": 512,
-    "max_position": 256,
-    "initializer_range": 0.2,
-}
+from tiny_models import SHAPE
 
 
 @functools.cache

@@ -1,95 +1,159 @@
-"""Other families run unchanged through `adopt_model`: windows, sinks, softcaps, MLA's unequal widths, experts."""
+"""Every family equals transformers' `generate()` token for token in float32, however memory and work are cut up.
 
-import numpy as np
+`make test` runs every pair of (family, block size, tokens a step, prefix caching, preemption, lengths) for the families
+that differ most, a row for each of the others, and a reservation policy for all; `PAGETWIN_GRID=1` runs the whole grid.
+The table of families in the documents is this test's.
+"""
+
+import functools
+import os
+from pathlib import Path
+
 import pytest
+from families import (
+    BUDGETS,
+    CONTIGUOUS,
+    FAMILIES,
+    LONG,
+    NEW,
+    SHORT,
+    all_runs,
+    build,
+    pairwise,
+    prompts,
+    runs_of,
+)
 
-from engine.core.limits import SchedulerLimits
+from engine.core.limits import Preemption, SchedulerLimits
 
-COMMON = {
-    "vocab_size": 256,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.2,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
-FAMILIES = {
-    "qwen2": {},
-    "phi3": {"sliding_window": 9},
-    "gemma3_text": {"sliding_window": 9, "query_pre_attn_scalar": 8},
-    "gpt_neox": {"num_key_value_heads": 4},
-    "starcoder2": {"sliding_window": 9},
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "gpt_oss": {
-        "sliding_window": 9,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    },
-    "deepseek_v3": {
-        "num_key_value_heads": 4,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "moe_intermediate_size": 16,
-        "kv_lora_rank": 16,
-        "q_lora_rank": 16,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 12,
-    },
-}
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 
 
-def build(family):
-    """A random model whose special parameters (sinks, norms, biases) are not all zero or one."""
+@functools.cache
+def loaded(family):
+    from engine.runtime.model import adopt_model
+
+    return adopt_model(build(family), name=family)
+
+
+@functools.cache
+def expected(family, sizes):
+    """transformers' answers, how many tokens differ in them, and the smallest lead of a chosen token."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(family, **COMMON | FAMILIES[family])
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(5)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dim() == 1:
-                    parameter.add_(torch.randn_like(parameter) * 0.2)
-    return model.eval()
+    from engine.runtime.model import native_attention
+
+    said, gaps = [], []
+    with native_attention(loaded(family)) as model:
+        for prompt in prompts(sizes):
+            out = model.generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+                max_new_tokens=NEW,
+                do_sample=False,
+                return_dict_in_generate=True,
+                output_scores=True,
+            )
+            said.append(out.sequences[0, len(prompt) :].tolist())
+            gaps += [float(top[0] - top[1]) for score in out.scores for top in score.topk(2).values]
+    return said, len({token for text in said for token in text}), min(gaps)
+
+
+def serve(family, block_size, budget, prefix_caching, store, sizes):
+    """The engine's answers; tight memory holds the prompts and not a block more."""
+    from engine.runtime.llm import LLM, SamplingParams
+
+    blocks = sum(-(-size // block_size) for size in sizes)
+    preemption = Preemption.SWAP if store == "swap" else Preemption.RECOMPUTE
+    limits = SchedulerLimits(budget, 8, max_model_len=520, preemption=preemption)
+    options = {"pool_tokens": blocks * block_size, "host_blocks": blocks}
+    if store == "calm":
+        options = {"pool_tokens": 2048}
+    if store in CONTIGUOUS:
+        options = {"pool_tokens": 1600, "cache": store}
+    llm = LLM(
+        loaded(family),
+        limits=limits,
+        block_size=block_size,
+        prefix_caching=prefix_caching,
+        audit_every=8,
+        **options,
+    )
+    params = SamplingParams(max_tokens=NEW, temperature=0)
+    said = [done.outputs[0].token_ids for done in llm.generate(prompts(sizes), params)]
+    if store in ("recompute", "swap") and budget == max(BUDGETS) and not prefix_caching:
+        assert llm.engine.counters.preemptions > 0
+    llm.scheduler.manager.check()
+    return said
+
+
+@functools.cache
+def chosen_runs():
+    return runs_of(FAMILIES)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_outputs_equal_generate_with_chunks_and_shared_prefixes(family):
-    import torch
+def test_a_family_equals_generate(family):
+    check(family, [run for run in chosen_runs() if run[0] == family])
 
-    from engine.runtime.llm import LLM, SamplingParams
-    from engine.runtime.model import adopt_model, native_attention
 
-    loaded = adopt_model(build(family), name=family)
-    rng = np.random.default_rng(1)
-    prompts = [rng.integers(0, 256, size).tolist() for size in (3, 30, 17)]
-    prompts.append(prompts[1][:20] + prompts[2][:5])
-    limits = SchedulerLimits(12, 8, max_model_len=64)
-    llm = LLM(loaded, limits=limits, pool_tokens=96, block_size=4, audit="full")
-    params = SamplingParams(max_tokens=10, temperature=0)
-    found = [done.outputs[0].token_ids for done in llm.generate(prompts, params)]
-    with native_attention(loaded) as model:
-        expected = [
-            model.generate(torch.tensor([prompt]), max_new_tokens=10, do_sample=False)[
-                0, len(prompt) :
-            ].tolist()
-            for prompt in prompts
-        ]
-    assert found == expected
+def check(family, runs):
+    for run in runs:
+        said, distinct, gap = expected(family, run[-1])
+        what = f"{distinct} distinct tokens, smallest lead {gap:.1e}"
+        assert distinct >= 4, f"{family} repeats itself, which proves nothing: {what}"
+        assert serve(*run) == said, (run, what)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("PAGETWIN_GRID" not in os.environ, reason="the whole grid: set PAGETWIN_GRID=1")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_whole_grid_of_a_family(family):
+    check(family, [run for run in all_runs() if run[0] == family])
+
+
+def test_rows_hold_every_pair():
+    rows = pairwise((1, 2, 3), "ab", (True, False))
+    assert {(row[0], row[1]) for row in rows} == {(one, two) for one in (1, 2, 3) for two in "ab"}
+    assert {(row[1], row[2]) for row in rows} == {(one, two) for one in "ab" for two in (True, False)}
+    assert len(rows) <= 7
+
+
+def document():
+    """The table of families as the documents show it."""
+    from engine.runtime.refusals import REFUSED_ROPE, REFUSED_TYPES
+
+    lines = [
+        "# Models",
+        "",
+        "Written by `tests/engine/test_runtime_families.py`, which also proves it; `PAGETWIN_WRITE=1 python -m pytest "
+        "tests/engine/test_runtime_families.py` writes it anew.",
+        "",
+        f"{len(FAMILIES)} families equal transformers' `generate()` token for token in float32: prompts of "
+        f"{', '.join(map(str, sorted({*SHORT, *LONG})))} tokens, cut into chunks, "
+        "block sizes 1 to 128, prefix caching on and off, preemption by recomputation and "
+        "by swapping, paged and contiguous memory. Any other family whose attention "
+        "goes through transformers' AttentionInterface is probed when it is loaded.",
+        "",
+        "| family | K and V of a layer (heads x width) | special |",
+        "|---|---|---|",
+    ]
+    for family, (special, _) in FAMILIES.items():
+        (keys, values), *_ = loaded(family).kv_shapes
+        lines.append(f"| {family} | {keys[0]} x {keys[1]}, {values[0]} x {values[1]} | {special} |")
+    lines += ["", "Refused by name, before anything is loaded:", "", "| model type | reason |", "|---|---|"]
+    lines += [f"| {name} | {reason} |" for name, reason in REFUSED_TYPES.items()]
+    lines += [f"| any, with RoPE type {name} | {reason} |" for name, reason in REFUSED_ROPE.items()]
+    return "\n".join(lines) + "\n"
+
+
+def test_the_documents_name_these_families():
+    text = document()
+    if "PAGETWIN_WRITE" in os.environ:
+        DOCUMENT.parent.mkdir(exist_ok=True)
+        DOCUMENT.write_text(text, encoding="utf-8")
+    assert DOCUMENT.read_text(encoding="utf-8") == text
 
 
 def test_layers_with_unequal_widths_get_the_widths_they_send():
-    from engine.runtime.model import adopt_model
-
-    assert adopt_model(build("deepseek_v3"), name="mla").kv_shapes == (((4, 16), (4, 12)),) * 2
+    assert loaded("deepseek_v3").kv_shapes == (((4, 16), (4, 12)),) * 2

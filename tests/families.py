@@ -1,0 +1,176 @@
+"""Families of models as tiny random ones, and the runs in which each must equal `generate()`."""
+
+import functools
+import itertools
+
+COMMON = {
+    "vocab_size": 256,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 640,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,  # tied, random models repeat what they read
+}
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LATENT = {
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 16,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+}
+# family: (what is special about it, further values of its configuration)
+FAMILIES = {
+    "llama": ("", {}),
+    "qwen2": ("biases", {}),
+    "qwen3": ("norms on q and k", {}),
+    "mistral": ("sliding window", {"sliding_window": 19}),
+    "ministral": ("sliding window", {"sliding_window": 19}),
+    "gemma": ("one KV head", {"num_key_value_heads": 1}),
+    "gemma2": ("sliding window, softcap", {"sliding_window": 19, "query_pre_attn_scalar": 8}),
+    "gemma3_text": ("sliding window, two RoPEs", {"sliding_window": 19, "query_pre_attn_scalar": 8}),
+    "phi": ("partial RoPE", {}),
+    "phi3": ("sliding window", {"sliding_window": 19}),
+    "olmo": ("", {}),
+    "olmo2": ("norms on q and k", {}),
+    "olmo3": ("sliding window", {"sliding_window": 19}),
+    "granite": ("scaled attention", {}),
+    "cohere": ("interleaved RoPE", {}),
+    "cohere2": ("sliding window", {"sliding_window": 19}),
+    "starcoder2": ("sliding window", {"sliding_window": 19}),
+    "gpt2": ("learned positions", {"n_positions": 640}),
+    "opt": ("learned positions, scaled queries", {"ffn_dim": 48, "word_embed_proj_dim": 32, "init_std": 0.2}),
+    "gpt_neox": ("partial RoPE", {"num_key_value_heads": 4}),
+    "gpt_bigcode": ("one KV head", {"n_positions": 640}),
+    "biogpt": ("learned positions", {}),
+    "smollm3": ("layers without RoPE", {}),
+    "glm": ("partial RoPE", {}),
+    "glm4": ("partial RoPE", {}),
+    "helium": ("", {}),
+    "arcee": ("", {}),
+    "ernie4_5": ("", {}),
+    "seed_oss": ("", {}),
+    "exaone4": ("sliding window", {"sliding_window": 19}),
+    "mixtral": ("experts", EXPERTS),
+    "qwen2_moe": ("experts", EXPERTS | {"shared_expert_intermediate_size": 16}),
+    "qwen3_moe": ("experts", EXPERTS),
+    "olmoe": ("experts", EXPERTS),
+    "granitemoe": ("experts", EXPERTS),
+    "gpt_oss": (
+        "experts, sliding window, sinks",
+        EXPERTS | {"sliding_window": 19, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    ),
+    "deepseek_v2": ("experts, latent attention", LATENT),
+    "deepseek_v3": ("experts, latent attention", LATENT),
+}
+BRIEFLY = (  # much like one of the others
+    *(
+        "ministral",
+        "olmo",
+        "olmo3",
+        "cohere2",
+        "biogpt",
+        "smollm3",
+        "glm",
+        "glm4",
+        "helium",
+        "arcee",
+        "ernie4_5",
+    ),
+    *("seed_oss", "exaone4", "qwen2_moe", "olmoe", "granitemoe", "deepseek_v2"),
+)
+SHORT, LONG = (1, 5, 32, 128), (512, 7)  # tokens of the prompts that are served together
+NEW = 5
+
+BLOCKS = (1, 8, 16, 32, 128)
+BUDGETS = (64, 200, 1024)
+PREFIXES = (False, True)
+MEMORY = ("calm", "recompute", "swap")
+CONTIGUOUS = ("contiguous_max", "contiguous_pow2", "contiguous_oracle")
+
+
+@functools.cache
+def build(family):
+    """A random model whose special parameters (sinks, norms, biases) are not all zero or one."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    config = AutoConfig.for_model(family, **COMMON | FAMILIES[family][1])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() == 1:
+                    parameter.add_(torch.randn_like(parameter) * 0.2)
+    return model.eval()
+
+
+def prompts(sizes):
+    """Prompts of these lengths; the longest begins as the one before it, where that is long enough to share blocks."""
+    import numpy as np
+
+    rng = np.random.default_rng(1)
+    drawn = [rng.integers(0, 256, size).tolist() for size in sizes]
+    drawn[-1][:32] = drawn[-2][: len(drawn[-1][:32])]
+    return drawn
+
+
+def pairwise(*factors):
+    """Rows that hold every pair of values of two factors at least once; greedy, always the same."""
+    missing = {
+        ((one, a), (two, b))
+        for one, two in itertools.combinations(range(len(factors)), 2)
+        for a, b in itertools.product(factors[one], factors[two])
+    }
+    rows = []
+    while missing:
+        (one, a), (two, b) = min(missing, key=repr)
+        row = {one: a, two: b}
+        for index, values in enumerate(factors):
+            if index not in row:
+                row[index] = max(values, key=lambda value: _gain(row, index, value, missing))
+        rows.append(tuple(row[index] for index in range(len(factors))))
+        missing -= set(itertools.combinations(sorted(row.items()), 2))
+    return rows
+
+
+def _gain(row, index, value, missing):
+    return sum(tuple(sorted([(index, value), item])) in missing for item in row.items())
+
+
+def runs_of(families):
+    """(family, block size, budget, prefix caching, memory or contiguous policy, lengths of the prompts).
+
+    All pairs of them for the families that are paired; for the others a row each of the same kind. Every family has a
+    reservation policy.
+    """
+    paired = tuple(family for family in families if family not in BRIEFLY)
+    rows = pairwise(paired, BLOCKS, BUDGETS, PREFIXES, MEMORY, (SHORT, LONG))
+    turns = itertools.cycle(pairwise(BLOCKS, BUDGETS, PREFIXES, MEMORY, (SHORT, LONG)))
+    rows += [(family, *next(turns)) for family in families if family in BRIEFLY]
+    policies = itertools.cycle(itertools.product(CONTIGUOUS, BUDGETS))
+    for family in families:
+        policy, budget = next(policies)
+        rows.append((family, 1, budget, False, policy, SHORT))
+    return rows
+
+
+def all_runs():
+    """The whole grid."""
+    paged = list(itertools.product(FAMILIES, BLOCKS, BUDGETS, PREFIXES, MEMORY, (SHORT, LONG)))
+    return paged + list(itertools.product(FAMILIES, (1,), BUDGETS, (False,), CONTIGUOUS, (SHORT, LONG)))
