@@ -203,7 +203,7 @@ def test_tokens_are_written_as_torch_writes_them(layout, kv_dtype):
     reshape_and_cache(key, value, *found, slots, **scales, backend="triton")
     reshape_and_cache(key, value, *expected, slots, **scales, backend="torch")
     for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one.float(), other.float())
+        assert int((one.float() != other.float()).sum()) == 0
 
 
 @pytest.mark.parametrize("pairs", [[(1, 2), (2, 1), (3, 4)], [(1, 7), (2, 8)]])
