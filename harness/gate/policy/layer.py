@@ -10,7 +10,7 @@ from harness.gate.effect import Margins, effect
 from harness.gate.finding import Finding, LayerResult, Verdict
 from harness.gate.measured import Measured, coverage
 
-ROUNDS = 30
+ROUNDS, MOST_ROUNDS = 20, 80
 MARGINS = Margins(negligible=0.20, material=0.40, widest=0.30)
 """Wider than on a GPU: two processes of the same code differ by up to a seventh here, whatever the rounds say."""
 
@@ -46,20 +46,23 @@ def margins_of(case: str) -> Margins:
     return ATTENTION_MARGINS if case == ATTENTION else MARGINS
 
 
-def rounds(work: Work, yardstick: Work, count: int = ROUNDS) -> list[float]:
-    """Ratios of CPU time, work to yardstick, one a round; each round runs both twice, in the order A B B A.
+def rounds(work: Work, yardstick: Work) -> list[float]:
+    """Ratios of CPU time, work to yardstick, one a round; as many rounds as their spread asks for.
 
-    CPU time, so that a waiting process costs nothing; ABBA, so that a slow drift cancels within the round.
+    Each round runs both twice, in the order A B B A, and takes the faster run of each: what other processes do to the
+    caches only ever costs time. CPU time, so that waiting costs nothing.
     """
     work(), yardstick()
-    found = []
+    found: list[float] = []
     gc.collect()
     gc.freeze()  # what is there already need not be walked through again and again
     gc.disable()  # a collection that one side triggers would be paid by the other
     try:
-        for _ in range(count):
+        while len(found) < MOST_ROUNDS and not (
+            len(found) >= ROUNDS and len(found) % 10 == 0 and _settled(found)
+        ):
             first, second, third, fourth = (_seconds(it) for it in (work, yardstick, yardstick, work))
-            found.append(round((first + fourth) / (second + third), 5))
+            found.append(round(min(first, fourth) / min(second, third), 5))
             gc.collect()
     finally:
         gc.enable()
@@ -67,9 +70,15 @@ def rounds(work: Work, yardstick: Work, count: int = ROUNDS) -> list[float]:
     return found
 
 
+def _settled(found: list[float]) -> bool:
+    """Whether more rounds would tell little more; looks at their spread alone."""
+    bounds = effect(found, found)
+    return bounds.upper - bounds.lower < MARGINS.widest / 3
+
+
 def judge(now: Measured, baseline: Baseline) -> LayerResult:
     """Compare with a baseline of the same Python; another interpreter speeds loops and calls up differently."""
-    made_on = f"Python {now.made_on['python']}, {ROUNDS} rounds a case"
+    made_on = f"Python {now.made_on['python']}, {len(now.cases)} ratios"
     if baseline.made_on != now.made_on:
         reason = f"the baseline is of Python {baseline.made_on.get('python')}"
         return LayerResult("policy", (Finding("policy", Verdict.inconclusive, reason),), made_on)
