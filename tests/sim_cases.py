@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.core.contiguous import ContiguousMaxManager
+from engine.core.contiguous import ContiguousManager
 from engine.core.identity import KeyIdentity
 from engine.core.limits import SchedulerLimits
 from engine.core.manager import KVCacheManager
@@ -106,4 +106,4 @@ def stream(
 
 
 def contiguous(slots: int, longest: int) -> KVCacheManager:
-    return ContiguousMaxManager(slots, longest)
+    return ContiguousManager(slots, longest)

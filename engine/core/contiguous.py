@@ -251,10 +251,3 @@ class ContiguousManager:
         if sequence not in self._live:
             raise UnknownSequenceError(f"{sequence} has no reservation: never admitted, or released before")
         return self._live[sequence]
-
-
-class ContiguousMaxManager(ContiguousManager):
-    """`ContiguousManager` with its defaults, by the name of the policy."""
-
-    def __init__(self, num_slots: int, max_model_len: int) -> None:
-        super().__init__(num_slots, max_model_len)

@@ -14,6 +14,7 @@ from engine.core.plan import SlotUsage
 from engine.core.pool import BlockPool, Retention
 from engine.core.request import Request
 from engine.core.sequence import Group, ScheduledRow, Sequence
+from engine.core.sizing import PagedSizing
 from engine.core.swap import HostPool, Swapper
 from engine.core.tables import BlockTables
 
@@ -48,29 +49,19 @@ class PagedManager:
         self.pool = BlockPool(num_blocks, retention=retention, eviction=eviction, keep_events=keep_events)
         self.tables = BlockTables(self.pool, block_size)
         self.naming = BlockNaming(self.tables, prefix_caching, deduplicate)
-        self.swapper = Swapper(self.tables, HostPool(host_blocks))
+        self.swapper = Swapper(self.tables, self.naming, HostPool(host_blocks))
         self._copying = CopyAtFork(self.tables) if copy_at_fork else None
+        self.sizing = PagedSizing(block_size, shares=not copy_at_fork)
         self.lookups: list[LookupRecord] | None = [] if keep_lookups else None
 
     # -- what fits -----------------------------------------------------------------------------------------
 
     def never_fits(self, request: Request) -> str | None:
         """Why no schedule can serve `request`: at the end its blocks exceed the pool."""
-        blocks = self._group_blocks(request, request.width, request.final_kv_tokens)
-        if (
-            request.speculation is not None
-            and request.speculation.mode == "fork"
-            and request.output_tokens > 1
-        ):
-            blocks += 1 if self._copying is None else blocks  # copies, beside their originals
+        blocks = self.sizing.most_blocks(request)
         if blocks <= self.num_blocks:
             return None
         return f"needs {blocks} blocks of {self.block_size} tokens, the pool has {self.num_blocks}"
-
-    def _group_blocks(self, request: Request, width: int, tokens: int) -> int:
-        """Blocks of all branches at `tokens` each: full prompt blocks are shared, the rest counts as private."""
-        shared = request.prompt_tokens // self.block_size if width > 1 and self._copying is None else 0
-        return shared + width * (self.tables.blocks_of(tokens) - shared)
 
     def lookup(self, group: Group) -> list[int]:
         """Blocks of the longest cached prefix; at least one token is left to compute. A pure query."""
@@ -88,7 +79,7 @@ class PagedManager:
         if tokens is not None and tokens < group.root_target:
             need = self.tables.blocks_of(tokens)
         else:
-            need = self._group_blocks(group.request, group.width, group.tokens)
+            need = self.sizing.blocks(group.request, group.width, group.tokens)
         need += (pool.unreferenced(hits) - len(hits)) if hits else 0
         return need + spare_blocks <= pool.free_blocks
 
@@ -222,26 +213,16 @@ class PagedManager:
 
     def swap_out(self, group: Group) -> None:
         """Save the whole group in host memory."""
-        for sequence in group.sequences:
-            self.naming.settle(sequence)
-            self.tables.trim(sequence)
         self.swapper.save(group)
 
     def can_swap_in(self, group: Group, spare_blocks: int) -> bool:
         """Whether the group's blocks and those of its next step fit, with `spare_blocks` left over."""
-        tails = [s.table[-1] for s in group.sequences if s.computed % self.block_size]
-        grow, copy = len(group.sequences) - len(tails), len(tails) - len(set(tails))
-        if self._copying is not None:
-            copy = self._copying.need(group.request)
-        return self.swapper.blocks_saved(group) + grow + copy + spare_blocks <= self.pool.free_blocks
+        copies = None if self._copying is None else self._copying.need(group.request)
+        return self.swapper.blocks_needed(group, copies) + spare_blocks <= self.pool.free_blocks
 
     def swap_in(self, group: Group) -> None:
         """Bring the whole group back."""
         self.swapper.bring_back(group)
-        for sequence in group.sequences:
-            self.naming.recount(sequence)
-            self.naming.settle(sequence)
-            self.naming.forget(sequence)  # its blocks are still on their way: no time to exchange them
 
     def forget_swapped(self, group: Group) -> None:
         """A swapped group was dropped: its host blocks are free again."""
@@ -262,8 +243,6 @@ class PagedManager:
         columns = leap_columns(self, calendar, steps, first)
         self.pool.drain_voided()  # evicted on the way, and counted in the columns
         return columns
-
-    # -- books ---------------------------------------------------------------------------------------------
 
     def usage(self, head: Request | None) -> SlotUsage:
         """Slots by state. Any free block serves any request, so nothing is external."""

@@ -55,9 +55,9 @@ class StepPlan:
 
     `stale` slots are poisoned; `swap_out` saves (device, host) blocks; `frees` are poisoned; `swap_in` brings (host,
     device) blocks back; `copies` of (source, destination) blocks happen at once, every source being read before any
-    destination is written; then the rows' forward pass. `frees` are the blocks whose content became void since the last plan
-    (released without a name, or evicted); they may already belong to someone else in this plan, which is why they
-    come first. `stale` are slots (block, first, end) of blocks in use that became void: rejected drafts, truncation.
+    destination is written; then the rows' forward pass. `frees` are the blocks whose content became void since the
+    last plan (released without a name, or evicted); they may already belong to someone else in this plan, which is why
+    they come first. `stale` are slots (block, first, end) of blocks in use that became void: rejected drafts, cuts.
 
     `repeat` is the number of identical decode steps that may be taken at once because nothing can change in between;
     a measured executor is always handed `repeat == 1`. In the steps after the first every row has one more token of

@@ -8,9 +8,10 @@ then named ones, least recently released first. Block 0 is the null block: never
 from collections.abc import Sequence
 from enum import StrEnum
 
-from engine.core.errors import CoreError, InvariantError, OutOfBlocksError
+from engine.core.errors import CoreError, OutOfBlocksError
 from engine.core.events import BlocksRemoved, BlocksStored, CacheCleared, CacheEvent
 from engine.core.eviction import EvictionQueue, LruQueue
+from engine.core.invariants import check_pool
 from engine.core.names import BlockName, NameIndex
 
 NULL_BLOCK = 0
@@ -235,25 +236,6 @@ class BlockPool:
         if self.events is not None:
             self.events.append(CacheCleared())
 
-    # -- invariants ----------------------------------------------------------------------------------------
-
     def check(self, references: dict[int, int]) -> None:
         """Verify every invariant, given how often each block stands in the live tables. Raises InvariantError."""
-        everyone = range(1, self.num_blocks + 1)
-        wrong = next((b for b in everyone if self._refs[b] != references.get(b, 0)), None)
-        if wrong is not None:
-            raise InvariantError(
-                f"block {wrong}: count {self._refs[wrong]}, tables {references.get(wrong, 0)}"
-            )
-        evictable = self._evictable.blocks()
-        free = sorted([*self._unnamed, *evictable])
-        if free != [b for b in everyone if not self._refs[b]] or len(evictable) != len(self._evictable):
-            raise InvariantError(
-                f"the free queue holds {len(free)} blocks, unreferenced or doubled ones differ from it"
-            )
-        named = {block for block in everyone if self._name_of[block] is not None}
-        if not named >= set(evictable) or not named.isdisjoint(self._unnamed):
-            raise InvariantError("a free block is in the wrong half of the free queue")
-        public = [(b, self._name_of[b]) for b in sorted(named) if type(self._name_of[b]) is not int]
-        if self._index.pairs() != public:
-            raise InvariantError(f"{len(public)} blocks have a name, the index disagrees with them")
+        check_pool(self._refs, self._unnamed, self._evictable, self._name_of, self._index, references)

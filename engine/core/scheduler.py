@@ -6,20 +6,19 @@ or brought back from the host; then waiting requests are admitted in the order o
 preempted in this step. Steady decoders are on a calendar, and a step touches only those that need a block.
 """
 
-from collections.abc import Sequence as Values
-
-from engine.core.batch import written
+from engine.core.admission import EntryRules
 from engine.core.commit import Commit
 from engine.core.errors import CoreError, NeverFitsError
-from engine.core.limits import Preemption, SchedulerLimits
+from engine.core.limits import SchedulerLimits
 from engine.core.manager import KVCacheManager
 from engine.core.outcome import CommitReport, RequestStats
-from engine.core.plan import Row, StepPlan, StepResult
-from engine.core.policies import AdmitWhatFits, Policies
-from engine.core.request import Request, SpeculationMode
-from engine.core.rows import rows_of
+from engine.core.plan import StepPlan, StepResult
+from engine.core.policies import Policies
+from engine.core.preemption import Preemptor
+from engine.core.request import Request
 from engine.core.running import RunningBatch
-from engine.core.sequence import Group, ScheduledRow, Sequence
+from engine.core.sequence import Group
+from engine.core.shares import Shares
 from engine.core.step import StepBuilder
 from engine.core.waiting import WaitingQueue
 
@@ -33,14 +32,24 @@ class Scheduler:
         self.manager = manager
         self.limits = limits
         self.policies = policies or Policies.of(limits.scheduling)
-        self.waiting = WaitingQueue()
-        self.swapped = WaitingQueue()
         self.stats: dict[int, RequestStats] = {}
         self._batch = RunningBatch(manager.growth, limits.max_batched_tokens)
         self._groups: dict[int, Group] = {}
-        self._spare_blocks = int(limits.watermark * manager.num_blocks)
         self._step = 0
+        self._shares = Shares(manager)
+        self._preemptor = Preemptor(manager, self._batch, limits.preemption, self.policies.victim)
+        self._rules = EntryRules(manager, self._batch, limits, self.policies.admission)
         self._commit = Commit(manager, self._batch, self._groups, self.stats, limits.static_batch)
+
+    @property
+    def waiting(self) -> WaitingQueue:
+        """Requests that hold nothing, in the order in which they will be served."""
+        return self._preemptor.waiting
+
+    @property
+    def swapped(self) -> WaitingQueue:
+        """Requests whose blocks are in host memory, in the order in which they will come back."""
+        return self._preemptor.swapped
 
     @property
     def has_work(self) -> bool:
@@ -119,105 +128,41 @@ class Scheduler:
         calendar, manager = self._batch.calendar, self.manager
         for group in calendar.due():
             while group in calendar.groups and not manager.can_append(group):
-                self._make_room(step, self._batch.groups())
+                self._preemptor.make_room(step, self._batch.groups(), self.stats)
             if group in calendar.groups:
                 step.appended[group] = manager.append(group)
         step.budget -= calendar.rows
 
     def _continue_others(self, step: StepBuilder) -> None:
-        others, calendar, index = self._batch.others, self._batch.calendar, 0
+        others, calendar, index, cap = self._batch.others, self._batch.calendar, 0, self._prefill_cap()
         while index < len(others) and step.budget:
             group = others[index]
-            group.rows = self._rows(group, step.budget)
+            group.rows = self._shares.rows(group, step.budget, cap)
             while group.rows and not self.manager.can_extend(group.rows):
                 steady = calendar.rows
-                self._make_room(step, [*calendar.groups, *others[index:]])
+                self._preemptor.make_room(step, [*calendar.groups, *others[index:]], self.stats)
                 step.budget += steady - calendar.rows
             if index < len(others) and others[index] is group:
-                self._extend(group, step)
+                self._shares.extend(group, step)
                 index += 1
         for group in others[index:]:
             group.rows = []
 
-    def _rows(self, group: Group, budget: int) -> list[ScheduledRow]:
-        """The group's share, its chunks capped while others compete; drafts are written where the request says."""
-        cap = self.limits.long_prefill_tokens
-        if cap is not None and len(self._batch) + len(self.waiting) <= 1:
-            cap = None
-        rows = rows_of(group, budget, cap)
-        group.drafted = rows[0].drafts if rows else 0
-        speculation = group.request.speculation
-        if group.drafted and speculation and speculation.mode is SpeculationMode.FORK:
-            (root,), request = group.sequences, group.request
-            group.draft = Sequence(request, request.width, root.computed)
-            self.manager.fork(root, [group.draft])
-            rows = [rows[0]._replace(sequence=group.draft)]
-        return rows
-
-    def _extend(self, group: Group, step: StepBuilder) -> None:
-        request_id = group.request.request_id
-        for row in group.rows:
-            sequence, query_len, samples, drafts = row
-            context = sequence.computed
-            step.new_blocks += self.manager.extend(row)
-            step.budget -= query_len
-            table = written(sequence.table, context + query_len)
-            step.rows.append(Row(request_id, sequence.branch, context, query_len, samples, table, drafts))
-
-    # -- making room ---------------------------------------------------------------------------------------
-
-    def _make_room(self, step: StepBuilder, candidates: list[Group]) -> None:
-        """Preempt one of `candidates`: save it in host memory, or drop it to be computed again."""
-        victim = candidates[self.policies.victim.choose(candidates)]
-        request_id, stats = victim.request.request_id, self.stats[victim.request.request_id]
-        stats.preemptions += 1
-        step.preempted.append(request_id)
-        step.appended.pop(victim, None)
-        self._batch.remove(victim)
-        if self._should_swap(victim):
-            if self.manager.can_swap_out(victim):
-                stats.swaps += 1
-                victim.rows = []
-                self.manager.swap_out(victim)
-                self.swapped.push(victim)
-                return
-            stats.swap_fallbacks += 1
-        self.manager.preempt(victim)
-        victim.restart()
-        self.waiting.push(victim)
-
-    def _should_swap(self, victim: Group) -> bool:
-        """What has generated nothing yet is cheaper to compute again; drafts under way are not worth saving."""
-        mode = self.limits.preemption
-        if mode is Preemption.RECOMPUTE or not victim.generated or victim.draft is not None:
-            return False
-        return mode is Preemption.SWAP or len(victim.sequences) > 1
+    def _prefill_cap(self) -> int | None:
+        """The largest chunk of one prompt: a lone request gets the whole budget."""
+        alone = len(self._batch) + len(self.waiting) <= 1
+        return None if alone else self.limits.long_prefill_tokens
 
     # -- entering ------------------------------------------------------------------------------------------
 
     def _bring_back(self, step: StepBuilder) -> None:
         """Swapped groups come before waiting ones; nobody enters before they are all back."""
-        while step.budget and (group := self.swapped.head) is not None:
-            spare = self._spare_blocks if len(self._batch) else 0
-            if self._batch.sequences + group.width > self.limits.max_running:
-                return
-            if not self.manager.can_swap_in(group, spare):
-                return
+        while step.budget and (group := self.swapped.head) is not None and self._rules.may_return(group):
             self.swapped.pop()
             self.manager.swap_in(group)
             self._batch.add(group)
             step.resumed.append(group.request.request_id)
-            self._enter(group, step)
-
-    def _enter(self, group: Group, step: StepBuilder) -> None:
-        group.rows = self._rows(group, step.budget)
-        if group.rows and self.manager.can_extend(group.rows):
-            self._extend(group, step)
-            return
-        group.rows = []
-        if group.draft is not None:
-            self.manager.release(group.draft)
-            group.draft = None
+            self._shares.enter(group, step, self._prefill_cap())
 
     def _admit_waiting(self, step: StepBuilder) -> None:
         """In the order of the queue: the first request that does not fit ends the loop."""
@@ -226,42 +171,16 @@ class Scheduler:
                 return
             hits = self.manager.lookup(group)
             cached = len(hits) * self.manager.block_size
-            if not self._may_enter(group, hits, cached, step.budget):
+            if not self._rules.may_enter(group, hits, cached, step.budget):
                 return
+            cap = self._prefill_cap()
             self.waiting.pop()
             self.manager.admit(group, hits)
             self._note_hits(group, cached)
             step.hit_tokens += cached
             step.admitted.append(group.request.request_id)
             self._batch.add(group)
-            self._enter(group, step)
-
-    def _may_enter(self, group: Group, hits: Values[int], cached: int, budget: int) -> bool:
-        """Whether the batch has places for every branch, the budget for the prompt, and the pool room for it."""
-        limits, batch = self.limits, self._batch
-        if batch.sequences + group.width > limits.max_running:
-            return False
-        if not limits.chunked_prefill and group.root_target - cached > budget:
-            return False
-        chunk = None if limits.admit_whole_prompt else min(group.root_target, cached + budget)
-        if not self.manager.can_admit(group, hits, self._spare_blocks if len(batch) else 0, chunk):
-            return False
-        return self._is_allowed(group.request)
-
-    def _is_allowed(self, request: Request) -> bool:
-        """Whether the admission policy lets `request` in; it cannot keep everybody out of an empty batch."""
-        policy, running = self.policies.admission, len(self._batch)
-        if isinstance(policy, AdmitWhatFits):
-            return True
-        usage = self.manager.usage(None)
-        if policy.allows(request, (usage.free + usage.cached) // self.manager.block_size, running):
-            return True
-        if not running:
-            raise CoreError(
-                f"request {request.request_id}: the admission policy {type(policy).__name__} refuses it "
-                f"although nothing is running, so it would wait for ever"
-            )
-        return False
+            self._shares.enter(group, step, cap)
 
     def _note_hits(self, group: Group, cached: int) -> None:
         stats = self.stats[group.request.request_id]
@@ -298,7 +217,7 @@ class Scheduler:
         calendar = self._batch.calendar
         if not step.only_steady or self._batch.others or not calendar.rows:
             return 1
-        if len(self.waiting) and not isinstance(self.policies.admission, AdmitWhatFits):
+        if len(self.waiting) and not self._rules.only_built_in:
             return 1
         steps = min(max_repeat, calendar.steps_to_end())
         return self.manager.leap_limit(calendar, steps) if steps > 1 else 1

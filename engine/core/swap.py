@@ -1,6 +1,7 @@
 """Host memory for the blocks of preempted groups: maps of whole groups, all or nothing."""
 
 from engine.core.errors import CoreError, OutOfBlocksError
+from engine.core.naming import BlockNaming
 from engine.core.sequence import Group, Sequence
 from engine.core.tables import BlockTables
 
@@ -38,11 +39,12 @@ class HostPool:
 class Swapper:
     """Moves groups between device and host. A block that several branches share moves once."""
 
-    def __init__(self, tables: BlockTables, host: HostPool) -> None:
+    def __init__(self, tables: BlockTables, naming: BlockNaming, host: HostPool) -> None:
         self.host = host
         self.out: SwapList = []  # (device, host), to be saved before the next step
         self.back: SwapList = []  # (host, device), to be brought back
         self._tables = tables
+        self._naming = naming
         self._saved: dict[Group, dict[int, int]] = {}  # former device block -> host block
 
     def can_save(self, group: Group) -> bool:
@@ -52,6 +54,9 @@ class Swapper:
 
     def save(self, group: Group) -> None:
         """Map every block of the group to the host and drop it on the device; the tables stay, to be mapped back."""
+        for sequence in group.sequences:
+            self._naming.settle(sequence)
+            self._tables.trim(sequence)
         tables = [self._tables.of(sequence) for sequence in group.sequences]
         blocks = list(dict.fromkeys(block for table in tables for block in table))
         saved = dict(zip(blocks, self.host.take(len(blocks)), strict=True))
@@ -60,9 +65,15 @@ class Swapper:
         self.out += saved.items()
         self._saved[group] = saved
 
-    def blocks_saved(self, group: Group) -> int:
-        """Blocks that the group needs on the device to come back."""
-        return len(self._saved[group])
+    def blocks_needed(self, group: Group, copies: int | None) -> int:
+        """Blocks that the group needs on the device to come back and take a step.
+
+        `copies`: blocks that its branches are owed; None: a shared tail is copied by all writers but the last.
+        """
+        tails = [s.table[-1] for s in group.sequences if s.computed % self._tables.block_size]
+        if copies is None:
+            copies = len(tails) - len(set(tails))
+        return len(self._saved[group]) + len(group.sequences) - len(tails) + copies
 
     def bring_back(self, group: Group) -> None:
         """Blocks on the device again, shared by the branches as before."""
@@ -72,6 +83,9 @@ class Swapper:
         held: set[int] = set()
         for sequence in group.sequences:
             self._hold(sequence, [device[block] for block in sequence.table], held)
+            self._naming.recount(sequence)
+            self._naming.settle(sequence)
+            self._naming.forget(sequence)  # its blocks are still on their way: no time to exchange them
         self.host.give(list(saved.values()))
 
     def _hold(self, sequence: Sequence, table: list[int], held: set[int]) -> None:

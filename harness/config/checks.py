@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from harness.config.errors import ConfigError
 from harness.config.paths import check_cache_dir, check_out
+from harness.config.policy_checks import check_policy
 from harness.config.schema import CachePolicy, DecodingMode, RunConfig
 from harness.config.trace_checks import check_trace
 
@@ -50,6 +51,7 @@ RANGES: dict[str, Range] = {
         (
             "scheduler.max_batched_tokens",
             "scheduler.max_running",
+            "scheduler.long_prefill_tokens",
             "decoding.beam_width",
             "decoding.n",
             "model.layers",
@@ -79,6 +81,7 @@ RANGES: dict[str, Range] = {
     "trace.arrival_shape": Range(0.01, 1000),
     **dict.fromkeys(
         (
+            "cache.host_tokens",
             "workload.prefix_zipf",
             "workload.seed",
             "model.seed",
@@ -116,6 +119,7 @@ def check_config(config: RunConfig) -> list[ConfigError]:
         _ranges,
         _names,
         check_trace,
+        check_policy,
         _pool,
         _width,
         _model,

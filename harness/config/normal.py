@@ -7,19 +7,32 @@ from dataclasses import replace
 from os.path import expanduser
 from typing import Any
 
-from harness.config.schema import CachePolicy, DecodingMode, ReplayConfig, ReplayMode, RunConfig
+from harness.config.schema import CacheConfig, CachePolicy, DecodingMode, ReplayConfig, ReplayMode, RunConfig
 
 
 def normalise(config: RunConfig) -> RunConfig:
     """The same run with settings that do not apply set to their neutral value.
 
-    A contiguous cache has single slots and shares nothing; beam search ignores `mode`, `n` and `temperature`;
-    greedy decoding ignores `temperature`; without beams nothing is re-parented; users and pauses matter to the replay
-    modes that have them. `~` in a path becomes the home folder.
+    A contiguous cache has single slots, shares and swaps nothing; without a prefix cache nothing is named; beam search
+    ignores `mode`, `n` and `temperature`; greedy decoding ignores `temperature`; without beams nothing is re-parented;
+    users and pauses matter to the replay modes that have them. `~` in a path becomes the home folder.
     """
     cache, decoding = config.cache, config.decoding
+    plain = CacheConfig()
     if cache.policy is not CachePolicy.paged:
-        cache = replace(cache, block_size=1, prefix_caching=False)
+        cache = replace(
+            cache,
+            block_size=1,
+            prefix_caching=False,
+            deduplicate=False,
+            copy_at_fork=False,
+            host_tokens=0,
+            eviction=None,
+        )
+    else:
+        cache = replace(cache, placement=plain.placement)
+    if not cache.prefix_caching:
+        cache = replace(cache, retention=plain.retention, hash=plain.hash, deduplicate=False)
     if decoding.beam_width > 1:
         decoding = replace(decoding, mode=DecodingMode.greedy, n=1, temperature=1.0)
     else:

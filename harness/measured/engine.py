@@ -11,6 +11,7 @@ import numpy as np
 
 from engine.core.identity import TokenIdentity
 from engine.runtime.model import LoadedModel, load_model
+from engine.runtime.packing import can_pack, is_small, pack_linears
 from engine.runtime.runner import Runner
 from engine.runtime.spec import ModelSpec
 from harness.config.schema import Clock, RunConfig
@@ -19,6 +20,7 @@ from harness.measured.executor import MeasuredExecutor
 from harness.measured.spec import model_spec
 from harness.metrics.log import RunLog
 from harness.point.clock import clock_of
+from harness.point.policies import hash_algorithm
 from harness.point.simulate import play
 from harness.point.workload import Workload
 from harness.sim.recorder import Recorder
@@ -50,7 +52,10 @@ def loaded_model(config: RunConfig) -> LoadedModel:
 
 @lru_cache(maxsize=2)
 def _loaded(spec: ModelSpec, device: str) -> LoadedModel:
-    return load_model(spec, device=device)
+    loaded = load_model(spec, device=device)
+    if can_pack(loaded.model) and is_small(loaded.model):
+        pack_linears(loaded.model)
+    return loaded
 
 
 def measure(
@@ -62,6 +67,7 @@ def measure(
         loaded,
         num_blocks=workload.pool.num_blocks,
         block_size=workload.pool.block_size,
+        host_blocks=workload.cache.host_tokens // workload.pool.block_size,
         backend=str(config.engine.backend),
         audit=str(config.engine.audit),
         audit_every=config.engine.audit_every,
@@ -70,7 +76,11 @@ def measure(
         clock=clock,
     )
     prompts = {row.request_id: _prompt(row, config, loaded) for row in workload.trace.requests}
-    requests = workload.requests(lambda row: TokenIdentity(row.request_id, prompts[row.request_id]))
+    requests = workload.requests(
+        lambda row: TokenIdentity(
+            row.request_id, prompts[row.request_id], algorithm=hash_algorithm(workload.cache)
+        )
+    )
     for timed in requests:
         runner.add(timed.request, prompts[timed.request.request_id])
     with _no_collection():

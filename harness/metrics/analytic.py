@@ -18,6 +18,7 @@ class CacheShape:
     block_size: int
     reserve_tokens: int | None = None
     prefix_caching: bool = True
+    uneven: bool = False  # reservations differ in length: what they waste has no closed form here
 
 
 def analytic_metrics(lengths: Lengths, cache: CacheShape) -> dict[str, float]:
@@ -37,7 +38,7 @@ def analytic_metrics(lengths: Lengths, cache: CacheShape) -> dict[str, float]:
         "computed_tokens": float(closed_forms.total_work_tokens(lengths) - hits),
     }
     if cache.reserve_tokens is not None:
-        return figures | _contiguous(lengths, cache.reserve_tokens)
+        return figures if cache.uneven else figures | _contiguous(lengths, cache.reserve_tokens)
     return figures | _paged(lengths, cache.block_size, hits)
 
 

@@ -121,9 +121,10 @@ def _analytic(workload: Workload) -> dict[str, float]:
         width=workload.width,
         beam=workload.decoding is Decoding.BEAM,
     )
-    contiguous = pool.policy is CachePolicy.contiguous_max
+    contiguous = pool.policy is not CachePolicy.paged
     reserve = pool.max_model_len if contiguous else None
-    return analytic_metrics(lengths, CacheShape(pool.block_size, reserve, pool.prefix_caching))
+    uneven = contiguous and pool.policy is not CachePolicy.contiguous_max
+    return analytic_metrics(lengths, CacheShape(pool.block_size, reserve, pool.prefix_caching, uneven))
 
 
 def _measured_section(

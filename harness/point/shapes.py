@@ -108,7 +108,7 @@ def pool_shape(config: RunConfig) -> PoolShape:
             f"{cache.max_model_len} tokens, but {config.model.name} takes {longest} at most",
         )
     tokens = cache.pool_tokens or _tokens_beside_weights(config, model)
-    size = 1 if cache.policy is CachePolicy.contiguous_max else cache.block_size
+    size = cache.block_size if cache.policy is CachePolicy.paged else 1
     if tokens < size:
         raise ConfigError(
             "cache.pool_tokens", f"{tokens} tokens hold no block of {size}; allowed: {size} or more"

@@ -1,17 +1,15 @@
 """The requests of a point: the trace, decoded as the configuration says, without those that can never fit."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from engine.core.contiguous import ContiguousMaxManager
 from engine.core.identity import BlockIdentity, KeyIdentity
 from engine.core.limits import SchedulerLimits
-from engine.core.manager import KVCacheManager
-from engine.core.paged import PagedManager
 from engine.core.request import Decoding, Request
 from engine.core.scheduler import Scheduler
 from harness.config.errors import ConfigError
-from harness.config.schema import CachePolicy, DecodingMode, Oversize, RunConfig
+from harness.config.schema import CacheConfig, DecodingMode, Oversize, RunConfig, SchedulerConfig
+from harness.point.policies import limits_of, new_scheduler
 from harness.point.release import Release, release_of, retimed
 from harness.point.shapes import PoolShape, pool_shape
 from harness.point.trace import reshaped_trace
@@ -32,10 +30,12 @@ class Workload:
     decoding: Decoding
     width: int
     release: Release = Release()  # noqa: RUF009  # frozen
+    cache: CacheConfig = field(default_factory=CacheConfig)  # the options of the cache policy
+    batching: SchedulerConfig = field(default_factory=SchedulerConfig)  # a user's own policies
 
     def scheduler(self) -> Scheduler:
         """A scheduler over an empty pool."""
-        return Scheduler(_manager(self.pool), self.limits)
+        return new_scheduler(self.pool, self.limits, self.cache, self.batching)
 
     def requests(self, identify: Identify | None = None) -> list[TimedRequest]:
         """The requests in order of arrival; their blocks are named by prefix keys unless `identify` says otherwise."""
@@ -58,25 +58,13 @@ def _request(workload: Workload, row: TraceRequest, identity: BlockIdentity | No
     )
 
 
-def _manager(pool: PoolShape) -> KVCacheManager:
-    if pool.policy is CachePolicy.contiguous_max:
-        return ContiguousMaxManager(pool.num_blocks, pool.max_model_len)
-    return PagedManager(pool.num_blocks, pool.block_size, prefix_caching=pool.prefix_caching)
-
-
 def build_workload(config: RunConfig) -> Workload:
     """The point's workload; raises ConfigError where a request can never fit and `workload.oversize` is `error`."""
     pool = pool_shape(config)
     width, decoding = _decoding(config)
-    limits = SchedulerLimits(
-        max_batched_tokens=config.scheduler.max_batched_tokens,
-        max_running=config.scheduler.max_running,
-        max_model_len=pool.max_model_len,
-        chunked_prefill=config.scheduler.chunked_prefill,
-        watermark=config.scheduler.watermark,
-    )
+    limits = limits_of(config.scheduler, pool.max_model_len)
     trace = retimed(reshaped_trace(config), config)
-    whole = Workload(trace, pool, limits, decoding, width, release_of(config))
+    whole = Workload(trace, pool, limits, decoding, width, release_of(config), config.cache, config.scheduler)
     reasons = _oversize(whole)
     if not reasons:
         return whole

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from slot_model import SlotModel
 
-from engine.core.contiguous import ContiguousMaxManager
+from engine.core.contiguous import ContiguousManager
 from engine.core.errors import NeverFitsError
 from engine.core.identity import TokenIdentity
 from engine.core.limits import SchedulerLimits
@@ -89,7 +89,7 @@ def test_paged_runs_read_what_they_wrote_and_leave_nothing(
 def test_contiguous_runs_read_what_they_wrote_and_leave_nothing(
     arrivals: list[Arrival], slots: int, budget: int
 ) -> None:
-    model = drive(ContiguousMaxManager(slots, 70), arrivals, budget=budget)
+    model = drive(ContiguousManager(slots, 70), arrivals, budget=budget)
     assert model.scheduler.manager.usage(None).free == slots
     assert not any(plan.preempted for plan in model.plans)
 

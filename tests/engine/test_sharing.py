@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from slot_model import SlotModel
 
-from engine.core.contiguous import ContiguousMaxManager
+from engine.core.contiguous import ContiguousManager
 from engine.core.identity import TokenIdentity
 from engine.core.limits import SchedulerLimits
 from engine.core.paged import PagedManager
@@ -71,7 +71,7 @@ def test_generated_blocks_of_samples_are_cached_per_branch() -> None:
 
 
 def test_a_contiguous_fork_copies_the_prompt_for_every_branch_but_the_first() -> None:
-    model = SlotModel(Scheduler(ContiguousMaxManager(400, 100), SchedulerLimits(512, 64)))
+    model = SlotModel(Scheduler(ContiguousManager(400, 100), SchedulerLimits(512, 64)))
     model.submit(Request(0, 20, 5, 4, Decoding.SAMPLE), list(range(20)))
     model.run()
     assert model.copies == 3 * 20
@@ -79,7 +79,7 @@ def test_a_contiguous_fork_copies_the_prompt_for_every_branch_but_the_first() ->
 
 
 def test_contiguous_beams_copy_only_what_was_generated() -> None:
-    model = SlotModel(Scheduler(ContiguousMaxManager(400, 100), SchedulerLimits(512, 64)))
+    model = SlotModel(Scheduler(ContiguousManager(400, 100), SchedulerLimits(512, 64)))
     model.submit(Request(0, 20, 4, 2, Decoding.BEAM), list(range(20)))
     model.run(choose_parents=lambda k: [0, 0])
     assert model.copies == 20 + 1 + 2

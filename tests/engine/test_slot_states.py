@@ -3,7 +3,7 @@
 import numpy as np
 from slot_model import SlotModel
 
-from engine.core.contiguous import ContiguousMaxManager
+from engine.core.contiguous import ContiguousManager
 from engine.core.identity import TokenIdentity
 from engine.core.limits import SchedulerLimits
 from engine.core.paged import PagedManager
@@ -25,7 +25,7 @@ def test_paged_block_tail_is_reserved_until_the_last_block_and_then_internal() -
 
 def test_contiguous_reservation_is_split_as_in_figure_3_of_the_paper() -> None:
     """Kwon et al. 2023: 7 prompt tokens and 1 generated, 2 to come, of 2048 reserved: 2038 are internal."""
-    model = SlotModel(Scheduler(ContiguousMaxManager(2560, 2048), SchedulerLimits(64, 4)))
+    model = SlotModel(Scheduler(ContiguousManager(2560, 2048), SchedulerLimits(64, 4)))
     model.submit(Request(0, 7, 4), list(range(7)))
     model.step()
     usage = model.step().usage
@@ -33,7 +33,7 @@ def test_contiguous_reservation_is_split_as_in_figure_3_of_the_paper() -> None:
 
 
 def test_a_hole_too_short_for_the_waiting_request_is_external() -> None:
-    model = SlotModel(Scheduler(ContiguousMaxManager(2560, 2048), SchedulerLimits(64, 4)))
+    model = SlotModel(Scheduler(ContiguousManager(2560, 2048), SchedulerLimits(64, 4)))
     model.submit(Request(0, 7, 4), list(range(7)))
     assert model.step().usage.external == 0
     model.submit(Request(1, 7, 4), list(range(7)))
@@ -43,7 +43,7 @@ def test_a_hole_too_short_for_the_waiting_request_is_external() -> None:
 
 def test_reserve_max_holds_seven_requests_in_the_papers_pool() -> None:
     """Kwon et al. 2023, Fig 13: OPT-13B's 12 GB hold 15,728 slots, Orca (Max) batches 7.00 requests."""
-    model = SlotModel(Scheduler(ContiguousMaxManager(15_728, 2048), SchedulerLimits(512, 64)))
+    model = SlotModel(Scheduler(ContiguousManager(15_728, 2048), SchedulerLimits(512, 64)))
     for rid in range(12):
         model.submit(Request(rid, 16, 4), list(range(16)))
     assert model.step().running == 7

@@ -7,8 +7,47 @@ from enum import StrEnum
 class CachePolicy(StrEnum):
     """Who hands out KV memory."""
 
-    paged = "paged"
-    contiguous_max = "contiguous_max"
+    paged = "paged"  # blocks on demand
+    contiguous_max = "contiguous_max"  # a run of slots as long as the model allows
+    contiguous_pow2 = "contiguous_pow2"  # the prompt and the next power of two of the output
+    contiguous_oracle = "contiguous_oracle"  # what the sequence will write, known in advance
+
+
+class PlacementRule(StrEnum):
+    """Where a contiguous reservation goes."""
+
+    auto = "auto"  # first_fit for contiguous_max, whose runs are all alike; buddy for the others, as SOSP'23 assumes
+    first_fit = "first_fit"
+    buddy = "buddy"
+
+
+class RetentionRule(StrEnum):
+    """What becomes of a full block's name when nobody refers to the block any more."""
+
+    lru = "lru"  # findable until the block is taken again
+    none = "none"  # forgotten at once
+
+
+class HashRule(StrEnum):
+    """What the measured engine names blocks with."""
+
+    sha256 = "sha256"
+    xxh3_128 = "xxh3_128"
+
+
+class SchedulingRule(StrEnum):
+    """Who is served first, and preempted last."""
+
+    fcfs = "fcfs"
+    priority = "priority"
+
+
+class PreemptionRule(StrEnum):
+    """What becomes of the KV of a request that must make room."""
+
+    recompute = "recompute"
+    swap = "swap"  # saved in host memory (cache.host_tokens)
+    auto = "auto"  # swap for groups of several sequences, recompute for single ones
 
 
 class DecodingMode(StrEnum):
@@ -28,6 +67,13 @@ class CacheConfig:
         None  # KV slots in the pool; null: what the device's memory holds beside the weights
     )
     prefix_caching: bool = True  # paged only
+    retention: RetentionRule = RetentionRule.lru
+    hash: HashRule = HashRule.sha256
+    deduplicate: bool = False  # free a block whose content another block held first
+    copy_at_fork: bool = False  # branches never share a block: shows what copy-on-write saves
+    host_tokens: int = 0  # KV slots of host memory for swapped requests
+    eviction: str | None = None  # module:Class of your own eviction queue; null: least recently used
+    placement: PlacementRule = PlacementRule.auto  # contiguous only
     max_model_len: int | None = (
         None  # longest prompt + output; what contiguous_max reserves; null: the model's
     )
@@ -43,6 +89,14 @@ class SchedulerConfig:
     watermark: float = (
         0.0  # share of the pool kept free when a waiting request is admitted beside running ones
     )
+    policy: SchedulingRule = SchedulingRule.fcfs
+    preemption: PreemptionRule = PreemptionRule.recompute
+    long_prefill_tokens: int | None = None  # largest chunk of one prompt while others compete; null: the budget
+    admit_whole_prompt: bool = True  # false: a request enters as soon as its first chunk fits
+    static_batch: bool = False  # the classic baseline: a batch enters together, and leaves together
+    order: str | None = None  # module:Class of your own queue order; null: as `policy` says
+    victim: str | None = None  # module:Class of your own choice of whom to preempt; null: as `policy` says
+    admission: str | None = None  # module:Class of your own admission rule; null: whatever fits
 
 
 @dataclass

@@ -45,7 +45,9 @@ class DeviceConfig:
     step_overhead_us: float = 1000.0  # host time of a step beside the device
     layer_overhead_us: float = 250.0  # host or launch time per layer
     memory_utilization: float = 0.9
-    bandwidth_efficiency: float = 1.0  # share of the bandwidth that kernels reach; 1 is an upper bound on speed
+    bandwidth_efficiency: float = (
+        1.0  # share of the bandwidth that kernels reach; 1 is an upper bound on speed
+    )
     compute_efficiency: float = 1.0  # share of the peak FLOP/s that they reach
     tensor_parallel: int = 1  # devices among which every layer is split
     link_gbs: float = 300.0  # tensor_parallel > 1: 10^9 bytes per second that a device sends to the others
