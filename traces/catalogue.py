@@ -64,11 +64,12 @@ def _public(entry: dict[str, object]) -> CatalogueEntry:
 
 
 def _generated(table: CalibrationTable) -> CatalogueEntry:
+    shared = table.sharing()
     return CatalogueEntry(
         name=table.name,
         format="generated",
         rows=None,
         licence=table.licence,
-        sharing="none; add it with workload.prefix_share",
+        sharing=shared.describe() if shared else "none; add it with trace.sharing or workload.prefix_share",
         where=f"calibrated on {table.title}: {table.source}",
     )

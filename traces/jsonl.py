@@ -29,6 +29,8 @@ def read_value(text: str) -> object:
         raise
     except ValueError as error:  # more digits than Python converts
         raise RowError("line", "integer too large") from error
+    except ArithmeticError as error:  # an exponent that no decimal has
+        raise RowError("line", "number out of range") from error
     return value
 
 

@@ -62,7 +62,8 @@ class ShareGptSource:
         tree = TokenTree()
         dialogues: list[tuple[int, _Dialogue]] = []
         for first_id, dialogue in self._dialogues(books):
-            tree.insert(dialogue.tokens, dialogue.cuts)
+            for end in range(2, len(dialogue.cuts) + 1, 2):  # each turn holds what was said before
+                tree.insert(dialogue.tokens[: dialogue.cuts[end - 1]], dialogue.cuts[:end])
             dialogues.append((first_id, dialogue))
         for first_id, dialogue in dialogues:
             for row_id, row in self._turns(first_id, dialogue, tree):

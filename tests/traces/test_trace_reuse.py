@@ -1,0 +1,190 @@
+"""Hit ratios by cache size and block size: the published integers, the real prefix cache, and a plain LRU."""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.trace.ideal import ideal_hit_tokens
+from traces.arrivals import ArrivalProcess
+from traces.distinct import separating_tokens
+from traces.errors import ParameterError
+from traces.paths import PrefixPaths
+from traces.profile import profile_trace
+from traces.reading import read_trace
+from traces.reuse import reuse_profile
+from traces.sharing import shared_prefix_tokens
+from traces.synth.generator import generate_trace
+from traces.synth.sharing import Sharing
+from traces.tokens import token_ids
+from traces.trace import Segment, Trace, TraceHeader, TraceRequest
+
+Find = Callable[[str], Path]
+UNLIMITED = float("inf")
+pieces = st.tuples(st.none() | st.integers(0, 2), st.integers(1, 9))
+prompts = st.lists(st.lists(pieces, min_size=1, max_size=4), min_size=1, max_size=12)
+# hit tokens of full blocks: unlimited, 1,000 and 10,000 blocks of 512 (statistics.json, file_anchors)
+MOONCAKE = {
+    "mooncake-fast25/synthetic_trace.first1900.jsonl": (7_368_192, 435_200, 3_913_728),
+    "mooncake-fast25/mini/conversation.head400.jsonl": (780_800, 204_288, 780_800),
+    "mooncake-fast25/mini/synthetic.head400.jsonl": (280_576, 74_240, 280_576),
+}
+
+
+def make(rows: list[list[tuple[int | None, int]]]) -> Trace:
+    requests = []
+    for number, row in enumerate(rows):
+        segments = tuple(Segment(*piece) for piece in row)
+        requests.append(TraceRequest(number, number * 1000, sum(s.tokens for s in segments), 1, segments))
+    return Trace(
+        TraceHeader("made", "made", "test", "content", None, 1, "00", len(rows), len(rows)), tuple(requests)
+    )
+
+
+def blocks_of(request: TraceRequest, size: int) -> list[bytes]:
+    """Names of full blocks: all tokens of the prompt up to and including the block."""
+    ids = token_ids(request, seed=3, vocab_size=2**32, first_id=0)
+    return [ids[: end + size].tobytes() for end in range(0, len(ids) - size + 1, size)]
+
+
+def plain_lru(trace: Trace, size: int, capacity: int) -> int:
+    """Hit tokens, by the definition."""
+    cache: OrderedDict[bytes, None] = OrderedDict()
+    hits = 0
+    for request in trace.requests:
+        blocks = blocks_of(request, size)
+        run = next((n for n, block in enumerate(blocks) if block not in cache), len(blocks))
+        hits += run * size
+        for block in reversed(blocks):
+            cache[block] = None
+            cache.move_to_end(block)
+        while len(cache) > capacity:
+            cache.popitem(last=False)
+    return hits
+
+
+def apart(rows: list[list[tuple[int | None, int]]]) -> bool:
+    """No key twice in a row: two such segments are one text that begins again, which no trace has."""
+    return all(a[0] is None or a[0] != b[0] for row in rows for a, b in pairwise(row))
+
+
+@given(prompts.filter(apart), st.integers(1, 4), st.integers(1, 40))
+@settings(deadline=None, max_examples=80)
+def test_every_cache_size_hits_what_a_plain_lru_hits(rows, size: int, capacity: int) -> None:
+    trace = make(rows)
+    assert reuse_profile(trace, size).hit_tokens(capacity) == plain_lru(trace, size, capacity)
+
+
+@given(prompts.filter(apart))
+@settings(deadline=None, max_examples=60)
+def test_an_unlimited_cache_of_single_tokens_hits_what_the_keys_share(rows) -> None:
+    trace = make(rows)
+    assert reuse_profile(trace, 1).hit_tokens(UNLIMITED) == sum(shared_prefix_tokens(trace))
+
+
+@given(prompts.filter(apart), st.integers(1, 5))
+@settings(deadline=None, max_examples=40)
+def test_the_engine_s_prefix_cache_hits_what_the_keys_say(rows, size: int) -> None:
+    trace = make(rows)
+    expected = reuse_profile(trace, size, spare_last_token=True).hit_tokens(UNLIMITED)
+    assert ideal_hit_tokens(trace, size) == expected
+
+
+@pytest.mark.parametrize("model", ["system", "few_shot", "tree", "passages"])
+@pytest.mark.parametrize("size", [1, 16, 48])
+def test_generated_sharing_is_found_by_the_engine_s_prefix_cache(model: str, size: int) -> None:
+    trace = generate_trace("azure_conv", num_requests=60, seed=1, sharing=Sharing(model, 0.6, 4))
+    expected = reuse_profile(trace, size, spare_last_token=True).hit_tokens(UNLIMITED)
+    assert ideal_hit_tokens(trace, size) == expected > 0
+
+
+def test_conversations_share_their_history_at_any_block_size() -> None:
+    trace = generate_trace("chat", num_requests=80, seed=1)
+    ratios = [reuse_profile(trace, size).hit_ratio(UNLIMITED) for size in (1, 16, 256)]
+    assert ratios == sorted(ratios, reverse=True)
+    assert ratios[0] > 0.4
+
+
+@pytest.mark.parametrize("name", MOONCAKE)
+def test_published_lru_hits_are_met_exactly(name: str, published: Find) -> None:
+    profile = reuse_profile(read_trace(published(name)), 512, partial_blocks=True)
+    assert tuple(profile.hit_tokens(size) for size in (UNLIMITED, 1_000, 10_000)) == MOONCAKE[name]
+
+
+def test_mooncake_conversation_hits_0_374_through_the_real_cache_and_from_its_ids(published: Find) -> None:
+    trace = read_trace(published("mooncake-fast25/conversation_trace.jsonl"))
+    total = sum(request.prompt_tokens for request in trace.requests)
+    paths = PrefixPaths(trace)
+    full = reuse_profile(paths, 512, partial_blocks=True)
+    assert [full.hit_tokens(size) for size in (UNLIMITED, 1_000, 10_000)] == [
+        54_063_104,
+        6_572_544,
+        31_217_664,
+    ]
+    assert sum(shared_prefix_tokens(trace)) / total == pytest.approx(0.374, abs=5e-4)  # with the partial tail
+    assert ideal_hit_tokens(trace, 512) == 54_063_104
+    coarser = {size: round(reuse_profile(paths, size).hit_ratio(UNLIMITED), 6) for size in (1024, 4096)}
+    assert coarser == {1024: 0.339611, 4096: 0.29123}
+
+
+def test_ragpulse_hits_0_314_of_its_prompts_and_0_315_of_its_segments(published: Find) -> None:
+    trace = read_trace(published("ragpulse/0_trace.jsonl"))
+    hits = sum(shared_prefix_tokens(trace))
+    segments = sum(s.tokens for r in trace.requests for s in r.segments if s.key is not None)
+    assert (hits, segments) == (6_574_248, 20_851_449)
+    assert hits / segments == pytest.approx(0.31529, abs=1e-5)
+    paths = PrefixPaths(trace)
+    found = {size: round(reuse_profile(paths, size).hit_ratio(UNLIMITED), 6) for size in (16, 64, 512)}
+    assert found == {16: 0.314288, 64: 0.314191, 512: 0.313411}
+    assert ideal_hit_tokens(trace, 256) == reuse_profile(paths, 256, spare_last_token=True).hit_tokens(
+        UNLIMITED
+    )
+
+
+def test_agentic_conversations_hit_what_their_statistics_say(published: Find) -> None:
+    trace = read_trace(published("kv-cache-tester-agentic/traces"))
+    dropped = (
+        129_365  # the one request without output: all but the beginning of its prompt had been sent before
+    )
+    assert trace.header.dropped == {"output_zero": 1}
+    assert trace.header.rows_read == 315 + 44
+    profile = reuse_profile(trace, 64)
+    assert 20_836_672 - profile.hit_tokens(UNLIMITED) == pytest.approx(dropped, abs=64)
+    assert ideal_hit_tokens(trace, 64) == profile.hit_tokens(UNLIMITED)
+
+
+def test_sharegpt_turns_hit_as_published_at_every_block_size(published: Find) -> None:
+    name = "etalon-lengths/sharegpt_8k_filtered_stats_llama2_tokenizer.csv"
+    trace = read_trace(published(name), "lengths_chat", arrivals=ArrivalProcess("poisson", 1.0))
+    paths = PrefixPaths(trace)
+    found = {
+        s: round(reuse_profile(paths, s, spare_last_token=True).hit_ratio(UNLIMITED), 6) for s in (1, 16, 512)
+    }
+    assert found == {1: 0.786408, 16: 0.783807, 512: 0.706923}
+
+
+def test_different_keys_are_shown_to_make_different_tokens() -> None:
+    trace = generate_trace("azure_conv", num_requests=50, seed=0, sharing=Sharing("passages", 0.5, 40))
+    assert separating_tokens(trace, seed=0, vocab_size=50_000, first_id=256) <= 4
+    assert separating_tokens(trace, seed=0, vocab_size=12, first_id=8) > 2
+
+
+def test_keys_that_a_vocabulary_cannot_tell_apart_are_refused() -> None:
+    trace = make([[(1, 5_000)], [(2, 5_000)]])
+    with pytest.raises(ParameterError, match="vocab_size: 1 pairs of keys make equal tokens"):
+        separating_tokens(trace, seed=0, vocab_size=9, first_id=8)
+
+
+def test_a_profile_is_json_and_has_every_picture_s_data() -> None:
+    import json
+
+    profile = profile_trace(generate_trace("chat", num_requests=40, seed=0))
+    assert json.loads(json.dumps(profile)) == profile
+    assert profile["sessions"]["turns_max"] > 1
+    assert max(profile["reuse"]["lru_hit_ratio"]["16"]) == pytest.approx(
+        profile["reuse"]["ideal_hit_ratio"]["16"]
+    )
