@@ -15,17 +15,14 @@ from engine.core.identity import TokenIdentity
 from engine.core.outcome import CommitReport
 from engine.core.plan import StepPlan, StepResult
 from engine.core.request import Request, Speculation, SpeculationMode
-from engine.core.scheduler import Scheduler
-from engine.runtime.admission import check_prompt, engine_limits, token_ids_of
+from engine.runtime.admission import check_prompt, token_ids_of
+from engine.runtime.building import build_parts
 from engine.runtime.counters import EngineCounters
 from engine.runtime.errors import AuditError, RequestError, RunError, StepError
 from engine.runtime.model import LoadedModel
-from engine.runtime.options import EngineOptions, build_manager
+from engine.runtime.options import EngineOptions
 from engine.runtime.outputs import FinishReason, RequestMetrics, RequestOutput
-from engine.runtime.packing import can_pack, is_small, pack_linears
 from engine.runtime.params import OutputKind, SamplingParams
-from engine.runtime.runner import Runner
-from engine.runtime.sizing import pool_size
 from engine.runtime.text import Tokenizer
 from engine.runtime.tickets import Ticket
 
@@ -45,38 +42,10 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.loaded, self.options, self.tokenizer = loaded, options or EngineOptions(), tokenizer
+        parts = build_parts(loaded, self.options, draft, clock)
+        self.limits, self.capacity = parts.limits, parts.capacity
+        self.scheduler, self.runner = parts.scheduler, parts.runner
         options = self.options
-        if options.pack_weights or (
-            options.pack_weights is None and can_pack(loaded.model) and is_small(loaded.model)
-        ):
-            pack_linears(loaded.model)
-        self.limits, useful = engine_limits(loaded, options)
-        self.capacity = pool_size(
-            loaded,
-            options.slots_per_block,
-            tokens=options.pool_tokens,
-            memory_bytes=options.kv_cache_memory_bytes,
-            utilization=options.gpu_memory_utilization,
-            useful_tokens=useful,
-            lanes_bytes_per_token=draft.kv_bytes_per_token if draft else 0,
-        )
-        longest = min(self.limits.max_model_len or loaded.max_position, self.capacity.tokens)
-        self.limits = replace(self.limits, max_model_len=longest)
-        self.scheduler = Scheduler(build_manager(options, self.capacity.blocks, longest), self.limits)
-        self.runner = Runner(
-            loaded,
-            num_blocks=self.capacity.blocks,
-            block_size=self.capacity.block_size,
-            host_blocks=options.host_blocks,
-            backend=options.backend,
-            audit=options.audit,
-            audit_every=options.audit_every,
-            temperature=options.temperature,
-            seed=options.seed,
-            isolate=True,
-            draft=draft,
-            clock=clock,
-        )
         self._speculation = (
             Speculation(options.draft_tokens, SpeculationMode(options.draft_mode)) if draft else None
         )
@@ -116,7 +85,8 @@ class Engine:
         ids = token_ids_of(prompt, self.tokenizer)
         most = check_prompt(ids, params, self.loaded, self.limits)
         array, number = np.array(ids, dtype=np.int64), self._next
-        identity = TokenIdentity(number, array, salt=f"epoch {self._epoch}" if self._epoch else "")
+        salt = f"epoch {self._epoch}" if self._epoch else ""
+        identity = TokenIdentity(number, array, salt, share_outputs=params.beam_width == 1)
         request = Request(number, len(ids), most, params.width, params.decoding, identity, priority,
             self._speculation if params.width == 1 else None)  # fmt: skip
         self.scheduler.submit(request)
@@ -131,6 +101,7 @@ class Engine:
                 ids,
                 params,
                 self.runner.generation(number),
+                identity,
                 self.tokenizer if params.detokenize else None,
                 RequestMetrics(now, prompt_tokens=len(ids)),
             )
@@ -199,6 +170,7 @@ class Engine:
             metrics = ticket.metrics
             self.counters.note_tokens(metrics, report.tokens.get(number, ticket.generation.growing))
             metrics.note_tokens(now)
+            ticket.name_outputs(self.capacity.block_size)
             if number in done:
                 continue
             if ticket.params.output_kind is not OutputKind.FINAL:

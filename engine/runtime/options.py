@@ -42,6 +42,7 @@ class EngineOptions:
     audit_every: int = 16
     temperature: float = 1.0  # of requests that set none: those of a replay
     seed: int = 0
+    cuda_graphs: bool = True  # decode steps as recorded graphs, where triton kernels run on a GPU
     draft_tokens: int = 4  # proposed a step, where the engine has a draft model
     draft_mode: SpeculationMode | str = SpeculationMode.LOOKAHEAD
     pack_weights: bool | None = (

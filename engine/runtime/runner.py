@@ -13,6 +13,7 @@ from engine.runtime.batch import StepBatch, build_batch
 from engine.runtime.choosing import Choice, TokenChooser
 from engine.runtime.drafting import Drafter
 from engine.runtime.errors import AuditError, NaNLogitsError
+from engine.runtime.graphs import DecodeGraphs, GraphOptions
 from engine.runtime.kernels import AttentionPlan, plan_attention
 from engine.runtime.kv_pool import pool_for
 from engine.runtime.lanes import Lanes
@@ -62,6 +63,7 @@ class Runner:
         seed: int = 0,
         isolate: bool = False,
         draft: LoadedModel | None = None,
+        graphs: GraphOptions | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if audit not in AUDITS or audit_every < 1 or temperature <= 0:
@@ -86,6 +88,9 @@ class Runner:
         self.drafter: Drafter | None = None
         if draft is not None:
             self.drafter = Drafter(draft, loaded, pool_for(draft, **sizes), self.backend, NO_SPANS)
+        self.graphs: DecodeGraphs | None = None
+        if graphs is not None:
+            self.graphs = graphs.record(loaded, self.pool, self.backend)
         self._lanes = Lanes([self.pool, *([self.drafter.pool] if self.drafter else [])])
 
     # -- requests ------------------------------------------------------------------------------------------
@@ -137,9 +142,10 @@ class Runner:
             self.drafter.propose(plan.step, rows, self._generations)
         filled = self._now()
         batch = build_batch(rows, self._generations, self.pool.block_size, self.pool.device)
-        attention = plan_attention(batch.layout, self.pool, self._loaded.workspace, self.backend)
+        graphs = self.graphs if self.graphs is not None and self.graphs.fits(batch) else None
+        attention = None if graphs else self._attention(batch)
         built = self._now()
-        logits = self._forward(batch, attention)
+        logits = graphs.run(batch) if graphs else self._forward(batch, attention)
         ran = self._now()
         self._audit(plan)
         audited = self._now()
@@ -169,8 +175,12 @@ class Runner:
             return plan.rows
         return [row._replace(branch=0) if row.drafts else row for row in plan.rows]
 
-    def _forward(self, batch: StepBatch, attention: AttentionPlan) -> torch.Tensor:
+    def _attention(self, batch: StepBatch) -> AttentionPlan:
+        return plan_attention(batch.layout, self.pool, self._loaded.workspace, self.backend)
+
+    def _forward(self, batch: StepBatch, attention: AttentionPlan | None) -> torch.Tensor:
         """Logits `[sampled rows, vocab]` in float32."""
+        assert attention is not None
         paged = PagedStep(attention, batch.slots, self.pool, self._spans)
         output = self._loaded.model(
             input_ids=batch.input_ids,

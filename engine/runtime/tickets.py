@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from engine.core.identity import TokenIdentity
 from engine.core.request import Decoding
 from engine.runtime.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput
 from engine.runtime.params import OutputKind, SamplingParams
@@ -28,10 +29,12 @@ class Ticket:
     prompt_ids: Sequence[int]
     params: SamplingParams
     generation: Generation
+    identity: TokenIdentity
     tokenizer: Tokenizer | None
     metrics: RequestMetrics
     error: Exception | None = None
     _texts: list[RunningText] = field(default_factory=list)
+    _named: list[int] = field(default_factory=list)  # tokens per branch that the prefix cache knows of
     _read: list[int] = field(default_factory=list)  # tokens per branch that are in its text
     _told: list[_Told] = field(default_factory=list)
     _stopped_by: dict[int, str] = field(default_factory=dict)
@@ -41,6 +44,7 @@ class Ticket:
         width = self.generation.request.width
         self._told = [_Told() for _ in range(width)]
         self._read = [0] * width
+        self._named = [0] * width
         if self.tokenizer is not None and not self._is_beam:
             skip = self.params.skip_special_tokens
             self._texts = [RunningText(self.tokenizer, skip_special_tokens=skip) for _ in range(width)]
@@ -77,6 +81,17 @@ class Ticket:
         self._stopped_by[branch] = stop
         self._cut[branch] = place + (len(stop) if self.params.include_stop_str_in_output else 0)
         self.generation.ends[branch] = self._read[branch]
+
+    def name_outputs(self, block_size: int) -> None:
+        """Tell the prefix cache of blocks that generated tokens fill, so that a later turn finds them."""
+        if self._is_beam:
+            return
+        start = self.generation.request.prompt_tokens
+        for branch, named in enumerate(self._named):
+            if self.generation.known[branch] // block_size > (start + named) // block_size:
+                text = self.generation.text(branch)
+                self.identity.extend(branch, text[named:].tolist())
+                self._named[branch] = len(text)
 
     def mute(self) -> None:
         """Tell tokens alone from now on: the tokenizer is not to be asked again."""

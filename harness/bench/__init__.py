@@ -4,5 +4,5 @@ A room offers `add(benches)`, which describes its command line to argparse and i
 `run(flags)`, which returns the exit code. `harness.bench.session` runs timings with pytest-benchmark.
 """
 
-BENCHES: tuple[str, ...] = ("kernels", "sim", "gpu")
+BENCHES: tuple[str, ...] = ("engine", "kernels", "policy", "sim", "gpu")
 """Names of the benchmarks, in the order of `bench --help`."""

@@ -198,7 +198,7 @@ def test_an_unsampled_chunk_returns_no_parents_and_times_itself(model_of, prompt
     assert runner.outputs(5) == [[]]
     assert runner.written_slots() == 9
     assert times.attention_s == len(model_of().kv_shapes)
-    assert times.forward_s == 2 * times.attention_s + 2
+    assert times.forward_s == 2 * times.attention_s + 3
 
 
 def test_prompt_ids_must_match_the_request(model_of):

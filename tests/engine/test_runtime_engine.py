@@ -101,6 +101,19 @@ def test_metrics_say_when_things_happened_and_what_was_cached(model_of, prompts)
     assert second.e2e_s == second.finished_s - second.arrival_s > second.ttft_s > second.queue_s > 0
 
 
+def test_the_next_turn_of_a_conversation_finds_what_was_generated(model_of, prompts):
+    engine = make(model_of)
+    engine.add_request("first", prompts[2], params(max_tokens=25))
+    said = ids_of(finish(engine)["first"])[0]
+    turn = [*prompts[2], *said, 7, 8, 9]
+    engine.add_request("second", turn, params())
+    second = finish(engine)["second"]
+    assert (
+        second.metrics.cached_tokens == (len(prompts[2]) + 24) // 8 * 8
+    )  # the last token was never fed back
+    assert ids_of(second)[0] == greedy(model_of, turn).token_ids
+
+
 def test_preemptions_are_reported(model_of, prompts):
     engine = make(model_of, pool_tokens=104)
     for number, prompt in enumerate(prompts):

@@ -1,0 +1,85 @@
+"""From options to the parts of an engine: its limits, its pool, its policy, its runner."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from engine.core.limits import SchedulerLimits
+from engine.core.scheduler import Scheduler
+from engine.runtime.admission import engine_limits
+from engine.runtime.graphs import GraphOptions
+from engine.runtime.model import LoadedModel
+from engine.runtime.options import EngineOptions, build_manager
+from engine.runtime.packing import can_pack, is_small, pack_linears
+from engine.runtime.runner import Runner
+from engine.runtime.sizing import PoolSize, pool_size
+from paged_kernels import resolve_backend
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """What an engine is made of."""
+
+    limits: SchedulerLimits
+    capacity: PoolSize
+    scheduler: Scheduler
+    runner: Runner
+
+
+def build_parts(
+    loaded: LoadedModel, options: EngineOptions, draft: LoadedModel | None, clock: Callable[[], float]
+) -> EngineParts:
+    """Size the pool, pack the weights, record the graphs. Raises ModelError where no block fits."""
+    if options.pack_weights or (options.pack_weights is None and _packs_well(loaded)):
+        pack_linears(loaded.model)
+    limits, capacity = _sizes(loaded, options, draft)
+    longest = limits.max_model_len or loaded.max_position
+    scheduler = Scheduler(build_manager(options, capacity.blocks, longest), limits)
+    runner = Runner(
+        loaded,
+        num_blocks=capacity.blocks,
+        block_size=capacity.block_size,
+        host_blocks=options.host_blocks,
+        backend=options.backend,
+        audit=options.audit,
+        audit_every=options.audit_every,
+        temperature=options.temperature,
+        seed=options.seed,
+        isolate=True,
+        draft=draft,
+        graphs=_graphs(loaded, options, limits, longest),
+        clock=clock,
+    )
+    return EngineParts(limits, capacity, scheduler, runner)
+
+
+def _packs_well(loaded: LoadedModel) -> bool:
+    return can_pack(loaded.model) and is_small(loaded.model)
+
+
+def _sizes(
+    loaded: LoadedModel, options: EngineOptions, draft: LoadedModel | None
+) -> tuple[SchedulerLimits, PoolSize]:
+    """The pool, and limits that no request can exceed for want of it."""
+    limits, useful = engine_limits(loaded, options)
+    capacity = pool_size(
+        loaded,
+        options.slots_per_block,
+        tokens=options.pool_tokens,
+        memory_bytes=options.kv_cache_memory_bytes,
+        utilization=options.gpu_memory_utilization,
+        useful_tokens=useful,
+        lanes_bytes_per_token=draft.kv_bytes_per_token if draft else 0,
+    )
+    longest = min(limits.max_model_len or loaded.max_position, capacity.tokens)
+    return replace(limits, max_model_len=longest), capacity
+
+
+def _graphs(
+    loaded: LoadedModel, options: EngineOptions, limits: SchedulerLimits, longest: int
+) -> GraphOptions | None:
+    """Graphs replay kernels that read lengths on the device: the triton ones."""
+    if not (options.cuda_graphs and loaded.device.type == "cuda"):
+        return None
+    if resolve_backend(options.backend, loaded.device) != "triton":
+        return None
+    return GraphOptions(limits.max_running, longest)

@@ -1,0 +1,69 @@
+"""`bench engine`: the same requests through our engine and through its peers, in one run, outputs compared.
+
+Nothing heavy is imported here; `running` does the work.
+"""
+
+import argparse
+
+from harness.config.errors import UserError
+
+PEERS = ("transformers", "transformers_cb", "vllm")
+DTYPES = ("float32", "bfloat16", "float16")
+
+_MORE = """\
+The workload is fixed by --requests and --seed: prompts of 32 to 512 tokens, 16 to 128 output tokens each, all at once,
+greedy, no end token, on a random Llama of 8 layers (or --model-path). Rates are requested output tokens a second of
+the CPU's time, or of wall time on a GPU. Outputs must be equal token for token in float32; in lower precision the
+number of equal ones is printed and nothing more.
+Exit codes: 0 done, 1 a peer failed or its float32 outputs differ, 2 the input was wrong.
+example:
+  python -m harness bench engine --peers transformers,transformers_cb --requests 16"""
+
+
+def add(benches: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Describe `bench engine`."""
+    parser = benches.add_parser(
+        "engine",
+        help="output tokens a second beside transformers and vLLM",
+        description="Run the same requests through our engine and its peers.",
+        epilog=_MORE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--peers", default="", metavar="A,B", help=f"of {', '.join(PEERS)}; default: none")
+    parser.add_argument("--requests", type=int, default=64, metavar="N", help="default: 64")
+    parser.add_argument(
+        "--dtype", default="float32", metavar="T", help=f"{', '.join(DTYPES)}; default: float32"
+    )
+    parser.add_argument("--device", default="cpu", metavar="D", help="cpu or cuda; default: cpu")
+    parser.add_argument("--model-path", metavar="DIR", help="a checkpoint instead of the random model")
+    parser.add_argument("--layers", type=int, default=8, metavar="N", help="of the random model; default: 8")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="interleaved rounds; default: 3")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the workload; default: 0")
+    parser.add_argument("--block-size", type=int, default=16, metavar="N", help="default: 16")
+    parser.add_argument(
+        "--pool-tokens", type=int, default=40_960, metavar="N", help="KV slots; default: 40960"
+    )
+    parser.add_argument("--out", metavar="FILE", help="write the figures as JSON here too")
+
+
+def run(flags: argparse.Namespace) -> int:
+    """Run the peers that the flags name; returns the exit code."""
+    chosen_peers(flags.peers)
+    for name in ("requests", "layers", "repeats", "block_size", "pool_tokens"):
+        if getattr(flags, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(flags, name)}, must be at least 1")
+    if flags.dtype not in DTYPES:
+        raise UserError(f"--dtype {flags.dtype} does not exist; choose {', '.join(DTYPES)}")
+    from harness.bench.engine.running import run_bench
+
+    return run_bench(flags)
+
+
+def chosen_peers(text: str) -> tuple[str, ...]:
+    """The named peers. Raises UserError for one that does not exist."""
+    names = tuple(name for name in text.split(",") if name)
+    for name in names:
+        if name not in PEERS:
+            raise UserError(f"--peers: there is no peer {name!r}; choose of {', '.join(PEERS)}")
+    return names
