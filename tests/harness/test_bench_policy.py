@@ -1,0 +1,130 @@
+"""`bench policy`: it runs, the table carries what it should, and the curve notices an operation that grows."""
+
+import json
+import math
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from engine.core.plan import StepResult
+from harness.bench.policy import curve, running, work
+from harness.bench.policy.curve import curve_lines, exponents, growing_operations
+from harness.bench.policy.lines import LINES
+from harness.bench.policy.memory import Footprint, footprint
+from harness.bench.policy.operations import CONTROL, Cost, Stopwatch, block_costs, queue_costs
+from harness.cli.main import main
+
+TINY = {"sequences": 2, "tokens": 256, "prompts": 3, "running": 20, "steps": 20, "beam_steps": 8}
+PUBLISHED = {"allocate": 0.72e6, "prompt": 2.0e3, "decode": 587, "schedule": 272, "beams": 12.7e3}
+LEAST = {"allocate": 3.5e6, "prompt": 1e4, "decode": 8e3, "schedule": 4e3, "beams": 1e5}
+
+
+def test_the_command_prints_every_line_and_writes_its_definition(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(running, "SIZES", TINY)
+    assert main(["bench", "policy", "--rounds", "2", "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert all(line.work in printed for line in LINES)
+    found = {one["line"]: one for one in json.loads((tmp_path / "policy.json").read_text())}
+    assert {key: found[key]["vllm"] for key in PUBLISHED} == PUBLISHED
+    assert {key: one["least"] for key, one in found.items() if one["least"]} == LEAST
+    assert all(one["rate"] > 0 and one["per_yardstick"] > 0 and one["definition"] for one in found.values())
+
+
+def test_no_round_of_the_allocation_hits_and_none_evicts_unless_it_should() -> None:
+    for evicting in (False, True):
+        allocation = work.Allocation(2, 256, evicting=evicting)
+        (groups,), _ = allocation.fresh()
+        assert allocation._manager.pool.find(groups[0].names or ()) == []
+        allocation.run(groups)
+        evicted = [block for block in allocation._manager.drain_frees() if block]
+        assert len(evicted) == (allocation.blocks if evicting else 0)
+
+
+def test_half_of_every_prompt_hits_and_only_the_full_pool_evicts() -> None:
+    for evicting in (False, True):
+        prompts = work.Prompts(4, 256, evicting=evicting)
+        (fresh,), _ = prompts.fresh()
+        assert [prompts._serve(prompt) for prompt in fresh] == [8] * 4
+        assert bool(prompts._manager.drain_frees()) is evicting
+
+
+def test_every_decoding_sequence_fills_its_blocks_and_hashed_ones_are_found_again() -> None:
+    decoding = work.Decoding256(20, 40, hashed=True)
+    (decoders,), _ = decoding.fresh()
+    groups = list(decoders.calendar.groups)
+    decoding.run(decoders)
+    full = 139 // 16
+    for group in groups[:1]:
+        assert group.sequences[0].computed == 140
+        names = group.request.identity.generated_names(0, 16)
+        assert decoders.manager.pool.find(names) == group.sequences[0].table[:full]
+
+
+def test_the_scheduler_is_timed_with_every_request_decoding() -> None:
+    (scheduler,), _ = work.Scheduling(20, 10, rows=False).fresh()
+    plan = scheduler.schedule()
+    assert (plan.steady, len(plan.rows), plan.running, plan.waiting) == (20, 20, 20, 0)
+    scheduler.commit(plan, StepResult())
+
+
+def test_a_cost_that_grows_with_the_size_is_noticed() -> None:
+    costs = list[Cost]()
+    for size in (100, 100_000):
+        watch, table = Stopwatch(), list(range(size))
+        for _ in range(5):
+            watch.time("search a list", 1, partial(table.index, size - 1))
+        costs += watch.costs("blocks", size)
+    assert growing_operations(costs) == ["search a list"]
+
+
+def test_what_size_does_to_a_bare_dictionary_is_no_growth_of_ours() -> None:
+    def costs(name: str, exponent: float) -> list[Cost]:
+        return [Cost(name, "blocks", size, 100 * size**exponent) for size in (10**3, 10**6)]
+
+    grown = [*costs("find", 0.4), *costs("evict", 1.0), *costs(CONTROL, 0.3)]
+    assert growing_operations(grown) == ["evict"]
+    assert math.isclose(exponents(grown)["find"], 0.4)
+    assert "find" in growing_operations(costs("find", 0.4))
+
+
+def test_every_operation_of_pool_and_queue_is_on_the_curve() -> None:
+    costs = [*block_costs(512), *queue_costs(256)]
+    wanted = {"take", "release", "name", "find", "share", "evict", "append", "submit", "abort", "serve"}
+    assert wanted <= {cost.operation for cost in costs}
+    assert all(cost.ns > 0 for cost in costs)
+    assert any(line.startswith("evict") for line in curve_lines(costs))
+
+
+def test_a_curve_that_grows_fails_the_command_and_names_the_operation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(curve, "block_costs", lambda size: [Cost("evict", "blocks", size, float(size))])
+    monkeypatch.setattr(curve, "queue_costs", lambda size: [Cost("submit", "requests", size, 100.0)])
+    monkeypatch.setattr(
+        curve, "footprint", lambda blocks, queued: Footprint(blocks, queued, 40, 640, 260, 900)
+    )
+    assert curve.bench_curve([1_000, 10_000], [1_000, 10_000], tmp_path) == 1
+    said = capsys.readouterr()
+    assert "'evict' grows" in said.err
+    assert "submit" not in said.err
+    assert "640 MB" in said.out
+    assert "<svg" in (tmp_path / "curve.svg").read_text()
+    monkeypatch.setattr(curve, "block_costs", lambda size: [Cost("evict", "blocks", size, 100.0)])
+    assert curve.bench_curve([1_000, 10_000], [1_000, 10_000], tmp_path) == 0
+    monkeypatch.setattr(curve, "footprint", lambda blocks, queued: Footprint(blocks, queued, 40, 1_640, 9, 9))
+    assert curve.bench_curve([1_000, 10_000], [1_000, 10_000], tmp_path) == 1
+
+
+def test_the_footprint_counts_blocks_in_use_and_requests_that_wait() -> None:
+    found = footprint(2_048, 500)
+    assert (found.blocks, found.queued) == (2_048, 500)
+    assert found.imports_mb < found.peak_mb
+
+
+@pytest.mark.parametrize("words", [["--rounds", "0"], ["--curve", "--blocks", "10"]])
+def test_wrong_sizes_are_refused_before_anything_is_timed(tmp_path: Path, words: list[str]) -> None:
+    assert main(["bench", "policy", "--out", str(tmp_path / "out"), *words]) == 2
+    assert not (tmp_path / "out").exists()
