@@ -6,7 +6,9 @@ ARGS   ?=
 PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.ready
 
-.PHONY: setup sweep test lint clean
+OUT    ?=
+
+.PHONY: setup sweep test lint gpu clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
@@ -27,6 +29,9 @@ lint: $(STAMP)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+
+gpu:  # no set-up: a GPU machine may have no network; PYTHON must have torch and the packages that `bench gpu` names
+	PYTHONPATH=.:kernels:$(PYTHONPATH) $(if $(wildcard $(PY)),$(PY),$(PYTHON)) -m harness bench gpu $(if $(OUT),--out "$(OUT)") $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
