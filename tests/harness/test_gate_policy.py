@@ -44,8 +44,8 @@ def test_twice_the_work_is_found() -> None:
     assert judge(now, accepted(before, "test")).verdict is Verdict.regressed
 
 
-def test_half_as_much_again_is_found_for_the_scheduler_and_forgiven_for_cpu_attention() -> None:
-    before, now = (run_of(**{"scheduler": spread(level), ATTENTION: spread(level)}) for level in (1.0, 1.5))
+def test_two_thirds_more_is_found_for_the_scheduler_and_no_alarm_for_cpu_attention() -> None:
+    before, now = (run_of(**{"scheduler": spread(level), ATTENTION: spread(level)}) for level in (1.0, 1.65))
     found = {one.case: one.verdict for one in judge(now, accepted(before, "test")).findings}
     assert found == {"scheduler": Verdict.regressed, ATTENTION: Verdict.passed}
 
