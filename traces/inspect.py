@@ -82,14 +82,20 @@ def _arrivals(times_us: npt.NDArray[np.int64]) -> Statistics:
 
 def _sharing(trace: Trace, prompts: npt.NDArray[np.int64]) -> Statistics:
     seen = np.array(shared_prefix_tokens(trace), dtype=np.int64)
-    keyed = [segment for request in trace.requests for segment in request.segments if segment.key is not None]
+    keys, keyed_tokens, accesses = set(), 0, 0
+    for request in trace.requests:
+        for key, tokens in request.segments:
+            if key is not None:
+                keys.add(key)
+                keyed_tokens += tokens
+                accesses += 1
     total = max(int(prompts.sum()), 1)
     return {
         "key_kind": trace.header.key_kind,
         "source_block_tokens": trace.header.source_block_tokens,
-        "keyed_token_share": sum(segment.tokens for segment in keyed) / total,
-        "key_accesses": len(keyed),
-        "distinct_keys": len({segment.key for segment in keyed}),
+        "keyed_token_share": keyed_tokens / total,
+        "key_accesses": accesses,
+        "distinct_keys": len(keys),
         "ideal_prefix_share": int(seen.sum()) / total,
         "ideal_hit_tokens": int(seen.sum()),
         "requests_with_hit_share": float((seen > 0).mean()) if seen.size else 0.0,

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterable, Iterator
 
-from traces.trace import Segment, Trace, TraceRequest
+from traces.trace import Segment, Trace
 
 _MANY_ENDS = 256  # one text used at more lengths than this is cut at multiples of _GRAIN tokens only
 _GRAIN = 16
+_Step = tuple[int, int, int, int]  # path before it, key, start, stop
 Extent = tuple[int, int]  # name, number of blocks; equal names hold equal prefixes
 
 
@@ -18,11 +19,13 @@ class PrefixPaths:
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
-        self._cuts = _cuts(trace.requests)
+        paths: dict[tuple[int, int, int], int] = {}
+        walks = [list(_walk(request.segments, paths)) for request in trace.requests]
+        self._cuts = _cuts(walks)
         self._names: dict[tuple[int, int, int], int] = {}
         self._uses: list[int] = []
-        paths = [self._path(request) for request in trace.requests]
-        pairs = zip(paths, trace.requests, strict=True)
+        ways = [self._path(walk) for walk in walks]
+        pairs = zip(ways, trace.requests, strict=True)
         self._ends = [self._merged(nodes, stops, request.prompt_tokens) for (nodes, stops), request in pairs]
 
     def extents(self, index: int, block_size: int, partial_block: bool = False) -> list[Extent]:
@@ -38,11 +41,12 @@ class PrefixPaths:
             extents.append((-1 - self._ends[index][-1][0], 1))
         return extents
 
-    def _path(self, request: TraceRequest) -> tuple[list[int], list[int]]:
+    def _path(self, walk: list[_Step]) -> tuple[list[int], list[int]]:
         """Nodes of the keyed beginning, and where each ends in tokens."""
-        nodes, stops, parent = [], [], -1
-        for path, key, start, stop in _walk(request.segments, self._cuts.paths):
-            for cut in (*self._cuts.between(path, key, start, stop), stop):
+        nodes, stops, parent, ends = [], [], -1, self._cuts.ends
+        for path, key, start, stop in walk:
+            cuts = (*self._cuts.between(path, key, start, stop), stop) if (path, key) in ends else (stop,)
+            for cut in cuts:
                 parent = self._name(parent, key, cut)
                 self._uses[parent] += 1
                 nodes.append(parent)
@@ -72,7 +76,6 @@ class _Cuts:
     """Where segments of one key, behind one path, end: those that reach further are cut there."""
 
     def __init__(self) -> None:
-        self.paths: dict[tuple[int, int, int], int] = {}
         self.ends: dict[tuple[int, int], list[int]] = {}
 
     def between(self, path: int, key: int, start: int, stop: int) -> Iterator[int]:
@@ -83,11 +86,11 @@ class _Cuts:
                 yield cut
 
 
-def _cuts(requests: Iterable[TraceRequest]) -> _Cuts:
+def _cuts(walks: Iterable[list[_Step]]) -> _Cuts:
     cuts = _Cuts()
     found: dict[tuple[int, int], int | set[int]] = {}
-    for request in requests:
-        for path, key, _, stop in _walk(request.segments, cuts.paths):
+    for walk in walks:
+        for path, key, _, stop in walk:
             known = found.setdefault((path, key), stop)
             if known != stop:
                 stops = known if isinstance(known, set) else {known}
