@@ -92,6 +92,8 @@ def _say(found: "Calibration") -> None:
     if found.table:
         cells = sum(cell == cell for row in found.table.decode.seconds for cell in row)
         say(f"grid for cost=table: {cells} decode shapes")
+    elif found.grid_asked:
+        remark("no time was left for the grid of cost=table: raise --budget")
     for warning in found.stability.warnings():
         remark(f"warning: {warning}")
 

@@ -31,7 +31,7 @@ from harness.sim.table import TableCost
 CaseProgress = Callable[[str, int, int], None]
 _VALIDATION_REPEATS = 2
 _FITTING = 0.5  # share of the budget after which no case is begun
-_FEWEST_CASES = 4
+_FEWEST_CASES = 3
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,7 @@ class Calibration:
     fitted: FittedCost
     table: TableCost | None
     stability: Stability
+    grid_asked: bool
 
 
 def calibrate(
@@ -75,7 +76,7 @@ def full_calibration(
     timed = _measured(config, cases, lone, report, clock)
     pace = median(entry.probe_s for entry in timed)
     held_out = measure_held_out(config, lone, _VALIDATION_REPEATS, report, clock)
-    grids = measure_grids(config, report, clock) if grid else {}
+    grids = measure_grids(config, report, clock) if grid and clock.left() else {}
     probes = [*(entry.probe_s for entry in timed), *(entry.probe_s for entry in held_out)]
     stability = stability_of(probes, load)
     facts = {
@@ -95,7 +96,7 @@ def full_calibration(
         else None
     )
     save_calibration(config, fitted, grids)
-    return Calibration(fitted, table, stability)
+    return Calibration(fitted, table, stability, grid)
 
 
 class _Counted:

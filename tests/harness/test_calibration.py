@@ -1,0 +1,136 @@
+"""Calibration: a plan within its budget, a device that moved is noticed, and what is stored comes back."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from point_cases import small_config
+
+from harness.cli.main import main
+from harness.measured.budget import Budget
+from harness.measured.calibration import has_grid, load_calibration, load_table, save_calibration
+from harness.measured.errors import CalibrationError
+from harness.measured.plan import CASES, LONE, SEED, case_trace, case_workload, design
+from harness.measured.stability import off_pace, stability_of
+from harness.measured.validate import HELD_OUT, held_out_workload
+from harness.sim.cost import CostSource
+from harness.sim.features import FEATURES
+from harness.sim.fitted import ATTENTION, REST, FittedCost
+from harness.sim.table import grid_of
+
+
+def test_a_smaller_budget_asks_for_fewer_requests_of_every_case(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    small, large = (design(config, 0.05, budget) for budget in (5, 30))
+    assert [case.name for case in small] == [case.name for case in CASES]
+    assert all(few.requests <= many.requests for few, many in zip(small, large, strict=True))
+    assert sum(case.requests for case in small) < sum(case.requests for case in large)
+    assert min(case.requests for case in small) >= 6
+
+
+def test_the_plan_follows_the_scheduler_s_largest_batch(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    config.scheduler.max_running = 128
+    assert design(config, 0.05, None)[0].requests == 128
+
+
+def test_no_case_is_preempted_for_want_of_blocks(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    config.cache.pool_tokens = 65_536
+    for case in design(config, 0.05, None):
+        workload = case_workload(config, case, 0.05)
+        needed = sum(row.prompt_tokens + row.output_tokens for row in workload.trace.requests)
+        assert case.contiguous or needed <= workload.pool.tokens, case.name
+
+
+def test_held_out_workloads_are_not_those_of_the_plan(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    fitted = {case_trace(case, seed=SEED, lone_request_s=0.05, longest=512).digest for case in CASES}
+    held_out = [held_out_workload(config, entry, 0.05) for entry in HELD_OUT]
+    assert {workload.trace.digest for workload in held_out}.isdisjoint(fitted)
+    assert {workload.trace.header.name for workload in held_out}.isdisjoint({case.name for case in CASES})
+    for workload in held_out:
+        longest = max(row.prompt_tokens + row.output_tokens for row in workload.trace.requests)
+        assert longest <= workload.pool.max_model_len
+
+
+def test_a_device_that_kept_its_pace_is_not_accused() -> None:
+    found = stability_of([1.0, 1.02, 0.99, 1.01], load_before=0.0)
+    assert not found.moved
+    assert off_pace([1.0, 1.02, 0.99, 1.01]) == []
+
+
+def test_clocks_that_moved_are_noticed_and_their_cases_named() -> None:
+    probes = [1.0, 1.01, 1.3, 0.99]
+    found = replace(stability_of(probes, load_before=0.0), load_after=0.0)
+    assert found.moved
+    assert off_pace(probes) == [2]
+    assert "changed its pace" in found.warnings()[0]
+
+
+def test_a_crowded_machine_is_noticed() -> None:
+    found = stability_of([1.0, 1.0], load_before=1000.0)
+    assert any("crowded" in warning for warning in found.warnings())
+
+
+def test_a_budget_without_seconds_never_ends_and_one_of_none_has_ended() -> None:
+    assert Budget(None).left()
+    assert not Budget(0).left()
+
+
+def fitted_cost() -> FittedCost:
+    values = np.arange(1.0, len(FEATURES) + 1) * 1e-6
+    source = CostSource(
+        kind="fitted",
+        name="test",
+        fingerprint="f",
+        provenance={"device": "here"},
+        heldout={"step": {"n": 3.0, "mape": 0.01}},
+        beam_churn={4: 0.3},
+        beam_evenness={4: 0.5},
+        hull={"rows": (1.0, 64.0)},
+        validation={"held out": {"tpot_mean": {"error": 0.01, "spread": 0.002}}},
+    )
+    return FittedCost(values[ATTENTION], values[REST], source)
+
+
+def test_a_calibration_comes_back_as_it_was_stored(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    grid = grid_of([(1, 16, 1e-5), (1, 64, 2e-5), (4, 16, 3e-5)])
+    save_calibration(config, fitted_cost(), {"decode": grid, "prefill": grid})
+    found = load_calibration(config)
+    assert found.source == fitted_cost().source
+    assert found.coefficients() == fitted_cost().coefficients()
+    table = load_table(config)
+    assert table.source.kind == "table"
+    assert np.isnan(table.decode.seconds[1][1])
+    assert table.decode.seconds[0] == (1e-5, 2e-5)
+
+
+def test_a_calibration_without_grid_makes_no_table(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    save_calibration(config, fitted_cost(), {})
+    assert not has_grid(config)
+    with pytest.raises(CalibrationError, match="no grid"):
+        load_table(config)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["calibrate", "--budget", "0"], "must be at least 1 second"),
+        (["calibrate", "cache.block_size=8,16"], "one setting at a time"),
+        (["calibrate", "model.heads=0"], "model.heads"),
+    ],
+)
+def test_the_command_refuses_what_it_cannot_calibrate(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_lone_request_is_the_unit_of_all_loads() -> None:
+    assert LONE.load == 0
+    assert LONE.requests == 2
