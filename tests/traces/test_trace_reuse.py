@@ -106,7 +106,7 @@ def test_conversations_share_their_history_at_any_block_size() -> None:
     trace = generate_trace("chat", num_requests=80, seed=1)
     ratios = [reuse_profile(trace, size).hit_ratio(UNLIMITED) for size in (1, 16, 256)]
     assert ratios == sorted(ratios, reverse=True)
-    assert ratios[0] > 0.4
+    assert ratios[0] > 0.3
 
 
 @pytest.mark.parametrize("name", MOONCAKE)
