@@ -11,6 +11,7 @@ from harness.config.errors import ConfigError, UserError
 from harness.config.schema import RunConfig
 from harness.plan.request import run_request
 from harness.point.devices import check_engine
+from harness.point.policies import limits_of
 from harness.point.shapes import pool_shape
 
 if TYPE_CHECKING:
@@ -63,7 +64,6 @@ def _family(host: str) -> socket.AddressFamily:
 
 def build_engine(config: RunConfig) -> "Engine":
     """The engine of a configuration, with its tokenizer. Raises ConfigError."""
-    from engine.core.limits import SchedulerLimits
     from engine.runtime.engine import Engine
     from engine.runtime.errors import ModelError
     from engine.runtime.llm import has_tokenizer
@@ -72,7 +72,6 @@ def build_engine(config: RunConfig) -> "Engine":
     from harness.measured.engine import loaded_model
 
     pool = pool_shape(config)
-    scheduler = config.scheduler
     try:
         loaded = loaded_model(config)
         tokenizer: Tokenizer
@@ -90,12 +89,8 @@ def build_engine(config: RunConfig) -> "Engine":
         backend=str(config.engine.backend),
         audit=str(config.engine.audit),
         audit_every=config.engine.audit_every,
-        limits=SchedulerLimits(
-            max_batched_tokens=scheduler.max_batched_tokens,
-            max_running=scheduler.max_running,
-            max_model_len=pool.max_model_len,
-            chunked_prefill=scheduler.chunked_prefill,
-            watermark=scheduler.watermark,
-        ),
+        limits=limits_of(config.scheduler, pool.max_model_len),
+        host_blocks=config.cache.host_tokens // pool.block_size,
+        copy_at_fork=config.cache.copy_at_fork,
     )
     return Engine(loaded, options, tokenizer=tokenizer)
