@@ -116,9 +116,9 @@ def test_inspect_draws_pictures_and_agrees_with_the_real_cache(run: Run) -> None
 
 
 def test_a_public_trace_that_was_not_fetched_says_how_to(run: Run) -> None:
-    code, _, err = run("inspect", "ragpulse")
+    code, _, err = run("inspect", "ragpulse-weeks")
     assert code == 2
-    assert "fetch it: python -m harness trace get ragpulse" in err
+    assert "fetch it: python -m harness trace get ragpulse-weeks" in err
 
 
 def test_get_without_a_connection_says_what_to_place_where(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,3 +55,8 @@ def test_the_room_imports_nothing_heavy() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def test_a_name_stands_for_one_trace_alone() -> None:
+    names = [entry.name for entry in catalogue()]
+    assert sorted(names) == sorted(set(names))
