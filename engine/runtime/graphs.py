@@ -49,7 +49,7 @@ class CudaRecorder:
 
     def record(self, run: Pass) -> Pass:
         """Record one pass. Other threads may use the device meanwhile (`thread_local` errors)."""
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(_WARM_UPS):

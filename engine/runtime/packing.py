@@ -18,7 +18,8 @@ _DTYPES = (torch.float32, torch.bfloat16)
 def can_pack(model: Any) -> bool:
     """Whether the model's weights lie on a CPU that has oneDNN, in a type that it packs."""
     device = next(model.parameters()).device.type
-    return device == "cpu" and torch.backends.mkldnn.is_available() and model.dtype in _DTYPES
+    has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return device == "cpu" and has_onednn and model.dtype in _DTYPES
 
 
 def is_small(model: Any) -> bool:
@@ -31,7 +32,7 @@ def pack_linears(model: Any) -> int:
     layers = [module for module in model.modules() if type(module) is torch.nn.Linear]
     for layer in layers:
         if "forward" not in vars(layer):
-            layer.forward = _packed(layer)  # type: ignore[method-assign]
+            vars(layer)["forward"] = _packed(layer)
     return len(layers)
 
 

@@ -1,6 +1,7 @@
 """Engines that serve the workload: ours, and the peers that are installed. Each gives its outputs in order."""
 
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from importlib.util import find_spec
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -119,7 +120,7 @@ def vllm_offline(loaded: LoadedModel, *, block_size: int) -> Serve:
     """vLLM on a saved copy of the model. Raises PeerError where it is not installed."""
     if find_spec("vllm") is None:
         raise PeerError("vllm is not installed")
-    import vllm
+    vllm = import_module("vllm")
 
     folder = TemporaryDirectory(prefix="pagetwin-vllm-")
     with native_attention(loaded) as model:
