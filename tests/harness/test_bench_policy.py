@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.core.plan import StepResult
-from harness.bench.policy import curve, running, work
+from harness.bench.policy import curve, running, stepping, work
 from harness.bench.policy.curve import curve_lines, exponents, growing_operations
 from harness.bench.policy.lines import LINES
 from harness.bench.policy.memory import Footprint, footprint
@@ -52,7 +52,7 @@ def test_half_of_every_prompt_hits_and_only_the_full_pool_evicts() -> None:
 
 
 def test_every_decoding_sequence_fills_its_blocks_and_hashed_ones_are_found_again() -> None:
-    decoding = work.Decoding256(20, 40, hashed=True)
+    decoding = stepping.Decoding256(20, 40, hashed=True)
     (decoders,), _ = decoding.fresh()
     groups = list(decoders.calendar.groups)
     decoding.run(decoders)
@@ -64,7 +64,7 @@ def test_every_decoding_sequence_fills_its_blocks_and_hashed_ones_are_found_agai
 
 
 def test_the_scheduler_is_timed_with_every_request_decoding() -> None:
-    (scheduler,), _ = work.Scheduling(20, 10, rows=False).fresh()
+    (scheduler,), _ = stepping.Scheduling(20, 10, rows=False).fresh()
     plan = scheduler.schedule()
     assert (plan.steady, len(plan.rows), plan.running, plan.waiting) == (20, 20, 20, 0)
     scheduler.commit(plan, StepResult())

@@ -93,7 +93,7 @@ def _draw(costs: Sequence[Cost], file: Path) -> None:
     from harness.report.style import PAGE_IN, PALETTE, RC
 
     with plt.rc_context(RC):
-        figure, axes = plt.subplots(1, 2, figsize=(PAGE_IN, 2.8), layout="constrained")
+        figure, axes = plt.subplots(1, 2, figsize=(PAGE_IN, 3.0), layout="constrained")
         for axis, of in zip(axes, ("blocks", "requests"), strict=True):
             curves = by_operation([cost for cost in costs if cost.of == of])
             for number, (name, curve) in enumerate(curves.items()):
@@ -108,8 +108,6 @@ def _draw(costs: Sequence[Cost], file: Path) -> None:
             axis.set(xscale="log", yscale="log", ylabel="CPU time, ns each")
             axis.set_xlabel("blocks in the pool" if of == "blocks" else "requests in the queue")
             axis.set_ylim(bottom=10)
-            axis.legend(ncols=2, loc="upper left")
-            low, high = axis.get_ylim()
-            axis.set_ylim(low, high * 12)
+            axis.legend(ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0), columnspacing=0.8)
         figure.savefig(file)
         plt.close(figure)

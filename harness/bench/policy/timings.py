@@ -5,7 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 from harness.bench.policy.lines import YARDSTICK
-from harness.bench.policy.work import Allocation, BeamChurn, Decoding256, Prompts, Scheduling, Yardstick
+from harness.bench.policy.stepping import BeamChurn, Decoding256, Scheduling, Yardstick
+from harness.bench.policy.work import Allocation, Prompts
 
 Settings = dict[str, Any]
 Benchmark = Any  # pytest-benchmark's fixture
