@@ -6,7 +6,7 @@ from engine.core.calendar import DecodeCalendar
 from engine.core.errors import CoreError
 from engine.core.events import LookupRecord
 from engine.core.eviction import EvictionQueue
-from engine.core.forking import CopyAtFork
+from engine.core.forking import BranchSharing, CopyAtFork
 from engine.core.leap import leap_columns, leap_limit
 from engine.core.manager import CopyList, LeapColumns, StaleList, SwapList
 from engine.core.naming import BlockNaming
@@ -51,6 +51,7 @@ class PagedManager:
         self.naming = BlockNaming(self.tables, prefix_caching, deduplicate)
         self.swapper = Swapper(self.tables, self.naming, HostPool(host_blocks))
         self._copying = CopyAtFork(self.tables) if copy_at_fork else None
+        self.sharing = BranchSharing(self.tables, self._copying)
         self.sizing = PagedSizing(block_size, shares=not copy_at_fork)
         self.lookups: list[LookupRecord] | None = [] if keep_lookups else None
 
@@ -152,29 +153,11 @@ class PagedManager:
 
     def fork(self, parent: Sequence, children: Values[Sequence]) -> None:
         """Children hold the parent's blocks too; a partial tail is copied by whoever writes first."""
-        table, tables = self.tables.of(parent), self.tables
-        for child in children:
-            child.names, child.named = parent.names, parent.named
-            tables.open(child, tables.shared(table))
-            if self._copying is not None:
-                self._copying.owe(child)
+        self.sharing.fork(parent, children)
 
     def reparent(self, branches: Values[Sequence], parents: Values[int]) -> None:
         """Refer for all children first and drop the parents without a child last: nothing is freed in between."""
-        tables = [self.tables.of(branch) for branch in branches]
-        named = [branch.named for branch in branches]
-        childless = [index for index in range(len(tables)) if index not in parents]
-        taken_over: set[int] = set()
-        for branch, parent in zip(branches, parents, strict=True):
-            if parent not in taken_over:
-                branch.table, branch.named = tables[parent], named[parent]
-                taken_over.add(parent)
-            else:
-                branch.table, branch.named = self.tables.shared(tables[parent]), named[parent]
-                if self._copying is not None:
-                    self._copying.owe(branch)
-        for index in childless:
-            self.tables.drop(tables[index], branches[0].computed)
+        self.sharing.reparent(branches, parents)
 
     def promote(self, sequence: Sequence, child: Sequence) -> None:
         """`sequence` gives up what it holds and goes on with what `child` holds."""
