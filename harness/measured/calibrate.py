@@ -60,7 +60,10 @@ def calibrate(
     budget_s: float | None = None,
     grid: bool = False,
 ) -> FittedCost:
-    """Measure, fit, validate and store; half a minute without a budget. Progress gets (case, done, all)."""
+    """Measure, fit, validate and store; half a minute without a budget. Progress gets (case, done, all).
+
+    Without a budget held-out workloads are measured once, and so have no spread of repeats.
+    """
     return full_calibration(config, progress, budget_s=budget_s, grid=grid).fitted
 
 
@@ -75,7 +78,8 @@ def full_calibration(
     report = _Counted(progress, len(cases) + len(HELD_OUT))
     timed = _measured(config, cases, lone, report, clock)
     pace = median(entry.probe_s for entry in timed)
-    held_out = measure_held_out(config, lone, _VALIDATION_REPEATS, report, clock)
+    repeats = 1 if budget_s is None else _VALIDATION_REPEATS
+    held_out = measure_held_out(config, lone, repeats, report, clock)
     grids = measure_grids(config, report, clock) if grid and clock.left() else {}
     probes = [*(entry.probe_s for entry in timed), *(entry.probe_s for entry in held_out)]
     stability = stability_of(probes, load)

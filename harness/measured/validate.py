@@ -101,7 +101,9 @@ def _errors(entry: Validated, cost: CostModel) -> dict[str, dict[str, float]]:
         values = [run[name] for run in runs if name in run]
         error = comparison_error(METRICS[name], predicted.get(name), median(values)) if values else None
         if error is not None:
-            found[name] = {"error": error, "spread": (max(values) - min(values)) / median(values)}
+            found[name] = {"error": error}
+            if len(values) > 1:
+                found[name]["spread"] = (max(values) - min(values)) / median(values)
     return found
 
 
