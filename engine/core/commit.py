@@ -58,6 +58,12 @@ class Commit:
                         f"step {plan.step}: request {request_id} accepts {accepted} draft tokens, "
                         f"it had {drafts.get(request_id, 0)}"
                     )
+        for request_id, branches in result.ended.items():
+            ended = self._groups.get(request_id)
+            if ended is not None and not set(branches) <= set(ended.branches):
+                raise CoreError(
+                    f"step {plan.step}: request {request_id} ends branches {sorted(branches)}, it has {ended.branches}"
+                )
         for group in self._batch.others:
             if group.is_beam and group.rows and group.rows[0].samples and group.forked:
                 self._check_parents(plan, group, result)

@@ -8,8 +8,8 @@ in throughput belongs to the allocator.
 from collections.abc import Sequence as Values
 
 from engine.core.calendar import DecodeCalendar
-from engine.core.errors import CoreError, InvariantError, UnknownSequenceError
-from engine.core.manager import CopyList, LeapColumns, StaleList, SwapList
+from engine.core.errors import CoreError, InvariantError, OutOfBlocksError, UnknownSequenceError
+from engine.core.manager import CopyList, LeapColumns, StaleList, SwapList, check_parents
 from engine.core.plan import SlotUsage
 from engine.core.request import Request
 from engine.core.reservation import Placement, Reservation, reserved_slots, runs_for
@@ -79,6 +79,10 @@ class ContiguousManager:
     def admit(self, group: Group, hits: Values[int]) -> None:
         """Reserve one run per branch."""
         request, (root,), length = group.request, group.sequences, self._length(group.request)
+        if self._runs.runs_of(length) < group.width:
+            raise OutOfBlocksError(
+                f"request {request.request_id} reserves {group.width} x {length} slots; {self._runs.free} are free"
+            )
         runs = [self._runs.take(length) for _ in range(group.width)]
         self._spare[request.request_id] = runs[1:]
         self._own(root, runs[0])
@@ -123,6 +127,7 @@ class ContiguousManager:
 
     def reparent(self, branches: Values[Sequence], parents: Values[int]) -> None:
         """The first child of a parent takes its run over; further ones copy the generated part into a dropped run."""
+        check_parents(branches, parents)
         runs = [self._run(branch) for branch in branches]
         dropped = [run for index, run in enumerate(runs) if index not in set(parents)]
         prompt, end = branches[0].request.prompt_tokens, branches[0].computed

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Sequence as Values
 
+from engine.core.manager import check_parents
 from engine.core.request import Request
 from engine.core.sequence import Sequence
 from engine.core.tables import BlockTables
@@ -66,6 +67,7 @@ class BranchSharing:
 
     def reparent(self, branches: Values[Sequence], parents: Values[int]) -> None:
         """Branch i holds what branch `parents[i]` held; parents without a child are dropped last."""
+        check_parents(branches, parents)
         tables = [self._tables.of(branch) for branch in branches]
         named = [branch.named for branch in branches]
         taken_over: set[int] = set()

@@ -47,6 +47,8 @@ class SchedulerLimits:
     def __post_init__(self) -> None:
         if min(self.max_batched_tokens, self.max_running) < 1 or not 0 <= self.watermark < 1:
             raise CoreError(f"limits must be at least 1 and the watermark in [0, 1): {self}")
+        if self.max_model_len is not None and self.max_model_len < 1:
+            raise CoreError(f"max_model_len is {self.max_model_len}, must be at least 1")
         if self.long_prefill_tokens is not None and self.long_prefill_tokens < 1:
             raise CoreError(f"long_prefill_tokens is {self.long_prefill_tokens}, must be at least 1")
         if self.long_prefill_tokens is not None and not self.chunked_prefill:

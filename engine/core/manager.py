@@ -7,6 +7,7 @@ from typing import Protocol
 import numpy as np
 
 from engine.core.calendar import DecodeCalendar
+from engine.core.errors import CoreError
 from engine.core.plan import IntArray, SlotUsage
 from engine.core.request import Request
 from engine.core.sequence import Group, ScheduledRow, Sequence
@@ -17,6 +18,16 @@ SwapList = list[tuple[int, int]]
 BlocksTaken = tuple[
     int, int, int, int
 ]  # step (1 is the first after the scheduled one), blocks, blocks evicted for them, their unfillable slots
+
+
+def check_parents(branches: Values[Sequence], parents: Values[int]) -> None:
+    """Raise CoreError unless each branch has a parent among them."""
+    count = len(branches)
+    if len(parents) != count or min(parents) < 0 or max(parents) >= count:
+        request_id = branches[0].request.request_id
+        raise CoreError(
+            f"request {request_id} needs {count} parents, each below {count}; found {list(parents)}"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,6 +84,8 @@ class BlockPool:
 
         Raises OutOfBlocksError, with nothing changed, when fewer are free.
         """
+        if count < 0:
+            raise CoreError(f"{count} blocks asked for, must be at least 0")
         if count > self.free_blocks:
             raise OutOfBlocksError(
                 f"{count} blocks asked for, {self.free_blocks} of {self.num_blocks} are free"
@@ -180,6 +182,8 @@ class BlockPool:
 
     def _enter(self, blocks: Sequence[int], names: Sequence[BlockName]) -> None:
         refs, name_of = self._refs, self._name_of
+        if len(names) != len(blocks):
+            raise CoreError(f"{len(blocks)} blocks cannot carry {len(names)} names")
         bad = [block for block in blocks if not refs[block] or name_of[block] is not None]
         if bad:
             raise CoreError(

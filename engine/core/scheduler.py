@@ -36,6 +36,7 @@ class Scheduler:
         self._batch = RunningBatch(manager.growth, limits.max_batched_tokens)
         self._groups: dict[int, Group] = {}
         self._step = 0
+        self._open: int | None = None  # the step that is planned and not yet answered
         self._shares = Shares(manager)
         self._preemptor = Preemptor(manager, self._batch, limits.preemption, self.policies.victim)
         self._rules = EntryRules(manager, self._batch, limits, self.policies.admission)
@@ -105,6 +106,10 @@ class Scheduler:
 
     def schedule(self, max_repeat: int = 1) -> StepPlan:
         """The next step. With `max_repeat` above 1 the plan says how many identical steps may follow at once."""
+        if self._open is not None:
+            raise CoreError(f"step {self._open} waits for its result: commit it before the next is scheduled")
+        if max_repeat < 1:
+            raise CoreError(f"max_repeat is {max_repeat}, must be at least 1")
         if not self.has_work:
             raise CoreError("nothing is running or waiting: there is no step to schedule")
         step = StepBuilder(self.limits.max_batched_tokens)
@@ -116,12 +121,17 @@ class Scheduler:
             if not len(self.swapped):
                 self._admit_waiting(step)
         plan = self._plan(step, max_repeat)
+        self._open = self._step
         self._step += 1
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult) -> CommitReport:
         """Take the executor's answer to the last plan into the books."""
-        return self._commit.take(plan, result)
+        if plan.step != self._open:
+            raise CoreError(f"step {plan.step} does not wait for a result")
+        report = self._commit.take(plan, result)
+        self._open = None
+        return report
 
     def _continue_steady(self, step: StepBuilder) -> None:
         """Steady groups take one token a sequence; only those whose blocks are full need anything."""

@@ -1,6 +1,6 @@
 """Host memory for the blocks of preempted groups: maps of whole groups, all or nothing."""
 
-from engine.core.errors import CoreError, OutOfBlocksError
+from engine.core.errors import CoreError, OutOfBlocksError, UnknownSequenceError
 from engine.core.naming import BlockNaming
 from engine.core.sequence import Group, Sequence
 from engine.core.tables import BlockTables
@@ -73,11 +73,11 @@ class Swapper:
         tails = [s.table[-1] for s in group.sequences if s.computed % self._tables.block_size]
         if copies is None:
             copies = len(tails) - len(set(tails))
-        return len(self._saved[group]) + len(group.sequences) - len(tails) + copies
+        return len(self._of(group)) + len(group.sequences) - len(tails) + copies
 
     def bring_back(self, group: Group) -> None:
         """Blocks on the device again, shared by the branches as before."""
-        saved = self._saved.pop(group)
+        saved = self._of(group)
         device = dict(zip(saved, self._tables.pool.take(len(saved)), strict=True))
         self.back += [(host, device[block]) for block, host in saved.items()]
         held: set[int] = set()
@@ -86,6 +86,7 @@ class Swapper:
             self._naming.recount(sequence)
             self._naming.settle(sequence)
             self._naming.forget(sequence)  # its blocks are still on their way: no time to exchange them
+        del self._saved[group]
         self.host.give(list(saved.values()))
 
     def _hold(self, sequence: Sequence, table: list[int], held: set[int]) -> None:
@@ -103,4 +104,10 @@ class Swapper:
 
     def forget(self, group: Group) -> None:
         """The group will not come back: its host blocks are free again."""
-        self.host.give(list(self._saved.pop(group).values()))
+        self.host.give(list(self._of(group).values()))
+        del self._saved[group]
+
+    def _of(self, group: Group) -> dict[int, int]:
+        if group not in self._saved:
+            raise UnknownSequenceError(f"request {group.request.request_id} has nothing in host memory")
+        return self._saved[group]
