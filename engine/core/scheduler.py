@@ -36,6 +36,7 @@ class Scheduler:
         self._batch = RunningBatch(manager.growth, limits.max_batched_tokens)
         self._groups: dict[int, Group] = {}
         self._step = 0
+        self._submitted = 0
         self._open: int | None = None  # the step that is planned and not yet answered
         self._shares = Shares(manager)
         self._preemptor = Preemptor(manager, self._batch, limits.preemption, self.policies.victim)
@@ -69,7 +70,8 @@ class Scheduler:
             raise NeverFitsError(f"request {request.request_id} can never be served: it {reason}")
         if request.request_id in self.stats:
             raise CoreError(f"request {request.request_id} was submitted before")
-        group = Group(request, self.policies.order.key(request, len(self.stats)))
+        group = Group(request, self.policies.order.key(request, self._submitted))
+        self._submitted += 1
         self.stats[request.request_id] = RequestStats()
         self._groups[request.request_id] = group
         self.waiting.push(group)

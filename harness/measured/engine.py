@@ -78,7 +78,7 @@ def measure(
     prompts = {row.request_id: _prompt(row, config, loaded) for row in workload.trace.requests}
     requests = workload.requests(
         lambda row: TokenIdentity(
-            row.request_id, prompts[row.request_id], algorithm=hash_algorithm(workload.cache)
+            row.request_id, prompts[row.request_id], row.salt, algorithm=hash_algorithm(workload.cache)
         )
     )
     for timed in requests:

@@ -49,12 +49,18 @@ class Workload:
 
 
 def _by_keys(row: TraceRequest) -> BlockIdentity:
-    return KeyIdentity(row.request_id, row.segments)
+    return KeyIdentity(row.request_id, row.segments, row.salt)
 
 
 def _request(workload: Workload, row: TraceRequest, identity: BlockIdentity | None = None) -> Request:
     return Request(
-        row.request_id, row.prompt_tokens, row.output_tokens, workload.width, workload.decoding, identity
+        row.request_id,
+        row.prompt_tokens,
+        row.output_tokens,
+        workload.width,
+        workload.decoding,
+        identity,
+        priority=row.priority,
     )
 
 

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 from harness.cli.say import remark, say
 from harness.config.errors import UserError
 from harness.trace.flags import describe
-from traces.catalogue import CatalogueEntry, RemoteFile
 
 _FAILED = 1
 
 if TYPE_CHECKING:
     from harness.trace.flags import Actions
+    from traces.catalogue import CatalogueEntry, RemoteFile
 
 
 def add(actions: "Actions") -> None:
@@ -45,7 +45,7 @@ def run(flags: argparse.Namespace) -> int:
     return 0
 
 
-def _fetch(file: RemoteFile, folder: Path) -> None:
+def _fetch(file: "RemoteFile", folder: Path) -> None:
     """Download one file unless it is there; raises OSError where it cannot be had, ValueError on a wrong checksum."""
     import pooch
 
@@ -57,7 +57,7 @@ def _fetch(file: RemoteFile, folder: Path) -> None:
     pooch.retrieve(file.url, known_hash=known, fname=file.path, path=folder, downloader=downloader)
 
 
-def _by_hand(entry: CatalogueEntry, folder: Path) -> str:
+def _by_hand(entry: "CatalogueEntry", folder: Path) -> str:
     files = [
         f"  {file.path}  sha256 {file.sha256 or 'not known'}\n    from {file.url}" for file in entry.files
     ]

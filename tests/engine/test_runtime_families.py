@@ -26,7 +26,7 @@ from families import (
 
 from engine.core.limits import Preemption, SchedulerLimits
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+DOCUMENT = Path(__file__).resolve().parents[2] / "engine" / "MODELS.md"
 
 
 @functools.cache

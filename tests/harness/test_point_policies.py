@@ -105,3 +105,17 @@ def test_swapping_without_host_memory_is_refused(config: RunConfig) -> None:
     config.scheduler.preemption = PreemptionRule.swap
     (error,) = check_config(config)
     assert "cache.host_tokens is 0" in str(error)
+
+
+def test_tenants_and_priorities_of_a_trace_reach_the_scheduler(config: RunConfig, tmp_path: Path) -> None:
+    path = tmp_path / "own.csv"
+    path.write_text(
+        "arrival_s,prompt_tokens,output_tokens,prefix,prefix_tokens,salt,priority\n"
+        "0,40,2,p,32,a,2\n1,40,2,p,32,b,1\n2,40,2,p,32,a,0\n"
+    )
+    with_trace(config, TraceFormat.simple, path)
+    config.workload.request_rate = None
+    requests = [timed.request for timed in build_workload(config).requests()]
+    names = [request.identity.prompt_names(16) for request in requests if request.identity]
+    assert [request.priority for request in requests] == [2, 1, 0]
+    assert names[0] == names[2] != names[1]
