@@ -101,6 +101,14 @@ class BlockPool:
             refs[block] = 1
         return blocks
 
+    def take_one(self) -> int:
+        """`take(1)`, the way of every decoding sequence whose last block is full."""
+        if not self._unnamed:
+            return self.take(1)[0]
+        block = self._unnamed.pop()
+        self._refs[block] = 1
+        return block
+
     def _evict(self, count: int) -> list[int]:
         victims = self._evictable.pop(count)
         self._forget(victims)
@@ -208,6 +216,8 @@ class BlockPool:
         names = [name_of[block] for block in blocks]
         for block in blocks:
             name_of[block] = None
+        if len(names) == 1 and type(names[0]) is int:
+            return
         if int in set(map(type, names)):
             public = [pair for pair in zip(names, blocks, strict=True) if type(pair[0]) is not int]
             names, blocks = [name for name, _ in public], [block for _, block in public]

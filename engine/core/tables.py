@@ -45,7 +45,7 @@ class BlockTables:
 
     def append(self, request: Request, table: list[int], count: int) -> None:
         """`count` new blocks at the end of `table`; only the last of them can have slots that are never filled."""
-        table += self.pool.take(count)
+        table += self.pool.take(count) if count > 1 else (self.pool.take_one(),)
         self.books.entries += count
         self.books.block_taken(request, table[-1], len(table) - 1)
 
