@@ -75,7 +75,7 @@ def test_samples_are_those_of_plain_sampling(model_of, prompts):
     params = {"temperature": 0.7, "seed": 3, "top_p": 0.9}
     found, _, outputs = run(model_of(), prompts[:3], 0.006, params)
     assert found == run(model_of(), prompts[:3], None, params)[0]
-    assert rate(outputs) > 0.05
+    assert 0 < rate(outputs) < 1  # both kinds of draft occurred
 
 
 def test_an_end_token_among_the_accepted_ones_is_the_last(model_of, prompts):

@@ -91,7 +91,9 @@ class SchedulerConfig:
     )
     policy: SchedulingRule = SchedulingRule.fcfs
     preemption: PreemptionRule = PreemptionRule.recompute
-    long_prefill_tokens: int | None = None  # largest chunk of one prompt while others compete; null: the budget
+    long_prefill_tokens: int | None = (
+        None  # largest chunk of one prompt while others compete; null: the budget
+    )
     admit_whole_prompt: bool = True  # false: a request enters as soon as its first chunk fits
     static_batch: bool = False  # the classic baseline: a batch enters together, and leaves together
     order: str | None = None  # module:Class of your own queue order; null: as `policy` says
