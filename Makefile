@@ -23,7 +23,7 @@ sweep: $(STAMP)
 	$(PY) -m harness sweep $(ARGS)
 
 test: $(STAMP)
-	$(PY) -m pytest $(ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n auto $(ARGS)
 
 lint: $(STAMP)
 	$(PY) -m ruff check .

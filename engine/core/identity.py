@@ -95,7 +95,7 @@ _TOKEN_BYTES = 4
 
 
 def _token_bytes(request_id: int, token_ids: npt.NDArray[np.int64]) -> bytes:
-    if token_ids.size and (token_ids.min() < 0 or token_ids.max() >= 1 << 31):
+    if (token_ids >> 31).any():  # negative, or too large: one pass finds both
         raise CoreError(
             f"request {request_id}: token ids run from {token_ids.min()} to {token_ids.max()}, "
             f"must be at least 0 and below 2^31"

@@ -100,4 +100,5 @@ def _command(files: Sequence[Path], settings: Path, out: Path, timer: str) -> li
 def _environment() -> dict[str, str]:
     """The child finds the same packages as we do, also where they are not installed but on our path."""
     path = os.pathsep.join(entry for entry in sys.path if entry)
-    return {**os.environ, "PYTHONPATH": path, "PYTEST_ADDOPTS": ""}
+    outer = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    return {**outer, "PYTHONPATH": path}  # a session of its own, also when a test's pytest starts it

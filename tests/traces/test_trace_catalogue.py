@@ -11,6 +11,7 @@ import yaml
 from harness.config.schema import TraceConfig, TraceFormat
 from traces.catalogue import catalogue, licence_of
 from traces.detect import READERS
+from traces.synth.chat import CHAT
 from traces.synth.tables import TABLES
 
 CHOICES = sorted((Path(__file__).parents[2] / "conf" / "trace").glob("*.yaml"))
@@ -43,7 +44,7 @@ def test_a_choice_sets_exactly_the_keys_of_the_schema(path: Path) -> None:
 @pytest.mark.parametrize("path", CHOICES, ids=lambda path: path.stem)
 def test_a_choice_names_a_table_or_a_known_format(path: Path) -> None:
     choice = yaml.safe_load(path.read_text())
-    assert TraceFormat(choice["format"]) is not TraceFormat.generated or choice["name"] in TABLES
+    assert TraceFormat(choice["format"]) is not TraceFormat.generated or choice["name"] in (*TABLES, CHAT)
 
 
 def test_the_room_imports_nothing_heavy() -> None:
