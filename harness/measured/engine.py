@@ -55,6 +55,8 @@ def _loaded(spec: ModelSpec, device: str) -> LoadedModel:
     loaded = load_model(spec, device=device)
     if can_pack(loaded.model) and is_small(loaded.model):
         pack_linears(loaded.model)
+    gc.collect()
+    gc.freeze()  # modules and weights stay: no later collection need look at them
     return loaded
 
 
