@@ -8,7 +8,7 @@ STAMP  := $(VENV)/.ready
 
 OUT    ?=
 
-.PHONY: setup sweep test lint gpu clean
+.PHONY: setup sweep test nightly lint gpu clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
@@ -24,6 +24,11 @@ sweep: $(STAMP)
 
 test: $(STAMP)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n auto $(ARGS)
+
+nightly: $(STAMP)  # what is too long for every day: random walks of the policy core, fuzzing of every reader
+	$(PY) -m pip install --quiet $(PIP_ARGS) "atheris>=2.3"
+	PAGETWIN_NIGHTLY=1 PAGETWIN_FUZZ_EXAMPLES=500 $(PY) -m pytest -n auto tests/engine/test_core_walks.py tests/traces/test_trace_fuzz.py
+	$(PY) tests/nightly/fuzz_traces.py -max_total_time=600 -rss_limit_mb=4000
 
 lint: $(STAMP)
 	$(PY) -m ruff check .
