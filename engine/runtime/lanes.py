@@ -10,10 +10,16 @@ from engine.runtime.kv_pool import KVPool
 
 
 class Lanes:
-    """Moves blocks as a plan says, in the plan's order: save, void, bring back, copy."""
+    """Moves blocks as a plan says, in its order: void stale slots, save, void free blocks, bring back, copy."""
 
     def __init__(self, pools: Sequence[KVPool]) -> None:
         self.pools = pools
+
+    def void_stale(self, plan: StepPlan) -> None:
+        """Poison what is void in blocks that are in use, before a swap saves it with its block."""
+        if plan.stale:
+            for pool in self.pools:
+                pool.poison_slots(plan.stale)
 
     def save(self, plan: StepPlan) -> None:
         """Swap out, before the blocks are anyone else's."""
@@ -26,8 +32,6 @@ class Lanes:
         for pool in self.pools:
             if plan.frees:
                 pool.poison(plan.frees)
-            if plan.stale:
-                pool.poison_slots(plan.stale)
 
     def fill(self, plan: StepPlan) -> None:
         """Swap in, then copy."""

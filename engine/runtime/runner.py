@@ -130,6 +130,8 @@ class Runner:
         """
         if plan.repeat != 1:
             raise CoreError(f"step {plan.step}: the engine takes one step at a time, not {plan.repeat}")
+        if self._poisons:
+            self._lanes.void_stale(plan)
         start = self._now()
         self._lanes.save(plan)
         saved = self._now()
