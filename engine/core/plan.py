@@ -1,6 +1,7 @@
 """The step plan: all that an executor sees of the policy, and all that it answers."""
 
 import hashlib
+from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -128,20 +129,20 @@ class StepPlan:
 class ArrayRows(Sequence[Row]):
     """Rows whose lengths are at hand as arrays and which are laid out one by one only if somebody asks.
 
-    Abstract: `_layout` makes the list; see `engine.core.batch`.
+    What the scheduler makes is `engine.core.batch.BatchRows`.
     """
 
     others: Sequence[Row]
 
     @property
+    @abstractmethod
     def query_len(self) -> IntArray:
         """Query tokens of each row, int64 `[rows]`."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def context_len(self) -> IntArray:
         """Context tokens of each row, int64 `[rows]`."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
