@@ -26,7 +26,9 @@ def add(benches: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
         allow_abbrev=False,
     )
     parser.add_argument("--rounds", type=int, default=7, help="samples a line, of which the median counts")
-    parser.add_argument("--out", default="results/bench/policy", metavar="FOLDER", help="default: %(default)s")
+    parser.add_argument(
+        "--out", default="results/bench/policy", metavar="FOLDER", help="default: %(default)s"
+    )
     parser.add_argument(
         "--curve", action="store_true", help="the cost an operation by pool and queue size, and peak memory"
     )
