@@ -63,7 +63,7 @@ class TokenIdentity:
         self._root = _root(salt, adapter)
         self._algorithm = algorithm
         self._share_outputs = share_outputs
-        self._outputs: dict[int, bytes] = {}
+        self._outputs: dict[int, bytearray] = {}
         self._hashers: dict[tuple[int, int], tuple[PrefixHasher, int]] = {}
 
     def prompt_names(self, block_size: int) -> list[bytes]:
@@ -77,16 +77,16 @@ class TokenIdentity:
 
     def extend(self, branch: int, token_ids: Sequence[int]) -> None:
         """Tell the tokens that `branch` generated next."""
-        told = self._outputs.get(branch, b"")
-        self._outputs[branch] = told + _token_bytes(self._request_id, np.asarray(token_ids, dtype=np.int64))
+        told = self._outputs.setdefault(branch, bytearray())
+        told += _token_bytes(self._request_id, np.asarray(token_ids, dtype=np.int64))
 
     def generated_names(self, branch: int, block_size: int) -> list[bytes]:
         """Digests up to the end of every full block of the branch; empty unless outputs are shared."""
         if not self._share_outputs:
             return []
         hasher, hashed = self._hashers.get((branch, block_size)) or (self._prompt_hasher(block_size), 0)
-        told = self._outputs.get(branch, b"")
-        hasher.extend(told[hashed:])
+        told = self._outputs.get(branch, bytearray())
+        hasher.extend(bytes(told[hashed:]))
         self._hashers[branch, block_size] = hasher, len(told)
         return hasher.names
 

@@ -6,6 +6,8 @@ or brought back from the host; then waiting requests are admitted in the order o
 preempted in this step. Steady decoders are on a calendar, and a step touches only those that need a block.
 """
 
+from collections.abc import Sequence as Values
+
 from engine.core.admission import EntryRules
 from engine.core.commit import Commit
 from engine.core.errors import CoreError, NeverFitsError
@@ -32,6 +34,8 @@ class Scheduler:
         self.manager = manager
         self.limits = limits
         self.policies = policies or Policies.of(limits.scheduling)
+        self.waiting = WaitingQueue()  # holding nothing
+        self.swapped = WaitingQueue()  # their blocks are in host memory
         self.stats: dict[int, RequestStats] = {}
         self._batch = RunningBatch(manager.growth, limits.max_batched_tokens)
         self._groups: dict[int, Group] = {}
@@ -39,19 +43,9 @@ class Scheduler:
         self._submitted = 0
         self._open: int | None = None  # the step that is planned and not yet answered
         self._shares = Shares(manager)
-        self._preemptor = Preemptor(manager, self._batch, limits.preemption, self.policies.victim)
+        self._preemptor = Preemptor(manager, self._batch, self.waiting, self.swapped, self.stats)
         self._rules = EntryRules(manager, self._batch, limits, self.policies.admission)
         self._commit = Commit(manager, self._batch, self._groups, self.stats, limits.static_batch)
-
-    @property
-    def waiting(self) -> WaitingQueue:
-        """Requests that hold nothing, in the order in which they will be served."""
-        return self._preemptor.waiting
-
-    @property
-    def swapped(self) -> WaitingQueue:
-        """Requests whose blocks are in host memory, in the order in which they will come back."""
-        return self._preemptor.swapped
 
     @property
     def has_work(self) -> bool:
@@ -140,7 +134,7 @@ class Scheduler:
         calendar, manager = self._batch.calendar, self.manager
         for group in calendar.due():
             while group in calendar.groups and not manager.can_append(group):
-                self._preemptor.make_room(step, self._batch.groups(), self.stats)
+                self._make_room(step, self._batch.groups())
             if group in calendar.groups:
                 step.appended[group] = manager.append(group)
         step.budget -= calendar.rows
@@ -152,13 +146,18 @@ class Scheduler:
             group.rows = self._shares.rows(group, step.budget, cap)
             while group.rows and not self.manager.can_extend(group.rows):
                 steady = calendar.rows
-                self._preemptor.make_room(step, [*calendar.groups, *others[index:]], self.stats)
+                self._make_room(step, [*calendar.groups, *others[index:]])
                 step.budget += steady - calendar.rows
             if index < len(others) and others[index] is group:
                 self._shares.extend(group, step)
                 index += 1
         for group in others[index:]:
             group.rows = []
+
+    def _make_room(self, step: StepBuilder, candidates: Values[Group]) -> None:
+        """Preempt one of `candidates`, which are in running order."""
+        victim = candidates[self.policies.victim.choose(candidates)]
+        self._preemptor.preempt(victim, self.limits.preemption, step)
 
     def _prefill_cap(self) -> int | None:
         """The largest chunk of one prompt: a lone request gets the whole budget."""

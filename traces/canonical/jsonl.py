@@ -9,6 +9,7 @@ from typing import Any, TextIO
 from traces.books import Books
 from traces.canonical.fields import DEFAULTS, NEEDED, header_record, make_request, read_header
 from traces.canonical.order import OrderCheck
+from traces.canonical.source import CanonicalSource
 from traces.errors import RowError, TraceError
 from traces.jsonl import kind, read_object
 from traces.rows import Numbered, Row
@@ -34,28 +35,12 @@ def record_of(request: TraceRequest) -> dict[str, Any]:
     return record
 
 
-class CanonicalRows:
+class CanonicalRows(CanonicalSource):
     """The records of a canonical JSONL file."""
-
-    has_clock = True
-    is_ordered = True
-    takes_arrivals = False
 
     def __init__(self, file: SourceFile) -> None:
         self.file = file
-        self.embedded: TraceHeader | None = self._header()
-        self.format = self.embedded.format
-        self.source = self.embedded.source
-        self.sha256 = self.embedded.sha256
-        self.key_kind = self.embedded.key_kind
-        self.source_block_tokens = self.embedded.source_block_tokens
-        self.noted: dict[str, int] = {}
-        self.assumed: list[str] = []
-        self._quantum_us = self.embedded.clock_quantum_us
-
-    def clock_quantum_us(self) -> int:
-        """As the header says."""
-        return self._quantum_us
+        super().__init__(self._header())
 
     def rows(self, books: Books, sort: bool) -> Numbered:
         """Requests under their own ids."""

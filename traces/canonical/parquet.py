@@ -17,6 +17,7 @@ from traces.canonical.fields import (
 )
 from traces.canonical.jsonl import row_of
 from traces.canonical.order import OrderCheck
+from traces.canonical.source import CanonicalSource
 from traces.errors import RowError, TraceError
 from traces.jsonl import read_object
 from traces.rows import Numbered
@@ -59,29 +60,13 @@ def _schema() -> Any:
     return pa.schema([(name, types[name]) for name in (*NEEDED[:4], *DEFAULTS, _KEYS, _TOKENS)])
 
 
-class CanonicalParquet:
+class CanonicalParquet(CanonicalSource):
     """The records of a canonical Parquet file, read batch by batch. Errors give the record's number as the line."""
-
-    has_clock = True
-    is_ordered = True
-    takes_arrivals = False
 
     def __init__(self, path: Path, expect_sha256: str | None = None) -> None:
         self.path = str(path)
         self._file = self._open(path, expect_sha256)
-        self.embedded: TraceHeader | None = self._header()
-        self.format = self.embedded.format
-        self.source = self.embedded.source
-        self.sha256 = self.embedded.sha256
-        self.key_kind = self.embedded.key_kind
-        self.source_block_tokens = self.embedded.source_block_tokens
-        self.noted: dict[str, int] = {}
-        self.assumed: list[str] = []
-        self._quantum_us = self.embedded.clock_quantum_us
-
-    def clock_quantum_us(self) -> int:
-        """As the header says."""
-        return self._quantum_us
+        super().__init__(self._header())
 
     def rows(self, books: Books, sort: bool) -> Numbered:
         """Requests under their own ids."""
