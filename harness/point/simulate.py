@@ -1,6 +1,6 @@
 """The predicted side of a point, and the playback of a measured one."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,11 +8,11 @@ from engine.core.request import Request
 from harness.metrics import compute_metrics
 from harness.metrics.log import Outcome, RunLog, empty_log
 from harness.metrics.totals import Totals, as_floats, step_totals
+from harness.point.chance import simulated_executor
 from harness.point.workload import Workload
 from harness.sim.arrivals import Arrivals
 from harness.sim.cost import CostModel, CostSource
-from harness.sim.executors import Executor, RecordedExecutor, SimulatedExecutor
-from harness.sim.genealogy import BeamGenealogy
+from harness.sim.executors import Executor, RecordedExecutor
 from harness.sim.hull import extrapolated
 from harness.sim.recorder import Recorder
 from harness.sim.replay import Progress, Replay, TimedRequest
@@ -42,7 +42,7 @@ def simulate(
     """The free-running prediction. `beam_churn` None takes the calibrated one."""
     requests = workload.requests()
     by_id = {timed.request.request_id: timed.request for timed in requests}
-    executor = _executor(workload, cost, by_id, beam_churn, fast_forward)
+    executor = simulated_executor(workload, cost, by_id, beam_churn, fast_forward=fast_forward)
     return play(workload, requests, executor)[0]
 
 
@@ -85,7 +85,7 @@ def predict(
     live: dict[int, Request] = {}
     recorder = StreamingRecorder(live, workload.pool.block_size, cost.source.hull)
     scheduler = workload.scheduler()
-    executor = _executor(workload, cost, live, beam_churn, fast_forward)
+    executor = simulated_executor(workload, cost, live, beam_churn, fast_forward=fast_forward)
     until_ns = workload.release.until_ns
     Replay(arrivals, scheduler, executor, recorder, live=live, until_ns=until_ns, forget=True).run()
     recorder.finish(scheduler.stats)
@@ -94,24 +94,11 @@ def predict(
     return Prediction(metrics, recorder.outcome, recorder.extrapolated.section(), recorder.totals, log)
 
 
-def _executor(
-    workload: Workload,
-    cost: CostModel,
-    requests: Mapping[int, Request],
-    beam_churn: float | None,
-    fast_forward: bool,
-) -> SimulatedExecutor:
-    churn = cost.source.beam_churn if beam_churn is None else {workload.width: beam_churn}
-    genealogy = BeamGenealogy(churn, evenness=cost.source.beam_evenness)
-    return SimulatedExecutor(cost, requests, workload.pool.block_size, genealogy, fast_forward=fast_forward)
-
-
 def play_back(workload: Workload, recording: Recorder) -> Recorder:
-    """Run the policy again on a measured run's durations and parents, with blocks named by keys instead of tokens.
+    """Run the policy again on a measured run's durations and answers, with blocks named by keys instead of tokens.
 
     Every plan must come out the same, block ids included.
     """
-    parents: Sequence[Mapping[int, Sequence[int]]] = recording.parents
-    executor = RecordedExecutor(recording.step_ns, parents)
+    executor = RecordedExecutor(recording.step_ns, recording.results)
     _, recorder = play(workload, workload.requests(), executor, keep_plans=True)
     return recorder

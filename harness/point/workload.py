@@ -9,6 +9,7 @@ from engine.core.request import Decoding, Request
 from engine.core.scheduler import Scheduler
 from harness.config.errors import ConfigError
 from harness.config.schema import CacheConfig, DecodingMode, Oversize, RunConfig, SchedulerConfig
+from harness.point.chance import Chance
 from harness.point.policies import limits_of, new_scheduler
 from harness.point.release import Release, release_of, retimed
 from harness.point.shapes import PoolShape, pool_shape
@@ -32,6 +33,7 @@ class Workload:
     release: Release = Release()  # noqa: RUF009  # frozen
     cache: CacheConfig = field(default_factory=CacheConfig)  # the options of the cache policy
     batching: SchedulerConfig = field(default_factory=SchedulerConfig)  # a user's own policies
+    chance: Chance = Chance()  # noqa: RUF009  # frozen
 
     def scheduler(self) -> Scheduler:
         """A scheduler over an empty pool."""

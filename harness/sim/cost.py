@@ -27,8 +27,8 @@ class CostSource:
     `heldout` holds the error on measurements that the fit never saw, per `step` and `attention`; empty for a model that
     was not fitted. `hull` is the range of step columns that was measured (see `harness.sim.hull`); a prediction outside
     is an extrapolation. `beam_churn` and `beam_evenness` say by beam width how beams coalesce (see
-    `harness.sim.genealogy`). `validation` holds the free-running error and the spread of repeats on whole workloads
-    that the fit never saw, by workload and metric.
+    `harness.sim.genealogy`), `draft_acceptance` which share of the draft tokens was right. `validation` holds the
+    free-running error and the spread of repeats on whole workloads that the fit never saw, by workload and metric.
     """
 
     kind: str
@@ -38,6 +38,7 @@ class CostSource:
     heldout: dict[str, dict[str, float]] = field(default_factory=dict)
     beam_churn: dict[int, float] = field(default_factory=dict)
     beam_evenness: dict[int, float] = field(default_factory=dict)
+    draft_acceptance: float | None = None
     hull: dict[str, tuple[float, float]] = field(default_factory=dict)
     validation: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
 

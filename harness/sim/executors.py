@@ -11,8 +11,9 @@ from engine.core.request import Decoding, Request
 from harness.sim.branches import BranchEnds, BranchSurvival, DraftAcceptance
 from harness.sim.clock import NS_PER_S, to_ns
 from harness.sim.cost import Amount, CostModel
-from harness.sim.features import FeatureMeter, Stretch
+from harness.sim.features import FeatureMeter
 from harness.sim.genealogy import Genealogy
+from harness.sim.stretch import Stretch
 
 _ONE_BY_ONE = 10  # further steps of a fast-forward up to which numbers are quicker than arrays
 _NO_PHASES: Mapping[str, float] = MappingProxyType({})
@@ -81,7 +82,8 @@ class SimulatedExecutor:
 
     def execute(self, plan: StepPlan, horizon_ns: int | None) -> StepResult:
         """Price as many of the plan's steps as start before the horizon."""
-        features = self._meter.first(plan)
+        accepted = self._acceptance.of(plan) if self._acceptance else _NOTHING
+        features = self._meter.first(plan, accepted)
         ns, attention = self._prices(plan, features, horizon_ns)
         self._meter.took(features, len(ns))
         self._timing = StepTiming(ns, attention, features=features)
@@ -89,7 +91,7 @@ class SimulatedExecutor:
             repeat=len(ns),
             parents=self._parents.of(plan),
             ended=self._ends.of(plan) if self._ends else _NOTHING,
-            accepted=self._acceptance.of(plan) if self._acceptance else _NOTHING,
+            accepted=accepted,
         )
 
     def end(self) -> StepTiming:
@@ -178,13 +180,13 @@ class RecordingEndedError(RuntimeError):
 
 
 class RecordedExecutor:
-    """Plays a run back: its step durations and its beams' parents. Any plan that differs then is a bug."""
+    """Plays a run back: its step durations, and what the engine found out. Any plan that differs then is a bug."""
 
     max_repeat = 1
 
-    def __init__(self, ns: Sequence[int], parents: Sequence[Mapping[int, Sequence[int]]]) -> None:
+    def __init__(self, ns: Sequence[int], results: Sequence[StepResult]) -> None:
         self._ns = ns
-        self._parents = parents
+        self._results = results
         self._step = -1
 
     def begin(self) -> None:
@@ -194,8 +196,8 @@ class RecordedExecutor:
             raise RecordingEndedError(f"the recording has {len(self._ns)} steps, the replay goes on")
 
     def execute(self, plan: StepPlan, horizon_ns: int | None) -> StepResult:
-        """The recorded parents."""
-        return StepResult(parents=self._parents[self._step])
+        """The recorded answer: parents, ends, accepted drafts."""
+        return self._results[self._step]
 
     def end(self) -> StepTiming:
         """The recorded duration."""

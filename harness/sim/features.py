@@ -3,7 +3,8 @@
 The same function serves a simulated and a measured step, and all steps of a fast-forward at once.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 
@@ -36,8 +37,12 @@ FEATURES: dict[str, str] = {
     "copied_slots": "KV slots copied on write or at a fork",
     "freed_slots": "KV slots voided",
     "swapped_slots": "KV slots moved between device and host",
+    "swapped_blocks": "the same in blocks: each is a transfer of its own",
     "admitted_tokens": "prompt tokens of admitted requests: their identity is computed once",
     "after_prefill": "1 right after a large prefill, a quarter less each step: caches are warm again only gradually",
+    "draft_passes": "forward passes of the draft model",
+    "draft_tokens": "tokens that run through it",
+    "draft_kv": "KV slots of its lane that those read",
 }
 """Feature names with their meaning; the order is the column order."""
 
@@ -62,6 +67,9 @@ def feature_index(names: Iterable[str]) -> list[int]:
     return [order.index(name) for name in names]
 
 
+_NONE_ACCEPTED: Mapping[int, int] = MappingProxyType({})
+
+
 class FeatureMeter:
     """Features of the steps of one replay, in order; remembers how long ago the last large prefill was.
 
@@ -74,34 +82,33 @@ class FeatureMeter:
         self._block_size = block_size
         self._after_prefill = 0.0
         self._beams: set[int] = set()  # beam requests admitted so far
+        self._drafting = (
+            False  # whether a request with drafts was admitted: then every row runs through both models
+        )
 
-    def features(self, plan: StepPlan, steps: int = 1) -> list[Amount]:
-        """Features of the next `steps` (at most `plan.repeat`) steps: arrays `[steps]` where they change, else numbers.
-
-        In the steps after the first every row has one more token of context; the blocks they take and the cached
-        blocks these evict follow from the plan, so that a fast-forward is priced exactly as single steps are.
-        """
-        first = self.first(plan)
-        return first if steps == 1 else Stretch(plan, first, self._block_size).columns(steps)
-
-    def first(self, plan: StepPlan) -> list[Amount]:
-        """Features of the plan's first (or only) step, as numbers."""
+    def first(self, plan: StepPlan, accepted: Mapping[int, int] = _NONE_ACCEPTED) -> list[Amount]:
+        """Features of the plan's first (or only) step, as numbers; `accepted` drafts by request."""
         admitted = 0
         for request_id in plan.admitted:
             request = self._requests[request_id]
             admitted += request.prompt_tokens
             if request.decoding is Decoding.BEAM:
                 self._beams.add(request_id)
+            self._drafting = self._drafting or request.speculation is not None
         others = plan.other_rows
         sampled = plan.steady + sum(row.samples for row in others)
+        rows = _rows_features(plan, others, self._block_size, sampled, self._beam_rows(others))
+        swapped = len(plan.swap_in) + len(plan.swap_out)
         return [
-            *_rows_features(plan, others, self._block_size, sampled, self._beam_rows(others)),
+            *rows,
             plan.new_blocks,
             len(plan.copies) * self._block_size,
             len(plan.frees) * self._block_size,
-            (len(plan.swap_in) + len(plan.swap_out)) * self._block_size,
+            swapped * self._block_size,
+            swapped,
             admitted,
             self._after_prefill,
+            *(_draft_features(rows, others, accepted) if self._drafting else (0, 0, 0)),
         ]
 
     def _beam_rows(self, others: Sequence[Row]) -> int:
@@ -112,13 +119,13 @@ class FeatureMeter:
 
     def took(self, first: Sequence[Amount], steps: int = 1) -> None:
         """`steps` steps of a plan were taken whose first had these features."""
-        large = min(1.0, float(first[_PREFILL]) / _LARGE_PREFILL)
+        large = min(1.0, float(first[_PREFILL]) / LARGE_PREFILL)
         for _ in range(steps):
-            self._after_prefill = self._after_prefill * _WARMING + large
+            self._after_prefill = self._after_prefill * WARMING + large
 
 
-_WARMING = 0.75  # measured on CPU: what is left of the slowdown after one more decode step
-_LARGE_PREFILL = 128  # tokens
+WARMING = 0.75  # measured on CPU: what is left of the slowdown after one more decode step
+LARGE_PREFILL = 128  # tokens
 
 
 def _rows_features(
@@ -172,82 +179,28 @@ def _rows_features(
     ]
 
 
-class Stretch:
-    """A fast-forward: features of its steps, from those of the first; all rows are steady decoders."""
+def _draft_features(
+    rows: Sequence[Amount], others: Sequence[Row], accepted: Mapping[int, int]
+) -> tuple[Amount, Amount, Amount]:
+    """Passes, tokens and KV slots of the draft model's lane (`engine.runtime.drafting`).
 
-    def __init__(self, plan: StepPlan, first: Sequence[Amount], block_size: int) -> None:
-        self._first = first
-        self._block_size = block_size
-        self._rows = plan.steady
-        self._longest = int(_largest(plan.context_len)) + 1
-        self._unnamed = plan.usage.free // block_size
-        self._residues = self._crossings(plan)
-
-    def _crossings(self, plan: StepPlan) -> list[int]:
-        """Blocks taken in step j, at index j modulo the block size: rows whose context is then a multiple of it.
-
-        With blocks of one token every row takes one a step, unless the rows are contiguous reservations: then not
-        even the first step took any.
-        """
-        if self._block_size == 1 and not plan.new_blocks:
-            return [0]
-        counts = np.bincount(-plan.context_len % self._block_size, minlength=self._block_size)
-        return list(counts.tolist())
-
-    def singles(self, steps: int) -> Iterator[list[Amount]]:
-        """Features of steps 1 … `steps - 1` one by one, as numbers."""
-        size, rows, residues = self._block_size, self._rows, self._residues
-        entries = gone = 0
-        features = list(self._first)
-        kv, blocks = features[_DECODE_KV], features[_BLOCKS]
-        for step in range(1, steps):
-            taken = residues[step % size]
-            entries += taken
-            before, gone = gone, max(0, entries - self._unnamed)
-            longest = self._longest + step
-            features[_DECODE_KV] = kv + rows * step
-            features[_PADDED_KV] = rows * longest
-            features[_PADDED_BLOCKS] = rows * -(-longest // size)
-            features[_BLOCKS] = blocks + (entries if size > 1 else rows * step)
-            features[_NEW] = taken
-            features[_FREED] = (gone - before) * size
-            features[_COPIED] = features[_ADMITTED] = 0
-            features[_AFTER] = features[_AFTER] * _WARMING
-            yield features
-
-    def columns(self, steps: int) -> list[Amount]:
-        """Features of steps 0 … `steps - 1`, those that change as arrays `[steps]`."""
-        size, first, later = self._block_size, self._first, np.arange(steps)
-        grown = (self._rows * later).astype(np.float64)
-        taken = np.resize(np.array(self._residues, dtype=np.int64), steps)
-        taken[0] = 0
-        entries = np.cumsum(taken)
-        voided = np.diff(np.maximum(0, entries - self._unnamed), prepend=0).astype(np.float64) * size
-        taken[0], voided[0] = first[_NEW], first[_FREED]
-        longest = self._longest + later
-        features = list(first)
-        features[_DECODE_KV] = first[_DECODE_KV] + grown
-        features[_PADDED_KV] = (self._rows * longest).astype(np.float64)
-        features[_PADDED_BLOCKS] = (self._rows * -(-longest // size)).astype(np.float64)
-        features[_BLOCKS] = first[_BLOCKS] + (entries if size > 1 else grown).astype(np.float64)
-        features[_NEW] = taken.astype(np.float64)
-        features[_FREED] = voided
-        for once in (_COPIED, _ADMITTED):
-            features[once] = np.where(later == 0, first[once], 0.0) if first[once] else 0
-        features[_AFTER] = np.cumprod(np.concatenate([[first[_AFTER]], np.full(steps - 1, _WARMING)]))
-        return features
+    Rows without drafts run as they are, in one pass; those with some take a pass for each draft token, and one more
+    where all of them were right.
+    """
+    plain, tokens = rows[_ROWS], rows[_TOKENS]
+    kv = rows[_DECODE_KV] + rows[_PREFILL_KV]
+    longest = behind = 0
+    for row in others:
+        if row.drafts:
+            passes = row.drafts + (accepted.get(row.request_id) == row.drafts)
+            behind = max(behind, passes - row.drafts)
+            longest = max(longest, row.drafts)
+            plain, tokens = plain - 1, tokens - row.query_len + passes
+            kv += passes * row.context_len + passes * (passes + 1) // 2 - row.context_len - row.query_len
+    return (1 if plain else 0) + longest + behind, tokens, kv
 
 
 _add, _largest = np.add.reduce, np.maximum.reduce
-_DECODE_KV, _PADDED_KV, _PADDED_BLOCKS, _BLOCKS, _NEW, _FREED, _AFTER = feature_index(
-    (
-        "decode_kv",
-        "decode_padded_kv",
-        "decode_padded_blocks",
-        "blocks",
-        "new_blocks",
-        "freed_slots",
-        "after_prefill",
-    )
+_ROWS, _TOKENS, _DECODE_KV, _PREFILL_KV, _PREFILL = feature_index(
+    ("rows", "tokens", "decode_kv", "prefill_kv", "prefill_tokens")
 )
-_PREFILL, _COPIED, _ADMITTED = feature_index(("prefill_tokens", "copied_slots", "admitted_tokens"))

@@ -21,8 +21,9 @@ from harness.sim.step_table import StepTable
 class Recorder:
     """Collects one replay; `requests` by id may grow while it runs.
 
-    With `keep_plans` it also keeps each plan's digest, its features and its beams' parents: to compare two replays step
-    by step, to price a measured run's plans, and to calibrate. Only for replays without fast-forward.
+    With `keep_plans` it also keeps each plan's digest, features and draft tokens by request, and the executor's answer:
+    to compare two replays step by step, to price a measured run's plans, and to calibrate. Only for replays without
+    fast-forward.
     """
 
     def __init__(self, requests: Mapping[int, Request], block_size: int, *, keep_plans: bool = False) -> None:
@@ -32,9 +33,15 @@ class Recorder:
         self._times = RequestTimes()
         self._keep_plans = keep_plans
         self.digests: list[str] = []
-        self.parents: list[Mapping[int, Sequence[int]]] = []
+        self.results: list[StepResult] = []
+        self.drafted: list[Mapping[int, int]] = []
         self.step_ns: list[int] = []
         self._features: list[list[Amount]] = []
+
+    @property
+    def parents(self) -> list[Mapping[int, Sequence[int]]]:
+        """Whom each beam continued, by step and request; with `keep_plans` only."""
+        return [result.parents for result in self.results]
 
     @property
     def features(self) -> FloatArray:
@@ -63,7 +70,7 @@ class Recorder:
         stats: Mapping[int, RequestStats],
     ) -> int:
         """One plan, taken `result.repeat` times, from `now_ns` on; returns how long all of it took, in ns."""
-        features = timing.features or self._meter.first(plan)
+        features = timing.features or self._meter.first(plan, result.accepted)
         took_ns = sum(timing.ns)
         self._steps.add(now_ns, plan, timing, report.leap, features, took_ns)
         self._times.add(now_ns, plan, report, timing.ns, took_ns, stats)
@@ -71,7 +78,8 @@ class Recorder:
             self._meter.took(features, len(timing.ns))
         if self._keep_plans:
             self.digests.append(plan.digest())
-            self.parents.append(result.parents)
+            self.results.append(result)
+            self.drafted.append({row.request_id: row.drafts for row in plan.other_rows if row.drafts})
             self.step_ns.append(timing.ns[0])
             self._features.append(features)
         return took_ns

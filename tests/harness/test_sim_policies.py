@@ -27,10 +27,10 @@ from engine.core.scheduler import Scheduler
 from harness.metrics.log import RunLog
 from harness.sim.arrivals import Arrivals, ClosedLoop, OpenLoop, Sessions, TimedRequest, Turn
 from harness.sim.executors import RecordedExecutor, SimulatedExecutor
-from harness.sim.features import Stretch
 from harness.sim.genealogy import BeamGenealogy
 from harness.sim.recorder import Recorder, digests_differ
 from harness.sim.replay import Replay
+from harness.sim.stretch import Stretch
 
 COST = LinearCost(1e-3, 1e-5, 1e-6, 1e-7)
 LONGEST = 100
@@ -139,7 +139,7 @@ def test_fast_forward_changes_no_record_under_any_policy(chosen: Case) -> None:
 def test_a_recording_plays_back_to_the_same_plans_under_any_policy(chosen: Case) -> None:
     _, first = chosen.play(fast_forward=False)
     again = chosen.recorder()
-    executor = RecordedExecutor(first.step_ns, first.parents)
+    executor = RecordedExecutor(first.step_ns, first.results)
     scheduler = Scheduler(MANAGERS[chosen.manager](), chosen.limits)
     Replay(chosen.arrivals(), scheduler, executor, again).run()
     assert digests_differ(first.digests, again.digests) is None

@@ -131,7 +131,7 @@ def test_playing_a_recording_back_gives_the_same_plans() -> None:
     requests = [request(rid, 0.003 * rid, 30, 20, 3, Decoding.BEAM, 16) for rid in range(8)]
     _, first = replay(requests, manager=PagedManager(40, 16), fast_forward=False, keep_plans=True)
     again = Recorder({t.request.request_id: t.request for t in requests}, 16, keep_plans=True)
-    executor = RecordedExecutor(first.step_ns, first.parents)
+    executor = RecordedExecutor(first.step_ns, first.results)
     Replay(requests, Scheduler(PagedManager(40, 16), SchedulerLimits(512, 64)), executor, again).run()
     assert digests_differ(first.digests, again.digests) is None
 
@@ -140,7 +140,7 @@ def test_playing_a_recording_back_on_another_pool_is_noticed() -> None:
     requests = [request(rid, 0, 60, 60) for rid in range(8)]
     _, first = replay(requests, manager=PagedManager(100, 16), fast_forward=False, keep_plans=True)
     again = Recorder({t.request.request_id: t.request for t in requests}, 16, keep_plans=True)
-    executor = RecordedExecutor(first.step_ns, first.parents)
+    executor = RecordedExecutor(first.step_ns, first.results)
     with pytest.raises(RecordingEndedError, match="the recording has"):
         Replay(requests, Scheduler(PagedManager(20, 16), SchedulerLimits(512, 64)), executor, again).run()
     assert digests_differ(first.digests, again.digests) is not None
