@@ -10,10 +10,11 @@ from functools import reduce
 from math import inf
 from typing import Any, NamedTuple
 
+from harness.config.decoding_checks import check_decoding
 from harness.config.errors import ConfigError
 from harness.config.paths import check_cache_dir, check_out
 from harness.config.policy_checks import check_policy
-from harness.config.schema import CachePolicy, DecodingMode, RunConfig
+from harness.config.schema import CachePolicy, RunConfig
 from harness.config.trace_checks import check_trace
 
 
@@ -88,7 +89,9 @@ RANGES: dict[str, Range] = {
             "device.step_overhead_us",
             "device.layer_overhead_us",
             "device.link_latency_us",
+            "device.host_link_latency_us",
             "replay.think_s",
+            "decoding.draft_tokens",
         ),
         _NOT_NEGATIVE,
     ),
@@ -99,11 +102,15 @@ RANGES: dict[str, Range] = {
             "device.bandwidth_gbs",
             "device.tflops",
             "device.link_gbs",
+            "device.host_link_gbs",
             "replay.duration_s",
         ),
         _POSITIVE,
     ),
-    **dict.fromkeys(("workload.prefix_share", "trace.share", "decoding.beam_churn"), _SHARE),
+    **dict.fromkeys(
+        ("workload.prefix_share", "trace.share", "decoding.beam_churn", "decoding.acceptance"), _SHARE
+    ),
+    "decoding.branch_hazard": Range(0, 1, open_high=True),
     "scheduler.watermark": Range(0, 1, open_high=True),
     "replay.burstiness": Range(0.01, 100),
     **dict.fromkeys(
@@ -121,7 +128,7 @@ def check_config(config: RunConfig) -> list[ConfigError]:
         check_trace,
         check_policy,
         _pool,
-        _width,
+        check_decoding,
         _model,
     )
     found = [error for rule in rules for error in rule(config)]
@@ -158,27 +165,6 @@ def _pool(config: RunConfig) -> Iterator[ConfigError]:
             "cache.pool_tokens",
             f"found {pool}, but contiguous_max reserves cache.max_model_len={longest} slots for every sequence; "
             "enlarge the pool or lower cache.max_model_len",
-        )
-
-
-def _width(config: RunConfig) -> Iterator[ConfigError]:
-    decoding, limits = config.decoding, config.scheduler
-    beams = decoding.beam_width > 1
-    key, width = ("decoding.beam_width", decoding.beam_width) if beams else ("decoding.n", decoding.n)
-    for name in ("max_running", "max_batched_tokens"):
-        limit = getattr(limits, name)
-        if width > limit:
-            yield ConfigError(
-                key, f"found {width}, more than scheduler.{name}={limit}: a group runs in one step"
-            )
-    if beams and config.model.path is None and width > config.model.vocab:
-        yield ConfigError(
-            key, f"found {width}, more than the tokens there are (model.vocab={config.model.vocab})"
-        )
-    if not beams and decoding.mode is DecodingMode.greedy and decoding.n > 1:
-        yield ConfigError(
-            "decoding.n",
-            f"found {decoding.n}, but greedy decoding has one sequence; use decoding.mode=sample",
         )
 
 

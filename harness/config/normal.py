@@ -7,17 +7,31 @@ from dataclasses import replace
 from os.path import expanduser
 from typing import Any
 
-from harness.config.schema import CacheConfig, CachePolicy, DecodingMode, ReplayConfig, ReplayMode, RunConfig
+from harness.config.schema import (
+    CacheConfig,
+    CachePolicy,
+    DecodingConfig,
+    DecodingMode,
+    ReplayConfig,
+    ReplayMode,
+    RunConfig,
+    TraceFormat,
+    Widths,
+    WorkloadConfig,
+)
+
+_WIDE = (TraceFormat.auto, TraceFormat.simple, TraceFormat.pagetwin)  # formats whose rows may say their width
 
 
 def normalise(config: RunConfig) -> RunConfig:
     """The same run with settings that do not apply set to their neutral value.
 
     A contiguous cache has single slots, shares and swaps nothing; without a prefix cache nothing is named; beam search
-    ignores `mode`, `n` and `temperature`; greedy decoding ignores `temperature`; without beams nothing is re-parented;
+    ignores `mode`, `n` and `temperature`; greedy decoding ignores `temperature`; without beams nothing is re-parented,
+    without samples no branch ends, without drafts none is accepted (unless rows of the trace say how wide they are);
     users and pauses matter to the replay modes that have them. `~` in a path becomes the home folder.
     """
-    cache, decoding = config.cache, config.decoding
+    cache = config.cache
     plain = CacheConfig()
     if cache.policy is not CachePolicy.paged:
         cache = replace(
@@ -33,12 +47,7 @@ def normalise(config: RunConfig) -> RunConfig:
         cache = replace(cache, placement=plain.placement)
     if not cache.prefix_caching:
         cache = replace(cache, retention=plain.retention, hash=plain.hash, deduplicate=False)
-    if decoding.beam_width > 1:
-        decoding = replace(decoding, mode=DecodingMode.greedy, n=1, temperature=1.0)
-    else:
-        decoding = replace(decoding, beam_churn=None)
-    if decoding.mode is DecodingMode.greedy:
-        decoding = replace(decoding, temperature=1.0)
+    wide = config.trace.format in _WIDE
     return replace(
         config,
         out=expanduser(config.out),
@@ -46,9 +55,27 @@ def normalise(config: RunConfig) -> RunConfig:
         model=replace(config.model, path=_home(config.model.path)),
         cost=replace(config.cost, cache_dir=_home(config.cost.cache_dir)),
         cache=cache,
-        decoding=decoding,
+        workload=config.workload if wide else replace(config.workload, widths=WorkloadConfig().widths),
+        decoding=_decoding(config.decoding, wide and config.workload.widths is Widths.recorded),
         replay=_replay(config.replay),
     )
+
+
+def _decoding(decoding: DecodingConfig, wide: bool) -> DecodingConfig:
+    """`wide`: rows of the trace may have beams or samples where the configuration has none."""
+    neutral = DecodingConfig()
+    unused: dict[str, Any] = {}
+    beams, sampled = decoding.beam_width > 1, decoding.mode is DecodingMode.sample
+    if beams:
+        unused |= {"mode": neutral.mode, "n": neutral.n}
+    elif not wide:
+        unused |= {"beam_churn": None, "beam_parents": None}
+    if not wide and (beams or not sampled):
+        unused |= {"temperature": neutral.temperature, "branch_hazard": neutral.branch_hazard}
+    if not decoding.draft_tokens:
+        unused |= {"draft_place": neutral.draft_place, "draft_path": None, "acceptance": None}
+    kept = replace(decoding, **unused)
+    return replace(kept, beam_parents=_home(kept.beam_parents), draft_path=_home(kept.draft_path))
 
 
 def _replay(replay_: ReplayConfig) -> ReplayConfig:

@@ -19,8 +19,10 @@ from harness.environment import engine_device
 from harness.measured.executor import MeasuredExecutor
 from harness.measured.spec import model_spec
 from harness.metrics.log import RunLog
+from harness.point.chance import with_ends
 from harness.point.clock import clock_of
 from harness.point.policies import hash_algorithm
+from harness.point.shapes import draft_of
 from harness.point.simulate import play
 from harness.point.workload import Workload
 from harness.sim.recorder import Recorder
@@ -50,6 +52,14 @@ def loaded_model(config: RunConfig) -> LoadedModel:
     return _loaded(model_spec(config.model), device)
 
 
+def draft_model(config: RunConfig, loaded: LoadedModel) -> LoadedModel:
+    """The model that proposes tokens: the configured checkpoint, or the model itself."""
+    path = config.decoding.draft_path
+    if path is None:
+        return loaded
+    return _loaded(model_spec(draft_of(config.model, path)), engine_device(config.engine.device))
+
+
 @lru_cache(maxsize=2)
 def _loaded(spec: ModelSpec, device: str) -> LoadedModel:
     loaded = load_model(spec, device=device)
@@ -75,6 +85,7 @@ def measure(
         audit_every=config.engine.audit_every,
         temperature=config.decoding.temperature,
         seed=seed,
+        draft=draft_model(config, loaded) if workload.forms.configured.speculation else None,
         clock=clock,
     )
     prompts = {row.request_id: _prompt(row, config, loaded) for row in workload.trace.requests}
@@ -86,7 +97,8 @@ def measure(
     for timed in requests:
         runner.add(timed.request, prompts[timed.request.request_id])
     with _no_collection():
-        executor = MeasuredExecutor(runner, clock)
+        by_id = {timed.request.request_id: timed.request for timed in requests}
+        executor = with_ends(workload, MeasuredExecutor(runner, clock), by_id)
         log, recorder = play(workload, requests, executor, keep_plans=True, progress=progress)
     return MeasuredRun(log, recorder, runner.audits)
 

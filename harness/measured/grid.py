@@ -5,7 +5,6 @@ from collections.abc import Callable
 import numpy as np
 
 from engine.core.limits import SchedulerLimits
-from engine.core.request import Decoding
 from harness.config.schema import CachePolicy, RunConfig
 from harness.measured.budget import Budget
 from harness.measured.calibration import GRID_BLOCK_SIZE as BLOCK_SIZE
@@ -86,5 +85,5 @@ def _run(config: RunConfig, rows: int, prompt: int, output: int, budget: int) ->
     )
     header = TraceHeader("grid", "generated", "calibration plan", CONTENT, None, 1, "", rows, rows)
     limits = SchedulerLimits(max(budget, rows), max_running=rows, max_model_len=prompt + output)
-    workload = Workload(Trace(header, requests), pool, limits, Decoding.GREEDY, 1)
+    workload = Workload(Trace(header, requests), pool, limits)
     return measure(config, workload, seed=SEED)

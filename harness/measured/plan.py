@@ -13,6 +13,7 @@ import numpy as np
 from engine.core.limits import SchedulerLimits
 from engine.core.request import Decoding
 from harness.config.schema import CachePolicy, RunConfig
+from harness.point.forms import Form, Forms
 from harness.point.shapes import pool_shape
 from harness.point.workload import Workload
 from traces.trace import CONTENT, Segment, Trace, TraceHeader, TraceRequest
@@ -140,7 +141,7 @@ def case_workload(
     budget = max(case.chunk or config.scheduler.max_batched_tokens, width)
     limits = SchedulerLimits(budget, max_running=max(64, case.requests), max_model_len=longest)
     trace = case_trace(case, seed=seed, lone_request_s=lone_request_s, longest=longest)
-    return Workload(trace, pool, limits, decoding, width)
+    return Workload(trace, pool, limits, Forms(Form(width, decoding)))
 
 
 def _tokens(case: CalibrationCase) -> int:

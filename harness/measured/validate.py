@@ -16,6 +16,7 @@ from harness.measured.budget import Budget
 from harness.measured.engine import MeasuredRun, measure
 from harness.measured.pace import probe_s
 from harness.metrics import METRICS, compute_metrics
+from harness.point.forms import Form, Forms
 from harness.point.release import Release
 from harness.point.shapes import pool_shape
 from harness.point.simulate import simulate
@@ -125,7 +126,7 @@ def held_out_workload(config: RunConfig, held_out: HeldOut, lone_request_s: floa
     limits = SchedulerLimits(budget, max_running=64, max_model_len=longest)
     decoding = Decoding.BEAM if held_out.beam_width > 1 else Decoding.GREEDY
     release = Release(ReplayMode.closed, users=held_out.users) if held_out.users else Release()
-    return Workload(trace, pool, limits, decoding, held_out.beam_width, release)
+    return Workload(trace, pool, limits, Forms(Form(held_out.beam_width, decoding)), release)
 
 
 def _trace(held_out: HeldOut, longest: int, rate: float) -> Trace:

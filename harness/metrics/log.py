@@ -65,6 +65,9 @@ REQUEST_COLUMNS: Mapping[str, str] = {
 }
 """Columns of `RunLog.requests` with their meaning; one entry per request of the trace."""
 
+GENERATED = "generated"
+"""A further column of `RunLog.requests`: tokens of all its sequences; where it is absent, output_tokens x width."""
+
 
 class RunLogError(ValueError):
     """A log that cannot be measured: a column is missing or has the wrong length."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from harness.metrics.log import SLOT_STATES, Column, FloatArray, Outcome
+from harness.metrics.log import GENERATED, SLOT_STATES, Column, FloatArray, Outcome
 from harness.metrics.samples import BinnedSamples, ExactSamples, Samples
 
 Totals = dict[str, float]
@@ -50,7 +50,8 @@ _OVER_TIME = ("logical_blocks", "physical_blocks", "running", "waiting")
 def request_totals(requests: Mapping[str, FloatArray]) -> Totals:
     """Sums over requests."""
     finished = requests["outcome"] == Outcome.FINISHED
-    generated = (requests["output_tokens"] * requests["width"])[finished]
+    whole = requests["output_tokens"] * requests["width"]
+    generated = requests.get(GENERATED, whole)[finished]
     scheduled = np.isfinite(requests["first_scheduled_s"])
     totals = {name: float(requests[name].sum()) for name in _SUMMED}
     return totals | {

@@ -26,7 +26,8 @@ def fingerprint(config: RunConfig, identity: Mapping[str, Any]) -> str:
     for key in _NOT_IDENTITY:
         section, _, name = key.rpartition(".")
         del (content[section] if section else content)[name]
-    if config.model.path is not None:
-        content["model"]["path"] = str(Path(config.model.path).resolve())
+    for section, key in (("model", "path"), ("decoding", "draft_path"), ("decoding", "beam_parents")):
+        if content[section][key] is not None:
+            content[section][key] = str(Path(content[section][key]).resolve())
     text = json.dumps([SCHEMA, content, identity], sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=_BYTES).hexdigest()

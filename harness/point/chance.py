@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from engine.core.plan import StepPlan, StepResult
 from engine.core.request import Request
+from harness.config.schema import RunConfig
+from harness.point.parents import recorded_parents
 from harness.sim.branches import BranchEnds, BranchSurvival, DraftAcceptance
 from harness.sim.cost import CostModel, CostSource
 from harness.sim.executors import Executor, SimulatedExecutor, StepTiming
@@ -42,6 +44,21 @@ class Chance:
         """The given share of draft tokens, else the calibrated one; None where neither is known: all are rejected."""
         share = source.draft_acceptance if self.acceptance is None else self.acceptance
         return None if share is None else DraftAcceptance(share, self.seed)
+
+
+def chance_of(config: RunConfig) -> Chance:
+    """As the configuration says, recorded beams apart."""
+    decoding = config.decoding
+    return Chance(None, decoding.branch_hazard, decoding.acceptance, config.workload.seed)
+
+
+def with_recorded_beams(config: RunConfig, workload: "Workload") -> "Workload":
+    """The workload whose beams are replayed where the configuration names a recording; raises ConfigError."""
+    path = config.decoding.beam_parents
+    if path is None:
+        return workload
+    parents = recorded_parents(path, workload.trace, workload.forms)
+    return replace(workload, chance=replace(workload.chance, parents=parents))
 
 
 def simulated_executor(

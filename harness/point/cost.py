@@ -5,7 +5,7 @@ from pathlib import Path
 
 from harness.config.errors import ConfigError
 from harness.config.schema import CostKind, RunConfig
-from harness.point.shapes import device_shape, model_shape
+from harness.point.shapes import device_shape, draft_shape, model_shape
 from harness.sim.cost import CostModel
 from harness.sim.roofline import RooflineCost
 
@@ -24,6 +24,7 @@ def check_cost(config: RunConfig) -> None:
     from harness.measured.calibration import calibration_path, has_grid, is_calibrated
 
     kind = resolve_cost_kind(config)
+    _check_acceptance(config, kind)
     if kind is CostKind.table and not has_grid(config):
         raise ConfigError(
             "cost.kind",
@@ -42,6 +43,16 @@ def check_cost(config: RunConfig) -> None:
         )
 
 
+def _check_acceptance(config: RunConfig, kind: CostKind) -> None:
+    """Only a calibration knows how many drafts are right."""
+    if config.decoding.draft_tokens and config.decoding.acceptance is None and kind is CostKind.roofline:
+        raise ConfigError(
+            "decoding.acceptance",
+            "missing: decoding.draft_tokens proposes tokens, and a roofline knows no share of them that is right; set "
+            "it (1 where the model drafts for itself), or use cost=fitted on a device that is calibrated",
+        )
+
+
 def _check_writable(folder: Path) -> None:
     """The calibration takes half a minute: better to hear now that it cannot be kept."""
     there = next(parent for parent in (folder, *folder.parents) if parent.exists())
@@ -56,7 +67,7 @@ def cost_model(config: RunConfig) -> CostModel:
     """The point's cost model; a fitted one must have been calibrated."""
     kind = resolve_cost_kind(config)
     if kind is CostKind.roofline:
-        return RooflineCost(model_shape(config.model), device_shape(config))
+        return RooflineCost(model_shape(config.model), device_shape(config), draft_shape(config))
     from harness.measured.calibration import load_calibration, load_table
 
     return load_table(config) if kind is CostKind.table else load_calibration(config)

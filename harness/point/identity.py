@@ -4,6 +4,7 @@ from engine.runtime.checkpoint import checkpoint_stamp
 from harness.config.schema import CostKind, RunConfig
 from harness.environment import code_version, device_identity
 from harness.point.clock import clock_of
+from harness.point.parents import recording_stamp
 from harness.point.trace import reshaped_trace
 
 
@@ -18,6 +19,10 @@ def point_identity(config: RunConfig) -> dict[str, str]:
         identity["calibration"] = calibration_fingerprint(config)
     if config.model.path:
         identity["checkpoint"] = checkpoint_stamp(config.model.path)
+    if config.decoding.draft_path:
+        identity["draft"] = checkpoint_stamp(config.decoding.draft_path)
+    if config.decoding.beam_parents:
+        identity["beam_parents"] = recording_stamp(config.decoding.beam_parents)
     if config.measure:
         identity |= {"device": device_identity(config.engine.device), "clock": str(clock_of(config))}
     return identity

@@ -15,6 +15,7 @@ from harness.metrics.analytic import CacheShape, analytic_metrics
 from harness.metrics.closed_forms import Lengths
 from harness.metrics.log import Outcome, RunLog
 from harness.point.clock import clock_of
+from harness.point.parents import TABLE, parents_table
 from harness.point.simulate import Prediction
 from harness.point.workload import Workload
 from harness.sim.cost import CostModel
@@ -23,6 +24,7 @@ from traces.reshape import realised_prefix_share
 if TYPE_CHECKING:
     from harness.measured.engine import MeasuredRun
 
+_OF_PROMPTS = ("finished", "hit_tokens", "hit_ratio")  # known whatever is generated
 Table = dict[str, np.ndarray[Any, np.dtype[Any]]]
 
 
@@ -124,7 +126,18 @@ def _analytic(workload: Workload) -> dict[str, float]:
     contiguous = pool.policy is not CachePolicy.paged
     reserve = pool.max_model_len if contiguous else None
     uneven = contiguous and pool.policy is not CachePolicy.contiguous_max
-    return analytic_metrics(lengths, CacheShape(pool.block_size, reserve, pool.prefix_caching, uneven))
+    figures = analytic_metrics(lengths, CacheShape(pool.block_size, reserve, pool.prefix_caching, uneven))
+    return (
+        figures
+        if _has_closed_forms(workload)
+        else {name: figures[name] for name in _OF_PROMPTS if name in figures}
+    )
+
+
+def _has_closed_forms(workload: Workload) -> bool:
+    """Whether all requests are alike in width, and what they generate is neither drafted nor cut short by chance."""
+    alike = workload.forms.uniform(workload.trace)
+    return alike and workload.forms.configured.speculation is None and workload.chance.survival is None
 
 
 def _measured_section(
@@ -138,12 +151,14 @@ def _measured_section(
 
 
 def tables_of(simulated: RunLog, runs: "Sequence[MeasuredRun]") -> dict[str, Table]:
-    """Steps and requests of both sides, with the columns `side` and `run`."""
+    """Steps and requests of both sides, with the columns `side` and `run`; and measured beams' parents, if any."""
     logs = [("simulated", 0, simulated), *(("measured", number, run.log) for number, run in enumerate(runs))]
-    return {
+    tables = {
         name: _stacked([(side, number, getattr(log, name)) for side, number, log in logs])
         for name in ("steps", "requests")
     }
+    parents = parents_table([run.recorder.parents for run in runs])
+    return {**tables, TABLE: parents} if parents else tables
 
 
 def _stacked(parts: Sequence[tuple[str, int, Mapping[str, Any]]]) -> Table:

@@ -12,7 +12,7 @@ from harness.config.schema import RunConfig
 from harness.point.cost import check_cost, cost_model
 from harness.point.devices import check_engine, check_memory
 from harness.point.record import make_record, tables_of
-from harness.point.shapes import pool_shape
+from harness.point.shapes import draft_of, draft_shape, model_shape, pool_shape
 from harness.point.simulate import Prediction, prediction_of, simulate, simulate_metrics
 from harness.point.workload import Workload, build_workload
 from harness.sim.cost import CostModel, PacedCost
@@ -39,7 +39,9 @@ def check_point(config: RunConfig) -> None:
         check_engine(config.engine)
         check_model(config)
         pool = pool_shape(config)
-        check_memory(pool.tokens * pool.kv_bytes_per_token, config.engine)
+        draft = draft_shape(config)
+        token_bytes = pool.kv_bytes_per_token + (draft.kv_bytes_per_token if draft else 0)
+        check_memory(pool.tokens * token_bytes, config.engine)
     build_workload(config)
     check_cost(config)
 
@@ -62,6 +64,29 @@ def check_model(config: RunConfig) -> None:
         check_spec(model_spec(config.model))
     except ModelError as error:
         raise ConfigError("model.path" if config.model.path else "model.family", str(error)) from error
+    _check_draft(config)
+
+
+def _check_draft(config: RunConfig) -> None:
+    """The draft model must run here, and say the same tokens as the model."""
+    from engine.runtime.errors import ModelError
+    from engine.runtime.model import check_model as check_spec
+    from harness.measured.spec import model_spec
+
+    path = config.decoding.draft_path
+    if path is None:
+        return
+    draft = draft_of(config.model, path)
+    try:
+        check_spec(model_spec(draft))
+    except ModelError as error:
+        raise ConfigError("decoding.draft_path", str(error)) from error
+    vocab, wanted = model_shape(draft).vocab, model_shape(config.model).vocab
+    if vocab != wanted:
+        raise ConfigError(
+            "decoding.draft_path",
+            f"{path} has {vocab:,} tokens in its vocabulary, {config.model.name} {wanted:,}: it cannot propose to it",
+        )
 
 
 def run_point(config: RunConfig, *, progress: Progress | None = None) -> PointResult:

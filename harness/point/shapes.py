@@ -1,7 +1,7 @@
 """The model, the device and the pool of a point, as numbers, without torch."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,19 @@ def model_shape(model: ModelConfig) -> ModelShape:
     )
 
 
+def draft_of(model: ModelConfig, path: str) -> ModelConfig:
+    """The checkpoint at `path` as a draft model for `model`, in its element type."""
+    return replace(model, name=Path(path).name, path=path)
+
+
+def draft_shape(config: RunConfig) -> ModelShape | None:
+    """The arithmetic of the model that proposes tokens; None where nothing is proposed."""
+    if not config.decoding.draft_tokens:
+        return None
+    path = config.decoding.draft_path
+    return model_shape(draft_of(config.model, path) if path else config.model)
+
+
 def _mlp(model: ModelConfig, facts: dict[str, Any]) -> int:
     return 4 * int(facts["n_embd"]) if "n_embd" in facts else model.intermediate
 
@@ -95,6 +108,8 @@ def device_shape(config: RunConfig) -> DeviceShape:
         parallel=device.tensor_parallel,
         link_bandwidth=device.link_gbs * 1e9,
         link_latency_s=device.link_latency_us * 1e-6,
+        host_bandwidth=device.host_link_gbs * 1e9,
+        host_latency_s=device.host_link_latency_us * 1e-6,
     )
 
 
@@ -126,11 +141,15 @@ def pool_shape(config: RunConfig) -> PoolShape:
 def _tokens_beside_weights(config: RunConfig, model: ModelShape) -> int:
     device = config.device
     memory_gb = device.memory_gb * device.tensor_parallel
-    free = memory_gb * 1e9 * device.memory_utilization - model.weight_bytes
-    if free < model.kv_bytes_per_token:
+    draft = draft_shape(config)
+    own = draft is not None and config.decoding.draft_path is not None
+    weights = model.weight_bytes + (draft.weight_bytes if draft and own else 0)
+    token_bytes = model.kv_bytes_per_token + (draft.kv_bytes_per_token if draft else 0)
+    free = memory_gb * 1e9 * device.memory_utilization - weights
+    if free < token_bytes:
         raise ConfigError(
             "cache.pool_tokens",
             f"{device.tensor_parallel} x {device.name} has {memory_gb:g} GB, the weights of {config.model.name} take "
-            f"{model.weight_bytes / 1e9:.1f} GB: no room for KV. Choose another device, or set the pool by hand",
+            f"{weights / 1e9:.1f} GB: no room for KV. Choose another device, or set the pool by hand",
         )
-    return int(free // model.kv_bytes_per_token)
+    return int(free // token_bytes)

@@ -8,8 +8,9 @@ from engine.core.limits import SchedulerLimits
 from engine.core.request import Decoding, Request
 from engine.core.scheduler import Scheduler
 from harness.config.errors import ConfigError
-from harness.config.schema import CacheConfig, DecodingMode, Oversize, RunConfig, SchedulerConfig
-from harness.point.chance import Chance
+from harness.config.schema import CacheConfig, Oversize, RunConfig, SchedulerConfig
+from harness.point.chance import Chance, chance_of, with_recorded_beams
+from harness.point.forms import Form, Forms, forms_of
 from harness.point.policies import limits_of, new_scheduler
 from harness.point.release import Release, release_of, retimed
 from harness.point.shapes import PoolShape, pool_shape
@@ -28,12 +29,21 @@ class Workload:
     trace: Trace
     pool: PoolShape
     limits: SchedulerLimits
-    decoding: Decoding
-    width: int
+    forms: Forms = Forms()  # noqa: RUF009  # frozen
     release: Release = Release()  # noqa: RUF009  # frozen
     cache: CacheConfig = field(default_factory=CacheConfig)  # the options of the cache policy
     batching: SchedulerConfig = field(default_factory=SchedulerConfig)  # a user's own policies
     chance: Chance = Chance()  # noqa: RUF009  # frozen
+
+    @property
+    def decoding(self) -> Decoding:
+        """How requests are decoded whose rows do not say."""
+        return self.forms.configured.decoding
+
+    @property
+    def width(self) -> int:
+        """Sequences of a request whose row does not say."""
+        return self.forms.configured.width
 
     def scheduler(self) -> Scheduler:
         """A scheduler over an empty pool."""
@@ -55,53 +65,66 @@ def _by_keys(row: TraceRequest) -> BlockIdentity:
 
 
 def _request(workload: Workload, row: TraceRequest, identity: BlockIdentity | None = None) -> Request:
+    form = workload.forms.of(row)
     return Request(
         row.request_id,
         row.prompt_tokens,
-        row.output_tokens,
-        workload.width,
-        workload.decoding,
+        _output_tokens(workload, row, form),
+        form.width,
+        form.decoding,
         identity,
         priority=row.priority,
+        speculation=form.speculation,
     )
+
+
+def _output_tokens(workload: Workload, row: TraceRequest, form: Form) -> int:
+    """The trace's output, or, where sampled branches end by chance, the longest branch's."""
+    survival = workload.chance.survival
+    if survival is None or form.decoding is not Decoding.SAMPLE:
+        return row.output_tokens
+    branches = range(form.width)
+    return max(survival.length(row.request_id, branch, row.output_tokens) for branch in branches)
 
 
 def build_workload(config: RunConfig) -> Workload:
     """The point's workload; raises ConfigError where a request can never fit and `workload.oversize` is `error`."""
     pool = pool_shape(config)
-    width, decoding = _decoding(config)
+    forms, release = forms_of(config), release_of(config)
     limits = limits_of(config.scheduler, pool.max_model_len)
-    trace = retimed(reshaped_trace(config), config)
-    whole = Workload(trace, pool, limits, decoding, width, release_of(config), config.cache, config.scheduler)
+    trace = forms.named(retimed(reshaped_trace(config), config))
+    whole = Workload(
+        trace,
+        pool,
+        limits,
+        forms,
+        release,
+        config.cache,
+        config.scheduler,
+        chance_of(config),
+    )
     reasons = _oversize(whole)
     if not reasons:
-        return whole
+        return with_recorded_beams(config, whole)
     if config.workload.oversize is Oversize.error:
         raise ConfigError("workload.oversize", _refusal(whole, reasons))
     trace = drop_oversize(whole.trace, lambda row: "never_fits" if row.request_id in reasons else None)
     if not trace.requests:
         raise ConfigError("workload.oversize", f"no request fits: {_refusal(whole, reasons)}")
-    return replace(whole, trace=trace)
-
-
-def _decoding(config: RunConfig) -> tuple[int, Decoding]:
-    if config.decoding.beam_width > 1:
-        return config.decoding.beam_width, Decoding.BEAM
-    if config.decoding.mode is DecodingMode.sample:
-        return config.decoding.n, Decoding.SAMPLE
-    return 1, Decoding.GREEDY
+    return with_recorded_beams(config, replace(whole, trace=trace))
 
 
 def _oversize(workload: Workload) -> dict[int, str]:
-    """Reasons by request id. Lengths that occur more than once are asked about once."""
+    """Reasons by request id. Requests of equal lengths and form are asked about once."""
     scheduler = workload.scheduler()
-    known: dict[tuple[int, int], str | None] = {}
+    known: dict[tuple[int, int, Form], str | None] = {}
     reasons: dict[int, str] = {}
     for row in workload.trace.requests:
-        lengths = (row.prompt_tokens, row.output_tokens)
-        if lengths not in known:
-            known[lengths] = scheduler.never_fits(_request(workload, row))
-        reason = known[lengths]
+        form = workload.forms.of(row)
+        alike = (row.prompt_tokens, _output_tokens(workload, row, form), form)
+        if alike not in known:
+            known[alike] = scheduler.never_fits(_request(workload, row))
+        reason = known[alike]
         if reason:
             reasons[row.request_id] = reason
     return reasons
@@ -113,5 +136,6 @@ def _refusal(workload: Workload, reasons: dict[int, str]) -> str:
     return (
         f"{len(reasons)} of {len(workload.trace.requests)} requests can never fit; the first is request {request_id} "
         f"({row.prompt_tokens} prompt + {row.output_tokens} output tokens), which {reason}. Raise cache.pool_tokens "
-        "or cache.max_model_len, lower workload.length_scale or decoding.beam_width, or set workload.oversize=drop"
+        "or cache.max_model_len, lower workload.length_scale or decoding.beam_width, set workload.widths=configured "
+        "where a row's own width is too large, or set workload.oversize=drop"
     )

@@ -75,6 +75,18 @@ class RecordedGenealogy:
             for request_id, parents in step.items():
                 self._chosen.setdefault(request_id, []).append(parents)
 
+    @classmethod
+    def of_requests(cls, chosen: Mapping[int, Sequence[Sequence[int]]]) -> "RecordedGenealogy":
+        """From the selections of each request, in order."""
+        found = cls(())
+        found._chosen = {request_id: list(choices) for request_id, choices in chosen.items()}
+        return found
+
+    @property
+    def chosen(self) -> Mapping[int, Sequence[Sequence[int]]]:
+        """Parents by request, one entry for each of its selections."""
+        return self._chosen
+
     def parents(self, request_id: int, generated: int, width: int) -> list[int]:
         """As recorded; raises KeyError or IndexError for a choice that the recording does not hold."""
         return list(self._chosen[request_id][generated])

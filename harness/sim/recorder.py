@@ -73,6 +73,8 @@ class Recorder:
         features = timing.features or self._meter.first(plan, result.accepted)
         took_ns = sum(timing.ns)
         self._steps.add(now_ns, plan, timing, report.leap, features, took_ns)
+        if result.ended:
+            self._times.ended_early(plan, result.ended)
         self._times.add(now_ns, plan, report, timing.ns, took_ns, stats)
         if timing.features is None:
             self._meter.took(features, len(timing.ns))

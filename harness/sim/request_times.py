@@ -1,6 +1,6 @@
 """When each request was scheduled, got its tokens, and ended; and every gap between tokens."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,12 +9,13 @@ import numpy as np
 from engine.core.outcome import CommitReport, RequestStats
 from engine.core.plan import FloatArray, StepPlan
 from engine.core.request import Request
-from harness.metrics.log import REQUEST_COLUMNS, Outcome
+from harness.metrics.log import GENERATED, REQUEST_COLUMNS, Outcome
 from harness.sim.clock import NsArray, to_s
 
 NEVER = -1
 _TIMES = ("arrival_s", "first_scheduled_s", "first_token_s", "finish_s")
 _NO_STATS = RequestStats()
+_COLUMNS = (*REQUEST_COLUMNS, GENERATED)
 RequestTable = dict[str, np.ndarray[Any, np.dtype[Any]]]
 
 
@@ -27,6 +28,7 @@ class _Life:
     arrival: int
     scheduled: int = NEVER
     first_token: int = NEVER
+    spared: int = 0  # tokens that branches which ended early did not generate
 
 
 class RequestTimes:
@@ -81,6 +83,15 @@ class RequestTimes:
             self._last_end = end
         if report.finished:
             self._finish(report.finished, end, stats)
+
+    def ended_early(self, plan: StepPlan, ended: Mapping[int, Collection[int]]) -> None:
+        """Branches that end with the plan's only step; call it before `add`."""
+        sampling = {row.request_id: row for row in plan.rows if row.samples and row.request_id in ended}
+        for request_id, row in sampling.items():
+            request = self._live[request_id].request
+            generated = row.context_len + row.query_len - request.prompt_tokens + 1
+            spared = (request.output_tokens - generated) * len(ended[request_id])
+            self._live[request_id].spared += spared
 
     def _pause(self, request_id: int) -> None:
         if request_id not in self._paused and self._live[request_id].first_token != NEVER:
@@ -147,6 +158,7 @@ class RequestTimes:
                 stats.recomputed_tokens,
                 stats.preemptions,
                 outcome,
+                request.output_tokens * request.width - life.spared,
             )
         )
 
@@ -164,8 +176,8 @@ class RequestTimes:
     def drain(self, count: int | None = None) -> RequestTable:
         """The first `count` (None: all) rows of the request table, in order of arrival; they are forgotten."""
         rows, self._ended = self._ended[:count], self._ended[len(self._ended) if count is None else count :]
-        table = np.array(sorted(rows), dtype=np.int64).reshape(len(rows), len(REQUEST_COLUMNS) + 1)
-        found = dict(zip(REQUEST_COLUMNS, table.T[1:].copy(), strict=True))
+        table = np.array(sorted(rows), dtype=np.int64).reshape(len(rows), len(_COLUMNS) + 1)
+        found = dict(zip(_COLUMNS, table.T[1:].copy(), strict=True))
         return {name: _seconds(column) if name in _TIMES else column for name, column in found.items()}
 
     def drain_gaps(self) -> tuple[FloatArray, FloatArray]:

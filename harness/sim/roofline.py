@@ -11,6 +11,9 @@ from harness.sim.features import feature_index
 TOKENS, SAMPLED, DECODE_KV, PREFILL_KV, PREFILL_WORK, COPIED = feature_index(
     ("tokens", "sampled_rows", "decode_kv", "prefill_kv", "prefill_work", "copied_slots")
 )
+SWAPPED, SWAPPED_BLOCKS, DRAFT_PASSES, DRAFT_TOKENS, DRAFT_KV = feature_index(
+    ("swapped_slots", "swapped_blocks", "draft_passes", "draft_tokens", "draft_kv")
+)
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,9 @@ class DeviceShape:
     """Datasheet of each of `parallel` devices: bytes/s, FLOP/s, host seconds per step and per layer, and the link.
 
     `bandwidth` and `flops` are what kernels reach of the datasheet's figures. `link_bandwidth` is what one device
-    sends to the others in bytes/s, `link_latency_s` what an all-reduce costs beside its bytes.
+    sends to the others in bytes/s, `link_latency_s` what an all-reduce costs beside its bytes. `host_bandwidth` is that
+    of the link between each device and the host, one way, and `host_latency_s` what a transfer over it costs beside its
+    bytes.
     """
 
     name: str
@@ -60,6 +65,8 @@ class DeviceShape:
     parallel: int = 1
     link_bandwidth: float = 300e9
     link_latency_s: float = 10e-6
+    host_bandwidth: float = 32e9
+    host_latency_s: float = 2e-6
 
 
 class RooflineCost:
@@ -68,23 +75,39 @@ class RooflineCost:
     Dense layers read all weights once a step; decode attention reads every KV slot; causal prefill does
     4 x heads x head_dim FLOP per query-key pair. With tensor parallelism (Megatron-LM's split, Shoeybi et al. 2019)
     each device holds and reads its share of weights and heads, and every layer ends in two all-reduces of the
-    activations, in which a ring sends 2 (n - 1) / n of their bytes. An upper bound on speed: it knows no efficiency
-    below the given figures.
+    activations, in which a ring sends 2 (n - 1) / n of their bytes. A swapped block is 2 x layers transfers, K and V of
+    each layer lying apart: the smaller the block, the more a byte costs (SOSP'23 paper on paged attention, section
+    7.3). `draft` proposes tokens in a lane of its own. An upper bound on speed: it knows no efficiency below the given
+    figures.
     """
 
-    def __init__(self, model: ModelShape, device: DeviceShape) -> None:
+    def __init__(self, model: ModelShape, device: DeviceShape, draft: ModelShape | None = None) -> None:
         self.model = model
         self.device = device
-        self.source = CostSource("roofline", device.name, f"roofline:{device}:{model}", _provenance(device))
+        name = f"roofline:{device}:{model}" + (f":{draft}" if draft else "")
+        self.source = CostSource("roofline", device.name, name, _provenance(device))
         share = 1.0 / device.parallel
         self._weights_s = share * model.weight_bytes / device.bandwidth
         self._token_s = share * 2.0 * model.layers * model.layer_weights / device.flops
         self._sample_s = share * 2.0 * model.hidden * model.vocab / device.flops
         self._kv_s = share * model.kv_bytes_per_token / device.bandwidth
         self._pair_s = share * 4.0 * model.heads * model.head_dim * model.layers / device.flops
-        self._copy_s = 2.0 * self._kv_s
+        lanes = [shape for shape in (model, draft) if shape]
+        lanes_bytes = share * sum(shape.kv_bytes_per_token for shape in lanes)
+        self._copy_s = 2.0 * lanes_bytes / device.bandwidth
+        self._swap_s = lanes_bytes / device.host_bandwidth
+        self._transfer_s = 2.0 * sum(shape.layers for shape in lanes) * device.host_latency_s
+        self._draft = _Draft(draft, device) if draft else None
         self._host_s = device.step_overhead_s + model.layers * device.layer_overhead_s
         self._link_s, self._reduce_s = _all_reduces(model, device)
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """Seconds per token, sampled row, all weights, KV slot, query-key pair; host, link per token, all-reduces."""
+        return (
+            *(self._token_s, self._sample_s, self._weights_s, self._kv_s, self._pair_s),
+            *(self._host_s, self._link_s, self._reduce_s),
+        )
 
     def price(self, features: Sequence[Amount]) -> Price:
         """Seconds by the roofline of each part."""
@@ -97,7 +120,30 @@ class RooflineCost:
         seconds = dense + attention + features[COPIED] * self._copy_s + self._host_s
         if self._reduce_s:
             seconds = seconds + (tokens * self._link_s + self._reduce_s)
+        seconds = seconds + (features[SWAPPED] * self._swap_s + features[SWAPPED_BLOCKS] * self._transfer_s)
+        if self._draft:
+            seconds = seconds + self._draft.seconds(features)
         return Price(seconds, attention)
+
+
+class _Draft:
+    """The draft model's passes: each reads its weights and costs its layers' host time."""
+
+    def __init__(self, model: ModelShape, device: DeviceShape) -> None:
+        share = 1.0 / device.parallel
+        link_s, reduce_s = _all_reduces(model, device)
+        work = model.layers * model.layer_weights + model.hidden * model.vocab
+        self._token_s = share * 2.0 * work / device.flops
+        self._weights_s = share * model.weight_bytes / device.bandwidth
+        self._kv_s = share * model.kv_bytes_per_token / device.bandwidth
+        self._pass_s = model.layers * device.layer_overhead_s + reduce_s
+        self._link_s = link_s
+
+    def seconds(self, features: Sequence[Amount]) -> Amount:
+        """Of all passes of a step."""
+        passes, tokens = features[DRAFT_PASSES], features[DRAFT_TOKENS]
+        dense = _larger(tokens * self._token_s, passes * self._weights_s)
+        return dense + (features[DRAFT_KV] * self._kv_s + passes * self._pass_s + tokens * self._link_s)
 
 
 def _all_reduces(model: ModelShape, device: DeviceShape) -> tuple[float, float]:
@@ -123,4 +169,6 @@ def _provenance(device: DeviceShape) -> dict[str, object]:
         "step_overhead_us": device.step_overhead_s * 1e6,
         "layer_overhead_us": device.layer_overhead_s * 1e6,
         "tensor_parallel": device.parallel,
+        "host_link_gbs": device.host_bandwidth / 1e9,
+        "host_link_latency_us": device.host_latency_s * 1e6,
     }

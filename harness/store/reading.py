@@ -65,10 +65,14 @@ def read_table(root: Path, fingerprint: str, name: str) -> dict[str, Any]:
     Raises:
         ForeignFileError: absent, truncated or not Parquet.
     """
+    return read_columns(Layout(root).table(fingerprint, name))
+
+
+def read_columns(path: Path) -> dict[str, Any]:
+    """Columns of a Parquet file as NumPy arrays; raises ForeignFileError where it is absent, truncated or foreign."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    path = Layout(root).table(fingerprint, name)
     try:
         table = pq.read_table(path)
     except (OSError, pa.ArrowInvalid) as error:

@@ -11,6 +11,7 @@ from harness.config.schema.arrivals import (
     TraceArrivals,
     TraceConfig,
     TraceFormat,
+    Widths,
     WorkloadConfig,
 )
 from harness.config.schema.engine import (
@@ -26,6 +27,7 @@ from harness.config.schema.policy import (
     CachePolicy,
     DecodingConfig,
     DecodingMode,
+    DraftPlace,
     HashRule,
     PlacementRule,
     PreemptionRule,
@@ -56,6 +58,7 @@ __all__ = [
     "DeviceConfig",
     "Dtype",
     "EngineConfig",
+    "DraftPlace",
     "EngineDevice",
     "HashRule",
     "ModelConfig",
@@ -76,3 +79,4 @@ __all__ = [
     "TraceFormat",
     "WorkloadConfig",
 ]
+    "Widths",

@@ -68,6 +68,13 @@ class Oversize(StrEnum):
     drop = "drop"
 
 
+class Widths(StrEnum):
+    """How many sequences a request has."""
+
+    recorded = "recorded"  # as its row of the trace says (n, best_of, beam_width), else as `decoding` says
+    configured = "configured"  # as `decoding` says
+
+
 @dataclass
 class TraceConfig:
     """Which requests arrive."""
@@ -100,5 +107,6 @@ class WorkloadConfig:
     )
     num_prefixes: int = 8  # how many distinct shared prefixes there are
     prefix_zipf: float = 1.0  # popularity exponent of the shared prefixes; 0 is uniform
+    widths: Widths = Widths.recorded
     oversize: Oversize = Oversize.error
     seed: int = 0

@@ -57,6 +57,13 @@ class DecodingMode(StrEnum):
     sample = "sample"
 
 
+class DraftPlace(StrEnum):
+    """Where draft tokens are written."""
+
+    lookahead = "lookahead"  # into slots behind the sequence's own, void again where they are rejected
+    fork = "fork"  # into a forked child, which takes the sequence's place
+
+
 @dataclass
 class CacheConfig:
     """KV memory: how much, and who hands it out."""
@@ -103,10 +110,18 @@ class SchedulerConfig:
 
 @dataclass
 class DecodingConfig:
-    """Greedy, parallel sampling, beam search."""
+    """Greedy, parallel sampling, beam search, speculation."""
 
     beam_width: int = 1  # above 1: beam search, and `mode` and `n` do not apply
     mode: DecodingMode = DecodingMode.greedy
     n: int = 1  # parallel samples a request, mode=sample
     temperature: float = 1.0
     beam_churn: float | None = None  # simulated share of beams dropped in a step; null: as calibrated
+    beam_parents: str | None = (
+        None  # point folder, store or parents.parquet whose beams are replayed; null: drawn
+    )
+    branch_hazard: float = 0.0  # chance that a sampled branch ends after a token, drawn alike on both sides
+    draft_tokens: int = 0  # proposed a step and verified together, for single sequences; 0: no speculation
+    draft_place: DraftPlace = DraftPlace.lookahead
+    draft_path: str | None = None  # checkpoint of the model that proposes; null: the model itself
+    acceptance: float | None = None  # simulated share of draft tokens that are right; null: as calibrated

@@ -60,6 +60,12 @@ class CostConfig:
 
     kind: CostKind = CostKind.auto
     recalibrate: bool = False  # measure again although this device is calibrated
+    host_link_gbs: float = (
+        10.0  # 10^9 bytes per second, one way, between a device and its host: swapped blocks
+    )
+    host_link_latency_us: float = (
+        0.2  # of one transfer, beside its bytes; a swapped block is 2 x layers of them
+    )
     follow_pace: bool = True  # scale a fitted prediction by how fast the device is now, by a fixed probe
     cache_dir: str | None = None  # where calibrations are kept; null: the user's cache directory
 
