@@ -56,9 +56,9 @@ __all__ = [
     "DecodingConfig",
     "DecodingMode",
     "DeviceConfig",
+    "DraftPlace",
     "Dtype",
     "EngineConfig",
-    "DraftPlace",
     "EngineDevice",
     "HashRule",
     "ModelConfig",
@@ -77,6 +77,6 @@ __all__ = [
     "TraceArrivals",
     "TraceConfig",
     "TraceFormat",
+    "Widths",
     "WorkloadConfig",
 ]
-    "Widths",

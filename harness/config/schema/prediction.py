@@ -52,6 +52,12 @@ class DeviceConfig:
     tensor_parallel: int = 1  # devices among which every layer is split
     link_gbs: float = 300.0  # tensor_parallel > 1: 10^9 bytes per second that a device sends to the others
     link_latency_us: float = 10.0  # of one all-reduce, beside its bytes
+    host_link_gbs: float = (
+        10.0  # 10^9 bytes per second, one way, between a device and its host: swapped blocks
+    )
+    host_link_latency_us: float = (
+        0.2  # of one transfer, beside its bytes; a swapped block is 2 x layers of them
+    )
 
 
 @dataclass
@@ -60,12 +66,6 @@ class CostConfig:
 
     kind: CostKind = CostKind.auto
     recalibrate: bool = False  # measure again although this device is calibrated
-    host_link_gbs: float = (
-        10.0  # 10^9 bytes per second, one way, between a device and its host: swapped blocks
-    )
-    host_link_latency_us: float = (
-        0.2  # of one transfer, beside its bytes; a swapped block is 2 x layers of them
-    )
     follow_pace: bool = True  # scale a fitted prediction by how fast the device is now, by a fixed probe
     cache_dir: str | None = None  # where calibrations are kept; null: the user's cache directory
 
