@@ -7,6 +7,7 @@ each run leaves a line in `runs.txt` and where a file `fixed` makes failing poin
 import json
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ def run_point(config: Any, *, progress: Any = None) -> Result:
     return Result(record, {"steps": {"step": list(range(1000))}, "requests": {"request_id": [0, 1]}})
 
 
-def write_report(store_root: Path, *, out: Path | None = None) -> Path:
+def write_report(store_root: Path, *, out: Path | None = None, additions: Sequence[Any] = ()) -> Path:
     page = (out or store_root) / "report.html"
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(json.dumps(json.loads((store_root / "sweep.json").read_text())["points"]))

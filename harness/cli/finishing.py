@@ -5,10 +5,12 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from harness.cli.say import remark, say
 from harness.config.errors import UserError
+from harness.config.overrides import parse_override
+from harness.config.paths import NO_KERNELS
 from harness.execute.executing import Outcome
 from harness.store.errors import ForeignFileError
 from harness.store.manifest import Manifest, read_manifest, with_report, write_manifest
@@ -23,7 +25,9 @@ class ReportModel(Protocol):
 
     ReportError: type[Exception]
 
-    def write_report(self, store_root: Path, *, out: Path | None = None) -> Path:
+    def write_report(
+        self, store_root: Path, *, out: Path | None = None, additions: Sequence[Any] = ()
+    ) -> Path:
         """Write the report of a store and return its page."""
         ...
 
@@ -61,8 +65,16 @@ def _reported(out: Path, manifest: Manifest, report: str) -> bool:
     return True
 
 
-def write_report(out: Path, manifest: Manifest | None, report: str, target: Path | None = None) -> Path:
+def write_report(
+    out: Path,
+    manifest: Manifest | None,
+    report: str,
+    target: Path | None = None,
+    kernels: Path | None = None,
+) -> Path:
     """Rebuild summary and report of a store from its records, print the verdict, and note both in the manifest.
+
+    `kernels` is a run of `bench kernels` that gets a section; None where there is none.
 
     Raises:
         UserError: there is nothing to report on.
@@ -72,7 +84,7 @@ def write_report(out: Path, manifest: Manifest | None, report: str, target: Path
     asked = [point.fingerprint for point in manifest.points] if manifest else list(content.records)
     write_summary(out, [content.records[name] for name in asked if name in content.records])
     try:
-        path = model.write_report(out, out=target)
+        path = model.write_report(out, out=target, additions=_additions(kernels))
         verdict = model.verdict_lines(out)
     except model.ReportError as error:
         raise UserError(str(error)) from error
@@ -82,15 +94,43 @@ def write_report(out: Path, manifest: Manifest | None, report: str, target: Path
     return path
 
 
+def _additions(kernels: Path | None) -> list[Any]:
+    if kernels is None:
+        return []
+    from harness.bench.kernels.section import kernel_section
+
+    make = kernel_section(kernels)
+
+    def told(study: Any) -> Any:
+        added = make(study)
+        for line in added.warnings:
+            remark(f"warning: {line}")
+        return added
+
+    return [told]
+
+
 def _report(out: Path, manifest: Manifest, report: str) -> None:
-    """Write the report, unless the one that is there was written from exactly these points."""
-    known = known_manifest(out)
+    """Write the report, unless the one that is there was written from exactly these points and kernels."""
+    known, kernels = known_manifest(out), kernels_of(out, manifest)
     if known is not None and known.report and same_sweep(known, manifest):
         path = out / known.report
-        if path.exists() and path.stat().st_mtime_ns >= _newest_record(out):
+        if path.exists() and path.stat().st_mtime_ns >= _newest_input(out, kernels):
             _say_report(path, known.verdict)
             return
-    write_report(out, manifest, report)
+    write_report(out, manifest, report, kernels=kernels)
+
+
+def kernels_of(out: Path, manifest: Manifest | None) -> Path | None:
+    """The run of `bench kernels` for a sweep's report: the one that the sweep named, or the one beside its results."""
+    from harness.bench.kernels.reading import found_run
+
+    key = "report.kernels"
+    texts = [text for text in (manifest.overrides if manifest else ()) if text.startswith(f"{key}=")]
+    named = parse_override(texts[-1]).settings[0].value if texts else None
+    if named is None:
+        return found_run(out)
+    return None if named == NO_KERNELS else Path(str(named)).expanduser()
 
 
 def known_manifest(out: Path) -> Manifest | None:
@@ -106,8 +146,11 @@ def same_sweep(known: Manifest | None, manifest: Manifest) -> bool:
     return known is not None and replace(known, report=None, verdict=()) == manifest
 
 
-def _newest_record(out: Path) -> int:
-    return max((path.stat().st_mtime_ns for path in out.glob("points/*/*.json")), default=0)
+def _newest_input(out: Path, kernels: Path | None) -> int:
+    files = [*out.glob("points/*/*.json")]
+    if kernels is not None:
+        files += [file for file in (kernels, kernels / "kernels.parquet") if file.is_file()]
+    return max((file.stat().st_mtime_ns for file in files), default=0)
 
 
 def _say_report(path: Path, verdict: Sequence[str]) -> None:

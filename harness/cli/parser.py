@@ -64,6 +64,11 @@ def build_parser() -> argparse.ArgumentParser:
     report = _add(commands, "report", "write the report of a store", "report [FOLDER]", "")
     _add_store(report)
     report.add_argument("--out", metavar="DIR", help="write the report here; default: beside the results")
+    report.add_argument(
+        "--kernels",
+        metavar="DIR",
+        help="show this run of bench kernels too; default: the sweep's, or one beside the results; none: leave out",
+    )
     status = _add(commands, "status", "say what a store has done, and what is left", "status [FOLDER]", "")
     _add_store(status)
     add_commands(commands)

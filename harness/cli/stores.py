@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
-from harness.cli.finishing import write_report
+from harness.cli.finishing import kernels_of, write_report
 from harness.cli.parser import Arguments
 from harness.cli.say import numbered, remark, say
 from harness.config.errors import UserError
+from harness.config.paths import NO_KERNELS, check_kernels
 from harness.store.errors import ForeignFileError
 from harness.store.layout import Layout
 from harness.store.manifest import Manifest, read_manifest
@@ -18,8 +19,19 @@ def report_command(arguments: Arguments, report: str) -> int:
     """Write the report of a store again, from its records."""
     root = _store(arguments.flags.store)
     target = Path(arguments.flags.out) if arguments.flags.out else None
-    write_report(root, _manifest(root), report, target)
+    manifest = _manifest(root)
+    write_report(root, manifest, report, target, _kernels(arguments.flags.kernels, root, manifest))
     return 0
+
+
+def _kernels(named: str | None, root: Path, manifest: Manifest | None) -> Path | None:
+    """The run of `bench kernels` that gets a section: the one named now, else as the sweep itself would have it."""
+    if named is None:
+        return kernels_of(root, manifest)
+    errors = list(check_kernels("report.kernels", named))
+    if errors:
+        raise UserError(f"--kernels: {errors[0].message}")
+    return None if named == NO_KERNELS else Path(named).expanduser()
 
 
 def status_command(arguments: Arguments) -> int:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from harness.config.decoding_checks import check_decoding
 from harness.config.errors import ConfigError
-from harness.config.paths import check_cache_dir, check_out
+from harness.config.paths import check_cache_dir, check_kernels, check_out
 from harness.config.policy_checks import check_policy
 from harness.config.schema import CachePolicy, RunConfig
 from harness.config.trace_checks import check_trace
@@ -132,7 +132,12 @@ def check_config(config: RunConfig) -> list[ConfigError]:
         _model,
     )
     found = [error for rule in rules for error in rule(config)]
-    return [*found, *check_out(config.out), *check_cache_dir(config.cost.cache_dir)]
+    paths = (
+        check_out(config.out),
+        check_cache_dir(config.cost.cache_dir),
+        check_kernels("report.kernels", config.report.kernels),
+    )
+    return [*found, *(error for errors in paths for error in errors)]
 
 
 def value_of(config: RunConfig, key: str) -> Any:

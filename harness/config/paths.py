@@ -6,6 +6,9 @@ from pathlib import Path
 
 from harness.config.errors import ConfigError
 
+NO_KERNELS = "none"
+"""`report.kernels=none`: no kernel section, whatever lies beside the results."""
+
 
 def check_trace_file(path: str, may_be_folder: bool = False) -> Iterator[ConfigError]:
     """Errors if a trace is absent, is no file (or folder) or cannot be read; its content is for `traces` to judge."""
@@ -35,6 +38,22 @@ def check_cache_dir(folder: str | None) -> Iterator[ConfigError]:
     """Errors if the folder for calibrations cannot be created or written; null is judged when it is used."""
     if folder is not None:
         yield from _check_folder("cost.cache_dir", folder)
+
+
+def check_kernels(key: str, named: str | None) -> Iterator[ConfigError]:
+    """Errors if a run of `bench kernels` is named that is not there; what it holds is judged by who reads it."""
+    if named is None or (key, named) == ("report.kernels", NO_KERNELS):
+        return
+    path = Path(named).expanduser()
+    file = path / "kernels.parquet" if path.is_dir() else path
+    if not named.strip() or not file.is_file():
+        yield ConfigError(
+            key,
+            f"no kernels.parquet in '{named}' (looked for {file.absolute()}); name the folder that "
+            "'python -m harness bench kernels --out FOLDER' wrote",
+        )
+    elif not os.access(file, os.R_OK):
+        yield ConfigError(key, f"'{file}' cannot be read: permission denied")
 
 
 def _check_folder(key: str, name: str) -> Iterator[ConfigError]:

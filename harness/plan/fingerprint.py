@@ -10,7 +10,7 @@ from typing import Any
 from harness.config.schema import RunConfig
 from harness.store.layout import SCHEMA
 
-_NOT_IDENTITY = ("name", "out", "workers", "cost.cache_dir", "trace.path")
+_NOT_IDENTITY = ("name", "out", "workers", "report", "cost.cache_dir", "trace.path")
 _BYTES = 16
 
 
@@ -18,8 +18,8 @@ def fingerprint(config: RunConfig, identity: Mapping[str, Any]) -> str:
     """Hex name of a point (32 digits): its normalised configuration, and what else decides its result.
 
     Args:
-        config: validated and normalised. Where it is written and how many run at once do not count, nor where the
-            trace lies, since the digest of its content is part of `identity`.
+        config: validated and normalised. Where it is written, what is reported and how many run at once do not count,
+            nor where the trace lies, since the digest of its content is part of `identity`.
         identity: trace digest, code version, device and cost model, from `harness.point.point_identity`.
     """
     content = asdict(config)

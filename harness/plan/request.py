@@ -10,7 +10,8 @@ from harness.config.groups import EXPERIMENTS, experiments, list_options, option
 from harness.config.overrides import Axis, parse_overrides
 
 DEFAULT = "default"
-FIXED = ("name", "out", "workers")  # say where and how a sweep runs, so they are the same for all its points
+# say where and how a sweep runs and is reported, so they are the same for all its points
+FIXED = ("name", "out", "workers", "report.kernels")
 UNNAMED = (*FIXED, "cost.cache_dir", "cost.recalibrate")  # of no interest in the name of a point
 
 

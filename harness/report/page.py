@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from harness.compare import Verdict, judge
 from harness.report import attribution, provenance, tables, workload
+from harness.report.addition import Addition
 from harness.report.axes import Axes, label, policy_of, reference
 from harness.report.drawing import Drawing, Picture
 from harness.report.pace import pace_lines
@@ -44,10 +45,13 @@ class Section:
     figures: Sequence[Shown] = ()
     tables: Sequence[Table] = ()
     notes: Sequence[str] = field(default=())
+    warnings: Sequence[str] = field(default=())
 
 
-def build_page(study: Study, axes: Axes, pictures: Pictures, svgs: Svgs) -> str:
-    """The whole HTML document; `svgs` hold the bytes of every drawing among `pictures`."""
+def build_page(
+    study: Study, axes: Axes, pictures: Pictures, svgs: Svgs, added: Sequence[Addition] = ()
+) -> str:
+    """The whole HTML document; `svgs` hold the bytes of every drawing among `pictures`, those of `added` included."""
     from markupsafe import Markup
 
     verdict = judge(study.records)
@@ -60,12 +64,12 @@ def build_page(study: Study, axes: Axes, pictures: Pictures, svgs: Svgs) -> str:
         answer=answer(verdict),
         tone=_tone(verdict),
         band=BAND,
-        checks=[*soundness(verdict), *pace_lines(study.records)],
+        checks=[*soundness(verdict), *pace_lines(study.records), *(w for one in added for w in one.warnings)],
         verdict_table=tables.verdict_table(verdict),
         errors=shown["errors"],
         changes=workload.trace_changes(study.records),
         facts=_facts(study, verdict),
-        sections=_sections(study, axes, shown),
+        sections=_sections(study, axes, shown, added),
         command=study.command,
     )
 
@@ -112,7 +116,9 @@ def _facts(study: Study, verdict: Verdict) -> list[tuple[str, str]]:
     return facts
 
 
-def _sections(study: Study, axes: Axes, shown: Mapping[str, Shown]) -> list[Section]:
+def _sections(
+    study: Study, axes: Axes, shown: Mapping[str, Shown], added: Sequence[Addition]
+) -> list[Section]:
     curves = [figure for name, figure in shown.items() if name.startswith("curve_")]
     swept = ", ".join(label(key) for key in axes.numeric)
     no_curves = (
@@ -135,8 +141,14 @@ def _sections(study: Study, axes: Axes, shown: Mapping[str, Shown]) -> list[Sect
         Section("pool", "The pool over time", figures=[shown["pool_over_time"]]),
         Section("kernel", "Attention latency", figures=[shown["kernel"]]),
         _levels_section(study, shown["levels"]),
+        *(_added_section(one, shown) for one in added),
         *_table_sections(study, axes),
     ]
+
+
+def _added_section(one: Addition, shown: Mapping[str, Shown]) -> Section:
+    figures = [shown[picture.name] for picture in one.pictures]
+    return Section(one.key, one.title, one.text, figures, one.tables, one.notes, one.warnings)
 
 
 def _failure_section(study: Study) -> list[Section]:

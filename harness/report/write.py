@@ -1,9 +1,10 @@
 """Writing the report: the page, and every figure as SVG, PDF and CSV beside it."""
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from harness.report.addition import Adds
 from harness.report.axes import Axes, find_axes
 from harness.report.drawing import Drawing, Picture
 from harness.report.errors import ReportError
@@ -21,8 +22,10 @@ PAGE = "index.html"
 _MOST_CURVES = 6
 
 
-def write_report(store_root: Path, *, out: Path | None = None) -> Path:
+def write_report(store_root: Path, *, out: Path | None = None, additions: Sequence[Adds] = ()) -> Path:
     """Write the report on a store to `out` (default: the store's folder `report`) and give the page's path.
+
+    `additions` make more sections, from what other rooms know.
 
     The page needs no other file and no network; `figures/` beside it holds each figure as SVG, as PDF at paper
     column width, and its data as CSV. Equal stores give equal bytes.
@@ -34,21 +37,23 @@ def write_report(store_root: Path, *, out: Path | None = None) -> Path:
     study = read_study(store_root)
     folder = out or store_root / "report"
     try:
-        return _write(study, folder)
+        return _write(study, folder, additions)
     except StoreError as error:
         cause = error.__cause__
         reason = cause.strerror if isinstance(cause, OSError) else None
         raise ReportError(f"cannot write the report to {folder}: {reason or error}") from error
 
 
-def _write(study: Study, folder: Path) -> Path:
+def _write(study: Study, folder: Path, additions: Sequence[Adds]) -> Path:
     axes = find_axes(study.records)
     with style():
         pictures = dict(_pictures(study, axes))
+        added = [make(study) for make in additions]
+        pictures |= {picture.name: picture for one in added for picture in one.pictures}
         files = {name: data for picture in pictures.values() for name, data in _figure_files(picture).items()}
     files["points.csv"] = _csv_bytes(comparison_table(study.records, axes))
     svgs = {name: files[f"{name}.svg"] for name, picture in pictures.items() if isinstance(picture, Drawing)}
-    text = build_page(study, axes, pictures, svgs)
+    text = build_page(study, axes, pictures, svgs, added)
     write_files(folder / "figures", files)
     write_files(folder, {PAGE: text.encode()})
     _remove_old_figures(folder / "figures", {*pictures}, files)
@@ -68,7 +73,7 @@ def _figure_files(picture: Picture) -> dict[str, bytes]:
 def _remove_old_figures(folder: Path, names: Container[str], files: Container[str]) -> None:
     """Figures that an earlier report drew and this one does not; whatever else lies there is not ours."""
     for path in folder.iterdir():
-        ours = path.stem in names or path.stem.startswith("curve_")
+        ours = path.stem in names or path.stem.startswith(("curve_", "kernel_"))
         if ours and path.suffix in (".svg", ".pdf", ".csv") and path.name not in files:
             path.unlink()
 

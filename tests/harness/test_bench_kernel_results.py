@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 
 from harness.bench.kernels.grid import CaseSpec
+from harness.bench.kernels.made_on import MadeOn
 from harness.bench.kernels.problems import Problem, ProblemKind, note, read_problems
+from harness.bench.kernels.reading import KernelRunError, read_run
 from harness.bench.kernels.results import Ceilings, ceilings_of, rows_of, table_lines
 from harness.bench.session import Timing
 
@@ -35,6 +37,7 @@ def ceiling(name: str, moved: float, flops: float) -> Timing:
     return Timing(f"test_ceiling[{name}]", "ceiling", {}, extra, (1e-3, 1.1e-3, 1.2e-3), 1.1e-3)
 
 
+MADE_ON = MadeOn("a device", "feed", "2.13.0", "3.6.0", 0, "2026-01-01")
 CEILINGS = [ceiling("copy", 4e9, 0), ceiling("read", 4.5e9, 0), ceiling("matmul", 0, 8e11)]
 PAGED16, PAGED64 = CaseSpec(**BASE), CaseSpec(**BASE, block_size=64)
 SHARED = CaseSpec(**BASE, shared_prefix=2048)
@@ -54,7 +57,7 @@ def table() -> Any:
     pytest.importorskip("pandas")
     from harness.bench.kernels.writing import table_of
 
-    return table_of(rows_of(TIMINGS), device="a device")
+    return table_of(rows_of(TIMINGS), MADE_ON)
 
 
 def test_ceilings_are_those_of_the_fastest_round() -> None:
@@ -133,7 +136,7 @@ def test_a_figure_without_data_says_why() -> None:
     from harness.report.drawing import Missing
     from harness.report.style import style
 
-    alone = table_of(rows_of([*CEILINGS, timing(PAGED16, "paged", 1, 2, 3)]), device="a device")
+    alone = table_of(rows_of([*CEILINGS, timing(PAGED16, "paged", 1, 2, 3)]), MADE_ON)
     with style():
         missing = [found for found in pictures(alone, ceilings_of(CEILINGS)) if isinstance(found, Missing)]
     assert [one.name for one in missing] == ["kernel_block_size", "kernel_paging", "kernel_shared_prefix"]
@@ -149,7 +152,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Problem(PAGED16.name, "mine", ProblemKind.wrong, "relative error 0.5"),
     ]
     folder = tmp_path_factory.mktemp("kernels")
-    write_run(TIMINGS, problems, {"flashinfer": "not installed"}, folder)
+    write_run(TIMINGS, problems, {"flashinfer": "not installed"}, MADE_ON, folder)
     return folder
 
 
@@ -169,6 +172,64 @@ def test_the_page_names_what_was_wrong_and_what_was_left_out(written: Path) -> N
     assert "flex does not offer" in page
     assert "no &lt;block&gt; of 16" in page
     assert "flashinfer cannot run here: not installed" in page
+
+
+def test_the_page_says_what_it_was_made_with(written: Path) -> None:
+    page = (written / "index.html").read_text()
+    assert "Attention kernels on a device" in page
+    assert "<dt>kernel sources</dt><dd>feed</dd>" in page
+
+
+def test_a_run_comes_back_with_its_rows_and_ceilings(written: Path) -> None:
+    run = read_run(written)
+    assert run.made_on == MADE_ON
+    assert [row["median_us"] for row in run.rows] == pytest.approx([150, 147, 600, 149, 141, 82])
+    limits = ceilings_of(TIMINGS)
+    assert run.ceilings.copy_bytes_s == pytest.approx(limits.copy_bytes_s)
+    assert run.ceilings.read_bytes_s == pytest.approx(limits.read_bytes_s)
+    assert run.ceilings.matmul_flop_s == pytest.approx(limits.matmul_flop_s)
+
+
+def test_a_table_may_be_named_itself(written: Path) -> None:
+    assert read_run(written / "kernels.parquet").digest == read_run(written).digest
+
+
+def damaged(folder: Path, written: Path, how: str) -> None:
+    import pandas as pd
+
+    table = pd.read_parquet(written / "kernels.parquet")
+    if how == "cut":
+        (folder / "kernels.parquet").write_bytes((written / "kernels.parquet").read_bytes()[:200])
+        return
+    if how == "older":
+        table = table.drop(columns=["kernels"])
+    elif how == "empty":
+        table = table.iloc[:0]
+    else:
+        table.loc[2, "median_us"] = float("nan")
+    table.to_parquet(folder / "kernels.parquet", index=False)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("cut", "cannot be read"),
+        ("older", "lacks kernels; time the kernels again"),
+        ("empty", "holds no timed case"),
+        ("nan", "row 2, median_us: found None, must be a number above 0"),
+    ],
+)
+def test_a_damaged_run_is_refused_with_what_is_wrong(
+    how: str, message: str, written: Path, tmp_path: Path
+) -> None:
+    damaged(tmp_path, written, how)
+    with pytest.raises(KernelRunError, match=message):
+        read_run(tmp_path)
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(KernelRunError, match=r"no kernels\.parquet in .*; name the folder that"):
+        read_run(tmp_path)
 
 
 def test_problems_come_back_from_their_file(tmp_path: Path) -> None:

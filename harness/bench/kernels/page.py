@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from harness.bench.kernels.made_on import MadeOn
 from harness.bench.kernels.names import OURS
 from harness.bench.kernels.problems import Problem, ProblemKind
 from harness.bench.kernels.results import Ceilings
@@ -26,6 +27,7 @@ def build_page(
     svgs: Mapping[str, bytes],
     problems: Sequence[Problem],
     absent: Mapping[str, str],
+    made_on: MadeOn,
 ) -> str:
     """The whole HTML document; `svgs` hold the bytes of every drawing among `drawn`."""
     from markupsafe import Markup
@@ -34,21 +36,25 @@ def build_page(
 
     style = (Path(harness.report.__file__).parent / "page.css").read_text(encoding="utf-8")
     wrong = [one for one in problems if one.kind is not ProblemKind.unsupported]
-    on_cpu = bool((table["how"] == "CPU time").all())
     return str(
         _template().render(
             style=Markup(style),
-            device=table["device"].iloc[0] if len(table) else "no device",
-            facts=_facts(limits),
+            device=made_on.device,
+            facts=facts(limits, made_on),
             complete=not wrong,
             completeness=_completeness(table, wrong),
-            scope=_CPU if on_cpu else _CUDA,
+            scope=scope(table),
             figures=[_shown(picture, svgs) for picture in drawn],
-            head=_head(table),
-            rows=list(_rows(table)),
+            head=case_head(table),
+            rows=list(case_rows(table)),
             notes=[*_absent(absent), *_notes(problems)],
         )
     )
+
+
+def scope(table: "pd.DataFrame") -> str:
+    """What a time is, and what it says nothing about."""
+    return _CPU if bool((table["how"] == "CPU time").all()) else _CUDA
 
 
 def _template() -> Any:
@@ -61,11 +67,16 @@ def _template() -> Any:
     return environment.get_template("page.html.j2")
 
 
-def _facts(limits: Ceilings) -> list[tuple[str, str]]:
+def facts(limits: Ceilings, made_on: MadeOn) -> list[tuple[str, str]]:
+    """What the device reached, and what the figures were made with."""
     return [
         ("copied", f"{limits.copy_bytes_s / 1e9:,.0f} GB/s"),
         ("read", f"{limits.read_bytes_s / 1e9:,.0f} GB/s"),
         ("matrix product", f"{limits.matmul_flop_s / 1e12:,.3g} TFLOP/s"),
+        ("kernel sources", made_on.kernels),
+        ("torch", made_on.torch),
+        ("triton", made_on.triton),
+        ("date", made_on.date),
     ]
 
 
@@ -89,11 +100,13 @@ def _others(table: "pd.DataFrame") -> list[str]:
     return [name for name in dict.fromkeys(table["provider"]) if name != OURS]
 
 
-def _head(table: "pd.DataFrame") -> list[str]:
+def case_head(table: "pd.DataFrame") -> list[str]:
+    """Titles of the table of all cases."""
     return ["case", "µs", "±", "GB/s", "TFLOP/s", "of copy", "of read", "of matmul", *_others(table)]
 
 
-def _rows(table: "pd.DataFrame") -> Iterator[list[str]]:
+def case_rows(table: "pd.DataFrame") -> Iterator[list[str]]:
+    """A row a case: our own figures, then every other provider's time over ours."""
     for name, part in table.groupby("name", sort=False):
         found = {row["provider"]: row for _, row in part.iterrows()}
         yield [str(name), *_figures(found.get(OURS)), *(_ratio(found.get(other)) for other in _others(table))]

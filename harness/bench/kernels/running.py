@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from harness.bench.kernels.grid import CaseSpec
+from harness.bench.kernels.made_on import made_on
 from harness.bench.kernels.names import OURS
 from harness.bench.kernels.options import chosen_device
 from harness.bench.kernels.problems import Problem, ProblemKind, read_problems
@@ -43,7 +44,7 @@ def run_cases(cases: Sequence[CaseSpec], flags: argparse.Namespace) -> int:
     for line in table_lines(rows_of(timings)):
         say(line)
     _say_problems(problems)
-    say(f"written: {write_run(timings, problems, absent, out)}")
+    say(f"written: {write_run(timings, problems, absent, made_on(device, flags.threads), out)}")
     return (
         1 if any(one.provider == OURS and one.kind is not ProblemKind.unsupported for one in problems) else 0
     )

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from harness.bench.kernels.made_on import MadeOn
 from harness.bench.kernels.problems import Problem
 from harness.bench.kernels.results import Row, ceilings_of, rows_of
 from harness.bench.session import Timing
@@ -47,12 +48,21 @@ COLUMNS: Mapping[str, str] = {
     "matmul_share": "of the rate that a matrix product reached in the same run",
     "flat_bytes": "bytes that are read where a shared prefix is read once per sequence",
     "against_ours": "time over that of our own kernels",
-    "device": "the device's name",
+    "device": "the device's name, as a sweep's record gives it",
+    "kernels": "digest of the kernel sources",
+    "torch": "version of PyTorch",
+    "triton": "version of Triton",
+    "threads": "CPU threads; 0 on a GPU",
+    "date": "day of the run, UTC",
 }
 
 
 def write_run(
-    timings: Sequence[Timing], problems: Sequence[Problem], absent: Mapping[str, str], out: Path
+    timings: Sequence[Timing],
+    problems: Sequence[Problem],
+    absent: Mapping[str, str],
+    facts: MadeOn,
+    out: Path,
 ) -> Path:
     """Write everything but the raw samples, which are there already; returns the page."""
     from harness.bench.kernels.figures import pictures
@@ -60,7 +70,7 @@ def write_run(
     from harness.report.drawing import Drawing
     from harness.report.style import pdf_bytes, style, svg_bytes
 
-    table = table_of(rows_of(timings))
+    table = table_of(rows_of(timings), facts)
     files: dict[str, bytes] = {}
     with style():
         drawn = list(pictures(table, ceilings_of(timings)))
@@ -71,25 +81,17 @@ def write_run(
                 files[f"{picture.name}.csv"] = _csv(picture.data)
     write_files(out / "figures", files)
     svgs = {name.removesuffix(".svg"): data for name, data in files.items() if name.endswith(".svg")}
-    page = build_page(table, ceilings_of(timings), drawn, svgs, problems, absent)
+    page = build_page(table, ceilings_of(timings), drawn, svgs, problems, absent, facts)
     tables = {"kernels.csv": _csv(table), "kernels.parquet": table.to_parquet(index=False)}
     write_files(out, {**tables, "index.html": page.encode()})
     return out / "index.html"
 
 
-def table_of(rows: Sequence[Row], device: str | None = None) -> "pd.DataFrame":
+def table_of(rows: Sequence[Row], facts: MadeOn) -> "pd.DataFrame":
     """The rows as a table with exactly the columns of `COLUMNS`."""
     import pandas as pd
 
-    name = device_name() if device is None else device
-    return pd.DataFrame([{**row.flat(), "device": name} for row in rows], columns=list(COLUMNS))
-
-
-def device_name() -> str:
-    """The GPU's name where there is one, else the CPU's."""
-    from harness.environment import cpu_name, gpu_names
-
-    return (*gpu_names(), cpu_name())[0]
+    return pd.DataFrame([{**row.flat(), **facts.values()} for row in rows], columns=list(COLUMNS))
 
 
 def _csv(table: "pd.DataFrame") -> bytes:

@@ -43,7 +43,7 @@ from harness.config.schema.prediction import (
     ReplayConfig,
     ReplayMode,
 )
-from harness.config.schema.run import RunConfig
+from harness.config.schema.run import ReportConfig, RunConfig
 
 __all__ = [
     "Audit",
@@ -68,6 +68,7 @@ __all__ = [
     "PreemptionRule",
     "ReplayConfig",
     "ReplayMode",
+    "ReportConfig",
     "RetentionRule",
     "RunConfig",
     "SchedulerConfig",

@@ -9,6 +9,15 @@ from harness.config.schema.prediction import CostConfig, DeviceConfig, ReplayCon
 
 
 @dataclass
+class ReportConfig:
+    """What the report shows beside the sweep's own points; no point depends on it."""
+
+    kernels: str | None = (
+        None  # folder or table of `bench kernels`; null: looked for beside the results; none: leave out
+    )
+
+
+@dataclass
 class RunConfig:
     """One point of a sweep."""
 
@@ -28,3 +37,4 @@ class RunConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     cost: CostConfig = field(default_factory=CostConfig)
     replay: ReplayConfig = field(default_factory=ReplayConfig)
+    report: ReportConfig = field(default_factory=ReportConfig)

@@ -4,12 +4,14 @@ from typing import TYPE_CHECKING
 
 from harness.bench.kernels.names import ALWAYS, CASCADE, OURS
 from harness.report.drawing import Drawing, Missing, Picture
-from harness.report.style import COLUMN_IN, GREY, PALETTE, panels
+from harness.report.style import GREY, PAGE_IN, PALETTE, panels
 
 if TYPE_CHECKING:
     import pandas as pd
+    from matplotlib.axes import Axes
 
 NAME = "kernel_shared_prefix"
+MOST_CASES = 6
 _CASE = ["batch", "context", "heads", "kv_heads", "head_dim", "dtype", "block_size", "layout"]
 
 
@@ -18,19 +20,11 @@ def draw(table: "pd.DataFrame") -> Picture:
     data = _gains(table)
     if data.empty:
         return Missing(NAME, f"No case with a shared prefix was timed by both '{OURS}' and '{CASCADE}'.")
-    figure, (panel,) = panels(COLUMN_IN * 1.3, 2.6, 1, 1)
-    for place, (_, case) in enumerate(data.groupby(_CASE, sort=True)):
-        colour = PALETTE[place % len(PALETTE)]
-        label = f"{case['batch'].iloc[0]} × {case['context'].iloc[0]:,}"
-        for rule, face, line in ((CASCADE, colour, "-"), (ALWAYS, "white", "--")):
-            part = case[case["rule"] == rule].sort_values("shared_prefix")
-            name = label if rule == CASCADE else f"{label}, always"
-            if len(part):
-                panel.plot(
-                    part["shared_prefix"], part["gain"], f"o{line}", color=colour, mfc=face, label=name
-                )
-        bound = case.drop_duplicates("shared_prefix").sort_values("shared_prefix")
-        panel.plot(bound["shared_prefix"], bound["possible"], ":", color=colour)
+    figure, (panel,) = panels(PAGE_IN, 2.6, 1, 1)
+    cases = [case for _, case in data.groupby(_CASE, sort=True)]
+    cases.sort(key=lambda case: (-case["shared_prefix"].nunique(), -int(case["flat_bytes"].max())))
+    for colour, case in zip(PALETTE, cases[:MOST_CASES], strict=False):
+        _draw_case(panel, case, colour)
     panel.axhline(1, color=GREY, linewidth=0.8)
     panel.set_ylim(bottom=0)
     panel.set(xlabel="shared prefix, tokens", ylabel="speed-up over flat")
@@ -40,7 +34,22 @@ def draw(table: "pd.DataFrame") -> Picture:
         "always (hollow), and what the saved bytes would allow at most (dotted): "
         "context / (prefix / sequences + own tokens)."
     )
+    if len(cases) > MOST_CASES:
+        caption += f" Shown: {MOST_CASES} of {len(cases)} cases, the largest; the data hold all."
     return Drawing(NAME, caption, figure, data)
+
+
+def _draw_case(panel: "Axes", case: "pd.DataFrame", colour: str) -> None:
+    """Full where the rule was asked, hollow always, dotted what bytes allow; a label for the first."""
+    first = case.iloc[0]
+    label = f"{first['batch']} × {first['context']:,}, blocks of {first['block_size']}"
+    for rule, face, line in ((CASCADE, colour, "-"), (ALWAYS, "white", "--")):
+        part = case[case["rule"] == rule].sort_values("shared_prefix")
+        if len(part):
+            panel.plot(part["shared_prefix"], part["gain"], f"o{line}", color=colour, mfc=face, label=label)
+            label = "_nolegend_"
+    bound = case.drop_duplicates("shared_prefix").sort_values("shared_prefix")
+    panel.plot(bound["shared_prefix"], bound["possible"], ":", color=colour)
 
 
 def _gains(table: "pd.DataFrame") -> "pd.DataFrame":
@@ -52,5 +61,15 @@ def _gains(table: "pd.DataFrame") -> "pd.DataFrame":
     both["gain"] = both["median_us"] / both["median_us_cascade"]
     both["possible"] = both["context"] / (both["shared_prefix"] / both["batch"] + own)
     return both[
-        ["name", "rule", *_CASE, "shared_prefix", "median_us", "median_us_cascade", "gain", "possible"]
+        [
+            "name",
+            "rule",
+            *_CASE,
+            "shared_prefix",
+            "flat_bytes",
+            "median_us",
+            "median_us_cascade",
+            "gain",
+            "possible",
+        ]
     ]

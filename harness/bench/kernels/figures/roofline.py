@@ -21,7 +21,7 @@ def draw(table: "pd.DataFrame", limits: "Ceilings") -> Picture:
         return Missing(NAME, "No case was timed.")
     data = table[["name", "provider", "queries", "gbytes_s", "tflop_s"]].copy()
     data["flop_per_byte"] = data["tflop_s"] * 1e3 / data["gbytes_s"]
-    figure, (panel,) = panels(PAGE_IN * 0.6, 3.0, 1, 1)
+    figure, (panel,) = panels(PAGE_IN, 3.0, 1, 1)
     _roof(panel, limits, float(data["flop_per_byte"].min()), float(data["flop_per_byte"].max()))
     names = list(dict.fromkeys(data["provider"]))
     for place, name in enumerate(sorted(names, key=lambda name: name != OURS)):

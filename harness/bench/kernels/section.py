@@ -1,0 +1,120 @@
+"""The section that a run of `bench kernels` makes in a sweep's report, and what is said where they do not match."""
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from harness.bench.kernels.names import OURS
+from harness.bench.kernels.problems import Problem, ProblemKind, read_problems
+from harness.bench.kernels.reading import KernelRun, KernelRunError, read_run
+from harness.report.addition import Addition, Adds
+from harness.report.study import Study
+from harness.report.tables import Table
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+KEY, TITLE = "kernels", "Attention kernels, timed alone"
+
+
+def kernel_section(named: Path | str) -> Adds:
+    """The section for the run in a folder; a run that cannot be read costs the section, never the report."""
+
+    def make(study: Study) -> Addition:
+        try:
+            run = read_run(named)
+        except KernelRunError as error:
+            return Addition(KEY, TITLE, warnings=[f"The kernel benchmark cannot be shown: {error}"])
+        return _section(run, study)
+
+    return make
+
+
+def mismatches(run: KernelRun, study: Study) -> list[str]:
+    """Why the figures may say nothing about the sweep: another device, other kernel sources than this tree's."""
+    return [*_elsewhere(run, study), *_stale(run)]
+
+
+def _section(run: KernelRun, study: Study) -> Addition:
+    import pandas as pd
+
+    from harness.bench.kernels.figures import pictures
+    from harness.bench.kernels.page import facts, scope
+
+    table = pd.DataFrame(list(run.rows))
+    made_on, wrong = run.made_on, list(_wrong(run))
+    rows = [["device", made_on.device], *([key, value] for key, value in facts(run.ceilings, made_on))]
+    return Addition(
+        KEY,
+        TITLE,
+        warnings=[*mismatches(run, study), *(_line(one) for one in wrong if one.provider == OURS)],
+        text=[f"What bench kernels left in {_place(run, study)}. {scope(table)}"],
+        pictures=list(pictures(table, run.ceilings)),
+        tables=[Table(["", ""], rows, words=2), _cases(table)],
+        notes=[_line(one) for one in wrong if one.provider != OURS],
+    )
+
+
+def _place(run: KernelRun, study: Study) -> str:
+    """The run's folder as seen from the results: the same wherever both are moved together."""
+    return os.path.relpath(run.file.parent, study.root)
+
+
+def _cases(table: "pd.DataFrame") -> Table:
+    from harness.bench.kernels.page import case_head, case_rows
+
+    rows = list(case_rows(table))
+    title = f"All {len(rows):,} cases: our own time and speed, then every other provider's time over ours"
+    return Table(case_head(table), rows, title=title, folded=True)
+
+
+def _wrong(run: KernelRun) -> Iterator[Problem]:
+    for one in read_problems(run.file.parent / "problems.jsonl"):
+        if one.kind is not ProblemKind.unsupported:
+            yield one
+
+
+def _line(one: Problem) -> str:
+    return f"{one.kind}: {one.case} by {one.provider}: {one.reason}"
+
+
+def _elsewhere(run: KernelRun, study: Study) -> Iterator[str]:
+    ran = _measured_on(study)
+    others = [name for name in run.devices if name not in ran] if ran else _not_predicted(run, study)
+    if others:
+        what = f"the sweep ran on {', '.join(ran)}" if ran else f"the sweep predicts {_predicted(study)[0]}"
+        yield (
+            f"Another device: these kernels were timed on {', '.join(others)}, {what}. "
+            "The figures below say nothing about the sweep's times."
+        )
+
+
+def _measured_on(study: Study) -> list[str]:
+    """The devices of the sweep's measured points; none where nothing was measured."""
+    named = ((record.get("environment") or {}).get("device") for record in study.measured)
+    return list(dict.fromkeys(str(name) for name in named if name))
+
+
+def _predicted(study: Study) -> list[str]:
+    """The simulated devices: names of options of the group `device`."""
+    sections = (((record.get("config") or {}).get("device") or {}) for record in study.records)
+    return list(dict.fromkeys(str(section["name"]) for section in sections if "name" in section))
+
+
+def _not_predicted(run: KernelRun, study: Study) -> list[str]:
+    """Devices of the run that no simulated device is named after: 'NVIDIA H200' is what `h200` stands for."""
+    words = [re.split(r"[-_ ]", name.lower())[0] for name in _predicted(study)]
+    on_cpu = {str(row["device"]) for row in run.rows if row["how"] == "CPU time"}
+    known = {name for name in run.devices for word in words if word in name.lower()}
+    known |= on_cpu if "cpu" in words else set()
+    return [name for name in run.devices if words and name not in known]
+
+
+def _stale(run: KernelRun) -> Iterator[str]:
+    from harness.gate.kernels import kernel_digest
+
+    found, here = run.made_on.kernels, kernel_digest()
+    if found != here:
+        yield f"Other kernels: these figures are of kernel sources {found}, this tree's are {here}. Time them again."
