@@ -10,7 +10,7 @@ from typing import Any
 from harness.config.schema import RunConfig
 from harness.store.layout import SCHEMA
 
-_NOT_IDENTITY = ("name", "out", "workers", "report", "cost.cache_dir", "trace.path")
+_NOT_IDENTITY = ("name", "out", "workers", "report", "cost.cache_dir", "trace.path", "replay.compiled")
 _BYTES = 16
 
 

@@ -9,10 +9,13 @@ from harness.metrics import compute_metrics
 from harness.metrics.log import Outcome, RunLog, empty_log
 from harness.metrics.totals import Totals, as_floats, step_totals
 from harness.point.chance import simulated_executor
+from harness.point.compiled import compiled_replay
 from harness.point.workload import Workload
 from harness.sim.arrivals import Arrivals
+from harness.sim.compiled.replay import CompiledReplay
 from harness.sim.cost import CostModel, CostSource
 from harness.sim.executors import Executor, RecordedExecutor
+from harness.sim.folding import RunFold
 from harness.sim.hull import extrapolated
 from harness.sim.recorder import Recorder
 from harness.sim.replay import Progress, Replay, TimedRequest
@@ -40,6 +43,9 @@ def simulate(
     workload: Workload, cost: CostModel, beam_churn: float | None, *, fast_forward: bool = True
 ) -> RunLog:
     """The free-running prediction. `beam_churn` None takes the calibrated one."""
+    compiled = compiled_replay(workload, cost)
+    if compiled is not None:
+        return compiled.log()
     requests = workload.requests()
     by_id = {timed.request.request_id: timed.request for timed in requests}
     executor = simulated_executor(workload, cost, by_id, beam_churn, fast_forward=fast_forward)
@@ -69,6 +75,9 @@ def simulate_metrics(
     workload: Workload, cost: CostModel, beam_churn: float | None = None, *, fast_forward: bool = True
 ) -> Prediction:
     """The free-running prediction in constant memory: beside the trace, only requests under way are held."""
+    compiled = compiled_replay(workload, cost)
+    if compiled is not None:
+        return predict_compiled(workload, compiled, cost.source)
     arrivals = workload.release.arrivals(workload.trace.requests, workload.stream())
     return predict(workload, arrivals, cost, beam_churn, fast_forward=fast_forward)
 
@@ -89,9 +98,20 @@ def predict(
     until_ns = workload.release.until_ns
     Replay(arrivals, scheduler, executor, recorder, live=live, until_ns=until_ns, forget=True).run()
     recorder.finish(scheduler.stats)
-    metrics = recorder.metrics(workload.pool.tokens, workload.pool.kv_bytes_per_token)
-    log = empty_log(workload.pool.block_size, workload.pool.tokens, workload.pool.kv_bytes_per_token)
-    return Prediction(metrics, recorder.outcome, recorder.extrapolated.section(), recorder.totals, log)
+    return _folded(workload, recorder.fold, recorder.span_s)
+
+
+def predict_compiled(workload: Workload, replay: CompiledReplay, source: CostSource) -> Prediction:
+    """The same of a compiled replay."""
+    fold = RunFold(source.hull)
+    return _folded(workload, fold, replay.fold(fold))
+
+
+def _folded(workload: Workload, fold: RunFold, span_s: float) -> Prediction:
+    pool = workload.pool
+    metrics = fold.metrics(span_s, pool.tokens, pool.kv_bytes_per_token)
+    log = empty_log(pool.block_size, pool.tokens, pool.kv_bytes_per_token)
+    return Prediction(metrics, fold.outcome, fold.extrapolated.section(), fold.totals, log)
 
 
 def play_back(workload: Workload, recording: Recorder) -> Recorder:

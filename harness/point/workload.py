@@ -8,7 +8,7 @@ from engine.core.limits import SchedulerLimits
 from engine.core.request import Decoding, Request
 from engine.core.scheduler import Scheduler
 from harness.config.errors import ConfigError
-from harness.config.schema import CacheConfig, Oversize, RunConfig, SchedulerConfig
+from harness.config.schema import CacheConfig, Compiled, Oversize, RunConfig, SchedulerConfig
 from harness.point.chance import Chance, chance_of, with_recorded_beams
 from harness.point.forms import Form, Forms, forms_of
 from harness.point.policies import limits_of, new_scheduler
@@ -34,6 +34,7 @@ class Workload:
     cache: CacheConfig = field(default_factory=CacheConfig)  # the options of the cache policy
     batching: SchedulerConfig = field(default_factory=SchedulerConfig)  # a user's own policies
     chance: Chance = Chance()  # noqa: RUF009  # frozen
+    compiled: Compiled = Compiled.auto
 
     @property
     def decoding(self) -> Decoding:
@@ -102,6 +103,7 @@ def build_workload(config: RunConfig) -> Workload:
         config.cache,
         config.scheduler,
         chance_of(config),
+        compiled=config.replay.compiled,
     )
     reasons = _oversize(whole)
     if not reasons:

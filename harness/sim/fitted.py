@@ -29,25 +29,27 @@ class FittedCost:
     def price(self, features: Sequence[Amount]) -> Price:
         """Linear in the features; terms are added in a fixed order."""
         attention: Amount = 0.0
-        for column, seconds in self._attention_terms:
+        for column, seconds in self.attention_terms:
             attention = attention + features[column] * seconds
         return Price(self.with_rest(features, attention), attention)
 
     def with_rest(self, features: Sequence[Amount], attention_s: Amount) -> Amount:
         """Seconds of the whole step, given those of its attention."""
         total = attention_s
-        for column, seconds in self._rest_terms:
+        for column, seconds in self.rest_terms:
             total = total + features[column] * seconds
         return total
 
     @cached_property
-    def _attention_terms(self) -> list[tuple[int, float]]:
+    def attention_terms(self) -> list[tuple[int, float]]:
+        """Columns that cost something, with seconds per unit, in the order in which they are added."""
         return [
             (column, float(value)) for column, value in zip(ATTENTION, self.attention, strict=True) if value
         ]
 
     @cached_property
-    def _rest_terms(self) -> list[tuple[int, float]]:
+    def rest_terms(self) -> list[tuple[int, float]]:
+        """The same of the rest of the step."""
         return [(column, float(value)) for column, value in zip(REST, self.rest, strict=True) if value]
 
     def coefficients(self) -> dict[str, float]:

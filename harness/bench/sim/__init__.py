@@ -22,7 +22,12 @@ def add(benches: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     )
     parser.add_argument("--rate", type=float, default=6.45, help="requests a second; default: 6.45")
     parser.add_argument("--requests", type=int, nargs="+", default=list(SIZES), metavar="N", help="sizes")
-    parser.add_argument("--million", action="store_true", help="add a million requests (a minute or two)")
+    parser.add_argument("--million", action="store_true", help="add a million requests")
+    parser.add_argument(
+        "--core",
+        action="store_true",
+        help="replay through the policy core, as requests with content, beams or preemptions are; default: compiled",
+    )
     parser.add_argument("--repeats", type=int, default=3, help="runs a size, of which the median counts")
     parser.add_argument("--json", metavar="FILE", help="write the measurements here too")
 

@@ -10,10 +10,16 @@ from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING
 
 from harness.bench.sim import MILLION
 from harness.cli.say import remark, say
 from harness.config.errors import UserError
+
+if TYPE_CHECKING:
+    from harness.point.simulate import Prediction
+    from harness.point.workload import Workload
+    from harness.sim.cost import CostModel
 
 _WARM_UP = 200  # requests
 
@@ -48,13 +54,18 @@ def bench(flags: argparse.Namespace) -> int:
         raise UserError("bench sim: --requests and --repeats must be at least 1, --rate greater than 0")
     if flags.trace and not Path(flags.trace).is_file():
         raise UserError(f"bench sim: --trace: there is no file '{flags.trace}'")
-    say(f"Azure conversation requests, {flags.trace or 'generated'}, at {flags.rate:g} requests/s")
+    way = "through the policy core" if flags.core else "compiled"
+    say(
+        f"Azure conversation requests, {flags.trace or 'generated'}, at {flags.rate:g} requests/s, replayed {way}"
+    )
     say(
         f"{'requests':>10} {'CPU s':>9} {'requests/CPU-s':>15} {'seq-steps/CPU-s':>16} {'batch':>6} {'peak MB':>8}"
     )
     measured: list[SimTiming] = []
     for size in sizes:
-        timings = timed(flags.trace, flags.rate, size, 1 if size >= MILLION else flags.repeats)
+        timings = timed(
+            flags.trace, flags.rate, size, 1 if size >= MILLION else flags.repeats, core=flags.core
+        )
         measured.append(_middle(timings))
         say(_line(measured[-1]))
     _say_linearity(measured)
@@ -67,27 +78,26 @@ def bench(flags: argparse.Namespace) -> int:
     return 1 if lost else 0
 
 
-def timed(trace: str | None, rate: float, requests: int, repeats: int) -> list[SimTiming]:
+def timed(trace: str | None, rate: float, requests: int, repeats: int, *, core: bool) -> list[SimTiming]:
     """Runs in fresh processes, one after the other."""
     found = []
     for _ in range(repeats):
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-            found.append(process.submit(simulate_once, trace, rate, requests).result())
+            found.append(process.submit(simulate_once, trace, rate, requests, core).result())
     return found
 
 
-def simulate_once(trace: str | None, rate: float, requests: int) -> SimTiming:
+def simulate_once(trace: str | None, rate: float, requests: int, core: bool) -> SimTiming:
     """Build the workload, warm up, simulate."""
-    from harness.bench.sim.workload import bench_config, bench_workload, endless, small
+    from harness.bench.sim.workload import bench_config, bench_workload
     from harness.point.cost import cost_model
-    from harness.point.simulate import predict, simulate_metrics
-    from harness.sim.arrivals import OpenLoop
 
     config = bench_config(trace, rate)
     workload, cost = bench_workload(config), cost_model(config)
-    simulate_metrics(small(workload, _WARM_UP), cost)
+    play = _through_the_core if core else _compiled
+    play(workload, cost, _WARM_UP)
     cpu, wall = time.process_time(), time.perf_counter()
-    result = predict(workload, OpenLoop(endless(workload, requests), requests), cost)
+    result = play(workload, cost, requests)
     return SimTiming(
         requests=requests,
         finished=result.outcome["finished"],
@@ -96,6 +106,24 @@ def simulate_once(trace: str | None, rate: float, requests: int) -> SimTiming:
         cpu_s=time.process_time() - cpu,
         wall_s=time.perf_counter() - wall,
         peak_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    )
+
+
+def _through_the_core(workload: "Workload", cost: "CostModel", requests: int) -> "Prediction":
+    from harness.bench.sim.workload import endless
+    from harness.point.simulate import predict
+    from harness.sim.arrivals import OpenLoop
+
+    return predict(workload, OpenLoop(endless(workload, requests), requests), cost)
+
+
+def _compiled(workload: "Workload", cost: "CostModel", requests: int) -> "Prediction":
+    from harness.bench.sim.workload import endless_lengths
+    from harness.point.compiled import replay_of
+    from harness.point.simulate import predict_compiled
+
+    return predict_compiled(
+        workload, replay_of(workload, endless_lengths(workload, requests), cost), cost.source
     )
 
 

@@ -3,13 +3,17 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from engine.core.identity import KeyIdentity
 from engine.core.request import Request
 from harness.config.compose import compose_config
 from harness.config.schema import RunConfig
 from harness.plan.request import run_request
+from harness.point.compiled import plain_requests
 from harness.point.workload import Workload, build_workload
 from harness.sim.arrivals import TimedRequest
+from harness.sim.compiled.replay import PlainRequests
 from traces.trace import TraceRequest
 
 _GENERATED = 20_000  # requests drawn, and then repeated: about as many as the public trace has
@@ -47,6 +51,15 @@ def endless(workload: Workload, count: int) -> Iterator[TimedRequest]:
         identity = KeyIdentity(number, row.segments)
         request = Request(number, row.prompt_tokens, row.output_tokens, identity=identity)
         yield TimedRequest(request, (row.arrival_us + lap * period_us) * 1000)
+
+
+def endless_lengths(workload: Workload, count: int) -> PlainRequests:
+    """The same requests as lengths."""
+    rows = plain_requests(workload.trace.requests)
+    laps, numbers = -(-count // len(rows.request_id)), np.arange(count)
+    lap_ns = numbers // len(rows.request_id) * _period_us(workload.trace.requests) * 1000
+    prompt, output = (np.tile(column, laps)[:count] for column in (rows.prompt_tokens, rows.output_tokens))
+    return PlainRequests(numbers, np.tile(rows.arrival_ns, laps)[:count] + lap_ns, prompt, output)
 
 
 def _period_us(rows: Sequence[TraceRequest]) -> int:

@@ -37,6 +37,7 @@ from harness.config.schema.policy import (
 )
 from harness.config.schema.prediction import (
     Clock,
+    Compiled,
     CostConfig,
     CostKind,
     DeviceConfig,
@@ -51,6 +52,7 @@ __all__ = [
     "CacheConfig",
     "CachePolicy",
     "Clock",
+    "Compiled",
     "CostConfig",
     "CostKind",
     "DecodingConfig",

@@ -32,6 +32,14 @@ class Clock(StrEnum):
     cpu = "cpu"  # CPU-seconds of the engine's thread: steady on a shared machine
 
 
+class Compiled(StrEnum):
+    """Whether requests without content are replayed by compiled code; results are the same."""
+
+    auto = "auto"  # where it can be had and there are enough requests
+    never = "never"
+    always = "always"  # refuse the point where it cannot be had
+
+
 @dataclass
 class DeviceConfig:
     """Datasheet of the simulated device, for `cost=roofline` and for the pool size; of each of several where
@@ -84,3 +92,6 @@ class ReplayConfig:
         None  # stop then, in virtual time; what has not finished is named; null: when all is done
     )
     records: bool = True  # keep a row for every step and request; false: metrics alone, in constant memory
+    compiled: Compiled = (
+        Compiled.auto
+    )  # simulate plain requests (one sequence, nothing shared) in machine code
