@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from harness.bench.sim import MILLION
 from harness.cli.say import remark, say
 from harness.config.errors import UserError
+from harness.sim.compiled.compiling import is_available
 
 if TYPE_CHECKING:
     from harness.point.simulate import Prediction
@@ -54,6 +55,8 @@ def bench(flags: argparse.Namespace) -> int:
         raise UserError("bench sim: --requests and --repeats must be at least 1, --rate greater than 0")
     if flags.trace and not Path(flags.trace).is_file():
         raise UserError(f"bench sim: --trace: there is no file '{flags.trace}'")
+    if not flags.core and not is_available():
+        raise UserError("bench sim: numba is not installed: pip install numba, or measure the policy core (--core)")
     way = "through the policy core" if flags.core else "compiled"
     say(
         f"Azure conversation requests, {flags.trace or 'generated'}, at {flags.rate:g} requests/s, replayed {way}"
