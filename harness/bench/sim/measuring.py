@@ -56,7 +56,9 @@ def bench(flags: argparse.Namespace) -> int:
     if flags.trace and not Path(flags.trace).is_file():
         raise UserError(f"bench sim: --trace: there is no file '{flags.trace}'")
     if not flags.core and not is_available():
-        raise UserError("bench sim: numba is not installed: pip install numba, or measure the policy core (--core)")
+        raise UserError(
+            "bench sim: numba is not installed: pip install numba, or measure the policy core (--core)"
+        )
     way = "through the policy core" if flags.core else "compiled"
     say(
         f"Azure conversation requests, {flags.trace or 'generated'}, at {flags.rate:g} requests/s, replayed {way}"

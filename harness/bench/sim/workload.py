@@ -55,7 +55,7 @@ def endless(workload: Workload, count: int) -> Iterator[TimedRequest]:
 
 def endless_lengths(workload: Workload, count: int) -> PlainRequests:
     """The same requests as lengths."""
-    rows = plain_requests(workload.trace.requests)
+    rows = plain_requests(workload.trace.requests[:count])
     laps, numbers = -(-count // len(rows.request_id)), np.arange(count)
     lap_ns = numbers // len(rows.request_id) * _period_us(workload.trace.requests) * 1000
     prompt, output = (np.tile(column, laps)[:count] for column in (rows.prompt_tokens, rows.output_tokens))

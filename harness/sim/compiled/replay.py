@@ -27,7 +27,7 @@ from harness.sim.compiled.state import (
 from harness.sim.features import FEATURES
 from harness.sim.folding import CHUNK, RunFold
 
-LOG_STEPS = 16 * CHUNK  # steps in memory before they are handed on
+LOG_STEPS = 2 * CHUNK  # steps in memory before they are handed on: few enough for the processor's caches
 
 
 @dataclass(frozen=True)
