@@ -94,6 +94,11 @@ def _say(found: "Calibration") -> None:
         say(f"grid for cost=table: {cells} decode shapes")
     elif found.grid_asked:
         remark("no time was left for the grid of cost=table: raise --budget")
+    if found.left_out:
+        remark(
+            f"warning: no time was left to measure {', '.join(found.left_out)}: what they alone hold has no price; "
+            "raise --budget"
+        )
     for warning in found.stability.warnings():
         remark(f"warning: {warning}")
 

@@ -11,6 +11,11 @@ class Budget:
         self._begun = time.perf_counter()
 
     @property
+    def limited(self) -> bool:
+        """Whether it ever ends."""
+        return self._seconds is not None
+
+    @property
     def spent_s(self) -> float:
         """Seconds since the start."""
         return time.perf_counter() - self._begun

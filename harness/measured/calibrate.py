@@ -16,12 +16,13 @@ from harness.measured.budget import Budget
 from harness.measured.calibration import GRID_BLOCK_SIZE, calibration_fingerprint, save_calibration
 from harness.measured.engine import MeasuredRun, measure
 from harness.measured.grid import measure_grids
-from harness.measured.pace import probe_s
-from harness.measured.plan import LONE, SEED, CalibrationCase, case_workload, design, probe_workload
-from harness.measured.stability import Stability, off_pace, stability_of
+from harness.measured.passes import PASSES, Passes, Timed
+from harness.measured.plan import LONE, SEED, design, probe_workload
+from harness.measured.stability import Stability, is_steady, stability_of
 from harness.measured.validate import HELD_OUT, Validated, measure_held_out, validation
 from harness.metrics.log import Column
 from harness.point.clock import clock_of
+from harness.sim.branches import DraftAcceptance
 from harness.sim.coalescence import choices_of_run, churn_of_run, evenness_of_run
 from harness.sim.cost import CostSource, FloatArray, price_table
 from harness.sim.fitted import FittedCost, fit_cost, held_out_error
@@ -29,18 +30,7 @@ from harness.sim.hull import COLUMNS, hull_of
 from harness.sim.table import TableCost
 
 CaseProgress = Callable[[str, int, int], None]
-_VALIDATION_REPEATS = 2
-_FITTING = 0.5  # share of the budget after which no case is begun
-_FEWEST_CASES = 3
-
-
-@dataclass(frozen=True)
-class Timed:
-    """A case's run, and the pace of the device beside it."""
-
-    case: CalibrationCase
-    run: MeasuredRun
-    probe_s: float
+_VALIDATION_REPEATS = 3
 
 
 @dataclass(frozen=True)
@@ -51,6 +41,7 @@ class Calibration:
     table: TableCost | None
     stability: Stability
     grid_asked: bool
+    left_out: tuple[str, ...]  # cases for which there was no time
 
 
 def calibrate(
@@ -60,7 +51,7 @@ def calibrate(
     budget_s: float | None = None,
     grid: bool = False,
 ) -> FittedCost:
-    """Measure, fit, validate and store; half a minute without a budget. Progress gets (case, done, all).
+    """Measure, fit, validate and store; a minute at the most without a budget. Progress gets (case, done, all).
 
     Without a budget held-out workloads are measured once, and so have no spread of repeats.
     """
@@ -75,13 +66,14 @@ def full_calibration(
     begun, load, clock = datetime.now(UTC), os.getloadavg()[0], Budget(budget_s)
     lone, lone_wall = _lone_request_s(config)
     cases = design(config, lone_wall, budget_s)
-    report = _Counted(progress, len(cases) + len(HELD_OUT))
-    timed = _measured(config, cases, lone, report, clock)
+    report = _Counted(progress, len(cases) * PASSES + len(HELD_OUT))
+    passes = Passes(config, cases, lone, report, clock)
+    timed = passes.measure()
     pace = median(entry.probe_s for entry in timed)
     repeats = 1 if budget_s is None else _VALIDATION_REPEATS
     held_out = measure_held_out(config, lone, repeats, report, clock)
     grids = measure_grids(config, report, clock) if grid and clock.left() else {}
-    probes = [*(entry.probe_s for entry in timed), *(entry.probe_s for entry in held_out)]
+    probes = [*passes.probes, *(entry.probe_s for entry in held_out)]
     stability = stability_of(probes, load)
     facts = {
         "what": "non-negative least squares on measured steps",
@@ -100,7 +92,9 @@ def full_calibration(
         else None
     )
     save_calibration(config, fitted, grids)
-    return Calibration(fitted, table, stability, grid)
+    measured = {entry.case.name for entry in timed}
+    left_out = tuple(case.name for case in cases if case.name not in measured)
+    return Calibration(fitted, table, stability, grid, left_out)
 
 
 class _Counted:
@@ -126,39 +120,6 @@ def _lone_request_s(config: RunConfig) -> tuple[float, float]:
     return run.log.span_s / LONE.requests, (time.perf_counter() - begun) / LONE.requests
 
 
-def _measured(
-    config: RunConfig,
-    cases: Sequence[CalibrationCase],
-    lone: float,
-    report: Callable[[str], None],
-    clock: Budget,
-) -> list[Timed]:
-    """Every case while time is left, the first few in any case; once more what met a device off its pace."""
-    timed: list[Timed] = []
-    for case in cases:
-        if len(timed) < _FEWEST_CASES or clock.left(_FITTING):
-            timed.append(_timed(config, case, lone, report))
-    return _again(config, timed, lone, clock)
-
-
-def _timed(config: RunConfig, case: CalibrationCase, lone: float, report: Callable[[str], None]) -> Timed:
-    report(case.name)
-    probe = probe_s(config)
-    return Timed(case, measure(config, case_workload(config, case, lone), seed=SEED), probe)
-
-
-def _again(config: RunConfig, timed: list[Timed], lone: float, clock: Budget) -> list[Timed]:
-    """Measure once more what was measured while the device was off its pace, as long as time is left."""
-    found = list(timed)
-    for place in off_pace([entry.probe_s for entry in timed]):
-        if not clock.left(_FITTING):
-            break
-        again = _timed(config, timed[place].case, lone, lambda _: None)
-        if place not in off_pace([*(e.probe_s for e in found[:place]), again.probe_s]):
-            found[place] = again
-    return found
-
-
 def _fitted(
     config: RunConfig,
     timed: Sequence[Timed],
@@ -166,7 +127,7 @@ def _fitted(
     pace: float,
     facts: dict[str, Any],
 ) -> FittedCost:
-    seen = [(entry.run, entry.probe_s) for entry in timed]
+    seen = [(entry.run, pace if is_steady(entry.probe_s / pace) else entry.probe_s) for entry in timed]
     unseen = [(run, entry.probe_s) for entry in held_out for run in entry.runs]
     churn, evenness = _beams(timed)
     source = CostSource(
@@ -175,6 +136,7 @@ def _fitted(
         calibration_fingerprint(config),
         beam_churn=churn,
         beam_evenness=evenness,
+        draft_acceptance=_acceptance(timed),
         hull=hull_of(_all_steps([entry.run for entry in timed])),
     )
     cost = fit_cost(*_columns(seen, pace), source)
@@ -217,3 +179,14 @@ def _beams(timed: Sequence[Timed]) -> tuple[dict[int, float], dict[int, float]]:
     widths = sorted(chosen)
     churn = {width: churn_of_run(width, [len(set(parents)) for parents in chosen[width]]) for width in widths}
     return churn, {width: evenness_of_run(chosen[width]) for width in widths}
+
+
+def _acceptance(timed: Sequence[Timed]) -> float | None:
+    """The share of draft tokens that are right, if all before them were; None where nothing was drafted."""
+    pairs = [
+        (drafts, result.accepted.get(request_id, 0))
+        for entry in timed
+        for drafted, result in zip(entry.run.recorder.drafted, entry.run.recorder.results, strict=True)
+        for request_id, drafts in drafted.items()
+    ]
+    return DraftAcceptance.fitted(*zip(*pairs, strict=True)).share if pairs else None

@@ -34,10 +34,19 @@ def calibration_fingerprint(config: RunConfig) -> str:
         "device": device_identity(engine.device),
         "clock": str(clock_of(config)),
         "budget": config.scheduler.max_batched_tokens,
+        "draft": _draft_stamp(config),
         "versions": versions(),
         "code": code_version(CODE),
     }
     return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=10).hexdigest()
+
+
+def _draft_stamp(config: RunConfig) -> str | None:
+    """The model that proposes tokens, whose passes are priced too; how many it proposes does not matter."""
+    decoding = config.decoding
+    if not decoding.draft_tokens:
+        return None
+    return checkpoint_stamp(decoding.draft_path) if decoding.draft_path else "the model itself"
 
 
 def calibration_path(config: RunConfig) -> Path:
@@ -64,6 +73,7 @@ def save_calibration(config: RunConfig, cost: FittedCost, grids: Mapping[str, Gr
         "heldout": source.heldout,
         "beam_churn": {str(width): churn for width, churn in source.beam_churn.items()},
         "beam_evenness": {str(width): value for width, value in source.beam_evenness.items()},
+        "draft_acceptance": source.draft_acceptance,
         "hull": source.hull,
         "validation": source.validation,
         "grids": {name: _grid_section(grid) for name, grid in grids.items()},
@@ -123,6 +133,7 @@ def load_calibration(config: RunConfig) -> FittedCost:
             heldout=document["heldout"],
             beam_churn={int(width): float(churn) for width, churn in document["beam_churn"].items()},
             beam_evenness={int(width): float(value) for width, value in document["beam_evenness"].items()},
+            draft_acceptance=document["draft_acceptance"],
             hull={name: (float(low), float(high)) for name, (low, high) in document["hull"].items()},
             validation=document["validation"],
         )

@@ -17,6 +17,7 @@ from engine.runtime.spec import ModelSpec
 from harness.config.schema import Clock, RunConfig
 from harness.environment import engine_device
 from harness.measured.executor import MeasuredExecutor
+from harness.measured.same_clock import SameClock
 from harness.measured.spec import model_spec
 from harness.metrics.log import RunLog
 from harness.point.chance import with_ends
@@ -71,9 +72,18 @@ def _loaded(spec: ModelSpec, device: str) -> LoadedModel:
 
 
 def measure(
-    config: RunConfig, workload: Workload, *, seed: int, progress: Progress | None = None
+    config: RunConfig,
+    workload: Workload,
+    *,
+    seed: int,
+    progress: Progress | None = None,
+    plans_of: MeasuredRun | None = None,
 ) -> MeasuredRun:
-    """Run the workload on the engine. Token ids come from the trace's prefix keys; `seed` drives sampling alone."""
+    """Run the workload on the engine. Token ids come from the trace's prefix keys; `seed` drives sampling alone.
+
+    With `plans_of`, an earlier run of the workload, requests arrive in the steps in which they did then: the plans are
+    that run's, the seconds this one's.
+    """
     loaded, clock = loaded_model(config), _clock(clock_of(config))
     runner = Runner(
         loaded,
@@ -99,7 +109,9 @@ def measure(
     with _no_collection():
         by_id = {timed.request.request_id: timed.request for timed in requests}
         executor = with_ends(workload, MeasuredExecutor(runner, clock), by_id)
-        log, recorder = play(workload, requests, executor, keep_plans=True, progress=progress)
+        same = SameClock(executor, plans_of.recorder.step_ns) if plans_of else None
+        log, recorder = play(workload, requests, same or executor, keep_plans=True, progress=progress)
+    log = same.as_measured(log) if same else log
     return MeasuredRun(log, recorder, runner.audits)
 
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from engine.core.limits import SchedulerLimits
-from engine.core.request import Decoding
-from harness.config.schema import CachePolicy, RunConfig
+from engine.core.limits import Preemption, SchedulerLimits
+from engine.core.request import Decoding, Speculation
+from harness.config.schema import CacheConfig, CachePolicy, RunConfig
 from harness.point.forms import Form, Forms
 from harness.point.shapes import pool_shape
 from harness.point.workload import Workload
@@ -39,6 +39,8 @@ class CalibrationCase:
     samples: int = 1
     shared: float = 0.0  # share of the prompt that all requests have in common
     chunk: int | None = None  # token budget of a step; None: the scheduler's
+    swaps: bool = False  # on a pool for a quarter of the requests: the others wait in host memory
+    drafts: int = 0  # tokens that the draft model proposes a step
 
 
 CASES = (
@@ -55,7 +57,14 @@ CASES = (
     CalibrationCase("contiguous beams", 16, (16, 120), (8, 24), 2, contiguous=True, beam_width=4),
     CalibrationCase("shared prefix", 40, (64, 300), (8, 24), 4, block_size=4, shared=0.8),
     CalibrationCase("samples", 16, (16, 160), (8, 24), 2, samples=4),
+    CalibrationCase("swaps", 16, (32, 160), (16, 40), 0, block_size=8, swaps=True),
+    CalibrationCase("swaps of large blocks", 16, (32, 160), (16, 40), 0, block_size=32, swaps=True),
 )
+DRAFTING = (
+    CalibrationCase("drafts", 12, (16, 160), (16, 40), 0.8, drafts=2),
+    CalibrationCase("many drafts", 16, (16, 160), (16, 40), 2, drafts=5),
+)
+"""Measured where a draft model is configured."""
 
 
 _LARGEST_BATCH = 256
@@ -66,14 +75,15 @@ def design(config: RunConfig, lone_request_s: float, budget_s: float | None) -> 
     """The cases for this device and model: as large as the scheduler's batches, as many requests as time allows.
 
     `lone_request_s` is how long LONE takes for a request by the wall's clock; the cases are scaled so that one pass is
-    expected to take a third of `budget_s` (None: as they are). The rest is for validation, and for measuring again.
+    expected to take a sixth of `budget_s` (None: as they are). The rest is for further passes and for validation.
     """
     widest = max(CASES[0].requests, min(config.scheduler.max_running, _LARGEST_BATCH))
-    cases = (replace(CASES[0], requests=widest), *CASES[1:])
+    drafting = DRAFTING if config.decoding.draft_tokens else ()
+    cases = (replace(CASES[0], requests=widest), *CASES[1:], *drafting)
     if budget_s is None:
         return cases
     expected = lone_request_s * sum(case.requests * _weight(case) for case in cases)
-    factor = min(2.0, budget_s / 3 / expected)
+    factor = min(2.0, budget_s / 6 / expected)
     return tuple(replace(case, requests=max(_FEWEST, round(case.requests * factor))) for case in cases)
 
 
@@ -124,14 +134,14 @@ def _rows(
 def case_workload(
     config: RunConfig, case: CalibrationCase, lone_request_s: float, seed: int = SEED
 ) -> Workload:
-    """The case's requests on a pool of its own, large enough that nothing is preempted."""
+    """The case's requests on a pool of its own, large enough that nothing is preempted unless the case swaps."""
     base = pool_shape(config)
     longest = min(base.max_model_len, _LONGEST)
     size = 1 if case.contiguous else case.block_size
     pool = replace(
         base,
         policy=CachePolicy.contiguous_max if case.contiguous else CachePolicy.paged,
-        num_blocks=max(_POOL_TOKENS, min(base.tokens, _tokens(case))) // size,
+        num_blocks=_pool_tokens(case, base.tokens, longest) // size,
         block_size=size,
         max_model_len=longest,
         prefix_caching=not case.contiguous,
@@ -139,9 +149,23 @@ def case_workload(
     width = max(case.beam_width, case.samples)
     decoding = Decoding.BEAM if case.beam_width > 1 else Decoding.SAMPLE if width > 1 else Decoding.GREEDY
     budget = max(case.chunk or config.scheduler.max_batched_tokens, width)
-    limits = SchedulerLimits(budget, max_running=max(64, case.requests), max_model_len=longest)
+    limits = SchedulerLimits(
+        budget,
+        max_running=max(64, case.requests),
+        max_model_len=longest,
+        preemption=Preemption.SWAP if case.swaps else Preemption.RECOMPUTE,
+    )
     trace = case_trace(case, seed=seed, lone_request_s=lone_request_s, longest=longest)
-    return Workload(trace, pool, limits, Forms(Form(width, decoding)))
+    cache = CacheConfig(host_tokens=_tokens(case) if case.swaps else 0)
+    speculation = Speculation(case.drafts) if case.drafts else None
+    return Workload(trace, pool, limits, Forms(Form(width, decoding, speculation)), cache=cache)
+
+
+def _pool_tokens(case: CalibrationCase, most: int, longest: int) -> int:
+    """KV slots of the case's pool, of at most `most` where the default is not enough."""
+    if case.swaps:
+        return max(2 * min(longest, case.prompt[1] + case.output[1]), _tokens(case) // 4)
+    return max(_POOL_TOKENS, min(most, _tokens(case)))
 
 
 def _tokens(case: CalibrationCase) -> int:

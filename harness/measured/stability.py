@@ -66,7 +66,12 @@ def stability_of(probes_s: Sequence[float], load_before: float) -> Stability:
     )
 
 
+def is_steady(ratio: float) -> bool:
+    """Whether a probe that took `ratio` times the usual is of the usual pace: probes themselves scatter."""
+    return abs(ratio - 1) <= STEADY
+
+
 def off_pace(probes_s: Sequence[float]) -> list[int]:
     """Numbers of the probes that are further from the median than STEADY."""
     middle = median(probes_s)
-    return [place for place, probe in enumerate(probes_s) if abs(probe / middle - 1) > STEADY]
+    return [place for place, probe in enumerate(probes_s) if not is_steady(probe / middle)]

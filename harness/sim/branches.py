@@ -79,6 +79,16 @@ class DraftAcceptance:
     share: float
     seed: int = 0
 
+    @classmethod
+    def fitted(cls, drafts: Sequence[int], accepted: Sequence[int]) -> "DraftAcceptance":
+        """The most likely share for steps with so many draft tokens, of which so many were right.
+
+        The token after the accepted ones was wrong, unless all were right; those behind it were not looked at.
+        """
+        wrong = sum(right < most for most, right in zip(drafts, accepted, strict=True))
+        tried = sum(accepted) + wrong
+        return cls(sum(accepted) / tried if tried else 0.0)
+
     def accepted(self, request_id: int, position: int, drafts: int) -> int:
         """How many of `drafts` tokens after `position` are accepted."""
         draw = Draws(self.seed, request_id, _DRAFTS + position)

@@ -6,16 +6,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 from point_cases import small_config
+from sim_cases import replay
 
 from harness.cli.main import main
 from harness.measured.budget import Budget
-from harness.measured.calibration import has_grid, load_calibration, load_table, save_calibration
+from harness.measured.calibration import (
+    calibration_path,
+    has_grid,
+    load_calibration,
+    load_table,
+    save_calibration,
+)
 from harness.measured.errors import CalibrationError
 from harness.measured.plan import CASES, LONE, SEED, case_trace, case_workload, design
 from harness.measured.stability import off_pace, stability_of
 from harness.measured.validate import HELD_OUT, held_out_workload
+from harness.metrics.log import Outcome
 from harness.sim.cost import CostSource
-from harness.sim.features import FEATURES
+from harness.sim.features import FEATURES, feature_index
 from harness.sim.fitted import ATTENTION, REST, FittedCost
 from harness.sim.table import grid_of
 
@@ -35,13 +43,50 @@ def test_the_plan_follows_the_scheduler_s_largest_batch(tmp_path: Path) -> None:
     assert design(config, 0.05, None)[0].requests == 128
 
 
-def test_no_case_is_preempted_for_want_of_blocks(tmp_path: Path) -> None:
+def test_no_case_but_those_that_swap_is_preempted_for_want_of_blocks(tmp_path: Path) -> None:
     config = small_config(tmp_path)
     config.cache.pool_tokens = 65_536
-    for case in design(config, 0.05, None):
+    for case in (case for case in design(config, 0.05, None) if not case.swaps):
         workload = case_workload(config, case, 0.05)
         needed = sum(row.prompt_tokens + row.output_tokens for row in workload.trace.requests)
         assert case.contiguous or needed <= workload.pool.tokens, case.name
+
+
+def test_swaps_are_measured_with_blocks_of_two_sizes(tmp_path: Path) -> None:
+    """Blocks of one size could not tell the price of a transfer from that of its bytes."""
+    config = small_config(tmp_path)
+    moved = {}
+    for case in (case for case in design(config, 0.05, None) if case.swaps):
+        workload = case_workload(config, case, 0.05)
+        log, recorder = replay(
+            workload.requests(),
+            manager=workload.scheduler().manager,
+            limits=workload.limits,
+            fast_forward=False,
+            keep_plans=True,
+        )
+        assert (log.requests["outcome"] == Outcome.FINISHED).all()
+        moved[case.block_size] = recorder.features[:, feature_index(["swapped_blocks"])].sum()
+    assert len(moved) == 2
+    assert min(moved.values()) > 20
+
+
+def test_drafts_are_measured_where_a_draft_model_is_configured(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    assert not any(case.drafts for case in design(config, 0.05, None))
+    config.decoding.draft_tokens = 4
+    assert sum(case.drafts > 0 for case in design(config, 0.05, None)) == 2
+
+
+def test_a_draft_model_makes_another_calibration_and_the_number_of_its_tokens_does_not(
+    tmp_path: Path,
+) -> None:
+    config = small_config(tmp_path)
+    plain = calibration_path(config)
+    config.decoding.draft_tokens = 4
+    drafting = calibration_path(config)
+    config.decoding.draft_tokens = 2
+    assert plain != drafting == calibration_path(config)
 
 
 def test_held_out_workloads_are_not_those_of_the_plan(tmp_path: Path) -> None:
@@ -89,6 +134,7 @@ def fitted_cost() -> FittedCost:
         heldout={"step": {"n": 3.0, "mape": 0.01}},
         beam_churn={4: 0.3},
         beam_evenness={4: 0.5},
+        draft_acceptance=0.7,
         hull={"rows": (1.0, 64.0)},
         validation={"held out": {"tpot_mean": {"error": 0.01, "spread": 0.002}}},
     )

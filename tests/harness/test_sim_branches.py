@@ -89,3 +89,11 @@ def test_acceptance_raises_throughput_by_the_tokens_of_a_step() -> None:
     slow, _ = run([drafting(0, SpeculationMode.LOOKAHEAD)])
     fast, _ = run([drafting(0, SpeculationMode.LOOKAHEAD)], acceptance=DraftAcceptance(1.0))
     assert slow.span_s / fast.span_s == pytest.approx(5, rel=0.1)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.35, 0.8, 1.0])
+def test_the_fitted_acceptance_is_the_one_that_drew_the_drafts(share: float) -> None:
+    model = DraftAcceptance(share)
+    drafts = [1 + place % 5 for place in range(4000)]
+    right = [model.accepted(7, place, most) for place, most in enumerate(drafts)]
+    assert DraftAcceptance.fitted(drafts, right).share == pytest.approx(share, abs=0.02)
