@@ -32,27 +32,15 @@ from harness.sim.compiled.state import (
 def log_step(run: Run, num_blocks: int, took_ns: int, attention_s: float) -> None:
     """Enter the step under way; slot states are those while it runs."""
     at, features, size = run.at, run.features, run.rules.block_size
-    entry = run.log.counts[at[STEPS]]
-    entry[0] = at[NOW]
-    entry[1] = took_ns
-    entry[2] = features[ROWS]
-    entry[3] = features[DECODE_ROWS]
-    entry[4] = features[PREFILL]
-    entry[5] = features[TOKENS]
-    entry[6] = features[DECODE_KV] + features[PREFILL_KV]
-    entry[7] = features[SAMPLED]
-    entry[8] = at[TAKEN]
-    entry[9] = at[VOIDED]
-    entry[10] = at[ADMITTED]
-    entry[11] = at[PREEMPTED]
-    entry[12] = at[HITS]
-    entry[13] = at[RUNNING]
-    entry[14] = at[TAIL] - at[HEAD]
-    entry[15] = at[WRITTEN]
-    entry[16] = at[CACHED] * size
-    entry[17] = at[INTERNAL]
-    entry[18] = at[UNNAMED] * size
-    entry[19] = num_blocks - at[UNNAMED] - at[CACHED]
+    counts = (  # in the order of COUNTS
+        *(at[NOW], took_ns, int(features[ROWS]), int(features[DECODE_ROWS]), int(features[PREFILL])),
+        *(int(features[TOKENS]), int(features[DECODE_KV] + features[PREFILL_KV]), int(features[SAMPLED])),
+        *(at[TAKEN], at[VOIDED], at[ADMITTED], at[PREEMPTED], at[HITS], at[RUNNING], at[TAIL] - at[HEAD]),
+        *(at[WRITTEN], at[CACHED] * size, at[INTERNAL], at[UNNAMED] * size),
+        num_blocks - at[UNNAMED] - at[CACHED],
+    )
+    for column in range(len(counts)):
+        run.log.counts[at[STEPS], column] = counts[column]
     run.log.attention_s[at[STEPS]] = attention_s
     at[STEPS] += 1
     at[VOIDED] = at[TAKEN] = at[ADMITTED] = at[PREEMPTED] = at[HITS] = 0
