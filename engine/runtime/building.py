@@ -6,13 +6,14 @@ from dataclasses import dataclass, replace
 from engine.core.limits import SchedulerLimits
 from engine.core.scheduler import Scheduler
 from engine.runtime.admission import engine_limits
+from engine.runtime.adopting import adopt_layers
+from engine.runtime.backends import engine_backend
 from engine.runtime.graphs import GraphOptions
 from engine.runtime.model import LoadedModel
 from engine.runtime.options import EngineOptions, build_manager
-from engine.runtime.packing import can_pack, is_small, pack_linears
+from engine.runtime.packing import can_pack, is_small
 from engine.runtime.runner import Runner
 from engine.runtime.sizing import PoolSize, pool_size
-from paged_kernels import resolve_backend
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ def build_parts(
 ) -> EngineParts:
     """Size the pool, pack the weights, record the graphs. Raises ModelError where no block fits."""
     if options.pack_weights or (options.pack_weights is None and _packs_well(loaded)):
-        pack_linears(loaded.model)
+        adopt_layers(loaded.model)
     limits, capacity = _sizes(loaded, options, draft)
     longest = limits.max_model_len or loaded.max_position
     scheduler = Scheduler(build_manager(options, capacity.blocks, longest), limits)
@@ -80,6 +81,6 @@ def _graphs(
     """Graphs replay kernels that read lengths on the device: the triton ones."""
     if not (options.cuda_graphs and loaded.device.type == "cuda"):
         return None
-    if resolve_backend(options.backend, loaded.device) != "triton":
+    if engine_backend(options.backend, loaded.device) != "triton":
         return None
     return GraphOptions(limits.max_running, longest)

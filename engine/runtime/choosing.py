@@ -37,7 +37,7 @@ class TokenChooser:
     def choose(
         self, step: int, rows: Sequence[Row], logits: torch.Tensor, generations: Mapping[int, Generation]
     ) -> Choice:
-        """Take logits `[rows, vocab]` of the sampled rows.
+        """Take logits `[rows, vocab]` of the sampled rows, in the model's type: what needs float32 makes it so.
 
         A request with NaN in its logits is `failed`, with an error that names step and sequence, and gets no token.
         """

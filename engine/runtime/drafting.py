@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from engine.core.plan import Row
+from engine.runtime.backends import plan_step
 from engine.runtime.batch import StepBatch, build_batch
 from engine.runtime.errors import ModelError, NaNLogitsError
-from engine.runtime.kernels import plan_attention
 from engine.runtime.kv_pool import KVPool
 from engine.runtime.model import LoadedModel
 from engine.runtime.sequences import Generation
@@ -24,8 +24,8 @@ from engine.runtime.step import PagedStep
 def run_model(
     loaded: LoadedModel, batch: StepBatch, pool: KVPool, backend: str, spans: Spans
 ) -> torch.Tensor:
-    """Logits `[wanted positions, vocab]` in float32 of one pass over a batch, K and V kept in `pool`."""
-    attention = plan_attention(batch.layout, pool, loaded.workspace, backend)
+    """Logits `[wanted positions, vocab]` of one pass over a batch, K and V kept in `pool`."""
+    attention = plan_step(batch.layout, pool, loaded.workspace, backend)
     output = loaded.model(
         input_ids=batch.input_ids,
         position_ids=batch.position_ids,
@@ -34,7 +34,7 @@ def run_model(
         paged=PagedStep(attention, batch.slots, pool, spans),
     )
     logits: torch.Tensor = output.logits[0]
-    return logits.float()
+    return logits
 
 
 class Drafter:

@@ -36,7 +36,7 @@ def draw_all(
     """
     draws = list(_draws(wanted, rows, generations))
     rules = [generations[draw.request_id].rules for draw in draws]
-    source = logits[torch.tensor([draw.row for draw in draws], device=logits.device)]
+    source = logits[torch.tensor([draw.row for draw in draws], device=logits.device)].float()
     degrees = [temperature if rule.temperature is None else rule.temperature for rule in rules]
     heat = torch.tensor(degrees, dtype=torch.float64, device=logits.device).unsqueeze(1)
     _restrict_rows(source, heat, rules)

@@ -20,7 +20,7 @@ def note_logprobs(
     if not wanted:
         return
     rows = torch.tensor([draw.row for draw, _, _ in wanted], device=logits.device)
-    logprobs = torch.log_softmax(logits[rows], dim=-1)
+    logprobs = torch.log_softmax(logits[rows].float(), dim=-1)
     chosen = torch.tensor([token for _, token, _ in wanted], device=logits.device).unsqueeze(1)
     own = logprobs.gather(1, chosen)
     ranks = (logprobs > own).sum(dim=1) + 1

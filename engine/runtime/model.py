@@ -113,12 +113,14 @@ def adopt_model(model: Any, *, name: str) -> LoadedModel:
 
 @contextmanager
 def native_attention(loaded: LoadedModel) -> Iterator[Any]:
-    """The model with the attention it came with, for reference runs such as `generate()`; ours is put back after."""
+    """The model as it came, attention and layers, for reference runs such as `generate()`; ours are put back after."""
+    from engine.runtime.adopting import own_layers
     from engine.runtime.attention import use_paged_attention
 
     loaded.model.set_attn_implementation(loaded.native_attention)
     try:
-        yield loaded.model
+        with own_layers(loaded.model):
+            yield loaded.model
     finally:
         use_paged_attention(loaded.model, loaded.name)
 

@@ -1,7 +1,8 @@
 """Linear weights in the order that the CPU's matrix kernels read them, laid out once instead of in every call.
 
-The layers stay transformers' own; only their `forward` goes through oneDNN's packed product (what torch's compiler
-does when it freezes a model). In bfloat16 the results are the same to the bit; in float32 sums run in another order.
+The layers stay transformers' own; only their `forward` goes through another product: oneDNN's packed one (what torch's
+compiler does when it freezes a model), or for small float32 weights a plain one over the transposed copy, which runs
+at four fifths of the time. In bfloat16 the results are the same to the bit; in float32 sums run in another order.
 """
 
 from collections.abc import Callable
@@ -9,8 +10,13 @@ from typing import Any
 
 import torch
 
+Forward = Callable[[torch.Tensor], torch.Tensor]
+
 _BATCH = 64  # rows that the layout is chosen for; any number works
 _FEW_ROWS = 4  # below, float32 is faster as it is
+_SMALL_WEIGHT_BYTES = (
+    4 << 20
+)  # about what a core's own cache holds; a larger one is read best in oneDNN's blocks
 _SMALL_SHARE = 0.25  # of the memory that is free: packed copies above that are made on demand only
 _DTYPES = (torch.float32, torch.bfloat16)
 
@@ -32,7 +38,7 @@ def pack_linears(model: Any) -> int:
     layers = [module for module in model.modules() if type(module) is torch.nn.Linear]
     for layer in layers:
         if "forward" not in vars(layer):
-            vars(layer)["forward"] = _packed(layer)
+            vars(layer)["forward"] = _faster(layer)
     return len(layers)
 
 
@@ -43,9 +49,26 @@ def unpack_linears(model: Any) -> None:
             vars(module).pop("forward", None)
 
 
-def _packed(layer: torch.nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
+def reordered(layer: torch.nn.Linear) -> torch.Tensor:
+    """A copy of the layer's weight as oneDNN's product wants it."""
     with torch.no_grad():
-        weight = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), _BATCH)
+        weight: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), _BATCH)
+    return weight
+
+
+def _faster(layer: torch.nn.Linear) -> Forward:
+    exact = layer.weight.dtype is torch.float32
+    return _transposed(layer) if exact and layer.weight.nbytes <= _SMALL_WEIGHT_BYTES else _packed(layer)
+
+
+def _transposed(layer: torch.nn.Linear) -> Forward:
+    weight = layer.weight.detach().t().contiguous().t()
+    run, bias = torch.nn.functional.linear, layer.bias
+    return lambda x: run(x, weight, bias)
+
+
+def _packed(layer: torch.nn.Linear) -> Forward:
+    weight = reordered(layer)
     run, plain = torch.ops.mkldnn._linear_pointwise.default, torch.nn.functional.linear
     few = _FEW_ROWS if layer.weight.dtype is torch.float32 else 0
     width, own, bias = layer.in_features, layer.weight, layer.bias

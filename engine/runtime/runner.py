@@ -9,12 +9,13 @@ import torch
 from engine.core.errors import CoreError
 from engine.core.plan import IntArray, Row, StepPlan, StepResult
 from engine.core.request import Request
+from engine.runtime.backends import engine_backend, plan_step
 from engine.runtime.batch import StepBatch, build_batch
 from engine.runtime.choosing import Choice, TokenChooser
 from engine.runtime.drafting import Drafter
 from engine.runtime.errors import AuditError, NaNLogitsError
 from engine.runtime.graphs import DecodeGraphs, GraphOptions
-from engine.runtime.kernels import AttentionPlan, plan_attention
+from engine.runtime.kernels import AttentionPlan
 from engine.runtime.kv_pool import pool_for
 from engine.runtime.lanes import Lanes
 from engine.runtime.model import LoadedModel
@@ -22,7 +23,6 @@ from engine.runtime.rules import PLAIN, DecodingRules
 from engine.runtime.sequences import Generation
 from engine.runtime.spans import NO_SPANS, ClockSpans, CudaSpans, Spans
 from engine.runtime.step import PagedStep
-from paged_kernels import resolve_backend
 
 AUDITS = ("off", "sampled", "full")
 
@@ -71,7 +71,7 @@ class Runner:
                 f"audit {audit!r} must be one of {', '.join(AUDITS)}, audit_every {audit_every} at least 1 and "
                 f"temperature {temperature} above 0"
             )
-        self.backend = resolve_backend(backend, loaded.device)
+        self.backend = engine_backend(backend, loaded.device)
         sizes = {"num_blocks": num_blocks, "block_size": block_size, "host_blocks": host_blocks}
         self.pool = pool_for(loaded, **sizes)
         self.audits = 0  # how many steps were audited
@@ -178,10 +178,10 @@ class Runner:
         return [row._replace(branch=0) if row.drafts else row for row in plan.rows]
 
     def _attention(self, batch: StepBatch) -> AttentionPlan:
-        return plan_attention(batch.layout, self.pool, self._loaded.workspace, self.backend)
+        return plan_step(batch.layout, self.pool, self._loaded.workspace, self.backend)
 
     def _forward(self, batch: StepBatch, attention: AttentionPlan | None) -> torch.Tensor:
-        """Logits `[sampled rows, vocab]` in float32."""
+        """Logits `[sampled rows, vocab]` in the model's type."""
         assert attention is not None
         paged = PagedStep(attention, batch.slots, self.pool, self._spans)
         output = self._loaded.model(
@@ -192,7 +192,7 @@ class Runner:
             paged=paged,
         )
         logits: torch.Tensor = output.logits[0]
-        return logits.float()
+        return logits
 
     def _choose(self, plan: StepPlan, batch: StepBatch, logits: torch.Tensor) -> Choice:
         if not batch.sampled:

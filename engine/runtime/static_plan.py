@@ -42,7 +42,7 @@ class StaticPlan:
 
     def __init__(self, inputs: StaticInputs, size: int, backend: str) -> None:
         self._tables, self._lengths = inputs.tables[:size], inputs.lengths[:size]
-        self._backend = backend
+        self._backend = "torch" if backend == "native" else backend
 
     def store(self, cache: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
         """Write new rows `[size, kv_heads, dim]` to their slots; padded ones to none."""

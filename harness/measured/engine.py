@@ -10,8 +10,9 @@ from functools import lru_cache
 import numpy as np
 
 from engine.core.identity import TokenIdentity
+from engine.runtime.adopting import adopt_layers
 from engine.runtime.model import LoadedModel, load_model
-from engine.runtime.packing import can_pack, is_small, pack_linears
+from engine.runtime.packing import can_pack, is_small
 from engine.runtime.runner import Runner
 from engine.runtime.spec import ModelSpec
 from harness.config.schema import Clock, RunConfig
@@ -65,7 +66,7 @@ def draft_model(config: RunConfig, loaded: LoadedModel) -> LoadedModel:
 def _loaded(spec: ModelSpec, device: str) -> LoadedModel:
     loaded = load_model(spec, device=device)
     if can_pack(loaded.model) and is_small(loaded.model):
-        pack_linears(loaded.model)
+        adopt_layers(loaded.model)
     gc.collect()
     gc.freeze()  # modules and weights stay: no later collection need look at them
     return loaded

@@ -22,12 +22,12 @@ def test_a_packed_layer_computes_the_same(dtype, rows):
 
 
 def test_tokens_are_the_same_with_and_without(model_of, prompts):
+    from engine.runtime.adopting import give_back_layers
     from engine.runtime.llm import LLM, SamplingParams
-    from engine.runtime.packing import unpack_linears
 
     said = []
     for pack in (True, False):
-        unpack_linears(model_of().model)
+        give_back_layers(model_of().model)
         llm = LLM(model_of(), pool_tokens=1024, pack_weights=pack)
         outputs = llm.generate(prompts, SamplingParams(max_tokens=12, temperature=0))
         said.append([output.outputs[0].token_ids for output in outputs])

@@ -1,0 +1,80 @@
+"""From the C files of this folder to a library for this very processor, compiled once and kept in the user's cache."""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+_HERE = Path(__file__).parent
+_FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-shared", "-fPIC")
+_TIMEOUT_S = 120
+OFF = "PAGETWIN_NATIVE"  # set to 0, nothing is compiled and torch does all
+
+
+class NativeUnavailableError(RuntimeError):
+    """There are no compiled kernels here; says why."""
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """The kernels. Raises NativeUnavailableError."""
+    if os.environ.get(OFF) == "0":
+        raise NativeUnavailableError(f"{OFF}=0 leaves compiled kernels out")
+    compiler = shutil.which(os.environ.get("CC", "cc"))
+    if compiler is None:
+        raise NativeUnavailableError("there is no C compiler (cc, or what CC names)")
+    target = _cache_dir() / f"kernels-{_digest(compiler)}.so"
+    try:
+        if not target.exists():
+            _compile(compiler, target)
+        return ctypes.CDLL(str(target))
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None) or str(error)
+        raise NativeUnavailableError(f"{compiler} made no library: {said.strip()[:500]}") from error
+
+
+def why_unavailable() -> str:
+    """Why there are no compiled kernels; empty where there are."""
+    try:
+        library()
+    except NativeUnavailableError as error:
+        return str(error)
+    return ""
+
+
+def _compile(compiler: str, target: Path) -> None:
+    """Into a file of another name first, so that no other process ever loads half a library."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        built = Path(folder) / target.name
+        sources = [str(source) for source in sorted(_HERE.glob("*.c"))]
+        command = [compiler, *_FLAGS, *sources, "-o", str(built), "-lm"]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_TIMEOUT_S)
+        built.replace(target)
+
+
+def _digest(compiler: str) -> str:
+    """Of the sources, the compiler and the processor: a home directory may serve machines of several kinds."""
+    digest = hashlib.sha256(" ".join((compiler, *_FLAGS, platform.machine(), _processor())).encode())
+    for source in sorted((*_HERE.glob("*.c"), *_HERE.glob("*.h"))):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _processor() -> str:
+    """What the processor can do, as Linux tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+
+
+def _cache_dir() -> Path:
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "pagetwin" / "native"

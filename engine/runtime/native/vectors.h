@@ -1,0 +1,59 @@
+/* Sixteen floats at a time, by the vector extensions of gcc and clang: the compiler lowers them to what the CPU has. */
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+enum { LANES = 16 };
+typedef float vec __attribute__((vector_size(64), aligned(4)));
+typedef int32_t ints __attribute__((vector_size(64), aligned(4)));
+typedef uint32_t words __attribute__((vector_size(64), aligned(4)));
+typedef uint16_t halves __attribute__((vector_size(32), aligned(2)));
+
+static inline vec load_f32(const float *from) { return *(const vec *)from; }
+
+static inline vec load_bf16(const uint16_t *from) {
+    return (vec)(__builtin_convertvector(*(const halves *)from, words) << 16);
+}
+
+static inline float round_f32(float x) { return x; }
+
+/* To nearest, ties to even, as torch does it. */
+static inline uint16_t round_bf16(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    return x != x ? 0x7fc0 : (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+static inline float widen_f32(float x) { return x; }
+
+static inline float widen_bf16(uint16_t x) {
+    uint32_t bits = (uint32_t)x << 16;
+    float wide;
+    memcpy(&wide, &bits, 4);
+    return wide;
+}
+
+static inline float sum(vec v) {
+    typedef float v8 __attribute__((vector_size(32)));
+    typedef float v4 __attribute__((vector_size(16)));
+    union { vec whole; v8 part[2]; } wide = {v};
+    union { v8 whole; v4 part[2]; } narrow = {wide.part[0] + wide.part[1]};
+    v4 four = narrow.part[0] + narrow.part[1];
+    return (four[0] + four[2]) + (four[1] + four[3]);
+}
+
+/* exp(x) for x <= 0 within 2 units of the last place (coefficients of Cephes' expf); NaN stays NaN. */
+static inline vec exp_negative(vec x) {
+    const vec zero = {0}, least = zero - 87.0f, magic = zero + 12582912.0f; /* 1.5 * 2^23 rounds to whole numbers */
+    const ints below = x < least;
+    x = (vec)((below & (ints)least) | (~below & (ints)x));
+    vec power = (x * 1.44269504f + magic) - magic;
+    vec rest = x - power * 0.693359375f + power * 2.12194440e-4f;
+    vec p = rest * 1.9875691500e-4f + 1.3981999507e-3f;
+    p = p * rest + 8.3334519073e-3f;
+    p = p * rest + 4.1665795894e-2f;
+    p = p * rest + 1.6666665459e-1f;
+    p = p * rest + 5.0000001201e-1f;
+    p = p * rest * rest + rest + 1.0f;
+    return p * (vec)((__builtin_convertvector(power, ints) + 127) << 23);
+}
