@@ -1,5 +1,7 @@
 """Ragged queries over paged KV as one value, and how the two fast backends run it."""
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -9,6 +11,8 @@ from paged_kernels.scoring import Scoring
 from paged_kernels.torch_decode import IntArray, plan_decode, run_decode
 from paged_kernels.torch_prefill import plan_prefill, run_prefill
 from paged_kernels.workspace import Workspace
+
+Run = Callable[[], None]
 
 
 class PagedBatch(NamedTuple):
@@ -46,30 +50,48 @@ def run_triton(
 def run_torch(
     batch: PagedBatch, scoring: Scoring, out: torch.Tensor, lse: torch.Tensor | None, workspace: Workspace
 ) -> None:
-    """Sort the rows into decode, prefill and empty ones, and run each kind."""
+    """Plan the batch and run it."""
+    planned_torch(batch, scoring, out, lse, workspace)()
+
+
+def planned_torch(
+    batch: PagedBatch, scoring: Scoring, out: torch.Tensor, lse: torch.Tensor | None, workspace: Workspace
+) -> Run:
+    """Sort the rows into decode, prefill and empty ones and plan each kind; the call that is returned runs them.
+
+    An engine plans once a step and runs once a layer, so the two are apart.
+    """
     table = batch.block_table.cpu().numpy().astype(np.int64)
     lengths, bounds = (value.cpu().numpy().astype(np.int64) for value in (batch.seq_lens, batch.cu_seqlens_q))
     queries = np.diff(bounds)
     decode = np.flatnonzero((queries == 1) & (lengths > 0))
+    runs: list[Run] = []
     if len(decode):
-        _run_torch_decode(batch, table[decode], lengths[decode], bounds[decode], scoring, out, lse, workspace)
+        arguments = (batch, table[decode], lengths[decode], bounds[decode], scoring, out, lse, workspace)
+        runs.append(_planned_decode(*arguments))
+    size, caches = batch.key_cache.shape[1], (batch.key_cache, batch.value_cache)
     for row in np.flatnonzero((queries > 1) & (lengths > 0)):
-        plan = plan_prefill(
-            table[row],
-            int(bounds[row]),
-            int(queries[row]),
-            int(lengths[row]),
-            batch.key_cache.shape[1],
-            device=out.device,
-        )
-        run_prefill(plan, batch.q, batch.key_cache, batch.value_cache, scoring, out, workspace, lse)
-    for row in np.flatnonzero(lengths == 0):
-        out[bounds[row] : bounds[row + 1]] = 0.0
-        if lse is not None:
-            lse[bounds[row] : bounds[row + 1]] = float("-inf")
+        spans = (int(bounds[row]), int(queries[row]), int(lengths[row]))
+        plan = plan_prefill(table[row], *spans, size, device=out.device)
+        runs.append(partial(run_prefill, plan, batch.q, *caches, scoring, out, workspace, lse))
+    empty = (slice(bounds[row], bounds[row + 1]) for row in np.flatnonzero(lengths == 0))
+    runs += [partial(_empty, rows, out, lse) for rows in empty]
+    return partial(_run_all, runs)
 
 
-def _run_torch_decode(
+def _run_all(runs: Sequence[Run]) -> None:
+    for run in runs:
+        run()
+
+
+def _empty(rows: slice, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+    """Rows that see no key."""
+    out[rows] = 0.0
+    if lse is not None:
+        lse[rows] = float("-inf")
+
+
+def _planned_decode(
     batch: PagedBatch,
     table: IntArray,
     lengths: IntArray,
@@ -78,15 +100,21 @@ def _run_torch_decode(
     out: torch.Tensor,
     lse: torch.Tensor | None,
     workspace: Workspace,
-) -> None:
-    """The one-query rows, wherever they stand in the flat batch."""
-    key_cache, value_cache = batch.key_cache, batch.value_cache
-    token_bytes = key_cache[0, 0].nbytes + value_cache[0, 0].nbytes
-    plan = plan_decode(table, lengths, key_cache.shape[1], token_bytes=token_bytes, device=out.device)
+) -> Run:
+    """The one-query rows, wherever they stand in the flat batch; where they are all of it nothing is moved."""
+    caches = (batch.key_cache, batch.value_cache)
+    token_bytes = sum(cache[0, 0].nbytes for cache in caches)
+    plan = plan_decode(table, lengths, caches[0].shape[1], token_bytes=token_bytes, device=out.device)
+    if len(first) == len(out):
+        return partial(run_decode, plan, batch.q, *caches, scoring, out, workspace, lse)
     rows = torch.from_numpy(first).to(out.device)
-    part = out.new_empty(len(first), *out.shape[1:])
-    sums = None if lse is None else lse.new_empty(len(first), lse.shape[1])
-    run_decode(plan, batch.q[rows], key_cache, value_cache, scoring, part, workspace, sums)
-    out[rows] = part
-    if lse is not None and sums is not None:
-        lse[rows] = sums
+
+    def run() -> None:
+        part = out.new_empty(len(first), *out.shape[1:])
+        sums = None if lse is None else lse.new_empty(len(first), lse.shape[1])
+        run_decode(plan, batch.q[rows], *caches, scoring, part, workspace, sums)
+        out[rows] = part
+        if lse is not None and sums is not None:
+            lse[rows] = sums
+
+    return run

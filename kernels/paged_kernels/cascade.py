@@ -67,8 +67,21 @@ def cascade_attention_decode(
             lse.copy_(sums)
     else:
         scratch = workspace or DEFAULT_WORKSPACE
-        torch_cascade.run_cascade(*batch[:3], *shared, *batch[3:5], group_ids, scoring, out, lse, scratch)
+        halves = torch_cascade.plan_halves(
+            *shared,
+            batch.block_table,
+            batch.seq_lens,
+            group_ids,
+            block_size=key_cache.shape[1],
+            token_bytes=_token_bytes(key_cache, value_cache),
+        )
+        torch_cascade.run_cascade(*batch[:3], halves, scoring, out, lse, scratch)
     return out
+
+
+def _token_bytes(key_cache: torch.Tensor, value_cache: torch.Tensor) -> int:
+    """What one token's K and V take in one layer."""
+    return key_cache[0, 0].nbytes + value_cache[0, 0].nbytes
 
 
 def _check_groups(

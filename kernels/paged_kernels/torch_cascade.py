@@ -1,5 +1,8 @@
 """The cascade on torch: each prefix gathered once for all of its rows, then every row's own keys, then a merge."""
 
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import numpy as np
 import torch
 
@@ -8,20 +11,62 @@ from paged_kernels.fused import fused_attention, gives_lse
 from paged_kernels.masks import additive
 from paged_kernels.merge import merge_reference
 from paged_kernels.scoring import Scoring
-from paged_kernels.torch_decode import plan_decode, run_decode
+from paged_kernels.torch_decode import DecodePlan, plan_decode, run_decode
 from paged_kernels.torch_gather import gather_blocks, widened
 from paged_kernels.workspace import Workspace
+
+
+class _Group(NamedTuple):
+    """A prefix and whose it is."""
+
+    rows: torch.Tensor
+    asked: torch.Tensor  # [rows], position of each row's query
+    blocks: torch.Tensor
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class CascadeHalves:
+    """What a cascade needs to know of tables and lengths: made once a step, good for every layer."""
+
+    own: torch.Tensor  # rows with keys of their own
+    plan: DecodePlan | None  # of these rows
+    groups: tuple[_Group, ...]
+
+
+def plan_halves(
+    shared_table: torch.Tensor,
+    prefix_lens: torch.Tensor,
+    suffix_table: torch.Tensor,
+    suffix_lens: torch.Tensor,
+    group_ids: torch.Tensor,
+    *,
+    block_size: int,
+    token_bytes: int,
+) -> CascadeHalves:
+    """Plan the suffixes as a decode, and say which rows read which prefix. `token_bytes` as in `plan_decode`."""
+    own = torch.nonzero(suffix_lens > 0).squeeze(1)
+    tables, lengths = (
+        value.cpu().numpy().astype(np.int64) for value in (suffix_table[own], suffix_lens[own])
+    )
+    device = suffix_lens.device
+    plan = (
+        plan_decode(tables, lengths, block_size, token_bytes=token_bytes, device=device) if len(own) else None
+    )
+    groups = []
+    for group, length in enumerate(prefix_lens.tolist()):
+        rows = torch.nonzero(group_ids == group).squeeze(1)
+        if length and len(rows):
+            blocks = shared_table[group][: -(-length // block_size)].long()
+            groups.append(_Group(rows, length - 1 + suffix_lens[rows], blocks, length))
+    return CascadeHalves(own, plan, tuple(groups))
 
 
 def run_cascade(
     q: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
-    shared_table: torch.Tensor,
-    prefix_lens: torch.Tensor,
-    suffix_table: torch.Tensor,
-    suffix_lens: torch.Tensor,
-    group_ids: torch.Tensor,
+    halves: CascadeHalves,
     scoring: Scoring,
     out: torch.Tensor,
     lse: torch.Tensor | None,
@@ -32,24 +77,14 @@ def run_cascade(
     wide = torch.promote_types(q.dtype, torch.float32)
     merged = q.new_zeros(*q.shape[:2], value_cache.shape[3], dtype=wide)
     sums = q.new_full(q.shape[:2], float("-inf"), dtype=wide)
-    own = torch.nonzero(suffix_lens > 0).squeeze(1)
-    if len(own):
-        tables, lengths = (
-            value.cpu().numpy().astype(np.int64) for value in (suffix_table[own], suffix_lens[own])
-        )
-        token_bytes = key_cache[0, 0].nbytes + value_cache[0, 0].nbytes
-        plan = plan_decode(tables, lengths, key_cache.shape[1], token_bytes=token_bytes, device=q.device)
+    if halves.plan is not None:
+        own = halves.own
         part, part_lse = merged[own].to(q.dtype), sums[own]
-        run_decode(plan, q[own], key_cache, value_cache, plain, part, workspace, part_lse)
+        run_decode(halves.plan, q[own], key_cache, value_cache, plain, part, workspace, part_lse)
         merged[own], sums[own] = part.to(wide), part_lse
-    for group, length in enumerate(prefix_lens.tolist()):
-        rows = torch.nonzero(group_ids == group).squeeze(1)
-        if length and len(rows):
-            asked = length - 1 + suffix_lens[rows]
-            state = _prefix(
-                q[rows], asked, key_cache, value_cache, shared_table[group], length, plain, workspace
-            )
-            merged[rows], sums[rows] = merge_reference(merged[rows], sums[rows], *state)
+    for rows, asked, blocks, length in halves.groups:
+        state = _prefix(q[rows], asked, key_cache, value_cache, blocks, length, plain, workspace)
+        merged[rows], sums[rows] = merge_reference(merged[rows], sums[rows], *state)
     if scoring.sinks is not None:
         with_sink = torch.logaddexp(sums, scoring.sinks.to(wide)).masked_fill(
             sums == float("-inf"), float("-inf")
@@ -66,13 +101,12 @@ def _prefix(
     asked: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
-    table: torch.Tensor,
+    blocks: torch.Tensor,
     length: int,
     scoring: Scoring,
     workspace: Workspace,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output `[rows, heads, dv]` and LSE over the first `length` tokens of `table`; row i stands at `asked[i]`."""
-    blocks = table[: -(-length // key_cache.shape[1])].long()
+    """Output `[rows, heads, dv]` and LSE over the first `length` tokens of `blocks`; row i stands at `asked[i]`."""
     k, v = (
         widened(
             gather_blocks(cache, blocks, name, workspace).view(-1, *cache.shape[2:])[:length],

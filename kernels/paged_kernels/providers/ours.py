@@ -1,5 +1,6 @@
 """Our own attention as providers: as an engine calls it, without paging, and with shared prefixes read once."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -8,7 +9,7 @@ import torch
 
 from paged_kernels import torch_cascade
 from paged_kernels.backends import Demand, choose_backend
-from paged_kernels.batch import PagedBatch, run_torch, run_triton
+from paged_kernels.batch import PagedBatch, planned_torch, run_triton
 from paged_kernels.cascade_cost import CascadeCost, cost_of
 from paged_kernels.cascade_plan import CascadePlan, plan_cascade, rows_per_tile
 from paged_kernels.providers.case import Case
@@ -39,7 +40,7 @@ class Paged:
 
             splits = pick_splits(case.lengths, case.kv_heads, case.device) if case.decode else None
             return returning(out, partial(run_triton, batch, case.scoring, out, None, splits, workspace))
-        return returning(out, partial(run_torch, batch, case.scoring, out, None, workspace))
+        return returning(out, planned_torch(batch, case.scoring, out, None, workspace))
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,21 +107,25 @@ class Cascade:
             groups = sort_groups(shared, lens, ids)
             arguments = (*caches, groups, table, lengths, case.scoring, out)
             return returning(out, partial(run_cascade, *arguments, workspace=workspace))
-        halves = (shared, lens, table, lengths, ids)
-        return returning(
-            out, partial(torch_cascade.run_cascade, *caches, *halves, case.scoring, out, None, workspace)
-        )
+        sizes = {"block_size": case.block_size, "token_bytes": _token_bytes(case)}
+        halves = torch_cascade.plan_halves(shared, lens, table, lengths, ids, **sizes)
+        planned = (*caches, halves, case.scoring, out, None, workspace)
+        return returning(out, partial(torch_cascade.run_cascade, *planned))
 
     def _plan(self, case: Case) -> CascadePlan | None:
-        token_bytes = case.key_cache[0, 0].nbytes + case.value_cache[0, 0].nbytes
         return plan_cascade(
             case.block_table.cpu().numpy().astype(np.int64),
             np.array(case.lengths),
             case.block_size,
-            token_bytes=token_bytes,
+            token_bytes=_token_bytes(case),
             rows_per_tile=rows_per_tile(case.heads // case.kv_heads, case.device),
             cost=ALWAYS if self.always else cost_of(case.device),
         )
+
+
+def _token_bytes(case: Case) -> int:
+    """What one token's K and V take in one layer."""
+    return case.key_cache[0, 0].nbytes + case.value_cache[0, 0].nbytes
 
 
 def batch_of(case: Case) -> PagedBatch:
@@ -139,7 +144,7 @@ def backend_of(case: Case) -> str:
     return choose_backend("auto", case.device, Demand.of(case.q, case.key_cache, case.value_cache)).backend
 
 
-def returning(out: torch.Tensor, run: "partial[None]") -> Run:
+def returning(out: torch.Tensor, run: Callable[[], None]) -> Run:
     """A call that runs and gives the buffer that was filled."""
 
     def call() -> torch.Tensor:
