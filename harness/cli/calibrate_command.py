@@ -91,7 +91,12 @@ def _say(found: "Calibration") -> None:
         say(f"  {workload:32} {_metrics(metrics)}")
     if found.table:
         cells = sum(cell == cell for row in found.table.decode.seconds for cell in row)
-        say(f"grid for cost=table: {cells} decode shapes")
+        say(
+            f"grid for cost=table: {cells} decode shapes; error where every other value of an axis is left out:"
+        )
+        for part, errors in found.table.source.heldout.items():
+            if part not in source.heldout:
+                say(f"  {part:30} {_errors(errors)}")
     elif found.grid_asked:
         remark("no time was left for the grid of cost=table: raise --budget")
     if found.left_out:

@@ -135,6 +135,7 @@ def check_config(config: RunConfig) -> list[ConfigError]:
     paths = (
         check_out(config.out),
         check_cache_dir(config.cost.cache_dir),
+        check_kernels("cost.kernels", config.cost.kernels),
         check_kernels("report.kernels", config.report.kernels),
     )
     return [*found, *(error for errors in paths for error in errors)]

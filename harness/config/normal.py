@@ -10,6 +10,8 @@ from typing import Any
 from harness.config.schema import (
     CacheConfig,
     CachePolicy,
+    CostConfig,
+    CostKind,
     DecodingConfig,
     DecodingMode,
     ReplayConfig,
@@ -53,7 +55,7 @@ def normalise(config: RunConfig) -> RunConfig:
         out=expanduser(config.out),
         trace=replace(config.trace, path=_home(config.trace.path)),
         model=replace(config.model, path=_home(config.model.path)),
-        cost=replace(config.cost, cache_dir=_home(config.cost.cache_dir)),
+        cost=_cost(config.cost),
         cache=cache,
         workload=config.workload if wide else replace(config.workload, widths=WorkloadConfig().widths),
         decoding=_decoding(config.decoding, wide and config.workload.widths is Widths.recorded),
@@ -88,6 +90,12 @@ def _replay(replay_: ReplayConfig) -> ReplayConfig:
     if replay_.mode is not ReplayMode.gamma:
         unused["burstiness"] = neutral.burstiness
     return replace(replay_, **unused)
+
+
+def _cost(cost: CostConfig) -> CostConfig:
+    """Timed kernels matter to the table alone, which is what `auto` stands for where they are named."""
+    kernels = _home(cost.kernels) if cost.kind in (CostKind.auto, CostKind.table) else None
+    return replace(cost, kernels=kernels, cache_dir=_home(cost.cache_dir))
 
 
 def _home(path: str | None) -> str | None:

@@ -13,7 +13,7 @@ import numpy as np
 from harness.config.schema import Audit, RunConfig
 from harness.environment import device_identity
 from harness.measured.budget import Budget
-from harness.measured.calibration import GRID_BLOCK_SIZE, calibration_fingerprint, save_calibration
+from harness.measured.calibration import calibration_fingerprint, measured_table, save_calibration
 from harness.measured.engine import MeasuredRun, measure
 from harness.measured.grid import measure_grids
 from harness.measured.passes import PASSES, Passes, Timed
@@ -86,14 +86,10 @@ def full_calibration(
         "stability": stability.section(),
     }
     fitted = _fitted(config, timed, held_out, pace, facts)
-    table = (
-        TableCost(fitted, grids["decode"], grids["prefill"], GRID_BLOCK_SIZE, fitted.source)
-        if grids
-        else None
-    )
     save_calibration(config, fitted, grids)
     measured = {entry.case.name for entry in timed}
     left_out = tuple(case.name for case in cases if case.name not in measured)
+    table = measured_table(fitted, grids) if grids else None
     return Calibration(fitted, table, stability, grid, left_out)
 
 

@@ -19,6 +19,7 @@ from harness.sim.cost import CostSource
 from harness.sim.features import FEATURES
 from harness.sim.fitted import ATTENTION, REST, FittedCost
 from harness.sim.table import Grid, TableCost
+from harness.sim.table_errors import DECODE_AXES, PREFILL_AXES, grid_errors
 from harness.store.atomic import write_files
 
 CODE = ("engine", "paged_kernels", "traces", "harness.sim", "harness.measured")
@@ -102,8 +103,15 @@ def load_table(config: RunConfig) -> TableCost:
     grids = json.loads(path.read_text(encoding="utf-8")).get("grids") or {}
     if not grids:
         raise CalibrationError(f"{path}: this calibration has no grid of measured attention")
-    source = replace(fitted.source, kind="table")
-    return TableCost(fitted, _grid(grids["decode"]), _grid(grids["prefill"]), GRID_BLOCK_SIZE, source)
+    return measured_table(fitted, {name: _grid(section) for name, section in grids.items()})
+
+
+def measured_table(fitted: FittedCost, grids: Mapping[str, Grid]) -> TableCost:
+    """The `table` model of the grids that a calibration measured, with their own held-out errors."""
+    errors = grid_errors("decode", grids["decode"], DECODE_AXES)
+    errors |= grid_errors("prefill", grids["prefill"], PREFILL_AXES)
+    source = replace(fitted.source, kind="table", heldout={**fitted.source.heldout, **errors})
+    return TableCost(fitted, grids["decode"], grids["prefill"], GRID_BLOCK_SIZE, source)
 
 
 def has_grid(config: RunConfig) -> bool:

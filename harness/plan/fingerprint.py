@@ -10,7 +10,10 @@ from typing import Any
 from harness.config.schema import RunConfig
 from harness.store.layout import SCHEMA
 
-_NOT_IDENTITY = ("name", "out", "workers", "report", "cost.cache_dir", "trace.path", "replay.compiled")
+_NOT_IDENTITY = (
+    *("name", "out", "workers", "report", "trace.path"),
+    *("cost.cache_dir", "cost.kernels", "replay.compiled"),
+)
 _BYTES = 16
 
 
@@ -19,7 +22,7 @@ def fingerprint(config: RunConfig, identity: Mapping[str, Any]) -> str:
 
     Args:
         config: validated and normalised. Where it is written, what is reported and how many run at once do not count,
-            nor where the trace lies, since the digest of its content is part of `identity`.
+            nor where a trace or timed kernels lie, since the digests of their content are part of `identity`.
         identity: trace digest, code version, device and cost model, from `harness.point.point_identity`.
     """
     content = asdict(config)

@@ -12,7 +12,10 @@ from harness.config.overrides import Axis, parse_overrides
 DEFAULT = "default"
 # say where and how a sweep runs and is reported, so they are the same for all its points
 FIXED = ("name", "out", "workers", "report.kernels")
-UNNAMED = (*FIXED, "cost.cache_dir", "cost.recalibrate", "replay.compiled")  # of no interest in the name of a point
+UNNAMED = (  # of no interest in the name of a point
+    *FIXED,
+    *("cost.cache_dir", "cost.recalibrate", "cost.kernels", "replay.compiled"),
+)
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,24 @@ from harness.sim.roofline import RooflineCost
 
 
 def resolve_cost_kind(config: RunConfig) -> CostKind:
-    """What `auto` stands for: fitted where this device is measured or has been calibrated, else roofline."""
+    """What `auto` means: table with timed kernels, fitted on a device that is measured or calibrated, else roofline."""
     from harness.measured.calibration import is_calibrated
 
     if config.cost.kind is not CostKind.auto:
         return config.cost.kind
+    if config.cost.kernels is not None:
+        return CostKind.table
     return CostKind.fitted if config.measure or is_calibrated(config) else CostKind.roofline
+
+
+def takes_timed_kernels(config: RunConfig) -> bool:
+    """Whether attention comes from a run of `bench kernels`."""
+    return resolve_cost_kind(config) is CostKind.table and config.cost.kernels is not None
+
+
+def needs_fit(config: RunConfig) -> bool:
+    """Whether coefficients are enough: a measured point makes them where they are missing."""
+    return resolve_cost_kind(config) is CostKind.fitted or takes_timed_kernels(config)
 
 
 def check_cost(config: RunConfig) -> None:
@@ -25,20 +37,24 @@ def check_cost(config: RunConfig) -> None:
 
     kind = resolve_cost_kind(config)
     _check_acceptance(config, kind)
-    if kind is CostKind.table and not has_grid(config):
+    if takes_timed_kernels(config):
+        from harness.measured.kernel_shapes import check_kernel_table
+
+        check_kernel_table(config)
+    elif kind is CostKind.table and not has_grid(config):
         raise ConfigError(
             "cost.kind",
             "table, but attention has not been measured on a grid for this model and engine on this device. Run "
             "'python -m harness calibrate' with the same settings first, or use cost=fitted or cost=roofline",
         )
-    if kind is not CostKind.fitted or is_calibrated(config):
+    if not needs_fit(config) or is_calibrated(config):
         return
     if config.measure:
         _check_writable(calibration_path(config).parent)
     else:
         raise ConfigError(
             "cost.kind",
-            "fitted, but this model and engine have not been calibrated on this device. Run 'python -m harness "
+            f"{kind}, but this model and engine have not been calibrated on this device. Run 'python -m harness "
             "calibrate' with the same settings first, or the same with measure=true, or use cost=roofline",
         )
 
@@ -70,4 +86,8 @@ def cost_model(config: RunConfig) -> CostModel:
         return RooflineCost(model_shape(config.model), device_shape(config), draft_shape(config))
     from harness.measured.calibration import load_calibration, load_table
 
+    if takes_timed_kernels(config):
+        from harness.measured.kernel_table import kernel_table
+
+        return kernel_table(config, load_calibration(config))
     return load_table(config) if kind is CostKind.table else load_calibration(config)

@@ -125,10 +125,9 @@ def _pace_section(pace: "Pace | None", runs: "list[MeasuredRun]", cost: CostMode
 def _cost(config: RunConfig, progress: Progress | None) -> CostModel:
     """The point's cost model; a measured point calibrates its device first, once."""
     from harness.measured.calibration import is_calibrated
-    from harness.point.cost import resolve_cost_kind
+    from harness.point.cost import needs_fit
 
-    fitted = config.measure and resolve_cost_kind(config) == "fitted"
-    if fitted and _must_calibrate(config, is_calibrated(config)):
+    if config.measure and needs_fit(config) and _must_calibrate(config, is_calibrated(config)):
         from harness.measured.calibrate import calibrate
 
         def stage(case: str, done: int, total: int) -> None:
@@ -136,7 +135,7 @@ def _cost(config: RunConfig, progress: Progress | None) -> CostModel:
                 progress(f"calibrating: {case}", done, total)
 
         _RECALIBRATED.add(_calibration_key(config))
-        return calibrate(config, stage)
+        calibrate(config, stage)
     return cost_model(config)
 
 

@@ -218,7 +218,8 @@ def _cost_section(study: Study) -> Section:
             notes=notes,
         )
     text = [
-        "Fitted on other workloads than the ones above. Its error on steps that were kept out of the fit:"
+        "Fitted on other workloads than the ones above. Its error on steps that were kept out of the fit, and a grid's "
+        "on shapes that were kept out of the grid:"
     ]
     validation = attribution.validation_table(study.records)
     shown = [heldout, *([validation] if validation else []), facts]

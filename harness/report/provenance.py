@@ -32,7 +32,7 @@ def heldout_table(records: Sequence[Record]) -> Table | None:
         for cost in (record.get("cost") or {},)
         for part, errors in (cost.get("heldout") or {}).items()
     }
-    head = ["model", "predicts", "held-out steps", "mean |error|", "bias", "95th percentile", "worst"]
+    head = ["model", "predicts", "held out", "mean |error|", "bias", "95th percentile", "worst"]
     return Table(head, list(rows), words=2) if rows else None
 
 

@@ -31,7 +31,7 @@ class Grid:
     seconds: tuple[tuple[float, ...], ...]
 
     def at(self, across: Amount, along: Amount) -> Amount:
-        """Bilinear between the four measured neighbours; NaN outside, and where one of them was not measured."""
+        """Bilinear between the four measured neighbours; NaN outside, and where one that counts was not measured."""
         if isinstance(across, np.ndarray) or isinstance(along, np.ndarray):
             return self._many(*np.broadcast_arrays(across, along))
         return self._one(float(across), float(along))
@@ -45,9 +45,9 @@ class Grid:
         u = (across - self.across[row]) / (self.across[row + 1] - self.across[row])
         v = (along - self.along[column]) / (self.along[column + 1] - self.along[column])
         near, far = self.seconds[row], self.seconds[row + 1]
-        left = near[column] + u * (far[column] - near[column])
-        right = near[column + 1] + u * (far[column + 1] - near[column + 1])
-        return left + v * (right - left)
+        left = _share(near[column], far[column], u)
+        right = _share(near[column + 1], far[column + 1], u)
+        return _share(left, right, v)
 
     def _many(self, across: FloatArray, along: FloatArray) -> FloatArray:
         """The same, operation for operation."""
@@ -56,9 +56,9 @@ class Grid:
         column = np.clip(np.searchsorted(columns, along, "right") - 1, 0, len(columns) - 2)
         u = (across - rows[row]) / (rows[row + 1] - rows[row])
         v = (along - columns[column]) / (columns[column + 1] - columns[column])
-        left = table[row, column] + u * (table[row + 1, column] - table[row, column])
-        right = table[row, column + 1] + u * (table[row + 1, column + 1] - table[row, column + 1])
-        found = left + v * (right - left)
+        left = _shares(table[row, column], table[row + 1, column], u)
+        right = _shares(table[row, column + 1], table[row + 1, column + 1], u)
+        found = _shares(left, right, v)
         outside = (across < rows[0]) | (across > rows[-1]) | (along < columns[0]) | (along > columns[-1])
         return np.where(outside, np.nan, found)
 
@@ -67,19 +67,31 @@ class Grid:
         return np.array(self.across), np.array(self.along), np.array(self.seconds)
 
 
+def _share(low: float, high: float, share: float) -> float:
+    """`share` of the way from `low` to `high`; an end that has no share may be unknown."""
+    return low if share == 0 else high if share == 1 else low + share * (high - low)
+
+
+def _shares(low: FloatArray, high: FloatArray, share: FloatArray) -> FloatArray:
+    """The same, operation for operation."""
+    return np.where(share == 0, low, np.where(share == 1, high, low + share * (high - low)))
+
+
 @dataclass(frozen=True)
 class TableCost:
     """Attention from grids: of decode rows over (rows, KV slots a row), of one prefill chunk over (tokens, context).
 
     `block_size` is the one that the decode grid was measured with. Steps that mix decode rows and chunks, or hold
-    several chunks, add what each grid says of its part.
+    several chunks, add what each grid says of its part. Without a prefill grid chunks are the fitted model's. With
+    `own_tokens` its context counts the chunk's own tokens too.
     """
 
     fitted: FittedCost
     decode: Grid
-    prefill: Grid
+    prefill: Grid | None
     block_size: int
     source: CostSource
+    own_tokens: bool = False
 
     def price(self, features: Sequence[Amount]) -> Price:
         """Interpolated attention, the rest fitted."""
@@ -101,8 +113,11 @@ class TableCost:
         chunks = features[_CHUNKS]
         if not np.any(chunks):
             return 0.0
+        if self.prefill is None:
+            return self._fitted(features, *_PREFILL)
         tokens = features[_TOKENS] / _some(chunks)
-        found = self.prefill.at(tokens, features[_CHUNK_KV] / _some(chunks) - tokens) * chunks
+        context = features[_CHUNK_KV] / _some(chunks)
+        found = self.prefill.at(tokens, context if self.own_tokens else context - tokens) * chunks
         return _known(chunks, found, self._fitted(features, *_PREFILL))
 
     def _fitted(self, features: Sequence[Amount], *columns: int, floor: bool = False) -> Amount:

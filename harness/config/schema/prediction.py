@@ -7,7 +7,7 @@ from enum import StrEnum
 class CostKind(StrEnum):
     """What predicts a step's seconds."""
 
-    auto = "auto"  # fitted where this device and model are or will be calibrated, else roofline
+    auto = "auto"  # table with cost.kernels, fitted where device and model are calibrated or will be, else roofline
     fitted = "fitted"
     table = "table"  # attention interpolated in a measured grid, the rest fitted
     roofline = "roofline"
@@ -76,6 +76,9 @@ class CostConfig:
     recalibrate: bool = False  # measure again although this device is calibrated
     follow_pace: bool = True  # scale a fitted prediction by how fast the device is now, by a fixed probe
     cache_dir: str | None = None  # where calibrations are kept; null: the user's cache directory
+    kernels: str | None = (
+        None  # table: attention from this folder (or table) of bench kernels; null: from calibrate's grid
+    )
 
 
 @dataclass

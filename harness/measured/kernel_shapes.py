@@ -1,0 +1,170 @@
+"""Which timings of `bench kernels` are of a point's attention: its geometry, device and threads. No torch here."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from harness.bench.kernels.names import OURS
+from harness.bench.kernels.reading import KernelRun, KernelRunError, read_run, table_file
+from harness.config.errors import ConfigError
+from harness.config.schema import Dtype, RunConfig
+from harness.environment import device_identity, engine_device
+from harness.point.shapes import model_shape, pool_shape
+from harness.sim.table import Grid
+from harness.sim.table_surface import SurfaceError, TimedShape, surface
+
+KEY = "cost.kernels"
+_DTYPES = {Dtype.float32: "fp32", Dtype.bfloat16: "bf16", Dtype.float16: "fp16"}
+
+
+class KernelTableError(ConfigError):
+    """Timings that cannot price a point's attention; says which there are, and how to time the right ones."""
+
+
+class Geometry(NamedTuple):
+    """What one attention call is made for."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    device: str
+    threads: int
+
+    def __str__(self) -> str:
+        threads = f", {self.threads} threads" if self.threads > 1 else ""
+        shape = f"{self.heads} query and {self.kv_heads} KV heads of {self.head_dim}, {self.dtype}"
+        return f"{shape}, on {self.device}{threads}"
+
+
+@dataclass(frozen=True)
+class KernelShapes:
+    """Timed shapes of a point's geometry: decodes (rows, KV slots a row) and chunks (tokens, KV slots); one layer."""
+
+    run: KernelRun
+    geometry: Geometry
+    block_size: int
+    decode: tuple[TimedShape, ...]
+    prefill: tuple[TimedShape, ...]
+
+    def of_layers(self, layers: int) -> "KernelShapes":
+        """The same calls in every one of so many layers."""
+        decode, prefill = (
+            tuple(shape._replace(seconds=layers * shape.seconds) for shape in shapes)
+            for shapes in (self.decode, self.prefill)
+        )
+        return replace(self, decode=decode, prefill=prefill)
+
+    def decode_grid(self) -> Grid:
+        """The decode grid at the point's block size; raises KernelTableError where the shapes span none."""
+        try:
+            return surface(self.decode, self.block_size)
+        except SurfaceError as error:
+            raise KernelTableError(
+                KEY,
+                f"decodes in {self.run.file}, {self.geometry}: {error}. {_advice(self.geometry, self.block_size)}",
+            ) from error
+
+    def prefill_grid(self) -> Grid | None:
+        """The same of chunks; None where there are too few shapes, and the fitted model prices them."""
+        try:
+            return surface(self.prefill, self.block_size)
+        except SurfaceError:
+            return None
+
+
+def kernel_shapes(config: RunConfig) -> KernelShapes:
+    """The timings that `cost.kernels` names, as far as they are of the point's attention.
+
+    Raises:
+        KernelTableError: they cannot be read, or none is.
+    """
+    run, wanted = _read(str(config.cost.kernels)), geometry_of(config)
+    size = pool_shape(config).block_size
+    plain = [row for row in run.rows if row["provider"] == OURS and _is_plain(row)]
+    mine = [row for row in plain if _geometry(row) == wanted]
+    if not mine:
+        raise KernelTableError(
+            KEY, f"no case in {run.file} is of {wanted}. {_there(plain)}. {_advice(wanted, size)}"
+        )
+    decode = tuple(_shape(row, row["batch"], row["median_us"]) for row in mine if row["queries"] == 1)
+    return KernelShapes(run, wanted, size, decode, tuple(_chunks(mine)))
+
+
+def geometry_of(config: RunConfig) -> Geometry:
+    """The attention of a point on the engine's device."""
+    model, engine = model_shape(config.model), config.engine
+    threads = engine.threads if engine_device(engine.device) == "cpu" else 0
+    shape = (model.heads, model.kv_heads, model.head_dim, _DTYPES[config.model.dtype])
+    return Geometry(*shape, device_identity(engine.device), threads)
+
+
+def kernels_digest(config: RunConfig) -> str:
+    """The digest of the timings that `cost.kernels` names; raises KernelTableError."""
+    return _read(str(config.cost.kernels)).digest
+
+
+def check_kernel_table(config: RunConfig) -> None:
+    """Raises KernelTableError where the named timings make no table for the point."""
+    kernel_shapes(config).decode_grid()
+
+
+def _read(named: str) -> KernelRun:
+    try:
+        file = table_file(named)
+        return _read_once(file, file.stat().st_mtime_ns)
+    except KernelRunError as error:
+        raise KernelTableError(KEY, str(error)) from error
+
+
+@lru_cache(maxsize=8)
+def _read_once(file: Path, changed_ns: int) -> KernelRun:
+    """A file is read once and not once a point; `changed_ns` tells its versions apart."""
+    del changed_ns
+    return read_run(file)
+
+
+def _is_plain(row: Mapping[str, Any]) -> bool:
+    """Rows of equal length that share nothing, in the engine's layout: what a grid holds."""
+    return not row["ragged"] and not row["shared_prefix"] and row["layout"] == "NHD"
+
+
+def _geometry(row: Mapping[str, Any]) -> Geometry:
+    return Geometry(*(row[name] for name in Geometry._fields))
+
+
+def _shape(row: Mapping[str, Any], across: int, us: float) -> TimedShape:
+    return TimedShape(across, row["context"], row["block_size"], us * 1e-6)
+
+
+def _chunks(rows: Iterable[Mapping[str, Any]]) -> Iterable[TimedShape]:
+    """Seconds a chunk, of the call with the fewest chunks: an engine's step seldom holds more than one."""
+    best: dict[tuple[int, int, int], Mapping[str, Any]] = {}
+    for row in rows:
+        if row["queries"] > 1:
+            key = row["queries"], row["context"], row["block_size"]
+            best[key] = min(best.get(key, row), row, key=lambda one: int(one["batch"]))
+    for row in best.values():
+        yield _shape(row, row["queries"], row["median_us"] / row["batch"])
+
+
+def _there(rows: Iterable[Mapping[str, Any]]) -> str:
+    counts: dict[Geometry, int] = {}
+    for row in rows:
+        counts[_geometry(row)] = counts.get(_geometry(row), 0) + 1
+    if not counts:
+        return "It holds no plain case of our own kernels at all"
+    return "There are: " + "; ".join(f"{geometry} ({count})" for geometry, count in counts.items())
+
+
+def _advice(wanted: Geometry, block_size: int) -> str:
+    device = "cpu" if wanted.threads else "cuda"
+    threads = f" --threads {wanted.threads}" if wanted.threads > 1 else ""
+    return (
+        f"Time them on the machine that is predicted, with: python -m harness bench kernels --device {device}{threads} "
+        f"--heads {wanted.heads}/{wanted.kv_heads} --head-dim {wanted.head_dim} --dtype {wanted.dtype} "
+        f"--batch 1,4,16,64 --context 64,256,1024 --block-size {block_size} --queries 1 "
+        "(--queries 1,16,64 times chunks of prompts too)"
+    )
