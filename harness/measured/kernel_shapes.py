@@ -6,10 +6,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from harness.bench.kernels.names import OURS
+from harness.bench.kernels.names import NATIVE, OURS
 from harness.bench.kernels.reading import KernelRun, KernelRunError, read_run, table_file
 from harness.config.errors import ConfigError
-from harness.config.schema import Dtype, RunConfig
+from harness.config.schema import Backend, Dtype, RunConfig
 from harness.environment import device_identity, engine_device
 from harness.point.shapes import model_shape, pool_shape
 from harness.sim.table import Grid
@@ -83,14 +83,30 @@ def kernel_shapes(config: RunConfig) -> KernelShapes:
     """
     run, wanted = _read(str(config.cost.kernels)), geometry_of(config)
     size = pool_shape(config).block_size
-    plain = [row for row in run.rows if row["provider"] == OURS and _is_plain(row)]
-    mine = [row for row in plain if _geometry(row) == wanted]
+    plain = [row for row in run.rows if row["provider"] in (OURS, NATIVE) and _is_plain(row)]
+    mine = [row for row in plain if _geometry(row) == wanted and row["provider"] == _runs(config, row)]
     if not mine:
         raise KernelTableError(
             KEY, f"no case in {run.file} is of {wanted}. {_there(plain)}. {_advice(wanted, size)}"
         )
     decode = tuple(_shape(row, row["batch"], row["median_us"]) for row in mine if row["queries"] == 1)
     return KernelShapes(run, wanted, size, decode, tuple(_chunks(mine)))
+
+
+def _runs(config: RunConfig, row: Mapping[str, Any]) -> str:
+    """Whose kernel the engine runs for a row: on a CPU with a compiler its own for decodes, else ours."""
+    from engine.runtime.native.compiling import why_unavailable
+
+    engine = config.engine
+    compiled = (
+        engine.backend is Backend.auto and engine_device(engine.device) == "cpu" and not why_unavailable()
+    )
+    return NATIVE if compiled and row["queries"] == 1 and _serves(row) else OURS
+
+
+def _serves(row: Mapping[str, Any]) -> bool:
+    """What the compiled decode computes: see `engine.runtime.native.paged.serves`."""
+    return row["dtype"] in ("fp32", "bf16") and row["head_dim"] % 16 == 0
 
 
 def geometry_of(config: RunConfig) -> Geometry:
@@ -151,12 +167,14 @@ def _chunks(rows: Iterable[Mapping[str, Any]]) -> Iterable[TimedShape]:
 
 
 def _there(rows: Iterable[Mapping[str, Any]]) -> str:
-    counts: dict[Geometry, int] = {}
+    counts: dict[tuple[str, Geometry], int] = {}
     for row in rows:
-        counts[_geometry(row)] = counts.get(_geometry(row), 0) + 1
+        counts[row["provider"], _geometry(row)] = counts.get((row["provider"], _geometry(row)), 0) + 1
     if not counts:
         return "It holds no plain case of our own kernels at all"
-    return "There are: " + "; ".join(f"{geometry} ({count})" for geometry, count in counts.items())
+    return "There are: " + "; ".join(
+        f"{geometry} by {name} ({count})" for (name, geometry), count in counts.items()
+    )
 
 
 def _advice(wanted: Geometry, block_size: int) -> str:

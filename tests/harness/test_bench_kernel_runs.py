@@ -114,3 +114,20 @@ def test_a_mistake_is_named_before_anything_is_timed(
     assert main([*TINY, *options, "--out", str(tmp_path)]) == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_the_engines_compiled_decode_is_timed_beside_ours(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    from engine.runtime.native.compiling import why_unavailable
+
+    if why_unavailable():
+        pytest.skip("no C compiler on this machine")
+    options = ("--block-size", "8", "--ragged", "both", "--queries", "1,4", "--provider", "native")
+    assert main([*TINY, *options, "--out", str(tmp_path)]) == 0
+    found = {
+        (one["extra_info"]["case"]["queries"], one["extra_info"]["provider"]) for one in benchmarks(tmp_path)
+    }
+    assert found == {(1, "paged"), (1, "native"), (4, "paged")}
+    assert {
+        one.reason.partition(";")[0].rpartition(" ")[2] for one in read_problems(tmp_path / "problems.jsonl")
+    } == {"decode"}

@@ -55,7 +55,7 @@ def write(folder: Path, found: list[Row], device: str | None = None, threads: in
 
 
 def config(kernels: Path, *words: str) -> RunConfig:
-    overrides = ["engine=cpu", "cost=table", f"cost.kernels={kernels}", *words]
+    overrides = ["engine=cpu", "engine.backend=torch", "cost=table", f"cost.kernels={kernels}", *words]
     return normalise(compose_config(axis.settings[0] for axis in parse_overrides(overrides)))
 
 
@@ -130,6 +130,19 @@ def test_other_geometries_providers_and_kinds_of_case_are_left_out(tmp_path: Pat
     assert all(shape.seconds < 1e-3 for shape in shapes.decode)
 
 
+def test_the_kernel_that_the_engine_runs_is_the_one_that_counts(tmp_path: Path) -> None:
+    from engine.runtime.native.compiling import why_unavailable
+
+    if why_unavailable():
+        pytest.skip("no C compiler: the engine runs torch")
+    chunks = [row(us=1.0, queries=16, batch=1, context=64)]
+    kernels = write(tmp_path, [*rows(us=1e6), *rows(provider="native"), *chunks])
+    shapes = kernel_shapes(config(kernels, "engine.backend=auto"))
+    assert len(shapes.decode) == 12
+    assert all(shape.seconds < 1e-3 for shape in shapes.decode)
+    assert len(shapes.prefill) == 1
+
+
 def test_block_size_is_an_axis(tmp_path: Path) -> None:
     slow = [row(us=3e6 * seconds_of(4, 64), batch=4, context=64, block_size=4)]
     kernels = write(tmp_path, [*rows(), *slow, *rows(block_size=64)])
@@ -174,17 +187,17 @@ def test_a_refusal_says_what_is_wanted_what_there_is_and_how_to_time_it(tmp_path
     message = refusal(write(tmp_path, [*rows(heads=16, head_dim=64), row(dtype="bf16")]))
     assert "is of 8 query and 4 KV heads of 32, fp32, on " in message
     assert "There are: 16 query and 4 KV heads of 64, fp32, on " in message
-    assert "(12); 8 query and 4 KV heads of 32, bf16" in message
+    assert "by paged (12); 8 query and 4 KV heads of 32, bf16" in message
     assert "bench kernels --device cpu --heads 8/4 --head-dim 32 --dtype fp32 --batch" in message
 
 
 def test_kernels_of_another_device_price_nothing(tmp_path: Path) -> None:
     message = refusal(write(tmp_path, rows(), device="NVIDIA H200", threads=0))
-    assert "There are: 8 query and 4 KV heads of 32, fp32, on NVIDIA H200 (12)" in message
+    assert "There are: 8 query and 4 KV heads of 32, fp32, on NVIDIA H200 by paged (12)" in message
 
 
 def test_kernels_timed_with_other_threads_price_nothing(tmp_path: Path) -> None:
-    assert "2 threads (12)" in refusal(write(tmp_path, rows(), threads=2))
+    assert "2 threads by paged (12)" in refusal(write(tmp_path, rows(), threads=2))
 
 
 def test_a_block_size_beyond_the_timed_ones_is_refused(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from harness.bench.kernels.grid import CaseSpec
 from harness.bench.kernels.made_on import made_on
-from harness.bench.kernels.names import OURS
+from harness.bench.kernels.names import NATIVE, OURS
 from harness.bench.kernels.options import chosen_device
 from harness.bench.kernels.problems import Problem, ProblemKind, read_problems
 from harness.bench.kernels.results import rows_of, table_lines
@@ -54,17 +54,17 @@ def _providers(flags: argparse.Namespace, device: str) -> tuple[list[str], dict[
     """(names to run, ours first; why others that were asked for cannot)."""
     import torch
 
+    from harness.bench.kernels.providers import known_providers
     from paged_kernels.errors import OptionError
-    from paged_kernels.providers import find_providers
 
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: torch sees no CUDA device here")
     try:
-        known = find_providers(flags.function)
+        known = known_providers(flags.function)
     except OptionError as error:
         raise UserError(f"--function {error}") from error
     slow = SLOW_ON_CPU if device == "cpu" else ()
-    usual = [name for name in known if name not in slow]
+    usual = [name for name in known if name not in slow and (name != NATIVE or device == "cpu")]
     wanted = [name.strip() for name in flags.provider.split(",")] if flags.provider else usual
     wanted += [flags.function] if flags.function else []
     unknown = [name for name in wanted if name not in known]

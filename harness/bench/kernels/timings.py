@@ -19,8 +19,9 @@ from harness.bench.kernels.clock import advance, cache_bytes, copies_past_cache,
 from harness.bench.kernels.grid import CaseSpec
 from harness.bench.kernels.inputs import build
 from harness.bench.kernels.problems import Problem, ProblemKind, kind_of, note, read_problems, shortened
+from harness.bench.kernels.providers import known_providers
 from harness.bench.plugin import read_settings
-from paged_kernels.providers import Case, find_providers
+from paged_kernels.providers import Case
 from paged_kernels.providers.verify import exact_output
 
 MOST_FAILURES = 2  # of one provider, after which it is not tried again in this run
@@ -88,7 +89,7 @@ def test_attention(
     provider: str,
 ) -> None:
     """One case by one provider: equal first, then timed."""
-    found = find_providers(settings["user_function"])[provider]
+    found = known_providers(settings["user_function"])[provider]
     sys.stderr.write(f"\r\x1b[K{spec.name} {provider}" if sys.stderr.isatty() else "")
     _skip_if_hopeless(provider, Path(settings["problems"]))
     with _noting(spec.name, provider, Path(settings["problems"])):
