@@ -9,14 +9,16 @@ from collections.abc import Sequence as Values
 
 from engine.core.calendar import DecodeCalendar
 from engine.core.errors import CoreError, InvariantError, OutOfBlocksError, UnknownSequenceError
-from engine.core.manager import CopyList, LeapColumns, StaleList, SwapList, check_parents
+from engine.core.manager import CopyList, LeapColumns, StaleList, check_parents
+from engine.core.pending import PendingCopies
 from engine.core.plan import SlotUsage
 from engine.core.request import Request
 from engine.core.reservation import Placement, Reservation, reserved_slots, runs_for
 from engine.core.sequence import Group, ScheduledRow, Sequence
+from engine.core.unswapped import NeverSwaps
 
 
-class ContiguousManager:
+class ContiguousManager(NeverSwaps):
     """A run per sequence, as long as `reservation` says, where `placement` puts it.
 
     Nothing is shared: a fork copies the prompt, a re-parented beam copies what its new parent generated. Nothing is
@@ -42,7 +44,7 @@ class ContiguousManager:
         self._empty = runs_for(placement, num_slots)
         self._spare: dict[int, list[range]] = {}  # request id: runs of branches that do not exist yet
         self._live: dict[Sequence, range] = {}
-        self._copies: CopyList = []
+        self._copies = PendingCopies()
         self._voided: list[int] = []
         self._stale: StaleList = []
         self._written = 0
@@ -122,7 +124,7 @@ class ContiguousManager:
         source = self._run(parent)
         for child, run in zip(children, self._spare.pop(parent.request.request_id, []), strict=True):
             self._own(child, run)
-            self._copies.extend(zip(source[: parent.computed], run[: parent.computed], strict=True))
+            self._copies.add(source[: parent.computed], run[: parent.computed])
             self._written += parent.computed
 
     def reparent(self, branches: Values[Sequence], parents: Values[int]) -> None:
@@ -135,7 +137,7 @@ class ContiguousManager:
         for branch, parent in zip(branches, parents, strict=True):
             run = dropped.pop() if parent in taken_over else runs[parent]
             if parent in taken_over:
-                self._copies.extend(zip(runs[parent][prompt:end], run[prompt:end], strict=True))
+                self._copies.add(runs[parent][prompt:end], run[prompt:end])
             taken_over.add(parent)
             self._own(branch, run)
 
@@ -159,6 +161,8 @@ class ContiguousManager:
         """Give the reservation back, with those of branches that never came to be."""
         run, request = self._run(sequence), sequence.request
         del self._live[sequence]
+        if self._copies:
+            run = self._without_copies(run)
         for hole in (run, *self._spare.pop(request.request_id, [])):
             self._runs.give(hole)
             self._reserved -= len(hole)
@@ -167,30 +171,25 @@ class ContiguousManager:
         self._written -= sequence.computed
         sequence.table = ()
 
+    def _without_copies(self, run: range) -> range:
+        """What to give back for the run of a branch that ends before the copies of its fork have been made.
+
+        Those into its run are not made. Where others copy from it, the first of them takes it over instead, and the run
+        that was meant for that one is given back.
+        """
+        self._copies.drop_into(run)
+        start = self._copies.first_target(run)
+        if start is None:
+            return run
+        heir, own = next(pair for pair in self._live.items() if pair[1].start == start)
+        self._copies.drop_into(own)
+        self._own(heir, run)
+        return own
+
     def preempt(self, group: Group) -> None:
         """Give all reservations of the group back."""
         for sequence in reversed(group.holders):
             self.release(sequence)
-
-    def can_swap_out(self, group: Group) -> bool:
-        """Never: there is no need to, and no host memory."""
-        return False
-
-    def swap_out(self, group: Group) -> None:
-        """Refused."""
-        raise CoreError(f"request {group.request.request_id}: contiguous memory is not swapped")
-
-    def can_swap_in(self, group: Group, spare_blocks: int) -> bool:
-        """Never: nothing was swapped out."""
-        return False
-
-    def swap_in(self, group: Group) -> None:
-        """Refused."""
-        raise CoreError(f"request {group.request.request_id}: contiguous memory is not swapped")
-
-    def forget_swapped(self, group: Group) -> None:
-        """Refused."""
-        raise CoreError(f"request {group.request.request_id}: contiguous memory is not swapped")
 
     # -- fast-forward, books -------------------------------------------------------------------------------
 
@@ -221,8 +220,7 @@ class ContiguousManager:
 
     def drain_copies(self) -> CopyList:
         """Slot copies of forks and re-parented beams."""
-        copies, self._copies = self._copies, []
-        return copies
+        return self._copies.drain()
 
     def drain_frees(self) -> list[int]:
         """Slots of released reservations that held tokens."""
@@ -233,10 +231,6 @@ class ContiguousManager:
         """Slots of rejected drafts."""
         stale, self._stale = self._stale, []
         return stale
-
-    def drain_swaps(self) -> tuple[SwapList, SwapList]:
-        """None."""
-        return [], []
 
     def check(self) -> None:
         """Reservations, round-ups and holes cover the pool without overlap; the counters agree with the sequences."""

@@ -13,9 +13,11 @@ class BlockNaming:
 
     Blocks that only their own request can have are marked as private; a preempted request remembers where they are.
     Beam hypotheses keep their generated blocks out of the cache: they are replaced too often to be found again.
+    `copying`: forks copy everything, so that named blocks may leave all tables of their request.
     """
 
-    def __init__(self, tables: BlockTables, enabled: bool, deduplicate: bool) -> None:
+    def __init__(self, tables: BlockTables, enabled: bool, deduplicate: bool, copying: bool = False) -> None:
+        self._copying = copying
         self._tables = tables
         self._pool = tables.pool
         self._size = tables.block_size
@@ -57,6 +59,18 @@ class BlockNaming:
         for index in range(len(root.names), root.named):
             blocks = self._private(group, index)
             group.trail[index] = blocks if root.table[index] in blocks else [*blocks, root.table[index]]
+        if self._copying and self.names(group.request):
+            self._leave_originals(group)
+
+    def _leave_originals(self, group: Group) -> None:
+        """Blocks of the prompt that only copies are left of: they are cached, and in nobody's table."""
+        first = private_name(group.request.request_id, 0, 0)
+        mine = range(first, first + group.request.prompt_tokens // self._size)
+        for block in range(1, self._pool.num_blocks + 1):
+            name = self._pool.name_of(block)
+            if isinstance(name, int) and name in mine:
+                known = group.trail.setdefault(name - first, [])
+                known += [] if block in known else [block]
 
     def adopt(self, group: Group, root: Sequence, hits: int) -> None:
         """`root` begins with `hits` cached blocks."""

@@ -48,7 +48,7 @@ class PagedManager:
         self.prefix_caching = prefix_caching
         self.pool = BlockPool(num_blocks, retention=retention, eviction=eviction, keep_events=keep_events)
         self.tables = BlockTables(self.pool, block_size)
-        self.naming = BlockNaming(self.tables, prefix_caching, deduplicate)
+        self.naming = BlockNaming(self.tables, prefix_caching, deduplicate, copying=copy_at_fork)
         self.swapper = Swapper(self.tables, self.naming, HostPool(host_blocks))
         self._copying = CopyAtFork(self.tables) if copy_at_fork else None
         self.sharing = BranchSharing(self.tables, self._copying)
