@@ -36,6 +36,9 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         help="about how long it may take; default: 120",
     )
     parser.add_argument("--no-grid", action="store_true", help="leave out the grid that cost=table needs")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check and say what it would do, measure nothing"
+    )
     parser.set_defaults(takes_overrides=True)
 
 
@@ -44,12 +47,24 @@ def run(arguments: "Arguments") -> int:
     if arguments.flags.budget < 1:
         raise UserError(f"calibrate: --budget is {arguments.flags.budget:g}, must be at least 1 second")
     config = _config(arguments.overrides)
+    if arguments.flags.dry_run:
+        return _dry_run(config, arguments.flags.budget)
     from harness.measured.calibrate import full_calibration
     from harness.measured.calibration import calibration_path
 
     found = full_calibration(config, _tell, budget_s=arguments.flags.budget, grid=not arguments.flags.no_grid)
     _say(found)
     say(f"kept in {calibration_path(config)}")
+    return 0
+
+
+def _dry_run(config: "RunConfig", budget_s: float) -> int:
+    """Where the coefficients would be kept and whether some are there; nothing is measured."""
+    from harness.measured.calibration import calibration_path, is_calibrated
+
+    state = "in place of what is there" if is_calibrated(config) else "where nothing is yet"
+    say(f"{config.model.name}: about {budget_s:g} s, kept in {calibration_path(config)}, {state}")
+    say("nothing was measured")
     return 0
 
 
