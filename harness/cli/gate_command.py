@@ -10,6 +10,7 @@ from harness.gate import LAYERS
 if TYPE_CHECKING:
     from harness.cli.parser import Arguments
     from harness.gate.finding import LayerResult
+    from harness.gate.settings import GateSettings
 
 _MORE = """\
 layers:
@@ -17,7 +18,9 @@ layers:
             16-byte loads, instructions, pipeline depth. Needs no GPU and times nothing.
   latency   kernels on a GPU, as ratios to a copy and to contiguous attention timed in the same rounds.
   policy    block manager, scheduler and CPU attention, as ratios to loops timed in the same process.
-Without --layer all run that can run here. Exit codes: 0 pass, 1 regressed, 2 the input was wrong, 3 inconclusive."""
+Without --layer all run that can run here. Overrides change what passes: with gate.latency.material=0.03 nothing that
+is 3 % slower does; gate=NAME takes another file of conf/gate. --dry-run prints every margin.
+Exit codes: 0 pass, 1 regressed, 2 the input was wrong, 3 inconclusive."""
 
 
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -38,22 +41,27 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     parser.add_argument("--save", metavar="FILE", help="keep a latency run as a record, whatever the verdict")
     parser.add_argument("--dry-run", action="store_true", help="list the cases, measure nothing")
     parser.add_argument("--record", metavar="FILE", help="judge a recorded latency run instead of measuring")
+    parser.set_defaults(takes_overrides=True)
 
 
 def run(arguments: "Arguments") -> int:
     """Run the layers, or update their baselines; returns the exit code."""
     flags = arguments.flags
     folder = Path(flags.baselines) if flags.baselines else default_folder()
+    from harness.gate.settings import gate_settings
+
+    settings = gate_settings(arguments.overrides)
     if flags.record:
-        return _judge_record(Path(flags.record), folder, flags)
+        return _judge_record(Path(flags.record), folder, flags, settings)
     layers = flags.layer or _possible()
     if flags.dry_run:
-        return _list_cases(layers)
+        return _list_cases(layers, settings)
     if flags.update:
-        return _update(layers, folder, flags.reason)
+        return _update(layers, folder, flags.reason, settings)
     from harness.gate.running import run_layers
 
-    return _answer(run_layers(layers, folder, Path(flags.save) if flags.save else None), flags.markdown)
+    save = Path(flags.save) if flags.save else None
+    return _answer(run_layers(layers, folder, save, settings), flags.markdown)
 
 
 def default_folder() -> Path:
@@ -71,33 +79,35 @@ def _possible() -> list[str]:
     return [layer for layer in LAYERS if layer != "latency" or gpu_names()]
 
 
-def _list_cases(layers: list[str]) -> int:
+def _list_cases(layers: list[str], settings: "GateSettings") -> int:
     from harness.gate.running import case_names
 
     for layer in layers:
         for name in case_names(layer):
             say(f"{layer}: {name}")
+    for section, margins in settings.margins().items():
+        say(" ".join(f"gate.{section}.{name}={value:g}" for name, value in vars(margins).items()))
     say("nothing was measured")
     return 0
 
 
-def _update(layers: list[str], folder: Path, reason: str) -> int:
+def _update(layers: list[str], folder: Path, reason: str, settings: "GateSettings") -> int:
     from harness.gate.running import update_layers
 
-    for file in update_layers(layers, folder, reason):
+    for file in update_layers(layers, folder, reason, settings):
         say(f"baseline written: {file}")
     return 0
 
 
-def _judge_record(file: Path, folder: Path, flags: argparse.Namespace) -> int:
+def _judge_record(file: Path, folder: Path, flags: argparse.Namespace, settings: "GateSettings") -> int:
     from harness.gate.latency.record import fresh_or_stale, read_record
     from harness.gate.running import accept, judged
 
     record = read_record(file)
     if flags.update:
-        say(f"baseline written: {accept(record, folder, flags.reason)}")
+        say(f"baseline written: {accept(record, folder, flags.reason, settings)}")
         return 0
-    return _answer([fresh_or_stale(record) or judged(record, folder)], flags.markdown)
+    return _answer([fresh_or_stale(record) or judged(record, folder, settings)], flags.markdown)
 
 
 def _answer(results: "list[LayerResult]", page: str | None) -> int:

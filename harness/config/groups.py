@@ -6,7 +6,8 @@ from pathlib import Path
 
 from harness.config.errors import UserError
 
-EXPERIMENTS = "experiment"  # lists of overrides, read by harness.plan; every other folder is a Hydra group
+EXPERIMENTS = "experiment"  # lists of overrides, read by harness.plan
+GATE = "gate"  # margins of the regression gate, read by harness.gate; every other folder is a Hydra group of a run
 
 
 @cache
@@ -22,7 +23,9 @@ def conf_dir() -> Path:
 @cache
 def groups() -> dict[str, tuple[str, ...]]:
     """Options by Hydra group, sorted: `{"cache": ("contiguous_max", "paged"), ...}`."""
-    folders = sorted(path for path in conf_dir().iterdir() if path.is_dir() and path.name != EXPERIMENTS)
+    folders = sorted(
+        path for path in conf_dir().iterdir() if path.is_dir() and path.name not in (EXPERIMENTS, GATE)
+    )
     return {folder.name: _options(folder) for folder in folders}
 
 
@@ -30,6 +33,12 @@ def groups() -> dict[str, tuple[str, ...]]:
 def experiments() -> tuple[str, ...]:
     """Names of the ready-made experiments, sorted."""
     return _options(conf_dir() / EXPERIMENTS)
+
+
+@cache
+def gate_options() -> tuple[str, ...]:
+    """Names of the gate's sets of margins, sorted."""
+    return _options(conf_dir() / GATE)
 
 
 @cache

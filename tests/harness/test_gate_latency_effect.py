@@ -5,7 +5,7 @@ import pytest
 
 from harness.gate.effect import effect
 from harness.gate.finding import Verdict
-from harness.gate.latency.layer import MARGINS
+from harness.gate.settings import default_settings
 
 ROUNDS, TRIALS, NOISE = 40, 400, 0.02
 
@@ -22,7 +22,8 @@ def verdicts(slowdown: float, noise: float, seed: int, trials: int = TRIALS) -> 
         spread += (rng.random(ROUNDS) < 0.05) * np.abs(10 * noise * rng.standard_normal(ROUNDS))
         return list(level * np.exp(spread))
 
-    return [effect(rounds(1.3 * (1 + slowdown)), rounds(1.3)).verdict(MARGINS) for _ in range(trials)]
+    margins = default_settings().latency
+    return [effect(rounds(1.3 * (1 + slowdown)), rounds(1.3)).verdict(margins) for _ in range(trials)]
 
 
 def share(found: list[Verdict], verdict: Verdict) -> float:

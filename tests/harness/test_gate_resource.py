@@ -104,19 +104,19 @@ def test_a_kernel_that_does_not_compile_is_a_finding_and_no_crash(decode: Any, b
     ],
 )
 def test_a_worse_figure_is_named(change: dict[str, int], reason: str) -> None:
-    finding = judge_one("kernel sm_90", 90, replace(GOOD, **change), GOOD)
+    finding = judge_one("kernel sm_90", 90, replace(GOOD, **change), GOOD, 0.10)
     assert finding.verdict is Verdict.regressed
     assert reason in finding.reason
 
 
 def test_better_figures_and_slightly_more_code_pass() -> None:
     better = replace(GOOD, registers=90, shared_bytes=60_000, depth=3, wide_loads=60, instructions=1500)
-    assert judge_one("kernel sm_90", 90, better, GOOD).verdict is Verdict.passed
+    assert judge_one("kernel sm_90", 90, better, GOOD, 0.10).verdict is Verdict.passed
 
 
 def test_a_baseline_with_spills_excuses_nothing() -> None:
     spilling = replace(GOOD, stack_bytes=64, local=16)
-    assert judge_one("kernel sm_80", 80, spilling, spilling).verdict is Verdict.regressed
+    assert judge_one("kernel sm_80", 80, spilling, spilling, 0.10).verdict is Verdict.regressed
 
 
 def test_another_compilers_baseline_is_no_comparison() -> None:

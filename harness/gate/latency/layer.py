@@ -8,12 +8,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from harness.gate.baseline import Baseline
-from harness.gate.effect import Effect, Margins, effect
+from harness.gate.effect import Effect, effect
 from harness.gate.finding import Finding, LayerResult, Verdict
 from harness.gate.measured import Measured, coverage
-
-MARGINS = Margins(negligible=0.02, material=0.05, widest=0.10)
-"""Two runs of the same code differ by about the first; the second must not pass."""
+from harness.gate.settings import GateSettings, default_settings
 
 
 def case_names() -> list[str]:
@@ -34,8 +32,8 @@ def measure() -> Measured:
     return measure_on_gpu()
 
 
-def judge(now: Measured, baseline: Baseline) -> LayerResult:
-    """Compare with a baseline of the same device and the same yardsticks.
+def judge(now: Measured, baseline: Baseline, settings: GateSettings | None = None) -> LayerResult:
+    """Compare with a baseline of the same device and the same yardsticks, by the margins `latency`.
 
     Returns a single inconclusive finding where they differ: another device, or another version of what the yardsticks
     are made of.
@@ -49,17 +47,19 @@ def judge(now: Measured, baseline: Baseline) -> LayerResult:
             "latency", (Finding("latency", Verdict.inconclusive, reason),), made_on, now.remarks
         )
     effects = {case: _effect(now, baseline, case) for case in sorted(set(now.cases) & set(baseline.cases))}
-    compared = [Finding(case, found.verdict(MARGINS), str(found)) for case, found in effects.items()]
+    margins = (settings or default_settings()).latency
+    compared = [Finding(case, found.verdict(margins), str(found)) for case, found in effects.items()]
     findings = (*_throttled(now), *coverage(now, baseline), *compared)
     return LayerResult("latency", findings, made_on, (*now.remarks, *_worst(effects)))
 
 
-def unfit(now: Measured) -> Iterator[str]:
+def unfit(now: Measured, settings: GateSettings | None = None) -> Iterator[str]:
     """Why these figures must not become a baseline: skipped cases, a throttled device, or too much noise."""
     yield from (finding.reason for finding in _throttled(now))
+    widest = (settings or default_settings()).latency.widest
     for case, values in now.cases.items():
         found = effect(values["ratios"], values["ratios"])
-        if found.upper - found.lower > MARGINS.widest:
+        if found.upper - found.lower > widest:
             yield f"{case}: too much noise ({found})"
 
 

@@ -9,18 +9,15 @@ from harness.gate.baseline import Baseline
 from harness.gate.effect import Margins, effect
 from harness.gate.finding import Finding, LayerResult, Verdict
 from harness.gate.measured import Measured, coverage
+from harness.gate.settings import GateSettings, default_settings
 
 ROUNDS, MOST_ROUNDS = 20, 80
-MARGINS = Margins(negligible=0.5, material=1.0, widest=0.5)
-"""Wide on purpose: five busy processes per core, which share its caches, made the same code dearer by up to 48 %
-beside the yardstick. A quiet machine repeats within 5 %, and its ratios are printed for who wants to look closer."""
+SETTLED = 1 / 6  # bounds of a ratio so close are close enough
 
 Work = Callable[[], object]
 
 
 ATTENTION = "CPU attention: decode over paged KV"
-ATTENTION_MARGINS = Margins(negligible=0.75, material=1.5, widest=1.5)
-"""Memory that other processes use at the same time slows gathers and products unequally; a lost buffer costs more."""
 
 
 def case_names() -> list[str]:
@@ -42,9 +39,10 @@ def measure() -> Measured:
     return Measured("policy", f"policy-python-{python}", {"python": python}, None, cases)
 
 
-def margins_of(case: str) -> Margins:
+def margins_of(case: str, settings: GateSettings | None = None) -> Margins:
     """How much slower a case may be."""
-    return ATTENTION_MARGINS if case == ATTENTION else MARGINS
+    chosen = settings or default_settings()
+    return chosen.attention if case == ATTENTION else chosen.policy
 
 
 def rounds(work: Work, yardstick: Work) -> list[float]:
@@ -74,30 +72,32 @@ def rounds(work: Work, yardstick: Work) -> list[float]:
 def _settled(found: list[float]) -> bool:
     """Whether more rounds would tell little more; looks at their spread alone."""
     bounds = effect(found, found)
-    return bounds.upper - bounds.lower < MARGINS.widest / 3
+    return bounds.upper - bounds.lower < SETTLED
 
 
-def judge(now: Measured, baseline: Baseline) -> LayerResult:
+def judge(now: Measured, baseline: Baseline, settings: GateSettings | None = None) -> LayerResult:
     """Compare with a baseline of the same Python; another interpreter speeds loops and calls up differently."""
     made_on = f"Python {now.made_on['python']}, {len(now.cases)} ratios"
     if baseline.made_on != now.made_on:
         reason = f"the baseline is of Python {baseline.made_on.get('python')}"
         return LayerResult("policy", (Finding("policy", Verdict.inconclusive, reason),), made_on)
-    compared = (_compare(case, now, baseline) for case in sorted(set(now.cases) & set(baseline.cases)))
+    compared = (
+        _compare(case, now, baseline, settings) for case in sorted(set(now.cases) & set(baseline.cases))
+    )
     return LayerResult("policy", (*coverage(now, baseline), *compared), made_on)
 
 
-def unfit(now: Measured) -> Iterator[str]:
+def unfit(now: Measured, settings: GateSettings | None = None) -> Iterator[str]:
     """Why these figures must not become a baseline: rounds so far apart that no later run could pass."""
     for case, values in now.cases.items():
         found = effect(values["ratios"], values["ratios"])
-        if found.upper - found.lower > margins_of(case).widest:
+        if found.upper - found.lower > margins_of(case, settings).widest:
             yield f"{case}: too much noise ({found}); try again on a quieter machine"
 
 
-def _compare(case: str, now: Measured, baseline: Baseline) -> Finding:
+def _compare(case: str, now: Measured, baseline: Baseline, settings: GateSettings | None) -> Finding:
     found = effect(now.cases[case]["ratios"], baseline.cases[case]["ratios"])
-    return Finding(case, found.verdict(margins_of(case)), f"{found}")
+    return Finding(case, found.verdict(margins_of(case, settings)), f"{found}")
 
 
 def _seconds(work: Work) -> float:

@@ -14,6 +14,7 @@ from harness.gate.measured import Measured, coverage
 from harness.gate.resource.compiling import Resources, refuse_interpreter, resources
 from harness.gate.resource.rules import broken
 from harness.gate.resource.rules import judge as judge_one
+from harness.gate.settings import GateSettings, default_settings
 
 if TYPE_CHECKING:
     from paged_kernels.configuration import KernelConfiguration
@@ -58,7 +59,7 @@ def case_of(configuration: "KernelConfiguration", capability: int) -> tuple[str,
         return name, {_UNCOMPILED: _in_one_line(error)}
 
 
-def judge(now: Measured, baseline: Baseline) -> LayerResult:
+def judge(now: Measured, baseline: Baseline, settings: GateSettings | None = None) -> LayerResult:
     """Compare with a baseline of the same Triton version; another version compiles other code.
 
     Returns a single inconclusive finding for a baseline of another version.
@@ -69,11 +70,13 @@ def judge(now: Measured, baseline: Baseline) -> LayerResult:
             f"the baseline is of Triton {baseline.made_on.get('triton')}: other compilers make other code"
         )
         return LayerResult("resource", (Finding("resource", Verdict.inconclusive, reason),), made_on)
-    return LayerResult("resource", (*coverage(now, baseline), *_compared(now, baseline)), made_on)
+    more = (settings or default_settings()).resource.more_instructions
+    return LayerResult("resource", (*coverage(now, baseline), *_compared(now, baseline, more)), made_on)
 
 
-def unfit(now: Measured) -> Iterator[str]:
+def unfit(now: Measured, settings: GateSettings | None = None) -> Iterator[str]:
     """Why these figures must not become a baseline: what does not compile, spills or cannot launch."""
+    del settings  # no margin excuses these
     for name, values in now.cases.items():
         if _UNCOMPILED in values:
             yield f"{name} does not compile: {values[_UNCOMPILED]}"
@@ -81,13 +84,14 @@ def unfit(now: Measured) -> Iterator[str]:
             yield from (f"{name}: {wrong}" for wrong in broken(_capability(name), Resources(**values)))
 
 
-def _compared(now: Measured, baseline: Baseline) -> Iterable[Finding]:
+def _compared(now: Measured, baseline: Baseline, more: float) -> Iterable[Finding]:
     for name in sorted(set(now.cases) & set(baseline.cases)):
         values = now.cases[name]
         if _UNCOMPILED in values:
             yield Finding(name, Verdict.regressed, f"does not compile: {values[_UNCOMPILED]}")
         else:
-            yield judge_one(name, _capability(name), Resources(**values), Resources(**baseline.cases[name]))
+            before = Resources(**baseline.cases[name])
+            yield judge_one(name, _capability(name), Resources(**values), before, more)
 
 
 def _capability(name: str) -> int:
