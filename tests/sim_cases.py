@@ -1,7 +1,10 @@
 """Small replays for the tests of the simulated side: a workload, a constant or linear price, one call to run them."""
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from engine.core.contiguous import ContiguousManager
 from engine.core.identity import KeyIdentity
@@ -103,6 +106,16 @@ def stream(
     Replay(arrivals, scheduler, executor, recorder, live=live, forget=True).run()
     recorder.finish(scheduler.stats)
     return recorder
+
+
+def fingerprint(log: RunLog) -> str:
+    """A name for every byte of a log."""
+    book = hashlib.sha256()
+    for columns in (log.steps, log.requests):
+        for name in columns:
+            book.update(np.ascontiguousarray(columns[name]).tobytes())
+    book.update(log.itl_s.tobytes() + log.itl_weight.tobytes())
+    return book.hexdigest()
 
 
 def contiguous(slots: int, longest: int) -> KVCacheManager:

@@ -11,6 +11,9 @@ from harness.point.cost import cost_model
 from harness.point.simulate import simulate_metrics
 from harness.point.workload import build_workload
 
+DROPPED = "dropped"
+"""Beside the outcomes: requests that never entered; the user or the reader left them out, so they break no goal."""
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -57,7 +60,8 @@ class Trials:
             trial = self._trial(config, {}, {"rejected": 1}, None, fits=False)
         else:
             prediction = simulate_metrics(workload, cost_model(config), config.decoding.beam_churn)
-            found = (prediction.metrics, prediction.outcome, prediction.extrapolated)
+            outcome = {**prediction.outcome, DROPPED: sum(workload.trace.header.dropped.values())}
+            found = (prediction.metrics, outcome, prediction.extrapolated)
             trial = self._trial(config, *found, fits=True)
         self.made.append(trial)
         return trial
@@ -71,7 +75,7 @@ class Trials:
         *,
         fits: bool,
     ) -> Trial:
-        lost = sum(count for name, count in outcome.items() if name != "finished")
+        lost = sum(count for name, count in outcome.items() if name not in ("finished", DROPPED))
         return Trial(
             config.workload.request_rate,
             config.cache.pool_tokens,

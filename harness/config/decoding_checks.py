@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from os.path import exists, expanduser
 
 from harness.config.errors import ConfigError
-from harness.config.schema import DecodingMode, RunConfig
+from harness.config.schema import CachePolicy, DecodingMode, DraftPlace, RunConfig
 
 
 def check_decoding(config: RunConfig) -> Iterator[ConfigError]:
@@ -62,6 +62,11 @@ def _drafts(config: RunConfig) -> Iterator[ConfigError]:
             "decoding.draft_tokens",
             f"found {drafts}, but a request has {width} sequences, and speculation is for one; set draft_tokens=0, or "
             "beam_width and n to 1",
+        )
+    if decoding.draft_place is DraftPlace.fork and config.cache.policy is not CachePolicy.paged:
+        yield ConfigError(
+            "decoding.draft_place",
+            f"found fork, but cache.policy={config.cache.policy} shares no blocks with a child; use lookahead",
         )
     if drafts >= budget:
         yield ConfigError(

@@ -99,9 +99,11 @@ def _first_run(file: Path, stamp: int) -> Chosen:
         columns = read_columns(file)
     except ForeignFileError as error:
         raise ConfigError(KEY, str(error)) from None
-    missing = [name for name in COLUMNS if name not in columns]
+    missing = [n for n in COLUMNS if n not in columns or not np.issubdtype(columns[n].dtype, np.integer)]
     if missing:
-        raise ConfigError(KEY, f"{file}: no table of beam parents, it lacks {', '.join(missing)}")
+        raise ConfigError(
+            KEY, f"{file}: no table of beam parents, it lacks whole numbers in {', '.join(missing)}"
+        )
     order = np.lexsort([columns[name] for name in ("hypothesis", "selection", "request_id")])
     order = order[columns["run"][order] == 0]
     chosen: dict[int, list[list[int]]] = {}
@@ -110,7 +112,7 @@ def _first_run(file: Path, stamp: int) -> Chosen:
     )
     for request_id, hypothesis, parent in rows:
         choices = chosen.setdefault(request_id, [])
-        if hypothesis == 0:
+        if hypothesis == 0 or not choices:
             choices.append([])
         choices[-1].append(parent)
     return chosen

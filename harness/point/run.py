@@ -42,7 +42,9 @@ def check_point(config: RunConfig) -> None:
         draft = draft_shape(config)
         token_bytes = pool.kv_bytes_per_token + (draft.kv_bytes_per_token if draft else 0)
         check_memory(pool.tokens * token_bytes, config.engine)
-    build_workload(config)
+    workload = build_workload(config)
+    if config.measure:
+        _check_widths(config, workload)
     check_cost(config)
 
 
@@ -65,6 +67,19 @@ def check_model(config: RunConfig) -> None:
     except ModelError as error:
         raise ConfigError("model.path" if config.model.path else "model.family", str(error)) from error
     _check_draft(config)
+
+
+def _check_widths(config: RunConfig, workload: Workload) -> None:
+    """The engine tells a request's sequences apart by their first tokens."""
+    vocab = model_shape(config.model).vocab
+    for row in workload.trace.requests:
+        width = workload.forms.of(row).width
+        if width > vocab:
+            raise ConfigError(
+                "workload.widths",
+                f"request {row.request_id} has {width} sequences, more than {config.model.name} has tokens "
+                f"({vocab:,}); set workload.widths=configured",
+            )
 
 
 def _check_draft(config: RunConfig) -> None:

@@ -82,7 +82,8 @@ def _request(workload: Workload, row: TraceRequest, identity: BlockIdentity | No
 def _output_tokens(workload: Workload, row: TraceRequest, form: Form) -> int:
     """The trace's output, or, where sampled branches end by chance, the longest branch's."""
     survival = workload.chance.survival
-    if survival is None or form.decoding is not Decoding.SAMPLE:
+    never_runs = form.width > workload.limits.max_running
+    if survival is None or form.decoding is not Decoding.SAMPLE or never_runs:
         return row.output_tokens
     branches = range(form.width)
     return max(survival.length(row.request_id, branch, row.output_tokens) for branch in branches)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import log
+from math import log, log1p
 
 from engine.core.plan import StepPlan
 from engine.core.request import Decoding, Request
@@ -29,7 +29,7 @@ class BranchSurvival:
         if self.hazard >= 1:
             return 1
         uniform = (Draws(self.seed, request_id, _ENDS + branch).below(SCALE) + 0.5) / SCALE
-        return min(longest, 1 + int(log(uniform) / log(1 - self.hazard)))
+        return 1 + int(min(longest - 1, log(uniform) / log1p(-self.hazard)))
 
     @classmethod
     def fitted(cls, lengths: Sequence[int], longest: Sequence[int]) -> "BranchSurvival":

@@ -15,7 +15,7 @@ from harness.capacity.slo import met, parse_slo
 from harness.capacity.trials import Trials
 from harness.cli.main import main
 from harness.config.errors import UserError
-from harness.config.schema import CostKind, ReplayMode, RunConfig
+from harness.config.schema import CostKind, Oversize, ReplayMode, RunConfig
 
 
 @given(st.floats(1e-2, 1e5), st.floats(1e-2, 1e5))
@@ -120,6 +120,14 @@ def test_a_request_that_cannot_fit_breaks_every_slo() -> None:
     trials = Trials(single_server(), parse_slo("queue_mean<1e9"))
     assert not trials.run(0, pool_tokens=16).met
     assert "1 of 1 simulations had rejected requests" in lost_text(trials.made)
+
+
+def test_dropped_requests_are_named_and_break_no_goal() -> None:
+    config = single_server()
+    config.workload.oversize, config.cache.max_model_len = Oversize.drop, 100
+    trials = Trials(config, parse_slo("queue_mean<1e9"))
+    assert trials.run(0).met
+    assert lost_text(trials.made) == "1 of 1 simulations had dropped requests"
 
 
 def test_block_sizes_are_compared_by_the_rates_that_they_hold() -> None:

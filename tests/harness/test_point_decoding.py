@@ -22,7 +22,7 @@ from harness.config.schema import (
 )
 from harness.point import check_point, point_identity, run_point
 from harness.point.workload import build_workload
-from harness.store.commit import commit_point
+from harness.store.commit import commit_point, parquet_bytes
 from harness.store.layout import Layout
 
 
@@ -174,6 +174,28 @@ def test_a_width_that_no_step_takes_is_refused_by_request(wide: RunConfig) -> No
         build_workload(wide)
 
 
+def test_a_width_beyond_the_vocabulary_is_refused_before_anything_runs(wide: RunConfig) -> None:
+    wide.model.vocab = 3
+    with pytest.raises(ConfigError, match=r"workload.widths: request 2 has 4 sequences, more than .* \(3\)"):
+        check_point(wide)
+
+
+def test_an_absurd_width_is_refused_without_drawing_its_branches(wide: RunConfig) -> None:
+    path = Path(str(wide.trace.path))
+    path.write_text(WIDE.replace(",2,3,", ",,1000000000,"))
+    wide.decoding.branch_hazard = 0.1
+    with pytest.raises(ConfigError, match=r"request 1 .*has 1000000000 sequences"):
+        build_workload(wide)
+
+
+def test_metrics_without_rows_count_the_tokens_of_ended_branches_alike(config: RunConfig) -> None:
+    sampling(config).measure, config.decoding.branch_hazard = False, 0.1
+    kept = run_point(config).record["simulated"]
+    config.replay.records = False
+    alone = run_point(config).record["simulated"]
+    assert alone["output_throughput"] == pytest.approx(kept["output_throughput"], rel=1e-12)
+
+
 def test_widths_mean_nothing_to_a_format_that_has_none() -> None:
     one, other = RunConfig(), RunConfig()
     other.workload.widths = Widths.configured
@@ -233,6 +255,20 @@ def test_recorded_beams_that_differ_are_not_chosen_among(recorded: tuple[RunConf
         check_point(config)
 
 
+@pytest.mark.parametrize("content", [b"", b"PAR1 cut", None])
+def test_a_recording_that_cannot_be_read_is_refused(
+    content: bytes | None, config: RunConfig, tmp_path: Path
+) -> None:
+    path = tmp_path / "parents.parquet"
+    columns = {name: [0.5] for name in ("run", "request_id", "selection", "hypothesis", "parent")}
+    path.write_bytes(parquet_bytes(columns) if content is None else content)
+    config.measure, config.decoding.beam_width, config.decoding.beam_parents = False, 2, str(path)
+    with pytest.raises(
+        ConfigError, match=r"decoding.beam_parents: .*(cannot be read|lacks whole numbers in run)"
+    ):
+        check_point(config)
+
+
 def test_another_recording_is_another_point(recorded: tuple[RunConfig, Path]) -> None:
     config, store = recorded
     config.measure, config.decoding.beam_parents = False, str(store)
@@ -280,6 +316,12 @@ def test_options_of_decoding_that_contradict_are_refused_by_key(change: dict, me
     config = RunConfig()
     config.decoding = replace(config.decoding, **change)
     assert any(str(error).startswith(message) for error in check_config(config))
+
+
+def test_forked_drafts_in_contiguous_memory_are_refused_by_key() -> None:
+    config = drafting(RunConfig(), DraftPlace.fork)
+    config.cache.policy = CachePolicy.contiguous_oracle
+    assert [error.key for error in check_config(config)] == ["decoding.draft_place"]
 
 
 def test_options_that_do_not_apply_make_no_other_point() -> None:

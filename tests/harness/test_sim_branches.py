@@ -38,6 +38,11 @@ def test_branch_lengths_are_geometric_and_cut_at_the_limit() -> None:
     assert np.mean([length == 100 for length in lengths]) == pytest.approx(0.95**99, abs=0.01)
 
 
+@pytest.mark.parametrize("hazard", [1e-17, 5e-324])
+def test_a_hazard_too_small_to_tell_from_nothing_ends_nothing(hazard: float) -> None:
+    assert BranchSurvival(hazard).length(1, 0, 500) == 500
+
+
 @pytest.mark.parametrize("hazard", [0.0, 0.01, 0.2])
 def test_the_fitted_hazard_is_the_one_that_drew_the_lengths(hazard: float) -> None:
     survival = BranchSurvival(hazard)

@@ -4,13 +4,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from point_cases import small_config
+from point_cases import small_config, with_trace
 
 from harness.cli.main import main
 from harness.config.errors import ConfigError
 from harness.config.normal import normalise
 from harness.config.schema import CostKind, ReplayMode, RunConfig, TraceFormat
 from harness.point import check_point, run_point
+from harness.report import verdict_lines
+from harness.store.commit import commit_point
 
 
 def closed(config: RunConfig) -> RunConfig:
@@ -59,6 +61,28 @@ def test_a_deadline_leaves_unfinished_requests_in_the_outcome(tmp_path: Path) ->
     outcome = run_point(config).record["outcome"]["simulated"]
     assert outcome["unfinished"] > 0
     assert sum(outcome.values()) == 16
+
+
+ZERO = "arrival_s,prompt_tokens,output_tokens\n0,20,5\n0.1,30,0\n0.2,10,4\n"
+
+
+def test_requests_without_output_are_dropped_and_lead_the_verdict(tmp_path: Path) -> None:
+    path = tmp_path / "zero.csv"
+    path.write_text(ZERO)
+    config = with_trace(small_config(tmp_path), TraceFormat.simple, path)
+    config.measure, config.workload.request_rate, config.workload.length_scale = False, None, 1.0
+    result = run_point(config)
+    assert result.record["outcome"]["dropped"] == 1
+    commit_point(tmp_path / "store", "a" * 32, result.record | {"config": {}}, result.tables)
+    assert "1 dropped before the replay" in verdict_lines(tmp_path / "store")[0]
+
+
+def test_unfinished_requests_lead_the_verdict(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    config.measure, config.replay.duration_s = False, 0.05
+    result = run_point(config)
+    commit_point(tmp_path / "store", "a" * 32, result.record | {"config": {}}, result.tables)
+    assert verdict_lines(tmp_path / "store")[0].startswith("NOT all requests finished at 1 point")
 
 
 def test_metrics_alone_equal_those_of_the_rows(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Over every policy and every way of arriving: fast-forward changes no record, and a recording plays back."""
 
-import hashlib
 import json
 import os
 import subprocess
@@ -10,11 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sim_cases import LinearCost, request
+from sim_cases import LinearCost, fingerprint, request
 
 from engine.core.contiguous import ContiguousManager
 from engine.core.limits import Preemption, SchedulerLimits, Scheduling
@@ -116,15 +114,6 @@ def case(rows: list, manager: str, limits: SchedulerLimits, arriving: str) -> Ca
 CASES = st.builds(
     case, ROWS, st.sampled_from(sorted(MANAGERS)), LIMITS, st.sampled_from(["open", "users", "sessions"])
 )
-
-
-def fingerprint(log: RunLog) -> str:
-    book = hashlib.sha256()
-    for columns in (log.steps, log.requests):
-        for name in columns:
-            book.update(np.ascontiguousarray(columns[name]).tobytes())
-    book.update(log.itl_s.tobytes() + log.itl_weight.tobytes())
-    return book.hexdigest()
 
 
 @given(CASES)

@@ -1,4 +1,3 @@
-import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -6,27 +5,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sim_cases import LinearCost, contiguous, replay, request
+from sim_cases import LinearCost, contiguous, fingerprint, replay, request
 
 from engine.core.limits import SchedulerLimits
 from engine.core.paged import PagedManager
 from engine.core.plan import StepPlan
 from engine.core.request import Decoding
 from engine.core.scheduler import Scheduler
-from harness.metrics.log import RunLog
 from harness.sim.executors import RecordedExecutor, RecordingEndedError, SimulatedExecutor
 from harness.sim.genealogy import BeamGenealogy
 from harness.sim.recorder import Recorder, digests_differ
 from harness.sim.replay import Replay
-
-
-def fingerprint(log: RunLog) -> str:
-    book = hashlib.sha256()
-    for columns in (log.steps, log.requests):
-        for name in columns:
-            book.update(np.ascontiguousarray(columns[name]).tobytes())
-    book.update(log.itl_s.tobytes() + log.itl_weight.tobytes())
-    return book.hexdigest()
 
 
 def test_a_lone_request_takes_the_sum_of_its_steps() -> None:
