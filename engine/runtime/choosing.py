@@ -11,6 +11,7 @@ from engine.core.request import Decoding
 from engine.runtime.drawing import Draw, draw_all
 from engine.runtime.errors import NaNLogitsError
 from engine.runtime.logprobs import note_logprobs
+from engine.runtime.native.best import best_tokens
 from engine.runtime.searching import advance_searches
 from engine.runtime.sequences import Generation
 
@@ -41,7 +42,7 @@ class TokenChooser:
 
         A request with NaN in its logits is `failed`, with an error that names step and sequence, and gets no token.
         """
-        best, greedy = logits.max(dim=-1)
+        best, greedy = best_tokens(logits)
         choice = Choice(failed=nan_rows(step, rows, best))
         kinds: dict[Decoding, list[int]] = defaultdict(list)
         for index, row in enumerate(rows):

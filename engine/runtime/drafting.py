@@ -16,6 +16,7 @@ from engine.runtime.batch import StepBatch, build_batch
 from engine.runtime.errors import ModelError, NaNLogitsError
 from engine.runtime.kv_pool import KVPool
 from engine.runtime.model import LoadedModel
+from engine.runtime.native.best import best_tokens
 from engine.runtime.sequences import Generation
 from engine.runtime.spans import Spans
 from engine.runtime.step import PagedStep
@@ -62,7 +63,7 @@ class Drafter:
         for ahead in range(max((row.drafts for row in drafting), default=0)):
             going = [_one_token(row, ahead) for row in drafting if row.drafts > ahead]
             batch, logits = self._run(going, generations)
-            best, tokens = logits.max(dim=-1)
+            best, tokens = best_tokens(logits)
             if bool(torch.isnan(best).any()):
                 raise NaNLogitsError(f"step {step}: NaN in the logits of the draft model {self._draft.name}")
             for row, token in zip(batch.sampled, tokens.tolist(), strict=True):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from engine.runtime import huge_pages
 from engine.runtime.probe import LayerShape
 from paged_kernels.torch_cache import copy_blocks
 
@@ -44,12 +45,11 @@ class KVPool:
             shape for layer in shapes for shape in layer
         ]  # K of layer 0, V of layer 0, K of layer 1, ...
         self._stacks = {
-            shape: torch.full(
-                (wanted.count(shape), num_blocks + 1, block_size, *shape), POISON, dtype=dtype, device=device
-            )
+            shape: _device_memory((wanted.count(shape), num_blocks + 1, block_size, *shape), dtype, device)
             for shape in dict.fromkeys(wanted)
         }
         for stack in self._stacks.values():
+            stack.fill_(POISON)
             stack[:, 0] = 0.0
         self._host = {
             shape: _host_memory((len(stack), host_blocks, *stack.shape[2:]), dtype, device)
@@ -108,6 +108,12 @@ class KVPool:
     def null_block_is_clean(self) -> bool:
         """Whether the null block is still all zeros."""
         return not any(bool(stack[:, 0].any()) for stack in self._stacks.values())
+
+
+def _device_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if device.type == "cpu":
+        return huge_pages.empty(shape, dtype)
+    return torch.empty(*shape, dtype=dtype, device=device)
 
 
 def _host_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

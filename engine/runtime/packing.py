@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from engine.runtime import huge_pages
+
 Forward = Callable[[torch.Tensor], torch.Tensor]
 
 _BATCH = 64  # rows that the layout is chosen for; any number works
@@ -62,7 +64,8 @@ def _faster(layer: torch.nn.Linear) -> Forward:
 
 
 def _transposed(layer: torch.nn.Linear) -> Forward:
-    weight = layer.weight.detach().t().contiguous().t()
+    own = layer.weight.detach().t()
+    weight = huge_pages.empty(own.shape, own.dtype).copy_(own).t()
     run, bias = torch.nn.functional.linear, layer.bias
     return lambda x: run(x, weight, bias)
 

@@ -209,3 +209,37 @@ def test_tokens_are_those_of_the_torch_backend(family, model_of, prompts):
         outputs = llm.generate(prompts, SamplingParams(max_tokens=12, temperature=0))
         said.append([output.outputs[0].token_ids for output in outputs])
     assert said[0] == said[1]
+
+
+@compiled
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [1, 15, 16, 501])
+def test_the_best_token_is_torchs_and_the_first_of_equals(dtype, vocab):
+    from engine.runtime.native.best import best_tokens
+
+    logits = torch.randn(9, vocab, generator=torch.Generator().manual_seed(vocab)).to(dtype)
+    logits[3] = logits[3].round()
+    logits[4] = float("-inf")
+    best, place = best_tokens(logits)
+    assert torch.equal(best, logits.max(dim=-1).values.float())
+    assert place.tolist() == [row.tolist().index(max(row.tolist())) for row in logits]
+
+
+@compiled
+@pytest.mark.parametrize("where", [0, 7, 16, 36])
+def test_one_nan_among_the_logits_is_not_overlooked(where):
+    from engine.runtime.native.best import best_tokens
+
+    logits = torch.randn(2, 37)
+    logits[1, where] = float("nan")
+    assert torch.isnan(best_tokens(logits)[0]).tolist() == [False, True]
+
+
+def test_large_host_memory_is_a_plain_writable_tensor():
+    from engine.runtime import huge_pages
+
+    for rows in (3, 5000):
+        memory = huge_pages.empty((rows, 1024), torch.bfloat16)
+        memory.fill_(2.0)
+        assert memory.is_contiguous()
+        assert float(memory.float().sum()) == 2048.0 * rows
