@@ -20,6 +20,7 @@ from engine.runtime.model import LoadedModel
 from engine.runtime.spans import NO_SPANS
 from engine.runtime.static_plan import StaticInputs, StaticPlan
 from engine.runtime.step import PagedStep
+from paged_kernels import Workspace
 
 Pass = Callable[[], torch.Tensor]
 _WARM_UPS = 2  # passes before a recording: they compile kernels and settle allocations
@@ -84,14 +85,28 @@ class DecodeGraphs:
         self._inputs = StaticInputs(most, -(-longest // pool.block_size), pool.device)
         self._sizes = graph_sizes(most)
         self._passes: dict[int, Pass] = {}
+        self._workspace = (
+            Workspace()
+        )  # its own: steps that run beside the graphs may need more, and move theirs
         with torch.inference_mode():
+            if backend == "triton":
+                self._settle()
             for size in reversed(self._sizes):
                 self._inputs.clear()
                 self._passes[size] = recorder.record(self._pass(size))
 
+    def _settle(self) -> None:
+        """Run the largest batch once, so that scratch has its final place before anything records addresses.
+
+        What the kernels take depends on rows alone; torch's path, which tests record, takes more as contexts grow.
+        """
+        self._inputs.clear()
+        self._pass(self._sizes[-1])()
+        self._workspace.freeze()
+
     def _pass(self, size: int) -> Pass:
         inputs = self._inputs
-        plan = StaticPlan(inputs, size, self._backend)
+        plan = StaticPlan(inputs, size, self._backend, self._workspace)
         paged = PagedStep(plan, inputs.slots[:size], self._pool, NO_SPANS)
 
         def run() -> torch.Tensor:

@@ -5,7 +5,7 @@ one runs.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -15,6 +15,9 @@ from engine.runtime.kv_pool import KVPool
 from paged_kernels import Scoring, Workspace, torch_cache
 from paged_kernels.torch_decode import plan_decode, run_decode
 from paged_kernels.torch_prefill import plan_prefill, run_prefill
+
+if TYPE_CHECKING:
+    from engine.runtime.cascading import SharedStep
 
 
 class PrefillRow(NamedTuple):
@@ -76,14 +79,21 @@ class TorchPlan:
 
 
 class TritonPlan:
-    """All decode rows in one launch, all prefill rows in another; tables and lengths stay on the device."""
+    """All decode rows in one launch (or in the few of a cascade), all prefill rows in another.
+
+    Tables and lengths cross to the device once a step; lengths are known here, so the host says where one part a row is
+    enough. Any other number of parts is left to the device: each is a kernel of its own to compile.
+    """
 
     def __init__(self, layout: StepLayout, pool: KVPool, workspace: Workspace) -> None:
-        from paged_kernels import triton_cache, triton_decode, triton_prefill
+        from paged_kernels import triton_cache, triton_cascade, triton_decode, triton_prefill
 
         self.store = triton_cache.store
         self._run_decode, self._run_prefill = triton_decode.run_decode, triton_prefill.run_prefill
-        self._decode_rows = slice(0, len(layout.lengths))
+        self._run_cascade = triton_cascade.run_cascade
+        self._layout, self._pool, self._workspace = layout, pool, workspace
+        self._shared: dict[tuple[int, int, int], SharedStep | None] = {}
+        self._splits: dict[int, int | None] = {}
         self._tables = _int32(_widened(layout.tables), pool.device)
         self._lengths = _int32(layout.lengths, pool.device)
         prefills = layout.prefills
@@ -97,12 +107,55 @@ class TritonPlan:
         self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scoring: Scoring, out: torch.Tensor
     ) -> None:
         """Run the decode rows, then the prefill rows."""
-        rows = self._decode_rows
+        rows = slice(0, len(self._layout.lengths))
         if rows.stop:
-            self._run_decode(q[rows], keys, values, self._tables, self._lengths, scoring, out[rows])
+            self._decode(q[rows], keys, values, scoring, out[rows])
         if self._queries:
             spans = (self._prefill_tables, self._prefill_lengths, self._bounds, self._queries)
             self._run_prefill(q, keys, values, *spans, scoring, out)
+
+    def _decode(
+        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scoring: Scoring, out: torch.Tensor
+    ) -> None:
+        shared = None if self._is_cut(scoring.window) else self._halves(q, keys, values)
+        if shared is not None:
+            prefixes, tables, lengths = shared
+            arguments = (q, keys, values, prefixes, tables, lengths, scoring, out)
+            self._run_cascade(*arguments, workspace=self._workspace)
+            return
+        splits = self._one_part(keys.shape[2])
+        flat = (q, keys, values, self._tables, self._lengths, scoring, out, None, splits)
+        self._run_decode(*flat, workspace=self._workspace)
+
+    def _is_cut(self, window: int) -> bool:
+        """Whether a window hides keys of a row: of a shared prefix then little is read, and nothing is gained."""
+        return 0 < window < int(self._layout.lengths.max())
+
+    def _halves(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> "SharedStep | None":
+        """The division of the rows, made once for all layers of one shape."""
+        token_bytes = keys[0, 0].nbytes + values[0, 0].nbytes
+        shape = (q.shape[1], keys.shape[2], token_bytes)
+        if shape not in self._shared:
+            from engine.runtime.cascading import share_step
+
+            self._shared[shape] = share_step(
+                self._layout.tables,
+                self._layout.lengths,
+                self._pool.block_size,
+                token_bytes=token_bytes,
+                group=q.shape[1] // keys.shape[2],
+                device=self._pool.device,
+            )
+        return self._shared[shape]
+
+    def _one_part(self, kv_heads: int) -> int | None:
+        """1 where a row in one part fills the device, which saves the second launch; None: balanced there."""
+        if kv_heads not in self._splits:
+            from paged_kernels.triton_config import pick_splits
+
+            splits = pick_splits(tuple(self._layout.lengths.tolist()), kv_heads, self._pool.device)
+            self._splits[kv_heads] = 1 if splits == 1 else None
+        return self._splits[kv_heads]
 
 
 def plan_attention(layout: StepLayout, pool: KVPool, workspace: Workspace, backend: str) -> AttentionPlan:

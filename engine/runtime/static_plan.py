@@ -3,7 +3,7 @@
 import torch
 
 from engine.runtime.batch import StepBatch
-from paged_kernels import Scoring, paged_attention_decode, torch_cache
+from paged_kernels import Scoring, Workspace, paged_attention_decode, torch_cache
 
 
 class StaticInputs:
@@ -38,9 +38,14 @@ class StaticInputs:
 
 
 class StaticPlan:
-    """Attention of the first `size` rows of the buffers, as they are when it runs."""
+    """Attention of the first `size` rows of the buffers, as they are when it runs.
 
-    def __init__(self, inputs: StaticInputs, size: int, backend: str) -> None:
+    Always flat, with parts balanced on the device: a recording keeps its grids, and which rows share blocks changes
+    from step to step. `workspace` must not move once it is recorded.
+    """
+
+    def __init__(self, inputs: StaticInputs, size: int, backend: str, workspace: Workspace) -> None:
+        self._workspace = workspace
         self._tables, self._lengths = inputs.tables[:size], inputs.lengths[:size]
         self._backend = "torch" if backend == "native" else backend
 
@@ -61,7 +66,8 @@ class StaticPlan:
         if self._backend == "triton":
             from paged_kernels import triton_decode
 
-            triton_decode.run_decode(q, keys, values, self._tables, self._lengths, scoring, out)
+            rows = (self._tables, self._lengths)
+            triton_decode.run_decode(q, keys, values, *rows, scoring, out, workspace=self._workspace)
             return
         paged_attention_decode(
             q,
@@ -74,5 +80,6 @@ class StaticPlan:
             softcap=scoring.softcap,
             sinks=scoring.sinks,
             out=out,
+            workspace=self._workspace,
             backend=self._backend,
         )

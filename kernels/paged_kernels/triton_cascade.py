@@ -77,9 +77,13 @@ def run_cascade(
 
 
 def pick_prefix_splits(programs: int, longest: int, device: torch.device) -> int:
-    """Parts of the prefix so that two programs a multiprocessor run: packed rows leave few of them."""
+    """Parts of the prefix so that two programs a multiprocessor run: packed rows leave few of them.
+
+    A power of two: the number is a constant of the kernel, and an engine's steps shall not compile many.
+    """
     most = max(1, min(MAX_SPLITS, longest // SPLIT_TOKENS))
-    return min(most, max(1, -(-2 * multiprocessors(device) // programs)))
+    wanted = min(most, max(1, -(-2 * multiprocessors(device) // programs)))
+    return 1 << (wanted.bit_length() - 1)
 
 
 def _launch_prefix(
