@@ -10,7 +10,7 @@ from engine.runtime.adopting import adopt_layers
 from engine.runtime.backends import engine_backend
 from engine.runtime.graphs import GraphOptions
 from engine.runtime.model import LoadedModel
-from engine.runtime.options import EngineOptions, build_manager
+from engine.runtime.options import EngineOptions, MakeScheduler, build_manager
 from engine.runtime.packing import can_pack, is_small
 from engine.runtime.runner import Runner
 from engine.runtime.sizing import PoolSize, pool_size
@@ -34,7 +34,7 @@ def build_parts(
         adopt_layers(loaded.model)
     limits, capacity = _sizes(loaded, options, draft)
     longest = limits.max_model_len or loaded.max_position
-    scheduler = Scheduler(build_manager(options, capacity.blocks, longest), limits)
+    scheduler = (options.scheduler or _plain_scheduler(options))(capacity.blocks, limits)
     runner = Runner(
         loaded,
         num_blocks=capacity.blocks,
@@ -51,6 +51,14 @@ def build_parts(
         clock=clock,
     )
     return EngineParts(limits, capacity, scheduler, runner)
+
+
+def _plain_scheduler(options: EngineOptions) -> MakeScheduler:
+    def make(blocks: int, limits: SchedulerLimits) -> Scheduler:
+        assert limits.max_model_len is not None  # `_sizes` has set it
+        return Scheduler(build_manager(options, blocks, limits.max_model_len), limits)
+
+    return make
 
 
 def _packs_well(loaded: LoadedModel) -> bool:

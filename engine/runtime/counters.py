@@ -19,6 +19,7 @@ class EngineCounters:
     prefix_hits: int = 0
     resumed_hits: int = 0  # found again after a preemption
     preemptions: int = 0
+    swaps: int = 0  # preemptions that saved the blocks in host memory, of requests that are over
     copies: int = 0
     running: int = 0
     waiting: int = 0
@@ -49,5 +50,6 @@ class EngineCounters:
             self.prefix_hits += metrics.cached_tokens
         if stats is not None:
             self.resumed_hits += stats.resumed_hit_tokens
+            self.swaps += stats.swaps
         reasons = [one.finish_reason for one in output.outputs] or ["error" if output.error else "abort"]
         self.finished[str(reasons[0])] += 1

@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from engine.core.errors import CoreError
 from engine.core.identity import TokenIdentity
 from engine.core.outcome import CommitReport
 from engine.core.plan import StepPlan, StepResult
@@ -86,7 +87,9 @@ class Engine:
         most = check_prompt(ids, params, self.loaded, self.limits)
         array, number = np.array(ids, dtype=np.int64), self._next
         salt = f"epoch {self._epoch}" if self._epoch else ""
-        identity = TokenIdentity(number, array, salt, share_outputs=params.beam_width == 1)
+        identity = TokenIdentity(
+            number, array, salt, algorithm=self.options.hash, share_outputs=params.beam_width == 1
+        )
         request = Request(number, len(ids), most, params.width, params.decoding, identity, priority,
             self._speculation if params.width == 1 else None)  # fmt: skip
         self.scheduler.submit(request)
@@ -132,7 +135,9 @@ class Engine:
         self._note_admitted(plan)
         try:
             result, _ = self.runner.execute(plan)
-        except (RunError, RuntimeError, MemoryError) as error:
+        except (AuditError, CoreError):
+            raise  # the books are wrong: nothing may be served on them
+        except Exception as error:  # whatever else a step's work raises ends this step's requests alone
             return outputs + self._fail_step(plan, error)
         result = self._apply_stops(result)
         report = self.scheduler.commit(plan, result)
@@ -199,7 +204,7 @@ class Engine:
     def _close(self, ticket: Ticket, reason: FinishReason | None = None) -> RequestOutput:
         """The request's last output; all that the engine keeps of it is dropped."""
         number, metrics = ticket.number, ticket.metrics
-        stats = self.scheduler.stats.get(number)
+        stats = self.scheduler.stats.pop(number, None)
         ticket.error = self.runner.failures.pop(number, None) or ticket.error
         if ticket.error is None and reason is None:
             self._read(ticket)
@@ -223,8 +228,6 @@ class Engine:
 
     def _fail_step(self, plan: StepPlan, error: Exception) -> list[RequestOutput]:
         """A step that did not run: its requests end with an error, the books go on, the others too."""
-        if isinstance(error, AuditError):
-            raise error
         numbers = list(dict.fromkeys(row.request_id for row in plan.rows))
         unmoved = {number: range(self._by_number[number].params.width) for number in numbers}
         report = self.scheduler.commit(plan, StepResult(parents=unmoved, finished=frozenset(numbers)))

@@ -1,12 +1,17 @@
 """How an engine is set up: its pool, its policy, its kernels. Plain values."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
+from engine.core.hashing import HashAlgorithm
 from engine.core.limits import SchedulerLimits
 from engine.core.manager import KVCacheManager
 from engine.core.request import SpeculationMode
 from engine.core.reservation import Placement, Reservation
+from engine.core.scheduler import Scheduler
+
+MakeScheduler = Callable[[int, SchedulerLimits], Scheduler]
 
 
 class Cache(StrEnum):
@@ -25,6 +30,9 @@ class EngineOptions:
     The pool has `pool_tokens` slots, or as many as `kv_cache_memory_bytes` hold, or what `gpu_memory_utilization` of
     the device leaves (on a CPU 1 GiB). A contiguous `cache` reserves single slots and ignores `block_size` and
     `prefix_caching`. Without `limits` a step takes 512 tokens of 64 sequences, as long as model and pool allow.
+
+    `scheduler` makes the policy from the number of blocks and the limits in effect, in place of what `prefix_caching`,
+    `copy_at_fork` and `placement` say: any manager and policies of `engine.core` can be had so.
     """
 
     pool_tokens: int | None = None
@@ -37,6 +45,8 @@ class EngineOptions:
     copy_at_fork: bool = False  # branches never share a block
     placement: Placement | str = Placement.FIRST_FIT  # of contiguous reservations
     limits: SchedulerLimits | None = None
+    scheduler: MakeScheduler | None = None
+    hash: HashAlgorithm = HashAlgorithm.SHA256  # of block names
     backend: str = "auto"
     audit: str = "sampled"
     audit_every: int = 16

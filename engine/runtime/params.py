@@ -10,6 +10,9 @@ from engine.runtime.rules import DecodingRules, EarlyStopping
 
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
+MOST = 2**31 - 1  # of any count: beyond it arithmetic on tensors ends
+LEAST_TEMPERATURE = 1e-5  # below, logits over temperature are no numbers any more
+MAX_LENGTH_PENALTY = 30.0  # length to this power is still a number
 
 
 class OutputKind(StrEnum):
@@ -57,19 +60,24 @@ class SamplingParams:
 
     def _check_ranges(self) -> None:
         for name, low, high in (
-            ("n", 1, None),
-            ("beam_width", 1, None),
-            ("temperature", 0, None),
-            ("top_k", -1, None),
+            ("n", 1, MOST),
+            ("beam_width", 1, MOST),
+            ("temperature", 0, MOST),
+            ("top_k", -1, MOST),
             ("min_p", 0, 1),
-            ("max_tokens", 1, None),
+            ("max_tokens", 1, MOST),
             ("logprobs", 0, MAX_LOGPROBS),
+            ("length_penalty", -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY),
         ):
             value = getattr(self, name)
             if value is None and name in ("max_tokens", "logprobs"):
                 continue
-            if not value >= low or (high is not None and value > high):  # "not >=" refuses NaN too
+            if not low <= value <= high:  # NaN is refused too
                 raise ParamsError(name, f"{value} is not {_range(low, high)}")
+        if 0 < self.temperature < LEAST_TEMPERATURE:
+            raise ParamsError(
+                "temperature", f"{self.temperature} is too small: 0 takes the most likely token"
+            )
         if not 0 < self.top_p <= 1:
             raise ParamsError("top_p", f"{self.top_p} is not above 0 and at most 1")
         if self.early_stopping not in (True, False, "never"):
@@ -115,5 +123,5 @@ class SamplingParams:
         )
 
 
-def _range(low: float, high: float | None) -> str:
-    return f"{low} or more" if high is None else f"between {low} and {high}"
+def _range(low: float, high: float) -> str:
+    return f"{low} or more" if high == MOST else f"between {low} and {high}"

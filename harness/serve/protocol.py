@@ -6,7 +6,7 @@ an option that is silently ignored would make a measurement worthless.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, Strict, model_validator
 
 from engine.runtime.params import MAX_LOGPROBS, OutputKind, SamplingParams
 
@@ -25,6 +25,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {  # fields whose neutral values mean not
     "store": (None, False),
 }
 _WITHOUT_EFFECT = ("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key")
+
+
+TokenId = Annotated[int, Strict()]  # JSON's true is no token id
 
 
 class StreamOptions(BaseModel):
@@ -104,7 +107,7 @@ class _Sampling(BaseModel):
 class CompletionRequest(_Sampling):
     """POST /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
     max_tokens: int | None = 16
     logprobs: Annotated[int, Field(le=MAX_LOGPROBS)] | None = None
 

@@ -1,21 +1,29 @@
 """From a command line to a listening server."""
 
 import socket
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from engine.core.limits import SchedulerLimits
+from engine.core.scheduler import Scheduler
 from harness.cli.parser import Arguments
 from harness.cli.say import say
 from harness.config.checks import check_config
 from harness.config.compose import compose_config
 from harness.config.errors import ConfigError, UserError
+from harness.config.overrides import parse_overrides
 from harness.config.schema import RunConfig
 from harness.plan.request import run_request
 from harness.point.devices import check_engine
-from harness.point.policies import limits_of
+from harness.point.policies import hash_algorithm, limits_of, new_scheduler
 from harness.point.shapes import pool_shape
 
 if TYPE_CHECKING:
     from engine.runtime.engine import Engine
+
+
+_GROUPS = ("model", "cache", "scheduler", "engine")
+_KEYS = ("decoding.draft_tokens", "decoding.draft_place", "decoding.draft_path")
 
 
 def serve(arguments: Arguments) -> int:
@@ -38,6 +46,7 @@ def serve(arguments: Arguments) -> int:
 
 
 def _config(overrides: tuple[str, ...]) -> RunConfig:
+    _check_keys(overrides)
     request = run_request(overrides)
     several = [axis.text for axis in request.axes if len(axis.settings) > 1]
     if several:
@@ -48,6 +57,20 @@ def _config(overrides: tuple[str, ...]) -> RunConfig:
         raise UserError("\n".join(map(str, errors)))
     check_engine(config.engine)
     return config
+
+
+def _check_keys(overrides: tuple[str, ...]) -> None:
+    """What a server has no use for is refused: it would seem to be in effect. Raises UserError."""
+    wrong = [axis.key for axis in parse_overrides(overrides) if not _is_served(axis.key)]
+    if wrong:
+        raise UserError(
+            f"a server has no use for {', '.join(wrong)}: requests say how they are decoded, and when they come; it "
+            f"takes {', '.join(f'{group}.*' for group in _GROUPS)} and {', '.join(_KEYS)}"
+        )
+
+
+def _is_served(key: str) -> bool:
+    return key in _KEYS or key.split(".")[0].split("/")[0] in _GROUPS
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -69,11 +92,16 @@ def build_engine(config: RunConfig) -> "Engine":
     from engine.runtime.llm import has_tokenizer
     from engine.runtime.options import EngineOptions
     from engine.runtime.text import ByteTokenizer, Tokenizer, load_tokenizer
-    from harness.measured.engine import loaded_model
+    from harness.measured.engine import draft_model, loaded_model
+
+    def policy(blocks: int, limits: SchedulerLimits) -> Scheduler:
+        shape = replace(pool, num_blocks=blocks, max_model_len=limits.max_model_len or pool.max_model_len)
+        return new_scheduler(shape, limits, config.cache, config.scheduler)
 
     pool = pool_shape(config)
     try:
         loaded = loaded_model(config)
+        draft = draft_model(config, loaded) if config.decoding.draft_tokens else None
         tokenizer: Tokenizer
         if config.model.path is not None and has_tokenizer(config.model.path):
             tokenizer = load_tokenizer(config.model.path)
@@ -85,12 +113,14 @@ def build_engine(config: RunConfig) -> "Engine":
         pool_tokens=config.cache.pool_tokens,
         block_size=pool.block_size,
         cache=str(config.cache.policy),
-        prefix_caching=pool.prefix_caching,
         backend=str(config.engine.backend),
         audit=str(config.engine.audit),
         audit_every=config.engine.audit_every,
         limits=limits_of(config.scheduler, pool.max_model_len),
+        scheduler=policy,
+        hash=hash_algorithm(config.cache),
         host_blocks=config.cache.host_tokens // pool.block_size,
-        copy_at_fork=config.cache.copy_at_fork,
+        draft_tokens=config.decoding.draft_tokens,
+        draft_mode=config.decoding.draft_place.value,
     )
-    return Engine(loaded, options, tokenizer=tokenizer)
+    return Engine(loaded, options, tokenizer=tokenizer, draft=draft)

@@ -1,0 +1,174 @@
+"""Clients that send nonsense, too much, or nothing at all: a 4xx that says so, and the server serves on."""
+
+import asyncio
+import socket
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+from serve_cases import build_engine, served, wait_until
+from tiny_models import SHAPE
+
+
+@pytest.fixture(scope="module", name="engine")
+def engine_fixture():
+    import torch
+
+    from engine.runtime.model import ModelSpec, load_model
+
+    torch.set_num_threads(1)
+    return build_engine(load_model(ModelSpec(kv_heads=2, **SHAPE)))
+
+
+@pytest.fixture(scope="module", name="address")
+def address_fixture(engine):
+    with served(engine, most_requests=40) as address:
+        yield address
+
+
+def post(address, body, path="/v1/completions"):
+    return httpx.post(f"{address}{path}", json=body, timeout=60)
+
+
+def serves(address):
+    answer = post(address, {"prompt": "the cat", "max_tokens": 2, "temperature": 0})
+    return answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 2
+
+
+def is_idle(engine):
+    return not engine.has_unfinished_requests and engine.scheduler.manager.usage(None).token == 0
+
+
+HUGE = 10**30
+WRONG = {
+    "a prompt of nothing": {"prompt": ""},
+    "no prompts": {"prompt": []},
+    "an empty list of ids": {"prompt": [[]]},
+    "ids outside of the vocabulary": {"prompt": [5, 512]},
+    "a negative id": {"prompt": [-1]},
+    "an id that no integer type holds": {"prompt": [HUGE]},
+    "a temperature next to nothing": {"prompt": [5], "temperature": 1e-310},
+    "a length penalty beyond all numbers": {
+        "prompt": [5],
+        "n": 2,
+        "use_beam_search": True,
+        "length_penalty": 1e300,
+    },
+    "a flag as an id": {"prompt": [True, False]},
+    "text and ids together": {"prompt": ["a", 5]},
+    "a prompt that is a number": {"prompt": 5},
+    "an over-long prompt": {"prompt": [5] * 4000},
+    "more tokens than there is room for": {"prompt": [5], "max_tokens": 100_000},
+    "tokens without end": {"prompt": [5], "max_tokens": HUGE},
+    "no tokens": {"prompt": [5], "max_tokens": 0},
+    "fewer than none": {"prompt": [5], "max_tokens": -1},
+    "more samples than run": {"prompt": [5], "n": 1000},
+    "samples without end": {"prompt": [5], "n": HUGE},
+    "no samples": {"prompt": [5], "n": 0},
+    "too many beams": {"prompt": [5], "n": 500, "use_beam_search": True},
+    "a cold temperature": {"prompt": [5], "temperature": -1},
+    "top_p above one": {"prompt": [5], "top_p": 1.5},
+    "top_k below none": {"prompt": [5], "top_k": -7},
+    "a top_k beyond every integer": {"prompt": [5], "top_k": HUGE},
+    "a seed beyond every integer": {"prompt": [5], "seed": HUGE * HUGE, "top_k": -7},
+    "an end token that does not exist": {"prompt": [5], "stop_token_ids": [10**9]},
+    "an empty stop string": {"prompt": [5], "stop": [""]},
+    "stop strings by the thousand": {"prompt": [5], "stop": ["x"] * 5000},
+    "logprobs without end": {"prompt": [5], "logprobs": HUGE},
+    "negative logprobs": {"prompt": [5], "logprobs": -1},
+    "a priority beyond every integer": {"prompt": [5], "priority": HUGE, "n": 0},
+    "an unknown field": {"prompt": [5], "mirostat": 2},
+    "a list": [1, 2],
+    "a string": "prompt",
+    "null": None,
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_nonsense_is_a_4xx_with_an_error_body(name, address, engine):
+    answer = post(address, WRONG[name])
+    assert 400 <= answer.status_code < 500
+    assert answer.json()["error"]["message"]
+    assert is_idle(engine)
+
+
+RAW = {
+    "a temperature that is no number": b'{"prompt": [5], "temperature": NaN}',
+    "an endless temperature": b'{"prompt": [5], "temperature": Infinity}',
+    "a top_p that is no number": b'{"prompt": [5], "top_p": NaN}',
+    "a length penalty that is no number": b'{"prompt": [5], "n": 2, "use_beam_search": true, "length_penalty": NaN}',
+    "half a surrogate": b'{"prompt": "\\ud800"}',
+    "bytes that are no text": b'{"prompt": "\xff\xfe"}',
+    "brackets by the thousand": b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "an unfinished body": b'{"prompt": [5',
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("name", RAW)
+def test_a_body_that_no_client_library_would_send_is_a_4xx(name, address):
+    headers = {"content-type": "application/json"}
+    answer = httpx.post(f"{address}/v1/completions", content=RAW[name], headers=headers, timeout=60)
+    assert 400 <= answer.status_code < 500
+    assert answer.json()["error"]["message"]
+    assert serves(address)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [],
+        [{"role": "user"}, 5],
+        [{"content": "no role"}],
+        [{"role": "user", "content": [{"type": "image_url"}]}],
+    ],
+)
+def test_a_chat_that_is_none_is_a_4xx(messages, address):
+    answer = post(address, {"messages": messages}, "/v1/chat/completions")
+    assert 400 <= answer.status_code < 500
+    assert answer.json()["error"]["message"]
+
+
+def test_more_prompts_than_the_server_takes_are_turned_away(address, engine):
+    answer = post(address, {"prompt": [[5]] * 41, "max_tokens": 2})
+    assert answer.status_code == 503
+    assert "the limit is 40" in answer.json()["error"]["message"]
+    assert serves(address)
+
+
+def test_connections_that_never_send_a_request_stop_nobody(address):
+    place = urlsplit(address)
+    idle = [socket.create_connection((place.hostname, place.port)) for _ in range(50)]
+    for one in idle[::2]:
+        one.sendall(b"POST /v1/completions HTTP/1.1\r\ncontent-length: 1000\r\n\r\n{")
+    try:
+        assert serves(address)
+    finally:
+        for one in idle:
+            one.close()
+    assert serves(address)
+
+
+def test_clients_that_come_and_go_leave_nothing_behind(address, engine):
+    async def come_and_go(client, number):
+        body = {
+            "prompt": [number % 500] * 9,
+            "max_tokens": 100,
+            "ignore_eos": True,
+            "stream": number % 2 == 0,
+        }
+        try:
+            async with asyncio.timeout(0.01 * (number % 9)):
+                await client.post("/v1/completions", json=body)
+        except (TimeoutError, httpx.HTTPError):
+            return
+
+    async def all_of_them():
+        async with httpx.AsyncClient(base_url=address, timeout=60) as client:
+            await asyncio.gather(*(come_and_go(client, number) for number in range(120)))
+
+    asyncio.run(all_of_them())
+    assert wait_until(lambda: is_idle(engine))
+    engine.scheduler.manager.check()
+    assert not engine.scheduler.stats
+    assert serves(address)
