@@ -39,7 +39,7 @@ def test_swapped_requests_come_back_as_they_were(decoding, model_of, prompts):
     tight = {"pool_tokens": 120, "block_size": 4, "prefix_caching": False}
     found, llm = run(model_of(), prompts, 64, Preemption.SWAP, decoding, host_blocks=64, **tight)
     expected, _ = run(model_of(), prompts, decoding=decoding, pool_tokens=2048)
-    assert llm.counters.swaps > 0
+    assert llm.engine.counters.swaps > 0
     assert found == expected
 
 
