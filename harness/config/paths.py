@@ -54,6 +54,16 @@ def check_kernels(key: str, named: str | None) -> Iterator[ConfigError]:
         )
     elif not os.access(file, os.R_OK):
         yield ConfigError(key, f"'{file}' cannot be read: permission denied")
+    elif not _is_parquet(file):
+        yield ConfigError(
+            key, f"'{file}' is no Parquet table; name what 'python -m harness bench kernels' wrote"
+        )
+
+
+def _is_parquet(file: Path) -> bool:
+    """By its first bytes: said now and not behind hours of points."""
+    with file.open("rb") as content:
+        return content.read(4) == b"PAR1"
 
 
 def _check_folder(key: str, name: str) -> Iterator[ConfigError]:

@@ -85,9 +85,12 @@ def kernel_shapes(config: RunConfig) -> KernelShapes:
     size = pool_shape(config).block_size
     plain = [row for row in run.rows if row["provider"] in (OURS, NATIVE) and _is_plain(row)]
     mine = [row for row in plain if _geometry(row) == wanted and row["provider"] == _runs(config, row)]
-    if not mine:
+    if not any(row["queries"] == 1 for row in mine):
+        whose = _runs(config, {"queries": 1, "dtype": wanted.dtype, "head_dim": wanted.head_dim})
         raise KernelTableError(
-            KEY, f"no case in {run.file} is of {wanted}. {_there(plain)}. {_advice(wanted, size)}"
+            KEY,
+            f"no decode in {run.file} is of {wanted}, by '{whose}', which the engine runs there. {_there(plain)}. "
+            f"{_advice(wanted, size)}",
         )
     decode = tuple(_shape(row, row["batch"], row["median_us"]) for row in mine if row["queries"] == 1)
     return KernelShapes(run, wanted, size, decode, tuple(_chunks(mine)))

@@ -205,6 +205,12 @@ def damaged(folder: Path, written: Path, how: str) -> None:
         table = table.drop(columns=["kernels"])
     elif how == "empty":
         table = table.iloc[:0]
+    elif how == "text":
+        table["batch"] = table["batch"].astype(str)
+    elif how == "nobody":
+        table.loc[1, "provider"] = None
+    elif how == "zero":
+        table.loc[0, "copy_share"] = 0.0
     else:
         table.loc[2, "median_us"] = float("nan")
     table.to_parquet(folder / "kernels.parquet", index=False)
@@ -216,6 +222,9 @@ def damaged(folder: Path, written: Path, how: str) -> None:
         ("cut", "cannot be read"),
         ("older", "lacks kernels; time the kernels again"),
         ("empty", "holds no timed case"),
+        ("text", "row 0, batch: found '32', must be a number above 0"),
+        ("nobody", "row 1, provider: found None, must be text"),
+        ("zero", r"row 0, copy_share: found 0\.0, must be a number above 0"),
         ("nan", "row 2, median_us: found None, must be a number above 0"),
     ],
 )

@@ -191,6 +191,12 @@ def test_a_refusal_says_what_is_wanted_what_there_is_and_how_to_time_it(tmp_path
     assert "bench kernels --device cpu --heads 8/4 --head-dim 32 --dtype fp32 --batch" in message
 
 
+def test_a_run_of_another_kernel_than_the_engines_is_told_whose_is_wanted(tmp_path: Path) -> None:
+    message = refusal(write(tmp_path, [*rows(provider="native"), row(queries=16, batch=1, context=64)]))
+    assert "by 'paged', which the engine runs there" in message
+    assert "by native (12)" in message
+
+
 def test_kernels_of_another_device_price_nothing(tmp_path: Path) -> None:
     message = refusal(write(tmp_path, rows(), device="NVIDIA H200", threads=0))
     assert "There are: 8 query and 4 KV heads of 32, fp32, on NVIDIA H200 by paged (12)" in message
@@ -215,8 +221,18 @@ def test_a_file_that_is_no_table_is_refused_before_any_point_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "kernels.parquet").write_text("no table")
+    for key in ("cost.kernels", "report.kernels"):
+        assert main(["sweep", "cost=roofline", f"{key}={tmp_path}", "--dry-run"]) == 2
+        assert f"{key}: '{tmp_path}/kernels.parquet' is no Parquet table" in capsys.readouterr().err
+
+
+def test_a_table_that_is_cut_is_refused_before_any_point_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path, rows()) / "kernels.parquet"
+    file.write_bytes(file.read_bytes()[:300])
     assert main(["sweep", "cost=table", f"cost.kernels={tmp_path}", "--dry-run"]) == 2
-    assert "cost.kernels" in capsys.readouterr().err
+    assert "cost.kernels: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("named", ["nowhere", "''"])

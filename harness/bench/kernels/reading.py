@@ -1,7 +1,7 @@
 """Reading back what `bench kernels` left, for a report and for a cost model. Imports no pandas and no torch."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import isfinite
 from pathlib import Path
@@ -17,7 +17,11 @@ PLACES = ("kernels", "../kernels", "../bench/kernels")
 """Where a run that belongs to a sweep is looked for, from the sweep's results folder: inside, beside (as `make gpu`
 leaves it), and where `bench kernels` writes by default."""
 
-_POSITIVE = ("batch", "context", "block_size", "heads", "kv_heads", "head_dim", "queries", "median_us")
+_POSITIVE = (
+    *("batch", "context", "block_size", "heads", "kv_heads", "head_dim", "queries"),
+    *("median_us", "least_us", "most_us", "gbytes_s", "tflop_s", "copy_share", "read_share", "matmul_share"),
+)
+_TEXT = ("name", "dtype", "layout", "provider", "how", "device", "kernels", "torch", "triton", "date")
 
 
 class KernelRunError(UserError):
@@ -103,9 +107,15 @@ def _check(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     if not rows:
         raise KernelRunError(f"{file}: holds no timed case; time the kernels again")
     for number, row in enumerate(rows):
-        for name in _POSITIVE:
-            value = row[name]
-            if not isinstance(value, int | float) or not isfinite(value) or value <= 0:
-                raise KernelRunError(
-                    f"{file}: row {number}, {name}: found {value}, must be a number above 0; time the kernels again"
-                )
+        for name, what in _complaints(row):
+            found = f"{file}: row {number}, {name}: found {row[name]!r}"
+            raise KernelRunError(f"{found}, must be {what}; time the kernels again")
+
+
+def _complaints(row: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(column, what its value must be)."""
+    for name in _POSITIVE:
+        value = row[name]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value) or value <= 0:
+            yield name, "a number above 0"
+    yield from ((name, "text") for name in _TEXT if not isinstance(row[name], str))

@@ -44,12 +44,12 @@ def _section(run: KernelRun, study: Study) -> Addition:
     from harness.bench.kernels.page import facts, scope
 
     table = pd.DataFrame(list(run.rows))
-    made_on, wrong = run.made_on, list(_wrong(run))
+    made_on, (wrong, lost) = run.made_on, _wrong(run)
     rows = [["device", made_on.device], *([key, value] for key, value in facts(run.ceilings, made_on))]
     return Addition(
         KEY,
         TITLE,
-        warnings=[*mismatches(run, study), *(_line(one) for one in wrong if one.provider == OURS)],
+        warnings=[*mismatches(run, study), *lost, *(_line(one) for one in wrong if one.provider == OURS)],
         text=[f"What bench kernels left in {_place(run, study)}. {scope(table)}"],
         pictures=list(pictures(table, run.ceilings)),
         tables=[Table(["", ""], rows, words=2), _cases(table)],
@@ -70,10 +70,14 @@ def _cases(table: "pd.DataFrame") -> Table:
     return Table(case_head(table), rows, title=title, folded=True)
 
 
-def _wrong(run: KernelRun) -> Iterator[Problem]:
-    for one in read_problems(run.file.parent / "problems.jsonl"):
-        if one.kind is not ProblemKind.unsupported:
-            yield one
+def _wrong(run: KernelRun) -> tuple[list[Problem], list[str]]:
+    """What providers did wrong, and what is to be said where that cannot be read."""
+    file = run.file.parent / "problems.jsonl"
+    try:
+        found = read_problems(file)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        return [], [f"{file.name} cannot be read ({error}): what failed is not known."]
+    return [one for one in found if one.kind is not ProblemKind.unsupported], []
 
 
 def _line(one: Problem) -> str:

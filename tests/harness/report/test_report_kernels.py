@@ -148,6 +148,14 @@ def test_our_own_failures_are_loud_and_those_of_others_are_noted(store: Path, tm
     assert "<li>failed: a case by flex: no compiler</li>" in text
 
 
+def test_notes_that_cannot_be_read_are_said_to_be_lost(store: Path, tmp_path: Path) -> None:
+    folder = write_kernels(tmp_path / "kernels-of-mine")
+    (folder / "problems.jsonl").write_text('{"case": "a"')
+    text = report_of(store, "--kernels", str(folder))
+    assert "problems.jsonl cannot be read" in text
+    assert text.count("figure-kernel_roofline") == 1
+
+
 def test_a_run_that_cannot_be_read_costs_the_section_and_not_the_report(store: Path, tmp_path: Path) -> None:
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels" / "kernels.parquet").write_bytes(b"PAR1 cut")
