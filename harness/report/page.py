@@ -64,7 +64,11 @@ def build_page(
         answer=answer(verdict),
         tone=_tone(verdict),
         band=BAND,
-        checks=[*soundness(verdict), *pace_lines(study.records), *(w for one in added for w in one.warnings)],
+        checks=[
+            *soundness(verdict),
+            *pace_lines(study.records),
+            *(f"{one.title}: {line}" for one in added for line in one.warnings),
+        ],
         verdict_table=tables.verdict_table(verdict),
         errors=shown["errors"],
         changes=workload.trace_changes(study.records),

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _CUDA = (
     "Time on the GPU, between events around one CUDA graph of the calls, inputs rotated past the L2 cache."
 )
-_CPU = "CPU time of PyTorch's paths on a CPU. It says nothing about the kernels' speed on a GPU."
+_CPU = "CPU time of the paths that run without a GPU. It says nothing about the kernels' speed on a GPU."
 
 
 def build_page(

@@ -91,7 +91,7 @@ def _elsewhere(run: KernelRun, study: Study) -> Iterator[str]:
         what = f"the sweep ran on {', '.join(ran)}" if ran else f"the sweep predicts {_predicted(study)[0]}"
         yield (
             f"Another device: these kernels were timed on {', '.join(others)}, {what}. "
-            "The figures below say nothing about the sweep's times."
+            "Their figures say nothing about the sweep's times."
         )
 
 
