@@ -2,7 +2,7 @@
 
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -78,12 +78,12 @@ def measure(
     *,
     seed: int,
     progress: Progress | None = None,
-    plans_of: MeasuredRun | None = None,
+    step_ns: Sequence[int] | None = None,
 ) -> MeasuredRun:
     """Run the workload on the engine. Token ids come from the trace's prefix keys; `seed` drives sampling alone.
 
-    With `plans_of`, an earlier run of the workload, requests arrive in the steps in which they did then: the plans are
-    that run's, the seconds this one's.
+    With `step_ns` requests arrive as if steps took so many nanoseconds: plans are then the same in every run, whatever
+    the engine takes.
     """
     loaded, clock = loaded_model(config), _clock(clock_of(config))
     runner = Runner(
@@ -110,7 +110,7 @@ def measure(
     with _no_collection():
         by_id = {timed.request.request_id: timed.request for timed in requests}
         executor = with_ends(workload, MeasuredExecutor(runner, clock), by_id)
-        same = SameClock(executor, plans_of.recorder.step_ns) if plans_of else None
+        same = SameClock(executor, step_ns) if step_ns else None
         log, recorder = play(workload, requests, same or executor, keep_plans=True, progress=progress)
     log = same.as_measured(log) if same else log
     return MeasuredRun(log, recorder, runner.audits)

@@ -10,9 +10,14 @@ from statistics import median
 
 from harness.config.schema import RunConfig
 from harness.measured.engine import measure
-from harness.measured.plan import CalibrationCase, probe_workload
+from harness.measured.plan import CalibrationCase, case_workload
 
-PROBE = CalibrationCase("probe", 8, (20, 140), (20, 32), 0)
+PROBE = CalibrationCase("probe", 6, (20, 140), (16, 32), 1.5)
+"""Prompts, and steps of one to three rows, as light load has them: larger batches suffer more from other work on the
+machine than most workloads do, and single rows less."""
+
+_STEP_NS = (3_000_000,) * 10_000
+_LONE_S = 0.08  # a request of the probe alone, by that clock
 
 
 @dataclass(frozen=True)
@@ -30,8 +35,8 @@ class Pace:
 
 
 def probe_s(config: RunConfig) -> float:
-    """Seconds of the probe's steps, by the clock of the measured runs."""
-    run = measure(config, probe_workload(config, PROBE), seed=0)
+    """Seconds of the probe's steps, by the clock of the measured runs; its plans are the same on every device."""
+    run = measure(config, case_workload(config, PROBE, _LONE_S), seed=0, step_ns=_STEP_NS)
     return float(run.log.steps["seconds"].sum())
 
 

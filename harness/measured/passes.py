@@ -76,7 +76,9 @@ class Passes:
         self._report(case.name if number == 0 else f"{case.name}, pass {number + 1}")
         before, known = self._probe, self._kept.get(case)
         workload = case_workload(self._config, case, self._lone)
-        run = measure(self._config, workload, seed=SEED, plans_of=known.run if known else None)
+        run = measure(
+            self._config, workload, seed=SEED, step_ns=known.run.recorder.step_ns if known else None
+        )
         self._probe = probe_s(self._config)
         self.probes.append(self._probe)
         found = Timed(case, run, (before + self._probe) / 2)

@@ -1,4 +1,4 @@
-"""An engine that runs by an earlier run's clock, so that repeats of a workload have equal plans."""
+"""An engine that runs by a given clock, so that repeats of a workload have equal plans."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,7 +12,7 @@ from harness.sim.executors import Executor, StepTiming
 
 
 class SameClock:
-    """Shows the replay the durations `step_ns` of the earlier run, and keeps the engine's own."""
+    """Shows the replay the durations `step_ns`, those of an earlier run for instance, and keeps the engine's own."""
 
     max_repeat = 1
 
@@ -30,7 +30,7 @@ class SameClock:
         return self._engine.execute(plan, horizon_ns)
 
     def end(self) -> StepTiming:
-        """The engine's timing, its duration replaced by the earlier run's; its own where that run had ended.
+        """The engine's timing, its duration replaced by the given one; its own where none is left.
 
         On a GPU drafts that were right may be wrong by the last bit the next time, and a run has more steps.
         """
@@ -39,6 +39,6 @@ class SameClock:
         return timing._replace(ns=[self._step_ns[step]]) if step < len(self._step_ns) else timing
 
     def as_measured(self, log: RunLog) -> RunLog:
-        """The log with the engine's own durations in its steps; times of requests stay the earlier run's."""
+        """The log with the engine's own durations in its steps; times of requests stay by the given clock."""
         seconds = to_s(np.array(self._own_ns, dtype=np.int64))
         return replace(log, steps={**log.steps, "seconds": seconds})

@@ -1,7 +1,9 @@
 """Calibration: a plan within its budget, a device that moved is noticed, and what is stored comes back."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,11 +19,15 @@ from harness.measured.calibration import (
     load_table,
     save_calibration,
 )
+from harness.measured.engine import MeasuredRun, measure
 from harness.measured.errors import CalibrationError
+from harness.measured.pace import PROBE
+from harness.measured.passes import Passes
 from harness.measured.plan import CASES, LONE, SEED, case_trace, case_workload, design
 from harness.measured.stability import off_pace, stability_of
 from harness.measured.validate import HELD_OUT, held_out_workload
 from harness.metrics.log import Outcome
+from harness.point.workload import Workload
 from harness.sim.cost import CostSource
 from harness.sim.features import FEATURES, feature_index
 from harness.sim.fitted import ATTENTION, REST, FittedCost
@@ -180,3 +186,70 @@ def test_the_command_refuses_what_it_cannot_calibrate(
 def test_the_lone_request_is_the_unit_of_all_loads() -> None:
     assert LONE.load == 0
     assert LONE.requests == 2
+
+
+def test_the_probe_takes_the_same_steps_however_long_they_are(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    workload = case_workload(config, PROBE, 0.05)
+    runs = [measure(config, workload, seed=0, step_ns=(ns,) * 1000) for ns in (3_000_000, 3_000_000)]
+    assert runs[0].recorder.digests == runs[1].recorder.digests
+    other = measure(config, workload, seed=0, step_ns=(50_000_000,) * 1000)
+    assert other.recorder.digests != runs[0].recorder.digests  # requests meet others where steps are longer
+
+
+def test_a_run_by_a_given_clock_keeps_the_engine_s_own_seconds(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    workload = case_workload(config, CASES[4], 0.01)
+    first = measure(config, workload, seed=0)
+    again = measure(config, workload, seed=0, step_ns=first.recorder.step_ns)
+    assert again.recorder.digests == first.recorder.digests
+    assert again.log.steps["start_s"].tolist() == first.log.steps["start_s"].tolist()
+    assert again.log.steps["seconds"].tolist() != first.log.steps["seconds"].tolist()
+
+
+def test_a_clock_that_ends_early_leaves_the_rest_to_the_engine(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    log = measure(config, case_workload(config, CASES[0], 0.01), seed=0, step_ns=[7_000_000]).log
+    assert log.steps["start_s"][1] == 0.007
+    assert len(log.steps["step"]) > 5
+    assert (log.requests["outcome"] == Outcome.FINISHED).all()
+
+
+class Paces:
+    """Runs whose steps take as long as they are told, in place of the engine's."""
+
+    def __init__(self, seconds: list[float]) -> None:
+        self.seconds = iter(seconds)
+        self.asked: list[Sequence[int] | None] = []
+
+    def __call__(self, config: object, workload: Workload, *, seed: int, step_ns: Any = None) -> MeasuredRun:
+        self.asked.append(step_ns)
+        log, recorder = replay(
+            workload.requests(), limits=workload.limits, keep_plans=True, fast_forward=False
+        )
+        steps = {**log.steps, "seconds": np.full(len(log.steps["step"]), next(self.seconds))}
+        return MeasuredRun(replace(log, steps=steps), recorder, 0)
+
+
+def test_the_quietest_pass_of_a_case_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = Paces([1.0, 2.0, 3.0, 4.0, 1.5, 0.5])
+    monkeypatch.setattr("harness.measured.passes.measure", runs)
+    monkeypatch.setattr("harness.measured.passes.probe_s", lambda config: 1.0)
+    cases = CASES[1:4]
+    found = Passes(small_config(tmp_path), cases, 0.05, lambda name: None, Budget(None)).measure()
+    assert [entry.case for entry in found] == list(cases)
+    kept = [entry.run.log.steps["seconds"][0] for entry in found]
+    assert kept == [0.5, 1.5, 3.0]  # the second pass runs backwards
+    assert [clock is None for clock in runs.asked] == [True] * 3 + [False] * 3
+
+
+def test_a_case_beside_an_odd_probe_is_measured_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = Paces([1.0] * 6 + [0.7])
+    probes = iter([1.0, 1.0, 1.0, 2.2, 1.0, 1.0, 1.0, 1.0])
+    monkeypatch.setattr("harness.measured.passes.measure", runs)
+    monkeypatch.setattr("harness.measured.passes.probe_s", lambda config: next(probes))
+    found = Passes(small_config(tmp_path), CASES[1:4], 0.05, lambda name: None, Budget(None)).measure()
+    assert len(runs.asked) == 7
+    assert [entry.run.log.steps["seconds"][0] for entry in found] == [1.0, 1.0, 0.7]
