@@ -1,6 +1,6 @@
 """Points with drafts, branches that end, widths of the trace's own and recorded beams: both sides decide alike."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,7 @@ from harness.config.schema import (
 )
 from harness.point import check_point, point_identity, run_point
 from harness.point.workload import build_workload
+from harness.report import write_report
 from harness.store.commit import commit_point, parquet_bytes
 from harness.store.layout import Layout
 
@@ -329,3 +330,16 @@ def test_options_that_do_not_apply_make_no_other_point() -> None:
     other.decoding.acceptance, other.decoding.branch_hazard = 0.5, 0.1
     other.decoding.draft_place, other.decoding.beam_parents = DraftPlace.fork, "somewhere"
     assert normalise(one) == normalise(other)
+
+
+def test_a_curve_has_room_for_a_metric_without_a_figure(config: RunConfig, tmp_path: Path) -> None:
+    """Where every step verifies drafts none only decodes, and time per decode step has no figure at any point."""
+    for drafts in (1, 2, 4):
+        drafting(config).decoding.draft_tokens, config.measure = drafts, False
+        result = run_point(config)
+        rows = [row for row in result.record["comparison"] if row["metric"] != "attention_per_decode_step"]
+        which = {"config": asdict(config), "overrides": [f"decoding.draft_tokens={drafts}"]}
+        record = result.record | which | {"comparison": rows}
+        commit_point(tmp_path / "store", f"{drafts:032d}", record, result.tables)
+    page = write_report(tmp_path / "store")
+    assert "no figure at these points" in page.read_text(encoding="utf-8")

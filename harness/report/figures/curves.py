@@ -103,7 +103,8 @@ def _panel(panel: "Panel", metric: str, found: "pd.DataFrame", key: str) -> None
         zero_based(panel, scale * float(found[["simulated", "low"]].min().min()), scale * largest)
     else:
         panel.text(0.5, 0.5, "no figure at these points", transform=panel.transAxes, ha="center", color=GREY)
-    value_axis(panel, key, sorted(found["x"].dropna().unique()))
+    if found["x"].notna().any():
+        value_axis(panel, key, sorted(found["x"].dropna().unique()))
     panel.set_title(METRICS[metric].label)
 
 
