@@ -81,6 +81,8 @@ class BeamSearch:
     ) -> Selection:
         """Take the candidates `[M]`, best first; `texts` are the tokens that each hypothesis has generated so far."""
         generated = len(texts[0]) + 1
+        if not len(self._ends) and generated < self._limit:
+            return self._go_on(parents, tokens, scores)
         hits = np.isin(tokens, self._ends) | (generated >= self._limit)
         lowered = (scores + hits * _NEVER).astype(np.float32)
         chosen = np.argsort(-lowered, kind="stable")[: self._width]
@@ -92,6 +94,12 @@ class BeamSearch:
         )
         self.scores[: len(chosen)] = lowered[chosen]
         return Selection(parents[chosen].tolist(), tokens[chosen].tolist(), self.stopped)
+
+    def _go_on(self, parents: IntArray, tokens: IntArray, scores: FloatArray) -> Selection:
+        """No candidate can end here, so none has before: the best ones go on, and every place is still open."""
+        width = self._width
+        self.scores[: len(scores[:width])] = scores[:width]
+        return Selection(parents[:width].tolist(), tokens[:width].tolist(), stop=False)
 
     def _finish(
         self,

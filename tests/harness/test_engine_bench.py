@@ -65,3 +65,32 @@ def test_a_peer_that_differs_is_counted_and_one_that_fails_is_named():
     assert ours.seconds == [1.0, 1.0]
     assert ours.rate(30) == 30.0
     assert failed.error == "RuntimeError: no kernels"
+
+
+def test_the_default_requests_are_the_reference_workload():
+    from harness.bench.engine.workload import bench_requests
+
+    requests = bench_requests(64, 32_000, seed=0)
+    assert sum(len(request.prompt) for request in requests) == 20_202
+    assert sum(request.output_tokens for request in requests) == 4_583
+
+
+def test_continuous_batching_of_transformers_gives_our_tokens(capsys):
+    words = ["--requests", "2", "--layers", "1", "--repeats", "1", "--peers", "transformers_cb"]
+    assert main(["bench", "engine", *words]) == 0
+    assert "transformers_cb" in capsys.readouterr().out
+
+
+def test_a_peer_without_its_memory_reader_says_what_to_install(monkeypatch):
+    from types import SimpleNamespace
+
+    import torch
+
+    from harness.bench.engine import peers
+
+    monkeypatch.setattr(peers, "find_spec", lambda name: None)
+    here = SimpleNamespace(device=torch.device("cpu"))
+    with pytest.raises(peers.PeerError, match="pip install psutil"):
+        peers.transformers_cb(here, block_size=16, pool_tokens=64)
+    with pytest.raises(peers.PeerError, match="vllm is not installed"):
+        peers.vllm_offline(here, block_size=16)

@@ -75,9 +75,11 @@ def _generated(model: Any, request: BenchRequest) -> list[int]:
 
 
 def transformers_cb(loaded: LoadedModel, *, block_size: int, pool_tokens: int) -> Serve:
-    """transformers' own continuous batching. Raises PeerError where requests fail; it only leaves outputs empty."""
+    """transformers' own continuous batching. Raises PeerError where it cannot run, or requests fail."""
+    if find_spec("psutil") is None and loaded.device.type == "cpu":
+        raise PeerError("on a CPU it asks psutil for the memory: pip install psutil")
     from transformers import GenerationConfig
-    from transformers.generation.continuous_batching import ContinuousBatchingConfig
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
     def serve(requests: Sequence[BenchRequest]) -> Outputs:
         longest = max(request.output_tokens for request in requests)
