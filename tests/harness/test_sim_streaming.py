@@ -9,6 +9,7 @@ from harness.metrics import compute_metrics
 from harness.metrics.samples import BinnedSamples, ExactSamples
 from harness.sim.hull import COLUMNS, hull_of
 from harness.sim.replay import TimedRequest
+from harness.sim.streaming import StreamingRecorder
 
 COST = LinearCost(1e-3, 1e-5, 1e-7)
 
@@ -20,10 +21,14 @@ def busy(count: int = 500) -> list[TimedRequest]:
     return [request(rid, float(at[rid]), int(p), int(o), shared=0) for rid, (p, o) in enumerate(sizes)]
 
 
+def metrics(recorder: StreamingRecorder, slots: int) -> dict[str, float]:
+    return recorder.fold.metrics(recorder.span_s, slots, 1)
+
+
 def test_streamed_metrics_equal_those_of_the_records() -> None:
     log, _ = replay(busy(), cost=COST, manager=PagedManager(60, 16))
     exact = compute_metrics(log)
-    streamed = stream(busy(), cost=COST, manager=PagedManager(60, 16)).metrics(960, 1)
+    streamed = metrics(stream(busy(), cost=COST, manager=PagedManager(60, 16)), 960)
     assert exact["preemptions"] > 0
     assert streamed.keys() == exact.keys()
     quantiles = [name for name in exact if name.endswith(("_p50", "_p90", "_p99"))]
@@ -34,13 +39,13 @@ def test_streamed_metrics_equal_those_of_the_records() -> None:
 
 
 def test_fast_forward_changes_no_streamed_figure() -> None:
-    one, other = (stream(busy(), cost=COST, fast_forward=leap).metrics(16_000, 1) for leap in (True, False))
+    one, other = (metrics(stream(busy(), cost=COST, fast_forward=leap), 16_000) for leap in (True, False))
     assert one == other
 
 
 def test_streamed_outcomes_count_every_request() -> None:
     requests = [*busy(50), request(50, 100.0, 900, 5)]
-    outcome = stream(requests, manager=PagedManager(20, 16)).outcome
+    outcome = stream(requests, manager=PagedManager(20, 16)).fold.outcome
     assert outcome == {"finished": 50, "rejected": 1, "unfinished": 0}
 
 
@@ -64,9 +69,9 @@ def test_steps_outside_what_was_measured_are_counted_with_their_reason() -> None
     log, _ = replay(busy(40), cost=COST)
     hull = hull_of(log.steps)
     assert set(hull) == set(COLUMNS)
-    assert stream(busy(40), cost=COST, hull=hull).extrapolated.section()["steps"] == 0  # type: ignore[index]
+    assert stream(busy(40), cost=COST, hull=hull).fold.extrapolated.section()["steps"] == 0  # type: ignore[index]
     hull["rows"] = (1.0, 3.0)
-    section = stream(busy(40), cost=COST, hull=hull).extrapolated.section()
+    section = stream(busy(40), cost=COST, hull=hull).fold.extrapolated.section()
     assert section is not None
     assert section["by"] == {"rows": int((log.steps["rows"] > 3).sum())}
     assert section["steps"] == section["by"]["rows"] > 0
@@ -74,4 +79,4 @@ def test_steps_outside_what_was_measured_are_counted_with_their_reason() -> None
 
 
 def test_a_model_that_was_never_measured_has_nothing_to_be_outside_of() -> None:
-    assert stream(busy(5)).extrapolated.section() is None
+    assert stream(busy(5)).fold.extrapolated.section() is None
