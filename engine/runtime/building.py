@@ -9,6 +9,7 @@ from engine.runtime.admission import engine_limits
 from engine.runtime.adopting import adopt_layers
 from engine.runtime.backends import engine_backend
 from engine.runtime.graphs import GraphOptions
+from engine.runtime.kv_dtype import kv_item_bytes
 from engine.runtime.model import LoadedModel
 from engine.runtime.options import EngineOptions, MakeScheduler, build_manager
 from engine.runtime.packing import can_pack, is_small
@@ -44,6 +45,7 @@ def build_parts(
         audit=options.audit,
         audit_every=options.audit_every,
         temperature=options.temperature,
+        kv_dtype=options.kv_dtype,
         seed=options.seed,
         isolate=True,
         draft=draft,
@@ -59,6 +61,12 @@ def _plain_scheduler(options: EngineOptions) -> MakeScheduler:
         return Scheduler(build_manager(options, blocks, limits.max_model_len), limits)
 
     return make
+
+
+def _token_bytes(lane: LoadedModel, options: EngineOptions) -> int:
+    """K and V of a token in one lane, in the pool's type."""
+    numbers = lane.kv_bytes_per_token // lane.dtype.itemsize
+    return numbers * kv_item_bytes(options.kv_dtype, lane.dtype)
 
 
 def _packs_well(loaded: LoadedModel) -> bool:
@@ -77,7 +85,7 @@ def _sizes(
         memory_bytes=options.kv_cache_memory_bytes,
         utilization=options.gpu_memory_utilization,
         useful_tokens=useful,
-        lanes_bytes_per_token=draft.kv_bytes_per_token if draft else 0,
+        bytes_per_token=sum(_token_bytes(lane, options) for lane in (loaded, draft) if lane is not None),
     )
     longest = min(limits.max_model_len or loaded.max_position, capacity.tokens)
     return replace(limits, max_model_len=longest), capacity

@@ -10,6 +10,7 @@ from engine.core.manager import KVCacheManager
 from engine.core.request import SpeculationMode
 from engine.core.reservation import Placement, Reservation
 from engine.core.scheduler import Scheduler
+from engine.runtime.kv_dtype import KVDtype
 
 MakeScheduler = Callable[[int, SchedulerLimits], Scheduler]
 
@@ -46,6 +47,7 @@ class EngineOptions:
     placement: Placement | str = Placement.FIRST_FIT  # of contiguous reservations
     limits: SchedulerLimits | None = None
     scheduler: MakeScheduler | None = None
+    kv_dtype: KVDtype | str = KVDtype.MODEL  # in 8 bits the pool holds two or four times the tokens
     hash: HashAlgorithm = HashAlgorithm.SHA256  # of block names
     backend: str = "auto"
     audit: str = "sampled"

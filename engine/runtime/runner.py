@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -16,6 +17,7 @@ from engine.runtime.drafting import Drafter
 from engine.runtime.errors import AuditError, NaNLogitsError
 from engine.runtime.graphs import DecodeGraphs, GraphOptions
 from engine.runtime.kernels import AttentionPlan
+from engine.runtime.kv_dtype import KVDtype, check_kv_dtype
 from engine.runtime.kv_pool import pool_for
 from engine.runtime.lanes import Lanes
 from engine.runtime.model import LoadedModel
@@ -64,6 +66,7 @@ class Runner:
         isolate: bool = False,
         draft: LoadedModel | None = None,
         graphs: GraphOptions | None = None,
+        kv_dtype: KVDtype | str = KVDtype.MODEL,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if audit not in AUDITS or audit_every < 1 or temperature <= 0:
@@ -72,8 +75,11 @@ class Runner:
                 f"temperature {temperature} above 0"
             )
         self.backend = engine_backend(backend, loaded.device)
-        sizes = {"num_blocks": num_blocks, "block_size": block_size, "host_blocks": host_blocks}
-        self.pool = pool_for(loaded, **sizes)
+        check_kv_dtype(kv_dtype, loaded.device)
+        make_pool = partial(
+            pool_for, num_blocks=num_blocks, block_size=block_size, host_blocks=host_blocks, kv_dtype=kv_dtype
+        )
+        self.pool = make_pool(loaded)
         self.audits = 0  # how many steps were audited
         self.failures: dict[int, NaNLogitsError] = {}  # by request, until the owner of the runner takes them
         self._isolate = isolate
@@ -87,7 +93,7 @@ class Runner:
         self._generations: dict[int, Generation] = {}
         self.drafter: Drafter | None = None
         if draft is not None:
-            self.drafter = Drafter(draft, loaded, pool_for(draft, **sizes), self.backend, NO_SPANS)
+            self.drafter = Drafter(draft, loaded, make_pool(draft), self.backend, NO_SPANS)
         self.graphs: DecodeGraphs | None = None
         if graphs is not None:
             self.graphs = graphs.record(loaded, self.pool, self.backend)

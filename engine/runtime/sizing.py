@@ -45,14 +45,15 @@ def pool_size(
     memory_bytes: int | None = None,
     utilization: float = 0.9,
     useful_tokens: int | None = None,
-    lanes_bytes_per_token: int = 0,
+    bytes_per_token: int | None = None,
 ) -> PoolSize:
     """`tokens` slots, or `memory_bytes`, or `utilization` of the device less what is in use (1 GiB on a CPU).
 
-    More than `useful_tokens` are never taken unless asked for by `tokens`. `lanes_bytes_per_token` is what a draft
-    model's K and V take beside the model's own. Raises ModelError if not one block fits.
+    More than `useful_tokens` are never taken unless asked for by `tokens`. `bytes_per_token` is what K and V of
+    all lanes take (a draft model's too, and in the pool's type); None: the model's own. Raises ModelError if not one
+    block fits.
     """
-    per_token = loaded.kv_bytes_per_token + lanes_bytes_per_token
+    per_token = loaded.kv_bytes_per_token if bytes_per_token is None else bytes_per_token
     if tokens is None:
         budget = memory_bytes if memory_bytes is not None else _device_budget(loaded, utilization)
         tokens = budget // per_token - block_size  # the null block

@@ -35,6 +35,8 @@ class PagedStep:
         """
         began = self._spans.begin()
         keys, values = self._pool.keys[module.layer_idx], self._pool.values[module.layer_idx]
+        if module.layer_idx == 0 and self._pool.marks is not None:
+            self._pool.marks.write(self._slots)
         self._plan.store(keys, key[0].transpose(0, 1), self._slots)
         self._plan.store(values, value[0].transpose(0, 1), self._slots)
         q = query[0].transpose(0, 1)
