@@ -92,6 +92,7 @@ def measure(
         block_size=workload.pool.block_size,
         host_blocks=workload.cache.host_tokens // workload.pool.block_size,
         backend=str(config.engine.backend),
+        kv_dtype=str(config.model.kv_dtype),
         audit=str(config.engine.audit),
         audit_every=config.engine.audit_every,
         temperature=config.decoding.temperature,

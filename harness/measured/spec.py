@@ -8,4 +8,6 @@ from harness.config.schema import ModelConfig
 
 def model_spec(model: ModelConfig) -> ModelSpec:
     """The engine's description of `model`."""
-    return ModelSpec(**{**asdict(model), "dtype": str(model.dtype)})
+    fields = {**asdict(model), "dtype": str(model.dtype)}
+    del fields["kv_dtype"]  # the pool's, not the model's
+    return ModelSpec(**fields)

@@ -2,6 +2,7 @@
 
 import os
 
+from engine.runtime.native.compiling import why_unavailable
 from harness.config.errors import ConfigError
 from harness.config.schema import Backend, EngineConfig, EngineDevice
 from harness.environment import engine_device, gpu_names
@@ -35,4 +36,15 @@ def check_engine(engine: EngineConfig) -> None:
         raise ConfigError(
             "engine.backend",
             "triton kernels need a CUDA device and this run is on the CPU; use engine.backend=torch",
+        )
+    if engine.backend is Backend.native:
+        _check_native(engine)
+
+
+def _check_native(engine: EngineConfig) -> None:
+    on_cpu = engine_device(engine.device) == "cpu"
+    reason = why_unavailable() if on_cpu else "this run is on a GPU"
+    if reason:
+        raise ConfigError(
+            "engine.backend", f"native kernels are compiled for CPUs: {reason}; use engine.backend=auto"
         )

@@ -114,6 +114,7 @@ def build_engine(config: RunConfig) -> "Engine":
         block_size=pool.block_size,
         cache=str(config.cache.policy),
         backend=str(config.engine.backend),
+        kv_dtype=str(config.model.kv_dtype),
         audit=str(config.engine.audit),
         audit_every=config.engine.audit_every,
         limits=limits_of(config.scheduler, pool.max_model_len),

@@ -29,6 +29,7 @@ class ModelShape:
     vocab: int
     bytes_per_element: int
     mlp_matrices: int = 3
+    kv_bytes_per_element: int | None = None  # None: as the weights
 
     @property
     def layer_weights(self) -> int:
@@ -44,7 +45,8 @@ class ModelShape:
     @property
     def kv_bytes_per_token(self) -> int:
         """2 x layers x kv_heads x head_dim x bytes."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.bytes_per_element
+        width = self.kv_bytes_per_element or self.bytes_per_element
+        return 2 * self.layers * self.kv_heads * self.head_dim * width
 
 
 @dataclass(frozen=True)

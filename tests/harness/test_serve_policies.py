@@ -80,3 +80,15 @@ def test_a_setting_without_effect_is_refused_by_name(override, capsys):
 def test_a_policy_that_cannot_be_made_is_the_users_error():
     with pytest.raises(UserError, match="no_such_module"):
         built("scheduler.victim=no_such_module:Victim")
+
+
+def test_compiled_kernels_that_cannot_be_had_are_refused_before_anything_is_loaded(monkeypatch, capsys):
+    from engine.runtime.native.compiling import library
+
+    monkeypatch.setenv("PAGETWIN_NATIVE", "0")
+    library.cache_clear()
+    try:
+        assert main(["serve", *TINY, "engine.backend=native"]) == 2
+    finally:
+        library.cache_clear()
+    assert "PAGETWIN_NATIVE=0 leaves compiled kernels out; use engine.backend=auto" in capsys.readouterr().err

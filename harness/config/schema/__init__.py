@@ -20,6 +20,7 @@ from harness.config.schema.engine import (
     Dtype,
     EngineConfig,
     EngineDevice,
+    KvDtype,
     ModelConfig,
 )
 from harness.config.schema.policy import (
@@ -63,6 +64,7 @@ __all__ = [
     "EngineConfig",
     "EngineDevice",
     "HashRule",
+    "KvDtype",
     "ModelConfig",
     "OnError",
     "Oversize",

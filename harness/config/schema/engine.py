@@ -20,11 +20,19 @@ class Dtype(StrEnum):
     float16 = "float16"
 
 
+class KvDtype(StrEnum):
+    """Element type of K and V in the pool."""
+
+    model = "model"  # the weights' own
+    fp8_e4m3 = "fp8_e4m3"  # 8 bits, kept without a scale
+
+
 class Backend(StrEnum):
     """Attention kernels of the measured engine."""
 
-    auto = "auto"
+    auto = "auto"  # triton on CUDA, native on a CPU with a C compiler, else torch
     torch = "torch"
+    native = "native"
     triton = "triton"
 
 
@@ -52,6 +60,7 @@ class ModelConfig:
     vocab: int = 4096
     max_position: int = 2048
     dtype: Dtype = Dtype.float32
+    kv_dtype: KvDtype = KvDtype.model
     seed: int = 0
 
 
