@@ -8,10 +8,10 @@ import torch
 
 from engine.core.plan import Row
 from engine.core.request import Decoding
+from engine.runtime.decoded import NO_TOKEN, Decoded
 from engine.runtime.drawing import Draw, draw_all
 from engine.runtime.errors import NaNLogitsError
 from engine.runtime.logprobs import note_logprobs
-from engine.runtime.native.best import best_tokens
 from engine.runtime.searching import advance_searches
 from engine.runtime.sequences import Generation
 
@@ -36,19 +36,18 @@ class TokenChooser:
     temperature: float
 
     def choose(
-        self, step: int, rows: Sequence[Row], logits: torch.Tensor, generations: Mapping[int, Generation]
+        self, step: int, rows: Sequence[Row], decoded: Decoded, generations: Mapping[int, Generation]
     ) -> Choice:
-        """Take logits `[rows, vocab]` of the sampled rows, in the model's type: what needs float32 makes it so.
+        """Take what a pass said of the sampled rows; what needs logits in float32 makes them so.
 
         A request with NaN in its logits is `failed`, with an error that names step and sequence, and gets no token.
         """
-        best, greedy = best_tokens(logits)
-        choice = Choice(failed=nan_rows(step, rows, best))
+        logits, tokens = decoded.logits, decoded.tokens.tolist()
+        choice = Choice(failed=nan_rows(step, rows, tokens))
         kinds: dict[Decoding, list[int]] = defaultdict(list)
         for index, row in enumerate(rows):
             if row.request_id not in choice.failed:
                 kinds[generations[row.request_id].request.decoding].append(index)
-        tokens = greedy.tolist()
         draws = [
             Draw(index, rows[index].request_id, 0, rows[index].context_len + rows[index].query_len)
             for index in kinds[Decoding.GREEDY]
@@ -114,14 +113,12 @@ def _verified(
     return [draw for draw, _ in kept], [token for _, token in kept]
 
 
-def nan_rows(step: int, rows: Sequence[Row], best: torch.Tensor) -> dict[int, NaNLogitsError]:
-    """An error for every request with NaN as a row's largest logit; a maximum is NaN as soon as one element is."""
-    bad = torch.isnan(best)
-    if not bool(bad.any()):
-        return {}
+def nan_rows(step: int, rows: Sequence[Row], tokens: Sequence[int]) -> dict[int, NaNLogitsError]:
+    """An error for every request with a row that has no token."""
     failed: dict[int, NaNLogitsError] = {}
-    for index in bad.nonzero().flatten().tolist():
-        row = rows[index]
+    for row, token in zip(rows, tokens, strict=True):
+        if token != NO_TOKEN:
+            continue
         error = NaNLogitsError(
             f"step {step}, request {row.request_id} branch {row.branch}: NaN in the logits after position "
             f"{row.context_len + row.query_len - 1}; it read a slot that was never written, or its model is broken"

@@ -13,10 +13,10 @@ import torch
 from engine.core.plan import Row
 from engine.runtime.backends import plan_step
 from engine.runtime.batch import StepBatch, build_batch
+from engine.runtime.decoded import NO_TOKEN, decode
 from engine.runtime.errors import ModelError, NaNLogitsError
 from engine.runtime.kv_pool import KVPool
 from engine.runtime.model import LoadedModel
-from engine.runtime.native.best import best_tokens
 from engine.runtime.sequences import Generation
 from engine.runtime.spans import Spans
 from engine.runtime.step import PagedStep
@@ -63,10 +63,10 @@ class Drafter:
         for ahead in range(max((row.drafts for row in drafting), default=0)):
             going = [_one_token(row, ahead) for row in drafting if row.drafts > ahead]
             batch, logits = self._run(going, generations)
-            best, tokens = best_tokens(logits)
-            if bool(torch.isnan(best).any()):
+            tokens = decode(logits).tokens.tolist()
+            if NO_TOKEN in tokens:
                 raise NaNLogitsError(f"step {step}: NaN in the logits of the draft model {self._draft.name}")
-            for row, token in zip(batch.sampled, tokens.tolist(), strict=True):
+            for row, token in zip(batch.sampled, tokens, strict=True):
                 generations[row.request_id].propose(row.context_len + 1, token)
 
     def catch_up(

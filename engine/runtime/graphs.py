@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from engine.runtime.batch import StepBatch
+from engine.runtime.decoded import Decoded, decode
 from engine.runtime.kv_pool import KVPool
 from engine.runtime.model import LoadedModel
 from engine.runtime.spans import NO_SPANS
@@ -22,7 +23,7 @@ from engine.runtime.static_plan import StaticInputs, StaticPlan
 from engine.runtime.step import PagedStep
 from paged_kernels import Workspace
 
-Pass = Callable[[], torch.Tensor]
+Pass = Callable[[], Decoded]
 _WARM_UPS = 2  # passes before a recording: they compile kernels and settle allocations
 
 
@@ -61,7 +62,7 @@ class CudaRecorder:
             result = run()
         self._pool = self._pool or graph.pool()
 
-        def replay() -> torch.Tensor:
+        def replay() -> Decoded:
             graph.replay()
             return result
 
@@ -109,15 +110,14 @@ class DecodeGraphs:
         plan = StaticPlan(inputs, size, self._backend, self._workspace)
         paged = PagedStep(plan, inputs.slots[:size], self._pool, NO_SPANS)
 
-        def run() -> torch.Tensor:
+        def run() -> Decoded:
             output = self._loaded.model(
                 input_ids=inputs.ids[:, :size],
                 position_ids=inputs.positions[:, :size],
                 use_cache=False,
                 paged=paged,
             )
-            logits: torch.Tensor = output.logits[0]
-            return logits.float()
+            return decode(output.logits[0])
 
         return run
 
@@ -126,13 +126,13 @@ class DecodeGraphs:
         rows = len(batch.layout.lengths)
         return not batch.layout.prefills and 0 < rows <= self._sizes[-1] and len(batch.sampled) == rows
 
-    def run(self, batch: StepBatch) -> torch.Tensor:
-        """Logits `[rows, vocab]` of a batch that fits; valid until the next replay."""
+    def run(self, batch: StepBatch) -> Decoded:
+        """What a batch that fits leads to; valid until the next replay."""
         rows = len(batch.layout.lengths)
         size = self._size(rows)
         self._inputs.write(batch)
         self.replays += 1
-        return self._passes[size]()[:rows]
+        return self._passes[size]().front(rows)
 
     def _size(self, rows: int) -> int:
         return next(size for size in self._sizes if size >= rows)

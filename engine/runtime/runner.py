@@ -13,6 +13,7 @@ from engine.core.request import Request
 from engine.runtime.backends import engine_backend, plan_step
 from engine.runtime.batch import StepBatch, build_batch
 from engine.runtime.choosing import Choice, TokenChooser
+from engine.runtime.decoded import Decoded, decode
 from engine.runtime.drafting import Drafter
 from engine.runtime.errors import AuditError, NaNLogitsError
 from engine.runtime.graphs import DecodeGraphs, GraphOptions
@@ -153,11 +154,11 @@ class Runner:
         graphs = self.graphs if self.graphs is not None and self.graphs.fits(batch) else None
         attention = None if graphs else self._attention(batch)
         built = self._now()
-        logits = graphs.run(batch) if graphs else self._forward(batch, attention)
+        decoded = graphs.run(batch) if graphs else self._forward(batch, attention)
         ran = self._now()
         self._audit(plan)
         audited = self._now()
-        choice = self._choose(plan, batch, logits)
+        choice = self._choose(plan, batch, decoded)
         if self.drafter is not None:
             self.drafter.catch_up(rows, self._generations, choice.accepted)
         times = StepTimes(
@@ -186,8 +187,8 @@ class Runner:
     def _attention(self, batch: StepBatch) -> AttentionPlan:
         return plan_step(batch.layout, self.pool, self._loaded.workspace, self.backend)
 
-    def _forward(self, batch: StepBatch, attention: AttentionPlan | None) -> torch.Tensor:
-        """Logits `[sampled rows, vocab]` in the model's type."""
+    def _forward(self, batch: StepBatch, attention: AttentionPlan | None) -> Decoded:
+        """The model's pass over the batch."""
         assert attention is not None
         paged = PagedStep(attention, batch.slots, self.pool, self._spans)
         output = self._loaded.model(
@@ -197,13 +198,12 @@ class Runner:
             logits_to_keep=batch.logit_index,
             paged=paged,
         )
-        logits: torch.Tensor = output.logits[0]
-        return logits
+        return decode(output.logits[0])
 
-    def _choose(self, plan: StepPlan, batch: StepBatch, logits: torch.Tensor) -> Choice:
+    def _choose(self, plan: StepPlan, batch: StepBatch, decoded: Decoded) -> Choice:
         if not batch.sampled:
             return Choice()
-        choice = self._chooser.choose(plan.step, batch.sampled, logits, self._generations)
+        choice = self._chooser.choose(plan.step, batch.sampled, decoded, self._generations)
         if choice.failed and not self._isolate:
             raise next(iter(choice.failed.values()))
         self.failures.update(choice.failed)

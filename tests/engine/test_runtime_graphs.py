@@ -85,6 +85,53 @@ def test_a_tail_that_is_not_cleared_is_caught(model_of, prompts, monkeypatch):
         serve(model_of(), prompts[:5], options())
 
 
+def test_the_best_token_is_chosen_within_the_recording(model_of, prompts, monkeypatch):
+    """Nothing is left to choose when a greedy replay has run: the chooser is given tokens."""
+    from engine.runtime import graphs
+    from engine.runtime.decoded import decode as real
+
+    recorded = []
+    monkeypatch.setattr(graphs, "decode", lambda logits: recorded.append(len(logits)) or real(logits))
+    _, runner = serve(model_of(), prompts[:5], options())
+    assert len(recorded) == runner.graphs.replays > 0
+    assert set(recorded) <= set(graphs.graph_sizes(5))  # the padding too
+
+
+def test_draws_after_a_replay_are_those_of_eager_steps(model_of, prompts):
+    from engine.runtime.engine import Engine
+    from engine.runtime.options import EngineOptions
+    from engine.runtime.params import SamplingParams
+
+    said = []
+    for recorded in (False, True):
+        engine = Engine(model_of(), EngineOptions(pool_tokens=1024, block_size=8, audit="full"))
+        if recorded:
+            engine.runner.graphs = options(most=16).record(engine.loaded, engine.runner.pool, "torch")
+        for number, prompt in enumerate(prompts):
+            params = SamplingParams(
+                max_tokens=9, temperature=0.9 * (number % 2), top_k=40 * (number % 3), seed=3
+            )
+            engine.add_request(str(number), prompt, params)
+        said.append({out.request_id: out.outputs[0].token_ids for out in engine.run() if out.finished})
+    assert engine.runner.graphs.replays > 4
+    assert said[0] == said[1]
+
+
+def test_nan_in_a_replay_is_told_by_request(model_of, prompts, monkeypatch):
+    from engine.runtime import graphs
+    from engine.runtime.decoded import decode as real
+    from engine.runtime.errors import NaNLogitsError
+
+    def spoil(logits):
+        logits = logits.clone()
+        logits[-1, 5] = float("nan")
+        return real(logits)
+
+    monkeypatch.setattr(graphs, "decode", spoil)
+    with pytest.raises(NaNLogitsError, match="branch 0: NaN in the logits after position"):
+        serve(model_of(), prompts[:1], options(most=1))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("block_size", [16, 32])
 def test_cuda_graphs_equal_eager_steps_on_a_gpu(block_size, prompts):
