@@ -333,6 +333,36 @@ def test_out_of_memory_ends_the_requests_of_the_step_and_the_engine_serves_on(
     assert ids_of(done)[0] == greedy(model_of, prompts[3]).token_ids
 
 
+@pytest.mark.parametrize("error", [OverflowError("too large"), ValueError("odd"), KeyError("lost")], ids=repr)
+def test_whatever_a_step_raises_ends_its_requests_and_no_others(error, model_of, prompts, monkeypatch):
+    engine = make(model_of)
+    engine.add_request("lost", prompts[3], params())
+
+    def fail(*_):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "_forward", fail)
+        (lost,) = engine.step()
+    assert str(error) in str(lost.error)
+    engine.add_request("after", prompts[3], params())
+    assert ids_of(finish(engine)["after"])[0] == greedy(model_of, prompts[3]).token_ids
+
+
+def test_wrong_books_are_never_served_on(model_of, prompts, monkeypatch):
+    from engine.core.errors import CoreError
+
+    engine = make(model_of)
+    engine.add_request("one", prompts[3], params())
+
+    def fail(*_):
+        raise CoreError("a position was sampled twice")
+
+    monkeypatch.setattr(engine.runner, "_forward", fail)
+    with pytest.raises(CoreError, match="sampled twice"):
+        engine.step()
+
+
 class Dead:
     """A tokenizer that fails after so many calls."""
 
