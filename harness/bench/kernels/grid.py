@@ -65,6 +65,12 @@ class CaseSpec:
         """Bytes of K and V that all sequences refer to together."""
         return 2 * self.kv_heads * self.head_dim * self.element_bytes * sum(self.lengths)
 
+    @property
+    def distinct_kv_bytes(self) -> int:
+        """The same with the shared prefix counted once: what must lie in memory."""
+        again = (self.batch - 1) * self.shared_prefix
+        return self.kv_bytes - 2 * self.kv_heads * self.head_dim * self.element_bytes * again
+
     def values(self) -> dict[str, Any]:
         """The fields, for JSON; `CaseSpec(**values)` gives the case again."""
         return asdict(self)

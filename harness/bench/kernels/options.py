@@ -32,6 +32,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--provider", metavar="A,B", help="only these (our own always runs)")
     parser.add_argument("--function", metavar="MODULE:NAME", help="a function of yours as one more provider")
     parser.add_argument("--rounds", type=int, default=20, help="timed rounds a case; default: 20")
+    parser.add_argument(
+        "--seconds", type=float, metavar="S", help="begin no case after so long; default: no limit"
+    )
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (--device cpu); default: 1")
     parser.add_argument("--out", default="results/bench/kernels", metavar="DIR", help="default: %(default)s")
     parser.add_argument("--dry-run", action="store_true", help="list the cases, time nothing")
@@ -72,6 +75,8 @@ def _check(flags: argparse.Namespace) -> None:
     for option in ("rounds", "threads"):
         if getattr(flags, option) < 1:
             raise UserError(f"--{option} is {getattr(flags, option)}, must be at least 1")
+    if flags.seconds is not None and not flags.seconds > 0:
+        raise UserError(f"--seconds is {flags.seconds:g}, must be above 0")
 
 
 def _values(text: str, option: str, read: Callable[[str], list[Any]]) -> list[Any]:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from harness.bench.kernels.full_presets import FULL
 from harness.bench.kernels.grid import CaseSpec, expand, unique
 
 Axes = Mapping[str, Sequence[Any]]
@@ -71,4 +72,4 @@ def gate() -> list[CaseSpec]:
     )
 
 
-PRESETS = {"cpu": cpu, "gpu": gpu, "gate": gate}
+PRESETS = {"cpu": cpu, "gpu": gpu, "gate": gate, **FULL}

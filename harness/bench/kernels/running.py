@@ -1,6 +1,7 @@
 """One run of `bench kernels`: time, tabulate, draw, say what was found."""
 
 import argparse
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -38,6 +39,7 @@ def run_cases(cases: Sequence[CaseSpec], flags: argparse.Namespace) -> int:
         "rounds": flags.rounds,
         "threads": flags.threads,
         "problems": str(notes.resolve()),
+        "until": None if flags.seconds is None else time.time() + flags.seconds,
     }
     timings = run_session([TIMINGS], settings, out / "kernels.json", timer=CLOCK)
     problems = read_problems(notes)
