@@ -7,6 +7,7 @@ PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.ready
 
 OUT    ?=
+PART   ?=
 
 .PHONY: setup sweep test nightly lint gpu clean
 setup: $(STAMP)
@@ -36,7 +37,7 @@ lint: $(STAMP)
 	$(PY) -m mypy
 
 gpu:  # no set-up: a GPU machine may have no network; PYTHON must have torch and the packages that `bench gpu` names
-	PYTHONPATH=.:kernels:$(PYTHONPATH) $(if $(wildcard $(PY)),$(PY),$(PYTHON)) -m harness bench gpu $(if $(OUT),--out "$(OUT)") $(ARGS)
+	PYTHONPATH=.:kernels:$(PYTHONPATH) $(if $(wildcard $(PY)),$(PY),$(PYTHON)) -m harness bench gpu $(if $(PART),--part $(PART)) $(if $(OUT),--out "$(OUT)") $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

@@ -2,17 +2,18 @@
 
 import json
 import sys
+import tarfile
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 import harness.point
 from harness.bench.gpu import MINUTES, preflight, running
+from harness.bench.gpu.parts import PARTS, Setting, steps_of
 from harness.bench.gpu.preflight import check_packages, device_folder, device_option
-from harness.bench.gpu.steps import Step, steps
-from harness.bench.gpu.summary import aims_of
+from harness.bench.gpu.step import SECONDS, Step
 from harness.cli.calibrate_command import _config
 from harness.cli.main import main
 from harness.config.errors import UserError
@@ -26,25 +27,35 @@ def step(name: str, code: str, limit_s: float = 60, answers: tuple[int, ...] = (
     return Step(name, command, command, limit_s, answers)
 
 
-def run(monkeypatch: pytest.MonkeyPatch, out: Path, *some: Step, minutes: float = 1) -> int:
-    monkeypatch.setattr(running, "steps", lambda folder, device: list(some))
+def run(
+    monkeypatch: pytest.MonkeyPatch, out: Path, *some: Step, minutes: float = 1, pack: str | None = None
+) -> int:
+    monkeypatch.setattr(running, "steps_of", lambda part, setting: list(some))
     monkeypatch.setattr(running, "check_gpu", lambda: ("NVIDIA H200",))
-    flags = SimpleNamespace(out=str(out), only=None, dry_run=False, minutes=minutes)
-    return running.run_steps(flags)  # type: ignore[arg-type]
+    plain = {"part": "quick", "only": None, "trace": None, "dry_run": False, "judge": False}
+    flags = SimpleNamespace(**plain, out=str(out), minutes=minutes, pack=pack)
+    return running.run_part(flags)  # type: ignore[arg-type]
 
 
 def states(out: Path) -> dict[str, str]:
-    found = json.loads((out / "summary.json").read_text())["steps"]
+    found = json.loads((out / "quick" / "summary.json").read_text())["steps"]
     return {one["name"]: one["state"] for one in found}
 
 
-def test_every_step_is_ready_for_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code = main(["bench", "gpu", "--dry-run", "--out", str(tmp_path / "out")])
+STEPS = {
+    "quick": ["tests", "kernels", "gate", "calibration", "sweep"],
+    "kernels": ["tests", "memcheck", "decode", "blocks", "prefill", "cascade", "flex", "counters"],
+    "engine": ["1b", "8b"],
+    "prediction": ["calibration", "default", "azure", "contiguous", "gate"],
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_every_step_is_ready_for_a_gpu(part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["bench", "gpu", "--part", part, "--dry-run", "--out", str(tmp_path / "out")])
     out, err = capsys.readouterr()
     assert code == 0, out + err
-    assert [line.partition(":")[0] for line in out.splitlines()[:-1]] == [
-        *("tests", "kernels", "gate", "calibration", "sweep")
-    ]
+    assert [line.partition(":")[0] for line in out.splitlines()[:-1]] == STEPS[part]
     assert out.endswith("nothing was timed\n")
 
 
@@ -52,43 +63,33 @@ def test_a_typo_in_a_step_is_found_by_the_rehearsal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wrong = (sys.executable, "-m", "harness", "gate", "--layr", "latency", "--dry-run")
-    monkeypatch.setattr(running, "steps", lambda folder, device: [Step("gate", wrong, wrong, 60)])
+    monkeypatch.setattr(running, "steps_of", lambda part, setting: [Step("gate", wrong, wrong, 60)])
     assert main(["bench", "gpu", "--dry-run", "--out", str(tmp_path)]) == 1
     out, err = capsys.readouterr()
     assert "gate: NOT READY" in out
     assert "--layr" in err
 
 
-def test_the_limits_of_all_steps_are_ten_minutes() -> None:
-    assert sum(one.limit_s for one in steps(Path("out"), "h200")) == 60 * MINUTES
+@pytest.mark.parametrize("part", PARTS)
+def test_the_limits_of_all_steps_fill_the_time_and_no_more(part: str) -> None:
+    total = sum(one.limit_s for one in steps_of(part, Setting(Path("out"), "h200")))
+    assert 0.98 * 60 * MINUTES <= total <= 60 * MINUTES
 
 
-def overrides_of(name: str, out: Path) -> list[str]:
+def overrides_of(part: str, name: str, out: Path) -> list[str]:
     """The settings of a step as they are on a machine with an H200, but for the engine, which must run here."""
-    command = next(one for one in steps(out, "h200") if one.name == name).command
+    command = next(one for one in steps_of(part, Setting(out, "h200")) if one.name == name).command
     return [word for word in command if "=" in word] + ["engine=auto"]
 
 
-def test_the_sweep_finds_what_the_calibration_step_keeps(tmp_path: Path) -> None:
-    kept = calibration_path(_config(tuple(overrides_of("calibration", tmp_path))))
-    plan = make_plan(sweep_request(overrides_of("sweep", tmp_path)), harness.point)
+@pytest.mark.parametrize(
+    ("part", "sweep"),
+    [("quick", "sweep"), *(("prediction", name) for name in ("default", "azure", "contiguous"))],
+)
+def test_a_sweep_finds_what_the_calibration_step_keeps(part: str, sweep: str, tmp_path: Path) -> None:
+    kept = calibration_path(_config(tuple(overrides_of(part, "calibration", tmp_path))))
+    plan = make_plan(sweep_request(overrides_of(part, sweep, tmp_path)), harness.point)
     assert {calibration_path(point.config) for point in plan.points} == {kept}
-    assert kept.parent == tmp_path / "calibration"
-
-
-def test_the_calibration_step_calibrates(tmp_path: Path) -> None:
-    command = next(one for one in steps(tmp_path, "h200") if one.name == "calibration").command
-    assert command[1:4] == ("-m", "harness", "calibrate")
-
-
-def test_a_dry_calibration_says_where_it_would_be_kept(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["calibrate", f"cost.cache_dir={tmp_path / 'kept'}", "--dry-run"]) == 0
-    out = capsys.readouterr().out
-    assert f"kept in {tmp_path / 'kept'}" in out
-    assert "where nothing is yet\nnothing was measured" in out
-    assert not (tmp_path / "kept").exists()
 
 
 def test_a_failed_step_does_not_stop_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,17 +98,114 @@ def test_a_failed_step_does_not_stop_the_next(tmp_path: Path, monkeypatch: pytes
     )
     assert code == 1
     assert states(tmp_path) == {"tests": "failed", "sweep": "done"}
-    assert "swept" in (tmp_path / "logs" / "sweep.txt").read_text()
+    assert "swept" in (tmp_path / "quick" / "logs" / "sweep.txt").read_text()
 
 
 def test_a_step_that_hangs_is_stopped_at_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running, "_GRACE_S", 0.1)
-    run(monkeypatch, tmp_path, step("tests", "import time; time.sleep(60)", limit_s=0.5), step("sweep", ""))
+    monkeypatch.setattr(running, "_LEAST_S", 0.01)
+    hanging = step("tests", "import time; time.sleep(60)", limit_s=0.5)
+    run(monkeypatch, tmp_path, hanging, step("sweep", ""))
     assert states(tmp_path) == {"tests": "stopped", "sweep": "done"}
 
 
+def test_a_stopped_step_takes_along_what_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "_LEAST_S", 0.01)
+    noted = tmp_path / "pid"
+    code = (
+        "import pathlib, subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(300)'])\n"
+        f"pathlib.Path({str(noted)!r}).write_text(str(child.pid))\n"
+        "child.wait()"
+    )
+    run(monkeypatch, tmp_path, step("kernels", code, limit_s=3), step("sweep", ""))
+    assert states(tmp_path)["kernels"] == "stopped"
+    assert not is_running(int(noted.read_text()))
+
+
+def is_running(process: int) -> bool:
+    """Whether a process is there and no corpse that waits for its parent."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_step_without_its_optional_tool_is_left_out_and_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(monkeypatch, tmp_path, replace(step("counters", ""), tool="no-such-profiler")) == 0
+    assert states(tmp_path) == {"counters": "not installed"}
+
+
+def test_an_optional_tool_that_is_there_starts_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = step("counters", "import os; print(os.environ['WATCHED'])")
+    watched = replace(plain, tool="env", command=("WATCHED=closely", *plain.command))
+    assert run(monkeypatch, tmp_path, watched) == 0
+    assert "closely" in (tmp_path / "quick" / "logs" / "counters.txt").read_text()
+
+
+def test_a_step_is_told_how_long_it_may_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = step("kernels", "import sys; print('for', sys.argv[1])", limit_s=40)
+    run(monkeypatch, tmp_path, replace(plain, command=(*plain.command, SECONDS)), step("sweep", ""))
+    assert "for 28" in (tmp_path / "quick" / "logs" / "kernels.txt").read_text()
+
+
+def test_steps_that_were_chosen_share_the_whole_time() -> None:
+    limits = [one.limit_s for one in running._sharing([step("a", "", 30), step("b", "", 10)], 400)]
+    assert limits == [300, 100]
+
+
+def test_a_second_call_keeps_what_the_first_one_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(monkeypatch, tmp_path, step("tests", ""), step("gate", "raise SystemExit(1)"))
+    run(monkeypatch, tmp_path, step("gate", ""))
+    assert states(tmp_path) == {"tests": "done", "gate": "done"}
+
+
+def test_all_that_was_left_comes_back_as_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "all.tar.gz"
+    run(monkeypatch, tmp_path / "out", step("tests", "print('tested')"), pack=str(file))
+    with tarfile.open(file) as archive:
+        names = archive.getnames()
+    assert {"quick/README.md", "quick/summary.json", "quick/logs/tests.txt"} <= set(names)
+
+
+def test_a_name_that_is_no_archive_is_refused_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UserError, match=r"ends in \.tar\.gz"):
+        run(monkeypatch, tmp_path, step("tests", ""), pack="all.zip")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_trace_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "gpu", "--part", "prediction", "--trace", "none.csv", "--dry-run"]) == 2
+    assert "--trace none.csv: no such file" in capsys.readouterr().err
+
+
+def test_a_page_can_be_written_again_where_there_is_no_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(monkeypatch, tmp_path, step("tests", ""))
+    page = tmp_path / "quick" / "README.md"
+    first = page.read_text()
+    page.unlink()
+    assert main(["bench", "gpu", "--judge", "--out", str(tmp_path)]) == 0
+    assert page.read_text() == first
+
+
+def test_a_folder_that_nobody_measured_has_no_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "gpu", "--judge", "--out", str(tmp_path)]) == 2
+    assert "has no summary.json of a run" in capsys.readouterr().err
+
+
 def test_steps_behind_the_last_minute_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run(monkeypatch, tmp_path, step("tests", ""), minutes=0.0) == 1
+    assert run(monkeypatch, tmp_path, step("tests", ""), minutes=0.01) == 1
     assert states(tmp_path) == {"tests": "left out"}
 
 
@@ -148,31 +246,3 @@ def test_all_missing_packages_are_named_at_once(monkeypatch: pytest.MonkeyPatch)
 )
 def test_a_device_has_a_folder_and_a_description(name: str, folder: str, option: str) -> None:
     assert (device_folder([name]), device_option([name])) == (folder, option)
-
-
-def row(name: str, provider: str, **other: Any) -> dict[str, Any]:
-    plain = {"queries": 1, "flat_bytes": 5e8, "shared_prefix": 0, "median_us": 100.0}
-    return {"name": name, "provider": provider, **plain, "copy_share": 0.92, "matmul_share": 0.1, **other}
-
-
-def test_the_worst_large_case_stands_for_each_aim() -> None:
-    rows = [
-        *(
-            row("a", "paged"),
-            row("b", "paged", copy_share=0.85),
-            row("tiny", "paged", flat_bytes=1e6, copy_share=0.2),
-        ),
-        *(row("a", "contiguous", median_us=99.0), row("b", "contiguous", median_us=90.0)),
-        *(
-            row("p", "paged", queries=2048, matmul_share=0.62),
-            row("q", "paged", queries=512, matmul_share=0.61),
-        ),
-    ]
-    decode, paging, prefill = aims_of(rows)
-    assert (decode["worst case"], decode["found"], decode["met"]) == ("b", 0.85, False)
-    assert (paging["worst case"], paging["met"]) == ("b", False)
-    assert (prefill["worst case"], prefill["found"], prefill["met"]) == ("q", 0.61, True)
-
-
-def test_without_a_table_no_aim_is_claimed() -> None:
-    assert list(aims_of([])) == []

@@ -1,6 +1,7 @@
 """Can this machine do it at all? Asked before the clock starts, because time on a GPU is what is scarce."""
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -65,6 +66,22 @@ def check_gpu() -> Sequence[str]:
             "no NVIDIA driver shows a GPU here; bench gpu --dry-run rehearses every step without one"
         )
     return names
+
+
+def step_environment(more: Iterable[tuple[str, str]] = ()) -> dict[str, str]:
+    """What a step's process sees. A bare checkout works too: its folders come first on the path."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **dict(more)}
+
+
+def last_level_cache_bytes() -> int:
+    """Of this machine's GPU; without one, of the device that the cascade's cost rule was written for."""
+    import torch
+
+    from harness.bench.kernels.clock import cache_bytes
+    from paged_kernels.cascade_cost import H200
+
+    return cache_bytes(torch.device("cuda")) if torch.cuda.is_available() else H200.cache_bytes
 
 
 def _torch_names() -> tuple[str, ...]:

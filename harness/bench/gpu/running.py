@@ -1,12 +1,15 @@
-"""Run the steps of `bench gpu` one after the other, against the clock, each in a process of its own."""
+"""Run the steps of a part of `bench gpu` one after the other, against the clock, each in a process of its own."""
 
 import argparse
-import os
 import subprocess
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from math import isfinite
 from pathlib import Path
 
+from harness.bench.gpu.packing import check_archive, pack
+from harness.bench.gpu.parts import Setting, steps_of
 from harness.bench.gpu.preflight import (
     ROOT,
     check_checkout,
@@ -14,34 +17,73 @@ from harness.bench.gpu.preflight import (
     check_packages,
     device_folder,
     device_option,
+    step_environment,
 )
-from harness.bench.gpu.steps import Outcome, Step, steps
+from harness.bench.gpu.processes import run_for
+from harness.bench.gpu.step import Outcome, Step, found_tool
 from harness.cli.say import remark, say
 from harness.config.errors import UserError
 from harness.environment import gpu_names
 
 _LAST_LINES = 12  # of a failed step's output that are shown at once
-_GRACE_S = 5.0
+_LEAST_S = 5.0  # below that a step is not begun
 
 
-def run_steps(flags: argparse.Namespace) -> int:
-    """Run or rehearse every step; returns the exit code.
+def run_part(flags: argparse.Namespace) -> int:
+    """Run, rehearse or judge again; returns the exit code.
 
     Raises:
         UserError: it cannot run here; says all that is missing.
     """
+    _check_flags(flags)
     check_checkout()
+    if flags.judge:
+        return _judge_again(flags)
     check_packages()
     names = gpu_names() if flags.dry_run else check_gpu()
-    out = Path(flags.out).absolute() if flags.out else ROOT / "results" / "reference" / device_folder(names)
-    chosen = _chosen(steps(out, device_option(names)), flags.only)
+    out = _folder(flags, names)
+    chosen = _chosen(steps_of(flags.part, Setting(out, device_option(names), flags.trace)), flags.only)
     if flags.dry_run:
         return _rehearse(chosen)
-    outcomes = _run(chosen, out, time.monotonic() + 60 * flags.minutes)
-    from harness.bench.gpu.summary import write_summary
+    outcomes = _run(_sharing(chosen, 60 * flags.minutes), out, time.monotonic() + 60 * flags.minutes)
+    _conclude(flags, out, outcomes, names[0])
+    return 0 if all(outcome.state in ("done", "not installed") for outcome in outcomes) else 1
 
-    say(f"written: {write_summary(out, outcomes, names[0])}")
-    return 0 if all(outcome.state == "done" for outcome in outcomes) else 1
+
+def _check_flags(flags: argparse.Namespace) -> None:
+    if flags.pack:
+        check_archive(Path(flags.pack))
+    if flags.trace and not Path(flags.trace).is_file():
+        raise UserError(f"--trace {flags.trace}: no such file")
+    if not (isfinite(flags.minutes) and flags.minutes > 0):
+        raise UserError(f"--minutes is {flags.minutes:g}, must be above 0")
+
+
+def _folder(flags: argparse.Namespace, names: Sequence[str]) -> Path:
+    base = Path(flags.out).absolute() if flags.out else ROOT / "results" / "reference" / device_folder(names)
+    return base / str(flags.part)
+
+
+def _judge_again(flags: argparse.Namespace) -> int:
+    """The page of a folder that was measured elsewhere or before, goals judged by today's code."""
+    from harness.bench.gpu.page import known_device, write_page
+
+    if not flags.out:
+        raise UserError("--judge needs --out, the folder that holds the part's")
+    out = _folder(flags, ())
+    say(f"written: {write_page(out, flags.part, [], known_device(out))}")
+    return 0
+
+
+def _conclude(flags: argparse.Namespace, out: Path, outcomes: Sequence[Outcome], device: str) -> None:
+    from harness.bench.gpu.page import write_page
+
+    page = write_page(out, flags.part, outcomes, device)
+    say(page.read_text(encoding="utf-8"))
+    say(f"written: {page}")
+    if flags.pack:
+        file = pack(out, Path(flags.pack).absolute())
+        say(f"packed: {file} ({file.stat().st_size / 1e6:.1f} MB)")
 
 
 def _chosen(all_steps: Sequence[Step], only: str | None) -> list[Step]:
@@ -54,15 +96,23 @@ def _chosen(all_steps: Sequence[Step], only: str | None) -> list[Step]:
     return [step for step in all_steps if step.name in wanted]
 
 
+def _sharing(chosen: Sequence[Step], seconds: float) -> list[Step]:
+    """Fewer steps have longer limits: together they may use all the time."""
+    factor = max(1.0, seconds / sum(step.limit_s for step in chosen))
+    return [replace(step, limit_s=step.limit_s * factor) for step in chosen]
+
+
 def _rehearse(chosen: Sequence[Step]) -> int:
     """Every step's command as far as it goes without a GPU; returns the exit code."""
     failed = 0
-    for step in chosen:
+    for step in (one.within(one.limit_s) for one in chosen):
         done = subprocess.run(
-            step.rehearsal, cwd=ROOT, env=_environment(), capture_output=True, text=True, check=False
+            step.rehearsal, cwd=ROOT, env=step_environment(), capture_output=True, text=True, check=False
         )
         ready = done.returncode == 0
-        say(f"{step.name}: {'ready' if ready else 'NOT READY'}: {' '.join(step.command[1:])}")
+        absent = f" ({step.tool} is not installed here)" if step.tool and not found_tool(step.tool) else ""
+        words = " ".join([step.tool, *step.command] if step.tool else step.command[1:])
+        say(f"{step.name}: {'ready' if ready else 'NOT READY'}{absent}: {words}")
         if not ready:
             failed += 1
             remark("\n".join((done.stdout + done.stderr).splitlines()[-_LAST_LINES:]))
@@ -82,31 +132,18 @@ def _run(chosen: Sequence[Step], out: Path, deadline: float) -> list[Outcome]:
 
 def _run_one(step: Step, log: Path, deadline: float) -> Outcome:
     """Run one step until its limit or the deadline, whichever comes first; its output goes to `log`."""
+    if step.tool and not found_tool(step.tool):
+        return Outcome(step, "not installed", None, 0.0)
     start = time.monotonic()
     left = min(step.limit_s, deadline - start)
-    if left < _GRACE_S:
+    if left < _LEAST_S:
         return Outcome(step, "left out", None, 0.0)
+    step = step.within(left)
     with log.open("w", encoding="utf-8") as output:
-        output.write(f"$ {' '.join(step.command)}\n")
+        output.write(f"$ {' '.join(step.words)}\n")
         output.flush()
-        try:
-            done = subprocess.run(
-                step.command,
-                cwd=ROOT,
-                env=_environment(),
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                timeout=left,
-            )
-        except subprocess.TimeoutExpired:
-            return Outcome(step, "stopped", None, time.monotonic() - start)
-    state = "done" if done.returncode in step.answers else "failed"
+        code = run_for(step.words, left, output, ROOT, step_environment(step.environment))
+    state = "stopped" if code is None else "done" if code in step.answers else "failed"
     if state == "failed":
         remark("\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LAST_LINES:]))
-    return Outcome(step, state, done.returncode, time.monotonic() - start)
-
-
-def _environment() -> dict[str, str]:
-    """A bare checkout works too: its folders come first on the path."""
-    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+    return Outcome(step, state, code, time.monotonic() - start)

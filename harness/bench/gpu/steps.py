@@ -1,8 +1,9 @@
-"""The steps of `bench gpu`: what each runs, how long it may take, and how it is rehearsed where there is no GPU."""
+"""Part `quick`: what each step runs, how long it may take, and how it is rehearsed where there is no GPU."""
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
+
+from harness.bench.gpu.step import SECONDS, Step
 
 _PYTEST = (
     "-m",
@@ -20,31 +21,6 @@ CALIBRATION_S = (
 )
 
 
-@dataclass(frozen=True)
-class Step:
-    """One command.
-
-    `answers` are the exit codes that mean it did its work: a gate without a baseline answers 3, and that is an answer.
-    `rehearsal` is the command of a dry run: the same words as far as they go without a GPU.
-    """
-
-    name: str
-    command: tuple[str, ...]
-    rehearsal: tuple[str, ...]
-    limit_s: float
-    answers: tuple[int, ...] = (0,)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of a step: `done`, `failed`, `stopped` (out of time) or `left out`."""
-
-    step: Step
-    state: str
-    code: int | None
-    seconds: float
-
-
 def steps(out: Path, device: str) -> list[Step]:
     """All steps, the ones that others rest on first.
 
@@ -60,6 +36,8 @@ def steps(out: Path, device: str) -> list[Step]:
         "gpu",
         "--device",
         "cuda",
+        "--seconds",
+        SECONDS,
         "--out",
         str(out / "kernels"),
     )
@@ -74,12 +52,12 @@ def steps(out: Path, device: str) -> list[Step]:
     )  # a calibration is of one point, for all
     calibrate = (*_HARNESS, "calibrate", *same, *one, "--budget", str(CALIBRATION_S), "--no-grid")
     dry = ("engine=auto", "--dry-run")
-    return [  # ten minutes in all
-        _step("tests", _PYTEST, (*_PYTEST, "--collect-only"), 150),
-        _step("kernels", kernels, (*kernels, "--dry-run"), 205),
+    return [  # ten minutes in all, starting and packing included
+        _step("tests", (*_PYTEST, f"--junitxml={out / 'tests.xml'}"), (*_PYTEST, "--collect-only"), 140),
+        _step("kernels", kernels, (*kernels, "--dry-run"), 195),
         _step("gate", gate, (*gate, "--dry-run"), 75, (0, 1, 3)),
         _step("calibration", calibrate, (*calibrate, *dry), 70),
-        _step("sweep", sweep, (*sweep, *dry), 100),
+        _step("sweep", sweep, (*sweep, *dry), 90),
     ]
 
 

@@ -1,0 +1,99 @@
+"""Every goal, by part. These numbers stand nowhere else."""
+
+from collections.abc import Mapping
+
+from harness.bench.gpu.goals.goal import Goal, Sense, Unit
+
+MOST, LEAST, SHOWN = Sense.most, Sense.least, Sense.shown
+SHARE, RATIO, COUNT = Unit.share, Unit.ratio, Unit.number
+
+LARGE_BYTES = 256e6
+"""Bytes of KV that a call must read for a claim about bandwidth: a smaller one is bound by launches."""
+PAGED_BLOCKS = 16
+"""Claims about bandwidth and paging begin at this block size."""
+LONG_QUERIES = 512
+"""Queries a sequence from which a prefill is bound by arithmetic."""
+GAIN_ROWS, GAIN_SHARED = 16, 8192
+"""Sequences and shared tokens of the case that a cascade's gain is asked for."""
+
+_SOSP = "Kwon et al., SOSP 2023: kernel 20–26 % slower than on contiguous KV"
+_ORCA = "Kwon et al., SOSP 2023: 2–4× the throughput of reserved memory"
+
+_TESTS = Goal("tests", "every kernel test at full size, all dtypes", "tests that fail", MOST, 0, COUNT)
+_KERNELS = (
+    Goal("decode_copy", "decode, ≥ 256 MB KV, block ≥ 16", "share of same-run copy bandwidth", LEAST, 0.90, SHARE),
+    Goal("paging", "paged over contiguous twin, block ≥ 16", "time ratio, worst", MOST, 1.02, RATIO, _SOSP),
+    Goal("blocks", "latency against block size, tile fixed", "slowest over fastest, block ≥ 16", SHOWN, None, RATIO),
+    Goal("flashinfer_worst", "against FlashInfer", "our time over theirs, worst", MOST, 1.05, RATIO),
+    Goal("flashinfer_median", "against FlashInfer", "our time over theirs, median", MOST, 1.0, RATIO),
+    Goal("flex_median", "against flex attention", "our time over theirs, median", MOST, 1.0, RATIO),
+    Goal("sdpa_median", "decode against torch SDPA, contiguous KV", "our time over theirs, median", MOST, 1.0, RATIO),
+    Goal("prefill_ceiling", "prefill on cached prefixes", "share of same-run matrix ceiling", LEAST, 0.60, SHARE),
+    Goal("prefill_sdpa", "prefill against torch SDPA", "their time over ours, worst", LEAST, 0.9, RATIO),
+    Goal("cascade_flat", "cascade, rule asked", "time over flat, worst", MOST, 1.02, RATIO),
+    Goal("cascade_gain", "cascade, 16 sequences × 8k shared", "flat time over ours", LEAST, 5.0, RATIO),
+    Goal("cascade_rule", "the crossover, used by the cost rule", "cases decided wrongly by > 2 %", MOST, 0, COUNT),
+)  # fmt: skip
+_MEMCHECK = Goal("memcheck", "compute-sanitizer memcheck, small tests", "errors", MOST, 0, COUNT)
+_ENGINE = (
+    Goal("host_1b", "1B class, bf16, CUDA graphs", "host share of a decode step, worst", MOST, 0.05, SHARE),
+    Goal("host_8b", "8B class, bf16, CUDA graphs", "host share of a decode step, worst", MOST, 0.05, SHARE),
+    Goal("tokens_1b", "1B class, largest batch", "decoded tokens a second", SHOWN, None, COUNT),
+    Goal("tokens_8b", "8B class, largest batch", "decoded tokens a second", SHOWN, None, COUNT),
+    Goal("bytes_8b", "8B class, largest batch", "GB read a second", SHOWN, None, COUNT),
+    Goal(
+        "peer_1b", "beside transformers' continuous batching, 1B", "our rate over theirs", SHOWN, None, RATIO
+    ),
+    Goal(
+        "peer_8b", "beside transformers' continuous batching, 8B", "our rate over theirs", SHOWN, None, RATIO
+    ),
+)
+ERRORS = (
+    ("output_throughput", "throughput", 0.02),
+    ("tpot_mean", "TPOT", 0.02),
+    ("ttft_p50", "median TTFT", 0.05),
+)
+"""Metric, its name in a goal, and how far a prediction may be off, the median over a sweep's points."""
+SWEEPS = (("default", "default sweep"), ("azure", "Azure window"))
+BASELINES = ("contiguous_max", "contiguous_pow2", "contiguous_oracle")
+
+
+def _errors() -> tuple[Goal, ...]:
+    return tuple(
+        Goal(
+            f"{sweep}_{metric}",
+            f"{title}, predicted against measured",
+            f"{name}, median error",
+            MOST,
+            aim,
+            SHARE,
+        )
+        for sweep, title in SWEEPS
+        for metric, name, aim in ERRORS
+    )
+
+
+_PREDICTION = (
+    *_errors(),
+    Goal("kernel", "kernel latency on held-out shapes", "mean error, worst axis", MOST, 0.03, SHARE),
+    *(
+        Goal(
+            f"ratio_{policy}",
+            f"paged beside {policy} at equal memory",
+            "throughput ratio",
+            SHOWN,
+            None,
+            RATIO,
+            _ORCA,
+        )
+        for policy in BASELINES
+    ),
+    Goal("gate_alarms", "latency gate, A/A run", "false alarms", MOST, 0, COUNT),
+    Goal("gate_caught", "latency gate, planted +5 %", "share of planted cases caught", LEAST, 1.0, SHARE),
+)
+GOALS: Mapping[str, tuple[Goal, ...]] = {
+    "quick": (_TESTS, *_KERNELS),
+    "kernels": (_TESTS, _MEMCHECK, *_KERNELS),
+    "engine": _ENGINE,
+    "prediction": _PREDICTION,
+}
