@@ -45,7 +45,8 @@ def kernel_table(config: RunConfig, fitted: FittedCost) -> TableCost:
 def _decode_in_engine(fitted: FittedCost, block_size: int, rows: float, slots: float) -> float | None:
     """Calibrated attention of `rows` equal decode rows; None outside of what was measured."""
     features = dict.fromkeys(ATTENTION_FEATURES, 0.0)
-    features |= {"decode_rows": rows, "decode_steps": 1.0, "decode_kv": rows * slots}
+    features |= {"decode_rows": rows, "decode_steps": 1.0}
+    features |= dict.fromkeys(("decode_kv", "decode_distinct_kv"), rows * slots)
     features |= {"decode_padded_kv": rows * slots, "decode_padded_blocks": rows * ceil(slots / block_size)}
     return _seconds(fitted, features) if _covered(fitted, rows, rows * slots) else None
 

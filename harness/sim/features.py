@@ -25,6 +25,7 @@ FEATURES: dict[str, str] = {
     "decode_rows": "rows of one token",
     "decode_steps": "1 if there is such a row: the floor of decode attention",
     "decode_kv": "KV slots that decode rows read",
+    "decode_distinct_kv": "the same, blocks that several rows share counted once: they are in the caches already",
     "decode_padded_kv": "decode rows times the longest of them: what a padded batch reads",
     "decode_padded_blocks": "the same in blocks: each is fetched on its own",
     "prefill_rows": "rows of more than one token: each is an attention call of its own",
@@ -50,6 +51,7 @@ ATTENTION_FEATURES = (
     "decode_rows",
     "decode_steps",
     "decode_kv",
+    "decode_distinct_kv",
     "decode_padded_kv",
     "decode_padded_blocks",
     "prefill_rows",
@@ -168,6 +170,7 @@ def _rows_features(
         count,
         1 if count else 0,
         kv,
+        kv * distinct_share(plan.usage.physical_blocks, plan.usage.logical_blocks),
         count * longest,
         count * -(-longest // block_size),
         chunks,
@@ -177,6 +180,13 @@ def _rows_features(
         work,
         entries,
     ]
+
+
+def distinct_share(physical: Amount, logical: Amount) -> Amount:
+    """Distinct blocks over table entries, 1 where there are none; elementwise over arrays."""
+    if isinstance(logical, np.ndarray):
+        return physical / logical
+    return physical / logical if logical else 1.0
 
 
 def _draft_features(

@@ -6,7 +6,7 @@ import numpy as np
 
 from engine.core.plan import StepPlan
 from harness.sim.cost import Amount
-from harness.sim.features import WARMING, feature_index
+from harness.sim.features import WARMING, distinct_share, feature_index
 
 
 class Stretch:
@@ -18,6 +18,7 @@ class Stretch:
         self._rows = plan.steady
         self._longest = int(np.maximum.reduce(plan.context_len)) + 1
         self._unnamed = plan.usage.free // block_size
+        self._physical, self._logical = plan.usage.physical_blocks, plan.usage.logical_blocks
         self._residues = self._crossings(plan)
 
     def _crossings(self, plan: StepPlan) -> list[int]:
@@ -43,6 +44,8 @@ class Stretch:
             before, gone = gone, max(0, entries - self._unnamed)
             longest = self._longest + step
             features[_DECODE_KV] = kv + rows * step
+            share = distinct_share(self._physical + entries, self._logical + entries)
+            features[_DISTINCT_KV] = features[_DECODE_KV] * share
             features[_PADDED_KV] = rows * longest
             features[_PADDED_BLOCKS] = rows * -(-longest // size)
             features[_DRAFT_KV] = draft_kv + rows * step if draft_kv else 0
@@ -65,6 +68,9 @@ class Stretch:
         longest = self._longest + later
         features = list(first)
         features[_DECODE_KV] = first[_DECODE_KV] + grown
+        held = entries.astype(np.float64)
+        share = distinct_share(self._physical + held, self._logical + held)
+        features[_DISTINCT_KV] = features[_DECODE_KV] * share
         features[_PADDED_KV] = (self._rows * longest).astype(np.float64)
         features[_PADDED_BLOCKS] = (self._rows * -(-longest // size)).astype(np.float64)
         features[_BLOCKS] = first[_BLOCKS] + (entries if size > 1 else grown).astype(np.float64)
@@ -89,4 +95,6 @@ _DECODE_KV, _PADDED_KV, _PADDED_BLOCKS, _BLOCKS, _NEW, _FREED, _AFTER = feature_
         "after_prefill",
     )
 )
-_COPIED, _ADMITTED, _DRAFT_KV = feature_index(("copied_slots", "admitted_tokens", "draft_kv"))
+_COPIED, _ADMITTED, _DRAFT_KV, _DISTINCT_KV = feature_index(
+    ("copied_slots", "admitted_tokens", "draft_kv", "decode_distinct_kv")
+)

@@ -16,8 +16,8 @@ from harness.sim.cost import Amount, CostSource, FloatArray, Price
 from harness.sim.features import feature_index
 from harness.sim.fitted import FittedCost
 
-_ROWS, _KV, _PADDED, _BLOCKS = feature_index(
-    ("decode_rows", "decode_kv", "decode_padded_kv", "decode_padded_blocks")
+_ROWS, _KV, _DISTINCT, _PADDED, _BLOCKS = feature_index(
+    ("decode_rows", "decode_kv", "decode_distinct_kv", "decode_padded_kv", "decode_padded_blocks")
 )
 _CHUNKS, _TOKENS, _CHUNK_KV = feature_index(("prefill_rows", "prefill_tokens", "prefill_kv"))
 
@@ -99,14 +99,17 @@ class TableCost:
         return Price(self.fitted.with_rest(features, attention), attention)
 
     def _decode(self, features: Sequence[Amount]) -> Amount:
-        """The grid's seconds for rows of the mean length, plus what the fit says of padding and block size."""
+        """The grid's seconds for rows of the mean length, plus what the fit says of padding, block size and sharing."""
         rows, kv = features[_ROWS], features[_KV]
         if not np.any(rows):
             return 0.0
         even = kv * (1.0 / self.block_size)
         uneven = (features[_PADDED] - kv) * self._slot_s + (features[_BLOCKS] - even) * self._block_s
-        found = self.decode.at(rows, kv / _some(rows)) + uneven
-        return _known(rows, found, self._fitted(features, _ROWS, _KV, _PADDED, _BLOCKS, floor=True))
+        shared = (features[_DISTINCT] - kv) * self._coefficients[_DISTINCT]
+        found = self.decode.at(rows, kv / _some(rows)) + uneven + shared
+        return _known(
+            rows, found, self._fitted(features, _ROWS, _KV, _DISTINCT, _PADDED, _BLOCKS, floor=True)
+        )
 
     def _prefill(self, features: Sequence[Amount]) -> Amount:
         """The mean chunk's seconds, times the chunks."""

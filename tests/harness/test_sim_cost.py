@@ -1,13 +1,13 @@
 import numpy as np
 import pytest
-from sim_cases import replay, request
+from sim_cases import fingerprint, replay, request
 
 from engine.core.paged import PagedManager
 from engine.core.request import Decoding
 from harness.sim.coalescence import churn_of_run
 from harness.sim.cost import CostModel, CostSource, PacedCost, price_table
 from harness.sim.features import FEATURES, feature_index
-from harness.sim.fitted import fit_cost, held_out_error
+from harness.sim.fitted import ATTENTION, REST, FittedCost, fit_cost, held_out_error
 from harness.sim.genealogy import BeamGenealogy
 from harness.sim.roofline import DeviceShape, ModelShape, RooflineCost
 from harness.sim.table import TableCost, grid_of
@@ -123,6 +123,32 @@ def test_a_paced_cost_is_the_cost_times_the_ratio() -> None:
     plain, paced = price_table(cost, features), price_table(PacedCost(cost, 1.25), features)
     assert paced[0].tolist() == pytest.approx((1.25 * plain[0]).tolist())
     assert paced[1].tolist() == pytest.approx((1.25 * plain[1]).tolist())
+
+
+@pytest.mark.parametrize("size", [1, 4, 16])
+def test_every_feature_of_a_leap_is_that_of_its_steps(size: int) -> None:
+    """Every coefficient counts, on requests whose branches share their prompts: records must not differ by a bit."""
+    draw = np.random.default_rng(size)
+    requests = [
+        request(rid, 0.05 * rid, int(draw.integers(5, 60)), int(draw.integers(20, 90)), 3, Decoding.SAMPLE, 4)
+        for rid in range(12)
+    ]
+    cost = FittedCost(draw.uniform(1e-7, 1e-5, len(ATTENTION)), draw.uniform(1e-7, 1e-5, len(REST)), SOURCE)
+    one, other = (
+        replay(requests, cost=cost, manager=PagedManager(1600 // size, size), fast_forward=leap)[0]  # type: ignore[arg-type]
+        for leap in (True, False)
+    )
+    assert fingerprint(one) == fingerprint(other)
+
+
+def test_shared_blocks_count_once_among_distinct_slots() -> None:
+    rows, kv, distinct = feature_index(["decode_rows", "decode_kv", "decode_distinct_kv"])
+    alone = replay([request(0, 0, 32, 4)], keep_plans=True, fast_forward=False)[1].features
+    assert alone[1:, distinct].tolist() == alone[1:, kv].tolist()
+    samples = [request(0, 0, 32, 4, 4, Decoding.SAMPLE)]
+    shared = replay(samples, manager=PagedManager(100, 16), keep_plans=True, fast_forward=False)[1].features
+    assert shared[1, [rows, kv]].tolist() == [4, 4 * 33]
+    assert shared[1, distinct] == 4 * 33 * (2 + 4) / (4 * 3)  # two blocks in common, one each
 
 
 def table_cost(features: np.ndarray) -> TableCost:

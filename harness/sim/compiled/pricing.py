@@ -16,6 +16,7 @@ from harness.sim.features import LARGE_PREFILL, WARMING, feature_index
     )
 )
 (
+    DISTINCT_KV,
     PADDED_KV,
     PADDED_BLOCKS,
     CHUNKS,
@@ -30,7 +31,8 @@ from harness.sim.features import LARGE_PREFILL, WARMING, feature_index
     AFTER,
 ) = feature_index(
     (
-        *("decode_padded_kv", "decode_padded_blocks", "prefill_rows", "prefill_tokens", "prefill_kv"),
+        *("decode_distinct_kv", "decode_padded_kv", "decode_padded_blocks", "prefill_rows", "prefill_tokens"),
+        "prefill_kv",
         *("prefill_blocks", "prefill_work", "blocks", "new_blocks", "freed_slots", "admitted_tokens"),
         "after_prefill",
     )
@@ -82,6 +84,7 @@ def add_rows(run: Run) -> None:
     features[DECODE_ROWS] = decodes
     features[DECODE_STEPS] = min(decodes, 1)
     features[DECODE_KV] = kv
+    features[DISTINCT_KV] = kv
     features[PADDED_KV] = decodes * longest
     features[PADDED_BLOCKS] = decodes * blocks_of(longest, size)
     features[CHUNKS] = chunks
