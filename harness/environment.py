@@ -13,6 +13,7 @@ ROOTS = (  # what a record depends on; an edited report or command line makes no
     *("engine", "traces", "paged_kernels"),
     *(f"harness.{room}" for room in ("sim", "point", "measured", "metrics", "compare")),
 )
+SOURCES = (".py", ".c", ".h")
 PACKAGES = ("torch", "transformers", "triton", "numpy", "scipy", "simpy", "hydra-core")
 
 
@@ -33,7 +34,8 @@ def code_version(roots: tuple[str, ...] = ROOTS) -> str:
     """A digest over the source files of the named packages: changed code makes new points."""
     book = hashlib.sha256()
     for root in roots:
-        for path in sorted(_package_folder(root).rglob("*.py")):
+        files = _package_folder(root).rglob("*")
+        for path in sorted(path for path in files if path.suffix in SOURCES):
             book.update(path.name.encode() + b"\0" + path.read_bytes())
     return book.hexdigest()[:16]
 

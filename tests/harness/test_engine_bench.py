@@ -36,6 +36,7 @@ def test_ours_and_transformers_say_the_same(tmp_path, capsys):
     [
         (["--peers", "sglang"], "there is no peer 'sglang'; choose of transformers, transformers_cb, vllm"),
         (["--requests", "0"], "--requests is 0, must be at least 1"),
+        (["--device", "tpu"], "--device tpu does not exist; choose cpu, cuda"),
         (["--dtype", "int8"], "--dtype int8 does not exist; choose float32"),
     ],
 )

@@ -20,6 +20,8 @@ from harness.bench.engine.peers import Outputs, Serve
 from harness.bench.engine.workload import BenchRequest, bench_requests
 from harness.cli.say import remark, say
 from harness.config.errors import UserError
+from harness.config.schema import EngineDevice
+from harness.environment import device_identity, versions
 from harness.store.atomic import write_files
 
 OURS = "pagetwin"
@@ -159,7 +161,9 @@ def _write(
     path: Path, figures: Sequence[Figures], tokens: int, capacity: str, flags: argparse.Namespace
 ) -> None:
     document = {
-        "flags": {key: value for key, value in vars(flags).items() if key not in ("command", "bench")},
+        "flags": {key: value for key, value in vars(flags).items() if key not in ("command", "bench", "out")},
+        "device": device_identity(EngineDevice(flags.device)),
+        "versions": versions(),
         "output_tokens": tokens,
         "capacity": capacity,
         "load_average": os.getloadavg()[0],
