@@ -14,8 +14,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 _MORE = """\
 The workload is fixed by --requests and --seed: prompts of 32 to 512 tokens, 16 to 128 output tokens each, all at once,
 greedy, no end token, on a random Llama of 8 layers (or --model-path). Without options it is the reference workload of
-the documentation (20,202 prompt and 4,583 output tokens); a rate is that of the median round. Rates are requested output tokens a second of
-the CPU's time, or of wall time on a GPU. Outputs must be equal token for token in float32; in lower precision the
+the documentation (20,202 prompt and 4,583 output tokens). Rates are requested output tokens a second of the CPU's time,
+or of wall time on a GPU, by the median round. Outputs must be equal token for token in float32; in lower precision the
 number of equal ones is printed and nothing more.
 Exit codes: 0 done, 1 a peer failed or its float32 outputs differ, 2 the input was wrong.
 example:
