@@ -53,6 +53,18 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python
 
 
+def test_the_wheel_brings_the_c_files_that_are_compiled_on_first_use(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    sources = {
+        file.name for suffix in ("c", "h") for file in (ROOT / "engine/runtime/native").glob(f"*.{suffix}")
+    }
+    assert sources == {
+        Path(name).name
+        for name in names
+        if name.startswith("engine/runtime/native/") and name[-2:] in (".c", ".h")
+    }
+
+
 def run(python: Path, folder: Path, *words: str) -> str:
     return call(python, "-m", "harness", *words, cwd=folder, env=without_paths())
 
