@@ -52,11 +52,23 @@ STEPS = {
 
 @pytest.mark.parametrize("part", PARTS)
 def test_every_step_is_ready_for_a_gpu(part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code = main(["bench", "gpu", "--part", part, "--dry-run", "--out", str(tmp_path / "out")])
+    steps = STEPS[part][:1] if part == "engine" else STEPS[part]  # its two steps differ in a word: see below
+    words = ["--part", part, "--only", ",".join(steps), "--dry-run", "--out", str(tmp_path / "out")]
+    code = main(["bench", "gpu", *words])
     out, err = capsys.readouterr()
     assert code == 0, out + err
-    assert [line.partition(":")[0] for line in out.splitlines()[:-1]] == STEPS[part]
+    assert [line.partition(":")[0] for line in out.splitlines()[:-1]] == steps
     assert out.endswith("nothing was timed\n")
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_has_its_steps_in_order(part: str) -> None:
+    assert [one.name for one in steps_of(part, Setting(Path("out"), "h200"))] == STEPS[part]
+
+
+def test_the_two_models_are_rehearsed_by_the_same_words() -> None:
+    small, large = (one.rehearsal for one in steps_of("engine", Setting(Path("out"), "h200")))
+    assert [word.replace("1b", "8b") for word in small] == list(large)
 
 
 def test_a_typo_in_a_step_is_found_by_the_rehearsal(
@@ -171,6 +183,30 @@ def test_all_that_was_left_comes_back_as_one_file(tmp_path: Path, monkeypatch: p
     with tarfile.open(file) as archive:
         names = archive.getnames()
     assert {"quick/README.md", "quick/summary.json", "quick/logs/tests.txt"} <= set(names)
+
+
+def test_what_was_measured_comes_back_although_the_page_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, code = tmp_path / "all.tar.gz", "import pathlib; pathlib.Path('tests.xml').mkdir()"
+    broken = step("tests", f"import os; os.chdir({str(tmp_path / 'out' / 'quick')!r}); {code}")
+    with pytest.raises(IsADirectoryError):
+        run(monkeypatch, tmp_path / "out", broken, pack=str(file))
+    with tarfile.open(file) as archive:
+        assert "quick/logs/tests.txt" in archive.getnames()
+
+
+def test_a_page_can_be_made_of_a_run_that_was_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut_off(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(running, "run_for", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        run(monkeypatch, tmp_path, step("tests", ""))
+    assert main(["bench", "gpu", "--judge", "--out", str(tmp_path)]) == 0
+    assert (tmp_path / "quick" / "README.md").read_text().startswith("# NVIDIA H200: quick")
 
 
 def test_a_name_that_is_no_archive_is_refused_before_anything_runs(

@@ -16,18 +16,21 @@ from harness.store.atomic import write_files
 PAGE, FACTS, PROPOSAL = "README.md", "summary.json", "cascade_proposal.json"
 
 
-def write_page(out: Path, part: str, outcomes: Sequence[Outcome], device: str) -> Path:
-    """Write the page and `summary.json` into `out`; steps of earlier calls stay, those of this one replace them."""
+def write_page(out: Path, part: str, outcomes: Sequence[Outcome], device: str, *, here: bool = True) -> Path:
+    """Write the page and `summary.json` into `out`; steps of earlier calls stay, those of this one replace them.
+
+    Where it was not measured `here`, versions and cache size stay as they were written.
+    """
     before = _facts(out)
     judged = judge_part(part, out)
     steps = {one["name"]: one for one in before.get("steps", ())} | {
         one.step.name: _step(one) for one in outcomes
     }
-    cache_bytes = last_level_cache_bytes() if outcomes else before.get("cache_bytes", 0)
+    cache_bytes = last_level_cache_bytes() if here else before.get("cache_bytes", 0)
     facts = {
         "part": part,
         "device": device,
-        "versions": versions() if outcomes else before.get("versions", {}),
+        "versions": versions() if here else before.get("versions", {}),
         "cache_bytes": cache_bytes,
         "steps": list(steps.values()),
         "goals": [_goal(one) for one in judged],

@@ -45,8 +45,12 @@ def run_part(flags: argparse.Namespace) -> int:
     chosen = _chosen(steps_of(flags.part, Setting(out, device_option(names), flags.trace)), flags.only)
     if flags.dry_run:
         return _rehearse(chosen)
-    outcomes = _run(_sharing(chosen, 60 * flags.minutes), out, time.monotonic() + 60 * flags.minutes)
-    _conclude(flags, out, outcomes, names[0])
+    try:
+        outcomes = _measure(chosen, out, flags, names[0])
+    finally:  # whatever went wrong, what was measured comes back
+        if flags.pack and out.exists():
+            file = pack(out, Path(flags.pack).absolute())
+            say(f"packed: {file} ({file.stat().st_size / 1e6:.1f} MB)")
     return 0 if all(outcome.state in ("done", "not installed") for outcome in outcomes) else 1
 
 
@@ -71,19 +75,21 @@ def _judge_again(flags: argparse.Namespace) -> int:
     if not flags.out:
         raise UserError("--judge needs --out, the folder that holds the part's")
     out = _folder(flags, ())
-    say(f"written: {write_page(out, flags.part, [], known_device(out))}")
+    say(f"written: {write_page(out, flags.part, [], known_device(out), here=False)}")
     return 0
 
 
-def _conclude(flags: argparse.Namespace, out: Path, outcomes: Sequence[Outcome], device: str) -> None:
+def _measure(chosen: Sequence[Step], out: Path, flags: argparse.Namespace, device: str) -> list[Outcome]:
+    """Run the steps and write the page; what it was measured on is written first, for a page that is made later."""
     from harness.bench.gpu.page import write_page
 
+    deadline = time.monotonic() + 60 * flags.minutes
+    write_page(out, flags.part, [], device)
+    outcomes = _run(_sharing(chosen, 60 * flags.minutes), out, deadline)
     page = write_page(out, flags.part, outcomes, device)
     say(page.read_text(encoding="utf-8"))
     say(f"written: {page}")
-    if flags.pack:
-        file = pack(out, Path(flags.pack).absolute())
-        say(f"packed: {file} ({file.stat().st_size / 1e6:.1f} MB)")
+    return outcomes
 
 
 def _chosen(all_steps: Sequence[Step], only: str | None) -> list[Step]:

@@ -5,7 +5,15 @@ from statistics import median
 
 from harness.bench.gpu.goals.crossover import wrong_decisions
 from harness.bench.gpu.goals.goal import Found, missing
-from harness.bench.gpu.goals.listed import GAIN_ROWS, GAIN_SHARED, LARGE_BYTES, LONG_QUERIES, PAGED_BLOCKS
+from harness.bench.gpu.goals.listed import (
+    DTYPE,
+    GAIN_ROWS,
+    GAIN_SHARED,
+    GROUPS,
+    LARGE_BYTES,
+    LONG_QUERIES,
+    PAGED_BLOCKS,
+)
 from harness.bench.gpu.goals.rows import TimedCase
 from harness.bench.kernels.names import CASCADE, CONTIGUOUS, OURS, SDPA
 
@@ -37,7 +45,10 @@ def kernel_findings(cases: Sequence[TimedCase]) -> dict[str, Found]:
 
 
 def _large(case: TimedCase) -> bool:
-    return bool(case.ours["flat_bytes"] >= LARGE_BYTES and case.ours["block_size"] >= PAGED_BLOCKS)
+    """Whether a claim about bandwidth and paging is about the case."""
+    row = case.ours
+    claimed = row["dtype"] == DTYPE and row["heads"] // row["kv_heads"] in GROUPS
+    return bool(claimed and row["flat_bytes"] >= LARGE_BYTES and row["block_size"] >= PAGED_BLOCKS)
 
 
 def _figures(cases: Iterable[TimedCase], figure: Figure) -> dict[str, float]:

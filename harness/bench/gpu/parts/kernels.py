@@ -19,9 +19,10 @@ SMALL_TESTS = (
 # by nobody: without its cache every tensor is an allocation of its own.
 _NO_CACHING = (("PYTORCH_NO_CUDA_MEMORY_CACHING", "1"),)
 _MEMCHECK = ("compute-sanitizer", "--tool", "memcheck", "--target-processes", "all", "--error-exitcode", "99")
-# The device's clocks stay as they are; sections instead of metrics by name: their names outlive versions.
+# The device's clocks stay as they are. Sections, whose names outlive versions, and what the block-size curve asks for.
 _NCU = ("ncu", "--clock-control", "none", "--target-processes", "all", "--profile-from-start", "off", "--csv")
 _SECTIONS = ("SpeedOfLight", "MemoryWorkloadAnalysis", "Occupancy", "WarpStateStats", "LaunchStats")
+_METRICS = "dram__bytes_read.sum,lts__t_sector_hit_rate.pct,smsp__inst_executed.sum"
 VECTOR = "harness.bench.gpu.programs.vector_path:attend"
 """Our decode with one way of finding blocks at every block size, so that the curve crosses no second variant."""
 
@@ -67,7 +68,16 @@ def _sets(setting: Setting) -> list[Step]:
 def _counters(setting: Setting) -> Step:
     out = ("--out", str(setting.out / "counters"))
     sections = [word for section in _SECTIONS for word in ("--section", section)]
-    tool = (*_NCU, "--page", "raw", *sections, "--log-file", str(setting.out / "counters.csv"))
+    tool = (
+        *_NCU,
+        "--page",
+        "raw",
+        *sections,
+        "--metrics",
+        _METRICS,
+        "--log-file",
+        str(setting.out / "counters.csv"),
+    )
     return step(
         "counters", (*program("counters"), *out), (*program("counters"), *out, "--dry-run"), 45, tool=tool
     )
