@@ -119,6 +119,22 @@ def test_a_slot_that_nobody_wrote_surfaces_as_nan(cache):
 
 
 @compiled
+@pytest.mark.parametrize(
+    "wrong", ["a block beyond the pool", "a negative block", "a length beyond the table"]
+)
+def test_what_lies_outside_of_the_pool_is_an_error_and_not_read(wrong):
+    from paged_kernels import Scoring
+
+    q, keys, values, layout = case(SHAPES[0], 8, torch.float32, [30, 12])
+    if wrong == "a length beyond the table":
+        layout.lengths[0] = 33
+    else:
+        layout.tables[0, 1] = -1 if wrong == "a negative block" else len(keys)
+    with pytest.raises(IndexError, match="outside of the pool"):
+        attended(q, keys, values, layout, Scoring(0.1))
+
+
+@compiled
 @pytest.mark.parametrize("extreme", [-300.0, 300.0])
 def test_scores_of_any_size_stay_numbers(extreme):
     from paged_kernels import Scoring

@@ -42,6 +42,8 @@ class NativePlan:
         self._gathering: TorchPlan | None = None  # for layers that the kernel does not serve
         self._tables = torch.from_numpy(np.ascontiguousarray(layout.tables))
         self._lengths = torch.from_numpy(layout.lengths)
+        self._blocks = (int(layout.tables.min(initial=0)), int(layout.tables.max(initial=0)))
+        self._longest = int(layout.lengths.max(initial=0))
         self._parts = _even_parts(layout.lengths, torch.get_num_threads())
 
     store = staticmethod(torch_cache.store)
@@ -70,6 +72,7 @@ class NativePlan:
         run, heads = _kernel(_NAMES[q.dtype]), q.shape[1]
         (_, block, kv_heads, dk), dv = keys.shape, values.shape[3]
         floats = heads * (dk + dv + _TILE + 2)
+        self._check_reach(keys)
         scratch = self._workspace.take("native", floats * len(self._parts), q, torch.float32)
         places = [tensor.data_ptr() for tensor in (q, keys, values, self._tables, self._lengths)]
         shape = (self._tables.shape[1], block, heads, kv_heads, dk, dv, scoring.window)
@@ -83,6 +86,15 @@ class NativePlan:
             part(0)
         else:
             list(_threads(len(self._parts)).map(part, range(len(self._parts))))
+
+    def _check_reach(self, keys: torch.Tensor) -> None:
+        """C would read whatever lies there. Raises IndexError, as torch's gather does."""
+        (lowest, highest), width = self._blocks, self._tables.shape[1]
+        if lowest < 0 or highest >= keys.shape[0] or self._longest > width * keys.shape[1]:
+            raise IndexError(
+                f"block ids {lowest} to {highest}, {self._longest} tokens in {width} blocks of {keys.shape[1]}: "
+                f"outside of the pool's {keys.shape[0]} blocks, or of a block table"
+            )
 
 
 def _even_parts(lengths: np.ndarray, parts: int) -> list[tuple[int, int]]:
