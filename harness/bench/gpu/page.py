@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from harness.bench.gpu.counters import counter_lines
 from harness.bench.gpu.goals.goal import Judged
 from harness.bench.gpu.goals.judging import judge_part
 from harness.bench.gpu.preflight import last_level_cache_bytes
@@ -35,7 +36,7 @@ def write_page(out: Path, part: str, outcomes: Sequence[Outcome], device: str, *
         "steps": list(steps.values()),
         "goals": [_goal(one) for one in judged],
     }
-    page = "\n".join(_page(facts, judged)) + "\n"
+    page = "\n".join([*_page(facts, judged), "", *counter_lines(out)]).rstrip("\n") + "\n"
     files = {PAGE: page.encode(), FACTS: (json.dumps(facts, indent=1, ensure_ascii=False) + "\n").encode()}
     write_files(out, {**_proposal(out, cache_bytes), **files})
     return out / PAGE

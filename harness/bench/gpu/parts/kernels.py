@@ -4,6 +4,7 @@
 the grid (`harness.bench.kernels.full_presets`), and `--only` gives a step the whole call.
 """
 
+from harness.bench.gpu.counters import HITS, INSTRUCTIONS, READ
 from harness.bench.gpu.parts import Setting
 from harness.bench.gpu.parts.words import HARNESS, PYTEST, program, step, workers
 from harness.bench.gpu.step import SECONDS, Step
@@ -20,9 +21,20 @@ SMALL_TESTS = (
 _NO_CACHING = (("PYTORCH_NO_CUDA_MEMORY_CACHING", "1"),)
 _MEMCHECK = ("compute-sanitizer", "--tool", "memcheck", "--target-processes", "all", "--error-exitcode", "99")
 # The device's clocks stay as they are. Sections, whose names outlive versions, and what the block-size curve asks for.
-_NCU = ("ncu", "--clock-control", "none", "--target-processes", "all", "--profile-from-start", "off", "--csv")
+_NCU = (
+    "ncu",
+    "--clock-control",
+    "none",
+    "--target-processes",
+    "all",
+    "--profile-from-start",
+    "off",
+    "--csv",
+    "--print-units",
+    "base",
+)
 _SECTIONS = ("SpeedOfLight", "MemoryWorkloadAnalysis", "Occupancy", "WarpStateStats", "LaunchStats")
-_METRICS = "dram__bytes_read.sum,lts__t_sector_hit_rate.pct,smsp__inst_executed.sum"
+_METRICS = ",".join((READ, HITS, INSTRUCTIONS))
 VECTOR = "harness.bench.gpu.programs.vector_path:attend"
 """Our decode with one way of finding blocks at every block size, so that the curve crosses no second variant."""
 
