@@ -1,8 +1,8 @@
 """What ncu counted, call by call: bytes read from memory, hits of the L2, instructions.
 
-ncu's table (`--page raw --csv`) has a header, a row of units, a row a kernel, and lines of its own before it. Which rows
-belong to which call follows from the order of the calls (`counters/cases.json`) and from the kernel that a call begins
-with.
+ncu's table (`--page raw --csv`) has a header, a row of units, a row a kernel, and lines of its own before it. Which
+rows belong to which call follows from the order of the calls (`counters/cases.json`) and from the kernel that a call
+begins with.
 """
 
 import csv
