@@ -6,11 +6,11 @@ enum { TILE = LANES, WIDTH = 4 }; /* tokens whose scores wait for their values; 
 #define NAME decode_f32
 #define STORED float
 #define LOAD load_f32
-#define ROUND round_f32
+#define STORE store_f32
 #include "decode.h"
 
 #define NAME decode_bf16
 #define STORED uint16_t
 #define LOAD load_bf16
-#define ROUND round_bf16
+#define STORE store_bf16
 #include "decode.h"

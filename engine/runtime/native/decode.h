@@ -1,4 +1,4 @@
-/* Attention of one query per row over paged KV, for the element type that STORED, LOAD, ROUND and NAME say.
+/* Attention of one query per row over paged KV, for the element type that STORED, LOAD, STORE and NAME say.
  *
  * Keys and values are read where they lie, once each, in the order of memory: what bounds decoding on a CPU is how fast
  * they come. A tile of tokens keeps its scores while its values are added; softmax is the running one of FlashAttention.
@@ -69,7 +69,7 @@ __attribute__((always_inline)) static inline void PASTE(NAME, _row)(
             }
     }
     for (int h = 0; h < heads; h++)
-        for (int i = 0; i < dv; i++) out[h * dv + i] = ROUND(sums[h * dv + i] / total[h]);
+        for (int i = 0; i < dv; i += LANES) STORE(out + h * dv + i, *(vec *)(sums + h * dv + i) / total[h]);
 }
 
 /* Rows `from` to `to` of q [rows, heads, dk] into out [rows, heads, dv]; tables [rows, width]; window 0 is none.
@@ -98,4 +98,4 @@ void NAME(const STORED *q, const STORED *keys, const STORED *values, const int64
 #undef NAME
 #undef STORED
 #undef LOAD
-#undef ROUND
+#undef STORE

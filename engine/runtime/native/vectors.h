@@ -15,13 +15,19 @@ static inline vec load_bf16(const uint16_t *from) {
     return (vec)(__builtin_convertvector(*(const halves *)from, words) << 16);
 }
 
-static inline float round_f32(float x) { return x; }
+/* To nearest, ties to even, as torch does it: the upper half of every number; the lower halves are cleared. */
+static inline vec rounded_bf16(vec v) {
+    const words bits = (words)v, near = (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u;
+    const words strange = (words)(v != v);
+    return (vec)((near & ~strange) | (strange & 0x7fc00000u));
+}
 
-/* To nearest, ties to even, as torch does it. */
-static inline uint16_t round_bf16(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    return x != x ? 0x7fc0 : (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+static inline vec rounded_f32(vec v) { return v; }
+
+static inline void store_f32(float *to, vec v) { *(vec *)to = v; }
+
+static inline void store_bf16(uint16_t *to, vec v) {
+    *(halves *)to = __builtin_convertvector((words)rounded_bf16(v) >> 16, halves);
 }
 
 static inline float widen_f32(float x) { return x; }
