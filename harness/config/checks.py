@@ -43,7 +43,8 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:g}"
 
 
-_COUNT, _NOT_NEGATIVE, _POSITIVE, _SHARE = Range(1), Range(0), Range(0, open_low=True), Range(0, 1)
+_COUNT, _NOT_NEGATIVE, _POSITIVE, _SHARE = Range(1, 10**9), Range(0), Range(0, open_low=True), Range(0, 1)
+_FIGURE = Range(1e-6, 1e9)  # of a datasheet: beyond, a step takes years or no time
 _LISTED = Range(1, 10**7)  # as many things as are kept in memory one by one
 _SLOTS = Range(1, 10**9)  # KV slots, far beyond any device's memory
 
@@ -70,9 +71,9 @@ RANGES: dict[str, Range] = {
     ),
     **dict.fromkeys(("workload.num_requests", "workload.num_prefixes"), _LISTED),
     **dict.fromkeys(("cache.block_size", "cache.pool_tokens"), _SLOTS),
-    **dict.fromkeys(("cache.max_model_len", "model.max_position"), Range(2)),
+    **dict.fromkeys(("cache.max_model_len", "model.max_position"), Range(2, 10**9)),
     "model.vocab": Range(
-        8
+        8, 10**9
     ),  # calibration searches with a few beams, which need as many tokens to choose from
     "engine.threads": Range(1, 256),
     "workers": Range(0, 1024),
@@ -97,16 +98,15 @@ RANGES: dict[str, Range] = {
     ),
     **dict.fromkeys(
         (
-            "decoding.temperature",
             "device.memory_gb",
             "device.bandwidth_gbs",
             "device.tflops",
             "device.link_gbs",
             "device.host_link_gbs",
-            "replay.duration_s",
         ),
-        _POSITIVE,
+        _FIGURE,
     ),
+    **dict.fromkeys(("decoding.temperature", "replay.duration_s"), _POSITIVE),
     **dict.fromkeys(
         ("workload.prefix_share", "trace.share", "decoding.beam_churn", "decoding.acceptance"), _SHARE
     ),

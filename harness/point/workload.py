@@ -16,6 +16,7 @@ from harness.point.release import Release, release_of, retimed
 from harness.point.shapes import PoolShape, pool_shape
 from harness.point.trace import reshaped_trace
 from harness.sim.arrivals import TimedRequest
+from harness.sim.clock import LATEST_NS
 from traces.reshape import drop_oversize
 from traces.trace import Trace, TraceRequest
 
@@ -95,6 +96,7 @@ def build_workload(config: RunConfig) -> Workload:
     forms, release = forms_of(config), release_of(config)
     limits = limits_of(config.scheduler, pool.max_model_len)
     trace = forms.named(retimed(reshaped_trace(config), config))
+    _check_span(trace)
     whole = Workload(
         trace,
         pool,
@@ -115,6 +117,17 @@ def build_workload(config: RunConfig) -> Workload:
     if not trace.requests:
         raise ConfigError("workload.oversize", f"no request fits: {_refusal(whole, reasons)}")
     return with_recorded_beams(config, replace(whole, trace=trace))
+
+
+def _check_span(trace: Trace) -> None:
+    """Raises ConfigError where the last request arrives later than a replay's clock counts."""
+    last_us = trace.requests[-1].arrival_us if trace.requests else 0
+    if last_us * 1000 > LATEST_NS:
+        raise ConfigError(
+            "workload.request_rate",
+            f"the last of {len(trace.requests):,} requests arrives after {last_us / 1e6 / 86400 / 365:,.0f} years, "
+            "and replays count 146; take fewer requests or a higher rate",
+        )
 
 
 def _oversize(workload: Workload) -> dict[int, str]:

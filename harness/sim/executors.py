@@ -9,7 +9,7 @@ import numpy as np
 from engine.core.plan import StepPlan, StepResult
 from engine.core.request import Decoding, Request
 from harness.sim.branches import BranchEnds, BranchSurvival, DraftAcceptance
-from harness.sim.clock import NS_PER_S, to_ns
+from harness.sim.clock import LATEST_NS, NS_PER_S, TimeSpanError, to_ns
 from harness.sim.cost import Amount, CostModel
 from harness.sim.features import FeatureMeter
 from harness.sim.genealogy import Genealogy
@@ -133,6 +133,8 @@ class SimulatedExecutor:
         self, stretch: Stretch, steps: int, ns: list[int], attention: list[float]
     ) -> tuple[list[int], list[float]]:
         seconds, attention_s = self._cost.price(stretch.columns(steps))
+        if np.max(seconds) * NS_PER_S > LATEST_NS:
+            raise TimeSpanError
         whole = np.maximum(1, to_ns(np.broadcast_to(seconds, steps)))
         return whole.tolist(), np.broadcast_to(attention_s, steps).tolist()
 

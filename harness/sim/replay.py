@@ -16,6 +16,7 @@ from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from harness.sim.arrivals import Arrivals, OpenLoop
 from harness.sim.arrivals import TimedRequest as TimedRequest
+from harness.sim.clock import LATEST_NS, TimeSpanError
 from harness.sim.executors import Executor
 from harness.sim.recorder import Recorder
 
@@ -101,6 +102,8 @@ class Replay:
         result = executor.execute(plan, self._horizon(now))
         report = scheduler.commit(plan, result)
         timing = executor.end()
+        if now + sum(timing.ns) > LATEST_NS:
+            raise TimeSpanError
         took = self._recorder.record(now, plan, result, report, timing, scheduler.stats)
         if report.finished:
             for request_id in report.finished:

@@ -55,6 +55,11 @@ def test_every_number_of_the_schema_has_a_range() -> None:
         (["workload.request_rate=1e-300"], "workload.request_rate: found 1e-300, must be 1e-06 or greater"),
         (["workload.num_requests=100000000000"], "must be 1 or greater and at most 10,000,000"),
         (["cache.pool_tokens=1000000000000"], "must be 1 or greater and at most 1,000,000,000"),
+        (
+            ["scheduler.max_batched_tokens=100000000000000000000"],
+            "must be 1 or greater and at most 1,000,000,000",
+        ),
+        (["device.tflops=1e-12"], "device.tflops: found 1e-12, must be 1e-06 or greater"),
         (["engine.threads=100000"], "engine.threads: found 100000, must be 1 or greater and at most 256"),
         (
             ["model.vocab=8", "decoding.beam_width=9"],

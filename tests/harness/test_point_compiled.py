@@ -1,6 +1,9 @@
 """When a point is replayed compiled, and what is said where it cannot be."""
 
+import sys
 from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +15,7 @@ from harness.point import compiled
 from harness.point.cost import cost_model
 from harness.point.simulate import prediction_of, simulate, simulate_metrics
 from harness.point.workload import Workload, build_workload
+from harness.sim.compiled import compiling
 from harness.sim.cost import CostModel
 
 PLAIN = (
@@ -99,3 +103,34 @@ def test_without_numba_the_core_replays_and_always_says_what_is_missing(
     with pytest.raises(ConfigError, match="pip install numba"):
         compiled.compiled_replay(workload, cost)
     assert compiled.compiled_replay(replace(workload, compiled=Compiled.auto), cost) is None
+
+
+def test_a_numba_that_cannot_be_imported_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(
+        sys.modules, "numba", None
+    )  # import raises ImportError, as beside a numpy that is too new
+    workload, cost = point("replay.compiled=always")
+    with pytest.raises(ConfigError, match="pip install numba"):
+        compiled.compiled_replay(workload, cost)
+
+
+def test_where_the_cache_cannot_be_written_no_code_is_kept_beside_the_sources(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(import_module("numba").config, "CACHE_DIR", "")
+    function = compiling.compiled.__wrapped__(lambda run: run)
+    assert type(function._cache).__name__ == "NullCache"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "folder"))
+    assert (tmp_path / "folder") in Path(compiling.compiled.__wrapped__(only)._cache.cache_path).parents
+
+
+def only(run: int) -> int:
+    return run
+
+
+def test_arrivals_beyond_the_clock_are_refused_before_anything_runs() -> None:
+    with pytest.raises(ConfigError, match=r"arrives after .* years") as refusal:
+        point("workload.request_rate=1e-6", "workload.num_requests=10000")
+    assert refusal.value.key == "workload.request_rate"

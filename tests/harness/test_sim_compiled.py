@@ -15,6 +15,7 @@ from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from harness.metrics.log import RunLog
 from harness.sim.arrivals import TimedRequest
+from harness.sim.clock import TimeSpanError
 from harness.sim.compiled import pool as compiled_pool
 from harness.sim.compiled.loop import advance
 from harness.sim.compiled.prices import prices_of
@@ -202,3 +203,22 @@ def test_a_miscounted_block_would_be_noticed(monkeypatch: pytest.MonkeyPatch) ->
     wrong = CompiledReplay(requests, limits, pool, prices, play=advance).log()
     with pytest.raises(AssertionError, match=r"reserved|free"):
         assert_same(wrong, core_log(requests, limits, pool, COSTS["roofline"]))
+
+
+@pytest.mark.parametrize("flops", [1e-30, 1e-6])  # one step, and some hundred, outlast what 64 bits count
+def test_a_replay_of_centuries_is_refused_by_both(flops: float) -> None:
+    requests, limits, pool = many(300), SchedulerLimits(256, 32), PlainPool(2_000, 16, 2, keeps=True)
+    cost = RooflineCost(SHAPE, replace(DEVICE, flops=flops))
+    with pytest.raises(TimeSpanError, match="longer than 146 years"):
+        compiled_replay(requests, limits, pool, cost).log()
+    with pytest.raises(TimeSpanError, match="longer than 146 years"):
+        core_log(requests, limits, pool, cost)
+
+
+def test_limits_that_nothing_reaches_cost_no_memory_and_change_nothing() -> None:
+    requests, pool = many(60), PlainPool(10**12, 16, 2, keeps=True)
+    wide, narrow = (
+        compiled_replay(requests, SchedulerLimits(128, rows), pool, COSTS["fitted"]).log()
+        for rows in (10**12, 60)
+    )
+    assert_same(wide, narrow)

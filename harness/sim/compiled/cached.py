@@ -25,7 +25,7 @@ def keep(run: Run, owner: int, blocks: int) -> None:
 
 @part
 def close_gaps(run: Run) -> None:
-    """Move the runs that hold a block to the front: there are at most as many as blocks."""
+    """Move the runs that hold a block to the front: there are at most as many as blocks, or requests."""
     kept, (owner, blocks) = 0, run.cached
     for place in range(run.at[OLDEST], run.at[NEWEST]):
         if not blocks[place]:

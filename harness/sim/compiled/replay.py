@@ -7,10 +7,10 @@ import numpy as np
 
 from engine.core.limits import SchedulerLimits
 from harness.metrics.log import Column, RunLog
-from harness.sim.clock import to_s
+from harness.sim.clock import TimeSpanError, to_s
 from harness.sim.compiled.columns import gaps, request_columns, step_columns
 from harness.sim.compiled.compiling import compiled
-from harness.sim.compiled.loop import FULL, advance
+from harness.sim.compiled.loop import FULL, TOO_LONG, advance
 from harness.sim.compiled.state import (
     ENDED,
     GAPS,
@@ -70,7 +70,7 @@ class CompiledReplay:
     ) -> None:
         self._requests = requests
         self._pool = pool
-        rules = _rules(limits, pool)
+        rules = _rules(limits, pool, len(requests.request_id))
         fits = _fits(requests, limits, pool)
         lengths = Lengths(requests.arrival_ns, requests.prompt_tokens, requests.output_tokens, fits)
         self._run = new_run(lengths, rules, prices, pool.num_blocks, len(FEATURES), log_steps)
@@ -112,6 +112,8 @@ class CompiledReplay:
         at, played, code = self._run.at, 0, FULL
         while code == FULL:
             code = self._advance(self._run, self._pool.num_blocks)
+            if code == TOO_LONG:
+                raise TimeSpanError
             yield step_columns(self._run, played, self._pool.slots), gaps(self._run)
             played += int(at[STEPS])
             at[STEPS] = at[GAPS] = 0
@@ -124,10 +126,11 @@ class CompiledReplay:
         return float(to_s(int(self._run.at[LAST_END])))
 
 
-def _rules(limits: SchedulerLimits, pool: PlainPool) -> Rules:
+def _rules(limits: SchedulerLimits, pool: PlainPool, requests: int) -> Rules:
+    """More rows than requests are never needed: limits that nothing reaches cost no memory."""
     return Rules(
         budget=limits.max_batched_tokens,
-        max_running=limits.max_running,
+        max_running=min(limits.max_running, requests),
         chunked=int(limits.chunked_prefill),
         whole_prompt=int(limits.admit_whole_prompt),
         prefill_cap=limits.long_prefill_tokens or 0,

@@ -167,7 +167,7 @@ def new_run(
         np.zeros(features),
         Batch(*_columns(len(Batch._fields), rows)),
         Lives(*nothing_yet),
-        CachedRuns(*_columns(2, 2 * num_blocks + 2)),
+        CachedRuns(*_columns(2, 2 * min(num_blocks, requests) + 2)),
         StepLog(
             np.zeros((log_steps, len(COUNTS)), dtype=np.int64),
             np.zeros(log_steps),
