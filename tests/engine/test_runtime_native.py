@@ -1,5 +1,7 @@
 """The compiled CPU kernels: exact under poison, left out where they cannot be had."""
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -165,9 +167,9 @@ def test_what_the_kernel_does_not_know_is_left_to_torch(what):
 
 @pytest.fixture
 def no_library():
-    library.cache_clear()
+    compiling.attempt.cache_clear()
     yield
-    library.cache_clear()
+    compiling.attempt.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -198,10 +200,40 @@ def test_without_a_compiler_torch_does_it_and_a_user_is_told_why(
 def test_the_library_is_kept_for_the_next_process(monkeypatch, tmp_path, no_library):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     library()
-    library.cache_clear()
+    compiling.attempt.cache_clear()
     monkeypatch.setattr(compiling, "_compile", lambda *_: pytest.fail("compiled again"))
     library()
     assert len(list((tmp_path / "pagetwin" / "native").iterdir())) == 1
+
+
+def test_a_compiler_that_fails_is_asked_once(monkeypatch, tmp_path, no_library):
+    asked = tmp_path / "asked"
+    failing = tmp_path / "cc"
+    failing.write_text(f"#!/bin/sh\necho >> {asked}\nexit 1\n")
+    failing.chmod(0o755)
+    monkeypatch.setenv("CC", str(failing))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert "made no library" in why_unavailable()
+    assert why_unavailable()
+    assert asked.read_text() == "\n"
+
+
+@compiled
+def test_half_a_library_is_compiled_again(monkeypatch, tmp_path, no_library):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(compiling, "_digest", lambda *_: "half")
+    kept = tmp_path / "pagetwin" / "native" / "kernels-half.so"
+    kept.parent.mkdir(parents=True)
+    kept.write_bytes(b"\x7fELF")
+    assert why_unavailable() == ""
+    assert library().decode_f32
+
+
+@compiled
+def test_a_compiler_may_have_options_of_its_own(monkeypatch, tmp_path, no_library):
+    monkeypatch.setenv("CC", "env " + os.environ.get("CC", "cc") + " -O1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert why_unavailable() == ""
 
 
 @compiled

@@ -83,12 +83,12 @@ def test_a_policy_that_cannot_be_made_is_the_users_error():
 
 
 def test_compiled_kernels_that_cannot_be_had_are_refused_before_anything_is_loaded(monkeypatch, capsys):
-    from engine.runtime.native.compiling import library
+    from engine.runtime.native.compiling import attempt
 
     monkeypatch.setenv("PAGETWIN_NATIVE", "0")
-    library.cache_clear()
+    attempt.cache_clear()
     try:
         assert main(["serve", *TINY, "engine.backend=native"]) == 2
     finally:
-        library.cache_clear()
+        attempt.cache_clear()
     assert "PAGETWIN_NATIVE=0 leaves compiled kernels out; use engine.backend=auto" in capsys.readouterr().err
