@@ -31,7 +31,7 @@ def calibration_fingerprint(config: RunConfig) -> str:
     facts: dict[str, Any] = {
         "model": {name: str(value) for name, value in sorted(vars(model).items())},
         "checkpoint": checkpoint_stamp(model.path) if model.path else None,
-        "engine": [str(engine.backend), engine.threads],
+        "engine": [str(engine.backend), engine.threads, bool(engine.cuda_graphs)],
         "device": device_identity(engine.device),
         "clock": str(clock_of(config)),
         "budget": config.scheduler.max_batched_tokens,

@@ -11,6 +11,7 @@ import numpy as np
 
 from engine.core.identity import TokenIdentity
 from engine.runtime.adopting import adopt_layers
+from engine.runtime.graphs import GraphOptions
 from engine.runtime.model import LoadedModel, load_model
 from engine.runtime.packing import can_pack, is_small
 from engine.runtime.runner import Runner
@@ -98,6 +99,7 @@ def measure(
         temperature=config.decoding.temperature,
         seed=seed,
         draft=draft_model(config, loaded) if workload.forms.configured.speculation else None,
+        graphs=graphs_of(config, workload),
         clock=clock,
     )
     prompts = {row.request_id: _prompt(row, config, loaded) for row in workload.trace.requests}
@@ -115,6 +117,13 @@ def measure(
         log, recorder = play(workload, requests, same or executor, keep_plans=True, progress=progress)
     log = same.as_measured(log) if same else log
     return MeasuredRun(log, recorder, runner.audits)
+
+
+def graphs_of(config: RunConfig, workload: Workload) -> GraphOptions | None:
+    """What is recorded before the run, where that is asked for."""
+    if not config.engine.cuda_graphs:
+        return None
+    return GraphOptions(workload.limits.max_running, workload.pool.max_model_len)
 
 
 def warm_up(config: RunConfig, workload: Workload) -> None:

@@ -39,6 +39,11 @@ def check_engine(engine: EngineConfig) -> None:
         )
     if engine.backend is Backend.native:
         _check_native(engine)
+    if engine.cuda_graphs and (engine_device(engine.device) == "cpu" or engine.backend is Backend.torch):
+        raise ConfigError(
+            "engine.cuda_graphs",
+            "true, but only triton kernels on a CUDA device can be recorded; leave it out, or use engine=cuda",
+        )
 
 
 def _check_native(engine: EngineConfig) -> None:

@@ -117,6 +117,7 @@ def build_engine(config: RunConfig) -> "Engine":
         kv_dtype=str(config.model.kv_dtype),
         audit=str(config.engine.audit),
         audit_every=config.engine.audit_every,
+        cuda_graphs=config.engine.cuda_graphs is not False,
         limits=limits_of(config.scheduler, pool.max_model_len),
         scheduler=policy,
         hash=hash_algorithm(config.cache),

@@ -20,7 +20,9 @@ from harness.config.schema import (
     RunConfig,
     TraceFormat,
 )
+from harness.measured.engine import graphs_of
 from harness.point import check_point, point_identity, run_point
+from harness.point.workload import build_workload
 
 
 @pytest.fixture(scope="module")
@@ -255,6 +257,27 @@ def test_triton_kernels_are_refused_on_the_cpu_before_anything_runs(tmp_path: Pa
     config.engine.device, config.engine.backend = EngineDevice.cpu, Backend.triton
     with pytest.raises(ConfigError, match=r"engine.backend: triton kernels need a CUDA device"):
         check_point(config)
+
+
+def test_graphs_are_refused_where_nothing_can_be_recorded(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    config.engine.device, config.engine.cuda_graphs = EngineDevice.cpu, True
+    with pytest.raises(
+        ConfigError, match=r"engine.cuda_graphs: true, but only triton kernels on a CUDA device"
+    ):
+        check_point(config)
+
+
+def test_graphs_that_are_asked_for_serve_the_scheduler_s_batches_and_the_longest_sequence(
+    tmp_path: Path,
+) -> None:
+    config = small_config(tmp_path)
+    workload = build_workload(config)
+    assert graphs_of(config, workload) is None
+    config.engine.cuda_graphs = True
+    graphs = graphs_of(config, workload)
+    assert graphs is not None
+    assert (graphs.most, graphs.longest) == (workload.limits.max_running, workload.pool.max_model_len)
 
 
 def test_a_malformed_trace_is_refused_with_file_line_and_field(tmp_path: Path) -> None:

@@ -73,3 +73,6 @@ class EngineConfig:
     threads: int = 1  # torch threads on the CPU
     audit: Audit = Audit.sampled
     audit_every: int = 16  # steps between audits when sampled
+    cuda_graphs: bool | None = (
+        None  # CUDA, triton: replay decode steps as recorded graphs; null: `serve` alone does
+    )
