@@ -23,18 +23,26 @@ class Answer:
     choices: tuple[tuple[float, Estimate | None], ...] = ()  # of several candidates, the answer of each
 
 
+@dataclass(frozen=True)
+class NoEdge:
+    """Why a search found no edge; `endless`: all that was tried meets the SLO, not nothing."""
+
+    reason: str
+    endless: bool
+
+
 def highest_rate(trials: Trials, seeds: int, precision: float, tell: Tell) -> Answer:
     """The highest request rate that meets the SLO."""
     question, unit = "highest request rate that meets the SLO", "requests/s"
     found = _rates(trials, seeds, precision, tell, None)
-    if isinstance(found, str):
-        return Answer(question, unit, None, found)
+    if isinstance(found, NoEdge):
+        return Answer(question, unit, None, found.reason)
     return Answer(question, unit, found)
 
 
 def _rates(
     trials: Trials, seeds: int, precision: float, tell: Tell, block_size: int | None
-) -> Estimate | str:
+) -> Estimate | NoEdge:
     """An edge a seed; the last one's is where the next one starts."""
     start, edges = trials.config.workload.request_rate or 1.0, []
     for seed in range(seeds):
@@ -44,9 +52,9 @@ def _rates(
 
         edge = highest(meets, start, precision=precision, low=LOWEST_RATE, high=HIGHEST_RATE)
         if edge.good is None:
-            return f"not even {LOWEST_RATE:g} requests/s meet the SLO (seed {seed})"
+            return NoEdge(f"not even {LOWEST_RATE:g} requests/s meet the SLO (seed {seed})", endless=False)
         if edge.bad is None:
-            return f"{HIGHEST_RATE:g} requests/s still meet the SLO (seed {seed})"
+            return NoEdge(f"{HIGHEST_RATE:g} requests/s still meet the SLO (seed {seed})", endless=True)
         edges.append(edge.good)
         start = edge.good
         tell(f"seed {seed}: {edge.good:.4g} requests/s, {edge.tried} simulations")
@@ -73,18 +81,25 @@ def smallest_pool(trials: Trials, seeds: int, tell: Tell) -> Answer:
 
 
 def best_block_size(trials: Trials, sizes: Sequence[int], seeds: int, precision: float, tell: Tell) -> Answer:
-    """The block size with the highest rate; `choices` has the rates of all, whose intervals may overlap."""
-    if len(sizes) < 2:
-        raise UserError("--block-sizes: at least two sizes to choose from")
+    """The block size with the highest rate; `choices` has the rates of all, whose intervals may overlap.
+
+    Where a size holds any rate, none is the best.
+    """
+    if len(set(sizes)) < 2 or min(sizes) < 1:
+        raise UserError("--block-sizes: at least two sizes to choose from, of 1 token or more")
     choices: list[tuple[float, Estimate | None]] = []
-    for size in sizes:
+    failed: dict[int, NoEdge] = {}
+    for size in sorted(set(sizes)):
         tell(f"blocks of {size}")
         found = _rates(trials, seeds, precision, tell, size)
-        choices.append((size, None if isinstance(found, str) else found))
+        if isinstance(found, NoEdge):
+            failed[size] = found
+        choices.append((size, None if isinstance(found, NoEdge) else found))
     rates = {size: rate for size, rate in choices if rate is not None}
     question = "block size with the highest rate that meets the SLO"
-    if not rates:
-        return Answer(question, "tokens", None, "no block size meets the SLO", tuple(choices))
+    if not rates or any(edge.endless for edge in failed.values()):
+        reason = "; ".join(f"blocks of {size}: {edge.reason}" for size, edge in failed.items())
+        return Answer(question, "tokens", None, reason, tuple(choices))
     best = max(rates, key=lambda size: (rates[size].mean, -size))
     return Answer(question, "tokens", estimate([best]), choices=tuple(choices))
 

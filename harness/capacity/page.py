@@ -133,7 +133,7 @@ def _page(study: Study, svg: bytes) -> str:
 
 def _rate(rate: Any) -> str:
     if rate is None:
-        return "none meets the SLO"
+        return "no edge found"
     interval = f" ({rate.low:,.4g} – {rate.high:,.4g})" if rate.low is not None else ""
     return f"{rate.mean:,.4g} requests/s{interval}"
 

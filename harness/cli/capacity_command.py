@@ -74,7 +74,7 @@ def run(arguments: "Arguments") -> int:
         say(lost)
     say(answer_text(answer))
     for size, rate in answer.choices:
-        say(f"  blocks of {size:g}: " + (f"{rate.mean:.4g} requests/s" if rate else "none meets the SLO"))
+        say(f"  blocks of {size:g}: " + (f"{rate.mean:.4g} requests/s" if rate else "no edge found"))
     for note in notes(study):
         say(note)
     say(f"{len(trials.made)} simulations; {write_study(study, Path(flags.out))}")

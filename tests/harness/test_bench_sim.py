@@ -49,3 +49,24 @@ def test_the_command_prints_and_writes_a_line_a_size(
 def test_sizes_below_one_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "sim", "--requests", "0"]) == 2
     assert "must be at least 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rate", ["nan", "inf", "0"])
+def test_a_rate_that_is_none_is_refused(rate: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "sim", "--rate", rate]) == 2
+    assert "--rate greater than 0" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_missing_is_named_before_anything_is_measured(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["bench", "sim", "--requests", "5", "--json", "no-such-folder/sim.json"]) == 2
+    told = capsys.readouterr()
+    assert "there is no folder 'no-such-folder'" in told.err
+    assert told.out == ""
+
+
+def test_a_trace_may_have_a_comma_in_its_name(tmp_path: Path) -> None:
+    file = tmp_path / "a, b's=1.csv"
+    file.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,300,40\n")
+    assert simulate_once(str(file), 6.45, 3, True).finished == 3

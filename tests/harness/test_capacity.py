@@ -165,3 +165,18 @@ def test_the_command_finds_writes_and_prints(
 def test_the_command_refuses_a_sweep(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["capacity", "cache.block_size=8,16"]) == 2
     assert "one setting at a time" in capsys.readouterr().err
+
+
+def test_no_block_size_is_the_best_where_one_holds_any_rate() -> None:
+    trials = Trials(single_server(), parse_slo("ttft_p99<1e9"))
+    answer = best_block_size(trials, [16, 512], 1, 0.2, lambda _: None)
+    assert answer.value is None
+    assert "blocks of 512: 1e+06 requests/s still meet the SLO" in answer.reason
+
+
+@pytest.mark.parametrize("sizes", [["0", "16"], ["16", "16"]])
+def test_block_sizes_that_are_no_choice_are_refused(
+    sizes: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["capacity", "cost=roofline", "--find", "block", "--block-sizes", *sizes]) == 2
+    assert "at least two sizes to choose from, of 1 token or more" in capsys.readouterr().err

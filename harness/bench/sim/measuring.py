@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from math import inf
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
@@ -51,10 +52,12 @@ class SimTiming:
 def bench(flags: argparse.Namespace) -> int:
     """Measure every size, and say whether every request finished."""
     sizes = sorted({*flags.requests, *([MILLION] if flags.million else [])})
-    if min(sizes) < 1 or flags.repeats < 1 or flags.rate <= 0:
+    if min(sizes) < 1 or flags.repeats < 1 or not 0 < flags.rate < inf:
         raise UserError("bench sim: --requests and --repeats must be at least 1, --rate greater than 0")
     if flags.trace and not Path(flags.trace).is_file():
         raise UserError(f"bench sim: --trace: there is no file '{flags.trace}'")
+    if flags.json and not Path(flags.json).absolute().parent.is_dir():
+        raise UserError(f"bench sim: --json: there is no folder '{Path(flags.json).parent}'")
     if not flags.core and not is_available():
         raise UserError(
             "bench sim: numba is not installed: pip install numba, or measure the policy core (--core)"

@@ -28,12 +28,15 @@ SETTINGS = (
 def bench_config(trace: str | None, rate: float) -> RunConfig:
     """The benchmark's point; `trace` None generates requests of the same statistics."""
     source = (
-        ("trace=azure", f"trace.path={trace}", "workload.num_requests=null")
+        ("trace=azure", "workload.num_requests=null")
         if trace
         else ("trace=azure_conv", f"workload.num_requests={_GENERATED}")
     )
     request = run_request((*SETTINGS, *source, f"workload.request_rate={rate}"))
-    return compose_config(axis.settings[0] for axis in request.axes)
+    config = compose_config(axis.settings[0] for axis in request.axes)
+    return replace(
+        config, trace=replace(config.trace, path=trace)
+    )  # as an override it could not hold every name
 
 
 def bench_workload(config: RunConfig) -> Workload:
