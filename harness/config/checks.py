@@ -14,7 +14,7 @@ from harness.config.decoding_checks import check_decoding
 from harness.config.errors import ConfigError
 from harness.config.paths import check_cache_dir, check_kernels, check_out
 from harness.config.policy_checks import check_policy
-from harness.config.schema import CachePolicy, RunConfig
+from harness.config.schema import Backend, CachePolicy, KvDtype, RunConfig
 from harness.config.trace_checks import check_trace
 
 
@@ -176,6 +176,12 @@ def _pool(config: RunConfig) -> Iterator[ConfigError]:
 
 def _model(config: RunConfig) -> Iterator[ConfigError]:
     model, longest = config.model, config.cache.max_model_len
+    if config.engine.backend is Backend.native and KvDtype.fp8_e4m3 is model.kv_dtype:
+        yield ConfigError(
+            "engine.backend",
+            f"found native, whose attention reads no 8-bit cache (model.kv_dtype={model.kv_dtype}); use auto: torch "
+            "widens it, and what else is compiled stays so",
+        )
     if model.path is not None:
         return  # the checkpoint's own config decides; harness.point checks it
     if model.heads > 0 and model.kv_heads > 0 and model.heads % model.kv_heads:

@@ -15,6 +15,7 @@ from harness.config.schema import RunConfig
 from harness.environment import code_version, device_identity, versions
 from harness.measured.errors import CalibrationError
 from harness.point.clock import clock_of
+from harness.point.devices import engine_kernels
 from harness.sim.cost import CostSource
 from harness.sim.features import FEATURES
 from harness.sim.fitted import ATTENTION, REST, FittedCost
@@ -31,7 +32,7 @@ def calibration_fingerprint(config: RunConfig) -> str:
     facts: dict[str, Any] = {
         "model": {name: str(value) for name, value in sorted(vars(model).items())},
         "checkpoint": checkpoint_stamp(model.path) if model.path else None,
-        "engine": [str(engine.backend), engine.threads, bool(engine.cuda_graphs)],
+        "engine": [*engine_kernels(engine), engine.threads, bool(engine.cuda_graphs)],
         "device": device_identity(engine.device),
         "clock": str(clock_of(config)),
         "budget": config.scheduler.max_batched_tokens,

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 from harness.bench.kernels.names import NATIVE, OURS
 from harness.bench.kernels.reading import KernelRun, KernelRunError, read_run, table_file
 from harness.config.errors import ConfigError
-from harness.config.schema import Backend, Dtype, RunConfig
+from harness.config.schema import Dtype, KvDtype, RunConfig
 from harness.environment import device_identity, engine_device
+from harness.point.devices import engine_kernels
 from harness.point.shapes import model_shape, pool_shape
 from harness.sim.table import Grid
 from harness.sim.table_surface import SurfaceError, TimedShape, surface
@@ -98,12 +99,7 @@ def kernel_shapes(config: RunConfig) -> KernelShapes:
 
 def _runs(config: RunConfig, row: Mapping[str, Any]) -> str:
     """Whose kernel the engine runs for a row: on a CPU with a compiler its own for decodes, else ours."""
-    from engine.runtime.native.compiling import why_unavailable
-
-    engine = config.engine
-    compiled = (
-        engine.backend is Backend.auto and engine_device(engine.device) == "cpu" and not why_unavailable()
-    )
+    compiled = engine_kernels(config.engine)[0] == NATIVE
     return NATIVE if compiled and row["queries"] == 1 and _serves(row) else OURS
 
 
@@ -116,8 +112,22 @@ def geometry_of(config: RunConfig) -> Geometry:
     """The attention of a point on the engine's device."""
     model, engine = model_shape(config.model), config.engine
     threads = engine.threads if engine_device(engine.device) == "cpu" else 0
-    shape = (model.heads, model.kv_heads, model.head_dim, _DTYPES[config.model.dtype])
+    shape = (model.heads, model.kv_heads, model.head_dim, _dtype(config))
     return Geometry(*shape, device_identity(engine.device), threads)
+
+
+def _dtype(config: RunConfig) -> str:
+    """Of the cache. Raises KernelTableError where no bench times that cache beside the model's queries."""
+    model = config.model
+    if model.kv_dtype is KvDtype.model:
+        return _DTYPES[model.dtype]
+    if model.dtype is not Dtype.bfloat16:
+        raise KernelTableError(
+            KEY,
+            f"model.kv_dtype={model.kv_dtype} beside model.dtype={model.dtype}: bench kernels times 8-bit caches with "
+            "bfloat16 queries; use cost=fitted",
+        )
+    return str(model.kv_dtype)
 
 
 def kernels_digest(config: RunConfig) -> str:

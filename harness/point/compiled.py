@@ -32,18 +32,33 @@ def compiled_replay(workload: Workload, cost: CostModel) -> CompiledReplay | Non
     if reason is None:
         return replay_of(workload, plain_requests(rows), cost)
     if mode is Compiled.always:
-        raise ConfigError("replay.compiled", f"always, but {reason}; use auto")
+        raise _refusal(reason)
     return None
+
+
+def check_compiled(workload: Workload) -> None:
+    """Raises ConfigError where `replay.compiled=always` and no cost model could make it so; cheap otherwise."""
+    reason = _obstacle(workload) if workload.compiled is Compiled.always else None
+    if reason is not None:
+        raise _refusal(reason)
+
+
+def _refusal(reason: str) -> ConfigError:
+    return ConfigError("replay.compiled", f"always, but {reason}; use auto")
 
 
 def obstacle(workload: Workload, cost: CostModel) -> str | None:
     """Why the point cannot be replayed compiled; None where it can."""
     from harness.sim.compiled.prices import prices_of
 
-    if not is_available():
-        return "numba is not installed (pip install numba)"
     if prices_of(cost) is None:
         return f"cost={cost.source.kind} is neither a roofline nor linear"
+    return _obstacle(workload)
+
+
+def _obstacle(workload: Workload) -> str | None:
+    if not is_available():
+        return "numba is not installed, or cannot be imported (pip install numba)"
     return _policy_obstacle(workload) or _request_obstacle(workload)
 
 

@@ -12,14 +12,29 @@ _SHARE = 0.8  # of the machine's memory: the model, its activations and Python n
 
 def check_memory(pool_bytes: int, engine: EngineConfig) -> None:
     """Raises ConfigError for a pool that the machine's memory cannot hold; of a CUDA device the driver will say."""
-    if engine_device(engine.device) != "cpu":
-        return
+    _check_fits(
+        pool_bytes,
+        engine,
+        "cache.pool_tokens",
+        "the pool takes",
+        "Take fewer tokens, or measure=false to predict alone",
+    )
+
+
+def check_weights(weight_bytes: int, engine: EngineConfig) -> None:
+    """The same of a model's weights."""
+    _check_fits(
+        weight_bytes, engine, "model", "its weights take", "A sweep with measure=false predicts without them"
+    )
+
+
+def _check_fits(size: int, engine: EngineConfig, key: str, what: str, remedy: str) -> None:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if pool_bytes > _SHARE * memory:
+    if engine_device(engine.device) == "cpu" and size > _SHARE * memory:
         raise ConfigError(
-            "cache.pool_tokens",
-            f"the pool takes {pool_bytes / 1e9:,.1f} GB, this machine has {memory / 1e9:,.1f} GB; "
-            f"allowed: {_SHARE:.0%} of that. Take fewer tokens, or measure=false to predict alone",
+            key,
+            f"{what} {size / 1e9:,.1f} GB, this machine has {memory / 1e9:,.1f} GB; "
+            f"allowed: {_SHARE:.0%} of that. {remedy}",
         )
 
 
@@ -53,3 +68,14 @@ def _check_native(engine: EngineConfig) -> None:
         raise ConfigError(
             "engine.backend", f"native kernels are compiled for CPUs: {reason}; use engine.backend=auto"
         )
+
+
+def engine_kernels(engine: EngineConfig) -> list[str]:
+    """What the engine computes with here: the attention that `auto` stands for, and whether the rest is compiled too.
+
+    A compiler that goes, or `PAGETWIN_NATIVE=0`, makes another engine of the same configuration.
+    """
+    if engine_device(engine.device) != "cpu":
+        return ["triton" if engine.backend is Backend.auto else str(engine.backend)]
+    rest = "torch" if why_unavailable() else "native"
+    return [rest if engine.backend is Backend.auto else str(engine.backend), rest]

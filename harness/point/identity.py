@@ -4,6 +4,7 @@ from engine.runtime.checkpoint import checkpoint_stamp
 from harness.config.schema import RunConfig
 from harness.environment import code_version, device_identity
 from harness.point.clock import clock_of
+from harness.point.devices import engine_kernels
 from harness.point.parents import recording_stamp
 from harness.point.trace import reshaped_trace
 
@@ -29,4 +30,5 @@ def point_identity(config: RunConfig) -> dict[str, str]:
         identity["beam_parents"] = recording_stamp(config.decoding.beam_parents)
     if config.measure:
         identity |= {"device": device_identity(config.engine.device), "clock": str(clock_of(config))}
+        identity["engine"] = " ".join(engine_kernels(config.engine))
     return identity

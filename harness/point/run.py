@@ -9,8 +9,9 @@ import numpy as np
 
 from harness.config.errors import ConfigError
 from harness.config.schema import RunConfig
+from harness.point.compiled import check_compiled
 from harness.point.cost import check_cost, cost_model
-from harness.point.devices import check_engine, check_memory
+from harness.point.devices import check_engine, check_memory, check_weights
 from harness.point.record import make_record, tables_of
 from harness.point.shapes import draft_of, draft_shape, model_shape, pool_shape
 from harness.point.simulate import Prediction, prediction_of, simulate, simulate_metrics
@@ -38,11 +39,13 @@ def check_point(config: RunConfig) -> None:
         _check_records(config)
         check_engine(config.engine)
         check_model(config)
+        check_weights(model_shape(config.model).weight_bytes, config.engine)
         pool = pool_shape(config)
         draft = draft_shape(config)
         token_bytes = pool.kv_bytes_per_token + (draft.kv_bytes_per_token if draft else 0)
         check_memory(pool.tokens * token_bytes, config.engine)
     workload = build_workload(config)
+    check_compiled(workload)
     if config.measure:
         _check_widths(config, workload)
     check_cost(config)

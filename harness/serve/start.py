@@ -14,9 +14,9 @@ from harness.config.errors import ConfigError, UserError
 from harness.config.overrides import parse_overrides
 from harness.config.schema import RunConfig
 from harness.plan.request import run_request
-from harness.point.devices import check_engine
+from harness.point.devices import check_engine, check_weights
 from harness.point.policies import hash_algorithm, limits_of, new_scheduler
-from harness.point.shapes import pool_shape
+from harness.point.shapes import model_shape, pool_shape
 
 if TYPE_CHECKING:
     from engine.runtime.engine import Engine
@@ -56,6 +56,7 @@ def _config(overrides: tuple[str, ...]) -> RunConfig:
     if errors:
         raise UserError("\n".join(map(str, errors)))
     check_engine(config.engine)
+    check_weights(model_shape(config.model).weight_bytes, config.engine)
     return config
 
 

@@ -10,7 +10,9 @@ import pytest
 from point_cases import small_config
 from sim_cases import replay
 
+from engine.runtime.native import compiling
 from harness.cli.main import main
+from harness.config.schema import EngineDevice
 from harness.measured.budget import Budget
 from harness.measured.calibration import (
     calibration_path,
@@ -27,6 +29,7 @@ from harness.measured.plan import CASES, LONE, SEED, case_trace, case_workload, 
 from harness.measured.stability import off_pace, stability_of
 from harness.measured.validate import HELD_OUT, held_out_workload
 from harness.metrics.log import Outcome
+from harness.point.identity import point_identity
 from harness.point.workload import Workload
 from harness.sim.cost import CostSource
 from harness.sim.features import FEATURES, feature_index
@@ -253,3 +256,21 @@ def test_a_case_beside_an_odd_probe_is_measured_once_more(
     found = Passes(small_config(tmp_path), CASES[1:4], 0.05, lambda name: None, Budget(None)).measure()
     assert len(runs.asked) == 7
     assert [entry.run.log.steps["seconds"][0] for entry in found] == [1.0, 1.0, 0.7]
+
+
+def test_without_compiled_kernels_neither_calibration_nor_point_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if compiling.why_unavailable():
+        pytest.skip("no C compiler: the engine runs torch")
+    config = small_config(tmp_path)
+    config.engine.device = EngineDevice.cpu
+    before = calibration_path(config), point_identity(config)
+    monkeypatch.setenv(compiling.OFF, "0")
+    compiling.attempt.cache_clear()
+    try:
+        after = calibration_path(config), point_identity(config)
+    finally:
+        compiling.attempt.cache_clear()
+    assert before[0] != after[0]
+    assert before[1] != after[1]

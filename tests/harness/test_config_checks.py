@@ -59,6 +59,10 @@ def test_every_number_of_the_schema_has_a_range() -> None:
             ["scheduler.max_batched_tokens=100000000000000000000"],
             "must be 1 or greater and at most 1,000,000,000",
         ),
+        (
+            ["engine.backend=native", "model.kv_dtype=fp8_e4m3"],
+            "engine.backend: found native, whose attention reads",
+        ),
         (["device.tflops=1e-12"], "device.tflops: found 1e-12, must be 1e-06 or greater"),
         (["engine.threads=100000"], "engine.threads: found 100000, must be 1 or greater and at most 256"),
         (

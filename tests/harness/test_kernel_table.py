@@ -269,3 +269,22 @@ def test_what_the_kernels_say_is_part_of_a_points_name(tmp_path: Path) -> None:
     second = point_identity(config(write(tmp_path / "b", rows(us=7.0))))
     assert first["kernels"] != second["kernels"]
     assert "calibration" in first
+
+
+def test_native_asked_for_by_name_is_priced_by_native(tmp_path: Path) -> None:
+    from engine.runtime.native.compiling import why_unavailable
+
+    if why_unavailable():
+        pytest.skip("no C compiler: the engine runs torch")
+    kernels = write(tmp_path, [*rows(us=1e6), *rows(provider="native")])
+    shapes = kernel_shapes(config(kernels, "engine.backend=native"))
+    assert all(shape.seconds < 1e-3 for shape in shapes.decode)
+
+
+def test_a_cache_in_8_bits_is_not_priced_by_another(tmp_path: Path) -> None:
+    message = refusal(write(tmp_path, rows()), "model.kv_dtype=fp8_e4m3")
+    assert "model.kv_dtype=fp8_e4m3 beside model.dtype=float32" in message
+    words = ("model.kv_dtype=fp8_e4m3", "model.dtype=bfloat16")
+    assert "32, fp8_e4m3, on" in refusal(write(tmp_path, rows()), *words)
+    kernels = write(tmp_path, rows(dtype="fp8_e4m3"))
+    assert len(kernel_shapes(config(kernels, *words)).decode) == 12

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.cli.main import main
 from harness.config.compose import compose_config
 from harness.config.errors import ConfigError
 from harness.config.schema import Compiled
@@ -134,3 +135,9 @@ def test_arrivals_beyond_the_clock_are_refused_before_anything_runs() -> None:
     with pytest.raises(ConfigError, match=r"arrives after .* years") as refusal:
         point("workload.request_rate=1e-6", "workload.num_requests=10000")
     assert refusal.value.key == "workload.request_rate"
+
+
+def test_always_is_refused_before_any_point_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["measure=false", "cost=roofline", "workload.num_requests=5", f"out={tmp_path}"]
+    assert main(["sweep", *words, "decoding.beam_width=1,2", "replay.compiled=always"]) == 2
+    assert "replay.compiled: always, but requests have beams" in capsys.readouterr().err

@@ -92,3 +92,11 @@ def test_compiled_kernels_that_cannot_be_had_are_refused_before_anything_is_load
     finally:
         attempt.cache_clear()
     assert "PAGETWIN_NATIVE=0 leaves compiled kernels out; use engine.backend=auto" in capsys.readouterr().err
+
+
+def test_a_model_that_no_memory_holds_is_refused_before_anything_is_loaded(capsys):
+    assert (
+        main(["serve", *TINY, "engine.device=cpu", "model.layers=100000", "model.intermediate=100000000"])
+        == 2
+    )
+    assert "error: model: its weights take" in capsys.readouterr().err
