@@ -73,7 +73,7 @@ class SamplingParams:
             if value is None and name in ("max_tokens", "logprobs"):
                 continue
             if not low <= value <= high:  # NaN is refused too
-                raise ParamsError(name, f"{value} is not {_range(low, high)}")
+                raise ParamsError(name, f"{value} is not {_range(low, high, value)}")
         if 0 < self.temperature < LEAST_TEMPERATURE:
             raise ParamsError(
                 "temperature", f"{self.temperature} is too small: 0 takes the most likely token"
@@ -123,5 +123,6 @@ class SamplingParams:
         )
 
 
-def _range(low: float, high: float) -> str:
-    return f"{low} or more" if high == MOST else f"between {low} and {high}"
+def _range(low: float, high: float, found: float) -> str:
+    """The range in words; a limit that nobody means is named only to who goes beyond it."""
+    return f"{low} or more" if high == MOST and not found > high else f"between {low} and {high}"

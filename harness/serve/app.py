@@ -12,6 +12,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from engine.core.policies import Policies
 from engine.runtime.async_engine import AsyncEngine
 from engine.runtime.engine import Engine, Prompt
 from engine.runtime.outputs import RequestOutput
@@ -49,6 +50,11 @@ class Server:
             raise ServeError(
                 400, "prompt: at least one is needed", kind="invalid_request_error", param="prompt"
             )
+        if body.priority and not _heeds_priority(self.engine.engine):
+            raise ServeError(
+                400, f"priority: {body.priority} says nothing to this server; start it with scheduler.policy=priority",
+                kind="invalid_request_error", param="priority",
+            )  # fmt: skip
         params = body.sampling_params()
         envelope = Envelope(self.model, isinstance(body, ChatRequest), self.engine.engine.tokenizer)
         stream = self._counted(
@@ -78,6 +84,12 @@ class Server:
         finally:
             self.under_way -= prompts
             await stream.aclose()
+
+
+def _heeds_priority(engine: Engine) -> bool:
+    """Whether any policy differs from the built-in ones of first come, first served; a user's own may look at it."""
+    found, plain = (vars(policies).values() for policies in (engine.scheduler.policies, Policies()))
+    return any(type(one) is not type(other) for one, other in zip(found, plain, strict=True))
 
 
 async def _collect(stream: News) -> list[RequestOutput]:

@@ -219,6 +219,7 @@ def test_bytes_are_tokens_where_there_is_no_tokenizer():
     ("values", "words"),
     [
         ({"n": 0}, "n: 0 is not 1 or more"),
+        ({"temperature": 1e300}, "temperature: 1e\\+300 is not between 0 and 2147483647"),
         ({"temperature": float("nan")}, "temperature: nan"),
         ({"top_p": 0.0}, "top_p: 0.0"),
         ({"top_k": -2}, "top_k: -2"),
@@ -335,7 +336,9 @@ def test_out_of_memory_ends_the_requests_of_the_step_and_the_engine_serves_on(
 
 @pytest.mark.parametrize("error", [OverflowError("too large"), ValueError("odd"), KeyError("lost")], ids=repr)
 def test_whatever_a_step_raises_ends_its_requests_and_no_others(error, model_of, prompts, monkeypatch):
-    engine = make(model_of, audit="off")  # the books count what the step would have written until it is evicted
+    engine = make(
+        model_of, audit="off"
+    )  # the books count what the step would have written until it is evicted
     engine.add_request("lost", prompts[3], params())
 
     def fail(*_):

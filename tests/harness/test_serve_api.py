@@ -263,3 +263,22 @@ def test_500_clients_at_once(address, engine):
         assert answers[number] == direct(engine, prompt, max_tokens=3, temperature=0).outputs[0].text
     assert wait_until(lambda: is_idle(engine))
     engine.scheduler.manager.check()
+
+
+def test_a_priority_that_nothing_heeds_is_refused(client):
+    with pytest.raises(openai.BadRequestError, match="start it with scheduler"):
+        client.completions.create(model="tiny", prompt="the cat", max_tokens=2, extra_body={"priority": 3})
+
+
+def test_a_priority_is_taken_where_the_scheduler_heeds_it():
+    from engine.core.limits import SchedulerLimits, Scheduling
+
+    limits = SchedulerLimits(256, 64, max_model_len=128, scheduling=Scheduling.PRIORITY)
+    with (
+        served(build_engine(loaded(), limits=limits)) as address,
+        openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client,
+    ):
+        answer = client.completions.create(
+            model="tiny", prompt="the cat", max_tokens=2, extra_body={"priority": 3}
+        )
+    assert answer.usage.completion_tokens == 2
