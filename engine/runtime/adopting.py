@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from engine.runtime.native.norms import norm_forward
-from engine.runtime.packing import Forward, pack_linears, reordered
+from engine.runtime.packing import Forward, in_step, out_of_step, pack_linears, reordered
 
 _ROWS = 7  # of the proof
 _TOLERANCE = {
@@ -100,8 +100,9 @@ def _fused_gate(gate: torch.nn.Linear, up: torch.nn.Linear, down: torch.nn.Linea
     run, combine = torch.ops.mkldnn._linear_pointwise.default, torch.ops.mkldnn._linear_pointwise.binary
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        hidden = run(x, first, gate.bias, "swish", [], "")
-        return down(combine(x, hidden, second, up.bias, "mul"))  # type: ignore[no-any-return]
+        rows = in_step(x)
+        hidden = run(rows, first, gate.bias, "swish", [], "")
+        return out_of_step(down(combine(rows, hidden, second, up.bias, "mul")), x)
 
     return forward
 

@@ -15,6 +15,7 @@ from engine.runtime import huge_pages
 Forward = Callable[[torch.Tensor], torch.Tensor]
 
 _BATCH = 64  # rows that the layout is chosen for; any number works
+_FINE, _COARSE = 8, 64  # rows are filled up to multiples of these, up to _BATCH and beyond
 _FEW_ROWS = 4  # below, float32 is faster as it is
 _SMALL_WEIGHT_BYTES = (
     4 << 20
@@ -58,6 +59,25 @@ def reordered(layer: torch.nn.Linear) -> torch.Tensor:
     return weight
 
 
+def in_step(x: torch.Tensor) -> torch.Tensor:
+    """Rows `[rows, width]` of x, filled up with zeros to a number of rows that comes often.
+
+    oneDNN compiles a product for every number of rows that it meets, at about a millisecond, and keeps a thousand of
+    them: batches of all sizes would make it compile for ever.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    count = len(rows)
+    if count <= _FINE:
+        return rows
+    missing = -count % (_FINE if count <= _BATCH else _COARSE)
+    return torch.nn.functional.pad(rows, (0, 0, 0, missing)) if missing else rows
+
+
+def out_of_step(product: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """The rows that answer x, in its shape."""
+    return product[: x.numel() // x.shape[-1]].view(*x.shape[:-1], product.shape[-1])
+
+
 def _faster(layer: torch.nn.Linear) -> Forward:
     exact = layer.weight.dtype is torch.float32
     return _transposed(layer) if exact and layer.weight.nbytes <= _SMALL_WEIGHT_BYTES else _packed(layer)
@@ -79,8 +99,7 @@ def _packed(layer: torch.nn.Linear) -> Forward:
     def forward(x: torch.Tensor) -> torch.Tensor:
         if x.numel() < few * width:
             return plain(x, own, bias)
-        product: torch.Tensor = run(x, weight, bias, "none", [], "")
-        return product
+        return out_of_step(run(in_step(x), weight, bias, "none", [], ""), x)
 
     return forward
 

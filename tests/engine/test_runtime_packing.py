@@ -5,7 +5,7 @@ import torch
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("rows", [1, 3, 5, 70])
+@pytest.mark.parametrize("rows", [1, 3, 5, 8, 9, 63, 64, 65, 70, 96])
 def test_a_packed_layer_computes_the_same(dtype, rows):
     from engine.runtime.packing import pack_linears, unpack_linears
 
@@ -19,6 +19,19 @@ def test_a_packed_layer_computes_the_same(dtype, rows):
         unpack_linears(layer)
         assert torch.equal(layer(x), plain)
     assert torch.allclose(packed.float(), plain.float(), atol=1e-5 if dtype == "float32" else 1e-2)
+
+
+def test_few_numbers_of_rows_reach_the_library_however_many_batches_have():
+    from engine.runtime.packing import in_step, out_of_step
+
+    sizes = set()
+    for rows in range(1, 600):
+        x = torch.ones(1, rows, 4)
+        filled = in_step(x)
+        sizes.add(len(filled))
+        assert len(filled) >= rows
+        assert torch.equal(out_of_step(filled, x), x)
+    assert len(sizes) < 40
 
 
 def test_tokens_are_the_same_with_and_without(model_of, prompts):
