@@ -105,6 +105,8 @@ def _announce(plan: Plan) -> None:
             f"{counted(len(plan.same), 'combination')} the same run as another, because {why} "
             f"(e.g. {label} = {other}); each run is done once"
         )
+    if plan.idle:
+        remark(f"without effect beside the other settings: {', '.join(plan.idle)}")
 
 
 def _dry_run(plan: Plan, todo: list[PlannedPoint], content: StoreContent) -> int:

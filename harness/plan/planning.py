@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import product
 from math import prod
+from os.path import expanduser
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -44,6 +45,7 @@ class PlannedPoint:
     overrides: tuple[str, ...]  # all of the point's settings that were asked for
     varying: tuple[str, ...]  # those that tell it from the sweep's other points
     config: RunConfig
+    idle: frozenset[str] = frozenset()  # keys of settings that mean nothing beside the others
 
     @property
     def label(self) -> str:
@@ -62,6 +64,7 @@ class Plan:
     overrides: tuple[str, ...]  # as asked, the experiment's included
     points: tuple[PlannedPoint, ...]
     same: tuple[tuple[str, str], ...]  # (label, label of the point that it is the same as)
+    idle: tuple[str, ...] = ()  # overrides that mean nothing at any point
 
 
 def make_plan(
@@ -118,7 +121,8 @@ def _plan_point(settings: Settings, varying: Settings, model: PointModel) -> Pla
     except MemoryError:
         return BadPoint(_label(varying), (_TOO_LARGE,))
     applies = tuple(item.text for item in varying if _applies(item, asked, config))
-    return PlannedPoint(name, tuple(item.text for item in settings), applies, config)
+    idle = frozenset(item.key for item in settings if not _applies(item, asked, config))
+    return PlannedPoint(name, tuple(item.text for item in settings), applies, config, idle)
 
 
 def _varying(settings: Settings, request: SweepRequest) -> Settings:
@@ -129,7 +133,10 @@ def _varying(settings: Settings, request: SweepRequest) -> Settings:
 
 def _applies(item: Setting, asked: RunConfig, normal: RunConfig) -> bool:
     """Whether a setting was left as it is by normalisation: it has a meaning at this point."""
-    return item.is_group or value_of(asked, item.key) == value_of(normal, item.key)
+    if item.is_group:
+        return True
+    found, kept = value_of(asked, item.key), value_of(normal, item.key)
+    return bool(found == kept or (isinstance(found, str) and expanduser(found) == kept))
 
 
 def _label(settings: Settings) -> str:
@@ -148,4 +155,5 @@ def _plan(request: SweepRequest, points: tuple[PlannedPoint, ...], same: tuple[t
         overrides=tuple(axis.text for axis in request.axes),
         points=points,
         same=same,
+        idle=tuple(axis.text for axis in request.axes if all(axis.key in point.idle for point in points)),
     )

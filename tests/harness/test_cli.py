@@ -428,3 +428,22 @@ def test_a_missing_dependency_is_named_with_the_way_to_get_it(
     assert code == 1
     assert "error: the package 'rich.console' is not installed for " in err
     assert "make setup" in err
+
+
+@pytest.mark.parametrize(
+    "setting", ["decoding.acceptance=0.7", "decoding.branch_hazard=0.1", "replay.users=3"]
+)
+def test_a_setting_that_means_nothing_at_any_point_is_named(cli: Cli, setting: str) -> None:
+    _, _, err = cli(*sweep(setting, "cache.block_size=8,16", "--dry-run"))
+    assert f"without effect beside the other settings: {setting}" in err
+
+
+def test_a_setting_that_means_something_at_one_point_is_not_named(cli: Cli) -> None:
+    words = (
+        "cache.block_size=8",
+        "cache=paged,contiguous_max",
+        "report.kernels=none",
+        "decoding.acceptance=null",
+    )
+    _, _, err = cli(*sweep(*words, "--dry-run"))
+    assert "without effect" not in err
