@@ -85,3 +85,40 @@ def test_layers_are_lent_back_for_a_reference_run_and_returned():
     assert adopted(one) == before
     give_back_layers(one)
     assert not adopted(one)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [64, 1024, 4096])
+def test_a_norm_that_takes_the_mean_away_is_left_alone_at_every_width(width, dtype):
+    from transformers.models.cohere.modeling_cohere import CohereLayerNorm
+
+    for norm in (torch.nn.LayerNorm(width, bias=False), CohereLayerNorm(width)):
+        one = torch.nn.ModuleList([norm.to(dtype)])
+        adopt_layers(one)
+        assert adopted(one) == set()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_with_another_epsilon_than_it_names_is_left_alone(dtype):
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    class Larger(LlamaRMSNorm):
+        def forward(self, x):
+            variance = x.float().pow(2).mean(-1, keepdim=True)
+            return self.weight * (x * torch.rsqrt(variance + 10 * self.variance_epsilon)).to(x.dtype)
+
+    one = torch.nn.ModuleList([Larger(512).to(dtype)])
+    adopt_layers(one)
+    assert adopted(one) == set()
+
+
+@pytest.mark.skipif(bool(why_unavailable()), reason="no compiled kernels")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_and_gated_layers_of_real_widths_are_adopted(dtype):
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+    shape = LlamaConfig(hidden_size=1024, intermediate_size=2816)
+    one = torch.nn.ModuleList([LlamaRMSNorm(1024), LlamaMLP(shape)]).to(dtype)
+    adopt_layers(one)
+    assert {"LlamaRMSNorm", "LlamaMLP"} <= adopted(one)
