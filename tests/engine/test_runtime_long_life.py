@@ -58,7 +58,9 @@ def test_the_books_do_not_grow_with_the_requests_that_were_served(case, model_of
     params = SamplingParams(**{"max_tokens": 6, "temperature": 0, "ignore_eos": True, **sampling})
     most = SchedulerLimits(48, 8, max_model_len=64, **limits)
     engine = Engine(
-        model_of(), EngineOptions(pool_tokens=256, block_size=8, limits=most, **options), tokenizer=ByteTokenizer()
+        model_of(),
+        EngineOptions(pool_tokens=256, block_size=8, limits=most, **options),
+        tokenizer=ByteTokenizer(),
     )
     draw, sizes = np.random.default_rng(5), []
     for round_number in range(4):
