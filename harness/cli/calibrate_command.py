@@ -44,7 +44,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 
 def run(arguments: "Arguments") -> int:
     """Calibrate and print; returns the exit code."""
-    if arguments.flags.budget < 1:
+    if not arguments.flags.budget >= 1:  # nan is refused too
         raise UserError(f"calibrate: --budget is {arguments.flags.budget:g}, must be at least 1 second")
     config = _config(arguments.overrides)
     if arguments.flags.dry_run:

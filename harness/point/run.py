@@ -39,7 +39,6 @@ def check_point(config: RunConfig) -> None:
         _check_records(config)
         check_engine(config.engine)
         check_model(config)
-        check_weights(model_shape(config.model).weight_bytes, config.engine)
         pool = pool_shape(config)
         draft = draft_shape(config)
         token_bytes = pool.kv_bytes_per_token + (draft.kv_bytes_per_token if draft else 0)
@@ -60,7 +59,7 @@ def _check_records(config: RunConfig) -> None:
 
 
 def check_model(config: RunConfig) -> None:
-    """Raises ConfigError for a model that the engine cannot run."""
+    """Raises ConfigError for a model that the engine cannot run, or no memory holds."""
     from engine.runtime.errors import ModelError
     from engine.runtime.model import check_model as check_spec
     from harness.measured.spec import model_spec
@@ -69,6 +68,7 @@ def check_model(config: RunConfig) -> None:
         check_spec(model_spec(config.model))
     except ModelError as error:
         raise ConfigError("model.path" if config.model.path else "model.family", str(error)) from error
+    check_weights(model_shape(config.model).weight_bytes, config.engine)
     _check_draft(config)
 
 

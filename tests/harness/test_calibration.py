@@ -175,6 +175,11 @@ def test_a_calibration_without_grid_makes_no_table(tmp_path: Path) -> None:
     ("words", "message"),
     [
         (["calibrate", "--budget", "0"], "must be at least 1 second"),
+        (["calibrate", "--budget", "nan"], "must be at least 1 second"),
+        (
+            ["calibrate", "engine.device=cpu", "model.layers=100000", "model.intermediate=1000000"],
+            "its weights take",
+        ),
         (["calibrate", "cache.block_size=8,16"], "one setting at a time"),
         (["calibrate", "model.heads=0"], "model.heads"),
     ],
