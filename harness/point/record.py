@@ -15,6 +15,7 @@ from harness.metrics.analytic import CacheShape, analytic_metrics
 from harness.metrics.closed_forms import Lengths
 from harness.metrics.log import Outcome, RunLog
 from harness.point.clock import clock_of
+from harness.point.devices import engine_kernels
 from harness.point.parents import TABLE, parents_table
 from harness.point.simulate import Prediction
 from harness.point.workload import Workload
@@ -45,7 +46,7 @@ def make_record(
         "name": config.name,
         "trace": _trace_section(workload),
         "pool": _pool_section(workload),
-        "environment": environment(config.engine.device, str(clock_of(config))),
+        "environment": _environment(config, measured=bool(runs)),
         "cost": {**asdict(cost.source), "extrapolated": simulated.extrapolated},
         "outcome": _outcome(workload, simulated.outcome, runs),
         "analytic": analytic,
@@ -57,6 +58,12 @@ def make_record(
         "audit": {"checks": sum(run.audits for run in runs), "mismatches": 0} if runs else None,
         "seconds": dict(seconds),
     }
+
+
+def _environment(config: RunConfig, *, measured: bool) -> dict[str, Any]:
+    """The machine and, where something ran, what `engine.backend` stood for: attention first, then the other layers."""
+    ran = {"engine_kernels": engine_kernels(config.engine)} if measured else {}
+    return {**environment(config.engine.device, str(clock_of(config))), **ran}
 
 
 def _levels(

@@ -300,3 +300,13 @@ def test_the_identity_of_a_point_follows_its_trace(tmp_path: Path) -> None:
     other = replace(config, workload=replace(config.workload, seed=1))
     assert point_identity(config) != point_identity(other)
     assert point_identity(config) == point_identity(small_config(tmp_path))
+
+
+def test_a_measured_record_names_the_kernels_that_ran(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    config.engine.device, config.engine.backend = EngineDevice.cpu, Backend.torch
+    config.cost.kind, config.workload.num_requests, config.replay.repeats = CostKind.roofline, 3, 1
+    record = run_point(config).record
+    assert record["environment"]["engine_kernels"][0] == "torch"
+    config.measure = False
+    assert "engine_kernels" not in run_point(config).record["environment"]
