@@ -39,12 +39,17 @@ def kept_as(dtype: "torch.dtype") -> tuple["torch.dtype", float]:
     return (torch.uint8, _FP8_NAN) if dtype.itemsize == 1 else (dtype, float("nan"))
 
 
-def check_kv_dtype(name: KVDtype | str, device: "torch.device") -> None:
-    """Raise ModelError where the device cannot widen 8-bit floats (CUDA before sm_89)."""
+def check_kv_dtype(name: KVDtype | str, device: "torch.device", backend: str = "auto") -> None:
+    """Raise ModelError where the device, or the backend asked for by name, cannot widen 8-bit floats.
+
+    CUDA can from sm_89 on; the compiled CPU kernels cannot.
+    """
     import torch
 
     from paged_kernels.backends import FP8_CAPABILITY
 
+    if name == KVDtype.FP8_E4M3 and backend == "native":
+        raise ModelError("kv_dtype fp8_e4m3 is not read by backend native; use backend torch, or auto")
     if name != KVDtype.FP8_E4M3 or device.type != "cuda":
         return
     found = torch.cuda.get_device_capability(device)

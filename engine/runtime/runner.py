@@ -76,7 +76,7 @@ class Runner:
                 f"temperature {temperature} above 0"
             )
         self.backend = engine_backend(backend, loaded.device)
-        check_kv_dtype(kv_dtype, loaded.device)
+        check_kv_dtype(kv_dtype, loaded.device, backend)
         make_pool = partial(
             pool_for, num_blocks=num_blocks, block_size=block_size, host_blocks=host_blocks, kv_dtype=kv_dtype
         )

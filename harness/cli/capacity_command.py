@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from harness.cli.say import remark, say
 from harness.config.errors import UserError
+from harness.config.paths import check_out
 
 if TYPE_CHECKING:
     from harness.capacity.finding import Answer
@@ -56,6 +57,8 @@ def run(arguments: "Arguments") -> int:
     from harness.capacity.slo import parse_slo
     from harness.capacity.trials import Trials
 
+    for wrong in check_out(flags.out):
+        raise UserError(f"--out {flags.out}: {wrong}")
     slo = parse_slo(flags.slo)
     config = _config(arguments.overrides)
     trials = Trials(config, slo)

@@ -165,6 +165,14 @@ def test_a_type_that_does_not_exist_is_refused_with_those_that_do(model_of, prom
     assert kv_dtype_of("model", torch.bfloat16) is torch.bfloat16
 
 
+def test_compiled_kernels_that_are_asked_for_by_name_are_not_replaced_silently():
+    with pytest.raises(
+        ModelError, match="fp8_e4m3 is not read by backend native; use backend torch, or auto"
+    ):
+        check_kv_dtype("fp8_e4m3", torch.device("cpu"), "native")
+    check_kv_dtype("fp8_e4m3", torch.device("cpu"), "auto")
+
+
 def test_a_gpu_that_cannot_widen_8_bits_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an A100")

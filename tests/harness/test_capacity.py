@@ -180,3 +180,12 @@ def test_block_sizes_that_are_no_choice_are_refused(
 ) -> None:
     assert main(["capacity", "cost=roofline", "--find", "block", "--block-sizes", *sizes]) == 2
     assert "at least two sizes to choose from, of 1 token or more" in capsys.readouterr().err
+
+
+def test_a_file_in_the_place_of_the_results_folder_is_refused_before_the_search(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Trials, "run", None)
+    (tmp_path / "there").write_text("")
+    assert main(["capacity", "cost=roofline", "--out", str(tmp_path / "there")]) == 2
+    assert "is not a folder" in capsys.readouterr().err
