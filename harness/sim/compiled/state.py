@@ -154,7 +154,7 @@ def new_run(
 ) -> Run:
     """A replay at its beginning, over an empty pool; its log holds `log_steps` steps."""
     requests, rows = len(lengths.prompt), rules.max_running
-    nothing_yet = [*_columns(_UNKNOWN_YET, requests, NEVER), *_columns(_ZERO_YET, requests)]
+    firsts = [0 if name in _COUNTED else NEVER for name in Lives._fields]
     at = np.zeros(STATES, dtype=np.int64)
     at[UNNAMED] = num_blocks
     gaps = 2 * log_steps + rows
@@ -166,7 +166,7 @@ def new_run(
         np.zeros(1),
         np.zeros(features),
         Batch(*_columns(len(Batch._fields), rows)),
-        Lives(*nothing_yet),
+        Lives(*(np.full(requests, first, dtype=np.int64) for first in firsts)),
         CachedRuns(*_columns(2, 2 * min(num_blocks, requests) + 2)),
         StepLog(
             np.zeros((log_steps, len(COUNTS)), dtype=np.int64),
@@ -176,8 +176,14 @@ def new_run(
     )
 
 
-_UNKNOWN_YET, _ZERO_YET = 7, 5  # fields of `Lives`
+_COUNTED = (
+    "generated",
+    "lost",
+    "preemptions",
+    "resumed_hits",
+    "recomputed",
+)  # of `Lives`; the others are NEVER first
 
 
-def _columns(count: int, length: int, value: int = 0) -> tuple[Any, ...]:
-    return tuple(np.full(length, value, dtype=np.int64) for _ in range(count))
+def _columns(count: int, length: int) -> tuple[Any, ...]:
+    return tuple(np.zeros(length, dtype=np.int64) for _ in range(count))
