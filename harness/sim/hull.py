@@ -1,14 +1,13 @@
 """Which steps of a prediction lie outside what the cost model was measured on."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from harness.metrics.log import Column
-from harness.sim.cost import CostSource
-from harness.sim.table import Grid
+from harness.sim.cost import Amount, CostSource
 
 COLUMNS = ("rows", "query_tokens", "prefill_tokens", "kv_read_tokens", "copies")
 """Columns of the step table that span the measured range."""
@@ -23,6 +22,14 @@ def hull_of(steps: Mapping[str, Column]) -> dict[str, tuple[float, float]]:
     return {name: (float(np.min(steps[name])), float(np.max(steps[name]))) for name in COLUMNS}
 
 
+class TimedGrid(Protocol):
+    """Attention seconds that were timed on a grid of two axes."""
+
+    def at(self, across: Amount, along: Amount) -> Amount:
+        """Seconds at each place; NaN outside of the grid."""
+        ...
+
+
 class GridHull(dict[str, tuple[float, float]]):
     """The ranges of a fitted model's steps, and the grids that a table looks attention up in before it asks the fit.
 
@@ -30,8 +37,8 @@ class GridHull(dict[str, tuple[float, float]]):
     no more than its ranges.
     """
 
-    decode: Grid | None = None
-    prefill: Grid | None = None  # over (tokens of a chunk, its context with these tokens)
+    decode: TimedGrid | None = None
+    prefill: TimedGrid | None = None  # over (tokens of a chunk, its context with these tokens)
 
     def outside_grids(self, steps: Mapping[str, Column]) -> Iterator[tuple[str, BoolArray]]:
         """(what, which steps) for steps whose attention no grid knows."""
