@@ -16,10 +16,9 @@ from engine.core.policies import Policies
 from engine.runtime.async_engine import AsyncEngine
 from engine.runtime.engine import Engine, Prompt
 from engine.runtime.outputs import RequestOutput
-from harness.serve import failures
 from harness.serve.answers import Envelope, usage_of
 from harness.serve.chat import chat_prompt
-from harness.serve.failures import ServeError
+from harness.serve.failures import ServeError, error_body, install
 from harness.serve.metrics import ServerMetrics
 from harness.serve.protocol import ChatRequest, CompletionRequest
 from harness.serve.streams import Numbered, events, merged, unless_gone
@@ -123,7 +122,7 @@ def build_app(engine: Engine, *, model: str, most_requests: int = 1024) -> FastA
 
     app = FastAPI(title="PageTwin", lifespan=lifespan)
     app.state.server = server
-    failures.install(app)
+    install(app)
 
     @app.post("/v1/completions")
     async def completions(request: Request, body: CompletionRequest) -> Response:
@@ -149,7 +148,7 @@ def build_app(engine: Engine, *, model: str, most_requests: int = 1024) -> FastA
     async def health() -> Response:
         if server.engine.alive:
             return Response(status_code=200)
-        return JSONResponse(failures.error_body(f"{server.engine.death}", 503, "service_unavailable"), 503)
+        return JSONResponse(error_body(f"{server.engine.death}", 503, "service_unavailable"), 503)
 
     @app.get("/metrics")
     async def page() -> Response:

@@ -55,9 +55,9 @@ def padded(dim: int) -> int:
 @functools.cache
 def interpreted() -> bool:
     """Whether Triton runs its interpreter (TRITON_INTERPRET=1 when the kernels were imported)."""
-    from paged_kernels.triton_decode_kernel import combine_kernel
+    from paged_kernels.triton_scan import finished
 
-    return not isinstance(combine_kernel, triton.JITFunction)
+    return not isinstance(finished, triton.JITFunction)
 
 
 def decode_config(shape: AttentionShape) -> LaunchConfig:
