@@ -14,7 +14,7 @@ from engine.core.paged import PagedManager
 from engine.core.request import Decoding, Request
 from engine.core.scheduler import Scheduler
 from harness.metrics.log import RunLog
-from harness.sim.arrivals import Arrivals, OpenLoop
+from harness.sim.arrivals import Arrivals, OpenLoop, TimedRequest
 from harness.sim.clock import to_ns
 from harness.sim.cost import Amount, CostSource, Price
 from harness.sim.executors import SimulatedExecutor
@@ -22,7 +22,7 @@ from harness.sim.features import feature_index
 from harness.sim.genealogy import BeamGenealogy
 from harness.sim.hull import Hull
 from harness.sim.recorder import Recorder
-from harness.sim.replay import Replay, TimedRequest
+from harness.sim.replay import Replay
 from harness.sim.streaming import StreamingRecorder
 
 DECODE_KV, TOKENS, COPIED, VOIDED = feature_index(["decode_kv", "tokens", "copied_slots", "freed_slots"])

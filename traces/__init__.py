@@ -1,4 +1,6 @@
-"""What arrives: request traces, read from public formats or generated, reshaped by pure functions.
+"""Request traces: read from public formats or generated, and changed by pure functions.
 
-Nothing here knows of an engine, a clock or torch. Formats and their traps are tested in `tests/traces`.
+This package uses no engine, no clock and no torch. Each file imports only files named before it: `errors`, `trace`,
+`randomness`, `arrivals`; `formats` (one file per format); `tokens`, `reshape`; `analysis`; `synth` (generators);
+`catalogue`; `reading`. Start with `trace.py` (the data) and `reading.py` (`read_trace`).
 """

@@ -1,18 +1,23 @@
-"""Arrival processes: when requests arrive, for generators and for sources that have lengths but no clock.
+"""When requests arrive: arrival processes, and finer times for traces with a coarse clock.
 
-Each is a stream of gaps from a counter-based source, so that fewer arrivals are the beginning of more. All have the
-mean rate that they are given; what differs is how they cluster.
+An arrival process serves generators and traces without times. It is a stream of gaps from a counter-based source, so
+a shorter list of arrivals is the beginning of a longer one. All processes have the mean rate that they are given.
+They differ in how the arrivals cluster.
+
+`spread_ticks` is for traces whose clock puts many arrivals on one tick. Spreading them is an assumption, so the trace
+header says so. The order within a tick is the order of the file.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import groupby, islice
 from math import isfinite, pi
 
 import numpy as np
 import numpy.typing as npt
 
 from traces.errors import ParameterError
+from traces.randomness import words
 
 KINDS = ("even", "poisson", "gamma", "diurnal", "modulated")
 _STREAM = 3  # changing it changes every generated trace
@@ -132,3 +137,36 @@ def _key(seed: int) -> npt.NDArray[np.uint64]:
 def _check(name: str, value: float, holds: bool, allowed: str = "above 0") -> None:
     if not holds:
         raise ParameterError(name, f"{allowed} expected, found {value}")
+
+
+TICKS = ("keep", "even", "random")
+_COARSE_US = 1_000_000
+_JITTER_US = 5_000  # around a tick of a second or more, arrivals this much too early still belong to it
+
+Offsets = Callable[[int, int, int, int], list[int]]
+
+
+def spread_ticks(times_us: list[int], quantum_us: int, ticks: str, seed: int) -> list[int]:
+    """Arrival times in microseconds after spreading each tick's arrivals over the tick; raises ParameterError.
+
+    `even` puts the i-th of n arrivals i/n of a tick after its start; `random` sorts n uniform draws.
+    """
+    if ticks not in TICKS:
+        raise ParameterError("ticks", f'one of {", ".join(TICKS)} expected, found "{ticks}"')
+    if ticks == "keep" or quantum_us <= 1:
+        return times_us
+    jitter = _JITTER_US if quantum_us >= _COARSE_US else 0
+    offsets = _even if ticks == "even" else _random
+    spread: list[int] = []
+    for tick, group in groupby(times_us, key=lambda time: (time + jitter) // quantum_us):
+        arrivals = len(list(group))
+        spread.extend(tick * quantum_us + offset for offset in offsets(arrivals, quantum_us, tick, seed))
+    return spread
+
+
+def _even(arrivals: int, quantum_us: int, tick: int, seed: int) -> list[int]:
+    return [index * quantum_us // arrivals for index in range(arrivals)]
+
+
+def _random(arrivals: int, quantum_us: int, tick: int, seed: int) -> list[int]:
+    return sorted(int(word) * quantum_us >> 64 for word in words(seed, tick, arrivals))

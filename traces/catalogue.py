@@ -1,4 +1,4 @@
-"""What can be replayed: the embedded generators, and the public traces with their origin, licence and checksums."""
+"""All traces that can be replayed: the built-in generators, and public traces with source, licence and checksums."""
 
 import json
 from dataclasses import dataclass

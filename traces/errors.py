@@ -1,4 +1,4 @@
-"""Errors of trace reading and reshaping: each says where the input is wrong, and what was expected there."""
+"""Errors of this package. Each message says where the input is wrong and what was expected there."""
 
 
 class RowError(ValueError):

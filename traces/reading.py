@@ -1,13 +1,357 @@
-"""Opening and reading a trace: a file or a folder, its format named or recognised by its content."""
+"""Reading a trace: find the format of a file or folder, open it, and turn its rows into requests.
 
+`read_trace` gives a whole trace, `stream_trace` one request after the other in constant memory. The format is named,
+or found from the content (header names, JSON keys), never from the file name.
+A row has one of three results. It is refused: the file is wrong, so reading stops, or the row is skipped and counted.
+It is dropped: it is correct but cannot be replayed, and is counted by reason. Or it is kept. So rows read = rows kept +
+rows dropped. Small faults that a rule repairs are noted in the header.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TypedDict, Unpack
 
-from traces.arrivals import ArrivalProcess
-from traces.detect import FORMATS, detect_format, open_rows
+from traces.arrivals import TICKS, ArrivalProcess, spread_ticks
+from traces.catalogue import licence_of
 from traces.errors import ParameterError, TraceError
-from traces.streaming import Encode, ReadOptions, TraceStream, stream_to_trace
-from traces.trace import Trace
+from traces.formats.agentic import AgenticSource
+from traces.formats.azure import AzureReader
+from traces.formats.bailian import BailianReader
+from traces.formats.burstgpt import BurstGptReader
+from traces.formats.files import SourceFile, open_source
+from traces.formats.lengths import ChatLengthsReader, LengthsReader
+from traces.formats.mooncake import MooncakeReader
+from traces.formats.pagetwin import MAGIC, CanonicalParquet, CanonicalRows
+from traces.formats.ragpulse import TRACE_FILE, RagPulseReader
+from traces.formats.rows import Books, Encode, LineRows, Row, RowReader, RowSource, note
+from traces.formats.servegen import ServeGenSource
+from traces.formats.servingsim import ServingSimSource
+from traces.formats.sharegpt import ShareGptSource
+from traces.formats.simple import SimpleReader
+from traces.formats.vidur import VidurReader
+from traces.reshape import Links
+from traces.trace import Trace, TraceHeader, TraceRequest
+
+ON_ERROR = ("stop", "skip")
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """How to read.
+
+    `ticks` (keep, even, random with `seed`) spreads arrivals that the recording clock lumps together. `on_error`
+    skip drops malformed rows and counts them, by field. `limit` stops after so many kept rows: the rest of the file
+    is then neither parsed nor checked, and the header's changes say so. (Spreading ticks and sorting need the whole
+    file, which is then read to its end, and cut afterwards.) `sort` allows rows out of order and sorts them by time,
+    stably. `arrivals` says when requests (for conversation files: conversations) arrive that have no clock.
+    `encode` is the tokenizer of formats that hold text; `vocab_size` bounds the ids of those that hold ids.
+    """
+
+    ticks: str = "keep"
+    on_error: str = "stop"
+    seed: int = 0
+    limit: int | None = None
+    expect_sha256: str | None = None
+    sort: bool = False
+    arrivals: ArrivalProcess | None = None
+    encode: Encode | None = None
+    vocab_size: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_choice("ticks", self.ticks, TICKS)
+        _check_choice("on_error", self.on_error, ON_ERROR)
+        if self.limit is not None and self.limit < 1:
+            raise ParameterError("limit", f"at least 1 expected, found {self.limit}")
+
+
+class TraceStream:
+    """The requests of a source in constant memory; `header()` describes what was read so far.
+
+    Order is the source's. Times are relative to the first kept row, as in a trace.
+    """
+
+    def __init__(self, source: RowSource, path: str, name: str, options: ReadOptions) -> None:
+        self.source = source
+        self.path = path
+        self.name = name
+        self.options = options
+        self.books = Books(path, options.on_error, self._row_limit())
+        self.changes: list[str] = []
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        """Requests as they are read; raises TraceError."""
+        first = None if self.source.embedded is None else 0
+        for number, time_us, row in self.timed():
+            first = time_us if first is None else first
+            yield _request(number, time_us - first, row)
+
+    def timed(self) -> Iterator[tuple[int, int, Row]]:
+        """Kept rows: request id, recorded time in microseconds, row."""
+        clock, links = self._clock(), Links()
+        last: int | None = None
+        for number, row in self.source.rows(self.books, self.options.sort):
+            if clock is not None:
+                row = row._replace(time_ns=_assumed_ns(clock, row, last))
+            elif row.time_ns == last:
+                note(self.books.noted, "ties")
+            assert row.time_ns is not None  # from the source or from the assumed clock
+            last = row.time_ns
+            reason = _not_replayable(row)
+            if reason is not None:
+                note(self.books.dropped, reason)
+                links.drop(number, row.more)
+                continue
+            self.books.kept += 1
+            yield number, row.time_ns // 1000, links.mend(row)
+        if self.books.more_follows:
+            self.changes.append(f"the first {self.books.kept:,} requests of the file; the rest is unread")
+        if not self.books.kept:
+            raise TraceError(self.path, 1, None, self.books.nothing_kept())
+
+    def header(self) -> TraceHeader:
+        """What is known of the source after the rows read so far."""
+        source, books = self.source, self.books
+        if source.embedded is not None:
+            return self._continued(source.embedded)
+        return TraceHeader(
+            name=self.name,
+            format=source.format,
+            source=source.source,
+            key_kind=source.key_kind,
+            source_block_tokens=source.source_block_tokens,
+            clock_quantum_us=source.clock_quantum_us(),
+            sha256=source.sha256,
+            rows_read=books.read,
+            rows_kept=books.kept,
+            dropped=dict(books.dropped),
+            noted={**source.noted, **books.noted},
+            changes=(*source.assumed, *self.changes),
+            licence=licence_of(source.sha256),
+        )
+
+    def _continued(self, embedded: TraceHeader) -> TraceHeader:
+        """The header that the source brings, with what was done on the way in."""
+        dropped = Counter(embedded.dropped) + Counter(self.books.dropped)
+        return replace(
+            embedded,
+            rows_kept=embedded.rows_kept - sum(self.books.dropped.values()),
+            dropped=dict(dropped),
+            changes=(*embedded.changes, *self.changes),
+        )
+
+    def _row_limit(self) -> int | None:
+        needs_all = self.options.ticks != "keep" or self.options.sort or not self.source.is_ordered
+        return None if needs_all else self.options.limit
+
+    def _clock(self) -> Iterator[int] | None:
+        if self.source.has_clock:
+            if self.options.arrivals is not None and not self.source.takes_arrivals:
+                raise ParameterError(
+                    "arrivals", f"{self.source.format} records arrivals; change their rate instead"
+                )
+            return None
+        if self.options.arrivals is None:
+            reason = "no timestamps: an arrival process is required (trace.arrivals and trace.arrival_rate)"
+            raise TraceError(self.path, 1, None, reason)
+        self.changes.append(f"arrivals assumed: {self.options.arrivals.describe()}")
+        return self.options.arrivals.stream_us(self.options.seed)
+
+
+def stream_to_trace(stream: TraceStream) -> Trace:
+    """All requests of a stream, in order of arrival, their ticks spread as the options say."""
+    rows = list(stream.timed())
+    options, quantum_us = stream.options, stream.source.clock_quantum_us()
+    recorded = [time_us for _, time_us, _ in rows]
+    if any(later < earlier for earlier, later in pairwise(recorded)):
+        rows.sort(key=lambda row: row[1])
+        recorded.sort()
+        stream.changes.append("sorted by arrival; rows of equal times keep their order")
+    arrivals = spread_ticks(recorded, quantum_us, options.ticks, options.seed)
+    if arrivals != recorded:
+        stream.changes.append(f"arrivals spread over their ticks of {quantum_us / 1e6:g} s ({options.ticks})")
+    if options.limit is not None and options.limit < len(rows):
+        stream.changes.append(f"the first {options.limit:,} of {len(rows):,} requests")
+    kept = rows[: options.limit]
+    first = 0 if stream.source.embedded is not None else arrivals[0]
+    requests = (_request(row[0], time - first, row[2]) for row, time in zip(kept, arrivals, strict=False))
+    return Trace(stream.header(), tuple(requests))
+
+
+def _check_choice(parameter: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ParameterError(parameter, f'one of {", ".join(allowed)} expected, found "{value}"')
+
+
+def _assumed_ns(clock: Iterator[int], row: Row, last: int | None) -> int:
+    """A later turn has no arrival of its own: it stands at the one before it, and is released after it."""
+    is_later_turn = row.more is not None and (row.more.get("turn") or 1) > 1
+    return last if is_later_turn and last is not None else next(clock) * 1000
+
+
+def _not_replayable(row: Row) -> str | None:
+    if row.output_tokens == 0:
+        return "output_zero"
+    return "prompt_zero" if row.prompt_tokens == 0 else None
+
+
+def _request(number: int, arrival_us: int, row: Row) -> TraceRequest:
+    more = row.more
+    if more is None:
+        return TraceRequest(number, arrival_us, row.prompt_tokens, row.output_tokens, row.segments)
+    return TraceRequest(number, arrival_us, row.prompt_tokens, row.output_tokens, row.segments, **more)
+
+
+_LINE_READERS: dict[str, Callable[[SourceFile], RowReader]] = {
+    "azure": lambda file: AzureReader(),
+    "mooncake": lambda file: MooncakeReader(),
+    "vidur": lambda file: VidurReader(),
+    "burstgpt": lambda file: BurstGptReader(),
+    "bailian": lambda file: BailianReader(),
+    "ragpulse": lambda file: RagPulseReader(Path(file.path)),
+    "lengths": lambda file: LengthsReader(),
+    "lengths_chat": lambda file: ChatLengthsReader(),
+    "simple": lambda file: SimpleReader(file.first_line),
+}
+_DOCUMENTS = ("agentic", "sharegpt", "servegen", "servingsim", "pagetwin")
+READERS = (*_LINE_READERS, *_DOCUMENTS)
+FORMATS = ("auto", *READERS)
+
+_BY_COLUMN = {  # a column that one format alone has
+    "TIMESTAMP": "azure",
+    "ContextTokens": "azure",
+    "arrived_at": "vidur",
+    "Log Type": "burstgpt",
+    "Request tokens": "burstgpt",
+    "pd_ratio": "lengths",
+    "num_total_tokens": "lengths",
+    "arrival_s": "simple",
+}
+_BY_KEY = {  # a key that one format alone has; the first that is found decides
+    "header": "pagetwin",
+    "pagetwin_trace": "pagetwin",
+    "hash_id_scope": "agentic",
+    "block_size": "agentic",
+    "parent_chat_id": "bailian",
+    "chat_id": "bailian",
+    "sub_requests": "servingsim",
+    "input_toks": "servingsim",
+    "arrival_s": "simple",
+}
+_LOOK = 1 << 16  # characters of a first line that are looked at where it is no JSON of its own
+
+
+def open_rows(format: str, path: str | Path, options: ReadOptions) -> RowSource:
+    """Open a source in a named format; raises TraceError."""
+    place = Path(path)
+    if format == "agentic":
+        return AgenticSource(place, options.arrivals, options.seed, options.expect_sha256)
+    if format == "servegen":
+        return ServeGenSource(place, options.seed)
+    if format == "pagetwin" and _is_parquet(place):
+        return CanonicalParquet(place, options.expect_sha256)
+    file = open_source(_inside(place) if format == "ragpulse" else path, options.expect_sha256)
+    if format in ("mooncake", "bailian", "servingsim", "simple") and not file.first_line.strip():
+        _refuse_blank(file)
+    if format == "servingsim":
+        return ServingSimSource(file, options.vocab_size)
+    if format == "sharegpt":
+        return ShareGptSource(file, options.encode)
+    if format == "pagetwin":
+        return CanonicalRows(file)
+    return LineRows(file, _LINE_READERS[format](file))
+
+
+def detect_format(path: str | Path) -> str:
+    """The format's name; raises TraceError where the content belongs to no format that is read here."""
+    place = Path(path)
+    if place.is_dir():
+        return _folder_format(place)
+    if _is_parquet(place):
+        return "pagetwin"
+    file = open_source(path)
+    found = line_format(file.first_line)
+    if found is None and file.first_line.strip() == "[":  # an array spread over lines
+        found = _array_format(file)
+    if found is not None:
+        return found
+    if not file.first_line.strip():
+        _refuse_blank(file)
+    raise TraceError(file.path, 1, None, f"no known header or keys; formats: {', '.join(READERS)}")
+
+
+def line_format(first_line: str) -> str | None:
+    """The format of a file with this first line, or None."""
+    text = first_line.strip()
+    if text.startswith("{"):
+        return _object_format(text)
+    if text.startswith("["):
+        return _text_format(text[:_LOOK]) if text != "[" else None
+    names = {name.strip().strip('"') for name in text[:_LOOK].replace(";", ",").split(",")}
+    if "session_id" in names and names & {"input_tok_ids"}:
+        return "servingsim"
+    return next((form for column, form in _BY_COLUMN.items() if column in names), None)
+
+
+def _object_format(text: str) -> str | None:
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError):
+        return _text_format(text[:_LOOK])
+    if not isinstance(record, dict):
+        return None
+    if isinstance(record.get("hash_ids"), dict):
+        return "ragpulse"
+    return next((form for key, form in _BY_KEY.items() if key in record), "mooncake")
+
+
+def _text_format(text: str) -> str:
+    """By the keys that occur in a text that cannot be parsed on its own."""
+    if '"conversations"' in text:
+        return "sharegpt"
+    if '"sys_prompt"' in text:
+        return "ragpulse"
+    return next((form for key, form in _BY_KEY.items() if f'"{key}"' in text), "mooncake")
+
+
+def _array_format(file: SourceFile) -> str:
+    head = b""
+    for _, raw in file.lines():
+        head += raw
+        if len(head) > _LOOK:
+            break
+    return "sharegpt" if b'"conversations"' in head else "mooncake"
+
+
+def _folder_format(folder: Path) -> str:
+    if (folder / TRACE_FILE).is_file():
+        return "ragpulse"
+    if next(folder.rglob("chunk-*-trace.csv"), None) is not None:
+        return "servegen"
+    first = next(iter(sorted(folder.glob("*.json"))), None)
+    if first is not None and line_format(open_source(first).first_line) == "agentic":
+        return "agentic"
+    reason = "a folder without conversation files, ServeGen clients or a RAGPulse trace; name a file"
+    raise TraceError(str(folder), None, None, f"cannot be read: Is a directory ({reason})")
+
+
+def _inside(place: Path) -> Path:
+    return place / TRACE_FILE if place.is_dir() else place
+
+
+def _is_parquet(place: Path) -> bool:
+    try:
+        with place.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False  # open_source says why
+
+
+def _refuse_blank(file: SourceFile) -> None:
+    raise TraceError(file.path, 1, None, "no data rows, or blank lines before them")
 
 
 class ReadKeywords(TypedDict, total=False):
@@ -49,6 +393,3 @@ def stream_trace(
 
 def _stem(path: str | Path) -> str:
     return Path(path).name.removesuffix(".gz").rpartition(".")[0] or Path(path).name
-
-
-__all__ = ["FORMATS", "ReadKeywords", "TraceError", "read_trace", "stream_trace"]

@@ -1,19 +1,80 @@
-"""Changes to a workload, as pure functions from trace to trace; each that changes something names itself.
+"""Changes to a trace, as pure functions: each gives a new trace, and says in its header what was changed.
 
-The harness applies them in the order take, scale_lengths, share_prefixes, set_rate, drop_oversize.
+The harness uses them in this order: take, scale_lengths, share_prefixes, set_rate, drop_oversize.
+`slice_rows` and `slice_time` cut a window: requests keep their ids and the times between them, and the first one
+arrives at 0. `Links` repairs `parent` and `after` when requests are left out: a request that waited for a removed
+one then waits for what that one waited for.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from math import floor, isfinite
+from typing import Any
 
 import numpy as np
 
 from traces.errors import ParameterError
-from traces.sharing import realised_prefix_share as realised_prefix_share
-from traces.streams import uniform
-from traces.trace import CONTENT, Segment, Trace, TraceRequest
+from traces.formats.rows import Row
+from traces.randomness import uniform
+from traces.trace import AFTER, AT, CONTENT, Segment, Trace, TraceRequest
+
+
+class Links:
+    """Remembers dropped requests, and rewrites the links of those that come later."""
+
+    def __init__(self) -> None:
+        self._gone: dict[int, tuple[int | None, tuple[int, ...]]] = {}
+
+    def drop(self, request_id: int, more: Mapping[str, Any] | None) -> None:
+        """`request_id` is gone; its own links, already mended, stand in for it."""
+        linked = more or {}
+        self._gone[request_id] = self._resolved(linked.get("parent"), linked.get("after", ()))
+
+    def mend(self, row: Row) -> Row:
+        """The row with links to requests that are there."""
+        if not self._gone or row.more is None or not row.more.keys() & {"parent", "after"}:
+            return row
+        parent, after = self._resolved(row.more.get("parent"), row.more.get("after", ()))
+        more = {**row.more, "parent": parent, "after": after}
+        if not after:
+            more["release"] = AT
+        return row._replace(more=more)
+
+    def _resolved(self, parent: int | None, after: Iterable[int]) -> tuple[int | None, tuple[int, ...]]:
+        found: dict[int, None] = {}
+        for request_id in after:
+            found.update(
+                dict.fromkeys(self._gone[request_id][1] if request_id in self._gone else (request_id,))
+            )
+        if parent in self._gone:
+            parent = self._gone[parent][0]
+        return parent, tuple(found)
+
+
+def relinked(requests: Iterable[TraceRequest], is_kept: Iterable[bool]) -> tuple[TraceRequest, ...]:
+    """The kept ones of `requests`, with their links mended."""
+    links, kept = Links(), []
+    for request, keep in zip(requests, is_kept, strict=True):
+        linked = {"parent": request.parent, "after": request.after}
+        if not keep:
+            links.drop(request.request_id, linked)
+            continue
+        kept.append(_mended(links, request))
+    return tuple(kept)
+
+
+def _mended(links: Links, request: TraceRequest) -> TraceRequest:
+    if request.parent is None and not request.after:
+        return request
+    row = links.mend(Row(None, 0, 0, (), {"parent": request.parent, "after": request.after}))
+    assert row.more is not None
+    parent, after = row.more["parent"], row.more["after"]
+    if (parent, after) == (request.parent, request.after):
+        return request
+    release = AFTER if after and request.release == AFTER else AT
+    return replace(request, parent=parent, after=after, release=release)
+
 
 _PREFIX_KEYS = 2**63  # keys of shared prefixes start here; keys read from files lie below
 _CHOICE_STREAM = 4
@@ -155,3 +216,53 @@ def _with_prefix(request: TraceRequest, key: int, share: float) -> TraceRequest:
     shared = _round(share * request.prompt_tokens)
     pieces = (Segment(key, shared), Segment(None, request.prompt_tokens - shared))
     return replace(request, segments=tuple(piece for piece in pieces if piece.tokens))
+
+
+def slice_rows(trace: Trace, first: float, last: float, *, whole_sessions: bool = False) -> Trace:
+    """Requests number `first` to before `last`, counted from 0 in order of arrival; raises ParameterError if none.
+
+    `whole_sessions` takes every turn of a conversation whose first turn is inside, and no turn of another.
+    """
+    inside = [first <= number < last for number in range(len(trace.requests))]
+    return _cut(trace, inside, whole_sessions, f"requests {first:g} to {last:g}")
+
+
+def slice_time(trace: Trace, first: float, last: float, *, whole_sessions: bool = False) -> Trace:
+    """Requests that arrive from `first` to before `last`, in seconds from the trace's start; otherwise the same."""
+    start = trace.requests[0].arrival_us if trace.requests else 0
+    inside = [first <= (request.arrival_us - start) / 1e6 < last for request in trace.requests]
+    return _cut(trace, inside, whole_sessions, f"arrivals from {first:g} to {last:g} s")
+
+
+def _cut(trace: Trace, inside: list[bool], whole_sessions: bool, window: str) -> Trace:
+    if whole_sessions:
+        inside = _whole(trace.requests, inside)
+    kept = relinked(trace.requests, inside)
+    if not kept:
+        raise ParameterError(
+            "window", f"no request in the window ({window}); the trace has {len(trace.requests):,}"
+        )
+    start = kept[0].arrival_us
+    moved = tuple(replace(request, arrival_us=request.arrival_us - start) for request in kept)
+    if moved == trace.requests:
+        return trace
+    cut = sum(request.parent is None and (request.turn or 1) > 1 for request in moved)
+    more = (
+        "; conversations whole" if whole_sessions else f"; {cut:,} turns lost the turn before" if cut else ""
+    )
+    return trace.changed(moved, f"{window}: {len(moved):,} of {len(trace.requests):,} requests{more}")
+
+
+def _whole(requests: tuple[TraceRequest, ...], inside: list[bool]) -> list[bool]:
+    """A conversation is what the first request at the root of its links belongs to."""
+    roots: dict[int, int] = {}
+    sessions: dict[str, int] = {}
+    chosen: dict[int, bool] = {}
+    whole = []
+    for request, is_inside in zip(requests, inside, strict=True):
+        root = request.request_id if request.parent is None else roots.get(request.parent, request.request_id)
+        if request.session is not None:
+            root = sessions.setdefault(request.session, root)
+        roots[request.request_id] = root
+        whole.append(chosen.setdefault(root, is_inside))
+    return whole

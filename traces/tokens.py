@@ -1,7 +1,8 @@
 """Token ids made from segment keys, so that the real prefix cache finds exactly the sharing of the trace.
 
-Stateless: token j of a segment depends on (seed, key, j) alone. The engine must be fed these ids, never text made
-from them: decoding and encoding again does not round-trip. `tests/traces/test_tokens.py` holds fixed vectors.
+Token j of a segment depends on (seed, key, j) only. Give these ids to the engine, never text made from them: decoding
+and encoding again does not give the same ids. `tests/traces/test_tokens.py` holds fixed vectors.
+`separating_tokens` checks for a whole trace after how many tokens two different keys can be told apart.
 """
 
 import hashlib
@@ -10,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from traces.errors import ParameterError
-from traces.streams import words
-from traces.trace import TraceRequest
+from traces.randomness import words
+from traces.trace import Trace, TraceRequest
 
 _LOW = np.uint64(32)
 
@@ -49,3 +50,42 @@ def stream_of(request_id: int, index: int, key: int | None, seed: int) -> tuple[
 
 def _digest64(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+_DEEPEST = 4096
+
+
+def separating_tokens(trace: Trace, *, seed: int, vocab_size: int, first_id: int) -> int:
+    """The number of leading tokens within which all segments of different names differ (at least 1).
+
+    From that block size on two blocks agree only where the trace says so. Raises ParameterError where segments that
+    long agree and yet have different names, which a vocabulary of useful size does not let happen.
+    """
+    names: dict[tuple[int, int], int] = {}
+    for request in trace.requests:
+        for index, (key, tokens) in enumerate(request.segments):
+            name = stream_of(request.request_id, index, key, seed)
+            names[name] = max(names.get(name, 0), tokens)
+    depth, together = 1, [list(names)]
+    while together:
+        together = [
+            group for names_alike in together for group in _alike(names_alike, depth, vocab_size, first_id)
+        ]
+        together = [group for group in together if sum(names[name] > depth for name in group) > 1]
+        if together and depth >= _DEEPEST:
+            raise ParameterError(
+                "vocab_size", f"{len(together)} pairs of keys make equal tokens; enlarge the vocabulary"
+            )
+        depth = depth * 2 if together else depth
+    return depth
+
+
+def _alike(
+    names: list[tuple[int, int]], depth: int, vocab_size: int, first_id: int
+) -> list[list[tuple[int, int]]]:
+    """Groups of names whose first `depth` tokens are equal."""
+    groups: dict[bytes, list[tuple[int, int]]] = {}
+    for name in names:
+        made: npt.NDArray[np.int64] = segment_ids(name, depth, vocab_size, first_id)
+        groups.setdefault(made.tobytes(), []).append(name)
+    return [group for group in groups.values() if len(group) > 1]

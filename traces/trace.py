@@ -1,6 +1,7 @@
-"""The values of this room: a trace is a header and its requests in order of arrival.
+"""A trace: a header, and requests in order of arrival.
 
-Frozen, so that every reshaping gives a new trace and names itself in `TraceHeader.changes`.
+All values are frozen. A change makes a new trace and adds a sentence to `TraceHeader.changes`.
+The tokens of a prompt are not stored. A prompt is a list of segments, and equal keys mean equal tokens.
 """
 
 import hashlib

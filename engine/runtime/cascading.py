@@ -10,10 +10,9 @@ import numpy as np
 import torch
 
 from engine.core.plan import IntArray
-from paged_kernels.cascade_cost import cost_of
-from paged_kernels.cascade_plan import plan_cascade, rows_per_tile
-from paged_kernels.triton_cascade import SharedPrefixes, sort_groups
-from paged_kernels.triton_decode import MAX_ROWS
+from paged_kernels.cascade_plan import cost_of, plan_cascade, rows_per_tile
+from paged_kernels.triton.cascade import SharedPrefixes, sort_groups
+from paged_kernels.triton.decode import MAX_ROWS
 
 
 class SharedStep(NamedTuple):

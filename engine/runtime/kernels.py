@@ -12,9 +12,10 @@ import torch
 
 from engine.core.plan import IntArray
 from engine.runtime.kv_pool import KVPool
-from paged_kernels import Scoring, Workspace, torch_cache
-from paged_kernels.torch_decode import plan_decode, run_decode
-from paged_kernels.torch_prefill import plan_prefill, run_prefill
+from paged_kernels import Scoring, Workspace
+from paged_kernels.torch import cache as torch_cache
+from paged_kernels.torch.decode import plan_decode, run_decode
+from paged_kernels.torch.prefill import plan_prefill, run_prefill
 
 if TYPE_CHECKING:
     from engine.runtime.cascading import SharedStep
@@ -86,7 +87,10 @@ class TritonPlan:
     """
 
     def __init__(self, layout: StepLayout, pool: KVPool, workspace: Workspace) -> None:
-        from paged_kernels import triton_cache, triton_cascade, triton_decode, triton_prefill
+        from paged_kernels.triton import cache as triton_cache
+        from paged_kernels.triton import cascade as triton_cascade
+        from paged_kernels.triton import decode as triton_decode
+        from paged_kernels.triton import prefill as triton_prefill
 
         self.store = triton_cache.store
         self._run_decode, self._run_prefill = triton_decode.run_decode, triton_prefill.run_prefill
@@ -151,7 +155,7 @@ class TritonPlan:
     def _one_part(self, kv_heads: int) -> int | None:
         """1 where a row in one part fills the device, which saves the second launch; None: balanced there."""
         if kv_heads not in self._splits:
-            from paged_kernels.triton_config import pick_splits
+            from paged_kernels.triton.launch import pick_splits
 
             splits = pick_splits(tuple(self._layout.lengths.tolist()), kv_heads, self._pool.device)
             self._splits[kv_heads] = 1 if splits == 1 else None

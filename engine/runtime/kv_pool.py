@@ -17,7 +17,7 @@ from engine.runtime import huge_pages
 from engine.runtime.kv_dtype import KVDtype, kept_as, kv_dtype_of
 from engine.runtime.probe import LayerShape
 from engine.runtime.slot_marks import SlotMarks
-from paged_kernels.torch_cache import copy_blocks
+from paged_kernels.torch.cache import copy_blocks
 
 if TYPE_CHECKING:
     from engine.runtime.model import LoadedModel

@@ -7,10 +7,11 @@ from typing import Any
 
 from engine.runtime.engine import Engine, Prompt
 from engine.runtime.errors import RequestError
-from engine.runtime.model import LoadedModel, ModelSpec, load_model
+from engine.runtime.model import LoadedModel, load_model
 from engine.runtime.options import EngineOptions
 from engine.runtime.outputs import CompletionOutput, RequestOutput
 from engine.runtime.params import OutputKind, SamplingParams
+from engine.runtime.spec import ModelSpec
 from engine.runtime.text import Tokenizer, load_tokenizer
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]

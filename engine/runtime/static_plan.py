@@ -3,7 +3,8 @@
 import torch
 
 from engine.runtime.batch import StepBatch
-from paged_kernels import Scoring, Workspace, paged_attention_decode, torch_cache
+from paged_kernels import Scoring, Workspace, paged_attention_decode
+from paged_kernels.torch import cache as torch_cache
 
 
 class StaticInputs:
@@ -52,7 +53,7 @@ class StaticPlan:
     def store(self, cache: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
         """Write new rows `[size, kv_heads, dim]` to their slots; padded ones to none."""
         if self._backend == "triton":
-            from paged_kernels import triton_cache
+            from paged_kernels.triton import cache as triton_cache
 
             triton_cache.store(cache, rows, slots)
             return
@@ -64,7 +65,7 @@ class StaticPlan:
     ) -> None:
         """Fill `out` `[size, heads, dv]`."""
         if self._backend == "triton":
-            from paged_kernels import triton_decode
+            from paged_kernels.triton import decode as triton_decode
 
             rows = (self._tables, self._lengths)
             triton_decode.run_decode(q, keys, values, *rows, scoring, out, workspace=self._workspace)

@@ -10,11 +10,21 @@ def kernel_digest(folder: Path | None = None) -> str:
 
     A record with another digest is stale: it says nothing about the kernels of this tree.
     """
-    book = hashlib.sha256()
-    for path in sorted((folder or _package()).glob("*.py")):
-        if not path.stem.startswith("reference"):
-            book.update(path.name.encode() + b"\0" + path.read_bytes())
-    return book.hexdigest()[:16]
+    root = folder or _package()
+    digest = hashlib.sha256()
+    for path in digested_files(root):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def digested_files(root: Path) -> list[Path]:
+    """The source files below `root` that a kernel's speed depends on, sorted."""
+    paths = sorted(root.rglob("*.py"))
+    return [
+        path
+        for path in paths
+        if not path.relative_to(root).as_posix().startswith(("reference", "providers/"))
+    ]
 
 
 def _package() -> Path:

@@ -20,7 +20,7 @@ from harness.point.parents import TABLE, parents_table
 from harness.point.simulate import Prediction
 from harness.point.workload import Workload
 from harness.sim.cost import CostModel
-from traces.reshape import realised_prefix_share
+from traces.analysis.reuse import realised_prefix_share
 
 if TYPE_CHECKING:
     from harness.measured.engine import MeasuredRun

@@ -11,14 +11,14 @@ from harness.metrics.totals import Totals, as_floats, step_totals
 from harness.point.chance import simulated_executor
 from harness.point.compiled import compiled_replay
 from harness.point.workload import Workload
-from harness.sim.arrivals import Arrivals
+from harness.sim.arrivals import Arrivals, TimedRequest
 from harness.sim.compiled.replay import CompiledReplay
 from harness.sim.cost import CostModel, CostSource
 from harness.sim.executors import Executor, RecordedExecutor
 from harness.sim.folding import RunFold
 from harness.sim.hull import extrapolated
 from harness.sim.recorder import Recorder
-from harness.sim.replay import Progress, Replay, TimedRequest
+from harness.sim.replay import Progress, Replay
 from harness.sim.streaming import StreamingRecorder
 
 

@@ -26,7 +26,7 @@ def add(actions: "Actions") -> None:
 def run(flags: argparse.Namespace) -> int:
     """Read, then write."""
     from harness.trace.output import checked_output, write_trace
-    from traces.mooncake_export import write_mooncake
+    from traces.formats.mooncake import write_mooncake
 
     path = checked_output(flags.out, flags.overwrite)
     if flags.to == "mooncake" and flags.out.endswith(".parquet"):

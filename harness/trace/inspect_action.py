@@ -32,8 +32,8 @@ def add(actions: "Actions") -> None:
 @answers
 def run(flags: argparse.Namespace) -> int:
     """Read, count, draw."""
-    from traces.inspect import inspect_trace
-    from traces.profile import profile_trace
+    from traces.analysis.inspect import inspect_trace
+    from traces.analysis.profile import profile_trace
 
     sizes = _sizes(flags.block_sizes)
     folder = _folder(flags.out)
@@ -77,7 +77,7 @@ def _folder(name: str | None) -> Path | None:
 def _through_cache(trace: "Trace", sizes: list[int]) -> dict[str, Any]:
     """Hits of the engine's cache beside those of the keys, at the finest block size; they must be equal."""
     from harness.trace.ideal import ideal_hit_tokens
-    from traces.reuse import reuse_profile
+    from traces.analysis.reuse import reuse_profile
 
     size = min(sizes)
     keys = reuse_profile(trace, size, spare_last_token=True)

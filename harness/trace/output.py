@@ -13,8 +13,7 @@ Write = Callable[[Trace, str | Path], None]
 
 
 def _writers() -> dict[str, Write]:
-    from traces.canonical.jsonl import write_jsonl
-    from traces.canonical.parquet import write_parquet
+    from traces.formats.pagetwin import write_jsonl, write_parquet
 
     return {".jsonl": write_jsonl, ".jsonl.gz": write_jsonl, ".parquet": write_parquet}
 

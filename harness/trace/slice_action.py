@@ -36,7 +36,7 @@ def add(actions: "Actions") -> None:
 def run(flags: argparse.Namespace) -> int:
     """Read, cut, write."""
     from harness.trace.output import checked_output, write_trace
-    from traces.window import slice_rows, slice_time
+    from traces.reshape import slice_rows, slice_time
 
     path = checked_output(flags.out, flags.overwrite)
     first, last = _ends(flags.rows or flags.time, "--rows" if flags.rows else "--time")

@@ -4,7 +4,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from traces.errors import ParameterError
-from traces.streaming import Encode
+from traces.formats.rows import Encode
 
 
 @lru_cache(maxsize=4)

@@ -27,7 +27,7 @@ def add(actions: "Actions") -> None:
 def run(flags: argparse.Namespace) -> int:
     """Read the trace and print the books."""
     from harness.trace.flags import chosen_trace
-    from traces.distinct import separating_tokens
+    from traces.tokens import separating_tokens
 
     trace = chosen_trace(flags)
     header = trace.header

@@ -1,8 +1,17 @@
-"""Attention over paged KV: cache writes, block copies, decode and prefill, each beside its readable reference."""
+"""Attention over a paged KV cache: decode, prefill and cascade, writes to the cache, and copies of blocks.
 
-from paged_kernels.api import paged_attention_decode, paged_attention_prefill
+Each call has a `backend`: `triton` (CUDA), `torch` (any device) or `torch_ref` (the readable reference). Importing this
+package does not import triton.
+"""
+
+from paged_kernels.attention import (
+    cascade_attention_decode,
+    merge_attn_states,
+    paged_attention_decode,
+    paged_attention_prefill,
+)
 from paged_kernels.backends import BACKENDS, Choice, choose_backend, resolve_backend
-from paged_kernels.cascade import cascade_attention_decode
+from paged_kernels.cache_ops import copy_blocks, reshape_and_cache, swap_blocks
 from paged_kernels.errors import (
     BackendUnavailableError,
     DeviceError,
@@ -14,10 +23,8 @@ from paged_kernels.errors import (
     TableError,
     WorkspaceError,
 )
-from paged_kernels.merge import merge_attn_states
+from paged_kernels.memory import Workspace
 from paged_kernels.scoring import Scoring
-from paged_kernels.workspace import Workspace
-from paged_kernels.writes import copy_blocks, reshape_and_cache, swap_blocks
 
 __all__ = [
     "BACKENDS",

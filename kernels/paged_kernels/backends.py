@@ -1,4 +1,4 @@
-"""Which implementations there are, which of them can run here, and why a faster one does not."""
+"""The backends: which there are, which can run here, and why a faster one does not."""
 
 import importlib.util
 import logging

@@ -1,7 +1,7 @@
-"""What every operation demands of its arguments, checked on the host before any launch, with the values that are wrong.
+"""Checks of arguments, on the host before any launch. Messages hold the wrong values.
 
-Shapes, dtypes, devices and strides cost nothing to look at. Values (lengths, tables, slots) lie on the device: looking
-at them waits for it, so a captured graph cannot, and a caller that has made them itself may leave it out.
+Checks of shapes, dtypes, devices and strides cost nothing. Values (lengths, block tables, slots) are on the device: to
+look at them is to wait for it. A captured graph cannot do that, and a caller that made the values may leave it out.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Errors of the kernel package. Each names the operation, what was given and what is allowed."""
+"""Errors of this package. Each message names the operation, the wrong value and what is allowed."""
 
 
 class KernelError(ValueError):

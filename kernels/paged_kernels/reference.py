@@ -1,14 +1,13 @@
-"""What every attention kernel must compute, in readable torch: a loop over sequences, in the dtype of its inputs.
+"""The reference: what every attention kernel must compute, in readable torch, as a loop over sequences.
 
-Give float64 tensors and this is the oracle of all tests. Nothing here is fast. Only slots that a sequence owns are
-read, so poison in unwritten slots cannot reach the result.
+It computes in the dtype of its inputs. With float64 inputs it is the oracle of all tests. It is not fast. It reads only
+slots that belong to a sequence, so NaN in unwritten slots cannot reach the result.
 """
 
 import torch
 
-from paged_kernels.cache_layout import storable
-from paged_kernels.masks import causal_window
-from paged_kernels.scoring import Scoring
+from paged_kernels.memory import storable
+from paged_kernels.scoring import Scoring, causal_window
 
 
 def gather_kv(cache: torch.Tensor, block_table: torch.Tensor, length: int) -> torch.Tensor:

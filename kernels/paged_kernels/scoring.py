@@ -1,4 +1,7 @@
-"""How scores are formed from q and k: what a layer may ask of every attention kernel."""
+"""What a layer may ask of attention: how scores are made from q and k, and which keys a query may see.
+
+The masks are for the reference and for the torch path. The Triton kernels have the same rules in their own code.
+"""
 
 from typing import NamedTuple
 
@@ -25,3 +28,21 @@ class Scoring(NamedTuple):
     def plain(self) -> bool:
         """True where torch's fused SDPA computes this."""
         return not self.softcap and self.sinks is None and self.alibi is None
+
+
+def causal_window(
+    queries: int, keys: int, window: int = 0, *, device: torch.device | str | None = None
+) -> torch.Tensor:
+    """Bool `[queries, keys]`: True where the query may look. The queries are the last positions of the keys.
+
+    Query position p sees key positions `p - window < k <= p`; window 0 means no limit.
+    """
+    query = torch.arange(keys - queries, keys, device=device).unsqueeze(1)
+    key = torch.arange(keys, device=device).unsqueeze(0)
+    visible = key <= query
+    return visible & (key > query - window) if window else visible
+
+
+def additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The mask as a number to add to scores: 0 where visible, -inf elsewhere."""
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill(~visible, float("-inf"))

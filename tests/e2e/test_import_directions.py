@@ -99,7 +99,7 @@ def test_imports_run_one_way(module: str, file: Path) -> None:
         ("engine.core.pool", "from .. import runtime"),
         ("engine.runtime.runner", "from harness import sim"),
         ("harness.sim.replay", "from torch import nn"),
-        ("harness.point.run", "from paged_kernels.api import attention"),
+        ("harness.point.run", "from paged_kernels.attention import attention"),
         ("harness.report.page", "from harness.point import run_point"),
     ],
 )

@@ -12,7 +12,8 @@ def loaded_model(family="llama"):
     """A model of the family on paged KV; one per process."""
     import torch
 
-    from engine.runtime.model import ModelSpec, load_model
+    from engine.runtime.model import load_model
+    from engine.runtime.spec import ModelSpec
 
     torch.set_num_threads(1)
     kv_heads = 4 if family in ("gpt2", "opt") else 2

@@ -16,10 +16,13 @@ from engine.core.request import Decoding, Request
 from engine.core.scheduler import Scheduler
 from engine.runtime import cascading, kernels
 from engine.runtime.graphs import EagerRecorder, GraphOptions
-from engine.runtime.model import ModelSpec, load_model
+from engine.runtime.model import load_model
 from engine.runtime.runner import Runner
-from paged_kernels import WorkspaceError, triton_cascade, triton_decode
-from paged_kernels.cascade_cost import CascadeCost
+from engine.runtime.spec import ModelSpec
+from paged_kernels import WorkspaceError
+from paged_kernels.cascade_plan import CascadeCost
+from paged_kernels.triton import cascade as triton_cascade
+from paged_kernels.triton import decode as triton_decode
 
 ALWAYS = CascadeCost(memory_bytes_per_s=1.0, cache_bytes_per_s=1.0, cache_bytes=0, overhead_s=0.0)
 NEVER = CascadeCost(memory_bytes_per_s=1e30, cache_bytes_per_s=1e30, cache_bytes=0, overhead_s=1.0)

@@ -9,7 +9,8 @@ from engine.runtime.native.compiling import why_unavailable
 
 
 def model(family, dtype="float32"):
-    from engine.runtime.model import ModelSpec, load_model
+    from engine.runtime.model import load_model
+    from engine.runtime.spec import ModelSpec
 
     return load_model(
         ModelSpec(name=family, family=family, kv_heads=4 if family == "gpt2" else 2, dtype=dtype, **SHAPE)

@@ -39,7 +39,7 @@ def drive(loaded, prompts, change, *, width=1, decoding=Decoding.GREEDY, blocks=
 @pytest.mark.parametrize("decoding", [{"temperature": 0}, {"n": 3}, {"beam_width": 3}])
 @pytest.mark.parametrize("cache", [{"block_size": 4}, {"block_size": 16}, {"cache": "contiguous_max"}])
 def test_written_slots_equal_the_books_at_every_step(model_of, prompts, decoding, cache):
-    from engine.runtime.llm import SamplingParams
+    from engine.runtime.params import SamplingParams
 
     llm = make_llm(model_of(), pool_tokens=400, budget=24, **cache)
     llm.generate(prompts, SamplingParams(max_tokens=10, **decoding))
@@ -47,7 +47,7 @@ def test_written_slots_equal_the_books_at_every_step(model_of, prompts, decoding
 
 
 def test_nothing_is_left_behind_without_a_cache(model_of, prompts):
-    from engine.runtime.llm import SamplingParams
+    from engine.runtime.params import SamplingParams
 
     llm = make_llm(model_of(), prefix_caching=False, block_size=4)
     llm.generate(prompts, SamplingParams(max_tokens=10))
@@ -56,7 +56,7 @@ def test_nothing_is_left_behind_without_a_cache(model_of, prompts):
 
 
 def test_the_null_block_is_never_written(model_of, prompts):
-    from engine.runtime.llm import SamplingParams
+    from engine.runtime.params import SamplingParams
 
     llm = make_llm(model_of(), block_size=16)
     llm.generate(prompts, SamplingParams(max_tokens=10))

@@ -22,7 +22,8 @@ def prompt_of(size):
 @pytest.fixture(scope="module", name="ends_of")
 def ends_of_fixture(model_of):
     """Up to six tokens that beams of this model like to say, so that hypotheses do end."""
-    from engine.runtime.llm import LLM, SamplingParams
+    from engine.runtime.llm import LLM
+    from engine.runtime.params import SamplingParams
 
     found = {}
 
@@ -65,7 +66,8 @@ def reference(loaded, prompt, width, penalty, stopping, ends):
 
 
 def searched(loaded, prompt, width, penalty, stopping, ends, block_size=8):
-    from engine.runtime.llm import LLM, SamplingParams
+    from engine.runtime.llm import LLM
+    from engine.runtime.params import SamplingParams
 
     llm = LLM(loaded, pool_tokens=2048, block_size=block_size, limits=SchedulerLimits(512, 32), audit="full")
     params = SamplingParams(

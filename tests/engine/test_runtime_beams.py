@@ -9,7 +9,8 @@ TOKENS = 12
 
 
 def run(loaded, prompts, width, budget=512, **options):
-    from engine.runtime.llm import LLM, SamplingParams
+    from engine.runtime.llm import LLM
+    from engine.runtime.params import SamplingParams
 
     llm = LLM(loaded, limits=SchedulerLimits(budget, 32, max_model_len=64), audit="full", **options)
     return llm.generate(prompts, SamplingParams(max_tokens=TOKENS, beam_width=width, temperature=0)), llm

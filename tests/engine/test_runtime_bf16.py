@@ -9,8 +9,10 @@ from engine.core.limits import SchedulerLimits
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_teacher_forced_logits_are_those_of_transformers(family, prompts):
-    from engine.runtime.llm import LLM, SamplingParams
-    from engine.runtime.model import ModelSpec, load_model, native_attention
+    from engine.runtime.llm import LLM
+    from engine.runtime.model import load_model, native_attention
+    from engine.runtime.params import SamplingParams
+    from engine.runtime.spec import ModelSpec
 
     loaded = load_model(ModelSpec(family=family, kv_heads=2, dtype="bfloat16", **SHAPE))
     limits = SchedulerLimits(19, 8, max_model_len=96)  # chunks, and one preemption or more

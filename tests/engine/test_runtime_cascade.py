@@ -33,7 +33,7 @@ LENGTHS = np.array([50, 50, 50, 20])
 
 def halves(monkeypatch, tables=TABLES, lengths=LENGTHS):
     from engine.runtime import cascading
-    from paged_kernels.cascade_cost import CascadeCost
+    from paged_kernels.cascade_plan import CascadeCost
 
     monkeypatch.setattr(cascading, "cost_of", lambda device: CascadeCost(1.0, 1.0, 0, 0.0))
     device = torch.device("cpu")
@@ -69,7 +69,7 @@ def test_the_rule_of_the_device_decides():
 
 
 def test_parts_of_a_prefix_are_powers_of_two():
-    from paged_kernels.triton_cascade import pick_prefix_splits
+    from paged_kernels.triton.cascade import pick_prefix_splits
 
     device = torch.device("cpu")
     found = {pick_prefix_splits(1, longest, device) for longest in range(16, 20_000, 500)}

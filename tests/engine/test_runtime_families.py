@@ -61,7 +61,8 @@ def expected(family, sizes):
 
 def serve(family, block_size, budget, prefix_caching, store, sizes):
     """The engine's answers; tight memory holds the prompts and not a block more."""
-    from engine.runtime.llm import LLM, SamplingParams
+    from engine.runtime.llm import LLM
+    from engine.runtime.params import SamplingParams
 
     blocks = sum(-(-size // block_size) for size in sizes)
     preemption = Preemption.SWAP if store == "swap" else Preemption.RECOMPUTE

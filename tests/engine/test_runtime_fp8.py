@@ -11,7 +11,8 @@ FP8 = torch.float8_e4m3fn
 
 
 def run(loaded, prompts, *, decoding=None, limits=None, **options):
-    from engine.runtime.llm import LLM, SamplingParams
+    from engine.runtime.llm import LLM
+    from engine.runtime.params import SamplingParams
 
     given = {"kv_dtype": "fp8_e4m3", "pool_tokens": 1024, "block_size": 8, "audit": "full", **options}
     llm = LLM(loaded, limits=limits or SchedulerLimits(48, 16, max_model_len=64), **given)
@@ -23,7 +24,7 @@ def run(loaded, prompts, *, decoding=None, limits=None, **options):
 @pytest.fixture
 def rounding(monkeypatch):
     """A pool of the model's own type whose numbers are rounded to 8 bits where they are written."""
-    from paged_kernels import torch_cache
+    from paged_kernels.torch import cache as torch_cache
 
     plain = torch_cache.store
 
@@ -93,7 +94,7 @@ def pool(**options):
 
 
 def write(pool, slots, value):
-    from paged_kernels import torch_cache
+    from paged_kernels.torch import cache as torch_cache
 
     index = torch.tensor(slots)
     pool.marks.write(index)

@@ -140,7 +140,8 @@ def test_cuda_graphs_equal_eager_steps_on_a_gpu(block_size, prompts):
     from tiny_models import SHAPE
 
     from engine.runtime.graphs import GraphOptions
-    from engine.runtime.model import ModelSpec, load_model
+    from engine.runtime.model import load_model
+    from engine.runtime.spec import ModelSpec
 
     loaded = load_model(ModelSpec(family="llama", kv_heads=2, **SHAPE), device="cuda")
     found, runner = serve(loaded, prompts[:5], GraphOptions(5, 64), "triton", block_size)

@@ -10,7 +10,8 @@ FAMILIES = ["llama", "qwen3", "gpt2", "opt", "mistral", "gemma2"]
 
 def run(loaded, prompts, budget=512, running=32, **options):
     """Completions of the prompts and the engine that made them, audited at every step."""
-    from engine.runtime.llm import LLM, SamplingParams
+    from engine.runtime.llm import LLM
+    from engine.runtime.params import SamplingParams
 
     limits = SchedulerLimits(budget, running, max_model_len=64)
     llm = LLM(loaded, limits=limits, audit="full", **options)
@@ -42,7 +43,7 @@ def test_chunked_prefill_and_preemption_change_nothing(family, model_of, generat
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "opt"])
 def test_prefix_hits_change_nothing(family, model_of, generate, prompts):
-    from engine.runtime.llm import SamplingParams
+    from engine.runtime.params import SamplingParams
 
     first, llm = run(model_of(family), prompts, block_size=8)
     second = llm.generate(prompts, SamplingParams(max_tokens=TOKENS, temperature=0))
@@ -86,7 +87,7 @@ def test_contiguous_reservations_give_the_same_tokens(family, model_of, generate
 
 
 def test_a_long_prompt_runs_in_several_query_tiles(model_of, generate, monkeypatch):
-    monkeypatch.setattr("paged_kernels.torch_prefill.QUERY_TILE", 16)
+    monkeypatch.setattr("paged_kernels.torch.prefill.QUERY_TILE", 16)
     prompt = tuple(range(100, 150))
     found, _ = run(model_of(), [prompt], budget=45)
     assert found == expected(generate, "llama", [prompt])

@@ -8,7 +8,8 @@ TOKENS = 12
 
 
 def run(loaded, prompts, budget=512, preemption=Preemption.RECOMPUTE, decoding=None, **options):
-    from engine.runtime.llm import LLM, SamplingParams
+    from engine.runtime.llm import LLM
+    from engine.runtime.params import SamplingParams
 
     limits = SchedulerLimits(budget, 32, max_model_len=64, preemption=preemption)
     llm = LLM(loaded, limits=limits, audit="full", **options)

@@ -6,7 +6,9 @@ import sys
 
 import pytest
 
-from engine.runtime.model import ModelError, ModelSpec, check_model
+from engine.runtime.errors import ModelError
+from engine.runtime.model import check_model
+from engine.runtime.spec import ModelSpec
 
 TINY = {"layers": 1, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "intermediate": 32, "vocab": 64}
 
@@ -72,7 +74,8 @@ def test_loading_leaves_the_global_random_state_alone():
 
 
 def test_a_local_checkpoint_gives_the_tokens_of_the_model_it_was_saved_from(checkpoint, model_of):
-    from engine.runtime.llm import LLM, SamplingParams
+    from engine.runtime.llm import LLM
+    from engine.runtime.params import SamplingParams
 
     params = SamplingParams(max_tokens=8, temperature=0)
     saved = LLM(str(checkpoint)).generate([5, 9, 2], params)

@@ -248,7 +248,8 @@ def test_native_kernels_are_refused_beside_a_gpu():
 @compiled
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt2", "qwen3"])
 def test_tokens_are_those_of_the_torch_backend(family, model_of, prompts):
-    from engine.runtime.llm import LLM, SamplingParams
+    from engine.runtime.llm import LLM
+    from engine.runtime.params import SamplingParams
 
     said = []
     for backend in ("native", "torch"):

@@ -36,7 +36,8 @@ def test_few_numbers_of_rows_reach_the_library_however_many_batches_have():
 
 def test_tokens_are_the_same_with_and_without(model_of, prompts):
     from engine.runtime.adopting import give_back_layers
-    from engine.runtime.llm import LLM, SamplingParams
+    from engine.runtime.llm import LLM
+    from engine.runtime.params import SamplingParams
 
     said = []
     for pack in (True, False):

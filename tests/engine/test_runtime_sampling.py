@@ -10,7 +10,8 @@ TOKENS = 12
 
 
 def run(loaded, prompts, n=3, budget=512, params=None, **options):
-    from engine.runtime.llm import LLM, SamplingParams
+    from engine.runtime.llm import LLM
+    from engine.runtime.params import SamplingParams
 
     llm = LLM(loaded, limits=SchedulerLimits(budget, 32, max_model_len=64), audit="full", **options)
     done = llm.generate(prompts, SamplingParams(max_tokens=TOKENS, n=n, **params or {}))
@@ -112,7 +113,8 @@ def test_top_k_of_one_is_greedy_at_any_temperature(model_of, generate, prompts):
 
 
 def test_requests_with_and_without_limits_share_a_step(model_of, prompts):
-    from engine.runtime.llm import LLM, SamplingParams
+    from engine.runtime.llm import LLM
+    from engine.runtime.params import SamplingParams
 
     kinds = [{"top_k": 3}, {}, {"top_p": 0.4}, {"temperature": 0}, {"min_p": 0.2, "n": 2}]
     params = [SamplingParams(**{"max_tokens": TOKENS, "seed": 4, **kind}) for kind in kinds]
@@ -123,8 +125,9 @@ def test_requests_with_and_without_limits_share_a_step(model_of, prompts):
 
 
 def test_logprobs_are_those_of_the_model(model_of, prompts):
-    from engine.runtime.llm import LLM, SamplingParams
+    from engine.runtime.llm import LLM
     from engine.runtime.model import native_attention
+    from engine.runtime.params import SamplingParams
 
     params = SamplingParams(max_tokens=6, temperature=0.8, seed=2, logprobs=3)
     out = LLM(model_of(), pool_tokens=512).generate([prompts[1]], params)[0].outputs[0]

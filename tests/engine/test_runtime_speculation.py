@@ -15,7 +15,8 @@ def draft_of(noise):
     """The target with noise on its weights: how often it is right falls with the noise."""
     from tiny_models import SHAPE
 
-    from engine.runtime.model import ModelSpec, load_model
+    from engine.runtime.model import load_model
+    from engine.runtime.spec import ModelSpec
 
     torch.set_num_threads(1)
     loaded = load_model(ModelSpec(name=f"draft-{noise}", family="llama", kv_heads=2, **SHAPE))
@@ -28,7 +29,8 @@ def draft_of(noise):
 
 
 def run(loaded, prompts, noise=None, params=None, preemption=Preemption.RECOMPUTE, budget=256, **options):
-    from engine.runtime.llm import LLM, SamplingParams
+    from engine.runtime.llm import LLM
+    from engine.runtime.params import SamplingParams
 
     limits = SchedulerLimits(budget, 32, max_model_len=96, preemption=preemption)
     draft = None if noise is None else draft_of(noise)
@@ -101,7 +103,8 @@ def test_what_one_request_cached_serves_the_drafts_of_the_next(model_of, prompts
 
 
 def test_groups_run_beside_speculating_requests(model_of, prompts):
-    from engine.runtime.llm import LLM, SamplingParams
+    from engine.runtime.llm import LLM
+    from engine.runtime.params import SamplingParams
 
     params = [SamplingParams(max_tokens=9, temperature=0), SamplingParams(max_tokens=9, beam_width=3),
               SamplingParams(max_tokens=9, n=3, seed=1)]  # fmt: skip

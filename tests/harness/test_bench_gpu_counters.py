@@ -75,5 +75,5 @@ def test_the_words_of_a_profiler_that_was_refused_are_pointed_at(tmp_path: Path)
 
 def test_the_kernels_by_which_calls_are_told_apart_are_ours() -> None:
     folder = Path(__file__).resolve().parents[2] / "kernels" / "paged_kernels"
-    source = "".join(file.read_text(encoding="utf-8") for file in folder.glob("triton_*_kernel.py"))
+    source = "".join(file.read_text(encoding="utf-8") for file in folder.glob("triton/*.py"))
     assert all(f"def {name}(" in source for name in CALL_BEGINS)

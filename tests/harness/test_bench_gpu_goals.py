@@ -20,7 +20,7 @@ from harness.bench.gpu.goals.prediction import prediction_findings
 from harness.bench.gpu.goals.rows import TimedCase, cases_of
 from harness.bench.gpu.parts import PARTS
 from harness.bench.kernels.grid import CaseSpec
-from paged_kernels.cascade_cost import CascadeCost, SharedRun
+from paged_kernels.cascade_plan import CascadeCost, SharedRun
 
 
 def row(spec: CaseSpec, provider: str, us: float, **other: Any) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """What the gate says and returns: coverage, baselines, records, Markdown, exit codes."""
 
-from collections.abc import Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,7 @@ from harness.config.errors import UserError
 from harness.gate import running
 from harness.gate.baseline import read_baseline, write_baseline
 from harness.gate.finding import Finding, LayerResult, Verdict, gravest
-from harness.gate.kernels import kernel_digest
+from harness.gate.kernels import digested_files, kernel_digest
 from harness.gate.latency import layer as latency
 from harness.gate.latency.record import latency_name, write_record
 from harness.gate.measured import Measured, accepted
@@ -211,11 +211,19 @@ def test_without_a_gpu_the_latency_layer_says_what_to_do(
 
 
 def test_a_changed_kernel_changes_the_digest(tmp_path: Path) -> None:
-    def digest(files: Sequence[str], text: str) -> str:
-        for name in files:
-            (tmp_path / name).write_text(text)
+    def digest(name: str, text: str) -> str:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
         return kernel_digest(tmp_path)
 
-    before = digest(["decode.py", "reference.py"], "a = 1")
-    assert digest(["reference.py"], "a = 2") == before
-    assert digest(["decode.py"], "a = 2") != before
+    digest("reference.py", "a = 1")
+    digest("providers/peer.py", "a = 1")
+    before = digest("triton/decode.py", "a = 1")
+    assert digest("reference.py", "a = 2") == before
+    assert digest("providers/peer.py", "a = 2") == before
+    assert digest("triton/decode.py", "a = 2") != before
+
+
+def test_the_digest_covers_every_kernel_of_the_package() -> None:
+    package = Path(next(iter(find_spec("paged_kernels").submodule_search_locations)))
+    assert {path.parent.name for path in digested_files(package)} == {"paged_kernels", "torch", "triton"}

@@ -25,7 +25,7 @@ def decode() -> Any:
     pytest.importorskip("triton")
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("kernels of this process are the interpreter's")
-    from paged_kernels.configurations import kernel_configurations
+    from paged_kernels.triton.configurations import kernel_configurations
 
     wanted = "decode/bf16/d128/g4/bs16/vector"
     return next(one for one in kernel_configurations() if one.key == wanted)

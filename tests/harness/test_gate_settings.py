@@ -14,7 +14,7 @@ from harness.gate.finding import Verdict
 from harness.gate.latency import layer as latency
 from harness.gate.measured import Measured, accepted
 from harness.gate.policy import layer as policy
-from harness.gate.resource.rules import Resources
+from harness.gate.resource.compiling import Resources
 from harness.gate.resource.rules import judge as judge_kernel
 from harness.gate.settings import default_settings, gate_settings
 

@@ -12,7 +12,8 @@ LOADED = {}
 
 
 def loaded():
-    from engine.runtime.model import ModelSpec, load_model
+    from engine.runtime.model import load_model
+    from engine.runtime.spec import ModelSpec
 
     if not LOADED:
         shape = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "intermediate": 96}
@@ -42,7 +43,8 @@ def client_fixture(address):
 
 def direct(engine, prompt, **params):
     """What the engine says without a server."""
-    from engine.runtime.llm import LLM, SamplingParams
+    from engine.runtime.llm import LLM
+    from engine.runtime.params import SamplingParams
 
     llm = LLM(engine.loaded, tokenizer=engine.tokenizer, pool_tokens=2048)
     return llm.generate(prompt, SamplingParams(**params))[0]

@@ -14,7 +14,7 @@ from harness.report.attribution import (
     extrapolation_notes,
     validation_table,
 )
-from harness.sim.replay import TimedRequest
+from harness.sim.arrivals import TimedRequest
 
 TRUE = LinearCost(1e-3, 2e-5, 1e-6)
 

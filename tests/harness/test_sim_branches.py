@@ -9,11 +9,12 @@ from engine.core.paged import PagedManager
 from engine.core.request import Decoding, Request, Speculation, SpeculationMode
 from engine.core.scheduler import Scheduler
 from harness.metrics.log import Outcome, RunLog
+from harness.sim.arrivals import TimedRequest
 from harness.sim.branches import BranchSurvival, DraftAcceptance
 from harness.sim.executors import SimulatedExecutor
 from harness.sim.genealogy import BeamGenealogy
 from harness.sim.recorder import Recorder
-from harness.sim.replay import Replay, TimedRequest
+from harness.sim.replay import Replay
 
 
 def run(

@@ -7,8 +7,8 @@ from sim_cases import LinearCost, replay, request, stream
 from engine.core.paged import PagedManager
 from harness.metrics import compute_metrics
 from harness.metrics.samples import BinnedSamples, ExactSamples
+from harness.sim.arrivals import TimedRequest
 from harness.sim.hull import COLUMNS, hull_of
-from harness.sim.replay import TimedRequest
 from harness.sim.streaming import StreamingRecorder
 
 COST = LinearCost(1e-3, 1e-5, 1e-7)

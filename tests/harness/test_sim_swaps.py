@@ -11,6 +11,7 @@ from engine.core.limits import Preemption, SchedulerLimits
 from engine.core.paged import PagedManager
 from engine.core.request import Request, Speculation
 from engine.core.scheduler import Scheduler
+from harness.sim.arrivals import TimedRequest
 from harness.sim.branches import DraftAcceptance
 from harness.sim.cost import CostSource, price_table
 from harness.sim.executors import SimulatedExecutor
@@ -18,7 +19,7 @@ from harness.sim.features import FEATURES, feature_index
 from harness.sim.fitted import fit_cost
 from harness.sim.genealogy import BeamGenealogy
 from harness.sim.recorder import Recorder
-from harness.sim.replay import Replay, TimedRequest
+from harness.sim.replay import Replay
 from harness.sim.roofline import DeviceShape, ModelShape, RooflineCost
 
 MODEL = ModelShape(32, 4096, 32, 8, 128, 14336, 128256, 2)

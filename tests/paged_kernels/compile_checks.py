@@ -5,7 +5,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from paged_kernels.configurations import kernel_configurations
+from paged_kernels.triton.configurations import kernel_configurations
 
 SHARED_BYTES = {80: 166_912, 90: 232_448}  # what one program may use; the compiler does not check it
 CONFIGURATIONS = {configuration.key: configuration for configuration in kernel_configurations()}

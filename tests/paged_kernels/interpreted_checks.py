@@ -16,10 +16,10 @@ from paged_kernels import (
     paged_attention_decode,
     paged_attention_prefill,
     reshape_and_cache,
-    triton_config,
 )
 from paged_kernels.providers.build import CaseSpec, build_case
 from paged_kernels.providers.verify import TOLERANCE, exact_attention, relative_error
+from paged_kernels.triton import launch as triton_config
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -110,7 +110,7 @@ def test_more_parts_than_tiles():
 
 
 def test_more_rows_than_one_program_looks_through(monkeypatch):
-    monkeypatch.setattr("paged_kernels.triton_decode.MAX_ROWS", 2)
+    monkeypatch.setattr("paged_kernels.triton.decode.MAX_ROWS", 2)
     check(spec_of((20, 65, 9), heads=2, kv_heads=1))
 
 
@@ -243,8 +243,10 @@ def test_the_check_sees_a_read_behind_the_end():
 
 
 def test_the_engine_gives_the_same_tokens_on_both_backends():
-    from engine.runtime.llm import LLM, SamplingParams
-    from engine.runtime.model import ModelSpec, load_model
+    from engine.runtime.llm import LLM
+    from engine.runtime.model import load_model
+    from engine.runtime.params import SamplingParams
+    from engine.runtime.spec import ModelSpec
 
     shape = {
         "layers": 1,

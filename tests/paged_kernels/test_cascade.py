@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paged_kernels import cascade_attention_decode
-from paged_kernels.cascade_cost import CPU, H200, CascadeCost, SharedRun
-from paged_kernels.cascade_plan import plan_cascade
+from paged_kernels.cascade_plan import CPU, H200, CascadeCost, SharedRun, plan_cascade
 from paged_kernels.providers.build import CaseSpec, build_case
 from paged_kernels.providers.ours import ALWAYS, Cascade, Paged
 from paged_kernels.providers.verify import TOLERANCE, exact_attention, relative_error

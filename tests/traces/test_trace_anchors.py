@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from traces.inspect import inspect_trace
+from traces.analysis.inspect import inspect_trace
+from traces.analysis.reuse import shared_prefix_tokens
 from traces.reading import read_trace
 from traces.reshape import take
-from traces.sharing import shared_prefix_tokens
 
 Find = Callable[[str], Path]
 

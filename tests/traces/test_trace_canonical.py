@@ -8,12 +8,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from trace_samples import CANONICAL, CONTENTS, jsonl
 
-from traces.canonical.jsonl import write_jsonl
-from traces.canonical.parquet import write_parquet
-from traces.mooncake_export import write_mooncake
+from traces.analysis.reuse import shared_prefix_tokens
+from traces.formats.mooncake import write_mooncake
+from traces.formats.pagetwin import write_jsonl, write_parquet
 from traces.reading import read_trace
 from traces.reshape import drop_oversize, take
-from traces.sharing import shared_prefix_tokens
 from traces.synth.generator import generate_trace
 from traces.synth.sharing import Sharing
 from traces.trace import Segment, Trace, TraceHeader, TraceRequest

@@ -10,7 +10,7 @@ import yaml
 
 from harness.config.schema import TraceConfig, TraceFormat
 from traces.catalogue import catalogue, licence_of
-from traces.detect import READERS
+from traces.reading import READERS
 from traces.synth.chat import CHAT
 from traces.synth.tables import TABLES
 
@@ -48,7 +48,10 @@ def test_a_choice_names_a_table_or_a_known_format(path: Path) -> None:
 
 
 def test_the_room_imports_nothing_heavy() -> None:
-    modules = "traces.reading, traces.synth.generator, traces.reshape, traces.tokens, traces.inspect, traces.catalogue"
+    modules = (
+        "traces.reading, traces.synth.generator, traces.reshape, traces.tokens, traces.analysis.inspect, "
+        "traces.catalogue"
+    )
     code = (
         f"import sys, {modules}\n"
         "heavy = {'torch', 'transformers', 'scipy', 'pandas', 'matplotlib', 'hydra', 'simpy', 'engine', 'harness'}\n"

@@ -15,10 +15,9 @@ from trace_samples import (
     write_servegen,
 )
 
+from traces.analysis.reuse import shared_prefix_tokens
 from traces.arrivals import ArrivalProcess
-from traces.detect import detect_format
-from traces.reading import read_trace, stream_trace
-from traces.sharing import shared_prefix_tokens
+from traces.reading import detect_format, read_trace, stream_trace
 from traces.trace import Segment, Trace
 
 CLOCK = ArrivalProcess("even", 2.0)

@@ -6,11 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from traces.analysis.inspect import inspect_trace
 from traces.arrivals import ArrivalProcess
-from traces.detect import detect_format
 from traces.errors import ParameterError
-from traces.inspect import inspect_trace
-from traces.reading import read_trace
+from traces.reading import detect_format, read_trace
 from traces.synth.generator import generate_trace
 from traces.synth.tables import TABLES, LengthTable, load_table
 from traces.trace import Segment, Trace

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from traces.inspect import inspect_trace
+from traces.analysis.inspect import inspect_trace
 from traces.reading import read_trace
 from traces.reshape import take
 from traces.synth.generator import generate_trace

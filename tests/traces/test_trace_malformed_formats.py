@@ -433,7 +433,7 @@ def test_a_token_id_beyond_the_vocabulary_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_line_without_end_is_refused_before_it_fills_the_memory(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("traces.source.MAX_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr("traces.formats.files.MAX_LINE_BYTES", 1 << 20)
     path = tmp_path / "endless.csv.gz"
     path.write_bytes(gzip.compress(b"TIMESTAMP,ContextTokens,GeneratedTokens\n" + bytes(1 << 24)))
     with pytest.raises(TraceError, match=r"endless.csv.gz:2: line: longer than 1 MiB"):
@@ -441,7 +441,7 @@ def test_a_line_without_end_is_refused_before_it_fills_the_memory(tmp_path: Path
 
 
 def test_a_first_line_without_end_is_refused(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("traces.source.MAX_LINE_BYTES", 1 << 16)
+    monkeypatch.setattr("traces.formats.files.MAX_LINE_BYTES", 1 << 16)
     path = tmp_path / "endless.json"
     path.write_bytes(b"7" * (1 << 17))
     with pytest.raises(TraceError, match=r"endless.json:1: longer than 0 MiB"):

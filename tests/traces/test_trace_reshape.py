@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from traces.analysis.reuse import realised_prefix_share
 from traces.errors import ParameterError
-from traces.reshape import drop_oversize, realised_prefix_share, scale_lengths, set_rate, share_prefixes, take
+from traces.reshape import drop_oversize, scale_lengths, set_rate, share_prefixes, take
 from traces.synth.generator import generate_trace
 from traces.trace import Segment, Trace, TraceHeader, TraceRequest
 

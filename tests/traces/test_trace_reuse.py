@@ -10,17 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.trace.ideal import ideal_hit_tokens
+from traces.analysis.profile import profile_trace
+from traces.analysis.reuse import PrefixPaths, reuse_profile, shared_prefix_tokens
 from traces.arrivals import ArrivalProcess
-from traces.distinct import separating_tokens
 from traces.errors import ParameterError
-from traces.paths import PrefixPaths
-from traces.profile import profile_trace
 from traces.reading import read_trace
-from traces.reuse import reuse_profile
-from traces.sharing import shared_prefix_tokens
 from traces.synth.generator import generate_trace
 from traces.synth.sharing import Sharing
-from traces.tokens import token_ids
+from traces.tokens import separating_tokens, token_ids
 from traces.trace import Segment, Trace, TraceHeader, TraceRequest
 
 Find = Callable[[str], Path]

@@ -5,8 +5,8 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from traces.reshape import realised_prefix_share, share_prefixes
-from traces.sharing import PrefixTree
+from traces.analysis.reuse import PrefixTree, realised_prefix_share
+from traces.reshape import share_prefixes
 from traces.synth.generator import generate_trace
 from traces.tokens import token_ids
 from traces.trace import Segment, TraceRequest

@@ -1,5 +1,7 @@
-"""One file a format: what its rows mean, which of its quirks are handled by rule, and what is refused.
+"""One file per format: what its rows mean, which faults are repaired by a rule, and what is refused.
 
-A line format offers a `RowReader`; a format whose file is one document, or several files, offers a `RowSource`.
-`traces.detect` lists them all.
+To add a format, start with `rows.py`. A format with one record per line is a `RowReader`. A format that is one
+document or several files is a `RowSource`. Then add it to the lists in `traces/reading.py`.
+`files.py` reads bytes, `parsing.py` reads CSV, JSON and numbers, `segments.py` turns block ids and token ids into
+segments.
 """

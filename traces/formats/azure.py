@@ -1,14 +1,15 @@
-"""Azure LLM inference traces (2023 and 2024 CSV): arrival time, prompt and output length, no sharing.
+"""Azure LLM inference traces (CSV of 2023 and 2024): arrival time, prompt and output length, no sharing.
 
-2023 writes seven fractional digits and no zone, 2024 a zone and no or few digits; one rule reads both exactly.
+The files of 2023 have seven fractional digits and no time zone. Those of 2024 have a zone and few or no digits. One
+rule reads both exactly.
 """
 
 import re
 from datetime import date
 
-from traces.csvrow import Columns
 from traces.errors import RowError
-from traces.rows import Row, note, plain_integer
+from traces.formats.parsing import Columns, plain_integer
+from traces.formats.rows import Row, note
 from traces.trace import CONTENT, Segment
 
 _COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")

@@ -1,15 +1,16 @@
 """Qwen-Bailian JSONL: seconds from the start, ids of 16-token blocks, and which chat continues which.
 
-Whether the partial last block has an id is told by the first row that can tell, and one rule must hold for the file.
-Ids read as hashes of content; where every id keeps one parent and one position they are chained, and it is said so.
+In some files the partial last block has an id, in others it has none. The first row that can tell decides, and all
+rows of the file must follow the same rule. Ids are read as hashes of content. If each id has one parent and one
+position in the whole file, they are chained, and the header says so.
 """
 
 from dataclasses import dataclass
 
-from traces.chain import ChainMemory
 from traces.errors import RowError
-from traces.jsonl import count, integer, integers, microseconds, read_object, require_keys, text
-from traces.rows import Row, note
+from traces.formats.parsing import count, integer, integers, microseconds, read_object, require_keys, text
+from traces.formats.rows import Row, note
+from traces.formats.segments import ChainMemory
 from traces.trace import CHAINED, CONTENT, Segment
 
 BLOCK_TOKENS = 16

@@ -1,11 +1,12 @@
-"""BurstGPT CSV, both versions, read by column name: seconds from the first day's start, lengths, no sharing.
+"""BurstGPT CSV, versions 1 and 2: seconds from the start of the first day, and lengths. No sharing is recorded.
 
-Version 2 inserts `Session ID` and `Elapsed time`. A response of 0 tokens is a failed request: dropped and counted.
+Columns are found by name. Version 2 adds `Session ID` and `Elapsed time`. A response of 0 tokens is a failed
+request: it is dropped and counted.
 """
 
-from traces.csvrow import Columns
 from traces.errors import RowError
-from traces.rows import Row, note, plain_integer, seconds_us
+from traces.formats.parsing import Columns, plain_integer, seconds_us
+from traces.formats.rows import Row, note
 from traces.trace import CONTENT, Segment
 
 _COLUMNS = ("Timestamp", "Model", "Request tokens", "Response tokens", "Total tokens", "Log Type")

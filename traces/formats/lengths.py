@@ -1,15 +1,15 @@
 """Tables of lengths without arrivals (etalon, Vidur): `num_prefill_tokens,num_decode_tokens,num_total_tokens,pd_ratio`.
 
-Such a table needs an arrival process. Read as `lengths_chat`, a rule that is a heuristic finds conversations: a row
-continues the one before it if its prompt has room for that row's prompt and output. (ShareGPT-8k keeps the rows of a
-conversation together, and its prompts carry the history.)
+Such a table needs an arrival process. Read as `lengths_chat`, a heuristic finds conversations: a row continues the row
+before it if its prompt has room for that row's prompt and output. (ShareGPT-8k keeps the rows of a conversation
+together, and its prompts hold the history.)
 """
 
 from math import isclose
 
-from traces.csvrow import Columns
 from traces.errors import RowError
-from traces.rows import Row, note, plain_integer
+from traces.formats.parsing import Columns, plain_integer
+from traces.formats.rows import Row, note
 from traces.trace import AFTER, CONTENT, Segment
 
 _COLUMNS = ("num_prefill_tokens", "num_decode_tokens", "num_total_tokens", "pd_ratio")

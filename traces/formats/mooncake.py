@@ -1,20 +1,22 @@
-"""Mooncake JSONL: arrivals in ms, lengths, and chained ids of 512-token blocks. The common exchange form.
+"""Mooncake JSONL: arrivals in ms, lengths, and chained ids of 512-token blocks. Other tools read this form too.
 
-The partial last block has an id of its own, so reuse is understated by up to one block a turn; the arrivals of the
-conversation trace stand on ticks of 3 s with a few ms of jitter.
+The partial last block has an id of its own, so reuse is understated by up to one block per turn. The arrivals of the
+conversation trace are on ticks of 3 s with a few ms of jitter. `write_mooncake` writes the form: a block id then
+stands for the prompt from its start to the end of that block, so only the sharing of whole blocks is kept.
 """
 
+import json
 from math import gcd
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from traces.blocks import BlockSegments
-from traces.chain import ChainMemory
 from traces.errors import RowError
-from traces.jsonl import integer, integers, read_object, require_keys
-from traces.rows import Row, Rows, in_range, note
-from traces.trace import CHAINED
+from traces.formats.parsing import in_range, integer, integers, read_object, require_keys
+from traces.formats.rows import Row, Rows, note
+from traces.formats.segments import BlockSegments, ChainMemory
+from traces.trace import CHAINED, Trace, TraceRequest
 
 BLOCK_TOKENS = 512
 _KEYS = ("timestamp", "input_length", "output_length", "hash_ids")
@@ -160,3 +162,48 @@ def block_ids(value: object, prompt_tokens: int) -> list[int]:
         twice = next(item for index, item in enumerate(ids) if item in ids[:index])
         raise RowError("hash_ids", f"id {twice} twice in one row: ids are not chained")
     return ids
+
+
+Piece = tuple[int | None, int, int]  # key, where in the segment, tokens
+
+
+def write_mooncake(trace: Trace, path: str | Path) -> None:
+    """Write the fields that the form can hold; sessions and links are lost. Raises OSError."""
+    names: dict[tuple[int, tuple[Piece, ...]], int] = {}
+    with Path(path).open("w", encoding="utf-8", newline="\n") as file:
+        for request in trace.requests:
+            record = {
+                "timestamp": request.arrival_us // 1000,
+                "input_length": request.prompt_tokens,
+                "output_length": request.output_tokens,
+                "hash_ids": _ids(request, names),
+            }
+            file.write(json.dumps(record) + "\n")
+
+
+def _ids(request: TraceRequest, names: dict[tuple[int, tuple[Piece, ...]], int]) -> list[int]:
+    """One id a begun block; equal exactly where the prompt is equal up to and including the block."""
+    ids: list[int] = []
+    parent = -1
+    for pieces in _blocks(request):
+        unique = any(key is None for key, _, _ in pieces)
+        name = (parent, (*pieces, (-1, request.request_id, 0)) if unique else pieces)
+        parent = names.setdefault(name, len(names))
+        ids.append(parent)
+    return ids
+
+
+def _blocks(request: TraceRequest) -> list[tuple[Piece, ...]]:
+    blocks: list[list[Piece]] = []
+    room = 0
+    for key, tokens in request.segments:
+        start = 0
+        while start < tokens:
+            if not room:
+                blocks.append([])
+                room = BLOCK_TOKENS
+            taken = min(room, tokens - start)
+            blocks[-1].append((key, start, taken))
+            start += taken
+            room -= taken
+    return [tuple(block) for block in blocks]

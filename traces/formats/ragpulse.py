@@ -1,15 +1,15 @@
-"""RAGPulse: prompts as segments (system, passages, history, web, user) whose lengths stand in five tables beside it.
+"""RAGPulse: a prompt is a list of segments (system, passages, history, web, user). Five other files hold their lengths.
 
-The clock restarts with each recorded week. The order of segments in a prompt is that of the README's keys; the rest
-of a prompt (6 to 12 tokens of template) stands at its end, and is unique.
+The clock starts again with each recorded week. The segments of a prompt stand in the order of the README's keys. The
+rest of a prompt (6 to 12 tokens of template) stands at its end and is unique.
 """
 
 from pathlib import Path
 
 from traces.errors import RowError, TraceError
-from traces.jsonl import count, integers, kind, read_object, require_keys, text
-from traces.rows import Row, note, plain_integer
-from traces.source import decode, open_source
+from traces.formats.files import decode, open_source
+from traces.formats.parsing import count, integers, kind, plain_integer, read_object, require_keys, text
+from traces.formats.rows import Row, note
 from traces.trace import CONTENT, Segment
 
 TRACE_FILE = "0_trace.jsonl"

@@ -1,6 +1,6 @@
-"""LLMServingSim JSONL: nanoseconds, flat requests or sessions of sub-requests, token ids where they were recorded.
+"""LLMServingSim JSONL: times in ns, single requests or sessions of sub-requests, with token ids if they were recorded.
 
-Rows stand in any order. Token ids are cut where prompts part, so their sharing is exact at any block size; a later
+Rows may be in any order. Token ids are cut where prompts differ, so their sharing is exact at any block size. A later
 prompt may hold an earlier output.
 """
 
@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from traces.books import Books
 from traces.errors import RowError
-from traces.jsonl import count, integers, kind, read_object, require_keys
-from traces.radix import Tokens, TokenTree
-from traces.rows import Numbered, Row, note
-from traces.source import SourceFile, decode
+from traces.formats.files import SourceFile, decode
+from traces.formats.parsing import count, integers, kind, read_object, require_keys
+from traces.formats.rows import Books, Numbered, Row, note
+from traces.formats.segments import Tokens, TokenTree
 from traces.trace import AFTER, CHAINED, Segment, TraceHeader
 
 _FLAT, _CHAINED = (

@@ -1,8 +1,7 @@
-"""ShareGPT JSON: conversations as text, one array of objects, tokenised with the tokenizer that the user gives.
+"""ShareGPT JSON: conversations as text in one array of objects. The user gives the tokenizer.
 
-Every answer is a request whose prompt is the conversation so far, tokenised message by message without a chat
-template. Sharing between and within conversations is exact. The file is read piece by piece; what is kept of it are
-tokens.
+Each answer is a request, and its prompt is the conversation so far. Messages are tokenized one by one, without a chat
+template. Sharing between and within conversations is exact. The file is read in pieces, and only tokens are kept.
 """
 
 from collections.abc import Iterator
@@ -10,14 +9,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from traces.arrays import ArrayItems
-from traces.books import Books
 from traces.errors import RowError, TraceError
-from traces.jsonl import kind, require_keys
-from traces.radix import Tokens, TokenTree
-from traces.rows import Numbered, Row, note
-from traces.source import SourceFile
-from traces.streaming import Encode
+from traces.formats.files import ArrayItems, SourceFile
+from traces.formats.parsing import kind, require_keys
+from traces.formats.rows import Books, Encode, Numbered, Row, note
+from traces.formats.segments import Tokens, TokenTree
 from traces.trace import AFTER, CHAINED, TraceHeader
 
 _ASKS, _ANSWERS = ("human", "user"), ("gpt", "chatgpt", "assistant", "bard", "bing")

@@ -1,16 +1,15 @@
-"""Our own rows, for a trace written by hand or from a log: CSV with a header, or JSONL with the same names.
+"""A simple form for a trace written by hand or made from a log: CSV with a header, or JSONL with the same names.
 
-`arrival_s,prompt_tokens,output_tokens`, and any of: `session`, `prefix` with `prefix_tokens` (the prompt begins with
-that many tokens of a text of that name), `salt`, `n`, `best_of`, `beam_width`, `priority`, `model`, `kind`. An
-empty field is an absent one. Rows of a session are its turns, in order.
+Needed are `arrival_s,prompt_tokens,output_tokens`. Optional are `session`, `prefix` with `prefix_tokens` (the prompt
+begins with that many tokens of a text of that name), `salt`, `n`, `best_of`, `beam_width`, `priority`, `model`, `kind`.
+An empty field means that the value is absent. The rows of a session are its turns, in order.
 """
 
 import hashlib
 
-from traces.csvrow import Columns
 from traces.errors import RowError
-from traces.jsonl import kind, read_object, require_keys
-from traces.rows import Row, note, plain_integer, seconds_us
+from traces.formats.parsing import Columns, kind, plain_integer, read_object, require_keys, seconds_us
+from traces.formats.rows import Row, note
 from traces.trace import CONTENT, Segment
 
 NEEDED = ("arrival_s", "prompt_tokens", "output_tokens")

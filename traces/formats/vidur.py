@@ -1,10 +1,10 @@
 """Vidur's CSV of arrivals and lengths: seconds from the start, no sharing.
 
-Its `splitwise_*` files hold the Azure rows again, in another spelling: they are no further traces.
+Its `splitwise_*` files hold the Azure rows in another form. They are not new traces.
 """
 
-from traces.csvrow import Columns
-from traces.rows import Row, plain_integer, seconds_us
+from traces.formats.parsing import Columns, plain_integer, seconds_us
+from traces.formats.rows import Row
 from traces.trace import CONTENT, Segment
 
 _COLUMNS = ("arrived_at", "num_prefill_tokens", "num_decode_tokens")

@@ -1,5 +1,5 @@
-"""Generated traces: lengths, arrivals and sharing drawn from embedded tables, each saying what it is calibrated on.
+"""Generated traces: lengths, arrivals and sharing are drawn from built-in tables, and the header names the source.
 
-Every stream of random numbers is counter-based and of its own, so that a shorter trace is the beginning of a longer
-one and a window of a trace is drawn like the whole.
+Each stream of random numbers is counter-based and has its own number. So a shorter trace is the beginning of a longer
+one, and a window of a trace is drawn like the whole.
 """

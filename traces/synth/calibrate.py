@@ -1,4 +1,8 @@
-"""Sharing calibrated to a trace: the share and popularity whose hit-ratio curve is nearest to that of the trace."""
+"""A generated trace that shares prefixes like a given trace: it finds the nearest hit-ratio curve.
+
+For each of a few popularities it finds the share of the prompt that gives the hit ratio of the given trace. It keeps
+the popularity whose whole curve is nearest.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -7,10 +11,10 @@ from math import sqrt
 import numpy as np
 import numpy.typing as npt
 
+from traces.analysis.reuse import ReuseProfile, reuse_profile
 from traces.arrivals import ArrivalProcess
 from traces.errors import ParameterError
 from traces.reshape import take
-from traces.reuse import ReuseProfile, reuse_profile
 from traces.synth.generator import generate_trace
 from traces.synth.sharing import Sharing
 from traces.trace import Trace

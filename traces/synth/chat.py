@@ -1,6 +1,6 @@
-"""Conversations: turns whose prompt is all that was said before, questions and answers, and then something new.
+"""Generated conversations: the prompt of a turn is all earlier questions and answers, and then something new.
 
-Drawn from the embedded table `chat_turns`. A later turn waits for the answer and a pause; `output_key` says that the
+They are drawn from the table `chat_turns`. A later turn waits for the answer and a pause. `output_key` says that the
 answer is part of the next prompt.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from traces.arrivals import ArrivalProcess
-from traces.streams import words
+from traces.randomness import words
 from traces.synth.sharing import KEYS, Sharing, text_tokens, zipf_place
 from traces.trace import AFTER, Segment, TraceRequest
 

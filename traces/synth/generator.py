@@ -1,24 +1,44 @@
-"""Generated traces from an embedded table, so that a fresh machine needs no download.
+"""Generated traces from a built-in table, so that a new machine needs no download.
 
-Lengths are drawn by inverse CDF (prompt and output together where the data say that they depend), gaps are gamma
-unless an arrival process is given, prompts are unique unless a sharing model is.
+Lengths are drawn by inverse CDF. Where prompt and output lengths depend on each other in the data, they are drawn
+together with a Gaussian copula. Gaps are gamma distributed unless an arrival process is given. Prompts are unique
+unless a sharing model is given.
 """
 
 import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
+from math import erf, pi, sin, sqrt
+from statistics import NormalDist
 
 import numpy as np
+import numpy.typing as npt
 
 from traces.arrivals import ArrivalProcess
 from traces.errors import ParameterError
-from traces.streams import uniform
+from traces.randomness import uniform
 from traces.synth.chat import CHAT, chat_requests, chat_source
-from traces.synth.copula import correlated
 from traces.synth.sharing import Sharing, share_prompts
 from traces.synth.tables import TABLES, CalibrationTable, LengthTable, load_table
 from traces.trace import CONTENT, Segment, Trace, TraceHeader, TraceRequest
+
+Floats = npt.NDArray[np.float64]
+
+
+def correlated(first: Floats, second: Floats, spearman: float) -> Floats:
+    """Uniform numbers whose rank correlation with `first` is `spearman`, made of `first` and an independent `second`.
+
+    The normal correlation that gives a Spearman coefficient s is 2 sin(pi s / 6) (Kruskal 1958).
+    """
+    linear = 2 * sin(pi * spearman / 6)
+    inverse = NormalDist().inv_cdf
+    smallest = 2.0**-53
+    normal_first = np.array([inverse(max(u, smallest)) for u in first.tolist()])
+    normal_second = np.array([inverse(max(u, smallest)) for u in second.tolist()])
+    mixed = linear * normal_first + sqrt(1 - linear**2) * normal_second
+    return np.array([(1 + erf(z / sqrt(2))) / 2 for z in mixed.tolist()])
+
 
 _PROMPTS, _OUTPUTS = 1, 2  # stream numbers; changing one changes every generated trace
 GENERATORS = (*TABLES, CHAT)

@@ -1,6 +1,6 @@
-"""Prefix sharing for generated prompts: which shared texts a prompt begins with. Lengths stay as they were drawn.
+"""Prefix sharing for generated prompts: which shared texts a prompt begins with. The lengths of prompts do not change.
 
-Shared lengths are aligned to nothing, so the effect of the block size on hits is in these traces.
+Shared lengths are not rounded to any block size, so these traces show the effect of the block size on hits.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from traces.errors import ParameterError
-from traces.streams import uniform, words
+from traces.randomness import uniform, words
 from traces.trace import Segment, TraceRequest
 
 MODELS = ("system", "few_shot", "tree", "passages")

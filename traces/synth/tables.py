@@ -1,6 +1,6 @@
-"""The embedded calibration tables: published quantiles and arrival figures of real traces, as JSON in `data/`.
+"""The built-in calibration tables: published quantiles and arrival figures of real traces, as JSON in `traces/data/`.
 
-A table holds figures only, never rows. Each file names its source, its licence and how closely draws from it match.
+A table holds figures only, no rows. Each file names its source, its licence, and how close draws from it come.
 """
 
 import json

@@ -12,7 +12,8 @@ import torch
 from engine.runtime.kernels import StepLayout, TorchPlan
 from engine.runtime.kv_pool import KVPool
 from engine.runtime.native.compiling import library
-from paged_kernels import Scoring, Workspace, torch_cache
+from paged_kernels import Scoring, Workspace
+from paged_kernels.torch import cache as torch_cache
 
 _LANES, _TILE = 16, 16  # as in the C files
 _NAMES = {torch.float32: "decode_f32", torch.bfloat16: "decode_bf16"}

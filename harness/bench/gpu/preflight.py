@@ -79,7 +79,7 @@ def last_level_cache_bytes() -> int:
     import torch
 
     from harness.bench.kernels.clock import cache_bytes
-    from paged_kernels.cascade_cost import H200
+    from paged_kernels.cascade_plan import H200
 
     return cache_bytes(torch.device("cuda")) if torch.cuda.is_available() else H200.cache_bytes
 

@@ -15,7 +15,7 @@ from harness.config.errors import UserError
 from harness.gate.resource.sass import count
 
 if TYPE_CHECKING:
-    from paged_kernels.configuration import KernelConfiguration
+    from paged_kernels.triton.configurations import KernelConfiguration
 
 _BUFFER = re.compile(
     r"local_alloc : \(\) -> !ttg\.memdesc<(?P<depth>\d+)x(?P<keys>\d+)x(?P<width>\d+)x[^>]*mutable>"

@@ -17,7 +17,7 @@ from harness.gate.resource.rules import judge as judge_one
 from harness.gate.settings import GateSettings, default_settings
 
 if TYPE_CHECKING:
-    from paged_kernels.configuration import KernelConfiguration
+    from paged_kernels.triton.configurations import KernelConfiguration
 
 _UNCOMPILED = "error"  # the key under which a case keeps the compiler's refusal
 
@@ -120,6 +120,6 @@ def _measure(pair: tuple[str, int]) -> tuple[str, dict[str, Any]]:
 
 
 def _configurations() -> "list[KernelConfiguration]":
-    from paged_kernels.configurations import kernel_configurations
+    from paged_kernels.triton.configurations import kernel_configurations
 
     return list(kernel_configurations())

@@ -1,7 +1,6 @@
-"""Other people's attention beside ours: every provider runs the same cases and is checked before it is timed."""
+"""Our attention and that of others, side by side: every provider runs the same cases, checked before they are timed."""
 
-from paged_kernels.providers.case import Case
-from paged_kernels.providers.protocol import Provider, Run, UnsupportedCaseError
+from paged_kernels.providers.case import Case, Provider, Run, UnsupportedCaseError
 from paged_kernels.providers.registry import find_providers
 
 __all__ = ["Case", "Provider", "Run", "UnsupportedCaseError", "find_providers"]

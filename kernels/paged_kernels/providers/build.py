@@ -1,11 +1,11 @@
-"""Making cases from a few numbers: permuted blocks, NaN wherever nobody wrote, garbage behind every table."""
+"""Cases from a few numbers: permuted blocks, NaN in all unwritten slots, garbage after the end of every block table."""
 
 from dataclasses import dataclass
 
 import torch
 
-from paged_kernels.cache_layout import storable
 from paged_kernels.errors import OptionError
+from paged_kernels.memory import storable
 from paged_kernels.providers.case import Case
 from paged_kernels.scoring import Scoring
 

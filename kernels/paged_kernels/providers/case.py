@@ -1,11 +1,28 @@
-"""One attention call over paged KV as a value: what every provider is given, and what its output is judged by."""
+"""A case: one attention call over paged KV as a value. A provider: an implementation that can run cases.
 
-from collections.abc import Sequence
+`contiguous_kv` and `without_poison` give the KV of a case in other forms, for implementations that need them.
+"""
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
+from paged_kernels.errors import KernelError
+from paged_kernels.memory import storable
 from paged_kernels.scoring import Scoring
+
+
+def needs_package(package: str, device: torch.device) -> str | None:
+    """Why a CUDA package cannot run on `device`, or None."""
+    if device.type != "cuda":
+        return f"needs a CUDA device, and this is {device.type!r}"
+    if importlib.util.find_spec(package) is None:
+        return f"the package {package!r} is not installed"
+    return None
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,3 +108,60 @@ def _visible_pairs(lengths: Sequence[int], queries: Sequence[int], window: int) 
         seen = range(length - count + 1, length + 1)
         pairs += sum(min(keys, window) for keys in seen) if window else (seen[0] + seen[-1]) * count // 2
     return pairs
+
+
+Run = Callable[[], torch.Tensor]  # one call of the prepared attention; gives the output [tokens, heads, dv]
+
+
+class UnsupportedCaseError(KernelError):
+    """A case that a provider cannot serve (a dtype, an option, a layout): reported, and left out of its column."""
+
+
+class Provider(Protocol):
+    """One attention implementation. It has no state: one instance serves any number of cases."""
+
+    @property
+    def name(self) -> str:
+        """Unique among the providers; the column of tables and reports."""
+        ...
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a prepared run may be captured in a CUDA graph (no host wait, no allocation that outlives it)."""
+        ...
+
+    def available(self, device: torch.device) -> str | None:
+        """None where it can run on `device`, else the reason why not."""
+        ...
+
+    def prepare(self, case: Case) -> Run:
+        """Do all that is not timed (host planning, layout changes, buffers, compilation) and give the timed call.
+
+        The call may return the same output tensor each time. Raises `UnsupportedCaseError` where the case cannot be
+        served.
+        """
+        ...
+
+
+def contiguous_kv(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V `[sequences, longest, kv_heads, dim]`, zeros behind each sequence's end, in the cache's dtype."""
+    pair = []
+    for cache in (case.key_cache, case.value_cache):
+        held = storable(cache)
+        laid = held.new_zeros(len(case.lengths), max(case.lengths), *held.shape[2:])
+        for row, length in enumerate(case.lengths):
+            position = torch.arange(length, device=held.device)
+            blocks = case.block_table[row, position // case.block_size].long()
+            laid[row, :length] = held[blocks, position % case.block_size]
+        pair.append(laid.view(cache.dtype))
+    return pair[0], pair[1]
+
+
+def without_poison(cache: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides in which unwritten slots are zeros: others multiply what they mask out."""
+    clean = torch.empty_like(storable(cache))  # keeps the strides of NHD and HND
+    clean.copy_(storable(cache))
+    clean = clean.view(cache.dtype)
+    for some in clean.split(1024):  # type: ignore[no-untyped-call]
+        storable(some)[torch.isnan(some.float() if cache.dtype.itemsize == 1 else some)] = 0
+    return clean

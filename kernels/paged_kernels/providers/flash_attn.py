@@ -1,4 +1,4 @@
-"""flash-attn, where it is installed: its paged decode and its paged varlen prefill. Written against 2.8."""
+"""flash-attn 2.8, where it is installed: its paged decode and its paged prefill of variable lengths."""
 
 import importlib
 from dataclasses import dataclass
@@ -7,10 +7,7 @@ from typing import Any
 
 import torch
 
-from paged_kernels.providers.case import Case
-from paged_kernels.providers.contiguous import without_poison
-from paged_kernels.providers.flashinfer import needs_package
-from paged_kernels.providers.protocol import Run, UnsupportedCaseError
+from paged_kernels.providers.case import Case, Run, UnsupportedCaseError, needs_package, without_poison
 
 PAGE_MULTIPLE = 256  # its version 2 reads no smaller pages
 

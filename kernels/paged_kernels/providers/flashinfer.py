@@ -1,6 +1,6 @@
-"""FlashInfer, where it is installed. Its host planning is not timed, as in an engine that plans once a step.
+"""FlashInfer, where it is installed. Its planning on the host is not timed: an engine plans once per step.
 
-Written against 0.6: `BatchDecodeWithPagedKVCacheWrapper` and `BatchPrefillWithPagedKVCacheWrapper`.
+Written for version 0.6: `BatchDecodeWithPagedKVCacheWrapper` and `BatchPrefillWithPagedKVCacheWrapper`.
 """
 
 import importlib
@@ -11,9 +11,7 @@ from typing import Any
 
 import torch
 
-from paged_kernels.providers.case import Case
-from paged_kernels.providers.contiguous import without_poison
-from paged_kernels.providers.protocol import Run, UnsupportedCaseError
+from paged_kernels.providers.case import Case, Run, UnsupportedCaseError, needs_package, without_poison
 
 WORKSPACE_BYTES = 256 << 20
 TENSOR_CORES_FROM_GROUP = 4  # query heads per KV head from which its tensor-core kernel is the faster one
@@ -78,12 +76,3 @@ def _pages(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     ids = torch.cat([case.block_table[row, :count] for row, count in enumerate(counts)])
     last = torch.tensor([(length - 1) % case.block_size + 1 for length in case.lengths], dtype=torch.int32)
     return indptr, ids.int(), last.to(case.device)
-
-
-def needs_package(package: str, device: torch.device) -> str | None:
-    """Why a CUDA package cannot run on `device`, or None."""
-    if device.type != "cuda":
-        return f"needs a CUDA device, and this is {device.type!r}"
-    if importlib.util.find_spec(package) is None:
-        return f"the package {package!r} is not installed"
-    return None

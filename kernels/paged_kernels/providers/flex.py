@@ -1,4 +1,4 @@
-"""torch's flex attention over the pool itself: the block mask is the block table."""
+"""torch's flex attention on the pool itself: the block table becomes its block mask."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -6,9 +6,7 @@ from typing import Any
 
 import torch
 
-from paged_kernels.providers.case import Case
-from paged_kernels.providers.contiguous import without_poison
-from paged_kernels.providers.protocol import Run, UnsupportedCaseError
+from paged_kernels.providers.case import Case, Run, UnsupportedCaseError, without_poison
 
 LEAST_PAGE = 16  # the mask's block is the page, and the kernel's tile must fit into it
 

@@ -7,15 +7,12 @@ from functools import partial
 import numpy as np
 import torch
 
-from paged_kernels import torch_cascade
+from paged_kernels.attention import PagedBatch, planned_torch, run_triton
 from paged_kernels.backends import Demand, choose_backend
-from paged_kernels.batch import PagedBatch, planned_torch, run_triton
-from paged_kernels.cascade_cost import CascadeCost, cost_of
-from paged_kernels.cascade_plan import CascadePlan, plan_cascade, rows_per_tile
-from paged_kernels.providers.case import Case
-from paged_kernels.providers.contiguous import contiguous_kv
-from paged_kernels.providers.protocol import Run, UnsupportedCaseError
-from paged_kernels.workspace import Workspace
+from paged_kernels.cascade_plan import CascadeCost, CascadePlan, cost_of, plan_cascade, rows_per_tile
+from paged_kernels.memory import Workspace
+from paged_kernels.providers.case import Case, Run, UnsupportedCaseError, contiguous_kv
+from paged_kernels.torch import cascade as torch_cascade
 
 # A cost under which every shared block is worth reading once: for the crossover, which the rule is judged by.
 ALWAYS = CascadeCost(memory_bytes_per_s=1.0, cache_bytes_per_s=1.0, cache_bytes=0, overhead_s=0.0)
@@ -36,7 +33,7 @@ class Paged:
         """Plan as an engine does once a step for all layers."""
         batch, out, workspace = batch_of(case), output_of(case), Workspace()
         if backend_of(case) == "triton":
-            from paged_kernels.triton_config import pick_splits
+            from paged_kernels.triton.launch import pick_splits
 
             splits = pick_splits(case.lengths, case.kv_heads, case.device) if case.decode else None
             return returning(out, partial(run_triton, batch, case.scoring, out, None, splits, workspace))
@@ -61,8 +58,8 @@ class ContiguousTwin:
             raise UnsupportedCaseError(f"{case.name} is no decode; the twin is of the decode kernel")
         if backend_of(case) != "triton":
             raise UnsupportedCaseError(f"{case.name} is served by torch, which has no such twin")
-        from paged_kernels.triton_config import pick_splits
-        from paged_kernels.triton_decode import run_contiguous_decode
+        from paged_kernels.triton.decode import run_contiguous_decode
+        from paged_kernels.triton.launch import pick_splits
 
         keys, values = contiguous_kv(case)
         out, splits = output_of(case), pick_splits(case.lengths, case.kv_heads, case.device)
@@ -102,7 +99,7 @@ class Cascade:
         )
         caches, workspace = (case.q, case.key_cache, case.value_cache), Workspace()
         if backend_of(case) == "triton":
-            from paged_kernels.triton_cascade import run_cascade, sort_groups
+            from paged_kernels.triton.cascade import run_cascade, sort_groups
 
             groups = sort_groups(shared, lens, ids)
             arguments = (*caches, groups, table, lengths, case.scoring, out)

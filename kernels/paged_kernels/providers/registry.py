@@ -1,12 +1,65 @@
-"""All providers by name."""
+"""All providers by name, and the user's own attention, given as `module:function`."""
 
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from paged_kernels.errors import OptionError
+from paged_kernels.providers.case import Case, Provider, Run
 from paged_kernels.providers.flash_attn import FlashAttention
 from paged_kernels.providers.flashinfer import FlashInfer
 from paged_kernels.providers.flex import FlexAttention
 from paged_kernels.providers.ours import Cascade, ContiguousTwin, Paged
-from paged_kernels.providers.protocol import Provider
 from paged_kernels.providers.sdpa import ContiguousSdpa, GatherSdpa
-from paged_kernels.providers.user import load_function
+
+
+@dataclass(frozen=True, slots=True)
+class UserFunction:
+    """`function(case)` gives the output `[tokens, heads, dv]`; all of it is timed.
+
+    Where the function has an attribute `prepare`, `function.prepare(case)` is called instead, untimed, and gives the
+    timed call. An attribute `capturable = True` lets it be captured in a CUDA graph.
+    """
+
+    name: str
+    function: Callable[[Case], Any]
+
+    @property
+    def capturable(self) -> bool:
+        """What the function says of itself."""
+        return bool(getattr(self.function, "capturable", False))
+
+    def available(self, device: torch.device) -> str | None:
+        """It was importable, so it may run."""
+        return None
+
+    def prepare(self, case: Case) -> Run:
+        """The user's own preparation, or none."""
+        prepare = getattr(self.function, "prepare", None)
+        run: Run = prepare(case) if prepare is not None else partial(self.function, case)
+        return run
+
+
+def load_function(spec: str) -> UserFunction:
+    """The provider for `module:function`. Raises `OptionError` that says what of it was not found."""
+    module_name, _, name = spec.partition(":")
+    if not module_name or not name:
+        raise OptionError(f"{spec!r} names no function; write module:function, e.g. my_kernels:paged_decode")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise OptionError(f"{spec!r}: module {module_name!r} cannot be imported: {error}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        known = ", ".join(key for key, value in vars(module).items() if callable(value) and key[0] != "_")
+        raise OptionError(
+            f"{spec!r}: module {module_name!r} has no function {name!r}; it has {known or 'none'}"
+        )
+    return UserFunction(spec, function)
 
 
 def find_providers(function: str | None = None) -> dict[str, Provider]:

@@ -1,4 +1,4 @@
-"""torch's fused attention: on contiguous KV, the yardstick without paging, and behind a gather, the naive paged one."""
+"""torch's fused attention: on contiguous KV (what is possible without paging), and after a gather (the simple way)."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -6,10 +6,8 @@ from functools import partial
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own idiom
 
-from paged_kernels.masks import additive, causal_window
-from paged_kernels.providers.case import Case
-from paged_kernels.providers.contiguous import contiguous_kv
-from paged_kernels.providers.protocol import Run, UnsupportedCaseError
+from paged_kernels.providers.case import Case, Run, UnsupportedCaseError, contiguous_kv
+from paged_kernels.scoring import additive, causal_window
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Whether an output is the attention that the case asks for: nothing is timed that is not."""
+"""Whether an output is the attention that the case asks for. An output that is not right is not timed."""
 
 import torch
 

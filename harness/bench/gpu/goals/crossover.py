@@ -1,6 +1,6 @@
 """From how many shared tokens a cascade pays, whether the cost rule knows it, and which constants would.
 
-The rule (`paged_kernels.cascade_cost`): a cascade saves `(rows - tiles) x bytes of the shared KV / speed` and costs
+The rule (`paged_kernels.cascade_plan`): a cascade saves `(rows - tiles) x bytes of the shared KV / speed` and costs
 `overhead`; the speed is the memory's, or the cache's where the shared KV stays in half of it. Both are linear in
 `1 / speed` and `overhead`, so measured savings (flat time less that of a cascade whether or not it pays) give them by
 bounded least squares, each case weighted by its flat time so that the doubtful small ones count.
@@ -16,7 +16,7 @@ from harness.bench.kernels.grid import CaseSpec
 from harness.bench.kernels.names import ALWAYS, CASCADE, OURS
 
 if TYPE_CHECKING:
-    from paged_kernels.cascade_cost import CascadeCost
+    from paged_kernels.cascade_plan import CascadeCost
 
 NOISE = 1.02
 """A choice that is slower than the other by less than this is no mistake."""
@@ -89,7 +89,7 @@ def fitted_cost(cases: Sequence[Sharing], cache_bytes: int) -> "CascadeCost | No
     import numpy as np
     from scipy.optimize import lsq_linear
 
-    from paged_kernels.cascade_cost import CascadeCost
+    from paged_kernels.cascade_plan import CascadeCost
 
     cached = np.array([case.kv_bytes <= cache_bytes / 2 for case in cases])
     if len(cases) < FEWEST or cached.all() or not cached.any():
@@ -110,7 +110,7 @@ def mistakes(cases: Sequence[Sharing], cost: "CascadeCost") -> list[str]:
 
 
 def _chosen_s(case: Sharing, cost: "CascadeCost") -> float:
-    from paged_kernels.cascade_cost import SharedRun
+    from paged_kernels.cascade_plan import SharedRun
 
     saved = cost.saved_s(SharedRun(case.rows, case.kv_bytes, case.tiles)) - cost.overhead_s
     return case.cascade_s if saved > 0 else case.flat_s
@@ -123,7 +123,7 @@ def proposal(shared: Sequence[TimedCase], cache_bytes: int) -> dict[str, Any] | 
     """
     from dataclasses import asdict
 
-    from paged_kernels.cascade_cost import H200
+    from paged_kernels.cascade_plan import H200
 
     cases = sharings(shared)
     if not cases:

@@ -21,8 +21,8 @@ def prepare(case: Case) -> Run:
     """As our own provider, with the addressing fixed. Raises UnsupportedCaseError off a GPU and for prefills."""
     if case.device.type != "cuda" or not case.decode:
         raise UnsupportedCaseError(f"{case.name}: the addressing of the Triton decode alone can be fixed")
-    from paged_kernels.triton_config import pick_splits
-    from paged_kernels.triton_decode import run_decode
+    from paged_kernels.triton.decode import run_decode
+    from paged_kernels.triton.launch import pick_splits
 
     out = case.q.new_empty(*case.q.shape[:2], case.value_cache.shape[3])
     splits = pick_splits(case.lengths, case.kv_heads, case.device)

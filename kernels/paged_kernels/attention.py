@@ -1,0 +1,381 @@
+"""Attention over a paged KV cache: one function each for decode, prefill, cascade and merge.
+
+`backend` chooses the code that runs. Caches are `[blocks, block_size, kv_heads, dim]`; K and V may differ in `dim`.
+Block 0 is the null block, all zeros.
+
+These functions plan and check at every call. An engine serves many layers with the same tables. So it plans once
+(`plan_decode`, `plan_prefill`) and calls `run_decode` and `run_prefill` itself.
+
+A cascade is a decode over a shared prefix: blocks that several sequences share are read once for all of them.
+A merge combines two partial attentions of the same queries over different keys (prefix + suffix, part + part).
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from paged_kernels import reference
+from paged_kernels.backends import Demand, choose_backend, resolve_backend
+from paged_kernels.checks import (
+    check_caches,
+    check_outputs,
+    check_queries,
+    check_scoring,
+    check_states,
+    check_tables,
+    check_values,
+    waits,
+)
+from paged_kernels.errors import DeviceError, OptionError, ShapeError, TableError
+from paged_kernels.memory import DEFAULT_WORKSPACE, Workspace
+from paged_kernels.scoring import Scoring
+from paged_kernels.torch import cascade as torch_cascade
+from paged_kernels.torch.decode import IntArray, plan_decode, run_decode
+from paged_kernels.torch.gathered import merge_reference
+from paged_kernels.torch.prefill import plan_prefill, run_prefill
+
+Run = Callable[[], None]
+
+
+class PagedBatch(NamedTuple):
+    """What both attention calls come down to: ragged queries over paged KV."""
+
+    q: torch.Tensor
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    max_seqlen_q: int
+
+
+def run_triton(
+    batch: PagedBatch,
+    scoring: Scoring,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    num_splits: int | None,
+    workspace: Workspace | None,
+) -> None:
+    """One launch for the whole batch (and a second one that combines the parts of a decode)."""
+    from paged_kernels.triton import decode as triton_decode
+    from paged_kernels.triton import prefill as triton_prefill
+
+    q, key_cache, value_cache, table, lengths, bounds, widest = batch
+    if widest == 1 and len(q) == len(lengths):
+        arguments = (q, key_cache, value_cache, table, lengths, scoring, out, lse, num_splits)
+        triton_decode.run_decode(*arguments, workspace=workspace)
+    else:
+        spans = (table, lengths, bounds, widest)
+        triton_prefill.run_prefill(q, key_cache, value_cache, *spans, scoring, out, lse)
+
+
+def run_torch(
+    batch: PagedBatch, scoring: Scoring, out: torch.Tensor, lse: torch.Tensor | None, workspace: Workspace
+) -> None:
+    """Plan the batch and run it."""
+    planned_torch(batch, scoring, out, lse, workspace)()
+
+
+def planned_torch(
+    batch: PagedBatch, scoring: Scoring, out: torch.Tensor, lse: torch.Tensor | None, workspace: Workspace
+) -> Run:
+    """Sort the rows into decode, prefill and empty ones and plan each kind; the call that is returned runs them.
+
+    An engine plans once a step and runs once a layer, so the two are apart.
+    """
+    table = batch.block_table.cpu().numpy().astype(np.int64)
+    lengths, bounds = (value.cpu().numpy().astype(np.int64) for value in (batch.seq_lens, batch.cu_seqlens_q))
+    queries = np.diff(bounds)
+    decode = np.flatnonzero((queries == 1) & (lengths > 0))
+    runs: list[Run] = []
+    if len(decode):
+        arguments = (batch, table[decode], lengths[decode], bounds[decode], scoring, out, lse, workspace)
+        runs.append(_planned_decode(*arguments))
+    size, caches = batch.key_cache.shape[1], (batch.key_cache, batch.value_cache)
+    for row in np.flatnonzero((queries > 1) & (lengths > 0)):
+        spans = (int(bounds[row]), int(queries[row]), int(lengths[row]))
+        plan = plan_prefill(table[row], *spans, size, device=out.device)
+        runs.append(partial(run_prefill, plan, batch.q, *caches, scoring, out, workspace, lse))
+    empty = (slice(bounds[row], bounds[row + 1]) for row in np.flatnonzero(lengths == 0))
+    runs += [partial(_empty, rows, out, lse) for rows in empty]
+    return partial(_run_all, runs)
+
+
+def _run_all(runs: Sequence[Run]) -> None:
+    for run in runs:
+        run()
+
+
+def _empty(rows: slice, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+    """Rows that see no key."""
+    out[rows] = 0.0
+    if lse is not None:
+        lse[rows] = float("-inf")
+
+
+def _planned_decode(
+    batch: PagedBatch,
+    table: IntArray,
+    lengths: IntArray,
+    first: IntArray,
+    scoring: Scoring,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    workspace: Workspace,
+) -> Run:
+    """The one-query rows, wherever they stand in the flat batch; where they are all of it nothing is moved."""
+    caches = (batch.key_cache, batch.value_cache)
+    token_bytes = sum(cache[0, 0].nbytes for cache in caches)
+    plan = plan_decode(table, lengths, caches[0].shape[1], token_bytes=token_bytes, device=out.device)
+    if len(first) == len(out):
+        return partial(run_decode, plan, batch.q, *caches, scoring, out, workspace, lse)
+    rows = torch.from_numpy(first).to(out.device)
+
+    def run() -> None:
+        part = out.new_empty(len(first), *out.shape[1:])
+        sums = None if lse is None else lse.new_empty(len(first), lse.shape[1])
+        run_decode(plan, batch.q[rows], *caches, scoring, part, workspace, sums)
+        out[rows] = part
+        if lse is not None and sums is not None:
+            lse[rows] = sums
+
+    return run
+
+
+def paged_attention_decode(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    alibi: torch.Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    workspace: Workspace | None = None,
+    num_splits: int | None = None,
+    backend: str = "auto",
+    validate: bool = True,
+) -> torch.Tensor:
+    """One query per sequence: q `[rows, heads, dk]` over `seq_lens` cached tokens each, the query's own included.
+
+    Returns `out` `[rows, heads, dv]`; fills `lse` `[rows, heads]` (natural log) if given. A row of length 0 gives
+    zeros and -inf. Table entries behind a sequence's last block may be anything. `num_splits` fixes in how many parts
+    the triton kernel reads each sequence; None balances them on the device. `validate` looks at lengths and tables,
+    which waits for the device (never during graph capture). Raises a `KernelError` before anything is launched.
+    """
+    if num_splits is not None and not 1 <= num_splits <= 256:
+        raise OptionError(f"num_splits {num_splits}; allowed are 1 to 256, or None")
+    bounds = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
+    batch = PagedBatch(q, key_cache, value_cache, block_table, seq_lens, bounds, 1)
+    scoring = Scoring(scale, window, softcap, sinks, alibi, k_scale, v_scale)
+    return _dispatch(batch, scoring, out, lse, workspace, backend, num_splits, validate=validate)
+
+
+def paged_attention_prefill(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    max_seqlen_q: int | None = None,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    alibi: torch.Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    workspace: Workspace | None = None,
+    backend: str = "auto",
+    validate: bool = True,
+) -> torch.Tensor:
+    """Ragged queries over paged KV, causal: sequence i owns rows `cu_seqlens_q[i] : cu_seqlens_q[i + 1]` of q.
+
+    q `[tokens, heads, dk]` holds the last positions of each sequence's `seq_lens` cached tokens, so that a chunk of
+    a prompt sees the whole prefix. `max_seqlen_q` bounds the queries of any sequence; None looks on the device.
+    Returns, fills, checks and raises as decode does.
+    """
+    widest = max_seqlen_q or max(1, int(cu_seqlens_q.diff().max()))
+    batch = PagedBatch(q, key_cache, value_cache, block_table, seq_lens, cu_seqlens_q, widest)
+    scoring = Scoring(scale, window, softcap, sinks, alibi, k_scale, v_scale)
+    return _dispatch(batch, scoring, out, lse, workspace, backend, None, validate=validate)
+
+
+def _dispatch(
+    batch: PagedBatch,
+    scoring: Scoring,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    workspace: Workspace | None,
+    backend: str,
+    num_splits: int | None,
+    *,
+    validate: bool,
+) -> torch.Tensor:
+    check_batch(batch, scoring, validate=validate)
+    q, dv = batch.q, batch.value_cache.shape[-1]
+    out = q.new_empty(*q.shape[:2], dv) if out is None else out
+    check_outputs(q, dv, out, lse)
+    demand = Demand.of(q, batch.key_cache, batch.value_cache)
+    chosen = choose_backend(backend, q.device, demand).backend
+    if not len(batch.seq_lens):
+        return out
+    if chosen == "triton":
+        run_triton(batch, scoring, out, lse, num_splits, workspace)
+    elif chosen == "torch_ref":
+        result, sums = reference.paged_attention(*batch[:6], scoring)
+        out.copy_(result)
+        if lse is not None:
+            lse.copy_(sums)
+    else:
+        run_torch(batch, scoring, out, lse, workspace or DEFAULT_WORKSPACE)
+    return out
+
+
+def check_batch(batch: PagedBatch, scoring: Scoring, *, validate: bool) -> None:
+    """All that can be wrong with a batch before it runs; values only if `validate`."""
+    check_caches(batch.key_cache, batch.value_cache)
+    check_queries(batch.q, batch.key_cache)
+    check_tables(batch.block_table, batch.seq_lens, batch.cu_seqlens_q, batch.q.device)
+    check_scoring(scoring, batch.q)
+    if validate:
+        check_values(batch.block_table, batch.seq_lens, batch.cu_seqlens_q, batch.key_cache, len(batch.q))
+
+
+def cascade_attention_decode(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    shared_block_table: torch.Tensor,
+    prefix_lens: torch.Tensor,
+    suffix_block_table: torch.Tensor,
+    suffix_lens: torch.Tensor,
+    group_ids: torch.Tensor | None = None,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    alibi: torch.Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    workspace: Workspace | None = None,
+    backend: str = "auto",
+    validate: bool = True,
+) -> torch.Tensor:
+    """One query per row, q `[rows, heads, dk]`: row i sees its group's prefix and then its own suffix.
+
+    `shared_block_table` `[groups, blocks]` and `prefix_lens` `[groups]` (tokens) say what each group shares;
+    `suffix_block_table` `[rows, blocks]` and `suffix_lens` `[rows]` what is a row's own, its query's token included.
+    `group_ids` `[rows]` names each row's group, -1 for none; without it there is one group of all rows. The result is
+    that of `paged_attention_decode` over prefix and suffix as one sequence. Whether it pays is for `plan_cascade` to
+    say. Fills, checks and raises as decode does.
+    """
+    rows = q.shape[0]
+    if group_ids is None:
+        group_ids = torch.zeros(rows, dtype=torch.int32, device=q.device)
+    scoring = Scoring(scale, window, softcap, sinks, alibi, k_scale, v_scale)
+    bounds = torch.arange(rows + 1, dtype=torch.int32, device=q.device)
+    batch = PagedBatch(q, key_cache, value_cache, suffix_block_table, suffix_lens, bounds, 1)
+    check_batch(batch, scoring, validate=validate)
+    _check_groups(batch, shared_block_table, prefix_lens, group_ids, validate=validate)
+    out = q.new_empty(rows, q.shape[1], value_cache.shape[3]) if out is None else out
+    check_outputs(q, value_cache.shape[3], out, lse)
+    shared = (shared_block_table, prefix_lens)
+    chosen = choose_backend(backend, q.device, Demand.of(q, key_cache, value_cache)).backend
+    if chosen == "triton":
+        from paged_kernels.triton import cascade as triton_cascade
+
+        groups = triton_cascade.sort_groups(*shared, group_ids)
+        triton_cascade.run_cascade(*batch[:3], groups, *batch[3:5], scoring, out, lse, workspace=workspace)
+    elif chosen == "torch_ref":
+        result, sums = reference.cascade_attention(*batch[:3], *shared, *batch[3:5], group_ids, scoring)
+        out.copy_(result)
+        if lse is not None:
+            lse.copy_(sums)
+    else:
+        scratch = workspace or DEFAULT_WORKSPACE
+        halves = torch_cascade.plan_halves(
+            *shared,
+            batch.block_table,
+            batch.seq_lens,
+            group_ids,
+            block_size=key_cache.shape[1],
+            token_bytes=_token_bytes(key_cache, value_cache),
+        )
+        torch_cascade.run_cascade(*batch[:3], halves, scoring, out, lse, scratch)
+    return out
+
+
+def _token_bytes(key_cache: torch.Tensor, value_cache: torch.Tensor) -> int:
+    """What one token's K and V take in one layer."""
+    return key_cache[0, 0].nbytes + value_cache[0, 0].nbytes
+
+
+def _check_groups(
+    batch: PagedBatch, tables: torch.Tensor, lens: torch.Tensor, group_ids: torch.Tensor, *, validate: bool
+) -> None:
+    rows, groups = len(batch.q), len(tables)
+    if tables.dim() != 2 or lens.shape != (groups,) or group_ids.shape != (rows,):
+        raise ShapeError(
+            f"shared_block_table {tuple(tables.shape)}, prefix_lens {tuple(lens.shape)} and group_ids "
+            f"{tuple(group_ids.shape)} must be [groups, blocks], [groups] and [{rows}]"
+        )
+    for name, tensor in (("shared_block_table", tables), ("prefix_lens", lens), ("group_ids", group_ids)):
+        if tensor.device != batch.q.device:
+            raise DeviceError(f"{name} is on {tensor.device} and q on {batch.q.device}")
+    if not validate or not waits(lens):
+        return
+    bounds = torch.zeros(groups + 1, dtype=torch.int32, device=lens.device)
+    prefixes = batch._replace(block_table=tables, seq_lens=lens, cu_seqlens_q=bounds)
+    check_batch(prefixes, Scoring(1.0), validate=True)
+    if rows and not -1 <= int(group_ids.min()) <= int(group_ids.max()) < groups:
+        raise TableError(
+            f"group_ids from {int(group_ids.min())} to {int(group_ids.max())}; allowed are -1 (none) to {groups - 1}"
+        )
+
+
+def merge_attn_states(
+    o_a: torch.Tensor,
+    lse_a: torch.Tensor,
+    o_b: torch.Tensor,
+    lse_b: torch.Tensor,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    *,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The attention over the union of two key sets: outputs `[tokens, heads, dv]`, natural-log LSE `[tokens, heads]`.
+
+    Each output is weighted by exp(lse - max). A side that saw no key has LSE -inf and takes no part; when both are
+    empty the output is 0 and the LSE is -inf. Fills `out` and `lse` where given.
+    """
+    check_states(o_a, lse_a, o_b, lse_b)
+    out = torch.empty_like(o_a) if out is None else out
+    lse = torch.empty_like(lse_a) if lse is None else lse
+    if resolve_backend(backend, o_a.device) == "triton":
+        from paged_kernels.triton import cache as triton_cache
+
+        triton_cache.merge_attn_states(o_a, lse_a, o_b, lse_b, out, lse)
+    else:
+        merged, sums = merge_reference(o_a, lse_a, o_b, lse_b)
+        out.copy_(merged)
+        lse.copy_(sums)
+    return out, lse

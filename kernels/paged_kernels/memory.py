@@ -1,0 +1,83 @@
+"""Memory: how a paged cache lies in it, and scratch buffers that are used again.
+
+A new buffer costs one page fault per 4 KiB, which is several times the cost of the gather into it. So a `Workspace`
+keeps its buffers.
+"""
+
+import torch
+
+from paged_kernels.errors import StrideError, WorkspaceError
+
+
+def as_layers(cache: torch.Tensor) -> torch.Tensor:
+    """`[layers, blocks, block_size, heads, dim]` of a cache with or without a layer axis in front."""
+    return cache if cache.dim() == 5 else cache.unsqueeze(0)
+
+
+def storable(cache: torch.Tensor) -> torch.Tensor:
+    """The same memory in a dtype that may be indexed and copied: torch indexes no 8-bit floats on the CPU."""
+    return cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache
+
+
+def block_width(layers: torch.Tensor) -> int:
+    """Elements of one block, which must be dense in memory. Raises `StrideError` where it is not."""
+    inner = sorted(zip(layers.stride()[2:], layers.shape[2:], strict=True))
+    expected = 1
+    for stride, size in inner:
+        if size > 1 and stride != expected:
+            raise StrideError(
+                f"a block {tuple(layers.shape[2:])} with strides {tuple(layers.stride()[2:])} is not dense in memory; "
+                "copies move whole blocks (NHD or HND)"
+            )
+        expected *= size
+    return expected
+
+
+class Workspace:
+    """Named flat buffers that grow and are reused; not safe for two calls at once.
+
+    A captured CUDA graph keeps the addresses that it saw: run the largest case once, `freeze`, then capture.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, torch.dtype, torch.device], torch.Tensor] = {}
+        self._frozen = False
+
+    def take(
+        self, name: str, numel: int, like: torch.Tensor, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """A flat tensor of `numel` elements with the device of `like`, and its dtype unless `dtype` says otherwise.
+
+        Its content is undefined. Raises `WorkspaceError` where a frozen workspace is too small.
+        """
+        key = (name, dtype or like.dtype, like.device)
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.numel() < numel:
+            buffer = self._buffers[key] = self._grown(name, numel, buffer, key[1], key[2])
+        return buffer[:numel]
+
+    def freeze(self) -> None:
+        """From now on a call that needs more than there is fails instead of moving to a larger buffer."""
+        self._frozen = True
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    def _grown(
+        self, name: str, numel: int, buffer: torch.Tensor | None, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        held = 0 if buffer is None else buffer.numel()
+        if self._frozen:
+            raise WorkspaceError(
+                f"the frozen workspace holds {held} elements of {dtype} for {name!r} on {device} and the call needs "
+                f"{numel}: run the largest case once before freeze()"
+            )
+        # At least doubled, so that growing contexts pay for few new buffers; on the CPU zeros, so that every page is
+        # touched here and not in the middle of a gather.
+        make = torch.zeros if device.type == "cpu" else torch.empty
+        return make(max(numel, 2 * held), dtype=dtype, device=device)
+
+
+DEFAULT_WORKSPACE = Workspace()

@@ -1,0 +1,134 @@
+"""The cascade on torch: gather each prefix once for all of its rows, then attend to each row's own keys, then merge."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from paged_kernels.memory import Workspace
+from paged_kernels.scoring import Scoring, additive
+from paged_kernels.torch.decode import DecodePlan, plan_decode, run_decode
+from paged_kernels.torch.gathered import (
+    explicit_attention,
+    fused_attention,
+    gather_blocks,
+    gives_lse,
+    merge_reference,
+    widened,
+)
+
+
+class _Group(NamedTuple):
+    """A prefix and whose it is."""
+
+    rows: torch.Tensor
+    asked: torch.Tensor  # [rows], position of each row's query
+    blocks: torch.Tensor
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class CascadeHalves:
+    """What a cascade needs to know of tables and lengths: made once a step, good for every layer."""
+
+    own: torch.Tensor  # rows with keys of their own
+    plan: DecodePlan | None  # of these rows
+    groups: tuple[_Group, ...]
+
+
+def plan_halves(
+    shared_table: torch.Tensor,
+    prefix_lens: torch.Tensor,
+    suffix_table: torch.Tensor,
+    suffix_lens: torch.Tensor,
+    group_ids: torch.Tensor,
+    *,
+    block_size: int,
+    token_bytes: int,
+) -> CascadeHalves:
+    """Plan the suffixes as a decode, and say which rows read which prefix. `token_bytes` as in `plan_decode`."""
+    own = torch.nonzero(suffix_lens > 0).squeeze(1)
+    tables, lengths = (
+        value.cpu().numpy().astype(np.int64) for value in (suffix_table[own], suffix_lens[own])
+    )
+    device = suffix_lens.device
+    plan = (
+        plan_decode(tables, lengths, block_size, token_bytes=token_bytes, device=device) if len(own) else None
+    )
+    groups = []
+    for group, length in enumerate(prefix_lens.tolist()):
+        rows = torch.nonzero(group_ids == group).squeeze(1)
+        if length and len(rows):
+            blocks = shared_table[group][: -(-length // block_size)].long()
+            groups.append(_Group(rows, length - 1 + suffix_lens[rows], blocks, length))
+    return CascadeHalves(own, plan, tuple(groups))
+
+
+def run_cascade(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    halves: CascadeHalves,
+    scoring: Scoring,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    workspace: Workspace,
+) -> None:
+    """One query per row, q `[rows, heads, dk]`, over its group's prefix and its own suffix, into `out` and `lse`."""
+    plain = scoring._replace(sinks=None)  # a sink joins once, at the end
+    wide = torch.promote_types(q.dtype, torch.float32)
+    merged = q.new_zeros(*q.shape[:2], value_cache.shape[3], dtype=wide)
+    sums = q.new_full(q.shape[:2], float("-inf"), dtype=wide)
+    if halves.plan is not None:
+        own = halves.own
+        part, part_lse = merged[own].to(q.dtype), sums[own]
+        run_decode(halves.plan, q[own], key_cache, value_cache, plain, part, workspace, part_lse)
+        merged[own], sums[own] = part.to(wide), part_lse
+    for rows, asked, blocks, length in halves.groups:
+        state = _prefix(q[rows], asked, key_cache, value_cache, blocks, length, plain, workspace)
+        merged[rows], sums[rows] = merge_reference(merged[rows], sums[rows], *state)
+    if scoring.sinks is not None:
+        with_sink = torch.logaddexp(sums, scoring.sinks.to(wide)).masked_fill(
+            sums == float("-inf"), float("-inf")
+        )
+        merged *= torch.exp(sums - with_sink).nan_to_num(0.0).unsqueeze(-1)
+        sums = with_sink
+    out.copy_(merged)
+    if lse is not None:
+        lse.copy_(sums)
+
+
+def _prefix(
+    q: torch.Tensor,
+    asked: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    blocks: torch.Tensor,
+    length: int,
+    scoring: Scoring,
+    workspace: Workspace,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output `[rows, heads, dv]` and LSE over the first `length` tokens of `blocks`; row i stands at `asked[i]`."""
+    k, v = (
+        widened(
+            gather_blocks(cache, blocks, name, workspace).view(-1, *cache.shape[2:])[:length],
+            q.dtype,
+            cache.dtype,
+        ).transpose(0, 1)
+        for name, cache in (("prefix_k", key_cache), ("prefix_v", value_cache))
+    )
+    wide = torch.promote_types(q.dtype, torch.float32)
+    packed = q.view(len(q), k.shape[0], -1, q.shape[2])
+    if scoring.plain and not scoring.window and gives_lse(q.device):
+        rows = packed.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+        result, sums = fused_attention(rows, k.unsqueeze(0), v.unsqueeze(0), None, scoring, lse=True)
+        if sums is not None:
+            back = (k.shape[0], len(q), -1)
+            out = result[0].view(*back, v.shape[2]).transpose(0, 1).flatten(1, 2)
+            return out.to(wide), sums[0].view(*back).transpose(0, 1).flatten(1)
+    distance = torch.arange(length, device=q.device) - asked.unsqueeze(1)
+    mask = additive(distance > -scoring.window if scoring.window else distance <= 0, wide)
+    queries = packed.permute(1, 2, 0, 3).unsqueeze(0)
+    result, lse = explicit_attention(queries, k[None, :, None], v[None, :, None], mask, scoring, distance)
+    return result[0].flatten(0, 1).transpose(0, 1).to(wide), lse[0].flatten(0, 1).transpose(0, 1)

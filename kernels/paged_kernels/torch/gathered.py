@@ -1,0 +1,112 @@
+"""The parts of the torch paths: gather blocks into a reused buffer, attend over them, merge two results.
+
+`fused_attention` is torch's SDPA. `explicit_attention` computes the scores itself. It serves what SDPA does not know:
+softcap, sinks, ALiBi, and the LSE on a GPU.
+"""
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own idiom
+
+from paged_kernels.memory import Workspace, storable
+from paged_kernels.scoring import Scoring
+
+
+def merge_reference(
+    o_a: torch.Tensor, lse_a: torch.Tensor, o_b: torch.Tensor, lse_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The merge in readable torch, in the dtype that its inputs promote to."""
+    top = torch.maximum(lse_a, lse_b)
+    base = top.masked_fill(top == float("-inf"), 0.0)
+    weight_a, weight_b = torch.exp(lse_a - base), torch.exp(lse_b - base)
+    total = weight_a + weight_b
+    seen = total > 0
+    safe = total.masked_fill(~seen, 1.0)
+    merged = _weighed(o_a, weight_a / safe) + _weighed(o_b, weight_b / safe)
+    return merged, (base + safe.log()).masked_fill(~seen, float("-inf"))
+
+
+def _weighed(out: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`out` x weight, and 0 where the weight is: what an empty side holds is undefined."""
+    return torch.where(weight.unsqueeze(-1) > 0, out * weight.unsqueeze(-1), 0.0)
+
+
+def gather_blocks(cache: torch.Tensor, blocks: torch.Tensor, name: str, workspace: Workspace) -> torch.Tensor:
+    """`[blocks, block_size, heads, dim]` of the wanted blocks, in the workspace's memory; 8-bit floats as bytes."""
+    cache = storable(cache)
+    buffer = workspace.take(name, len(blocks) * cache[0].numel(), cache)
+    gather_into(cache, blocks, buffer)
+    return buffer.view(-1, *cache.shape[1:])
+
+
+def gather_into(cache: torch.Tensor, blocks: torch.Tensor, buffer: torch.Tensor) -> None:
+    """Fill a flat buffer. Blocks that are dense in NHD order move as rows, others element by element."""
+    if cache[0].is_contiguous():
+        torch.index_select(cache.flatten(1), 0, blocks, out=buffer.view(len(blocks), -1))
+    else:
+        torch.index_select(cache, 0, blocks, out=buffer.view(len(blocks), *cache.shape[1:]))
+
+
+def widened(values: torch.Tensor, dtype: torch.dtype, kv_dtype: torch.dtype) -> torch.Tensor:
+    """Gathered values as the queries' dtype: bytes of an 8-bit cache become numbers, others are what they are."""
+    return values.view(kv_dtype).to(dtype) if kv_dtype.itemsize == 1 else values
+
+
+def gives_lse(device: torch.device) -> bool:
+    """Whether `fused_attention` gives the LSE: torch's public call keeps it to itself, its CPU kernel does not."""
+    return device.type == "cpu" and hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
+
+
+def fused_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scoring: Scoring,
+    *,
+    lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Output `[N, kv_heads, rows, dv]` in q's dtype and, if asked for, the natural-log LSE `[N, kv_heads, rows]`.
+
+    q `[N, kv_heads, rows, dk]`, k and v `[N, kv_heads, L, d]`; `mask` is additive in q's dtype and broadcasts.
+    """
+    scale, sums = scoring.scale * scoring.k_scale, None
+    if lse:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        result, sums = flash(q, k, v, 0.0, False, attn_mask=mask, scale=scale)
+    else:
+        result = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    return (result if scoring.v_scale == 1 else result * scoring.v_scale), sums
+
+
+def explicit_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor,
+    scoring: Scoring,
+    distance: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores in float32 at least: q `[N, kv_heads, group, T, dk]`, k and v `[N, kv_heads, 1, L, d]`.
+
+    `mask` is additive and broadcasts to `[N, kv_heads, group, T, L]`; the window is part of it. `distance` broadcasts
+    alike: key position - query position, for ALiBi. Returns the output `[N, kv_heads, group, T, dv]` in q's dtype and
+    the LSE `[N, kv_heads, group, T]`; a query that sees no key has 0 and -inf.
+    """
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = torch.matmul(q, k.transpose(-1, -2)).to(wide) * (scoring.scale * scoring.k_scale)
+    if scoring.softcap:
+        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+    if scoring.alibi is not None and distance is not None:
+        scores = scores + scoring.alibi.to(wide).view(1, scores.shape[1], -1, 1, 1) * distance
+    scores = scores + mask
+    empty = (scores == float("-inf")).all(-1)
+    lse = torch.logsumexp(_with_sinks(scores, scoring.sinks), dim=-1)
+    weights = torch.exp(scores - lse.masked_fill(empty, 0.0).unsqueeze(-1))
+    return torch.matmul(weights.to(v.dtype), v) * scoring.v_scale, lse.masked_fill(empty, float("-inf"))
+
+
+def _with_sinks(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    if sinks is None:
+        return scores
+    column = sinks.to(scores.dtype).view(1, scores.shape[1], -1, 1, 1).expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, column], dim=-1)

@@ -1,0 +1,179 @@
+"""The Triton cascade: attention over the shared prefixes, then over each row's own keys, then one merge of both.
+
+In the kernel for the prefixes, a row is (sequence of the group, head of the KV head's group). So one program reads a
+shared block once for as many sequences as its rows hold. The prefix is cut into parts, and `combine_kernel` merges them
+with the sequences' own parts.
+"""
+
+# Kernel arguments are pointers and numbers that Triton types itself, and its decorators carry no types.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# ruff: noqa: N803, N806
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from paged_kernels.memory import Workspace
+from paged_kernels.scoring import Scoring
+from paged_kernels.triton.decode import DecodeLaunch, launch_combine, launch_decode, or_any, plan_launch
+from paged_kernels.triton.launch import (
+    MAX_SPLITS,
+    SPLIT_TOKENS,
+    LaunchConfig,
+    multiprocessors,
+    prefix_config,
+    prefix_constants,
+)
+from paged_kernels.triton.prefill import tile_of_rows
+from paged_kernels.triton.scan import finished, scan_keys
+
+
+@triton.jit(do_not_specialize=["window", "groups", "table_row"])
+def prefix_kernel(
+    q, key_cache, value_cache, table, bounds, order, prefix_lens, suffix_lens, alibi, part, part_lse,
+    scale, softcap, v_scale, window, groups,
+    q_row, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, table_row,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DK: tl.constexpr, DK_PAD: tl.constexpr,
+    DV: tl.constexpr, DV_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, PATH: tl.constexpr,
+    GROUPS_PAD: tl.constexpr, SPLITS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HAS_ALIBI: tl.constexpr, DOT_F32: tl.constexpr, LOG2E: tl.constexpr,
+):  # fmt: skip
+    """Part [rows, SPLITS, heads, DV] of one tile of a group's rows; group g owns `order[bounds[g] : bounds[g + 1]]`."""
+    TOKENS: tl.constexpr = ROWS // GROUP
+    item, kv_head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
+    split = tl.program_id(1)
+    group, tile = tile_of_rows(bounds, groups, item, TOKENS, GROUPS_PAD)
+    if group < groups:
+        length = tl.load(prefix_lens + group)
+        tiles = tl.cdiv(length, TILE)
+        share = tl.cdiv(tiles, SPLITS)
+        begin = split * share
+        end = tl.minimum(begin + share, tiles)
+
+        member, column = tl.arange(0, ROWS), tl.arange(0, DK_PAD)
+        place, stop = tl.load(bounds + group) + tile * TOKENS + member // GROUP, tl.load(bounds + group + 1)
+        head = kv_head * GROUP + member % GROUP
+        real = (member < TOKENS * GROUP) & (place < stop)
+        row = tl.load(order + place, mask=real, other=0).to(tl.int64)
+        own = tl.load(suffix_lens + row, mask=real, other=2**30)
+        asked = (length - 1 + own).to(tl.int32)
+        query = tl.load(
+            q + row[:, None] * q_row + head[:, None] * q_head + column[None, :],
+            mask=real[:, None] & (column < DK)[None, :],
+            other=0.0,
+        )
+        slope = tl.zeros([ROWS], tl.float32)
+        if HAS_ALIBI:
+            slope = tl.load(alibi + head, mask=real, other=0.0).to(tl.float32)
+        top = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, DV_PAD], tl.float32)
+        top, total, acc = scan_keys(
+            query, asked, slope, key_cache + kv_head * k_head, value_cache + kv_head * v_head,
+            table + group.to(tl.int64) * table_row, top, total, acc,
+            begin, end, length, scale, softcap, window, k_block, k_slot, v_block, v_slot,
+            DK, DK_PAD, DV, DV_PAD, BLOCK_SIZE, TILE, PATH, True, False, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI,
+            DOT_F32, LOG2E,
+        )  # fmt: skip
+        piece, piece_lse = finished(top, total, acc, top, v_scale, False, LOG2E)
+        wide = tl.arange(0, DV_PAD)
+        where = (row * SPLITS + split) * KV_HEADS * GROUP + head
+        tl.store(part + where[:, None] * DV + wide[None, :], piece, mask=real[:, None] & (wide < DV)[None, :])
+        tl.store(part_lse + where, piece_lse, mask=real)
+
+
+class SharedPrefixes(NamedTuple):
+    """What groups of rows share, all on the device. Group g owns rows `order[bounds[g] : bounds[g + 1]]`."""
+
+    tables: torch.Tensor  # [groups, blocks]
+    lens: torch.Tensor  # [groups], tokens
+    order: torch.Tensor  # [rows], rows sorted by group, those without a group first
+    bounds: torch.Tensor  # [groups + 1]
+    group_ids: torch.Tensor  # [rows], -1: none
+
+
+def sort_groups(tables: torch.Tensor, lens: torch.Tensor, group_ids: torch.Tensor) -> SharedPrefixes:
+    """Rows by group, worked out on the device without waiting for it."""
+    ids = group_ids.int()
+    order = torch.argsort(ids, stable=True)
+    groups = torch.arange(len(lens) + 1, dtype=torch.int32, device=ids.device)
+    bounds = torch.searchsorted(ids[order], groups, out_int32=True)
+    return SharedPrefixes(tables, lens, order.int(), bounds, ids)
+
+
+def run_cascade(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    shared: SharedPrefixes,
+    suffix_table: torch.Tensor,
+    suffix_lens: torch.Tensor,
+    scoring: Scoring,
+    out: torch.Tensor,
+    lse: torch.Tensor | None = None,
+    *,
+    workspace: Workspace | None = None,
+    path: str = "auto",
+    prefix_splits: int | None = None,
+) -> None:
+    """One query per row over its group's prefix and its own suffix, into `out` and `lse` as `run_decode` does."""
+    workspace = workspace or Workspace()
+    launch = plan_launch(
+        q,
+        key_cache,
+        value_cache,
+        suffix_table,
+        suffix_lens,
+        scoring,
+        num_splits=None,
+        lse=lse is not None,
+        workspace=workspace,
+        path=path,
+    )
+    sums = suffix_lens if lse is None else lse
+    config = prefix_config(launch.shape, len(q))
+    tiles = triton.cdiv(len(q), config.rows // launch.shape.group) + len(shared.lens) - 1
+    splits = prefix_splits or pick_prefix_splits(
+        tiles * launch.shape.kv_heads, shared.tables.shape[1] * launch.shape.block_size, q.device
+    )
+    part = workspace.take(
+        "prefix_parts", q.shape[0] * splits * q.shape[1] * launch.shape.dv, q, torch.float32
+    )
+    part_lse = workspace.take("prefix_part_lse", q.shape[0] * splits * q.shape[1], q, torch.float32)
+    _launch_prefix(launch, shared, config, (tiles, splits), part, part_lse)
+    launch_decode(launch, out, sums, direct=False)
+    launch_combine(launch, out, sums, (part, part_lse, shared.group_ids), splits)
+
+
+def pick_prefix_splits(programs: int, longest: int, device: torch.device) -> int:
+    """Parts of the prefix so that two programs a multiprocessor run: packed rows leave few of them.
+
+    A power of two: the number is a constant of the kernel, and an engine's steps shall not compile many.
+    """
+    most = max(1, min(MAX_SPLITS, longest // SPLIT_TOKENS))
+    wanted = min(most, max(1, -(-2 * multiprocessors(device) // programs)))
+    return 1 << (wanted.bit_length() - 1)
+
+
+def _launch_prefix(
+    launch: DecodeLaunch,
+    shared: SharedPrefixes,
+    config: LaunchConfig,
+    grid: tuple[int, int],
+    part: torch.Tensor,
+    part_lse: torch.Tensor,
+) -> None:
+    q, scoring, shape = launch.q, launch.scoring, launch.shape
+    groups, (tiles, splits) = len(shared.lens), grid
+    constants = prefix_constants(
+        shape, config, launch.features, groups=groups, splits=splits, path=launch.path
+    )
+    prefix_kernel[(tiles * shape.kv_heads, splits)](
+        q, launch.key_cache, launch.value_cache, shared.tables, shared.bounds, shared.order, shared.lens,
+        launch.seq_lens, or_any(scoring.alibi, q), part, part_lse,
+        scoring.scale * scoring.k_scale, scoring.softcap, scoring.v_scale, scoring.window, groups,
+        q.stride(0), q.stride(1), *launch.key_cache.stride()[:3], *launch.value_cache.stride()[:3],
+        shared.tables.stride(0), **constants, num_warps=config.warps, num_stages=config.stages,
+    )  # fmt: skip

@@ -1,0 +1,243 @@
+"""All compiled forms of the kernels that the resource gate checks, made by the functions that the launchers use.
+
+A `KernelConfiguration` is a kernel with every constant fixed. The gate compiles it, and its key names it in a
+baseline.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from paged_kernels.triton import cache as triton_cache_kernel
+from paged_kernels.triton import cascade as triton_prefix_kernel
+from paged_kernels.triton import decode as triton_decode_kernel
+from paged_kernels.triton import prefill as triton_prefill_kernel
+from paged_kernels.triton.cache import CHUNK
+from paged_kernels.triton.launch import (
+    AttentionShape,
+    Features,
+    LaunchConfig,
+    combine_constants,
+    decode_config,
+    decode_constants,
+    merge_constants,
+    prefill_config,
+    prefill_constants,
+    prefix_config,
+    prefix_constants,
+    store_constants,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelConfiguration:
+    """A kernel with every constant fixed, as the launcher would launch it for one shape.
+
+    `triton.compiler.ASTSource(fn=kernel, signature=signature, constexprs=fixed, attrs=facts)` takes the fields as they
+    are.
+    """
+
+    key: str  # unique and stable, e.g. "decode/bf16/d128/g4/bs16/vector"
+    kernel: Any  # triton.JITFunction
+    signature: Mapping[str, str]  # every argument in order; constants as "constexpr"
+    constants: Mapping[str, Any]
+    aligned: frozenset[str]  # arguments divisible by 16: the launcher checks or guarantees each
+    num_warps: int
+    num_stages: int
+    kv_tile: tuple[int, int] | None = (
+        None  # [keys, width] of one staged K tile: its buffers give the pipeline's depth
+    )
+    matrix: bool = False  # whether its products are large enough for warp-group instructions (HGMMA) on sm_90
+    capabilities: tuple[int, ...] = field(default=(80, 90))  # architectures that it is meant for
+
+    @property
+    def fixed(self) -> dict[tuple[int], Any]:
+        """The constants by argument position, as Triton's compiler wants them."""
+        names = list(self.signature)
+        return {(names.index(name),): value for name, value in self.constants.items()}
+
+    @property
+    def facts(self) -> dict[tuple[int], list[list[Any]]]:
+        """The divisibility by argument position, as Triton's compiler wants it."""
+        return {
+            (index,): [["tt.divisibility", 16]]
+            for index, name in enumerate(self.signature)
+            if name in self.aligned
+        }
+
+    @property
+    def options(self) -> dict[str, int]:
+        """The compiler's options."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
+
+HEAD_DIMS = (64, 80, 96, 128, 256)
+ELEMENTS = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e5m2: "fp8e5",
+}
+PLAIN = Features()
+SMALL = LaunchConfig(0, 0, 4, 3)  # what Triton launches where nothing is said
+FULL = Features(window=True, softcap=True, sinks=True, alibi=True, lse=True)
+# What the pointers point to where it is neither a query nor a cached value.
+POINTERS = {
+    **dict.fromkeys(
+        ("table", "lengths", "bounds", "order", "suffix_lens", "prefix_lens", "group_ids"), "*i32"
+    ),
+    **dict.fromkeys(("sinks", "alibi", "lse", "part", "part_lse", "prefix", "prefix_lse"), "*fp32"),
+    **dict.fromkeys(("slots", "source_block", "destination_block"), "*i64"),
+    **dict.fromkeys(("lse_a", "lse_b"), "*fp32"),
+}
+QUERIES = ("q", "out", "key", "value", "o_a", "o_b")
+CACHES = (
+    "key_cache",
+    "value_cache",
+    "first_source",
+    "second_source",
+    "first_destination",
+    "second_destination",
+)
+FLOATS = frozenset({"scale", "softcap", "v_scale", "k_inverse", "v_inverse"})
+# Numbers of which nothing is known; every other number is a stride that the launcher has checked.
+FREE = frozenset({"window", "rows", "target", "sequences", "groups", "table_row", "limit"})
+
+
+def kernel_configurations() -> tuple[KernelConfiguration, ...]:
+    """All configurations, each with a key of its own."""
+    return (*_decodes(), *_prefills(90), *_prefills(80), *_cascades(), *_writes())
+
+
+def _decodes() -> Iterator[KernelConfiguration]:
+    for dim in HEAD_DIMS:
+        yield decode(_shape(dim))
+    for block_size in (1, 8, 32, 64, 128, 256):
+        yield decode(_shape(128, block_size=block_size))
+    for dtype in (torch.float16, torch.float32):
+        yield decode(_shape(128, dtype))
+    for kv_dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        yield decode(_shape(128, kv_dtype=kv_dtype))
+    for group in (1, 3, 8, 16):
+        yield decode(_shape(128, group=group))
+    yield decode(_shape(128), path="contiguous")
+    yield decode(_shape(128), splits=1)
+    yield decode(_shape(128), FULL)
+    shape = _shape(128)
+    constants = combine_constants(shape, decode_config(shape), PLAIN, splits=0, rows=64)
+    yield configuration("combine/bf16/d128", triton_decode_kernel.combine_kernel, shape, constants, SMALL)
+
+
+def _prefills(capability: int) -> Iterator[KernelConfiguration]:
+    for dim in HEAD_DIMS:
+        yield prefill(_shape(dim), capability=capability)
+    for dtype in (torch.float16, torch.float32):
+        yield prefill(_shape(128, dtype), capability=capability)
+    if capability >= 90:
+        yield prefill(_shape(128, kv_dtype=torch.float8_e4m3fn), capability=capability)
+    yield prefill(_shape(128, group=1), capability=capability)
+    yield prefill(_shape(128, block_size=128), capability=capability)
+    yield prefill(_shape(128), FULL, capability=capability)
+
+
+def _cascades() -> Iterator[KernelConfiguration]:
+    for shape in (_shape(64), _shape(128), _shape(256), _shape(128, torch.float32), _shape(128, group=1)):
+        config = prefix_config(shape, rows=64)
+        constants = prefix_constants(shape, config, PLAIN, groups=1, splits=4, path="auto")
+        key = f"prefix/{_name(shape, PLAIN)}/{constants['PATH']}"
+        matrix = config.rows >= 64
+        yield configuration(key, triton_prefix_kernel.prefix_kernel, shape, constants, config, matrix=matrix)
+    shape = _shape(128)
+    constants = combine_constants(shape, decode_config(shape), PLAIN, splits=0, rows=64, prefix_splits=4)
+    yield configuration(
+        "combine/bf16/d128/prefix4", triton_decode_kernel.combine_kernel, shape, constants, SMALL
+    )
+
+
+def _writes() -> Iterator[KernelConfiguration]:
+    shape = _shape(128)
+    store, move = triton_cache_kernel.store_kernel, triton_cache_kernel.move_kernel
+    for stored in (shape, _shape(128, kv_dtype=torch.float8_e4m3fn)):
+        constants = store_constants(stored)
+        yield configuration(f"store/{_name(stored, PLAIN)}", store, stored, constants, SMALL)
+    yield configuration("copy/bf16", move, shape, {"CHUNK": CHUNK, "PAIR": True}, SMALL)
+    constants = merge_constants(shape.heads, shape.dv)
+    yield configuration("merge/bf16/d128", triton_cache_kernel.merge_kernel, shape, constants, SMALL)
+
+
+def decode(
+    shape: AttentionShape, features: Features = PLAIN, *, splits: int = 0, path: str = "auto", rows: int = 64
+) -> KernelConfiguration:
+    """The decode kernel for one shape."""
+    config = decode_config(shape)
+    constants = decode_constants(shape, config, features, splits=splits, rows=rows, direct=True, path=path)
+    key = f"decode/{_name(shape, features)}/{constants['PATH']}" + (f"/splits{splits}" if splits else "")
+    return configuration(key, triton_decode_kernel.decode_kernel, shape, constants, config)
+
+
+def prefill(
+    shape: AttentionShape, features: Features = PLAIN, *, capability: int = 90, path: str = "auto"
+) -> KernelConfiguration:
+    """The prefill kernel for one shape, as the architecture launches it."""
+    config = prefill_config(shape, capability)
+    constants = prefill_constants(shape, config, features, sequences=64, path=path)
+    key = f"prefill/{_name(shape, features)}/{constants['PATH']}/sm_{capability}"
+    kernel, matrix = triton_prefill_kernel.prefill_kernel, capability >= 90 and shape.dtype != torch.float32
+    made = configuration(key, kernel, shape, constants, config, matrix=matrix)
+    return replace(made, capabilities=(capability,))
+
+
+def configuration(
+    key: str,
+    kernel: Any,
+    shape: AttentionShape,
+    constants: dict[str, Any],
+    config: LaunchConfig,
+    *,
+    matrix: bool = False,
+) -> KernelConfiguration:
+    """A kernel with its constants fixed; types and known facts follow from the arguments' names."""
+    element, cached = (f"*{ELEMENTS[dtype]}" for dtype in (shape.dtype, shape.kv_dtype))
+    pointers = POINTERS | dict.fromkeys(QUERIES, element) | dict.fromkeys(CACHES, cached)
+    signature = {
+        name: "constexpr"
+        if name in constants
+        else pointers.get(name) or ("fp32" if name in FLOATS else "i32")
+        for name in kernel.arg_names
+    }
+    aligned = frozenset(signature) - frozenset(constants) - FLOATS - FREE
+    narrow = shape.kv_dtype.itemsize == 1  # sm_80 has no instructions to widen it
+    return KernelConfiguration(
+        key=key,
+        kernel=kernel,
+        signature=signature,
+        constants=constants,
+        aligned=aligned,
+        num_warps=config.warps,
+        num_stages=config.stages,
+        kv_tile=(config.tile, constants["DK_PAD"]) if "DK_PAD" in constants else None,
+        matrix=matrix,
+        capabilities=(90,) if narrow else (80, 90),
+    )
+
+
+def _shape(
+    dim: int,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    kv_dtype: torch.dtype | None = None,
+    group: int = 4,
+    block_size: int = 16,
+) -> AttentionShape:
+    return AttentionShape(dtype, kv_dtype or dtype, 8 * group, 8, dim, dim, block_size)
+
+
+def _name(shape: AttentionShape, features: Features) -> str:
+    kept = "" if shape.kv_dtype == shape.dtype else f"-kv-{ELEMENTS[shape.kv_dtype]}"
+    options = (
+        "" if features == PLAIN else "/" + "+".join(name for name, on in features._asdict().items() if on)
+    )
+    return f"{ELEMENTS[shape.dtype]}{kept}/d{shape.dk}/g{shape.group}/bs{shape.block_size}{options}"

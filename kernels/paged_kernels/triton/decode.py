@@ -1,0 +1,369 @@
+"""Triton decode: split-KV attention of one query per sequence. The query heads of a group are the rows of one tile.
+
+A program takes one part of one sequence's keys for one KV head. The device computes from the lengths how to cut the
+sequences: parts of nearly equal size, as many as fill the device. So one long sequence among short ones does not slow
+the batch down, and a captured graph can be replayed with other lengths. A sequence in one part is written at once.
+`combine_kernel` merges the parts of the others.
+
+The same kernel runs over contiguous KV (`run_contiguous_decode`), to measure what paging costs.
+"""
+
+# Kernel arguments are pointers and numbers that Triton types itself, and its decorators carry no types.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# ruff: noqa: N803
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from paged_kernels.memory import Workspace
+from paged_kernels.scoring import Scoring
+from paged_kernels.triton.launch import (
+    AttentionShape,
+    Features,
+    LaunchConfig,
+    combine_constants,
+    decode_config,
+    decode_constants,
+    target_parts,
+)
+from paged_kernels.triton.scan import finished, scan_keys
+
+
+@triton.jit
+def parts_of_rows(
+    lengths,
+    rows,
+    window,
+    target,
+    ROWS_PAD: tl.constexpr,
+    TILE: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):
+    """In how many parts each row's keys are read, int32 [ROWS_PAD]: at least one a row, `rows + target` at most."""
+    index = tl.arange(0, ROWS_PAD)
+    length = tl.load(lengths + index, mask=index < rows, other=0)
+    tiles = tl.cdiv(length, TILE)
+    if HAS_WINDOW:
+        tiles -= tl.maximum(length - window, 0) // TILE
+    share = tl.maximum(tl.cdiv(tl.sum(tiles, 0), target), MIN_TILES)
+    return tl.where(index < rows, tl.maximum(tl.cdiv(tiles, share), 1), 0)
+
+
+@triton.jit(do_not_specialize=["window", "rows", "target", "table_row"])
+def decode_kernel(
+    q, key_cache, value_cache, table, lengths, sinks, alibi, out, lse, part, part_lse,
+    scale, softcap, v_scale, window, rows, target,
+    q_row, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, table_row, out_row, out_head,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DK: tl.constexpr, DK_PAD: tl.constexpr,
+    DV: tl.constexpr, DV_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, PATH: tl.constexpr,
+    SPLITS: tl.constexpr, ROWS_PAD: tl.constexpr, MIN_TILES: tl.constexpr, DIRECT: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_ALIBI: tl.constexpr,
+    HAS_LSE: tl.constexpr, DOT_F32: tl.constexpr, LOG2E: tl.constexpr,
+):  # fmt: skip
+    """One part of one row and KV head. `SPLITS` 0 cuts by `parts_of_rows`; `DIRECT` lets undivided rows skip the merge.
+
+    Parts are kept normalised, [parts, heads, DV], with their natural-log LSE [parts, heads].
+    """
+    item, kv_head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
+    if SPLITS > 0:
+        row, split, parts = item // SPLITS, item % SPLITS, SPLITS
+    else:
+        counts = parts_of_rows(lengths, rows, window, target, ROWS_PAD, TILE, MIN_TILES, HAS_WINDOW)
+        row = tl.sum((tl.cumsum(counts, 0) <= item).to(tl.int32), 0)
+        index = tl.arange(0, ROWS_PAD)
+        split = item - tl.sum(tl.where(index < row, counts, 0), 0)
+        parts = tl.sum(tl.where(index == row, counts, 0), 0)
+    if row < rows:
+        length = tl.load(lengths + row)
+        first = length * 0
+        if HAS_WINDOW:
+            first = tl.maximum(length - window, 0) // TILE
+        last = tl.cdiv(length, TILE)
+        share = tl.cdiv(last - first, parts)
+        begin = first + split * share
+        end = tl.minimum(begin + share, last)
+
+        wide_row = row.to(tl.int64)
+        member, column = tl.arange(0, ROWS), tl.arange(0, DK_PAD)
+        real = member < GROUP
+        head = kv_head * GROUP + member
+        query = tl.load(
+            q + wide_row * q_row + head[:, None] * q_head + column[None, :],
+            mask=real[:, None] & (column < DK)[None, :],
+            other=0.0,
+        )
+        slope = tl.zeros([ROWS], tl.float32)
+        if HAS_ALIBI:
+            slope = tl.load(alibi + head, mask=real, other=0.0).to(tl.float32)
+        keys, values = key_cache + kv_head * k_head, value_cache + kv_head * v_head
+        if PATH == "contiguous":
+            keys, values = keys + wide_row * k_block, values + wide_row * v_block
+        top = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, DV_PAD], tl.float32)
+        asked = tl.zeros([ROWS], tl.int32) + (length - 1).to(tl.int32)
+        top, total, acc = scan_keys(
+            query, asked, slope, keys, values, table + wide_row * table_row, top, total, acc,
+            begin, end, length, scale, softcap, window, k_block, k_slot, v_block, v_slot,
+            DK, DK_PAD, DV, DV_PAD, BLOCK_SIZE, TILE, PATH, True, False, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI,
+            DOT_F32, LOG2E,
+        )  # fmt: skip
+
+        wide = tl.arange(0, DV_PAD)
+        kept = real[:, None] & (wide < DV)[None, :]
+        if DIRECT & (parts == 1):
+            sink = tl.zeros([ROWS], tl.float32)
+            if HAS_SINKS:
+                sink = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32)
+            whole, whole_lse = finished(top, total, acc, sink, v_scale, HAS_SINKS, LOG2E)
+            tl.store(out + wide_row * out_row + head[:, None] * out_head + wide[None, :], whole, mask=kept)
+            if HAS_LSE:
+                tl.store(lse + wide_row * KV_HEADS * GROUP + head, whole_lse, mask=real)
+        else:
+            piece, piece_lse = finished(top, total, acc, top, v_scale, False, LOG2E)
+            place = item.to(tl.int64) * KV_HEADS * GROUP + head
+            tl.store(part + place[:, None] * DV + wide[None, :], piece, mask=kept)
+            tl.store(part_lse + place, piece_lse, mask=real)
+
+
+@triton.jit
+def merge_parts(
+    part, part_lse, place, count, step, top, total, acc,
+    DV: tl.constexpr, DV_PAD: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Carry (top, total, acc) of one head over `count` parts that lie `step` apart; empty ones take no part."""
+    column = tl.arange(0, DV_PAD)
+    for begin in range(0, count, CHUNK):
+        index = begin + tl.arange(0, CHUNK)
+        where = place + index * step
+        sums = tl.load(part_lse + where, mask=index < count, other=float("-inf"))
+        filled = sums > float("-inf")
+        pieces = tl.load(
+            part + where[:, None] * DV + column[None, :],
+            mask=filled[:, None] & (column < DV)[None, :],
+            other=0.0,
+        )
+        higher = tl.maximum(top, tl.max(sums, 0))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        weight = tl.exp(sums - base)
+        keep = tl.exp(top - base)
+        total = total * keep + tl.sum(weight, 0)
+        acc = acc * keep + tl.sum(pieces * weight[:, None], 0)
+        top = higher
+    return top, total, acc
+
+
+@triton.jit(do_not_specialize=["window", "rows", "target"])
+def combine_kernel(
+    part, part_lse, prefix, prefix_lse, group_ids, lengths, sinks, out, lse, window, rows, target, out_row, out_head,
+    HEADS: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
+    ROWS_PAD: tl.constexpr, MIN_TILES: tl.constexpr, PREFIX_SPLITS: tl.constexpr, CHUNK: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
+):  # fmt: skip
+    """One row and head: merge its parts, and those of a shared prefix ([rows, PREFIX_SPLITS, heads, DV]) if any."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if SPLITS > 0:
+        start, count = row * SPLITS, SPLITS
+    else:
+        counts = parts_of_rows(lengths, rows, window, target, ROWS_PAD, TILE, MIN_TILES, HAS_WINDOW)
+        index = tl.arange(0, ROWS_PAD)
+        start = tl.sum(tl.where(index < row, counts, 0), 0).to(tl.int64)
+        count = tl.sum(tl.where(index == row, counts, 0), 0)
+    if PREFIX_SPLITS > 0 or count > 1:
+        column = tl.arange(0, DV_PAD)
+        top, total = tl.full([], float("-inf"), tl.float32), tl.full([], 0.0, tl.float32)
+        acc = tl.zeros([DV_PAD], tl.float32)
+        top, total, acc = merge_parts(
+            part, part_lse, start * HEADS + head, count, HEADS, top, total, acc, DV, DV_PAD, CHUNK
+        )
+        if PREFIX_SPLITS > 0:
+            shared = tl.where(tl.load(group_ids + row) >= 0, PREFIX_SPLITS, 0)
+            top, total, acc = merge_parts(
+                prefix, prefix_lse, row * PREFIX_SPLITS * HEADS + head, shared, HEADS, top, total, acc,
+                DV, DV_PAD, CHUNK,
+            )  # fmt: skip
+        seen = total > 0
+        if HAS_SINKS:
+            sink = tl.load(sinks + head).to(tl.float32)
+            base = tl.where(seen, top, 0.0)
+            higher = tl.maximum(base, sink)
+            total = tl.where(seen, total * tl.exp(base - higher) + tl.exp(sink - higher), 0.0)
+            acc = acc * tl.exp(base - higher)
+            top = higher
+        safe = tl.where(seen, total, 1.0)
+        tl.store(out + row * out_row + head * out_head + column, acc / safe, mask=column < DV)
+        if HAS_LSE:
+            logsum = tl.where(seen, tl.where(seen, top, 0.0) + tl.log(safe), float("-inf"))
+            tl.store(lse + row * HEADS + head, logsum)
+
+
+MAX_ROWS = 4096  # rows whose lengths one program looks through; more rows are more launches
+
+
+class DecodeLaunch(NamedTuple):
+    """One decode over rows of q: what both of its kernels need to know."""
+
+    q: torch.Tensor
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    scoring: Scoring
+    shape: AttentionShape
+    config: LaunchConfig
+    features: Features
+    splits: int  # parts of every row; 0: balanced on the device
+    target: int
+    path: str
+    part: torch.Tensor  # float32 [parts, heads, dv], flat
+    part_lse: torch.Tensor  # float32 [parts, heads], flat
+
+
+def run_decode(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scoring: Scoring,
+    out: torch.Tensor,
+    lse: torch.Tensor | None = None,
+    num_splits: int | None = None,
+    *,
+    workspace: Workspace | None = None,
+    path: str = "auto",
+) -> None:
+    """Attention of one query per row, q `[rows, heads, dk]`, into `out` `[rows, heads, dv]` and `lse` `[rows, heads]`.
+
+    Tables (int32) and lengths (int32) are read on the device. `num_splits` None balances the parts there. Any strides,
+    but the last of each tensor is 1; `lse` is float32 and contiguous.
+    """
+    for start in range(0, len(q), MAX_ROWS):
+        rows = slice(start, start + MAX_ROWS)
+        launch = plan_launch(
+            q[rows],
+            key_cache,
+            value_cache,
+            block_table[rows],
+            seq_lens[rows],
+            scoring,
+            num_splits=num_splits,
+            lse=lse is not None,
+            workspace=workspace,
+            path=path,
+        )
+        sums = seq_lens if lse is None else lse[rows]
+        launch_decode(launch, out[rows], sums, direct=True)
+        if launch.splits != 1:
+            launch_combine(launch, out[rows], sums)
+
+
+def run_contiguous_decode(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scoring: Scoring,
+    out: torch.Tensor,
+    lse: torch.Tensor | None = None,
+    num_splits: int | None = None,
+    *,
+    workspace: Workspace | None = None,
+) -> None:
+    """The twin over `[rows, length, kv_heads, dim]`: the paged kernel with plain addressing in place of the table."""
+    table = seq_lens.unsqueeze(1)  # not read
+    options: dict[str, Any] = {"workspace": workspace, "path": "contiguous"}
+    run_decode(q, keys, values, table, seq_lens, scoring, out, lse, num_splits, **options)
+
+
+def plan_launch(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scoring: Scoring,
+    *,
+    num_splits: int | None,
+    lse: bool,
+    workspace: Workspace | None,
+    path: str,
+) -> DecodeLaunch:
+    """Shape, launch numbers and scratch of one decode."""
+    shape = shape_of(q, key_cache, value_cache)
+    splits, target = num_splits or 0, target_parts(shape.kv_heads, q.device)
+    parts = 0 if splits == 1 else len(q) * splits if splits else len(q) + target
+    scratch = workspace or Workspace()
+    part = scratch.take("decode_parts", parts * shape.heads * shape.dv, q, torch.float32)
+    part_lse = scratch.take("decode_part_lse", parts * shape.heads, q, torch.float32)
+    features, config = Features.of(scoring, lse=lse), decode_config(shape)
+    return DecodeLaunch(
+        q, key_cache, value_cache, block_table, seq_lens, scoring, shape, config, features,
+        splits, target, path, part, part_lse,
+    )  # fmt: skip
+
+
+def shape_of(q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> AttentionShape:
+    """What the kernels are compiled for, from the tensors."""
+    block_size, kv_heads, dk = key_cache.shape[1:]
+    return AttentionShape(
+        q.dtype, key_cache.dtype, q.shape[1], kv_heads, dk, value_cache.shape[3], block_size
+    )
+
+
+def launch_decode(launch: DecodeLaunch, out: torch.Tensor, lse: torch.Tensor, *, direct: bool) -> None:
+    """The first kernel: rows in one part go to `out` if `direct`, all others to the scratch."""
+    q, scoring, shape = launch.q, launch.scoring, launch.shape
+    rows = len(q)
+    parts = rows * launch.splits if launch.splits else rows + launch.target
+    constants = decode_constants(
+        shape,
+        launch.config,
+        launch.features,
+        splits=launch.splits,
+        rows=rows,
+        direct=direct,
+        path=launch.path,
+    )
+    decode_kernel[(parts * shape.kv_heads,)](
+        q, launch.key_cache, launch.value_cache, launch.block_table, launch.seq_lens,
+        or_any(scoring.sinks, q), or_any(scoring.alibi, q), out, lse, launch.part, launch.part_lse,
+        scoring.scale * scoring.k_scale, scoring.softcap, scoring.v_scale, scoring.window, rows, launch.target,
+        q.stride(0), q.stride(1), *launch.key_cache.stride()[:3], *launch.value_cache.stride()[:3],
+        launch.block_table.stride(0), out.stride(0), out.stride(1),
+        **constants, num_warps=launch.config.warps, num_stages=launch.config.stages,
+    )  # fmt: skip
+
+
+def launch_combine(
+    launch: DecodeLaunch,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    prefix: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    prefix_splits: int = 0,
+) -> None:
+    """The second kernel: merge parts, and with them those of a shared prefix (parts, their LSE, group ids)."""
+    shape, rows = launch.shape, len(launch.q)
+    shared, shared_lse, group_ids = prefix or (launch.part, launch.part_lse, launch.seq_lens)
+    constants = combine_constants(
+        shape,
+        launch.config,
+        launch.features,
+        splits=launch.splits,
+        rows=rows,
+        prefix_splits=prefix_splits,
+    )
+    combine_kernel[(rows, shape.heads)](
+        launch.part, launch.part_lse, shared, shared_lse, group_ids, launch.seq_lens,
+        or_any(launch.scoring.sinks, launch.q), out, lse, launch.scoring.window, rows, launch.target,
+        out.stride(0), out.stride(1), **constants, num_warps=4,
+    )  # fmt: skip
+
+
+def or_any(tensor: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
+    """A pointer that the kernel will not follow stands in for a tensor that is not there."""
+    return other if tensor is None else tensor

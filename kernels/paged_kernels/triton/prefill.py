@@ -1,0 +1,160 @@
+"""Triton prefill: causal attention of query chunks of any length over paged KV, with their cached prefixes.
+
+A program takes one sequence, one KV head and a tile of query rows. A row is one (token, head of the group), so a group
+reads its keys once. The device finds from the bounds which sequence a program serves. So short and long chunks in one
+batch leave no idle programs. Keys that every row of the tile may see are read without a mask.
+"""
+
+# Kernel arguments are pointers and numbers that Triton types itself, and its decorators carry no types.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# ruff: noqa: N803, N806
+
+import torch
+import triton
+import triton.language as tl
+
+from paged_kernels.scoring import Scoring
+from paged_kernels.triton.decode import MAX_ROWS, or_any, shape_of
+from paged_kernels.triton.launch import Features, capability_of, prefill_config, prefill_constants
+from paged_kernels.triton.scan import finished, scan_keys
+
+
+@triton.jit
+def tile_of_rows(bounds, count, item, TOKENS: tl.constexpr, COUNT_PAD: tl.constexpr):
+    """The span of rows that tile number `item` falls in, and which tile of it; `count` itself where there is none.
+
+    Span i has rows `bounds[i] : bounds[i + 1]`, cut into tiles of TOKENS.
+    """
+    index = tl.arange(0, COUNT_PAD)
+    start = tl.load(bounds + index, mask=index < count, other=0)
+    stop = tl.load(bounds + index + 1, mask=index < count, other=0)
+    tiles = tl.cdiv(stop - start, TOKENS)
+    passed = tl.cumsum(tiles, 0) <= item
+    span = tl.minimum(tl.sum(passed.to(tl.int32), 0), count)
+    return span, item - tl.sum(tl.where(passed, tiles, 0), 0)
+
+
+@triton.jit(do_not_specialize=["window", "sequences", "table_row"])
+def prefill_kernel(
+    q, key_cache, value_cache, table, lengths, bounds, sinks, alibi, out, lse,
+    scale, softcap, v_scale, window, sequences,
+    q_row, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, table_row, out_row, out_head,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DK: tl.constexpr, DK_PAD: tl.constexpr,
+    DV: tl.constexpr, DV_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, PATH: tl.constexpr,
+    ROWS_PAD: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_ALIBI: tl.constexpr, HAS_LSE: tl.constexpr, DOT_F32: tl.constexpr, LOG2E: tl.constexpr,
+):  # fmt: skip
+    """Output rows and natural-log LSE of one tile. The last tiles, which see most keys, start first."""
+    TOKENS: tl.constexpr = ROWS // GROUP
+    item, kv_head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
+    item = tl.num_programs(0) // KV_HEADS - 1 - item
+    sequence, tile = tile_of_rows(bounds, sequences, item, TOKENS, ROWS_PAD)
+    if sequence < sequences:
+        start, length = tl.load(bounds + sequence), tl.load(lengths + sequence)
+        queries = tl.load(bounds + sequence + 1) - start
+        first_token = tile * TOKENS
+        member, column = tl.arange(0, ROWS), tl.arange(0, DK_PAD)
+        token, head = first_token + member // GROUP, kv_head * GROUP + member % GROUP
+        real = (member < TOKENS * GROUP) & (token < queries)
+        context = length - queries
+        last_key = tl.minimum(length, context + first_token + TOKENS)
+        asked = tl.minimum(context + token, last_key - 1).to(tl.int32)
+        flat = (start + token).to(tl.int64)
+        query = tl.load(
+            q + flat[:, None] * q_row + head[:, None] * q_head + column[None, :],
+            mask=real[:, None] & (column < DK)[None, :],
+            other=0.0,
+        )
+        slope = tl.zeros([ROWS], tl.float32)
+        if HAS_ALIBI:
+            slope = tl.load(alibi + head, mask=real, other=0.0).to(tl.float32)
+        top = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, DV_PAD], tl.float32)
+        keys, values = key_cache + kv_head * k_head, value_cache + kv_head * v_head
+        my_table = table + sequence.to(tl.int64) * table_row
+        begin, end = length * 0, tl.cdiv(last_key, TILE)
+        if HAS_WINDOW:
+            begin = tl.maximum(context + first_token - window + 1, 0) // TILE
+        else:
+            open_to_all = tl.maximum(tl.minimum(context + first_token + 1, last_key), 0) // TILE
+            top, total, acc = scan_keys(
+                query, asked, slope, keys, values, my_table, top, total, acc,
+                begin, open_to_all, last_key, scale, softcap, window, k_block, k_slot, v_block, v_slot,
+                DK, DK_PAD, DV, DV_PAD, BLOCK_SIZE, TILE, PATH, False, False, False, HAS_SOFTCAP, HAS_ALIBI,
+                DOT_F32, LOG2E,
+            )  # fmt: skip
+            begin = open_to_all
+        top, total, acc = scan_keys(
+            query, asked, slope, keys, values, my_table, top, total, acc,
+            begin, end, last_key, scale, softcap, window, k_block, k_slot, v_block, v_slot,
+            DK, DK_PAD, DV, DV_PAD, BLOCK_SIZE, TILE, PATH, True, True, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI,
+            DOT_F32, LOG2E,
+        )  # fmt: skip
+        sink = tl.zeros([ROWS], tl.float32)
+        if HAS_SINKS:
+            sink = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32)
+        result, logsum = finished(top, total, acc, sink, v_scale, HAS_SINKS, LOG2E)
+        wide = tl.arange(0, DV_PAD)
+        place = out + flat[:, None] * out_row + head[:, None] * out_head + wide[None, :]
+        tl.store(place, result, mask=real[:, None] & (wide < DV)[None, :])
+        if HAS_LSE:
+            tl.store(lse + flat * KV_HEADS * GROUP + head, logsum, mask=real)
+
+
+def run_prefill(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    max_seqlen_q: int,
+    scoring: Scoring,
+    out: torch.Tensor,
+    lse: torch.Tensor | None = None,
+    *,
+    path: str = "auto",
+) -> None:
+    """Attention of the rows `cu_seqlens_q[i] : cu_seqlens_q[i + 1]` of q `[tokens, heads, dk]` for every sequence i.
+
+    Lengths, bounds and tables (int32) are read on the device; `max_seqlen_q` bounds the queries of any sequence. Rows
+    outside all spans are left alone. Any strides, but the last of each tensor is 1; `lse` is float32 and contiguous.
+    """
+    for first in range(0, len(seq_lens), MAX_ROWS):
+        some = slice(first, first + MAX_ROWS)
+        bounds = cu_seqlens_q[first : first + MAX_ROWS + 1]
+        spans = (block_table[some], seq_lens[some], bounds, max_seqlen_q)
+        _launch(q, key_cache, value_cache, *spans, scoring, out, lse, path)
+
+
+def _launch(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    bounds: torch.Tensor,
+    max_seqlen_q: int,
+    scoring: Scoring,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    path: str,
+) -> None:
+    shape, sequences = shape_of(q, key_cache, value_cache), len(seq_lens)
+    config, features = (
+        prefill_config(shape, capability_of(q.device)),
+        Features.of(scoring, lse=lse is not None),
+    )
+    tokens = config.rows // shape.group
+    # Ragged spans end in at most one unfilled tile each.
+    tiles = min(triton.cdiv(len(q), tokens) + sequences, sequences * triton.cdiv(max_seqlen_q, tokens))
+    prefill_kernel[(tiles * shape.kv_heads,)](
+        q, key_cache, value_cache, block_table, seq_lens, bounds,
+        or_any(scoring.sinks, q), or_any(scoring.alibi, q), out, or_any(lse, q),
+        scoring.scale * scoring.k_scale, scoring.softcap, scoring.v_scale, scoring.window, sequences,
+        q.stride(0), q.stride(1), *key_cache.stride()[:3], *value_cache.stride()[:3],
+        block_table.stride(0), out.stride(0), out.stride(1),
+        **prefill_constants(shape, config, features, sequences=sequences, path=path),
+        num_warps=config.warps, num_stages=config.stages,
+    )  # fmt: skip

@@ -1,0 +1,147 @@
+"""What all Triton attention kernels share: how keys are found, and how the softmax runs over them, tile by tile.
+
+The number of keys in a tile does not depend on the block size. So a sweep over block sizes measures blocks and not
+tiles. The block ids of the next tile are loaded one tile ahead, in a loop variable. If the table were part of the
+address in the same iteration, the compiler would keep one buffer of K and V instead of two or three.
+"""
+
+# Kernel arguments are pointers and numbers that Triton types itself, and its decorators carry no types.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# An early return inside an `if` on a constant would be compiled together with what follows it: hence the `else`s.
+# ruff: noqa: N803, RET505
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def block_ids(table, tile, limit, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, PATH: tl.constexpr):
+    """Blocks of a tile's keys before `limit`: one id for the tile, one per key, or none where KV is contiguous.
+
+    Entries behind the end are garbage and not read.
+    """
+    if PATH == "contiguous":
+        return tile * 0
+    elif PATH == "scalar":  # TILE divides BLOCK_SIZE
+        return tl.load(table + tile * TILE // BLOCK_SIZE, mask=tile * TILE < limit, other=0)
+    else:
+        position = tile * TILE + tl.arange(0, TILE)
+        return tl.load(table + position // BLOCK_SIZE, mask=position < limit, other=0)
+
+
+@triton.jit
+def slot_offsets(
+    block,
+    tile,
+    block_stride,
+    slot_stride,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    PATH: tl.constexpr,
+):
+    """Where the tile's keys begin, int64 [TILE], relative to the head's first key."""
+    key = tile * TILE + tl.arange(0, TILE)
+    if PATH == "contiguous":
+        return key.to(tl.int64) * slot_stride
+    elif PATH == "scalar":
+        inner = tile * TILE % BLOCK_SIZE + tl.arange(0, TILE)
+        return block.to(tl.int64) * block_stride + inner * slot_stride
+    else:
+        return block.to(tl.int64) * block_stride + key % BLOCK_SIZE * slot_stride
+
+
+@triton.jit
+def load_tile(
+    cache, offset, inside, DIM: tl.constexpr, PAD: tl.constexpr, MASKED: tl.constexpr, TILE: tl.constexpr
+):
+    """Rows [TILE, PAD] of one head. What is not `inside` reads as 0: poison times a zero weight would be NaN."""
+    column = tl.arange(0, PAD)
+    place = cache + offset[:, None] + column[None, :]
+    real = (column < DIM)[None, :]
+    if MASKED and PAD == DIM:
+        return tl.load(place, mask=inside[:, None], other=0.0)
+    elif MASKED:
+        return tl.load(place, mask=inside[:, None] & real, other=0.0)
+    elif PAD == DIM:
+        return tl.load(place)
+    else:
+        return tl.load(place, mask=real & tl.full([TILE, 1], True, tl.int1), other=0.0)
+
+
+@triton.jit
+def matmul(a, b, DOT_F32: tl.constexpr):
+    """a @ b in float32. The interpreter multiplies bfloat16 wrongly, so there both are widened first."""
+    if DOT_F32:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    return tl.dot(a, b.to(a.dtype), input_precision="ieee")
+
+
+@triton.jit
+def capped(scores, softcap, HAS_SOFTCAP: tl.constexpr):
+    """tanh(scores / softcap) x softcap, with tanh from the sigmoid: the interpreter has no libdevice."""
+    if HAS_SOFTCAP:
+        return softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
+    return scores
+
+
+@triton.jit
+def scan_keys(
+    query, asked, slope, keys, values, table, top, total, acc,
+    begin, end, limit, scale, softcap, window, k_block, k_slot, v_block, v_slot,
+    DK: tl.constexpr, DK_PAD: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, PATH: tl.constexpr,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HAS_ALIBI: tl.constexpr, DOT_F32: tl.constexpr, LOG2E: tl.constexpr,
+):  # fmt: skip
+    """Carry the softmax state (top in base 2, total, acc) of `query` [ROWS, DK_PAD] over tiles `begin` to `end`.
+
+    `asked` [ROWS] are the rows' positions; a row that is none has a large one. Keys at `limit` and behind are not
+    read; MASKED is False where none is, CAUSAL hides what comes after a row's own position.
+    """
+    block = block_ids(table, begin, limit, BLOCK_SIZE, TILE, PATH)
+    for tile in range(begin, end):
+        ahead = block_ids(table, tile + 1, limit, BLOCK_SIZE, TILE, PATH)
+        position = tile * TILE + tl.arange(0, TILE)
+        inside = position < limit
+        if HAS_WINDOW:  # what no row may see is not loaded: its block may be gone
+            inside = inside & (position > tl.min(asked, 0) - window)
+        k_place = slot_offsets(block, tile, k_block, k_slot, BLOCK_SIZE, TILE, PATH)
+        v_place = slot_offsets(block, tile, v_block, v_slot, BLOCK_SIZE, TILE, PATH)
+        k = load_tile(keys, k_place, inside, DK, DK_PAD, MASKED, TILE)
+        v = load_tile(values, v_place, inside, DV, DV_PAD, MASKED, TILE)
+        scores = capped(matmul(query, tl.trans(k), DOT_F32) * scale, softcap, HAS_SOFTCAP) * LOG2E
+        if HAS_ALIBI:
+            scores += slope[:, None] * (position[None, :] - asked[:, None]) * LOG2E
+        if MASKED:
+            scores = tl.where(inside[None, :], scores, float("-inf"))
+        if CAUSAL:
+            scores = tl.where(position[None, :] <= asked[:, None], scores, float("-inf"))
+        if HAS_WINDOW:
+            scores = tl.where(position[None, :] > asked[:, None] - window, scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        weight = tl.exp2(scores - base[:, None])
+        keep = tl.exp2(top - base)
+        total = total * keep + tl.sum(weight, 1)
+        acc = acc * keep[:, None] + matmul(weight.to(query.dtype), v, DOT_F32)
+        top = higher
+        block = ahead
+    return top, total, acc
+
+
+@triton.jit
+def finished(top, total, acc, sink, v_scale, HAS_SINKS: tl.constexpr, LOG2E: tl.constexpr):
+    """Output [ROWS, DV_PAD] and natural-log LSE [ROWS] of a state; a row that saw no key gives 0 and -inf.
+
+    A sink is a key without a value: it joins the denominator alone.
+    """
+    seen = total > 0
+    base = tl.where(seen, top, 0.0)
+    if HAS_SINKS:
+        higher = tl.maximum(base, sink * LOG2E)
+        total = total * tl.exp2(base - higher) + tl.exp2(sink * LOG2E - higher)
+        acc = acc * tl.exp2(base - higher)[:, None]
+        base = higher
+    safe = tl.where(seen, total, 1.0)
+    logsum = tl.where(seen, (base + tl.log2(safe)) / LOG2E, float("-inf"))
+    return acc * (tl.where(seen, v_scale / safe, 0.0))[:, None], logsum

@@ -1,0 +1,268 @@
+"""The contract of a format: rows, row readers and row sources, and the loop over the lines of a file.
+
+A `RowReader` reads one line at a time. `LineRows` gives it the lines and is then a `RowSource`: in blocks of lines
+where the reader can (`BlockReader`), else line by line. `Books` counts what became of each row: rows read = rows kept
++ rows dropped.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from traces.errors import RowError, TraceError
+from traces.formats.files import SourceFile, decode
+from traces.trace import Segment, TraceHeader
+
+Encode = Callable[[str], Sequence[int]]
+
+
+class Row(NamedTuple):
+    """One row of a source: time in nanoseconds since the format's own origin, lengths in tokens.
+
+    `time_ns` is None where the source has no clock. `more` holds further fields of `TraceRequest`, by name.
+    """
+
+    time_ns: int | None
+    prompt_tokens: int
+    output_tokens: int
+    segments: Sequence[Segment]
+    more: Mapping[str, Any] | None = None
+
+
+class RowReader(Protocol):
+    """Reads one line format, row by row: `read_row`, then `accept` once the order of times is known to be right."""
+
+    format: str
+    source_block_tokens: int | None
+    time_field: str
+    has_header: bool
+    has_clock: bool
+    is_ordered: bool  # rows must come in order of time; otherwise they are sorted, stably, after reading
+    noted: dict[str, int]
+
+    @property
+    def key_kind(self) -> str:
+        """What equal keys mean, as far as the rows read so far say."""
+        ...
+
+    def read_header(self, text: str) -> None:
+        """Learn the columns from line 1 of a format that has a header; raises RowError."""
+        ...
+
+    def read_row(self, text: str, line: int) -> Row:
+        """The row on physical line `line`; raises RowError."""
+        ...
+
+    def accept(self, row: Row, line: int, request_id: int) -> Row:
+        """Check what spans rows, remember the row and complete it; raises RowError, and then remembers nothing."""
+        ...
+
+    def clock_quantum_us(self) -> int:
+        """Resolution of the arrivals read so far, in microseconds."""
+        ...
+
+
+Rows = tuple[int, Iterator[Row]]
+
+
+@runtime_checkable
+class BlockReader(Protocol):
+    """A line reader that can also take many lines at once."""
+
+    def read_block(self, lines: list[bytes], first_line: int, last_ns: int | None) -> Rows | None:
+        """The last time in ns and the rows of `lines`; None, and nothing remembered, where one is not plainly right."""
+        ...
+
+
+Numbered = Iterator[tuple[int, Row]]  # a row with its request_id
+
+
+def note(noted: dict[str, int], name: str, count: int = 1) -> None:
+    """Count a quirk that was handled by rule."""
+    noted[name] = noted.get(name, 0) + count
+
+
+@dataclass
+class Books:
+    """Counts so far. A row is kept, dropped (by reason) or, where `on_error` is stop, refused."""
+
+    file: str
+    on_error: str = "stop"
+    limit: int | None = None  # kept rows after which a source stops reading
+    more_follows: bool = False  # it stopped, and there was more
+    read: int = 0
+    kept: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    noted: dict[str, int] = field(default_factory=dict)
+
+    def is_full(self) -> bool:
+        """Whether a source must stop here; asked when another record is known to follow, which is then recorded."""
+        if self.limit is None or self.kept < self.limit:
+            return False
+        self.more_follows = True
+        return True
+
+    def refuse(self, line: int | None, error: RowError, file: str | None = None) -> None:
+        """Raise TraceError, or count the row as dropped by its field where malformed rows are skipped."""
+        if self.on_error == "stop":
+            raise TraceError(file or self.file, line, error.field, error.reason) from error
+        note(self.dropped, f"malformed {error.field}")
+
+    def nothing_kept(self) -> str:
+        """Why there is no trace."""
+        if not self.read:
+            return "no data rows"
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in self.dropped.items())
+        return f"none of {self.read:,} rows can be replayed: {reasons}"
+
+
+_BLOCK_LINES = 2048
+Line = tuple[int, bytes]
+
+
+class LineRows:
+    """The rows of a file whose records are lines."""
+
+    embedded: TraceHeader | None = None
+    takes_arrivals = False
+
+    def __init__(self, file: SourceFile, reader: RowReader) -> None:
+        self.file = file
+        self.reader = reader
+        self.source = file.path.replace("\\", "/").rpartition("/")[2]
+        self.sha256 = file.sha256
+        self.format = reader.format
+        self.is_ordered = reader.is_ordered
+        self.has_clock = reader.has_clock
+        self.assumed: list[str] = []
+        self.noted = reader.noted
+        if file.has_byte_order_mark:
+            note(self.noted, "byte_order_mark")
+        self._last: tuple[int, int] | None = None  # line and time of the last valid row
+        if reader.has_header:
+            self._read_header()
+
+    @property
+    def key_kind(self) -> str:
+        """What equal keys mean, as far as the rows read so far say."""
+        return self.reader.key_kind
+
+    @property
+    def source_block_tokens(self) -> int | None:
+        """The granularity at which the source records sharing."""
+        return self.reader.source_block_tokens
+
+    def clock_quantum_us(self) -> int:
+        """Resolution of the arrivals read so far."""
+        return self.reader.clock_quantum_us()
+
+    def rows(self, books: Books, sort: bool) -> Numbered:
+        """Accepted rows with their numbers. `sort` allows time to run backwards: the caller sorts then."""
+        lines = self._data_lines(books)
+        blocks = self.reader if isinstance(self.reader, BlockReader) and not sort else None
+        if blocks is None or (books.limit is not None and books.limit < _BLOCK_LINES):
+            yield from self._one_by_one(lines, books, sort)
+            return
+        while block := list(islice(lines, _BLOCK_LINES)):
+            rows = self._block(blocks, block)
+            if rows is None:
+                yield from self._one_by_one(block, books, sort)
+                continue
+            for row in rows:
+                if books.is_full():
+                    return
+                books.read += 1
+                yield books.read - 1, row
+
+    def _read_header(self) -> None:
+        try:
+            self.reader.read_header(self.file.first_line)
+        except RowError as error:
+            raise TraceError(self.file.path, 1, error.field, error.reason) from error
+
+    def _block(self, reader: BlockReader, block: list[Line]) -> Iterator[Row] | None:
+        first, last = block[0][0], block[-1][0]
+        if last - first + 1 != len(block):  # a blank line was skipped
+            return None
+        last_ns = None if self._last is None else self._last[1]
+        rows = reader.read_block([raw for _, raw in block], first, last_ns)
+        if rows is None:
+            return None
+        self._last = last, rows[0]
+        return rows[1]
+
+    def _one_by_one(self, lines: Iterator[Line] | list[Line], books: Books, sort: bool) -> Numbered:
+        for line, raw in lines:
+            if books.is_full():
+                return
+            books.read += 1
+            try:
+                row = self.reader.read_row(decode(raw), line)
+                self._check_order(row, sort)
+                row = self.reader.accept(row, line, books.read - 1)
+            except RowError as error:
+                books.refuse(line, error)
+                continue
+            if row.time_ns is not None:
+                self._last = line, row.time_ns
+            yield books.read - 1, row
+
+    def _check_order(self, row: Row, sort: bool) -> None:
+        if self._last is None or sort or not self.is_ordered or row.time_ns is None:
+            return
+        line, last_ns = self._last
+        if row.time_ns < last_ns:
+            back = (last_ns - row.time_ns) / 1000
+            raise RowError(
+                self.reader.time_field,
+                f"goes back by {back:,.15g} us behind line {line}; sort the file by time first, or allow it (sort)",
+            )
+
+    def _data_lines(self, books: Books) -> Iterator[Line]:
+        """Lines that hold something. Blank ones may only trail."""
+        blank = None
+        for line, raw in self.file.lines():
+            if self.reader.has_header and line == 1:
+                continue
+            if not raw.strip():
+                blank = blank or line
+                continue
+            if blank is not None:
+                if books.on_error == "stop":
+                    raise TraceError(self.file.path, blank, "line", "blank line inside the data")
+                note(books.noted, "blank line skipped")
+                blank = None
+            yield line, raw
+
+
+class RowSource(Protocol):
+    """A source that is open: where it comes from, and its rows."""
+
+    format: str
+    source: str  # file name without folders
+    sha256: str
+    has_clock: bool
+    is_ordered: bool
+    noted: dict[str, int]
+    assumed: list[str]  # sentences on what the source does not record
+    takes_arrivals: bool  # has times, but an arrival process says when its conversations start
+    embedded: TraceHeader | None  # of a trace of our own: it brings its header, and its times are not moved
+
+    @property
+    def key_kind(self) -> str:
+        """What equal keys mean; final when all rows are read."""
+        ...
+
+    @property
+    def source_block_tokens(self) -> int | None:
+        """The granularity at which the source records sharing."""
+        ...
+
+    def clock_quantum_us(self) -> int:
+        """Resolution of the arrivals read so far."""
+        ...
+
+    def rows(self, books: Books, sort: bool) -> Numbered:
+        """Valid rows with their request ids, until the books are full; malformed ones go to the books."""
+        ...
