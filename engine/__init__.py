@@ -1,1 +1,1 @@
-"""What is decided (`engine.core`, no torch) and what is done (`engine.runtime`, torch)."""
+"""The serving engine: `engine.core` decides what each step does (no torch), `engine.runtime` runs it (torch)."""

@@ -6,16 +6,23 @@ from dataclasses import dataclass
 import numpy as np
 from slot_model import SlotModel
 
-from engine.core.contiguous import ContiguousManager
 from engine.core.errors import CoreError, NeverFitsError
 from engine.core.identity import TokenIdentity
-from engine.core.limits import Preemption, SchedulerLimits, Scheduling
-from engine.core.manager import KVCacheManager
-from engine.core.paged import PagedManager
-from engine.core.pool import Retention
-from engine.core.request import Decoding, Request, Speculation, SpeculationMode
-from engine.core.reservation import Placement, Reservation
-from engine.core.scheduler import Scheduler
+from engine.core.memory.contiguous import ContiguousManager
+from engine.core.memory.manager import KVCacheManager
+from engine.core.memory.paged import PagedManager
+from engine.core.options import (
+    Decoding,
+    Placement,
+    Preemption,
+    Reservation,
+    Retention,
+    SchedulerLimits,
+    Scheduling,
+    SpeculationMode,
+)
+from engine.core.request import Request, Speculation
+from engine.core.scheduling.scheduler import Scheduler
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from engine.core.eviction import LruQueue
+from engine.core.memory.eviction import LruQueue
 from engine.core.request import Request
 from engine.core.sequence import Group
 

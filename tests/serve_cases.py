@@ -28,7 +28,7 @@ def tokenizer():
 
 
 def build_engine(loaded, **options):
-    from engine.core.limits import SchedulerLimits
+    from engine.core.options import SchedulerLimits
     from engine.runtime.engine import Engine
     from engine.runtime.options import EngineOptions
 

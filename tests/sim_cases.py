@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.core.contiguous import ContiguousManager
 from engine.core.identity import KeyIdentity
-from engine.core.limits import SchedulerLimits
-from engine.core.manager import KVCacheManager
-from engine.core.paged import PagedManager
-from engine.core.request import Decoding, Request
-from engine.core.scheduler import Scheduler
+from engine.core.memory.contiguous import ContiguousManager
+from engine.core.memory.manager import KVCacheManager
+from engine.core.memory.paged import PagedManager
+from engine.core.options import Decoding, SchedulerLimits
+from engine.core.request import Request
+from engine.core.scheduling.scheduler import Scheduler
 from harness.metrics.log import RunLog
 from harness.sim.arrivals import Arrivals, OpenLoop, TimedRequest
 from harness.sim.clock import to_ns

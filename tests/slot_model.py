@@ -8,9 +8,10 @@ import random
 from collections.abc import Callable
 
 from engine.core.identity import TokenIdentity
+from engine.core.options import Decoding
 from engine.core.plan import Row, StepPlan, StepResult
-from engine.core.request import Decoding, Request
-from engine.core.scheduler import Scheduler
+from engine.core.request import Request
+from engine.core.scheduling.scheduler import Scheduler
 
 EMPTY = None
 Slot = tuple[int, int]

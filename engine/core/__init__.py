@@ -1,5 +1,9 @@
-"""The policy: block pool, prefix cache, KV cache managers, sequences, scheduler, step plan.
+"""The policy core: it decides which tokens each step computes and which KV blocks they use.
 
-Pure Python and NumPy. Nothing here imports torch or simpy or reads a clock, because the simulator and the
-real engine must run the very same code: a difference in any count between them is then a bug, never an error.
+It is pure Python and NumPy: no torch, no simpy, no clock. The simulator and the real engine run this same code.
+So both must give the same counts, and any difference is a bug.
+
+Each file imports only files named before it: errors, options, identity, request, sequence, plan, calendar, policies.
+Then come `memory` (block pool, KV cache managers) and `scheduling` (the scheduler). To read: `scheduling/scheduler.py`,
+`memory/paged.py`, `memory/block_pool.py`.
 """

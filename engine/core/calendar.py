@@ -1,9 +1,8 @@
-"""Who is due at which decode step: the calendar that keeps steady sequences from being touched at every step.
+"""The decode calendar: which steady sequences need a block, or end, at which step.
 
-A steady group decodes: each of its sequences writes one token a step and shares no block that it writes. Nothing
-about it changes but a count, which a common clock keeps, until a block is full or its last token is written. Both
-moments are known when the group joins. After the lean loops of discrete-event simulators: a step costs what is due
-in it, not what is running.
+In each step, a steady sequence writes one token into a block that it does not share. So the step at which its block
+is full and the step at which it ends are known when it joins the calendar. A step then costs time only for the
+sequences that need something in it, not for all that run.
 """
 
 from collections.abc import Iterator
@@ -13,9 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.core.clock import StepClock
 from engine.core.plan import IntArray
-from engine.core.sequence import Group, Sequence
+from engine.core.sequence import Group, Sequence, StepClock
 
 
 class SteadyRows(NamedTuple):

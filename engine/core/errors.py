@@ -1,4 +1,7 @@
-"""Errors of the policy core: each names the sequence or request and the numbers, and leaves the state as it was."""
+"""Errors of the policy core. Each message gives the request or sequence and the numbers.
+
+An operation that raises one of them changes nothing.
+"""
 
 
 class CoreError(ValueError):

@@ -1,23 +1,76 @@
-"""Block identity: opaque names for the content of full blocks, chained over the prefix.
+"""Block hashes: which blocks hold the same K and V.
 
-Two blocks with equal names hold equal K and V. The engine derives names from token ids, the simulator from the
-trace's prefix keys without ever making tokens; `tests/engine/test_identity.py` shows that both give the same
-sharing. What no other request can have is private: it needs no name, its owner remembers its blocks. Replay keeps
-outputs private, because no public trace says that an output returns in another request's prompt; an online engine
-shares them.
+The hash of a full block covers the block and all tokens before it. Two blocks with equal hashes hold equal K and V.
+The engine hashes token ids (`TokenIdentity`). The simulator hashes the prefix keys of the trace (`KeyIdentity`) and
+never makes tokens. `tests/engine/test_identity.py` shows that both find the same shared blocks.
+Blocks that cannot be shared are not hashed: a private integer marks them, and only their own request finds them.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import pairwise
-from typing import Protocol
+from typing import Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from engine.core.errors import CoreError
-from engine.core.hashing import HashAlgorithm, PrefixHasher
-from engine.core.names import BlockName
+from engine.core.options import HashAlgorithm
+
+BlockName = Hashable
+"""Opaque: equal names mean equal K and V. An `int` is private: only its own request can find the block."""
+
+_BRANCH_BITS = 12
+_INDEX_BITS = 32
+
+
+def private_name(request_id: int, branch: int, index: int) -> int:
+    """A name that no other request, branch or position in the table can have; those of a table are consecutive."""
+    return (((request_id << _BRANCH_BITS) | branch) << _INDEX_BITS) + index
+
+
+class _Running(Protocol):
+    def update(self, data: bytes, /) -> None: ...
+
+    def digest(self) -> bytes: ...
+
+    def copy(self) -> Self: ...
+
+
+_STARTS: dict[HashAlgorithm, Callable[[bytes], _Running]] = {
+    HashAlgorithm.SHA256: hashlib.sha256,
+    HashAlgorithm.XXH3_128: xxhash.xxh3_128,
+}
+
+
+class PrefixHasher:
+    """Names the blocks of `block_bytes` bytes that its data fills; `names` grows as they fill."""
+
+    def __init__(
+        self, root: bytes, block_bytes: int, algorithm: HashAlgorithm = HashAlgorithm.SHA256
+    ) -> None:
+        self.names: list[bytes] = []
+        self._running = _STARTS[algorithm](root)
+        self._block_bytes = block_bytes
+        self._rest = b""
+
+    def extend(self, data: bytes) -> None:
+        """Append `data`; every block that it fills gets its name."""
+        data, width = self._rest + data, self._block_bytes
+        update, digest, append = self._running.update, self._running.digest, self.names.append
+        whole = len(data) - len(data) % width
+        for start in range(0, whole, width):
+            update(data[start : start + width])
+            append(digest())
+        self._rest = data[whole:]
+
+    def copy(self) -> "PrefixHasher":
+        """A hasher that goes on from here on its own."""
+        twin = object.__new__(PrefixHasher)
+        twin.names, twin._running = list(self.names), self._running.copy()
+        twin._block_bytes, twin._rest = self._block_bytes, self._rest
+        return twin
 
 
 class BlockIdentity(Protocol):

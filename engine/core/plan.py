@@ -1,4 +1,4 @@
-"""The step plan: all that an executor sees of the policy, and all that it answers."""
+"""The step plan and its result: all that an executor gets from the policy, and all that it gives back."""
 
 import hashlib
 from abc import abstractmethod
@@ -129,7 +129,7 @@ class StepPlan:
 class ArrayRows(Sequence[Row]):
     """Rows whose lengths are at hand as arrays and which are laid out one by one only if somebody asks.
 
-    What the scheduler makes is `engine.core.batch.BatchRows`.
+    What the scheduler makes is `engine.core.scheduling.step.BatchRows`.
     """
 
     others: Sequence[Row]

@@ -1,14 +1,14 @@
-"""The choices that people will want to replace: who comes first, who must make room, who may enter.
+"""The scheduling choices that a user can replace: queue order, which group to preempt, and admission.
 
-A user's own choice, named `module:Class`, offers the method of the protocol; it runs in the simulator and on the
-engine alike. The eviction order is a choice of the same kind (`engine.core.eviction`), block identity another.
+A user's own class, given as `module:Class`, has the methods of the protocol. It runs in the simulator and on the
+engine. The eviction order can be replaced too: see `engine.core.memory.eviction`.
 """
 
 from collections.abc import Sequence as Values
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from engine.core.limits import Scheduling
+from engine.core.options import Scheduling
 from engine.core.request import Request
 from engine.core.sequence import Group
 

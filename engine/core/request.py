@@ -1,25 +1,10 @@
-"""What the scheduler is asked to serve."""
+"""A request: what the scheduler is asked to serve, lengths in tokens."""
 
 from dataclasses import dataclass
-from enum import StrEnum
 
 from engine.core.errors import CoreError
 from engine.core.identity import BlockIdentity
-
-
-class Decoding(StrEnum):
-    """How a request's sequences come to be and relate."""
-
-    GREEDY = "greedy"  # one sequence
-    SAMPLE = "sample"  # `width` independent sequences forked from one prompt
-    BEAM = "beam"  # `width` hypotheses that are re-parented after every step
-
-
-class SpeculationMode(StrEnum):
-    """Where draft tokens are written."""
-
-    LOOKAHEAD = "lookahead"  # into slots behind the sequence's own, which are void again if rejected
-    FORK = "fork"  # into a forked child, which takes the sequence's place with the tokens that were accepted
+from engine.core.options import Decoding, SpeculationMode
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,24 @@
-"""The mutable state of a request under way: its sequences, and how far each has come."""
+"""The state of a request while it is served: its sequences, their block tables, and how many tokens have K and V.
+
+A `Group` is one request with its sequences. Steady decoders share one step clock: when the clock advances, all of
+them have one more token, and none of them is touched.
+"""
 
 from collections.abc import Sequence as Table
 from typing import NamedTuple
 
-from engine.core.clock import StepClock
-from engine.core.names import BlockName
-from engine.core.request import Decoding, Request
+from engine.core.identity import BlockName
+from engine.core.options import Decoding
+from engine.core.request import Request
+
+
+class StepClock:
+    """Steps taken so far. Whoever reads `base + now` advances without being touched."""
+
+    __slots__ = ("now",)
+
+    def __init__(self) -> None:
+        self.now = 0
 
 
 class Sequence:

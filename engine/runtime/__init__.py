@@ -1,4 +1,5 @@
-"""The real engine: an unmodified transformers model on paged KV tensors that audit themselves.
+"""The real engine: an unmodified transformers model on a paged KV cache.
 
-Importing this package or `engine.runtime.model` imports no torch; loading a model does.
+Users start at `llm.LLM`, servers at `async_engine.AsyncEngine`. `attention/`, `models/` and `decoding/` hold the parts
+that touch tensors; `runner.py` runs one step with them. Importing this package imports no torch.
 """

@@ -1,7 +1,7 @@
-"""The engine for many clients at once: it steps in a thread of its own, and every request is an async stream.
+"""The engine for many clients at once: it runs in a thread of its own, and each request is an async stream.
 
-Commands reach the thread through one queue and are taken between steps; news go back to the asker's event loop, all of
-one step in one call. A stream that is closed early aborts its request.
+Commands reach the thread through one queue, and it takes them between steps. All outputs of a step reach a client's
+event loop in one call. Closing a stream early aborts its request.
 """
 
 import asyncio
@@ -12,8 +12,8 @@ from queue import Empty, SimpleQueue
 
 from engine.runtime.engine import Engine, Prompt
 from engine.runtime.errors import EngineDeadError
-from engine.runtime.outputs import RequestOutput
 from engine.runtime.params import SamplingParams
+from engine.runtime.requests import RequestOutput
 
 News = RequestOutput | Exception
 Observer = Callable[[list[RequestOutput]], None]

@@ -1,7 +1,7 @@
-"""From a step plan to tensors: every row's tokens in one flat batch, and where its K and V lie.
+"""From a step plan to tensors: all tokens of a step in one flat batch, and the KV slot of each token.
 
-Rows of one token (decode, or the last token of a prompt) come first and run together, sorted by length so that
-padding is small; longer rows follow. Everything is built in NumPy and crosses to the device once a step.
+Rows of one token (decode, or the last token of a prompt) come first, sorted by length so that padding is small. Longer
+rows follow. Everything is built in NumPy and copied to the device once per step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from engine.core.plan import IntArray, Row
-from engine.runtime.kernels import PrefillRow, StepLayout
-from engine.runtime.sequences import Generation
+from engine.runtime.attention.plans import PrefillRow, StepLayout
+from engine.runtime.decoding.generation import Generation
 
 Generations = Mapping[int, Generation]
 

@@ -1,4 +1,4 @@
-"""Errors of the real engine. Each says what was wrong, where, and what to do about it."""
+"""Errors of the engine. Each message says what is wrong, where, and what to do about it."""
 
 
 class ModelError(ValueError):

@@ -1,11 +1,9 @@
-"""Decode steps as recorded graphs: one launch instead of thousands, with nothing left for Python to do in between.
+"""Decode steps as recorded CUDA graphs: one launch per step instead of thousands.
 
-One recording per batch size, largest first, all in one memory pool. Inputs lie in buffers that never move; before a
-replay the step is written into them and the whole padded tail is set back, because what a larger earlier batch left
-there is the classic mistake. Padded rows write to no slot and read no token.
-
-How a pass is recorded is the recorder's business: a CUDA graph, or, to test everything else without a GPU, the same
-pass run again on the same buffers.
+There is one recording per batch size, from the largest to the smallest, all in one memory pool. The inputs are in
+buffers that never move. Before a replay all padded rows are reset, because an earlier, larger batch may have left
+values there. Padded rows write to no slot and read no token. `EagerRecorder` runs the same code without a graph, so
+that everything except CUDA's recording can be tested without a GPU.
 """
 
 from collections.abc import Callable
@@ -14,14 +12,93 @@ from typing import Any, Protocol
 
 import torch
 
+from engine.runtime.attention.layer import NO_SPANS, PagedStep
 from engine.runtime.batch import StepBatch
-from engine.runtime.decoded import Decoded, decode
+from engine.runtime.decoding.choose import Decoded, decode
 from engine.runtime.kv_pool import KVPool
-from engine.runtime.model import LoadedModel
-from engine.runtime.spans import NO_SPANS
-from engine.runtime.static_plan import StaticInputs, StaticPlan
-from engine.runtime.step import PagedStep
-from paged_kernels import Workspace
+from engine.runtime.models.load import LoadedModel
+from paged_kernels import Scoring, Workspace, paged_attention_decode
+from paged_kernels.torch import cache as torch_cache
+
+
+class StaticInputs:
+    """Inputs of the largest decode batch; smaller ones use the front and clear the rest."""
+
+    def __init__(self, most: int, widest: int, device: torch.device) -> None:
+        columns = -(-widest // 16) * 16  # a row stride that the compiler may rely on
+        self.ids = torch.zeros(1, most, dtype=torch.int64, device=device)
+        self.positions = torch.zeros(1, most, dtype=torch.int64, device=device)
+        self.slots = torch.full((most,), -1, dtype=torch.int64, device=device)
+        self.tables = torch.zeros(most, columns, dtype=torch.int32, device=device)
+        self.lengths = torch.zeros(most, dtype=torch.int32, device=device)
+
+    def clear(self, start: int = 0) -> None:
+        """Make rows from `start` on padding: they write to no slot and read no token."""
+        self.ids[:, start:] = 0
+        self.positions[:, start:] = 0
+        self.slots[start:] = -1
+        self.tables[start:] = 0
+        self.lengths[start:] = 0
+
+    def write(self, batch: StepBatch) -> None:
+        """Put a decode batch in front and clear everything behind it."""
+        rows, width = batch.layout.tables.shape
+        self.clear(rows)
+        self.ids[:, :rows] = batch.input_ids
+        self.positions[:, :rows] = batch.position_ids
+        self.slots[:rows] = batch.slots
+        self.tables[:rows, :width] = torch.from_numpy(batch.layout.tables).to(self.tables)
+        self.tables[:rows, width:] = 0
+        self.lengths[:rows] = torch.from_numpy(batch.layout.lengths).to(self.lengths)
+
+
+class StaticPlan:
+    """Attention of the first `size` rows of the buffers, as they are when it runs.
+
+    Always flat, with parts balanced on the device: a recording keeps its grids, and which rows share blocks changes
+    from step to step. `workspace` must not move once it is recorded.
+    """
+
+    def __init__(self, inputs: StaticInputs, size: int, backend: str, workspace: Workspace) -> None:
+        self._workspace = workspace
+        self._tables, self._lengths = inputs.tables[:size], inputs.lengths[:size]
+        self._backend = "torch" if backend == "native" else backend
+
+    def store(self, cache: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
+        """Write new rows `[size, kv_heads, dim]` to their slots; padded ones to none."""
+        if self._backend == "triton":
+            from paged_kernels.triton import cache as triton_cache
+
+            triton_cache.store(cache, rows, slots)
+            return
+        wanted = slots >= 0
+        torch_cache.store(cache, rows[wanted], slots[wanted])
+
+    def attend(
+        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scoring: Scoring, out: torch.Tensor
+    ) -> None:
+        """Fill `out` `[size, heads, dv]`."""
+        if self._backend == "triton":
+            from paged_kernels.triton import decode as triton_decode
+
+            rows = (self._tables, self._lengths)
+            triton_decode.run_decode(q, keys, values, *rows, scoring, out, workspace=self._workspace)
+            return
+        paged_attention_decode(
+            q,
+            keys,
+            values,
+            self._tables,
+            self._lengths,
+            scale=scoring.scale,
+            window=scoring.window,
+            softcap=scoring.softcap,
+            sinks=scoring.sinks,
+            out=out,
+            workspace=self._workspace,
+            backend=self._backend,
+        )
+
 
 Pass = Callable[[], Decoded]
 _WARM_UPS = 2  # passes before a recording: they compile kernels and settle allocations

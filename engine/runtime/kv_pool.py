@@ -1,26 +1,62 @@
-"""The KV tensors of all layers, and the poison that makes them an independent witness.
+"""The KV cache tensors of all layers, and a count of the slots that were written.
 
-A slot holds numbers if and only if somebody wrote it: the pool is born NaN, and a block whose content became void is
-filled with NaN again. Counting numbers then gives the slots in use without asking the bookkeeping, and a read of a
-slot that nobody wrote surfaces as NaN in the logits.
-
-In an 8-bit pool a NaN may also be a number that was too large to keep, so that each slot has a mark beside it, set
-where K and V are written.
+Slots start as NaN, and the content of freed blocks is set back to NaN. So the audit counts the slots that were written
+without asking the block manager, and reading a slot that was never written gives NaN logits. In an 8-bit pool a number
+that is too large also becomes NaN, so `SlotMarks` keeps one mark per slot instead. `Lanes` applies a step's block
+operations to the model's pool and to the draft model's pool, which use the same block ids.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
+from engine.core.plan import StepPlan
 from engine.runtime import huge_pages
-from engine.runtime.kv_dtype import KVDtype, kept_as, kv_dtype_of
-from engine.runtime.probe import LayerShape
-from engine.runtime.slot_marks import SlotMarks
+from engine.runtime.errors import ModelError
+from engine.runtime.options import KVDtype
 from paged_kernels.torch.cache import copy_blocks
 
-if TYPE_CHECKING:
-    from engine.runtime.model import LoadedModel
+LayerShape = tuple[tuple[int, int], tuple[int, int]]
+
+
+class SlotMarks:
+    """Marks `[num_blocks + 1, block_size]`, and of the host's blocks. They go where the slots' content goes."""
+
+    def __init__(self, num_blocks: int, block_size: int, host_blocks: int, device: torch.device) -> None:
+        self._size = block_size
+        # one entry more in front: where padded rows of a recorded step, whose slot is -1, leave their mark
+        self._all = torch.zeros((num_blocks + 1) * block_size + 1, dtype=torch.bool, device=device)
+        self._marks = self._all[1:].view(num_blocks + 1, block_size)
+        self._host = torch.zeros(host_blocks, block_size, dtype=torch.bool)
+
+    def write(self, slots: torch.Tensor) -> None:
+        """Mark slots `[tokens]`; -1 is nobody's."""
+        self._all.index_fill_(0, slots + 1, True)
+
+    def void(self, blocks: torch.Tensor) -> None:
+        """Take the marks of whole blocks away."""
+        self._marks.index_fill_(0, blocks, False)
+
+    def void_slots(self, slots: torch.Tensor) -> None:
+        """Take the marks of single slots away."""
+        self._all.index_fill_(0, slots + 1, False)
+
+    def copy(self, source: torch.Tensor, destination: torch.Tensor) -> None:
+        """Blocks were copied, all sources read before any destination is written."""
+        self._marks.index_copy_(0, destination, self._marks.index_select(0, source))
+
+    def save(self, blocks: torch.Tensor, host: torch.Tensor) -> None:
+        """Blocks were saved in host memory."""
+        self._host.index_copy_(0, host, self._marks.index_select(0, blocks.to(self._marks.device)).cpu())
+
+    def bring_back(self, host: torch.Tensor, blocks: torch.Tensor) -> None:
+        """Blocks came back from host memory."""
+        saved = self._host.index_select(0, host).to(self._marks.device)
+        self._marks.index_copy_(0, blocks.to(self._marks.device), saved)
+
+    def count(self) -> int:
+        """Marked slots of usable blocks."""
+        return int(self._marks[1:].sum())
 
 
 class KVPool:
@@ -146,21 +182,58 @@ def _host_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device)
     return torch.empty(*shape, dtype=dtype, pin_memory=device.type == "cuda")
 
 
-def pool_for(
-    loaded: "LoadedModel",
-    *,
-    num_blocks: int,
-    block_size: int,
-    host_blocks: int = 0,
-    kv_dtype: KVDtype | str = KVDtype.MODEL,
-) -> KVPool:
-    """A model's pool, on its device, in its type or a narrower one."""
-    return KVPool(
-        loaded.kv_shapes,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        dtype=loaded.dtype,
-        device=loaded.device,
-        host_blocks=host_blocks,
-        kv_dtype=kv_dtype,
-    )
+class Lanes:
+    """Moves blocks as a plan says, in its order: void stale slots, save, void free blocks, bring back, copy."""
+
+    def __init__(self, pools: Sequence[KVPool]) -> None:
+        self.pools = pools
+
+    def void_stale(self, plan: StepPlan) -> None:
+        """Poison what is void in blocks that are in use, before a swap saves it with its block."""
+        if plan.stale:
+            for pool in self.pools:
+                pool.poison_slots(plan.stale)
+
+    def save(self, plan: StepPlan) -> None:
+        """Swap out, before the blocks are anyone else's."""
+        if plan.swap_out:
+            for pool in self.pools:
+                pool.swap_out(plan.swap_out)
+
+    def void(self, plan: StepPlan) -> None:
+        """Poison what nobody may read any more."""
+        for pool in self.pools:
+            if plan.frees:
+                pool.poison(plan.frees)
+
+    def fill(self, plan: StepPlan) -> None:
+        """Swap in, then copy."""
+        for pool in self.pools:
+            if plan.swap_in:
+                pool.swap_in(plan.swap_in)
+            if plan.copies:
+                pool.copy(plan.copies)
+
+
+_FP8_NAN = 0x7F  # of e4m3: the type has no infinity, and one NaN of either sign
+
+
+def kv_dtype_of(name: KVDtype | str, model_dtype: "torch.dtype") -> "torch.dtype":
+    """The element type for a name. Raises ModelError for a name that does not exist."""
+    import torch
+
+    if name not in set(KVDtype):
+        raise ModelError(f"kv_dtype {str(name)!r} does not exist; choose {', '.join(KVDtype)}")
+    return model_dtype if name == KVDtype.MODEL else torch.float8_e4m3fn
+
+
+def kv_item_bytes(name: KVDtype | str, model_dtype: "torch.dtype") -> int:
+    """Bytes of one number in the pool. Raises ModelError."""
+    return kv_dtype_of(name, model_dtype).itemsize
+
+
+def kept_as(dtype: "torch.dtype") -> tuple["torch.dtype", float]:
+    """What the memory is to torch, and the value that poisons it: 8-bit floats are moved as bytes."""
+    import torch
+
+    return (torch.uint8, _FP8_NAN) if dtype.itemsize == 1 else (dtype, float("nan"))

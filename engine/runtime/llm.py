@@ -1,4 +1,4 @@
-"""The public face: give it a model and prompts, get text and tokens."""
+"""The public interface: give `LLM` a model and prompts, and get text and tokens."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -7,14 +7,12 @@ from typing import Any
 
 from engine.runtime.engine import Engine, Prompt
 from engine.runtime.errors import RequestError
-from engine.runtime.model import LoadedModel, load_model
+from engine.runtime.models.load import LoadedModel, load_model
+from engine.runtime.models.spec import ModelSpec
 from engine.runtime.options import EngineOptions
-from engine.runtime.outputs import CompletionOutput, RequestOutput
 from engine.runtime.params import OutputKind, SamplingParams
-from engine.runtime.spec import ModelSpec
+from engine.runtime.requests import RequestOutput
 from engine.runtime.text import Tokenizer, load_tokenizer
-
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
 
 
 class LLM:

@@ -1,16 +1,23 @@
-"""How an engine is set up: its pool, its policy, its kernels. Plain values."""
+"""Options of an engine: KV pool, cache policy, kernels. Plain values; no torch.
+
+`build_manager` makes the KV cache manager that the options describe.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from engine.core.hashing import HashAlgorithm
-from engine.core.limits import SchedulerLimits
-from engine.core.manager import KVCacheManager
-from engine.core.request import SpeculationMode
-from engine.core.reservation import Placement, Reservation
-from engine.core.scheduler import Scheduler
-from engine.runtime.kv_dtype import KVDtype
+from engine.core.memory.manager import KVCacheManager
+from engine.core.options import HashAlgorithm, Placement, Reservation, SchedulerLimits, SpeculationMode
+from engine.core.scheduling.scheduler import Scheduler
+
+
+class KVDtype(StrEnum):
+    """Element type of the KV pool."""
+
+    MODEL = "model"
+    FP8_E4M3 = "fp8_e4m3"  # 4 bits of exponent, 3 of mantissa, up to 448; kept without a scale
+
 
 MakeScheduler = Callable[[int, SchedulerLimits], Scheduler]
 
@@ -69,8 +76,8 @@ class EngineOptions:
 
 def build_manager(options: EngineOptions, num_blocks: int, max_model_len: int) -> KVCacheManager:
     """The KV cache manager that the options ask for."""
-    from engine.core.contiguous import ContiguousManager
-    from engine.core.paged import PagedManager
+    from engine.core.memory.contiguous import ContiguousManager
+    from engine.core.memory.paged import PagedManager
 
     if Cache(options.cache) is Cache.PAGED:
         return PagedManager(
@@ -82,3 +89,6 @@ def build_manager(options: EngineOptions, num_blocks: int, max_model_len: int) -
         )
     reservation = Reservation(Cache(options.cache).removeprefix("contiguous_"))
     return ContiguousManager(num_blocks, max_model_len, reservation, Placement(options.placement))
+
+
+AUDITS = ("off", "sampled", "full")

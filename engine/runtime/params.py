@@ -1,12 +1,47 @@
-"""How to continue a prompt, spelled as users of vLLM know it."""
+"""How the tokens of a request are chosen.
+
+Users set `SamplingParams`, whose fields have the names that vLLM uses. `SamplingParams.rules` turns them into
+`DecodingRules`, which is all that the code in `decoding/` reads.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Literal
 
-from engine.core.request import Decoding
+from engine.core.options import Decoding
 from engine.runtime.errors import ParamsError
-from engine.runtime.rules import DecodingRules, EarlyStopping
+
+EarlyStopping = bool | Literal["never"]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodingRules:
+    """Rules of one request; which way of decoding applies stands in its `Request`.
+
+    `seed` None draws from the engine's seed and the request's number. `end_ids` end a sequence (and are part of it);
+    beams look at one more candidate per hypothesis for each of them. `logprobs` is how many of the best tokens are
+    reported beside the chosen one; None reports nothing.
+    """
+
+    temperature: float | None = None  # None: the engine's
+    top_k: int = 0  # 0: all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    end_ids: frozenset[int] = frozenset()
+    logprobs: int | None = None
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = False
+
+    @property
+    def restricted(self) -> bool:
+        """Whether only a part of the vocabulary may be drawn."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+
+PLAIN = DecodingRules()
+
 
 MAX_LOGPROBS = 20
 MAX_STOPS = 16

@@ -1,4 +1,4 @@
-"""The measured executor: runs a step plan on the model and says what was sampled and how long each part took."""
+"""The measured executor: runs a step plan on the model, and returns its result and the seconds of each part."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -10,24 +10,19 @@ import torch
 from engine.core.errors import CoreError
 from engine.core.plan import IntArray, Row, StepPlan, StepResult
 from engine.core.request import Request
-from engine.runtime.backends import engine_backend, plan_step
+from engine.runtime.attention.layer import NO_SPANS, ClockSpans, CudaSpans, PagedStep, Spans
+from engine.runtime.attention.plans import AttentionPlan
+from engine.runtime.attention.select import check_kv_dtype, engine_backend, plan_step
 from engine.runtime.batch import StepBatch, build_batch
-from engine.runtime.choosing import Choice, TokenChooser
-from engine.runtime.decoded import Decoded, decode
-from engine.runtime.drafting import Drafter
+from engine.runtime.decoding.choose import Choice, Decoded, TokenChooser, decode
+from engine.runtime.decoding.generation import Generation
+from engine.runtime.drafts import Drafter
 from engine.runtime.errors import AuditError, NaNLogitsError
 from engine.runtime.graphs import DecodeGraphs, GraphOptions
-from engine.runtime.kernels import AttentionPlan
-from engine.runtime.kv_dtype import KVDtype, check_kv_dtype
-from engine.runtime.kv_pool import pool_for
-from engine.runtime.lanes import Lanes
-from engine.runtime.model import LoadedModel
-from engine.runtime.rules import PLAIN, DecodingRules
-from engine.runtime.sequences import Generation
-from engine.runtime.spans import NO_SPANS, ClockSpans, CudaSpans, Spans
-from engine.runtime.step import PagedStep
-
-AUDITS = ("off", "sampled", "full")
+from engine.runtime.kv_pool import KVPool, Lanes
+from engine.runtime.models.load import LoadedModel
+from engine.runtime.options import AUDITS, KVDtype
+from engine.runtime.params import PLAIN, DecodingRules
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,3 +220,23 @@ class Runner:
         if self._on_cuda:
             torch.cuda.synchronize(self._loaded.device)
         return self._clock()
+
+
+def pool_for(
+    loaded: "LoadedModel",
+    *,
+    num_blocks: int,
+    block_size: int,
+    host_blocks: int = 0,
+    kv_dtype: KVDtype | str = KVDtype.MODEL,
+) -> KVPool:
+    """A model's pool, on its device, in its type or a narrower one."""
+    return KVPool(
+        loaded.kv_shapes,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        dtype=loaded.dtype,
+        device=loaded.device,
+        host_blocks=host_blocks,
+        kv_dtype=kv_dtype,
+    )

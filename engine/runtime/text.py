@@ -1,4 +1,4 @@
-"""Tokens to text, token by token, and the search for stop strings in it."""
+"""Tokens to text, token by token, and the search for stop strings in the text."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.runtime.checkpoint import checkpoint_stamp
+from engine.runtime.models.spec import checkpoint_stamp
 from harness.config.schema import RunConfig
 from harness.environment import code_version, device_identity, versions
 from harness.measured.errors import CalibrationError

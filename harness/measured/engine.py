@@ -10,12 +10,11 @@ from functools import lru_cache
 import numpy as np
 
 from engine.core.identity import TokenIdentity
-from engine.runtime.adopting import adopt_layers
 from engine.runtime.graphs import GraphOptions
-from engine.runtime.model import LoadedModel, load_model
-from engine.runtime.packing import can_pack, is_small
+from engine.runtime.models.cpu_layers import adopt_layers, can_pack, is_small
+from engine.runtime.models.load import LoadedModel, load_model
+from engine.runtime.models.spec import ModelSpec
 from engine.runtime.runner import Runner
-from engine.runtime.spec import ModelSpec
 from harness.config.schema import Clock, RunConfig
 from harness.environment import engine_device
 from harness.measured.executor import MeasuredExecutor

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from engine.core.limits import SchedulerLimits
+from engine.core.options import SchedulerLimits
 from harness.config.schema import CachePolicy, RunConfig
 from harness.measured.budget import Budget
 from harness.measured.calibration import GRID_BLOCK_SIZE as BLOCK_SIZE

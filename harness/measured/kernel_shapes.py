@@ -104,7 +104,7 @@ def _runs(config: RunConfig, row: Mapping[str, Any]) -> str:
 
 
 def _serves(row: Mapping[str, Any]) -> bool:
-    """What the compiled decode computes: see `engine.runtime.native.paged.serves`."""
+    """What the compiled decode computes: see `engine.runtime.attention.plans.serves`."""
     return row["dtype"] in ("fp32", "bf16") and row["head_dim"] % 16 == 0
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from engine.core.limits import Preemption, SchedulerLimits
-from engine.core.request import Decoding, Speculation
+from engine.core.options import Decoding, Preemption, SchedulerLimits
+from engine.core.request import Speculation
 from harness.config.schema import CacheConfig, CachePolicy, RunConfig
 from harness.point.forms import Form, Forms
 from harness.point.shapes import pool_shape

@@ -2,7 +2,7 @@
 
 from dataclasses import asdict
 
-from engine.runtime.spec import ModelSpec
+from engine.runtime.models.spec import ModelSpec
 from harness.config.schema import ModelConfig
 
 

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from engine.core.limits import SchedulerLimits
-from engine.core.request import Decoding
+from engine.core.options import Decoding, SchedulerLimits
 from harness.compare import comparison_error
 from harness.config.schema import CachePolicy, ReplayMode, RunConfig
 from harness.measured.budget import Budget

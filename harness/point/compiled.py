@@ -5,8 +5,7 @@ from functools import partial
 
 import numpy as np
 
-from engine.core.limits import Preemption, Scheduling
-from engine.core.request import Decoding
+from engine.core.options import Decoding, Preemption, Scheduling
 from harness.config.errors import ConfigError
 from harness.config.schema import CachePolicy, Compiled, ReplayMode, RetentionRule
 from harness.point.workload import Workload

@@ -2,7 +2,7 @@
 
 import os
 
-from engine.runtime.native.compiling import why_unavailable
+from engine.runtime.attention.native.compile import why_unavailable
 from harness.config.errors import ConfigError
 from harness.config.schema import Backend, EngineConfig, EngineDevice
 from harness.environment import engine_device, gpu_names

@@ -3,7 +3,8 @@
 from collections import Counter
 from dataclasses import dataclass
 
-from engine.core.request import Decoding, Speculation, SpeculationMode
+from engine.core.options import Decoding, SpeculationMode
+from engine.core.request import Speculation
 from harness.config.schema import DecodingMode, RunConfig, Widths
 from traces.trace import Trace, TraceRequest
 

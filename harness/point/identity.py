@@ -1,6 +1,6 @@
 """What makes a point the same point again, beside its configuration."""
 
-from engine.runtime.checkpoint import checkpoint_stamp
+from engine.runtime.models.spec import checkpoint_stamp
 from harness.config.schema import RunConfig
 from harness.environment import code_version, device_identity
 from harness.point.clock import clock_of

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.core.request import Decoding
+from engine.core.options import Decoding
 from harness.config.errors import ConfigError
 from harness.point.forms import Forms
 from harness.sim.genealogy import RecordedGenealogy

@@ -6,15 +6,20 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from engine.core.contiguous import ContiguousManager
-from engine.core.hashing import HashAlgorithm
-from engine.core.limits import Preemption, SchedulerLimits, Scheduling
-from engine.core.manager import KVCacheManager
-from engine.core.paged import PagedManager
+from engine.core.memory.contiguous import ContiguousManager
+from engine.core.memory.manager import KVCacheManager
+from engine.core.memory.paged import PagedManager
+from engine.core.options import (
+    HashAlgorithm,
+    Placement,
+    Preemption,
+    Reservation,
+    Retention,
+    SchedulerLimits,
+    Scheduling,
+)
 from engine.core.policies import Policies
-from engine.core.pool import Retention
-from engine.core.reservation import Placement, Reservation
-from engine.core.scheduler import Scheduler
+from engine.core.scheduling.scheduler import Scheduler
 from harness.config.errors import ConfigError
 from harness.config.schema import CacheConfig, CachePolicy, PlacementRule, SchedulerConfig
 from harness.point.shapes import PoolShape

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engine.core.request import Decoding
+from engine.core.options import Decoding
 from harness.compare import compare
 from harness.config.schema import CachePolicy, RunConfig
 from harness.environment import environment

@@ -61,7 +61,7 @@ def _check_records(config: RunConfig) -> None:
 def check_model(config: RunConfig) -> None:
     """Raises ConfigError for a model that the engine cannot run, or no memory holds."""
     from engine.runtime.errors import ModelError
-    from engine.runtime.model import check_model as check_spec
+    from engine.runtime.models.spec import check_model as check_spec
     from harness.measured.spec import model_spec
 
     try:
@@ -88,7 +88,7 @@ def _check_widths(config: RunConfig, workload: Workload) -> None:
 def _check_draft(config: RunConfig) -> None:
     """The draft model must run here, and say the same tokens as the model."""
     from engine.runtime.errors import ModelError
-    from engine.runtime.model import check_model as check_spec
+    from engine.runtime.models.spec import check_model as check_spec
     from harness.measured.spec import model_spec
 
     path = config.decoding.draft_path

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from engine.core.identity import BlockIdentity, KeyIdentity
-from engine.core.limits import SchedulerLimits
-from engine.core.request import Decoding, Request
-from engine.core.scheduler import Scheduler
+from engine.core.options import Decoding, SchedulerLimits
+from engine.core.request import Request
+from engine.core.scheduling.scheduler import Scheduler
 from harness.config.errors import ConfigError
 from harness.config.schema import CacheConfig, Compiled, Oversize, RunConfig, SchedulerConfig
 from harness.point.chance import Chance, chance_of, with_recorded_beams

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.runtime.outputs import CompletionOutput, RequestOutput
-from engine.runtime.sequences import TokenLogprobs
+from engine.runtime.decoding.generation import TokenLogprobs
+from engine.runtime.requests import CompletionOutput, RequestOutput
 from engine.runtime.text import Tokenizer
 
 Choice = dict[str, Any]

@@ -15,7 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from engine.core.policies import Policies
 from engine.runtime.async_engine import AsyncEngine
 from engine.runtime.engine import Engine, Prompt
-from engine.runtime.outputs import RequestOutput
+from engine.runtime.requests import RequestOutput
 from harness.serve.answers import Envelope, usage_of
 from harness.serve.chat import chat_prompt
 from harness.serve.failures import ServeError, error_body, install

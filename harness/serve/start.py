@@ -4,8 +4,8 @@ import socket
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from engine.core.limits import SchedulerLimits
-from engine.core.scheduler import Scheduler
+from engine.core.options import SchedulerLimits
+from engine.core.scheduling.scheduler import Scheduler
 from harness.cli.parser import Arguments
 from harness.cli.say import say
 from harness.config.checks import check_config

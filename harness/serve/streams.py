@@ -9,8 +9,8 @@ from starlette.requests import Request
 
 from engine.runtime.async_engine import AsyncEngine
 from engine.runtime.engine import Prompt
-from engine.runtime.outputs import RequestOutput
 from engine.runtime.params import SamplingParams
+from engine.runtime.requests import RequestOutput
 from harness.serve.answers import Envelope, usage_of
 from harness.serve.failures import CLIENT_GONE, ServeError, body_of
 

@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import log, log1p
 
+from engine.core.options import Decoding
 from engine.core.plan import StepPlan
-from engine.core.request import Decoding, Request
+from engine.core.request import Request
 from harness.sim.draws import SCALE, Draws
 
 _ENDS, _DRAFTS = 2**40, 2**41  # places of these draws, apart from the beams'

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from engine.core.options import Decoding
 from engine.core.plan import StepPlan, StepResult
-from engine.core.request import Decoding, Request
+from engine.core.request import Request
 from harness.sim.branches import BranchEnds, BranchSurvival, DraftAcceptance
 from harness.sim.clock import LATEST_NS, NS_PER_S, TimeSpanError, to_ns
 from harness.sim.cost import Amount, CostModel

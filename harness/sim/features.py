@@ -8,8 +8,9 @@ from types import MappingProxyType
 
 import numpy as np
 
+from engine.core.options import Decoding
 from engine.core.plan import Row, StepPlan
-from engine.core.request import Decoding, Request
+from engine.core.request import Request
 from harness.sim.cost import Amount
 
 FEATURES: dict[str, str] = {
@@ -192,7 +193,7 @@ def distinct_share(physical: Amount, logical: Amount) -> Amount:
 def _draft_features(
     rows: Sequence[Amount], others: Sequence[Row], accepted: Mapping[int, int]
 ) -> tuple[Amount, Amount, Amount]:
-    """Passes, tokens and KV slots of the draft model's lane (`engine.runtime.drafting`).
+    """Passes, tokens and KV slots of the draft model's lane (`engine.runtime.drafts`).
 
     Rows without drafts run as they are, in one pass; those with some take a pass for each draft token, and one more
     where all of them were right.

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from engine.core.outcome import CommitReport, RequestStats
 from engine.core.plan import StepPlan, StepResult
 from engine.core.request import Request
+from engine.core.scheduling.commit import CommitReport, RequestStats
 from harness.metrics.log import RunLog
 from harness.sim.cost import Amount, FloatArray
 from harness.sim.executors import StepTiming

@@ -11,11 +11,10 @@ from typing import Any
 import simpy
 
 from engine.core.errors import NeverFitsError
-from engine.core.outcome import RequestStats
 from engine.core.request import Request
-from engine.core.scheduler import Scheduler
-from harness.sim.arrivals import Arrivals, OpenLoop
-from harness.sim.arrivals import TimedRequest as TimedRequest
+from engine.core.scheduling.commit import RequestStats
+from engine.core.scheduling.scheduler import Scheduler
+from harness.sim.arrivals import Arrivals, OpenLoop, TimedRequest
 from harness.sim.clock import LATEST_NS, TimeSpanError
 from harness.sim.executors import Executor
 from harness.sim.recorder import Recorder

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from engine.core.outcome import CommitReport, RequestStats
 from engine.core.plan import FloatArray, StepPlan
 from engine.core.request import Request
+from engine.core.scheduling.commit import CommitReport, RequestStats
 from harness.metrics.log import GENERATED, REQUEST_COLUMNS, Outcome
 from harness.sim.clock import NsArray, to_s
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from engine.core.manager import LeapColumns
+from engine.core.memory.manager import LeapColumns
 from engine.core.plan import StepPlan
 from harness.metrics.log import STEP_COLUMNS, Column
 from harness.sim.clock import NsArray, to_s

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 
-from engine.core.outcome import CommitReport, RequestStats
 from engine.core.plan import StepPlan, StepResult
 from engine.core.request import Request
+from engine.core.scheduling.commit import CommitReport, RequestStats
 from harness.sim.executors import StepTiming
 from harness.sim.folding import CHUNK, RunFold
 from harness.sim.hull import Hull

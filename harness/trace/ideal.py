@@ -6,11 +6,11 @@ The same number comes from the trace's own keys (`traces.analysis.reuse`); where
 from collections.abc import Callable
 
 from engine.core.identity import BlockIdentity, KeyIdentity
-from engine.core.limits import SchedulerLimits
-from engine.core.paged import PagedManager
+from engine.core.memory.paged import PagedManager
+from engine.core.options import SchedulerLimits
 from engine.core.plan import StepResult
 from engine.core.request import Request
-from engine.core.scheduler import Scheduler
+from engine.core.scheduling.scheduler import Scheduler
 from traces.trace import Trace, TraceRequest
 
 Identify = Callable[[TraceRequest], BlockIdentity]

@@ -95,8 +95,8 @@ def test_imports_run_one_way(module: str, file: Path) -> None:
     ("module", "text"),
     [
         ("traces.reading", "import engine.core"),
-        ("engine.core.pool", "def f():\n    import torch"),
-        ("engine.core.pool", "from .. import runtime"),
+        ("engine.core.memory.block_pool", "def f():\n    import torch"),
+        ("engine.core.memory.block_pool", "from .. import runtime"),
         ("engine.runtime.runner", "from harness import sim"),
         ("harness.sim.replay", "from torch import nn"),
         ("harness.point.run", "from paged_kernels.attention import attention"),

@@ -56,12 +56,12 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_brings_the_c_files_that_are_compiled_on_first_use(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     sources = {
-        file.name for suffix in ("c", "h") for file in (ROOT / "engine/runtime/native").glob(f"*.{suffix}")
+        file.name for suffix in ("c", "h") for file in (ROOT / "engine/runtime/attention/native").glob(f"*.{suffix}")
     }
     assert sources == {
         Path(name).name
         for name in names
-        if name.startswith("engine/runtime/native/") and name[-2:] in (".c", ".h")
+        if name.startswith("engine/runtime/attention/native/") and name[-2:] in (".c", ".h")
     }
 
 

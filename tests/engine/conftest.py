@@ -12,8 +12,8 @@ def loaded_model(family="llama"):
     """A model of the family on paged KV; one per process."""
     import torch
 
-    from engine.runtime.model import load_model
-    from engine.runtime.spec import ModelSpec
+    from engine.runtime.models.load import load_model
+    from engine.runtime.models.spec import ModelSpec
 
     torch.set_num_threads(1)
     kv_heads = 4 if family in ("gpt2", "opt") else 2
@@ -25,7 +25,7 @@ def generated(family, prompt, tokens, beams=1):
     """transformers' own answer with its own attention: sequences (best first) and beam scores."""
     import torch
 
-    from engine.runtime.model import native_attention
+    from engine.runtime.models.load import native_attention
 
     options = {"num_beams": beams, "num_return_sequences": beams, "do_sample": False}
     with native_attention(loaded_model(family)) as model:

@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from engine.core.limits import SchedulerLimits
-from engine.core.paged import PagedManager
-from engine.core.request import Decoding, Request
-from engine.core.scheduler import Scheduler
-from engine.runtime import cascading, kernels
+from engine.core.memory.paged import PagedManager
+from engine.core.options import Decoding, SchedulerLimits
+from engine.core.request import Request
+from engine.core.scheduling.scheduler import Scheduler
+from engine.runtime.attention import cascade as cascading
+from engine.runtime.attention import plans as kernels
 from engine.runtime.graphs import EagerRecorder, GraphOptions
-from engine.runtime.model import load_model
+from engine.runtime.models.load import load_model
+from engine.runtime.models.spec import ModelSpec
 from engine.runtime.runner import Runner
-from engine.runtime.spec import ModelSpec
 from paged_kernels import WorkspaceError
 from paged_kernels.cascade_plan import CascadeCost
 from paged_kernels.triton import cascade as triton_cascade

@@ -12,17 +12,14 @@ import pytest
 import yaml
 from slot_model import SlotModel
 
-from engine.core.contiguous import ContiguousManager
-from engine.core.hashing import PrefixHasher
-from engine.core.identity import TokenIdentity
-from engine.core.limits import SchedulerLimits
-from engine.core.manager import KVCacheManager
-from engine.core.paged import PagedManager
+from engine.core.identity import PrefixHasher, TokenIdentity
+from engine.core.memory.contiguous import ContiguousManager
+from engine.core.memory.manager import KVCacheManager
+from engine.core.memory.paged import PagedManager
+from engine.core.options import Decoding, Placement, Reservation, Retention, SchedulerLimits, SpeculationMode
 from engine.core.plan import SlotUsage, StepPlan
-from engine.core.pool import Retention
-from engine.core.request import Decoding, Request, Speculation, SpeculationMode
-from engine.core.reservation import Placement, Reservation
-from engine.core.scheduler import Scheduler
+from engine.core.request import Request, Speculation
+from engine.core.scheduling.scheduler import Scheduler
 from engine.core.sequence import Group, ScheduledRow
 from harness.sim.roofline import ModelShape
 

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from engine.core.contiguous import ContiguousManager
 from engine.core.identity import TokenIdentity
-from engine.core.limits import SchedulerLimits
+from engine.core.memory.contiguous import ContiguousManager
+from engine.core.options import Decoding, SchedulerLimits
 from engine.core.plan import StepResult
-from engine.core.request import Decoding, Request
-from engine.core.scheduler import Scheduler
+from engine.core.request import Request
+from engine.core.scheduling.scheduler import Scheduler
 
 
 def forked(width: int = 3) -> Scheduler:

@@ -6,20 +6,19 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from engine.core.buddy import BuddyRuns
-from engine.core.contiguous import ContiguousManager
 from engine.core.errors import CoreError, NeverFitsError, OutOfBlocksError, UnknownSequenceError
 from engine.core.identity import TokenIdentity
-from engine.core.limits import SchedulerLimits
-from engine.core.manager import KVCacheManager
-from engine.core.paged import PagedManager
+from engine.core.memory.block_pool import BlockPool
+from engine.core.memory.contiguous import ContiguousManager
+from engine.core.memory.manager import KVCacheManager
+from engine.core.memory.paged import PagedManager
+from engine.core.memory.placement import BuddyRuns, FreeRuns
+from engine.core.memory.swap import HostPool
+from engine.core.options import Decoding, SchedulerLimits, SpeculationMode
 from engine.core.plan import StepPlan, StepResult
-from engine.core.pool import BlockPool
-from engine.core.request import Decoding, Request, Speculation, SpeculationMode
-from engine.core.runs import FreeRuns
-from engine.core.scheduler import Scheduler
+from engine.core.request import Request, Speculation
+from engine.core.scheduling.scheduler import Scheduler
 from engine.core.sequence import Group, ScheduledRow, Sequence
-from engine.core.swap import HostPool
 
 Print = object
 SEEN_BY_NAME = (Sequence, Group)

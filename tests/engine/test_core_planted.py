@@ -7,17 +7,15 @@ import pytest
 from core_driver import Setup, random_walk
 
 from engine.core import identity
-from engine.core.buddy import BuddyRuns
 from engine.core.calendar import DecodeCalendar
-from engine.core.eviction import LruQueue
-from engine.core.forking import CopyAtFork
-from engine.core.limits import Preemption, Scheduling
-from engine.core.naming import BlockNaming
-from engine.core.paged import PagedManager
-from engine.core.pool import BlockPool
-from engine.core.reservation import Placement, Reservation
-from engine.core.swap import HostPool, Swapper
-from engine.core.tables import BlockTables
+from engine.core.memory.block_pool import BlockPool
+from engine.core.memory.block_tables import BlockTables
+from engine.core.memory.eviction import LruQueue
+from engine.core.memory.paged import CopyAtFork, PagedManager
+from engine.core.memory.placement import BuddyRuns
+from engine.core.memory.prefix_cache import BlockNaming
+from engine.core.memory.swap import HostPool, Swapper
+from engine.core.options import Placement, Preemption, Reservation, Scheduling
 
 SETUPS = [
     Setup(),

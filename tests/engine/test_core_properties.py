@@ -7,14 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from slot_model import SlotModel
 
-from engine.core.contiguous import ContiguousManager
 from engine.core.errors import NeverFitsError
 from engine.core.identity import TokenIdentity
-from engine.core.limits import SchedulerLimits
-from engine.core.manager import KVCacheManager
-from engine.core.paged import PagedManager
-from engine.core.request import Decoding, Request
-from engine.core.scheduler import Scheduler
+from engine.core.memory.contiguous import ContiguousManager
+from engine.core.memory.manager import KVCacheManager
+from engine.core.memory.paged import PagedManager
+from engine.core.options import Decoding, SchedulerLimits
+from engine.core.request import Request
+from engine.core.scheduling.scheduler import Scheduler
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,15 @@
 import numpy as np
 import pytest
 
-from engine.core.contiguous import ContiguousManager
 from engine.core.errors import CoreError, OutOfBlocksError, UnknownSequenceError
 from engine.core.identity import TokenIdentity
-from engine.core.limits import SchedulerLimits
-from engine.core.paged import PagedManager
+from engine.core.memory.block_pool import BlockPool
+from engine.core.memory.contiguous import ContiguousManager
+from engine.core.memory.paged import PagedManager
+from engine.core.options import Decoding, SchedulerLimits
 from engine.core.plan import StepPlan, StepResult
-from engine.core.pool import BlockPool
-from engine.core.request import Decoding, Request
-from engine.core.scheduler import Scheduler
+from engine.core.request import Request
+from engine.core.scheduling.scheduler import Scheduler
 from engine.core.sequence import Group, ScheduledRow
 
 

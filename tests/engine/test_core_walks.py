@@ -12,10 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from engine.core.limits import Preemption, Scheduling
-from engine.core.pool import Retention
-from engine.core.request import Decoding
-from engine.core.reservation import Placement, Reservation
+from engine.core.options import Decoding, Placement, Preemption, Reservation, Retention, Scheduling
 
 NIGHTLY = bool(os.environ.get("PAGETWIN_NIGHTLY"))
 RULES = 120  # a walk

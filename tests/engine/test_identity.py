@@ -4,9 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core.errors import CoreError
-from engine.core.hashing import HashAlgorithm
-from engine.core.identity import KeyIdentity, TokenIdentity
-from engine.core.names import private_name
+from engine.core.identity import KeyIdentity, TokenIdentity, private_name
+from engine.core.options import HashAlgorithm
 
 SEGMENTS = st.lists(
     st.tuples(st.one_of(st.none(), st.integers(0, 3)), st.integers(1, 13)), min_size=1, max_size=5

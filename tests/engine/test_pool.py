@@ -1,7 +1,7 @@
 import pytest
 
 from engine.core.errors import CoreError, OutOfBlocksError
-from engine.core.pool import BlockPool
+from engine.core.memory.block_pool import BlockPool
 
 
 def test_blocks_are_taken_in_id_order_and_the_null_block_never() -> None:

@@ -4,13 +4,13 @@ import pytest
 import torch
 from tiny_models import SHAPE
 
-from engine.runtime.adopting import adopt_layers, give_back_layers, own_layers
-from engine.runtime.native.compiling import why_unavailable
+from engine.runtime.attention.native.compile import why_unavailable
+from engine.runtime.models.cpu_layers import adopt_layers, give_back_layers, own_layers
 
 
 def model(family, dtype="float32"):
-    from engine.runtime.model import load_model
-    from engine.runtime.spec import ModelSpec
+    from engine.runtime.models.load import load_model
+    from engine.runtime.models.spec import ModelSpec
 
     return load_model(
         ModelSpec(name=family, family=family, kv_heads=4 if family == "gpt2" else 2, dtype=dtype, **SHAPE)

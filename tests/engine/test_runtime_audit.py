@@ -5,11 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engine.core.limits import SchedulerLimits
-from engine.core.paged import PagedManager
+from engine.core.memory.paged import PagedManager
+from engine.core.options import Decoding, SchedulerLimits
 from engine.core.plan import Row, SlotUsage, StepPlan
-from engine.core.request import Decoding, Request
-from engine.core.scheduler import Scheduler
+from engine.core.request import Request
+from engine.core.scheduling.scheduler import Scheduler
 
 
 def make_llm(loaded, **options):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.core.limits import SchedulerLimits
+from engine.core.options import SchedulerLimits
 
 NEW = 20
 STOPPING = (False, True, "never")
@@ -41,7 +41,7 @@ def ends_of_fixture(model_of):
 
 def reference(loaded, prompt, width, penalty, stopping, ends):
     """All k hypotheses of transformers without their padding, and their scores."""
-    from engine.runtime.model import native_attention
+    from engine.runtime.models.load import native_attention
 
     with native_attention(loaded) as model:
         out = model.generate(
@@ -137,9 +137,10 @@ def test_the_whole_grid(family, block_size, stopping, penalty, width, model_of, 
 
 def test_copies_are_what_copy_on_write_theory_says(model_of):
     """k - (distinct parents) copies in the step after one, if the tail is partly filled; else none."""
-    from engine.core.paged import PagedManager
-    from engine.core.request import Decoding, Request
-    from engine.core.scheduler import Scheduler
+    from engine.core.memory.paged import PagedManager
+    from engine.core.options import Decoding
+    from engine.core.request import Request
+    from engine.core.scheduling.scheduler import Scheduler
     from engine.runtime.runner import Runner
 
     scheduler = Scheduler(PagedManager(200, 8), SchedulerLimits(64, 32))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.core.limits import SchedulerLimits
+from engine.core.options import SchedulerLimits
 
 TOKENS = 12
 
@@ -48,7 +48,7 @@ def test_one_beam_is_greedy(model_of, generate, prompts):
 
 
 def test_the_best_of_all_continuations_are_candidates():
-    from engine.runtime.beam import best_continuations
+    from engine.runtime.decoding.beams import best_continuations
 
     logits = torch.log_softmax(torch.tensor([[[0.0, 3.0, 1.0], [2.0, 0.0, 1.9]]]), dim=-1)
     best = best_continuations(logits, torch.tensor([[0.0, -0.1]]), 2)

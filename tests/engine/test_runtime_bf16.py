@@ -4,15 +4,15 @@ import pytest
 import torch
 from tiny_models import SHAPE
 
-from engine.core.limits import SchedulerLimits
+from engine.core.options import SchedulerLimits
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_teacher_forced_logits_are_those_of_transformers(family, prompts):
     from engine.runtime.llm import LLM
-    from engine.runtime.model import load_model, native_attention
+    from engine.runtime.models.load import load_model, native_attention
+    from engine.runtime.models.spec import ModelSpec
     from engine.runtime.params import SamplingParams
-    from engine.runtime.spec import ModelSpec
 
     loaded = load_model(ModelSpec(family=family, kv_heads=2, dtype="bfloat16", **SHAPE))
     limits = SchedulerLimits(19, 8, max_model_len=96)  # chunks, and one preemption or more

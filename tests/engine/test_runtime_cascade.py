@@ -32,7 +32,7 @@ LENGTHS = np.array([50, 50, 50, 20])
 
 
 def halves(monkeypatch, tables=TABLES, lengths=LENGTHS):
-    from engine.runtime import cascading
+    from engine.runtime.attention import cascade as cascading
     from paged_kernels.cascade_plan import CascadeCost
 
     monkeypatch.setattr(cascading, "cost_of", lambda device: CascadeCost(1.0, 1.0, 0, 0.0))
@@ -57,7 +57,7 @@ def test_rows_without_a_first_block_in_common_are_not_divided(rows, monkeypatch)
 
 
 def test_the_rule_of_the_device_decides():
-    from engine.runtime.cascading import share_step
+    from engine.runtime.attention.cascade import share_step
 
     sizes = {"token_bytes": 64, "group": 2, "device": torch.device("cpu")}
     assert share_step(TABLES, LENGTHS, 16, **sizes) is None  # 3 KB: two more passes cost more

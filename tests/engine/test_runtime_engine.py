@@ -6,7 +6,7 @@ import pytest
 import torch
 from serve_cases import build_engine, tokenizer
 
-from engine.core.limits import SchedulerLimits
+from engine.core.options import SchedulerLimits
 
 
 def make(model_of, **options):
@@ -36,7 +36,7 @@ def ids_of(output):
 
 def test_three_lines_are_enough(tmp_path, model_of):
     from engine.runtime.llm import LLM
-    from engine.runtime.model import native_attention
+    from engine.runtime.models.load import native_attention
 
     with native_attention(model_of()) as model:
         model.save_pretrained(tmp_path)

@@ -24,14 +24,14 @@ from families import (
     runs_of,
 )
 
-from engine.core.limits import Preemption, SchedulerLimits
+from engine.core.options import Preemption, SchedulerLimits
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "engine" / "MODELS.md"
 
 
 @functools.cache
 def loaded(family):
-    from engine.runtime.model import adopt_model
+    from engine.runtime.models.load import adopt_model
 
     return adopt_model(build(family), name=family)
 
@@ -41,7 +41,7 @@ def expected(family, sizes):
     """transformers' answers, how many tokens differ in them, and the smallest lead of a chosen token."""
     import torch
 
-    from engine.runtime.model import native_attention
+    from engine.runtime.models.load import native_attention
 
     said, gaps = [], []
     with native_attention(loaded(family)) as model:
@@ -122,7 +122,7 @@ def test_rows_hold_every_pair():
 
 def document():
     """The table of families as the documents show it."""
-    from engine.runtime.refusals import REFUSED_ROPE, REFUSED_TYPES
+    from engine.runtime.models.spec import REFUSED_ROPE, REFUSED_TYPES
 
     lines = [
         "# Models",

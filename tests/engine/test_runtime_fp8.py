@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from engine.core.limits import Preemption, SchedulerLimits
+from engine.core.options import Preemption, SchedulerLimits
+from engine.runtime.attention.select import check_kv_dtype
 from engine.runtime.errors import ModelError
-from engine.runtime.kv_dtype import check_kv_dtype, kv_dtype_of
+from engine.runtime.kv_pool import kv_dtype_of
 
 FP8 = torch.float8_e4m3fn
 
@@ -32,7 +33,7 @@ def rounding(monkeypatch):
         plain(cache, rows.float().clamp(-448, 448).to(FP8).to(cache.dtype), slots, scale)
 
     def use():
-        from engine.runtime.kernels import TorchPlan
+        from engine.runtime.attention.plans import TorchPlan
 
         monkeypatch.setattr(TorchPlan, "store", staticmethod(store))
 

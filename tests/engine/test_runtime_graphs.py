@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from engine.core.limits import SchedulerLimits
-from engine.core.paged import PagedManager
-from engine.core.request import Decoding, Request
-from engine.core.scheduler import Scheduler
+from engine.core.memory.paged import PagedManager
+from engine.core.options import Decoding, SchedulerLimits
+from engine.core.request import Request
+from engine.core.scheduling.scheduler import Scheduler
 
 TOKENS = 10
 
@@ -59,7 +59,7 @@ def test_every_size_up_to_sixteen_is_near():
 
 
 def test_what_a_larger_batch_left_behind_is_cleared(model_of, prompts):
-    from engine.runtime.static_plan import StaticInputs
+    from engine.runtime.graphs import StaticInputs
 
     inputs = StaticInputs(4, 3, torch.device("cpu"))
     for tensor in (inputs.ids, inputs.positions, inputs.slots, inputs.tables, inputs.lengths):
@@ -77,7 +77,7 @@ def test_what_a_larger_batch_left_behind_is_cleared(model_of, prompts):
 
 def test_a_tail_that_is_not_cleared_is_caught(model_of, prompts, monkeypatch):
     from engine.runtime.errors import RunError
-    from engine.runtime.static_plan import StaticInputs
+    from engine.runtime.graphs import StaticInputs
 
     clear = StaticInputs.clear
     monkeypatch.setattr(StaticInputs, "clear", lambda self, start=0: None if start else clear(self))
@@ -88,7 +88,7 @@ def test_a_tail_that_is_not_cleared_is_caught(model_of, prompts, monkeypatch):
 def test_the_best_token_is_chosen_within_the_recording(model_of, prompts, monkeypatch):
     """Nothing is left to choose when a greedy replay has run: the chooser is given tokens."""
     from engine.runtime import graphs
-    from engine.runtime.decoded import decode as real
+    from engine.runtime.decoding.choose import decode as real
 
     recorded = []
     monkeypatch.setattr(graphs, "decode", lambda logits: recorded.append(len(logits)) or real(logits))
@@ -119,7 +119,7 @@ def test_draws_after_a_replay_are_those_of_eager_steps(model_of, prompts):
 
 def test_nan_in_a_replay_is_told_by_request(model_of, prompts, monkeypatch):
     from engine.runtime import graphs
-    from engine.runtime.decoded import decode as real
+    from engine.runtime.decoding.choose import decode as real
     from engine.runtime.errors import NaNLogitsError
 
     def spoil(logits):
@@ -140,8 +140,8 @@ def test_cuda_graphs_equal_eager_steps_on_a_gpu(block_size, prompts):
     from tiny_models import SHAPE
 
     from engine.runtime.graphs import GraphOptions
-    from engine.runtime.model import load_model
-    from engine.runtime.spec import ModelSpec
+    from engine.runtime.models.load import load_model
+    from engine.runtime.models.spec import ModelSpec
 
     loaded = load_model(ModelSpec(family="llama", kv_heads=2, **SHAPE), device="cuda")
     found, runner = serve(loaded, prompts[:5], GraphOptions(5, 64), "triton", block_size)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.core.limits import SchedulerLimits
+from engine.core.options import SchedulerLimits
 
 TOKENS = 12
 FAMILIES = ["llama", "qwen3", "gpt2", "opt", "mistral", "gemma2"]

@@ -6,7 +6,7 @@ from collections import deque
 import numpy as np
 import pytest
 
-from engine.core.limits import Preemption, SchedulerLimits
+from engine.core.options import Preemption, SchedulerLimits
 from engine.runtime.engine import Engine
 from engine.runtime.options import EngineOptions
 from engine.runtime.params import SamplingParams

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.core.limits import Preemption, SchedulerLimits
+from engine.core.options import Preemption, SchedulerLimits
 
 TOKENS = 12
 

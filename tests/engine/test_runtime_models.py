@@ -7,8 +7,7 @@ import sys
 import pytest
 
 from engine.runtime.errors import ModelError
-from engine.runtime.model import check_model
-from engine.runtime.spec import ModelSpec
+from engine.runtime.models.spec import ModelSpec, check_model
 
 TINY = {"layers": 1, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "intermediate": 32, "vocab": 64}
 
@@ -16,7 +15,7 @@ TINY = {"layers": 1, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "in
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory, model_of):
     """A llama saved as a local checkpoint directory."""
-    from engine.runtime.model import native_attention
+    from engine.runtime.models.load import native_attention
 
     folder = tmp_path_factory.mktemp("checkpoint")
     with native_attention(model_of()) as model:
@@ -26,7 +25,7 @@ def checkpoint(tmp_path_factory, model_of):
 
 @pytest.fixture(name="model_of", scope="module")
 def model_of_fixture():
-    from engine.runtime.model import load_model
+    from engine.runtime.models.load import load_model
 
     loaded = load_model(ModelSpec(**TINY))
     return lambda: loaded
@@ -42,7 +41,7 @@ def edit_config(folder, target, **values):
 
 def test_checking_a_model_imports_no_torch():
     code = (
-        "import sys; from engine.runtime.model import ModelSpec, check_model; check_model(ModelSpec()); "
+        "import sys; from engine.runtime.models.spec import ModelSpec, check_model; check_model(ModelSpec()); "
         "sys.exit(any(name in sys.modules for name in ('torch', 'transformers')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -54,7 +53,7 @@ def test_shapes_are_what_the_layers_send(model_of):
 
 
 def test_the_seed_names_the_weights():
-    from engine.runtime.model import load_model
+    from engine.runtime.models.load import load_model
 
     weights = [load_model(ModelSpec(**TINY, seed=seed)).model.lm_head.weight for seed in (3, 3, 4)]
     assert weights[0].equal(weights[1])
@@ -64,7 +63,7 @@ def test_the_seed_names_the_weights():
 def test_loading_leaves_the_global_random_state_alone():
     import torch
 
-    from engine.runtime.model import load_model
+    from engine.runtime.models.load import load_model
 
     torch.manual_seed(11)
     expected = torch.rand(1)
@@ -83,8 +82,8 @@ def test_a_local_checkpoint_gives_the_tokens_of_the_model_it_was_saved_from(chec
 
 
 def test_the_native_attention_is_put_back_and_taken_away_again(model_of):
-    from engine.runtime.attention import IMPLEMENTATION
-    from engine.runtime.model import native_attention
+    from engine.runtime.attention.layer import IMPLEMENTATION
+    from engine.runtime.models.load import native_attention
 
     with native_attention(model_of()) as model:
         assert model.config._attn_implementation == model_of().native_attention != IMPLEMENTATION
@@ -150,7 +149,7 @@ def test_a_config_without_weights_is_no_checkpoint(tmp_path):
 def test_weights_that_do_not_load_are_reported_as_such(checkpoint, tmp_path):
     path = edit_config(checkpoint, tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"not weights")
-    from engine.runtime.model import load_model
+    from engine.runtime.models.load import load_model
 
     with pytest.raises(ModelError, match="cut short or no safetensors file: 11 bytes"):
         load_model(ModelSpec(path=path))
@@ -158,7 +157,7 @@ def test_weights_that_do_not_load_are_reported_as_such(checkpoint, tmp_path):
 
 def test_weights_that_the_config_asks_for_and_the_files_lack_are_named(checkpoint, tmp_path):
     path = edit_config(checkpoint, tmp_path, num_hidden_layers=2)
-    from engine.runtime.model import load_model
+    from engine.runtime.models.load import load_model
 
     with pytest.raises(ModelError, match=r"lacks \d+ of the weights .*layers\.1\."):
         load_model(ModelSpec(path=path))
@@ -182,7 +181,7 @@ def test_impossible_shapes_are_refused(values, message):
 def test_a_model_object_that_ignores_our_attention_is_refused(family, monkeypatch):
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from engine.runtime import model as module
+    from engine.runtime.models import load as module
 
     shapes = {
         "gptj": {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4},
@@ -203,7 +202,7 @@ def test_a_model_object_that_ignores_our_attention_is_refused(family, monkeypatc
 
 
 def test_layers_without_a_kv_cache_are_noticed(model_of, monkeypatch):
-    from engine.runtime.probe import probe_layers
+    from engine.runtime.models.load import probe_layers
 
     monkeypatch.setattr(model_of().model.config, "num_hidden_layers", 3)
     with pytest.raises(ModelError, match="layers ran on paged attention"):
@@ -213,7 +212,7 @@ def test_layers_without_a_kv_cache_are_noticed(model_of, monkeypatch):
 def test_an_option_that_the_kernels_do_not_know_is_refused(model_of):
     import torch
 
-    from engine.runtime.probe import ShapeProbe
+    from engine.runtime.models.load import ShapeProbe
 
     probe = ShapeProbe()
     layer = model_of().model.model.layers[0].self_attn

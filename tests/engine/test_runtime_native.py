@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.runtime.native import compiling
-from engine.runtime.native.compiling import NativeUnavailableError, library, why_unavailable
+from engine.runtime.attention.native import compile as compiling
+from engine.runtime.attention.native.compile import NativeUnavailableError, library, why_unavailable
 
 compiled = pytest.mark.skipif(bool(why_unavailable()), reason=f"no compiled kernels: {why_unavailable()}")
 SHAPES = [  # query heads, KV heads, width of keys, width of values
@@ -29,7 +29,7 @@ class Pool:
 
 def case(shape, block_size, dtype, lengths, seed=0):
     """Queries, poisoned caches and a layout of decode rows with shuffled blocks."""
-    from engine.runtime.kernels import StepLayout
+    from engine.runtime.attention.plans import StepLayout
 
     heads, kv_heads, dk, dv = shape
     draw = np.random.default_rng(seed)
@@ -69,7 +69,7 @@ def by_hand(q, keys, values, layout, scale, window):
 
 
 def attended(q, keys, values, layout, scoring):
-    from engine.runtime.native.paged import NativePlan
+    from engine.runtime.attention.plans import NativePlan
     from paged_kernels import Workspace
 
     out = q.new_full((len(q), q.shape[1], values.shape[3]), float("nan"))
@@ -150,8 +150,7 @@ def test_scores_of_any_size_stay_numbers(extreme):
 @compiled
 @pytest.mark.parametrize("what", ["softcap", "sinks", "float16"])
 def test_what_the_kernel_does_not_know_is_left_to_torch(what):
-    from engine.runtime.kernels import TorchPlan
-    from engine.runtime.native.paged import serves
+    from engine.runtime.attention.plans import TorchPlan, serves
     from paged_kernels import Scoring, Workspace
 
     dtype = torch.float16 if what == "float16" else torch.float32
@@ -183,7 +182,7 @@ def no_library():
 def test_without_a_compiler_torch_does_it_and_a_user_is_told_why(
     setting, value, reason, monkeypatch, tmp_path, no_library
 ):
-    from engine.runtime.backends import engine_backend
+    from engine.runtime.attention.select import engine_backend
     from paged_kernels import BackendUnavailableError
 
     monkeypatch.setenv(setting, value)
@@ -238,7 +237,7 @@ def test_a_compiler_may_have_options_of_its_own(monkeypatch, tmp_path, no_librar
 
 @compiled
 def test_native_kernels_are_refused_beside_a_gpu():
-    from engine.runtime.backends import engine_backend
+    from engine.runtime.attention.select import engine_backend
     from paged_kernels import BackendUnavailableError
 
     with pytest.raises(BackendUnavailableError, match="CPUs only"):
@@ -264,7 +263,7 @@ def test_tokens_are_those_of_the_torch_backend(family, model_of, prompts):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [1, 15, 16, 501])
 def test_the_best_token_is_torchs_and_the_first_of_equals(dtype, vocab):
-    from engine.runtime.native.best import best_tokens
+    from engine.runtime.decoding.choose import best_tokens
 
     logits = torch.randn(9, vocab, generator=torch.Generator().manual_seed(vocab)).to(dtype)
     logits[3] = logits[3].round()
@@ -277,7 +276,7 @@ def test_the_best_token_is_torchs_and_the_first_of_equals(dtype, vocab):
 @compiled
 @pytest.mark.parametrize("where", [0, 7, 16, 36])
 def test_one_nan_among_the_logits_is_not_overlooked(where):
-    from engine.runtime.native.best import best_tokens
+    from engine.runtime.decoding.choose import best_tokens
 
     logits = torch.randn(2, 37)
     logits[1, where] = float("nan")

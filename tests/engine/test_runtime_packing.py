@@ -7,7 +7,7 @@ import torch
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("rows", [1, 3, 5, 8, 9, 63, 64, 65, 70, 96])
 def test_a_packed_layer_computes_the_same(dtype, rows):
-    from engine.runtime.packing import pack_linears, unpack_linears
+    from engine.runtime.models.cpu_layers import pack_linears, unpack_linears
 
     torch.manual_seed(1)
     layer = torch.nn.Linear(96, 160, dtype=getattr(torch, dtype)).eval()
@@ -22,7 +22,7 @@ def test_a_packed_layer_computes_the_same(dtype, rows):
 
 
 def test_few_numbers_of_rows_reach_the_library_however_many_batches_have():
-    from engine.runtime.packing import in_step, out_of_step
+    from engine.runtime.models.cpu_layers import in_step, out_of_step
 
     sizes = set()
     for rows in range(1, 600):
@@ -35,8 +35,8 @@ def test_few_numbers_of_rows_reach_the_library_however_many_batches_have():
 
 
 def test_tokens_are_the_same_with_and_without(model_of, prompts):
-    from engine.runtime.adopting import give_back_layers
     from engine.runtime.llm import LLM
+    from engine.runtime.models.cpu_layers import give_back_layers
     from engine.runtime.params import SamplingParams
 
     said = []
@@ -49,7 +49,7 @@ def test_tokens_are_the_same_with_and_without(model_of, prompts):
 
 
 def test_packing_is_for_models_that_leave_memory_free(model_of, monkeypatch):
-    from engine.runtime import packing
+    from engine.runtime.models import cpu_layers as packing
 
     assert packing.can_pack(model_of().model)
     assert packing.is_small(model_of().model)

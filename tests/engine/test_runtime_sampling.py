@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.core.limits import SchedulerLimits
+from engine.core.options import SchedulerLimits
 
 TOKENS = 12
 
@@ -50,7 +50,7 @@ def test_a_low_temperature_is_nearly_greedy(model_of, generate, prompts):
 
 
 def test_draws_follow_the_distribution():
-    from engine.runtime.sampling import draw, uniforms
+    from engine.runtime.decoding.sample import draw, uniforms
 
     logits = torch.tensor([0.5, 0.3, 0.2]).log().expand(20_000, 3)
     chance = uniforms(3, list(range(20_000)), [0] * 20_000, [5] * 20_000)
@@ -59,7 +59,7 @@ def test_draws_follow_the_distribution():
 
 
 def test_uniforms_do_not_depend_on_their_neighbours():
-    from engine.runtime.sampling import uniforms
+    from engine.runtime.decoding.sample import uniforms
 
     many = uniforms(9, [1, 2, 3], [0, 1, 2], [7, 7, 7])
     assert many[1] == uniforms(9, [2], [1], [7])[0]
@@ -81,7 +81,7 @@ def test_a_seed_gives_the_same_samples_whatever_is_around(alone, model_of, promp
 def test_only_what_transformers_would_keep_can_be_drawn(top_k, top_p, min_p):
     from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-    from engine.runtime.sampling import restrict
+    from engine.runtime.decoding.sample import restrict
 
     torch.manual_seed(3)
     logits = torch.randn(16, 64) * 2
@@ -98,7 +98,7 @@ def test_only_what_transformers_would_keep_can_be_drawn(top_k, top_p, min_p):
 
 
 def test_a_restricted_draw_stays_within_its_limits():
-    from engine.runtime.sampling import draw, restrict, uniforms
+    from engine.runtime.decoding.sample import draw, restrict, uniforms
 
     logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log().expand(4000, 4)
     limits = torch.full((4000,), 0, dtype=torch.int64), torch.full((4000,), 0.6), torch.zeros(4000)
@@ -126,7 +126,7 @@ def test_requests_with_and_without_limits_share_a_step(model_of, prompts):
 
 def test_logprobs_are_those_of_the_model(model_of, prompts):
     from engine.runtime.llm import LLM
-    from engine.runtime.model import native_attention
+    from engine.runtime.models.load import native_attention
     from engine.runtime.params import SamplingParams
 
     params = SamplingParams(max_tokens=6, temperature=0.8, seed=2, logprobs=3)

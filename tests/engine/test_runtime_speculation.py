@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 
-from engine.core.limits import Preemption, SchedulerLimits
+from engine.core.options import Preemption, SchedulerLimits
 
 TOKENS = 24
 
@@ -15,8 +15,8 @@ def draft_of(noise):
     """The target with noise on its weights: how often it is right falls with the noise."""
     from tiny_models import SHAPE
 
-    from engine.runtime.model import load_model
-    from engine.runtime.spec import ModelSpec
+    from engine.runtime.models.load import load_model
+    from engine.runtime.models.spec import ModelSpec
 
     torch.set_num_threads(1)
     loaded = load_model(ModelSpec(name=f"draft-{noise}", family="llama", kv_heads=2, **SHAPE))
@@ -124,7 +124,7 @@ def test_logprobs_of_accepted_tokens_are_reported_once(model_of, prompts):
 
 def test_a_draft_lane_that_is_not_copied_is_noticed(model_of, prompts, monkeypatch):
     from engine.runtime.errors import RunError
-    from engine.runtime.lanes import Lanes
+    from engine.runtime.kv_pool import Lanes
 
     def only_the_first(self, plan):
         if plan.copies:

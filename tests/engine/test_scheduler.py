@@ -4,11 +4,11 @@ from slot_model import SlotModel
 
 from engine.core.errors import CoreError, NeverFitsError
 from engine.core.identity import TokenIdentity
-from engine.core.limits import SchedulerLimits
-from engine.core.paged import PagedManager
+from engine.core.memory.paged import PagedManager
+from engine.core.options import Decoding, SchedulerLimits
 from engine.core.plan import StepResult
-from engine.core.request import Decoding, Request
-from engine.core.scheduler import Scheduler
+from engine.core.request import Request
+from engine.core.scheduling.scheduler import Scheduler
 
 
 def model_of(

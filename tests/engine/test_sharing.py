@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 from slot_model import SlotModel
 
-from engine.core.contiguous import ContiguousManager
 from engine.core.identity import TokenIdentity
-from engine.core.limits import SchedulerLimits
-from engine.core.paged import PagedManager
-from engine.core.request import Decoding, Request
-from engine.core.scheduler import Scheduler
+from engine.core.memory.contiguous import ContiguousManager
+from engine.core.memory.paged import PagedManager
+from engine.core.options import Decoding, SchedulerLimits
+from engine.core.request import Request
+from engine.core.scheduling.scheduler import Scheduler
 
 
 def run_group(mode: str, width: int, prompt: int, output: int, size: int = 16, **kwargs) -> SlotModel:  # type: ignore[no-untyped-def]

@@ -3,12 +3,12 @@
 import numpy as np
 from slot_model import SlotModel
 
-from engine.core.contiguous import ContiguousManager
 from engine.core.identity import TokenIdentity
-from engine.core.limits import SchedulerLimits
-from engine.core.paged import PagedManager
+from engine.core.memory.contiguous import ContiguousManager
+from engine.core.memory.paged import PagedManager
+from engine.core.options import SchedulerLimits
 from engine.core.request import Request
-from engine.core.scheduler import Scheduler
+from engine.core.scheduling.scheduler import Scheduler
 
 TOKENS = np.arange(9)
 

@@ -118,7 +118,7 @@ def test_a_mistake_is_named_before_anything_is_timed(
 
 def test_the_engines_compiled_decode_is_timed_beside_ours(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    from engine.runtime.native.compiling import why_unavailable
+    from engine.runtime.attention.native.compile import why_unavailable
 
     if why_unavailable():
         pytest.skip("no C compiler on this machine")

@@ -10,7 +10,7 @@ import pytest
 from point_cases import small_config
 from sim_cases import replay
 
-from engine.runtime.native import compiling
+from engine.runtime.attention.native import compile as compiling
 from harness.cli.main import main
 from harness.config.schema import EngineDevice
 from harness.measured.budget import Budget

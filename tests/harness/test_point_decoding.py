@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from point_cases import azure_file, mooncake_file, small_config, with_trace
 
-from engine.core.request import Decoding
+from engine.core.options import Decoding
 from harness.config.checks import check_config
 from harness.config.errors import ConfigError
 from harness.config.normal import normalise

@@ -12,8 +12,8 @@ LOADED = {}
 
 
 def loaded():
-    from engine.runtime.model import load_model
-    from engine.runtime.spec import ModelSpec
+    from engine.runtime.models.load import load_model
+    from engine.runtime.models.spec import ModelSpec
 
     if not LOADED:
         shape = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "intermediate": 96}
@@ -273,7 +273,7 @@ def test_a_priority_that_nothing_heeds_is_refused(client):
 
 
 def test_a_priority_is_taken_where_the_scheduler_heeds_it():
-    from engine.core.limits import SchedulerLimits, Scheduling
+    from engine.core.options import SchedulerLimits, Scheduling
 
     limits = SchedulerLimits(256, 64, max_model_len=128, scheduling=Scheduling.PRIORITY)
     with (

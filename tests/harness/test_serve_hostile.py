@@ -14,8 +14,8 @@ from tiny_models import SHAPE
 def engine_fixture():
     import torch
 
-    from engine.runtime.model import load_model
-    from engine.runtime.spec import ModelSpec
+    from engine.runtime.models.load import load_model
+    from engine.runtime.models.spec import ModelSpec
 
     torch.set_num_threads(1)
     return build_engine(load_model(ModelSpec(kv_heads=2, **SHAPE)))

@@ -83,7 +83,7 @@ def test_a_policy_that_cannot_be_made_is_the_users_error():
 
 
 def test_compiled_kernels_that_cannot_be_had_are_refused_before_anything_is_loaded(monkeypatch, capsys):
-    from engine.runtime.native.compiling import attempt
+    from engine.runtime.attention.native.compile import attempt
 
     monkeypatch.setenv("PAGETWIN_NATIVE", "0")
     attempt.cache_clear()

@@ -5,8 +5,8 @@ import pytest
 from sim_cases import LinearCost, replay, request
 
 from engine.core.errors import CoreError
-from engine.core.limits import SchedulerLimits
-from engine.core.paged import PagedManager
+from engine.core.memory.paged import PagedManager
+from engine.core.options import SchedulerLimits
 from engine.core.request import Request
 from harness.config.schema import ReplayMode, RunConfig
 from harness.metrics.log import Outcome

@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 from sim_cases import LinearCost, replay, request
 
-from engine.core.limits import SchedulerLimits
-from engine.core.paged import PagedManager
-from engine.core.request import Decoding
-from engine.core.scheduler import Scheduler
+from engine.core.memory.paged import PagedManager
+from engine.core.options import Decoding, SchedulerLimits
+from engine.core.scheduling.scheduler import Scheduler
 from harness.sim.coalescence import (
     choices_of_run,
     churn_of_run,

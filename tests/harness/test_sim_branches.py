@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from sim_cases import LinearCost, request
 
-from engine.core.limits import SchedulerLimits
-from engine.core.paged import PagedManager
-from engine.core.request import Decoding, Request, Speculation, SpeculationMode
-from engine.core.scheduler import Scheduler
+from engine.core.memory.paged import PagedManager
+from engine.core.options import Decoding, SchedulerLimits, SpeculationMode
+from engine.core.request import Request, Speculation
+from engine.core.scheduling.scheduler import Scheduler
 from harness.metrics.log import Outcome, RunLog
 from harness.sim.arrivals import TimedRequest
 from harness.sim.branches import BranchSurvival, DraftAcceptance

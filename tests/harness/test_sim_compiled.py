@@ -8,11 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.core.identity import KeyIdentity
-from engine.core.limits import SchedulerLimits
-from engine.core.paged import PagedManager
-from engine.core.pool import Retention
+from engine.core.memory.paged import PagedManager
+from engine.core.options import Retention, SchedulerLimits
 from engine.core.request import Request
-from engine.core.scheduler import Scheduler
+from engine.core.scheduling.scheduler import Scheduler
 from harness.metrics.log import RunLog
 from harness.sim.arrivals import TimedRequest
 from harness.sim.clock import TimeSpanError

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 from sim_cases import fingerprint, replay, request
 
-from engine.core.paged import PagedManager
-from engine.core.request import Decoding
+from engine.core.memory.paged import PagedManager
+from engine.core.options import Decoding
 from harness.sim.coalescence import churn_of_run
 from harness.sim.cost import CostModel, CostSource, PacedCost, price_table
 from harness.sim.features import FEATURES, feature_index
@@ -91,7 +91,7 @@ def test_features_count_what_the_plans_hold() -> None:
 def test_chunked_prefill_work_is_that_of_the_whole() -> None:
     (work,) = feature_index(["prefill_work"])
     whole = replay([request(0, 0, 400, 1)], keep_plans=True, fast_forward=False)[1].features
-    from engine.core.limits import SchedulerLimits
+    from engine.core.options import SchedulerLimits
 
     chunks = replay(
         [request(0, 0, 400, 1)], limits=SchedulerLimits(64, 8), keep_plans=True, fast_forward=False

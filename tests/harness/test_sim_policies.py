@@ -14,14 +14,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim_cases import LinearCost, fingerprint, request
 
-from engine.core.contiguous import ContiguousManager
-from engine.core.limits import Preemption, SchedulerLimits, Scheduling
-from engine.core.manager import KVCacheManager
-from engine.core.paged import PagedManager
-from engine.core.pool import Retention
-from engine.core.request import Decoding
-from engine.core.reservation import Placement, Reservation
-from engine.core.scheduler import Scheduler
+from engine.core.memory.contiguous import ContiguousManager
+from engine.core.memory.manager import KVCacheManager
+from engine.core.memory.paged import PagedManager
+from engine.core.options import (
+    Decoding,
+    Placement,
+    Preemption,
+    Reservation,
+    Retention,
+    SchedulerLimits,
+    Scheduling,
+)
+from engine.core.scheduling.scheduler import Scheduler
 from harness.metrics.log import RunLog
 from harness.sim.arrivals import Arrivals, ClosedLoop, OpenLoop, Sessions, TimedRequest, Turn
 from harness.sim.executors import RecordedExecutor, SimulatedExecutor

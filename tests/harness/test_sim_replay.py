@@ -7,11 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim_cases import LinearCost, contiguous, fingerprint, replay, request
 
-from engine.core.limits import SchedulerLimits
-from engine.core.paged import PagedManager
+from engine.core.memory.paged import PagedManager
+from engine.core.options import Decoding, SchedulerLimits
 from engine.core.plan import StepPlan
-from engine.core.request import Decoding
-from engine.core.scheduler import Scheduler
+from engine.core.scheduling.scheduler import Scheduler
 from harness.sim.executors import RecordedExecutor, RecordingEndedError, SimulatedExecutor
 from harness.sim.genealogy import BeamGenealogy
 from harness.sim.recorder import Recorder, digests_differ

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from sim_cases import LinearCost, replay, request, stream
 
-from engine.core.paged import PagedManager
+from engine.core.memory.paged import PagedManager
 from harness.metrics import compute_metrics
 from harness.metrics.samples import BinnedSamples, ExactSamples
 from harness.sim.arrivals import TimedRequest

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from sim_cases import replay, request
 
-from engine.core.limits import Preemption, SchedulerLimits
-from engine.core.paged import PagedManager
+from engine.core.memory.paged import PagedManager
+from engine.core.options import Preemption, SchedulerLimits
 from engine.core.request import Request, Speculation
-from engine.core.scheduler import Scheduler
+from engine.core.scheduling.scheduler import Scheduler
 from harness.sim.arrivals import TimedRequest
 from harness.sim.branches import DraftAcceptance
 from harness.sim.cost import CostSource, price_table

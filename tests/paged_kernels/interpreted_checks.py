@@ -244,9 +244,9 @@ def test_the_check_sees_a_read_behind_the_end():
 
 def test_the_engine_gives_the_same_tokens_on_both_backends():
     from engine.runtime.llm import LLM
-    from engine.runtime.model import load_model
+    from engine.runtime.models.load import load_model
+    from engine.runtime.models.spec import ModelSpec
     from engine.runtime.params import SamplingParams
-    from engine.runtime.spec import ModelSpec
 
     shape = {
         "layers": 1,

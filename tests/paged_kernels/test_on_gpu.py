@@ -273,11 +273,11 @@ def test_the_torch_path_runs_there_too(dtype):
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_the_engine_equals_generate(backend):
-    from engine.core.limits import SchedulerLimits
+    from engine.core.options import SchedulerLimits
     from engine.runtime.llm import LLM
-    from engine.runtime.model import load_model, native_attention
+    from engine.runtime.models.load import load_model, native_attention
+    from engine.runtime.models.spec import ModelSpec
     from engine.runtime.params import SamplingParams
-    from engine.runtime.spec import ModelSpec
 
     loaded = load_model(ModelSpec(layers=2, vocab=512, initializer_range=0.2), device="cuda")
     prompts = [list(range(3, 40)), [7, 8], list(range(100, 170))]

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from engine.core.limits import SchedulerLimits
+from engine.core.options import SchedulerLimits
 from engine.runtime.engine import Engine
-from engine.runtime.model import LoadedModel, native_attention
+from engine.runtime.models.load import LoadedModel, native_attention
 from engine.runtime.options import EngineOptions
 from engine.runtime.params import OutputKind, SamplingParams
 from harness.bench.engine.workload import BenchRequest

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from engine.runtime.errors import ModelError
-from engine.runtime.model import LoadedModel, load_model
-from engine.runtime.spec import ModelSpec
+from engine.runtime.models.load import LoadedModel, load_model
+from engine.runtime.models.spec import ModelSpec
 from harness.bench.engine import chosen_peers, peers
 from harness.bench.engine.peers import Outputs, Serve
 from harness.bench.engine.workload import BenchRequest, bench_requests

@@ -12,7 +12,7 @@ from paged_kernels import Workspace
 from paged_kernels.providers import Case, Provider, Run, UnsupportedCaseError, find_providers
 
 if TYPE_CHECKING:
-    from engine.runtime.kernels import StepLayout
+    from engine.runtime.attention.plans import StepLayout
     from engine.runtime.kv_pool import KVPool
 
 
@@ -42,13 +42,13 @@ class Native:
 
     def available(self, device: torch.device) -> str | None:
         """It needs a CPU and a C compiler."""
-        from engine.runtime.native.compiling import why_unavailable
+        from engine.runtime.attention.native.compile import why_unavailable
 
         return "runs on CPUs only" if device.type != "cpu" else why_unavailable() or None
 
     def prepare(self, case: Case) -> Run:
         """The engine's own plan of the step; chunks are torch's, as in the engine."""
-        from engine.runtime.native.paged import NativePlan, serves
+        from engine.runtime.attention.plans import NativePlan, serves
 
         if not case.decode:
             raise UnsupportedCaseError(f"{case.name} is no decode; the engine runs chunks by torch ('paged')")
@@ -69,7 +69,7 @@ class Native:
 
 def _layout(case: Case) -> "StepLayout":
     """The batch as the engine lays it out: unused table entries are the null block."""
-    from engine.runtime.kernels import StepLayout
+    from engine.runtime.attention.plans import StepLayout
 
     lengths = np.array(case.lengths, dtype=np.int64)
     table = case.block_table.numpy().astype(np.int64)

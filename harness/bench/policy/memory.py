@@ -33,10 +33,10 @@ def footprint(blocks: int, queued: int) -> Footprint:
 
 
 def _measure(blocks: int, queued: int) -> Footprint:
-    from engine.core.limits import SchedulerLimits
-    from engine.core.paged import PagedManager
+    from engine.core.memory.paged import PagedManager
+    from engine.core.options import SchedulerLimits
     from engine.core.plan import StepResult
-    from engine.core.scheduler import Scheduler
+    from engine.core.scheduling.scheduler import Scheduler
     from harness.bench.policy.work import token_request
 
     imports = _resident_bytes()

@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from functools import partial
 from random import Random
 
-from engine.core.identity import KeyIdentity
-from engine.core.limits import SchedulerLimits
-from engine.core.names import BlockName
-from engine.core.paged import PagedManager
+from engine.core.identity import BlockName, KeyIdentity
+from engine.core.memory.block_pool import BlockPool
+from engine.core.memory.paged import PagedManager
+from engine.core.options import SchedulerLimits
 from engine.core.plan import StepResult
-from engine.core.pool import BlockPool
 from engine.core.request import Request
-from engine.core.scheduler import Scheduler
+from engine.core.scheduling.scheduler import Scheduler
 from engine.core.sequence import Group, ScheduledRow
 
 TABLE = 16  # blocks of a table

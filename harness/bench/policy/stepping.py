@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 from engine.core.calendar import DecodeCalendar
 from engine.core.identity import TokenIdentity
-from engine.core.limits import SchedulerLimits
-from engine.core.paged import PagedManager
+from engine.core.memory.paged import PagedManager
+from engine.core.options import Decoding, SchedulerLimits
 from engine.core.plan import StepResult
-from engine.core.request import Decoding, Request
-from engine.core.scheduler import Scheduler
+from engine.core.request import Request
+from engine.core.scheduling.scheduler import Scheduler
 from engine.core.sequence import Group, ScheduledRow
 from harness.bench.policy.work import BLOCK_SIZE, prefill, tokens_of
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence as Values
 import numpy as np
 
 from engine.core.identity import TokenIdentity
-from engine.core.paged import PagedManager
+from engine.core.memory.paged import PagedManager
 from engine.core.plan import IntArray
 from engine.core.request import Request
 from engine.core.sequence import Group, ScheduledRow

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from engine.core.identity import KeyIdentity
-from engine.core.limits import SchedulerLimits
-from engine.core.paged import PagedManager
+from engine.core.memory.paged import PagedManager
+from engine.core.options import Decoding, SchedulerLimits
 from engine.core.plan import StepPlan, StepResult
-from engine.core.request import Decoding, Request
-from engine.core.scheduler import Scheduler
+from engine.core.request import Request
+from engine.core.scheduling.scheduler import Scheduler
 
 BLOCK_SIZE = 16
 

@@ -1,6 +1,7 @@
 """Blocks that nobody holds and that still hold a prefix, as runs: one a released table, the oldest evicted first.
 
-Of a run the tail goes first (`engine.core.eviction.LruQueue`), and nobody but its owner can want it, all of it: so a
+Of a run the tail goes first (`engine.core.memory.eviction.LruQueue`), and nobody but its owner can want it,
+all of it: so a
 run is a number of blocks.
 """
 

@@ -1,4 +1,6 @@
-"""What a step led to: tokens, ends, and the entry in the log. `engine.core.commit` and the recorder in one pass."""
+"""What a step led to: tokens, ends, and the entry in the log. `engine.core.scheduling.commit` and the
+recorder in one pass.
+"""
 
 from harness.sim.compiled.compiling import part
 from harness.sim.compiled.pool import release

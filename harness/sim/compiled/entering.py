@@ -1,4 +1,4 @@
-"""Who arrives, and who enters the batch: `engine.core.admission` for rows of lengths."""
+"""Who arrives, and who enters the batch: `engine.core.scheduling.scheduler` for rows of lengths."""
 
 from harness.sim.compiled.cached import cached_blocks, revive
 from harness.sim.compiled.compiling import part

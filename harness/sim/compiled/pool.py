@@ -1,4 +1,6 @@
-"""The block pool as numbers: how many blocks hold nothing, hold a prefix, or are held; after `engine.core.pool`."""
+"""The block pool as numbers: how many blocks hold nothing, hold a prefix, or are held; after
+`engine.core.memory.block_pool`.
+"""
 
 from harness.sim.compiled.cached import evict, keep
 from harness.sim.compiled.compiling import part

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.core.limits import SchedulerLimits
+from engine.core.options import SchedulerLimits
 from harness.metrics.log import Column, RunLog
 from harness.sim.clock import TimeSpanError, to_s
 from harness.sim.compiled.columns import gaps, request_columns, step_columns

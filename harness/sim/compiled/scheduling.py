@@ -1,4 +1,6 @@
-"""Which tokens the next step computes, and who makes room for them: `engine.core.scheduler` for rows of lengths."""
+"""Which tokens the next step computes, and who makes room for them: `engine.core.scheduling.scheduler` for
+rows of lengths.
+"""
 
 from harness.sim.compiled.compiling import part
 from harness.sim.compiled.pool import blocks_of, free_blocks, release, take

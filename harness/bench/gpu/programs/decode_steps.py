@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from engine.core.limits import SchedulerLimits
+from engine.core.options import SchedulerLimits
 from engine.runtime.engine import Engine
-from engine.runtime.model import LoadedModel
+from engine.runtime.models.load import LoadedModel
 from engine.runtime.options import EngineOptions
 from engine.runtime.params import OutputKind, SamplingParams
 from harness.bench.gpu.programs.serving_models import weight_bytes

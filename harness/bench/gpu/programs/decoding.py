@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from engine.runtime.model import LoadedModel
+from engine.runtime.models.load import LoadedModel
 from harness.bench.engine import peers
 from harness.bench.engine.running import OURS, compare
 from harness.bench.engine.workload import BenchRequest, bench_requests

@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from engine.runtime.families import config_values
-from engine.runtime.model import LoadedModel, adopt_model
-from engine.runtime.spec import ModelSpec
+from engine.runtime.models.load import LoadedModel, adopt_model
+from engine.runtime.models.spec import ModelSpec, config_values
 
 MODELS = {
     # Shapes of Llama 3.2 1B and Llama 3 8B (their published config.json); weights are random.

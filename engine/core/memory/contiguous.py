@@ -1,0 +1,316 @@
+"""The contiguous KV cache manager: one run of slots per sequence, reserved at admission.
+
+Serving systems did this before paging (the Orca variants of the PagedAttention paper). A reservation is a block table
+whose blocks hold one slot each and follow each other. So the same scheduler, runner and kernels serve it, and any
+difference in throughput comes from the allocator.
+"""
+
+from collections.abc import Sequence as Values
+
+from engine.core.calendar import DecodeCalendar
+from engine.core.errors import CoreError, InvariantError, OutOfBlocksError, UnknownSequenceError
+from engine.core.memory.manager import CopyList, LeapColumns, StaleList, SwapList, check_parents
+from engine.core.memory.placement import runs_for
+from engine.core.options import Placement, Reservation
+from engine.core.plan import SlotUsage
+from engine.core.request import Request
+from engine.core.sequence import Group, ScheduledRow, Sequence
+
+
+def reserved_slots(request: Request, reservation: Reservation, max_model_len: int) -> int:
+    """Slots reserved for each sequence of `request`, at most `max_model_len` where its KV fits that."""
+    if reservation is Reservation.MAX:
+        return max_model_len
+    if reservation is Reservation.ORACLE:
+        return request.final_kv_tokens
+    outputs = 1 << (request.output_tokens - 1).bit_length()
+    return max(request.final_kv_tokens, min(max_model_len, request.prompt_tokens + outputs))
+
+
+class PendingCopies:
+    """(source, target) pairs of whole runs of slots, until the executor takes them."""
+
+    def __init__(self) -> None:
+        self._pairs: CopyList = []
+
+    def __bool__(self) -> bool:
+        return bool(self._pairs)
+
+    def add(self, sources: Values[int], targets: Values[int]) -> None:
+        """Copy each source to its target."""
+        self._pairs.extend(zip(sources, targets, strict=True))
+
+    def drop_into(self, run: range) -> None:
+        """Nobody needs what would be copied into `run` any more."""
+        self._pairs = [pair for pair in self._pairs if pair[1] not in run]
+
+    def first_target(self, run: range) -> int | None:
+        """The first slot to which the beginning of `run` is to be copied, None where nothing is."""
+        return next((target for source, target in self._pairs if source == run.start), None)
+
+    def drain(self) -> CopyList:
+        """All of them, which are then forgotten."""
+        pairs, self._pairs = self._pairs, []
+        return pairs
+
+
+class NeverSwaps:
+    """Refuses what nobody asks who looks at `can_swap_out` first."""
+
+    def can_swap_out(self, group: Group) -> bool:
+        """Never: there is no need to, and no host memory."""
+        return False
+
+    def swap_out(self, group: Group) -> None:
+        """Refused."""
+        raise CoreError(f"request {group.request.request_id}: contiguous memory is not swapped")
+
+    def can_swap_in(self, group: Group, spare_blocks: int) -> bool:
+        """Never: nothing was swapped out."""
+        return False
+
+    def swap_in(self, group: Group) -> None:
+        """Refused."""
+        raise CoreError(f"request {group.request.request_id}: contiguous memory is not swapped")
+
+    def forget_swapped(self, group: Group) -> None:
+        """Refused."""
+        raise CoreError(f"request {group.request.request_id}: contiguous memory is not swapped")
+
+    def drain_swaps(self) -> tuple[SwapList, SwapList]:
+        """None."""
+        return [], []
+
+
+class ContiguousManager(NeverSwaps):
+    """A run per sequence, as long as `reservation` says, where `placement` puts it.
+
+    Nothing is shared: a fork copies the prompt, a re-parented beam copies what its new parent generated. Nothing is
+    ever preempted: what a sequence will write is reserved before it starts.
+    """
+
+    block_size = 1
+    growth: int | None = None
+
+    def __init__(
+        self,
+        num_slots: int,
+        max_model_len: int,
+        reservation: Reservation = Reservation.MAX,
+        placement: Placement = Placement.FIRST_FIT,
+    ) -> None:
+        if max_model_len < 1:
+            raise CoreError(f"max_model_len is {max_model_len} tokens, must be at least 1")
+        self.num_blocks = num_slots
+        self.max_model_len = max_model_len
+        self.reservation = reservation
+        self._runs = runs_for(placement, num_slots)
+        self._empty = runs_for(placement, num_slots)
+        self._spare: dict[int, list[range]] = {}  # request id: runs of branches that do not exist yet
+        self._live: dict[Sequence, range] = {}
+        self._copies = PendingCopies()
+        self._voided: list[int] = []
+        self._stale: StaleList = []
+        self._written = 0
+        self._reserved = 0  # slots in runs
+        self._never_filled = 0
+
+    def _length(self, request: Request) -> int:
+        return reserved_slots(request, self.reservation, self.max_model_len)
+
+    def never_fits(self, request: Request) -> str | None:
+        """Why no schedule can serve `request`: its reservations, one per branch, exceed the pool."""
+        length = self._length(request)
+        if request.final_kv_tokens > self.max_model_len:
+            return f"needs {request.final_kv_tokens} slots, a reservation has {self.max_model_len}"
+        if request.speculation is not None and request.speculation.mode == "fork":
+            return "speculates in forked children, which contiguous memory cannot share; use lookahead"
+        if request.width > self._empty.runs_of(length):
+            slots = request.width * self._empty.chunk(length)
+            return f"reserves {slots} slots ({request.width} x {length}), the pool has {self.num_blocks}"
+        return None
+
+    def lookup(self, group: Group) -> list[int]:
+        """No prefix is shared."""
+        return []
+
+    def can_admit(
+        self, group: Group, hits: Values[int], spare_blocks: int, tokens: int | None = None
+    ) -> bool:
+        """Whether every branch finds a hole of its own."""
+        length = self._length(group.request)
+        fits = self._runs.runs_of(length) >= group.width
+        return fits and self._runs.free - group.width * self._runs.chunk(length) >= spare_blocks
+
+    def admit(self, group: Group, hits: Values[int]) -> None:
+        """Reserve one run per branch."""
+        request, (root,), length = group.request, group.sequences, self._length(group.request)
+        if self._runs.runs_of(length) < group.width:
+            raise OutOfBlocksError(
+                f"request {request.request_id} reserves {group.width} x {length} slots; {self._runs.free} are free"
+            )
+        runs = [self._runs.take(length) for _ in range(group.width)]
+        self._spare[request.request_id] = runs[1:]
+        self._own(root, runs[0])
+        self._reserved += group.width * length
+        self._never_filled += group.width * (length - request.final_kv_tokens)
+
+    def _own(self, sequence: Sequence, run: range) -> None:
+        self._live[sequence] = run
+        sequence.table = run
+
+    def can_extend(self, rows: Values[ScheduledRow]) -> bool:
+        """Always: the slots were reserved at admission."""
+        return True
+
+    def extend(self, row: ScheduledRow) -> int:
+        """Nothing is taken: the row writes into the reservation."""
+        self._run(row.sequence)
+        self._written += row.query_len
+        return 0
+
+    def can_append(self, group: Group) -> bool:
+        """Always: the slots were reserved at admission."""
+        return True
+
+    def append(self, group: Group) -> int:
+        """Nothing is due."""
+        return 0
+
+    def advance(self, tokens: int) -> None:
+        """Steady groups write `tokens` tokens in the step that is being scheduled."""
+        self._written += tokens
+
+    # -- sharing -------------------------------------------------------------------------------------------
+
+    def fork(self, parent: Sequence, children: Values[Sequence]) -> None:
+        """Copy the prompt into each child's own reservation."""
+        source = self._run(parent)
+        for child, run in zip(children, self._spare.pop(parent.request.request_id, []), strict=True):
+            self._own(child, run)
+            self._copies.add(source[: parent.computed], run[: parent.computed])
+            self._written += parent.computed
+
+    def reparent(self, branches: Values[Sequence], parents: Values[int]) -> None:
+        """The first child of a parent takes its run over; further ones copy the generated part into a dropped run."""
+        check_parents(branches, parents)
+        runs = [self._run(branch) for branch in branches]
+        dropped = [run for index, run in enumerate(runs) if index not in set(parents)]
+        prompt, end = branches[0].request.prompt_tokens, branches[0].computed
+        taken_over: set[int] = set()
+        for branch, parent in zip(branches, parents, strict=True):
+            run = dropped.pop() if parent in taken_over else runs[parent]
+            if parent in taken_over:
+                self._copies.add(runs[parent][prompt:end], run[prompt:end])
+            taken_over.add(parent)
+            self._own(branch, run)
+
+    def promote(self, sequence: Sequence, child: Sequence) -> None:
+        """No request with forked drafts is ever accepted."""
+        raise CoreError(f"{child} was never forked: contiguous memory has no forked drafts")
+
+    def truncate(self, sequence: Sequence, tokens: int) -> int:
+        """Keep the first `tokens` computed tokens; the reservation stays."""
+        run, computed = self._run(sequence), sequence.computed
+        if not 0 <= tokens <= computed:
+            raise CoreError(f"{sequence}: cut to {tokens} tokens, it has {computed}")
+        self._stale.extend((slot, 0, 1) for slot in run[tokens:computed])
+        self._written -= computed - tokens
+        sequence.computed = tokens
+        return tokens
+
+    # -- giving back ---------------------------------------------------------------------------------------
+
+    def release(self, sequence: Sequence) -> None:
+        """Give the reservation back, with those of branches that never came to be."""
+        run, request = self._run(sequence), sequence.request
+        del self._live[sequence]
+        if self._copies:
+            run = self._without_copies(run)
+        for hole in (run, *self._spare.pop(request.request_id, [])):
+            self._runs.give(hole)
+            self._reserved -= len(hole)
+            self._never_filled -= len(hole) - request.final_kv_tokens
+        self._voided.extend(run[: sequence.computed])
+        self._written -= sequence.computed
+        sequence.table = ()
+
+    def _without_copies(self, run: range) -> range:
+        """What to give back for the run of a branch that ends before the copies of its fork have been made.
+
+        Those into its run are not made. Where others copy from it, the first of them takes it over instead, and the run
+        that was meant for that one is given back.
+        """
+        self._copies.drop_into(run)
+        start = self._copies.first_target(run)
+        if start is None:
+            return run
+        heir, own = next(pair for pair in self._live.items() if pair[1].start == start)
+        self._copies.drop_into(own)
+        self._own(heir, run)
+        return own
+
+    def preempt(self, group: Group) -> None:
+        """Give all reservations of the group back."""
+        for sequence in reversed(group.holders):
+            self.release(sequence)
+
+    # -- fast-forward, books -------------------------------------------------------------------------------
+
+    def leap_limit(self, calendar: DecodeCalendar, steps: int) -> int:
+        """All of them: the slots were reserved at admission."""
+        return steps
+
+    def leap(self, calendar: DecodeCalendar, steps: int, first: SlotUsage) -> LeapColumns:
+        """Nothing is taken, tokens only fill the reservations."""
+        columns = LeapColumns.of(first, steps - 1, self.block_size, ())
+        self._written += (steps - 1) * calendar.rows
+        return columns
+
+    def usage(self, head: Request | None) -> SlotUsage:
+        """Slots by state: what placement rounds up, and holes too short for the waiting request, are external."""
+        rounded_up = self.num_blocks - self._runs.free - self._reserved
+        too_short = self._runs.free_below(self._length(head)) if head is not None else 0
+        return SlotUsage(
+            token=self._written,
+            cached=0,
+            reserved=self._reserved - self._written - self._never_filled,
+            internal=self._never_filled,
+            external=rounded_up + too_short,
+            free=self._runs.free - too_short,
+            logical_blocks=self._reserved,
+            physical_blocks=self._reserved,
+        )
+
+    def drain_copies(self) -> CopyList:
+        """Slot copies of forks and re-parented beams."""
+        return self._copies.drain()
+
+    def drain_frees(self) -> list[int]:
+        """Slots of released reservations that held tokens."""
+        voided, self._voided = self._voided, []
+        return voided
+
+    def drain_stale(self) -> StaleList:
+        """Slots of rejected drafts."""
+        stale, self._stale = self._stale, []
+        return stale
+
+    def check(self) -> None:
+        """Reservations, round-ups and holes cover the pool without overlap; the counters agree with the sequences."""
+        runs = [*self._live.values(), *(run for spare in self._spare.values() for run in spare)]
+        taken = [range(run.start, run.start + self._runs.chunk(len(run))) for run in runs]
+        slots = sorted(slot for run in (*taken, *self._runs.holes()) for slot in run)
+        if slots != list(range(1, self.num_blocks + 1)) or self._reserved != sum(map(len, runs)):
+            raise InvariantError(f"{len(slots)} slots are reserved or free, the pool has {self.num_blocks}")
+        written = sum(sequence.computed for sequence in self._live)
+        if written != self._written or any(len(s.table) < s.computed for s in self._live):
+            raise InvariantError(f"written slots: books {self._written}, sequences {written}")
+        usage = self.usage(None)
+        if min(usage.reserved, usage.free) < 0 or usage.capacity != self.num_blocks:
+            raise InvariantError(f"slot states do not add up: {usage}")
+
+    def _run(self, sequence: Sequence) -> range:
+        if sequence not in self._live:
+            raise UnknownSequenceError(f"{sequence} has no reservation: never admitted, or released before")
+        return self._live[sequence]

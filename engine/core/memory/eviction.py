@@ -1,0 +1,113 @@
+"""The eviction order: which cached free block is taken first. The default is least recently used."""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class EvictionQueue(Protocol):
+    """Unreferenced blocks that still hold a reusable prefix, in the order in which they will be given up.
+
+    A user's own order (`module:Class`) offers these methods; every block is in the queue at most once.
+    """
+
+    def __len__(self) -> int:
+        """Blocks in the queue."""
+        ...
+
+    def push(self, blocks: Sequence[int]) -> None:
+        """Blocks of one table, head of the prefix first, that nobody refers to from now on."""
+        ...
+
+    def remove(self, block: int) -> None:
+        """Take `block` out: somebody refers to it again."""
+        ...
+
+    def pop(self, count: int) -> list[int]:
+        """Take out the next `count` victims, the first to go first."""
+        ...
+
+    def blocks(self) -> list[int]:
+        """All blocks, the first to go first."""
+        ...
+
+
+class LruQueue:
+    """Least recently released table first; within one table the tail of the prefix first.
+
+    A released table is kept as one run, so that pushing and popping cost next to nothing a block. A block that is
+    referred to again stays in its run as a stale entry, which is skipped once its turn comes; runs are rewritten
+    when stale entries outnumber the live ones, so that all operations stay O(1) amortised in time and space.
+    """
+
+    def __init__(self) -> None:
+        self._runs: deque[list[int]] = deque()
+        self._stale: dict[int, int] = {}
+        self._stale_entries = 0
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def push(self, blocks: Sequence[int]) -> None:
+        """One run: its last block is the first to go."""
+        if blocks:
+            self._runs.append(list(blocks))
+            self._size += len(blocks)
+
+    def remove(self, block: int) -> None:
+        """Mark the block's oldest entry as stale."""
+        self._stale[block] = self._stale.get(block, 0) + 1
+        self._stale_entries += 1
+        self._size -= 1
+        if self._stale_entries > 64 + 2 * self._size:
+            self._rewrite()
+
+    def pop(self, count: int) -> list[int]:
+        """Victims from the oldest runs."""
+        victims: list[int] = []
+        while len(victims) < count:
+            run = self._runs[0]
+            if self._stale:
+                self._pop_fresh(run, victims)
+            else:
+                short = count - len(victims)
+                victims += run[: -short - 1 : -1]
+                del run[-short:]
+            if not run:
+                self._runs.popleft()
+        self._size -= count
+        return victims
+
+    def _pop_fresh(self, run: list[int], victims: list[int]) -> None:
+        block = run.pop()
+        if not self._skip(block):
+            victims.append(block)
+
+    def _skip(self, block: int) -> bool:
+        """Whether the next entry of `block` is stale; forgets that one."""
+        stale = self._stale.get(block, 0)
+        if not stale:
+            return False
+        self._stale_entries -= 1
+        if stale == 1:
+            del self._stale[block]
+        else:
+            self._stale[block] = stale - 1
+        return True
+
+    def _rewrite(self) -> None:
+        kept = self.blocks()
+        self._runs, self._stale, self._stale_entries, self._size = deque(), {}, 0, 0
+        self.push(kept[::-1])
+
+    def blocks(self) -> list[int]:
+        """All live entries, the first to go first."""
+        stale, kept = dict(self._stale), []
+        for run in self._runs:
+            for block in reversed(run):
+                if stale.get(block, 0):
+                    stale[block] -= 1
+                else:
+                    kept.append(block)
+        return kept

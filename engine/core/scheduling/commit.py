@@ -1,0 +1,199 @@
+"""The commit of a step: the executor's result is applied to the groups, and the finished ones are released.
+
+`CommitReport` says which requests got tokens or ended, `RequestStats` counts what happened to one request so far.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from engine.core.errors import CoreError
+from engine.core.memory.manager import KVCacheManager, LeapColumns
+from engine.core.plan import StepPlan, StepResult
+from engine.core.scheduling.queues import RunningBatch
+from engine.core.sequence import Group
+
+
+@dataclass(slots=True)
+class RequestStats:
+    """What the policy did to one request, in tokens. Hits after a preemption are kept apart from fresh ones."""
+
+    hit_tokens: int = 0
+    resumed_hit_tokens: int = 0
+    recomputed_tokens: int = 0
+    preemptions: int = 0
+    swaps: int = 0  # preemptions that saved the blocks in host memory
+    swap_fallbacks: int = 0  # preemptions that should have, but found no room there
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+
+
+@dataclass(slots=True)
+class CommitReport:
+    """What a step led to: the requests whose branches each got a token, and those that ended.
+
+    The first `len(plan.steady_ids)` of `emitted` are the plan's steady requests.
+    """
+
+    emitted: Sequence[int] = ()
+    finished: list[int] = field(default_factory=list)
+    leap: LeapColumns | None = None  # how the pool changed in the further steps of a fast-forward
+    tokens: Mapping[int, int] = field(
+        default_factory=dict
+    )  # of requests that got more than one token at once
+
+
+class Commit:
+    """Advances the running groups, forks, re-parents, verifies drafts, and lets go of what has ended.
+
+    With `static`, ended requests keep their memory and return together when the whole batch has ended.
+    """
+
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        batch: RunningBatch,
+        groups: dict[int, Group],
+        stats: dict[int, RequestStats],
+        static: bool,
+    ) -> None:
+        self._manager = manager
+        self._batch = batch
+        self._groups = groups
+        self._stats = stats
+        self._static = static
+        self._held: list[Group] = []
+
+    def take(self, plan: StepPlan, result: StepResult) -> CommitReport:
+        """Take the answer to the last plan. Raises CoreError, with nothing changed, if it cannot be one."""
+        self._check(plan, result)
+        report, emitted = CommitReport(), list[int]()
+        if result.repeat > 1:
+            report.leap = self._manager.leap(self._batch.calendar, result.repeat, plan.usage)
+        self._advance_steady(result, report)
+        for group in list(self._batch.others):
+            if group.rows:
+                self._advance(group, result, report, emitted)
+        report.emitted = [*plan.steady_ids, *emitted] if emitted else plan.steady_ids
+        self._batch.settle()
+        if self._static and not len(self._batch):
+            self._return_batch(report)
+        return report
+
+    def _check(self, plan: StepPlan, result: StepResult) -> None:
+        if not 1 <= result.repeat <= plan.repeat:
+            raise CoreError(f"step {plan.step}: {result.repeat} steps taken, 1 to {plan.repeat} were planned")
+        if result.accepted:
+            drafts = {row.request_id: row.drafts for row in plan.other_rows}
+            for request_id, accepted in result.accepted.items():
+                if not 0 <= accepted <= drafts.get(request_id, 0):
+                    raise CoreError(
+                        f"step {plan.step}: request {request_id} accepts {accepted} draft tokens, "
+                        f"it had {drafts.get(request_id, 0)}"
+                    )
+        for request_id, branches in result.ended.items():
+            ended = self._groups.get(request_id)
+            if ended is not None and not set(branches) <= set(ended.branches):
+                raise CoreError(
+                    f"step {plan.step}: request {request_id} ends branches {sorted(branches)}, it has {ended.branches}"
+                )
+        for group in self._batch.others:
+            if group.is_beam and group.rows and group.rows[0].samples and group.forked:
+                self._check_parents(plan, group, result)
+
+    def _check_parents(self, plan: StepPlan, group: Group, result: StepResult) -> None:
+        request_id, width = group.request.request_id, len(group.sequences)
+        parents = result.parents.get(request_id)
+        if parents is None or len(parents) != width or not all(0 <= parent < width for parent in parents):
+            raise CoreError(f"step {plan.step}: request {request_id} needs {width} parents, each below {width}; "
+                            f"found {parents}")  # fmt: skip
+
+    # -- steady groups -------------------------------------------------------------------------------------
+
+    def _advance_steady(self, result: StepResult, report: CommitReport) -> None:
+        calendar = self._batch.calendar
+        ended = calendar.tick(result.repeat)
+        if result.finished:
+            whole = set(ended)
+            ended = [g for g in calendar.groups if g in whole or g.request.request_id in result.finished]
+        for group in ended:
+            self._finish(group, report)
+        for request_id, branches in result.ended.items():
+            steady = self._groups.get(request_id)
+            if steady is not None and steady in calendar.groups:
+                self._end_branches(steady, branches, report)
+
+    def _end_branches(self, group: Group, branches: Collection[int], report: CommitReport) -> None:
+        """Some sampled branches ended; with the last of them the request does."""
+        if len(branches) == group.width:
+            self._finish(group, report)
+            return
+        for branch in branches:
+            self._manager.release(self._batch.drop(group, branch))
+
+    # -- the others ----------------------------------------------------------------------------------------
+
+    def _advance(self, group: Group, result: StepResult, report: CommitReport, emitted: list[int]) -> None:
+        rows, group.rows = group.rows, []
+        request_id, sampled = group.request.request_id, rows[0].samples
+        if rows[0].drafts:
+            accepted = self._verify(group, result)
+            report.tokens = {**report.tokens, request_id: 1 + accepted}
+            group.generated += accepted
+        else:
+            for row in rows:
+                row.sequence.computed += row.query_len
+        if sampled:
+            group.generated += 1
+            emitted.append(request_id)
+        if sampled and (not group.remaining or request_id in result.finished):
+            self._finish(group, report)
+            return
+        if not group.forked:
+            self._fork_if_ready(group)
+        elif sampled and group.is_beam:
+            self._manager.reparent(group.sequences, result.parents[request_id])
+        if request_id in result.ended:
+            self._end_branches(group, result.ended[request_id], report)
+
+    def _fork_if_ready(self, group: Group) -> None:
+        root = group.sequences[0]
+        if group.request.width > 1 and root.computed == group.request.prompt_tokens:
+            self._manager.fork(root, group.fork())
+
+    def _verify(self, group: Group, result: StepResult) -> int:
+        """Keep the accepted draft tokens and void the others; returns how many were accepted."""
+        request_id, (root,) = group.request.request_id, group.sequences
+        writer, accepted = group.draft or root, result.accepted.get(request_id, 0)
+        drafts, start = group.drafted, writer.computed
+        writer.computed = start + 1 + drafts
+        self._manager.truncate(writer, start + 1 + accepted)
+        if group.draft is not None:
+            self._manager.promote(root, group.draft)
+            group.draft = None
+        stats = self._stats[request_id]
+        stats.drafted_tokens += drafts
+        stats.accepted_tokens += accepted
+        return accepted
+
+    # -- ends ----------------------------------------------------------------------------------------------
+
+    def _finish(self, group: Group, report: CommitReport) -> None:
+        self._batch.remove(group)
+        if self._static:
+            self._held.append(group)
+            return
+        self.let_go(group)
+        del self._groups[group.request.request_id]
+        report.finished.append(group.request.request_id)
+
+    def let_go(self, group: Group) -> None:
+        """Take back all that the group holds."""
+        for sequence in group.holders:
+            self._manager.release(sequence)
+
+    def _return_batch(self, report: CommitReport) -> None:
+        held, self._held = self._held, []
+        for group in held:
+            self.let_go(group)
+            del self._groups[group.request.request_id]
+            report.finished.append(group.request.request_id)

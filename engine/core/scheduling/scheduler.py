@@ -1,0 +1,329 @@
+"""Continuous batching: which rows run in the next step.
+
+One loop without phases, as in vLLM's v1 scheduler. Each request has computed tokens and known tokens, and each step
+computes more of them within a token budget. Running requests come first, in order of admission. When blocks run out,
+a group is preempted: it is recomputed later, or swapped to the host. Waiting requests are then admitted in queue order,
+but only if the step has preempted nobody. Steady decoders cost time only in a step in which they need a block.
+Below `Scheduler` are the admission rules and preemption.
+"""
+
+from collections.abc import Sequence as Values
+
+from engine.core.errors import CoreError, NeverFitsError
+from engine.core.memory.manager import KVCacheManager
+from engine.core.options import Preemption, SchedulerLimits
+from engine.core.plan import StepPlan, StepResult
+from engine.core.policies import Admission, AdmitWhatFits, Policies
+from engine.core.request import Request
+from engine.core.scheduling.commit import Commit, CommitReport, RequestStats
+from engine.core.scheduling.queues import RunningBatch, WaitingQueue
+from engine.core.scheduling.step import Shares, StepBuilder
+from engine.core.sequence import Group
+
+
+class Scheduler:
+    """Plans steps over one KV cache manager. Alternate `schedule()` and `commit()`."""
+
+    def __init__(
+        self, manager: KVCacheManager, limits: SchedulerLimits, policies: Policies | None = None
+    ) -> None:
+        self.manager = manager
+        self.limits = limits
+        self.policies = policies or Policies.of(limits.scheduling)
+        self.waiting = WaitingQueue()  # holding nothing
+        self.swapped = WaitingQueue()  # their blocks are in host memory
+        self.stats: dict[int, RequestStats] = {}
+        self._batch = RunningBatch(manager.growth, limits.max_batched_tokens)
+        self._groups: dict[int, Group] = {}
+        self._step = 0
+        self._submitted = 0
+        self._open: int | None = None  # the step that is planned and not yet answered
+        self._shares = Shares(manager)
+        self._preemptor = Preemptor(manager, self._batch, self.waiting, self.swapped, self.stats)
+        self._rules = EntryRules(manager, self._batch, limits, self.policies.admission)
+        self._commit = Commit(manager, self._batch, self._groups, self.stats, limits.static_batch)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step can be scheduled."""
+        return bool(len(self._batch) or len(self.waiting) or len(self.swapped))
+
+    @property
+    def running(self) -> list[Group]:
+        """The running groups in order of admission."""
+        return self._batch.groups()
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Raises NeverFitsError, with the reason, if no schedule could ever serve it."""
+        reason = self.never_fits(request)
+        if reason:
+            raise NeverFitsError(f"request {request.request_id} can never be served: it {reason}")
+        if request.request_id in self.stats:
+            raise CoreError(f"request {request.request_id} was submitted before")
+        group = Group(request, self.policies.order.key(request, self._submitted))
+        self._submitted += 1
+        self.stats[request.request_id] = RequestStats()
+        self._groups[request.request_id] = group
+        self.waiting.push(group)
+
+    def never_fits(self, request: Request) -> str | None:
+        """Why no schedule can serve `request`, or None."""
+        limits, total = self.limits, request.prompt_tokens + request.output_tokens
+        if limits.max_model_len is not None and total > limits.max_model_len:
+            return f"has {total} tokens in all, the longest served is {limits.max_model_len}"
+        if request.width > min(limits.max_running, limits.max_batched_tokens):
+            return f"has {request.width} sequences, a step takes {min(limits.max_running, limits.max_batched_tokens)}"
+        if not limits.chunked_prefill and request.final_kv_tokens > limits.max_batched_tokens:
+            return f"may prefill {request.final_kv_tokens} tokens at once, a step takes {limits.max_batched_tokens}"
+        return self.manager.never_fits(request)
+
+    def abort(self, request_id: int) -> None:
+        """Drop a request, wherever it is; what it holds is free again. Raises CoreError if it is not there."""
+        group = self._groups.get(request_id)
+        if group is None:
+            raise CoreError(f"request {request_id} is neither waiting nor running: it cannot be aborted")
+        if group in self._batch:
+            self._batch.remove(group)
+            self._commit.let_go(group)
+        elif group in self.swapped:
+            self.swapped.remove(group)
+            self.manager.forget_swapped(group)
+        elif group in self.waiting:
+            self.waiting.remove(group)
+        else:
+            raise CoreError(f"request {request_id} has ended: it waits for the rest of its batch")
+        del self._groups[request_id]
+
+    # -- a step --------------------------------------------------------------------------------------------
+
+    def schedule(self, max_repeat: int = 1) -> StepPlan:
+        """The next step. With `max_repeat` above 1 the plan says how many identical steps may follow at once."""
+        if self._open is not None:
+            raise CoreError(f"step {self._open} waits for its result: commit it before the next is scheduled")
+        if max_repeat < 1:
+            raise CoreError(f"max_repeat is {max_repeat}, must be at least 1")
+        if not self.has_work:
+            raise CoreError("nothing is running or waiting: there is no step to schedule")
+        step = StepBuilder(self.limits.max_batched_tokens)
+        if len(self._batch):
+            self._continue_steady(step)
+            self._continue_others(step)
+        if not step.preempted:
+            self._bring_back(step)
+            if not len(self.swapped):
+                self._admit_waiting(step)
+        plan = self._plan(step, max_repeat)
+        self._open = self._step
+        self._step += 1
+        return plan
+
+    def commit(self, plan: StepPlan, result: StepResult) -> CommitReport:
+        """Take the executor's answer to the last plan into the books."""
+        if plan.step != self._open:
+            raise CoreError(f"step {plan.step} does not wait for a result")
+        report = self._commit.take(plan, result)
+        self._open = None
+        return report
+
+    def _continue_steady(self, step: StepBuilder) -> None:
+        """Steady groups take one token a sequence; only those whose blocks are full need anything."""
+        calendar, manager = self._batch.calendar, self.manager
+        for group in calendar.due():
+            while group in calendar.groups and not manager.can_append(group):
+                self._make_room(step, self._batch.groups())
+            if group in calendar.groups:
+                step.appended[group] = manager.append(group)
+        step.budget -= calendar.rows
+
+    def _continue_others(self, step: StepBuilder) -> None:
+        others, calendar, index, cap = self._batch.others, self._batch.calendar, 0, self._prefill_cap()
+        while index < len(others) and step.budget:
+            group = others[index]
+            group.rows = self._shares.rows(group, step.budget, cap)
+            while group.rows and not self.manager.can_extend(group.rows):
+                steady = calendar.rows
+                self._make_room(step, [*calendar.groups, *others[index:]])
+                step.budget += steady - calendar.rows
+            if index < len(others) and others[index] is group:
+                self._shares.extend(group, step)
+                index += 1
+        for group in others[index:]:
+            group.rows = []
+
+    def _make_room(self, step: StepBuilder, candidates: Values[Group]) -> None:
+        """Preempt one of `candidates`, which are in running order."""
+        victim = candidates[self.policies.victim.choose(candidates)]
+        self._preemptor.preempt(victim, self.limits.preemption, step)
+
+    def _prefill_cap(self) -> int | None:
+        """The largest chunk of one prompt: a lone request gets the whole budget."""
+        alone = len(self._batch) + len(self.waiting) <= 1
+        return None if alone else self.limits.long_prefill_tokens
+
+    # -- entering ------------------------------------------------------------------------------------------
+
+    def _bring_back(self, step: StepBuilder) -> None:
+        """Swapped groups come before waiting ones; nobody enters before they are all back."""
+        while step.budget and (group := self.swapped.head) is not None and self._rules.may_return(group):
+            self.swapped.pop()
+            self.manager.swap_in(group)
+            self._batch.add(group)
+            step.resumed.append(group.request.request_id)
+            self._shares.enter(group, step, self._prefill_cap())
+
+    def _admit_waiting(self, step: StepBuilder) -> None:
+        """In the order of the queue: the first request that does not fit ends the loop."""
+        while step.budget and (group := self.waiting.head) is not None:
+            if self.limits.static_batch and len(self._batch) > len(step.admitted):
+                return
+            hits = self.manager.lookup(group)
+            cached = len(hits) * self.manager.block_size
+            if not self._rules.may_enter(group, hits, cached, step.budget):
+                return
+            cap = self._prefill_cap()
+            self.waiting.pop()
+            self.manager.admit(group, hits)
+            self._note_hits(group, cached)
+            step.hit_tokens += cached
+            step.admitted.append(group.request.request_id)
+            self._batch.add(group)
+            self._shares.enter(group, step, cap)
+
+    def _note_hits(self, group: Group, cached: int) -> None:
+        stats = self.stats[group.request.request_id]
+        if stats.preemptions:
+            stats.resumed_hit_tokens += cached
+            stats.recomputed_tokens += max(0, group.lost - cached)
+        else:
+            stats.hit_tokens += cached
+
+    # -- the plan ------------------------------------------------------------------------------------------
+
+    def _plan(self, step: StepBuilder, max_repeat: int) -> StepPlan:
+        calendar = self._batch.calendar
+        self.manager.advance(calendar.rows)
+        head = self.waiting.head
+        return step.plan(
+            self._step,
+            self.manager,
+            calendar,
+            self._repeat(step, max_repeat) if max_repeat > 1 else 1,
+            len(self._batch),
+            len(self.waiting) + len(self.swapped),
+            head.request if head else None,
+        )
+
+    def _repeat(self, step: StepBuilder, max_repeat: int) -> int:
+        """How many steps in a row are the same but for one token more per row.
+
+        All running sequences decode, and nothing can change until one finishes, a block is short, or a request
+        arrives (the caller cuts there). A waiting request that was refused now is refused until then: free blocks
+        only get fewer, and no block that it could hit is made by decoding. Only a user's own admission policy might
+        change its mind.
+        """
+        calendar = self._batch.calendar
+        if not step.only_steady or self._batch.others or not calendar.rows:
+            return 1
+        if len(self.waiting) and not self._rules.only_built_in:
+            return 1
+        steps = min(max_repeat, calendar.steps_to_end())
+        return self.manager.leap_limit(calendar, steps) if steps > 1 else 1
+
+
+class EntryRules:
+    """The rules for waiting and for swapped groups. Every one is a pure query."""
+
+    def __init__(
+        self, manager: KVCacheManager, batch: RunningBatch, limits: SchedulerLimits, policy: Admission
+    ) -> None:
+        self._manager = manager
+        self._batch = batch
+        self._limits = limits
+        self._policy = policy
+        self._watermark = int(limits.watermark * manager.num_blocks)
+
+    @property
+    def only_built_in(self) -> bool:
+        """Whether a group that was refused stays refused as long as nothing is released."""
+        return isinstance(self._policy, AdmitWhatFits)
+
+    def _spare_blocks(self) -> int:
+        return self._watermark if len(self._batch) else 0
+
+    def _has_place(self, group: Group) -> bool:
+        return self._batch.sequences + group.width <= self._limits.max_running
+
+    def may_return(self, group: Group) -> bool:
+        """Whether the batch has places for every branch of a swapped group, and the pool room for it."""
+        return self._has_place(group) and self._manager.can_swap_in(group, self._spare_blocks())
+
+    def may_enter(self, group: Group, hits: Values[int], cached: int, budget: int) -> bool:
+        """Whether the batch has places for every branch, the budget for the prompt, and the pool room for it."""
+        limits = self._limits
+        if not self._has_place(group):
+            return False
+        if not limits.chunked_prefill and group.root_target - cached > budget:
+            return False
+        chunk = None if limits.admit_whole_prompt else min(group.root_target, cached + budget)
+        if not self._manager.can_admit(group, hits, self._spare_blocks(), chunk):
+            return False
+        return self.only_built_in or self._is_allowed(group.request)
+
+    def _is_allowed(self, request: Request) -> bool:
+        """Whether the user's policy lets `request` in; it cannot keep everybody out of an empty batch."""
+        usage, running = self._manager.usage(None), len(self._batch)
+        if self._policy.allows(request, (usage.free + usage.cached) // self._manager.block_size, running):
+            return True
+        if not running:
+            raise CoreError(
+                f"request {request.request_id}: the admission policy {type(self._policy).__name__} refuses it "
+                f"although nothing is running, so it would wait for ever"
+            )
+        return False
+
+
+class Preemptor:
+    """Takes a group out of the batch, whole, and into one of the scheduler's two queues."""
+
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        batch: RunningBatch,
+        waiting: WaitingQueue,
+        swapped: WaitingQueue,
+        stats: dict[int, RequestStats],
+    ) -> None:
+        self._manager = manager
+        self._batch = batch
+        self._waiting = waiting
+        self._swapped = swapped
+        self._stats = stats
+
+    def preempt(self, victim: Group, mode: Preemption, step: StepBuilder) -> None:
+        """Save the victim in host memory, or drop it to be computed again."""
+        stats = self._stats[victim.request.request_id]
+        stats.preemptions += 1
+        step.preempted.append(victim.request.request_id)
+        step.appended.pop(victim, None)
+        self._batch.remove(victim)
+        if _should_swap(victim, mode):
+            if self._manager.can_swap_out(victim):
+                self._swap_out(victim, stats)
+                return
+            stats.swap_fallbacks += 1
+        self._manager.preempt(victim)
+        victim.restart()
+        self._waiting.push(victim)
+
+    def _swap_out(self, victim: Group, stats: RequestStats) -> None:
+        stats.swaps += 1
+        victim.rows = []
+        self._manager.swap_out(victim)
+        self._swapped.push(victim)
+
+
+def _should_swap(victim: Group, mode: Preemption) -> bool:
+    """What has generated nothing yet is cheaper to compute again; drafts under way are not worth saving."""
+    if mode is Preemption.RECOMPUTE or not victim.generated or victim.draft is not None:
+        return False
+    return mode is Preemption.SWAP or len(victim.sequences) > 1

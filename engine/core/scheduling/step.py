@@ -1,0 +1,209 @@
+"""The step that is being scheduled: its rows, the memory they write to, and the finished plan.
+
+A group contributes chunks of its prompt, or one token per branch. After a preemption its branches compute their tokens
+again. Steady decoders come from the calendar as arrays, all others row by row.
+"""
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Table
+from dataclasses import dataclass, field
+from typing import overload
+
+import numpy as np
+
+from engine.core.calendar import DecodeCalendar, SteadyRows
+from engine.core.memory.manager import KVCacheManager
+from engine.core.options import SpeculationMode
+from engine.core.plan import ArrayRows, IntArray, Row, StepPlan
+from engine.core.request import Request
+from engine.core.sequence import Group, ScheduledRow, Sequence
+
+
+def written(table: Table[int], tokens: int) -> Table[int]:
+    """A table as an executor sees it: of a reservation, as much as holds `tokens` tokens."""
+    return table[:tokens] if isinstance(table, range) else table
+
+
+class BatchRows(ArrayRows):
+    """Steady rows first, then `others`. `now` is the calendar's clock at this step."""
+
+    def __init__(self, steady: SteadyRows, now: int, others: list[Row]) -> None:
+        self.others = others
+        self._steady = steady
+        self._now = now
+        self._rows: list[Row] | None = None
+
+    def __len__(self) -> int:
+        return len(self._steady.sequences) + len(self.others)
+
+    @property
+    def query_len(self) -> IntArray:
+        """Query tokens of each row, int64 `[rows]`."""
+        ones = np.ones(len(self._steady.sequences), dtype=np.int64)
+        return self._with_others(ones, [row.query_len for row in self.others])
+
+    @property
+    def context_len(self) -> IntArray:
+        """Context tokens of each row before the step, int64 `[rows]`."""
+        return self._with_others(self._steady.bases + self._now, [row.context_len for row in self.others])
+
+    def _with_others(self, steady: IntArray, others: list[int]) -> IntArray:
+        return np.concatenate([steady, np.array(others, dtype=np.int64)]) if others else steady
+
+    def _laid_out(self) -> list[Row]:
+        if self._rows is None:
+            contexts = (self._steady.bases + self._now).tolist()
+            rows = zip(self._steady.sequences, self._steady.tables, contexts, strict=True)
+            steady = [
+                Row(s.request.request_id, s.branch, context, 1, True, written(table, context + 1))
+                for s, table, context in rows
+            ]
+            self._rows = [*steady, *self.others]
+        return self._rows
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self._laid_out())
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        return self._laid_out()[index]
+
+    def __eq__(self, other: object) -> bool:
+        return list(self) == list(other) if isinstance(other, ArrayRows | list | tuple) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]  # like a list
+
+
+@dataclass(slots=True)
+class StepBuilder:
+    """What the step holds so far; `budget` query tokens are left."""
+
+    budget: int
+    rows: list[Row] = field(default_factory=list)
+    admitted: list[int] = field(default_factory=list)
+    preempted: list[int] = field(default_factory=list)
+    resumed: list[int] = field(default_factory=list)
+    appended: dict[Group, int] = field(default_factory=dict)  # new blocks of steady groups
+    new_blocks: int = 0  # of the others
+    hit_tokens: int = 0
+
+    @property
+    def only_steady(self) -> bool:
+        """Whether nothing but steady decoding happens in the step."""
+        return not (self.rows or self.admitted or self.preempted or self.resumed)
+
+    def plan(
+        self,
+        step: int,
+        manager: KVCacheManager,
+        calendar: DecodeCalendar,
+        repeat: int,
+        running: int,
+        waiting: int,
+        head: Request | None,
+    ) -> StepPlan:
+        """The finished plan; takes what the manager has gathered for the executor."""
+        steady = calendar.view()
+        swap_out, swap_in = manager.drain_swaps()
+        return StepPlan(
+            step=step,
+            rows=BatchRows(steady, calendar.clock.now, self.rows),
+            copies=manager.drain_copies(),
+            frees=manager.drain_frees(),
+            repeat=repeat,
+            admitted=self.admitted,
+            preempted=self.preempted,
+            new_blocks=self.new_blocks + sum(self.appended.values()),
+            hit_tokens=self.hit_tokens,
+            running=running,
+            waiting=waiting,
+            usage=manager.usage(head),
+            swap_out=swap_out,
+            swap_in=swap_in,
+            stale=manager.drain_stale(),
+            resumed=self.resumed,
+            steady=len(steady.sequences),
+            steady_ids=steady.request_ids,
+        )
+
+
+def rows_of(group: Group, budget: int, prefill_cap: int | None = None) -> list[ScheduledRow]:
+    """The group's rows in a step with `budget` tokens left, chunks capped at `prefill_cap`: none, if it cannot move."""
+    if not group.forked:
+        return [_root_row(group, budget, prefill_cap)]
+    tokens = group.tokens
+    lacking = [tokens - sequence.computed for sequence in group.sequences]
+    if max(lacking) == 1:  # branches sample together or not at all
+        whole = len(lacking) <= budget
+        return [ScheduledRow(sequence, 1, True) for sequence in group.sequences] if whole else []
+    return _catch_up(group, lacking, budget if prefill_cap is None else min(budget, prefill_cap))
+
+
+def _root_row(group: Group, budget: int, prefill_cap: int | None) -> ScheduledRow:
+    """A chunk of the prompt, or of all known tokens where there is one branch; when it decodes, drafts behind it."""
+    (root,) = group.sequences
+    lacking = group.root_target - root.computed
+    query = min(lacking, budget if prefill_cap is None else min(budget, prefill_cap))
+    samples = query == lacking and (group.request.width == 1 or group.generated == 0)
+    speculation = group.request.speculation
+    if speculation is None or lacking > 1 or not group.generated:
+        return ScheduledRow(root, query, samples)
+    drafts = min(speculation.tokens, group.remaining - 1, budget - 1)
+    return ScheduledRow(root, 1 + drafts, True, drafts)
+
+
+def _catch_up(group: Group, lacking: list[int], budget: int) -> list[ScheduledRow]:
+    """After a preemption each branch computes its generated tokens again, all but the last."""
+    rows = []
+    for sequence, lack in zip(group.sequences, lacking, strict=True):
+        query = min(lack - 1, budget)
+        if query > 0:
+            rows.append(ScheduledRow(sequence, query, False))
+            budget -= query
+    return rows
+
+
+class Shares:
+    """Rows for groups that are not steady."""
+
+    def __init__(self, manager: KVCacheManager) -> None:
+        self._manager = manager
+
+    def rows(self, group: Group, budget: int, prefill_cap: int | None) -> list[ScheduledRow]:
+        """The group's rows with `budget` tokens left; drafts are written where the request says."""
+        rows = rows_of(group, budget, prefill_cap)
+        group.drafted = rows[0].drafts if rows else 0
+        speculation = group.request.speculation
+        if group.drafted and speculation and speculation.mode is SpeculationMode.FORK:
+            (root,), request = group.sequences, group.request
+            group.draft = Sequence(request, request.width, root.computed)
+            self._manager.fork(root, [group.draft])
+            rows = [rows[0]._replace(sequence=group.draft)]
+        return rows
+
+    def extend(self, group: Group, step: StepBuilder) -> None:
+        """Take the memory of the group's rows, which must be free, and put them into the step."""
+        request_id = group.request.request_id
+        for row in group.rows:
+            sequence, query_len, samples, drafts = row
+            context = sequence.computed
+            step.new_blocks += self._manager.extend(row)
+            step.budget -= query_len
+            table = written(sequence.table, context + query_len)
+            step.rows.append(Row(request_id, sequence.branch, context, query_len, samples, table, drafts))
+
+    def enter(self, group: Group, step: StepBuilder, prefill_cap: int | None) -> None:
+        """The share of a group that has just come in: nothing, where its memory is not free yet."""
+        group.rows = self.rows(group, step.budget, prefill_cap)
+        if group.rows and self._manager.can_extend(group.rows):
+            self.extend(group, step)
+            return
+        group.rows = []
+        if group.draft is not None:
+            self._manager.release(group.draft)
+            group.draft = None

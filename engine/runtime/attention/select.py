@@ -1,0 +1,64 @@
+"""Which attention kernels run: Triton on CUDA, compiled C on a CPU, else torch.
+
+A backend that was asked for by name and cannot run here is refused, and so is a KV data type that it cannot read.
+"""
+
+import torch
+
+from engine.runtime.attention.native.compile import why_unavailable
+from engine.runtime.attention.plans import AttentionPlan, NativePlan, StepLayout, TorchPlan, TritonPlan
+from engine.runtime.errors import ModelError
+from engine.runtime.kv_pool import KVPool
+from engine.runtime.options import KVDtype
+from paged_kernels import BackendUnavailableError, Workspace, resolve_backend
+
+NATIVE = "native"
+
+
+def engine_backend(name: str, device: torch.device) -> str:
+    """The backend for `name` on `device`: `auto` is `triton` on CUDA, `native` on a CPU with a compiler, else `torch`.
+
+    Raises BackendUnavailableError where a backend that was asked for by name cannot run, and OptionError for a name
+    that does not exist.
+    """
+    if name == NATIVE:
+        reason = "runs on CPUs only" if device.type != "cpu" else why_unavailable()
+        if reason:
+            raise BackendUnavailableError(f"backend 'native': {reason}; use backend 'torch'")
+        return NATIVE
+    if name == "auto" and device.type == "cpu" and not why_unavailable():
+        return NATIVE
+    return resolve_backend(name, device)
+
+
+def plan_step(layout: StepLayout, pool: KVPool, workspace: Workspace, backend: str) -> AttentionPlan:
+    """The step's attention plan for a resolved backend."""
+    if backend == NATIVE:
+        return NativePlan(layout, pool, workspace)
+    return plan_attention(layout, pool, workspace, backend)
+
+
+def plan_attention(layout: StepLayout, pool: KVPool, workspace: Workspace, backend: str) -> AttentionPlan:
+    """The step's plan for a resolved backend name."""
+    return (TritonPlan if backend == "triton" else TorchPlan)(layout, pool, workspace)
+
+
+def check_kv_dtype(name: KVDtype | str, device: "torch.device", backend: str = "auto") -> None:
+    """Raise ModelError where the device, or the backend asked for by name, cannot widen 8-bit floats.
+
+    CUDA can from sm_89 on; the compiled CPU kernels cannot.
+    """
+    import torch
+
+    from paged_kernels.backends import FP8_CAPABILITY
+
+    if name == KVDtype.FP8_E4M3 and backend == "native":
+        raise ModelError("kv_dtype fp8_e4m3 is not read by backend native; use backend torch, or auto")
+    if name != KVDtype.FP8_E4M3 or device.type != "cuda":
+        return
+    found = torch.cuda.get_device_capability(device)
+    if found < FP8_CAPABILITY:
+        raise ModelError(
+            f"kv_dtype fp8_e4m3 needs sm_{FP8_CAPABILITY[0]}{FP8_CAPABILITY[1]} or newer, and "
+            f"{torch.cuda.get_device_name(device)} is sm_{found[0]}{found[1]}; use kv_dtype model"
+        )

@@ -1,0 +1,236 @@
+"""Which model to run, and whether it can run. Nothing here imports torch.
+
+A `ModelSpec` gives the shape of a model with random weights, or the directory of a checkpoint. `check_model` refuses
+unknown families, impossible shapes and damaged checkpoints. It also refuses models that would give wrong tokens on the
+paged KV cache without an error (`REFUSED_TYPES`, `REFUSED_ROPE`).
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.runtime.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A random-initialised model of `family` with this shape, or, where `path` is set, a local checkpoint directory.
+
+    `family` is a transformers model_type. `initializer_range` is the standard deviation of the random weights: at the
+    customary 0.02 a small model repeats one token for ever, at 0.1 its text varies. With a path only `name` and
+    `dtype` are used.
+    """
+
+    name: str = "tiny-llama"
+    family: str = "llama"
+    path: str | None = None
+    layers: int = 4
+    hidden: int = 256
+    heads: int = 8
+    kv_heads: int = 4
+    head_dim: int = 32
+    intermediate: int = 512
+    vocab: int = 4096
+    max_position: int = 2048
+    dtype: str = "float32"
+    seed: int = 0
+    initializer_range: float = 0.1
+
+
+Config = Mapping[str, Any]
+
+_NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+
+
+def _llama_like(spec: ModelSpec) -> Config:
+    return {
+        "hidden_size": spec.hidden,
+        "num_hidden_layers": spec.layers,
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": spec.kv_heads,
+        "head_dim": spec.head_dim,
+        "intermediate_size": spec.intermediate,
+        "max_position_embeddings": spec.max_position,
+        "initializer_range": spec.initializer_range,
+    }
+
+
+def _gpt2(spec: ModelSpec) -> Config:
+    return {
+        "n_embd": spec.hidden,
+        "n_layer": spec.layers,
+        "n_head": spec.heads,
+        "n_inner": spec.intermediate,
+        "n_positions": spec.max_position,
+        "initializer_range": spec.initializer_range,
+    }
+
+
+def _opt(spec: ModelSpec) -> Config:
+    return {
+        "hidden_size": spec.hidden,
+        "num_hidden_layers": spec.layers,
+        "num_attention_heads": spec.heads,
+        "ffn_dim": spec.intermediate,
+        "word_embed_proj_dim": spec.hidden,
+        "max_position_embeddings": spec.max_position,
+        "init_std": spec.initializer_range,
+    }
+
+
+FAMILIES: Mapping[str, Callable[[ModelSpec], Config]] = {
+    "llama": _llama_like,
+    "qwen3": _llama_like,
+    "mistral": _llama_like,
+    "gemma2": _llama_like,
+    "gpt2": _gpt2,
+    "opt": _opt,
+}
+_MULTI_HEAD_ONLY = frozenset({"gpt2", "opt"})
+
+
+def config_values(spec: ModelSpec) -> Config:
+    """Keyword arguments for the family's transformers config. No special tokens: every id is an ordinary one."""
+    return {"vocab_size": spec.vocab, **_NO_SPECIAL_TOKENS, **FAMILIES[spec.family](spec)}
+
+
+def check_shape(spec: ModelSpec) -> None:
+    """Raise ModelError for a family that cannot be built from a shape, or a shape that the family cannot have."""
+    if spec.family not in FAMILIES:
+        raise ModelError(
+            f"model {spec.name}: family {spec.family!r} cannot be built from a shape; choose one of "
+            f"{', '.join(FAMILIES)}, or give model.path a checkpoint directory"
+        )
+    if spec.heads % spec.kv_heads:
+        raise ModelError(f"model {spec.name}: {spec.heads} heads are no multiple of {spec.kv_heads} kv_heads")
+    if spec.hidden % spec.heads:  # transformers refuses it, whatever head_dim says
+        raise ModelError(f"model {spec.name}: hidden {spec.hidden} is no multiple of {spec.heads} heads")
+    if spec.family in _MULTI_HEAD_ONLY:
+        if (spec.kv_heads, spec.heads * spec.head_dim) != (spec.heads, spec.hidden):
+            raise ModelError(
+                f"model {spec.name}: {spec.family} has one KV head per head and hidden = heads x head_dim; found "
+                f"heads {spec.heads}, kv_heads {spec.kv_heads}, head_dim {spec.head_dim}, hidden {spec.hidden}"
+            )
+    elif spec.head_dim % 2:
+        raise ModelError(f"model {spec.name}: rotary embedding needs an even head_dim, found {spec.head_dim}")
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """The config.json of a local checkpoint directory. Raises ModelError if it is none."""
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise ModelError(f"model path {path} is not a checkpoint: there is no such directory")
+    file = folder / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelError(f"model path {path} is not a checkpoint: it has no config.json") from error
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model path {path} is not a checkpoint: config.json: {error}") from error
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise ModelError(f"model path {path} is not a checkpoint: config.json names no model_type")
+    if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+        raise ModelError(f"model path {path} is not a checkpoint: it has no weights (*.safetensors or *.bin)")
+    _check_architecture(path, config)
+    for weights in sorted(folder.glob("*.safetensors")):
+        _check_whole(weights)
+    return config
+
+
+def checkpoint_stamp(path: str) -> str:
+    """Names, sizes and times of the checkpoint's files: other weights at the same path are another model."""
+    files = sorted(file for file in Path(path).expanduser().glob("*") if file.is_file())
+    return " ".join(f"{file.name}:{file.stat().st_size}:{file.stat().st_mtime_ns}" for file in files)
+
+
+def _check_architecture(path: str, config: dict[str, Any]) -> None:
+    """Only models with a language-model head choose next tokens."""
+    names = [str(name) for name in config.get("architectures") or ()]
+    if names and not any("CausalLM" in name or "LMHead" in name for name in names):
+        raise ModelError(
+            f"model path {path}: {', '.join(names)} is no causal language model (…ForCausalLM or …LMHeadModel)"
+        )
+
+
+def _check_whole(weights: Path) -> None:
+    """A safetensors file says in its header how long it is: 8 bytes of header length, JSON, data."""
+    size = weights.stat().st_size
+    try:
+        with weights.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length)) if 0 < length <= size - 8 else None
+        ends = [entry["data_offsets"][1] for name, entry in (header or {}).items() if name != "__metadata__"]
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise ModelError(f"{weights}: not a safetensors file ({error})") from error
+    if not ends or size < 8 + length + max(ends):
+        expected = f"{8 + length + max(ends):,}" if ends else "a header and data"
+        raise ModelError(f"{weights}: cut short or no safetensors file: {size:,} bytes, {expected} expected")
+
+
+_OWN_ATTENTION = "its attention is written out in its own code, so transformers cannot replace it"
+_POSITION_BIAS = "it adds position biases to its scores, which the paged kernels do not know"
+_NO_KV = "it keeps a recurrent state and no KV cache per token"
+_DROPS_KEYWORDS = "it does not hand extra arguments to its attention, so the paged KV never arrives there"
+_MASK_ONLY = "its chunked attention exists only as a mask, which the paged kernels never see"
+
+REFUSED_TYPES: Mapping[str, str] = {
+    "gptj": _OWN_ATTENTION,
+    "falcon": _OWN_ATTENTION,
+    "codegen": _OWN_ATTENTION,
+    "gpt_neo": _OWN_ATTENTION,
+    "xglm": _OWN_ATTENTION,
+    "bloom": _POSITION_BIAS,
+    "mpt": _POSITION_BIAS,
+    "mamba": _NO_KV,
+    "mamba2": _NO_KV,
+    "falcon_mamba": _NO_KV,
+    "rwkv": _NO_KV,
+    "stablelm": _DROPS_KEYWORDS,
+    "nemotron": _DROPS_KEYWORDS,
+    "llama4": _MASK_ONLY,
+    "llama4_text": _MASK_ONLY,
+}
+
+REFUSED_ROPE = {
+    "dynamic": "its rotation changes with the longest sequence of a batch, so one request would alter another",
+    "longrope": "its rotation switches with the longest sequence of a batch, so one request would alter another",
+}
+
+
+def check_config(name: str, config: Mapping[str, Any]) -> None:
+    """Raise ModelError if a model with this transformers config (as a dictionary) is known not to work."""
+    kind = str(config.get("model_type"))
+    if kind in REFUSED_TYPES:
+        raise ModelError(f"model {name}: {kind} cannot run on paged KV: {REFUSED_TYPES[kind]}")
+    for rope in _rope_types(config):
+        if rope in REFUSED_ROPE:
+            raise ModelError(f"model {name}: RoPE type {rope!r} is refused: {REFUSED_ROPE[rope]}")
+
+
+def _rope_types(config: Mapping[str, Any]) -> Iterator[str]:
+    """RoPE types wherever a config names them: flat, or one per kind of layer."""
+    for key in ("rope_parameters", "rope_scaling"):
+        pending = [config.get(key)]
+        while pending:
+            value = pending.pop()
+            if isinstance(value, Mapping):
+                yield from (value[name] for name in ("rope_type", "type") if isinstance(value.get(name), str))
+                pending.extend(value.values())
+
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def check_model(spec: ModelSpec) -> None:
+    """Raise ModelError for a spec that cannot be loaded, as far as that is known without importing torch."""
+    if spec.dtype not in DTYPES:
+        raise ModelError(
+            f"model {spec.name}: dtype {spec.dtype!r} does not exist; choose {', '.join(DTYPES)}"
+        )
+    if spec.path is None:
+        check_config(spec.name, {"model_type": spec.family})
+        check_shape(spec)
+    else:
+        check_config(spec.name, read_config(spec.path))
