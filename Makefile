@@ -36,8 +36,8 @@ lint: $(STAMP)
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
-gpu:  # no set-up: a GPU machine may have no network; PYTHON must have torch and the packages that `bench gpu` names
-	PYTHONPATH=.:kernels:$(PYTHONPATH) $(if $(wildcard $(PY)),$(PY),$(PYTHON)) -m harness bench gpu $(if $(PART),--part $(PART)) $(if $(OUT),--out "$(OUT)") $(ARGS)
+gpu:  # no set-up: a GPU machine may have no network; PYTHON must have torch and the packages that it names
+	PYTHONPATH=.:kernels:tests:$(PYTHONPATH) $(if $(wildcard $(PY)),$(PY),$(PYTHON)) -m gpu_acceptance.run $(if $(PART),--part $(PART)) $(if $(OUT),--out "$(OUT)") $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

@@ -1,4 +1,4 @@
-"""`python -m harness`. The guard matters: worker processes import this module again."""
+"""`python -m harness`. The guard is needed, because worker processes import this module again."""
 
 from harness.cli.main import main
 

@@ -1,17 +1,25 @@
-"""What a figure was made on and with, found without importing anything heavy."""
+"""What a result was made on and with: device, package versions, digests of our sources.
+
+Nothing heavy is imported to find this out. `code_version` is a digest of all sources that a record depends on.
+`kernel_digest` is a digest of the attention kernels alone.
+"""
 
 import hashlib
 import os
 import platform
 from functools import lru_cache
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 from harness.config.schema import EngineDevice
 
 ROOTS = (  # what a record depends on; an edited report or command line makes no new points
     *("engine", "traces", "paged_kernels"),
-    *(f"harness.{room}" for room in ("sim", "point", "measured", "metrics", "compare")),
+    *(
+        f"harness.{room}"
+        for room in ("replay", "cost", "compiled", "workload", "measure", "calibrate", "point", "metrics")
+    ),
 )
 SOURCES = (".py", ".c", ".h")
 PACKAGES = ("torch", "transformers", "triton", "numpy", "scipy", "simpy", "hydra-core")
@@ -101,3 +109,32 @@ def environment(device: EngineDevice, clock: str) -> dict[str, object]:
         "code": code_version(),
         "clock": clock,
     }
+
+
+def kernel_digest(folder: Path | None = None) -> str:
+    """A digest over the sources of `paged_kernels`, other providers and references aside.
+
+    A record with another digest is stale: it says nothing about the kernels of this tree.
+    """
+    root = folder or _package()
+    digest = hashlib.sha256()
+    for path in digested_files(root):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def digested_files(root: Path) -> list[Path]:
+    """The source files below `root` that a kernel's speed depends on, sorted."""
+    paths = sorted(root.rglob("*.py"))
+    return [
+        path
+        for path in paths
+        if not path.relative_to(root).as_posix().startswith(("reference", "providers/"))
+    ]
+
+
+def _package() -> Path:
+    spec = find_spec("paged_kernels")  # finds without importing torch
+    if spec is None or not spec.submodule_search_locations:
+        raise ModuleNotFoundError("package paged_kernels is not installed")
+    return Path(next(iter(spec.submodule_search_locations)))

@@ -8,7 +8,7 @@ from pathlib import Path
 from point_cases import azure_file, mooncake_file, small_config, with_trace
 
 from harness.config.checks import check_config
-from harness.config.normal import normalise
+from harness.config.compose import normalise
 from harness.config.schema import (
     CachePolicy,
     Compiled,
@@ -25,8 +25,8 @@ from harness.config.schema import (
 )
 from harness.metrics.log import RunLog
 from harness.point.cost import cost_model
-from harness.point.simulate import simulate
-from harness.point.workload import build_workload
+from harness.workload.play import simulate
+from harness.workload.workload import build_workload
 
 Change = Callable[[RunConfig], None]
 

@@ -14,16 +14,15 @@ from engine.core.options import Decoding, SchedulerLimits
 from engine.core.request import Request
 from engine.core.scheduling.scheduler import Scheduler
 from harness.metrics.log import RunLog
-from harness.sim.arrivals import Arrivals, OpenLoop, TimedRequest
-from harness.sim.clock import to_ns
-from harness.sim.cost import Amount, CostSource, Price
-from harness.sim.executors import SimulatedExecutor
-from harness.sim.features import feature_index
-from harness.sim.genealogy import BeamGenealogy
-from harness.sim.hull import Hull
-from harness.sim.recorder import Recorder
-from harness.sim.replay import Replay
-from harness.sim.streaming import StreamingRecorder
+from harness.replay.arrivals import Arrivals, OpenLoop, TimedRequest
+from harness.replay.beams import BeamGenealogy
+from harness.replay.cost_model import Amount, CostSource, Price
+from harness.replay.executors import SimulatedExecutor
+from harness.replay.features import feature_index
+from harness.replay.loop import Replay
+from harness.replay.recorder import Recorder
+from harness.replay.streaming import Hull, StreamingRecorder
+from harness.replay.virtual_time import to_ns
 
 DECODE_KV, TOKENS, COPIED, VOIDED = feature_index(["decode_kv", "tokens", "copied_slots", "freed_slots"])
 

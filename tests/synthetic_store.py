@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from harness.compare import compare
 from harness.config.schema import RunConfig
 from harness.metrics import STEP_COLUMNS, CacheShape, Lengths, RunLog, analytic_metrics, compute_metrics
+from harness.metrics.comparison import compare
 from harness.store.manifest import Manifest, SweepPoint, write_manifest
 
 POOL, MAX_LEN, STEPS, REQUESTS = 6144, 1024, 150, 24

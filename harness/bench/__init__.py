@@ -1,8 +1,6 @@
-"""Benchmarks: each is a room `harness.bench.<name>` behind `python -m harness bench <name>`.
+"""Benchmarks: each is a package `harness.bench.<name>` behind `python -m harness bench <name>`.
 
-A room offers `add(benches)`, which describes its command line to argparse and imports nothing heavy, and
-`run(flags)`, which returns the exit code. `harness.bench.session` runs timings with pytest-benchmark.
+The package's `__init__` has `add(benches)`, which describes the flags to argparse and imports nothing heavy, and
+`run(flags)`, which returns the exit code. `runner.py` does the work. `benchmarks.py`, where there is one, is a file
+that pytest-benchmark runs in a process of its own (`harness.bench.session`).
 """
-
-BENCHES: tuple[str, ...] = ("engine", "kernels", "policy", "sim", "gpu")
-"""Names of the benchmarks, in the order of `bench --help`."""

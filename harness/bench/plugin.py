@@ -1,4 +1,7 @@
-"""What a bench file may ask for beside `benchmark`: the settings of the caller. Loaded by `harness.bench.session`."""
+"""The pytest plugin of a benchmark session: it gives a bench file the settings of the caller.
+
+`harness.bench.session` loads it by its name. Only this module and the bench files need pytest at import.
+"""
 
 import json
 from pathlib import Path

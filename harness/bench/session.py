@@ -1,8 +1,8 @@
-"""Run timings with pytest-benchmark: one session in a process of its own, its raw samples kept as JSON.
+"""Timings with pytest-benchmark: one session in a process of its own, with its raw samples kept as JSON.
 
-A bench file ships in the package as `harness/bench/<name>/timings.py`, say; its tests take the fixture `benchmark`
-(of pytest-benchmark) and `settings`, the mapping that the caller handed over. A process of its own, so that nothing the
-caller imported is part of the measurement, and so that a session can be started from anywhere, tests included.
+A bench file is part of the package, for example `harness/bench/policy/benchmarks.py`. Its tests take two fixtures:
+`benchmark` from pytest-benchmark, and `settings`, the mapping that the caller passed. The process of its own keeps the
+caller's imports out of the measurement, and lets a session start from anywhere, also from a test.
 """
 
 import json

@@ -1,9 +1,17 @@
-"""Bisection for the edge between what meets an SLO and what does not, once for each seed, and how sure the edge is."""
+"""The search: bisection for the edge between candidates that meet the SLO and candidates that do not.
+
+Every seed searches on its own; `estimate` gives the mean over the seeds and its interval. Three questions use the
+search: the highest rate, the smallest pool, the best block size.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
+from harness.capacity.trials import Trial, Trials
+from harness.config.errors import UserError
+from harness.workload.shapes import pool_shape
 
 Meets = Callable[[float], bool]
 
@@ -78,3 +86,105 @@ def estimate(values: Sequence[float], confidence: float = 0.95) -> Estimate:
     spread = float(np.std(values, ddof=1)) / len(values) ** 0.5
     half = float(t.ppf((1 + confidence) / 2, len(values) - 1)) * spread
     return Estimate(mean, mean - half, mean + half, tuple(values))
+
+
+LOWEST_RATE, HIGHEST_RATE = 1e-3, 1e6
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was found: the value with its interval, or why there is none; `unit` for both."""
+
+    question: str
+    unit: str
+    value: Estimate | None
+    reason: str = ""
+    choices: tuple[tuple[float, Estimate | None], ...] = ()  # of several candidates, the answer of each
+
+
+@dataclass(frozen=True)
+class NoEdge:
+    """Why a search found no edge; `endless`: all that was tried meets the SLO, not nothing."""
+
+    reason: str
+    endless: bool
+
+
+def highest_rate(trials: Trials, seeds: int, precision: float, tell: Tell) -> Answer:
+    """The highest request rate that meets the SLO."""
+    question, unit = "highest request rate that meets the SLO", "requests/s"
+    found = _rates(trials, seeds, precision, tell, None)
+    if isinstance(found, NoEdge):
+        return Answer(question, unit, None, found.reason)
+    return Answer(question, unit, found)
+
+
+def _rates(
+    trials: Trials, seeds: int, precision: float, tell: Tell, block_size: int | None
+) -> Estimate | NoEdge:
+    """An edge a seed; the last one's is where the next one starts."""
+    start, edges = trials.config.workload.request_rate or 1.0, []
+    for seed in range(seeds):
+
+        def meets(rate: float, seed: int = seed) -> bool:
+            return trials.run(seed, rate=rate, block_size=block_size).met
+
+        edge = highest(meets, start, precision=precision, low=LOWEST_RATE, high=HIGHEST_RATE)
+        if edge.good is None:
+            return NoEdge(f"not even {LOWEST_RATE:g} requests/s meet the SLO (seed {seed})", endless=False)
+        if edge.bad is None:
+            return NoEdge(f"{HIGHEST_RATE:g} requests/s still meet the SLO (seed {seed})", endless=True)
+        edges.append(edge.good)
+        start = edge.good
+        tell(f"seed {seed}: {edge.good:.4g} requests/s, {edge.tried} simulations")
+    return estimate(edges)
+
+
+def smallest_pool(trials: Trials, seeds: int, tell: Tell) -> Answer:
+    """The smallest pool, in whole blocks, that meets the SLO at the configured rate."""
+    question, unit = "smallest pool that meets the SLO", "tokens"
+    pool = pool_shape(trials.config)
+    found = []
+    for seed in range(seeds):
+
+        def meets(blocks: int, seed: int = seed) -> bool:
+            return trials.run(seed, pool_tokens=blocks * pool.block_size).met
+
+        blocks = smallest(meets, low=1, high=pool.num_blocks)
+        if blocks is None:
+            reason = f"not even the configured pool of {pool.tokens:,} tokens meets the SLO (seed {seed})"
+            return Answer(question, unit, None, reason)
+        found.append(float(blocks * pool.block_size))
+        tell(f"seed {seed}: {blocks:,} blocks of {pool.block_size}")
+    return Answer(question, unit, estimate(found))
+
+
+def best_block_size(trials: Trials, sizes: Sequence[int], seeds: int, precision: float, tell: Tell) -> Answer:
+    """The block size with the highest rate; `choices` has the rates of all, whose intervals may overlap.
+
+    Where a size holds any rate, none is the best.
+    """
+    if len(set(sizes)) < 2 or min(sizes) < 1:
+        raise UserError("--block-sizes: at least two sizes to choose from, of 1 token or more")
+    choices: list[tuple[float, Estimate | None]] = []
+    failed: dict[int, NoEdge] = {}
+    for size in sorted(set(sizes)):
+        tell(f"blocks of {size}")
+        found = _rates(trials, seeds, precision, tell, size)
+        if isinstance(found, NoEdge):
+            failed[size] = found
+        choices.append((size, None if isinstance(found, NoEdge) else found))
+    rates = {size: rate for size, rate in choices if rate is not None}
+    question = "block size with the highest rate that meets the SLO"
+    if not rates or any(edge.endless for edge in failed.values()):
+        reason = "; ".join(f"blocks of {size}: {edge.reason}" for size, edge in failed.items())
+        return Answer(question, "tokens", None, reason, tuple(choices))
+    best = max(rates, key=lambda size: (rates[size].mean, -size))
+    return Answer(question, "tokens", estimate([best]), choices=tuple(choices))
+
+
+def curve(trials: Trials, middle: float, seeds: int, points: int = 9) -> list[Trial]:
+    """Trials at rates from half to one and a half of `middle`, for the picture."""
+    rates = [middle * (0.5 + place / (points - 1)) for place in range(points)]
+    return [trials.run(seed, rate=rate) for rate in rates for seed in range(seeds)]

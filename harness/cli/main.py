@@ -1,20 +1,150 @@
-"""Entry point: parse, hand over to the command, and turn every error into a message and an exit code.
+"""Entry point: parse the command line, run the command, turn every error into a message and an exit code.
 
-0 everything asked for is done, 1 some points failed (or the disk did), 2 the user's input was wrong, 130 stopped with
-Ctrl-C: the shell's code for it, so that a script can tell it from a failure.
+Flags and overrides (`key=value`) may stand in any order. A command that takes overrides sets `takes_overrides=True` as
+a default of its parser.
+
+Exit codes: 0 everything is done, 1 some points failed or the disk did, 2 the user's input was wrong, 130 stopped with
+Ctrl-C. 130 is the shell's code for it, so that a script can tell it from a failure.
 """
 
+import argparse
 import os
 import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
+from types import ModuleType
 
-from harness.cli.commands import COMMANDS, run_command
-from harness.cli.parser import Arguments, parse_arguments
-from harness.cli.rooms import Rooms
-from harness.cli.say import OutputError, remark
+from harness.cli import Rooms
 from harness.config.errors import UserError
+from harness.console import Arguments, OutputError, remark
+
+COMMANDS: tuple[str, ...] = ("trace", "serve", "bench", "gate", "calibrate", "capacity")
+"""Names of the commands, in the order of `--help`."""
+
+
+def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Let every command describe itself."""
+    for command in _commands().values():
+        command.add(commands)
+
+
+def run_command(arguments: "Arguments") -> int:
+    """Run the command; returns its exit code."""
+    code: int = _commands()[arguments.command].run(arguments)
+    return code
+
+
+def _commands() -> "dict[str, ModuleType]":
+    """The modules of the commands, in the order of `--help`. They import nothing heavy."""
+    from harness.cli import bench, calibrate, capacity, gate, serve, trace
+
+    modules = (trace, serve, bench, gate, calibrate, capacity)
+    return dict(zip(COMMANDS, modules, strict=True))
+
+
+_OVERRIDES = """\
+An override is key=value; `show` prints every key, `show --groups` every option of every group.
+A list makes a sweep: cache.block_size=8,16,32 or range(8,33,8). Choose a group's option with cache=contiguous_max,
+a ready-made experiment with experiment=NAME. Without any list `sweep` runs the default experiment.
+Exit codes: 0 all points are done, 1 some failed, 2 the input was wrong, 130 stopped
+with Ctrl-C or SIGTERM (repeat to go on)."""
+
+EXAMPLE = """\
+example:
+  python -m harness sweep cache.block_size=8,16,32 workload.prefix_share=0,0.5,0.9 decoding.beam_width=1,2,4"""
+
+
+def parse_arguments(words: Sequence[str]) -> Arguments:
+    """Sort the words of a command line.
+
+    Raises:
+        UserError: a word is neither a flag nor an override.
+        SystemExit: after `--help` (0), or when a flag is used wrongly (2).
+    """
+    flags, rest = build_parser().parse_known_args(list(words))
+    takes_overrides = flags.command in ("run", "sweep", "show") or getattr(flags, "takes_overrides", False)
+    for word in rest:
+        if not takes_overrides or not _is_override(word):
+            raise UserError(_refusal(word, flags.command, takes_overrides))
+    return Arguments(flags.command, flags, tuple(rest))
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of `python -m harness`."""
+    parser = argparse.ArgumentParser(
+        prog="python -m harness",
+        description="Predict a paged KV cache, then prove it on the engine.",
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    _add_running(commands, "run", "predict and measure one point", "run [key=value ...]")
+    _add_running(
+        commands, "sweep", "predict and measure every point of a grid", "sweep [key=value,value ...]"
+    )
+    show = _add(
+        commands, "show", "print the composed, checked configuration", "show [key=value ...]", _OVERRIDES
+    )
+    show.add_argument("--groups", action="store_true", help="list the options of every group instead")
+    report = _add(commands, "report", "write the report of a store", "report [FOLDER]", "")
+    _add_store(report)
+    report.add_argument("--out", metavar="DIR", help="write the report here; default: beside the results")
+    report.add_argument(
+        "--kernels",
+        metavar="DIR",
+        help="show this run of bench kernels too; default: the sweep's, or one beside the results; none: leave out",
+    )
+    status = _add(commands, "status", "say what a store has done, and what is left", "status [FOLDER]", "")
+    _add_store(status)
+    add_commands(commands)
+    return parser
+
+
+def _add(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
+    name: str,
+    what: str,
+    usage: str,
+    more: str,
+) -> argparse.ArgumentParser:
+    return commands.add_parser(
+        name,
+        help=what,
+        description=what[0].upper() + what[1:] + ".",
+        usage=f"python -m harness {usage}",
+        epilog=more,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+
+def _add_running(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, what: str, usage: str
+) -> None:
+    parser = _add(commands, name, what, f"{usage} [--dry-run] [--force]", _OVERRIDES)
+    parser.add_argument("--dry-run", action="store_true", help="check and list the points, run nothing")
+    parser.add_argument("--force", action="store_true", help="run points again that are done already")
+
+
+def _add_store(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "store", nargs="?", metavar="FOLDER", help="results folder; default: the newest under results/"
+    )
+
+
+def _is_override(word: str) -> bool:
+    return word.startswith(("+", "~")) or ("=" in word and not word.startswith("-"))
+
+
+def _refusal(word: str, command: str, takes_overrides: bool) -> str:
+    if word.startswith("-"):
+        return f"'{command}' has no option '{word}'; see: python -m harness {command} --help"
+    if takes_overrides:
+        return f"'{word}' is not an override (key=value); see: python -m harness {command} --help"
+    return f"'{command}' does not take '{word}'; see: python -m harness {command} --help"
+
 
 _OURS = ("harness", "engine", "traces", "paged_kernels")
 FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 130
@@ -50,16 +180,16 @@ def main(words: Sequence[str] | None = None, rooms: Rooms | None = None) -> int:
 def _command(arguments: Arguments, rooms: Rooms) -> int:
     """Import and run the command. Its module is imported here, so that `--help` stays instant."""
     if arguments.command in ("run", "sweep"):
-        from harness.cli.sweeping import sweep_command
+        from harness.cli.sweep import sweep_command
 
         return sweep_command(arguments, rooms or Rooms())
     if arguments.command == "show":
-        from harness.cli.showing import show_command
+        from harness.cli.show import show_command
 
         return show_command(arguments)
     if arguments.command in COMMANDS:
         return run_command(arguments)
-    from harness.cli.stores import report_command, status_command
+    from harness.cli.report import report_command, status_command
 
     if arguments.command == "report":
         return report_command(arguments, rooms.report)

@@ -1,1 +1,1 @@
-"""What a run can be told: the schema, its checks, and Hydra's composition of `conf/`."""
+"""Configuration: the schema of a run, its checks, and Hydra's composition of `conf/`."""

@@ -1,13 +1,14 @@
-"""Hydra's composition of `conf/` into a validated `RunConfig`.
+"""Composition: Hydra combines `conf/` and the overrides into a validated `RunConfig`.
 
-Composing costs some fifty milliseconds, and only the choice of group files changes what is composed. So each tuple of
-choices is composed once, and values are applied to a copy with `OmegaConf.update`, which checks their types all the
-same. `tests/harness/test_config_compose.py` shows that this equals plain composition.
+`normalise` sets each setting that does not apply to one fixed value, so that equal experiments have equal
+configurations.
 """
 
 import copy
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import lru_cache
+from os.path import expanduser
 from typing import Any, cast
 
 from hydra import compose, initialize_config_dir
@@ -18,9 +19,101 @@ from omegaconf.errors import OmegaConfBaseException
 
 from harness.config.errors import ConfigError
 from harness.config.groups import conf_dir
-from harness.config.keys import leaves
-from harness.config.overrides import Setting
-from harness.config.schema import RunConfig
+from harness.config.overrides import Setting, leaves
+from harness.config.schema import (
+    CacheConfig,
+    CachePolicy,
+    CostConfig,
+    CostKind,
+    DecodingConfig,
+    DecodingMode,
+    ReplayConfig,
+    ReplayMode,
+    RunConfig,
+    TraceFormat,
+    Widths,
+    WorkloadConfig,
+)
+
+_WIDE = (TraceFormat.auto, TraceFormat.simple, TraceFormat.pagetwin)  # formats whose rows may say their width
+
+
+def normalise(config: RunConfig) -> RunConfig:
+    """The same run with settings that do not apply set to their neutral value.
+
+    A contiguous cache has single slots, shares and swaps nothing; without a prefix cache nothing is named; beam search
+    ignores `mode`, `n` and `temperature`; greedy decoding ignores `temperature`; without beams nothing is re-parented,
+    without samples no branch ends, without drafts none is accepted (unless rows of the trace say how wide they are);
+    users and pauses matter to the replay modes that have them. `~` in a path becomes the home folder.
+    """
+    cache = config.cache
+    plain = CacheConfig()
+    if cache.policy is not CachePolicy.paged:
+        cache = replace(
+            cache,
+            block_size=1,
+            prefix_caching=False,
+            deduplicate=False,
+            copy_at_fork=False,
+            host_tokens=0,
+            eviction=None,
+        )
+    else:
+        cache = replace(cache, placement=plain.placement)
+    if not cache.prefix_caching:
+        cache = replace(cache, retention=plain.retention, hash=plain.hash, deduplicate=False)
+    wide = config.trace.format in _WIDE
+    return replace(
+        config,
+        out=expanduser(config.out),
+        trace=replace(config.trace, path=_home(config.trace.path)),
+        model=replace(config.model, path=_home(config.model.path)),
+        cost=_cost(config.cost),
+        cache=cache,
+        workload=config.workload if wide else replace(config.workload, widths=WorkloadConfig().widths),
+        decoding=_decoding(config.decoding, wide and config.workload.widths is Widths.recorded),
+        replay=_replay(config.replay),
+    )
+
+
+def _decoding(decoding: DecodingConfig, wide: bool) -> DecodingConfig:
+    """`wide`: rows of the trace may have beams or samples where the configuration has none."""
+    neutral = DecodingConfig()
+    unused: dict[str, Any] = {}
+    beams, sampled = decoding.beam_width > 1, decoding.mode is DecodingMode.sample
+    if beams:
+        unused |= {"mode": neutral.mode, "n": neutral.n}
+    elif not wide:
+        unused |= {"beam_churn": None, "beam_parents": None}
+    if not wide and (beams or not sampled):
+        unused |= {"temperature": neutral.temperature, "branch_hazard": neutral.branch_hazard}
+    if not decoding.draft_tokens:
+        unused |= {"draft_place": neutral.draft_place, "draft_path": None, "acceptance": None}
+    kept = replace(decoding, **unused)
+    return replace(kept, beam_parents=_home(kept.beam_parents), draft_path=_home(kept.draft_path))
+
+
+def _replay(replay_: ReplayConfig) -> ReplayConfig:
+    neutral = ReplayConfig()
+    unused: dict[str, Any] = {}
+    if replay_.mode is not ReplayMode.closed:
+        unused["users"] = neutral.users
+    if replay_.mode not in (ReplayMode.closed, ReplayMode.sessions):
+        unused["think_s"] = neutral.think_s
+    if replay_.mode is not ReplayMode.gamma:
+        unused["burstiness"] = neutral.burstiness
+    return replace(replay_, **unused)
+
+
+def _cost(cost: CostConfig) -> CostConfig:
+    """Timed kernels matter to the table alone, which is what `auto` stands for where they are named."""
+    kernels = _home(cost.kernels) if cost.kind in (CostKind.auto, CostKind.table) else None
+    return replace(cost, kernels=kernels, cache_dir=_home(cost.cache_dir))
+
+
+def _home(path: str | None) -> str | None:
+    return None if path is None else expanduser(path)
+
 
 ConfigStore.instance().store(name="schema", node=RunConfig)
 

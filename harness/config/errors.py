@@ -1,4 +1,4 @@
-"""What a user can get wrong in a configuration: each error is a sentence to print, never a traceback."""
+"""Errors in a configuration. Each message is one sentence that is printed to the user without a traceback."""
 
 
 class UserError(ValueError):

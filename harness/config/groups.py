@@ -1,4 +1,4 @@
-"""The folder `conf/`: where it is, which groups it has, and what each option is for."""
+"""The folder `conf/`: where it is, which groups it has, and what each option of a group is for."""
 
 import re
 from functools import cache

@@ -1,14 +1,15 @@
 """How much slower than its baseline a case is, with bounds, and the verdict that follows from the bounds.
 
-The statistic is the ratio of two medians: of the rounds measured now and of the baseline's. Each round is itself a
-ratio, kernel to yardstick, so that clocks and a busy machine cancel. Bounds are a bootstrap percentile interval
-(Efron 1979; `scipy.stats.bootstrap`), which assumes that rounds are independent and nothing about their distribution.
+The statistic is the ratio of two medians: of the rounds measured now, and of the rounds of the baseline. Each round is
+itself a ratio of kernel to yardstick, so that clocks and a busy machine cancel. The bounds are a bootstrap percentile
+interval (Efron 1979; `scipy.stats.bootstrap`). It assumes that rounds are independent, and nothing about their
+distribution.
 
-The verdict asks two questions instead of one, so that noise can neither alarm nor acquit:
+The verdict asks two questions, so that noise can neither raise an alarm nor hide a regression:
 
-* regressed: even the lower bound is more than the negligible margin above the baseline;
-* pass: even the upper bound is less than the material margin above it, and the bounds are close enough to mean much;
-* inconclusive: neither can be said.
+* regressed: even the lower bound is above the baseline by more than the negligible margin;
+* pass: even the upper bound is above the baseline by less than the material margin, and the bounds are close together;
+* inconclusive: neither of the two.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from harness.gate.finding import Verdict
+from harness.gate.verdict import Verdict
 
 CONFIDENCE = 0.99
 RESAMPLES = 2000

@@ -1,7 +1,7 @@
-"""What the gate lets pass: the margins of `conf/gate/<option>.yaml`, and overrides of them such as
-`gate.latency.material=0.03`.
+"""What the gate lets pass: the margins of `conf/gate/<option>.yaml`, and overrides of them.
 
-They are no part of a run's configuration: no point's name depends on them.
+An override is for example `gate.latency.material=0.03`. Margins are not part of the configuration of a run: the name of
+a point does not depend on them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +12,7 @@ from typing import Any
 
 from harness.config.errors import ConfigError, UnknownKeyError, UserError
 from harness.config.groups import GATE, gate_options, option_file
-from harness.config.keys import nearest
+from harness.config.overrides import nearest
 from harness.gate.effect import Margins
 
 DEFAULT = "default"

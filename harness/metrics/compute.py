@@ -1,4 +1,4 @@
-"""From a run log to figures of merit. Definitions, in words and with units: `harness.metrics.definitions`."""
+"""From a run log to metrics. `harness.metrics.definitions` has the definitions in words and the units."""
 
 from collections.abc import Iterator, Mapping
 
@@ -6,8 +6,7 @@ import numpy as np
 
 from harness.metrics.definitions import QUANTILES
 from harness.metrics.log import SLOT_STATES, RunLog
-from harness.metrics.samples import Samples
-from harness.metrics.totals import Totals, as_floats, exact_samples, request_totals, step_totals
+from harness.metrics.totals import Samples, Totals, as_floats, exact_samples, request_totals, step_totals
 
 Figures = Iterator[tuple[str, float]]
 

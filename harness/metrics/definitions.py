@@ -1,13 +1,35 @@
-"""One table of every metric: name, unit and meaning. Both sides use it, and the report prints it.
+"""The table of all metrics: name, unit and meaning. Both sides use it, and the report prints it.
 
-A metric that is undefined for a run (TPOT where every output is one token) is absent from that run's figures,
-so that a record never holds a NaN.
+A new metric gets a line in `METRICS` here and its computation in `harness.metrics.compute`.
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
 
 from harness.metrics.log import SLOT_STATES
-from harness.metrics.metric import SHARE, Better, Metric
+
+Better = Literal["lower", "higher", "neither"]
+
+SHARE = "share"
+"""Unit of the metrics that are a share of a whole, 0 to 1; their errors are differences, not ratios."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A figure of merit: `name` is its key in records, `label` and `unit` go on axes."""
+
+    name: str
+    label: str
+    unit: str
+    definition: str
+    better: Better = "neither"
+
+    @property
+    def is_share(self) -> bool:
+        """Compared by difference, since a relative error of a share near zero says nothing."""
+        return self.unit == SHARE
+
 
 QUANTILES: Mapping[str, float] = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 """The quantiles given for every distribution, beside its mean."""

@@ -1,4 +1,6 @@
-"""The run log: what one replay, simulated or measured, leaves behind. Metrics are computed from it alone."""
+"""The run log: the columns that one replay, simulated or measured, leaves behind. Metrics are computed from it
+alone.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,11 +1,117 @@
-"""What the metrics need of a run, as sums: of the whole run at once, or chunk after chunk in constant memory."""
+"""The sums and samples of a run that the metrics need.
+
+They are computed from the whole log at once, or chunk after chunk in constant memory. Latency quantiles come from
+all samples (`ExactSamples`) or from counts in narrow bins (`BinnedSamples`).
+"""
 
 from collections.abc import Mapping
+from typing import Protocol
 
 import numpy as np
 
 from harness.metrics.log import GENERATED, SLOT_STATES, Column, FloatArray, Outcome
-from harness.metrics.samples import BinnedSamples, ExactSamples, Samples
+
+
+def weighted_mean(values: FloatArray, weights: FloatArray) -> float | None:
+    """Mean of `values`; None where no sample has weight."""
+    total = float(weights.sum())
+    return float(values @ weights) / total if total > 0 else None
+
+
+def weighted_quantiles(values: FloatArray, weights: FloatArray, levels: FloatArray) -> FloatArray:
+    """Quantiles at `levels` (0 to 1) of samples that each stand for an integral `weight` of equal samples.
+
+    Equal to `numpy.quantile(numpy.repeat(values, weights), levels)`: linear between order statistics. At
+    least one sample must have weight.
+    """
+    order = np.argsort(values, kind="stable")
+    order = order[weights[order] > 0]
+    ranked, ends = values[order], np.cumsum(weights[order])
+    position = levels * (ends[-1] - 1)
+    low = ranked[np.searchsorted(ends, np.floor(position), side="right")]
+    high = ranked[np.searchsorted(ends, np.ceil(position), side="right")]
+    fraction = position - np.floor(position)
+    return np.asarray(low + (high - low) * fraction, dtype=np.float64)
+
+
+class Samples(Protocol):
+    """Weighted samples of one quantity."""
+
+    def mean(self) -> float | None:
+        """Their mean; None where there is none."""
+        ...
+
+    def quantiles(self, levels: FloatArray) -> FloatArray:
+        """Their quantiles at `levels` (0 to 1); at least one sample must have weight."""
+        ...
+
+
+class ExactSamples:
+    """Every sample, as an array; those that are not numbers (it did not happen) are left out."""
+
+    def __init__(self, values: FloatArray, weights: FloatArray | None = None) -> None:
+        weights = np.ones_like(values) if weights is None else weights
+        known = np.isfinite(values) & (weights > 0)
+        self._values, self._weights = values[known], weights[known]
+
+    def mean(self) -> float | None:
+        """Their mean; None where there is none."""
+        return weighted_mean(self._values, self._weights)
+
+    def quantiles(self, levels: FloatArray) -> FloatArray:
+        """Linear between order statistics."""
+        return weighted_quantiles(self._values, self._weights, levels)
+
+
+class BinnedSamples:
+    """Counts in bins whose ends differ by 0.2 %: quantiles are right within 0.1 %, means are exact.
+
+    18,000 bins reach from a nanosecond to half a year; what is smaller or larger counts in the outermost. Counts are
+    whole numbers, so that the order in which samples come changes no quantile; with `whole_ns` samples are whole
+    nanoseconds, and no mean either.
+    """
+
+    GROWTH, LOWEST, BINS = 1.002, 1e-9, 18_000
+
+    def __init__(self, *, whole_ns: bool = False) -> None:
+        self._counts = np.zeros(self.BINS + 1, dtype=np.int64)
+        self._whole_ns = whole_ns
+        self._sum: float = 0
+        self._least, self._most = np.inf, -np.inf
+
+    def add(self, values: FloatArray, weights: FloatArray | None = None) -> None:
+        """Count samples; those that are not numbers are left out."""
+        weights = np.ones_like(values) if weights is None else weights
+        known = np.isfinite(values) & (weights > 0)
+        values, weights = values[known], weights[known]
+        if not len(values):
+            return
+        place = np.log(np.maximum(values, self.LOWEST) / self.LOWEST) / np.log(self.GROWTH)
+        index = np.minimum(place.astype(np.int64) + 1, self.BINS)
+        index[values < self.LOWEST] = 0
+        self._counts += np.bincount(index, weights=weights, minlength=self.BINS + 1).astype(np.int64)
+        self._sum += self._total(values, weights)
+        self._least, self._most = min(self._least, values.min()), max(self._most, values.max())
+
+    def _total(self, values: FloatArray, weights: FloatArray) -> float:
+        if not self._whole_ns:
+            return float(values @ weights)
+        return int(np.rint(values * 1e9).astype(np.int64) @ weights.astype(np.int64))
+
+    def mean(self) -> float | None:
+        """Their mean; None where there is none."""
+        total = int(self._counts.sum())
+        if not total:
+            return None
+        return self._sum / total / (1e9 if self._whole_ns else 1)
+
+    def quantiles(self, levels: FloatArray) -> FloatArray:
+        """The middle of the bin in which each quantile lies, within the smallest and the largest sample."""
+        ends = np.cumsum(self._counts)
+        index = np.searchsorted(ends, np.floor(levels * (ends[-1] - 1)), side="right")
+        middle = self.LOWEST * self.GROWTH ** (index - 0.5)
+        return np.clip(np.where(index == 0, 0.0, middle), self._least, self._most)
+
 
 Totals = dict[str, float]
 PEAKS = ("peak_slots", "running_peak")

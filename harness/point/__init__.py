@@ -1,6 +1,5 @@
-"""One point of a sweep: its requests, its pool, its prediction, its measurement, its record."""
+"""One point of a sweep: it is checked, predicted, measured, compared and recorded here."""
 
-from harness.point.identity import point_identity
-from harness.point.run import PointResult, check_point, run_point
+from harness.point.run import PointResult, check_point, point_identity, run_point
 
 __all__ = ["PointResult", "check_point", "point_identity", "run_point"]

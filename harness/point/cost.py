@@ -1,18 +1,18 @@
-"""Which cost model predicts a point."""
+"""Which cost model predicts a point, and whether it is at hand."""
 
 import os
 from pathlib import Path
 
 from harness.config.errors import ConfigError
 from harness.config.schema import CostKind, RunConfig
-from harness.point.shapes import device_shape, draft_shape, model_shape
-from harness.sim.cost import CostModel
-from harness.sim.roofline import RooflineCost
+from harness.cost.roofline import RooflineCost
+from harness.replay.cost_model import CostModel
+from harness.workload.shapes import device_shape, draft_shape, model_shape
 
 
 def resolve_cost_kind(config: RunConfig) -> CostKind:
     """What `auto` means: table with timed kernels, fitted on a device that is measured or calibrated, else roofline."""
-    from harness.measured.calibration import is_calibrated
+    from harness.calibrate.store import is_calibrated
 
     if config.cost.kind is not CostKind.auto:
         return config.cost.kind
@@ -33,12 +33,12 @@ def needs_fit(config: RunConfig) -> bool:
 
 def check_cost(config: RunConfig) -> None:
     """Raises ConfigError where a calibration is asked for that does not exist, or could not be kept."""
-    from harness.measured.calibration import calibration_path, has_grid, is_calibrated
+    from harness.calibrate.store import calibration_path, has_grid, is_calibrated
 
     kind = resolve_cost_kind(config)
     _check_acceptance(config, kind)
     if takes_timed_kernels(config):
-        from harness.measured.kernel_shapes import check_kernel_table
+        from harness.calibrate.kernel_table import check_kernel_table
 
         check_kernel_table(config)
     elif kind is CostKind.table and not has_grid(config):
@@ -84,10 +84,10 @@ def cost_model(config: RunConfig) -> CostModel:
     kind = resolve_cost_kind(config)
     if kind is CostKind.roofline:
         return RooflineCost(model_shape(config.model), device_shape(config), draft_shape(config))
-    from harness.measured.calibration import load_calibration, load_table
+    from harness.calibrate.store import load_calibration, load_table
 
     if takes_timed_kernels(config):
-        from harness.measured.kernel_table import kernel_table
+        from harness.calibrate.kernel_table import kernel_table
 
         return kernel_table(config, load_calibration(config))
     return load_table(config) if kind is CostKind.table else load_calibration(config)

@@ -1,4 +1,4 @@
-"""The record of a point: everything that a reader needs to trust or to repeat it."""
+"""The record of a point: everything that a reader needs to trust it or to repeat it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -7,23 +7,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from engine.core.options import Decoding
-from harness.compare import compare
 from harness.config.schema import CachePolicy, RunConfig
 from harness.environment import environment
 from harness.metrics import compute_metrics
-from harness.metrics.analytic import CacheShape, analytic_metrics
-from harness.metrics.closed_forms import Lengths
+from harness.metrics.analytic import CacheShape, Lengths, analytic_metrics
+from harness.metrics.comparison import compare
 from harness.metrics.log import Outcome, RunLog
-from harness.point.clock import clock_of
-from harness.point.devices import engine_kernels
-from harness.point.parents import TABLE, parents_table
-from harness.point.simulate import Prediction
-from harness.point.workload import Workload
-from harness.sim.cost import CostModel
+from harness.replay.cost_model import CostModel
+from harness.workload.chance import TABLE, parents_table
+from harness.workload.devices import clock_of, engine_kernels
+from harness.workload.play import Prediction
+from harness.workload.workload import Workload
 from traces.analysis.reuse import realised_prefix_share
 
 if TYPE_CHECKING:
-    from harness.measured.engine import MeasuredRun
+    from harness.replay.recorder import MeasuredRun
+
 
 _OF_PROMPTS = ("finished", "hit_tokens", "hit_ratio")  # known whatever is generated
 Table = dict[str, np.ndarray[Any, np.dtype[Any]]]
@@ -73,7 +72,7 @@ def _levels(
     comparison: Sequence[Mapping[str, Any]],
     simulated: RunLog,
 ) -> dict[str, Any]:
-    from harness.point.levels import error_levels
+    from harness.point.error_levels import error_levels
 
     return error_levels(workload, runs, cost, comparison, simulated)
 

@@ -7,20 +7,49 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from engine.runtime.models.spec import checkpoint_stamp
 from harness.config.errors import ConfigError
 from harness.config.schema import RunConfig
-from harness.point.compiled import check_compiled
+from harness.environment import code_version, device_identity
 from harness.point.cost import check_cost, cost_model
-from harness.point.devices import check_engine, check_memory, check_weights
 from harness.point.record import make_record, tables_of
-from harness.point.shapes import draft_of, draft_shape, model_shape, pool_shape
-from harness.point.simulate import Prediction, prediction_of, simulate, simulate_metrics
-from harness.point.workload import Workload, build_workload
-from harness.sim.cost import CostModel, PacedCost
+from harness.replay.cost_model import CostModel, PacedCost
+from harness.workload.chance import recording_stamp
+from harness.workload.devices import check_engine, check_memory, check_weights, clock_of, engine_kernels
+from harness.workload.play import Prediction, check_compiled, prediction_of, simulate, simulate_metrics
+from harness.workload.shapes import draft_of, draft_shape, model_shape, pool_shape
+from harness.workload.trace import reshaped_trace
+from harness.workload.workload import Workload, build_workload
 
 if TYPE_CHECKING:
-    from harness.measured.engine import MeasuredRun
-    from harness.measured.pace import Pace
+    from harness.calibrate.pace import Pace
+    from harness.replay.recorder import MeasuredRun
+
+
+def point_identity(config: RunConfig) -> dict[str, str]:
+    """Digest of the trace, version of the code, and, where it matters, the device and the cost model's device."""
+    from harness.calibrate.store import calibration_fingerprint
+    from harness.point.cost import needs_fit, resolve_cost_kind, takes_timed_kernels
+
+    kind = resolve_cost_kind(config)
+    identity = {"trace": reshaped_trace(config).digest, "code": code_version(), "cost": str(kind)}
+    if needs_fit(config):
+        identity["calibration"] = calibration_fingerprint(config)
+    if takes_timed_kernels(config):
+        from harness.calibrate.kernel_table import kernels_digest
+
+        identity["kernels"] = kernels_digest(config)
+    if config.model.path:
+        identity["checkpoint"] = checkpoint_stamp(config.model.path)
+    if config.decoding.draft_path:
+        identity["draft"] = checkpoint_stamp(config.decoding.draft_path)
+    if config.decoding.beam_parents:
+        identity["beam_parents"] = recording_stamp(config.decoding.beam_parents)
+    if config.measure:
+        identity |= {"device": device_identity(config.engine.device), "clock": str(clock_of(config))}
+        identity["engine"] = " ".join(engine_kernels(config.engine))
+    return identity
+
 
 Progress = Callable[[str, int, int], None]
 
@@ -62,7 +91,7 @@ def check_model(config: RunConfig) -> None:
     """Raises ConfigError for a model that the engine cannot run, or no memory holds."""
     from engine.runtime.errors import ModelError
     from engine.runtime.models.spec import check_model as check_spec
-    from harness.measured.spec import model_spec
+    from harness.workload.shapes import model_spec
 
     try:
         check_spec(model_spec(config.model))
@@ -89,7 +118,7 @@ def _check_draft(config: RunConfig) -> None:
     """The draft model must run here, and say the same tokens as the model."""
     from engine.runtime.errors import ModelError
     from engine.runtime.models.spec import check_model as check_spec
-    from harness.measured.spec import model_spec
+    from harness.workload.shapes import model_spec
 
     path = config.decoding.draft_path
     if path is None:
@@ -135,18 +164,18 @@ def _predicted(config: RunConfig, workload: Workload, cost: CostModel) -> Predic
 
 def _pace_section(pace: "Pace | None", runs: "list[MeasuredRun]", cost: CostModel) -> dict[str, Any] | None:
     """How the device's pace was followed, and the teacher-forced error that would stand without it."""
-    from harness.point.levels import teacher_forced
+    from harness.point.error_levels import teacher_forced
 
     return {**pace.section(), "unscaled": teacher_forced(runs, cost)} if pace else None
 
 
 def _cost(config: RunConfig, progress: Progress | None) -> CostModel:
     """The point's cost model; a measured point calibrates its device first, once."""
-    from harness.measured.calibration import is_calibrated
+    from harness.calibrate.store import is_calibrated
     from harness.point.cost import needs_fit
 
     if config.measure and needs_fit(config) and _must_calibrate(config, is_calibrated(config)):
-        from harness.measured.calibrate import calibrate
+        from harness.calibrate.run import calibrate
 
         def stage(case: str, done: int, total: int) -> None:
             if progress:
@@ -162,7 +191,7 @@ _RECALIBRATED: set[str] = set()
 
 
 def _calibration_key(config: RunConfig) -> str:
-    from harness.measured.calibration import calibration_fingerprint
+    from harness.calibrate.store import calibration_fingerprint
 
     return calibration_fingerprint(config)
 
@@ -175,8 +204,8 @@ def _measure(
     config: RunConfig, workload: Workload, cost: CostModel, progress: Progress | None
 ) -> "tuple[list[MeasuredRun], Pace | None]":
     """The measured runs, with a probe of the device's pace before, between and after them."""
-    from harness.measured.engine import measure, warm_up
-    from harness.measured.pace import pace_of, probe_s
+    from harness.calibrate.pace import pace_of, probe_s
+    from harness.measure.engine import measure, warm_up
 
     calibrated_s = cost.source.provenance.get("probe_s") if config.cost.follow_pace else None
     warm_up(config, workload)

@@ -1,6 +1,6 @@
 """The report: one self-contained page, and the same figures ready to print. It reads the store and nothing else."""
 
-from harness.report.errors import ReportError
+from harness.report.study import ReportError
 from harness.report.verdict_text import verdict_lines
 from harness.report.write import write_report
 

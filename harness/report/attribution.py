@@ -1,11 +1,11 @@
-"""Which level the error comes from, how the prediction did on held-out workloads, and where it extrapolates."""
+"""Tables of where the error comes from, of held-out workloads, and of predictions outside the measured range."""
 
 from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from harness.compare.verdict import point_label
 from harness.metrics import METRICS
+from harness.metrics.verdict import point_label
 from harness.report import numbers
 from harness.report.study import Record
 from harness.report.tables import Table

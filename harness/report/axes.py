@@ -1,8 +1,17 @@
-"""Which settings a sweep varied, and which points stand for the others in a figure."""
+"""The axes of a sweep: which settings varied, and which points stand for the others in a figure.
+
+`comparison_table` has the comparison rows of all points; figures draw it and their CSV files hold it.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+from harness.metrics.verdict import point_label
+
+if TYPE_CHECKING:
+    import pandas as pd
+
 
 Record = Mapping[str, Any]
 Value = Any
@@ -151,3 +160,27 @@ def _order(value: Value) -> tuple[int, float, str]:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return (2 if value is None else 1, 0.0, str(value))
     return (0, float(value), "")
+
+
+VALUES = ("analytic", "simulated", "measured", "low", "high", "spread", "error")
+
+
+def comparison_table(
+    records: Sequence[Mapping[str, Any]], axes: Axes, metrics: Sequence[str] | None = None
+) -> "pd.DataFrame":
+    """One row a point and metric: label, policy, the axes, metric, unit and `VALUES`; NaN where a side has none."""
+    import pandas as pd
+
+    rows = [
+        {**settings, **row}
+        for record in records
+        for settings in (_settings(record, axes),)
+        for row in record.get("comparison") or ()
+        if metrics is None or row["metric"] in metrics
+    ]
+    columns = ["point", POLICY, *axes.values, "metric", "unit", *VALUES]
+    return pd.DataFrame(rows, columns=columns).astype(dict.fromkeys(VALUES, "float64"))
+
+
+def _settings(record: Mapping[str, Any], axes: Axes) -> dict[str, Any]:
+    return {"point": point_label(record), **{key: setting(record, key) for key in (POLICY, *axes.values)}}

@@ -1,4 +1,4 @@
-"""Numbers as people read them: three digits, a unit, a sign where it matters."""
+"""Numbers as people read them: three digits, a unit, and a sign where it matters."""
 
 from harness.metrics import Metric
 

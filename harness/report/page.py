@@ -1,23 +1,45 @@
-"""The page: sections in the order in which a reader asks, each with its figures, tables or the reason for neither."""
+"""The page: sections in the order in which a reader asks, each with its figures, its tables, or the reason for none.
 
-from collections.abc import Mapping, Sequence
+Another package adds a section by an `Addition`: what it says, draws and tabulates, and what must not be overlooked.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.compare import Verdict, judge
-from harness.report import attribution, provenance, tables, workload
-from harness.report.addition import Addition
+from harness.metrics.verdict import Verdict, judge
+from harness.report import attribution, provenance, tables
+from harness.report import provenance as workload
 from harness.report.axes import Axes, label, policy_of, reference
-from harness.report.drawing import Drawing, Picture
-from harness.report.pace import pace_lines
 from harness.report.study import Study
-from harness.report.svg import inline
+from harness.report.style import Drawing, Picture, inline
 from harness.report.tables import Table
-from harness.report.verdict_text import BAND, answer, completeness, soundness
+from harness.report.verdict_text import BAND, answer, completeness, pace_lines, soundness
 
 if TYPE_CHECKING:
     from jinja2 import Template
+
+
+@dataclass(frozen=True)
+class Addition:
+    """One more section; `warnings` stand above everything else in it, as loud as a failed point.
+
+    `key` is the section's anchor; names of pictures are file names and begin with `kernel_`.
+    """
+
+    key: str
+    title: str
+    warnings: Sequence[str] = ()
+    text: Sequence[str] = ()
+    pictures: Sequence[Picture] = ()
+    tables: Sequence[Table] = ()
+    notes: Sequence[str] = field(default=())
+
+
+Adds = Callable[[Study], Addition]
+"""Makes the section for a sweep; called where figures can be drawn."""
+
 
 _FOLDER = Path(__file__).parent
 

@@ -5,13 +5,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.report.errors import ReportError
 from harness.store.errors import ForeignFileError
 from harness.store.manifest import Manifest, read_manifest
 from harness.store.reading import read_store, read_table
 
 if TYPE_CHECKING:
     import pandas as pd
+
+
+class ReportError(ValueError):
+    """There is nothing to report on, or the report cannot be written; the message says what to do."""
+
 
 Record = Mapping[str, Any]
 

@@ -1,12 +1,20 @@
-"""How figures look: paper column widths, 8 pt, a colour-blind palette, bytes that depend on the input alone."""
+"""How figures look, and how they get into the page.
+
+Paper column widths, 8 pt, a colour-blind palette. The bytes of a figure depend on its data alone. `Drawing` is what a
+figure module returns; `Missing` says why there is none.
+"""
 
 import io
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import pandas as pd
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
 
 COLUMN_IN = 3.5
 """Width of one column of a two-column paper, inches."""
@@ -98,3 +106,46 @@ def pdf_bytes(figure: "Figure") -> bytes:
     with mpl.rc_context(RC):
         figure.savefig(buffer, format="pdf", metadata={"CreationDate": None, "Creator": "PageTwin"})
     return buffer.getvalue()
+
+
+_PROLOGUE = re.compile(r"^.*?(?=<svg\b)", re.DOTALL)
+_METADATA = re.compile(r"\s*<metadata>.*?</metadata>", re.DOTALL)
+_PATH = re.compile(r'\bd="[^"]*"')
+_DIGITS = re.compile(r"(\.\d\d)\d+")  # a hundredth of a point is finer than any screen
+_ID = re.compile(r'\bid="([^"]+)"')
+_USE = re.compile(r'(href="#|url\(#)([^")]+)')
+_SIZE = re.compile(r'(<svg\b[^>]*?)\s+width="[^"]*"', re.DOTALL)
+_HEIGHT = re.compile(r'(<svg\b[^>]*?)\s+height="[^"]*"', re.DOTALL)
+
+
+def inline(svg: bytes, name: str, title: str) -> str:
+    """The `<svg>` element for a page, sized by the page's style sheet, with `title` as its accessible name."""
+    from markupsafe import escape
+
+    text = _METADATA.sub("", _PROLOGUE.sub("", svg.decode(), count=1))
+    text = _PATH.sub(lambda found: _DIGITS.sub(r"\1", found[0]), text)
+    text = _ID.sub(lambda found: f'id="{name}-{found[1]}"', text)
+    text = _USE.sub(lambda found: f"{found[1]}{name}-{found[2]}", text)
+    text = _HEIGHT.sub(r"\1", _SIZE.sub(r"\1", text, count=1), count=1)
+    return text.replace("<svg ", f'<svg role="img" aria-label="{escape(title)}" ', 1).strip()
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A figure, its file name without suffix, the sentence below it, and the data that it shows."""
+
+    name: str
+    caption: str
+    figure: "Figure"
+    data: "pd.DataFrame"
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A figure without data: the sentence says why."""
+
+    name: str
+    reason: str
+
+
+Picture = Drawing | Missing

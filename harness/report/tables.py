@@ -1,12 +1,11 @@
-"""The page's tables as plain rows of text, each cell already in words and units."""
+"""The page's tables as plain rows of text. Each cell is already in words and units."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from harness.compare import Verdict
-from harness.compare.verdict import point_label
 from harness.metrics import METRICS
+from harness.metrics.verdict import Verdict, point_label
 from harness.report import numbers
 from harness.report.axes import POLICY, Axes, policy_of, setting, short_label
 from harness.report.figures.series import axis_scale

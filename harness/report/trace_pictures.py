@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+
 Profile = Mapping[str, Any]
 _HEIGHT_IN = 2.4
 _DPI = 200

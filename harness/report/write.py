@@ -4,19 +4,16 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.report.addition import Adds
-from harness.report.axes import Axes, find_axes
-from harness.report.drawing import Drawing, Picture
-from harness.report.errors import ReportError
-from harness.report.page import build_page
-from harness.report.study import Study, read_study
-from harness.report.style import pdf_bytes, style, svg_bytes
-from harness.report.table import comparison_table
+from harness.report.axes import Axes, comparison_table, find_axes
+from harness.report.page import Adds, build_page
+from harness.report.study import ReportError, Study, read_study
+from harness.report.style import Drawing, Picture, pdf_bytes, style, svg_bytes
 from harness.store.atomic import write_files
 from harness.store.errors import StoreError
 
 if TYPE_CHECKING:
     import pandas as pd
+
 
 PAGE = "index.html"
 _MOST_CURVES = 6

@@ -1,1 +1,4 @@
-"""An OpenAI-compatible server in front of the real engine: completions, chat, health, Prometheus metrics."""
+"""A server with OpenAI's interface in front of the real engine: completions, chat, health, Prometheus metrics.
+
+`start` builds the engine and listens, `app` has the addresses, `protocol` the requests, `answers` the responses.
+"""

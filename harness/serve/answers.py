@@ -1,14 +1,62 @@
-"""The engine's outputs as the bodies that OpenAI clients read, whole or chunk by chunk."""
+"""Bodies of responses in OpenAI's format: whole answers, streams of chunks, and errors.
 
+A mistake of the client is a 4xx status, a fault of the server a 5xx status. If the client disconnects, all prompts of
+its request are aborted.
+"""
+
+import asyncio
+import json
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
+from starlette.requests import Request
+
+from engine.core.errors import NeverFitsError
+from engine.runtime.async_engine import AsyncEngine
 from engine.runtime.decoding.generation import TokenLogprobs
+from engine.runtime.engine import Prompt
+from engine.runtime.errors import EngineDeadError, ParamsError, RequestError
+from engine.runtime.params import SamplingParams
 from engine.runtime.requests import CompletionOutput, RequestOutput
 from engine.runtime.text import Tokenizer
+
+CLIENT_GONE = 499  # nobody reads the answer; the code that nginx gives this
+
+
+class ServeError(Exception):
+    """An error with its status."""
+
+    def __init__(self, status: int, message: str, *, kind: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.kind, self.param = status, kind, param
+
+
+def error_body(message: str, status: int, kind: str, param: str | None = None) -> dict[str, Any]:
+    """The body that OpenAI clients read."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+
+
+def status_of(error: Exception) -> tuple[int, str, str | None]:
+    """HTTP status, kind, and the parameter at fault."""
+    if isinstance(error, ServeError):
+        return error.status, error.kind, error.param
+    if isinstance(error, ParamsError):
+        return 400, "invalid_request_error", error.field
+    if isinstance(error, RequestError | NeverFitsError):
+        return 400, "invalid_request_error", None
+    if isinstance(error, EngineDeadError):
+        return 503, "service_unavailable", None
+    return 500, "server_error", None
+
+
+def body_of(error: Exception) -> tuple[int, dict[str, Any]]:
+    """Status and body of any error."""
+    status, kind, param = status_of(error)
+    return status, error_body(str(error), status, kind, param)
+
 
 Choice = dict[str, Any]
 
@@ -100,3 +148,105 @@ def usage_of(outputs: Sequence[RequestOutput], token_count: Callable[[RequestOut
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sum(output.metrics.cached_tokens for output in outputs)},
     }
+
+
+Answer = TypeVar("Answer")
+Numbered = tuple[int, RequestOutput]
+
+
+async def merged(
+    engine: AsyncEngine, name: str, prompts: Sequence[Prompt], params: SamplingParams, priority: int
+) -> AsyncGenerator[Numbered, None]:
+    """(number of the prompt, news) of all prompts, as they come. Closing it aborts what is under way."""
+    news: asyncio.Queue[Numbered | Exception | None] = asyncio.Queue()
+
+    async def follow(number: int, prompt: Prompt) -> None:
+        stream = engine.generate(f"{name}-{number}", prompt, params, priority=priority)
+        try:
+            async for output in stream:
+                news.put_nowait((number, output))
+            news.put_nowait(None)
+        except Exception as error:
+            news.put_nowait(error)
+        finally:
+            await stream.aclose()
+
+    tasks = [asyncio.create_task(follow(number, prompt)) for number, prompt in enumerate(prompts)]
+    try:
+        open_streams = len(tasks)
+        while open_streams:
+            item = await news.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                open_streams -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def events(
+    stream: AsyncGenerator[Numbered, None],
+    first: Numbered,
+    envelope: Envelope,
+    width: int,
+    *,
+    with_usage: bool,
+) -> AsyncGenerator[str, None]:
+    """Server-sent events; an error after the first one ends the stream with a body that names it."""
+    ends: dict[int, RequestOutput] = {}
+    opened: set[int] = set()
+
+    def lines(number: int, output: RequestOutput) -> list[str]:
+        bodies = []
+        for one in output.outputs:
+            index = number * width + one.index
+            if envelope.chat and index not in opened:
+                opened.add(index)
+                bodies.append(envelope.body([envelope.opening(index)], None, chunk=True))
+            bodies.append(envelope.body([envelope.choice(one, index, chunk=True)], None, chunk=True))
+        if output.finished:
+            ends[number] = output
+        return [_event(body) for body in bodies]
+
+    try:
+        for line in lines(*first):
+            yield line
+        async for number, output in stream:
+            for line in lines(number, output):
+                yield line
+        if with_usage:
+            usage = usage_of(list(ends.values()), lambda output: output.metrics.output_tokens)
+            yield _event(envelope.body([], usage, chunk=True))
+    except Exception as error:
+        yield _event(body_of(error)[1])
+    finally:
+        await stream.aclose()
+    yield "data: [DONE]\n\n"
+
+
+def _event(body: dict[str, Any]) -> str:
+    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, Answer]) -> Answer:
+    """The result of `work`, which is cancelled when the client closes the connection."""
+    task = asyncio.create_task(work)
+    watch = asyncio.create_task(_gone(request))
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ServeError(CLIENT_GONE, "the client has gone", kind="client_closed_request")
+        return task.result()
+    finally:
+        watch.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.wait((task,))
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

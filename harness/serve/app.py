@@ -1,4 +1,4 @@
-"""The web application: which address answers what."""
+"""The web application: which address answers what, and how errors become responses."""
 
 import asyncio
 import time
@@ -9,19 +9,30 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
 
+from engine.core.errors import NeverFitsError
 from engine.core.policies import Policies
 from engine.runtime.async_engine import AsyncEngine
 from engine.runtime.engine import Engine, Prompt
+from engine.runtime.errors import EngineDeadError, RequestError
 from engine.runtime.requests import RequestOutput
-from harness.serve.answers import Envelope, usage_of
-from harness.serve.chat import chat_prompt
-from harness.serve.failures import ServeError, error_body, install
+from harness.serve.answers import (
+    Envelope,
+    Numbered,
+    ServeError,
+    body_of,
+    error_body,
+    events,
+    merged,
+    unless_gone,
+    usage_of,
+)
 from harness.serve.metrics import ServerMetrics
-from harness.serve.protocol import ChatRequest, CompletionRequest
-from harness.serve.streams import Numbered, events, merged, unless_gone
+from harness.serve.protocol import ChatRequest, CompletionRequest, chat_prompt
 
 News = AsyncGenerator[Numbered, None]
 
@@ -155,3 +166,27 @@ def build_app(engine: Engine, *, model: str, most_requests: int = 1024) -> FastA
         return Response(metrics.page(), media_type=CONTENT_TYPE_LATEST)
 
     return app
+
+
+def install(app: FastAPI) -> None:
+    """Make the application answer every error in this form."""
+
+    @app.exception_handler(RequestValidationError)
+    async def _invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"] if part != "body")
+        message = f"{place}: {first['msg']}" if place else str(first["msg"])
+        return JSONResponse(error_body(message, 400, "invalid_request_error", place or None), 400)
+
+    @app.exception_handler(HTTPException)
+    async def _http(request: Request, error: HTTPException) -> JSONResponse:
+        kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
+        return JSONResponse(error_body(str(error.detail), error.status_code, kind), error.status_code)
+
+    @app.exception_handler(Exception)
+    async def _any(request: Request, error: Exception) -> JSONResponse:
+        status, body = body_of(error)
+        return JSONResponse(body, status)
+
+    for known in (ServeError, RequestError, NeverFitsError, EngineDeadError):
+        app.add_exception_handler(known, _any)

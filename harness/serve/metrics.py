@@ -1,4 +1,4 @@
-"""Prometheus metrics, under vLLM's names where the meaning is the same."""
+"""Prometheus metrics. They have vLLM's names where the meaning is the same."""
 
 from collections.abc import Iterator
 

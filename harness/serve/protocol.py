@@ -1,14 +1,17 @@
-"""Bodies of requests, as the OpenAI interface spells them, with vLLM's further sampling fields.
+"""Bodies of requests in OpenAI's format, with vLLM's additional sampling fields; chat messages as one prompt.
 
-Every field that is not known is refused, and so is every known one whose value asks for what this server cannot do:
-an option that is silently ignored would make a measurement worthless.
+A field that is not known is refused. A known field is refused if its value asks for something that this server cannot
+do. An option that is silently ignored would make a measurement worthless.
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, Strict, model_validator
 
+from engine.runtime.errors import TokenizerError
 from engine.runtime.params import MAX_LOGPROBS, OutputKind, SamplingParams
+from engine.runtime.text import ByteTokenizer
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {  # fields whose neutral values mean nothing is asked for
     "presence_penalty": (None, 0, 0.0),
@@ -168,3 +171,19 @@ class ChatRequest(_Sampling):
         """The engine's parameters. Raises ParamsError."""
         most = self.max_completion_tokens or self.max_tokens
         return self._sampling_params(most, (self.top_logprobs or 0) if self.logprobs else None)
+
+
+def chat_prompt(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
+    """Token ids of the conversation and the opening of the answer. Raises TokenizerError."""
+    if tokenizer is None:
+        raise TokenizerError("this server has no tokenizer: it takes completions of token ids alone")
+    if isinstance(tokenizer, ByteTokenizer):
+        text = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
+        return tokenizer.encode(f"{text}assistant: ")
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise TokenizerError("the model's tokenizer has no chat template: use /v1/completions")
+    try:
+        ids = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
+    except Exception as error:
+        raise TokenizerError(f"the chat template cannot render these messages: {error}") from error
+    return [int(token) for token in ids]

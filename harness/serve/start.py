@@ -1,4 +1,7 @@
-"""From a command line to a listening server."""
+"""From a command line to a listening server.
+
+`build_engine` makes the engine of a configuration, with its tokenizer.
+"""
 
 import socket
 from dataclasses import replace
@@ -6,17 +9,16 @@ from typing import TYPE_CHECKING
 
 from engine.core.options import SchedulerLimits
 from engine.core.scheduling.scheduler import Scheduler
-from harness.cli.parser import Arguments
-from harness.cli.say import say
 from harness.config.checks import check_config
 from harness.config.compose import compose_config
 from harness.config.errors import ConfigError, UserError
 from harness.config.overrides import parse_overrides
 from harness.config.schema import RunConfig
-from harness.plan.request import run_request
-from harness.point.devices import check_engine, check_weights
-from harness.point.policies import hash_algorithm, limits_of, new_scheduler
-from harness.point.shapes import model_shape, pool_shape
+from harness.console import Arguments, say
+from harness.sweep.plan import run_request
+from harness.workload.devices import check_engine, check_weights
+from harness.workload.policies import hash_algorithm, limits_of, new_scheduler
+from harness.workload.shapes import model_shape, pool_shape
 
 if TYPE_CHECKING:
     from engine.runtime.engine import Engine
@@ -93,7 +95,7 @@ def build_engine(config: RunConfig) -> "Engine":
     from engine.runtime.llm import has_tokenizer
     from engine.runtime.options import EngineOptions
     from engine.runtime.text import ByteTokenizer, Tokenizer, load_tokenizer
-    from harness.measured.engine import draft_model, loaded_model
+    from harness.measure.engine import draft_model, loaded_model
 
     def policy(blocks: int, limits: SchedulerLimits) -> Scheduler:
         shape = replace(pool, num_blocks=blocks, max_model_len=limits.max_model_len or pool.max_model_len)

@@ -1,16 +1,59 @@
-"""Committing a point: its tables first, its record last."""
+"""The files of a store, and how a point is committed: its tables first, its record last."""
 
 import io
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from harness.store.atomic import write_files
-from harness.store.layout import SCHEMA, Layout
+
+SCHEMA = (
+    1  # of record.json, failure.json and sweep.json; raise it when a reader of the old form would be misled
+)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Paths inside the store at `root`; nothing is created."""
+
+    root: Path
+
+    @property
+    def points(self) -> Path:
+        """The folder with one folder a point."""
+        return self.root / "points"
+
+    @property
+    def manifest(self) -> Path:
+        """What the store was last asked for."""
+        return self.root / "sweep.json"
+
+    @property
+    def summary(self) -> Path:
+        """One row a point, derived."""
+        return self.root / "summary.parquet"
+
+    def point(self, fingerprint: str) -> Path:
+        """The folder of a point."""
+        return self.points / fingerprint
+
+    def record(self, fingerprint: str) -> Path:
+        """The record of a finished point."""
+        return self.point(fingerprint) / "record.json"
+
+    def failure(self, fingerprint: str) -> Path:
+        """What went wrong with a point."""
+        return self.point(fingerprint) / "failure.json"
+
+    def table(self, fingerprint: str, name: str) -> Path:
+        """A table of a finished point: `steps` or `requests`."""
+        return self.point(fingerprint) / f"{name}.parquet"
+
 
 Columns = Mapping[str, Any]  # one array or list a column, all of one length
 

@@ -1,4 +1,4 @@
-"""What can go wrong with a store, in words to print."""
+"""Errors of a store, as sentences to print."""
 
 import errno
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""`sweep.json`: what the store was last asked for, so that `status` and `report` know what belongs together."""
+"""The manifest of a store, `sweep.json`.
+
+It says what the store was last asked for, so that `status` and `report` know which points belong together.
+"""
 
 import json
 from collections.abc import Sequence
@@ -7,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.store.atomic import write_files
-from harness.store.commit import json_bytes
+from harness.store.commit import SCHEMA, Layout, json_bytes
 from harness.store.errors import ForeignFileError, StoreVersionError
-from harness.store.layout import SCHEMA, Layout
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,53 @@
-"""Reading a store: what is whole is returned, what is not is named and skipped."""
+"""Reading a store: whole records are returned; damaged or foreign files are named and skipped.
+
+`summary.parquet` has one row for each point, with dotted columns. It is rebuilt from the records and is never a source.
+"""
 
 import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from harness.store.atomic import write_files
+from harness.store.commit import SCHEMA, Layout, parquet_bytes
 from harness.store.errors import ForeignFileError, StoreVersionError
-from harness.store.layout import SCHEMA, Layout
-from harness.store.shape import what_is_wrong
+
+_SECTIONS = (
+    "trace",
+    "pool",
+    "environment",
+    "cost",
+    "outcome",
+    "analytic",
+    "simulated",
+    "measured",
+    "levels",
+    "audit",
+    "pace",
+    "seconds",
+)
+_ROW = ("metric", "error", "spread")  # of `comparison`
+
+
+def what_is_wrong(record: Mapping[str, Any]) -> str | None:
+    """The first thing that makes this no record of a finished point, in words; None where nothing does."""
+    if not isinstance(record.get("config"), Mapping):
+        return "its section 'config' is missing"
+    for name in _SECTIONS:
+        if not isinstance(record.get(name), Mapping | None):
+            return f"its section '{name}' is no table of keys and values"
+    words, rows = record.get("overrides") or [], record.get("comparison") or []
+    if not (isinstance(words, list) and all(isinstance(word, str) for word in words)):
+        return "its section 'overrides' is no list of texts"
+    if not (isinstance(rows, list) and all(_is_row(row) for row in rows)):
+        return f"its section 'comparison' is no list of rows with {', '.join(_ROW)}"
+    return None
+
+
+def _is_row(row: object) -> bool:
+    return isinstance(row, Mapping) and all(key in row for key in _ROW)
+
 
 Record = dict[str, Any]
 _PARQUET = b"PAR1"
@@ -122,3 +162,51 @@ def _collect(path: Path, fingerprint: str, found: dict[str, Record], problems: l
         problems.append(f"skipped {error}")
     else:
         found[fingerprint] = value
+
+
+def write_summary(root: Path, records: Iterable[Record]) -> Path:
+    """Write the summary of some records and return its path.
+
+    Raises:
+        StoreError: the folder cannot be written.
+    """
+    path = Layout(root).summary
+    rows = [flatten(record) for record in records]
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    columns = {name: _column([row.get(name) for row in rows]) for name in names}
+    write_files(root, {path.name: parquet_bytes(columns)})
+    return path
+
+
+def flatten(record: Record) -> dict[str, Any]:
+    """A record as one row: nested keys are joined by dots, lists of words by spaces.
+
+    Rows of a list that name a `metric` become `section.<metric>.<field>`; other lists (repeated runs) are left out,
+    since their median and spread are in the record as well.
+    """
+    return dict(_leaves(record, ""))
+
+
+def _leaves(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves(item, f"{prefix}.{key}" if prefix else str(key))
+    elif isinstance(value, list):
+        if all(isinstance(item, str) for item in value):
+            yield prefix, " ".join(value)
+        for row in value:
+            if isinstance(row, Mapping) and "metric" in row:
+                rest = {key: item for key, item in row.items() if key != "metric"}
+                yield from _leaves(rest, f"{prefix}.{row['metric']}")
+    else:
+        yield prefix, value
+
+
+def _column(values: Sequence[Any]) -> list[Any]:
+    """One type a column: numbers stay numbers, a mixture becomes text."""
+    kinds = {type(value) for value in values if value is not None}
+    if kinds <= {int, float} and float in kinds:
+        return [None if value is None else float(value) for value in values]
+    if len(kinds) > 1:
+        return [None if value is None else str(value) for value in values]
+    return list(values)

@@ -1,8 +1,5 @@
-"""Behind `python -m harness trace`: list, fetch, look into, convert, cut, scale, make and check traces.
+"""The actions of `python -m harness trace`: list, fetch, inspect, convert, cut, scale, generate and check traces.
 
-Each action is a module with `add(actions)`, which describes it to argparse and imports nothing heavy, and
-`run(flags)`, which returns the exit code.
+Each action has two functions: `add_<name>` describes its flags to argparse and imports nothing heavy, `run_<name>` runs
+it and returns the exit code.
 """
-
-ACTIONS: tuple[str, ...] = ("ls", "get", "inspect", "convert", "slice", "scale", "synth", "validate")
-"""Names of the actions, in the order of `trace --help`; each is `harness.trace.<name>_action`."""

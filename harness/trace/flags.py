@@ -1,4 +1,7 @@
-"""Flags that several actions share, and how they choose a trace. Nothing heavy is imported before it is needed."""
+"""Flags that several actions share, and the trace that they choose.
+
+This module is imported for `--help`, so everything heavy is imported inside functions.
+"""
 
 import argparse
 from collections.abc import Callable
@@ -9,9 +12,12 @@ from typing import TYPE_CHECKING, TypeAlias
 from harness.config.errors import UserError
 
 if TYPE_CHECKING:
-    Actions: TypeAlias = argparse._SubParsersAction[argparse.ArgumentParser]
     from traces.arrivals import ArrivalProcess
     from traces.trace import Trace
+
+
+if TYPE_CHECKING:
+    Actions: TypeAlias = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _ARRIVALS = ("even", "poisson", "gamma", "diurnal", "modulated")
 
@@ -65,8 +71,8 @@ def add_output(parser: argparse.ArgumentParser) -> None:
 
 def chosen_trace(flags: argparse.Namespace) -> "Trace":
     """The trace that the flags name; raises UserError."""
-    from harness.trace.cache import cached_trace
-    from harness.trace.tokenizer import encoder
+    from harness.trace.files import cached_trace
+    from harness.workload.trace import encoder
     from traces.reading import read_trace
     from traces.synth.generator import GENERATORS, generate_trace
 

@@ -1,6 +1,6 @@
-"""The ideal hit ratio through the real prefix cache: the prompts of a trace one by one, in a pool without end.
+"""The ideal hit ratio from the real prefix cache: the prompts of a trace, one after another, in an endless pool.
 
-The same number comes from the trace's own keys (`traces.analysis.reuse`); where the two differ, one of them is wrong.
+`traces.analysis.reuse` computes the same number from the keys of the trace. If the two differ, one of them is wrong.
 """
 
 from collections.abc import Callable

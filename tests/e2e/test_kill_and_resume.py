@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 TESTS = Path(__file__).resolve().parents[1]
-SCRIPT = "import sys; from harness.cli.main import main; from harness.cli.rooms import Rooms; \
+SCRIPT = "import sys; from harness.cli.main import main; from harness.cli import Rooms; \
 sys.exit(main(sys.argv[1:], Rooms('fake_point', 'fake_point')))"
 POINTS = 24
 

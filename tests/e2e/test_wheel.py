@@ -56,7 +56,9 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_brings_the_c_files_that_are_compiled_on_first_use(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     sources = {
-        file.name for suffix in ("c", "h") for file in (ROOT / "engine/runtime/attention/native").glob(f"*.{suffix}")
+        file.name
+        for suffix in ("c", "h")
+        for file in (ROOT / "engine/runtime/attention/native").glob(f"*.{suffix}")
     }
     assert sources == {
         Path(name).name

@@ -10,16 +10,15 @@ from types import SimpleNamespace
 import pytest
 
 import harness.point
-from harness.bench.gpu import MINUTES, preflight, running
-from harness.bench.gpu.parts import PARTS, Setting, steps_of
-from harness.bench.gpu.preflight import check_packages, device_folder, device_option
-from harness.bench.gpu.step import SECONDS, Step
-from harness.cli.calibrate_command import _config
-from harness.cli.main import main
+from gpu_acceptance import machine as preflight
+from gpu_acceptance import run as running
+from gpu_acceptance.machine import check_packages, device_folder, device_option
+from gpu_acceptance.parts import PARTS, SECONDS, Setting, Step, steps_of
+from gpu_acceptance.run import MINUTES, main
+from harness.calibrate.store import calibration_path
+from harness.cli.calibrate import _config
 from harness.config.errors import UserError
-from harness.measured.calibration import calibration_path
-from harness.plan.planning import make_plan
-from harness.plan.request import sweep_request
+from harness.sweep.plan import make_plan, sweep_request
 
 
 def step(name: str, code: str, limit_s: float = 60, answers: tuple[int, ...] = (0,)) -> Step:
@@ -54,7 +53,7 @@ STEPS = {
 def test_every_step_is_ready_for_a_gpu(part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     steps = STEPS[part][:1] if part == "engine" else STEPS[part]  # its two steps differ in a word: see below
     words = ["--part", part, "--only", ",".join(steps), "--dry-run", "--out", str(tmp_path / "out")]
-    code = main(["bench", "gpu", *words])
+    code = main([*words])
     out, err = capsys.readouterr()
     assert code == 0, out + err
     assert [line.partition(":")[0] for line in out.splitlines()[:-1]] == steps
@@ -76,7 +75,7 @@ def test_a_typo_in_a_step_is_found_by_the_rehearsal(
 ) -> None:
     wrong = (sys.executable, "-m", "harness", "gate", "--layr", "latency", "--dry-run")
     monkeypatch.setattr(running, "steps_of", lambda part, setting: [Step("gate", wrong, wrong, 60)])
-    assert main(["bench", "gpu", "--dry-run", "--out", str(tmp_path)]) == 1
+    assert main(["--dry-run", "--out", str(tmp_path)]) == 1
     out, err = capsys.readouterr()
     assert "gate: NOT READY" in out
     assert "--layr" in err
@@ -205,7 +204,7 @@ def test_a_page_can_be_made_of_a_run_that_was_cut_off(
     monkeypatch.setattr(running, "run_for", cut_off)
     with pytest.raises(KeyboardInterrupt):
         run(monkeypatch, tmp_path, step("tests", ""))
-    assert main(["bench", "gpu", "--judge", "--out", str(tmp_path)]) == 0
+    assert main(["--judge", "--out", str(tmp_path)]) == 0
     assert (tmp_path / "quick" / "README.md").read_text().startswith("# NVIDIA H200: quick")
 
 
@@ -218,7 +217,7 @@ def test_a_name_that_is_no_archive_is_refused_before_anything_runs(
 
 
 def test_a_trace_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "gpu", "--part", "prediction", "--trace", "none.csv", "--dry-run"]) == 2
+    assert main(["--part", "prediction", "--trace", "none.csv", "--dry-run"]) == 2
     assert "--trace none.csv: no such file" in capsys.readouterr().err
 
 
@@ -229,14 +228,14 @@ def test_a_page_can_be_written_again_where_there_is_no_gpu(
     page = tmp_path / "quick" / "README.md"
     first = page.read_text()
     page.unlink()
-    assert main(["bench", "gpu", "--judge", "--out", str(tmp_path)]) == 0
+    assert main(["--judge", "--out", str(tmp_path)]) == 0
     assert page.read_text() == first
 
 
 def test_a_folder_that_nobody_measured_has_no_page(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["bench", "gpu", "--judge", "--out", str(tmp_path)]) == 2
+    assert main(["--judge", "--out", str(tmp_path)]) == 2
     assert "has no summary.json of a run" in capsys.readouterr().err
 
 
@@ -250,9 +249,9 @@ def test_a_gate_without_a_baseline_is_an_answer(tmp_path: Path, monkeypatch: pyt
 
 
 def test_only_some_steps_can_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "gpu", "--dry-run", "--only", "kernels"]) == 0
+    assert main(["--dry-run", "--only", "kernels"]) == 0
     assert capsys.readouterr().out.startswith("kernels: ready")
-    assert main(["bench", "gpu", "--dry-run", "--only", "kernel"]) == 2
+    assert main(["--dry-run", "--only", "kernel"]) == 2
     assert "there are tests, kernels" in capsys.readouterr().err
 
 
@@ -261,7 +260,7 @@ def test_a_machine_without_a_gpu_is_refused(
 ) -> None:
     monkeypatch.setattr(preflight, "gpu_names", lambda: ())
     monkeypatch.setattr(preflight, "_torch_names", lambda: ())
-    assert main(["bench", "gpu"]) == 2
+    assert main([]) == 2
     assert "rehearses every step without one" in capsys.readouterr().err
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.bench.gpu.counters import CALL_BEGINS, HITS, INSTRUCTIONS, READ, counter_lines, read_counters
+from gpu_acceptance.counters import CALL_BEGINS, HITS, INSTRUCTIONS, READ, counter_lines, read_counters
 from harness.config.errors import UserError
 
 HEADER = ("ID", "Process ID", "Kernel Name", "Grid Size", READ, HITS, INSTRUCTIONS)

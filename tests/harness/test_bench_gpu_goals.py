@@ -8,18 +8,21 @@ from typing import Any
 import pytest
 from synthetic_store import write_point
 
-from harness.bench.gpu.goals.checks import memcheck_findings
-from harness.bench.gpu.goals.checks import test_findings as findings_of_tests
-from harness.bench.gpu.goals.crossover import Sharing, crossovers, fitted_cost, mistakes, proposal
-from harness.bench.gpu.goals.engine import engine_findings
-from harness.bench.gpu.goals.goal import Found, Goal, Judged, Sense, Unit
-from harness.bench.gpu.goals.judging import judge_part
-from harness.bench.gpu.goals.kernels import kernel_findings
-from harness.bench.gpu.goals.listed import GOALS
-from harness.bench.gpu.goals.prediction import prediction_findings
-from harness.bench.gpu.goals.rows import TimedCase, cases_of
-from harness.bench.gpu.parts import PARTS
-from harness.bench.kernels.grid import CaseSpec
+from gpu_acceptance.goals import GOALS, Found, Goal, Judged, Sense, Unit
+from gpu_acceptance.judging import engine_findings, judge_part, memcheck_findings, prediction_findings
+from gpu_acceptance.judging import test_findings as findings_of_tests
+from gpu_acceptance.kernel_goals import (
+    Sharing,
+    TimedCase,
+    cases_of,
+    crossovers,
+    fitted_cost,
+    kernel_findings,
+    mistakes,
+    proposal,
+)
+from gpu_acceptance.parts import PARTS
+from harness.bench.kernels.cases import CaseSpec
 from paged_kernels.cascade_plan import CascadeCost, SharedRun
 
 

@@ -8,18 +8,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.bench.gpu.parts import Setting, steps_of
-from harness.bench.gpu.parts.kernels import SMALL_TESTS
-from harness.bench.gpu.programs import decode_steps
-from harness.bench.gpu.programs.decode_steps import Load, decode_engine, measured_steps, union_s
-from harness.bench.gpu.programs.gate_trial import slowed, trial
-from harness.bench.gpu.programs.serving_models import MODELS, made_model, weight_bytes
-from harness.bench.kernels.clock import copies_past_cache
-from harness.bench.kernels.full_presets import FULL, MOST_KV_BYTES
-from harness.bench.kernels.grid import CaseSpec
-from harness.bench.kernels.presets import PRESETS
+from gpu_acceptance import decoding as decode_steps
+from gpu_acceptance.decoding import (
+    MODELS,
+    Load,
+    decode_engine,
+    made_model,
+    measured_steps,
+    union_s,
+    weight_bytes,
+)
+from gpu_acceptance.gate_trial import slowed, trial
+from gpu_acceptance.parts import SMALL_TESTS, Setting, steps_of
+from harness.bench.kernels.calls import copies_past_cache
+from harness.bench.kernels.cases import FULL, MOST_KV_BYTES, PRESETS, CaseSpec
 from harness.cli.main import main
-from harness.gate.measured import Measured
+from harness.gate.baseline import Measured
 
 ROOT = Path(__file__).resolve().parents[2]
 

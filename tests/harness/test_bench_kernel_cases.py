@@ -3,10 +3,8 @@
 import numpy as np
 import pytest
 
-from harness.bench.kernels.clock import copies_past_cache
-from harness.bench.kernels.grid import CaseSpec, expand
-from harness.bench.kernels.inputs import build
-from harness.bench.kernels.presets import PRESETS
+from harness.bench.kernels.calls import build, copies_past_cache
+from harness.bench.kernels.cases import PRESETS, CaseSpec, expand
 from harness.config.errors import UserError
 
 

@@ -5,12 +5,18 @@ from typing import Any
 
 import pytest
 
-from harness.bench.kernels.grid import CaseSpec
-from harness.bench.kernels.made_on import MadeOn
-from harness.bench.kernels.problems import Problem, ProblemKind, note, read_problems
-from harness.bench.kernels.reading import KernelRunError, read_run
-from harness.bench.kernels.results import Ceilings, ceilings_of, rows_of, table_lines
+from harness.bench.kernels.cases import CaseSpec
+from harness.bench.kernels.results import (
+    Problem,
+    ProblemKind,
+    ceilings_of,
+    note,
+    read_problems,
+    rows_of,
+    table_lines,
+)
 from harness.bench.session import Timing
+from harness.cost.timings import Ceilings, KernelRunError, MadeOn, read_run
 
 BASE = {"batch": 32, "context": 4096}
 
@@ -55,7 +61,7 @@ TIMINGS = [
 @pytest.fixture(scope="module")
 def table() -> Any:
     pytest.importorskip("pandas")
-    from harness.bench.kernels.writing import table_of
+    from harness.bench.kernels.page import table_of
 
     return table_of(rows_of(TIMINGS), MADE_ON)
 
@@ -89,7 +95,7 @@ def test_a_case_that_we_did_not_serve_still_shows_the_others() -> None:
 
 
 def test_the_table_has_exactly_the_documented_columns(table: Any) -> None:
-    from harness.bench.kernels.writing import COLUMNS
+    from harness.cost.timings import COLUMNS
 
     assert list(table.columns) == list(COLUMNS)
     assert set(table["device"]) == {"a device"}
@@ -132,9 +138,8 @@ def test_the_roofline_shows_every_call(drawn: dict[str, Any]) -> None:
 
 def test_a_figure_without_data_says_why() -> None:
     from harness.bench.kernels.figures import pictures
-    from harness.bench.kernels.writing import table_of
-    from harness.report.drawing import Missing
-    from harness.report.style import style
+    from harness.bench.kernels.page import table_of
+    from harness.report.style import Missing, style
 
     alone = table_of(rows_of([*CEILINGS, timing(PAGED16, "paged", 1, 2, 3)]), MADE_ON)
     with style():
@@ -145,7 +150,7 @@ def test_a_figure_without_data_says_why() -> None:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from harness.bench.kernels.writing import write_run
+    from harness.bench.kernels.page import write_run
 
     problems = [
         Problem(PAGED16.name, "flex", ProblemKind.unsupported, "no <block> of 16"),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from harness.bench.kernels.problems import read_problems, shortened
+from harness.bench.kernels.results import read_problems, shortened
 from harness.cli.main import main
 
 USERS = "user_attention:sometimes_right"
@@ -64,7 +64,7 @@ def test_the_table_has_a_row_for_each(run: Path) -> None:
 
 def test_a_provider_that_fails_twice_is_given_up(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    from harness.bench.kernels.timings import _noting, _skip_if_hopeless
+    from harness.bench.kernels.benchmarks import _noting, _skip_if_hopeless
 
     file = tmp_path / "problems.jsonl"
     for case in ("first", "second"):

@@ -8,11 +8,22 @@ from pathlib import Path
 import pytest
 
 from engine.core.plan import StepResult
-from harness.bench.policy import curve, running, stepping, work
-from harness.bench.policy.curve import curve_lines, exponents, growing_operations
-from harness.bench.policy.lines import LINES
-from harness.bench.policy.memory import Footprint, footprint
-from harness.bench.policy.operations import CONTROL, Cost, Stopwatch, block_costs, queue_costs
+from harness.bench.policy import curve, work
+from harness.bench.policy import runner as running
+from harness.bench.policy import work as stepping
+from harness.bench.policy.curve import (
+    CONTROL,
+    Cost,
+    Footprint,
+    Stopwatch,
+    block_costs,
+    curve_lines,
+    exponents,
+    footprint,
+    growing_operations,
+    queue_costs,
+)
+from harness.bench.policy.runner import LINES
 from harness.cli.main import main
 
 TINY = {"sequences": 2, "tokens": 256, "prompts": 3, "running": 20, "steps": 20, "beam_steps": 8}

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.bench.sim.measuring import simulate_once
-from harness.bench.sim.workload import bench_config, bench_workload, endless, endless_lengths
+from harness.bench.sim.runner import bench_config, bench_workload, endless, endless_lengths, simulate_once
 from harness.cli.main import main
 
 

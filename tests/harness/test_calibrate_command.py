@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from point_cases import small_config
 
+from harness.calibrate.store import load_calibration, load_table
 from harness.cli.main import main
 from harness.config.schema import CostKind, RunConfig
-from harness.measured.calibration import load_calibration, load_table
+from harness.cost.fitted import FittedCost
 from harness.point import run_point
-from harness.sim.features import FEATURES
-from harness.sim.fitted import FittedCost
+from harness.replay.features import FEATURES
 
 pytestmark = pytest.mark.slow
 

@@ -11,30 +11,29 @@ from point_cases import small_config
 from sim_cases import replay
 
 from engine.runtime.attention.native import compile as compiling
-from harness.cli.main import main
-from harness.config.schema import EngineDevice
-from harness.measured.budget import Budget
-from harness.measured.calibration import (
+from harness.calibrate.design import CASES, LONE, SEED, Budget, case_trace, case_workload, design
+from harness.calibrate.pace import PROBE, off_pace, stability_of
+from harness.calibrate.run import Passes
+from harness.calibrate.store import (
+    CalibrationError,
     calibration_path,
     has_grid,
     load_calibration,
     load_table,
     save_calibration,
 )
-from harness.measured.engine import MeasuredRun, measure
-from harness.measured.errors import CalibrationError
-from harness.measured.pace import PROBE
-from harness.measured.passes import Passes
-from harness.measured.plan import CASES, LONE, SEED, case_trace, case_workload, design
-from harness.measured.stability import off_pace, stability_of
-from harness.measured.validate import HELD_OUT, held_out_workload
+from harness.calibrate.validate import HELD_OUT, held_out_workload
+from harness.cli.main import main
+from harness.config.schema import EngineDevice
+from harness.cost.fitted import ATTENTION, REST, FittedCost
+from harness.cost.table import grid_of
+from harness.measure.engine import measure
 from harness.metrics.log import Outcome
-from harness.point.identity import point_identity
-from harness.point.workload import Workload
-from harness.sim.cost import CostSource
-from harness.sim.features import FEATURES, feature_index
-from harness.sim.fitted import ATTENTION, REST, FittedCost
-from harness.sim.table import grid_of
+from harness.point.run import point_identity
+from harness.replay.cost_model import CostSource
+from harness.replay.features import FEATURES, feature_index
+from harness.replay.recorder import MeasuredRun
+from harness.workload.workload import Workload
 
 
 def test_a_smaller_budget_asks_for_fewer_requests_of_every_case(tmp_path: Path) -> None:
@@ -241,8 +240,8 @@ class Paces:
 
 def test_the_quietest_pass_of_a_case_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = Paces([1.0, 2.0, 3.0, 4.0, 1.5, 0.5])
-    monkeypatch.setattr("harness.measured.passes.measure", runs)
-    monkeypatch.setattr("harness.measured.passes.probe_s", lambda config: 1.0)
+    monkeypatch.setattr("harness.calibrate.run.measure", runs)
+    monkeypatch.setattr("harness.calibrate.run.probe_s", lambda config: 1.0)
     cases = CASES[1:4]
     found = Passes(small_config(tmp_path), cases, 0.05, lambda name: None, Budget(None)).measure()
     assert [entry.case for entry in found] == list(cases)
@@ -256,8 +255,8 @@ def test_a_case_beside_an_odd_probe_is_measured_once_more(
 ) -> None:
     runs = Paces([1.0] * 6 + [0.7])
     probes = iter([1.0, 1.0, 1.0, 2.2, 1.0, 1.0, 1.0, 1.0])
-    monkeypatch.setattr("harness.measured.passes.measure", runs)
-    monkeypatch.setattr("harness.measured.passes.probe_s", lambda config: next(probes))
+    monkeypatch.setattr("harness.calibrate.run.measure", runs)
+    monkeypatch.setattr("harness.calibrate.run.probe_s", lambda config: next(probes))
     found = Passes(small_config(tmp_path), CASES[1:4], 0.05, lambda name: None, Budget(None)).measure()
     assert len(runs.asked) == 7
     assert [entry.run.log.steps["seconds"][0] for entry in found] == [1.0, 1.0, 0.7]

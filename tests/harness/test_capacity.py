@@ -8,11 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.capacity.finding import best_block_size, highest_rate, smallest_pool
 from harness.capacity.page import Study, answer_text, lost_text, notes, write_study
-from harness.capacity.search import estimate, highest, smallest
-from harness.capacity.slo import met, parse_slo
-from harness.capacity.trials import Trials
+from harness.capacity.search import best_block_size, estimate, highest, highest_rate, smallest, smallest_pool
+from harness.capacity.trials import Trials, met, parse_slo
 from harness.cli.main import main
 from harness.config.errors import UserError
 from harness.config.schema import CostKind, Oversize, ReplayMode, RunConfig

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from fake_point import ReportError
 
+from harness.cli import Rooms
 from harness.cli.main import main
-from harness.cli.rooms import Rooms
 from harness.store import atomic
-from harness.store.lock import exclusive
+from harness.store.atomic import exclusive
 
 FAKE = Rooms("fake_point", "fake_point")
 Cli = Callable[..., tuple[int, str, str]]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.cli.say import OutputError, counted, remark, say
+from harness.console import OutputError, counted, remark, say
 
 
 def shown(encoding: str, text: str) -> str:

@@ -46,7 +46,7 @@ def test_what_is_wrong_is_said_before_anything_is_loaded(words, message, capsys)
 
 
 def test_a_peer_that_differs_is_counted_and_one_that_fails_is_named():
-    from harness.bench.engine.running import compare
+    from harness.bench.engine.runner import compare
     from harness.bench.engine.workload import bench_requests
 
     requests = bench_requests(3, 50, seed=1)
@@ -87,7 +87,7 @@ def test_a_peer_without_its_memory_reader_says_what_to_install(monkeypatch):
 
     import torch
 
-    from harness.bench.engine import peers
+    from harness.bench.engine import runner as peers
 
     monkeypatch.setattr(peers, "find_spec", lambda name: None)
     here = SimpleNamespace(device=torch.device("cpu"))

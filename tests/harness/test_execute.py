@@ -11,12 +11,11 @@ import fake_point
 import pytest
 from rich.console import Console
 
-from harness.execute.executing import Outcome, execute
-from harness.execute.progress import reporting
-from harness.plan.planning import Plan, make_plan
-from harness.plan.request import sweep_request
 from harness.store.errors import StoreError
 from harness.store.reading import read_store, read_table
+from harness.sweep.execute import Outcome, execute
+from harness.sweep.plan import Plan, make_plan, sweep_request
+from harness.sweep.progress import reporting
 
 RUNNER = "fake_point:run_point"
 
@@ -103,8 +102,8 @@ def test_a_full_disk_stops_the_sweep_and_keeps_the_points_before(
     plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sweep = plan("workload.seed=1,2,3")
-    commit = "harness.execute.point.commit_point"
-    import harness.execute.point as module
+    commit = "harness.sweep.execute.commit_point"
+    import harness.sweep.execute as module
 
     real, count = module.commit_point, iter(range(3))
 

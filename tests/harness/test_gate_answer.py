@@ -11,14 +11,12 @@ import pytest
 
 from harness.cli.main import main
 from harness.config.errors import UserError
-from harness.gate import running
-from harness.gate.baseline import read_baseline, write_baseline
-from harness.gate.finding import Finding, LayerResult, Verdict, gravest
-from harness.gate.kernels import digested_files, kernel_digest
-from harness.gate.latency import layer as latency
-from harness.gate.latency.record import latency_name, write_record
-from harness.gate.measured import Measured, accepted
-from harness.gate.summary import lines, markdown
+from harness.environment import digested_files, kernel_digest
+from harness.gate import latency
+from harness.gate import run as running
+from harness.gate.baseline import Measured, accepted, read_baseline, write_baseline
+from harness.gate.latency import latency_name, write_record
+from harness.gate.verdict import Finding, LayerResult, Verdict, gravest, lines, markdown
 
 DEVICE = "NVIDIA H200"
 

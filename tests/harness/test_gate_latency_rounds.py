@@ -5,7 +5,7 @@ from statistics import median
 
 import numpy as np
 
-from harness.gate.latency.interleaving import FEWEST, MOST, interleaved
+from harness.gate.latency import FEWEST, MOST, interleaved
 
 
 class Machine:

@@ -6,12 +6,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.gate.finding import Verdict
-from harness.gate.measured import Measured, accepted
-from harness.gate.policy.attention import attention_pair
-from harness.gate.policy.layer import ATTENTION, case_names, judge, rounds, unfit
-from harness.gate.policy.loads import loads
-from harness.gate.policy.yardstick import reference_loop
+from harness.gate.baseline import Measured, accepted
+from harness.gate.policy import (
+    ATTENTION,
+    attention_pair,
+    case_names,
+    judge,
+    loads,
+    reference_loop,
+    rounds,
+    unfit,
+)
+from harness.gate.verdict import Verdict
 
 PYTHON = {"python": "3.11"}
 

@@ -7,11 +7,18 @@ from typing import Any
 import pytest
 
 from harness.gate.baseline import Baseline
-from harness.gate.finding import Finding, Verdict
-from harness.gate.resource.compiling import Resources, pipeline_depth
-from harness.gate.resource.layer import case_of, judge, measured, unfit
-from harness.gate.resource.rules import judge as judge_one
-from harness.gate.resource.sass import Instructions, count
+from harness.gate.resource import (
+    Instructions,
+    Resources,
+    case_of,
+    count,
+    judge,
+    judge_one,
+    measured,
+    pipeline_depth,
+    unfit,
+)
+from harness.gate.verdict import Finding, Verdict
 
 GOOD = Resources(
     registers=96, stack_bytes=0, shared_bytes=67_072, depth=2, instructions=1400,

@@ -8,15 +8,14 @@ import pytest
 from harness.cli.main import main
 from harness.config.errors import ConfigError, UnknownKeyError, UserError
 from harness.config.groups import gate_options, groups
-from harness.gate import running, settings
+from harness.gate import latency, policy, settings
+from harness.gate import run as running
+from harness.gate.baseline import Measured, accepted
 from harness.gate.effect import Margins
-from harness.gate.finding import Verdict
-from harness.gate.latency import layer as latency
-from harness.gate.measured import Measured, accepted
-from harness.gate.policy import layer as policy
-from harness.gate.resource.compiling import Resources
-from harness.gate.resource.rules import judge as judge_kernel
+from harness.gate.resource import Resources
+from harness.gate.resource import judge_one as judge_kernel
 from harness.gate.settings import default_settings, gate_settings
+from harness.gate.verdict import Verdict
 
 ROUNDS = 30
 

@@ -6,22 +6,20 @@ from typing import Any
 
 import pytest
 
-from harness.bench.kernels.grid import CaseSpec
-from harness.bench.kernels.made_on import MadeOn, device_name
-from harness.bench.kernels.results import Row
+from harness.bench.kernels.cases import CaseSpec
+from harness.bench.kernels.results import Row, device_name
+from harness.calibrate.kernel_table import KernelTableError, kernel_shapes, kernel_table
 from harness.cli.main import main
-from harness.config.compose import compose_config
-from harness.config.normal import normalise
+from harness.config.compose import compose_config, normalise
 from harness.config.overrides import parse_overrides
 from harness.config.schema import CostKind, RunConfig
-from harness.measured.kernel_shapes import KernelTableError, kernel_shapes
-from harness.measured.kernel_table import kernel_table
-from harness.plan.fingerprint import fingerprint
+from harness.cost.fitted import ATTENTION, REST, FittedCost
+from harness.cost.timings import MadeOn
 from harness.point.cost import check_cost, resolve_cost_kind
-from harness.sim.cost import CostSource
-from harness.sim.features import FEATURES, feature_index
-from harness.sim.fitted import ATTENTION, REST, FittedCost
-from harness.sim.hull import GridHull
+from harness.replay.cost_model import CostSource
+from harness.replay.features import FEATURES, feature_index
+from harness.replay.streaming import GridHull
+from harness.sweep.plan import fingerprint
 
 TINY = {"heads": 8, "kv_heads": 4, "head_dim": 32, "dtype": "fp32"}
 LAYERS = 4
@@ -46,7 +44,7 @@ def rows(**values: Any) -> list[Row]:
 
 
 def write(folder: Path, found: list[Row], device: str | None = None, threads: int = 1) -> Path:
-    from harness.bench.kernels.writing import table_of
+    from harness.bench.kernels.page import table_of
 
     facts = MadeOn(device or device_name("cpu"), "feed", "2.13.0", "3.6.0", threads, "2026-01-01")
     folder.mkdir(parents=True, exist_ok=True)
@@ -263,7 +261,7 @@ def test_where_the_kernels_lie_is_no_part_of_a_points_name(tmp_path: Path) -> No
 
 
 def test_what_the_kernels_say_is_part_of_a_points_name(tmp_path: Path) -> None:
-    from harness.point.identity import point_identity
+    from harness.point.run import point_identity
 
     first = point_identity(config(write(tmp_path / "a", rows())))
     second = point_identity(config(write(tmp_path / "b", rows(us=7.0))))

@@ -4,7 +4,7 @@ import pytest
 
 from harness.config.compose import compose_config
 from harness.config.overrides import parse_overrides
-from harness.point.shapes import model_shape, pool_shape
+from harness.workload.shapes import model_shape, pool_shape
 
 TINY = ("model=tiny_llama", "workload.num_requests=3", "cache.pool_tokens=1024")
 
@@ -33,8 +33,8 @@ def test_a_device_holds_as_many_more_tokens():
 
 
 def test_the_measured_side_keeps_8_bits_and_audits_them():
-    from harness.measured.engine import measure
-    from harness.point.workload import build_workload
+    from harness.measure.engine import measure
+    from harness.workload.workload import build_workload
 
     asked = config("model.kv_dtype=fp8_e4m3", "engine.audit=full", "engine.device=cpu")
     run = measure(asked, build_workload(asked), seed=0)

@@ -11,10 +11,15 @@ from harness.config.checks import value_of
 from harness.config.errors import ConfigError, UnknownKeyError, UserError
 from harness.config.groups import experiments
 from harness.config.schema import RunConfig
-from harness.plan.errors import PlanError
-from harness.plan.fingerprint import fingerprint
-from harness.plan.planning import Plan, make_plan
-from harness.plan.request import experiment_overrides, run_request, sweep_request
+from harness.sweep.plan import (
+    Plan,
+    PlanError,
+    experiment_overrides,
+    fingerprint,
+    make_plan,
+    run_request,
+    sweep_request,
+)
 
 
 class Anything:
@@ -138,7 +143,7 @@ def test_run_takes_what_is_written_and_nothing_more() -> None:
 
 def test_an_experiment_must_be_a_list_of_overrides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "odd.yaml").write_text("a: 1")
-    monkeypatch.setattr("harness.plan.request.option_file", lambda group, name: tmp_path / f"{name}.yaml")
+    monkeypatch.setattr("harness.sweep.plan.option_file", lambda group, name: tmp_path / f"{name}.yaml")
     with pytest.raises(UserError, match="must be a list of overrides"):
         experiment_overrides("odd")
 

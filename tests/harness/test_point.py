@@ -20,9 +20,9 @@ from harness.config.schema import (
     RunConfig,
     TraceFormat,
 )
-from harness.measured.engine import graphs_of
+from harness.measure.engine import graphs_of
 from harness.point import check_point, point_identity, run_point
-from harness.point.workload import build_workload
+from harness.workload.workload import build_workload
 
 
 @pytest.fixture(scope="module")
@@ -245,7 +245,7 @@ def test_a_hidden_size_that_the_heads_do_not_divide_is_refused(tmp_path: Path) -
 def test_a_device_that_is_not_here_is_refused_before_anything_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("harness.point.devices.gpu_names", lambda: ())
+    monkeypatch.setattr("harness.workload.devices.gpu_names", lambda: ())
     config = small_config(tmp_path)
     config.engine.device = EngineDevice.cuda
     with pytest.raises(ConfigError, match=r"engine.device: cuda, but .* no device"):

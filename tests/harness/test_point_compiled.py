@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 
 from harness.cli.main import main
+from harness.compiled import numba_edge as compiling
 from harness.config.compose import compose_config
 from harness.config.errors import ConfigError
 from harness.config.schema import Compiled
-from harness.plan.request import run_request
-from harness.point import compiled
 from harness.point.cost import cost_model
-from harness.point.simulate import prediction_of, simulate, simulate_metrics
-from harness.point.workload import Workload, build_workload
-from harness.sim.compiled import compiling
-from harness.sim.cost import CostModel
+from harness.replay.cost_model import CostModel
+from harness.sweep.plan import run_request
+from harness.workload import play as compiled
+from harness.workload.play import prediction_of, simulate, simulate_metrics
+from harness.workload.workload import Workload, build_workload
 
 PLAIN = (
     *("measure=false", "cost=roofline", "model=llama3_8b", "device=a100_80gb", "trace=azure_conv"),

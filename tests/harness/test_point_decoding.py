@@ -8,8 +8,8 @@ from point_cases import azure_file, mooncake_file, small_config, with_trace
 
 from engine.core.options import Decoding
 from harness.config.checks import check_config
+from harness.config.compose import normalise
 from harness.config.errors import ConfigError
-from harness.config.normal import normalise
 from harness.config.schema import (
     CachePolicy,
     CostKind,
@@ -21,10 +21,9 @@ from harness.config.schema import (
     Widths,
 )
 from harness.point import check_point, point_identity, run_point
-from harness.point.workload import build_workload
 from harness.report import write_report
-from harness.store.commit import commit_point, parquet_bytes
-from harness.store.layout import Layout
+from harness.store.commit import Layout, commit_point, parquet_bytes
+from harness.workload.workload import build_workload
 
 
 @pytest.fixture(name="config")

@@ -21,7 +21,7 @@ from harness.config.schema import (
     TraceFormat,
 )
 from harness.point import run_point
-from harness.point.workload import build_workload
+from harness.workload.workload import build_workload
 
 
 @pytest.fixture(name="config")

@@ -10,10 +10,10 @@ from engine.core.options import SchedulerLimits
 from engine.core.request import Request
 from harness.config.schema import ReplayMode, RunConfig
 from harness.metrics.log import Outcome
-from harness.point.release import pauses_ns, retimed
-from harness.point.workload import build_workload
-from harness.sim.arrivals import ClosedLoop, OpenLoop, Sessions, Turn
-from harness.sim.clock import to_ns
+from harness.replay.arrivals import ClosedLoop, OpenLoop, Sessions, Turn
+from harness.replay.virtual_time import to_ns
+from harness.workload.release import pauses_ns, retimed
+from harness.workload.workload import build_workload
 
 
 def plain(count: int, prompt: int = 20, output: int = 10) -> list[Request]:

@@ -4,17 +4,17 @@ import numpy as np
 import pytest
 from sim_cases import LinearCost, replay, request
 
-from harness.compare import comparison_error
-from harness.measured.engine import MeasuredRun
 from harness.metrics import METRICS, compute_metrics
-from harness.point.attribution import ATTRIBUTED, attribution, divergence, retold, suspect
+from harness.metrics.comparison import comparison_error
+from harness.point.error_levels import ATTRIBUTED, attribution, divergence, retold, suspect
+from harness.replay.arrivals import TimedRequest
+from harness.replay.recorder import MeasuredRun
 from harness.report.attribution import (
     attribution_table,
     divergence_lines,
     extrapolation_notes,
     validation_table,
 )
-from harness.sim.arrivals import TimedRequest
 
 TRUE = LinearCost(1e-3, 2e-5, 1e-6)
 

@@ -7,7 +7,10 @@ from sim_cases import LinearCost, replay, request
 from engine.core.memory.paged import PagedManager
 from engine.core.options import Decoding, SchedulerLimits
 from engine.core.scheduling.scheduler import Scheduler
-from harness.sim.coalescence import (
+from harness.replay.beams import (
+    EVEN,
+    BeamGenealogy,
+    RecordedGenealogy,
     choices_of_run,
     churn_of_run,
     copies_per_token,
@@ -15,10 +18,9 @@ from harness.sim.coalescence import (
     evenness_of_run,
     lineages,
 )
-from harness.sim.executors import SimulatedExecutor
-from harness.sim.genealogy import EVEN, BeamGenealogy, RecordedGenealogy
-from harness.sim.recorder import Recorder
-from harness.sim.replay import Replay
+from harness.replay.executors import SimulatedExecutor
+from harness.replay.loop import Replay
+from harness.replay.recorder import Recorder
 
 
 @pytest.mark.parametrize("evenness", [0.05, 0.5, 4.0])

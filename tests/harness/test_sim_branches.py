@@ -9,12 +9,12 @@ from engine.core.options import Decoding, SchedulerLimits, SpeculationMode
 from engine.core.request import Request, Speculation
 from engine.core.scheduling.scheduler import Scheduler
 from harness.metrics.log import Outcome, RunLog
-from harness.sim.arrivals import TimedRequest
-from harness.sim.branches import BranchSurvival, DraftAcceptance
-from harness.sim.executors import SimulatedExecutor
-from harness.sim.genealogy import BeamGenealogy
-from harness.sim.recorder import Recorder
-from harness.sim.replay import Replay
+from harness.replay.arrivals import TimedRequest
+from harness.replay.beams import BeamGenealogy
+from harness.replay.branches import BranchSurvival, DraftAcceptance
+from harness.replay.executors import SimulatedExecutor
+from harness.replay.loop import Replay
+from harness.replay.recorder import Recorder
 
 
 def run(

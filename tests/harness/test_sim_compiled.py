@@ -12,23 +12,21 @@ from engine.core.memory.paged import PagedManager
 from engine.core.options import Retention, SchedulerLimits
 from engine.core.request import Request
 from engine.core.scheduling.scheduler import Scheduler
+from harness.compiled import pool as compiled_pool
+from harness.compiled.pricing import prices_of
+from harness.compiled.replay import CompiledReplay, PlainPool, PlainRequests, advance
+from harness.cost.fitted import FittedCost
+from harness.cost.roofline import DeviceShape, ModelShape, RooflineCost
 from harness.metrics.log import RunLog
-from harness.sim.arrivals import TimedRequest
-from harness.sim.clock import TimeSpanError
-from harness.sim.compiled import pool as compiled_pool
-from harness.sim.compiled.loop import advance
-from harness.sim.compiled.prices import prices_of
-from harness.sim.compiled.replay import CompiledReplay, PlainPool, PlainRequests
-from harness.sim.cost import CostModel, CostSource, PacedCost
-from harness.sim.executors import SimulatedExecutor
-from harness.sim.features import ATTENTION_FEATURES, FEATURES
-from harness.sim.fitted import FittedCost
-from harness.sim.folding import RunFold
-from harness.sim.genealogy import BeamGenealogy
-from harness.sim.recorder import Recorder
-from harness.sim.replay import Replay
-from harness.sim.roofline import DeviceShape, ModelShape, RooflineCost
-from harness.sim.streaming import StreamingRecorder
+from harness.replay.arrivals import TimedRequest
+from harness.replay.beams import BeamGenealogy
+from harness.replay.cost_model import CostModel, CostSource, PacedCost
+from harness.replay.executors import SimulatedExecutor
+from harness.replay.features import ATTENTION_FEATURES, FEATURES
+from harness.replay.loop import Replay
+from harness.replay.recorder import Recorder
+from harness.replay.streaming import RunFold, StreamingRecorder
+from harness.replay.virtual_time import TimeSpanError
 
 SHAPE = ModelShape(
     layers=4, hidden=256, heads=8, kv_heads=2, head_dim=32, intermediate=688, vocab=2048, bytes_per_element=2
@@ -189,7 +187,7 @@ def test_what_is_compiled_is_what_python_says() -> None:
 
 
 def test_a_miscounted_block_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from harness.sim.compiled import committing
+    from harness.compiled import committing
 
     def forgets_one(run: object, row: int, owner: int) -> None:
         compiled_pool.release(run, row, owner)  # type: ignore[arg-type]

@@ -4,13 +4,12 @@ from sim_cases import fingerprint, replay, request
 
 from engine.core.memory.paged import PagedManager
 from engine.core.options import Decoding
-from harness.sim.coalescence import churn_of_run
-from harness.sim.cost import CostModel, CostSource, PacedCost, price_table
-from harness.sim.features import FEATURES, feature_index
-from harness.sim.fitted import ATTENTION, REST, FittedCost, fit_cost, held_out_error
-from harness.sim.genealogy import BeamGenealogy
-from harness.sim.roofline import DeviceShape, ModelShape, RooflineCost
-from harness.sim.table import TableCost, grid_of
+from harness.cost.fitted import ATTENTION, REST, FittedCost, fit_cost, held_out_error
+from harness.cost.roofline import DeviceShape, ModelShape, RooflineCost
+from harness.cost.table import TableCost, grid_of
+from harness.replay.beams import BeamGenealogy, churn_of_run
+from harness.replay.cost_model import CostModel, CostSource, PacedCost, price_table
+from harness.replay.features import FEATURES, feature_index
 
 SOURCE = CostSource("fitted", "test", "test")
 

@@ -7,8 +7,8 @@ import pytest
 from point_cases import small_config, with_trace
 
 from harness.cli.main import main
+from harness.config.compose import normalise
 from harness.config.errors import ConfigError
-from harness.config.normal import normalise
 from harness.config.schema import CostKind, ReplayMode, RunConfig, TraceFormat
 from harness.point import check_point, run_point
 from harness.report import verdict_lines

@@ -28,12 +28,12 @@ from engine.core.options import (
 )
 from engine.core.scheduling.scheduler import Scheduler
 from harness.metrics.log import RunLog
-from harness.sim.arrivals import Arrivals, ClosedLoop, OpenLoop, Sessions, TimedRequest, Turn
-from harness.sim.executors import RecordedExecutor, SimulatedExecutor
-from harness.sim.genealogy import BeamGenealogy
-from harness.sim.recorder import Recorder, digests_differ
-from harness.sim.replay import Replay
-from harness.sim.stretch import Stretch
+from harness.replay.arrivals import Arrivals, ClosedLoop, OpenLoop, Sessions, TimedRequest, Turn
+from harness.replay.beams import BeamGenealogy
+from harness.replay.executors import RecordedExecutor, SimulatedExecutor
+from harness.replay.fast_forward import Stretch
+from harness.replay.loop import Replay
+from harness.replay.recorder import Recorder, digests_differ
 
 COST = LinearCost(1e-3, 1e-5, 1e-6, 1e-7)
 LONGEST = 100

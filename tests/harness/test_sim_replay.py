@@ -11,10 +11,10 @@ from engine.core.memory.paged import PagedManager
 from engine.core.options import Decoding, SchedulerLimits
 from engine.core.plan import StepPlan
 from engine.core.scheduling.scheduler import Scheduler
-from harness.sim.executors import RecordedExecutor, RecordingEndedError, SimulatedExecutor
-from harness.sim.genealogy import BeamGenealogy
-from harness.sim.recorder import Recorder, digests_differ
-from harness.sim.replay import Replay
+from harness.replay.beams import BeamGenealogy
+from harness.replay.executors import RecordedExecutor, RecordingEndedError, SimulatedExecutor
+from harness.replay.loop import Replay
+from harness.replay.recorder import Recorder, digests_differ
 
 
 def test_a_lone_request_takes_the_sum_of_its_steps() -> None:

@@ -6,10 +6,9 @@ from sim_cases import LinearCost, replay, request, stream
 
 from engine.core.memory.paged import PagedManager
 from harness.metrics import compute_metrics
-from harness.metrics.samples import BinnedSamples, ExactSamples
-from harness.sim.arrivals import TimedRequest
-from harness.sim.hull import COLUMNS, hull_of
-from harness.sim.streaming import StreamingRecorder
+from harness.metrics.totals import BinnedSamples, ExactSamples
+from harness.replay.arrivals import TimedRequest
+from harness.replay.streaming import COLUMNS, StreamingRecorder, hull_of
 
 COST = LinearCost(1e-3, 1e-5, 1e-7)
 

@@ -11,16 +11,16 @@ from engine.core.memory.paged import PagedManager
 from engine.core.options import Preemption, SchedulerLimits
 from engine.core.request import Request, Speculation
 from engine.core.scheduling.scheduler import Scheduler
-from harness.sim.arrivals import TimedRequest
-from harness.sim.branches import DraftAcceptance
-from harness.sim.cost import CostSource, price_table
-from harness.sim.executors import SimulatedExecutor
-from harness.sim.features import FEATURES, feature_index
-from harness.sim.fitted import fit_cost
-from harness.sim.genealogy import BeamGenealogy
-from harness.sim.recorder import Recorder
-from harness.sim.replay import Replay
-from harness.sim.roofline import DeviceShape, ModelShape, RooflineCost
+from harness.cost.fitted import fit_cost
+from harness.cost.roofline import DeviceShape, ModelShape, RooflineCost
+from harness.replay.arrivals import TimedRequest
+from harness.replay.beams import BeamGenealogy
+from harness.replay.branches import DraftAcceptance
+from harness.replay.cost_model import CostSource, price_table
+from harness.replay.executors import SimulatedExecutor
+from harness.replay.features import FEATURES, feature_index
+from harness.replay.loop import Replay
+from harness.replay.recorder import Recorder
 
 MODEL = ModelShape(32, 4096, 32, 8, 128, 14336, 128256, 2)
 DEVICE = DeviceShape("h200", 4.8e12, 989e12, 1e-4, 1e-6, host_bandwidth=64e9, host_latency_s=2e-6)

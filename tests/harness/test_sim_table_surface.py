@@ -3,12 +3,18 @@
 import numpy as np
 import pytest
 
+from harness.cost.surface import (
+    DECODE_AXES,
+    SurfaceError,
+    TimedShape,
+    at_block_size,
+    grid_errors,
+    shape_errors,
+    surface,
+)
+from harness.cost.table import around, grid_of, with_around
 from harness.metrics.log import STEP_COLUMNS
-from harness.sim.hull import DECODE_GRID, PREFILL_GRID, ExtrapolatedSteps, GridHull
-from harness.sim.table import grid_of
-from harness.sim.table_around import around, with_around
-from harness.sim.table_errors import DECODE_AXES, grid_errors, shape_errors
-from harness.sim.table_surface import SurfaceError, TimedShape, at_block_size, surface
+from harness.replay.streaming import DECODE_GRID, PREFILL_GRID, ExtrapolatedSteps, GridHull
 
 AXES = ("rows", "KV slots a row")
 

@@ -1,13 +1,13 @@
-"""`bench engine`: the same requests through our engine and through its peers, in one run, outputs compared.
+"""`bench engine`: the same requests through our engine and through others, in one run, with outputs compared.
 
-Nothing heavy is imported here; `running` does the work.
+This module has the command line and imports nothing heavy.
 """
 
 import argparse
 
+from harness.bench.engine.workload import PEERS, chosen_peers
 from harness.config.errors import UserError
 
-PEERS = ("transformers", "transformers_cb", "vllm")
 DEVICES = ("cpu", "cuda")
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -59,15 +59,6 @@ def run(flags: argparse.Namespace) -> int:
         raise UserError(f"--device {flags.device} does not exist; choose {', '.join(DEVICES)}")
     if flags.dtype not in DTYPES:
         raise UserError(f"--dtype {flags.dtype} does not exist; choose {', '.join(DTYPES)}")
-    from harness.bench.engine.running import run_bench
+    from harness.bench.engine.runner import run_bench
 
     return run_bench(flags)
-
-
-def chosen_peers(text: str) -> tuple[str, ...]:
-    """The named peers. Raises UserError for one that does not exist."""
-    names = tuple(name for name in text.split(",") if name)
-    for name in names:
-        if name not in PEERS:
-            raise UserError(f"--peers: there is no peer {name!r}; choose of {', '.join(PEERS)}")
-    return names

@@ -1,7 +1,21 @@
-"""The requests that every engine of a comparison serves."""
+"""What `bench engine` compares: the requests that every engine serves, and the names of the other engines (peers)."""
 
 import random
 from dataclasses import dataclass
+
+from harness.config.errors import UserError
+
+PEERS = ("transformers", "transformers_cb", "vllm")
+
+
+def chosen_peers(text: str) -> tuple[str, ...]:
+    """The named peers. Raises UserError for one that does not exist."""
+    names = tuple(name for name in text.split(",") if name)
+    for name in names:
+        if name not in PEERS:
+            raise UserError(f"--peers: there is no peer {name!r}; choose of {', '.join(PEERS)}")
+    return names
+
 
 PROMPT = (32, 512)  # tokens, uniform
 OUTPUT = (16, 128)

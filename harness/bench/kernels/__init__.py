@@ -1,12 +1,12 @@
-"""`bench kernels`: attention over paged KV against the memory's own speed and against other providers.
+"""`bench kernels`: attention over paged KV, compared with the speed of the memory and with other providers.
 
-Nothing heavy is imported here; `running` does the work.
+This module has the command line and imports nothing heavy.
 """
 
 import argparse
 
-from harness.bench.kernels.options import add_options, chosen_cases
-from harness.cli.say import numbered, say
+from harness.bench.kernels.cases import add_options, chosen_cases
+from harness.console import numbered, say
 
 _MORE = """\
 A list makes a grid: --batch 1,8,32 --block-size 16,64. Without any axis the preset of the device runs.
@@ -38,6 +38,6 @@ def run(flags: argparse.Namespace) -> int:
             say(f"{case.name}  {case.kv_bytes / 1e6:,.1f} MB")
         say(f"{numbered(len(cases), 'case')}; nothing was timed")
         return 0
-    from harness.bench.kernels.running import run_cases
+    from harness.bench.kernels.runner import run_cases
 
     return run_cases(cases, flags)

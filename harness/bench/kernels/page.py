@@ -1,18 +1,25 @@
-"""One self-contained page on a run of `bench kernels`, in the dress of the report."""
+"""The folder that a run of `bench kernels` leaves.
+
+kernels.json       every raw sample, as pytest-benchmark writes it
+kernels.csv        one row for each case and provider (columns: `harness.cost.timings.COLUMNS`)
+kernels.parquet    the same, for cost models and notebooks
+figures/           each figure as SVG and PDF, with its data as CSV
+index.html         all of it on one page that needs no other file
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.bench.kernels.made_on import MadeOn
-from harness.bench.kernels.names import OURS
-from harness.bench.kernels.problems import Problem, ProblemKind
-from harness.bench.kernels.results import Ceilings
-from harness.report.drawing import Drawing, Picture
-from harness.report.svg import inline
+from harness.bench.kernels.results import Problem, ProblemKind, Row, ceilings_of, rows_of
+from harness.bench.session import Timing
+from harness.cost.timings import COLUMNS, OURS, Ceilings, MadeOn
+from harness.report.style import Drawing, Picture, inline
+from harness.store.atomic import write_files
 
 if TYPE_CHECKING:
     import pandas as pd
+
 
 _CUDA = (
     "Time on the GPU, between events around one CUDA graph of the calls, inputs rotated past the L2 cache."
@@ -141,3 +148,42 @@ def _notes(problems: Sequence[Problem]) -> Iterator[str]:
     for one in problems:
         if one.kind is ProblemKind.unsupported:
             yield f"{one.provider} does not offer {one.case}: {one.reason}"
+
+
+def write_run(
+    timings: Sequence[Timing],
+    problems: Sequence[Problem],
+    absent: Mapping[str, str],
+    facts: MadeOn,
+    out: Path,
+) -> Path:
+    """Write everything but the raw samples, which are there already; returns the page."""
+    from harness.bench.kernels.figures import pictures
+    from harness.report.style import Drawing, pdf_bytes, style, svg_bytes
+
+    table = table_of(rows_of(timings), facts)
+    files: dict[str, bytes] = {}
+    with style():
+        drawn = list(pictures(table, ceilings_of(timings)))
+        for picture in drawn:
+            if isinstance(picture, Drawing):
+                files[f"{picture.name}.svg"] = svg_bytes(picture.figure, picture.name)
+                files[f"{picture.name}.pdf"] = pdf_bytes(picture.figure)
+                files[f"{picture.name}.csv"] = _csv(picture.data)
+    write_files(out / "figures", files)
+    svgs = {name.removesuffix(".svg"): data for name, data in files.items() if name.endswith(".svg")}
+    page = build_page(table, ceilings_of(timings), drawn, svgs, problems, absent, facts)
+    tables = {"kernels.csv": _csv(table), "kernels.parquet": table.to_parquet(index=False)}
+    write_files(out, {**tables, "index.html": page.encode()})
+    return out / "index.html"
+
+
+def table_of(rows: Sequence[Row], facts: MadeOn) -> "pd.DataFrame":
+    """The rows as a table with exactly the columns of `COLUMNS`."""
+    import pandas as pd
+
+    return pd.DataFrame([{**row.flat(), **facts.values()} for row in rows], columns=list(COLUMNS))
+
+
+def _csv(table: "pd.DataFrame") -> bytes:
+    return table.to_csv(index=False, float_format="%.6g", lineterminator="\n").encode()

@@ -1,21 +1,96 @@
-"""What a run of `bench kernels` says: a row per case and provider, in plain numbers."""
+"""The results of a run: one row for each case and provider, what went wrong, and what the run was made on.
 
+A case that a provider did not serve is kept with the reason, because a missing figure must be explained.
+"""
+
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
-from harness.bench.kernels.grid import CaseSpec
-from harness.bench.kernels.names import OURS
+from harness.bench.kernels.cases import CaseSpec
 from harness.bench.session import Timing
+from harness.cost.timings import OURS, Ceilings, MadeOn
+
+
+class ProblemKind(StrEnum):
+    """How grave it is."""
+
+    unsupported = "unsupported"  # the provider said so; nothing is wrong
+    wrong = "wrong"  # it ran, and computed something else
+    failed = "failed"  # it raised an error of its own
 
 
 @dataclass(frozen=True)
-class Ceilings:
-    """What the device reached in this run: bytes per second copied (read and written) and read, FLOP per second."""
+class Problem:
+    """One case that one provider did not serve."""
 
-    copy_bytes_s: float
-    read_bytes_s: float
-    matmul_flop_s: float
+    case: str
+    provider: str
+    kind: ProblemKind
+    reason: str
+
+
+def kind_of(error: Exception) -> ProblemKind:
+    """What an error of a provider means."""
+    from paged_kernels.providers import UnsupportedCaseError
+    from paged_kernels.providers.verify import DisagreementError
+
+    if isinstance(error, UnsupportedCaseError):
+        return ProblemKind.unsupported
+    return ProblemKind.wrong if isinstance(error, DisagreementError) else ProblemKind.failed
+
+
+def note(file: Path, problem: Problem) -> None:
+    """Append a problem to a file of JSON lines."""
+    with file.open("a", encoding="utf-8") as lines:
+        lines.write(json.dumps(asdict(problem)) + "\n")
+
+
+def read_problems(file: Path) -> list[Problem]:
+    """The problems in a file of JSON lines; none if there is no file."""
+    if not file.exists():
+        return []
+    found = map(json.loads, file.read_text(encoding="utf-8").splitlines())
+    return [Problem(**{**values, "kind": ProblemKind(values["kind"])}) for values in found]
+
+
+def shortened(text: str, most: int = 600) -> str:
+    """A compiler's message in one line: its beginning says what was tried, its end what was wrong."""
+    line = " ".join(text.split())
+    return line if len(line) <= most else f"{line[: most // 3]} … {line[-2 * most // 3 :]}"
+
+
+def made_on(device: str, threads: int) -> MadeOn:
+    """This machine and this tree now; `device` is `cpu` or `cuda`."""
+    from harness.environment import kernel_digest, versions
+
+    found = versions()
+    return MadeOn(
+        device=device_name(device),
+        kernels=kernel_digest(),
+        torch=found["torch"] or "none",
+        triton=found["triton"] or "none",
+        threads=threads if device == "cpu" else 0,
+        date=datetime.now(UTC).date().isoformat(),
+    )
+
+
+def device_name(device: str) -> str:
+    """The name that a sweep's record would give what ran: the GPU's, or the CPU's with its cores."""
+    from harness.config.schema import EngineDevice
+    from harness.environment import device_identity, gpu_names
+
+    if (
+        device == "cuda" and not gpu_names()
+    ):  # some containers hide the driver's files and still have the device
+        import torch
+
+        return str(torch.cuda.get_device_name())
+    return device_identity(EngineDevice(device))
 
 
 @dataclass(frozen=True)

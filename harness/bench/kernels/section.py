@@ -1,4 +1,7 @@
-"""The section that a run of `bench kernels` makes in a sweep's report, and what is said where they do not match."""
+"""The section on kernels in the report of a sweep.
+
+It warns if the kernels were timed on another device than the sweep, or are not the kernels of this checkout.
+"""
 
 import os
 import re
@@ -6,15 +9,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.bench.kernels.names import OURS
-from harness.bench.kernels.problems import Problem, ProblemKind, read_problems
-from harness.bench.kernels.reading import KernelRun, KernelRunError, read_run
-from harness.report.addition import Addition, Adds
+from harness.bench.kernels.results import Problem, ProblemKind, read_problems
+from harness.cost.timings import OURS, KernelRun, KernelRunError, read_run
+from harness.report.page import Addition, Adds
 from harness.report.study import Study
 from harness.report.tables import Table
 
 if TYPE_CHECKING:
     import pandas as pd
+
 
 KEY, TITLE = "kernels", "Attention kernels, timed alone"
 
@@ -117,7 +120,7 @@ def _not_predicted(run: KernelRun, study: Study) -> list[str]:
 
 
 def _stale(run: KernelRun) -> Iterator[str]:
-    from harness.gate.kernels import kernel_digest
+    from harness.environment import kernel_digest
 
     found, here = run.made_on.kernels, kernel_digest()
     if found != here:

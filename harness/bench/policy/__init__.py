@@ -1,6 +1,6 @@
 """`bench policy`: how fast the policy core is, and whether a step costs the same in a pool a thousand times larger.
 
-Nothing heavy is imported here; `running` does the work.
+This module has the command line and imports nothing heavy.
 """
 
 import argparse
@@ -52,6 +52,6 @@ def add(benches: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
 
 def run(flags: argparse.Namespace) -> int:
     """Measure, print and write; returns the exit code."""
-    from harness.bench.policy.running import bench
+    from harness.bench.policy.runner import bench
 
     return bench(flags)

@@ -1,9 +1,11 @@
-"""`bench sim`: how fast the simulator is, and whether its time and memory grow in proportion to the requests."""
+"""`bench sim`: how fast the simulator is, and whether its time and memory grow in proportion to the requests.
+
+This module has the command line and imports nothing heavy.
+"""
 
 import argparse
 
 SIZES = (1_000, 10_000, 100_000)
-MILLION = 1_000_000
 
 
 def add(benches: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -34,6 +36,6 @@ def add(benches: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
 
 def run(flags: argparse.Namespace) -> int:
     """Measure and print; returns the exit code."""
-    from harness.bench.sim.measuring import bench
+    from harness.bench.sim.runner import bench
 
     return bench(flags)

@@ -1,1 +1,1 @@
-"""The figures, one a module: each takes the study and gives a drawing with its data, or the reason for its absence."""
+"""The figures, one in each module. Each takes the study and gives a drawing with its data, or the reason for none."""

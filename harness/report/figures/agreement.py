@@ -3,16 +3,15 @@
 from typing import TYPE_CHECKING
 
 from harness.metrics import METRICS
-from harness.report.axes import Axes
-from harness.report.drawing import Drawing, Missing, Picture
+from harness.report.axes import Axes, comparison_table
 from harness.report.figures.series import axis_scale, policies, policy_style
 from harness.report.study import Study
-from harness.report.style import PAGE_IN, panels
-from harness.report.table import comparison_table
+from harness.report.style import PAGE_IN, Drawing, Missing, Picture, panels
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes as Panel
+
 
 NAME = "agreement"
 _SHOWN = (

@@ -1,11 +1,21 @@
-"""The sweep's curves: predicted lines against measured points along one swept setting."""
+"""The sweep's curves: predicted lines and measured points along one swept setting."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from harness.metrics import METRICS
-from harness.report.axes import POLICY, Axes, alike, held, label, policy_of, reference, setting, short_label
-from harness.report.drawing import Drawing, Missing, Picture
+from harness.report.axes import (
+    POLICY,
+    Axes,
+    alike,
+    comparison_table,
+    held,
+    label,
+    policy_of,
+    reference,
+    setting,
+    short_label,
+)
 from harness.report.figures.series import (
     axis_scale,
     evenly,
@@ -15,12 +25,12 @@ from harness.report.figures.series import (
     zero_based,
 )
 from harness.report.study import Record, Study
-from harness.report.style import GREY, PAGE_IN, panels
-from harness.report.table import comparison_table
+from harness.report.style import GREY, PAGE_IN, Drawing, Missing, Picture, panels
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes as Panel
+
 
 _SHOWN = (
     "output_throughput",

@@ -1,20 +1,19 @@
-"""How far apart: the error of every point, metric by metric, over the spread of repeated runs."""
+"""The error of every point, metric by metric, over the spread of repeated runs."""
 
 from statistics import median
 from typing import TYPE_CHECKING
 
-from harness.compare.verdict import RELATIVE_BAND
 from harness.metrics import HEADLINE, METRICS
-from harness.report.axes import Axes
-from harness.report.drawing import Drawing, Missing, Picture
+from harness.metrics.verdict import RELATIVE_BAND
+from harness.report.axes import Axes, comparison_table
 from harness.report.figures.series import policies, policy_style, side_by_side
 from harness.report.study import Study
-from harness.report.style import PAGE_IN, panels
-from harness.report.table import comparison_table
+from harness.report.style import PAGE_IN, Drawing, Missing, Picture, panels
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes as Panel
+
 
 NAME = "errors"
 _SPREAD = "#c9ced4"

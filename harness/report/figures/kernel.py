@@ -1,18 +1,18 @@
-"""Attention latency, predicted and measured, per block size: of the kernel alone and inside the replay."""
+"""Attention latency, predicted and measured, for each block size: of the kernel alone and inside the replay."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from harness.compare.verdict import point_label
+from harness.metrics.verdict import point_label
 from harness.report.axes import Axes, policy_of, setting
-from harness.report.drawing import Drawing, Missing, Picture
 from harness.report.figures.series import axis_scale
 from harness.report.study import Record, Study
-from harness.report.style import PAGE_IN, PALETTE, panels
+from harness.report.style import PAGE_IN, PALETTE, Drawing, Missing, Picture, panels
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes as Panel
+
 
 NAME = "kernel"
 _PANELS: Mapping[str, str] = {

@@ -1,17 +1,17 @@
-"""Where the error comes from: kernel, step, whole run; and how it grows with load."""
+"""Where the error comes from (kernel, step, whole run), and how it grows with load."""
 
 from typing import TYPE_CHECKING, Any
 
-from harness.compare.verdict import RELATIVE_BAND, point_label
+from harness.metrics.verdict import RELATIVE_BAND, point_label
 from harness.report.axes import Axes, policy_of
-from harness.report.drawing import Drawing, Missing, Picture
 from harness.report.figures.series import policies, policy_style, side_by_side
 from harness.report.study import Record, Study
-from harness.report.style import PAGE_IN, new_figure
+from harness.report.style import PAGE_IN, Drawing, Missing, Picture, new_figure
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes as Panel
+
 
 NAME = "levels"
 _LEVELS = {

@@ -4,16 +4,15 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from harness.metrics import SLOT_STATES
-from harness.report.axes import Axes, alike, held, policy_of, reference, setting
-from harness.report.drawing import Drawing, Missing, Picture
+from harness.report.axes import Axes, alike, comparison_table, held, policy_of, reference, setting
 from harness.report.figures.series import evenly, policies
 from harness.report.study import Record, Study
-from harness.report.style import PAGE_IN, STATE_COLOURS, panels
-from harness.report.table import comparison_table
+from harness.report.style import PAGE_IN, STATE_COLOURS, Drawing, Missing, Picture, panels
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes as Panel
+
 
 NAME = "memory"
 _BLOCK = "cache.block_size"
@@ -64,7 +63,7 @@ def _of_policy(study: Study, axes: Axes, policy: str) -> list[Record]:
 
 
 def _label_key(record: Record) -> str:
-    from harness.compare.verdict import point_label
+    from harness.metrics.verdict import point_label
 
     return point_label(record)
 

@@ -1,4 +1,4 @@
-"""What the figures share: the looks of policies and values, units and ticks of axes."""
+"""What the figures share: the styles of policies and values, units and ticks of axes."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -9,6 +9,7 @@ from harness.report.style import GREY, PALETTE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes as Panel
+
 
 _POLICY_LOOKS = {
     "paged": (PALETTE[0], "o"),

@@ -7,14 +7,14 @@ import numpy.typing as npt
 
 from harness.metrics import SLOT_STATES
 from harness.report.axes import Axes, policy_of, reference
-from harness.report.drawing import Drawing, Missing, Picture
 from harness.report.figures.series import policies
 from harness.report.study import Study
-from harness.report.style import PAGE_IN, STATE_COLOURS, panels
+from harness.report.style import PAGE_IN, STATE_COLOURS, Drawing, Missing, Picture, panels
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes as Panel
+
 
 NAME = "pool_over_time"
 _BINS = 200
@@ -49,7 +49,7 @@ def draw(study: Study, axes: Axes) -> Picture:
 def _binned(study: Study, axes: Axes) -> "pd.DataFrame | None":
     import pandas as pd
 
-    from harness.compare.verdict import point_label
+    from harness.metrics.verdict import point_label
 
     parts = []
     for policy in policies(study.records):

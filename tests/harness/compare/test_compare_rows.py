@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.compare import compare, comparison_error
 from harness.metrics import METRICS
+from harness.metrics.comparison import compare, comparison_error
 
 TIME, SHARE = METRICS["ttft_p50"], METRICS["internal_share"]
 

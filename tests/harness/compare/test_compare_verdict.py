@@ -2,7 +2,8 @@
 
 import pytest
 
-from harness.compare import compare, judge, median_interval
+from harness.metrics.comparison import compare
+from harness.metrics.verdict import judge, median_interval
 
 
 def record(name, simulated=1.0, runs=(1.0,), **changes):

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 from synthetic_store import write_store
 
-from harness.bench.kernels.grid import CaseSpec
-from harness.bench.kernels.made_on import MadeOn
-from harness.bench.kernels.problems import Problem, ProblemKind, note
+from harness.bench.kernels.cases import CaseSpec
+from harness.bench.kernels.results import Problem, ProblemKind, note
 from harness.bench.kernels.section import kernel_section
 from harness.bench.session import Timing
 from harness.cli.main import main
-from harness.gate.kernels import kernel_digest
+from harness.cost.timings import MadeOn
+from harness.environment import kernel_digest
 from harness.report import write_report
 
 POINT = {"cache.policy": "paged", "cache.block_size": 16, "decoding.beam_width": 1}
@@ -40,7 +40,7 @@ def ceiling(name: str, moved: float, flops: float) -> Timing:
 
 def write_kernels(folder: Path, device: str = SWEPT_ON, kernels: str | None = None) -> Path:
     """A run of two block sizes beside the contiguous twin, and of a shared prefix."""
-    from harness.bench.kernels.writing import write_run
+    from harness.bench.kernels.page import write_run
 
     small, large = (CaseSpec(batch=32, context=4096, block_size=size) for size in (16, 64))
     shared = CaseSpec(batch=32, context=4096, shared_prefix=2048)

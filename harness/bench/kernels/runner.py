@@ -1,0 +1,89 @@
+"""A run of `bench kernels`: time the cases, print the table, write the folder, say what went wrong."""
+
+import argparse
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from harness.bench.kernels.cases import CaseSpec, chosen_device
+from harness.bench.kernels.results import Problem, ProblemKind, made_on, read_problems, rows_of, table_lines
+from harness.bench.session import run_session
+from harness.config.errors import UserError
+from harness.console import remark, say
+from harness.cost.timings import NATIVE, OURS
+
+TIMINGS = Path(__file__).parent / "benchmarks.py"
+SLOW_ON_CPU = ("flex",)  # a C++ compiler's run per case: only for who asks for it
+CLOCK = "harness.bench.kernels.calls.seconds"
+
+
+def run_cases(cases: Sequence[CaseSpec], flags: argparse.Namespace) -> int:
+    """Time the cases and leave everything in `flags.out`; returns the exit code."""
+    from harness.bench.kernels.page import write_run
+
+    out, device = Path(flags.out), chosen_device(flags)
+    providers, absent = _providers(flags, device)
+    for name, reason in absent.items():
+        remark(f"provider {name} cannot run here: {reason}")
+    out.mkdir(parents=True, exist_ok=True)
+    notes = out / "problems.jsonl"
+    notes.unlink(missing_ok=True)
+    settings = {
+        "cases": [case.values() for case in cases],
+        "providers": providers,
+        "user_function": flags.function,
+        "device": device,
+        "rounds": flags.rounds,
+        "threads": flags.threads,
+        "problems": str(notes.resolve()),
+        "until": None if flags.seconds is None else time.time() + flags.seconds,
+    }
+    timings = run_session([TIMINGS], settings, out / "kernels.json", timer=CLOCK)
+    problems = read_problems(notes)
+    for line in table_lines(rows_of(timings)):
+        say(line)
+    _say_problems(problems)
+    say(f"written: {write_run(timings, problems, absent, made_on(device, flags.threads), out)}")
+    return (
+        1 if any(one.provider == OURS and one.kind is not ProblemKind.unsupported for one in problems) else 0
+    )
+
+
+def _providers(flags: argparse.Namespace, device: str) -> tuple[list[str], dict[str, str]]:
+    """(names to run, ours first; why others that were asked for cannot)."""
+    import torch
+
+    from harness.bench.kernels.calls import known_providers
+    from paged_kernels.errors import OptionError
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: torch sees no CUDA device here")
+    try:
+        known = known_providers(flags.function)
+    except OptionError as error:
+        raise UserError(f"--function {error}") from error
+    slow = SLOW_ON_CPU if device == "cpu" else ()
+    usual = [name for name in known if name not in slow and (name != NATIVE or device == "cpu")]
+    wanted = [name.strip() for name in flags.provider.split(",")] if flags.provider else usual
+    wanted += [flags.function] if flags.function else []
+    unknown = [name for name in wanted if name not in known]
+    if unknown:
+        raise UserError(f"--provider {unknown[0]}: no such provider; there are {', '.join(known)}")
+    reasons = {name: known[name].available(torch.device(device)) for name in dict.fromkeys([OURS, *wanted])}
+    absent = {name: reason for name, reason in reasons.items() if reason is not None}
+    return [name for name in reasons if name not in absent], absent
+
+
+def _say_problems(problems: Sequence[Problem]) -> None:
+    """What went wrong in full; what is merely not offered once per provider."""
+    for one in problems:
+        if one.kind is not ProblemKind.unsupported:
+            remark(f"{one.kind}: {one.case} by {one.provider}: {one.reason}")
+    for provider in dict.fromkeys(one.provider for one in problems):
+        left_out = [
+            one for one in problems if one.provider == provider and one.kind is ProblemKind.unsupported
+        ]
+        if left_out:
+            remark(
+                f"{provider} left out {len(left_out)} of the cases, e.g. {left_out[0].case}: {left_out[0].reason}"
+            )

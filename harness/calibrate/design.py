@@ -1,0 +1,197 @@
+"""The workloads that calibrate the cost model: small, uniform in their lengths, and none that a sweep predicts."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from engine.core.options import Decoding, Preemption, SchedulerLimits
+from engine.core.request import Speculation
+from harness.config.schema import CacheConfig, CachePolicy, RunConfig
+from harness.workload.forms import Form, Forms
+from harness.workload.shapes import pool_shape
+from harness.workload.workload import Workload
+from traces.trace import CONTENT, Segment, Trace, TraceHeader, TraceRequest
+
+
+class Budget:
+    """Seconds of wall time from now on; None is without end."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self._seconds = seconds
+        self._begun = time.perf_counter()
+
+    @property
+    def limited(self) -> bool:
+        """Whether it ever ends."""
+        return self._seconds is not None
+
+    @property
+    def spent_s(self) -> float:
+        """Seconds since the start."""
+        return time.perf_counter() - self._begun
+
+    def left(self, share: float = 1.0) -> bool:
+        """Whether less than `share` of the budget is spent."""
+        return self._seconds is None or self.spent_s < share * self._seconds
+
+
+SEED = 7_919
+_POOL_TOKENS = 16_384
+_LONGEST = 1024
+SHARED = 2**62  # keys of calibration prefixes lie apart from everyone's
+
+
+@dataclass(frozen=True)
+class CalibrationCase:
+    """One calibration workload: `load` requests per request-time of a lone request; 0 means all at once."""
+
+    name: str
+    requests: int
+    prompt: tuple[int, int]  # uniform, tokens
+    output: tuple[int, int]
+    load: float
+    block_size: int = 16
+    contiguous: bool = False
+    beam_width: int = 1
+    samples: int = 1
+    shared: float = 0.0  # share of the prompt that all requests have in common
+    chunk: int | None = None  # token budget of a step; None: the scheduler's
+    swaps: bool = False  # on a pool for a quarter of the requests: the others wait in host memory
+    drafts: int = 0  # tokens that the draft model proposes a step
+
+
+CASES = (
+    CalibrationCase("burst", 64, (16, 256), (8, 40), 0),
+    CalibrationCase("lone requests", 16, (8, 200), (10, 40), 0.5),
+    CalibrationCase("prompts alone", 48, (1, 500), (1, 2), 0.3),
+    CalibrationCase("short prompts", 32, (1, 40), (2, 6), 0.5, block_size=32),
+    CalibrationCase("few at a time", 24, (8, 250), (10, 40), 1.5, block_size=32),
+    CalibrationCase("steady", 40, (32, 200), (10, 30), 4, block_size=8),
+    CalibrationCase("long prompts", 12, (300, 900), (4, 16), 1.5, block_size=32),
+    CalibrationCase("two beams", 28, (16, 160), (10, 24), 3, block_size=32, beam_width=2),
+    CalibrationCase("four beams", 24, (16, 160), (10, 24), 2, block_size=8, beam_width=4),
+    CalibrationCase("contiguous", 32, (16, 160), (8, 30), 3, contiguous=True),
+    CalibrationCase("contiguous beams", 16, (16, 120), (8, 24), 2, contiguous=True, beam_width=4),
+    CalibrationCase("shared prefix", 40, (64, 300), (8, 24), 4, block_size=4, shared=0.8),
+    CalibrationCase("samples", 16, (16, 160), (8, 24), 2, samples=4),
+    CalibrationCase("swaps", 16, (32, 160), (16, 40), 0, block_size=8, swaps=True),
+    CalibrationCase("swaps of large blocks", 16, (32, 160), (16, 40), 0, block_size=32, swaps=True),
+)
+DRAFTING = (
+    CalibrationCase("drafts", 12, (16, 160), (16, 40), 0.8, drafts=2),
+    CalibrationCase("many drafts", 16, (16, 160), (16, 40), 2, drafts=5),
+)
+"""Measured where a draft model is configured."""
+
+
+_LARGEST_BATCH = 256
+_FEWEST = 6  # requests of a case, however small the budget
+
+
+def design(config: RunConfig, lone_request_s: float, budget_s: float | None) -> tuple[CalibrationCase, ...]:
+    """The cases for this device and model: as large as the scheduler's batches, as many requests as time allows.
+
+    `lone_request_s` is how long LONE takes for a request by the wall's clock; the cases are scaled so that one pass is
+    expected to take a sixth of `budget_s` (None: as they are). The rest is for further passes and for validation.
+    """
+    widest = max(CASES[0].requests, min(config.scheduler.max_running, _LARGEST_BATCH))
+    drafting = DRAFTING if config.decoding.draft_tokens else ()
+    cases = (replace(CASES[0], requests=widest), *CASES[1:], *drafting)
+    if budget_s is None:
+        return cases
+    expected = lone_request_s * sum(case.requests * _weight(case) for case in cases)
+    factor = min(2.0, budget_s / 6 / expected)
+    return tuple(replace(case, requests=max(_FEWEST, round(case.requests * factor))) for case in cases)
+
+
+LONE = CalibrationCase("alone", 2, (64, 64), (16, 16), 0)
+
+
+def _weight(case: CalibrationCase) -> float:
+    """Engine time of a request of this case over that of LONE: steps, less what batches share, and prompt tokens."""
+    width = max(case.beam_width, case.samples)
+    batch = 4.0 if case.load == 0 or case.load > 2 else max(1.0, case.load)
+    steps = sum(case.output) / 2 / LONE.output[0] * float(width**0.5) / batch
+    return steps + sum(case.prompt) / 2 / LONE.prompt[0] / 8
+
+
+def case_trace(case: CalibrationCase, *, seed: int, lone_request_s: float, longest: int) -> Trace:
+    """The case's requests: Poisson arrivals at `load / lone_request_s`, lengths within `longest` tokens in all."""
+    draw = np.random.default_rng((seed, len(case.name), case.requests))
+    rate = case.load / lone_request_s if case.load else 0.0
+    gaps = draw.exponential(1 / rate, case.requests) if rate else np.zeros(case.requests)
+    arrivals = np.rint(np.cumsum(gaps) * 1e6).astype(np.int64)
+    rows = tuple(_rows(case, draw, arrivals.tolist(), longest))
+    header = TraceHeader(
+        name=f"calibration: {case.name}",
+        format="generated",
+        source="calibration plan",
+        key_kind=CONTENT,
+        source_block_tokens=None,
+        clock_quantum_us=1,
+        sha256="",
+        rows_read=len(rows),
+        rows_kept=len(rows),
+    )
+    return Trace(header, rows)
+
+
+def _rows(
+    case: CalibrationCase, draw: np.random.Generator, arrivals: list[int], longest: int
+) -> Iterator[TraceRequest]:
+    scale = min(1.0, longest / (case.prompt[1] + case.output[1]))
+    for number, arrival in enumerate(arrivals):
+        prompt = max(1, int(scale * draw.integers(*case.prompt, endpoint=True)))
+        output = max(1, int(scale * draw.integers(*case.output, endpoint=True)))
+        common = round(prompt * case.shared)
+        pieces = (Segment(SHARED, common), Segment(None, prompt - common))
+        yield TraceRequest(number, arrival, prompt, output, tuple(piece for piece in pieces if piece.tokens))
+
+
+def case_workload(
+    config: RunConfig, case: CalibrationCase, lone_request_s: float, seed: int = SEED
+) -> Workload:
+    """The case's requests on a pool of its own, large enough that nothing is preempted unless the case swaps."""
+    base = pool_shape(config)
+    longest = min(base.max_model_len, _LONGEST)
+    size = 1 if case.contiguous else case.block_size
+    pool = replace(
+        base,
+        policy=CachePolicy.contiguous_max if case.contiguous else CachePolicy.paged,
+        num_blocks=_pool_tokens(case, base.tokens, longest) // size,
+        block_size=size,
+        max_model_len=longest,
+        prefix_caching=not case.contiguous,
+    )
+    width = max(case.beam_width, case.samples)
+    decoding = Decoding.BEAM if case.beam_width > 1 else Decoding.SAMPLE if width > 1 else Decoding.GREEDY
+    budget = max(case.chunk or config.scheduler.max_batched_tokens, width)
+    limits = SchedulerLimits(
+        budget,
+        max_running=max(64, case.requests),
+        max_model_len=longest,
+        preemption=Preemption.SWAP if case.swaps else Preemption.RECOMPUTE,
+    )
+    trace = case_trace(case, seed=seed, lone_request_s=lone_request_s, longest=longest)
+    cache = CacheConfig(host_tokens=_tokens(case) if case.swaps else 0)
+    speculation = Speculation(case.drafts) if case.drafts else None
+    return Workload(trace, pool, limits, Forms(Form(width, decoding, speculation)), cache=cache)
+
+
+def _pool_tokens(case: CalibrationCase, most: int, longest: int) -> int:
+    """KV slots of the case's pool, of at most `most` where the default is not enough."""
+    if case.swaps:
+        return max(2 * min(longest, case.prompt[1] + case.output[1]), _tokens(case) // 4)
+    return max(_POOL_TOKENS, min(most, _tokens(case)))
+
+
+def _tokens(case: CalibrationCase) -> int:
+    """Slots that all of the case's requests take at once, at the most."""
+    return case.requests * (case.prompt[1] + case.output[1] * max(case.beam_width, case.samples))
+
+
+def probe_workload(config: RunConfig, case: CalibrationCase) -> Workload:
+    """A case that arrives all at once."""
+    return case_workload(config, case, 1.0)

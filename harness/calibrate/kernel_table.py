@@ -1,0 +1,307 @@
+"""The table model with attention from `bench kernels`.
+
+The timed kernels of the point's geometry, device and threads give the grid. A calibration gives everything else.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from math import ceil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from harness.config.errors import ConfigError
+from harness.config.schema import Dtype, KvDtype, RunConfig
+from harness.cost.fitted import FittedCost
+from harness.cost.surface import SurfaceError, TimedShape, at_block_size, shape_errors, surface
+from harness.cost.table import Around, Grid, TableCost, around, with_around
+from harness.cost.timings import NATIVE, OURS, KernelRun, KernelRunError, read_run, table_file
+from harness.environment import device_identity, engine_device, kernel_digest
+from harness.replay.cost_model import CostSource
+from harness.replay.features import ATTENTION_FEATURES
+from harness.replay.streaming import GridHull
+from harness.workload.devices import engine_kernels
+from harness.workload.shapes import model_shape, pool_shape
+
+KEY = "cost.kernels"
+_DTYPES = {Dtype.float32: "fp32", Dtype.bfloat16: "bf16", Dtype.float16: "fp16"}
+
+
+class KernelTableError(ConfigError):
+    """Timings that cannot price a point's attention; says which there are, and how to time the right ones."""
+
+
+class Geometry(NamedTuple):
+    """What one attention call is made for."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    device: str
+    threads: int
+
+    def __str__(self) -> str:
+        threads = f", {self.threads} threads" if self.threads > 1 else ""
+        shape = f"{self.heads} query and {self.kv_heads} KV heads of {self.head_dim}, {self.dtype}"
+        return f"{shape}, on {self.device}{threads}"
+
+
+@dataclass(frozen=True)
+class KernelShapes:
+    """Timed shapes of a point's geometry: decodes (rows, KV slots a row) and chunks (tokens, KV slots); one layer."""
+
+    run: KernelRun
+    geometry: Geometry
+    block_size: int
+    decode: tuple[TimedShape, ...]
+    prefill: tuple[TimedShape, ...]
+
+    def of_layers(self, layers: int) -> "KernelShapes":
+        """The same calls in every one of so many layers."""
+        decode, prefill = (
+            tuple(shape._replace(seconds=layers * shape.seconds) for shape in shapes)
+            for shapes in (self.decode, self.prefill)
+        )
+        return replace(self, decode=decode, prefill=prefill)
+
+    def decode_grid(self) -> Grid:
+        """The decode grid at the point's block size; raises KernelTableError where the shapes span none."""
+        try:
+            return surface(self.decode, self.block_size)
+        except SurfaceError as error:
+            raise KernelTableError(
+                KEY,
+                f"decodes in {self.run.file}, {self.geometry}: {error}. {_advice(self.geometry, self.block_size)}",
+            ) from error
+
+    def prefill_grid(self) -> Grid | None:
+        """The same of chunks; None where there are too few shapes, and the fitted model prices them."""
+        try:
+            return surface(self.prefill, self.block_size)
+        except SurfaceError:
+            return None
+
+
+def kernel_shapes(config: RunConfig) -> KernelShapes:
+    """The timings that `cost.kernels` names, as far as they are of the point's attention.
+
+    Raises:
+        KernelTableError: they cannot be read, or none is.
+    """
+    run, wanted = _read(str(config.cost.kernels)), geometry_of(config)
+    size = pool_shape(config).block_size
+    plain = [row for row in run.rows if row["provider"] in (OURS, NATIVE) and _is_plain(row)]
+    mine = [row for row in plain if _geometry(row) == wanted and row["provider"] == _runs(config, row)]
+    if not any(row["queries"] == 1 for row in mine):
+        whose = _runs(config, {"queries": 1, "dtype": wanted.dtype, "head_dim": wanted.head_dim})
+        raise KernelTableError(
+            KEY,
+            f"no decode in {run.file} is of {wanted}, by '{whose}', which the engine runs there. {_there(plain)}. "
+            f"{_advice(wanted, size)}",
+        )
+    decode = tuple(_shape(row, row["batch"], row["median_us"]) for row in mine if row["queries"] == 1)
+    return KernelShapes(run, wanted, size, decode, tuple(_chunks(mine)))
+
+
+def _runs(config: RunConfig, row: Mapping[str, Any]) -> str:
+    """Whose kernel the engine runs for a row: on a CPU with a compiler its own for decodes, else ours."""
+    compiled = engine_kernels(config.engine)[0] == NATIVE
+    return NATIVE if compiled and row["queries"] == 1 and _serves(row) else OURS
+
+
+def _serves(row: Mapping[str, Any]) -> bool:
+    """What the compiled decode computes: see `engine.runtime.attention.plans.serves`."""
+    return row["dtype"] in ("fp32", "bf16") and row["head_dim"] % 16 == 0
+
+
+def geometry_of(config: RunConfig) -> Geometry:
+    """The attention of a point on the engine's device."""
+    model, engine = model_shape(config.model), config.engine
+    threads = engine.threads if engine_device(engine.device) == "cpu" else 0
+    shape = (model.heads, model.kv_heads, model.head_dim, _dtype(config))
+    return Geometry(*shape, device_identity(engine.device), threads)
+
+
+def _dtype(config: RunConfig) -> str:
+    """Of the cache. Raises KernelTableError where no bench times that cache beside the model's queries."""
+    model = config.model
+    if model.kv_dtype is KvDtype.model:
+        return _DTYPES[model.dtype]
+    if model.dtype is not Dtype.bfloat16:
+        raise KernelTableError(
+            KEY,
+            f"model.kv_dtype={model.kv_dtype} beside model.dtype={model.dtype}: bench kernels times 8-bit caches with "
+            "bfloat16 queries; use cost=fitted",
+        )
+    return str(model.kv_dtype)
+
+
+def kernels_digest(config: RunConfig) -> str:
+    """The digest of the timings that `cost.kernels` names; raises KernelTableError."""
+    return _read(str(config.cost.kernels)).digest
+
+
+def check_kernel_table(config: RunConfig) -> None:
+    """Raises KernelTableError where the named timings make no table for the point."""
+    kernel_shapes(config).decode_grid()
+
+
+def _read(named: str) -> KernelRun:
+    try:
+        file = table_file(named)
+        return _read_once(file, file.stat().st_mtime_ns)
+    except KernelRunError as error:
+        raise KernelTableError(KEY, str(error)) from error
+
+
+@lru_cache(maxsize=8)
+def _read_once(file: Path, changed_ns: int) -> KernelRun:
+    """A file is read once and not once a point; `changed_ns` tells its versions apart."""
+    del changed_ns
+    return read_run(file)
+
+
+def _is_plain(row: Mapping[str, Any]) -> bool:
+    """Rows of equal length that share nothing, in the engine's layout: what a grid holds."""
+    return not row["ragged"] and not row["shared_prefix"] and row["layout"] == "NHD"
+
+
+def _geometry(row: Mapping[str, Any]) -> Geometry:
+    return Geometry(*(row[name] for name in Geometry._fields))
+
+
+def _shape(row: Mapping[str, Any], across: int, us: float) -> TimedShape:
+    return TimedShape(across, row["context"], row["block_size"], us * 1e-6)
+
+
+def _chunks(rows: Iterable[Mapping[str, Any]]) -> Iterable[TimedShape]:
+    """Seconds a chunk, of the call with the fewest chunks: an engine's step seldom holds more than one."""
+    best: dict[tuple[int, int, int], Mapping[str, Any]] = {}
+    for row in rows:
+        if row["queries"] > 1:
+            key = row["queries"], row["context"], row["block_size"]
+            best[key] = min(best.get(key, row), row, key=lambda one: int(one["batch"]))
+    for row in best.values():
+        yield _shape(row, row["queries"], row["median_us"] / row["batch"])
+
+
+def _there(rows: Iterable[Mapping[str, Any]]) -> str:
+    counts: dict[tuple[str, Geometry], int] = {}
+    for row in rows:
+        counts[row["provider"], _geometry(row)] = counts.get((row["provider"], _geometry(row)), 0) + 1
+    if not counts:
+        return "It holds no plain case of our own kernels at all"
+    return "There are: " + "; ".join(
+        f"{geometry} by {name} ({count})" for (name, geometry), count in counts.items()
+    )
+
+
+def _advice(wanted: Geometry, block_size: int) -> str:
+    device = "cpu" if wanted.threads else "cuda"
+    threads = f" --threads {wanted.threads}" if wanted.threads > 1 else ""
+    return (
+        f"Time them on the machine that is predicted, with: python -m harness bench kernels --device {device}{threads} "
+        f"--heads {wanted.heads}/{wanted.kv_heads} --head-dim {wanted.head_dim} --dtype {wanted.dtype} "
+        f"--batch 1,4,16,64 --context 64,256,1024 --block-size {block_size} --queries 1 "
+        "(--queries 1,16,64 times chunks of prompts too)"
+    )
+
+
+def kernel_table(config: RunConfig, fitted: FittedCost) -> TableCost:
+    """Attention of all layers from the timings that `cost.kernels` names; `fitted` outside of them and for the rest.
+
+    A timed call is the kernel alone; what the engine adds around it is what the calibration saw beyond
+    (`harness.cost.table`).
+
+    Raises KernelTableError where the timings are not of the point's attention.
+    """
+    shapes, size = (
+        kernel_shapes(config).of_layers(model_shape(config.model).layers),
+        pool_shape(config).block_size,
+    )
+    extra = around(at_block_size(shapes.decode, size), partial(_decode_in_engine, fitted, size))
+    decode, prefill = with_around(shapes.decode_grid(), extra), shapes.prefill_grid()
+    more = None
+    if prefill is not None:
+        more = around(at_block_size(shapes.prefill, size), partial(_chunk_in_engine, fitted, size))
+        prefill = with_around(prefill, more)
+    source = _source(shapes, fitted.source, (decode, prefill), (extra, more))
+    return TableCost(fitted, decode, prefill, size, source, own_tokens=True)
+
+
+def _decode_in_engine(fitted: FittedCost, block_size: int, rows: float, slots: float) -> float | None:
+    """Calibrated attention of `rows` equal decode rows; None outside of what was measured."""
+    features = dict.fromkeys(ATTENTION_FEATURES, 0.0)
+    features |= {"decode_rows": rows, "decode_steps": 1.0}
+    features |= dict.fromkeys(("decode_kv", "decode_distinct_kv"), rows * slots)
+    features |= {"decode_padded_kv": rows * slots, "decode_padded_blocks": rows * ceil(slots / block_size)}
+    return _seconds(fitted, features) if _covered(fitted, rows, rows * slots) else None
+
+
+def _chunk_in_engine(fitted: FittedCost, block_size: int, tokens: float, slots: float) -> float | None:
+    """Calibrated attention of one chunk of `tokens`, the last of `slots`."""
+    if slots < tokens:
+        return None
+    features = dict.fromkeys(ATTENTION_FEATURES, 0.0)
+    features |= {"prefill_rows": 1.0, "prefill_tokens": tokens, "prefill_kv": slots}
+    work = tokens * (slots - (tokens - 1) / 2)
+    features |= {"prefill_blocks": ceil(slots / block_size), "prefill_work": work}
+    return _seconds(fitted, features) if _covered(fitted, 1.0, slots) else None
+
+
+def _seconds(fitted: FittedCost, features: Mapping[str, float]) -> float:
+    coefficients = fitted.coefficients()
+    return sum(coefficients[name] * value for name, value in features.items())
+
+
+def _covered(fitted: FittedCost, rows: float, slots: float) -> bool:
+    hull = fitted.source.hull
+    ends = ((rows, hull.get("rows")), (slots, hull.get("kv_read_tokens")))
+    return all(end is None or value <= end[1] for value, end in ends)
+
+
+def _source(
+    shapes: KernelShapes,
+    fitted: CostSource,
+    grids: tuple[Grid, Grid | None],
+    extras: tuple[Around, Around | None],
+) -> CostSource:
+    hull = GridHull(fitted.hull)
+    hull.decode, hull.prefill = grids
+    errors = shape_errors("decode", shapes.decode, ("rows", "KV slots a row"))
+    if hull.prefill is not None:
+        errors |= shape_errors("prefill", shapes.prefill, ("tokens", "KV slots"))
+    return replace(
+        fitted,
+        kind="table",
+        provenance={**fitted.provenance, "grid": _provenance(shapes, extras)},
+        heldout={**fitted.heldout, **errors},
+        hull=hull,
+    )
+
+
+def _provenance(shapes: KernelShapes, extras: tuple[Around, Around | None]) -> dict[str, Any]:
+    made_on, here = shapes.run.made_on, kernel_digest()
+    same = made_on.kernels == here
+    decode, prefill = extras
+    return {
+        "from": "bench kernels",
+        "table": shapes.run.digest,
+        "geometry": str(shapes.geometry),
+        "date": made_on.date,
+        "torch": made_on.torch,
+        "triton": made_on.triton,
+        "kernel sources": made_on.kernels
+        if same
+        else f"{made_on.kernels}, and this tree's are {here}: time them again",
+        "block size": shapes.block_size,
+        "decode shapes": len(shapes.decode),
+        "around a decode": _words(decode, "row"),
+        "prefill shapes": len(shapes.prefill) if prefill else "too few for a grid: chunks are fitted",
+        "around a chunk": _words(prefill, "token") if prefill else None,
+    }
+
+
+def _words(extra: Around, unit: str) -> str:
+    return f"{1e6 * extra.step_s:.3g} µs a step, {1e6 * extra.each_s:.3g} µs a {unit}, all layers"

@@ -1,0 +1,118 @@
+"""How fast the device is at the moment, by a fixed probe that is part of no predicted workload.
+
+`Stability` says whether the device kept its pace while it was calibrated.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+
+from harness.calibrate.design import CalibrationCase, case_workload
+from harness.config.schema import RunConfig
+from harness.measure.engine import measure
+
+PROBE = CalibrationCase("probe", 6, (20, 140), (16, 32), 1.5)
+"""Prompts, and steps of one to three rows, as light load has them: larger batches suffer more from other work on the
+machine than most workloads do, and single rows less."""
+
+_STEP_NS = (3_000_000,) * 10_000
+_LONE_S = 0.08  # a request of the probe alone, by that clock
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Probe times beside a point's runs over the probe time at calibration: above 1 the device is slower now."""
+
+    ratio: float
+    low: float
+    high: float
+    probes: int
+
+    def section(self) -> dict[str, float]:
+        """As the record keeps it."""
+        return asdict(self)
+
+
+def probe_s(config: RunConfig) -> float:
+    """Seconds of the probe's steps, by the clock of the measured runs; its plans are the same on every device."""
+    run = measure(config, case_workload(config, PROBE, _LONE_S), seed=0, step_ns=_STEP_NS)
+    return float(run.log.steps["seconds"].sum())
+
+
+def pace_of(probes: list[float], calibrated_s: float) -> Pace:
+    """The median pace of several probes."""
+    ratios = [seconds / calibrated_s for seconds in probes]
+    return Pace(median(ratios), min(ratios), max(ratios), len(ratios))
+
+
+STEADY = 0.10
+"""Probes within this share of their median count as one pace; measurements beside others are taken again."""
+
+MOVED = 0.15
+"""Beyond this share the device has moved, and the calibration says so."""
+
+
+@dataclass(frozen=True)
+class Stability:
+    """Probe times over their median, and the machine's load before and after."""
+
+    low: float
+    high: float
+    probes: int
+    load_before: float
+    load_after: float
+    cores: int
+
+    @property
+    def moved(self) -> bool:
+        """Whether the pace changed by more than MOVED."""
+        return self.low < 1 - MOVED or self.high > 1 + MOVED
+
+    @property
+    def crowded(self) -> bool:
+        """Whether others wanted more cores than there are."""
+        return max(self.load_before, self.load_after) > self.cores
+
+    def section(self) -> dict[str, float | bool]:
+        """As the calibration file keeps it."""
+        return {**asdict(self), "moved": self.moved, "crowded": self.crowded}
+
+    def warnings(self) -> list[str]:
+        """What a user should know before trusting the calibration."""
+        found = []
+        if self.moved:
+            found.append(
+                f"the device changed its pace while it was measured (probes from {self.low:.2f} to {self.high:.2f} of "
+                "their median): clocks moved, or something else ran. Calibrate again when it is quiet"
+            )
+        if self.crowded:
+            found.append(
+                f"the machine was crowded (load average {self.load_before:.1f} before, {self.load_after:.1f} after, "
+                f"{self.cores} cores)"
+            )
+        return found
+
+
+def stability_of(probes_s: Sequence[float], load_before: float) -> Stability:
+    """From the probe times of a calibration, in seconds."""
+    middle = median(probes_s)
+    return Stability(
+        min(probes_s) / middle,
+        max(probes_s) / middle,
+        len(probes_s),
+        load_before,
+        os.getloadavg()[0],
+        os.cpu_count() or 1,
+    )
+
+
+def is_steady(ratio: float) -> bool:
+    """Whether a probe that took `ratio` times the usual is of the usual pace: probes themselves scatter."""
+    return abs(ratio - 1) <= STEADY
+
+
+def off_pace(probes_s: Sequence[float]) -> list[int]:
+    """Numbers of the probes that are further from the median than STEADY."""
+    middle = median(probes_s)
+    return [place for place, probe in enumerate(probes_s) if not is_steady(probe / middle)]

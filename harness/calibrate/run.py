@@ -1,0 +1,275 @@
+"""A calibration: run the designed workloads on the engine, fit the cost model, test it on held-out workloads.
+
+Each case is measured in several passes, and the quietest run is kept.
+"""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from harness.calibrate.design import (
+    LONE,
+    SEED,
+    Budget,
+    CalibrationCase,
+    case_workload,
+    design,
+    probe_workload,
+)
+from harness.calibrate.grid import measure_grids
+from harness.calibrate.pace import Stability, is_steady, off_pace, probe_s, stability_of
+from harness.calibrate.store import calibration_fingerprint, measured_table, save_calibration
+from harness.calibrate.validate import HELD_OUT, Validated, measure_held_out, validation
+from harness.config.schema import Audit, RunConfig
+from harness.cost.fitted import FittedCost, fit_cost, held_out_error
+from harness.cost.table import TableCost
+from harness.environment import device_identity
+from harness.measure.engine import measure
+from harness.metrics.log import Column
+from harness.replay.beams import choices_of_run, churn_of_run, evenness_of_run
+from harness.replay.branches import DraftAcceptance
+from harness.replay.cost_model import CostSource, FloatArray, price_table
+from harness.replay.recorder import MeasuredRun
+from harness.replay.streaming import COLUMNS, hull_of
+from harness.workload.devices import clock_of
+
+PASSES = 2
+"""Of every case where there is no budget; with one, as many as its share allows, up to MOST_PASSES."""
+
+MOST_PASSES = 4
+FITTING = 0.5
+"""Share of the budget after which no case is begun."""
+
+_FEWEST_CASES = 3
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A case's quietest run, and the quietest pace of the device beside any of its runs."""
+
+    case: CalibrationCase
+    run: MeasuredRun
+    probe_s: float
+
+    @property
+    def seconds(self) -> float:
+        """Of all its steps."""
+        return float(self.run.log.steps["seconds"].sum())
+
+
+class Passes:
+    """Measures cases again and again while time is left; a probe of the pace stands before and after each."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        cases: Sequence[CalibrationCase],
+        lone_request_s: float,
+        report: Callable[[str], None],
+        clock: Budget,
+    ) -> None:
+        self._config = config
+        self._cases = cases
+        self._lone = lone_request_s
+        self._report = report
+        self._clock = clock
+        self._probe = probe_s(config)
+        self.probes = [self._probe]
+        self._kept: dict[CalibrationCase, Timed] = {}
+
+    def measure(self) -> list[Timed]:
+        """The quietest run of every case for which there was time, the first few in any case."""
+        for number in range(MOST_PASSES if self._clock.limited else PASSES):
+            for case in self._cases if number % 2 == 0 else reversed(self._cases):
+                if len(self._kept) >= _FEWEST_CASES and not self._clock.left(FITTING):
+                    break
+                self._run(case, number)
+        found = self._found()
+        for place in off_pace([entry.probe_s for entry in found]):
+            if self._clock.left(FITTING):
+                self._run(found[place].case, MOST_PASSES)
+        return self._found()
+
+    def _run(self, case: CalibrationCase, number: int) -> None:
+        self._report(case.name if number == 0 else f"{case.name}, pass {number + 1}")
+        before, known = self._probe, self._kept.get(case)
+        workload = case_workload(self._config, case, self._lone)
+        run = measure(
+            self._config, workload, seed=SEED, step_ns=known.run.recorder.step_ns if known else None
+        )
+        self._probe = probe_s(self._config)
+        self.probes.append(self._probe)
+        found = Timed(case, run, (before + self._probe) / 2)
+        if known is not None:
+            quietest = min(known, found, key=lambda timed: timed.seconds)
+            found = replace(quietest, probe_s=min(known.probe_s, found.probe_s))
+        self._kept[case] = found
+
+    def _found(self) -> list[Timed]:
+        """In the order of the cases."""
+        return [self._kept[case] for case in self._cases if case in self._kept]
+
+
+CaseProgress = Callable[[str, int, int], None]
+_VALIDATION_REPEATS = 3
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What a calibration came to: the models, and whether the device kept its pace."""
+
+    fitted: FittedCost
+    table: TableCost | None
+    stability: Stability
+    grid_asked: bool
+    left_out: tuple[str, ...]  # cases for which there was no time
+
+
+def calibrate(
+    config: RunConfig,
+    progress: CaseProgress | None = None,
+    *,
+    budget_s: float | None = None,
+    grid: bool = False,
+) -> FittedCost:
+    """Measure, fit, validate and store; a minute at the most without a budget. Progress gets (case, done, all).
+
+    Without a budget held-out workloads are measured once, and so have no spread of repeats.
+    """
+    return full_calibration(config, progress, budget_s=budget_s, grid=grid).fitted
+
+
+def full_calibration(
+    config: RunConfig, progress: CaseProgress | None = None, *, budget_s: float | None, grid: bool
+) -> Calibration:
+    """The same with all that was found; `grid` measures attention shape by shape for the `table` model too."""
+    config = replace(config, engine=replace(config.engine, audit=Audit.off))
+    begun, load, clock = datetime.now(UTC), os.getloadavg()[0], Budget(budget_s)
+    lone, lone_wall = _lone_request_s(config)
+    cases = design(config, lone_wall, budget_s)
+    report = _Counted(progress, len(cases) * PASSES + len(HELD_OUT))
+    passes = Passes(config, cases, lone, report, clock)
+    timed = passes.measure()
+    pace = median(entry.probe_s for entry in timed)
+    repeats = 1 if budget_s is None else _VALIDATION_REPEATS
+    held_out = measure_held_out(config, lone, repeats, report, clock)
+    grids = measure_grids(config, report, clock) if grid and clock.left() else {}
+    probes = [*passes.probes, *(entry.probe_s for entry in held_out)]
+    stability = stability_of(probes, load)
+    facts = {
+        "what": "non-negative least squares on measured steps",
+        "device": device_identity(config.engine.device),
+        "clock": str(clock_of(config)),
+        "cases": [f"{entry.case.name}: {entry.case.requests} requests" for entry in timed],
+        "probe_s": pace,
+        "started": begun.isoformat(timespec="seconds"),
+        "seconds": clock.spent_s,
+        "stability": stability.section(),
+    }
+    fitted = _fitted(config, timed, held_out, pace, facts)
+    save_calibration(config, fitted, grids)
+    measured = {entry.case.name for entry in timed}
+    left_out = tuple(case.name for case in cases if case.name not in measured)
+    table = measured_table(fitted, grids) if grids else None
+    return Calibration(fitted, table, stability, grid, left_out)
+
+
+class _Counted:
+    """Tells which case comes next."""
+
+    def __init__(self, progress: CaseProgress | None, total: int) -> None:
+        self._progress, self._total, self._done = progress, total, 0
+
+    def __call__(self, name: str) -> None:
+        if self._progress:
+            self._progress(name, self._done, max(self._total, self._done + 1))
+        self._done += 1
+
+
+def _lone_request_s(config: RunConfig) -> tuple[float, float]:
+    """How long one request takes alone, by the engine's clock, the unit of the plan's loads, and by the wall's.
+
+    The first run also warms the engine up.
+    """
+    for _ in range(2):
+        begun = time.perf_counter()
+        run = measure(config, probe_workload(config, LONE), seed=SEED)
+    return run.log.span_s / LONE.requests, (time.perf_counter() - begun) / LONE.requests
+
+
+def _fitted(
+    config: RunConfig,
+    timed: Sequence[Timed],
+    held_out: Sequence[Validated],
+    pace: float,
+    facts: dict[str, Any],
+) -> FittedCost:
+    seen = [(entry.run, pace if is_steady(entry.probe_s / pace) else entry.probe_s) for entry in timed]
+    unseen = [(run, entry.probe_s) for entry in held_out for run in entry.runs]
+    churn, evenness = _beams(timed)
+    source = CostSource(
+        "fitted",
+        config.model.name,
+        calibration_fingerprint(config),
+        beam_churn=churn,
+        beam_evenness=evenness,
+        draft_acceptance=_acceptance(timed),
+        hull=hull_of(_all_steps([entry.run for entry in timed])),
+    )
+    cost = fit_cost(*_columns(seen, pace), source)
+    features, seconds, attention = _columns(unseen, pace)
+    predicted, predicted_attention = price_table(cost, features)
+    found = replace(
+        source,
+        provenance={**facts, "steps_fitted": sum(len(run.recorder.features) for run, _ in seen)},
+        heldout={
+            "step": held_out_error(predicted, seconds),
+            "attention": held_out_error(predicted_attention, attention),
+        },
+        validation=validation(held_out, cost, pace),
+    )
+    return replace(cost, source=found)
+
+
+def _columns(
+    runs: Sequence[tuple[MeasuredRun, float]], pace: float
+) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Features, step seconds and attention seconds, times brought to the median pace of the calibration."""
+    features = np.concatenate([run.recorder.features for run, _ in runs])
+    seconds, attention = (
+        np.concatenate([run.log.steps[name] * (pace / probe) for run, probe in runs])
+        for name in ("seconds", "attention_s")
+    )
+    return features, seconds, attention
+
+
+def _all_steps(runs: Sequence[MeasuredRun]) -> dict[str, Column]:
+    return {name: np.concatenate([run.log.steps[name] for run in runs]) for name in COLUMNS}
+
+
+def _beams(timed: Sequence[Timed]) -> tuple[dict[int, float], dict[int, float]]:
+    """Churn and evenness by beam width, over all selections but a request's first."""
+    chosen: dict[int, list[Sequence[int]]] = {}
+    for entry in timed:
+        for choices in choices_of_run(entry.run.recorder.parents):
+            chosen.setdefault(entry.case.beam_width, []).extend(choices)
+    widths = sorted(chosen)
+    churn = {width: churn_of_run(width, [len(set(parents)) for parents in chosen[width]]) for width in widths}
+    return churn, {width: evenness_of_run(chosen[width]) for width in widths}
+
+
+def _acceptance(timed: Sequence[Timed]) -> float | None:
+    """The share of draft tokens that are right, if all before them were; None where nothing was drafted."""
+    pairs = [
+        (drafts, result.accepted.get(request_id, 0))
+        for entry in timed
+        for drafted, result in zip(entry.run.recorder.drafted, entry.run.recorder.results, strict=True)
+        for request_id, drafts in drafted.items()
+    ]
+    return DraftAcceptance.fitted(*zip(*pairs, strict=True)).share if pairs else None

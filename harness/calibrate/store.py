@@ -1,0 +1,163 @@
+"""Calibrations on disk: one file for each model, engine and device, found again by its fingerprint. No torch here."""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engine.runtime.models.spec import checkpoint_stamp
+from harness.config.schema import RunConfig
+from harness.cost.fitted import ATTENTION, REST, FittedCost
+from harness.cost.surface import DECODE_AXES, PREFILL_AXES, grid_errors
+from harness.cost.table import Grid, TableCost
+from harness.environment import code_version, device_identity, versions
+from harness.replay.cost_model import CostSource
+from harness.replay.features import FEATURES
+from harness.store.atomic import write_files
+from harness.workload.devices import clock_of, engine_kernels
+
+
+class CalibrationError(RuntimeError):
+    """A calibration that is missing, damaged, or could not be made."""
+
+
+CODE = (
+    "engine",
+    "paged_kernels",
+    "traces",
+    *(f"harness.{name}" for name in ("replay", "cost", "compiled", "measure", "calibrate")),
+)
+
+
+def calibration_fingerprint(config: RunConfig) -> str:
+    """A name for all that the step times depend on: model, engine settings, device, versions, code."""
+    model, engine = config.model, config.engine
+    facts: dict[str, Any] = {
+        "model": {name: str(value) for name, value in sorted(vars(model).items())},
+        "checkpoint": checkpoint_stamp(model.path) if model.path else None,
+        "engine": [*engine_kernels(engine), engine.threads, bool(engine.cuda_graphs)],
+        "device": device_identity(engine.device),
+        "clock": str(clock_of(config)),
+        "budget": config.scheduler.max_batched_tokens,
+        "draft": _draft_stamp(config),
+        "versions": versions(),
+        "code": code_version(CODE),
+    }
+    return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=10).hexdigest()
+
+
+def _draft_stamp(config: RunConfig) -> str | None:
+    """The model that proposes tokens, whose passes are priced too; how many it proposes does not matter."""
+    decoding = config.decoding
+    if not decoding.draft_tokens:
+        return None
+    return checkpoint_stamp(decoding.draft_path) if decoding.draft_path else "the model itself"
+
+
+def calibration_path(config: RunConfig) -> Path:
+    """Where this device's calibration for the model lies or would lie."""
+    if config.cost.cache_dir:
+        folder = Path(config.cost.cache_dir)
+    else:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagetwin" / "calibration"
+    return folder / f"{config.model.name}-{calibration_fingerprint(config)}.json"
+
+
+def is_calibrated(config: RunConfig) -> bool:
+    """Whether a calibration for this model, engine and device is at hand."""
+    return calibration_path(config).exists()
+
+
+def save_calibration(config: RunConfig, cost: FittedCost, grids: Mapping[str, Grid]) -> Path:
+    """Store the coefficients with their provenance and held-out error, and the grids where they were measured."""
+    path, source = calibration_path(config), cost.source
+    document = {
+        "name": source.name,
+        "fingerprint": source.fingerprint,
+        "coefficients_s": cost.coefficients(),
+        "heldout": source.heldout,
+        "beam_churn": {str(width): churn for width, churn in source.beam_churn.items()},
+        "beam_evenness": {str(width): value for width, value in source.beam_evenness.items()},
+        "draft_acceptance": source.draft_acceptance,
+        "hull": source.hull,
+        "validation": source.validation,
+        "grids": {name: _grid_section(grid) for name, grid in grids.items()},
+        "provenance": source.provenance,
+    }
+    write_files(path.parent, {path.name: json.dumps(document, indent=1).encode()})
+    return path
+
+
+def _grid_section(grid: Grid) -> dict[str, Any]:
+    """JSON has no NaN: a cell that was not measured is null."""
+    cells = [[None if cell != cell else cell for cell in row] for row in grid.seconds]
+    return {"across": grid.across, "along": grid.along, "seconds": cells}
+
+
+def _grid(section: Mapping[str, Any]) -> Grid:
+    cells = tuple(
+        tuple(float("nan") if cell is None else float(cell) for cell in row) for row in section["seconds"]
+    )
+    return Grid(tuple(section["across"]), tuple(section["along"]), cells)
+
+
+def load_table(config: RunConfig) -> TableCost:
+    """The calibration as a `table` model; raises CalibrationError where its grids were not measured."""
+    fitted, path = load_calibration(config), calibration_path(config)
+    grids = json.loads(path.read_text(encoding="utf-8")).get("grids") or {}
+    if not grids:
+        raise CalibrationError(f"{path}: this calibration has no grid of measured attention")
+    return measured_table(fitted, {name: _grid(section) for name, section in grids.items()})
+
+
+def measured_table(fitted: FittedCost, grids: Mapping[str, Grid]) -> TableCost:
+    """The `table` model of the grids that a calibration measured, with their own held-out errors."""
+    errors = grid_errors("decode", grids["decode"], DECODE_AXES)
+    errors |= grid_errors("prefill", grids["prefill"], PREFILL_AXES)
+    source = replace(fitted.source, kind="table", heldout={**fitted.source.heldout, **errors})
+    return TableCost(fitted, grids["decode"], grids["prefill"], GRID_BLOCK_SIZE, source)
+
+
+def has_grid(config: RunConfig) -> bool:
+    """Whether the calibration at hand holds a grid of measured attention."""
+    try:
+        return bool(json.loads(calibration_path(config).read_text(encoding="utf-8")).get("grids"))
+    except (OSError, ValueError):
+        return False
+
+
+GRID_BLOCK_SIZE = 16
+"""Tokens a block in the runs that measure the decode grid."""
+
+
+def load_calibration(config: RunConfig) -> FittedCost:
+    """Read it back; raises CalibrationError with the path when it is missing or damaged."""
+    path = calibration_path(config)
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        coefficients = document["coefficients_s"]
+        values = np.array([float(coefficients[name]) for name in FEATURES])
+        source = CostSource(
+            kind="fitted",
+            name=document["name"],
+            fingerprint=document["fingerprint"],
+            provenance=document["provenance"],
+            heldout=document["heldout"],
+            beam_churn={int(width): float(churn) for width, churn in document["beam_churn"].items()},
+            beam_evenness={int(width): float(value) for width, value in document["beam_evenness"].items()},
+            draft_acceptance=document["draft_acceptance"],
+            hull={name: (float(low), float(high)) for name, (low, high) in document["hull"].items()},
+            validation=document["validation"],
+        )
+    except FileNotFoundError as error:
+        raise CalibrationError(f"{path}: this device is not calibrated for {config.model.name}") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CalibrationError(
+            f"{path}: damaged calibration ({error}); delete it, the next run makes it anew"
+        ) from error
+    return FittedCost(values[ATTENTION], values[REST], source)

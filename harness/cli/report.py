@@ -1,0 +1,247 @@
+"""`report` and `status`, and the end of every sweep: summary, report, verdict, failures, exit code."""
+
+import importlib
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from harness.config.checks import NO_KERNELS, check_kernels
+from harness.config.errors import UserError
+from harness.config.overrides import parse_override
+from harness.console import Arguments, numbered, remark, say
+from harness.store.commit import Layout
+from harness.store.errors import ForeignFileError
+from harness.store.manifest import Manifest, read_manifest, with_report, write_manifest
+from harness.store.reading import StoreContent, read_store, write_summary
+from harness.sweep.execute import Outcome
+
+INTERRUPTED = 130
+
+
+class ReportModel(Protocol):
+    """What is asked of `harness.report` (a module; plots and tables, so slow to import)."""
+
+    ReportError: type[Exception]
+
+    def write_report(
+        self, store_root: Path, *, out: Path | None = None, additions: Sequence[Any] = ()
+    ) -> Path:
+        """Write the report of a store and return its page."""
+        ...
+
+    def verdict_lines(self, store_root: Path) -> Sequence[str]:
+        """How far apart prediction and measurement are, in a few lines."""
+        ...
+
+
+def finish(out: Path, manifest: Manifest, outcome: Outcome, report: str) -> int:
+    """Say what became of a sweep and leave summary and report behind; returns the exit code."""
+    total = len(manifest.points)
+    if outcome.interrupted:
+        _say_failures(outcome)
+        remark(
+            f"stopped: {outcome.done} of {total} points are done and kept in {out}.\n"
+            f"Go on with the same command: {manifest.command}"
+        )
+        return INTERRUPTED
+    written = not outcome.done or _reported(out, manifest, report)
+    if outcome.failed:
+        say(f"{outcome.done} of {total} points are done, {len(outcome.failed)} failed:")
+        _say_failures(outcome)
+        say("the same command tries the failed points again")
+    return 0 if written and not outcome.failed else 1
+
+
+def _reported(out: Path, manifest: Manifest, report: str) -> bool:
+    """Report, and say so where that is impossible: the points cost more than their report."""
+    try:
+        _report(out, manifest, report)
+    except UserError as error:
+        remark(f"error: {error}\nThe points are kept. Write the report elsewhere with:")
+        remark(f"  python -m harness report {shlex.quote(str(out))} --out FOLDER")
+        return False
+    return True
+
+
+def write_report(
+    out: Path,
+    manifest: Manifest | None,
+    report: str,
+    target: Path | None = None,
+    kernels: Path | None = None,
+) -> Path:
+    """Rebuild summary and report of a store from its records, print the verdict, and note both in the manifest.
+
+    `kernels` is a run of `bench kernels` that gets a section; None where there is none.
+
+    Raises:
+        UserError: there is nothing to report on.
+    """
+    model = cast(ReportModel, importlib.import_module(report))
+    content = read_store(out)
+    asked = [point.fingerprint for point in manifest.points] if manifest else list(content.records)
+    write_summary(out, [content.records[name] for name in asked if name in content.records])
+    try:
+        path = model.write_report(out, out=target, additions=_additions(kernels))
+        verdict = model.verdict_lines(out)
+    except model.ReportError as error:
+        raise UserError(str(error)) from error
+    if manifest is not None and path.is_relative_to(out):
+        write_manifest(out, with_report(manifest, out, path, verdict))
+    _say_report(path, verdict)
+    return path
+
+
+def _additions(kernels: Path | None) -> list[Any]:
+    if kernels is None:
+        return []
+    from harness.bench.kernels.section import kernel_section
+
+    make = kernel_section(kernels)
+
+    def told(study: Any) -> Any:
+        added = make(study)
+        for line in added.warnings:
+            remark(f"warning: {line}")
+        return added
+
+    return [told]
+
+
+def _report(out: Path, manifest: Manifest, report: str) -> None:
+    """Write the report, unless the one that is there was written from exactly these points and kernels."""
+    known, kernels = known_manifest(out), kernels_of(out, manifest)
+    if known is not None and known.report and same_sweep(known, manifest):
+        path = out / known.report
+        if path.exists() and path.stat().st_mtime_ns >= _newest_input(out, kernels):
+            _say_report(path, known.verdict)
+            return
+    write_report(out, manifest, report, kernels=kernels)
+
+
+def kernels_of(out: Path, manifest: Manifest | None) -> Path | None:
+    """The run of `bench kernels` for a sweep's report: the one that the sweep named, or the one beside its results."""
+    from harness.cost.timings import found_run
+
+    key = "report.kernels"
+    texts = [text for text in (manifest.overrides if manifest else ()) if text.startswith(f"{key}=")]
+    named = parse_override(texts[-1]).settings[0].value if texts else None
+    if named is None:
+        return found_run(out)
+    return None if named == NO_KERNELS else Path(str(named)).expanduser()
+
+
+def known_manifest(out: Path) -> Manifest | None:
+    """What the store was last asked for; None where it does not say or cannot be read, as a new one replaces it."""
+    try:
+        return read_manifest(out)
+    except ForeignFileError:
+        return None
+
+
+def same_sweep(known: Manifest | None, manifest: Manifest) -> bool:
+    """Whether the store was last asked for just this, whatever was reported on it."""
+    return known is not None and replace(known, report=None, verdict=()) == manifest
+
+
+def _newest_input(out: Path, kernels: Path | None) -> int:
+    files = [*out.glob("points/*/*.json")]
+    if kernels is not None:
+        files += [file for file in (kernels, kernels / "kernels.parquet") if file.is_file()]
+    return max((file.stat().st_mtime_ns for file in files), default=0)
+
+
+def _say_report(path: Path, verdict: Sequence[str]) -> None:
+    for line in verdict:
+        say(line)
+    say(f"report: {path}")
+
+
+def _say_failures(outcome: Outcome) -> None:
+    for failed in outcome.failed:
+        say(f"  {failed.label}: {failed.error}\n    traceback: {failed.file}")
+
+
+RESULTS = Path("results")
+
+
+def report_command(arguments: Arguments, report: str) -> int:
+    """Write the report of a store again, from its records."""
+    root = _store(arguments.flags.store)
+    target = Path(arguments.flags.out) if arguments.flags.out else None
+    manifest = _manifest(root)
+    write_report(root, manifest, report, target, _kernels(arguments.flags.kernels, root, manifest))
+    return 0
+
+
+def _kernels(named: str | None, root: Path, manifest: Manifest | None) -> Path | None:
+    """The run of `bench kernels` that gets a section: the one named now, else as the sweep itself would have it."""
+    if named is None:
+        return kernels_of(root, manifest)
+    errors = list(check_kernels("report.kernels", named))
+    if errors:
+        raise UserError(f"--kernels: {errors[0].message}")
+    return None if named == NO_KERNELS else Path(named).expanduser()
+
+
+def status_command(arguments: Arguments) -> int:
+    """Say what a store has done, what failed and where that is written, and what is left."""
+    root = _store(arguments.flags.store)
+    manifest, content = _manifest(root), read_store(root)
+    for problem in content.problems:
+        say(problem)
+    if manifest is None:
+        done, failed = numbered(len(content.records), "point"), len(content.failures)
+        say(f"{root}: {done} done, {failed} failed; no sweep.json that says of which sweep")
+        return 0
+    _say_status(root, manifest, content)
+    return 0
+
+
+def _say_status(root: Path, manifest: Manifest, content: StoreContent) -> None:
+    names = [point.fingerprint for point in manifest.points]
+    done = [name for name in names if name in content.records]
+    failed = [point for point in manifest.points if _has_failed(point.fingerprint, content)]
+    left = len(names) - len(done) - len(failed)
+    say(f"{root}: sweep '{manifest.name}', {len(done)} of {len(names)} points done")
+    if failed:
+        say(f"{len(failed)} failed:")
+    for point in failed:
+        failure = content.failures[point.fingerprint]
+        say(f"  {failure.get('label', ' '.join(point.overrides))}: {failure.get('error')}")
+        say(f"    traceback: {Layout(root).failure(point.fingerprint)}")
+    if left or failed:
+        say(f"{left} not run yet. Go on with: {manifest.command}")
+    others = len(content.records) - len(done)
+    if others:
+        say(f"{numbered(others, 'other point')} of earlier sweeps kept in the same folder")
+    if manifest.report:
+        say(f"report: {root / manifest.report}")
+
+
+def _has_failed(name: str, content: StoreContent) -> bool:
+    return name in content.failures and name not in content.records
+
+
+def _store(named: str | None) -> Path:
+    """The store that was named, or the newest one, saying which."""
+    if named is not None:
+        root = Path(named)
+        if not Layout(root).points.is_dir() and not Layout(root).manifest.exists():
+            raise UserError(f"no results in '{named}' (no sweep.json, no points/); name a results folder")
+        return root
+    manifests = sorted(RESULTS.glob("*/sweep.json"), key=lambda path: path.stat().st_mtime_ns)
+    if not manifests:
+        raise UserError("no results under results/; run 'python -m harness sweep' first or name a folder")
+    remark(f"newest store: {manifests[-1].parent}")
+    return manifests[-1].parent
+
+
+def _manifest(root: Path) -> Manifest | None:
+    try:
+        return read_manifest(root)
+    except ForeignFileError as error:
+        remark(f"skipped {error}")
+        return None

@@ -1,0 +1,46 @@
+"""`show`: the composed configuration, and where each part came from."""
+
+from omegaconf import OmegaConf
+
+from harness.config.checks import check_config
+from harness.config.compose import compose_config, normalise
+from harness.config.errors import UserError
+from harness.config.groups import EXPERIMENTS, conf_dir, default_choices, groups, list_options, purpose
+from harness.console import Arguments, say
+from harness.sweep.plan import SweepRequest, run_request
+
+
+def show_command(arguments: Arguments) -> int:
+    """Print the configuration as YAML; of a sweep, its axes and the first point."""
+    if arguments.flags.groups:
+        _say_groups()
+        return 0
+    request = run_request(arguments.overrides)
+    config = compose_config(axis.settings[0] for axis in request.axes)
+    errors = check_config(config)
+    if errors:
+        raise UserError("\n".join(map(str, errors)))
+    _say_origin(request)
+    say(OmegaConf.to_yaml(OmegaConf.structured(normalise(config))).rstrip())
+    return 0
+
+
+def _say_origin(request: SweepRequest) -> None:
+    say(f"# files: {conf_dir()}")
+    chosen = default_choices() | {
+        axis.key: axis.settings[0].value for axis in request.axes if axis.settings[0].is_group
+    }
+    for group, option in chosen.items():
+        say(f"# {group}={option}: {purpose(group, option)}")
+    for axis in request.axes:
+        if len(axis.settings) > 1:
+            say(f"# sweep over {axis.text}; shown is {axis.settings[0].text}")
+    values = [axis.settings[0].text for axis in request.axes if not axis.settings[0].is_group]
+    if values:
+        say(f"# set: {' '.join(values)}")
+
+
+def _say_groups() -> None:
+    for group in (*groups(), EXPERIMENTS):
+        say(f"{group}")
+        say(list_options(group))

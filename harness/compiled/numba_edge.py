@@ -1,0 +1,65 @@
+"""The only file that knows numba: typed functions in, typed compiled functions out. numba is imported when it
+is needed.
+"""
+
+import hashlib
+import os
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import TypeVar
+
+_Function = TypeVar("_Function", bound=Callable[..., object])
+_PARTS: list[Callable[..., object]] = []
+
+
+def is_available() -> bool:
+    """Whether numba is installed and can be imported here: a build may be too old for the numpy beside it."""
+    try:
+        import_module("numba")
+    except (ImportError, OSError, AttributeError):
+        return False
+    return True
+
+
+def part(function: _Function) -> _Function:
+    """`function` may be called from compiled code; it stays what it is elsewhere."""
+    _PARTS.append(function)
+    return function
+
+
+@cache
+def compiled(function: _Function) -> _Function:
+    """`function` as machine code, kept for the next process where the cache folder can be written.
+
+    The code allocates nothing, so numba's counting of references to arrays is left out: it took 70 times as long as
+    all the rest, because every call hands on some twenty arrays.
+    """
+    numba, extending = import_module("numba"), import_module("numba.extending")
+    for each in _PARTS:
+        extending.register_jitable(each)
+    numba.config.CACHE_DIR = str(_cache_dir())
+    kept = _is_writable(_cache_dir())
+    machine_code: _Function = numba.njit(cache=kept, _nrt=False)(function)
+    return machine_code
+
+
+def _is_writable(folder: Path) -> bool:
+    """Elsewhere numba would keep the code beside the source of the outermost function, and not notice other changes."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK)
+
+
+def _cache_dir() -> Path:
+    """A folder of its own for every state of the sources: numba looks only at the file of the outermost function."""
+    digest = hashlib.sha256()
+    here = Path(__file__).parent
+    replay = here.parent / "replay"
+    for source in (*sorted(here.glob("*.py")), replay / "virtual_time.py", replay / "features.py"):
+        digest.update(source.read_bytes())
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return home / "pagetwin" / "compiled" / digest.hexdigest()[:16]

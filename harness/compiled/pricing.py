@@ -1,0 +1,160 @@
+"""The cost of the step under way: the features of `harness.replay.features`, priced with the same operations
+in the same order.
+"""
+
+import numpy as np
+
+from harness.compiled.numba_edge import part
+from harness.compiled.pool import blocks_of
+from harness.compiled.scheduling import lacking_tokens
+from harness.compiled.state import ADMITTED, RUNNING, TAKEN, VOIDED, Prices, Run
+from harness.cost.fitted import FittedCost
+from harness.cost.roofline import RooflineCost
+from harness.replay.cost_model import CostModel, PacedCost
+from harness.replay.features import LARGE_PREFILL, WARMING, feature_index
+
+ROOFLINE, LINEAR = 0, 1
+
+
+def prices_of(cost: CostModel) -> Prices | None:
+    """`cost` as numbers; None for a model that is neither a roofline nor linear in its features."""
+    if isinstance(cost, PacedCost):
+        paced = prices_of(cost.cost)
+        return None if paced is None else paced._replace(ratio=paced.ratio * cost.ratio)
+    if type(cost) is RooflineCost:
+        return Prices(ROOFLINE, np.array(cost.rates), np.zeros(0, dtype=np.int64), 0, 1.0)
+    if type(cost) is FittedCost:
+        terms = [*cost.attention_terms, *cost.rest_terms]
+        columns = np.array([column for column, _ in terms], dtype=np.int64)
+        rates = np.array([seconds for _, seconds in terms], dtype=np.float64)
+        return Prices(LINEAR, rates, columns, len(cost.attention_terms), 1.0)
+    return None
+
+
+(STEP, TOKENS, TO_8, TO_32, TO_128, BEYOND_128, ROWS, SAMPLED, DECODE_ROWS, DECODE_STEPS, DECODE_KV) = (
+    feature_index(
+        (
+            *("step", "tokens", "tokens_to_8", "tokens_to_32", "tokens_to_128", "tokens_beyond_128", "rows"),
+            *("sampled_rows", "decode_rows", "decode_steps", "decode_kv"),
+        )
+    )
+)
+(
+    DISTINCT_KV,
+    PADDED_KV,
+    PADDED_BLOCKS,
+    CHUNKS,
+    PREFILL,
+    PREFILL_KV,
+    PREFILL_BLOCKS,
+    WORK,
+    BLOCKS,
+    NEW,
+    FREED,
+    ADMITTED_TOKENS,
+    AFTER,
+) = feature_index(
+    (
+        *("decode_distinct_kv", "decode_padded_kv", "decode_padded_blocks", "prefill_rows", "prefill_tokens"),
+        "prefill_kv",
+        *("prefill_blocks", "prefill_work", "blocks", "new_blocks", "freed_slots", "admitted_tokens"),
+        "after_prefill",
+    )
+)
+
+
+@part
+def measure(run: Run) -> None:
+    """Write the features of the step under way into `run.features`; those that stay 0 are 0 in every such replay."""
+    add_rows(run)
+    features, size = run.features, run.rules.block_size
+    features[NEW] = run.at[TAKEN]
+    features[FREED] = run.at[VOIDED] * size
+    features[ADMITTED_TOKENS] = 0
+    for row in range(run.at[RUNNING] - run.at[ADMITTED], run.at[RUNNING]):
+        features[ADMITTED_TOKENS] += run.lengths.prompt[run.batch.request[row]]
+    features[AFTER] = run.after_prefill[0]
+
+
+@part
+def add_rows(run: Run) -> None:
+    """The features that follow from the rows."""
+    batch, size = run.batch, run.rules.block_size
+    decodes = kv = longest = sampled = chunks = chunk_tokens = chunk_kv = chunk_blocks = entries = 0
+    work = 0.0
+    for row in range(run.at[RUNNING]):
+        query = batch.query[row]
+        if not query:
+            continue
+        end = batch.computed[row] + query
+        blocks = blocks_of(end, size)
+        entries += blocks
+        sampled += query == lacking_tokens(run, row)
+        if query == 1:
+            decodes, kv, longest = decodes + 1, kv + end, max(longest, end)
+        else:
+            chunks, chunk_tokens = chunks + 1, chunk_tokens + query
+            chunk_kv, chunk_blocks = chunk_kv + end, chunk_blocks + blocks
+            work += query * (end - (query - 1) / 2)
+    tokens, features = decodes + chunk_tokens, run.features
+    features[STEP] = 1
+    features[TOKENS] = tokens
+    features[TO_8] = min(tokens, 8)
+    features[TO_32] = min(tokens, 32)
+    features[TO_128] = min(tokens, 128)
+    features[BEYOND_128] = max(tokens - 128, 0)
+    features[ROWS] = decodes + chunks
+    features[SAMPLED] = sampled
+    features[DECODE_ROWS] = decodes
+    features[DECODE_STEPS] = min(decodes, 1)
+    features[DECODE_KV] = kv
+    features[DISTINCT_KV] = kv
+    features[PADDED_KV] = decodes * longest
+    features[PADDED_BLOCKS] = decodes * blocks_of(longest, size)
+    features[CHUNKS] = chunks
+    features[PREFILL] = chunk_tokens
+    features[PREFILL_KV] = chunk_kv
+    features[PREFILL_BLOCKS] = chunk_blocks
+    features[WORK] = work
+    features[BLOCKS] = entries
+
+
+@part
+def took(run: Run) -> None:
+    """The step was taken: large prefills are felt for some steps."""
+    large = min(1.0, run.features[PREFILL] / LARGE_PREFILL)
+    run.after_prefill[0] = run.after_prefill[0] * WARMING + large
+
+
+@part
+def price(run: Run) -> tuple[float, float]:
+    """Seconds of the step and of its attention."""
+    seconds, attention_s = roofline(run) if run.prices.kind == ROOFLINE else linear(run)
+    return seconds * run.prices.ratio, attention_s * run.prices.ratio
+
+
+@part
+def roofline(run: Run) -> tuple[float, float]:
+    """`RooflineCost.price` where nothing is copied or swapped."""
+    features = run.features
+    token_s, sample_s, weights_s, kv_s, pair_s, host_s, link_s, reduce_s = run.prices.rates
+    attention_s = max(
+        (features[DECODE_KV] + features[PREFILL_KV]) * kv_s, (features[DECODE_KV] + features[WORK]) * pair_s
+    )
+    dense = max(features[TOKENS] * token_s + features[SAMPLED] * sample_s, weights_s)
+    seconds = dense + attention_s + host_s
+    if reduce_s:
+        seconds = seconds + (features[TOKENS] * link_s + reduce_s)
+    return seconds, attention_s
+
+
+@part
+def linear(run: Run) -> tuple[float, float]:
+    """`FittedCost.price`: terms in their order, those of attention first."""
+    prices = run.prices
+    total = attention_s = 0.0
+    for term in range(len(prices.columns)):
+        total = total + run.features[prices.columns[term]] * prices.rates[term]
+        if term == prices.attention - 1:
+            attention_s = total
+    return total, attention_s

@@ -1,0 +1,440 @@
+"""The schema of a run: every key that a user can set, with its type and its default.
+
+The classes are plain dataclasses that Hydra fills. Allowed ranges are in `harness.config.checks`.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class TraceFormat(StrEnum):
+    """Where the requests come from."""
+
+    auto = "auto"  # recognise the file or folder by its content
+    azure = "azure"  # Azure LLM inference CSV; like all that follow but the last it needs trace.path
+    mooncake = "mooncake"  # Mooncake JSONL: chained ids of 512-token blocks
+    vidur = "vidur"  # Vidur's or Splitwise's CSV
+    burstgpt = "burstgpt"  # BurstGPT CSV, version 1 or 2
+    bailian = "bailian"  # Qwen-Bailian JSONL: ids of 16-token blocks, chats that continue chats
+    ragpulse = "ragpulse"  # RAGPulse folder, or its 0_trace.jsonl beside the tables
+    agentic = "agentic"  # a recorded agent conversation (kv-cache-tester), or a folder of them
+    lengths = "lengths"  # table of lengths without arrivals (needs trace.arrivals)
+    lengths_chat = "lengths_chat"  # the same, its rows joined to conversations by a rule
+    sharegpt = "sharegpt"  # ShareGPT JSON (needs trace.tokenizer and trace.arrivals)
+    servegen = "servegen"  # folder of ServeGen client models, to draw from
+    servingsim = "servingsim"  # LLMServingSim JSONL
+    simple = "simple"  # our own CSV or JSONL: arrival_s, prompt_tokens, output_tokens, ...
+    pagetwin = "pagetwin"  # a trace of ours, JSONL or Parquet, as `trace convert` writes it
+    generated = "generated"  # an embedded generator, calibrated on published statistics
+
+
+class Ticks(StrEnum):
+    """What to do with arrivals that a trace's coarse clock lumps together (Mooncake: ticks of 3 s)."""
+
+    keep = "keep"
+    even = "even"
+    random = "random"
+
+
+class TraceArrivals(StrEnum):
+    """When requests arrive: as the trace says, or by a process, where it has no clock or a generator makes it."""
+
+    recorded = "recorded"
+    even = "even"
+    poisson = "poisson"
+    gamma = "gamma"  # of trace.arrival_shape; below 1 is burstier than Poisson
+    diurnal = "diurnal"  # Poisson whose rate swings by 80 % over a day
+    modulated = "modulated"  # two-state Poisson: four times as busy for a tenth of the time
+
+
+class SharingModel(StrEnum):
+    """How generated prompts share their beginnings; workload.num_prefixes and prefix_zipf say among how many texts."""
+
+    none = "none"
+    system = "system"  # a system prompt
+    few_shot = "few_shot"  # a task and as many of its examples as fit
+    tree = "tree"  # a walk down a tree of texts
+    passages = "passages"  # a system prompt and retrieved passages
+
+
+class OnError(StrEnum):
+    """A malformed row: refuse the file, or skip and count the row."""
+
+    stop = "stop"
+    skip = "skip"
+
+
+class Oversize(StrEnum):
+    """A request that can never fit the pool or the model: refuse the point, or drop and count the request."""
+
+    error = "error"
+    drop = "drop"
+
+
+class Widths(StrEnum):
+    """How many sequences a request has."""
+
+    recorded = "recorded"  # as its row of the trace says (n, best_of, beam_width), else as `decoding` says
+    configured = "configured"  # as `decoding` says
+
+
+@dataclass
+class TraceConfig:
+    """Which requests arrive."""
+
+    name: str = "azure_conv"  # shown in reports; for `generated` the calibration table's name
+    format: TraceFormat = TraceFormat.generated
+    path: str | None = None  # file or folder to read; null for `generated`
+    ticks: Ticks = Ticks.keep
+    on_error: OnError = OnError.stop
+    sort: bool = False  # allow rows out of order, and sort them by time
+    arrivals: TraceArrivals = TraceArrivals.recorded
+    arrival_rate: float | None = (
+        None  # mean requests (conversations) per second of trace.arrivals; null: the table's
+    )
+    arrival_shape: float = 0.5  # arrivals=gamma
+    tokenizer: str | None = None  # sharegpt: folder or file of the tokenizer (tokenizer.json)
+    sharing: SharingModel = SharingModel.none  # generated: how prompts share their beginnings
+    share: float = 0.5  # about so much of each prompt is shared by trace.sharing
+
+
+@dataclass
+class WorkloadConfig:
+    """Changes made to the trace; every one is named in the record and in the report."""
+
+    num_requests: int | None = 64  # the first so many rows; null: all
+    request_rate: float | None = None  # mean requests per second, by scaling time; null: as recorded
+    length_scale: float = 1.0  # factor on prompt, output and shared-prefix lengths
+    prefix_share: float | None = (
+        None  # share of each prompt that comes from a shared prefix; null: as in the trace
+    )
+    num_prefixes: int = 8  # how many distinct shared prefixes there are
+    prefix_zipf: float = 1.0  # popularity exponent of the shared prefixes; 0 is uniform
+    widths: Widths = Widths.recorded
+    oversize: Oversize = Oversize.error
+    seed: int = 0
+
+
+class EngineDevice(StrEnum):
+    """Where the measured engine runs."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Dtype(StrEnum):
+    """Element type of weights and KV."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class KvDtype(StrEnum):
+    """Element type of K and V in the pool."""
+
+    model = "model"  # the weights' own
+    fp8_e4m3 = "fp8_e4m3"  # 8 bits, kept without a scale
+
+
+class Backend(StrEnum):
+    """Attention kernels of the measured engine."""
+
+    auto = "auto"  # triton on CUDA, native on a CPU with a C compiler, else torch
+    torch = "torch"
+    native = "native"
+    triton = "triton"
+
+
+class Audit(StrEnum):
+    """How often written slots are counted in the tensors and compared with the books."""
+
+    off = "off"
+    sampled = "sampled"
+    full = "full"
+
+
+@dataclass
+class ModelConfig:
+    """Shape of the model; `path` loads a local checkpoint directory instead."""
+
+    name: str = "tiny-llama"
+    family: str = "llama"  # transformers model_type of a random-initialised model
+    path: str | None = None
+    layers: int = 4
+    hidden: int = 256
+    heads: int = 8
+    kv_heads: int = 4
+    head_dim: int = 32
+    intermediate: int = 512
+    vocab: int = 4096
+    max_position: int = 2048
+    dtype: Dtype = Dtype.float32
+    kv_dtype: KvDtype = KvDtype.model
+    seed: int = 0
+
+
+@dataclass
+class EngineConfig:
+    """The measured engine."""
+
+    device: EngineDevice = EngineDevice.auto
+    backend: Backend = Backend.auto
+    threads: int = 1  # torch threads on the CPU
+    audit: Audit = Audit.sampled
+    audit_every: int = 16  # steps between audits when sampled
+    cuda_graphs: bool | None = (
+        None  # CUDA, triton: replay decode steps as recorded graphs; null: `serve` alone does
+    )
+
+
+class CachePolicy(StrEnum):
+    """Who hands out KV memory."""
+
+    paged = "paged"  # blocks on demand
+    contiguous_max = "contiguous_max"  # a run of slots as long as the model allows
+    contiguous_pow2 = "contiguous_pow2"  # the prompt and the next power of two of the output
+    contiguous_oracle = "contiguous_oracle"  # what the sequence will write, known in advance
+
+
+class PlacementRule(StrEnum):
+    """Where a contiguous reservation goes."""
+
+    auto = "auto"  # first_fit for contiguous_max, whose runs are all alike; buddy for the others, as SOSP'23 assumes
+    first_fit = "first_fit"
+    buddy = "buddy"
+
+
+class RetentionRule(StrEnum):
+    """What becomes of a full block's name when nobody refers to the block any more."""
+
+    lru = "lru"  # findable until the block is taken again
+    none = "none"  # forgotten at once
+
+
+class HashRule(StrEnum):
+    """What the measured engine names blocks with."""
+
+    sha256 = "sha256"
+    xxh3_128 = "xxh3_128"
+
+
+class SchedulingRule(StrEnum):
+    """Who is served first, and preempted last."""
+
+    fcfs = "fcfs"
+    priority = "priority"
+
+
+class PreemptionRule(StrEnum):
+    """What becomes of the KV of a request that must make room."""
+
+    recompute = "recompute"
+    swap = "swap"  # saved in host memory (cache.host_tokens)
+    auto = "auto"  # swap for groups of several sequences, recompute for single ones
+
+
+class DecodingMode(StrEnum):
+    """How next tokens are chosen when `decoding.beam_width` is 1."""
+
+    greedy = "greedy"
+    sample = "sample"
+
+
+class DraftPlace(StrEnum):
+    """Where draft tokens are written."""
+
+    lookahead = "lookahead"  # into slots behind the sequence's own, void again where they are rejected
+    fork = "fork"  # into a forked child, which takes the sequence's place
+
+
+@dataclass
+class CacheConfig:
+    """KV memory: how much, and who hands it out."""
+
+    policy: CachePolicy = CachePolicy.paged
+    block_size: int = 16  # tokens per block; the contiguous policies reserve single slots and ignore it
+    pool_tokens: int | None = (
+        None  # KV slots in the pool; null: what the device's memory holds beside the weights
+    )
+    prefix_caching: bool = True  # paged only
+    retention: RetentionRule = RetentionRule.lru
+    hash: HashRule = HashRule.sha256
+    deduplicate: bool = False  # free a block whose content another block held first
+    copy_at_fork: bool = False  # branches never share a block: shows what copy-on-write saves
+    host_tokens: int = 0  # KV slots of host memory for swapped requests
+    eviction: str | None = None  # module:Class of your own eviction queue; null: least recently used
+    placement: PlacementRule = PlacementRule.auto  # contiguous only
+    max_model_len: int | None = (
+        None  # longest prompt + output; what contiguous_max reserves; null: the model's
+    )
+
+
+@dataclass
+class SchedulerConfig:
+    """Continuous batching."""
+
+    max_batched_tokens: int = 512  # token budget of one step
+    max_running: int = 64  # sequences (beams count) that may run at once
+    chunked_prefill: bool = True
+    watermark: float = (
+        0.0  # share of the pool kept free when a waiting request is admitted beside running ones
+    )
+    policy: SchedulingRule = SchedulingRule.fcfs
+    preemption: PreemptionRule = PreemptionRule.recompute
+    long_prefill_tokens: int | None = (
+        None  # largest chunk of one prompt while others compete; null: the budget
+    )
+    admit_whole_prompt: bool = True  # false: a request enters as soon as its first chunk fits
+    static_batch: bool = False  # the classic baseline: a batch enters together, and leaves together
+    order: str | None = None  # module:Class of your own queue order; null: as `policy` says
+    victim: str | None = None  # module:Class of your own choice of whom to preempt; null: as `policy` says
+    admission: str | None = None  # module:Class of your own admission rule; null: whatever fits
+
+
+@dataclass
+class DecodingConfig:
+    """Greedy, parallel sampling, beam search, speculation."""
+
+    beam_width: int = 1  # above 1: beam search, and `mode` and `n` do not apply
+    mode: DecodingMode = DecodingMode.greedy
+    n: int = 1  # parallel samples a request, mode=sample
+    temperature: float = 1.0
+    beam_churn: float | None = None  # simulated share of beams dropped in a step; null: as calibrated
+    beam_parents: str | None = (
+        None  # point folder, store or parents.parquet whose beams are replayed; null: drawn
+    )
+    branch_hazard: float = 0.0  # chance that a sampled branch ends after a token, drawn alike on both sides
+    draft_tokens: int = 0  # proposed a step and verified together, for single sequences; 0: no speculation
+    draft_place: DraftPlace = DraftPlace.lookahead
+    draft_path: str | None = None  # checkpoint of the model that proposes; null: the model itself
+    acceptance: float | None = None  # simulated share of draft tokens that are right; null: as calibrated
+
+
+class CostKind(StrEnum):
+    """What predicts a step's seconds."""
+
+    auto = "auto"  # table with cost.kernels, fitted where device and model are calibrated or will be, else roofline
+    fitted = "fitted"
+    table = "table"  # attention interpolated in a measured grid, the rest fitted
+    roofline = "roofline"
+
+
+class ReplayMode(StrEnum):
+    """Who sends requests, and when."""
+
+    trace = "trace"  # open loop: at the trace's times (scaled by workload.request_rate)
+    poisson = "poisson"  # open loop: drawn anew, at workload.request_rate (null: the trace's mean rate)
+    gamma = "gamma"  # the same with gaps of replay.burstiness
+    closed = "closed"  # so many users, each of whom waits for an answer and pauses before asking again
+    offline = "offline"  # everything is there at the start
+    sessions = "sessions"  # a turn waits until its parent has ended and its user has thought
+
+
+class Clock(StrEnum):
+    """What a measured second is."""
+
+    auto = "auto"  # cpu on a CPU device, wall on CUDA
+    wall = "wall"
+    cpu = "cpu"  # CPU-seconds of the engine's thread: steady on a shared machine
+
+
+class Compiled(StrEnum):
+    """Whether requests without content are replayed by compiled code; results are the same."""
+
+    auto = "auto"  # where it can be had and there are enough requests
+    never = "never"
+    always = "always"  # refuse the point where it cannot be had
+
+
+@dataclass
+class DeviceConfig:
+    """Datasheet of the simulated device, for `cost=roofline` and for the pool size; of each of several where
+    `tensor_parallel` is above 1.
+    """
+
+    name: str = "cpu"
+    memory_gb: float = 8.0  # 10^9 bytes
+    bandwidth_gbs: float = 20.0  # 10^9 bytes per second
+    tflops: float = 0.1  # dense, at the model's dtype
+    step_overhead_us: float = 1000.0  # host time of a step beside the device
+    layer_overhead_us: float = 250.0  # host or launch time per layer
+    memory_utilization: float = 0.9
+    bandwidth_efficiency: float = (
+        1.0  # share of the bandwidth that kernels reach; 1 is an upper bound on speed
+    )
+    compute_efficiency: float = 1.0  # share of the peak FLOP/s that they reach
+    tensor_parallel: int = 1  # devices among which every layer is split
+    link_gbs: float = 300.0  # tensor_parallel > 1: 10^9 bytes per second that a device sends to the others
+    link_latency_us: float = 10.0  # of one all-reduce, beside its bytes
+    host_link_gbs: float = (
+        10.0  # 10^9 bytes per second, one way, between a device and its host: swapped blocks
+    )
+    host_link_latency_us: float = (
+        0.2  # of one transfer, beside its bytes; a swapped block is 2 x layers of them
+    )
+
+
+@dataclass
+class CostConfig:
+    """The cost model of the simulated side."""
+
+    kind: CostKind = CostKind.auto
+    recalibrate: bool = False  # measure again although this device is calibrated
+    follow_pace: bool = True  # scale a fitted prediction by how fast the device is now, by a fixed probe
+    cache_dir: str | None = None  # where calibrations are kept; null: the user's cache directory
+    kernels: str | None = (
+        None  # table: attention from this folder (or table) of bench kernels; null: from calibrate's grid
+    )
+
+
+@dataclass
+class ReplayConfig:
+    """How a replay runs."""
+
+    clock: Clock = Clock.auto
+    repeats: int = 3  # measured runs; their spread stands beside every error
+    mode: ReplayMode = ReplayMode.trace
+    users: int = 16  # mode=closed
+    think_s: float = 0.0  # closed, sessions: mean of the users' exponential pauses, where the trace says none
+    burstiness: float = 2.0  # gamma: coefficient of variation of the gaps; 1 is Poisson
+    duration_s: float | None = (
+        None  # stop then, in virtual time; what has not finished is named; null: when all is done
+    )
+    records: bool = True  # keep a row for every step and request; false: metrics alone, in constant memory
+    compiled: Compiled = (
+        Compiled.auto
+    )  # simulate plain requests (one sequence, nothing shared) in machine code
+
+
+@dataclass
+class ReportConfig:
+    """What the report shows beside the sweep's own points; no point depends on it."""
+
+    kernels: str | None = (
+        None  # folder or table of `bench kernels`; null: looked for beside the results; none: leave out
+    )
+
+
+@dataclass
+class RunConfig:
+    """One point of a sweep."""
+
+    name: str = "default"  # of the sweep, shown in the report
+    out: str = "results/default"  # store folder
+    measure: bool = True  # false: simulation only
+    workers: int = (
+        0  # processes for simulation-only points; 0: one per core; measured points run one at a time
+    )
+    trace: TraceConfig = field(default_factory=TraceConfig)
+    workload: WorkloadConfig = field(default_factory=WorkloadConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    decoding: DecodingConfig = field(default_factory=DecodingConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    device: DeviceConfig = field(default_factory=DeviceConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    cost: CostConfig = field(default_factory=CostConfig)
+    replay: ReplayConfig = field(default_factory=ReplayConfig)
+    report: ReportConfig = field(default_factory=ReportConfig)

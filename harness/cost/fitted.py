@@ -1,0 +1,108 @@
+"""A cost model fitted on measured steps: non-negative least squares on physical features, with relative residuals."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from harness.replay.cost_model import Amount, CostSource, FloatArray, Price
+from harness.replay.features import ATTENTION_FEATURES, FEATURES, feature_index
+
+ATTENTION = feature_index(ATTENTION_FEATURES)
+_HUBER_ROUNDS = 8
+REST = feature_index(name for name in FEATURES if name not in ATTENTION_FEATURES)
+
+
+@dataclass(frozen=True)
+class FittedCost:
+    """Coefficients in seconds per unit of a feature: `attention` over the ATTENTION columns, `rest` over the others."""
+
+    attention: FloatArray
+    rest: FloatArray
+    source: CostSource
+
+    def price(self, features: Sequence[Amount]) -> Price:
+        """Linear in the features; terms are added in a fixed order."""
+        attention: Amount = 0.0
+        for column, seconds in self.attention_terms:
+            attention = attention + features[column] * seconds
+        return Price(self.with_rest(features, attention), attention)
+
+    def with_rest(self, features: Sequence[Amount], attention_s: Amount) -> Amount:
+        """Seconds of the whole step, given those of its attention."""
+        total = attention_s
+        for column, seconds in self.rest_terms:
+            total = total + features[column] * seconds
+        return total
+
+    @cached_property
+    def attention_terms(self) -> list[tuple[int, float]]:
+        """Columns that cost something, with seconds per unit, in the order in which they are added."""
+        return [
+            (column, float(value)) for column, value in zip(ATTENTION, self.attention, strict=True) if value
+        ]
+
+    @cached_property
+    def rest_terms(self) -> list[tuple[int, float]]:
+        """The same of the rest of the step."""
+        return [(column, float(value)) for column, value in zip(REST, self.rest, strict=True) if value]
+
+    def coefficients(self) -> dict[str, float]:
+        """Seconds per unit, by feature name."""
+        names = list(FEATURES)
+        pairs = [*zip(ATTENTION, self.attention, strict=True), *zip(REST, self.rest, strict=True)]
+        return {names[column]: float(value) for column, value in sorted(pairs)}
+
+
+def fit_cost(
+    features: FloatArray, seconds: FloatArray, attention_s: FloatArray, source: CostSource
+) -> FittedCost:
+    """Fit on measured steps: `features` `[n, len(FEATURES)]`, `seconds` and `attention_s` `[n]`."""
+    attention = _relative_nnls(features[:, ATTENTION], attention_s, seconds)
+    rest = _relative_nnls(features[:, REST], seconds - attention_s, seconds)
+    return FittedCost(attention, rest, source)
+
+
+def _relative_nnls(columns: FloatArray, target: FloatArray, scale: FloatArray) -> FloatArray:
+    """Non-negative least squares on residuals divided by `scale`, the steps' seconds; few slow steps weigh little.
+
+    A busy machine draws some steps out. Huber's weights (1 within 1.345 standard deviations, falling as 1/|residual|
+    beyond; the deviation from the median) keep them from pulling the fit, without cutting honest scatter off.
+    """
+    from scipy.optimize import nnls
+
+    weighted, goal = columns / scale[:, None], target / scale
+    unit = np.maximum(np.abs(weighted).max(axis=0), 1e-300)  # condition the columns, which differ by 10^6
+    weights = np.ones(len(goal))
+    solution = np.zeros(columns.shape[1])
+    for _ in range(_HUBER_ROUNDS):
+        root = np.sqrt(weights)
+        solution, _ = nnls(weighted / unit * root[:, None], goal * root)
+        residual = np.abs(goal - weighted / unit @ solution)
+        deviation = max(1.4826 * float(np.median(residual)), 1e-9)
+        weights = np.minimum(1.0, 1.345 * deviation / np.maximum(residual, 1e-12))
+    solution *= _level(goal, weighted / unit @ solution)
+    return np.asarray(solution / unit, dtype=np.float64)
+
+
+def _level(measured: FloatArray, predicted: FloatArray) -> float:
+    """What brings a robust fit back to the mean: times scatter upwards, and runs add up means, not typical values.
+
+    A single step counts for at most half as much again or a third less.
+    """
+    seen = predicted > 0
+    return float(np.clip(measured[seen] / predicted[seen], 2 / 3, 3 / 2).mean()) if seen.any() else 1.0
+
+
+def held_out_error(predicted: FloatArray, measured: FloatArray) -> dict[str, float]:
+    """Relative errors of predictions: mean, signed bias, 95th percentile, worst, and the error of the sum."""
+    error = (predicted - measured) / measured
+    return {
+        "n": float(len(measured)),
+        "mape": float(np.abs(error).mean()),
+        "bias": float(error.mean()),
+        "p95": float(np.quantile(np.abs(error), 0.95)),
+        "max": float(np.abs(error).max()),
+        "total_error": float(predicted.sum() / measured.sum() - 1),
+    }

@@ -1,1 +1,0 @@
-"""Execution: planned points become committed records, one at a time or in worker processes."""

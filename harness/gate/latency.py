@@ -1,0 +1,308 @@
+"""The latency layer: our kernels on a GPU, as ratios to yardsticks timed in the same rounds.
+
+There are two yardsticks. A copy of as many bytes as the call must move says how close the call is to the speed of the
+memory. Contiguous attention of the same shape says what paging costs. Each has its own finding for every case. A run
+can be kept as a record and judged on any machine, as long as the kernels are the same.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harness.bench.kernels.cases import CaseSpec
+from harness.config.errors import UserError
+from harness.environment import kernel_digest
+from harness.gate.baseline import Baseline, Measured, accepted, coverage, read_baseline, write_baseline
+from harness.gate.effect import Effect, effect
+from harness.gate.settings import GateSettings, default_settings
+from harness.gate.verdict import Finding, LayerResult, Verdict
+
+if TYPE_CHECKING:
+    import torch
+
+    from paged_kernels.providers import Case, Provider
+
+
+# NVML's nvmlClocksEventReason…: what means that the device could not go as fast as it was asked to.
+_SLOWDOWNS = {
+    0x4: "power cap",
+    0x8: "hardware slowdown",
+    0x20: "thermal (software)",
+    0x40: "thermal (hardware)",
+}
+_HARMLESS = 0x4  # a power cap is how a full load runs on many devices: reported, no reason to doubt a ratio
+
+
+@dataclass(frozen=True)
+class ClockState:
+    """Clocks in MHz and the reasons why they are not higher; zeros and nothing where the driver does not say."""
+
+    sm_mhz: int = 0
+    memory_mhz: int = 0
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def doubtful(self) -> tuple[str, ...]:
+        """Reasons for which a measurement should not be trusted."""
+        return tuple(reason for reason in self.reasons if reason != _SLOWDOWNS[_HARMLESS])
+
+
+def clock_state(index: int = 0) -> ClockState:
+    """The clocks of the GPU `index` now; an empty state without NVML, which says nothing and stops nothing."""
+    try:
+        import pynvml
+    except ModuleNotFoundError:
+        return ClockState()
+    try:
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        mask = int(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
+        sm, memory = (
+            int(pynvml.nvmlDeviceGetClockInfo(handle, kind))
+            for kind in (pynvml.NVML_CLOCK_SM, pynvml.NVML_CLOCK_MEM)
+        )
+    except pynvml.NVMLError:  # an old driver, or a virtual device that hides its clocks
+        return ClockState()
+    return ClockState(sm, memory, tuple(name for bit, name in _SLOWDOWNS.items() if mask & bit))
+
+
+Round = Callable[[], float]  # seconds per call
+
+FEWEST, MOST, STEP = 30, 150, 20
+PRECISE = 0.02  # stop when the bounds of the ratio's median are no further apart than this
+
+
+def interleaved(kernel: Round, yardsticks: Mapping[str, Round]) -> dict[str, list[float]]:
+    """Ratios of kernel to each yardstick, one a round.
+
+    Each round runs everything twice, the second time in the opposite order (A B C C B A), so that a slow drift cancels
+    within it. The number of rounds depends on their spread alone, never on the ratio that they show.
+    """
+    ratios: dict[str, list[float]] = {name: [] for name in yardsticks}
+    while True:
+        for name, ratio in _round(kernel, yardsticks).items():
+            ratios[name].append(ratio)
+        done = len(next(iter(ratios.values())))
+        if done >= MOST or (
+            done >= FEWEST and (done - FEWEST) % STEP == 0 and all(map(precise, ratios.values()))
+        ):
+            return ratios
+
+
+def precise(ratios: Sequence[float]) -> bool:
+    """Whether more rounds would tell little more."""
+    found = effect(ratios, ratios)
+    return found.upper - found.lower <= PRECISE
+
+
+def _round(kernel: Round, yardsticks: Mapping[str, Round]) -> dict[str, float]:
+    first = kernel()
+    there = {name: run() for name, run in yardsticks.items()}
+    back = {name: run() for name, run in reversed(list(yardsticks.items()))}
+    mine = first + kernel()
+    return {name: round(mine / (there[name] + back[name]), 6) for name in yardsticks}
+
+
+def write_record(measured: Measured, file: Path) -> None:
+    """Keep a run. A record has a baseline's form, so that it can become one."""
+    write_baseline(file, accepted(measured, "record of a run"))
+
+
+def read_record(file: Path) -> Measured:
+    """The run in `file`.
+
+    Raises:
+        UserError: there is no such file, or it is no latency record.
+    """
+    found = read_baseline(file, "latency")
+    if found is None:
+        raise UserError(f"there is no record {file}; make gpu writes one as latency.json")
+    return Measured(
+        layer="latency",
+        name=latency_name(str(found.made_on["device"])),
+        made_on=found.made_on,
+        kernels=found.kernels,
+        cases=found.cases,
+        environment=found.environment,
+        remarks=(f"recorded on {found.date}; nothing was timed now",),
+    )
+
+
+def latency_name(device: str) -> str:
+    """File name of a device's baseline: `latency-nvidia-h200`."""
+    words = "".join(letter if letter.isalnum() else " " for letter in device.lower()).split()
+    return "-".join(["latency", *words])
+
+
+def fresh_or_stale(record: Measured) -> LayerResult | None:
+    """None for a record of this tree's kernels; else the finding that says it proves nothing about them."""
+    if record.kernels == kernel_digest():
+        return None
+    reason = f"stale: the record is of kernels {record.kernels}, this tree's are {kernel_digest()}; time them again"
+    finding = Finding("latency", Verdict.inconclusive, reason)
+    return LayerResult("latency", (finding,), str(record.made_on["device"]), record.remarks)
+
+
+Say = Callable[[str], None]
+
+
+def measure_on_gpu(say: Say = lambda line: None) -> Measured:
+    """Time every case of the preset `gate`; a case that fails is left out, which the coverage rule turns into a fail.
+
+    Raises:
+        UserError: this machine has no CUDA device that torch can use.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UserError(
+            "the latency layer needs a CUDA device; judge a recorded run with gate --record FILE, "
+            "or run the layers that need none: gate --layer resource --layer policy"
+        )
+    from harness.bench.kernels.cases import gate
+
+    return measure_cases(gate(), torch.device("cuda"), torch.cuda.get_device_name(), say)
+
+
+def measure_cases(specs: list[CaseSpec], device: "torch.device", device_name: str, say: Say) -> Measured:
+    """Time cases on any device, one after the other."""
+    cases: dict[str, Any] = {}
+    remarks = []
+    for spec in specs:
+        say(spec.name)
+        try:
+            cases |= dict(_timed(spec, device))
+        except (
+            Exception
+        ) as error:  # its absence from the cases fails the gate; the others are still worth having
+            remarks.append(f"{spec.name} was not timed: {type(error).__name__}: {str(error)[:300]}")
+    return Measured(
+        layer="latency",
+        name=latency_name(device_name),
+        made_on={"device": device_name, **_versions("torch", "triton")},
+        kernels=kernel_digest(),
+        cases=cases,
+        environment={"clocks": asdict(clock_state())},
+        remarks=tuple(remarks),
+    )
+
+
+def _timed(spec: CaseSpec, device: "torch.device") -> Iterator[tuple[str, dict[str, Any]]]:
+    """(name, ratios by round) of one case for every yardstick."""
+    from harness.bench.kernels.calls import build, cache_bytes, copies_past_cache
+    from harness.cost.timings import CONTIGUOUS, OURS, SDPA
+    from paged_kernels.providers import find_providers
+
+    count = copies_past_cache(spec.kv_bytes, cache_bytes(device))
+    inputs = [build(spec, device, seed) for seed in range(count)]
+    known = find_providers()
+    kernel = _provider_round(known[OURS], inputs, device)
+    whole = CONTIGUOUS if spec.queries == 1 else SDPA  # the twin is of the decode kernel
+    plain = "copy" if spec.queries == 1 else "matmul"
+    yardsticks = {whole: _provider_round(known[whole], inputs, device), plain: _plain_round(inputs, device)}
+    before = clock_state()
+    ratios = interleaved(kernel, yardsticks)
+    doubts = sorted({*before.doubtful, *clock_state().doubtful})
+    for name, rounds in ratios.items():
+        yield (
+            f"{spec.name} / {name}",
+            {"ratios": rounds} | ({"throttled": ", ".join(doubts)} if doubts else {}),
+        )
+
+
+def _provider_round(provider: "Provider", inputs: "list[Case]", device: "torch.device") -> Round:
+    """Rounds of one provider, whose output must be right first.
+
+    Raises:
+        DisagreementError: it is not.
+    """
+    from harness.bench.kernels.calls import checked_runs, prepare_rounds
+
+    runs, _ = checked_runs(provider, inputs)
+    return prepare_rounds(runs, device, capturable=provider.capturable).round
+
+
+def _plain_round(inputs: "list[Case]", device: "torch.device") -> Round:
+    """A copy of the bytes that a decode moves, or a matrix product of the operations that a prefill needs."""
+    from harness.bench.kernels.calls import copy_of, prepare_rounds, product_of
+
+    case = inputs[0]
+    if case.decode:
+        runs = [copy_of(case.distinct_kv_bytes + case.io_bytes, device) for _ in inputs]
+    else:
+        runs = [product_of(case.flops, device)]
+    return prepare_rounds(runs, device, capturable=True).round
+
+
+def _versions(*packages: str) -> dict[str, str]:
+    from importlib.metadata import version
+
+    return {package: version(package) for package in packages}
+
+
+def case_names() -> list[str]:
+    """The attention calls that are timed; each gives a ratio to every yardstick."""
+    from harness.bench.kernels.cases import gate
+
+    return [spec.name for spec in gate()]
+
+
+def measure() -> Measured:
+    """Time the gate's cases on this machine's GPU.
+
+    Raises:
+        UserError: there is none.
+    """
+
+    return measure_on_gpu()
+
+
+def judge(now: Measured, baseline: Baseline, settings: GateSettings | None = None) -> LayerResult:
+    """Compare with a baseline of the same device and the same yardsticks, by the margins `latency`.
+
+    Returns a single inconclusive finding where they differ: another device, or another version of what the yardsticks
+    are made of.
+    """
+    made_on = f"{now.made_on['device']}, {len(now.cases)} ratios"
+    different = [key for key in now.made_on if now.made_on[key] != baseline.made_on.get(key)]
+    if different:
+        pairs = "; ".join(f"{key} {baseline.made_on.get(key)} → {now.made_on[key]}" for key in different)
+        reason = f"the baseline was made elsewhere ({pairs}); ratios of the two say nothing about our kernels"
+        return LayerResult(
+            "latency", (Finding("latency", Verdict.inconclusive, reason),), made_on, now.remarks
+        )
+    effects = {case: _effect(now, baseline, case) for case in sorted(set(now.cases) & set(baseline.cases))}
+    margins = (settings or default_settings()).latency
+    compared = [Finding(case, found.verdict(margins), str(found)) for case, found in effects.items()]
+    findings = (*_throttled(now), *coverage(now, baseline), *compared)
+    return LayerResult("latency", findings, made_on, (*now.remarks, *_worst(effects)))
+
+
+def unfit(now: Measured, settings: GateSettings | None = None) -> Iterator[str]:
+    """Why these figures must not become a baseline: skipped cases, a throttled device, or too much noise."""
+    yield from (finding.reason for finding in _throttled(now))
+    widest = (settings or default_settings()).latency.widest
+    for case, values in now.cases.items():
+        found = effect(values["ratios"], values["ratios"])
+        if found.upper - found.lower > widest:
+            yield f"{case}: too much noise ({found})"
+
+
+def _effect(now: Measured, baseline: Baseline, case: str) -> Effect:
+    return effect(now.cases[case]["ratios"], baseline.cases[case]["ratios"])
+
+
+def _throttled(now: Measured) -> Iterator[Finding]:
+    """A device that slowed down under the measurement makes every ratio doubtful, a good one too."""
+    for case, values in now.cases.items():
+        if values.get("throttled"):
+            reason = f"the device slowed down while this was timed: {values['throttled']}"
+            yield Finding(case, Verdict.inconclusive, reason)
+
+
+def _worst(effects: dict[str, Any]) -> Iterator[str]:
+    """The case that lost most, named even where all pass; nothing is averaged away."""
+    if effects:
+        case = max(effects, key=lambda name: effects[name].ratio)
+        yield f"worst case: {case}, {effects[case]}"

@@ -1,1 +1,0 @@
-"""Latency: measured ratios of a kernel to yardsticks of the same rounds, against a baseline of the same device."""

@@ -1,0 +1,283 @@
+"""The policy layer: CPU time of block manager, scheduler and CPU attention, as a multiple of a loop of the same rounds.
+
+Never change `reference_loop`: every baseline is a multiple of its time. It does what the policy does, in fixed
+numbers: attribute and method calls, lists, dictionaries, integers, small arrays. A faster or a busier machine changes
+both alike. The loads are small replays through the public interface of the scheduler. CPU attention is compared with
+gathering the blocks into one buffer and attending over it, which moves the same bytes and runs the same product.
+"""
+
+import gc
+import platform
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from engine.core.identity import KeyIdentity
+from engine.core.memory.paged import PagedManager
+from engine.core.options import Decoding, SchedulerLimits
+from engine.core.plan import StepPlan, StepResult
+from engine.core.request import Request
+from engine.core.scheduling.scheduler import Scheduler
+from harness.gate.baseline import Baseline, Measured, coverage
+from harness.gate.effect import Margins, effect
+from harness.gate.settings import GateSettings, default_settings
+from harness.gate.verdict import Finding, LayerResult, Verdict
+
+if TYPE_CHECKING:
+    import torch
+
+
+LOOP_TURNS = 800
+
+
+class _Item:
+    __slots__ = ("count", "name", "table")
+
+    def __init__(self, name: int) -> None:
+        self.name = name
+        self.count = 0
+        self.table: list[int] = []
+
+    def grow(self, value: int) -> int:
+        self.count += 1
+        self.table.append(value)
+        return self.count % 16
+
+
+def reference_loop() -> int:
+    """A checksum, so that nothing of it can be left out."""
+    items = [_Item(name) for name in range(64)]
+    index: dict[int, _Item] = {}
+    free = list(range(4096))
+    total = 0
+    for step in range(LOOP_TURNS):
+        for item in items:
+            if item.grow(step) == 0:
+                index[free.pop()] = item
+        lengths = np.fromiter((item.count for item in items), dtype=np.int64, count=len(items))
+        total += int((lengths // 16).sum()) + len(index)
+        if step % 16 == 15:
+            free.extend(sorted(index, key=lambda block: index[block].name))
+            index.clear()
+    return total
+
+
+LOAD_BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests and the pool they compete for; `parents` re-parents the beams of a request in a step."""
+
+    requests: tuple[Request, ...]
+    blocks: int
+    limits: SchedulerLimits
+    parents: Callable[[int, int], list[int]] | None = None
+
+    def run(self) -> int:
+        """Serve every request to its end; returns the number of steps."""
+        scheduler = Scheduler(PagedManager(self.blocks, LOAD_BLOCK_SIZE), self.limits)
+        for request in self.requests:
+            scheduler.submit(request)
+        steps = 0
+        while scheduler.has_work:
+            plan = scheduler.schedule()
+            scheduler.commit(plan, StepResult(parents=dict(self._parents(plan, steps))))
+            steps += 1
+        return steps
+
+    def _parents(self, plan: StepPlan, step: int) -> Iterator[tuple[int, list[int]]]:
+        if self.parents is None:
+            return
+        for request in self.requests:
+            yield request.request_id, self.parents(request.width, step)
+
+
+def loads() -> dict[str, Load]:
+    """The loads by name. A changed load is a new case: give it a new name."""
+    return {
+        "scheduler: decode, 64 sequences": Load(_plain(64, 16, 96), 2000, SchedulerLimits(2048, 64)),
+        "scheduler: chunked prefill, 200 prompts of 700": Load(
+            _plain(200, 700, 4), 4000, SchedulerLimits(512, 64)
+        ),
+        "block manager: shared prefixes": Load(_sharing(120), 3000, SchedulerLimits(4096, 64)),
+        "block manager: pool too small, preemption": Load(_plain(48, 64, 96), 200, SchedulerLimits(2048, 48)),
+        "block manager: beams, copy on write": Load(_beams(6, 8), 3000, SchedulerLimits(2048, 64), _half),
+    }
+
+
+def _plain(count: int, prompt: int, output: int) -> tuple[Request, ...]:
+    return tuple(Request(rid, prompt, output) for rid in range(count))
+
+
+def _sharing(count: int) -> tuple[Request, ...]:
+    """Three prompts of 1,024 tokens in turn, each followed by a question of its own."""
+    return tuple(
+        Request(rid, 1064, 8, identity=KeyIdentity(rid, [(rid % 3, 1024), (None, 40)]))
+        for rid in range(count)
+    )
+
+
+def _beams(count: int, width: int) -> tuple[Request, ...]:
+    return tuple(Request(rid, 40, 48, width, Decoding.BEAM) for rid in range(count))
+
+
+def _half(width: int, step: int) -> list[int]:
+    """Half of the beams continue, each in two hypotheses; which half alternates."""
+    return [2 * (place // 2) + step % 2 for place in range(width)]
+
+
+ROWS, HEADS, KV_HEADS, DIM, CONTEXT, BLOCK_SIZE = 8, 16, 4, 64, 512, 16
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    q: "torch.Tensor"
+    keys: "torch.Tensor"
+    values: "torch.Tensor"
+    table: "torch.Tensor"
+    lengths: "torch.Tensor"
+
+
+def attention_pair() -> tuple[Callable[[], object], Callable[[], object]]:
+    """(our decode over paged KV, its yardstick), float32, one thread."""
+    import torch
+
+    torch.set_num_threads(1)
+    inputs = _inputs()
+    return _ours(inputs), _gather_and_attend(inputs)
+
+
+def _inputs() -> _Inputs:
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    per_row = CONTEXT // BLOCK_SIZE
+    table = torch.randperm(ROWS * per_row, generator=generator).view(ROWS, per_row) + 1
+    shape = (ROWS * per_row + 1, BLOCK_SIZE, KV_HEADS, DIM)
+    keys, values = (torch.randn(shape, generator=generator) for _ in range(2))
+    q = torch.randn(ROWS, HEADS, DIM, generator=generator)
+    return _Inputs(q, keys, values, table.int(), torch.full((ROWS,), CONTEXT, dtype=torch.int32))
+
+
+def _ours(inputs: _Inputs) -> Callable[[], object]:
+    import torch
+
+    from paged_kernels import Workspace, paged_attention_decode
+
+    workspace, out = Workspace(), torch.empty_like(inputs.q)
+    caches = inputs.keys, inputs.values, inputs.table, inputs.lengths
+    return lambda: paged_attention_decode(
+        inputs.q, *caches, scale=DIM**-0.5, out=out, workspace=workspace, backend="torch"
+    )
+
+
+def _gather_and_attend(inputs: _Inputs) -> Callable[[], object]:
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+
+    buffers = [torch.empty(inputs.table.numel(), BLOCK_SIZE, KV_HEADS, DIM) for _ in range(2)]
+    blocks = inputs.table.flatten().long()
+    q = inputs.q.view(ROWS, KV_HEADS, HEADS // KV_HEADS, DIM)
+
+    def run() -> object:
+        for buffer, cache in zip(buffers, (inputs.keys, inputs.values), strict=True):
+            torch.index_select(cache, 0, blocks, out=buffer)
+        k, v = (buffer.view(ROWS, CONTEXT, KV_HEADS, DIM).transpose(1, 2) for buffer in buffers)
+        return scaled_dot_product_attention(q, k, v)
+
+    return run
+
+
+ROUNDS, MOST_ROUNDS = 20, 80
+SETTLED = 1 / 6  # bounds of a ratio so close are close enough
+
+Work = Callable[[], object]
+
+
+ATTENTION = "CPU attention: decode over paged KV"
+
+
+def case_names() -> list[str]:
+    """The loads, and attention on the CPU."""
+
+    return [*loads(), ATTENTION]
+
+
+def measure() -> Measured:
+    """Time every load, and attention on the CPU."""
+
+    cases = {name: {"ratios": rounds(load.run, reference_loop)} for name, load in loads().items()}
+    cases[ATTENTION] = {"ratios": rounds(*attention_pair())}
+    python = ".".join(platform.python_version_tuple()[:2])
+    return Measured("policy", f"policy-python-{python}", {"python": python}, None, cases)
+
+
+def margins_of(case: str, settings: GateSettings | None = None) -> Margins:
+    """How much slower a case may be."""
+    chosen = settings or default_settings()
+    return chosen.attention if case == ATTENTION else chosen.policy
+
+
+def rounds(work: Work, yardstick: Work) -> list[float]:
+    """Ratios of CPU time, work to yardstick, one a round; as many rounds as their spread asks for.
+
+    Each round runs both twice, in the order A B B A, and takes the faster run of each: what other processes do to the
+    caches only ever costs time. CPU time, so that waiting costs nothing.
+    """
+    work(), yardstick()
+    found: list[float] = []
+    gc.collect()
+    gc.freeze()  # what is there already need not be walked through again and again
+    gc.disable()  # a collection that one side triggers would be paid by the other
+    try:
+        while len(found) < MOST_ROUNDS and not (
+            len(found) >= ROUNDS and len(found) % 10 == 0 and _settled(found)
+        ):
+            first, second, third, fourth = (_seconds(it) for it in (work, yardstick, yardstick, work))
+            found.append(round(min(first, fourth) / min(second, third), 5))
+            gc.collect()
+    finally:
+        gc.enable()
+        gc.unfreeze()
+    return found
+
+
+def _settled(found: list[float]) -> bool:
+    """Whether more rounds would tell little more; looks at their spread alone."""
+    bounds = effect(found, found)
+    return bounds.upper - bounds.lower < SETTLED
+
+
+def judge(now: Measured, baseline: Baseline, settings: GateSettings | None = None) -> LayerResult:
+    """Compare with a baseline of the same Python; another interpreter speeds loops and calls up differently."""
+    made_on = f"Python {now.made_on['python']}, {len(now.cases)} ratios"
+    if baseline.made_on != now.made_on:
+        reason = f"the baseline is of Python {baseline.made_on.get('python')}"
+        return LayerResult("policy", (Finding("policy", Verdict.inconclusive, reason),), made_on)
+    compared = (
+        _compare(case, now, baseline, settings) for case in sorted(set(now.cases) & set(baseline.cases))
+    )
+    return LayerResult("policy", (*coverage(now, baseline), *compared), made_on)
+
+
+def unfit(now: Measured, settings: GateSettings | None = None) -> Iterator[str]:
+    """Why these figures must not become a baseline: rounds so far apart that no later run could pass."""
+    for case, values in now.cases.items():
+        found = effect(values["ratios"], values["ratios"])
+        if found.upper - found.lower > margins_of(case, settings).widest:
+            yield f"{case}: too much noise ({found}); try again on a quieter machine"
+
+
+def _compare(case: str, now: Measured, baseline: Baseline, settings: GateSettings | None) -> Finding:
+    found = effect(now.cases[case]["ratios"], baseline.cases[case]["ratios"])
+    return Finding(case, found.verdict(margins_of(case, settings)), f"{found}")
+
+
+def _seconds(work: Work) -> float:
+    start = time.process_time()
+    work()
+    return time.process_time() - start

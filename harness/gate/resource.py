@@ -1,0 +1,310 @@
+"""The resource layer: every kernel configuration, compiled for every architecture that it is made for.
+
+No GPU is needed: Triton brings its compiler and NVIDIA's tools. The disassembly gives registers, spills, wide loads and
+instructions. `SHARED_LIMIT_BYTES`, `broken` and `worse` say what counts as a regression.
+"""
+
+import multiprocessing
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harness.config.errors import UserError
+from harness.environment import kernel_digest
+from harness.gate.baseline import Baseline, Measured, coverage
+from harness.gate.settings import GateSettings, default_settings
+from harness.gate.verdict import Finding, LayerResult, Verdict
+
+if TYPE_CHECKING:
+    from paged_kernels.triton.configurations import KernelConfiguration
+
+
+_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(?P<opcode>[A-Z][A-Z0-9_.]*)")
+
+
+@dataclass(frozen=True)
+class Instructions:
+    """Counts over one kernel's machine code.
+
+    `wide_loads` and `narrow_loads` are loads from global memory of 16 bytes a thread and of fewer, asynchronous copies
+    to shared memory (LDGSTS) among them; `local` are accesses to local memory, which only spills and arrays indexed at
+    run time need; `hmma` and `hgmma` are matrix instructions of a warp and, on sm_90, of a warp group.
+    """
+
+    total: int
+    wide_loads: int
+    narrow_loads: int
+    local: int
+    hmma: int
+    hgmma: int
+
+
+def count(text: str) -> Instructions:
+    """Count in the text of a disassembly; padding behind the last branch (NOP, BRA to itself) is part of the total."""
+    opcodes = list(_opcodes(text.splitlines()))
+    loads = [opcode for opcode in opcodes if opcode.startswith("LDG")]
+    wide = [opcode for opcode in loads if ".128" in opcode]
+    return Instructions(
+        total=len(opcodes),
+        wide_loads=len(wide),
+        narrow_loads=len(loads) - len(wide),
+        local=sum(opcode.partition(".")[0] in ("LDL", "STL") for opcode in opcodes),
+        hmma=sum(opcode.startswith("HMMA") for opcode in opcodes),
+        hgmma=sum(opcode.startswith(("HGMMA", "QGMMA")) for opcode in opcodes),
+    )
+
+
+def _opcodes(lines: Iterable[str]) -> Iterable[str]:
+    for line in lines:
+        match = _INSTRUCTION.match(line)
+        if match:
+            yield match["opcode"]
+
+
+_BUFFER = re.compile(
+    r"local_alloc : \(\) -> !ttg\.memdesc<(?P<depth>\d+)x(?P<keys>\d+)x(?P<width>\d+)x[^>]*mutable>"
+)
+_USAGE = re.compile(r"REG:(?P<registers>\d+) STACK:(?P<stack>\d+)")
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one compiled kernel takes.
+
+    `depth` is the number of tiles that each K and V buffer holds (the smaller of the two): 2 or more means that the
+    next tile loads while this one is worked on; 0 means that no tile is staged in shared memory. Spilled registers
+    show as a stack and as accesses to local memory.
+    """
+
+    registers: int
+    stack_bytes: int
+    shared_bytes: int
+    depth: int
+    instructions: int
+    wide_loads: int
+    narrow_loads: int
+    local: int
+    hmma: int
+    hgmma: int
+
+
+def refuse_interpreter() -> None:
+    """Kernels that were decorated for the interpreter cannot be compiled.
+
+    Raises:
+        UserError: TRITON_INTERPRET is set.
+    """
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        raise UserError("the resource gate compiles kernels; unset TRITON_INTERPRET")
+
+
+def resources(configuration: "KernelConfiguration", capability: int) -> Resources:
+    """Compile for compute capability `capability` (80, 90) and measure.
+
+    Raises:
+        RuntimeError: the compiler refused it; the message is the compiler's.
+    """
+    built = compiled(configuration, capability)
+    with tempfile.TemporaryDirectory(prefix="pagetwin-gate-") as folder:
+        file = Path(folder) / "kernel.cubin"
+        file.write_bytes(built.asm["cubin"])
+        usage = _USAGE.search(_tool("cuobjdump", "-res-usage", str(file)))
+        # without its analysis of data flow, which changes nothing in the listing and takes a third of the time
+        code = count(_tool("nvdisasm", "-c", "-ndf", str(file)))
+    if usage is None:
+        raise RuntimeError("cuobjdump did not report registers and stack")
+    return Resources(
+        registers=int(usage["registers"]),
+        stack_bytes=int(usage["stack"]),
+        shared_bytes=int(built.metadata.shared),
+        depth=pipeline_depth(built.asm["ttgir"], configuration.kv_tile),
+        instructions=code.total,
+        wide_loads=code.wide_loads,
+        narrow_loads=code.narrow_loads,
+        local=code.local,
+        hmma=code.hmma,
+        hgmma=code.hgmma,
+    )
+
+
+def compiled(configuration: "KernelConfiguration", capability: int) -> Any:
+    """Triton's compiled kernel, with the facts that make loads wide: which arguments are multiples of 16."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    source = ASTSource(
+        fn=configuration.kernel,
+        signature=dict(configuration.signature),
+        constexprs=configuration.fixed,
+        attrs=configuration.facts,
+    )
+    target = GPUTarget("cuda", capability, 32)
+    return compile(source, target=target, options=configuration.options)
+
+
+def pipeline_depth(ttgir: str, kv_tile: tuple[int, int] | None) -> int:
+    """Tiles per K or V buffer, the smaller, from Triton's GPU dialect; 0 where none is staged."""
+    found = [tuple(map(int, shape)) for shape in _BUFFER.findall(ttgir)]
+    return min((depth for depth, *tile in found if tuple(tile) == kv_tile), default=0)
+
+
+def _tool(name: str, *words: str) -> str:
+    """What one of the tools in Triton's NVIDIA backend prints."""
+    import triton.backends.nvidia.compiler as backend
+
+    program = Path(backend.__file__).parent / "bin" / name
+    done = subprocess.run((str(program), *words), capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"{name} failed: {done.stderr or done.stdout}")
+    return done.stdout
+
+
+SHARED_LIMIT_BYTES = {80: 166_912, 90: 232_448}  # one program's; the compiler itself does not check it
+
+
+def judge_one(case: str, capability: int, now: Resources, before: Resources, more: float) -> Finding:
+    """Compare one compiled kernel with its baseline; its instructions may grow by the share `more`."""
+    wrong = [*broken(capability, now), *worse(now, before, more)]
+    if wrong:
+        return Finding(case, Verdict.regressed, "; ".join(wrong))
+    return Finding(
+        case, Verdict.passed, f"{now.registers} registers, {now.shared_bytes:,} B shared, depth {now.depth}"
+    )
+
+
+def broken(capability: int, now: Resources) -> Iterator[str]:
+    """What no baseline excuses."""
+    if now.stack_bytes or now.local:
+        yield f"spills: {now.stack_bytes} B of stack and {now.local} accesses to local memory"
+    if now.shared_bytes > SHARED_LIMIT_BYTES[capability]:
+        limit = SHARED_LIMIT_BYTES[capability]
+        yield f"shared memory {now.shared_bytes:,} B does not fit sm_{capability} ({limit:,} B): it cannot launch"
+
+
+def worse(now: Resources, before: Resources, more: float) -> Iterator[str]:
+    """What is worse than the baseline."""
+    if now.registers > before.registers:
+        yield f"registers {before.registers} → {now.registers}"
+    if now.shared_bytes > before.shared_bytes:
+        yield f"shared memory {before.shared_bytes:,} → {now.shared_bytes:,} B"
+    if now.wide_loads < before.wide_loads:
+        narrow = f"{before.narrow_loads} → {now.narrow_loads}"
+        yield f"16-byte loads {before.wide_loads} → {now.wide_loads} (narrow ones {narrow})"
+    if now.instructions > (1 + more) * before.instructions:
+        yield f"instructions {before.instructions} → {now.instructions}, more than {more:.0%} on top"
+    if now.depth < before.depth:
+        yield f"pipeline depth {before.depth} → {now.depth}"
+    if before.hgmma and not now.hgmma:
+        yield f"warp-group matrix instructions {before.hgmma} → 0"
+
+
+_UNCOMPILED = "error"  # the key under which a case keeps the compiler's refusal
+
+
+def case_names() -> list[str]:
+    """Every configuration with every architecture that it is meant for."""
+    return [_name(key, arch) for key, arch in _pairs()]
+
+
+def measure() -> Measured:
+    """Compile all configurations of `paged_kernels`, several at a time, and read their resources.
+
+    Raises:
+        UserError: kernels were asked to run in the interpreter.
+    """
+    refuse_interpreter()
+    pairs = _pairs()
+    # spawned, so that every compiler starts afresh: a fork would share what torch and Triton keep open
+    with ProcessPoolExecutor(os.cpu_count() or 1, multiprocessing.get_context("spawn")) as pool:
+        return measured(dict(pool.map(_measure, pairs, chunksize=4)))
+
+
+def measured(cases: dict[str, dict[str, Any]]) -> Measured:
+    """The layer's value for resources by case."""
+    from importlib.metadata import version
+
+    triton = version("triton")
+    return Measured("resource", f"resource-triton-{triton}", {"triton": triton}, kernel_digest(), cases)
+
+
+def case_of(configuration: "KernelConfiguration", capability: int) -> tuple[str, dict[str, Any]]:
+    """(name, resources or the compiler's refusal) of one compiled kernel."""
+    name = _name(configuration.key, capability)
+    try:
+        return name, asdict(resources(configuration, capability))
+    except (
+        Exception
+    ) as error:  # whatever the compiler raises is this case's finding, and no end of the others
+        return name, {_UNCOMPILED: _in_one_line(error)}
+
+
+def judge(now: Measured, baseline: Baseline, settings: GateSettings | None = None) -> LayerResult:
+    """Compare with a baseline of the same Triton version; another version compiles other code.
+
+    Returns a single inconclusive finding for a baseline of another version.
+    """
+    made_on = f"Triton {now.made_on['triton']}, {len(now.cases)} compiled kernels; nothing was timed"
+    if baseline.made_on != now.made_on:
+        reason = (
+            f"the baseline is of Triton {baseline.made_on.get('triton')}: other compilers make other code"
+        )
+        return LayerResult("resource", (Finding("resource", Verdict.inconclusive, reason),), made_on)
+    more = (settings or default_settings()).resource.more_instructions
+    return LayerResult("resource", (*coverage(now, baseline), *_compared(now, baseline, more)), made_on)
+
+
+def unfit(now: Measured, settings: GateSettings | None = None) -> Iterator[str]:
+    """Why these figures must not become a baseline: what does not compile, spills or cannot launch."""
+    del settings  # no margin excuses these
+    for name, values in now.cases.items():
+        if _UNCOMPILED in values:
+            yield f"{name} does not compile: {values[_UNCOMPILED]}"
+        else:
+            yield from (f"{name}: {wrong}" for wrong in broken(_capability(name), Resources(**values)))
+
+
+def _compared(now: Measured, baseline: Baseline, more: float) -> Iterable[Finding]:
+    for name in sorted(set(now.cases) & set(baseline.cases)):
+        values = now.cases[name]
+        if _UNCOMPILED in values:
+            yield Finding(name, Verdict.regressed, f"does not compile: {values[_UNCOMPILED]}")
+        else:
+            before = Resources(**baseline.cases[name])
+            yield judge_one(name, _capability(name), Resources(**values), before, more)
+
+
+def _capability(name: str) -> int:
+    return int(name.rpartition("sm_")[2])
+
+
+def _in_one_line(error: BaseException) -> str:
+    """The compiler's message; what caused it says more than the excerpt of the source that it points into."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {' '.join(str(error).split())[-300:]}"
+
+
+def _pairs() -> list[tuple[str, int]]:
+    return [(one.key, arch) for one in _configurations() for arch in one.capabilities]
+
+
+def _name(key: str, capability: int) -> str:
+    return f"{key} sm_{capability}"
+
+
+def _measure(pair: tuple[str, int]) -> tuple[str, dict[str, Any]]:
+    key, capability = pair
+    found = next(one for one in _configurations() if one.key == key)
+    return case_of(found, capability)
+
+
+def _configurations() -> "list[KernelConfiguration]":
+    from paged_kernels.triton.configurations import kernel_configurations
+
+    return list(kernel_configurations())

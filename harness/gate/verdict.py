@@ -1,0 +1,126 @@
+"""The verdict of the gate: the findings of each layer, and the answer as text for a terminal and a CI page.
+
+There are three verdicts. `inconclusive` is not a pass: nobody can know from this run.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from harness.gate import LAYERS
+
+
+class Verdict(StrEnum):
+    """Of a case, a layer or the whole gate. `inconclusive` is no pass: it says that nobody can know from this run."""
+
+    passed = "pass"
+    inconclusive = "inconclusive"
+    regressed = "regressed"
+
+
+_GRAVITY = (Verdict.passed, Verdict.inconclusive, Verdict.regressed)
+EXIT_CODES = {Verdict.passed: 0, Verdict.regressed: 1, Verdict.inconclusive: 3}  # 2 is the user's mistake
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One case of a layer: its name, the verdict and, in a sentence with figures, why."""
+
+    case: str
+    verdict: Verdict
+    reason: str
+
+
+@dataclass(frozen=True)
+class LayerResult:
+    """All findings of a layer, what they were made on, and remarks that change no verdict."""
+
+    layer: str
+    findings: tuple[Finding, ...]
+    made_on: str
+    remarks: tuple[str, ...] = field(default=())
+
+    @property
+    def verdict(self) -> Verdict:
+        """The gravest finding; a layer that looked at nothing has nothing to say."""
+        return gravest(finding.verdict for finding in self.findings)
+
+    @property
+    def worst(self) -> tuple[Finding, ...]:
+        """The findings that kept the layer from passing, gravest first."""
+        found = [finding for finding in self.findings if finding.verdict is not Verdict.passed]
+        return tuple(sorted(found, key=lambda finding: -_GRAVITY.index(finding.verdict)))
+
+
+def gravest(verdicts: Iterable[Verdict]) -> Verdict:
+    """The verdict of several together; of none it is inconclusive."""
+    return max(verdicts, key=_GRAVITY.index, default=Verdict.inconclusive)
+
+
+SHOWN = 40  # findings of a layer that a page lists; the rest are counted
+
+_SCOPE = {
+    "resource": "what the compiler makes of each kernel; nothing was timed",
+    "latency": "kernels on a GPU, as ratios to yardsticks of the same rounds",
+    "policy": "block manager, scheduler and CPU attention, as ratios to loops of the same process",
+}
+
+
+def lines(results: Sequence[LayerResult]) -> Iterator[str]:
+    """The answer for a terminal, the whole verdict last."""
+    for result in results:
+        passed = sum(finding.verdict is Verdict.passed for finding in result.findings)
+        yield f"{result.layer}: {result.verdict} ({passed} of {len(result.findings)} pass; {result.made_on})"
+        yield from (
+            f"  {finding.verdict}: {finding.case}: {finding.reason}" for finding in result.worst[:SHOWN]
+        )
+        yield from _rest(result, "  ")
+        yield from (f"  {remark}" for remark in result.remarks)
+    yield f"gate: {gravest(result.verdict for result in results)}{_not_run(results)}"
+
+
+def markdown(results: Sequence[LayerResult]) -> str:
+    """The answer for a job page: a table of layers, then what did not pass."""
+    whole = gravest(result.verdict for result in results)
+    text = [
+        f"## Regression gate: {whole}{_not_run(results)}",
+        "",
+        "| layer | verdict | pass | made on | scope |",
+    ]
+    text.append("| --- | --- | --- | --- | --- |")
+    for result in results:
+        passed = sum(finding.verdict is Verdict.passed for finding in result.findings)
+        cells = (result.layer, result.verdict, f"{passed}/{len(result.findings)}", result.made_on)
+        text.append(f"| {' | '.join(map(_cell, (*cells, _SCOPE[result.layer])))} |")
+    for result in results:
+        text += _details(result)
+    return "\n".join(text) + "\n"
+
+
+def _details(result: LayerResult) -> list[str]:
+    text = [f"* {remark}" for remark in result.remarks]
+    if text:
+        text.insert(0, "")
+    if not result.worst:
+        return text
+    text += ["", f"### {result.layer}", "", "| case | verdict | why |", "| --- | --- | --- |"]
+    text += [_row(finding) for finding in result.worst[:SHOWN]]
+    return [*text, *_rest(result, "\n")]
+
+
+def _rest(result: LayerResult, before: str) -> Iterator[str]:
+    if len(result.worst) > SHOWN:
+        yield f"{before}… and {len(result.worst) - SHOWN} more"
+
+
+def _row(finding: Finding) -> str:
+    return f"| {_cell(finding.case)} | {finding.verdict} | {_cell(finding.reason)} |"
+
+
+def _cell(text: object) -> str:
+    return str(text).replace("|", "\\|").replace("\n", " ")
+
+
+def _not_run(results: Sequence[LayerResult]) -> str:
+    missing = [layer for layer in LAYERS if layer not in {result.layer for result in results}]
+    return f" (not run: {', '.join(missing)})" if missing else ""

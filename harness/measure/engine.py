@@ -1,0 +1,140 @@
+"""One measured run. The model is loaded once in a process and serves every run of the sweep."""
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import lru_cache
+
+import numpy as np
+
+from engine.core.identity import TokenIdentity
+from engine.runtime.graphs import GraphOptions
+from engine.runtime.models.cpu_layers import adopt_layers, can_pack, is_small
+from engine.runtime.models.load import LoadedModel, load_model
+from engine.runtime.models.spec import ModelSpec
+from engine.runtime.runner import Runner
+from harness.config.schema import Clock, RunConfig
+from harness.environment import engine_device
+from harness.measure.executor import MeasuredExecutor, SameClock
+from harness.replay.loop import Progress
+from harness.replay.recorder import MeasuredRun
+from harness.workload.devices import clock_of
+from harness.workload.play import play, with_ends
+from harness.workload.policies import hash_algorithm
+from harness.workload.shapes import draft_of, model_spec
+from harness.workload.workload import Workload
+from traces.tokens import token_ids
+from traces.trace import TraceRequest
+
+_WARM_UP = 6  # requests
+
+
+def loaded_model(config: RunConfig) -> LoadedModel:
+    """The model on its device, loaded once per process; threads are set each time."""
+    import torch
+
+    device = engine_device(config.engine.device)
+    if device == "cpu":
+        torch.set_num_threads(config.engine.threads)
+    return _loaded(model_spec(config.model), device)
+
+
+def draft_model(config: RunConfig, loaded: LoadedModel) -> LoadedModel:
+    """The model that proposes tokens: the configured checkpoint, or the model itself."""
+    path = config.decoding.draft_path
+    if path is None:
+        return loaded
+    return _loaded(model_spec(draft_of(config.model, path)), engine_device(config.engine.device))
+
+
+@lru_cache(maxsize=2)
+def _loaded(spec: ModelSpec, device: str) -> LoadedModel:
+    loaded = load_model(spec, device=device)
+    if can_pack(loaded.model) and is_small(loaded.model):
+        adopt_layers(loaded.model)
+    gc.collect()
+    gc.freeze()  # modules and weights stay: no later collection need look at them
+    return loaded
+
+
+def measure(
+    config: RunConfig,
+    workload: Workload,
+    *,
+    seed: int,
+    progress: Progress | None = None,
+    step_ns: Sequence[int] | None = None,
+) -> MeasuredRun:
+    """Run the workload on the engine. Token ids come from the trace's prefix keys; `seed` drives sampling alone.
+
+    With `step_ns` requests arrive as if steps took so many nanoseconds: plans are then the same in every run, whatever
+    the engine takes.
+    """
+    loaded, clock = loaded_model(config), _clock(clock_of(config))
+    runner = Runner(
+        loaded,
+        num_blocks=workload.pool.num_blocks,
+        block_size=workload.pool.block_size,
+        host_blocks=workload.cache.host_tokens // workload.pool.block_size,
+        backend=str(config.engine.backend),
+        kv_dtype=str(config.model.kv_dtype),
+        audit=str(config.engine.audit),
+        audit_every=config.engine.audit_every,
+        temperature=config.decoding.temperature,
+        seed=seed,
+        draft=draft_model(config, loaded) if workload.forms.configured.speculation else None,
+        graphs=graphs_of(config, workload),
+        clock=clock,
+    )
+    prompts = {row.request_id: _prompt(row, config, loaded) for row in workload.trace.requests}
+    requests = workload.requests(
+        lambda row: TokenIdentity(
+            row.request_id, prompts[row.request_id], row.salt, algorithm=hash_algorithm(workload.cache)
+        )
+    )
+    for timed in requests:
+        runner.add(timed.request, prompts[timed.request.request_id])
+    with _no_collection():
+        by_id = {timed.request.request_id: timed.request for timed in requests}
+        executor = with_ends(workload, MeasuredExecutor(runner, clock), by_id)
+        same = SameClock(executor, step_ns) if step_ns else None
+        log, recorder = play(workload, requests, same or executor, keep_plans=True, progress=progress)
+    log = same.as_measured(log) if same else log
+    return MeasuredRun(log, recorder, runner.audits)
+
+
+def graphs_of(config: RunConfig, workload: Workload) -> GraphOptions | None:
+    """What is recorded before the run, where that is asked for."""
+    if not config.engine.cuda_graphs:
+        return None
+    return GraphOptions(workload.limits.max_running, workload.pool.max_model_len)
+
+
+def warm_up(config: RunConfig, workload: Workload) -> None:
+    """Run the first few requests and forget them: buffers get their size, code its caches."""
+    trace = workload.trace
+    few = replace(trace, requests=trace.requests[:_WARM_UP])
+    measure(config, replace(workload, trace=few), seed=config.workload.seed)
+
+
+def _prompt(row: TraceRequest, config: RunConfig, loaded: LoadedModel) -> np.ndarray:
+    return token_ids(
+        row, seed=config.workload.seed, vocab_size=loaded.vocab_size, first_id=loaded.first_token_id
+    )
+
+
+def _clock(clock: Clock) -> Callable[[], float]:
+    return time.thread_time if clock is Clock.cpu else time.perf_counter
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Garbage collection would strike one step in a few hundred: it runs before and after instead."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

@@ -1,0 +1,79 @@
+"""The engine as an executor of the replay. `SameClock` runs it by given durations, so that repeats have equal plans."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from engine.core.plan import StepPlan, StepResult
+from engine.runtime.runner import Runner
+from harness.metrics.log import RunLog
+from harness.replay.executors import Executor, StepTiming
+from harness.replay.virtual_time import to_ns, to_s
+
+
+class MeasuredExecutor:
+    """Runs each plan on the engine; a step's time is what the clock shows from `begin` to `end`, audits left out."""
+
+    max_repeat = 1
+
+    def __init__(self, runner: Runner, clock: Callable[[], float]) -> None:
+        self._runner = runner
+        self._clock = clock
+        self._start = self._planned = 0.0
+
+    def begin(self) -> None:
+        """Start the clock: the scheduler is called next."""
+        self._start = self._clock()
+
+    def execute(self, plan: StepPlan, horizon_ns: int | None) -> StepResult:
+        """Forward pass and sampling."""
+        self._planned = self._clock()
+        result, self._times = self._runner.execute(plan)
+        self._returned = self._clock()
+        return result
+
+    def end(self) -> StepTiming:
+        """Stop the clock. Policy is `schedule()` and `commit()` together."""
+        now, times = self._clock(), self._times
+        seconds = now - self._start - times.audit_s
+        phases = {
+            "policy_s": self._planned - self._start + now - self._returned,
+            "build_s": times.build_s,
+            "forward_s": times.forward_s,
+            "sample_s": times.sample_s,
+        }
+        return StepTiming([max(1, to_ns(seconds))], [times.attention_s], phases)
+
+
+class SameClock:
+    """Shows the replay the durations `step_ns`, those of an earlier run for instance, and keeps the engine's own."""
+
+    max_repeat = 1
+
+    def __init__(self, engine: Executor, step_ns: Sequence[int]) -> None:
+        self._engine = engine
+        self._step_ns = step_ns
+        self._own_ns: list[int] = []
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._engine.begin()
+
+    def execute(self, plan: StepPlan, horizon_ns: int | None) -> StepResult:
+        """Run the plan."""
+        return self._engine.execute(plan, horizon_ns)
+
+    def end(self) -> StepTiming:
+        """The engine's timing, its duration replaced by the given one; its own where none is left.
+
+        On a GPU drafts that were right may be wrong by the last bit the next time, and a run has more steps.
+        """
+        timing, step = self._engine.end(), len(self._own_ns)
+        self._own_ns += timing.ns
+        return timing._replace(ns=[self._step_ns[step]]) if step < len(self._step_ns) else timing
+
+    def as_measured(self, log: RunLog) -> RunLog:
+        """The log with the engine's own durations in its steps; times of requests stay by the given clock."""
+        seconds = to_s(np.array(self._own_ns, dtype=np.int64))
+        return replace(log, steps={**log.steps, "seconds": seconds})

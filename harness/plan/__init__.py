@@ -1,1 +1,0 @@
-"""Planning: overrides become points, every point is checked and named before any runs."""

@@ -1,0 +1,216 @@
+"""How far prediction and measurement are apart, level by level, and where the error comes from.
+
+The levels are: counts, kernel, teacher-forced steps, free run. The attribution splits the free-running error into the
+price of attention, the price of the rest of a step, and different schedules.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from harness.cost.fitted import held_out_error
+from harness.metrics import METRICS, compute_metrics
+from harness.metrics.comparison import comparison_error
+from harness.metrics.log import RunLog
+from harness.replay.cost_model import CostModel, FloatArray, price_table
+from harness.replay.executors import RecordingEndedError
+from harness.replay.features import FEATURES
+from harness.replay.recorder import MeasuredRun, digests_differ
+from harness.replay.virtual_time import to_ns, to_s
+from harness.workload.play import play_back
+from harness.workload.workload import Workload
+
+
+def error_levels(
+    workload: Workload,
+    runs: Sequence[MeasuredRun],
+    cost: CostModel,
+    comparison: Sequence[Mapping[str, Any]],
+    simulated: RunLog,
+) -> dict[str, Any]:
+    """The record's `levels` section, from all measured runs."""
+    features = np.concatenate([run.recorder.features for run in runs])
+    attention = np.concatenate([run.log.steps["attention_s"] for run in runs])
+    _, predicted = price_table(cost, features)
+    return {
+        "counts": _counts(workload, runs),
+        "kernel": {
+            **held_out_error(predicted, attention),
+            "measured_mean_s": float(attention.mean()),
+            "predicted_mean_s": float(predicted.mean()),
+        },
+        "teacher_forced": teacher_forced(runs, cost),
+        "spread": _spread(runs, cost),
+        "attribution": attribution(runs, cost, compute_metrics(simulated)),
+        "divergence": divergence(runs[0].log, simulated),
+        "suspect": suspect(runs, cost),
+        "free_running": {row["metric"]: row["error"] for row in comparison if row["error"] is not None},
+    }
+
+
+def _spread(runs: Sequence[MeasuredRun], cost: CostModel) -> dict[str, float | None]:
+    """How far the errors of single runs, for attention and for steps in total, lie apart; None for a single run."""
+    if len(runs) < 2:
+        return {"kernel": None, "teacher_forced": None}
+    totals: dict[str, list[float]] = {"kernel": [], "teacher_forced": []}
+    for run in runs:
+        seconds, attention = price_table(cost, run.recorder.features)
+        totals["kernel"].append(float(attention.sum() / run.log.steps["attention_s"].sum() - 1))
+        totals["teacher_forced"].append(float(seconds.sum() / run.log.steps["seconds"].sum() - 1))
+    return {level: max(errors) - min(errors) for level, errors in totals.items()}
+
+
+def teacher_forced(runs: Sequence[MeasuredRun], cost: CostModel) -> dict[str, float]:
+    """Errors of the cost model on the plans that the measured runs produced, step by step."""
+    features = np.concatenate([run.recorder.features for run in runs])
+    seconds = np.concatenate([run.log.steps["seconds"] for run in runs])
+    return held_out_error(price_table(cost, features)[0], seconds)
+
+
+def _counts(workload: Workload, runs: Sequence[MeasuredRun]) -> dict[str, Any]:
+    """Each run's durations, fed to the simulated side, must give the run's own plans."""
+    steps = 0
+    for number, run in enumerate(runs):
+        measured = run.recorder.digests
+        steps += len(measured)
+        try:
+            first = digests_differ(play_back(workload, run.recorder).digests, measured)
+        except RecordingEndedError:
+            first = len(measured)
+        if first is not None:
+            return {"identical": False, "steps": steps, "first_difference": f"run {number}, step {first}"}
+    return {"identical": True, "steps": steps, "first_difference": None}
+
+
+ATTRIBUTED = ("step_mean", "output_throughput", "tpot_mean", "e2e_mean", "ttft_p50", "queue_mean")
+LEVELS = ("kernel", "rest_of_step", "divergence")
+_COMPOSITION = ("rows", "decode_rows", "query_tokens", "admitted", "preempted")
+
+
+def attribution(
+    runs: Sequence[MeasuredRun], cost: CostModel, simulated: Mapping[str, float]
+) -> dict[str, dict[str, Any]]:
+    """By metric: the error of each level, its spread over the runs and its share; errors as in the comparison."""
+    told = [_tellings(run, cost) for run in runs]
+    found = {name: _parts(name, told, simulated) for name in ATTRIBUTED}
+    return {name: parts for name, parts in found.items() if parts}
+
+
+def _tellings(run: MeasuredRun, cost: CostModel) -> tuple[dict[str, float], ...]:
+    """Metrics as measured, with predicted attention, and with predicted steps."""
+    seconds, attention = price_table(cost, run.recorder.features)
+    with_attention = run.log.steps["seconds"] - run.log.steps["attention_s"] + attention
+    logs = (run.log, retold(run.log, with_attention), retold(run.log, seconds))
+    return tuple(compute_metrics(log) for log in logs)
+
+
+def retold(log: RunLog, seconds: FloatArray) -> RunLog:
+    """The run with other step times and the same plans: a step begins when the last one ends, or where it waited.
+
+    Arrivals stay. Inter-token gaps are not told again.
+    """
+    starts, old = to_ns(log.steps["start_s"]), to_ns(log.steps["seconds"])
+    fresh = np.maximum(1, to_ns(np.asarray(seconds, dtype=np.float64)))
+    begun = _begun(starts, starts + old, fresh)
+    before = np.concatenate([starts, starts + old])
+    after = np.concatenate([begun, begun + fresh])
+    order = np.argsort(before, kind="stable")
+
+    def moved(times: FloatArray) -> FloatArray:
+        known = np.isfinite(times)
+        place = np.searchsorted(before[order], to_ns(np.where(known, times, 0.0)))
+        return np.where(known, to_s(after[order][np.minimum(place, len(order) - 1)]), np.nan)
+
+    times = {name: moved(log.requests[name]) for name in ("first_scheduled_s", "first_token_s", "finish_s")}
+    steps = {**log.steps, "start_s": to_s(begun), "seconds": to_s(fresh)}
+    end = float(to_s(begun[-1] + fresh[-1])) if len(fresh) else 0.0
+    return replace(log, steps=steps, requests={**log.requests, **times}, span_s=end)
+
+
+def _begun(
+    starts: "np.ndarray[Any, np.dtype[np.int64]]",
+    ends: "np.ndarray[Any, np.dtype[np.int64]]",
+    fresh: "np.ndarray[Any, np.dtype[np.int64]]",
+) -> "np.ndarray[Any, np.dtype[np.int64]]":
+    begun = np.empty_like(starts)
+    clock = 0
+    for step, (start, took) in enumerate(zip(starts.tolist(), fresh.tolist(), strict=True)):
+        waited = step == 0 or start > ends[step - 1]  # idle until a request arrived
+        clock = max(clock, start) if waited else clock
+        begun[step] = clock
+        clock += took
+    return begun
+
+
+def _parts(
+    name: str, told: Sequence[Sequence[Mapping[str, float]]], simulated: Mapping[str, float]
+) -> dict[str, Any] | None:
+    """Of one metric: error by level, its largest deviation over the runs, its share of what all levels add up to."""
+    runs = [parts for tellings in told if (parts := _of_run(name, tellings, simulated))]
+    if not runs:
+        return None
+    middle = {level: median(run[level] for run in runs) for level in LEVELS}
+    size = sum(abs(part) for part in middle.values())
+    return {
+        "error": middle,
+        "spread": {
+            level: max(abs(run[level] - middle[level]) for run in runs) if len(runs) > 1 else None
+            for level in LEVELS
+        },
+        "share": {level: abs(part) / size if size else 0.0 for level, part in middle.items()},
+        "total": median(sum(run.values()) for run in runs),
+    }
+
+
+def _of_run(
+    name: str, tellings: Sequence[Mapping[str, float]], simulated: Mapping[str, float]
+) -> dict[str, float] | None:
+    measured = tellings[0].get(name)
+    sides = [side.get(name) for side in (*tellings[1:], simulated)]
+    errors = [comparison_error(METRICS[name], side, measured) for side in sides]
+    if any(error is None for error in errors):
+        return None
+    kernel, step, free = (float(error) for error in errors if error is not None)
+    return dict(zip(LEVELS, (kernel, step - kernel, free - step), strict=True))
+
+
+def divergence(run: RunLog, simulated: RunLog) -> dict[str, Any]:
+    """Where the simulator's schedule leaves the measured one: the first step of another composition, and when."""
+    steps = min(len(run.steps["step"]), len(simulated.steps["step"]))
+    same = np.ones(steps, dtype=bool)
+    for name in _COMPOSITION:
+        same &= run.steps[name][:steps] == simulated.steps[name][:steps]
+    if same.all() and len(run.steps["step"]) == len(simulated.steps["step"]):
+        return {"first_step": None, "equal_steps": 1.0, "shift_s": None}
+    first = int(np.argmin(same)) if not same.all() else steps
+    at = min(first, steps - 1)
+    return {
+        "first_step": first,
+        "equal_steps": float(same.sum() / max(len(run.steps["step"]), len(simulated.steps["step"]))),
+        "shift_s": float(simulated.steps["start_s"][at] - run.steps["start_s"][at]),
+    }
+
+
+def suspect(runs: Sequence[MeasuredRun], cost: CostModel) -> dict[str, Any]:
+    """The feature that explains most of what the step prices miss: a hint at the term that the model lacks.
+
+    `explained` is the share of the residuals' variance that one straight line over the feature takes away.
+    """
+    features = np.concatenate([run.recorder.features for run in runs])
+    seconds = np.concatenate([run.log.steps["seconds"] for run in runs])
+    residual = seconds - price_table(cost, features)[0]
+    spread = residual - residual.mean()
+    total = float(spread @ spread)
+    explained = {}
+    for name, column in zip(FEATURES, features.T, strict=True):
+        centred = column - column.mean()
+        power = float(centred @ centred)
+        if power > 0 and total > 0:
+            explained[name] = float(centred @ spread) ** 2 / (power * total)
+    if not explained:
+        return {"feature": None, "explained": 0.0}
+    name = max(explained, key=lambda key: explained[key])
+    return {"feature": name, "explained": explained[name]}

@@ -1,0 +1,187 @@
+"""Who sends requests, and when: at given times, one after another, or as the turns of conversations."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import islice
+from typing import Protocol
+
+from engine.core.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class TimedRequest:
+    """A request and its arrival in ns from the start of the replay."""
+
+    request: Request
+    arrival_ns: int
+
+
+class Arrivals(Protocol):
+    """Requests as they arrive. Everything that enters comes out of `take`, or is left when the replay stops."""
+
+    total: int
+
+    def next_ns(self) -> int | None:
+        """When the next request arrives, as far as is known now; None: not before some request ends, or never."""
+        ...
+
+    def take(self, now_ns: int) -> list[TimedRequest]:
+        """The requests that have arrived by now, in order of arrival; equal times keep their order."""
+        ...
+
+    def ended(self, request_id: int, now_ns: int) -> None:
+        """A request finished, or was rejected."""
+        ...
+
+    def left(self) -> list[Request]:
+        """What has not arrived; called once, when the replay is over."""
+        ...
+
+
+class OpenLoop:
+    """Requests arrive at given times, whatever becomes of them. They must come in order of arrival.
+
+    `requests` may be a generator: then no more than one lies in memory before it arrives.
+    """
+
+    def __init__(self, requests: Iterable[TimedRequest], total: int) -> None:
+        self.total = total
+        self._rest = iter(requests)
+        self._next = next(self._rest, None)
+
+    def next_ns(self) -> int | None:
+        """The arrival of the next request."""
+        return None if self._next is None else self._next.arrival_ns
+
+    def take(self, now_ns: int) -> list[TimedRequest]:
+        """Those that have arrived by now."""
+        due: list[TimedRequest] = []
+        while self._next is not None and self._next.arrival_ns <= now_ns:
+            due.append(self._next)
+            self._next = next(self._rest, None)
+        return due
+
+    def ended(self, request_id: int, now_ns: int) -> None:
+        """Nobody waits for it."""
+
+    def left(self) -> list[Request]:
+        """The rest of the requests."""
+        head = [] if self._next is None else [self._next]
+        self._next = None
+        return [timed.request for timed in (*head, *self._rest)]
+
+
+class ClosedLoop:
+    """`users` people who each send a request, wait for its end, pause, and send the next one of the list.
+
+    User u starts with request u at time 0; after that whoever is ready takes the next request. `pause_ns` is the pause
+    before each request, by its place in the list; it is left out before a user's first.
+    """
+
+    def __init__(self, requests: Iterable[Request], total: int, users: int, pause_ns: Sequence[int]) -> None:
+        self.total = total
+        self._rest = iter(requests)
+        self._pause_ns = pause_ns
+        self._taken = 0
+        self._due = _Due()
+        for request in islice(self._rest, users):
+            self._due.add(0, request)
+            self._taken += 1
+
+    def next_ns(self) -> int | None:
+        """When the next user is ready."""
+        return self._due.next_ns()
+
+    def take(self, now_ns: int) -> list[TimedRequest]:
+        """What users have sent by now."""
+        return self._due.take(now_ns)
+
+    def ended(self, request_id: int, now_ns: int) -> None:
+        """Its user pauses and sends another."""
+        request = next(self._rest, None)
+        if request is not None:
+            self._due.add(now_ns + self._pause_ns[self._taken], request)
+            self._taken += 1
+
+    def left(self) -> list[Request]:
+        """Requests for which no user was free."""
+        return [*self._due.left(), *self._rest]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn of a conversation: `think_ns` after the last of `after` has ended, or, with none, at its own time."""
+
+    timed: TimedRequest
+    after: tuple[int, ...] = ()
+    think_ns: int = 0
+
+
+class Sessions:
+    """Conversations: a turn waits until what it follows has ended and its user has thought.
+
+    Of requests that are not among `turns` (the trace begins or ends mid-session, or one could never fit) nobody waits:
+    a turn with no other to wait for arrives at its recorded time, as a session of its own.
+    """
+
+    def __init__(self, turns: Sequence[Turn]) -> None:
+        self.total = len(turns)
+        self._due = _Due()
+        self._followers: dict[int, list[int]] = {}  # places of the turns that wait for a request
+        self._waiting: dict[int, tuple[Turn, set[int]]] = {}  # by place
+        known = {turn.timed.request.request_id for turn in turns}
+        for place, turn in enumerate(turns):
+            first = known.intersection(turn.after)
+            if not first:
+                self._due.add(turn.timed.arrival_ns, turn.timed.request)
+                continue
+            self._waiting[place] = (turn, first)
+            for request_id in sorted(first):
+                self._followers.setdefault(request_id, []).append(place)
+
+    def next_ns(self) -> int | None:
+        """The next turn that waits for nobody."""
+        return self._due.next_ns()
+
+    def take(self, now_ns: int) -> list[TimedRequest]:
+        """Turns sent by now."""
+        return self._due.take(now_ns)
+
+    def ended(self, request_id: int, now_ns: int) -> None:
+        """The turns that waited for it alone follow, each after its own pause."""
+        for place in self._followers.pop(request_id, ()):
+            turn, first = self._waiting[place]
+            first.discard(request_id)
+            if not first:
+                del self._waiting[place]
+                self._due.add(now_ns + turn.think_ns, turn.timed.request)
+
+    def left(self) -> list[Request]:
+        """Turns that were not sent."""
+        return [*self._due.left(), *(turn.timed.request for turn, _ in self._waiting.values())]
+
+
+class _Due:
+    """Requests by time of arrival; equal times in the order in which they became known."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, Request]] = []
+        self._number = 0
+
+    def add(self, at_ns: int, request: Request) -> None:
+        heappush(self._heap, (at_ns, self._number, request))
+        self._number += 1
+
+    def next_ns(self) -> int | None:
+        return self._heap[0][0] if self._heap else None
+
+    def take(self, now_ns: int) -> list[TimedRequest]:
+        due: list[TimedRequest] = []
+        while self._heap and self._heap[0][0] <= now_ns:
+            at_ns, _, request = heappop(self._heap)
+            due.append(TimedRequest(request, at_ns))
+        return due
+
+    def left(self) -> list[Request]:
+        return [request for _, _, request in sorted(self._heap, key=lambda entry: entry[:2])]

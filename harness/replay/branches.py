@@ -1,0 +1,141 @@
+"""When sampled branches end and how many drafts are accepted.
+
+Only an engine finds this out, so a simulation draws it. A draw depends on the seed, the request and the place
+alone: the
+same request draws the same, whatever runs beside it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import log, log1p
+
+from engine.core.options import Decoding
+from engine.core.plan import StepPlan
+from engine.core.request import Request
+
+SCALE = 2**32
+_MASK = 2**64 - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+class Draws:
+    """Uniform integers for one place of a request: the SplitMix64 mixer (Steele, Lea and Flood 2014) over a counter."""
+
+    def __init__(self, seed: int, request_id: int, place: int) -> None:
+        self._state = (seed * 0xA0761D6478BD642F ^ request_id * 0xD1B54A32D192ED03 ^ place * _GOLDEN) & _MASK
+
+    def below(self, limit: int) -> int:
+        """A whole number from 0 to `limit - 1`."""
+        self._state = (self._state + _GOLDEN) & _MASK
+        word = self._state
+        word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _MASK
+        return ((word ^ (word >> 31)) * limit) >> 64
+
+    def happens(self, probability: float) -> bool:
+        """Whether something of this probability happens, to 2^-32."""
+        return self.below(SCALE) < probability * SCALE
+
+
+_ENDS, _DRAFTS = 2**40, 2**41  # places of these draws, apart from the beams'
+
+
+@dataclass(frozen=True)
+class BranchSurvival:
+    """Each branch of a sampled request ends after every token with probability `hazard`, on its own.
+
+    Branches so diverge in length: those that end give their blocks back while the others go on. `seed` and the branch
+    decide when; the batch around it changes nothing.
+    """
+
+    hazard: float
+    seed: int = 0
+
+    def length(self, request_id: int, branch: int, longest: int) -> int:
+        """Tokens that the branch generates, at most `longest`: a geometric draw by inversion."""
+        if self.hazard <= 0:
+            return longest
+        if self.hazard >= 1:
+            return 1
+        uniform = (Draws(self.seed, request_id, _ENDS + branch).below(SCALE) + 0.5) / SCALE
+        return 1 + int(min(longest - 1, log(uniform) / log1p(-self.hazard)))
+
+    @classmethod
+    def fitted(cls, lengths: Sequence[int], longest: Sequence[int]) -> "BranchSurvival":
+        """The most likely hazard for branches of these lengths; one as long as its limit was cut, and did not end."""
+        ends = sum(length < most for length, most in zip(lengths, longest, strict=True))
+        return cls(ends / sum(lengths) if sum(lengths) else 0.0)
+
+
+class BranchEnds:
+    """Follows the sampled requests of a replay and says which branches end in a step."""
+
+    def __init__(self, survival: BranchSurvival, requests: Mapping[int, Request]) -> None:
+        self._survival = survival
+        self._requests = requests
+        self._due: dict[int, dict[int, list[int]]] = {}  # by request and token number: the branches that end
+        self._generated: dict[int, int] = {}
+
+    def of(self, plan: StepPlan) -> dict[int, list[int]]:
+        """Branches that end with this step, by request; one step a plan."""
+        for request_id in plan.admitted:
+            request = self._requests[request_id]
+            if request.decoding is Decoding.SAMPLE and request_id not in self._due:
+                self._due[request_id] = self._plan(request)
+                self._generated[request_id] = 0
+        sampled = dict.fromkeys(
+            [*plan.steady_ids, *(row.request_id for row in plan.other_rows if row.samples)]
+        )
+        return {rid: ends for rid in sampled if rid in self._due and (ends := self._advance(rid))}
+
+    def _plan(self, request: Request) -> dict[int, list[int]]:
+        due: dict[int, list[int]] = {}
+        for branch in range(request.width):
+            length = self._survival.length(request.request_id, branch, request.output_tokens)
+            if length < request.output_tokens:
+                due.setdefault(length, []).append(branch)
+        return due
+
+    def _advance(self, request_id: int) -> list[int]:
+        self._generated[request_id] += 1
+        return self._due[request_id].pop(self._generated[request_id], [])
+
+
+@dataclass(frozen=True)
+class DraftAcceptance:
+    """Each draft token is right with probability `share`, if all before it were (Leviathan, Kalman and Matias 2023)."""
+
+    share: float
+    seed: int = 0
+
+    @classmethod
+    def fitted(cls, drafts: Sequence[int], accepted: Sequence[int]) -> "DraftAcceptance":
+        """The most likely share for steps with so many draft tokens, of which so many were right.
+
+        The token after the accepted ones was wrong, unless all were right; those behind it were not looked at.
+        """
+        wrong = sum(right < most for most, right in zip(drafts, accepted, strict=True))
+        tried = sum(accepted) + wrong
+        return cls(sum(accepted) / tried if tried else 0.0)
+
+    def accepted(self, request_id: int, position: int, drafts: int) -> int:
+        """How many of `drafts` tokens after `position` are accepted."""
+        draw = Draws(self.seed, request_id, _DRAFTS + position)
+        count = 0
+        while count < drafts and draw.happens(self.share):
+            count += 1
+        return count
+
+    def tokens_per_step(self, drafts: int) -> float:
+        """Expected tokens of a step with `drafts` draft tokens: (1 - share^(drafts + 1)) / (1 - share)."""
+        if self.share >= 1:
+            return drafts + 1.0
+        return float((1 - self.share ** (drafts + 1)) / (1 - self.share))
+
+    def of(self, plan: StepPlan) -> dict[int, int]:
+        """Accepted draft tokens of the plan's rows that have some, by request."""
+        return {
+            row.request_id: self.accepted(row.request_id, row.context_len, row.drafts)
+            for row in plan.other_rows
+            if row.drafts
+        }

@@ -1,0 +1,83 @@
+"""The protocol that every cost model implements, and the provenance that each one puts into the record."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+FloatArray = npt.NDArray[np.float64]
+Amount = float | FloatArray
+"""A feature of one step, or of consecutive steps, float64 `[steps]`. Both are priced by the same arithmetic, operation
+for operation, so that a fast-forward costs to the bit what its steps cost one by one."""
+
+
+class Price(NamedTuple):
+    """Predicted seconds: of the whole step, and of its attention over all layers."""
+
+    seconds: Amount
+    attention_s: Amount
+
+
+@dataclass(frozen=True)
+class CostSource:
+    """Where a cost model's numbers come from: printed in the report beside everything they predict.
+
+    `heldout` holds the error on measurements that the fit never saw, per `step` and `attention`; empty for a model that
+    was not fitted. `hull` is the range of step columns that was measured (see `harness.replay.streaming`); a
+    prediction outside is an extrapolation. `beam_churn` and `beam_evenness` say by beam width how beams coalesce (see
+    `harness.replay.beams`), `draft_acceptance` which share of the draft tokens was right. `validation` holds the
+    free-running error and the spread of repeats on whole workloads that the fit never saw, by workload and metric.
+    """
+
+    kind: str
+    name: str
+    fingerprint: str
+    provenance: dict[str, Any] = field(default_factory=dict)
+    heldout: dict[str, dict[str, float]] = field(default_factory=dict)
+    beam_churn: dict[int, float] = field(default_factory=dict)
+    beam_evenness: dict[int, float] = field(default_factory=dict)
+    draft_acceptance: float | None = None
+    hull: dict[str, tuple[float, float]] = field(default_factory=dict)
+    validation: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
+
+
+class CostModel(Protocol):
+    """Predicts the duration of a step from its features alone."""
+
+    @property
+    def source(self) -> CostSource:
+        """Where its numbers come from."""
+        ...
+
+    def price(self, features: Sequence[Amount]) -> Price:
+        """Price steps with `features` in the order of FEATURES."""
+        ...
+
+
+@dataclass(frozen=True)
+class PacedCost:
+    """A cost model whose device runs `ratio` times slower than when it was measured."""
+
+    cost: CostModel
+    ratio: float
+
+    @property
+    def source(self) -> CostSource:
+        """The unscaled model's."""
+        return self.cost.source
+
+    def price(self, features: Sequence[Amount]) -> Price:
+        """The unscaled price, times the ratio."""
+        price = self.cost.price(features)
+        return Price(price.seconds * self.ratio, price.attention_s * self.ratio)
+
+
+def price_table(cost: CostModel, features: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Seconds and attention seconds of steps with features `[steps, len(FEATURES)]`, each `[steps]`."""
+    price = cost.price(list(features.T))
+    return (
+        np.broadcast_to(np.asarray(price.seconds, dtype=np.float64), len(features)),
+        np.broadcast_to(np.asarray(price.attention_s, dtype=np.float64), len(features)),
+    )

@@ -1,0 +1,207 @@
+"""The two executors that need no torch: a cost model gives the seconds, or a recording of an earlier run."""
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from engine.core.options import Decoding
+from engine.core.plan import StepPlan, StepResult
+from engine.core.request import Request
+from harness.replay.beams import Genealogy
+from harness.replay.branches import BranchEnds, BranchSurvival, DraftAcceptance
+from harness.replay.cost_model import Amount, CostModel
+from harness.replay.fast_forward import Stretch
+from harness.replay.features import FeatureMeter
+from harness.replay.virtual_time import LATEST_NS, NS_PER_S, TimeSpanError, to_ns
+
+_ONE_BY_ONE = 10  # further steps of a fast-forward up to which numbers are quicker than arrays
+_NO_PHASES: Mapping[str, float] = MappingProxyType({})
+_NOTHING: Mapping[int, Any] = MappingProxyType({})
+
+
+class StepTiming(NamedTuple):
+    """How long the steps of a plan took, one entry a step: whole ns, attention seconds; phases in seconds if known.
+
+    `features` are those of the plan's first step, where the executor needed them.
+    """
+
+    ns: list[int]
+    attention_s: list[float]
+    phases: Mapping[str, float] = _NO_PHASES
+    features: list[Amount] | None = None
+
+
+class Executor(Protocol):
+    """Runs or prices plans. `begin` … `end` enclose the whole step, from `schedule()` to the end of `commit()`."""
+
+    max_repeat: int
+
+    def begin(self) -> None:
+        """A step begins: the scheduler is called next."""
+        ...
+
+    def execute(self, plan: StepPlan, horizon_ns: int | None) -> StepResult:
+        """Run the plan. Steps that start `horizon_ns` or more from now must not be taken: a request arrives then."""
+        ...
+
+    def end(self) -> StepTiming:
+        """The step is committed: how long it took."""
+        ...
+
+
+class SimulatedExecutor:
+    """Seconds from a cost model, beams from a genealogy model. `requests` by id may grow while the replay runs.
+
+    `survival` lets branches of sampled requests end before their pinned length, `acceptance` says how drafts fare
+    (None: all are rejected). Ends are drawn step by step, so that there is no fast-forward with them.
+    """
+
+    def __init__(
+        self,
+        cost: CostModel,
+        requests: Mapping[int, Request],
+        block_size: int,
+        genealogy: Genealogy,
+        *,
+        fast_forward: bool = True,
+        survival: BranchSurvival | None = None,
+        acceptance: DraftAcceptance | None = None,
+    ) -> None:
+        self.max_repeat = 1 << 30 if fast_forward and survival is None else 1
+        self._ends = BranchEnds(survival, requests) if survival else None
+        self._acceptance = acceptance
+        self._cost = cost
+        self._block_size = block_size
+        self._meter = FeatureMeter(requests, block_size)
+        self._parents = SimulatedParents(requests, genealogy)
+        self._timing = StepTiming([], [])
+
+    def begin(self) -> None:
+        """Nothing to start: no clock runs."""
+
+    def execute(self, plan: StepPlan, horizon_ns: int | None) -> StepResult:
+        """Price as many of the plan's steps as start before the horizon."""
+        accepted = self._acceptance.of(plan) if self._acceptance else _NOTHING
+        features = self._meter.first(plan, accepted)
+        ns, attention = self._prices(plan, features, horizon_ns)
+        self._meter.took(features, len(ns))
+        self._timing = StepTiming(ns, attention, features=features)
+        return StepResult(
+            repeat=len(ns),
+            parents=self._parents.of(plan),
+            ended=self._ends.of(plan) if self._ends else _NOTHING,
+            accepted=accepted,
+        )
+
+    def end(self) -> StepTiming:
+        """The prices of the steps taken."""
+        return self._timing
+
+    def _prices(
+        self, plan: StepPlan, first: list[Amount], horizon_ns: int | None
+    ) -> tuple[list[int], list[float]]:
+        """Steps are priced in rounds of as many as would start before the horizon if all took as long as the last."""
+        seconds, attention_s = self._cost.price(first)
+        ns, attention = [_whole_ns(float(seconds))], [float(attention_s)]
+        left = plan.repeat - 1
+        if not left or (horizon_ns is not None and ns[0] >= horizon_ns):
+            return ns, attention
+        if horizon_ns is not None:
+            left = min(left, -(-horizon_ns // ns[0]) + 1)
+        stretch = Stretch(plan, first, self._block_size)
+        more = self._singly if left <= _ONE_BY_ONE else self._together
+        ns, attention = more(stretch, left + 1, ns, attention)
+        if horizon_ns is None:
+            return ns, attention
+        if left + 1 < plan.repeat and sum(ns) < horizon_ns:  # steps got shorter on the way
+            ns, attention = self._together(stretch, plan.repeat, ns[:1], attention[:1])
+        taken = _begun_before(ns, horizon_ns)
+        return ns[:taken], attention[:taken]
+
+    def _singly(
+        self, stretch: Stretch, steps: int, ns: list[int], attention: list[float]
+    ) -> tuple[list[int], list[float]]:
+        price = self._cost.price
+        for features in stretch.singles(steps):
+            seconds, attention_s = price(features)
+            ns.append(_whole_ns(float(seconds)))
+            attention.append(float(attention_s))
+        return ns, attention
+
+    def _together(
+        self, stretch: Stretch, steps: int, ns: list[int], attention: list[float]
+    ) -> tuple[list[int], list[float]]:
+        seconds, attention_s = self._cost.price(stretch.columns(steps))
+        if np.max(seconds) * NS_PER_S > LATEST_NS:
+            raise TimeSpanError
+        whole = np.maximum(1, to_ns(np.broadcast_to(seconds, steps)))
+        return whole.tolist(), np.broadcast_to(attention_s, steps).tolist()
+
+
+def _whole_ns(seconds: float) -> int:
+    return round(seconds * NS_PER_S) or 1
+
+
+def _begun_before(ns: Sequence[int], horizon_ns: int) -> int:
+    """How many of the steps start before the horizon; the first always does."""
+    end = 0
+    for taken, step_ns in enumerate(ns):
+        if end >= horizon_ns and taken:
+            return taken
+        end += step_ns
+    return len(ns)
+
+
+class SimulatedParents:
+    """Whom each beam continues, drawn from a genealogy model; requests without beams cost nothing."""
+
+    def __init__(self, requests: Mapping[int, Request], genealogy: Genealogy) -> None:
+        self._requests = requests
+        self._genealogy = genealogy
+        self._generated: dict[int, int] = {}  # tokens chosen, by id of the beam requests admitted so far
+
+    def of(self, plan: StepPlan) -> dict[int, list[int]]:
+        """Parents of the beam requests that sample in this plan."""
+        for request_id in plan.admitted:
+            if self._requests[request_id].decoding is Decoding.BEAM:
+                self._generated.setdefault(request_id, 0)
+        if not self._generated:
+            return {}
+        sampling = dict.fromkeys(row.request_id for row in plan.other_rows if row.samples)
+        return {rid: self._draw(rid) for rid in sampling if rid in self._generated}
+
+    def _draw(self, request_id: int) -> list[int]:
+        generated, width = self._generated[request_id], self._requests[request_id].width
+        self._generated[request_id] = generated + 1
+        return self._genealogy.parents(request_id, generated, width) if generated else [0] * width
+
+
+class RecordingEndedError(RuntimeError):
+    """A played-back run has more steps than were recorded: the two sides decided differently."""
+
+
+class RecordedExecutor:
+    """Plays a run back: its step durations, and what the engine found out. Any plan that differs then is a bug."""
+
+    max_repeat = 1
+
+    def __init__(self, ns: Sequence[int], results: Sequence[StepResult]) -> None:
+        self._ns = ns
+        self._results = results
+        self._step = -1
+
+    def begin(self) -> None:
+        """The next recorded step. Raises RecordingEndedError when the replay has more steps than the recording."""
+        self._step += 1
+        if self._step >= len(self._ns):
+            raise RecordingEndedError(f"the recording has {len(self._ns)} steps, the replay goes on")
+
+    def execute(self, plan: StepPlan, horizon_ns: int | None) -> StepResult:
+        """The recorded answer: parents, ends, accepted drafts."""
+        return self._results[self._step]
+
+    def end(self) -> StepTiming:
+        """The recorded duration."""
+        return StepTiming([self._ns[self._step]], [np.nan])

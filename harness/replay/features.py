@@ -1,0 +1,214 @@
+"""The features of a step: the physical quantities of a plan that every cost model prices."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+
+import numpy as np
+
+from engine.core.options import Decoding
+from engine.core.plan import Row, StepPlan
+from engine.core.request import Request
+from harness.replay.cost_model import Amount
+
+FEATURES: dict[str, str] = {
+    "step": "1: the floor of a step",
+    "tokens": "query tokens: work of the dense layers",
+    "tokens_to_8": "query tokens, at most 8: small matrices do not cost in proportion",
+    "tokens_to_32": "query tokens, at most 32",
+    "tokens_to_128": "query tokens, at most 128",
+    "tokens_beyond_128": "query tokens above 128: large ones leave the cache",
+    "rows": "sequences in the batch: host work",
+    "sampled_rows": "rows that meet the vocabulary projection",
+    "beam_rows": "sampled rows of beam groups: selection over the whole vocabulary",
+    "decode_rows": "rows of one token",
+    "decode_steps": "1 if there is such a row: the floor of decode attention",
+    "decode_kv": "KV slots that decode rows read",
+    "decode_distinct_kv": "the same, blocks that several rows share counted once: they are in the caches already",
+    "decode_padded_kv": "decode rows times the longest of them: what a padded batch reads",
+    "decode_padded_blocks": "the same in blocks: each is fetched on its own",
+    "prefill_rows": "rows of more than one token: each is an attention call of its own",
+    "prefill_tokens": "their query tokens",
+    "prefill_kv": "KV slots that those rows read",
+    "prefill_blocks": "the same in blocks",
+    "prefill_work": "their query times key positions",
+    "blocks": "table entries",
+    "new_blocks": "blocks taken",
+    "copied_slots": "KV slots copied on write or at a fork",
+    "freed_slots": "KV slots voided",
+    "swapped_slots": "KV slots moved between device and host",
+    "swapped_blocks": "the same in blocks: each is a transfer of its own",
+    "admitted_tokens": "prompt tokens of admitted requests: their identity is computed once",
+    "after_prefill": "1 right after a large prefill, a quarter less each step: caches are warm again only gradually",
+    "draft_passes": "forward passes of the draft model",
+    "draft_tokens": "tokens that run through it",
+    "draft_kv": "KV slots of its lane that those read",
+}
+"""Feature names with their meaning; the order is the column order."""
+
+ATTENTION_FEATURES = (
+    "decode_rows",
+    "decode_steps",
+    "decode_kv",
+    "decode_distinct_kv",
+    "decode_padded_kv",
+    "decode_padded_blocks",
+    "prefill_rows",
+    "prefill_tokens",
+    "prefill_kv",
+    "prefill_blocks",
+    "prefill_work",
+)
+"""What the attention kernels' own time depends on."""
+
+
+def feature_index(names: Iterable[str]) -> list[int]:
+    """Column numbers of `names`."""
+    order = list(FEATURES)
+    return [order.index(name) for name in names]
+
+
+_NONE_ACCEPTED: Mapping[int, int] = MappingProxyType({})
+
+
+class FeatureMeter:
+    """Features of the steps of one replay, in order; remembers how long ago the last large prefill was.
+
+    On a CPU a prefill of a hundred tokens and more drives the model's weights and the interpreter out of the caches:
+    the next decode steps take up to twice their time. `requests` by request id; it may grow while the replay runs.
+    """
+
+    def __init__(self, requests: Mapping[int, Request], block_size: int) -> None:
+        self._requests = requests
+        self._block_size = block_size
+        self._after_prefill = 0.0
+        self._beams: set[int] = set()  # beam requests admitted so far
+        self._drafting = (
+            False  # whether a request with drafts was admitted: then every row runs through both models
+        )
+
+    def first(self, plan: StepPlan, accepted: Mapping[int, int] = _NONE_ACCEPTED) -> list[Amount]:
+        """Features of the plan's first (or only) step, as numbers; `accepted` drafts by request."""
+        admitted = 0
+        for request_id in plan.admitted:
+            request = self._requests[request_id]
+            admitted += request.prompt_tokens
+            if request.decoding is Decoding.BEAM:
+                self._beams.add(request_id)
+            self._drafting = self._drafting or request.speculation is not None
+        others = plan.other_rows
+        sampled = plan.steady + sum(row.samples for row in others)
+        rows = _rows_features(plan, others, self._block_size, sampled, self._beam_rows(others))
+        swapped = len(plan.swap_in) + len(plan.swap_out)
+        return [
+            *rows,
+            plan.new_blocks,
+            len(plan.copies) * self._block_size,
+            len(plan.frees) * self._block_size,
+            swapped * self._block_size,
+            swapped,
+            admitted,
+            self._after_prefill,
+            *(_draft_features(rows, others, accepted) if self._drafting else (0, 0, 0)),
+        ]
+
+    def _beam_rows(self, others: Sequence[Row]) -> int:
+        """Sampled rows of beam groups; nothing is looked at while there are no such requests."""
+        if not self._beams:
+            return 0
+        return sum(row.samples and row.request_id in self._beams for row in others)
+
+    def took(self, first: Sequence[Amount], steps: int = 1) -> None:
+        """`steps` steps of a plan were taken whose first had these features."""
+        large = min(1.0, float(first[_PREFILL]) / LARGE_PREFILL)
+        for _ in range(steps):
+            self._after_prefill = self._after_prefill * WARMING + large
+
+
+WARMING = 0.75  # measured on CPU: what is left of the slowdown after one more decode step
+LARGE_PREFILL = 128  # tokens
+
+
+def _rows_features(
+    plan: StepPlan, others: Sequence[Row], block_size: int, sampled: int, beam_rows: int
+) -> list[Amount]:
+    """The features that follow from the rows of a step: steady ones as an array, the others one by one."""
+    count = plan.steady
+    kv = longest = entries = 0
+    if count:
+        context = plan.context_len[:count] if others else plan.context_len
+        kv, longest = int(_add(context)) + count, int(_largest(context)) + 1
+        entries = int(_add(context // block_size)) + count
+    chunks = chunk_tokens = chunk_kv = chunk_blocks = 0
+    work = 0.0
+    for _, _, held, query, _, _, _ in others:
+        end = held + query
+        blocks = -(-end // block_size)
+        entries += blocks
+        if query == 1:
+            count, kv, longest = count + 1, kv + end, max(longest, end)
+        else:
+            chunks, chunk_tokens, chunk_kv, chunk_blocks = (
+                chunks + 1,
+                chunk_tokens + query,
+                chunk_kv + end,
+                chunk_blocks + blocks,
+            )
+            work += query * (end - (query - 1) / 2)
+    tokens = count + chunk_tokens
+    return [
+        1.0,
+        tokens,
+        tokens if tokens < 8 else 8,
+        tokens if tokens < 32 else 32,
+        tokens if tokens < 128 else 128,
+        tokens - 128 if tokens > 128 else 0,
+        count + chunks,
+        sampled,
+        beam_rows,
+        count,
+        1 if count else 0,
+        kv,
+        kv * distinct_share(plan.usage.physical_blocks, plan.usage.logical_blocks),
+        count * longest,
+        count * -(-longest // block_size),
+        chunks,
+        chunk_tokens,
+        chunk_kv,
+        chunk_blocks,
+        work,
+        entries,
+    ]
+
+
+def distinct_share(physical: Amount, logical: Amount) -> Amount:
+    """Distinct blocks over table entries, 1 where there are none; elementwise over arrays."""
+    if isinstance(logical, np.ndarray):
+        return physical / logical
+    return physical / logical if logical else 1.0
+
+
+def _draft_features(
+    rows: Sequence[Amount], others: Sequence[Row], accepted: Mapping[int, int]
+) -> tuple[Amount, Amount, Amount]:
+    """Passes, tokens and KV slots of the draft model's lane (`engine.runtime.drafts`).
+
+    Rows without drafts run as they are, in one pass; those with some take a pass for each draft token, and one more
+    where all of them were right.
+    """
+    plain, tokens = rows[_ROWS], rows[_TOKENS]
+    kv = rows[_DECODE_KV] + rows[_PREFILL_KV]
+    longest = behind = 0
+    for row in others:
+        if row.drafts:
+            passes = row.drafts + (accepted.get(row.request_id) == row.drafts)
+            behind = max(behind, passes - row.drafts)
+            longest = max(longest, row.drafts)
+            plain, tokens = plain - 1, tokens - row.query_len + passes
+            kv += passes * row.context_len + passes * (passes + 1) // 2 - row.context_len - row.query_len
+    return (1 if plain else 0) + longest + behind, tokens, kv
+
+
+_add, _largest = np.add.reduce, np.maximum.reduce
+_ROWS, _TOKENS, _DECODE_KV, _PREFILL_KV, _PREFILL = feature_index(
+    ("rows", "tokens", "decode_kv", "prefill_kv", "prefill_tokens")
+)

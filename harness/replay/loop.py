@@ -1,0 +1,119 @@
+"""The loop: requests arrive and steps run. One simpy model, whatever the executor."""
+
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import simpy
+
+from engine.core.errors import NeverFitsError
+from engine.core.request import Request
+from engine.core.scheduling.commit import RequestStats
+from engine.core.scheduling.scheduler import Scheduler
+from harness.replay.arrivals import Arrivals, OpenLoop, TimedRequest
+from harness.replay.executors import Executor
+from harness.replay.recorder import Recorder
+from harness.replay.virtual_time import LATEST_NS, TimeSpanError
+
+Progress = Callable[[int, int], None]
+_FORGOTTEN = RequestStats()
+
+
+class Replay:
+    """One run of a workload: `arrivals`, or requests in order of arrival.
+
+    An arrival at the very end of a step is seen by the next step. A request that no schedule can ever serve is
+    rejected on arrival; the record says so. `live` is kept to the requests that have arrived and not ended; with
+    `forget` the scheduler's statistics are too. At `until_ns` the replay stops: no step begins then or later, and what
+    has not finished is recorded as unfinished.
+    `progress(ended, total)` is called after steps that end a request.
+    """
+
+    def __init__(
+        self,
+        arrivals: Arrivals | Sequence[TimedRequest],
+        scheduler: Scheduler,
+        executor: Executor,
+        recorder: Recorder,
+        progress: Progress | None = None,
+        *,
+        live: dict[int, Request] | None = None,
+        until_ns: int | None = None,
+        forget: bool = False,
+    ) -> None:
+        self._arrivals = OpenLoop(arrivals, len(arrivals)) if isinstance(arrivals, Sequence) else arrivals
+        self._scheduler = scheduler
+        self._executor = executor
+        self._recorder = recorder
+        self._progress = progress
+        self._live = {} if live is None else live
+        self._until_ns = until_ns
+        self._forget = forget
+        self._ended = 0
+        self._env = simpy.Environment(initial_time=0)
+
+    def run(self) -> None:
+        """Play the whole trace; returns when every request has finished, or the time is up."""
+        self._env.process(self._engine())
+        self._env.run()
+        for request in self._arrivals.left():
+            self._recorder.never_arrived(request)
+
+    def _engine(self) -> Generator[Any, Any, None]:
+        env, scheduler, arrivals = self._env, self._scheduler, self._arrivals
+        while self._until_ns is None or env.now < self._until_ns:
+            due = arrivals.next_ns()
+            if due is not None and due <= env.now:
+                self._submit(arrivals.take(env.now))
+            if scheduler.has_work:
+                yield env.timeout(self._step(env.now))
+                continue
+            due = arrivals.next_ns()
+            if due is None:
+                return
+            yield env.timeout(max(0, due - env.now))
+
+    def _submit(self, arrived: Sequence[TimedRequest]) -> None:
+        for timed in arrived:
+            request = timed.request
+            self._recorder.arrived(request, timed.arrival_ns)
+            try:
+                self._scheduler.submit(request)
+            except NeverFitsError:
+                self._recorder.rejected(request.request_id)
+                self._end(request.request_id, self._env.now)
+            else:
+                self._live[request.request_id] = request
+
+    def _end(self, request_id: int, now_ns: int) -> None:
+        self._ended += 1
+        self._arrivals.ended(request_id, now_ns)
+
+    def _step(self, now: int) -> int:
+        """Run one plan and return its duration in ns."""
+        executor, scheduler = self._executor, self._scheduler
+        executor.begin()
+        plan = scheduler.schedule(executor.max_repeat)
+        result = executor.execute(plan, self._horizon(now))
+        report = scheduler.commit(plan, result)
+        timing = executor.end()
+        if now + sum(timing.ns) > LATEST_NS:
+            raise TimeSpanError
+        took = self._recorder.record(now, plan, result, report, timing, scheduler.stats)
+        if report.finished:
+            for request_id in report.finished:
+                del self._live[request_id]
+                if self._forget:
+                    scheduler.stats[request_id] = (
+                        _FORGOTTEN  # the scheduler counts submissions by its entries
+                    )
+                self._end(request_id, now + took)
+            if self._progress:
+                self._progress(self._ended, self._arrivals.total)
+        return took
+
+    def _horizon(self, now: int) -> int | None:
+        """Steps that start so many ns from now or later must wait for what arrives then."""
+        due, until = self._arrivals.next_ns(), self._until_ns
+        if due is None:
+            return None if until is None else until - now
+        return (due if until is None else min(due, until)) - now

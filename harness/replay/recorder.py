@@ -1,0 +1,442 @@
+"""The recorder: what a replay leaves behind, gathered step by step.
+
+`StepTable` keeps a row for each plan, `RequestTimes` the times of each request and every gap between tokens. `Recorder`
+makes the run log from both and keeps, on request, the plans themselves. `MeasuredRun` is the record of a run on the
+engine.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from engine.core.memory.manager import LeapColumns
+from engine.core.plan import FloatArray, StepPlan, StepResult
+from engine.core.request import Request
+from engine.core.scheduling.commit import CommitReport, RequestStats
+from harness.metrics.log import GENERATED, REQUEST_COLUMNS, STEP_COLUMNS, Column, Outcome, RunLog
+from harness.replay.cost_model import Amount
+from harness.replay.executors import StepTiming
+from harness.replay.features import FEATURES, FeatureMeter, feature_index
+from harness.replay.virtual_time import NsArray, to_s
+
+PHASES = ("policy_s", "build_s", "forward_s", "sample_s")
+_TIMED = ("step", "start_s", "seconds", "attention_s", "reserved")  # laid out at the end
+_FACTS = tuple(name for name in STEP_COLUMNS if name not in _TIMED)
+_FIRST_ONLY = ("copies", "preempted", "admitted", "hit_tokens")
+_GROWING = ("kv_read_tokens", "token")  # by one a row and step
+_LEAPING = (
+    *("new_blocks", "frees", "cached", "internal", "external", "free"),
+    *("logical_blocks", "physical_blocks"),
+)
+
+
+class StepTable:
+    """Gathers plans; a fast-forwarded stretch is one entry until `drain()` lays its steps out."""
+
+    def __init__(self) -> None:
+        self._forget()
+        self._drained = 0
+        self._end_ns = 0
+        self._capacity = 0
+
+    def _forget(self) -> None:
+        self._facts: list[tuple[Amount, ...]] = []
+        self._starts: list[int] = []
+        self._steps: list[int] = []
+        self._ns: list[int] = []
+        self._attention_s: list[float] = []
+        self._leaps: list[LeapColumns] = []
+
+    @property
+    def end_s(self) -> float:
+        """When the last step ended, in seconds."""
+        return float(to_s(self._end_ns))
+
+    @property
+    def pending(self) -> int:
+        """Steps that have not been drained."""
+        return len(self._ns)
+
+    def add(
+        self,
+        now_ns: int,
+        plan: StepPlan,
+        timing: StepTiming,
+        leap: LeapColumns | None,
+        features: Sequence[Amount],
+        took_ns: int,
+    ) -> None:
+        """A plan that began at `now_ns` and ran once, or as often as `timing` has entries, `took_ns` in all."""
+        self._facts.append(_facts(plan, timing, features))
+        self._starts.append(now_ns)
+        self._steps.append(len(timing.ns))
+        self._ns += timing.ns
+        self._attention_s += timing.attention_s
+        self._end_ns = now_ns + took_ns
+        if leap is not None:
+            self._leaps.append(leap)
+        if not self._capacity:
+            self._capacity = plan.usage.capacity
+
+    def drain(self) -> dict[str, Column]:
+        """Every column of STEP_COLUMNS, one entry per step, which are then forgotten: counts int64, times float64 s."""
+        steps = np.array(self._steps, dtype=np.int64)
+        facts = np.array(self._facts, dtype=np.float64).reshape(-1, len(_FACTS)).repeat(steps, axis=0)
+        found: dict[str, Column] = {
+            name: facts[:, index] if name in PHASES else facts[:, index].astype(np.int64)
+            for index, name in enumerate(_FACTS)
+        }
+        nth = np.arange(steps.sum()) - (np.cumsum(steps) - steps).repeat(steps)
+        self._add_times(found, steps, nth)
+        self._add_leaps(found, nth)
+        states = ("token", "cached", "internal", "external", "free")
+        found["reserved"] = self._capacity - np.sum([found[name] for name in states], axis=0)
+        self._drained += len(nth)
+        self._forget()
+        return {name: found[name] for name in STEP_COLUMNS}
+
+    def _add_times(self, found: dict[str, Column], steps: NsArray, nth: NsArray) -> None:
+        ns = np.array(self._ns, dtype=np.int64)
+        before = np.cumsum(ns) - ns  # within all steps; of each plan's first step it is the plan's own offset
+        begun = np.array(self._starts, dtype=np.int64).repeat(steps)
+        found["step"] = self._drained + np.arange(len(ns))
+        found["start_s"] = to_s(begun + before - before[nth == 0].repeat(steps))
+        found["seconds"] = to_s(ns)
+        found["attention_s"] = np.array(self._attention_s, dtype=np.float64)
+
+    def _add_leaps(self, found: dict[str, Column], nth: NsArray) -> None:
+        """The further steps of a fast-forward: as the first, but for context and what the pool did."""
+        further = nth > 0
+        for name in _FIRST_ONLY:
+            found[name][further] = 0
+        for name in _GROWING:
+            found[name] += found["rows"] * nth
+        for name in _LEAPING:
+            if self._leaps:
+                found[name][further] = np.concatenate([getattr(leap, name) for leap in self._leaps])
+
+
+def _facts(plan: StepPlan, timing: StepTiming, features: Sequence[Amount]) -> tuple[Amount, ...]:
+    """The plan's entries in the order of STEP_COLUMNS, those of `_TIMED` left out; `features` of its first step."""
+    usage, phases = plan.usage, timing.phases
+    return (
+        *((phases.get(phase, np.nan) for phase in PHASES) if phases else _UNKNOWN),
+        *_of_rows(features),
+        plan.new_blocks,
+        len(plan.copies),
+        len(plan.frees),
+        len(plan.preempted),
+        len(plan.admitted),
+        plan.hit_tokens,
+        plan.running,
+        plan.waiting,
+        usage.token,
+        usage.cached,
+        usage.internal,
+        usage.external,
+        usage.free,
+        usage.logical_blocks,
+        usage.physical_blocks,
+    )
+
+
+_UNKNOWN = (np.nan,) * len(PHASES)
+_ROWS, _DECODE, _PREFILL, _TOKENS, _DECODE_KV, _PREFILL_KV, _SAMPLED = feature_index(
+    ("rows", "decode_rows", "prefill_tokens", "tokens", "decode_kv", "prefill_kv", "sampled_rows")
+)
+
+
+def _of_rows(features: Sequence[Amount]) -> tuple[Amount, ...]:
+    """Rows, decode rows, prefill tokens, query tokens, KV slots read, sampled rows."""
+    return (
+        features[_ROWS],
+        features[_DECODE],
+        features[_PREFILL],
+        features[_TOKENS],
+        features[_DECODE_KV] + features[_PREFILL_KV],
+        features[_SAMPLED],
+    )
+
+
+NEVER = -1
+_TIMES = ("arrival_s", "first_scheduled_s", "first_token_s", "finish_s")
+_NO_STATS = RequestStats()
+_COLUMNS = (*REQUEST_COLUMNS, GENERATED)
+RequestTable = dict[str, np.ndarray[Any, np.dtype[Any]]]
+
+
+@dataclass(slots=True)
+class _Life:
+    """A request that has arrived and not ended; times in ns."""
+
+    place: int  # in order of arrival
+    request: Request
+    arrival: int
+    scheduled: int = NEVER
+    first_token: int = NEVER
+    spared: int = 0  # tokens that branches which ended early did not generate
+
+
+class RequestTimes:
+    """Times of the requests of one replay in ns.
+
+    A request is looked at when it arrives, while it is no steady decoder yet, when it stops or starts again getting
+    tokens, and when it ends: never in the steps between, since a steady decoder gets a token from every plan. A gap is
+    counted once per request and token, however many branches get a token at that moment.
+    """
+
+    def __init__(self) -> None:
+        self._live: dict[int, _Life] = {}
+        self._arrived = 0
+        self._steady: Sequence[int] = ()  # who got a token from the last plan: steady decoders
+        self._others: Sequence[int] = ()  # and others
+        self._paused: dict[
+            int, int
+        ] = {}  # who got none, though it had before, and the end of its last token's step
+        self._last_end = 0  # when the last plan that gave tokens ended
+        self._ended: list[tuple[int, ...]] = []  # rows of the request table, in order of their ends
+        self._gap_ns: list[int] = []
+        self._gap_weight: list[int] = []
+
+    def arrived(self, request: Request, arrival_ns: int) -> None:
+        """A request arrived, or never will (NEVER)."""
+        self._live[request.request_id] = _Life(self._arrived, request, arrival_ns)
+        self._arrived += 1
+
+    def rejected(self, request_id: int) -> None:
+        """It can never be served."""
+        self._close(self._live.pop(request_id), Outcome.REJECTED, NEVER, _NO_STATS)
+
+    def add(
+        self,
+        now_ns: int,
+        plan: StepPlan,
+        report: CommitReport,
+        ns: list[int],
+        took_ns: int,
+        stats: Mapping[int, RequestStats],
+    ) -> None:
+        """A plan ran from `now_ns` on for `took_ns` in all, its steps taking `ns`."""
+        for request_id in plan.admitted:
+            life = self._live[request_id]
+            if life.scheduled == NEVER:
+                life.scheduled = now_ns
+        end = now_ns + took_ns
+        for request_id in plan.preempted:
+            self._pause(request_id)
+        if report.emitted or self._steady or self._others:
+            self._tokens(plan.steady_ids, report, now_ns + ns[0], ns)
+            self._last_end = end
+        if report.finished:
+            self._finish(report.finished, end, stats)
+
+    def ended_early(self, plan: StepPlan, ended: Mapping[int, Collection[int]]) -> None:
+        """Branches that end with the plan's only step; call it before `add`."""
+        sampling = {row.request_id: row for row in plan.rows if row.samples and row.request_id in ended}
+        for request_id, row in sampling.items():
+            request = self._live[request_id].request
+            generated = row.context_len + row.query_len - request.prompt_tokens + 1
+            spared = (request.output_tokens - generated) * len(ended[request_id])
+            self._live[request_id].spared += spared
+
+    def _pause(self, request_id: int) -> None:
+        if request_id not in self._paused and self._live[request_id].first_token != NEVER:
+            self._paused[request_id] = self._last_end
+
+    def _tokens(self, steady: Sequence[int], report: CommitReport, first_end: int, ns: list[int]) -> None:
+        others = report.emitted[len(steady) :]
+        again = len(steady)
+        if steady is not self._steady or others or self._others:
+            again += self._changed(steady, others, first_end)
+        if again:
+            self._gap(first_end - self._last_end, again)
+        for tokens in report.tokens.values():
+            if tokens > 1:
+                self._gap(0, tokens - 1)  # verified together
+        if len(ns) > 1:
+            self._gap_ns += ns[1:]
+            self._gap_weight += [len(report.emitted)] * (len(ns) - 1)
+        self._steady, self._others = steady, others
+
+    def _changed(self, steady: Sequence[int], others: Sequence[int], first_end: int) -> int:
+        """Notes first tokens and pauses; returns how many more than the steady ones got a token then and now."""
+        for request_id in self._others:  # who is no longer among them became steady, paused, or ended
+            if request_id not in others and request_id in self._live and request_id not in steady:
+                self._pause(request_id)
+        again = 0
+        for request_id in [rid for rid in self._paused if rid in steady]:
+            again -= 1
+            self._gap(first_end - self._paused.pop(request_id), 1)
+        for request_id in others:
+            life = self._live[request_id]
+            if life.first_token == NEVER:
+                life.first_token = first_end
+            elif request_id in self._paused:
+                self._gap(first_end - self._paused.pop(request_id), 1)
+            else:
+                again += 1
+        return again
+
+    def _gap(self, ns: int, weight: int) -> None:
+        self._gap_ns.append(ns)
+        self._gap_weight.append(weight)
+
+    def _finish(self, finished: Sequence[int], end: int, stats: Mapping[int, RequestStats]) -> None:
+        for request_id in finished:
+            self._paused.pop(request_id, None)
+            self._close(self._live.pop(request_id), Outcome.FINISHED, end, stats[request_id])
+
+    def _close(self, life: _Life, outcome: Outcome, end: int, stats: RequestStats) -> None:
+        request = life.request
+        self._ended.append(
+            (
+                life.place,
+                request.request_id,
+                life.arrival,
+                life.scheduled,
+                life.first_token,
+                end,
+                request.prompt_tokens,
+                request.output_tokens,
+                request.width,
+                stats.hit_tokens,
+                stats.resumed_hit_tokens,
+                stats.recomputed_tokens,
+                stats.preemptions,
+                outcome,
+                request.output_tokens * request.width - life.spared,
+            )
+        )
+
+    @property
+    def ended(self) -> int:
+        """Requests whose rows have not been drained."""
+        return len(self._ended)
+
+    def close(self, stats: Mapping[int, RequestStats]) -> None:
+        """The replay is over: whoever is left stays unfinished."""
+        for request_id, life in self._live.items():
+            self._close(life, Outcome.UNFINISHED, NEVER, stats.get(request_id, _NO_STATS))
+        self._live = {}
+
+    def drain(self, count: int | None = None) -> RequestTable:
+        """The first `count` (None: all) rows of the request table, in order of arrival; they are forgotten."""
+        rows, self._ended = self._ended[:count], self._ended[len(self._ended) if count is None else count :]
+        table = np.array(sorted(rows), dtype=np.int64).reshape(len(rows), len(_COLUMNS) + 1)
+        found = dict(zip(_COLUMNS, table.T[1:].copy(), strict=True))
+        return {name: _seconds(column) if name in _TIMES else column for name, column in found.items()}
+
+    def drain_gaps(self) -> tuple[FloatArray, FloatArray]:
+        """Every inter-token gap in seconds, equal ones merged, with how often it occurred; they are forgotten."""
+        values, inverse = np.unique(np.array(self._gap_ns, dtype=np.int64), return_inverse=True)
+        weights = np.bincount(inverse, weights=self._gap_weight, minlength=len(values))
+        self._gap_ns, self._gap_weight = [], []
+        return to_s(values), weights.astype(np.float64)
+
+
+def _seconds(ns: NsArray) -> FloatArray:
+    return np.where(ns == NEVER, np.nan, to_s(ns))
+
+
+class Recorder:
+    """Collects one replay; `requests` by id may grow while it runs.
+
+    With `keep_plans` it also keeps each plan's digest, features and draft tokens by request, and the executor's answer:
+    to compare two replays step by step, to price a measured run's plans, and to calibrate. Only for replays without
+    fast-forward.
+    """
+
+    def __init__(self, requests: Mapping[int, Request], block_size: int, *, keep_plans: bool = False) -> None:
+        self._block_size = block_size
+        self._meter = FeatureMeter(requests, block_size)
+        self._steps = StepTable()
+        self._times = RequestTimes()
+        self._keep_plans = keep_plans
+        self.digests: list[str] = []
+        self.results: list[StepResult] = []
+        self.drafted: list[Mapping[int, int]] = []
+        self.step_ns: list[int] = []
+        self._features: list[list[Amount]] = []
+
+    @property
+    def parents(self) -> list[Mapping[int, Sequence[int]]]:
+        """Whom each beam continued, by step and request; with `keep_plans` only."""
+        return [result.parents for result in self.results]
+
+    @property
+    def features(self) -> FloatArray:
+        """Features of every step, `[steps, len(FEATURES)]`; with `keep_plans` only."""
+        return np.array(self._features, dtype=np.float64).reshape(-1, len(FEATURES))
+
+    def arrived(self, request: Request, arrival_ns: int) -> None:
+        """A request arrived."""
+        self._times.arrived(request, arrival_ns)
+
+    def never_arrived(self, request: Request) -> None:
+        """The replay stopped before the request arrived."""
+        self._times.arrived(request, NEVER)
+
+    def rejected(self, request_id: int) -> None:
+        """An arrived request can never be served."""
+        self._times.rejected(request_id)
+
+    def record(
+        self,
+        now_ns: int,
+        plan: StepPlan,
+        result: StepResult,
+        report: CommitReport,
+        timing: StepTiming,
+        stats: Mapping[int, RequestStats],
+    ) -> int:
+        """One plan, taken `result.repeat` times, from `now_ns` on; returns how long all of it took, in ns."""
+        features = timing.features or self._meter.first(plan, result.accepted)
+        took_ns = sum(timing.ns)
+        self._steps.add(now_ns, plan, timing, report.leap, features, took_ns)
+        if result.ended:
+            self._times.ended_early(plan, result.ended)
+        self._times.add(now_ns, plan, report, timing.ns, took_ns, stats)
+        if timing.features is None:
+            self._meter.took(features, len(timing.ns))
+        if self._keep_plans:
+            self.digests.append(plan.digest())
+            self.results.append(result)
+            self.drafted.append({row.request_id: row.drafts for row in plan.other_rows if row.drafts})
+            self.step_ns.append(timing.ns[0])
+            self._features.append(features)
+        return took_ns
+
+    def log(self, stats: Mapping[int, RequestStats], capacity_slots: int, kv_bytes_per_token: int) -> RunLog:
+        """The finished run's log."""
+        self._times.close(stats)
+        itl_s, itl_weight = self._times.drain_gaps()
+        return RunLog(
+            steps=self._steps.drain(),
+            requests=self._times.drain(),
+            itl_s=itl_s,
+            itl_weight=itl_weight,
+            block_size=self._block_size,
+            capacity_slots=capacity_slots,
+            kv_bytes_per_token=kv_bytes_per_token,
+            span_s=self._steps.end_s,
+        )
+
+
+def digests_differ(one: Sequence[str], other: Sequence[str]) -> int | None:
+    """The first step at which two replays decided differently, or None."""
+    pairs: Iterable[tuple[str, str]] = zip(one, other, strict=False)
+    first = next((step for step, (a, b) in enumerate(pairs) if a != b), None)
+    if first is None and len(one) != len(other):
+        return min(len(one), len(other))
+    return first
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """A finished run: its log, its recording, and how often the audit compared slots with the books."""
+
+    log: RunLog
+    recorder: Recorder
+    audits: int

@@ -1,0 +1,35 @@
+"""Virtual time in whole nanoseconds: sums are exact, so the order of events never depends on rounding."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+NS_PER_S = 1_000_000_000
+LATEST_NS = 2**62  # 146 years: times are kept in 64 bits, which the sum of two of them must fit
+NsArray = npt.NDArray[np.int64]
+
+
+_TOO_LONG = (
+    "the replay would last longer than 146 years, beyond what its clock counts; a rate or a figure of the device "
+    "(device.*) is too small, or one of its latencies too large"
+)
+
+
+class TimeSpanError(OverflowError):
+    """A replay would last longer than `LATEST_NS`."""
+
+    def __init__(self, said: str = _TOO_LONG) -> None:
+        super().__init__(said)
+
+
+def to_ns(seconds: float | npt.NDArray[np.float64]) -> Any:
+    """Seconds to the nearest whole nanosecond, int or int64 array."""
+    if isinstance(seconds, np.ndarray):
+        return np.rint(seconds * NS_PER_S).astype(np.int64)
+    return round(seconds * NS_PER_S)
+
+
+def to_s(nanoseconds: int | NsArray) -> Any:
+    """Nanoseconds to seconds."""
+    return nanoseconds / NS_PER_S

@@ -1,0 +1,1 @@
+"""A sweep: overrides become planned points, and planned points become committed records."""

@@ -1,0 +1,98 @@
+"""Trace files: public traces in the user's cache, and traces that an action writes.
+
+A trace is written whole or not at all. An existing file is replaced only with `--overwrite`.
+"""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+
+from harness.config.errors import UserError
+from harness.console import say
+from traces.catalogue import CatalogueEntry, catalogue, public_trace
+from traces.synth.generator import GENERATORS
+from traces.trace import Trace
+
+
+def cache_folder() -> Path:
+    """Where fetched traces lie: $PAGETWIN_TRACES, or `pagetwin/traces` in the user's cache folder."""
+    chosen = os.environ.get("PAGETWIN_TRACES")
+    if chosen:
+        return Path(chosen).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "pagetwin" / "traces"
+
+
+def folder_of(entry: CatalogueEntry) -> Path:
+    """The folder of one trace."""
+    return cache_folder() / entry.name
+
+
+def trace_path(entry: CatalogueEntry) -> Path:
+    """What to read: the file, or the folder where there are several."""
+    return folder_of(entry) / entry.files[0].path if len(entry.files) == 1 else folder_of(entry)
+
+
+def is_fetched(entry: CatalogueEntry) -> bool:
+    """Whether all its files are there."""
+    return bool(entry.files) and all((folder_of(entry) / file.path).is_file() for file in entry.files)
+
+
+def cached_trace(name: str) -> Path:
+    """The path that a name stands for: a file or folder, else a public trace that was fetched. Raises UserError."""
+    path = Path(name).expanduser()
+    try:
+        if path.exists():
+            return path
+    except OSError as error:
+        raise UserError(f"cannot use '{name[:80]}': {error.strerror}") from error
+    entry = public_trace(name)
+    if entry is None:
+        public = ", ".join(known.name for known in catalogue() if known.format != "generated")
+        raise UserError(
+            f"'{name}' is neither a file nor a generator ({', '.join(GENERATORS)}) nor a public trace ({public})"
+        )
+    if not is_fetched(entry):
+        raise UserError(f"'{name}' is not in {cache_folder()}; fetch it: python -m harness trace get {name}")
+    return trace_path(entry)
+
+
+Write = Callable[[Trace, str | Path], None]
+
+
+def _writers() -> dict[str, Write]:
+    from traces.formats.pagetwin import write_jsonl, write_parquet
+
+    return {".jsonl": write_jsonl, ".jsonl.gz": write_jsonl, ".parquet": write_parquet}
+
+
+def checked_output(name: str, overwrite: bool) -> Path:
+    """Where to write; raises UserError before any work is done."""
+    path = Path(name).expanduser()
+    if not name.endswith(tuple(_writers())):
+        raise UserError(f"--out: '{name}' must end in {', '.join(_writers())}")
+    if path.exists() and not overwrite:
+        raise UserError(f"--out: '{name}' exists; add --overwrite to replace it")
+    if not path.absolute().parent.is_dir():
+        raise UserError(f"--out: no such folder: {path.absolute().parent}")
+    return path
+
+
+def write_trace(trace: Trace, path: Path, writer: Write | None = None) -> None:
+    """Write through a temporary file and a rename, and say what was written; raises UserError."""
+    end = next((end for end in (".jsonl.gz", ".jsonl", ".parquet") if path.name.endswith(end)), path.suffix)
+    write = writer or _writers()[end]
+    try:
+        with NamedTemporaryFile(dir=path.absolute().parent, suffix=end, delete=False) as file:
+            temporary = Path(file.name)
+        try:
+            write(trace, temporary)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(f"--out: cannot write '{path}': {error.strerror or error}") from error
+    say(f"{path}: {len(trace.requests):,} requests, digest {trace.digest}")
+    for change in trace.header.changes:
+        say(f"  {change}")

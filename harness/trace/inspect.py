@@ -1,0 +1,170 @@
+"""`trace inspect` and `trace validate`: what is in a trace, and whether every row can be read.
+
+`inspect` prints figures, and draws pictures if a folder for them is given.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harness.config.errors import UserError
+from harness.console import remark, say
+from harness.trace.flags import add_source, answers, chosen_trace, describe
+
+if TYPE_CHECKING:
+    from harness.trace.flags import Actions
+    from traces.trace import Trace
+
+
+def add_inspect(actions: "Actions") -> None:
+    """Describe `inspect`."""
+    usage = "inspect TRACE [--format F] [--requests N] [--out DIR]"
+    parser = describe(actions, "inspect", "print a trace's statistics, and draw them", usage)
+    add_source(parser)
+    parser.add_argument("--out", metavar="DIR", help="draw pictures (SVG and PNG) into this folder")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument("--block-sizes", metavar="B,B", help="in tokens; default: what the trace can show")
+    parser.add_argument(
+        "--through-cache",
+        action="store_true",
+        help="also replay all prompts through the engine's prefix cache, and compare its hits with the trace's keys",
+    )
+
+
+@answers
+def run_inspect(flags: argparse.Namespace) -> int:
+    """Read, count, draw."""
+    from traces.analysis.inspect import inspect_trace
+    from traces.analysis.profile import profile_trace
+
+    sizes = _sizes(flags.block_sizes)
+    folder = _folder(flags.out)
+    trace = chosen_trace(flags)
+    profile = profile_trace(trace, sizes)
+    statistics = inspect_trace(trace)
+    if flags.through_cache:
+        statistics["through_cache"] = _through_cache(trace, profile["reuse"]["block_sizes"])
+    if flags.json:
+        say(json.dumps({**statistics, "profile": profile}, indent=1))
+    else:
+        say_tree({**statistics, **_summary(profile)})
+    if folder is not None:
+        from harness.report.trace_pictures import write_pictures
+
+        for path in write_pictures(profile, folder):
+            remark(f"wrote {path}")
+    return 0
+
+
+def _sizes(text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    parts = text.split(",")
+    if not all(part.isascii() and part.isdigit() and 0 < int(part) <= 10**6 for part in parts):
+        raise UserError(f"--block-sizes: whole numbers from 1 to 1,000,000 expected, found '{text[:60]}'")
+    return sorted({int(part) for part in parts})
+
+
+def _folder(name: str | None) -> Path | None:
+    if name is None:
+        return None
+    folder = Path(name).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out: cannot use '{name}': {error.strerror or error}") from error
+    return folder
+
+
+def _through_cache(trace: "Trace", sizes: list[int]) -> dict[str, Any]:
+    """Hits of the engine's cache beside those of the keys, at the finest block size; they must be equal."""
+    from harness.trace.ideal import ideal_hit_tokens
+    from traces.analysis.reuse import reuse_profile
+
+    size = min(sizes)
+    keys = reuse_profile(trace, size, spare_last_token=True)
+    found = ideal_hit_tokens(trace, size)
+    return {
+        "block_size": size,
+        "hit_tokens": found,
+        "hit_tokens_from_keys": keys.hit_tokens(float("inf")),
+        "hit_ratio": found / max(keys.prompt_tokens, 1),
+    }
+
+
+def _summary(profile: dict[str, Any]) -> dict[str, Any]:
+    """The part of a profile that is read as figures."""
+    burstiness, reuse = profile["burstiness"], profile["reuse"]
+    shown = ("ideal_hit_ratio", "stack_distance_tokens", "reuse_gap_s")
+    found = {
+        "burstiness": {name: burstiness[name] for name in ("gap_cv_median_5min", "dispersion")},
+        "reuse by block size": {name: reuse[name] for name in shown if reuse[name]},
+    }
+    curve = reuse["capacity_tokens"]
+    picks = range(0, len(curve), max(1, len(curve) // 6))
+    found["LRU hit ratio by cache size in tokens"] = {
+        f"blocks of {size}": {f"{curve[i]:,}": reuse["lru_hit_ratio"][size][i] for i in picks}
+        for size in list(reuse["lru_hit_ratio"])[:1]
+    }
+    return {**({"sessions": profile["sessions"]} if profile["sessions"] else {}), **found}
+
+
+def say_tree(value: dict[str, Any], indent: str = "") -> None:
+    """Nested figures, one a line."""
+    width = max((len(key) for key in value), default=0)
+    for key, item in value.items():
+        if isinstance(item, dict):
+            say(f"{indent}{key}")
+            say_tree(item, indent + "  ")
+        else:
+            say(f"{indent}{key:{width}}  {_shown(item)}")
+
+
+def _shown(item: Any) -> str:
+    if isinstance(item, float):
+        return f"{item:,.6g}"
+    if isinstance(item, int) and not isinstance(item, bool):
+        return f"{item:,}"
+    if isinstance(item, list):
+        return "; ".join(map(str, item)) or "-"
+    return "-" if item is None or item == "" else str(item)
+
+
+def add_validate(actions: "Actions") -> None:
+    """Describe `validate`."""
+    more = "Exit code 0: every row can be replayed or is dropped for a reason; 2: a row is malformed."
+    parser = describe(actions, "validate", "check every row of a trace", "validate TRACE [--format F]", more)
+    add_source(parser)
+    parser.add_argument(
+        "--vocab", type=int, metavar="V", help="also check that keys make different tokens below V"
+    )
+    parser.add_argument(
+        "--first-id", type=int, default=0, metavar="R", help="ids below it are special; default: 0"
+    )
+
+
+@answers
+def run_validate(flags: argparse.Namespace) -> int:
+    """Read the trace and print the books."""
+    from harness.trace.flags import chosen_trace
+    from traces.tokens import separating_tokens
+
+    trace = chosen_trace(flags)
+    header = trace.header
+    say(f"{flags.trace}: valid ({header.format}, keys {header.key_kind})")
+    say(
+        f"rows read {header.rows_read:,} = kept {header.rows_kept:,} + dropped {header.rows_read - header.rows_kept:,}"
+    )
+    for title, counts in (("dropped", header.dropped), ("noted", header.noted)):
+        for name, count in counts.items():
+            say(f"  {title}: {name}: {count:,}")
+    for change in header.changes:
+        say(f"  {change}")
+    if flags.vocab is not None:
+        depth = separating_tokens(trace, seed=flags.seed, vocab_size=flags.vocab, first_id=flags.first_id)
+        say(
+            f"different keys make different tokens within {depth} tokens: exact sharing from that block size on"
+        )
+    say(f"digest {trace.digest}")
+    return 0

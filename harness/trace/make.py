@@ -1,0 +1,191 @@
+"""The actions that write a trace: `trace convert`, `slice`, `scale` and `synth`.
+
+`convert` writes our own format or Mooncake JSONL. `slice` cuts a window, `scale` changes rate or lengths, `synth`
+generates a trace with chosen or calibrated sharing.
+"""
+
+import argparse
+from typing import TYPE_CHECKING
+
+from harness.config.errors import UserError
+from harness.console import say
+from harness.trace.flags import (
+    add_arrivals,
+    add_output,
+    add_source,
+    answers,
+    chosen_arrivals,
+    chosen_trace,
+    describe,
+)
+
+if TYPE_CHECKING:
+    from harness.trace.flags import Actions
+
+
+def add_convert(actions: "Actions") -> None:
+    """Describe `convert`."""
+    parser = describe(
+        actions, "convert", "write a trace in our own form, or as Mooncake JSONL", "convert TRACE --out FILE"
+    )
+    add_source(parser)
+    add_output(parser)
+    parser.add_argument(
+        "--to", choices=("pagetwin", "mooncake"), default="pagetwin", help="default: pagetwin"
+    )
+
+
+@answers
+def run_convert(flags: argparse.Namespace) -> int:
+    """Read, then write."""
+    from harness.trace.files import checked_output, write_trace
+    from traces.formats.mooncake import write_mooncake
+
+    path = checked_output(flags.out, flags.overwrite)
+    if flags.to == "mooncake" and flags.out.endswith(".parquet"):
+        raise UserError("--out: Mooncake is JSONL; let the name end in .jsonl")
+    write_trace(chosen_trace(flags), path, write_mooncake if flags.to == "mooncake" else None)
+    return 0
+
+
+def add_slice(actions: "Actions") -> None:
+    """Describe `slice`."""
+    more = "Rows and times count from 0; the end is not part of the window. Segments keep their keys."
+    parser = describe(
+        actions,
+        "slice",
+        "cut a window out of a trace",
+        "slice TRACE --rows A:B | --time A:B --out FILE",
+        more,
+    )
+    add_source(parser)
+    add_output(parser)
+    window = parser.add_mutually_exclusive_group(required=True)
+    window.add_argument("--rows", metavar="A:B", help="requests A to B - 1 in order of arrival")
+    window.add_argument("--time", metavar="A:B", help="arrivals from A to before B, in seconds")
+    parser.add_argument(
+        "--whole-sessions",
+        action="store_true",
+        help="take every turn of a conversation that begins in the window, and no turn of another",
+    )
+
+
+@answers
+def run_slice(flags: argparse.Namespace) -> int:
+    """Read, cut, write."""
+    from harness.trace.files import checked_output, write_trace
+    from traces.reshape import slice_rows, slice_time
+
+    path = checked_output(flags.out, flags.overwrite)
+    first, last = _ends(flags.rows or flags.time, "--rows" if flags.rows else "--time")
+    trace = chosen_trace(flags)
+    cut = slice_rows if flags.rows else slice_time
+    write_trace(cut(trace, first, last, whole_sessions=flags.whole_sessions), path)
+    return 0
+
+
+def _ends(text: str, flag: str) -> tuple[float, float]:
+    low, colon, high = text.partition(":")
+    try:
+        ends = float(low or 0), float(high) if high else float("inf")
+    except ValueError:
+        ends = (0.0, -1.0)
+    if not colon or not 0 <= ends[0] < ends[1]:
+        raise UserError(f"{flag}: A:B with 0 <= A < B expected, found '{text[:40]}'")
+    return ends
+
+
+def add_scale(actions: "Actions") -> None:
+    """Describe `scale`."""
+    usage = "scale TRACE [--to-rate R] [--lengths F] --out FILE"
+    parser = describe(actions, "scale", "change a trace's arrival rate or lengths", usage)
+    add_source(parser)
+    add_output(parser)
+    parser.add_argument(
+        "--to-rate", type=float, metavar="R", help="mean requests per second, by scaling time"
+    )
+    parser.add_argument(
+        "--lengths", type=float, metavar="F", help="factor on prompt, output and shared lengths"
+    )
+
+
+@answers
+def run_scale(flags: argparse.Namespace) -> int:
+    """Read, scale, write."""
+    from harness.trace.files import checked_output, write_trace
+    from traces.reshape import scale_lengths, set_rate
+
+    if flags.to_rate is None and flags.lengths is None:
+        raise UserError("nothing to scale: give --to-rate R or --lengths F")
+    path = checked_output(flags.out, flags.overwrite)
+    trace = chosen_trace(flags)
+    if flags.lengths is not None:
+        trace = scale_lengths(trace, flags.lengths)
+    if flags.to_rate is not None:
+        trace = set_rate(trace, flags.to_rate)
+    write_trace(trace, path)
+    return 0
+
+
+_MODELS = ("system", "few_shot", "tree", "passages")
+
+
+def add_synth(actions: "Actions") -> None:
+    """Describe `synth`."""
+    usage = "synth GENERATOR [--sharing MODEL --share S | --sharing MODEL --like TRACE] --out FILE"
+    more = "--like finds the share and popularity whose hit-ratio curve is nearest to that of a trace."
+    parser = describe(actions, "synth", "generate a trace", usage, more)
+    parser.add_argument("table", metavar="GENERATOR", help="whose lengths; 'trace ls' lists them")
+    parser.add_argument("--requests", type=int, default=1000, metavar="N", help="default: 1,000")
+    parser.add_argument("--seed", type=int, default=0, help="default: 0")
+    add_arrivals(parser)
+    parser.add_argument(
+        "--sharing", choices=_MODELS, help="how prompts share their beginnings; default: not at all"
+    )
+    parser.add_argument("--share", type=float, default=0.5, help="about so much of each prompt; default: 0.5")
+    parser.add_argument("--count", type=int, default=16, help="shared texts; default: 16")
+    parser.add_argument("--zipf", type=float, default=1.0, help="exponent of their popularity; default: 1")
+    parser.add_argument(
+        "--like", metavar="TRACE", help="calibrate the sharing to this trace's hit-ratio curve"
+    )
+    add_output(parser)
+
+
+@answers
+def run_synth(flags: argparse.Namespace) -> int:
+    """Generate and write; says what the trace is calibrated on and how well."""
+    from harness.trace.files import checked_output, write_trace
+    from traces.synth.calibrate import calibrated_trace
+    from traces.synth.generator import generate_trace
+    from traces.synth.sharing import Sharing
+
+    path = checked_output(flags.out, flags.overwrite)
+    if flags.like and not flags.sharing:
+        raise UserError(f"--like needs --sharing: one of {', '.join(_MODELS)}")
+    arrivals = chosen_arrivals(flags)
+    if flags.like:
+        target = chosen_trace(_reading(flags))
+        trace = calibrated_trace(
+            flags.table,
+            target,
+            flags.sharing,
+            num_requests=flags.requests,
+            seed=flags.seed,
+            arrivals=arrivals,
+        )
+    else:
+        sharing = Sharing(flags.sharing, flags.share, flags.count, flags.zipf) if flags.sharing else None
+        trace = generate_trace(
+            flags.table, num_requests=flags.requests, seed=flags.seed, arrivals=arrivals, sharing=sharing
+        )
+    write_trace(trace, path)
+    for name, value in trace.header.calibration.items():
+        say(f"  {name}: {value}")
+    return 0
+
+
+def _reading(flags: argparse.Namespace) -> argparse.Namespace:
+    """Flags that read the trace to be like, whole and as it is."""
+    plain = {"format": "auto", "requests": None, "seed": flags.seed, "ticks": "keep", "on_error": "stop"}
+    more = {"sort": False, "tokenizer": None, "arrivals": None, "rate": 1.0, "shape": 0.5}
+    return argparse.Namespace(trace=flags.like, **plain, **more)

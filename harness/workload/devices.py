@@ -1,0 +1,90 @@
+"""Whether the engine can run here as it is configured. This is found out before any point runs, and without torch."""
+
+import os
+
+from engine.runtime.attention.native.compile import why_unavailable
+from harness.config.errors import ConfigError
+from harness.config.schema import Backend, Clock, EngineConfig, EngineDevice, RunConfig
+from harness.environment import engine_device, gpu_names
+
+
+def clock_of(config: RunConfig) -> Clock:
+    """`auto` is CPU-seconds of the engine's thread where one CPU thread does all the work, else wall time."""
+    if config.replay.clock is not Clock.auto:
+        return config.replay.clock
+    single = engine_device(config.engine.device) == "cpu" and config.engine.threads == 1
+    return Clock.cpu if single else Clock.wall
+
+
+_SHARE = 0.8  # of the machine's memory: the model, its activations and Python need the rest
+
+
+def check_memory(pool_bytes: int, engine: EngineConfig) -> None:
+    """Raises ConfigError for a pool that the machine's memory cannot hold; of a CUDA device the driver will say."""
+    _check_fits(
+        pool_bytes,
+        engine,
+        "cache.pool_tokens",
+        "the pool takes",
+        "Take fewer tokens, or measure=false to predict alone",
+    )
+
+
+def check_weights(weight_bytes: int, engine: EngineConfig) -> None:
+    """The same of a model's weights."""
+    _check_fits(
+        weight_bytes, engine, "model", "its weights take", "A sweep with measure=false predicts without them"
+    )
+
+
+def _check_fits(size: int, engine: EngineConfig, key: str, what: str, remedy: str) -> None:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if engine_device(engine.device) == "cpu" and size > _SHARE * memory:
+        raise ConfigError(
+            key,
+            f"{what} {size / 1e9:,.1f} GB, this machine has {memory / 1e9:,.1f} GB; "
+            f"allowed: {_SHARE:.0%} of that. {remedy}",
+        )
+
+
+def check_engine(engine: EngineConfig) -> None:
+    """Raises ConfigError for a device that is not here, or kernels that do not run on the device."""
+    if engine.device is EngineDevice.cuda and not gpu_names():
+        raise ConfigError(
+            "engine.device",
+            "cuda, but the NVIDIA driver shows no device on this machine; use engine.device=cpu (or auto), "
+            "or measure=false to predict alone",
+        )
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if engine.backend is Backend.triton and engine_device(engine.device) == "cpu" and not interpreted:
+        raise ConfigError(
+            "engine.backend",
+            "triton kernels need a CUDA device and this run is on the CPU; use engine.backend=torch",
+        )
+    if engine.backend is Backend.native:
+        _check_native(engine)
+    if engine.cuda_graphs and (engine_device(engine.device) == "cpu" or engine.backend is Backend.torch):
+        raise ConfigError(
+            "engine.cuda_graphs",
+            "true, but only triton kernels on a CUDA device can be recorded; leave it out, or use engine=cuda",
+        )
+
+
+def _check_native(engine: EngineConfig) -> None:
+    on_cpu = engine_device(engine.device) == "cpu"
+    reason = why_unavailable() if on_cpu else "this run is on a GPU"
+    if reason:
+        raise ConfigError(
+            "engine.backend", f"native kernels are compiled for CPUs: {reason}; use engine.backend=auto"
+        )
+
+
+def engine_kernels(engine: EngineConfig) -> list[str]:
+    """What the engine computes with here: the attention that `auto` stands for, and whether the rest is compiled too.
+
+    A compiler that goes, or `PAGETWIN_NATIVE=0`, makes another engine of the same configuration.
+    """
+    if engine_device(engine.device) != "cpu":
+        return ["triton" if engine.backend is Backend.auto else str(engine.backend)]
+    rest = "torch" if why_unavailable() else "native"
+    return [rest if engine.backend is Backend.auto else str(engine.backend), rest]

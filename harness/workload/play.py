@@ -1,0 +1,289 @@
+"""Playing a workload: the free-running prediction, and the playback of a measured run.
+
+Requests without shared content can be replayed compiled (`harness.compiled`). All others go through the policy core.
+What only an engine finds out comes from `harness.workload.chance`, alike on both sides.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from engine.core.options import Decoding, Preemption, Scheduling
+from engine.core.plan import StepPlan, StepResult
+from engine.core.request import Request
+from harness.compiled.numba_edge import is_available
+from harness.compiled.replay import CompiledReplay, PlainPool, PlainRequests
+from harness.compiled.state import IntArray
+from harness.config.errors import ConfigError
+from harness.config.schema import CachePolicy, Compiled, ReplayMode, RetentionRule
+from harness.metrics import compute_metrics
+from harness.metrics.log import Outcome, RunLog, empty_log
+from harness.metrics.totals import Totals, as_floats, step_totals
+from harness.replay.arrivals import Arrivals, TimedRequest
+from harness.replay.branches import BranchEnds
+from harness.replay.cost_model import CostModel, CostSource
+from harness.replay.executors import Executor, RecordedExecutor, SimulatedExecutor, StepTiming
+from harness.replay.loop import Progress, Replay
+from harness.replay.recorder import Recorder
+from harness.replay.streaming import RunFold, StreamingRecorder, extrapolated
+from harness.workload.workload import Workload
+from traces.trace import TraceRequest
+
+ENOUGH = 5_000  # requests from which the compiled code is worth loading (a second, and some more to compile it once)
+_OPEN_LOOP = (ReplayMode.trace, ReplayMode.poisson, ReplayMode.gamma, ReplayMode.offline)
+
+
+def compiled_replay(workload: Workload, cost: CostModel) -> CompiledReplay | None:
+    """The point's compiled replay, or None where it must go, or had better go, through the policy core.
+
+    Raises ConfigError where `replay.compiled=always` and it cannot be had.
+    """
+    mode, rows = workload.compiled, workload.trace.requests
+    if mode is Compiled.never or (mode is Compiled.auto and len(rows) < ENOUGH):
+        return None
+    reason = obstacle(workload, cost)
+    if reason is None:
+        return replay_of(workload, plain_requests(rows), cost)
+    if mode is Compiled.always:
+        raise _refusal(reason)
+    return None
+
+
+def check_compiled(workload: Workload) -> None:
+    """Raises ConfigError where `replay.compiled=always` and no cost model could make it so; cheap otherwise."""
+    reason = _obstacle(workload) if workload.compiled is Compiled.always else None
+    if reason is not None:
+        raise _refusal(reason)
+
+
+def _refusal(reason: str) -> ConfigError:
+    return ConfigError("replay.compiled", f"always, but {reason}; use auto")
+
+
+def obstacle(workload: Workload, cost: CostModel) -> str | None:
+    """Why the point cannot be replayed compiled; None where it can."""
+    from harness.compiled.pricing import prices_of
+
+    if prices_of(cost) is None:
+        return f"cost={cost.source.kind} is neither a roofline nor linear"
+    return _obstacle(workload)
+
+
+def _obstacle(workload: Workload) -> str | None:
+    if not is_available():
+        return "numba is not installed, or cannot be imported (pip install numba)"
+    return _policy_obstacle(workload) or _request_obstacle(workload)
+
+
+def _policy_obstacle(workload: Workload) -> str | None:
+    limits, batching, chance = workload.limits, workload.batching, workload.chance
+    if workload.pool.policy is not CachePolicy.paged:
+        return f"cache.policy={workload.pool.policy} is not paged"
+    if limits.scheduling is not Scheduling.FCFS or limits.static_batch:
+        return "the scheduler is not first come, first served with continuous batching"
+    if limits.preemption is Preemption.SWAP:
+        return "preempted requests are swapped out (scheduler.preemption)"
+    if workload.cache.eviction or batching.order or batching.victim or batching.admission:
+        return "there is a policy of your own, which decides in Python"
+    if workload.release.mode not in _OPEN_LOOP or workload.release.until_ns is not None:
+        return "requests wait for others (replay.mode), or the replay stops early (replay.duration_s)"
+    return "branches end by chance" if chance.survival else None
+
+
+def _request_obstacle(workload: Workload) -> str | None:
+    rows = workload.trace.requests
+    forms = {workload.forms.of(row) for row in rows}
+    if any(form.width > 1 or form.decoding is Decoding.BEAM or form.speculation for form in forms):
+        return "requests have beams, several samples or drafts"
+    if workload.pool.prefix_caching and any(map(partial(_shares, workload.pool.block_size), rows)):
+        return "prompts may share prefixes"
+    return None
+
+
+def _shares(block_size: int, row: TraceRequest) -> bool:
+    """Whether another request may have the first block of `row`."""
+    keyed = 0
+    for segment in row.segments:
+        if segment.key is None or keyed >= block_size:
+            break
+        keyed += segment.tokens
+    return keyed >= block_size
+
+
+def plain_requests(rows: Sequence[TraceRequest]) -> PlainRequests:
+    """The lengths of `rows`."""
+    return PlainRequests(
+        _column([row.request_id for row in rows]),
+        _column([row.arrival_us for row in rows]) * 1000,
+        _column([row.prompt_tokens for row in rows]),
+        _column([row.output_tokens for row in rows]),
+    )
+
+
+def _column(values: list[int]) -> IntArray:
+    return np.array(values, dtype=np.int64)
+
+
+def replay_of(workload: Workload, requests: PlainRequests, cost: CostModel) -> CompiledReplay:
+    """`requests` on the workload's pool; there must be no `obstacle`."""
+    from harness.compiled.pricing import prices_of
+
+    pool, prices = workload.pool, prices_of(cost)
+    assert prices is not None
+    keeps = pool.prefix_caching and workload.cache.retention is RetentionRule.lru
+    plain = PlainPool(pool.num_blocks, pool.block_size, pool.kv_bytes_per_token, keeps)
+    return CompiledReplay(requests, workload.limits, plain, prices)
+
+
+def play(
+    workload: Workload,
+    requests: Sequence[TimedRequest],
+    executor: Executor,
+    *,
+    keep_plans: bool = False,
+    progress: Progress | None = None,
+) -> tuple[RunLog, Recorder]:
+    """Replay `requests` through a fresh scheduler and pool."""
+    by_id = {timed.request.request_id: timed.request for timed in requests}
+    recorder = Recorder(by_id, workload.pool.block_size, keep_plans=keep_plans)
+    scheduler = workload.scheduler()
+    arrivals = workload.release.arrivals(workload.trace.requests, requests)
+    Replay(arrivals, scheduler, executor, recorder, progress, until_ns=workload.release.until_ns).run()
+    return recorder.log(scheduler.stats, workload.pool.tokens, workload.pool.kv_bytes_per_token), recorder
+
+
+def simulate(
+    workload: Workload, cost: CostModel, beam_churn: float | None, *, fast_forward: bool = True
+) -> RunLog:
+    """The free-running prediction. `beam_churn` None takes the calibrated one."""
+    compiled = compiled_replay(workload, cost)
+    if compiled is not None:
+        return compiled.log()
+    requests = workload.requests()
+    by_id = {timed.request.request_id: timed.request for timed in requests}
+    executor = simulated_executor(workload, cost, by_id, beam_churn, fast_forward=fast_forward)
+    return play(workload, requests, executor)[0]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a simulation came to; `log` has its rows, and is empty where they were not kept."""
+
+    metrics: dict[str, float]
+    outcome: dict[str, int]
+    extrapolated: dict[str, Any] | None
+    totals: Totals
+    log: RunLog
+
+
+def prediction_of(log: RunLog, source: CostSource) -> Prediction:
+    """The same from a log that was kept."""
+    outcomes = log.requests["outcome"]
+    counts = {outcome.name.lower(): int((outcomes == outcome).sum()) for outcome in Outcome}
+    steps = as_floats(log.steps)
+    return Prediction(compute_metrics(log), counts, extrapolated(source, log.steps), step_totals(steps), log)
+
+
+def simulate_metrics(
+    workload: Workload, cost: CostModel, beam_churn: float | None = None, *, fast_forward: bool = True
+) -> Prediction:
+    """The free-running prediction in constant memory: beside the trace, only requests under way are held."""
+    compiled = compiled_replay(workload, cost)
+    if compiled is not None:
+        return predict_compiled(workload, compiled, cost.source)
+    arrivals = workload.release.arrivals(workload.trace.requests, workload.stream())
+    return predict(workload, arrivals, cost, beam_churn, fast_forward=fast_forward)
+
+
+def predict(
+    workload: Workload,
+    arrivals: Arrivals,
+    cost: CostModel,
+    beam_churn: float | None = None,
+    *,
+    fast_forward: bool = True,
+) -> Prediction:
+    """The same of whatever arrives at the workload's pool."""
+    live: dict[int, Request] = {}
+    recorder = StreamingRecorder(live, workload.pool.block_size, cost.source.hull)
+    scheduler = workload.scheduler()
+    executor = simulated_executor(workload, cost, live, beam_churn, fast_forward=fast_forward)
+    until_ns = workload.release.until_ns
+    Replay(arrivals, scheduler, executor, recorder, live=live, until_ns=until_ns, forget=True).run()
+    recorder.finish(scheduler.stats)
+    return _folded(workload, recorder.fold, recorder.span_s)
+
+
+def predict_compiled(workload: Workload, replay: CompiledReplay, source: CostSource) -> Prediction:
+    """The same of a compiled replay."""
+    fold = RunFold(source.hull)
+    return _folded(workload, fold, replay.fold(fold))
+
+
+def _folded(workload: Workload, fold: RunFold, span_s: float) -> Prediction:
+    pool = workload.pool
+    metrics = fold.metrics(span_s, pool.tokens, pool.kv_bytes_per_token)
+    log = empty_log(pool.block_size, pool.tokens, pool.kv_bytes_per_token)
+    return Prediction(metrics, fold.outcome, fold.extrapolated.section(), fold.totals, log)
+
+
+def play_back(workload: Workload, recording: Recorder) -> Recorder:
+    """Run the policy again on a measured run's durations and answers, with blocks named by keys instead of tokens.
+
+    Every plan must come out the same, block ids included.
+    """
+    executor = RecordedExecutor(recording.step_ns, recording.results)
+    _, recorder = play(workload, workload.requests(), executor, keep_plans=True)
+    return recorder
+
+
+def simulated_executor(
+    workload: Workload,
+    cost: CostModel,
+    requests: Mapping[int, Request],
+    beam_churn: float | None,
+    *,
+    fast_forward: bool,
+) -> SimulatedExecutor:
+    """Seconds from `cost`, and everything else from the workload's chance; `requests` may grow during the replay."""
+    chance = workload.chance
+    return SimulatedExecutor(
+        cost,
+        requests,
+        workload.pool.block_size,
+        chance.genealogy(cost.source, workload.width, beam_churn),
+        fast_forward=fast_forward,
+        survival=chance.survival,
+        acceptance=chance.accepted(cost.source),
+    )
+
+
+class PinnedEnds:
+    """An engine whose sampled branches end where the chance says, whatever tokens they choose."""
+
+    max_repeat = 1
+
+    def __init__(self, engine: Executor, ends: BranchEnds) -> None:
+        self._engine = engine
+        self._ends = ends
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._engine.begin()
+
+    def execute(self, plan: StepPlan, horizon_ns: int | None) -> StepResult:
+        """Run the plan, and end branches with it."""
+        return replace(self._engine.execute(plan, horizon_ns), ended=self._ends.of(plan))
+
+    def end(self) -> StepTiming:
+        """The engine's time."""
+        return self._engine.end()
+
+
+def with_ends(workload: Workload, engine: Executor, requests: Mapping[int, Request]) -> Executor:
+    """The engine, its branches ending as the workload's chance says."""
+    survival = workload.chance.survival
+    return PinnedEnds(engine, BranchEnds(survival, requests)) if survival else engine

@@ -1,0 +1,118 @@
+"""The policy core of a point, from its configuration: KV cache manager, limits, and a user's own policies."""
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from engine.core.memory.contiguous import ContiguousManager
+from engine.core.memory.manager import KVCacheManager
+from engine.core.memory.paged import PagedManager
+from engine.core.options import (
+    HashAlgorithm,
+    Placement,
+    Preemption,
+    Reservation,
+    Retention,
+    SchedulerLimits,
+    Scheduling,
+)
+from engine.core.policies import Policies
+from engine.core.scheduling.scheduler import Scheduler
+from harness.config.errors import ConfigError
+from harness.config.schema import CacheConfig, CachePolicy, PlacementRule, SchedulerConfig
+from harness.workload.shapes import PoolShape
+
+_RESERVATIONS = {
+    CachePolicy.contiguous_max: Reservation.MAX,
+    CachePolicy.contiguous_pow2: Reservation.POW2,
+    CachePolicy.contiguous_oracle: Reservation.ORACLE,
+}
+_METHODS = {
+    "cache.eviction": ("push", "remove", "pop", "blocks", "__len__"),
+    "scheduler.order": ("key",),
+    "scheduler.victim": ("choose",),
+    "scheduler.admission": ("allows",),
+}
+
+
+def new_scheduler(
+    pool: PoolShape, limits: SchedulerLimits, cache: CacheConfig, scheduler: SchedulerConfig
+) -> Scheduler:
+    """A scheduler over an empty pool; raises ConfigError where a class of the user's cannot be had."""
+    return Scheduler(_manager(pool, cache), limits, _policies(limits, scheduler))
+
+
+def _manager(pool: PoolShape, cache: CacheConfig) -> KVCacheManager:
+    if pool.policy is not CachePolicy.paged:
+        placement = _placement(pool.policy, cache.placement)
+        return ContiguousManager(pool.num_blocks, pool.max_model_len, _RESERVATIONS[pool.policy], placement)
+    return PagedManager(
+        pool.num_blocks,
+        pool.block_size,
+        prefix_caching=pool.prefix_caching,
+        retention=Retention(cache.retention.value),
+        deduplicate=cache.deduplicate,
+        copy_at_fork=cache.copy_at_fork,
+        host_blocks=cache.host_tokens // pool.block_size,
+        eviction=_own("cache.eviction", cache.eviction),
+    )
+
+
+def _policies(limits: SchedulerLimits, scheduler: SchedulerConfig) -> Policies:
+    builtin = Policies.of(limits.scheduling)
+    return Policies(
+        order=_own("scheduler.order", scheduler.order) or builtin.order,
+        victim=_own("scheduler.victim", scheduler.victim) or builtin.victim,
+        admission=_own("scheduler.admission", scheduler.admission) or builtin.admission,
+    )
+
+
+def hash_algorithm(cache: CacheConfig) -> HashAlgorithm:
+    """What block names are made with."""
+    return HashAlgorithm(cache.hash.value)
+
+
+def _placement(policy: CachePolicy, rule: PlacementRule) -> Placement:
+    if rule is PlacementRule.auto:
+        return Placement.FIRST_FIT if policy is CachePolicy.contiguous_max else Placement.BUDDY
+    return Placement(rule.value)
+
+
+def limits_of(scheduler: SchedulerConfig, max_model_len: int) -> SchedulerLimits:
+    """What a step may hold, as the configuration says."""
+    return SchedulerLimits(
+        max_batched_tokens=scheduler.max_batched_tokens,
+        max_running=scheduler.max_running,
+        max_model_len=max_model_len,
+        chunked_prefill=scheduler.chunked_prefill,
+        watermark=scheduler.watermark,
+        scheduling=Scheduling(scheduler.policy.value),
+        preemption=Preemption(scheduler.preemption.value),
+        long_prefill_tokens=scheduler.long_prefill_tokens,
+        admit_whole_prompt=scheduler.admit_whole_prompt,
+        static_batch=scheduler.static_batch,
+    )
+
+
+def _own(key: str, name: str | None) -> Any:
+    """A new instance of the user's class; modules in the working directory are found too."""
+    if name is None:
+        return None
+    module, _, cls = name.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)
+    try:
+        instance = getattr(import_module(module), cls)()
+    except Exception as error:  # a user's module may raise anything
+        raise ConfigError(key, f"'{name}' cannot be made: {type(error).__name__}: {error}") from error
+    return _with_methods(key, name, instance, _METHODS[key])
+
+
+def _with_methods(key: str, name: str, instance: Any, methods: Sequence[str]) -> Any:
+    missing = [method for method in methods if not callable(getattr(instance, method, None))]
+    if missing:
+        raise ConfigError(key, f"'{name}' lacks {', '.join(missing)}; see engine/core/policies.py")
+    return instance

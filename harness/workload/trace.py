@@ -1,0 +1,158 @@
+"""The trace of a point: read or generated, then reshaped as the configuration says.
+
+Points with the same trace settings share one trace in memory.
+"""
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from harness.config.errors import ConfigError
+from harness.config.schema import RunConfig, SharingModel, TraceArrivals, TraceFormat
+from traces.arrivals import ArrivalProcess
+from traces.errors import ParameterError, TraceError
+from traces.formats.rows import Encode
+from traces.reading import read_trace
+from traces.reshape import scale_lengths, set_rate, share_prefixes
+from traces.synth.generator import generate_trace
+from traces.synth.sharing import Sharing
+from traces.trace import Trace
+
+
+@lru_cache(maxsize=4)
+def encoder(path: str) -> Encode:
+    """Encode with `tokenizer.json` in a folder, or with that file, without special tokens; raises ParameterError."""
+    from tokenizers import Tokenizer
+
+    place = Path(path).expanduser()
+    file = place / "tokenizer.json" if place.is_dir() else place
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises plain Exception for every fault of the file
+        raise ParameterError(
+            "tokenizer", f"cannot read {file}: {error}; name a folder with tokenizer.json"
+        ) from error
+
+    def encode(text: str) -> list[int]:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    return encode
+
+
+_KEYS = {
+    "share": "workload.prefix_share",
+    "num_prefixes": "workload.num_prefixes",
+    "zipf": "workload.prefix_zipf",
+    "requests_per_s": "workload.request_rate",
+    "factor": "workload.length_scale",
+    "num_requests": "workload.num_requests",
+    "limit": "workload.num_requests",
+    "seed": "workload.seed",
+    "table": "trace.name",
+    "format": "trace.format",
+    "ticks": "trace.ticks",
+    "on_error": "trace.on_error",
+    "arrivals": "trace.arrivals",
+    "rate_rps": "trace.arrival_rate",
+    "shape": "trace.arrival_shape",
+    "sharing": "trace.sharing",
+    "tokenizer": "trace.tokenizer",
+}
+_GENERATED = 1000  # requests of a generated trace where `workload.num_requests` is null
+
+
+def reshaped_trace(config: RunConfig) -> Trace:
+    """The point's trace before anything is dropped for its size; raises ConfigError with file, line and field."""
+    trace, workload = config.trace, config.workload
+    try:
+        return _reshaped(
+            _source_key(config),
+            workload.num_requests,
+            workload.length_scale,
+            workload.prefix_share,
+            workload.num_prefixes,
+            workload.prefix_zipf,
+            workload.request_rate,
+            workload.seed,
+        )
+    except TraceError as error:
+        raise ConfigError("trace.path" if trace.path else "trace.name", str(error)) from error
+    except ParameterError as error:
+        raise ConfigError(_KEYS[error.parameter], error.reason) from error
+
+
+def _source_key(config: RunConfig) -> tuple[Any, ...]:
+    """All that decides what is read; a file that changed is read again."""
+    trace = config.trace
+    reading = (trace.ticks, trace.on_error, trace.sort, trace.tokenizer, config.workload.seed)
+    return (
+        trace.format,
+        trace.name,
+        trace.path,
+        _stamp(trace.path),
+        reading,
+        _arrivals(config),
+        _sharing(config),
+    )
+
+
+def _stamp(path: str | None) -> int:
+    """When the file, or the last file of the folder, was changed."""
+    if not path or not Path(path).exists():
+        return 0
+    place = Path(path)
+    files = (place, *(place.rglob("*") if place.is_dir() else ()))
+    return max((file.stat().st_mtime_ns for file in files), default=0)
+
+
+def _arrivals(config: RunConfig) -> ArrivalProcess | None:
+    trace = config.trace
+    if trace.arrivals is TraceArrivals.recorded:
+        return None
+    assert trace.arrival_rate is not None  # harness.config.checks
+    return ArrivalProcess(str(trace.arrivals), trace.arrival_rate, shape=trace.arrival_shape)
+
+
+def _sharing(config: RunConfig) -> Sharing | None:
+    trace, workload = config.trace, config.workload
+    if trace.sharing is SharingModel.none:
+        return None
+    return Sharing(str(trace.sharing), trace.share, workload.num_prefixes, workload.prefix_zipf)
+
+
+@lru_cache(maxsize=64)
+def _reshaped(
+    source: tuple[Any, ...],
+    num_requests: int | None,
+    length_scale: float,
+    prefix_share: float | None,
+    num_prefixes: int,
+    zipf: float,
+    rate: float | None,
+    seed: int,
+) -> Trace:
+    trace = scale_lengths(_taken(source, num_requests), length_scale)
+    if prefix_share is not None:
+        trace = share_prefixes(trace, prefix_share, num_prefixes, zipf, seed)
+    return set_rate(trace, rate) if rate is not None else trace
+
+
+@lru_cache(maxsize=8)
+def _taken(source: tuple[Any, ...], num_requests: int | None) -> Trace:
+    format_, name, path, _, (ticks, on_error, sort, tokenizer, seed), arrivals, sharing = source
+    if format_ is TraceFormat.generated:
+        count = num_requests or _GENERATED
+        return generate_trace(name, num_requests=count, seed=seed, arrivals=arrivals, sharing=sharing)
+    return read_trace(
+        path,
+        str(format_),
+        name=name,
+        ticks=str(ticks),
+        on_error=str(on_error),
+        sort=sort,
+        seed=seed,
+        limit=num_requests,
+        arrivals=arrivals,
+        encode=encoder(tokenizer) if tokenizer else None,
+    )

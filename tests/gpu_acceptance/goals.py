@@ -1,0 +1,184 @@
+"""Every goal, by part. The numbers of the goals are in this file and nowhere else."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Sense(StrEnum):
+    """On which side of the aim a figure must lie."""
+
+    most = "at most"
+    least = "at least"
+    shown = "shown"  # a figure to be reported; there is no aim
+
+
+class Unit(StrEnum):
+    """How a figure is printed."""
+
+    share = "share"
+    ratio = "ratio"
+    number = "number"
+
+
+@dataclass(frozen=True)
+class Goal:
+    """One figure of one part. `row` is what the project asks for in its own words, `source` where the aim is from."""
+
+    key: str
+    row: str
+    figure: str
+    sense: Sense
+    aim: float | None
+    unit: Unit
+    source: str = "project goal for the H200"
+
+    def met(self, found: float | None) -> bool | None:
+        """Whether a figure reaches the aim; None where nothing was measured, or nothing is aimed at.
+
+        NaN reaches no aim.
+        """
+        if found is None or self.aim is None:
+            return None
+        return found <= self.aim if self.sense is Sense.most else found >= self.aim
+
+    def shown(self, value: float) -> str:
+        """A figure in the goal's unit."""
+        if self.unit is Unit.share:
+            return f"{value:.1%}"
+        return f"{value:.3g}×" if self.unit is Unit.ratio else f"{value:g}"
+
+    @property
+    def wanted(self) -> str:
+        """The aim in words."""
+        return "–" if self.aim is None else f"{self.sense} {self.shown(self.aim)}"
+
+
+@dataclass(frozen=True)
+class Found:
+    """The figure of a goal, where it comes from (the worst case, mostly), or why there is none."""
+
+    value: float | None
+    where: str
+
+
+def missing(reason: str) -> Found:
+    """No figure, and why."""
+    return Found(None, reason)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A goal with what was found."""
+
+    goal: Goal
+    found: Found
+
+    @property
+    def met(self) -> bool | None:
+        """See `Goal.met`."""
+        return self.goal.met(self.found.value)
+
+    @property
+    def verdict(self) -> str:
+        """`yes`, `no`, `shown` (no aim) or `not measured`."""
+        if self.found.value is None:
+            return "not measured"
+        return "shown" if self.met is None else "yes" if self.met else "no"
+
+
+MOST, LEAST, SHOWN = Sense.most, Sense.least, Sense.shown
+SHARE, RATIO, COUNT = Unit.share, Unit.ratio, Unit.number
+
+LARGE_BYTES = 256e6
+"""Bytes of KV that a call must read for a claim about bandwidth: a smaller one is bound by launches."""
+PAGED_BLOCKS = 16
+"""Claims about bandwidth and paging begin at this block size."""
+DTYPE, GROUPS = "bf16", (1, 4, 8)
+"""Cache type, and query heads per KV head, that such claims are about."""
+LONG_QUERIES = 512
+"""Queries a sequence from which a prefill is bound by arithmetic."""
+GAIN_ROWS, GAIN_SHARED = 16, 8192
+"""Sequences and shared tokens of the case that a cascade's gain is asked for."""
+
+_SOSP = "Kwon et al., SOSP 2023: kernel 20–26 % slower than on contiguous KV"
+_ORCA = "Kwon et al., SOSP 2023: 2–4× the throughput of reserved memory"
+
+_TESTS = Goal("tests", "every kernel test at full size, all dtypes", "tests that fail", MOST, 0, COUNT)
+_KERNELS = (
+    Goal("decode_copy", "decode, bf16, ≥ 256 MB KV, block ≥ 16", "share of same-run copy speed", LEAST, 0.90, SHARE),
+    Goal("paging", "paged over contiguous twin, block ≥ 16", "time ratio, worst", MOST, 1.02, RATIO, _SOSP),
+    Goal("blocks", "latency against block size, tile fixed", "slowest over fastest, block ≥ 16", SHOWN, None, RATIO),
+    Goal("flashinfer_worst", "against FlashInfer", "our time over theirs, worst", MOST, 1.05, RATIO),
+    Goal("flashinfer_median", "against FlashInfer", "our time over theirs, median", MOST, 1.0, RATIO),
+    Goal("flex_median", "against flex attention", "our time over theirs, median", MOST, 1.0, RATIO),
+    Goal("sdpa_median", "decode against torch SDPA, contiguous KV", "our time over theirs, median", MOST, 1.0, RATIO),
+    Goal("prefill_ceiling", "prefill on cached prefixes", "share of same-run matrix ceiling", LEAST, 0.60, SHARE),
+    Goal("prefill_sdpa", "prefill against torch SDPA", "their time over ours, worst", LEAST, 0.9, RATIO),
+    Goal("cascade_flat", "cascade, rule asked", "time over flat, worst", MOST, 1.02, RATIO),
+    Goal("cascade_gain", "cascade, 16 sequences × 8k shared", "flat time over ours", LEAST, 5.0, RATIO),
+    Goal("cascade_rule", "the crossover, used by the cost rule", "cases decided wrongly by > 2 %", MOST, 0, COUNT),
+)  # fmt: skip
+_MEMCHECK = Goal("memcheck", "compute-sanitizer memcheck, small tests", "errors", MOST, 0, COUNT)
+_ENGINE = (
+    Goal("host_1b", "1B class, bf16, CUDA graphs", "host share of a decode step, worst", MOST, 0.05, SHARE),
+    Goal("host_8b", "8B class, bf16, CUDA graphs", "host share of a decode step, worst", MOST, 0.05, SHARE),
+    Goal("tokens_1b", "1B class, largest batch", "decoded tokens a second", SHOWN, None, COUNT),
+    Goal("tokens_8b", "8B class, largest batch", "decoded tokens a second", SHOWN, None, COUNT),
+    Goal("bytes_8b", "8B class, largest batch", "GB read a second", SHOWN, None, COUNT),
+    Goal(
+        "peer_1b", "beside transformers' continuous batching, 1B", "our rate over theirs", SHOWN, None, RATIO
+    ),
+    Goal(
+        "peer_8b", "beside transformers' continuous batching, 8B", "our rate over theirs", SHOWN, None, RATIO
+    ),
+)
+ERRORS = (
+    ("output_throughput", "throughput", 0.02),
+    ("tpot_mean", "TPOT", 0.02),
+    ("ttft_p50", "median TTFT", 0.05),
+)
+"""Metric, its name in a goal, and how far a prediction may be off, the median over a sweep's points."""
+SWEEPS = (("default", "default sweep"), ("azure", "Azure window"))
+BASELINES = ("contiguous_max", "contiguous_pow2", "contiguous_oracle")
+
+
+def _errors() -> tuple[Goal, ...]:
+    return tuple(
+        Goal(
+            f"{sweep}_{metric}",
+            f"{title}, predicted against measured",
+            f"{name}, median error",
+            MOST,
+            aim,
+            SHARE,
+        )
+        for sweep, title in SWEEPS
+        for metric, name, aim in ERRORS
+    )
+
+
+_PREDICTION = (
+    *_errors(),
+    Goal("kernel", "kernel latency on held-out shapes", "mean error, worst axis", MOST, 0.03, SHARE),
+    *(
+        Goal(
+            f"ratio_{policy}",
+            f"paged beside {policy} at equal memory",
+            "throughput ratio",
+            SHOWN,
+            None,
+            RATIO,
+            _ORCA,
+        )
+        for policy in BASELINES
+    ),
+    Goal("gate_alarms", "latency gate, A/A run", "false alarms", MOST, 0, COUNT),
+    Goal("gate_caught", "latency gate, planted +5 %", "share of planted cases caught", LEAST, 1.0, SHARE),
+)
+GOALS: Mapping[str, tuple[Goal, ...]] = {
+    "quick": (_TESTS, *_KERNELS),
+    "kernels": (_TESTS, _MEMCHECK, *_KERNELS),
+    "engine": _ENGINE,
+    "prediction": _PREDICTION,
+}

@@ -1,0 +1,299 @@
+"""What timed kernels say about the goals. The worst case counts, because an engine waits for the one bad shape.
+
+It also finds from how many shared tokens a cascade pays, whether the cost rule knows it, and which constants would. The
+rule (`paged_kernels.cascade_cost`): a cascade saves `(rows - tiles) x bytes of the shared KV / speed` and costs
+`overhead`. Both are linear in `1 / speed` and `overhead`, so bounded least squares on measured savings gives them. Each
+case is weighted by its flat time.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from gpu_acceptance.goals import (
+    DTYPE,
+    GAIN_ROWS,
+    GAIN_SHARED,
+    GROUPS,
+    LARGE_BYTES,
+    LONG_QUERIES,
+    PAGED_BLOCKS,
+    Found,
+    missing,
+)
+from harness.bench.kernels.cases import CaseSpec
+from harness.console import remark
+from harness.cost.timings import ALWAYS, CASCADE, CONTIGUOUS, OURS, SDPA, TABLE, KernelRunError, read_run
+
+if TYPE_CHECKING:
+    from paged_kernels.cascade_plan import CascadeCost
+
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class TimedCase:
+    """One case of one run: our row, and everyone's median time in µs."""
+
+    run: str
+    ours: Row
+    us: Mapping[str, float]
+
+    @property
+    def name(self) -> str:
+        """The case's stable name."""
+        return str(self.ours["name"])
+
+    @property
+    def decode(self) -> bool:
+        """One query a sequence, nothing shared."""
+        return self.ours["queries"] == 1 and not self.ours["shared_prefix"]
+
+    def over(self, provider: str) -> float | None:
+        """Our time over the provider's; None where it did not serve the case."""
+        return self.us[OURS] / self.us[provider] if provider in self.us else None
+
+
+def timed_cases(out: Path) -> list[TimedCase]:
+    """The cases of every `bench kernels` folder directly below `out`; a case that we did not serve is left out.
+
+    A table that cannot be read, or that holds nothing because its time was over, is said and left out.
+    """
+    files = sorted(out.glob(f"*/{TABLE}"))
+    return [case for file in files for case in cases_of(file.parent.name, _rows(file))]
+
+
+def _rows(file: Path) -> Sequence[Row]:
+    try:
+        return read_run(file).rows
+    except KernelRunError as error:
+        remark(str(error))
+        return ()
+
+
+def cases_of(run: str, rows: Sequence[Row]) -> Iterator[TimedCase]:
+    """The cases of one run's rows."""
+    times: dict[str, dict[str, float]] = {}
+    for row in rows:
+        times.setdefault(str(row["name"]), {})[str(row["provider"])] = float(row["median_us"])
+    for row in rows:
+        if row["provider"] == OURS:
+            yield TimedCase(run, row, times[str(row["name"])])
+
+
+NOISE = 1.02
+"""A choice that is slower than the other by less than this is no mistake."""
+FEWEST = 6  # cases on which three constants can rest
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """A measured case: what the rule sees of it, and seconds flat and as a cascade."""
+
+    name: str
+    rows: int
+    kv_bytes: int
+    tiles: int
+    flat_s: float
+    cascade_s: float
+
+
+def wrong_decisions(shared: Iterable[TimedCase]) -> Found:
+    """How many cases the rule decided for the slower way, by more than noise."""
+    judged = [case for case in shared if {OURS, CASCADE, ALWAYS} <= case.us.keys()]
+    if not judged:
+        return missing("no case was timed flat, as the rule says, and as a cascade in any case")
+    wrong = [case.name for case in judged if case.us[CASCADE] > NOISE * min(case.us[OURS], case.us[ALWAYS])]
+    return Found(len(wrong), f"of {len(judged)}{': ' if wrong else ''}{', '.join(wrong[:4])}")
+
+
+def crossovers(shared: Iterable[TimedCase]) -> dict[int, int | None]:
+    """By sequences: the fewest shared tokens from which on a cascade was faster at every measured length; or None."""
+    faster: dict[int, dict[int, bool]] = {}
+    for case in shared:
+        if ALWAYS in case.us:
+            lengths = faster.setdefault(int(case.ours["batch"]), {})
+            won = case.us[ALWAYS] < case.us[OURS]
+            lengths[int(case.ours["shared_prefix"])] = won and lengths.get(
+                int(case.ours["shared_prefix"]), True
+            )
+    return {rows: _from_where(lengths) for rows, lengths in sorted(faster.items())}
+
+
+def _from_where(faster: Mapping[int, bool]) -> int | None:
+    start = None
+    for length in sorted(faster, reverse=True):
+        if not faster[length]:
+            break
+        start = length
+    return start
+
+
+def sharings(shared: Iterable[TimedCase]) -> list[Sharing]:
+    """The cases that were timed both ways."""
+    return [_sharing(case) for case in shared if ALWAYS in case.us]
+
+
+def _sharing(case: TimedCase) -> Sharing:
+    import torch
+
+    from paged_kernels.cascade_plan import rows_per_tile
+
+    row = case.ours
+    spec = CaseSpec(**{name: row[name] for name in CaseSpec.__dataclass_fields__})
+    token_bytes = 2 * spec.kv_heads * spec.head_dim * spec.element_bytes
+    tiles = -(-spec.batch // rows_per_tile(spec.heads // spec.kv_heads, torch.device("cuda")))
+    seconds = (case.us[OURS] / 1e6, case.us[ALWAYS] / 1e6)
+    return Sharing(case.name, spec.batch, spec.shared_prefix * token_bytes, tiles, *seconds)
+
+
+def fitted_cost(cases: Sequence[Sharing], cache_bytes: int) -> "CascadeCost | None":
+    """Constants that explain the savings best; None where there are too few cases on either side of the cache."""
+    import numpy as np
+    from scipy.optimize import lsq_linear
+
+    from paged_kernels.cascade_plan import CascadeCost
+
+    cached = np.array([case.kv_bytes <= cache_bytes / 2 for case in cases])
+    if len(cases) < FEWEST or cached.all() or not cached.any():
+        return None
+    saved = np.array([(case.rows - case.tiles) * case.kv_bytes for case in cases], dtype=np.float64)
+    weight = 1 / np.array([case.flat_s for case in cases])
+    columns = np.stack(
+        [np.where(cached, 0, saved) / 1e12, np.where(cached, saved, 0) / 1e12, -np.full(len(cases), 1e-6)]
+    )
+    gain = np.array([case.flat_s - case.cascade_s for case in cases])
+    found = lsq_linear((columns * weight).T, gain * weight, bounds=(1e-3, np.inf)).x
+    return CascadeCost(1e12 / found[0], 1e12 / found[1], cache_bytes, found[2] * 1e-6)
+
+
+def mistakes(cases: Sequence[Sharing], cost: "CascadeCost") -> list[str]:
+    """The cases that a rule with these constants decides for the slower way, by more than noise."""
+    return [case.name for case in cases if _chosen_s(case, cost) > NOISE * min(case.flat_s, case.cascade_s)]
+
+
+def _chosen_s(case: Sharing, cost: "CascadeCost") -> float:
+    from paged_kernels.cascade_plan import SharedRun
+
+    saved = cost.saved_s(SharedRun(case.rows, case.kv_bytes, case.tiles)) - cost.overhead_s
+    return case.cascade_s if saved > 0 else case.flat_s
+
+
+def proposal(shared: Sequence[TimedCase], cache_bytes: int) -> dict[str, Any] | None:
+    """What a person is to read before changing `cascade_cost.py`; None where nothing was timed both ways.
+
+    Nothing applies it: a constant in the code is changed by who has looked at it.
+    """
+    from dataclasses import asdict
+
+    from paged_kernels.cascade_plan import H200
+
+    cases = sharings(shared)
+    if not cases:
+        return None
+    fitted = fitted_cost(cases, cache_bytes)
+    return {
+        "what": "constants of CascadeCost fitted to measured savings; a proposal, applied by nobody",
+        "cases": len(cases),
+        "crossover_tokens_by_sequences": crossovers(shared),
+        "today": {"constants": asdict(H200), "mistakes": mistakes(cases, H200)},
+        "proposed": {"constants": asdict(fitted), "mistakes": mistakes(cases, fitted)} if fitted else None,
+    }
+
+
+FLASHINFER, FLEX = "flashinfer", "flex"
+NO_CASE = "no such case was timed"
+Figure = Callable[[TimedCase], float | None]
+
+
+def kernel_findings(cases: Sequence[TimedCase]) -> dict[str, Found]:
+    """By goal: what was found."""
+    large = [case for case in cases if case.decode and _large(case)]
+    prefill = [case for case in cases if case.ours["queries"] >= LONG_QUERIES]
+    shared = [case for case in cases if case.ours["shared_prefix"] and case.ours["queries"] == 1]
+    theirs = [case for case in cases if not case.ours["shared_prefix"]]
+    return {
+        "decode_copy": _worst(large, lambda case: float(case.ours["copy_share"]), min),
+        "paging": _worst(large, lambda case: case.over(CONTIGUOUS), max),
+        "blocks": _block_curve(cases),
+        "flashinfer_worst": _worst(theirs, lambda case: case.over(FLASHINFER), max),
+        "flashinfer_median": _median(theirs, FLASHINFER),
+        "flex_median": _median(theirs, FLEX),
+        "sdpa_median": _median([case for case in theirs if case.decode], SDPA),
+        "prefill_ceiling": _worst(prefill, lambda case: float(case.ours["matmul_share"]), min),
+        "prefill_sdpa": _worst(prefill, _their_time_over_ours(SDPA), min),
+        "cascade_flat": _worst(shared, _cascade_over_flat, max),
+        "cascade_gain": _gain(shared),
+        "cascade_rule": wrong_decisions(shared),
+    }
+
+
+def _large(case: TimedCase) -> bool:
+    """Whether a claim about bandwidth and paging is about the case."""
+    row = case.ours
+    claimed = row["dtype"] == DTYPE and row["heads"] // row["kv_heads"] in GROUPS
+    return bool(claimed and row["flat_bytes"] >= LARGE_BYTES and row["block_size"] >= PAGED_BLOCKS)
+
+
+def _figures(cases: Iterable[TimedCase], figure: Figure) -> dict[str, float]:
+    found = ((f"{case.name} ({case.run})", figure(case)) for case in cases)
+    return {name: value for name, value in found if value is not None}
+
+
+def _worst(cases: Iterable[TimedCase], figure: Figure, worst: Callable[[Iterable[float]], float]) -> Found:
+    figures = _figures(cases, figure)
+    if not figures:
+        return missing(NO_CASE)
+    value = worst(figures.values())
+    name = next(name for name, found in figures.items() if found == value)
+    return Found(value, f"{name}, of {len(figures)}")
+
+
+def _median(cases: Iterable[TimedCase], provider: str) -> Found:
+    figures = _figures(cases, lambda case: case.over(provider))
+    return Found(median(figures.values()), f"{len(figures)} cases") if figures else missing(NO_CASE)
+
+
+def _their_time_over_ours(provider: str) -> Figure:
+    def figure(case: TimedCase) -> float | None:
+        over = case.over(provider)
+        return None if over is None else 1 / over
+
+    return figure
+
+
+def _cascade_over_flat(case: TimedCase) -> float | None:
+    return case.us[CASCADE] / case.us[OURS] if CASCADE in case.us else None
+
+
+def _gain(shared: Iterable[TimedCase]) -> Found:
+    """Of several cases of that size (head counts) the smallest gain."""
+    wanted = [
+        case
+        for case in shared
+        if (case.ours["batch"], case.ours["shared_prefix"]) == (GAIN_ROWS, GAIN_SHARED)
+    ]
+    return _worst(wanted, lambda case: case.us[OURS] / case.us[CASCADE] if CASCADE in case.us else None, min)
+
+
+def _block_curve(cases: Iterable[TimedCase]) -> Found:
+    """Of the provider that finds blocks the same way at every size: slowest over fastest at the same shape."""
+    shapes: dict[tuple[int, int], dict[int, float]] = {}
+    for case in cases:
+        vector = next((name for name in case.us if ":" in name), None)
+        if vector and case.ours["block_size"] >= PAGED_BLOCKS:
+            shape = (case.ours["batch"], case.ours["context"])
+            shapes.setdefault(shape, {})[case.ours["block_size"]] = case.us[vector]
+    curves = {shape: sizes for shape, sizes in shapes.items() if len(sizes) > 1}
+    if not curves:
+        return missing(NO_CASE)
+    shape = max(curves, key=lambda one: _range(curves[one]))
+    points = ", ".join(f"{size}: {us:.1f} µs" for size, us in sorted(curves[shape].items()))
+    return Found(_range(curves[shape]), f"batch {shape[0]}, context {shape[1]}: {points}")
+
+
+def _range(sizes: Mapping[int, float]) -> float:
+    return max(sizes.values()) / min(sizes.values())

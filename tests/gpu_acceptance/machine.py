@@ -1,0 +1,130 @@
+"""The machine: whether it can run the steps at all, and commands with a time limit.
+
+The checks come before the clock starts, because time on a GPU is scarce. Each command has a process group of its own.
+When its time is up, the whole group is ended: a benchmark left alone would use the GPU during the next step.
+"""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import IO
+
+from harness.config.errors import UserError
+from harness.environment import gpu_names
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = (  # what the steps import: (module, distribution)
+    *(("torch", "torch"), ("triton", "triton"), ("transformers", "transformers"), ("numpy", "numpy")),
+    *(("hydra", "hydra-core"), ("omegaconf", "omegaconf"), ("antlr4", "antlr4-python3-runtime")),
+    *(("simpy", "simpy"), ("pandas", "pandas"), ("pyarrow", "pyarrow"), ("scipy", "scipy")),
+    *(("seaborn", "seaborn"), ("matplotlib", "matplotlib"), ("jinja2", "jinja2"), ("rich", "rich")),
+    *(
+        ("pooch", "pooch"),
+        ("xxhash", "xxhash"),
+        ("pytest", "pytest"),
+        ("pytest_benchmark", "pytest-benchmark"),
+    ),
+    ("hypothesis", "hypothesis"),
+)
+
+
+def check_packages() -> None:
+    """Raises UserError naming every package that is missing, all at once."""
+    missing = [name for module, name in PACKAGES if find_spec(module) is None]
+    if missing:
+        raise UserError(
+            f"packages are missing here: {', '.join(missing)}. Where there is no network, bring them as wheels and put "
+            "the folder that they were installed to on PYTHONPATH"
+        )
+
+
+def device_folder(names: Sequence[str]) -> str:
+    """The device's name as a folder: 'nvidia-h200'; 'no-gpu' without one."""
+    name = names[0] if names else "no gpu"
+    return "-".join("".join(letter if letter.isalnum() else " " for letter in name.lower()).split())
+
+
+def device_option(names: Sequence[str]) -> str:
+    """The option of the group `device` that describes it: its memory sizes the simulated pool."""
+    name = names[0].lower() if names else ""
+    known = {"h200": "h200", "h100": "h100", "a100": "a100_80gb"}
+    return next((option for word, option in known.items() if word in name), "h100")
+
+
+def check_gpu() -> Sequence[str]:
+    """The names of this machine's GPUs.
+
+    Raises:
+        UserError: there is none.
+    """
+    names = gpu_names() or _torch_names()
+    if not names:
+        raise UserError("no NVIDIA driver shows a GPU here; --dry-run rehearses every step without one")
+    return names
+
+
+def step_environment(more: Iterable[tuple[str, str]] = ()) -> dict[str, str]:
+    """What a step's process sees. A bare checkout works too: its folders come first on the path."""
+    path = os.pathsep.join(
+        [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
+    return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **dict(more)}
+
+
+def last_level_cache_bytes() -> int:
+    """Of this machine's GPU; without one, of the device that the cascade's cost rule was written for."""
+    import torch
+
+    from harness.bench.kernels.calls import cache_bytes
+    from paged_kernels.cascade_plan import H200
+
+    return cache_bytes(torch.device("cuda")) if torch.cuda.is_available() else H200.cache_bytes
+
+
+def _torch_names() -> tuple[str, ...]:
+    """Some containers hide the driver's files and still have the device."""
+    import torch
+
+    return tuple(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+
+
+GRACE_S = 8.0  # from the asking to the ending: a sweep keeps its points meanwhile
+
+
+def run_for(
+    words: Sequence[str], seconds: float, output: IO[str], folder: Path, environment: Mapping[str, str]
+) -> int | None:
+    """The exit code of the command, its output in `output`; None where it was ended because `seconds` were over."""
+    process = subprocess.Popen(
+        words, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    try:
+        return process.wait(timeout=max(0.0, seconds))
+    except subprocess.TimeoutExpired:
+        return None
+    finally:  # also when we are interrupted ourselves, and for what a finished command left behind
+        _end_group(process)
+
+
+def _end_group(process: "subprocess.Popen[bytes]") -> None:
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if not _signal(process.pid, number):
+            break
+        deadline = time.monotonic() + GRACE_S
+        while _signal(process.pid, 0) and time.monotonic() < deadline:
+            process.poll()  # the leader stays a member of its group until it is waited for
+            time.sleep(0.05)
+    process.wait()
+
+
+def _signal(group: int, number: int) -> bool:
+    """Whether the group still had members to be told."""
+    try:
+        os.killpg(group, number)
+    except ProcessLookupError:
+        return False
+    return True
