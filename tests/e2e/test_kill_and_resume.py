@@ -12,7 +12,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-TESTS = Path(__file__).resolve().parents[1]
+SUPPORT = Path(__file__).resolve().parents[1] / "support"
 SCRIPT = "import sys; from harness.cli.main import main; from harness.cli import Rooms; \
 sys.exit(main(sys.argv[1:], Rooms('fake_point', 'fake_point')))"
 POINTS = 24
@@ -33,7 +33,7 @@ def start(folder: Path, *words: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(
         command(*words),
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(TESTS)},
+        env={**os.environ, "PYTHONPATH": str(SUPPORT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

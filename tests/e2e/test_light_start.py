@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 HEAVY = ["torch", "transformers", "triton", "seaborn", "scipy.stats", "pandas", "matplotlib"]
-TESTS = Path(__file__).resolve().parents[1]
+SUPPORT = Path(__file__).resolve().parents[1] / "support"
 SCRIPT = """
 import json, sys
 from harness.cli.main import main
@@ -27,7 +27,7 @@ def start(folder: Path, *words: str) -> tuple[int, set[str]]:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, *words],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(TESTS)},
+        env={**os.environ, "PYTHONPATH": str(SUPPORT)},
         capture_output=True,
         text=True,
         check=True,

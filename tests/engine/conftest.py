@@ -25,10 +25,10 @@ def generated(family, prompt, tokens, beams=1):
     """transformers' own answer with its own attention: sequences (best first) and beam scores."""
     import torch
 
-    from engine.runtime.models.load import native_attention
+    from engine.runtime.models.load import original_model
 
     options = {"num_beams": beams, "num_return_sequences": beams, "do_sample": False}
-    with native_attention(loaded_model(family)) as model:
+    with original_model(loaded_model(family)) as model:
         out = model.generate(
             torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),

@@ -19,7 +19,7 @@ import torch
 
 from engine.core.options import SchedulerLimits
 from engine.runtime.engine import Engine
-from engine.runtime.models.load import LoadedModel, adopt_model
+from engine.runtime.models.load import LoadedModel, wrap_model
 from engine.runtime.models.spec import ModelSpec, config_values
 from engine.runtime.options import EngineOptions
 from engine.runtime.params import OutputKind, SamplingParams
@@ -55,7 +55,7 @@ def made_model(spec: ModelSpec, device: str) -> LoadedModel:
     torch.manual_seed(spec.seed)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, spec.dtype))
-    return adopt_model(model.to(device), name=spec.name)
+    return wrap_model(model.to(device), name=spec.name)
 
 
 def weight_bytes(model: Any) -> int:

@@ -28,7 +28,7 @@ from harness.console import remark
 from harness.cost.timings import ALWAYS, CASCADE, CONTIGUOUS, OURS, SDPA, TABLE, KernelRunError, read_run
 
 if TYPE_CHECKING:
-    from paged_kernels.cascade_plan import CascadeCost
+    from paged_kernels.cascade_groups import CascadeCost
 
 
 Row = Mapping[str, Any]
@@ -140,7 +140,7 @@ def sharings(shared: Iterable[TimedCase]) -> list[Sharing]:
 def _sharing(case: TimedCase) -> Sharing:
     import torch
 
-    from paged_kernels.cascade_plan import rows_per_tile
+    from paged_kernels.cascade_groups import rows_per_tile
 
     row = case.ours
     spec = CaseSpec(**{name: row[name] for name in CaseSpec.__dataclass_fields__})
@@ -155,7 +155,7 @@ def fitted_cost(cases: Sequence[Sharing], cache_bytes: int) -> "CascadeCost | No
     import numpy as np
     from scipy.optimize import lsq_linear
 
-    from paged_kernels.cascade_plan import CascadeCost
+    from paged_kernels.cascade_groups import CascadeCost
 
     cached = np.array([case.kv_bytes <= cache_bytes / 2 for case in cases])
     if len(cases) < FEWEST or cached.all() or not cached.any():
@@ -176,9 +176,9 @@ def mistakes(cases: Sequence[Sharing], cost: "CascadeCost") -> list[str]:
 
 
 def _chosen_s(case: Sharing, cost: "CascadeCost") -> float:
-    from paged_kernels.cascade_plan import SharedRun
+    from paged_kernels.cascade_groups import RowGroup
 
-    saved = cost.saved_s(SharedRun(case.rows, case.kv_bytes, case.tiles)) - cost.overhead_s
+    saved = cost.saved_s(RowGroup(case.rows, case.kv_bytes, case.tiles)) - cost.overhead_s
     return case.cascade_s if saved > 0 else case.flat_s
 
 
@@ -189,7 +189,7 @@ def proposal(shared: Sequence[TimedCase], cache_bytes: int) -> dict[str, Any] | 
     """
     from dataclasses import asdict
 
-    from paged_kernels.cascade_plan import H200
+    from paged_kernels.cascade_groups import H200
 
     cases = sharings(shared)
     if not cases:

@@ -80,7 +80,7 @@ def last_level_cache_bytes() -> int:
     import torch
 
     from harness.bench.kernels.calls import cache_bytes
-    from paged_kernels.cascade_plan import H200
+    from paged_kernels.cascade_groups import H200
 
     return cache_bytes(torch.device("cuda")) if torch.cuda.is_available() else H200.cache_bytes
 

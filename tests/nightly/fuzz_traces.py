@@ -10,7 +10,7 @@ from pathlib import Path
 
 import atheris
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 with atheris.instrument_imports(include=["traces"]):
     from traces.arrivals import ArrivalProcess

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paged_kernels import cascade_attention_decode
-from paged_kernels.cascade_plan import CPU, H200, CascadeCost, SharedRun, plan_cascade
+from paged_kernels.cascade_groups import CPU, H200, CascadeCost, RowGroup, find_cascade_groups
 from paged_kernels.providers.build import CaseSpec, build_case
 from paged_kernels.providers.ours import ALWAYS, Cascade, Paged
 from paged_kernels.providers.verify import TOLERANCE, exact_attention, relative_error
@@ -22,7 +22,7 @@ def planned(tables, lengths, *, block_size=16, cost=ALWAYS, rows_per_tile=16):
     for row, blocks in enumerate(tables):
         table[row, : len(blocks)] = blocks
     options = {"token_bytes": TOKEN_BYTES, "rows_per_tile": rows_per_tile, "cost": cost}
-    return plan_cascade(table, np.array(lengths), block_size, **options)
+    return find_cascade_groups(table, np.array(lengths), block_size, **options)
 
 
 def uniform(rows, shared, own, block_size=16):
@@ -118,12 +118,12 @@ def test_on_a_gpu_short_prefixes_stay_flat_and_long_ones_do_not():
 def test_a_prefix_that_stays_in_the_cache_is_priced_at_the_caches_speed():
     cost = CascadeCost(1e12, 4e12, 64 << 20, 0.0)
     small, large = 16 << 20, 48 << 20
-    assert cost.saved_s(SharedRun(9, small, 1)) == pytest.approx(8 * small / 4e12)
-    assert cost.saved_s(SharedRun(9, large, 1)) == pytest.approx(8 * large / 1e12)
+    assert cost.saved_s(RowGroup(9, small, 1)) == pytest.approx(8 * small / 4e12)
+    assert cost.saved_s(RowGroup(9, large, 1)) == pytest.approx(8 * large / 1e12)
 
 
 def test_packing_few_rows_a_tile_saves_less():
-    cost, run = CascadeCost(1e12, 1e12, 0, 0.0), SharedRun(32, 1 << 20, 1)
+    cost, run = CascadeCost(1e12, 1e12, 0, 0.0), RowGroup(32, 1 << 20, 1)
     assert cost.saved_s(run._replace(tiles=8)) < cost.saved_s(run)
 
 

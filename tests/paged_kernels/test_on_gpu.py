@@ -275,7 +275,7 @@ def test_the_torch_path_runs_there_too(dtype):
 def test_the_engine_equals_generate(backend):
     from engine.core.options import SchedulerLimits
     from engine.runtime.llm import LLM
-    from engine.runtime.models.load import load_model, native_attention
+    from engine.runtime.models.load import load_model, original_model
     from engine.runtime.models.spec import ModelSpec
     from engine.runtime.params import SamplingParams
 
@@ -285,7 +285,7 @@ def test_the_engine_equals_generate(backend):
     llm = LLM(loaded, backend=backend, pool_tokens=512, limits=limits, audit="full")
     answers = llm.generate(prompts, SamplingParams(max_tokens=12, temperature=0.0))
     found = [list(done.outputs[0].token_ids) for done in answers]
-    with native_attention(loaded) as model:
+    with original_model(loaded) as model:
         expected = [
             model.generate(torch.tensor([prompt], device="cuda"), max_new_tokens=12, do_sample=False)[
                 0, len(prompt) :

@@ -1,0 +1,224 @@
+"""Planted bugs: each is one that block managers have had, and the random walks must notice every one of them."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+from core_driver import Setup, random_walk
+
+from engine.core import identity
+from engine.core.calendar import DecodeCalendar
+from engine.core.memory.block_pool import BlockPool
+from engine.core.memory.block_tables import BlockTables
+from engine.core.memory.eviction import LruQueue
+from engine.core.memory.paged import CopyAtFork, PagedManager
+from engine.core.memory.placement import BuddyRuns
+from engine.core.memory.prefix_cache import BlockNaming
+from engine.core.memory.swap import HostPool, Swapper
+from engine.core.options import Placement, Preemption, Reservation, Scheduling
+
+SETUPS = [
+    Setup(),
+    Setup(preemption=Preemption.swap, deduplicate=True),
+    Setup(
+        preemption=Preemption.swap,
+        size=8,
+        blocks=10,
+        host_blocks=30,
+        budget=200,
+        scheduling=Scheduling.priority,
+    ),
+    Setup(budget=5),
+    Setup(preemption=Preemption.auto, copy_at_fork=True, size=1, blocks=90, host_blocks=60),
+    Setup(paged=False, reservation=Reservation.pow2, placement=Placement.buddy, blocks=50),
+]
+SEEDS = range(4)
+
+
+def walk_all(setups: Iterable[Setup] = SETUPS) -> None:
+    for setup in setups:
+        for seed in SEEDS:
+            random_walk(setup, seed, 150)
+
+
+def test_the_walks_pass_without_a_planted_bug() -> None:
+    walk_all()
+
+
+def release_twice(real: Callable[..., list[int]]) -> Callable[..., list[int]]:
+    def release(pool: BlockPool, blocks: Any) -> list[int]:
+        twice = [block for block in blocks if pool.references(block) > 1]
+        return real(pool, blocks) + real(pool, twice)
+
+    return release
+
+
+def share_nothing(pool: BlockPool, blocks: Any) -> int:
+    return 0
+
+
+def keep_the_name(pool: BlockPool, blocks: Any) -> None:
+    """A block that is about to be rewritten stays findable."""
+
+
+def take_a_live_block(real: Callable[..., list[int]]) -> Callable[..., list[int]]:
+    def take(pool: BlockPool, count: int) -> list[int]:
+        live = next((b for b in range(1, pool.num_blocks + 1) if pool.references(b) > 1), None)
+        return [live] if count == 1 and live is not None else real(pool, count)
+
+    return take
+
+
+def evict_silently(pool: BlockPool, count: int) -> list[int]:
+    victims = pool._evictable.pop(count)
+    pool._voided += victims
+    return victims
+
+
+def drop_names_at_release(real: Callable[..., list[int]]) -> Callable[..., list[int]]:
+    def release(pool: BlockPool, blocks: Any) -> list[int]:
+        gone = real(pool, blocks)
+        pool._forget([block for block in gone if pool._name_of[block] is not None])
+        return gone
+
+    return release
+
+
+def write_into_the_shared_tail(tables: BlockTables, sequence: Any, table: list[int]) -> None:
+    """No copy on write."""
+
+
+def lose_the_copies(manager: PagedManager) -> list[tuple[int, int]]:
+    manager.tables.copies = []
+    return []
+
+
+def hit_anything(real: Callable[..., list[int]]) -> Callable[..., list[int]]:
+    def find(pool: BlockPool, names: Any) -> list[int]:
+        found = real(pool, names)
+        named = [b for b in range(1, pool.num_blocks + 1) if pool._name_of[b] is not None and b not in found]
+        return [*found, *named][: len(names)]
+
+    return find
+
+
+def compute_nothing(manager: PagedManager, group: Any) -> list[int]:
+    return manager.naming.find(group, group.root_target // manager.block_size)[0]
+
+
+def forget_stale_drafts(manager: PagedManager) -> list[tuple[int, int, int]]:
+    manager.tables.stale = []
+    return []
+
+
+def bring_back_mixed_up(real: Callable[..., None]) -> Callable[..., None]:
+    def bring_back(swapper: Swapper, group: Any) -> None:
+        real(swapper, group)
+        hosts, devices = zip(*swapper.back, strict=True)
+        swapper.back = list(zip(hosts, devices[::-1], strict=True))
+
+    return bring_back
+
+
+def leak_host_blocks(host: HostPool, blocks: list[int]) -> None:
+    """Host blocks never come back."""
+
+
+def forget_who_is_due(real: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    def due(calendar: DecodeCalendar, later: int = 0) -> list[Any]:
+        return real(calendar, later)[:-1]
+
+    return due
+
+
+def leap_too_far(real: Callable[..., int]) -> Callable[..., int]:
+    def leap_limit(manager: PagedManager, calendar: DecodeCalendar, steps: int) -> int:
+        return min(steps, real(manager, calendar, steps) + manager.block_size + 1)
+
+    return leap_limit
+
+
+def need_no_copies(manager: PagedManager, rows: Any) -> int:
+    return 0
+
+
+def ignore_the_adapter(salt: str, adapter: str | None) -> bytes:
+    return salt.encode()
+
+
+def name_too_much(real: Callable[..., None]) -> Callable[..., None]:
+    def full(naming: BlockNaming, sequence: Any, blocks: int) -> None:
+        real(naming, sequence, min(len(sequence.table), blocks + 1))
+
+    return full
+
+
+def merge_with_anyone(buddy: BuddyRuns, run: range) -> None:
+    start = run.start - 1
+    size = buddy._taken.pop(start) * 2
+    buddy.free += size // 2
+    buddy._free.setdefault(size, []).append(start & ~(size - 1))
+
+
+def stay_in_the_queue(queue: LruQueue, block: int) -> None:
+    queue._size -= 1
+
+
+def miscount_written(real: Callable[..., int]) -> Callable[..., int]:
+    def truncate(tables: BlockTables, sequence: Any, tokens: int) -> int:
+        lost = sequence.computed - tokens
+        kept = real(tables, sequence, tokens)
+        tables.books.written += lost
+        return kept
+
+    return truncate
+
+
+def owe_nothing(copying: CopyAtFork, child: Any) -> None:
+    """Branches go on sharing although every one should own its blocks."""
+
+
+def trim_nothing(tables: BlockTables, sequence: Any) -> None:
+    """A block that was never written is saved in host memory."""
+
+
+PLANTED: dict[str, tuple[object, str, Any]] = {
+    "double free": (BlockPool, "release", release_twice(BlockPool.release)),
+    "missing reference on a hit or a fork": (BlockPool, "share", share_nothing),
+    "name kept on a rewritten block": (BlockPool, "unname", keep_the_name),
+    "a live block handed out": (BlockPool, "take", take_a_live_block(BlockPool.take)),
+    "name kept on an evicted block": (BlockPool, "_evict", evict_silently),
+    "name lost, block left among the cached": (
+        BlockPool,
+        "release",
+        drop_names_at_release(BlockPool.release),
+    ),
+    "write into a shared tail": (BlockTables, "copy_tail", write_into_the_shared_tail),
+    "copy list lost": (PagedManager, "drain_copies", lose_the_copies),
+    "hit on another prefix": (BlockPool, "find", hit_anything(BlockPool.find)),
+    "no token left to compute": (PagedManager, "lookup", compute_nothing),
+    "rejected drafts left in place": (PagedManager, "drain_stale", forget_stale_drafts),
+    "swapped into the wrong blocks": (Swapper, "bring_back", bring_back_mixed_up(Swapper.bring_back)),
+    "host blocks leaked": (HostPool, "give", leak_host_blocks),
+    "a full block not noticed": (DecodeCalendar, "due", forget_who_is_due(DecodeCalendar.due)),
+    "fast-forward past the last free block": (
+        PagedManager,
+        "leap_limit",
+        leap_too_far(PagedManager.leap_limit),
+    ),
+    "copies not reserved": (PagedManager, "_tail_copies", need_no_copies),
+    "adapters share a cache": (identity, "_root", ignore_the_adapter),
+    "a partial block named": (BlockNaming, "full", name_too_much(BlockNaming.full)),
+    "buddies merged without asking": (BuddyRuns, "give", merge_with_anyone),
+    "a hit block left in the eviction queue": (LruQueue, "remove", stay_in_the_queue),
+    "rejected drafts counted as written": (BlockTables, "truncate", miscount_written(BlockTables.truncate)),
+    "an unwritten block saved": (BlockTables, "trim", trim_nothing),
+}
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_planted_bug_is_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, name, replacement = PLANTED[bug]
+    monkeypatch.setattr(owner, name, replacement)
+    with pytest.raises((AssertionError, ValueError, LookupError)):
+        walk_all()

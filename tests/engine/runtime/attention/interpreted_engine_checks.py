@@ -1,0 +1,171 @@
+"""The engine's Triton path in Triton's interpreter, token for token beside torch. Run by `test_cascade_steps.py`.
+
+TRITON_INTERPRET is read when a kernel is defined, so this file is not collected with the others. Models are tiny: a
+pass through the interpreter takes about a second.
+"""
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+
+from engine.core.memory.paged import PagedManager
+from engine.core.options import Decoding, SchedulerLimits
+from engine.core.request import Request
+from engine.core.scheduling.scheduler import Scheduler
+from engine.runtime.attention import cascade as cascading
+from engine.runtime.attention import plans as kernels
+from engine.runtime.graphs import EagerRecorder, GraphOptions
+from engine.runtime.models.load import load_model
+from engine.runtime.models.spec import ModelSpec
+from engine.runtime.runner import Runner
+from paged_kernels import WorkspaceError
+from paged_kernels.cascade_groups import CascadeCost
+from paged_kernels.triton import cascade as triton_cascade
+from paged_kernels.triton import decode as triton_decode
+
+ALWAYS = CascadeCost(memory_bytes_per_s=1.0, cache_bytes_per_s=1.0, cache_bytes=0, overhead_s=0.0)
+NEVER = CascadeCost(memory_bytes_per_s=1e30, cache_bytes_per_s=1e30, cache_bytes=0, overhead_s=1.0)
+SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "intermediate": 32, "vocab": 64}
+PREFIX = list(range(3, 16))  # 13 tokens: three whole blocks of four, and one token more
+SHARED = [[*PREFIX, 20, 21], [*PREFIX, 30], [*PREFIX, 40, 41, 42], [50, 51]]
+
+
+@functools.cache
+def model(**other):
+    torch.set_num_threads(1)
+    return load_model(ModelSpec(**{**SHAPE, **other}, max_position=64))
+
+
+def serve(prompts, backend, *, width=1, graphs=None, tokens=3, loaded=None):
+    """Outputs of every request; all of them enter at once, so that they decode together."""
+    scheduler = Scheduler(PagedManager(120, 4), SchedulerLimits(256, 32, max_model_len=64))
+    runner = Runner(
+        loaded or model(), num_blocks=120, block_size=4, audit="full", graphs=graphs, backend=backend
+    )
+    kind = Decoding.beam if width > 1 else Decoding.greedy
+    for number, prompt in enumerate(prompts):
+        request = Request(number, len(prompt), tokens, width, kind, identity=identity(number, prompt))
+        scheduler.submit(request)
+        runner.add(request, np.array(prompt))
+    while scheduler.has_work:
+        plan = scheduler.schedule()
+        result, _ = runner.execute(plan)
+        scheduler.commit(plan, result)
+    return [runner.outputs(number) for number in range(len(prompts))], runner
+
+
+def identity(number, prompt):
+    from engine.core.identity import TokenIdentity
+
+    return TokenIdentity(number, np.array(prompt))
+
+
+@pytest.fixture
+def cascades(monkeypatch):
+    """(rows, groups) of every cascade that was launched."""
+    seen = []
+    run = triton_cascade.run_cascade
+
+    def counted(q, keys, values, shared, *rest, **options):
+        seen.append((len(q), len(shared.lens)))
+        return run(q, keys, values, shared, *rest, **options)
+
+    monkeypatch.setattr(triton_cascade, "run_cascade", counted)
+    return seen
+
+
+def price(monkeypatch, cost):
+    monkeypatch.setattr(cascading, "cost_of", lambda device: cost)
+
+
+def test_greedy_tokens_are_those_of_torch(cascades, monkeypatch):
+    price(monkeypatch, ALWAYS)
+    prompts = [[5, 9, 2, 7], [8], list(range(3, 20))]
+    assert serve(prompts, "triton")[0] == serve(prompts, "torch")[0]
+    assert cascades == []
+
+
+def test_a_shared_prefix_is_read_once_and_tokens_stay(cascades, monkeypatch):
+    price(monkeypatch, ALWAYS)
+    serve_first = [[*PREFIX, 60], *SHARED]
+    found, _ = serve_staggered(serve_first, "triton")
+    expected, _ = serve_staggered(serve_first, "torch")
+    assert found == expected
+    assert {groups for _, groups in cascades} == {1}
+    assert max(rows for rows, _ in cascades) >= 4
+
+
+def serve_staggered(prompts, backend):
+    """The first request is served alone, so that the others find its blocks."""
+    scheduler = Scheduler(PagedManager(120, 4), SchedulerLimits(256, 32, max_model_len=64))
+    runner = Runner(model(), num_blocks=120, block_size=4, audit="full", backend=backend)
+    for number, prompt in enumerate(prompts):
+        request = Request(number, len(prompt), 3, 1, Decoding.greedy, identity=identity(number, prompt))
+        scheduler.submit(request)
+        runner.add(request, np.array(prompt))
+        while scheduler.has_work and (number == 0 or number == len(prompts) - 1):
+            plan = scheduler.schedule()
+            result, _ = runner.execute(plan)
+            scheduler.commit(plan, result)
+    return [runner.outputs(number) for number in range(len(prompts))], runner
+
+
+def test_beams_read_what_they_share_once_and_stay_what_they_are(cascades, monkeypatch):
+    price(monkeypatch, ALWAYS)
+    prompts = [[*PREFIX, 20], [7, 8, 9, 10, 11, 12]]
+    assert serve(prompts, "triton", width=3)[0] == serve(prompts, "torch", width=3)[0]
+    assert {groups for _, groups in cascades} == {2}
+
+
+def test_where_it_does_not_pay_the_batch_stays_flat(cascades, monkeypatch):
+    price(monkeypatch, NEVER)
+    assert serve([[*PREFIX, 20]], "triton", width=3)[0] == serve([[*PREFIX, 20]], "torch", width=3)[0]
+    assert cascades == []
+
+
+def test_all_layers_share_one_plan(cascades, monkeypatch):
+    price(monkeypatch, ALWAYS)
+    plans = []
+    plan = cascading.find_cascade_groups
+    monkeypatch.setattr(cascading, "find_cascade_groups", lambda *a, **k: plans.append(1) or plan(*a, **k))
+    serve([[*PREFIX, 20]], "triton", width=2)
+    assert len(cascades) == SHAPE["layers"] * len(plans)
+
+
+def test_a_window_that_hides_the_prefix_keeps_the_batch_flat(cascades, monkeypatch):
+    price(monkeypatch, ALWAYS)
+    plan = kernels.TritonMetadata.__new__(kernels.TritonMetadata)
+    plan._layout = kernels.StepLayout(np.ones((2, 1), dtype=np.int64), np.array([9, 20]), [])
+    assert [plan._is_cut(window) for window in (0, 8, 19, 20, 64)] == [False, True, True, False, False]
+
+
+def test_recorded_steps_stay_flat_and_say_the_same_tokens(cascades, monkeypatch):
+    price(monkeypatch, ALWAYS)
+    prompts = [[*PREFIX, 20], [5, 9, 2]]
+    found, runner = serve(prompts, "triton", width=2, graphs=GraphOptions(4, 64, EagerRecorder()))
+    assert runner.graphs.replays > 0
+    assert found == serve(prompts, "torch", width=2)[0]
+    assert cascades == []
+
+
+def test_scratch_of_recorded_steps_never_moves(monkeypatch):
+    places = []
+    run = triton_decode.launch_decode
+
+    def noted(launch, out, lse, *, direct):
+        places.append((launch.part.data_ptr(), launch.part_lse.data_ptr()))
+        return run(launch, out, lse, direct=direct)
+
+    monkeypatch.setattr(triton_decode, "launch_decode", noted)
+    serve([[5, 9, 2], [7] * 20], "triton", graphs=GraphOptions(4, 64, EagerRecorder()), tokens=4)
+    recorded = [place for place in places if place == places[0]]
+    assert len(recorded) >= 2 * SHAPE["layers"]
+
+
+def test_a_recording_refuses_more_rows_than_its_scratch_was_made_for():
+    _, runner = serve([[5, 9, 2]], "triton", graphs=GraphOptions(2, 64, EagerRecorder()), tokens=2)
+    workspace = runner.graphs._workspace
+    with pytest.raises(WorkspaceError, match="frozen workspace"):
+        workspace.take("decode_parts", 10**9, torch.empty(0), torch.float32)

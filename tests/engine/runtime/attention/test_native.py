@@ -1,0 +1,293 @@
+"""The compiled CPU kernels: exact under poison, left out where they cannot be had."""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from engine.runtime.attention.native import compile as compiling
+from engine.runtime.attention.native.compile import NativeUnavailableError, library, why_unavailable
+
+compiled = pytest.mark.skipif(bool(why_unavailable()), reason=f"no compiled kernels: {why_unavailable()}")
+SHAPES = [  # query heads, KV heads, width of keys, width of values
+    (8, 4, 64, 64),
+    (4, 4, 64, 64),
+    (8, 2, 128, 128),
+    (3, 1, 128, 128),
+    (6, 2, 16, 48),
+    (4, 2, 80, 144),
+]
+
+
+class Pool:
+    """As much of a KV pool as a plan asks for."""
+
+    def __init__(self, block_size):
+        self.block_size, self.device, self.token_bytes = block_size, torch.device("cpu"), 4096
+
+
+def case(shape, block_size, dtype, lengths, seed=0):
+    """Queries, poisoned caches and a layout of decode rows with shuffled blocks."""
+    from engine.runtime.attention.plans import StepLayout
+
+    heads, kv_heads, dk, dv = shape
+    draw = np.random.default_rng(seed)
+    needed = -(-np.array(lengths) // block_size)
+    blocks = draw.permutation(int(needed.sum()) + 3)[: needed.sum()] + 1
+    tables = np.zeros((len(lengths), int(needed.max())), dtype=np.int64)
+    tables[np.arange(tables.shape[1]) < needed[:, None]] = blocks
+    generator = torch.Generator().manual_seed(seed)
+    caches = [
+        torch.full((int(needed.sum()) + 4, block_size, kv_heads, dim), float("nan"), dtype=dtype)
+        for dim in (dk, dv)
+    ]
+    for cache in caches:
+        cache[0] = 0.0
+        for table, length in zip(tables, lengths, strict=True):
+            rows = torch.randn(length, *cache.shape[2:], generator=generator)
+            position = np.arange(length)
+            cache.flatten(0, 1)[table[position // block_size] * block_size + position % block_size] = rows.to(
+                dtype
+            )
+    q = torch.randn(len(lengths), heads, dk, generator=generator).to(dtype)
+    return q, *caches, StepLayout(tables, np.array(lengths, dtype=np.int64), [])
+
+
+def by_hand(q, keys, values, layout, scale, window):
+    """Attention in float64, row by row."""
+    out = []
+    for row, (table, length) in enumerate(zip(layout.tables, layout.lengths, strict=True)):
+        position = np.arange(max(0, length - window) if window else 0, length)
+        slots = table[position // keys.shape[1]] * keys.shape[1] + position % keys.shape[1]
+        k, v = (cache.flatten(0, 1)[slots].double() for cache in (keys, values))
+        group = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        chance = torch.softmax(torch.einsum("hd,thd->ht", q[row].double(), k) * scale, dim=1)
+        out.append(torch.einsum("ht,thd->hd", chance, v))
+    return torch.stack(out)
+
+
+def attended(q, keys, values, layout, scoring):
+    from engine.runtime.attention.plans import NativeMetadata
+    from paged_kernels import Workspace
+
+    out = q.new_full((len(q), q.shape[1], values.shape[3]), float("nan"))
+    NativeMetadata(layout, Pool(keys.shape[1]), Workspace()).attend(q, keys, values, scoring, out)
+    return out
+
+
+@compiled
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [0, 21])
+def test_decode_equals_attention_in_float64_under_poison(shape, dtype, window):
+    from paged_kernels import Scoring
+
+    for block_size in (1, 16, 5):
+        q, keys, values, layout = case(shape, block_size, dtype, [1, 15, 16, 17, 130])
+        found = attended(q, keys, values, layout, Scoring(0.2, window))
+        expected = by_hand(q, keys, values, layout, 0.2, window)
+        assert torch.allclose(
+            found.double(), expected, atol=1e-6 if dtype is torch.float32 else 1e-2, rtol=1e-2
+        )
+
+
+@compiled
+def test_several_threads_give_the_same_numbers():
+    from paged_kernels import Scoring
+
+    q, keys, values, layout = case(SHAPES[0], 16, torch.float32, [200, 90, 40, 7, 3, 2, 1])
+    one = attended(q, keys, values, layout, Scoring(0.1))
+    torch.set_num_threads(3)
+    try:
+        three = attended(q, keys, values, layout, Scoring(0.1))
+    finally:
+        torch.set_num_threads(1)
+    assert torch.equal(one, three)
+
+
+@compiled
+@pytest.mark.parametrize("cache", [1, 2])
+def test_a_slot_that_nobody_wrote_surfaces_as_nan(cache):
+    from paged_kernels import Scoring
+
+    tensors = case(SHAPES[0], 8, torch.float32, [30, 12])
+    layout = tensors[3]
+    tensors[cache][int(layout.tables[0, 1]), 3] = float("nan")
+    found = attended(*tensors, Scoring(0.1))
+    assert bool(torch.isnan(found[0]).all())
+    assert not bool(torch.isnan(found[1]).any())
+
+
+@compiled
+@pytest.mark.parametrize(
+    "wrong", ["a block beyond the pool", "a negative block", "a length beyond the table"]
+)
+def test_what_lies_outside_of_the_pool_is_an_error_and_not_read(wrong):
+    from paged_kernels import Scoring
+
+    q, keys, values, layout = case(SHAPES[0], 8, torch.float32, [30, 12])
+    if wrong == "a length beyond the table":
+        layout.lengths[0] = 33
+    else:
+        layout.tables[0, 1] = -1 if wrong == "a negative block" else len(keys)
+    with pytest.raises(IndexError, match="outside of the pool"):
+        attended(q, keys, values, layout, Scoring(0.1))
+
+
+@compiled
+@pytest.mark.parametrize("extreme", [-300.0, 300.0])
+def test_scores_of_any_size_stay_numbers(extreme):
+    from paged_kernels import Scoring
+
+    q, keys, values, layout = case(SHAPES[0], 8, torch.float32, [40])
+    keys.flatten(0, 1)[int(layout.tables[0, 0]) * 8 + 2] *= extreme
+    found = attended(q, keys, values, layout, Scoring(1.0))
+    assert torch.allclose(found.double(), by_hand(q, keys, values, layout, 1.0, 0), atol=1e-5)
+
+
+@compiled
+@pytest.mark.parametrize("what", ["softcap", "sinks", "float16"])
+def test_what_the_kernel_does_not_know_is_left_to_torch(what):
+    from engine.runtime.attention.plans import TorchMetadata, native_supports
+    from paged_kernels import Scoring, Workspace
+
+    dtype = torch.float16 if what == "float16" else torch.float32
+    q, keys, values, layout = case(SHAPES[0], 8, dtype, [30, 12])
+    scoring = Scoring(
+        0.1, softcap=2.0 if what == "softcap" else 0.0, sinks=torch.ones(8) if what == "sinks" else None
+    )
+    assert not native_supports(q, keys, values, scoring)
+    expected = torch.empty_like(q)
+    TorchMetadata(layout, Pool(8), Workspace()).attend(q, keys, values, scoring, expected)
+    assert torch.equal(attended(q, keys, values, layout, scoring), expected)
+
+
+@pytest.fixture
+def no_library():
+    compiling.load_library.cache_clear()
+    yield
+    compiling.load_library.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "reason"),
+    [
+        ("CC", "no-such-compiler", "there is no C compiler"),
+        ("CC", "false", "made no library"),
+        (compiling.SWITCH, "0", "leaves compiled kernels out"),
+    ],
+)
+def test_without_a_compiler_torch_does_it_and_a_user_is_told_why(
+    setting, value, reason, monkeypatch, tmp_path, no_library
+):
+    from engine.runtime.attention.select import engine_backend
+    from paged_kernels import BackendUnavailableError
+
+    monkeypatch.setenv(setting, value)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cpu = torch.device("cpu")
+    with pytest.raises(NativeUnavailableError, match=reason):
+        library()
+    assert engine_backend("auto", cpu) == "torch"
+    with pytest.raises(BackendUnavailableError, match=reason):
+        engine_backend("native", cpu)
+
+
+@compiled
+def test_the_library_is_kept_for_the_next_process(monkeypatch, tmp_path, no_library):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    library()
+    compiling.load_library.cache_clear()
+    monkeypatch.setattr(compiling, "_compile", lambda *_: pytest.fail("compiled again"))
+    library()
+    assert len(list((tmp_path / "pagetwin" / "native").iterdir())) == 1
+
+
+def test_a_compiler_that_fails_is_asked_once(monkeypatch, tmp_path, no_library):
+    asked = tmp_path / "asked"
+    failing = tmp_path / "cc"
+    failing.write_text(f"#!/bin/sh\necho >> {asked}\nexit 1\n")
+    failing.chmod(0o755)
+    monkeypatch.setenv("CC", str(failing))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert "made no library" in why_unavailable()
+    assert why_unavailable()
+    assert asked.read_text() == "\n"
+
+
+@compiled
+def test_half_a_library_is_compiled_again(monkeypatch, tmp_path, no_library):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(compiling, "_digest", lambda *_: "half")
+    kept = tmp_path / "pagetwin" / "native" / "kernels-half.so"
+    kept.parent.mkdir(parents=True)
+    kept.write_bytes(b"\x7fELF")
+    assert why_unavailable() == ""
+    assert library().decode_f32
+
+
+@compiled
+def test_a_compiler_may_have_options_of_its_own(monkeypatch, tmp_path, no_library):
+    monkeypatch.setenv("CC", "env " + os.environ.get("CC", "cc") + " -O1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert why_unavailable() == ""
+
+
+@compiled
+def test_native_kernels_are_refused_beside_a_gpu():
+    from engine.runtime.attention.select import engine_backend
+    from paged_kernels import BackendUnavailableError
+
+    with pytest.raises(BackendUnavailableError, match="CPUs only"):
+        engine_backend("native", torch.device("cuda"))
+
+
+@compiled
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt2", "qwen3"])
+def test_tokens_are_those_of_the_torch_backend(family, model_of, prompts):
+    from engine.runtime.llm import LLM
+    from engine.runtime.params import SamplingParams
+
+    said = []
+    for backend in ("native", "torch"):
+        llm = LLM(model_of(family), pool_tokens=512, block_size=8, backend=backend, audit="full")
+        assert llm.engine.runner.backend == backend
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=12, temperature=0))
+        said.append([output.outputs[0].token_ids for output in outputs])
+    assert said[0] == said[1]
+
+
+@compiled
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [1, 15, 16, 501])
+def test_the_best_token_is_torchs_and_the_first_of_equals(dtype, vocab):
+    from engine.runtime.decoding.choose import best_tokens
+
+    logits = torch.randn(9, vocab, generator=torch.Generator().manual_seed(vocab)).to(dtype)
+    logits[3] = logits[3].round()
+    logits[4] = float("-inf")
+    best, place = best_tokens(logits)
+    assert torch.equal(best, logits.max(dim=-1).values.float())
+    assert place.tolist() == [row.tolist().index(max(row.tolist())) for row in logits]
+
+
+@compiled
+@pytest.mark.parametrize("where", [0, 7, 16, 36])
+def test_one_nan_among_the_logits_is_not_overlooked(where):
+    from engine.runtime.decoding.choose import best_tokens
+
+    logits = torch.randn(2, 37)
+    logits[1, where] = float("nan")
+    assert torch.isnan(best_tokens(logits)[0]).tolist() == [False, True]
+
+
+def test_large_host_memory_is_a_plain_writable_tensor():
+    from engine.runtime import huge_pages
+
+    for rows in (3, 5000):
+        memory = huge_pages.empty((rows, 1024), torch.bfloat16)
+        memory.fill_(2.0)
+        assert memory.is_contiguous()
+        assert float(memory.float().sum()) == 2048.0 * rows

@@ -1,0 +1,125 @@
+"""Layers are computed in another way only where that was proved to give the same."""
+
+import pytest
+import torch
+from tiny_models import SHAPE
+
+from engine.runtime.attention.native.compile import why_unavailable
+from engine.runtime.models.cpu_layers import replace_layers, restore_layers, original_layers
+
+
+def model(family, dtype="float32"):
+    from engine.runtime.models.load import load_model
+    from engine.runtime.models.spec import ModelSpec
+
+    return load_model(
+        ModelSpec(name=family, family=family, kv_heads=4 if family == "gpt2" else 2, dtype=dtype, **SHAPE)
+    ).model
+
+
+def adopted(model):
+    return {type(module).__name__ for module in model.modules() if "forward" in vars(module)}
+
+
+@pytest.mark.parametrize(
+    ("family", "wanted"),
+    [
+        ("llama", {"Linear", "LlamaMLP", "LlamaRMSNorm"}),
+        ("qwen3", {"Linear", "Qwen3MLP", "Qwen3RMSNorm"}),
+        ("gemma2", {"Linear"}),  # its norm adds one to the weight, its activation is another
+        ("gpt2", set()),  # its layers are no linear layers
+    ],
+)
+def test_what_computes_the_same_is_adopted(family, wanted):
+    if why_unavailable():
+        wanted = {name for name in wanted if "RMSNorm" not in name}
+    one = model(family)
+    replace_layers(one)
+    assert adopted(one) - {"Linear"} == wanted - {"Linear"}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_hidden_states_are_as_near_to_the_exact_ones_as_transformers_own(family, dtype):
+    one, exact = model(family, dtype), model(family, dtype).double()
+    torch.manual_seed(3)
+    x = torch.randn(1, 9, SHAPE["hidden"]).to(one.dtype)
+    with torch.inference_mode():
+        own, wanted = parts(one, x), parts(exact, x.double())
+        replace_layers(one)
+        ours = parts(one, x)
+    for mine, theirs, true in zip(ours, own, wanted, strict=True):
+        most = 1.25 * (theirs.double() - true).abs().max() + 1e-6
+        assert (mine.double() - true).abs().max() <= most
+
+
+def parts(model, x):
+    layer = model.model.layers[0]
+    return [layer.input_layernorm(x), layer.mlp(x)]
+
+
+def test_a_layer_with_another_rule_is_left_alone_however_alike_its_answers_are():
+    one = model("llama")
+    one.model.layers[0].mlp.act_fn = torch.nn.GELU()
+    for part in one.model.layers[0].mlp.parameters():
+        part.data.mul_(1e-3)
+    replace_layers(one)
+    assert "forward" not in vars(one.model.layers[0].mlp)
+    assert "forward" in vars(one.model.layers[1].mlp)
+
+
+def test_another_element_type_than_the_weights_goes_the_norms_own_way():
+    one = model("llama", "bfloat16")
+    replace_layers(one)
+    x = torch.randn(1, 3, SHAPE["hidden"])
+    norm = one.model.norm
+    assert torch.equal(norm(x), type(norm).forward(norm, x))
+
+
+def test_layers_are_lent_back_for_a_reference_run_and_returned():
+    one = model("llama")
+    assert replace_layers(one) > 0
+    assert replace_layers(one) == 0
+    before = adopted(one)
+    with original_layers(one):
+        assert not adopted(one)
+    assert adopted(one) == before
+    restore_layers(one)
+    assert not adopted(one)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [64, 1024, 4096])
+def test_a_norm_that_takes_the_mean_away_is_left_alone_at_every_width(width, dtype):
+    from transformers.models.cohere.modeling_cohere import CohereLayerNorm
+
+    for norm in (torch.nn.LayerNorm(width, bias=False), CohereLayerNorm(width)):
+        one = torch.nn.ModuleList([norm.to(dtype)])
+        replace_layers(one)
+        assert adopted(one) == set()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_with_another_epsilon_than_it_names_is_left_alone(dtype):
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    class Larger(LlamaRMSNorm):
+        def forward(self, x):
+            variance = x.float().pow(2).mean(-1, keepdim=True)
+            return self.weight * (x * torch.rsqrt(variance + 10 * self.variance_epsilon)).to(x.dtype)
+
+    one = torch.nn.ModuleList([Larger(512).to(dtype)])
+    replace_layers(one)
+    assert adopted(one) == set()
+
+
+@pytest.mark.skipif(bool(why_unavailable()), reason="no compiled kernels")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_and_gated_layers_of_real_widths_are_adopted(dtype):
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+    shape = LlamaConfig(hidden_size=1024, intermediate_size=2816)
+    one = torch.nn.ModuleList([LlamaRMSNorm(1024), LlamaMLP(shape)]).to(dtype)
+    replace_layers(one)
+    assert {"LlamaRMSNorm", "LlamaMLP"} <= adopted(one)

@@ -1,0 +1,229 @@
+"""Which models run on paged KV, what is known of them beforehand, and which are refused by name."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from engine.runtime.errors import ModelError
+from engine.runtime.models.spec import ModelSpec, check_model
+
+TINY = {"layers": 1, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "intermediate": 32, "vocab": 64}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory, model_of):
+    """A llama saved as a local checkpoint directory."""
+    from engine.runtime.models.load import original_model
+
+    folder = tmp_path_factory.mktemp("checkpoint")
+    with original_model(model_of()) as model:
+        model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(name="model_of", scope="module")
+def model_of_fixture():
+    from engine.runtime.models.load import load_model
+
+    loaded = load_model(ModelSpec(**TINY))
+    return lambda: loaded
+
+
+def edit_config(folder, target, **values):
+    """A copy of the checkpoint whose config.json has other values."""
+    config = json.loads((folder / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | values))
+    (target / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    return str(target)
+
+
+def test_checking_a_model_imports_no_torch():
+    code = (
+        "import sys; from engine.runtime.models.spec import ModelSpec, check_model; check_model(ModelSpec()); "
+        "sys.exit(any(name in sys.modules for name in ('torch', 'transformers')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_shapes_are_what_the_layers_send(model_of):
+    assert model_of().kv_shapes == (((2, 8), (2, 8)),)
+    assert model_of().kv_bytes_per_token == 2 * 2 * 8 * 4
+
+
+def test_the_seed_names_the_weights():
+    from engine.runtime.models.load import load_model
+
+    weights = [load_model(ModelSpec(**TINY, seed=seed)).model.lm_head.weight for seed in (3, 3, 4)]
+    assert weights[0].equal(weights[1])
+    assert not weights[0].equal(weights[2])
+
+
+def test_loading_leaves_the_global_random_state_alone():
+    import torch
+
+    from engine.runtime.models.load import load_model
+
+    torch.manual_seed(11)
+    expected = torch.rand(1)
+    torch.manual_seed(11)
+    load_model(ModelSpec(**TINY))
+    assert torch.rand(1) == expected
+
+
+def test_a_local_checkpoint_gives_the_tokens_of_the_model_it_was_saved_from(checkpoint, model_of):
+    from engine.runtime.llm import LLM
+    from engine.runtime.params import SamplingParams
+
+    params = SamplingParams(max_tokens=8, temperature=0)
+    saved = LLM(str(checkpoint)).generate([5, 9, 2], params)
+    assert saved[0].outputs == LLM(model_of()).generate([5, 9, 2], params)[0].outputs
+
+
+def test_the_original_attention_is_put_back_and_taken_away_again(model_of):
+    from engine.runtime.attention.layer import IMPLEMENTATION
+    from engine.runtime.models.load import original_model
+
+    with original_model(model_of()) as model:
+        assert model.config._attn_implementation == model_of().original_attention != IMPLEMENTATION
+    assert model.config._attn_implementation == IMPLEMENTATION
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("gptj", "cannot replace"),
+        ("falcon", "cannot replace"),
+        ("bloom", "biases"),
+        ("stablelm", "arguments"),
+    ],
+)
+def test_known_bad_families_are_refused_by_name(family, reason):
+    with pytest.raises(ModelError, match=f"{family} cannot run on paged KV: .*{reason}"):
+        check_model(ModelSpec(family=family))
+
+
+def test_an_unknown_family_is_refused_with_the_choices():
+    with pytest.raises(
+        ModelError, match="family 'lama' cannot be built from a shape; choose one of llama, qwen3"
+    ):
+        check_model(ModelSpec(family="lama"))
+
+
+@pytest.mark.parametrize("rope", ["dynamic", "longrope"])
+def test_rope_that_looks_at_the_whole_batch_is_refused(checkpoint, tmp_path, rope):
+    path = edit_config(checkpoint, tmp_path, rope_parameters={"rope_type": rope, "factor": 2.0})
+    with pytest.raises(ModelError, match=f"RoPE type '{rope}' is refused"):
+        check_model(ModelSpec(path=path))
+
+
+def test_old_spelling_of_rope_scaling_is_understood(checkpoint, tmp_path):
+    path = edit_config(checkpoint, tmp_path, rope_scaling={"type": "dynamic", "factor": 2.0})
+    with pytest.raises(ModelError, match="RoPE type 'dynamic' is refused"):
+        check_model(ModelSpec(path=path))
+
+
+def test_a_missing_directory_is_no_checkpoint(tmp_path):
+    with pytest.raises(ModelError, match="nowhere is not a checkpoint: there is no such directory"):
+        check_model(ModelSpec(path=str(tmp_path / "nowhere")))
+
+
+def test_a_directory_without_config_is_no_checkpoint(tmp_path):
+    with pytest.raises(ModelError, match=r"is not a checkpoint: it has no config\.json"):
+        check_model(ModelSpec(path=str(tmp_path)))
+
+
+def test_a_broken_config_is_no_checkpoint(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"is not a checkpoint: config.json: "):
+        check_model(ModelSpec(path=str(tmp_path)))
+
+
+def test_a_config_without_weights_is_no_checkpoint(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ModelError, match="it has no weights"):
+        check_model(ModelSpec(path=str(tmp_path)))
+
+
+def test_weights_that_do_not_load_are_reported_as_such(checkpoint, tmp_path):
+    path = edit_config(checkpoint, tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"not weights")
+    from engine.runtime.models.load import load_model
+
+    with pytest.raises(ModelError, match="cut short or no safetensors file: 11 bytes"):
+        load_model(ModelSpec(path=path))
+
+
+def test_weights_that_the_config_asks_for_and_the_files_lack_are_named(checkpoint, tmp_path):
+    path = edit_config(checkpoint, tmp_path, num_hidden_layers=2)
+    from engine.runtime.models.load import load_model
+
+    with pytest.raises(ModelError, match=r"lacks \d+ of the weights .*layers\.1\."):
+        load_model(ModelSpec(path=path))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"dtype": "int8"}, "dtype 'int8' does not exist; choose float32"),
+        ({"heads": 6, "kv_heads": 4}, "6 heads are no multiple of 4 kv_heads"),
+        ({"head_dim": 31}, "even head_dim, found 31"),
+        ({"family": "gpt2", "kv_heads": 4}, "gpt2 has one KV head per head"),
+    ],
+)
+def test_impossible_shapes_are_refused(values, message):
+    with pytest.raises(ModelError, match=message):
+        check_model(ModelSpec(**values))
+
+
+@pytest.mark.parametrize("family", ["gptj", "stablelm"])
+def test_a_model_object_that_ignores_our_attention_is_refused(family, monkeypatch):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from engine.runtime.models import load as module
+
+    shapes = {
+        "gptj": {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4},
+        "stablelm": {
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+        },
+    }
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, vocab_size=64, **shapes[family]))
+    native = model.config._attn_implementation
+    monkeypatch.setattr(module, "check_config", lambda name, config: None)
+    with pytest.raises(ModelError, match=r"cannot be replaced|drops extra arguments"):
+        module.wrap_model(model, name=family)
+    assert model.config._attn_implementation == native
+
+
+def test_layers_without_a_kv_cache_are_noticed(model_of, monkeypatch):
+    from engine.runtime.models.load import probe_layers
+
+    monkeypatch.setattr(model_of().model.config, "num_hidden_layers", 3)
+    with pytest.raises(ModelError, match="layers ran on paged attention"):
+        probe_layers(model_of().model, "test", 0)
+
+
+def test_an_option_that_the_kernels_do_not_know_is_refused(model_of):
+    import torch
+
+    from engine.runtime.models.load import ShapeProbe
+
+    probe = ShapeProbe()
+    layer = model_of().model.model.layers[0].self_attn
+    q, kv = torch.zeros(1, 4, 1, 8), torch.zeros(1, 2, 1, 8)
+    probe.attend(layer, q, kv, kv, None, {"position_bias": q, "use_cache": False})
+    assert probe.strange == {"position_bias"}
+
+
+def test_triton_on_the_cpu_is_refused_when_the_runner_is_built(model_of):
+    from engine.runtime.runner import Runner
+    from paged_kernels import BackendUnavailableError
+
+    with pytest.raises(BackendUnavailableError, match="'cpu'"):
+        Runner(model_of(), num_blocks=4, block_size=4, backend="triton")

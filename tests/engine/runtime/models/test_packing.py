@@ -1,0 +1,57 @@
+"""Weights in the matrix kernels' own order change no token."""
+
+import pytest
+import torch
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rows", [1, 3, 5, 8, 9, 63, 64, 65, 70, 96])
+def test_a_packed_layer_computes_the_same(dtype, rows):
+    from engine.runtime.models.cpu_layers import pack_linears, unpack_linears
+
+    torch.manual_seed(1)
+    layer = torch.nn.Linear(96, 160, dtype=getattr(torch, dtype)).eval()
+    x = torch.randn(1, rows, 96, dtype=layer.weight.dtype)
+    with torch.inference_mode():
+        plain = layer(x)
+        assert pack_linears(layer) == 1
+        packed = layer(x)
+        unpack_linears(layer)
+        assert torch.equal(layer(x), plain)
+    assert torch.allclose(packed.float(), plain.float(), atol=1e-5 if dtype == "float32" else 1e-2)
+
+
+def test_few_numbers_of_rows_reach_the_library_however_many_batches_have():
+    from engine.runtime.models.cpu_layers import pad_rows, unpad_rows
+
+    sizes = set()
+    for rows in range(1, 600):
+        x = torch.ones(1, rows, 4)
+        filled = pad_rows(x)
+        sizes.add(len(filled))
+        assert len(filled) >= rows
+        assert torch.equal(unpad_rows(filled, x), x)
+    assert len(sizes) < 40
+
+
+def test_tokens_are_the_same_with_and_without(model_of, prompts):
+    from engine.runtime.llm import LLM
+    from engine.runtime.models.cpu_layers import restore_layers
+    from engine.runtime.params import SamplingParams
+
+    said = []
+    for pack in (True, False):
+        restore_layers(model_of().model)
+        llm = LLM(model_of(), pool_tokens=1024, pack_weights=pack)
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=12, temperature=0))
+        said.append([output.outputs[0].token_ids for output in outputs])
+    assert said[0] == said[1]
+
+
+def test_packing_is_for_models_that_leave_memory_free(model_of, monkeypatch):
+    from engine.runtime.models import cpu_layers as packing
+
+    assert packing.can_pack(model_of().model)
+    assert packing.is_small(model_of().model)
+    monkeypatch.setattr(packing, "_free_bytes", lambda: 1000)
+    assert not packing.is_small(model_of().model)

@@ -1,0 +1,221 @@
+"""The compiled replay says to the bit what the policy core says."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.core.identity import KeyIdentity
+from engine.core.memory.paged import PagedManager
+from engine.core.options import Retention, SchedulerLimits
+from engine.core.request import Request
+from engine.core.scheduling.scheduler import Scheduler
+from harness.compiled import pool as compiled_pool
+from harness.compiled.pricing import prices_of
+from harness.compiled.replay import CompiledReplay, PlainPool, PlainRequests, advance
+from harness.cost.fitted import FittedCost
+from harness.cost.roofline import DeviceShape, ModelShape, RooflineCost
+from harness.metrics.log import RunLog
+from harness.replay.arrivals import TimedRequest
+from harness.replay.beams import BeamGenealogy
+from harness.replay.cost_model import CostModel, CostSource, PacedCost
+from harness.replay.executors import SimulatedExecutor
+from harness.replay.features import ATTENTION_FEATURES, FEATURES
+from harness.replay.loop import Replay
+from harness.replay.recorder import Recorder
+from harness.replay.streaming import RunFold, StreamingRecorder
+from harness.replay.virtual_time import TimeSpanError
+
+SHAPE = ModelShape(
+    layers=4, hidden=256, heads=8, kv_heads=2, head_dim=32, intermediate=688, vocab=2048, bytes_per_element=2
+)
+DEVICE = DeviceShape("d", bandwidth=2e11, flops=4e12, step_overhead_s=3e-4, layer_overhead_s=2e-5)
+
+
+def fitted() -> FittedCost:
+    draw = np.random.default_rng(5)
+    attention = draw.uniform(0, 1e-6, len(ATTENTION_FEATURES))
+    rest = draw.uniform(0, 1e-6, len(FEATURES) - len(ATTENTION_FEATURES))
+    rest[::3] = 0
+    return FittedCost(attention, rest, CostSource("fitted", "d", "f"))
+
+
+COSTS: dict[str, CostModel] = {
+    "roofline": RooflineCost(SHAPE, DEVICE),
+    "parallel": RooflineCost(SHAPE, replace(DEVICE, parallel=4)),
+    "fitted": fitted(),
+    "paced": PacedCost(fitted(), 1.37),
+}
+
+
+@st.composite
+def workloads(draw: st.DrawFn) -> PlainRequests:
+    lengths = st.tuples(st.integers(0, 30_000_000), st.integers(1, 90), st.integers(1, 40))
+    rows = draw(st.lists(lengths, min_size=1, max_size=25))
+    gaps, prompt, output = (np.array(column, dtype=np.int64) for column in zip(*rows, strict=True))
+    return PlainRequests(np.arange(len(rows)) * 3 + 7, np.cumsum(gaps), prompt, output)
+
+
+LIMITS = st.builds(
+    SchedulerLimits,
+    max_batched_tokens=st.integers(4, 64),
+    max_running=st.integers(1, 12),
+    max_model_len=st.one_of(st.none(), st.integers(20, 100)),
+    chunked_prefill=st.just(True),
+    watermark=st.sampled_from([0.0, 0.1]),
+    long_prefill_tokens=st.one_of(st.none(), st.integers(1, 20)),
+    admit_whole_prompt=st.booleans(),
+) | st.builds(
+    SchedulerLimits,
+    max_batched_tokens=st.integers(20, 150),
+    max_running=st.integers(1, 12),
+    chunked_prefill=st.just(False),
+)
+POOLS = st.builds(
+    PlainPool,
+    num_blocks=st.integers(5, 200),
+    block_size=st.sampled_from([1, 3, 8, 16]),
+    kv_bytes_per_token=st.just(2),
+    keeps=st.booleans(),
+)
+
+
+def core_requests(requests: PlainRequests) -> list[TimedRequest]:
+    columns = (requests.request_id, requests.arrival_ns, requests.prompt_tokens, requests.output_tokens)
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    return [TimedRequest(Request(i, p, o, identity=KeyIdentity(i, [(None, p)])), at) for i, at, p, o in rows]
+
+
+def core_parts(limits: SchedulerLimits, pool: PlainPool) -> Scheduler:
+    retention = Retention.lru if pool.keeps else Retention.none
+    return Scheduler(PagedManager(pool.num_blocks, pool.block_size, retention=retention), limits)
+
+
+def core_log(requests: PlainRequests, limits: SchedulerLimits, pool: PlainPool, cost: CostModel) -> RunLog:
+    timed, scheduler = core_requests(requests), core_parts(limits, pool)
+    by_id = {each.request.request_id: each.request for each in timed}
+    recorder = Recorder(by_id, pool.block_size)
+    executor = SimulatedExecutor(cost, by_id, pool.block_size, BeamGenealogy({}))
+    Replay(timed, scheduler, executor, recorder).run()
+    return recorder.log(scheduler.stats, pool.slots, pool.kv_bytes_per_token)
+
+
+def compiled_replay(
+    requests: PlainRequests, limits: SchedulerLimits, pool: PlainPool, cost: CostModel, log_steps: int = 64
+) -> CompiledReplay:
+    prices = prices_of(cost)
+    assert prices is not None
+    return CompiledReplay(requests, limits, pool, prices, log_steps=log_steps)
+
+
+def assert_same(one: RunLog, other: RunLog) -> None:
+    assert list(one.steps) == list(other.steps)
+    assert list(one.requests) == list(other.requests)
+    for name, column in one.steps.items():
+        np.testing.assert_array_equal(column, other.steps[name], err_msg=name)
+        assert column.dtype == other.steps[name].dtype, name
+    for name, column in one.requests.items():
+        np.testing.assert_array_equal(column, other.requests[name], err_msg=name)
+    np.testing.assert_array_equal(one.itl_s, other.itl_s)
+    np.testing.assert_array_equal(one.itl_weight, other.itl_weight)
+    assert one.span_s == other.span_s
+
+
+@settings(deadline=None, max_examples=300)
+@given(workloads(), LIMITS, POOLS, st.sampled_from(sorted(COSTS)))
+def test_every_step_request_and_gap_is_the_core_s(
+    requests: PlainRequests, limits: SchedulerLimits, pool: PlainPool, cost: str
+) -> None:
+    assert_same(
+        compiled_replay(requests, limits, pool, COSTS[cost]).log(),
+        core_log(requests, limits, pool, COSTS[cost]),
+    )
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_preempted_requests_come_back_as_the_core_says(keeps: bool) -> None:
+    requests, limits = many(400), SchedulerLimits(256, 32)
+    pool = PlainPool(60, 8, 2, keeps=keeps)
+    expected = core_log(requests, limits, pool, COSTS["roofline"])
+    assert expected.requests["preemptions"].sum() > 30
+    assert (expected.requests["resumed_hit_tokens"].sum() > 100) == keeps
+    assert_same(compiled_replay(requests, limits, pool, COSTS["roofline"]).log(), expected)
+
+
+def many(count: int) -> PlainRequests:
+    draw = np.random.default_rng(3)
+    return PlainRequests(
+        np.arange(count),
+        np.cumsum(draw.integers(0, 3_000_000, count)),
+        draw.integers(1, 200, count),
+        draw.integers(1, 30, count),
+    )
+
+
+def test_folded_totals_metrics_and_outcomes_are_those_of_the_streamed_core() -> None:
+    requests, limits, pool = many(5_000), SchedulerLimits(256, 32), PlainPool(2_000, 16, 2, keeps=True)
+    live: dict[int, Request] = {}
+    recorder = StreamingRecorder(live, pool.block_size, {"rows": (2.0, 9.0)})
+    scheduler, timed = core_parts(limits, pool), core_requests(requests)
+    executor = SimulatedExecutor(COSTS["roofline"], live, pool.block_size, BeamGenealogy({}))
+    Replay(timed, scheduler, executor, recorder, live=live, forget=True).run()
+    recorder.finish(scheduler.stats)
+    fold = RunFold({"rows": (2.0, 9.0)})
+    span_s = compiled_replay(requests, limits, pool, COSTS["roofline"], log_steps=1000).fold(fold)
+    assert span_s == recorder.span_s
+    assert fold.totals == recorder.fold.totals
+    assert fold.outcome == recorder.fold.outcome
+    assert fold.extrapolated.section() == recorder.fold.extrapolated.section()
+    assert fold.metrics(span_s, 1, 1) == recorder.fold.metrics(span_s, 1, 1)
+
+
+def test_the_log_s_size_changes_nothing() -> None:
+    requests, limits, pool = many(300), SchedulerLimits(256, 32), PlainPool(2_000, 16, 2, keeps=True)
+    logs = [compiled_replay(requests, limits, pool, COSTS["fitted"], steps).log() for steps in (7, 64, 4096)]
+    assert_same(logs[0], logs[1])
+    assert_same(logs[0], logs[2])
+
+
+def test_what_is_compiled_is_what_python_says() -> None:
+    requests, limits, pool = many(60), SchedulerLimits(128, 16), PlainPool(500, 16, 2, keeps=True)
+    prices = prices_of(COSTS["fitted"])
+    assert prices is not None
+    plain = CompiledReplay(requests, limits, pool, prices, play=advance).log()
+    assert_same(plain, CompiledReplay(requests, limits, pool, prices).log())
+
+
+def test_a_miscounted_block_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from harness.compiled import committing
+
+    def forgets_one(run: object, row: int, owner: int) -> None:
+        compiled_pool.release(run, row, owner)  # type: ignore[arg-type]
+        run.at[6] -= 1  # type: ignore[attr-defined]  # UNNAMED
+
+    monkeypatch.setattr(committing, "release", forgets_one)
+    requests, limits, pool = many(60), SchedulerLimits(128, 16), PlainPool(900, 16, 2, keeps=True)
+    prices = prices_of(COSTS["roofline"])
+    assert prices is not None
+    wrong = CompiledReplay(requests, limits, pool, prices, play=advance).log()
+    with pytest.raises(AssertionError, match=r"reserved|free"):
+        assert_same(wrong, core_log(requests, limits, pool, COSTS["roofline"]))
+
+
+@pytest.mark.parametrize("flops", [1e-30, 1e-6])  # one step, and some hundred, outlast what 64 bits count
+def test_a_replay_of_centuries_is_refused_by_both(flops: float) -> None:
+    requests, limits, pool = many(300), SchedulerLimits(256, 32), PlainPool(2_000, 16, 2, keeps=True)
+    cost = RooflineCost(SHAPE, replace(DEVICE, flops=flops))
+    with pytest.raises(TimeSpanError, match="longer than 146 years"):
+        compiled_replay(requests, limits, pool, cost).log()
+    with pytest.raises(TimeSpanError, match="longer than 146 years"):
+        core_log(requests, limits, pool, cost)
+
+
+def test_limits_that_nothing_reaches_cost_no_memory_and_change_nothing() -> None:
+    requests, pool = many(60), PlainPool(10**12, 16, 2, keeps=True)
+    wide, narrow = (
+        compiled_replay(requests, SchedulerLimits(128, rows), pool, COSTS["fitted"]).log()
+        for rows in (10**12, 60)
+    )
+    assert_same(wide, narrow)

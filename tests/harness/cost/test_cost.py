@@ -1,0 +1,265 @@
+import numpy as np
+import pytest
+from sim_cases import fingerprint, replay, request
+
+from engine.core.memory.paged import PagedManager
+from engine.core.options import Decoding
+from harness.cost.fitted import ATTENTION, REST, FittedCost, fit_cost, held_out_error
+from harness.cost.roofline import DeviceShape, ModelShape, RooflineCost
+from harness.cost.table import TableCost, grid_of
+from harness.replay.beams import BeamGenealogy, churn_of_run
+from harness.replay.cost_model import CostModel, CostSource, PacedCost, price_table
+from harness.replay.features import FEATURES, feature_index
+
+SOURCE = CostSource("fitted", "test", "test")
+
+
+def measured_features(seed: int) -> np.ndarray:
+    draw = np.random.default_rng(seed)
+    requests = [
+        request(rid, 0.004 * rid, int(draw.integers(8, 200)), int(draw.integers(2, 40)), shared=4)
+        for rid in range(40)
+    ]
+    return replay(requests, fast_forward=False, keep_plans=True)[1].features
+
+
+def true_seconds(features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    attention = features[:, feature_index(["decode_padded_kv", "prefill_work", "decode_steps"])] @ [
+        2e-7,
+        1e-8,
+        1e-4,
+    ]
+    rest = features[:, feature_index(["step", "tokens", "sampled_rows"])] @ [5e-4, 1e-5, 3e-5]
+    return attention + rest, attention
+
+
+def test_the_fit_recovers_a_linear_machine_on_workloads_it_never_saw() -> None:
+    features = measured_features(0)
+    cost = fit_cost(features, *true_seconds(features), SOURCE)
+    unseen = measured_features(1)
+    seconds, attention = true_seconds(unseen)
+    assert held_out_error(price_table(cost, unseen)[0], seconds)["max"] < 0.01
+    assert held_out_error(price_table(cost, unseen)[1], attention)["max"] < 0.01
+
+
+def test_the_fit_is_unbiased_under_symmetric_noise() -> None:
+    features = measured_features(0)
+    seconds, attention = true_seconds(features)
+    noise = np.random.default_rng(2).normal(1, 0.05, len(seconds))
+    cost = fit_cost(features, seconds * noise, attention * noise, SOURCE)
+    assert abs(held_out_error(price_table(cost, features)[0], seconds)["total_error"]) < 0.01
+
+
+def test_a_few_drawn_out_steps_do_not_move_the_fit() -> None:
+    features = measured_features(0)
+    seconds, attention = true_seconds(features)
+    slow = seconds.copy()
+    slow[::40] *= 5
+    cost = fit_cost(features, slow, attention, SOURCE)
+    assert abs(held_out_error(price_table(cost, features)[0], seconds)["total_error"]) < 0.02
+
+
+def test_coefficients_are_never_negative() -> None:
+    features = measured_features(0)
+    seconds, attention = true_seconds(features)
+    noise = np.random.default_rng(3).normal(1, 0.3, len(seconds)).clip(0.2)
+    cost = fit_cost(features, seconds * noise, attention * noise, SOURCE)
+    assert min(cost.coefficients().values()) >= 0
+    assert list(cost.coefficients()) == list(FEATURES)
+
+
+def test_held_out_error_keeps_its_sign() -> None:
+    errors = held_out_error(np.array([0.9, 1.0]), np.array([1.0, 1.0]))
+    assert errors["bias"] == pytest.approx(-0.05)
+    assert errors["mape"] == pytest.approx(0.05)
+
+
+def test_features_count_what_the_plans_hold() -> None:
+    features = replay([request(0, 0, 40, 3)], fast_forward=False, keep_plans=True)[1].features
+    tokens, decode_kv, prefill_kv, work, blocks, new = feature_index(
+        ["tokens", "decode_kv", "prefill_kv", "prefill_work", "blocks", "new_blocks"]
+    )
+    assert features[:, tokens].tolist() == [40, 1, 1]
+    assert features[:, decode_kv].tolist() == [0, 41, 42]
+    assert features[0, prefill_kv] == 40
+    assert features[0, work] == 40 * 41 / 2
+    assert features[:, blocks].tolist() == [3, 3, 3]
+    assert features[:, new].tolist() == [3, 0, 0]
+
+
+def test_chunked_prefill_work_is_that_of_the_whole() -> None:
+    (work,) = feature_index(["prefill_work"])
+    whole = replay([request(0, 0, 400, 1)], keep_plans=True, fast_forward=False)[1].features
+    from engine.core.options import SchedulerLimits
+
+    chunks = replay(
+        [request(0, 0, 400, 1)], limits=SchedulerLimits(64, 8), keep_plans=True, fast_forward=False
+    )[1].features
+    assert len(chunks) == 7
+    assert chunks[:, work].sum() == whole[:, work].sum() == 400 * 401 / 2
+
+
+def test_beam_copies_are_slots_of_whole_blocks() -> None:
+    (copied,) = feature_index(["copied_slots"])
+    features = replay(
+        [request(0, 0, 20, 2, 4, Decoding.beam)],
+        manager=PagedManager(100, 16),
+        fast_forward=False,
+        keep_plans=True,
+    )[1].features
+    assert features[:, copied].tolist() == [0, 3 * 16]
+
+
+def test_the_steps_after_a_large_prefill_are_marked_and_fade() -> None:
+    (after,) = feature_index(["after_prefill"])
+    features = replay([request(0, 0, 200, 4)], fast_forward=False, keep_plans=True)[1].features
+    assert features[:, after].tolist() == [0, 1, 0.75, 0.75**2]
+
+
+def test_a_paced_cost_is_the_cost_times_the_ratio() -> None:
+    cost = RooflineCost(LLAMA_8B, DeviceShape("h200", 4.8e12, 989e12, 0, 0))
+    features = replay([request(0, 0, 40, 3)], fast_forward=False, keep_plans=True)[1].features
+    plain, paced = price_table(cost, features), price_table(PacedCost(cost, 1.25), features)
+    assert paced[0].tolist() == pytest.approx((1.25 * plain[0]).tolist())
+    assert paced[1].tolist() == pytest.approx((1.25 * plain[1]).tolist())
+
+
+@pytest.mark.parametrize("size", [1, 4, 16])
+def test_every_feature_of_a_leap_is_that_of_its_steps(size: int) -> None:
+    """Every coefficient counts, on requests whose branches share their prompts: records must not differ by a bit."""
+    draw = np.random.default_rng(size)
+    requests = [
+        request(rid, 0.05 * rid, int(draw.integers(5, 60)), int(draw.integers(20, 90)), 3, Decoding.sample, 4)
+        for rid in range(12)
+    ]
+    cost = FittedCost(draw.uniform(1e-7, 1e-5, len(ATTENTION)), draw.uniform(1e-7, 1e-5, len(REST)), SOURCE)
+    one, other = (
+        replay(requests, cost=cost, manager=PagedManager(1600 // size, size), fast_forward=leap)[0]  # type: ignore[arg-type]
+        for leap in (True, False)
+    )
+    assert fingerprint(one) == fingerprint(other)
+
+
+def test_shared_blocks_count_once_among_distinct_slots() -> None:
+    rows, kv, distinct = feature_index(["decode_rows", "decode_kv", "decode_distinct_kv"])
+    alone = replay([request(0, 0, 32, 4)], keep_plans=True, fast_forward=False)[1].features
+    assert alone[1:, distinct].tolist() == alone[1:, kv].tolist()
+    samples = [request(0, 0, 32, 4, 4, Decoding.sample)]
+    shared = replay(samples, manager=PagedManager(100, 16), keep_plans=True, fast_forward=False)[1].features
+    assert shared[1, [rows, kv]].tolist() == [4, 4 * 33]
+    assert shared[1, distinct] == 4 * 33 * (2 + 4) / (4 * 3)  # two blocks in common, one each
+
+
+def table_cost(features: np.ndarray) -> TableCost:
+    """A grid that covers some of the steps of `measured_features`, and not all."""
+    fitted = fit_cost(features, *true_seconds(features), SOURCE)
+    decode = [(r, kv, 1e-5 * r + 1e-7 * r * kv) for r in (1, 4, 16) for kv in (16, 64, 128)]
+    prefill = [(q, c, 1e-6 * q + 1e-8 * q * c) for q in (8, 64, 128) for c in (0, 64)]
+    return TableCost(fitted, grid_of(decode), grid_of(prefill), 16, SOURCE)
+
+
+def test_a_grid_reproduces_what_is_affine_in_rows_and_their_product_with_the_length() -> None:
+    points = [(r, kv, 2e-5 + 1e-5 * r + 1e-7 * r * kv) for r in (1, 4, 16) for kv in (16, 64, 128)]
+    assert grid_of(points).at(7, 100.5) == pytest.approx(2e-5 + 7e-5 + 1e-7 * 7 * 100.5)
+    assert np.isnan(grid_of(points).at(17, 64))
+    assert np.isnan(grid_of(points).at(2, 15))
+
+
+def test_a_cell_that_was_not_measured_is_left_to_the_fit() -> None:
+    grid = grid_of([(1, 16, 1.0), (1, 64, 1.0), (4, 16, 1.0), (4, 64, 1.0), (16, 16, 1.0)])
+    assert grid.at(2, 32) == 1.0
+    assert np.isnan(grid.at(10, 32))
+
+
+def test_a_grid_needs_two_values_on_each_axis() -> None:
+    with pytest.raises(ValueError, match="found 1 by 2"):
+        grid_of([(1, 16, 1.0), (1, 64, 1.0)])
+
+
+def test_outside_its_grid_the_table_prices_as_the_fit_does() -> None:
+    features = measured_features(0)
+    table = table_cost(features)
+    chunks, rows, kv = feature_index(["prefill_rows", "decode_rows", "decode_kv"])
+    only = features[(features[:, chunks] == 0) & (features[:, kv] > 128 * features[:, rows])]
+    assert len(only) > 10
+    assert price_table(table, only)[0].tolist() == pytest.approx(price_table(table.fitted, only)[0].tolist())
+    inside = features[0].copy()
+    inside[kv] = 1e9
+    assert table.price(list(inside)).seconds == pytest.approx(table.fitted.price(list(inside)).seconds)
+
+
+def test_inside_its_grid_the_table_follows_the_measurements_and_not_the_fit() -> None:
+    features = measured_features(0)
+    chunks, rows, kv, padded, blocks = feature_index(
+        ["prefill_rows", "decode_rows", "decode_kv", "decode_padded_kv", "decode_padded_blocks"]
+    )
+    step = features[(features[:, chunks] == 0) & (features[:, rows] == 4)][0].copy()
+    step[kv] = step[padded] = 4 * 64
+    step[blocks] = 16
+    table = table_cost(features)
+    assert table.price(list(step)).attention_s == pytest.approx(4e-5 + 1e-7 * 4 * 64)
+    step[padded] = 4 * 80  # ragged: the longest has 80 slots
+    slope = table.fitted.coefficients()["decode_padded_kv"]
+    assert table.price(list(step)).attention_s == pytest.approx(4e-5 + 1e-7 * 4 * 64 + slope * 4 * 16)
+
+
+@pytest.mark.parametrize("kind", ["fitted", "roofline", "split", "table"])
+def test_numbers_and_arrays_are_priced_to_the_same_bits(kind: str) -> None:
+    features = measured_features(0)
+    fitted = fit_cost(features, *true_seconds(features), SOURCE)
+    roofline = RooflineCost(LLAMA_8B, DeviceShape("h200", 4.8e12, 989e12, 1e-4, 1e-6))
+    split = RooflineCost(LLAMA_8B, DeviceShape("h200", 4.8e12, 989e12, 1e-4, 1e-6, parallel=4))
+    models = {"fitted": fitted, "roofline": roofline, "split": split, "table": table_cost(features)}
+    cost: CostModel = models[kind]
+    seconds, attention = price_table(cost, features)
+    single = [cost.price(row) for row in features.tolist()]
+    assert [price.seconds for price in single] == seconds.tolist()
+    assert [price.attention_s for price in single] == attention.tolist()
+
+
+LLAMA_8B = ModelShape(32, 4096, 32, 8, 128, 14336, 128256, 2)
+
+
+def test_kv_bytes_per_token_of_llama_3_8b() -> None:
+    assert LLAMA_8B.kv_bytes_per_token == 131_072
+
+
+def test_a_decode_step_takes_at_least_the_time_to_read_weights_and_kv() -> None:
+    cost = RooflineCost(LLAMA_8B, DeviceShape("h200", 4.8e12, 989e12, 0, 0))
+    features = replay([request(0, 0, 1000, 2)], fast_forward=False, keep_plans=True)[1].features
+    read = (LLAMA_8B.weight_bytes + 1001 * LLAMA_8B.kv_bytes_per_token) / 4.8e12
+    assert price_table(cost, features)[0][-1] == pytest.approx(read)
+
+
+def test_two_devices_halve_what_is_read_and_add_what_is_sent() -> None:
+    """Two all-reduces a layer; with two devices a ring sends each byte once."""
+    features = replay([request(0, 0, 1000, 2)], fast_forward=False, keep_plans=True)[1].features
+    one = RooflineCost(LLAMA_8B, DeviceShape("h200", 4.8e12, 989e12, 0, 0))
+    two = RooflineCost(LLAMA_8B, DeviceShape("h200", 4.8e12, 989e12, 0, 0, 2, 450e9, 10e-6))
+    sent = 2 * 32 * (4096 * 2 / 450e9 + 10e-6)
+    assert price_table(two, features)[0][-1] == pytest.approx(price_table(one, features)[0][-1] / 2 + sent)
+
+
+@pytest.mark.parametrize(
+    ("layers", "hidden", "heads", "weights_gb", "kv_bytes"),
+    [(40, 5120, 40, 26, 819_200), (64, 9216, 72, 132, 2_359_296), (96, 12288, 96, 346, 4_718_592)],
+)
+def test_the_paper_s_models_have_the_paper_s_sizes(
+    layers: int, hidden: int, heads: int, weights_gb: float, kv_bytes: int
+) -> None:
+    opt = ModelShape(layers, hidden, heads, heads, 128, 4 * hidden, 50272, 2, mlp_matrices=2)
+    assert opt.weight_bytes / 1e9 == pytest.approx(weights_gb, rel=0.02)
+    assert opt.kv_bytes_per_token == kv_bytes
+
+
+@pytest.mark.parametrize(("width", "churn"), [(2, 0.25), (4, 0.33), (8, 0.38), (4, 0.0)])
+def test_drawn_beams_are_dropped_at_the_given_rate(width: int, churn: float) -> None:
+    genealogy = BeamGenealogy({width: churn})
+    distinct = [len(set(genealogy.parents(rid, step, width))) for rid in range(50) for step in range(40)]
+    assert churn_of_run(width, distinct) == pytest.approx(churn, abs=0.02)
+
+
+def test_draws_depend_on_the_request_and_its_step_alone() -> None:
+    one, other = BeamGenealogy({4: 0.4}), BeamGenealogy({4: 0.4})
+    other.parents(9, 9, 4)
+    assert one.parents(3, 5, 4) == other.parents(3, 5, 4)

@@ -1,0 +1,305 @@
+"""Points on the real engine: the two sides decide alike, the audit holds, the record says what happened."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from point_cases import azure_file, mooncake_file, small_config, with_trace
+
+from engine.runtime.options import Backend
+from engine.core.options import CachePolicy
+from harness.config.errors import ConfigError
+from harness.config.schema import CostKind, DecodingMode, EngineDevice, Oversize, RunConfig, TraceFormat
+from harness.measure.engine import graphs_of
+from harness.point import check_point, point_identity, run_point
+from harness.workload.workload import build_workload
+
+
+@pytest.fixture(scope="module")
+def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("calibration")
+
+
+@pytest.fixture(scope="module")
+def record(cache_dir: Path) -> dict:
+    return run_point(small_config(cache_dir)).record
+
+
+def greedy(config: RunConfig) -> RunConfig:
+    return config
+
+
+def beams(config: RunConfig) -> RunConfig:
+    config.decoding.beam_width = 3
+    return config
+
+
+def samples(config: RunConfig) -> RunConfig:
+    config.decoding.mode, config.decoding.n = DecodingMode.sample, 3
+    return config
+
+
+def contiguous_beams(config: RunConfig) -> RunConfig:
+    config.cache.policy = CachePolicy.contiguous_max
+    return beams(config)
+
+
+def crowded(config: RunConfig) -> RunConfig:
+    """A pool that forces preemption and eviction."""
+    config.cache.pool_tokens, config.cache.max_model_len, config.workload.request_rate = 320, 256, 5000.0
+    return config
+
+
+MODES = [greedy, beams, samples, contiguous_beams, crowded]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("format_", [TraceFormat.azure, TraceFormat.mooncake])
+def test_measured_durations_give_identical_plans(
+    format_: TraceFormat, mode: Callable[[RunConfig], RunConfig], cache_dir: Path, tmp_path: Path
+) -> None:
+    path = azure_file(tmp_path) if format_ is TraceFormat.azure else mooncake_file(tmp_path)
+    config = with_trace(small_config(cache_dir), format_, path)
+    if format_ is TraceFormat.azure:
+        config.workload.length_scale = 1.0
+    else:
+        config.workload.length_scale = 0.02
+        config.cache.block_size = 4
+    result = run_point(mode(config)).record
+    assert result["levels"]["counts"]["identical"], result["levels"]["counts"]
+    assert result["levels"]["counts"]["steps"] > 10
+    assert result["audit"]["checks"] == result["levels"]["counts"]["steps"]
+    if mode is crowded:
+        assert result["measured"]["median"]["preemptions"] > 0
+
+
+def test_sharing_found_by_tokens_is_what_the_trace_says(cache_dir: Path) -> None:
+    config = small_config(cache_dir)
+    config.workload.prefix_share = 0.9
+    result = run_point(config).record
+    assert result["measured"]["median"]["hit_tokens"] == result["simulated"]["hit_tokens"] > 0
+
+
+def test_the_record_names_every_change_to_the_trace(record: dict) -> None:
+    changes = " | ".join(record["trace"]["changes"])
+    assert "lengths multiplied by 0.05" in changes
+    assert "100" in changes
+
+
+def test_all_requests_finish_on_both_sides(record: dict) -> None:
+    assert record["outcome"]["simulated"] == {"finished": 16, "rejected": 0, "unfinished": 0}
+    assert record["outcome"]["measured"] == {"finished": 16, "rejected": 0, "unfinished": 0}
+
+
+def test_the_held_out_error_of_the_cost_model_is_in_the_record(record: dict) -> None:
+    assert record["cost"]["kind"] == "fitted"
+    assert record["cost"]["heldout"]["step"]["n"] > 50
+
+
+def test_the_pace_of_the_device_is_in_the_record_with_the_error_it_hides(record: dict) -> None:
+    pace = record["pace"]
+    assert pace["low"] <= pace["ratio"] <= pace["high"]
+    assert pace["probes"] == 2
+    unscaled, scaled = pace["unscaled"]["total_error"], record["levels"]["teacher_forced"]["total_error"]
+    assert (1 + scaled) / (1 + unscaled) == pytest.approx(pace["ratio"])
+
+
+def test_the_pace_is_not_followed_where_the_user_says_so(cache_dir: Path) -> None:
+    config = small_config(cache_dir)
+    config.cost.follow_pace = False
+    assert run_point(config).record["pace"] is None
+
+
+def test_both_sides_did_the_same_work(record: dict) -> None:
+    rows = {row["metric"]: row for row in record["comparison"]}
+    assert rows["computed_tokens"]["error"] == 0
+    assert rows["computed_tokens"]["analytic"] == rows["computed_tokens"]["measured"]
+
+
+def test_step_tables_hold_both_sides(cache_dir: Path) -> None:
+    tables = run_point(small_config(cache_dir)).tables
+    assert set(np.unique(tables["steps"]["side"])) == {"simulated", "measured"}
+    assert len(tables["requests"]["request_id"]) == 32
+
+
+def test_a_simulation_needs_no_engine_and_no_calibration(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    config.measure = False
+    result = run_point(config).record
+    assert result["cost"]["kind"] == "roofline"
+    assert result["measured"] is result["levels"] is None
+
+
+def test_a_request_that_can_never_fit_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    config.cache.pool_tokens = 64
+    with pytest.raises(
+        ConfigError, match=r"workload.oversize: \d+ of 16 requests can never fit; the first is request"
+    ):
+        check_point(config)
+
+
+def test_dropping_what_never_fits_is_counted(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    config.measure, config.cache.pool_tokens, config.workload.oversize = False, 64, Oversize.drop
+    result = run_point(config).record
+    assert result["outcome"]["dropped"] > 0
+    assert result["trace"]["requests"] + result["outcome"]["dropped"] == 16
+
+
+def test_dropping_everything_is_refused(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    config.cache.pool_tokens, config.cache.block_size, config.workload.oversize = 1, 1, Oversize.drop
+    with pytest.raises(ConfigError, match="no request fits"):
+        check_point(config)
+
+
+def test_a_path_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    config.model.path = str(tmp_path)
+    with pytest.raises(ConfigError, match=r"model.path: .*config.json"):
+        check_point(config)
+
+
+def test_a_model_whose_attention_cannot_be_replaced_is_refused_by_name(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "bloom", "n_embd": 64, "n_head": 4, "n_layer": 2}')
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    config.model.path = str(tmp_path)
+    with pytest.raises(ConfigError, match="bloom"):
+        check_point(config)
+
+
+def checkpoint(folder: Path, layers: int = 1, **config: object) -> Path:
+    """A config.json, and weights that are whole as far as their header says."""
+    facts = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": layers}
+    (folder / "config.json").write_text(json.dumps({**facts, **config}))
+    header = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    return folder
+
+
+def test_truncated_weights_are_refused_before_anything_runs(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    config.model.path = str(checkpoint(tmp_path))
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4])
+    with pytest.raises(ConfigError, match=r"model.path: .*model.safetensors: cut short"):
+        check_point(config)
+
+
+def test_a_checkpoint_without_a_language_model_head_is_refused(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    config.model.path = str(checkpoint(tmp_path, architectures=["LlamaForSequenceClassification"]))
+    with pytest.raises(ConfigError, match="no causal language model"):
+        check_point(config)
+
+
+def test_a_configuration_that_is_no_object_is_refused(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    config.model.path = str(checkpoint(tmp_path))
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(ConfigError, match=r"model.path: .*config.json"):
+        check_point(config)
+
+
+def test_other_weights_at_the_same_path_are_another_point(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    config.model.path = str(checkpoint(tmp_path))
+    before = point_identity(config)
+    (tmp_path / "model.safetensors").write_bytes(b"other")
+    assert point_identity(config) != before
+
+
+def test_a_pool_beyond_the_machine_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    config.cache.pool_tokens = 10**11
+    with pytest.raises(ConfigError, match=r"cache.pool_tokens: the pool takes .* GB"):
+        check_point(config)
+
+
+def test_a_cache_folder_that_cannot_be_made_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    config = small_config(tmp_path / "file" / "below")
+    with pytest.raises(ConfigError, match=r"cost.cache_dir: the calibration cannot be kept"):
+        check_point(config)
+
+
+def test_a_hidden_size_that_the_heads_do_not_divide_is_refused(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    config.model.hidden = 66
+    with pytest.raises(ConfigError, match="hidden 66 is no multiple of 4 heads"):
+        check_point(config)
+
+
+def test_a_device_that_is_not_here_is_refused_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("harness.workload.devices.gpu_names", lambda: ())
+    config = small_config(tmp_path)
+    config.engine.device = EngineDevice.cuda
+    with pytest.raises(ConfigError, match=r"engine.device: cuda, but .* no device"):
+        check_point(config)
+
+
+def test_triton_kernels_are_refused_on_the_cpu_before_anything_runs(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    config.engine.device, config.engine.backend = EngineDevice.cpu, Backend.triton
+    with pytest.raises(ConfigError, match=r"engine.backend: triton kernels need a CUDA device"):
+        check_point(config)
+
+
+def test_graphs_are_refused_where_nothing_can_be_recorded(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    config.engine.device, config.engine.cuda_graphs = EngineDevice.cpu, True
+    with pytest.raises(
+        ConfigError, match=r"engine.cuda_graphs: true, but only triton kernels on a CUDA device"
+    ):
+        check_point(config)
+
+
+def test_graphs_that_are_asked_for_serve_the_scheduler_s_batches_and_the_longest_sequence(
+    tmp_path: Path,
+) -> None:
+    config = small_config(tmp_path)
+    workload = build_workload(config)
+    assert graphs_of(config, workload) is None
+    config.engine.cuda_graphs = True
+    graphs = graphs_of(config, workload)
+    assert graphs is not None
+    assert (graphs.most, graphs.longest) == (workload.limits.max_running, workload.pool.max_model_len)
+
+
+def test_a_malformed_trace_is_refused_with_file_line_and_field(tmp_path: Path) -> None:
+    path = tmp_path / "broken.csv"
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,x\n")
+    config = with_trace(small_config(tmp_path), TraceFormat.azure, path)
+    with pytest.raises(ConfigError, match=r"trace.path: .*broken.csv:2: GeneratedTokens"):
+        check_point(config)
+
+
+def test_a_fitted_model_without_calibration_is_refused_for_a_simulation(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    config.measure, config.cost.kind = False, CostKind.fitted
+    with pytest.raises(ConfigError, match=r"cost.kind: fitted, but .* not been calibrated"):
+        check_point(config)
+
+
+def test_the_identity_of_a_point_follows_its_trace(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    other = replace(config, workload=replace(config.workload, seed=1))
+    assert point_identity(config) != point_identity(other)
+    assert point_identity(config) == point_identity(small_config(tmp_path))
+
+
+def test_a_measured_record_names_the_kernels_that_ran(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    config.engine.device, config.engine.backend = EngineDevice.cpu, Backend.torch
+    config.cost.kind, config.workload.num_requests, config.replay.repeats = CostKind.roofline, 3, 1
+    record = run_point(config).record
+    assert record["environment"]["engine_kernels"][0] == "torch"
+    config.measure = False
+    assert "engine_kernels" not in run_point(config).record["environment"]

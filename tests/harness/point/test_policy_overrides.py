@@ -1,0 +1,111 @@
+"""Every policy of the core can be asked for by override, in the simulator and on the engine, with equal plans."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from point_cases import azure_file, small_config, with_trace
+
+from engine.core.options import CachePolicy, HashAlgorithm, Placement, Preemption, Retention, Scheduling
+from harness.config.checks import check_config
+from harness.config.errors import ConfigError
+from harness.config.schema import CostKind, DecodingMode, RunConfig, TraceFormat
+from harness.point import run_point
+from harness.workload.workload import build_workload
+
+
+@pytest.fixture(name="config")
+def config_fixture(tmp_path: Path) -> RunConfig:
+    """A pool that forces preemption, priced without calibration."""
+    config = with_trace(small_config(tmp_path), TraceFormat.azure, azure_file(tmp_path))
+    config.workload.length_scale, config.workload.request_rate = 1.0, 5000.0
+    config.cache.pool_tokens, config.cache.max_model_len = 320, 256
+    config.cost.kind = CostKind.roofline
+    return config
+
+
+def pow2(config: RunConfig) -> None:
+    config.cache.policy, config.cache.block_size = CachePolicy.contiguous_pow2, 1
+
+
+def oracle_first_fit(config: RunConfig) -> None:
+    config.cache.policy, config.cache.block_size = CachePolicy.contiguous_oracle, 1
+    config.cache.placement = Placement.first_fit
+
+
+def swap(config: RunConfig) -> None:
+    config.cache.host_tokens = 2000
+    config.scheduler.preemption = Preemption.swap
+
+
+def copies(config: RunConfig) -> None:
+    config.cache.copy_at_fork, config.cache.pool_tokens = True, 640
+    config.decoding.mode, config.decoding.n = DecodingMode.sample, 3
+
+
+def frugal(config: RunConfig) -> None:
+    config.cache.deduplicate, config.cache.hash = True, HashAlgorithm.xxh3_128
+    config.cache.retention = Retention.none
+    config.scheduler.policy, config.scheduler.long_prefill_tokens = Scheduling.priority, 16
+    config.scheduler.admit_whole_prompt = False
+
+
+def static(config: RunConfig) -> None:
+    config.scheduler.static_batch = True
+
+
+def own(config: RunConfig) -> None:
+    config.scheduler.victim = "own_policies:LongestFirst"
+    config.scheduler.order = "own_policies:ShortPromptsFirst"
+    config.cache.eviction = "own_policies:MostRecentFirst"
+
+
+Change = Callable[[RunConfig], None]
+POLICIES = [pow2, oracle_first_fit, swap, copies, frugal, static, own]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_measured_durations_give_identical_plans(policy: Change, config: RunConfig) -> None:
+    policy(config)
+    assert not check_config(config)
+    record = run_point(config).record
+    assert record["levels"]["counts"]["identical"], record["levels"]["counts"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nowhere.to_be:Found", "ModuleNotFoundError"),
+        ("collections:deque", "lacks choose"),
+        ("collections:NoSuchClass", "AttributeError"),
+    ],
+)
+def test_a_policy_that_cannot_be_had_is_refused_by_key(name: str, message: str, config: RunConfig) -> None:
+    config.scheduler.victim = name
+    with pytest.raises(ConfigError, match=f"scheduler.victim.*{message}"):
+        build_workload(config).scheduler()
+
+
+def test_a_name_without_a_class_is_refused_before_anything_runs(config: RunConfig) -> None:
+    config.scheduler.order = "just_a_module"
+    assert [error.key for error in check_config(config)] == ["scheduler.order"]
+
+
+def test_swapping_without_host_memory_is_refused(config: RunConfig) -> None:
+    config.scheduler.preemption = Preemption.swap
+    (error,) = check_config(config)
+    assert "cache.host_tokens is 0" in str(error)
+
+
+def test_tenants_and_priorities_of_a_trace_reach_the_scheduler(config: RunConfig, tmp_path: Path) -> None:
+    path = tmp_path / "own.csv"
+    path.write_text(
+        "arrival_s,prompt_tokens,output_tokens,prefix,prefix_tokens,salt,priority\n"
+        "0,40,2,p,32,a,2\n1,40,2,p,32,b,1\n2,40,2,p,32,a,0\n"
+    )
+    with_trace(config, TraceFormat.simple, path)
+    config.workload.request_rate = None
+    requests = [timed.request for timed in build_workload(config).requests()]
+    names = [request.identity.prompt_names(16) for request in requests if request.identity]
+    assert [request.priority for request in requests] == [2, 1, 0]
+    assert names[0] == names[2] != names[1]

@@ -1,0 +1,105 @@
+"""Branches that end early and drafts that are accepted: drawn as fitted, and priced for what they leave."""
+
+import numpy as np
+import pytest
+from sim_cases import LinearCost, request
+
+from engine.core.memory.paged import PagedManager
+from engine.core.options import Decoding, SchedulerLimits, SpeculationMode
+from engine.core.request import Request, Speculation
+from engine.core.scheduling.scheduler import Scheduler
+from harness.metrics.log import Outcome, RunLog
+from harness.replay.arrivals import TimedRequest
+from harness.replay.beams import BeamGenealogy
+from harness.replay.branches import BranchSurvival, DraftAcceptance
+from harness.replay.executors import SimulatedExecutor
+from harness.replay.loop import Replay
+from harness.replay.recorder import Recorder
+
+
+def run(
+    requests: list[TimedRequest],
+    survival: BranchSurvival | None = None,
+    acceptance: DraftAcceptance | None = None,
+) -> tuple[RunLog, Scheduler]:
+    by_id = {timed.request.request_id: timed.request for timed in requests}
+    recorder = Recorder(by_id, 16)
+    executor = SimulatedExecutor(
+        LinearCost(1e-3, 1e-5), by_id, 16, BeamGenealogy({}), survival=survival, acceptance=acceptance
+    )
+    scheduler = Scheduler(PagedManager(2000, 16), SchedulerLimits(512, 64))
+    Replay(requests, scheduler, executor, recorder).run()
+    scheduler.manager.check()
+    return recorder.log(scheduler.stats, 32_000, 1), scheduler
+
+
+def test_branch_lengths_are_geometric_and_cut_at_the_limit() -> None:
+    lengths = [BranchSurvival(0.05).length(rid, branch, 100) for rid in range(500) for branch in range(4)]
+    assert np.mean([length == 1 for length in lengths]) == pytest.approx(0.05, abs=0.02)
+    assert np.mean([length == 100 for length in lengths]) == pytest.approx(0.95**99, abs=0.01)
+
+
+@pytest.mark.parametrize("hazard", [1e-17, 5e-324])
+def test_a_hazard_too_small_to_tell_from_nothing_ends_nothing(hazard: float) -> None:
+    assert BranchSurvival(hazard).length(1, 0, 500) == 500
+
+
+@pytest.mark.parametrize("hazard", [0.0, 0.01, 0.2])
+def test_the_fitted_hazard_is_the_one_that_drew_the_lengths(hazard: float) -> None:
+    survival = BranchSurvival(hazard)
+    lengths = [survival.length(rid, 0, 60) for rid in range(3000)]
+    assert BranchSurvival.fitted(lengths, [60] * 3000).hazard == pytest.approx(hazard, rel=0.1, abs=1e-9)
+
+
+def test_branches_that_end_leave_rows_and_blocks_to_the_others() -> None:
+    requests = [request(rid, 0.001 * rid, 40, 80, 4, Decoding.sample) for rid in range(10)]
+    whole, _ = run(requests)
+    parted, _ = run(requests, BranchSurvival(0.03))
+    assert (parted.requests["outcome"] == Outcome.FINISHED).all()
+    expected = sum(
+        BranchSurvival(0.03).length(rid, branch, 80) - 1 for rid in range(10) for branch in range(4)
+    )
+    assert parted.steps["query_tokens"].sum() - 10 * 40 == expected
+    assert parted.steps["token"].max() < whole.steps["token"].max()
+
+
+def test_a_hazard_of_nothing_changes_nothing() -> None:
+    requests = [request(rid, 0.001 * rid, 40, 30, 3, Decoding.sample) for rid in range(5)]
+    assert run(requests)[0].span_s == run(requests, BranchSurvival(0.0))[0].span_s
+
+
+def drafting(rid: int, mode: SpeculationMode) -> TimedRequest:
+    speculation = Speculation(4, mode)
+    return TimedRequest(Request(rid, 40, 200, speculation=speculation), rid * 1_000_000)
+
+
+@pytest.mark.parametrize("mode", SpeculationMode)
+@pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
+def test_drafts_are_accepted_at_the_given_share(share: float, mode: SpeculationMode) -> None:
+    requests = [drafting(rid, mode) for rid in range(12)]
+    log, scheduler = run(requests, acceptance=DraftAcceptance(share))
+    assert (log.requests["outcome"] == Outcome.FINISHED).all()
+    steps = log.steps["sampled_rows"].sum() - 12
+    assert 12 * 199 / steps == pytest.approx(DraftAcceptance(share).tokens_per_step(4), rel=0.1)
+    accepted = sum(stats.accepted_tokens for stats in scheduler.stats.values())
+    assert accepted == 12 * 199 - steps
+
+
+def test_tokens_that_are_verified_together_have_no_gap_between_them() -> None:
+    log, _ = run([drafting(0, SpeculationMode.lookahead)], acceptance=DraftAcceptance(1.0))
+    assert log.itl_weight.sum() == 199
+    assert log.itl_weight[log.itl_s == 0].sum() == pytest.approx(199 * 4 / 5, abs=4)
+
+
+def test_acceptance_raises_throughput_by_the_tokens_of_a_step() -> None:
+    slow, _ = run([drafting(0, SpeculationMode.lookahead)])
+    fast, _ = run([drafting(0, SpeculationMode.lookahead)], acceptance=DraftAcceptance(1.0))
+    assert slow.span_s / fast.span_s == pytest.approx(5, rel=0.1)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.35, 0.8, 1.0])
+def test_the_fitted_acceptance_is_the_one_that_drew_the_drafts(share: float) -> None:
+    model = DraftAcceptance(share)
+    drafts = [1 + place % 5 for place in range(4000)]
+    right = [model.accepted(7, place, most) for place, most in enumerate(drafts)]
+    assert DraftAcceptance.fitted(drafts, right).share == pytest.approx(share, abs=0.02)

@@ -1,0 +1,180 @@
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sim_cases import LinearCost, contiguous, fingerprint, replay, request
+
+from engine.core.memory.paged import PagedManager
+from engine.core.options import Decoding, SchedulerLimits
+from engine.core.plan import StepPlan
+from engine.core.scheduling.scheduler import Scheduler
+from harness.replay.beams import BeamGenealogy
+from harness.replay.executors import RecordedExecutor, RecordingEndedError, SimulatedExecutor
+from harness.replay.loop import Replay
+from harness.replay.recorder import Recorder, digests_differ
+
+
+def test_a_lone_request_takes_the_sum_of_its_steps() -> None:
+    log, _ = replay([request(0, 0.5, prompt=100, output=5)])
+    assert log.requests["first_token_s"][0] == pytest.approx(0.501)
+    assert log.requests["finish_s"][0] == pytest.approx(0.505)
+
+
+def test_idle_time_is_not_stepped_through() -> None:
+    log, _ = replay([request(0, 0, 10, 2), request(1, 1000.0, 10, 2)])
+    assert len(log.steps["step"]) == 4
+    assert log.span_s == pytest.approx(1000.002)
+
+
+def test_an_arrival_at_the_very_end_of_a_step_joins_the_next() -> None:
+    log, _ = replay([request(0, 0, 10, 4), request(1, 0.002, 10, 1)])
+    assert log.requests["first_scheduled_s"][1] == pytest.approx(0.002)
+
+
+def test_simultaneous_arrivals_share_their_first_step() -> None:
+    log, _ = replay([request(rid, 1.0, 10, 2) for rid in range(5)])
+    assert log.steps["admitted"].tolist() == [5, 0]
+
+
+def test_every_generated_token_has_one_gap_but_the_first() -> None:
+    log, _ = replay([request(rid, rid * 0.003, 20, 10 + rid) for rid in range(6)])
+    assert log.itl_weight.sum() == sum(9 + rid for rid in range(6))
+
+
+def test_a_constant_step_and_one_place_make_a_single_server_queue() -> None:
+    """M/D/1: mean wait in queue = rho s / (2 (1 - rho)), Pollaczek and Khinchine; s is the service time."""
+    draw = np.random.default_rng(1)
+    service, rho = 0.004, 0.7
+    arrivals = np.cumsum(draw.exponential(service / rho, 20_000))
+    requests = [request(rid, float(at), 8, 4) for rid, at in enumerate(arrivals)]
+    log, _ = replay(requests, limits=SchedulerLimits(512, 1))
+    waits = log.requests["first_scheduled_s"] - log.requests["arrival_s"]
+    expected = rho * service / (2 * (1 - rho))
+    assert waits.mean() == pytest.approx(expected, rel=0.08)
+
+
+def test_offline_time_is_the_sum_of_step_costs() -> None:
+    log, _ = replay([request(rid, 0, 50, 20) for rid in range(30)], cost=LinearCost(1e-3, 1e-5, 1e-7))
+    assert log.span_s == pytest.approx(log.steps["seconds"].sum())
+
+
+def test_every_token_is_computed_exactly_once_without_preemption() -> None:
+    log, _ = replay([request(rid, 0, 50 + rid, 20) for rid in range(30)])
+    assert log.steps["query_tokens"].sum() == sum(50 + rid + 19 for rid in range(30))
+
+
+REQUESTS = st.lists(
+    st.tuples(
+        st.integers(0, 30),  # ms after the previous one
+        st.integers(1, 60),
+        st.integers(1, 40),
+        st.integers(2, 4),
+        st.sampled_from(Decoding),
+        st.integers(0, 30),
+    ),
+    min_size=1,
+    max_size=10,
+)
+
+
+@given(REQUESTS, st.sampled_from([1, 4, 16]), st.integers(40, 120), st.booleans())
+@settings(max_examples=80, deadline=None)
+def test_fast_forward_changes_no_record(rows: list, size: int, blocks: int, paged: bool) -> None:
+    at, requests = 0, []
+    for rid, (gap, prompt, output, width, mode, shared) in enumerate(rows):
+        at += gap
+        width = 1 if mode is Decoding.greedy else width
+        requests.append(request(rid, at / 1000, prompt, output, width, mode, min(shared, prompt - 1)))
+    cost = LinearCost(1e-3, 1e-5, 1e-6, 1e-7)
+    logs = []
+    for fast_forward in (True, False):
+        manager = PagedManager(blocks * 16 // size, size) if paged else contiguous(640, 100)
+        logs.append(replay(requests, cost=cost, manager=manager, fast_forward=fast_forward)[0])
+    assert fingerprint(logs[0]) == fingerprint(logs[1])
+
+
+def test_the_same_replay_gives_the_same_record() -> None:
+    requests = [request(rid, 0.001 * rid, 30, 20, 4, Decoding.beam) for rid in range(6)]
+    assert fingerprint(replay(requests)[0]) == fingerprint(replay(requests)[0])
+
+
+def test_slot_states_sum_to_the_capacity_at_every_step() -> None:
+    requests = [request(rid, 0.002 * rid, 40, 30, shared=20) for rid in range(20)]
+    log, _ = replay(requests, manager=PagedManager(30, 16))
+    states = sum(log.steps[name] for name in ("token", "cached", "reserved", "internal", "external", "free"))
+    assert set(states.tolist()) == {480}
+
+
+def test_preemptions_are_counted_and_what_they_recompute() -> None:
+    log, _ = replay([request(rid, 0, 40, 60) for rid in range(8)], manager=PagedManager(30, 16))
+    assert log.requests["preemptions"].sum() == log.steps["preempted"].sum() > 0
+    extra = log.steps["query_tokens"].sum() - sum(40 + 59 for _ in range(8))
+    assert log.requests["recomputed_tokens"].sum() == extra
+
+
+def test_playing_a_recording_back_gives_the_same_plans() -> None:
+    requests = [request(rid, 0.003 * rid, 30, 20, 3, Decoding.beam, 16) for rid in range(8)]
+    _, first = replay(requests, manager=PagedManager(40, 16), fast_forward=False, keep_plans=True)
+    again = Recorder({t.request.request_id: t.request for t in requests}, 16, keep_plans=True)
+    executor = RecordedExecutor(first.step_ns, first.results)
+    Replay(requests, Scheduler(PagedManager(40, 16), SchedulerLimits(512, 64)), executor, again).run()
+    assert digests_differ(first.digests, again.digests) is None
+
+
+def test_playing_a_recording_back_on_another_pool_is_noticed() -> None:
+    requests = [request(rid, 0, 60, 60) for rid in range(8)]
+    _, first = replay(requests, manager=PagedManager(100, 16), fast_forward=False, keep_plans=True)
+    again = Recorder({t.request.request_id: t.request for t in requests}, 16, keep_plans=True)
+    executor = RecordedExecutor(first.step_ns, first.results)
+    with pytest.raises(RecordingEndedError, match="the recording has"):
+        Replay(requests, Scheduler(PagedManager(20, 16), SchedulerLimits(512, 64)), executor, again).run()
+    assert digests_differ(first.digests, again.digests) is not None
+
+
+class NaiveGaps:
+    """Every gap of every request, from who got a token in which step: what the recorder must come to."""
+
+    def __init__(self) -> None:
+        self.gaps: list[int] = []
+        self._last: dict[int, int] = {}
+
+    def add(self, end_ns: int, emitted: Sequence[int]) -> None:
+        for request_id in emitted:
+            if request_id in self._last:
+                self.gaps.append(end_ns - self._last[request_id])
+            self._last[request_id] = end_ns
+
+
+@given(REQUESTS, st.integers(12, 60), st.integers(2, 60))
+@settings(max_examples=40, deadline=None)
+def test_gaps_are_those_of_every_token_one_by_one(rows: list, blocks: int, budget: int) -> None:
+    """Under preemption and budgets that leave requests out: gaps are kept without looking at steady requests."""
+    at, requests = 0, []
+    for rid, (gap, prompt, output, width, mode, shared) in enumerate(rows):
+        at += gap
+        width = 1 if mode is Decoding.greedy else min(width, budget)
+        mode = Decoding.greedy if width == 1 else mode
+        requests.append(request(rid, at / 1000, prompt, output, width, mode, min(shared, prompt - 1)))
+    naive, limits = NaiveGaps(), SchedulerLimits(budget, 12)
+    fitting = [
+        t for t in requests if Scheduler(PagedManager(blocks, 4), limits).never_fits(t.request) is None
+    ]
+    by_id = {t.request.request_id: t.request for t in fitting}
+    recorder = Recorder(by_id, 4)
+    executor = SimulatedExecutor(LinearCost(1e-3, 1e-5), by_id, 4, BeamGenealogy({}), fast_forward=False)
+    scheduler = Scheduler(PagedManager(blocks, 4), limits)
+    original = recorder.record
+
+    def record(now_ns: int, plan: StepPlan, *rest: Any) -> int:
+        took = original(now_ns, plan, *rest)
+        naive.add(now_ns + took, rest[1].emitted)
+        return took
+
+    recorder.record = record  # type: ignore[method-assign]
+    Replay(fitting, scheduler, executor, recorder).run()
+    log = recorder.log(scheduler.stats, 4 * blocks, 1)
+    found = np.repeat(np.rint(log.itl_s * 1e9).astype(int), log.itl_weight.astype(int))
+    assert found.tolist() == sorted(naive.gaps)

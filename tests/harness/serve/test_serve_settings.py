@@ -1,0 +1,102 @@
+"""`serve` takes the settings that a sweep takes, and refuses those that would do nothing."""
+
+import pytest
+from own_policies import LongestFirst, MostRecentFirst, ShortPromptsFirst
+
+from harness.cli.main import main
+from harness.config.errors import UserError
+
+TINY = (
+    "model.layers=1", "model.hidden=32", "model.heads=2", "model.kv_heads=1", "model.head_dim=16",
+    "model.intermediate=48", "model.vocab=300", "model.max_position=128", "cache.pool_tokens=512",
+    "cache.max_model_len=null", "engine.device=cpu",
+)  # fmt: skip
+
+
+def built(*overrides):
+    from harness.serve.start import _config, build_engine
+
+    return build_engine(_config((*TINY, *overrides)))
+
+
+def test_policies_of_a_users_own_reach_the_engine(monkeypatch):
+    monkeypatch.syspath_prepend("tests/support")
+    engine = built(
+        "scheduler.order=own_policies:ShortPromptsFirst",
+        "scheduler.victim=own_policies:LongestFirst",
+        "cache.eviction=own_policies:MostRecentFirst",
+    )
+    policies, manager = engine.scheduler.policies, engine.scheduler.manager
+    assert type(policies.order).__name__ == ShortPromptsFirst.__name__
+    assert type(policies.victim).__name__ == LongestFirst.__name__
+    assert type(manager.pool._evictable).__name__ == MostRecentFirst.__name__
+
+
+@pytest.mark.parametrize(
+    ("override", "found", "wanted"),
+    [
+        ("scheduler.preemption=auto", lambda engine: engine.limits.preemption.value, "auto"),
+        ("scheduler.policy=priority", lambda engine: engine.limits.scheduling.value, "priority"),
+        ("scheduler.watermark=0.1", lambda engine: engine.limits.watermark, 0.1),
+        ("scheduler.static_batch=true", lambda engine: engine.limits.static_batch, True),
+        ("scheduler.chunked_prefill=false", lambda engine: engine.limits.chunked_prefill, False),
+        ("cache.hash=xxh3_128", lambda engine: engine.options.hash.value, "xxh3_128"),
+        ("cache.block_size=8", lambda engine: engine.scheduler.manager.block_size, 8),
+        ("cache.policy=contiguous_pow2", lambda engine: engine.scheduler.manager.block_size, 1),
+        ("decoding.draft_tokens=3", lambda engine: engine.runner.drafter is not None, True),
+        ("cache.host_tokens=64", lambda engine: engine.scheduler.manager.swapper.host.num_blocks, 4),
+    ],
+)
+def test_a_setting_reaches_the_engine(override, found, wanted):
+    host = ("cache.host_tokens=64",) if "preemption" in override else ()
+    assert found(built(override, *host)) == wanted
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["cache.retention=none", "cache.deduplicate=true", "cache.copy_at_fork=true", "cache.hash=xxh3_128"],
+)
+def test_answers_do_not_depend_on_the_policy(override):
+    from engine.runtime.params import SamplingParams
+
+    said = []
+    for engine in (built(), built(override)):
+        for number in range(4):
+            engine.add_request(str(number), [5, 6, 7] * 12, SamplingParams(n=2, seed=1, max_tokens=9))
+        done = [output for output in engine.run() if output.finished]
+        said.append(sorted((out.request_id, str([one.token_ids for one in out.outputs])) for out in done))
+    assert said[0] == said[1]
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["decoding.beam_width=4", "workload.num_requests=3", "replay=closed", "device=h200", "experiment=gpu"],
+)
+def test_a_setting_without_effect_is_refused_by_name(override, capsys):
+    assert main(["serve", *TINY, override]) == 2
+    assert f"a server has no use for {override.split('=')[0]}" in capsys.readouterr().err
+
+
+def test_a_policy_that_cannot_be_made_is_the_users_error():
+    with pytest.raises(UserError, match="no_such_module"):
+        built("scheduler.victim=no_such_module:Victim")
+
+
+def test_compiled_kernels_that_cannot_be_had_are_refused_before_anything_is_loaded(monkeypatch, capsys):
+    from engine.runtime.attention.native.compile import load_library
+
+    monkeypatch.setenv("PAGETWIN_NATIVE", "0")
+    load_library.cache_clear()
+    try:
+        assert main(["serve", *TINY, "engine.backend=native"]) == 2
+    finally:
+        load_library.cache_clear()
+    assert "PAGETWIN_NATIVE=0 leaves compiled kernels out; use engine.backend=auto" in capsys.readouterr().err
+
+
+def test_a_model_that_no_memory_holds_is_refused_before_anything_is_loaded(capsys):
+    assert (
+        main(["serve", *TINY, "engine.device=cpu", "model.layers=100000", "model.intermediate=100000000"])
+        == 2
+    )
+    assert "error: model: its weights take" in capsys.readouterr().err

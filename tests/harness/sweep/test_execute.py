@@ -1,0 +1,150 @@
+"""Executing: failures are kept, a dying worker takes no other point along, an interrupt keeps what is done."""
+
+import io
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import fake_point
+import pytest
+from rich.console import Console
+
+from harness.store.errors import StoreError
+from harness.store.reading import read_store, read_table
+from harness.sweep.execute import Outcome, execute
+from harness.sweep.plan import SweepPlan, plan_sweep, sweep_request
+from harness.sweep.progress import reporting
+
+RUNNER = "fake_point:run_point"
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Callable[..., SweepPlan]:
+    """Plans a sweep into `tmp_path/store`, with notes of the runs in `tmp_path`."""
+
+    def make(*overrides: str) -> SweepPlan:
+        own = [f"out={tmp_path}/store", f"cost.cache_dir={tmp_path}", *overrides]
+        return plan_sweep(sweep_request(own), fake_point)
+
+    return make
+
+
+def run(plan: SweepPlan) -> tuple[Outcome, str]:
+    """Execute all points of a plan, logging to a string."""
+    text = io.StringIO()
+    outcome = execute(plan, plan.points, runner=RUNNER, console=Console(file=text, width=200))
+    return outcome, text.getvalue()
+
+
+def test_every_point_is_committed_with_its_tables(plan: Callable[..., SweepPlan]) -> None:
+    sweep = plan("workload.seed=1,2,3")
+    outcome, _ = run(sweep)
+    assert outcome == Outcome(3, (), interrupted=False)
+    for point in sweep.points:
+        record = read_store(sweep.out).records[point.fingerprint]
+        assert record["simulated"]["metric"] == point.config.workload.seed
+        assert record["overrides"] == list(point.overrides)
+        assert record["config"]["cache"]["policy"] == "paged"
+        assert len(read_table(sweep.out, point.fingerprint, "steps")["step"]) == 1000
+
+
+def test_a_failing_point_is_kept_with_its_traceback_and_others_run(plan: Callable[..., SweepPlan]) -> None:
+    sweep = plan("trace.name=fail,ok")
+    outcome, log = run(sweep)
+    (failed,) = outcome.failed
+    assert outcome.done == 1
+    assert failed.error == "RuntimeError: the point is broken"
+    assert any("raise RuntimeError" in line for line in json.loads(failed.file.read_text())["traceback"])
+    assert "FAILED: RuntimeError: the point is broken" in log
+
+
+def test_simulated_points_run_in_worker_processes(plan: Callable[..., SweepPlan]) -> None:
+    sweep = plan("measure=false", "workers=2", "trace.name=ok,fail", "workload.seed=1,2")
+    outcome, _ = run(sweep)
+    assert outcome.done == 2
+    assert {failed.error for failed in outcome.failed} == {"RuntimeError: the point is broken"}
+
+
+def test_a_worker_that_dies_fails_its_own_point_only(plan: Callable[..., SweepPlan]) -> None:
+    sweep = plan("measure=false", "workers=2", "trace.name=die,ok", "workload.seed=1,2")
+    outcome, _ = run(sweep)
+    assert outcome.done == 2
+    assert [failed.label.split()[0] for failed in outcome.failed] == ["trace.name=die"] * 2
+    assert "its process died" in outcome.failed[0].error
+
+
+def test_an_interrupt_keeps_what_is_done(plan: Callable[..., SweepPlan]) -> None:
+    sweep = plan("trace.name=ok,interrupt,slow")
+    outcome, _ = run(sweep)
+    assert outcome == Outcome(1, (), interrupted=True)
+    assert len(read_store(sweep.out).records) == 1
+
+
+def test_an_interrupt_does_not_wait_for_workers(plan: Callable[..., SweepPlan]) -> None:
+    sweep = plan("measure=false", "workers=2", "trace.name=slow", "workload.seed=range(400)")
+    text = io.StringIO()
+    console = Console(file=text)
+
+    def interrupt_soon(line: str) -> int:
+        if "[3/400]" in line:
+            os.kill(os.getpid(), signal.SIGINT)
+        return len(line)
+
+    text.write = interrupt_soon  # type: ignore[method-assign]
+    outcome = execute(sweep, sweep.points, runner=RUNNER, console=console)
+    assert outcome.interrupted
+    assert outcome.done < 100  # of 400: the workers stopped in the middle
+
+
+def test_a_full_disk_stops_the_sweep_and_keeps_the_points_before(
+    plan: Callable[..., SweepPlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweep = plan("workload.seed=1,2,3")
+    commit = "harness.sweep.execute.commit_point"
+    import harness.sweep.execute as module
+
+    real, count = module.commit_point, iter(range(3))
+
+    def fill_up(*arguments: object) -> None:
+        if next(count) == 1:
+            raise StoreError("cannot write: the disk is full")
+        real(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(commit, fill_up)
+    with pytest.raises(StoreError, match="disk is full"):
+        run(sweep)
+    assert list(read_store(sweep.out).records) == [sweep.points[0].fingerprint]
+
+
+def test_the_log_has_a_line_a_point(plan: Callable[..., SweepPlan]) -> None:
+    _, log = run(plan("workload.seed=1,2"))
+    assert log == "[1/2] workload.seed=1  done\n[2/2] workload.seed=2  done\n"
+
+
+def test_a_terminal_shows_points_done_and_the_running_points_requests(plan: Callable[..., SweepPlan]) -> None:
+    sweep, text = plan("workload.seed=1,2"), io.StringIO()
+    console = Console(file=text, force_terminal=True, width=160)
+    with reporting(len(sweep.points), 0, console) as reporter:
+        reporter.starts(sweep.points[0])
+        reporter.ends(sweep.points[0], None)
+        reporter.starts(sweep.points[1])
+        reporter.request("measuring", 12, 64)
+    assert "12/64 requests, measuring  workload.seed=2" in text.getvalue()
+    assert "1/2" in text.getvalue()
+
+
+@pytest.mark.parametrize("width", [34, 80])
+def test_counts_show_on_a_narrow_terminal_whatever_the_points_name(
+    plan: Callable[..., SweepPlan], width: int
+) -> None:
+    sweep = plan("workload.seed=1,2", "workload.prefix_share=0.123456789", "decoding.beam_width=1,2")
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=True, width=width, color_system=None)
+    with reporting(40, 17, console) as reporter:
+        reporter.starts(sweep.points[0])
+        reporter.request("measuring, run 1 of 3", 5, 48)
+    last = [line for line in text.getvalue().replace("\r", "\n").splitlines() if "5/48" in line][-1]
+    assert "17/40" in last
+    assert "5/48 requests" in last

@@ -1,0 +1,197 @@
+"""Plans: every point once, every bad one named, nothing run."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.config.checks import value_of
+from harness.config.errors import ConfigError, UnknownKeyError, UserError
+from harness.config.groups import experiments
+from harness.config.schema import RunConfig
+from harness.sweep.plan import (
+    SweepPlan,
+    SweepPlanError,
+    experiment_overrides,
+    fingerprint,
+    plan_sweep,
+    run_request,
+    sweep_request,
+)
+
+
+class Anything:
+    """Every point can run; its identity is what the test says."""
+
+    def __init__(self, **identity: str) -> None:
+        self.identity = identity
+
+    def check_point(self, config: RunConfig) -> None:
+        if config.decoding.beam_width == 3:
+            raise ConfigError("cache.pool_tokens", "request 7 needs more than the pool has")
+
+    def point_identity(self, config: RunConfig) -> dict[str, Any]:
+        return self.identity
+
+
+def planned(*overrides: str) -> SweepPlan:
+    return plan_sweep(sweep_request(overrides), Anything())
+
+
+def names(*overrides: str, identity: str = "") -> list[str]:
+    plan = plan_sweep(
+        sweep_request(["workload.seed=1", *overrides, "experiment=default"]), Anything(i=identity)
+    )
+    return [point.fingerprint for point in plan.points]
+
+
+def test_points_are_the_product_of_the_axes() -> None:
+    plan = planned("cache.block_size=8,16", "decoding.beam_width=range(1,3)")
+    assert [point.varying for point in plan.points] == [
+        ("cache.block_size=8", "decoding.beam_width=1"),
+        ("cache.block_size=8", "decoding.beam_width=2"),
+        ("cache.block_size=16", "decoding.beam_width=1"),
+        ("cache.block_size=16", "decoding.beam_width=2"),
+    ]
+
+
+def test_without_an_axis_the_default_sweep_is_planned() -> None:
+    plan = planned()
+    assert plan.experiment == "default"
+    assert len(plan.points) == 36
+    policies = [point.config.cache.policy for point in plan.points]
+    assert policies.count("paged") == 27
+
+
+def test_a_setting_narrows_the_default_sweep() -> None:
+    assert {point.config.cache.block_size for point in planned("cache.block_size=8").points} == {8, 1}
+
+
+def test_an_axis_of_ones_own_replaces_the_default_sweep() -> None:
+    plan = planned("workload.seed=1,2")
+    assert plan.experiment is None
+    assert len(plan.points) == 2
+
+
+def test_the_users_words_replace_those_of_the_experiment() -> None:
+    plan = planned("experiment=default", "decoding.beam_width=1", "cache=paged", "workload.prefix_share=0")
+    assert [point.varying for point in plan.points] == [(f"cache.block_size={size}",) for size in (8, 16, 32)]
+
+
+def test_an_unknown_experiment_lists_the_experiments() -> None:
+    with pytest.raises(
+        UnknownKeyError, match=r"no experiment 'defualt'; choose one of\n(.|\n)*default +The main job"
+    ):
+        sweep_request(["experiment=defualt"])
+
+
+@pytest.mark.parametrize("name", experiments())
+def test_every_experiment_plans(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "trace"
+    file.touch()
+    extra = [f"trace.path='{file}'"] if any("trace=" in text for text in experiment_overrides(name)) else []
+    assert planned(f"experiment={name}", *extra).experiment == name
+
+
+def test_contiguous_points_that_differ_in_block_size_alone_are_one_point() -> None:
+    plan = planned("cache=contiguous_max", "cache.block_size=8,16,32")
+    assert len(plan.points) == 1
+    assert plan.same == (
+        ("cache.block_size=16", "the default point"),
+        ("cache.block_size=32", "the default point"),
+    )
+
+
+def test_a_label_leaves_out_what_does_not_apply() -> None:
+    labels = [point.label for point in planned("cache=paged,contiguous_max", "cache.block_size=8").points]
+    assert "cache=contiguous_max" in " ".join(labels)
+    assert [label for label in labels if "contiguous" in label and "block_size" in label] == []
+
+
+def test_every_bad_point_is_listed_under_its_reason() -> None:
+    with pytest.raises(SweepPlanError) as caught:
+        planned("decoding.beam_width=1,2,3,65", "workload.seed=1,2", "cache.block_size=8,x")
+    message = str(caught.value)
+    assert message.startswith("nothing was run: 12 of 16 points cannot run\n")
+    assert "cache.pool_tokens: request 7 needs more than the pool has\n  at decoding.beam_width=3" in message
+    assert "decoding.beam_width: found 65, more than scheduler.max_running=64" in message
+    assert "cache.block_size: found 'x', must be a whole number" in message
+    assert len(re.findall(r"  at .*beam_width=65", message)) == 4
+
+
+def test_a_reason_that_holds_everywhere_is_given_once() -> None:
+    with pytest.raises(SweepPlanError, match=r"trace.path: missing.*\n  \(every point\)$"):
+        planned("trace=azure", "workload.seed=1,2")
+
+
+@pytest.mark.parametrize("text", ["out=a,b", "name=a,b", "workers=1,2"])
+def test_where_a_sweep_is_written_cannot_be_swept(text: str) -> None:
+    with pytest.raises(ConfigError, match="one value for the whole sweep"):
+        sweep_request([text])
+
+
+def test_one_results_folder_for_all_points() -> None:
+    with pytest.raises(ConfigError, match="out: differs between the points"):
+        planned("out=results/${workload.seed}", "workload.seed=1,2")
+
+
+def test_run_takes_what_is_written_and_nothing_more() -> None:
+    assert run_request(["workload.seed=1"]).varying == ()
+
+
+def test_an_experiment_must_be_a_list_of_overrides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "odd.yaml").write_text("a: 1")
+    monkeypatch.setattr("harness.sweep.plan.option_file", lambda group, name: tmp_path / f"{name}.yaml")
+    with pytest.raises(UserError, match="must be a list of overrides"):
+        experiment_overrides("odd")
+
+
+def test_a_fingerprint_is_the_same_in_every_process() -> None:
+    assert fingerprint(RunConfig(), {"trace": "x"}) == fingerprint(RunConfig(), {"trace": "x"})
+    assert re.fullmatch("[0-9a-f]{32}", fingerprint(RunConfig(), {}))
+
+
+@pytest.mark.parametrize(
+    "text", ["cache.block_size=4", "measure=false", "workload.num_requests=3", "engine.threads=2"]
+)
+def test_what_changes_the_result_changes_the_fingerprint(text: str) -> None:
+    assert set(names()).isdisjoint(set(names(text)) - set(names()))
+    assert names(text) != names()
+
+
+@pytest.mark.parametrize("text", ["out=/data/other", "name=other", "workers=3", "cost.cache_dir=/data/c"])
+def test_where_it_is_written_does_not(text: str) -> None:
+    assert names(text) == names()
+
+
+def test_another_trace_or_device_makes_another_point() -> None:
+    assert set(names(identity="a")).isdisjoint(names(identity="b"))
+
+
+def test_the_trace_counts_by_its_content_and_not_by_its_place() -> None:
+    config = RunConfig()
+    moved = replace(config, trace=replace(config.trace, path="elsewhere.csv"))
+    assert fingerprint(config, {"trace": "digest"}) == fingerprint(moved, {"trace": "digest"})
+
+
+def test_planning_tells_its_progress() -> None:
+    told: list[tuple[int, int]] = []
+    plan_sweep(
+        sweep_request(["workload.seed=1,2"]),
+        Anything(),
+        progress=lambda done, total: told.append((done, total)),
+    )
+    assert told == [(1, 2), (2, 2)]
+
+
+def test_values_arrive_in_the_configuration() -> None:
+    (point,) = planned(
+        "cache.block_size=range(4,5)",
+        "experiment=default",
+        "cache=paged",
+        "workload.prefix_share=0",
+        "decoding.beam_width=2",
+    ).points
+    assert value_of(point.config, "cache.block_size") == 4

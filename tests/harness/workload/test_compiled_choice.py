@@ -1,0 +1,143 @@
+"""When a point is replayed compiled, and what is said where it cannot be."""
+
+import sys
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from harness.cli.main import main
+from harness.compiled import numba_edge as compiling
+from harness.config.compose import compose_config
+from harness.config.errors import ConfigError
+from harness.config.schema import Compiled
+from harness.point.cost import cost_model
+from harness.replay.cost_model import CostModel
+from harness.sweep.plan import run_request
+from harness.workload import simulate as compiled
+from harness.workload.simulate import prediction_of, simulate, simulate_metrics
+from harness.workload.workload import Workload, build_workload
+
+PLAIN = (
+    *("measure=false", "cost=roofline", "model=llama3_8b", "device=a100_80gb", "trace=azure_conv"),
+    *("workload.num_requests=60", "workload.prefix_share=null", "workload.length_scale=1"),
+    *("workload.oversize=drop", "cache.pool_tokens=null", "cache.max_model_len=null"),
+)
+
+
+def point(*settings: str) -> tuple[Workload, CostModel]:
+    config = compose_config(axis.settings[0] for axis in run_request((*PLAIN, *settings)).axes)
+    return build_workload(config), cost_model(config)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        (),
+        ("cache.prefix_caching=false",),
+        ("cache.retention=none", "cache.block_size=1"),
+        ("scheduler=whole_prompt",),
+        ("replay.mode=offline", "cache.pool_tokens=20000", "cache.max_model_len=8192"),
+        ("replay.mode=gamma", "workload.request_rate=40", "scheduler.watermark=0.1"),
+    ],
+)
+def test_records_are_those_of_the_core(settings: tuple[str, ...]) -> None:
+    workload, cost = point(*settings)
+    kept, streamed = [], []
+    for mode in (Compiled.never, Compiled.always):
+        told = replace(workload, compiled=mode)
+        kept.append(prediction_of(simulate(told, cost, None), cost.source))
+        streamed.append(simulate_metrics(told, cost))
+    for one, other in (kept, streamed):
+        assert repr(one.metrics) == repr(other.metrics)  # nan too
+        assert (one.outcome, one.totals) == (other.outcome, other.totals)
+
+
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [
+        (("workload.prefix_share=0.5",), "prompts may share prefixes"),
+        (("decoding.beam_width=2",), "beams, several samples or drafts"),
+        (("cache=contiguous_max",), "cache.policy=contiguous_max is not paged"),
+        (("scheduler=static",), "not first come, first served with continuous batching"),
+        (("replay.mode=closed",), "requests wait for others"),
+        (("replay.duration_s=5",), "stops early"),
+        (("scheduler=swap", "cache.host_tokens=100000"), "swapped out"),
+        (("scheduler.victim=own_policies:LongestFirst",), "a policy of your own"),
+    ],
+)
+def test_always_refuses_a_point_that_needs_the_core(setting: tuple[str, ...], reason: str) -> None:
+    workload, cost = point(*setting, "replay.compiled=always")
+    with pytest.raises(ConfigError, match=reason) as refusal:
+        simulate_metrics(workload, cost)
+    assert refusal.value.key == "replay.compiled"
+
+
+def test_shared_prefixes_do_not_matter_where_nothing_is_cached() -> None:
+    workload, cost = point("workload.prefix_share=0.5", "cache.prefix_caching=false")
+    assert compiled.obstacle(workload, cost) is None
+
+
+def test_auto_leaves_few_requests_to_the_core() -> None:
+    workload, cost = point()
+    assert compiled.compiled_replay(workload, cost) is None
+
+
+def test_auto_replays_many_requests_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "COMPILED_FROM", 20)
+    workload, cost = point()
+    assert compiled.compiled_replay(workload, cost) is not None
+
+
+def test_auto_leaves_to_the_core_what_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "COMPILED_FROM", 1)
+    workload, cost = point("decoding.beam_width=2")
+    assert compiled.compiled_replay(workload, cost) is None
+
+
+def test_without_numba_the_core_replays_and_always_says_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(compiled, "is_available", lambda: False)
+    workload, cost = point("replay.compiled=always")
+    with pytest.raises(ConfigError, match="pip install numba"):
+        compiled.compiled_replay(workload, cost)
+    assert compiled.compiled_replay(replace(workload, compiled=Compiled.auto), cost) is None
+
+
+def test_a_numba_that_cannot_be_imported_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(
+        sys.modules, "numba", None
+    )  # import raises ImportError, as beside a numpy that is too new
+    workload, cost = point("replay.compiled=always")
+    with pytest.raises(ConfigError, match="pip install numba"):
+        compiled.compiled_replay(workload, cost)
+
+
+def test_where_the_cache_cannot_be_written_no_code_is_kept_beside_the_sources(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(import_module("numba").config, "CACHE_DIR", "")
+    function = compiling.compiled.__wrapped__(lambda run: run)
+    assert type(function._cache).__name__ == "NullCache"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "folder"))
+    assert (tmp_path / "folder") in Path(compiling.compiled.__wrapped__(only)._cache.cache_path).parents
+
+
+def only(run: int) -> int:
+    return run
+
+
+def test_arrivals_beyond_the_clock_are_refused_before_anything_runs() -> None:
+    with pytest.raises(ConfigError, match=r"arrives after .* years") as refusal:
+        point("workload.request_rate=1e-6", "workload.num_requests=10000")
+    assert refusal.value.key == "workload.request_rate"
+
+
+def test_always_is_refused_before_any_point_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["measure=false", "cost=roofline", "workload.num_requests=5", f"out={tmp_path}"]
+    assert main(["sweep", *words, "decoding.beam_width=1,2", "replay.compiled=always"]) == 2
+    assert "replay.compiled: always, but requests have beams" in capsys.readouterr().err

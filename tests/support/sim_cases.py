@@ -1,0 +1,121 @@
+"""Small replays for the tests of the simulated side: a workload, a constant or linear price, one call to run them."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.core.identity import KeyIdentity
+from engine.core.memory.contiguous import ContiguousManager
+from engine.core.memory.manager import KVCacheManager
+from engine.core.memory.paged import PagedManager
+from engine.core.options import Decoding, SchedulerLimits
+from engine.core.request import Request
+from engine.core.scheduling.scheduler import Scheduler
+from harness.metrics.log import RunLog
+from harness.replay.arrivals import Arrivals, OpenLoop, TimedRequest
+from harness.replay.beams import BeamGenealogy
+from harness.replay.cost_model import Amount, CostSource, Price
+from harness.replay.executors import SimulatedExecutor
+from harness.replay.features import feature_index
+from harness.replay.loop import Replay
+from harness.replay.recorder import Recorder
+from harness.replay.streaming import Hull, StreamingRecorder
+from harness.replay.virtual_time import to_ns
+
+DECODE_KV, TOKENS, COPIED, VOIDED = feature_index(["decode_kv", "tokens", "copied_slots", "freed_slots"])
+
+
+@dataclass
+class LinearCost:
+    """`floor_s` a step, plus seconds per query token, per KV slot read, and per slot copied or voided."""
+
+    floor_s: float = 1e-3
+    token_s: float = 0.0
+    kv_s: float = 0.0
+    moved_s: float = 0.0
+    source: CostSource = CostSource("test", "linear", "test")  # noqa: RUF009
+
+    def price(self, features: Sequence[Amount]) -> Price:
+        attention = self.kv_s * features[DECODE_KV]
+        moved = self.moved_s * (features[COPIED] + features[VOIDED])
+        return Price(self.floor_s + self.token_s * features[TOKENS] + attention + moved, attention)
+
+
+def request(
+    rid: int,
+    at_s: float,
+    prompt: int,
+    output: int,
+    width: int = 1,
+    mode: Decoding = Decoding.greedy,
+    shared: int = 0,
+) -> TimedRequest:
+    segments = [(7, shared), (None, prompt - shared)] if shared else [(None, prompt)]
+    identity = KeyIdentity(rid, segments)
+    return TimedRequest(Request(rid, prompt, output, width, mode, identity), to_ns(at_s))
+
+
+def replay(
+    requests: list[TimedRequest],
+    arrivals: Arrivals | None = None,
+    *,
+    until_s: float | None = None,
+    cost: LinearCost | None = None,
+    manager: KVCacheManager | None = None,
+    limits: SchedulerLimits | None = None,
+    fast_forward: bool = True,
+    keep_plans: bool = False,
+) -> tuple[RunLog, Recorder]:
+    manager = manager or PagedManager(1000, 16)
+    scheduler = Scheduler(manager, limits or SchedulerLimits(512, 64))
+    by_id = {timed.request.request_id: timed.request for timed in requests}
+    recorder = Recorder(by_id, manager.block_size, keep_plans=keep_plans)
+    executor = SimulatedExecutor(
+        cost or LinearCost(),
+        by_id,
+        manager.block_size,
+        BeamGenealogy({4: 0.3}),
+        fast_forward=fast_forward,
+    )
+    until_ns = None if until_s is None else to_ns(until_s)
+    Replay(arrivals or requests, scheduler, executor, recorder, until_ns=until_ns).run()
+    return recorder.log(scheduler.stats, manager.num_blocks * manager.block_size, 1), recorder
+
+
+def stream(
+    requests: list[TimedRequest],
+    *,
+    cost: LinearCost | None = None,
+    manager: KVCacheManager | None = None,
+    fast_forward: bool = True,
+    hull: Hull | None = None,
+) -> StreamingRecorder:
+    """The same without records."""
+    manager = manager or PagedManager(1000, 16)
+    scheduler = Scheduler(manager, SchedulerLimits(512, 64))
+    live: dict[int, Request] = {}
+    recorder = StreamingRecorder(live, manager.block_size, hull or {})
+    genealogy = BeamGenealogy({4: 0.3})
+    executor = SimulatedExecutor(
+        cost or LinearCost(), live, manager.block_size, genealogy, fast_forward=fast_forward
+    )
+    arrivals = OpenLoop(iter(requests), len(requests))
+    Replay(arrivals, scheduler, executor, recorder, live=live, forget=True).run()
+    recorder.finish(scheduler.stats)
+    return recorder
+
+
+def fingerprint(log: RunLog) -> str:
+    """A name for every byte of a log."""
+    book = hashlib.sha256()
+    for columns in (log.steps, log.requests):
+        for name in columns:
+            book.update(np.ascontiguousarray(columns[name]).tobytes())
+    book.update(log.itl_s.tobytes() + log.itl_weight.tobytes())
+    return book.hexdigest()
+
+
+def contiguous(slots: int, longest: int) -> KVCacheManager:
+    return ContiguousManager(slots, longest)
