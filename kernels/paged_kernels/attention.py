@@ -4,7 +4,7 @@
 Block 0 is the null block, all zeros.
 
 These functions plan and check at every call. An engine serves many layers with the same tables. So it plans once
-(`plan_decode`, `plan_prefill`) and calls `run_decode` and `run_prefill` itself.
+(`decode_metadata`, `prefill_metadata`) and calls `run_decode` and `run_prefill` itself.
 
 A cascade is a decode over a shared prefix: blocks that several sequences share are read once for all of them.
 A merge combines two partial attentions of the same queries over different keys (prefix + suffix, part + part).
@@ -20,6 +20,7 @@ import torch
 from paged_kernels import reference
 from paged_kernels.backends import Demand, choose_backend, resolve_backend
 from paged_kernels.checks import (
+    can_read_values,
     check_caches,
     check_outputs,
     check_queries,
@@ -27,15 +28,14 @@ from paged_kernels.checks import (
     check_states,
     check_tables,
     check_values,
-    waits,
 )
 from paged_kernels.errors import DeviceError, OptionError, ShapeError, TableError
 from paged_kernels.memory import DEFAULT_WORKSPACE, Workspace
 from paged_kernels.scoring import Scoring
 from paged_kernels.torch import cascade as torch_cascade
-from paged_kernels.torch.decode import IntArray, plan_decode, run_decode
+from paged_kernels.torch.decode import IntArray, decode_metadata, run_decode
 from paged_kernels.torch.gathered import merge_reference
-from paged_kernels.torch.prefill import plan_prefill, run_prefill
+from paged_kernels.torch.prefill import prefill_metadata, run_prefill
 
 Run = Callable[[], None]
 
@@ -77,10 +77,10 @@ def run_torch(
     batch: PagedBatch, scoring: Scoring, out: torch.Tensor, lse: torch.Tensor | None, workspace: Workspace
 ) -> None:
     """Plan the batch and run it."""
-    planned_torch(batch, scoring, out, lse, workspace)()
+    prepare_torch(batch, scoring, out, lse, workspace)()
 
 
-def planned_torch(
+def prepare_torch(
     batch: PagedBatch, scoring: Scoring, out: torch.Tensor, lse: torch.Tensor | None, workspace: Workspace
 ) -> Run:
     """Sort the rows into decode, prefill and empty ones and plan each kind; the call that is returned runs them.
@@ -94,12 +94,12 @@ def planned_torch(
     runs: list[Run] = []
     if len(decode):
         arguments = (batch, table[decode], lengths[decode], bounds[decode], scoring, out, lse, workspace)
-        runs.append(_planned_decode(*arguments))
+        runs.append(_prepare_decode(*arguments))
     size, caches = batch.key_cache.shape[1], (batch.key_cache, batch.value_cache)
     for row in np.flatnonzero((queries > 1) & (lengths > 0)):
         spans = (int(bounds[row]), int(queries[row]), int(lengths[row]))
-        plan = plan_prefill(table[row], *spans, size, device=out.device)
-        runs.append(partial(run_prefill, plan, batch.q, *caches, scoring, out, workspace, lse))
+        metadata = prefill_metadata(table[row], *spans, size, device=out.device)
+        runs.append(partial(run_prefill, metadata, batch.q, *caches, scoring, out, workspace, lse))
     empty = (slice(bounds[row], bounds[row + 1]) for row in np.flatnonzero(lengths == 0))
     runs += [partial(_empty, rows, out, lse) for rows in empty]
     return partial(_run_all, runs)
@@ -117,7 +117,7 @@ def _empty(rows: slice, out: torch.Tensor, lse: torch.Tensor | None) -> None:
         lse[rows] = float("-inf")
 
 
-def _planned_decode(
+def _prepare_decode(
     batch: PagedBatch,
     table: IntArray,
     lengths: IntArray,
@@ -130,15 +130,15 @@ def _planned_decode(
     """The one-query rows, wherever they stand in the flat batch; where they are all of it nothing is moved."""
     caches = (batch.key_cache, batch.value_cache)
     token_bytes = sum(cache[0, 0].nbytes for cache in caches)
-    plan = plan_decode(table, lengths, caches[0].shape[1], token_bytes=token_bytes, device=out.device)
+    metadata = decode_metadata(table, lengths, caches[0].shape[1], token_bytes=token_bytes, device=out.device)
     if len(first) == len(out):
-        return partial(run_decode, plan, batch.q, *caches, scoring, out, workspace, lse)
+        return partial(run_decode, metadata, batch.q, *caches, scoring, out, workspace, lse)
     rows = torch.from_numpy(first).to(out.device)
 
     def run() -> None:
         part = out.new_empty(len(first), *out.shape[1:])
         sums = None if lse is None else lse.new_empty(len(first), lse.shape[1])
-        run_decode(plan, batch.q[rows], *caches, scoring, part, workspace, sums)
+        run_decode(metadata, batch.q[rows], *caches, scoring, part, workspace, sums)
         out[rows] = part
         if lse is not None and sums is not None:
             lse[rows] = sums
@@ -285,8 +285,8 @@ def cascade_attention_decode(
     `shared_block_table` `[groups, blocks]` and `prefix_lens` `[groups]` (tokens) say what each group shares;
     `suffix_block_table` `[rows, blocks]` and `suffix_lens` `[rows]` what is a row's own, its query's token included.
     `group_ids` `[rows]` names each row's group, -1 for none; without it there is one group of all rows. The result is
-    that of `paged_attention_decode` over prefix and suffix as one sequence. Whether it pays is for `plan_cascade` to
-    say. Fills, checks and raises as decode does.
+    that of `paged_attention_decode` over prefix and suffix as one sequence.
+    `find_cascade_groups` says whether it pays. Fills, checks and raises as decode does.
     """
     rows = q.shape[0]
     if group_ids is None:
@@ -312,7 +312,7 @@ def cascade_attention_decode(
             lse.copy_(sums)
     else:
         scratch = workspace or DEFAULT_WORKSPACE
-        halves = torch_cascade.plan_halves(
+        metadata = torch_cascade.cascade_metadata(
             *shared,
             batch.block_table,
             batch.seq_lens,
@@ -320,7 +320,7 @@ def cascade_attention_decode(
             block_size=key_cache.shape[1],
             token_bytes=_token_bytes(key_cache, value_cache),
         )
-        torch_cascade.run_cascade(*batch[:3], halves, scoring, out, lse, scratch)
+        torch_cascade.run_cascade(*batch[:3], metadata, scoring, out, lse, scratch)
     return out
 
 
@@ -341,7 +341,7 @@ def _check_groups(
     for name, tensor in (("shared_block_table", tables), ("prefix_lens", lens), ("group_ids", group_ids)):
         if tensor.device != batch.q.device:
             raise DeviceError(f"{name} is on {tensor.device} and q on {batch.q.device}")
-    if not validate or not waits(lens):
+    if not validate or not can_read_values(lens):
         return
     bounds = torch.zeros(groups + 1, dtype=torch.int32, device=lens.device)
     prefixes = batch._replace(block_table=tables, seq_lens=lens, cu_seqlens_q=bounds)

@@ -64,7 +64,7 @@ def choose_backend(name: str, device: torch.device | str, demand: Demand | None 
         return Choice("triton")
     if name == "triton":
         raise BackendUnavailableError(f"backend 'triton' {reason}; use backend 'torch'")
-    _say_once(reason)
+    _log_once(reason)
     return Choice("torch", reason)
 
 
@@ -109,7 +109,7 @@ def _whole(tensor: torch.Tensor) -> bool:
 _said: set[str] = set()
 
 
-def _say_once(reason: str) -> None:
+def _log_once(reason: str) -> None:
     if reason not in _said:
         _said.add(reason)
         log.info("attention runs on torch: the Triton path %s", reason)

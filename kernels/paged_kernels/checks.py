@@ -9,9 +9,9 @@ import torch
 from paged_kernels.errors import DeviceError, DtypeError, OptionError, ShapeError, StrideError, TableError
 from paged_kernels.scoring import Scoring
 
-NARROW = (torch.float8_e4m3fn, torch.float8_e5m2)
-WIDE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-INTEGERS = (torch.int32, torch.int64)
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INTEGER_DTYPES = (torch.int32, torch.int64)
 
 
 def check_caches(key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
@@ -22,8 +22,8 @@ def check_caches(key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
             "[blocks, block_size, kv_heads, dim] and agree in the first three"
         )
     check_same("key_cache", key_cache, "value_cache", value_cache)
-    if key_cache.dtype not in (*WIDE, *NARROW):
-        raise DtypeError(f"a cache of {key_cache.dtype}; known are {_names((*WIDE, *NARROW))}")
+    if key_cache.dtype not in (*FLOAT_DTYPES, *FP8_DTYPES):
+        raise DtypeError(f"a cache of {key_cache.dtype}; known are {_names((*FLOAT_DTYPES, *FP8_DTYPES))}")
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
         check_last_stride(name, cache)
 
@@ -35,10 +35,10 @@ def check_queries(q: torch.Tensor, key_cache: torch.Tensor) -> None:
             f"q {tuple(q.shape)} must be [tokens, heads, dk] with heads a multiple of {key_cache.shape[2]} "
             f"and dk {key_cache.shape[3]}, as key_cache {tuple(key_cache.shape)} says"
         )
-    if q.dtype not in WIDE or (key_cache.dtype not in NARROW and q.dtype != key_cache.dtype):
+    if q.dtype not in FLOAT_DTYPES or (key_cache.dtype not in FP8_DTYPES and q.dtype != key_cache.dtype):
         raise DtypeError(
-            f"q of {q.dtype} over a cache of {key_cache.dtype}: q is one of {_names(WIDE)}, and the cache has its "
-            f"dtype or one of {_names(NARROW)}"
+            f"q is {q.dtype} and the cache {key_cache.dtype}: q must be one of {_names(FLOAT_DTYPES)}, and the "
+            f"cache must have q's dtype or one of {_names(FP8_DTYPES)}"
         )
     if q.device != key_cache.device:
         raise DeviceError(f"q is on {q.device} and key_cache on {key_cache.device}")
@@ -57,8 +57,8 @@ def check_tables(
         )
     named = {"block_table": block_table, "seq_lens": seq_lens, "cu_seqlens_q": cu_seqlens_q}
     for name, tensor in named.items():
-        if tensor.dtype not in INTEGERS:
-            raise DtypeError(f"{name} of {tensor.dtype}; it must be one of {_names(INTEGERS)}")
+        if tensor.dtype not in INTEGER_DTYPES:
+            raise DtypeError(f"{name} of {tensor.dtype}; it must be one of {_names(INTEGER_DTYPES)}")
         if tensor.device != device:
             raise DeviceError(f"{name} is on {tensor.device} and q on {device}; they must agree")
         check_last_stride(name, tensor)
@@ -126,12 +126,12 @@ def check_last_stride(name: str, tensor: torch.Tensor) -> None:
 
 def check_slots(slots: torch.Tensor, tokens: int, cache: torch.Tensor) -> None:
     """One slot per token, from -1 (skip) to the last of the cache."""
-    if slots.shape != (tokens,) or slots.dtype not in INTEGERS:
+    if slots.shape != (tokens,) or slots.dtype not in INTEGER_DTYPES:
         raise ShapeError(
             f"slot_mapping {tuple(slots.shape)} of {slots.dtype} must be {tokens} integers, one a token"
         )
     room = cache.shape[0] * cache.shape[1]
-    if waits(slots) and slots.numel():
+    if can_read_values(slots) and slots.numel():
         low, high = int(slots.min()), int(slots.max())
         if low < -1 or high >= room:
             raise TableError(f"slots from {low} to {high}; allowed are -1 (skip) to {room - 1}")
@@ -145,7 +145,7 @@ def check_values(
     tokens: int,
 ) -> None:
     """Lengths fit their tables, queries their lengths, and tables point into the cache. Waits for the device."""
-    if not waits(seq_lens) or not seq_lens.numel():
+    if not can_read_values(seq_lens) or not seq_lens.numel():
         return
     blocks, block_size = cache.shape[:2]
     room, lengths = block_table.shape[1] * block_size, seq_lens.long()
@@ -177,7 +177,7 @@ def _check_spans(lengths: torch.Tensor, bounds: torch.Tensor, tokens: int) -> No
         raise TableError(f"cu_seqlens_q runs from {int(bounds[0])} to {int(bounds[-1])}; q has {tokens} rows")
 
 
-def waits(tensor: torch.Tensor) -> bool:
+def can_read_values(tensor: torch.Tensor) -> bool:
     """Whether values may be looked at: not while a CUDA graph is being captured."""
     return tensor.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 

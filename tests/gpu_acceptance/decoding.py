@@ -98,7 +98,7 @@ def decode_engine(loaded: LoadedModel, load: Load, *, graphs: bool) -> Engine:
             prefix_caching=False,
             audit="off",
             cuda_graphs=graphs,
-            limits=SchedulerLimits(load.budget, max(load.batches), load.longest),
+            limits=SchedulerLimits(load.budget, max(load.batches), max_model_len=load.longest),
         ),
     )
 

@@ -14,8 +14,7 @@ from xml.etree import ElementTree
 
 from gpu_acceptance.goals import BASELINES, ERRORS, GOALS, SWEEPS, Found, Judged, missing
 from gpu_acceptance.kernel_goals import kernel_findings, timed_cases
-from harness.cost.grid import DECODE_AXES, PREFILL_AXES, grid_errors
-from harness.cost.table import Grid
+from harness.cost.grid import DECODE_AXES, PREFILL_AXES, Grid, grid_errors
 from harness.metrics.verdict import judge
 from harness.store.reading import Record, read_store
 

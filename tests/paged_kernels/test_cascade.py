@@ -134,8 +134,8 @@ def test_the_provider_reads_shared_blocks_once_or_stays_flat(lengths):
     exact, _ = exact_attention(case)
     for provider in (Cascade(), Cascade("always", always=True), Paged()):
         assert relative_error(provider.prepare(case)(), exact) < TOLERANCE[torch.float32]
-    assert Cascade()._plan(case) is None
-    assert Cascade("always", always=True)._plan(case) is not None
+    assert Cascade()._groups(case) is None
+    assert Cascade("always", always=True)._groups(case) is not None
 
 
 def test_the_figures_of_a_cpu_price_memory_far_above_those_of_a_gpu():

@@ -1,5 +1,6 @@
 """Attention over the paged KV cache.
 
-`layer.py` is what the layers of a model call, `plans.py` computes the rows of a step with torch, Triton or C, and
-`select.py` chooses between them. `native/` compiles the C kernels. Importing this package imports no torch.
+The layers of a model call `layer.py`. `metadata.py` holds the attention metadata of a step and computes its rows with
+torch, Triton or C; `select.py` chooses between these. `native/` compiles the C kernels. Importing this package imports
+no torch.
 """

@@ -2,7 +2,7 @@
 
 Rows share blocks when their prompts have a common prefix, or when they are beams of one request. The groups are found
 on the host from the block tables and change from step to step. A recorded graph has fixed groups, so it never uses a
-cascade. This file imports Triton, so `TritonPlan` imports it only when it needs it.
+cascade. This file imports Triton, so `TritonMetadata` imports it only when a step needs it.
 """
 
 from typing import NamedTuple
@@ -11,17 +11,17 @@ import numpy as np
 import torch
 
 from engine.core.plan import IntArray
-from paged_kernels.cascade_plan import cost_of, plan_cascade, rows_per_tile
+from paged_kernels.cascade_groups import cost_of, find_cascade_groups, rows_per_tile
 from paged_kernels.triton.cascade import SharedPrefixes, sort_groups
 from paged_kernels.triton.decode import MAX_ROWS
 
 
 class SharedStep(NamedTuple):
-    """A step's decode rows in two halves, on the device: what groups of rows share, and what is each row's own."""
+    """The decode rows of a step in two parts, on the device: shared prefixes of groups, and each row's own suffix."""
 
     prefixes: SharedPrefixes
-    tables: torch.Tensor  # int32 [rows, blocks], each row's own
-    lengths: torch.Tensor  # int32 [rows]
+    tables: torch.Tensor  # int32 [rows, blocks], of the suffixes
+    lengths: torch.Tensor  # int32 [rows], of the suffixes
 
 
 def share_step(
@@ -33,14 +33,15 @@ def share_step(
     group: int,
     device: torch.device,
 ) -> SharedStep | None:
-    """The halves of tables `[rows, blocks]` and lengths `[rows]`; None where the cost rule says that flat is as fast.
+    """Split decode rows, tables `[rows, blocks]` and lengths `[rows]`, into shared prefixes and suffixes.
 
-    `token_bytes` is what one token's K and V take in a layer, `group` the query heads of a KV head.
+    `token_bytes` is the size of one token's K and V in a layer, `group` the number of query heads per KV head. None
+    where nothing is shared, or where the cost rule says that a cascade is not faster.
     """
     rows = len(lengths)
     if not 2 <= rows <= MAX_ROWS or len(np.unique(tables[:, 0])) == rows:
-        return None  # without a first block in common nothing is shared: said without walking the tables
-    plan = plan_cascade(
+        return None  # rows without a common first block share nothing; this check does not walk the tables
+    groups = find_cascade_groups(
         tables,
         lengths,
         block_size,
@@ -48,21 +49,21 @@ def share_step(
         rows_per_tile=rows_per_tile(group, device),
         cost=cost_of(device),
     )
-    if plan is None:
+    if groups is None:
         return None
     shared, lens, own, rest, ids = (
         torch.from_numpy(values.astype(np.int32)).to(device)
         for values in (
-            widened(plan.shared_tables),
-            plan.prefix_lens,
-            widened(plan.suffix_tables),
-            plan.suffix_lens,
-            plan.group_ids,
+            _widened(groups.shared_tables),
+            groups.prefix_lens,
+            _widened(groups.suffix_tables),
+            groups.suffix_lens,
+            groups.group_ids,
         )
     )
     return SharedStep(sort_groups(shared, lens, ids), own, rest)
 
 
-def widened(tables: IntArray) -> IntArray:
-    """Tables whose width is a multiple of 16: a row stride that the compiler may rely on, and few distinct ones."""
+def _widened(tables: IntArray) -> IntArray:
+    """Tables padded to a multiple of 16 columns: few distinct row strides, and the compiler may rely on them."""
     return np.pad(tables, ((0, 0), (0, -tables.shape[1] % 16)))

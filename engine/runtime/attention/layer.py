@@ -1,8 +1,8 @@
 """The attention function that transformers calls in every layer, and the step that it works for.
 
 `use_paged_attention` makes `paged_attention` the attention of a model. It calls `PagedStep.attend`, which first writes
-all new K and V to the pool and then computes attention. `Spans` measure how long this takes, without waiting for the
-device between two layers.
+all new K and V to the pool and then computes attention. An `AttentionTimer` measures how long this takes, without
+waiting for the device between two layers.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from engine.runtime.attention.plans import AttentionPlan
+from engine.runtime.attention.plans import AttentionMetadata
 from engine.runtime.errors import ModelError
 from engine.runtime.kv_pool import KVPool
 from paged_kernels import Scoring
@@ -32,13 +32,15 @@ def paged_attention(
     s_aux: torch.Tensor | None = None,
     **rest: Any,
 ) -> tuple[torch.Tensor, None]:
-    """One layer of a flattened step: q `[1, heads, tokens, dk]`, k and v `[1, kv_heads, tokens, d]` after RoPE.
+    """Attention of one layer for a flat batch: q `[1, heads, tokens, dk]`, k and v `[1, kv_heads, tokens, d]` after RoPE.
 
-    Returns `[1, tokens, heads, dv]`. `paged` is what the model was called with: the step's `PagedStep`, or a probe.
+    `paged` is the argument of that name that the model was called with: the `PagedStep` of the step, or the
+    `ShapeProbe` of a model that is being loaded. Returns `[1, tokens, heads, dv]` and no attention weights. Raises
+    ModelError if the model does not pass `paged` on.
     """
     if paged is None:
         raise ModelError(
-            f"{type(module).__name__} was reached without the paged KV: its model drops extra arguments"
+            f"{type(module).__name__} was called without the paged KV: its model drops extra arguments"
         )
     scoring = Scoring(scaling, sliding_window or 0, softcap or 0.0, s_aux)
     if attention_mask is not None:
@@ -47,16 +49,16 @@ def paged_attention(
 
 
 def use_paged_attention(model: Any, name: str) -> None:
-    """Make `paged_attention` the model's attention. Raises ModelError if transformers does not really do so.
+    """Make `paged_attention` the attention of a model. Raises ModelError if transformers does not use it.
 
-    The name is registered for attention alone and not for masks: without a mask function transformers builds none.
+    It is registered as an attention function only, not as a mask function, so that transformers builds no masks.
     """
     from transformers import AttentionInterface
     from transformers.utils import logging
 
     AttentionInterface.register(IMPLEMENTATION, paged_attention)
     level = logging.get_verbosity()
-    logging.set_verbosity_error()  # the check below says the same, as an error
+    logging.set_verbosity_error()  # the check below raises an error instead of a warning
     try:
         model.set_attn_implementation(IMPLEMENTATION)
     finally:
@@ -68,24 +70,24 @@ def use_paged_attention(model: Any, name: str) -> None:
         )
 
 
-class Spans(Protocol):
-    """Times the stretches between `begin()` and `end()`."""
+class AttentionTimer(Protocol):
+    """Adds up the time between `begin()` and `end()` over the layers of a step."""
 
     def begin(self) -> Any:
-        """Start a stretch; pass what this returns to `end`."""
+        """Start an interval; give the returned value to `end`."""
         ...
 
     def end(self, began: Any) -> None:
-        """End the stretch."""
+        """End the interval."""
         ...
 
     def total_s(self) -> float:
-        """Seconds of all stretches since the last call of this method."""
+        """Seconds of all intervals since the last call of this method."""
         ...
 
 
-class ClockSpans:
-    """On the CPU work is done when a call returns: two readings of the clock."""
+class ClockTimer:
+    """For a CPU, where the work is done when a call returns: reads the clock twice."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -96,20 +98,20 @@ class ClockSpans:
         return self._clock()
 
     def end(self, began: float) -> None:
-        """Add the time since `began`."""
+        """Add the seconds since `began`."""
         self._seconds += self._clock() - began
 
     def total_s(self) -> float:
-        """Seconds so far, and start anew."""
+        """Seconds so far; the sum starts again at 0."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
 
-class CudaSpans:
-    """On a GPU the device marks the stretches itself, so that no layer waits for the one before it."""
+class CudaTimer:
+    """For a GPU: records CUDA events, so that no layer waits for the one before it."""
 
     def __init__(self) -> None:
-        self._stretches: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._intervals: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def begin(self) -> torch.cuda.Event:
         """An event at this place of the stream."""
@@ -119,36 +121,38 @@ class CudaSpans:
 
     def end(self, began: torch.cuda.Event) -> None:
         """A second event at this place of the stream."""
-        self._stretches.append((began, self.begin()))
+        self._intervals.append((began, self.begin()))
 
     def total_s(self) -> float:
-        """Seconds between the events; the caller has synchronised the device."""
-        milliseconds = [float(began.elapsed_time(ended)) for began, ended in self._stretches]
-        self._stretches.clear()
+        """Seconds between the events. The caller must have synchronised the device."""
+        milliseconds = [float(began.elapsed_time(ended)) for began, ended in self._intervals]
+        self._intervals.clear()
         return sum(milliseconds) / 1e3
 
 
-class NoSpans:
-    """Times nothing: for passes that are not the model's own."""
+class NoTimer:
+    """Measures nothing: for recorded graphs and for the draft model."""
 
     def begin(self) -> None:
-        """Nothing begins."""
+        """Do nothing."""
 
     def end(self, began: None) -> None:
-        """Nothing ends."""
+        """Do nothing."""
 
     def total_s(self) -> float:
-        """No time."""
+        """Always 0."""
         return 0.0
 
 
-NO_SPANS = NoSpans()
+NO_TIMER = NoTimer()
 
 
 class PagedStep:
     """Handed to the model as `paged=`; its layers call `attend`. Index tensors are shared by all layers."""
 
-    def __init__(self, plan: AttentionPlan, slots: torch.Tensor, pool: KVPool, spans: Spans) -> None:
+    def __init__(
+        self, plan: AttentionMetadata, slots: torch.Tensor, pool: KVPool, spans: AttentionTimer
+    ) -> None:
         self._plan = plan
         self._slots = slots
         self._pool = pool
@@ -165,16 +169,17 @@ class PagedStep:
     ) -> torch.Tensor:
         """Attention of one layer: `[1, heads, tokens, d]` in, `[1, tokens, heads, d]` out.
 
-        All rows are written before any is read: a sequence may share a block that another fills in this very step.
+        All rows are written before any row is read, because a sequence may share a block that another one fills in the
+        same step.
         """
-        began = self._spans.begin()
+        began = self._timer.begin()
         keys, values = self._pool.keys[module.layer_idx], self._pool.values[module.layer_idx]
         if module.layer_idx == 0 and self._pool.marks is not None:
             self._pool.marks.write(self._slots)
-        self._plan.store(keys, key[0].transpose(0, 1), self._slots)
-        self._plan.store(values, value[0].transpose(0, 1), self._slots)
+        self._metadata.store(keys, key[0].transpose(0, 1), self._slots)
+        self._metadata.store(values, value[0].transpose(0, 1), self._slots)
         q = query[0].transpose(0, 1)
         out = q.new_empty(q.shape[0], q.shape[1], value.shape[3])
-        self._plan.attend(q, keys, values, scoring, out)
-        self._spans.end(began)
+        self._metadata.attend(q, keys, values, scoring, out)
+        self._timer.end(began)
         return out.unsqueeze(0)

@@ -1,8 +1,8 @@
-"""Attention of one step: where its rows lie in the batch, and how torch, Triton or C computes them.
+"""Attention metadata of one step: where its rows lie in the batch, and how torch, Triton or C computes them.
 
-A plan is made once per step and used by every layer. `TorchPlan`, `TritonPlan` and `NativePlan` (compiled C kernels on
-a CPU) have the same two methods, so the rest of the engine does not know which one runs. `StaticPlan` in
-`engine/runtime/graphs.py` is a fourth one, for recorded graphs.
+The metadata of a step is made once and used by every layer. `TorchMetadata`, `TritonMetadata` and `NativeMetadata`
+(compiled C kernels on a CPU) have the same two methods, so the rest of the engine does not know which one runs.
+`StaticMetadata` in `engine/runtime/graphs.py` is a fourth kind, for recorded graphs.
 """
 
 import ctypes
@@ -20,32 +20,39 @@ from engine.runtime.attention.native.compile import library
 from engine.runtime.kv_pool import KVPool
 from paged_kernels import Scoring, Workspace
 from paged_kernels.torch import cache as torch_cache
-from paged_kernels.torch.decode import plan_decode, run_decode
-from paged_kernels.torch.prefill import plan_prefill, run_prefill
+from paged_kernels.torch.decode import decode_metadata, run_decode
+from paged_kernels.torch.prefill import prefill_metadata, run_prefill
 
 if TYPE_CHECKING:
     from engine.runtime.attention.cascade import SharedStep
 
+_DecodeFunction = Callable[..., None]
+_VECTOR, _TILE = 16, 16  # LANES and TILE of the C files
+_DECODE_FUNCTIONS = {torch.float32: "decode_f32", torch.bfloat16: "decode_bf16"}
+
 
 class PrefillRow(NamedTuple):
-    """A row of several tokens: `queries` of them from `start` in the flat batch, the last of `length` cached ones."""
+    """A row of several tokens. Its `queries` tokens start at `start` in the flat batch and end its `length` tokens."""
 
-    table: IntArray
+    table: IntArray  # block ids
     start: int
     queries: int
-    length: int
+    length: int  # tokens of the sequence with these ones
 
 
 class StepLayout(NamedTuple):
-    """Decode rows are tokens 0, 1, ... of the flat batch; prefill rows follow. Block 0 pads the decode tables."""
+    """Where the rows of a step lie: decode rows are tokens 0, 1, ... of the flat batch, and prefill rows follow.
+
+    The decode tables are padded with block 0, the null block.
+    """
 
     tables: IntArray  # [decode rows, widest]
     lengths: IntArray  # [decode rows], the row's own token included
     prefills: Sequence[PrefillRow]
 
 
-class AttentionPlan(Protocol):
-    """One step's attention, for any layer."""
+class AttentionMetadata(Protocol):
+    """Stores the new K and V of one step and computes its attention, for any layer."""
 
     def store(self, cache: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
         """Write new rows `[tokens, kv_heads, dim]` to their slots."""
@@ -58,19 +65,19 @@ class AttentionPlan(Protocol):
         ...
 
 
-class TorchPlan:
-    """Gathered decode rows in a few calls, prefill rows one by one."""
+class TorchMetadata:
+    """Attention by torch: gathers the K and V of decode rows for a few large calls, and runs prefill rows one by one."""
 
     def __init__(self, layout: StepLayout, pool: KVPool, workspace: Workspace) -> None:
         size, device = pool.block_size, pool.device
         self._workspace = workspace
         self._decode_rows = slice(0, len(layout.lengths))
         self._decode = (
-            plan_decode(layout.tables, layout.lengths, size, token_bytes=pool.token_bytes, device=device)
+            decode_metadata(layout.tables, layout.lengths, size, token_bytes=pool.token_bytes, device=device)
             if len(layout.lengths)
             else None
         )
-        self._prefills = [plan_prefill(*row, size, device=device) for row in layout.prefills]
+        self._prefills = [prefill_metadata(*row, size, device=device) for row in layout.prefills]
 
     store = staticmethod(torch_cache.store)
 
@@ -81,15 +88,16 @@ class TorchPlan:
         if self._decode is not None:
             rows = self._decode_rows
             run_decode(self._decode, q[rows], keys, values, scoring, out[rows], self._workspace)
-        for plan in self._prefills:
-            run_prefill(plan, q, keys, values, scoring, out, self._workspace)
+        for prefill in self._prefills:
+            run_prefill(prefill, q, keys, values, scoring, out, self._workspace)
 
 
-class TritonPlan:
-    """All decode rows in one launch (or in the few of a cascade), all prefill rows in another.
+class TritonMetadata:
+    """Attention by Triton: all decode rows in one launch (a cascade takes a few), all prefill rows in another.
 
-    Tables and lengths cross to the device once a step; lengths are known here, so the host says where one part a row is
-    enough. Any other number of parts is left to the device: each is a kernel of its own to compile.
+    Tables and lengths are copied to the device once per step. The host knows the lengths, so it decides where one part
+    per row is enough. Otherwise the device chooses the number of parts, because every fixed number would be one more
+    kernel to compile.
     """
 
     def __init__(self, layout: StepLayout, pool: KVPool, workspace: Workspace) -> None:
@@ -127,7 +135,7 @@ class TritonPlan:
     def _decode(
         self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scoring: Scoring, out: torch.Tensor
     ) -> None:
-        shared = None if self._is_cut(scoring.window) else self._halves(q, keys, values)
+        shared = None if self._is_cut(scoring.window) else self._shared_step(q, keys, values)
         if shared is not None:
             prefixes, tables, lengths = shared
             arguments = (q, keys, values, prefixes, tables, lengths, scoring, out)
@@ -138,11 +146,11 @@ class TritonPlan:
         self._run_decode(*flat, workspace=self._workspace)
 
     def _is_cut(self, window: int) -> bool:
-        """Whether a window hides keys of a row: of a shared prefix then little is read, and nothing is gained."""
+        """Whether a sliding window hides keys of a row. Then little of a shared prefix is read: no cascade."""
         return 0 < window < int(self._layout.lengths.max())
 
-    def _halves(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> "SharedStep | None":
-        """The division of the rows, made once for all layers of one shape."""
+    def _shared_step(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> "SharedStep | None":
+        """The groups of rows that share blocks, found once for all layers of one shape."""
         token_bytes = keys[0, 0].nbytes + values[0, 0].nbytes
         shape = (q.shape[1], keys.shape[2], token_bytes)
         if shape not in self._shared:
@@ -159,7 +167,7 @@ class TritonPlan:
         return self._shared[shape]
 
     def _one_part(self, kv_heads: int) -> int | None:
-        """1 where a row in one part fills the device, which saves the second launch; None: balanced there."""
+        """1 where one part per row fills the device, which saves the second launch; None: the device decides."""
         if kv_heads not in self._splits:
             from paged_kernels.triton.launch import pick_splits
 
@@ -173,7 +181,7 @@ def _int32(values: IntArray, device: torch.device) -> torch.Tensor:
 
 
 def _stacked(tables: Sequence[IntArray]) -> IntArray:
-    """Ragged tables as one array, padded with the null block."""
+    """Tables of different lengths as one array, padded with the null block."""
     widest = max((len(table) for table in tables), default=0)
     stacked = np.zeros((len(tables), widest), dtype=np.int64)
     for row, table in zip(stacked, tables, strict=True):
@@ -182,36 +190,31 @@ def _stacked(tables: Sequence[IntArray]) -> IntArray:
 
 
 def _widened(tables: IntArray) -> IntArray:
-    """Tables whose width is a multiple of 16: a row stride that the compiler may rely on, and few distinct ones."""
+    """Tables padded to a multiple of 16 columns: few distinct row strides, and the compiler may rely on them."""
     return np.pad(tables, ((0, 0), (0, -tables.shape[1] % 16)))
 
 
-_LANES, _TILE = 16, 16  # as in the C files
-_NAMES = {torch.float32: "decode_f32", torch.bfloat16: "decode_bf16"}
-_Kernel = Callable[..., None]
-
-
-def serves(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scoring: Scoring) -> bool:
-    """Whether the kernel computes this: plain scores, float32 or bfloat16 all through, heads of whole vectors."""
+def native_supports(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scoring: Scoring) -> bool:
+    """Whether the C kernel can compute this layer: no softcap or sinks, float32 or bfloat16, heads of whole vectors."""
     return (
         scoring.plain
-        and q.dtype in _NAMES
+        and q.dtype in _DECODE_FUNCTIONS
         and q.dtype is keys.dtype
         and keys.is_contiguous()
         and values.is_contiguous()
-        and keys.shape[3] % _LANES == 0
-        and values.shape[3] % _LANES == 0
+        and keys.shape[3] % _VECTOR == 0
+        and values.shape[3] % _VECTOR == 0
     )
 
 
-class NativePlan:
-    """Decode rows by the compiled kernel where it serves a layer; the rest as `TorchPlan` does it."""
+class NativeMetadata:
+    """Attention by C: decode rows of supported layers (`native_supports`). `TorchMetadata` computes everything else."""
 
     def __init__(self, layout: StepLayout, pool: KVPool, workspace: Workspace) -> None:
         self._layout, self._pool, self._workspace = layout, pool, workspace
         prefills = StepLayout(layout.tables[:0], layout.lengths[:0], layout.prefills)
-        self._prefills = TorchPlan(prefills, pool, workspace)
-        self._gathering: TorchPlan | None = None  # for layers that the kernel does not serve
+        self._prefills = TorchMetadata(prefills, pool, workspace)
+        self._torch: TorchMetadata | None = None  # for layers that the C kernel does not support
         self._tables = torch.from_numpy(np.ascontiguousarray(layout.tables))
         self._lengths = torch.from_numpy(layout.lengths)
         self._blocks = (int(layout.tables.min(initial=0)), int(layout.tables.max(initial=0)))
@@ -225,42 +228,42 @@ class NativePlan:
     ) -> None:
         """Run the decode rows, then each prefill row."""
         rows = len(self._layout.lengths)
-        if rows and not serves(q, keys, values, scoring):
-            self._gathered().attend(q, keys, values, scoring, out)
+        if rows and not native_supports(q, keys, values, scoring):
+            self._torch_metadata().attend(q, keys, values, scoring, out)
             return
         if rows:
             self._decode(q[:rows].contiguous(), keys, values, scoring, out[:rows])
         self._prefills.attend(q, keys, values, scoring, out)
 
-    def _gathered(self) -> TorchPlan:
-        if self._gathering is None:
-            self._gathering = TorchPlan(self._layout, self._pool, self._workspace)
-        return self._gathering
+    def _torch_metadata(self) -> TorchMetadata:
+        if self._torch is None:
+            self._torch = TorchMetadata(self._layout, self._pool, self._workspace)
+        return self._torch
 
     def _decode(
         self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scoring: Scoring, out: torch.Tensor
     ) -> None:
-        """Every thread takes rows of about as many tokens, and scratch of its own."""
-        run, heads = _kernel(_NAMES[q.dtype]), q.shape[1]
+        """Each thread computes rows with about the same number of tokens, and has its own scratch memory."""
+        run, heads = _decode_function(_DECODE_FUNCTIONS[q.dtype]), q.shape[1]
         (_, block, kv_heads, dk), dv = keys.shape, values.shape[3]
         floats = heads * (dk + dv + _TILE + 2)
-        self._check_reach(keys)
+        self._check_bounds(keys)
         scratch = self._workspace.take("native", floats * len(self._parts), q, torch.float32)
-        places = [tensor.data_ptr() for tensor in (q, keys, values, self._tables, self._lengths)]
+        pointers = [tensor.data_ptr() for tensor in (q, keys, values, self._tables, self._lengths)]
         shape = (self._tables.shape[1], block, heads, kv_heads, dk, dv, scoring.window)
         scale = scoring.scale * scoring.k_scale
 
         def part(number: int) -> None:
             own = scratch.data_ptr() + 4 * floats * number
-            run(*places, *self._parts[number], *shape, scale, out.data_ptr(), own)
+            run(*pointers, *self._parts[number], *shape, scale, out.data_ptr(), own)
 
         if len(self._parts) == 1:
             part(0)
         else:
             list(_threads(len(self._parts)).map(part, range(len(self._parts))))
 
-    def _check_reach(self, keys: torch.Tensor) -> None:
-        """C would read whatever lies there. Raises IndexError, as torch's gather does."""
+    def _check_bounds(self, keys: torch.Tensor) -> None:
+        """Raise IndexError, as torch's gather does, for a read outside of the pool. C would not notice it."""
         (lowest, highest), width = self._blocks, self._tables.shape[1]
         if lowest < 0 or highest >= keys.shape[0] or self._longest > width * keys.shape[1]:
             raise IndexError(
@@ -270,7 +273,7 @@ class NativePlan:
 
 
 def _even_parts(lengths: np.ndarray, parts: int) -> list[tuple[int, int]]:
-    """Ranges of rows with about the same number of tokens each; none is empty."""
+    """At most `parts` ranges of rows with about the same number of tokens each. No range is empty."""
     ends = np.cumsum(lengths)
     wanted = ends[-1] * np.arange(1, parts) / parts if len(ends) else []
     cuts = [0, *np.unique(np.searchsorted(ends, wanted, side="left") + 1).tolist(), len(lengths)]
@@ -278,13 +281,13 @@ def _even_parts(lengths: np.ndarray, parts: int) -> list[tuple[int, int]]:
 
 
 @cache
-def _kernel(name: str) -> _Kernel:
-    function = getattr(library(), name)
-    pointer, whole = ctypes.c_void_p, ctypes.c_int64
-    function.argtypes = [pointer] * 5 + [whole] * 9 + [ctypes.c_float, pointer, pointer]
-    function.restype = None
-    kernel: _Kernel = function
-    return kernel
+def _decode_function(name: str) -> _DecodeFunction:
+    found = getattr(library(), name)
+    pointer, integer = ctypes.c_void_p, ctypes.c_int64
+    found.argtypes = [pointer] * 5 + [integer] * 9 + [ctypes.c_float, pointer, pointer]
+    found.restype = None
+    function: _DecodeFunction = found
+    return function
 
 
 @cache

@@ -1,25 +1,31 @@
-"""Which attention kernels run: Triton on CUDA, compiled C on a CPU, else torch.
+"""Chooses the attention backend: Triton on CUDA, compiled C on a CPU, else torch.
 
-A backend that was asked for by name and cannot run here is refused, and so is a KV data type that it cannot read.
+A backend that is named in the options and cannot run here is refused, and so is a KV data type that it cannot read.
 """
 
 import torch
 
 from engine.runtime.attention.native.compile import why_unavailable
-from engine.runtime.attention.plans import AttentionPlan, NativePlan, StepLayout, TorchPlan, TritonPlan
+from engine.runtime.attention.plans import (
+    AttentionMetadata,
+    NativeMetadata,
+    StepLayout,
+    TorchMetadata,
+    TritonMetadata,
+)
 from engine.runtime.errors import ModelError
 from engine.runtime.kv_pool import KVPool
 from engine.runtime.options import KVDtype
 from paged_kernels import BackendUnavailableError, Workspace, resolve_backend
+from paged_kernels.backends import FP8_CAPABILITY
 
 NATIVE = "native"
 
 
 def engine_backend(name: str, device: torch.device) -> str:
-    """The backend for `name` on `device`: `auto` is `triton` on CUDA, `native` on a CPU with a compiler, else `torch`.
+    """The backend for `name` on `device`. `auto` is `triton` on CUDA, `native` on a CPU with a compiler, else `torch`.
 
-    Raises BackendUnavailableError where a backend that was asked for by name cannot run, and OptionError for a name
-    that does not exist.
+    Raises BackendUnavailableError if the named backend cannot run here, and OptionError for an unknown name.
     """
     if name == NATIVE:
         reason = "runs on CPUs only" if device.type != "cpu" else why_unavailable()
@@ -31,16 +37,16 @@ def engine_backend(name: str, device: torch.device) -> str:
     return resolve_backend(name, device)
 
 
-def plan_step(layout: StepLayout, pool: KVPool, workspace: Workspace, backend: str) -> AttentionPlan:
+def plan_step(layout: StepLayout, pool: KVPool, workspace: Workspace, backend: str) -> AttentionMetadata:
     """The step's attention plan for a resolved backend."""
     if backend == NATIVE:
-        return NativePlan(layout, pool, workspace)
+        return NativeMetadata(layout, pool, workspace)
     return plan_attention(layout, pool, workspace, backend)
 
 
-def plan_attention(layout: StepLayout, pool: KVPool, workspace: Workspace, backend: str) -> AttentionPlan:
+def plan_attention(layout: StepLayout, pool: KVPool, workspace: Workspace, backend: str) -> AttentionMetadata:
     """The step's plan for a resolved backend name."""
-    return (TritonPlan if backend == "triton" else TorchPlan)(layout, pool, workspace)
+    return (TritonMetadata if backend == "triton" else TorchMetadata)(layout, pool, workspace)
 
 
 def check_kv_dtype(name: KVDtype | str, device: "torch.device", backend: str = "auto") -> None:
@@ -52,9 +58,9 @@ def check_kv_dtype(name: KVDtype | str, device: "torch.device", backend: str = "
 
     from paged_kernels.backends import FP8_CAPABILITY
 
-    if name == KVDtype.FP8_E4M3 and backend == "native":
+    if name == KVDtype.fp8_e4m3 and backend == "native":
         raise ModelError("kv_dtype fp8_e4m3 is not read by backend native; use backend torch, or auto")
-    if name != KVDtype.FP8_E4M3 or device.type != "cuda":
+    if name != KVDtype.fp8_e4m3 or device.type != "cuda":
         return
     found = torch.cuda.get_device_capability(device)
     if found < FP8_CAPABILITY:

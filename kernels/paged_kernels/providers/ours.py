@@ -7,9 +7,15 @@ from functools import partial
 import numpy as np
 import torch
 
-from paged_kernels.attention import PagedBatch, planned_torch, run_triton
+from paged_kernels.attention import PagedBatch, prepare_torch, run_triton
 from paged_kernels.backends import Demand, choose_backend
-from paged_kernels.cascade_plan import CascadeCost, CascadePlan, cost_of, plan_cascade, rows_per_tile
+from paged_kernels.cascade_groups import (
+    CascadeCost,
+    CascadeGroups,
+    cost_of,
+    find_cascade_groups,
+    rows_per_tile,
+)
 from paged_kernels.memory import Workspace
 from paged_kernels.providers.case import Case, Run, UnsupportedCaseError, contiguous_kv
 from paged_kernels.torch import cascade as torch_cascade
@@ -37,11 +43,11 @@ class Paged:
 
             splits = pick_splits(case.lengths, case.kv_heads, case.device) if case.decode else None
             return returning(out, partial(run_triton, batch, case.scoring, out, None, splits, workspace))
-        return returning(out, planned_torch(batch, case.scoring, out, None, workspace))
+        return returning(out, prepare_torch(batch, case.scoring, out, None, workspace))
 
 
 @dataclass(frozen=True, slots=True)
-class ContiguousTwin:
+class ContiguousDecode:
     """The Triton decode over contiguous KV: the same code with plain addressing, so that the rest is paging."""
 
     name: str = "contiguous"
@@ -83,34 +89,34 @@ class Cascade:
         """Divide the batch; where sharing does not pay this is the flat decode."""
         if not case.decode or not case.shared_tokens:
             raise UnsupportedCaseError(f"{case.name} shares no prefix between decode rows")
-        plan = self._plan(case)
-        if plan is None:
+        groups = self._groups(case)
+        if groups is None:
             return Paged().prepare(case)
         out = output_of(case)
         shared, lens, table, lengths, ids = (
             torch.from_numpy(values.astype(np.int32)).to(case.device)
             for values in (
-                plan.shared_tables,
-                plan.prefix_lens,
-                plan.suffix_tables,
-                plan.suffix_lens,
-                plan.group_ids,
+                groups.shared_tables,
+                groups.prefix_lens,
+                groups.suffix_tables,
+                groups.suffix_lens,
+                groups.group_ids,
             )
         )
         caches, workspace = (case.q, case.key_cache, case.value_cache), Workspace()
         if backend_of(case) == "triton":
             from paged_kernels.triton.cascade import run_cascade, sort_groups
 
-            groups = sort_groups(shared, lens, ids)
-            arguments = (*caches, groups, table, lengths, case.scoring, out)
+            prefixes = sort_groups(shared, lens, ids)
+            arguments = (*caches, prefixes, table, lengths, case.scoring, out)
             return returning(out, partial(run_cascade, *arguments, workspace=workspace))
         sizes = {"block_size": case.block_size, "token_bytes": _token_bytes(case)}
-        halves = torch_cascade.plan_halves(shared, lens, table, lengths, ids, **sizes)
-        planned = (*caches, halves, case.scoring, out, None, workspace)
-        return returning(out, partial(torch_cascade.run_cascade, *planned))
+        metadata = torch_cascade.cascade_metadata(shared, lens, table, lengths, ids, **sizes)
+        arguments = (*caches, metadata, case.scoring, out, None, workspace)
+        return returning(out, partial(torch_cascade.run_cascade, *arguments))
 
-    def _plan(self, case: Case) -> CascadePlan | None:
-        return plan_cascade(
+    def _groups(self, case: Case) -> CascadeGroups | None:
+        return find_cascade_groups(
             case.block_table.cpu().numpy().astype(np.int64),
             np.array(case.lengths),
             case.block_size,

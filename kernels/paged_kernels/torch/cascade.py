@@ -8,14 +8,14 @@ import torch
 
 from paged_kernels.memory import Workspace
 from paged_kernels.scoring import Scoring, additive
-from paged_kernels.torch.decode import DecodePlan, plan_decode, run_decode
+from paged_kernels.torch.decode import DecodeMetadata, decode_metadata, run_decode
 from paged_kernels.torch.gathered import (
+    as_query_dtype,
     explicit_attention,
     fused_attention,
     gather_blocks,
     gives_lse,
     merge_reference,
-    widened,
 )
 
 
@@ -29,15 +29,15 @@ class _Group(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class CascadeHalves:
+class CascadeMetadata:
     """What a cascade needs to know of tables and lengths: made once a step, good for every layer."""
 
     own: torch.Tensor  # rows with keys of their own
-    plan: DecodePlan | None  # of these rows
+    decode: DecodeMetadata | None  # of these rows
     groups: tuple[_Group, ...]
 
 
-def plan_halves(
+def cascade_metadata(
     shared_table: torch.Tensor,
     prefix_lens: torch.Tensor,
     suffix_table: torch.Tensor,
@@ -46,15 +46,17 @@ def plan_halves(
     *,
     block_size: int,
     token_bytes: int,
-) -> CascadeHalves:
-    """Plan the suffixes as a decode, and say which rows read which prefix. `token_bytes` as in `plan_decode`."""
+) -> CascadeMetadata:
+    """Plan the suffixes as a decode, and say which rows read which prefix. `token_bytes` as in `decode_metadata`."""
     own = torch.nonzero(suffix_lens > 0).squeeze(1)
     tables, lengths = (
         value.cpu().numpy().astype(np.int64) for value in (suffix_table[own], suffix_lens[own])
     )
     device = suffix_lens.device
-    plan = (
-        plan_decode(tables, lengths, block_size, token_bytes=token_bytes, device=device) if len(own) else None
+    decode = (
+        decode_metadata(tables, lengths, block_size, token_bytes=token_bytes, device=device)
+        if len(own)
+        else None
     )
     groups = []
     for group, length in enumerate(prefix_lens.tolist()):
@@ -62,14 +64,14 @@ def plan_halves(
         if length and len(rows):
             blocks = shared_table[group][: -(-length // block_size)].long()
             groups.append(_Group(rows, length - 1 + suffix_lens[rows], blocks, length))
-    return CascadeHalves(own, plan, tuple(groups))
+    return CascadeMetadata(own, decode, tuple(groups))
 
 
 def run_cascade(
     q: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
-    halves: CascadeHalves,
+    metadata: CascadeMetadata,
     scoring: Scoring,
     out: torch.Tensor,
     lse: torch.Tensor | None,
@@ -80,12 +82,12 @@ def run_cascade(
     wide = torch.promote_types(q.dtype, torch.float32)
     merged = q.new_zeros(*q.shape[:2], value_cache.shape[3], dtype=wide)
     sums = q.new_full(q.shape[:2], float("-inf"), dtype=wide)
-    if halves.plan is not None:
-        own = halves.own
+    if metadata.decode is not None:
+        own = metadata.own
         part, part_lse = merged[own].to(q.dtype), sums[own]
-        run_decode(halves.plan, q[own], key_cache, value_cache, plain, part, workspace, part_lse)
+        run_decode(metadata.decode, q[own], key_cache, value_cache, plain, part, workspace, part_lse)
         merged[own], sums[own] = part.to(wide), part_lse
-    for rows, asked, blocks, length in halves.groups:
+    for rows, asked, blocks, length in metadata.groups:
         state = _prefix(q[rows], asked, key_cache, value_cache, blocks, length, plain, workspace)
         merged[rows], sums[rows] = merge_reference(merged[rows], sums[rows], *state)
     if scoring.sinks is not None:
@@ -111,7 +113,7 @@ def _prefix(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output `[rows, heads, dv]` and LSE over the first `length` tokens of `blocks`; row i stands at `asked[i]`."""
     k, v = (
-        widened(
+        as_query_dtype(
             gather_blocks(cache, blocks, name, workspace).view(-1, *cache.shape[2:])[:length],
             q.dtype,
             cache.dtype,

@@ -14,7 +14,13 @@ import torch
 
 from paged_kernels.memory import Workspace, storable
 from paged_kernels.scoring import Scoring, additive
-from paged_kernels.torch.gathered import explicit_attention, fused_attention, gather_into, gives_lse, widened
+from paged_kernels.torch.gathered import (
+    as_query_dtype,
+    explicit_attention,
+    fused_attention,
+    gather_into,
+    gives_lse,
+)
 
 IntArray = npt.NDArray[np.int64]
 
@@ -64,21 +70,21 @@ class DecodeChunk:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodePlan:
+class DecodeMetadata:
     """Everything about a batch of one-token rows that does not depend on the layer."""
 
     chunks: tuple[DecodeChunk, ...]
     block_size: int
 
 
-def plan_decode(
+def decode_metadata(
     block_table: IntArray,
     seq_lens: IntArray,
     block_size: int,
     *,
     token_bytes: int,
     device: torch.device | str = "cpu",
-) -> DecodePlan:
+) -> DecodeMetadata:
     """Plan for tables `[rows, blocks]` and lengths `[rows]`, each at least 1.
 
     Entries behind the blocks that a length needs may be anything; block 0 must be the null block, all zeros.
@@ -91,9 +97,9 @@ def plan_decode(
     while start < len(seq_lens):
         stop = _chunk_end(needed, start, max(1, limit // (token_bytes * block_size)))
         rows = slice(start, stop)
-        chunks.append(_plan_chunk(block_table[rows], seq_lens[rows], needed[rows], block_size, start, device))
+        chunks.append(_make_chunk(block_table[rows], seq_lens[rows], needed[rows], block_size, start, device))
         start = stop
-    return DecodePlan(tuple(chunks), block_size)
+    return DecodeMetadata(tuple(chunks), block_size)
 
 
 def _chunk_end(needed: IntArray, start: int, limit_blocks: int) -> int:
@@ -103,7 +109,7 @@ def _chunk_end(needed: IntArray, start: int, limit_blocks: int) -> int:
     return start + max(1, int(np.searchsorted(area, limit_blocks, side="right")))
 
 
-def _plan_chunk(
+def _make_chunk(
     table: IntArray,
     lengths: IntArray,
     needed: IntArray,
@@ -128,7 +134,7 @@ def _plan_chunk(
 
 
 def run_decode(
-    plan: DecodePlan,
+    metadata: DecodeMetadata,
     q: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
@@ -140,9 +146,9 @@ def run_decode(
     """Attention of one query per row, q `[rows, heads, dk]`, into `out` and `lse` `[rows, heads]`."""
     kv_heads = key_cache.shape[2]
     attend = _fused if scoring.plain and (lse is None or gives_lse(q.device)) else _explicit
-    for chunk in plan.chunks:
+    for chunk in metadata.chunks:
         k, v = (
-            widened(values, q.dtype, key_cache.dtype)
+            as_query_dtype(values, q.dtype, key_cache.dtype)
             for values in _gather(chunk, key_cache, value_cache, workspace)
         )
         rows = slice(chunk.start, chunk.stop)

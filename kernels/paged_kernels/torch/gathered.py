@@ -46,7 +46,7 @@ def gather_into(cache: torch.Tensor, blocks: torch.Tensor, buffer: torch.Tensor)
         torch.index_select(cache, 0, blocks, out=buffer.view(len(blocks), *cache.shape[1:]))
 
 
-def widened(values: torch.Tensor, dtype: torch.dtype, kv_dtype: torch.dtype) -> torch.Tensor:
+def as_query_dtype(values: torch.Tensor, dtype: torch.dtype, kv_dtype: torch.dtype) -> torch.Tensor:
     """Gathered values as the queries' dtype: bytes of an 8-bit cache become numbers, others are what they are."""
     return values.view(kv_dtype).to(dtype) if kv_dtype.itemsize == 1 else values
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own idiom
 
 from paged_kernels.memory import Workspace
 from paged_kernels.scoring import Scoring, additive, causal_window
-from paged_kernels.torch.gathered import explicit_attention, gather_blocks, widened
+from paged_kernels.torch.gathered import as_query_dtype, explicit_attention, gather_blocks
 
 IntArray = npt.NDArray[np.int64]
 
@@ -21,7 +21,7 @@ QUERY_TILE = 128
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillPlan:
+class PrefillMetadata:
     """One sequence's chunk: queries `start : stop` of the flat batch, the last ones of `length` cached tokens."""
 
     start: int
@@ -44,7 +44,7 @@ class PrefillPlan:
         return torch.arange(keys, device=self.blocks.device) - query
 
 
-def plan_prefill(
+def prefill_metadata(
     table: IntArray,
     start: int,
     queries: int,
@@ -52,14 +52,14 @@ def plan_prefill(
     block_size: int,
     *,
     device: torch.device | str = "cpu",
-) -> PrefillPlan:
+) -> PrefillMetadata:
     """Plan for one sequence of `length` tokens in the cache, of which the last `queries` are being computed."""
     blocks = torch.from_numpy(np.ascontiguousarray(table[: -(-length // block_size)], dtype=np.int64))
-    return PrefillPlan(start, start + queries, length, blocks.to(device))
+    return PrefillMetadata(start, start + queries, length, blocks.to(device))
 
 
 def run_prefill(
-    plan: PrefillPlan,
+    metadata: PrefillMetadata,
     q: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
@@ -68,37 +68,37 @@ def run_prefill(
     workspace: Workspace,
     lse: torch.Tensor | None = None,
 ) -> None:
-    """Attention of the plan's rows of q `[tokens, heads, dk]` into the same rows of `out` and `lse`."""
+    """Attention of the metadata's rows of q `[tokens, heads, dk]` into the same rows of `out` and `lse`."""
     k, v = (
-        widened(_gather(plan, cache, name, workspace), q.dtype, cache.dtype)
+        as_query_dtype(_gather(metadata, cache, name, workspace), q.dtype, cache.dtype)
         for name, cache in (("prefill_k", key_cache), ("prefill_v", value_cache))
     )
-    context = plan.length - (plan.stop - plan.start)
+    context = metadata.length - (metadata.stop - metadata.start)
     attend = _fused if scoring.plain and lse is None else _explicit
-    for first in range(plan.start, plan.stop, QUERY_TILE):
-        rows = slice(first, min(first + QUERY_TILE, plan.stop))
-        keys = context + rows.stop - plan.start
-        result, part = attend(q[rows], k[:, :keys], v[:, :keys], plan, scoring)
+    for first in range(metadata.start, metadata.stop, QUERY_TILE):
+        rows = slice(first, min(first + QUERY_TILE, metadata.stop))
+        keys = context + rows.stop - metadata.start
+        result, part = attend(q[rows], k[:, :keys], v[:, :keys], metadata, scoring)
         out[rows].copy_(result)
         if lse is not None and part is not None:
             lse[rows] = part
 
 
-def _gather(plan: PrefillPlan, cache: torch.Tensor, name: str, workspace: Workspace) -> torch.Tensor:
+def _gather(metadata: PrefillMetadata, cache: torch.Tensor, name: str, workspace: Workspace) -> torch.Tensor:
     """The sequence's tokens as `[kv_heads, length, dim]`; what its last block holds behind them is left out."""
-    gathered = gather_blocks(cache, plan.blocks, name, workspace)
-    return gathered.view(-1, *cache.shape[2:])[: plan.length].transpose(0, 1)
+    gathered = gather_blocks(cache, metadata.blocks, name, workspace)
+    return gathered.view(-1, *cache.shape[2:])[: metadata.length].transpose(0, 1)
 
 
 def _fused(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: PrefillPlan, scoring: Scoring
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, metadata: PrefillMetadata, scoring: Scoring
 ) -> tuple[torch.Tensor, None]:
     square = q.shape[0] == k.shape[1] and not scoring.window
     result = F.scaled_dot_product_attention(
         q.transpose(0, 1).unsqueeze(0),
         k.unsqueeze(0),
         v.unsqueeze(0),
-        attn_mask=None if square else plan.mask(q.shape[0], k.shape[1], scoring.window, q.dtype),
+        attn_mask=None if square else metadata.mask(q.shape[0], k.shape[1], scoring.window, q.dtype),
         is_causal=square,
         scale=scoring.scale * scoring.k_scale,
         enable_gqa=True,
@@ -107,10 +107,10 @@ def _fused(
 
 
 def _explicit(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: PrefillPlan, scoring: Scoring
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, metadata: PrefillMetadata, scoring: Scoring
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    mask = plan.mask(q.shape[0], k.shape[1], scoring.window, torch.promote_types(q.dtype, torch.float32))
-    distance = plan.distance(q.shape[0], k.shape[1]) if scoring.alibi is not None else None
+    mask = metadata.mask(q.shape[0], k.shape[1], scoring.window, torch.promote_types(q.dtype, torch.float32))
+    distance = metadata.distance(q.shape[0], k.shape[1]) if scoring.alibi is not None else None
     grouped = q.reshape(q.shape[0], k.shape[0], -1, q.shape[2]).permute(1, 2, 0, 3).unsqueeze(0)
     result, lse = explicit_attention(grouped, k[None, :, None], v[None, :, None], mask, scoring, distance)
     return result[0].flatten(0, 1).transpose(0, 1), lse[0].flatten(0, 1).transpose(0, 1)

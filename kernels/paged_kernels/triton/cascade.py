@@ -17,7 +17,7 @@ import triton.language as tl
 
 from paged_kernels.memory import Workspace
 from paged_kernels.scoring import Scoring
-from paged_kernels.triton.decode import DecodeLaunch, launch_combine, launch_decode, or_any, plan_launch
+from paged_kernels.triton.decode import DecodeLaunch, launch_combine, launch_decode, or_any, prepare_launch
 from paged_kernels.triton.launch import (
     MAX_SPLITS,
     SPLIT_TOKENS,
@@ -120,7 +120,7 @@ def run_cascade(
 ) -> None:
     """One query per row over its group's prefix and its own suffix, into `out` and `lse` as `run_decode` does."""
     workspace = workspace or Workspace()
-    launch = plan_launch(
+    launch = prepare_launch(
         q,
         key_cache,
         value_cache,

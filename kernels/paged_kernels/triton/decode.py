@@ -244,7 +244,7 @@ def run_decode(
     """
     for start in range(0, len(q), MAX_ROWS):
         rows = slice(start, start + MAX_ROWS)
-        launch = plan_launch(
+        launch = prepare_launch(
             q[rows],
             key_cache,
             value_cache,
@@ -280,7 +280,7 @@ def run_contiguous_decode(
     run_decode(q, keys, values, table, seq_lens, scoring, out, lse, num_splits, **options)
 
 
-def plan_launch(
+def prepare_launch(
     q: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,

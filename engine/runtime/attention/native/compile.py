@@ -19,7 +19,7 @@ from pathlib import Path
 _HERE = Path(__file__).parent
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-shared", "-fPIC")
 _TIMEOUT_S = 120
-OFF = "PAGETWIN_NATIVE"  # set to 0, nothing is compiled and torch does all
+SWITCH = "PAGETWIN_NATIVE"  # set to 0, nothing is compiled and torch does all
 
 
 class NativeUnavailableError(RuntimeError):
@@ -28,7 +28,7 @@ class NativeUnavailableError(RuntimeError):
 
 def library() -> ctypes.CDLL:
     """The kernels. Raises NativeUnavailableError."""
-    found = attempt()
+    found = load_library()
     if isinstance(found, str):
         raise NativeUnavailableError(found)
     return found
@@ -36,15 +36,15 @@ def library() -> ctypes.CDLL:
 
 def why_unavailable() -> str:
     """Why there are no compiled kernels; empty where there are."""
-    found = attempt()
+    found = load_library()
     return found if isinstance(found, str) else ""
 
 
 @cache
-def attempt() -> ctypes.CDLL | str:
+def load_library() -> ctypes.CDLL | str:
     """The kernels, or why there are none: a process tries once, as every step asks."""
-    if os.environ.get(OFF) == "0":
-        return f"{OFF}=0 leaves compiled kernels out"
+    if os.environ.get(SWITCH) == "0":
+        return f"{SWITCH}=0 leaves compiled kernels out"
     try:
         compiler, *options = shlex.split(os.environ.get("CC") or "cc")
     except ValueError as error:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 
-class SharedRun(NamedTuple):
+class RowGroup(NamedTuple):
     """A group of rows and what they share."""
 
     rows: int
@@ -34,13 +34,13 @@ class CascadeCost:
     cache_bytes: int
     overhead_s: float  # everything that a cascade does on top of a flat decode, once a call
 
-    def saved_s(self, run: SharedRun) -> float:
-        """Seconds that reading `run.tiles` times instead of `run.rows` times saves, the overhead not deducted.
+    def saved_s(self, group: RowGroup) -> float:
+        """Seconds that reading `group.tiles` times instead of `group.rows` times saves, the overhead not deducted.
 
         Half the cache is counted as the shared blocks' own: the rows' private blocks stream through the rest.
         """
-        again = self.cache_bytes_per_s if run.kv_bytes <= self.cache_bytes / 2 else self.memory_bytes_per_s
-        return (run.rows - run.tiles) * run.kv_bytes / again
+        again = self.cache_bytes_per_s if group.kv_bytes <= self.cache_bytes / 2 else self.memory_bytes_per_s
+        return (group.rows - group.tiles) * group.kv_bytes / again
 
 
 # Copy bandwidth as measured on an H200 (4.3 TB/s, read + write). Not measured: what its L2 gives (taken as twice the
@@ -62,7 +62,7 @@ IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class CascadePlan:
+class CascadeGroups:
     """A decode batch in two halves: what groups of rows share, and what is each row's own."""
 
     shared_tables: IntArray  # [groups, blocks]
@@ -73,7 +73,7 @@ class CascadePlan:
     saved_s: float  # what the cost rule expects over the flat decode
 
 
-def plan_cascade(
+def find_cascade_groups(
     block_table: IntArray,
     seq_lens: IntArray,
     block_size: int,
@@ -81,7 +81,7 @@ def plan_cascade(
     token_bytes: int,
     rows_per_tile: int,
     cost: CascadeCost,
-) -> CascadePlan | None:
+) -> CascadeGroups | None:
     """The division of a batch that saves most by `cost`, or None where the flat decode is as fast.
 
     `token_bytes` is what one token's K and V take in one layer; `rows_per_tile` how many sequences a program packs.
@@ -89,19 +89,19 @@ def plan_cascade(
     finder = _Finder(
         block_table, np.maximum(seq_lens - 1, 0) // block_size, block_size, token_bytes, rows_per_tile, cost
     )
-    saved, runs = finder.best(np.arange(len(seq_lens)), 0)
+    saved, groups = finder.best(np.arange(len(seq_lens)), 0)
     saved -= cost.overhead_s
-    if not runs or saved <= 0:
+    if not groups or saved <= 0:
         return None
     shared = np.zeros(len(seq_lens), dtype=np.int64)
     group_ids = np.full(len(seq_lens), -1, dtype=np.int64)
-    tables = np.zeros((len(runs), max(blocks for _, blocks in runs)), dtype=np.int64)
-    for group, (rows, blocks) in enumerate(runs):
+    tables = np.zeros((len(groups), max(blocks for _, blocks in groups)), dtype=np.int64)
+    for group, (rows, blocks) in enumerate(groups):
         group_ids[rows], shared[rows] = group, blocks
         tables[group, :blocks] = block_table[rows[0], :blocks]
-    lens = np.array([blocks * block_size for _, blocks in runs], dtype=np.int64)
+    lens = np.array([blocks * block_size for _, blocks in groups], dtype=np.int64)
     suffixes = _suffixes(block_table, shared, -(-seq_lens // block_size))
-    return CascadePlan(tables, lens, suffixes, seq_lens - shared * block_size, group_ids, saved)
+    return CascadeGroups(tables, lens, suffixes, seq_lens - shared * block_size, group_ids, saved)
 
 
 def _suffixes(table: IntArray, shared: IntArray, needed: IntArray) -> IntArray:
@@ -135,11 +135,11 @@ class _Finder:
         whole = self._saved(len(rows), agreed)
         longer = rows[self.shareable[rows] > agreed]
         apart = 0.0
-        runs: list[tuple[IntArray, int]] = []
+        groups: list[tuple[IntArray, int]] = []
         for block in np.unique(self.table[longer, agreed]) if len(longer) else ():
             saved, found = self.best(longer[self.table[longer, agreed] == block], agreed + 1)
-            apart, runs = apart + saved, runs + found
-        return (whole, [(rows, agreed)]) if whole > 0 and whole >= apart else (apart, runs)
+            apart, groups = apart + saved, groups + found
+        return (whole, [(rows, agreed)]) if whole > 0 and whole >= apart else (apart, groups)
 
     def _agreed(self, rows: IntArray, depth: int) -> int:
         """Leading blocks that all rows have in common."""
@@ -152,5 +152,5 @@ class _Finder:
         )
 
     def _saved(self, rows: int, blocks: int) -> float:
-        run = SharedRun(rows, blocks * self.block_size * self.token_bytes, -(-rows // self.rows_per_tile))
-        return self.cost.saved_s(run) if blocks else 0.0
+        group = RowGroup(rows, blocks * self.block_size * self.token_bytes, -(-rows // self.rows_per_tile))
+        return self.cost.saved_s(group) if blocks else 0.0
