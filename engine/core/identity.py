@@ -2,7 +2,7 @@
 
 The hash of a full block covers the block and all tokens before it. Two blocks with equal hashes hold equal K and V.
 The engine hashes token ids (`TokenIdentity`). The simulator hashes the prefix keys of the trace (`KeyIdentity`) and
-never makes tokens. `tests/engine/test_identity.py` shows that both find the same shared blocks.
+never makes tokens. `tests/engine/core/test_identity.py` shows that both find the same shared blocks.
 Blocks that cannot be shared are not hashed: a private integer marks them, and only their own request finds them.
 """
 
@@ -39,8 +39,8 @@ class _Running(Protocol):
 
 
 _STARTS: dict[HashAlgorithm, Callable[[bytes], _Running]] = {
-    HashAlgorithm.SHA256: hashlib.sha256,
-    HashAlgorithm.XXH3_128: xxhash.xxh3_128,
+    HashAlgorithm.sha256: hashlib.sha256,
+    HashAlgorithm.xxh3_128: xxhash.xxh3_128,
 }
 
 
@@ -48,7 +48,7 @@ class PrefixHasher:
     """Names the blocks of `block_bytes` bytes that its data fills; `names` grows as they fill."""
 
     def __init__(
-        self, root: bytes, block_bytes: int, algorithm: HashAlgorithm = HashAlgorithm.SHA256
+        self, root: bytes, block_bytes: int, algorithm: HashAlgorithm = HashAlgorithm.sha256
     ) -> None:
         self.names: list[bytes] = []
         self._running = _STARTS[algorithm](root)
@@ -108,7 +108,7 @@ class TokenIdentity:
         salt: str = "",
         *,
         adapter: str | None = None,
-        algorithm: HashAlgorithm = HashAlgorithm.SHA256,
+        algorithm: HashAlgorithm = HashAlgorithm.sha256,
         share_outputs: bool = False,
     ) -> None:
         self._request_id = request_id

@@ -1,6 +1,9 @@
-"""The options of the policy core: one enum for each built-in choice, and the limits of the scheduler.
+"""The options of the policy core: one enum for each choice, the options of the scheduler, and its limits.
 
-A choice that a user can replace with a class of their own is a protocol in `engine.core.policies`.
+Each enum is declared here once. `harness.config.schema` uses the same classes as types of configuration keys, and so
+the members have the names that users type. A choice that a user can replace with a class of their own is a protocol
+in `engine.core.policies`. To add a scheduler option: add a field to `SchedulerOptions`, use it in
+`engine.core.scheduling`, and add its range to `harness.config.checks`.
 """
 
 from dataclasses import dataclass
@@ -9,87 +12,110 @@ from enum import StrEnum
 from engine.core.errors import CoreError
 
 
-class Decoding(StrEnum):
-    """How a request's sequences come to be and relate."""
+class CachePolicy(StrEnum):
+    """Which KV cache manager hands out memory."""
 
-    GREEDY = "greedy"  # one sequence
-    SAMPLE = "sample"  # `width` independent sequences forked from one prompt
-    BEAM = "beam"  # `width` hypotheses that are re-parented after every step
+    paged = "paged"  # blocks on demand
+    contiguous_max = "contiguous_max"  # contiguous slots, as many as the model's longest sequence needs
+    contiguous_pow2 = "contiguous_pow2"  # slots for the prompt and the next power of two of the output
+    contiguous_oracle = "contiguous_oracle"  # slots for what the sequence will write, known in advance
+
+    @property
+    def reservation(self) -> "Reservation":
+        """What a contiguous policy reserves; raises ValueError for `paged`."""
+        return Reservation(self.removeprefix("contiguous_"))
+
+
+class Retention(StrEnum):
+    """What happens to the hash of a full block when the block's reference count falls to 0."""
+
+    lru = "lru"  # the block stays in the prefix cache until it is evicted
+    none = (
+        "none"  # the block leaves the prefix cache at once: only requests that overlap in time share blocks
+    )
+
+
+class HashAlgorithm(StrEnum):
+    """The hash function for token blocks."""
+
+    sha256 = "sha256"  # safe against crafted collisions
+    xxh3_128 = "xxh3_128"  # twice as fast, not safe against crafted prompts
+
+
+class Reservation(StrEnum):
+    """How many slots a contiguous policy reserves when a request is admitted."""
+
+    max = "max"  # the longest sequence that the model allows
+    pow2 = "pow2"  # the prompt and the next power of two of the output: at most twice what it needs
+    oracle = "oracle"  # what the sequence will write, known in advance: an upper bound for contiguous memory
+
+
+class Placement(StrEnum):
+    """Where a contiguous reservation is placed."""
+
+    auto = "auto"  # first_fit for Reservation.max, whose sizes are all equal; else buddy, as SOSP'23 assumes
+    first_fit = "first_fit"  # the lowest hole that is long enough
+    buddy = "buddy"  # a chunk of the next power of two
+
+
+class Scheduling(StrEnum):
+    """Which request is served first, and preempted last."""
+
+    fcfs = "fcfs"  # in order of submission
+    priority = "priority"  # lower `Request.priority` first, then in order of submission
+
+
+class Preemption(StrEnum):
+    """What happens to the KV of a preempted request."""
+
+    recompute = "recompute"  # it is dropped, and computed again later
+    swap = "swap"  # it is saved in host memory
+    auto = "auto"  # swap for groups of several sequences, recompute for single sequences
+
+
+class Decoding(StrEnum):
+    """How many sequences a request has, and how they are related."""
+
+    greedy = "greedy"  # one sequence
+    sample = "sample"  # `width` independent sequences forked from one prompt
+    beam = "beam"  # `width` beams; after each step, every beam continues one of the previous beams
 
 
 class SpeculationMode(StrEnum):
     """Where draft tokens are written."""
 
-    LOOKAHEAD = "lookahead"  # into slots behind the sequence's own, which are void again if rejected
-    FORK = "fork"  # into a forked child, which takes the sequence's place with the tokens that were accepted
+    lookahead = "lookahead"  # into the sequence's own next slots; slots of rejected tokens become void
+    fork = "fork"  # into a forked child, which replaces the sequence with the accepted tokens
 
 
-class HashAlgorithm(StrEnum):
-    """What names are made with."""
+@dataclass
+class SchedulerOptions:
+    """The scheduler options that a user sets. The configuration group `scheduler` has the same fields and defaults."""
 
-    SHA256 = "sha256"  # safe against crafted collisions
-    XXH3_128 = "xxh3_128"  # twice as fast, for prompts that nobody crafts
-
-
-class Retention(StrEnum):
-    """What becomes of a block's name when nobody refers to the block any more."""
-
-    LRU = "lru"  # it stays findable until the block is taken again
-    NONE = "none"  # it is dropped at once: only requests that overlap in time share
-
-
-class Reservation(StrEnum):
-    """What is reserved when a request is admitted."""
-
-    MAX = "max"  # the longest sequence that the model allows
-    POW2 = "pow2"  # the prompt and the next power of two of the output: at most twice what it needs
-    ORACLE = "oracle"  # what the sequence will write, known in advance: an upper bound for contiguous memory
+    max_batched_tokens: int = 512  # token budget of one step
+    max_running: int = 64  # sequences (every beam and sample counts) that may run at once
+    chunked_prefill: bool = True  # False: a prompt must fit the budget of one step
+    watermark: float = 0.0  # share of the pool kept free when a request is admitted beside running ones
+    policy: Scheduling = Scheduling.fcfs
+    preemption: Preemption = Preemption.recompute
+    long_prefill_tokens: int | None = (
+        None  # largest chunk of one prompt while others compete; None: the budget
+    )
+    admit_whole_prompt: bool = True  # False: a request enters as soon as its first chunk fits
+    static_batch: bool = (
+        False  # admit only into an empty batch; its requests free their memory together at its end
+    )
 
 
-class Placement(StrEnum):
-    """Where a reservation goes."""
+@dataclass
+class SchedulerLimits(SchedulerOptions):
+    """The options of a scheduler, checked, with the longest sequence allowed. Do not change them after construction.
 
-    FIRST_FIT = "first_fit"  # the lowest hole that is long enough
-    BUDDY = "buddy"  # a chunk of the next power of two
-
-
-class Scheduling(StrEnum):
-    """Who is served first, and preempted last."""
-
-    FCFS = "fcfs"  # in order of submission
-    PRIORITY = "priority"  # lower `Request.priority` first, then in order of submission
-
-
-class Preemption(StrEnum):
-    """What becomes of the KV of a request that must make room."""
-
-    RECOMPUTE = "recompute"  # it is dropped, and computed again
-    SWAP = "swap"  # it is saved in host memory
-    AUTO = "auto"  # saved for groups of several sequences, dropped for single ones
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """What a step may hold.
-
-    `max_batched_tokens` query tokens a step; `max_running` sequences at once (every branch counts); `watermark` is the
-    share of the pool that stays free when a request is admitted beside running ones; `max_model_len` bounds prompt and
-    output together. Without `chunked_prefill` a prompt must fit the budget of one step. `long_prefill_tokens` caps a
-    request's chunk while others compete. With `admit_whole_prompt` a request enters only if all its known tokens fit
-    now, otherwise as soon as its first chunk does. `static_batch` admits only into an empty batch, whose memory is
-    held and whose requests return together when the last one ends.
+    `max_model_len` bounds prompt and output together, in tokens; None: unbounded. Raises CoreError on a value out of
+    range.
     """
 
-    max_batched_tokens: int = 512
-    max_running: int = 64
     max_model_len: int | None = None
-    chunked_prefill: bool = True
-    watermark: float = 0.0
-    scheduling: Scheduling = Scheduling.FCFS
-    preemption: Preemption = Preemption.RECOMPUTE
-    long_prefill_tokens: int | None = None
-    admit_whole_prompt: bool = True
-    static_batch: bool = False
 
     def __post_init__(self) -> None:
         if min(self.max_batched_tokens, self.max_running) < 1 or not 0 <= self.watermark < 1:

@@ -88,6 +88,6 @@ class Policies:
     @classmethod
     def of(cls, scheduling: Scheduling) -> "Policies":
         """What the built-in scheduling policies stand for."""
-        if scheduling is Scheduling.PRIORITY:
+        if scheduling is Scheduling.priority:
             return cls(ByPriority(), WorstPlace())
         return cls()

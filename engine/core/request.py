@@ -12,7 +12,7 @@ class Speculation:
     """Verify up to `tokens` draft tokens a step."""
 
     tokens: int
-    mode: SpeculationMode = SpeculationMode.LOOKAHEAD
+    mode: SpeculationMode = SpeculationMode.lookahead
 
     def __post_init__(self) -> None:
         if self.tokens < 1:
@@ -32,7 +32,7 @@ class Request:
     prompt_tokens: int
     output_tokens: int
     width: int = 1
-    decoding: Decoding = Decoding.GREEDY
+    decoding: Decoding = Decoding.greedy
     identity: BlockIdentity | None = None
     priority: int = 0
     speculation: Speculation | None = None
@@ -46,7 +46,7 @@ class Request:
                     )
         if self.width == 1:
             return
-        if self.decoding is Decoding.GREEDY:
+        if self.decoding is Decoding.greedy:
             raise CoreError(
                 f"request {self.request_id}: greedy decoding has one sequence, found width {self.width}"
             )

@@ -149,7 +149,7 @@ class Group:
     @property
     def is_beam(self) -> bool:
         """Whether its branches are re-parented after every step."""
-        return self.request.decoding is Decoding.BEAM
+        return self.request.decoding is Decoding.beam
 
     @property
     def holders(self) -> list[Sequence]:

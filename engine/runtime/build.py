@@ -9,7 +9,7 @@ from engine.runtime.attention.select import engine_backend
 from engine.runtime.errors import ModelError
 from engine.runtime.graphs import GraphOptions
 from engine.runtime.kv_pool import kv_item_bytes
-from engine.runtime.models.cpu_layers import adopt_layers, can_pack, is_small
+from engine.runtime.models.cpu_layers import can_pack, is_small, replace_layers
 from engine.runtime.models.load import LoadedModel
 from engine.runtime.options import EngineOptions, MakeScheduler, build_manager
 from engine.runtime.runner import Runner
@@ -100,7 +100,7 @@ def build_parts(
 ) -> EngineParts:
     """Size the pool, pack the weights, record the graphs. Raises ModelError where no block fits."""
     if options.pack_weights or (options.pack_weights is None and _packs_well(loaded)):
-        adopt_layers(loaded.model)
+        replace_layers(loaded.model)
     limits, capacity = _sizes(loaded, options, draft)
     longest = limits.max_model_len or loaded.max_position
     scheduler = (options.scheduler or _plain_scheduler(options))(capacity.blocks, limits)

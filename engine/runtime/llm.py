@@ -73,7 +73,7 @@ class LLM:
         try:
             for prompt, one in zip(prompts, params, strict=True):
                 name = f"llm-{self._next_id}"
-                self.engine.add_request(name, prompt, replace_kind(one))
+                self.engine.add_request(name, prompt, _with_final_output(one))
                 self._next_id += 1
                 names.append(name)
         except Exception:
@@ -84,7 +84,7 @@ class LLM:
         return names
 
 
-def replace_kind(params: SamplingParams) -> SamplingParams:
+def _with_final_output(params: SamplingParams) -> SamplingParams:
     """The same parameters, told once at the end."""
     return replace(params, output_kind=OutputKind.FINAL)
 

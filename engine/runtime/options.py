@@ -1,34 +1,53 @@
-"""Options of an engine: KV pool, cache policy, kernels. Plain values; no torch.
+"""Options of an engine: KV pool, cache policy, kernels. Plain values; importing this module imports no torch.
 
-`build_manager` makes the KV cache manager that the options describe.
+The enums of the engine are declared here once; `harness.config.schema` uses the same classes. `build_manager` makes
+the KV cache manager that the options describe.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
-from engine.core.memory.manager import KVCacheManager
-from engine.core.options import HashAlgorithm, Placement, Reservation, SchedulerLimits, SpeculationMode
-from engine.core.scheduling.scheduler import Scheduler
+from engine.core.options import CachePolicy, HashAlgorithm, Placement, SchedulerLimits, SpeculationMode
+
+if TYPE_CHECKING:
+    from engine.core.memory.manager import KVCacheManager
+    from engine.core.scheduling.scheduler import Scheduler
+
+MakeScheduler = Callable[[int, SchedulerLimits], "Scheduler"]
+
+
+class Dtype(StrEnum):
+    """Element type of weights, and of K and V unless `KVDtype` says otherwise."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
 
 
 class KVDtype(StrEnum):
-    """Element type of the KV pool."""
+    """Element type of K and V in the pool."""
 
-    MODEL = "model"
-    FP8_E4M3 = "fp8_e4m3"  # 4 bits of exponent, 3 of mantissa, up to 448; kept without a scale
-
-
-MakeScheduler = Callable[[int, SchedulerLimits], Scheduler]
+    model = "model"  # the same as the weights
+    fp8_e4m3 = "fp8_e4m3"  # 8 bits: 4 of exponent, 3 of mantissa, up to 448; kept without a scale
 
 
-class Cache(StrEnum):
-    """Who hands out KV memory."""
+class Backend(StrEnum):
+    """Attention kernels of the engine."""
 
-    PAGED = "paged"
-    CONTIGUOUS_MAX = "contiguous_max"
-    CONTIGUOUS_POW2 = "contiguous_pow2"
-    CONTIGUOUS_ORACLE = "contiguous_oracle"
+    auto = "auto"  # triton on CUDA, native on a CPU with a C compiler, else torch
+    torch = "torch"
+    native = "native"
+    triton = "triton"
+
+
+class Audit(StrEnum):
+    """How often written slots are counted in the tensors and compared with the counters of the core."""
+
+    off = "off"
+    sampled = "sampled"
+    full = "full"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,22 +67,22 @@ class EngineOptions:
     gpu_memory_utilization: float = 0.9
     host_blocks: int = 0  # blocks of host memory to swap to
     block_size: int = 16
-    cache: Cache | str = Cache.PAGED
+    cache: CachePolicy | str = CachePolicy.paged
     prefix_caching: bool = True
     copy_at_fork: bool = False  # branches never share a block
-    placement: Placement | str = Placement.FIRST_FIT  # of contiguous reservations
+    placement: Placement | str = Placement.first_fit  # of contiguous reservations
     limits: SchedulerLimits | None = None
     scheduler: MakeScheduler | None = None
-    kv_dtype: KVDtype | str = KVDtype.MODEL  # in 8 bits the pool holds two or four times the tokens
-    hash: HashAlgorithm = HashAlgorithm.SHA256  # of block names
-    backend: str = "auto"
-    audit: str = "sampled"
+    kv_dtype: KVDtype | str = KVDtype.model  # in 8 bits the pool holds two or four times the tokens
+    hash: HashAlgorithm = HashAlgorithm.sha256  # of block hashes
+    backend: Backend | str = Backend.auto
+    audit: Audit | str = Audit.sampled
     audit_every: int = 16
     temperature: float = 1.0  # of requests that set none: those of a replay
     seed: int = 0
     cuda_graphs: bool = True  # decode steps as recorded graphs, where triton kernels run on a GPU
     draft_tokens: int = 4  # proposed a step, where the engine has a draft model
-    draft_mode: SpeculationMode | str = SpeculationMode.LOOKAHEAD
+    draft_mode: SpeculationMode | str = SpeculationMode.lookahead
     pack_weights: bool | None = (
         None  # CPU: keep linear weights in the order the matrix kernels read; None: if small
     )
@@ -71,15 +90,16 @@ class EngineOptions:
     @property
     def slots_per_block(self) -> int:
         """The block size in effect."""
-        return self.block_size if Cache(self.cache) is Cache.PAGED else 1
+        return self.block_size if CachePolicy(self.cache) is CachePolicy.paged else 1
 
 
-def build_manager(options: EngineOptions, num_blocks: int, max_model_len: int) -> KVCacheManager:
+def build_manager(options: EngineOptions, num_blocks: int, max_model_len: int) -> "KVCacheManager":
     """The KV cache manager that the options ask for."""
     from engine.core.memory.contiguous import ContiguousManager
     from engine.core.memory.paged import PagedManager
 
-    if Cache(options.cache) is Cache.PAGED:
+    policy = CachePolicy(options.cache)
+    if policy is CachePolicy.paged:
         return PagedManager(
             num_blocks,
             options.block_size,
@@ -87,8 +107,4 @@ def build_manager(options: EngineOptions, num_blocks: int, max_model_len: int) -
             copy_at_fork=options.copy_at_fork,
             host_blocks=options.host_blocks,
         )
-    reservation = Reservation(Cache(options.cache).removeprefix("contiguous_"))
-    return ContiguousManager(num_blocks, max_model_len, reservation, Placement(options.placement))
-
-
-AUDITS = ("off", "sampled", "full")
+    return ContiguousManager(num_blocks, max_model_len, policy.reservation, Placement(options.placement))

@@ -12,19 +12,10 @@ from os.path import exists, expanduser
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from engine.core.options import CachePolicy, Preemption, SpeculationMode
+from engine.runtime.options import Backend, KVDtype
 from harness.config.errors import ConfigError
-from harness.config.schema import (
-    Backend,
-    CachePolicy,
-    DecodingMode,
-    DraftPlace,
-    KvDtype,
-    PreemptionRule,
-    RunConfig,
-    SharingModel,
-    TraceArrivals,
-    TraceFormat,
-)
+from harness.config.schema import DecodingMode, RunConfig, SharingModel, TraceArrivals, TraceFormat
 
 NO_KERNELS = "none"
 """`report.kernels=none`: no kernel section, whatever lies beside the results."""
@@ -155,7 +146,7 @@ def _drafts(config: RunConfig) -> Iterator[ConfigError]:
             f"found {drafts}, but a request has {width} sequences, and speculation is for one; set draft_tokens=0, or "
             "beam_width and n to 1",
         )
-    if decoding.draft_place is DraftPlace.fork and config.cache.policy is not CachePolicy.paged:
+    if decoding.draft_place is SpeculationMode.fork and config.cache.policy is not CachePolicy.paged:
         yield ConfigError(
             "decoding.draft_place",
             f"found fork, but cache.policy={config.cache.policy} shares no blocks with a child; use lookahead",
@@ -179,7 +170,7 @@ def check_policy(config: RunConfig) -> Iterator[ConfigError]:
         value = getattr(getattr(config, section), name)
         if value is not None and not _CLASS.fullmatch(value):
             yield ConfigError(key, f"found '{value}', must be module:Class of an importable class, or null")
-    if scheduler.preemption is not PreemptionRule.recompute and cache.policy is CachePolicy.paged:
+    if scheduler.preemption is not Preemption.recompute and cache.policy is CachePolicy.paged:
         if not cache.host_tokens:
             yield ConfigError(
                 "scheduler.preemption",
@@ -415,7 +406,7 @@ def _pool(config: RunConfig) -> Iterator[ConfigError]:
 
 def _model(config: RunConfig) -> Iterator[ConfigError]:
     model, longest = config.model, config.cache.max_model_len
-    if config.engine.backend is Backend.native and KvDtype.fp8_e4m3 is model.kv_dtype:
+    if config.engine.backend is Backend.native and KVDtype.fp8_e4m3 is model.kv_dtype:
         yield ConfigError(
             "engine.backend",
             f"found native, whose attention reads no 8-bit cache (model.kv_dtype={model.kv_dtype}); use auto: torch "

@@ -17,12 +17,12 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from engine.core.options import CachePolicy
 from harness.config.errors import ConfigError
 from harness.config.groups import conf_dir
 from harness.config.overrides import Setting, leaves
 from harness.config.schema import (
     CacheConfig,
-    CachePolicy,
     CostConfig,
     CostKind,
     DecodingConfig,
@@ -135,7 +135,7 @@ def compose_config(settings: Iterable[Setting]) -> RunConfig:
         raise ConfigError(error.full_key or "", str(error.msg or error).splitlines()[0]) from None
 
 
-def compose_plainly(overrides: Sequence[str]) -> DictConfig:
+def compose_with_hydra(overrides: Sequence[str]) -> DictConfig:
     """Hydra's own composition of override strings, without the cache: slow, and the yardstick of the fast one."""
     with initialize_config_dir(str(conf_dir()), job_name="pagetwin", version_base="1.3"):
         return cast(DictConfig, compose("config", overrides=list(overrides)))
@@ -144,7 +144,7 @@ def compose_plainly(overrides: Sequence[str]) -> DictConfig:
 @lru_cache(maxsize=256)
 def _composed(choices: tuple[str, ...]) -> DictConfig:
     try:
-        return compose_plainly(choices)
+        return compose_with_hydra(choices)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError("conf", f"cannot compose {' '.join(choices) or 'config.yaml'}: {error}") from None
 

@@ -1,10 +1,22 @@
 """The schema of a run: every key that a user can set, with its type and its default.
 
-The classes are plain dataclasses that Hydra fills. Allowed ranges are in `harness.config.checks`.
+The classes are plain dataclasses that Hydra fills. Options of the engine have their enums in `engine.core.options` and
+`engine.runtime.options`; the scheduler's options are declared there too. Allowed ranges are in `harness.config.checks`.
 """
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+
+from engine.core.options import (
+    CachePolicy,
+    Decoding,
+    HashAlgorithm,
+    Placement,
+    Retention,
+    SchedulerOptions,
+    SpeculationMode,
+)
+from engine.runtime.options import Audit, Backend, Dtype, KVDtype
 
 
 class TraceFormat(StrEnum):
@@ -123,38 +135,6 @@ class EngineDevice(StrEnum):
     cuda = "cuda"
 
 
-class Dtype(StrEnum):
-    """Element type of weights and KV."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-
-class KvDtype(StrEnum):
-    """Element type of K and V in the pool."""
-
-    model = "model"  # the weights' own
-    fp8_e4m3 = "fp8_e4m3"  # 8 bits, kept without a scale
-
-
-class Backend(StrEnum):
-    """Attention kernels of the measured engine."""
-
-    auto = "auto"  # triton on CUDA, native on a CPU with a C compiler, else torch
-    torch = "torch"
-    native = "native"
-    triton = "triton"
-
-
-class Audit(StrEnum):
-    """How often written slots are counted in the tensors and compared with the books."""
-
-    off = "off"
-    sampled = "sampled"
-    full = "full"
-
-
 @dataclass
 class ModelConfig:
     """Shape of the model; `path` loads a local checkpoint directory instead."""
@@ -171,7 +151,7 @@ class ModelConfig:
     vocab: int = 4096
     max_position: int = 2048
     dtype: Dtype = Dtype.float32
-    kv_dtype: KvDtype = KvDtype.model
+    kv_dtype: KVDtype = KVDtype.model
     seed: int = 0
 
 
@@ -189,64 +169,14 @@ class EngineConfig:
     )
 
 
-class CachePolicy(StrEnum):
-    """Who hands out KV memory."""
-
-    paged = "paged"  # blocks on demand
-    contiguous_max = "contiguous_max"  # a run of slots as long as the model allows
-    contiguous_pow2 = "contiguous_pow2"  # the prompt and the next power of two of the output
-    contiguous_oracle = "contiguous_oracle"  # what the sequence will write, known in advance
-
-
-class PlacementRule(StrEnum):
-    """Where a contiguous reservation goes."""
-
-    auto = "auto"  # first_fit for contiguous_max, whose runs are all alike; buddy for the others, as SOSP'23 assumes
-    first_fit = "first_fit"
-    buddy = "buddy"
-
-
-class RetentionRule(StrEnum):
-    """What becomes of a full block's name when nobody refers to the block any more."""
-
-    lru = "lru"  # findable until the block is taken again
-    none = "none"  # forgotten at once
-
-
-class HashRule(StrEnum):
-    """What the measured engine names blocks with."""
-
-    sha256 = "sha256"
-    xxh3_128 = "xxh3_128"
-
-
-class SchedulingRule(StrEnum):
-    """Who is served first, and preempted last."""
-
-    fcfs = "fcfs"
-    priority = "priority"
-
-
-class PreemptionRule(StrEnum):
-    """What becomes of the KV of a request that must make room."""
-
-    recompute = "recompute"
-    swap = "swap"  # saved in host memory (cache.host_tokens)
-    auto = "auto"  # swap for groups of several sequences, recompute for single ones
-
-
 class DecodingMode(StrEnum):
-    """How next tokens are chosen when `decoding.beam_width` is 1."""
+    """How next tokens are chosen when `decoding.beam_width` is 1.
 
-    greedy = "greedy"
-    sample = "sample"
+    It is not `engine.core.options.Decoding`, because beam search is chosen by `decoding.beam_width` and not here.
+    """
 
-
-class DraftPlace(StrEnum):
-    """Where draft tokens are written."""
-
-    lookahead = "lookahead"  # into slots behind the sequence's own, void again where they are rejected
-    fork = "fork"  # into a forked child, which takes the sequence's place
+    greedy = Decoding.greedy.value
+    sample = Decoding.sample.value
 
 
 @dataclass
@@ -259,35 +189,22 @@ class CacheConfig:
         None  # KV slots in the pool; null: what the device's memory holds beside the weights
     )
     prefix_caching: bool = True  # paged only
-    retention: RetentionRule = RetentionRule.lru
-    hash: HashRule = HashRule.sha256
+    retention: Retention = Retention.lru
+    hash: HashAlgorithm = HashAlgorithm.sha256
     deduplicate: bool = False  # free a block whose content another block held first
     copy_at_fork: bool = False  # branches never share a block: shows what copy-on-write saves
     host_tokens: int = 0  # KV slots of host memory for swapped requests
     eviction: str | None = None  # module:Class of your own eviction queue; null: least recently used
-    placement: PlacementRule = PlacementRule.auto  # contiguous only
+    placement: Placement = Placement.auto  # contiguous only
     max_model_len: int | None = (
         None  # longest prompt + output; what contiguous_max reserves; null: the model's
     )
 
 
 @dataclass
-class SchedulerConfig:
-    """Continuous batching."""
+class SchedulerConfig(SchedulerOptions):
+    """Continuous batching: the options of `engine.core.options.SchedulerOptions`, and policies of your own."""
 
-    max_batched_tokens: int = 512  # token budget of one step
-    max_running: int = 64  # sequences (beams count) that may run at once
-    chunked_prefill: bool = True
-    watermark: float = (
-        0.0  # share of the pool kept free when a waiting request is admitted beside running ones
-    )
-    policy: SchedulingRule = SchedulingRule.fcfs
-    preemption: PreemptionRule = PreemptionRule.recompute
-    long_prefill_tokens: int | None = (
-        None  # largest chunk of one prompt while others compete; null: the budget
-    )
-    admit_whole_prompt: bool = True  # false: a request enters as soon as its first chunk fits
-    static_batch: bool = False  # the classic baseline: a batch enters together, and leaves together
     order: str | None = None  # module:Class of your own queue order; null: as `policy` says
     victim: str | None = None  # module:Class of your own choice of whom to preempt; null: as `policy` says
     admission: str | None = None  # module:Class of your own admission rule; null: whatever fits
@@ -307,7 +224,7 @@ class DecodingConfig:
     )
     branch_hazard: float = 0.0  # chance that a sampled branch ends after a token, drawn alike on both sides
     draft_tokens: int = 0  # proposed a step and verified together, for single sequences; 0: no speculation
-    draft_place: DraftPlace = DraftPlace.lookahead
+    draft_place: SpeculationMode = SpeculationMode.lookahead
     draft_path: str | None = None  # checkpoint of the model that proposes; null: the model itself
     acceptance: float | None = None  # simulated share of draft tokens that are right; null: as calibrated
 

@@ -122,7 +122,7 @@ def _sharing(count: int) -> tuple[Request, ...]:
 
 
 def _beams(count: int, width: int) -> tuple[Request, ...]:
-    return tuple(Request(rid, 40, 48, width, Decoding.BEAM) for rid in range(count))
+    return tuple(Request(rid, 40, 48, width, Decoding.beam) for rid in range(count))
 
 
 def _half(width: int, step: int) -> list[int]:

@@ -80,7 +80,7 @@ class BranchEnds:
         """Branches that end with this step, by request; one step a plan."""
         for request_id in plan.admitted:
             request = self._requests[request_id]
-            if request.decoding is Decoding.SAMPLE and request_id not in self._due:
+            if request.decoding is Decoding.sample and request_id not in self._due:
                 self._due[request_id] = self._plan(request)
                 self._generated[request_id] = 0
         sampled = dict.fromkeys(

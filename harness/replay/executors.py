@@ -165,7 +165,7 @@ class SimulatedParents:
     def of(self, plan: StepPlan) -> dict[int, list[int]]:
         """Parents of the beam requests that sample in this plan."""
         for request_id in plan.admitted:
-            if self._requests[request_id].decoding is Decoding.BEAM:
+            if self._requests[request_id].decoding is Decoding.beam:
                 self._generated.setdefault(request_id, 0)
         if not self._generated:
             return {}

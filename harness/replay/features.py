@@ -92,7 +92,7 @@ class FeatureMeter:
         for request_id in plan.admitted:
             request = self._requests[request_id]
             admitted += request.prompt_tokens
-            if request.decoding is Decoding.BEAM:
+            if request.decoding is Decoding.beam:
                 self._beams.add(request_id)
             self._drafting = self._drafting or request.speculation is not None
         others = plan.other_rows

@@ -17,7 +17,7 @@ from harness.config.schema import RunConfig
 from harness.console import Arguments, say
 from harness.sweep.plan import run_request
 from harness.workload.devices import check_engine, check_weights
-from harness.workload.policies import hash_algorithm, limits_of, new_scheduler
+from harness.workload.policies import limits_of, new_scheduler
 from harness.workload.shapes import model_shape, pool_shape
 
 if TYPE_CHECKING:
@@ -115,17 +115,17 @@ def build_engine(config: RunConfig) -> "Engine":
     options = EngineOptions(
         pool_tokens=config.cache.pool_tokens,
         block_size=pool.block_size,
-        cache=str(config.cache.policy),
-        backend=str(config.engine.backend),
-        kv_dtype=str(config.model.kv_dtype),
-        audit=str(config.engine.audit),
+        cache=config.cache.policy,
+        backend=config.engine.backend,
+        kv_dtype=config.model.kv_dtype,
+        audit=config.engine.audit,
         audit_every=config.engine.audit_every,
         cuda_graphs=config.engine.cuda_graphs is not False,
         limits=limits_of(config.scheduler, pool.max_model_len),
         scheduler=policy,
-        hash=hash_algorithm(config.cache),
+        hash=config.cache.hash,
         host_blocks=config.cache.host_tokens // pool.block_size,
         draft_tokens=config.decoding.draft_tokens,
-        draft_mode=config.decoding.draft_place.value,
+        draft_mode=config.decoding.draft_place,
     )
     return Engine(loaded, options, tokenizer=tokenizer, draft=draft)

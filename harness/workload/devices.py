@@ -3,8 +3,9 @@
 import os
 
 from engine.runtime.attention.native.compile import why_unavailable
+from engine.runtime.options import Backend
 from harness.config.errors import ConfigError
-from harness.config.schema import Backend, Clock, EngineConfig, EngineDevice, RunConfig
+from harness.config.schema import Clock, EngineConfig, EngineDevice, RunConfig
 from harness.environment import engine_device, gpu_names
 
 

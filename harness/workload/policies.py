@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -9,26 +10,13 @@ from typing import Any
 from engine.core.memory.contiguous import ContiguousManager
 from engine.core.memory.manager import KVCacheManager
 from engine.core.memory.paged import PagedManager
-from engine.core.options import (
-    HashAlgorithm,
-    Placement,
-    Preemption,
-    Reservation,
-    Retention,
-    SchedulerLimits,
-    Scheduling,
-)
+from engine.core.options import CachePolicy, SchedulerLimits, SchedulerOptions
 from engine.core.policies import Policies
 from engine.core.scheduling.scheduler import Scheduler
 from harness.config.errors import ConfigError
-from harness.config.schema import CacheConfig, CachePolicy, PlacementRule, SchedulerConfig
+from harness.config.schema import CacheConfig, SchedulerConfig
 from harness.workload.shapes import PoolShape
 
-_RESERVATIONS = {
-    CachePolicy.contiguous_max: Reservation.MAX,
-    CachePolicy.contiguous_pow2: Reservation.POW2,
-    CachePolicy.contiguous_oracle: Reservation.ORACLE,
-}
 _METHODS = {
     "cache.eviction": ("push", "remove", "pop", "blocks", "__len__"),
     "scheduler.order": ("key",),
@@ -46,13 +34,13 @@ def new_scheduler(
 
 def _manager(pool: PoolShape, cache: CacheConfig) -> KVCacheManager:
     if pool.policy is not CachePolicy.paged:
-        placement = _placement(pool.policy, cache.placement)
-        return ContiguousManager(pool.num_blocks, pool.max_model_len, _RESERVATIONS[pool.policy], placement)
+        reservation = pool.policy.reservation
+        return ContiguousManager(pool.num_blocks, pool.max_model_len, reservation, cache.placement)
     return PagedManager(
         pool.num_blocks,
         pool.block_size,
         prefix_caching=pool.prefix_caching,
-        retention=Retention(cache.retention.value),
+        retention=cache.retention,
         deduplicate=cache.deduplicate,
         copy_at_fork=cache.copy_at_fork,
         host_blocks=cache.host_tokens // pool.block_size,
@@ -61,7 +49,7 @@ def _manager(pool: PoolShape, cache: CacheConfig) -> KVCacheManager:
 
 
 def _policies(limits: SchedulerLimits, scheduler: SchedulerConfig) -> Policies:
-    builtin = Policies.of(limits.scheduling)
+    builtin = Policies.of(limits.policy)
     return Policies(
         order=_own("scheduler.order", scheduler.order) or builtin.order,
         victim=_own("scheduler.victim", scheduler.victim) or builtin.victim,
@@ -69,31 +57,10 @@ def _policies(limits: SchedulerLimits, scheduler: SchedulerConfig) -> Policies:
     )
 
 
-def hash_algorithm(cache: CacheConfig) -> HashAlgorithm:
-    """What block names are made with."""
-    return HashAlgorithm(cache.hash.value)
-
-
-def _placement(policy: CachePolicy, rule: PlacementRule) -> Placement:
-    if rule is PlacementRule.auto:
-        return Placement.FIRST_FIT if policy is CachePolicy.contiguous_max else Placement.BUDDY
-    return Placement(rule.value)
-
-
 def limits_of(scheduler: SchedulerConfig, max_model_len: int) -> SchedulerLimits:
-    """What a step may hold, as the configuration says."""
-    return SchedulerLimits(
-        max_batched_tokens=scheduler.max_batched_tokens,
-        max_running=scheduler.max_running,
-        max_model_len=max_model_len,
-        chunked_prefill=scheduler.chunked_prefill,
-        watermark=scheduler.watermark,
-        scheduling=Scheduling(scheduler.policy.value),
-        preemption=Preemption(scheduler.preemption.value),
-        long_prefill_tokens=scheduler.long_prefill_tokens,
-        admit_whole_prompt=scheduler.admit_whole_prompt,
-        static_batch=scheduler.static_batch,
-    )
+    """The scheduler's limits, as the configuration says; `max_model_len` in tokens."""
+    options = {option.name: getattr(scheduler, option.name) for option in fields(SchedulerOptions)}
+    return SchedulerLimits(**options, max_model_len=max_model_len)
 
 
 def _own(key: str, name: str | None) -> Any:

@@ -5,9 +5,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from engine.core.options import CachePolicy
 from engine.runtime.models.spec import ModelSpec
+from engine.runtime.options import Dtype, KVDtype
 from harness.config.errors import ConfigError
-from harness.config.schema import CachePolicy, Dtype, KvDtype, ModelConfig, RunConfig
+from harness.config.schema import ModelConfig, RunConfig
 from harness.cost.roofline import DeviceShape, ModelShape
 
 BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2, Dtype.float16: 2}
@@ -51,7 +53,7 @@ def model_shape(model: ModelConfig) -> ModelShape:
         vocab=facts.get("vocab_size") or model.vocab,
         bytes_per_element=BYTES[model.dtype],
         mlp_matrices=2 if family in _UNGATED else 3,
-        kv_bytes_per_element=1 if model.kv_dtype is KvDtype.fp8_e4m3 else None,
+        kv_bytes_per_element=1 if model.kv_dtype is KVDtype.fp8_e4m3 else None,
     )
 
 

@@ -95,7 +95,7 @@ class BlockPool:
         self,
         num_blocks: int,
         *,
-        retention: Retention = Retention.LRU,
+        retention: Retention = Retention.lru,
         eviction: EvictionQueue | None = None,
         keep_events: bool = False,
     ) -> None:
@@ -215,11 +215,11 @@ class BlockPool:
     def _free(self, gone: list[int]) -> None:
         name_of = self._name_of
         names = [name_of[block] for block in gone]
-        if None not in names and self.retention is Retention.LRU:
+        if None not in names and self.retention is Retention.lru:
             self._evictable.push(gone)
             return
         named = [block for block, name in zip(gone, names, strict=True) if name is not None]
-        if self.retention is Retention.NONE:
+        if self.retention is Retention.none:
             self._forget(named)
             named = []
         self._evictable.push(named)

@@ -19,9 +19,9 @@ from engine.core.sequence import Group, ScheduledRow, Sequence
 
 def reserved_slots(request: Request, reservation: Reservation, max_model_len: int) -> int:
     """Slots reserved for each sequence of `request`, at most `max_model_len` where its KV fits that."""
-    if reservation is Reservation.MAX:
+    if reservation is Reservation.max:
         return max_model_len
-    if reservation is Reservation.ORACLE:
+    if reservation is Reservation.oracle:
         return request.final_kv_tokens
     outputs = 1 << (request.output_tokens - 1).bit_length()
     return max(request.final_kv_tokens, min(max_model_len, request.prompt_tokens + outputs))
@@ -96,14 +96,16 @@ class ContiguousManager(NeverSwaps):
         self,
         num_slots: int,
         max_model_len: int,
-        reservation: Reservation = Reservation.MAX,
-        placement: Placement = Placement.FIRST_FIT,
+        reservation: Reservation = Reservation.max,
+        placement: Placement = Placement.first_fit,
     ) -> None:
         if max_model_len < 1:
             raise CoreError(f"max_model_len is {max_model_len} tokens, must be at least 1")
         self.num_blocks = num_slots
         self.max_model_len = max_model_len
         self.reservation = reservation
+        if placement is Placement.auto:
+            placement = Placement.first_fit if reservation is Reservation.max else Placement.buddy
         self._runs = runs_for(placement, num_slots)
         self._empty = runs_for(placement, num_slots)
         self._spare: dict[int, list[range]] = {}  # request id: runs of branches that do not exist yet

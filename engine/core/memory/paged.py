@@ -35,7 +35,7 @@ class PagedManager:
         block_size: int,
         *,
         prefix_caching: bool = True,
-        retention: Retention = Retention.LRU,
+        retention: Retention = Retention.lru,
         deduplicate: bool = False,
         copy_at_fork: bool = False,
         host_blocks: int = 0,
@@ -274,7 +274,7 @@ class PagedSizing:
         """The most that the request ever holds: at its end, and with forked drafts a copy beside it."""
         blocks = self.blocks(request, request.width, request.final_kv_tokens)
         speculation = request.speculation
-        if speculation is None or speculation.mode is not SpeculationMode.FORK or request.output_tokens == 1:
+        if speculation is None or speculation.mode is not SpeculationMode.fork or request.output_tokens == 1:
             return blocks
         return blocks + (1 if self.shares else blocks)
 

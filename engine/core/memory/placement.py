@@ -45,7 +45,7 @@ class Runs(Protocol):
 
 def runs_for(placement: Placement, num_slots: int) -> Runs:
     """An empty pool of `num_slots` slots."""
-    return BuddyRuns(num_slots) if placement is Placement.BUDDY else FreeRuns(num_slots)
+    return BuddyRuns(num_slots) if placement is Placement.buddy else FreeRuns(num_slots)
 
 
 class FreeRuns:

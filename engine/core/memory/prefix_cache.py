@@ -95,7 +95,7 @@ class BlockNaming:
         first, request = sequence.named, sequence.request
         if blocks <= first or not self._enabled or request.identity is None:
             return
-        if request.decoding is Decoding.BEAM:
+        if request.decoding is Decoding.beam:
             blocks = min(blocks, request.prompt_tokens // self._size)
         names = sequence.names
         if blocks > len(names):

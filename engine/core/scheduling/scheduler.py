@@ -29,7 +29,7 @@ class Scheduler:
     ) -> None:
         self.manager = manager
         self.limits = limits
-        self.policies = policies or Policies.of(limits.scheduling)
+        self.policies = policies or Policies.of(limits.policy)
         self.waiting = WaitingQueue()  # holding nothing
         self.swapped = WaitingQueue()  # their blocks are in host memory
         self.stats: dict[int, RequestStats] = {}
@@ -324,6 +324,6 @@ class Preemptor:
 
 def _should_swap(victim: Group, mode: Preemption) -> bool:
     """What has generated nothing yet is cheaper to compute again; drafts under way are not worth saving."""
-    if mode is Preemption.RECOMPUTE or not victim.generated or victim.draft is not None:
+    if mode is Preemption.recompute or not victim.generated or victim.draft is not None:
         return False
-    return mode is Preemption.SWAP or len(victim.sequences) > 1
+    return mode is Preemption.swap or len(victim.sequences) > 1

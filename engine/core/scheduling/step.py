@@ -179,7 +179,7 @@ class Shares:
         rows = rows_of(group, budget, prefill_cap)
         group.drafted = rows[0].drafts if rows else 0
         speculation = group.request.speculation
-        if group.drafted and speculation and speculation.mode is SpeculationMode.FORK:
+        if group.drafted and speculation and speculation.mode is SpeculationMode.fork:
             (root,), request = group.sequences, group.request
             group.draft = Sequence(request, request.width, root.computed)
             self._manager.fork(root, [group.draft])

@@ -13,7 +13,7 @@ from engine.core.options import Decoding
 from engine.core.plan import IntArray
 from engine.core.request import Request
 from engine.runtime.decoding.beams import BeamSearch
-from engine.runtime.params import PLAIN, DecodingRules
+from engine.runtime.params import DEFAULT_RULES, DecodingRules
 
 
 class TokenLogprobs(NamedTuple):
@@ -32,7 +32,7 @@ class Generation:
     hypotheses change places by `reparent`, and their search keeps the finished ones.
     """
 
-    def __init__(self, request: Request, prompt_ids: IntArray, rules: DecodingRules = PLAIN) -> None:
+    def __init__(self, request: Request, prompt_ids: IntArray, rules: DecodingRules = DEFAULT_RULES) -> None:
         if len(prompt_ids) != request.prompt_tokens:
             raise CoreError(
                 f"request {request.request_id}: {len(prompt_ids)} prompt ids for {request.prompt_tokens} prompt tokens"
@@ -45,7 +45,7 @@ class Generation:
         self.ends: list[int | None] = [None] * request.width
         self.proposed: list[int] = []  # draft tokens of the step under way, behind the last known token
         self.logprobs: list[list[TokenLogprobs]] = [[] for _ in range(request.width)]
-        is_beam = request.decoding is Decoding.BEAM
+        is_beam = request.decoding is Decoding.beam
         self.search = BeamSearch(request.width, request.output_tokens, rules) if is_beam else None
 
     @property

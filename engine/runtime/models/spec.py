@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.runtime.errors import ModelError
+from engine.runtime.options import Dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,15 +221,10 @@ def _rope_types(config: Mapping[str, Any]) -> Iterator[str]:
                 pending.extend(value.values())
 
 
-DTYPES = ("float32", "bfloat16", "float16")
-
-
 def check_model(spec: ModelSpec) -> None:
     """Raise ModelError for a spec that cannot be loaded, as far as that is known without importing torch."""
-    if spec.dtype not in DTYPES:
-        raise ModelError(
-            f"model {spec.name}: dtype {spec.dtype!r} does not exist; choose {', '.join(DTYPES)}"
-        )
+    if spec.dtype not in set(Dtype):
+        raise ModelError(f"model {spec.name}: dtype {spec.dtype!r} does not exist; choose {', '.join(Dtype)}")
     if spec.path is None:
         check_config(spec.name, {"model_type": spec.family})
         check_shape(spec)

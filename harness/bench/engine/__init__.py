@@ -5,11 +5,11 @@ This module has the command line and imports nothing heavy.
 
 import argparse
 
+from engine.runtime.options import Dtype
 from harness.bench.engine.workload import PEERS, chosen_peers
 from harness.config.errors import UserError
 
 DEVICES = ("cpu", "cuda")
-DTYPES = ("float32", "bfloat16", "float16")
 
 _MORE = """\
 The workload is fixed by --requests and --seed: prompts of 32 to 512 tokens, 16 to 128 output tokens each, all at once,
@@ -35,7 +35,7 @@ def add(benches: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser.add_argument("--peers", default="", metavar="A,B", help=f"of {', '.join(PEERS)}; default: none")
     parser.add_argument("--requests", type=int, default=64, metavar="N", help="default: 64")
     parser.add_argument(
-        "--dtype", default="float32", metavar="T", help=f"{', '.join(DTYPES)}; default: float32"
+        "--dtype", default="float32", metavar="T", help=f"{', '.join(Dtype)}; default: float32"
     )
     parser.add_argument("--device", default="cpu", metavar="D", help="cpu or cuda; default: cpu")
     parser.add_argument("--model-path", metavar="DIR", help="a checkpoint instead of the random model")
@@ -57,8 +57,8 @@ def run(flags: argparse.Namespace) -> int:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(flags, name)}, must be at least 1")
     if flags.device not in DEVICES:
         raise UserError(f"--device {flags.device} does not exist; choose {', '.join(DEVICES)}")
-    if flags.dtype not in DTYPES:
-        raise UserError(f"--dtype {flags.dtype} does not exist; choose {', '.join(DTYPES)}")
+    if flags.dtype not in set(Dtype):
+        raise UserError(f"--dtype {flags.dtype} does not exist; choose {', '.join(Dtype)}")
     from harness.bench.engine.runner import run_bench
 
     return run_bench(flags)

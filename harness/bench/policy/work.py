@@ -237,7 +237,7 @@ class BeamChurn:
         blocks = self.width * (2 + (self._prompt + self.steps) // BLOCK_SIZE)
         manager = PagedManager(blocks, BLOCK_SIZE)
         identity = TokenIdentity(0, tokens_of(0, self._prompt))
-        group = Group(Request(0, self._prompt, self.steps + 2, self.width, Decoding.BEAM, identity=identity))
+        group = Group(Request(0, self._prompt, self.steps + 2, self.width, Decoding.beam, identity=identity))
         prefill(manager, group)
         manager.fork(group.sequences[0], group.fork())
         return (manager, group), {}
