@@ -84,6 +84,9 @@ def test_the_wheel_holds_the_packages_and_the_configuration(wheel: Path) -> None
         "paged_kernels",
         "traces",
     }
+    assert {f"{package}/py.typed" for package in ("engine", "harness", "paged_kernels", "traces")} <= set(
+        names
+    )
     shipped = {name.removeprefix("harness/") for name in names if name.endswith(".yaml")}
     assert shipped >= {str(path.relative_to(ROOT)) for path in (ROOT / "conf").rglob("*.yaml")}
 
