@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from engine.core.options import Decoding, Preemption, SchedulerLimits
+from engine.core.options import CachePolicy, Decoding, Preemption, SchedulerLimits
 from engine.core.request import Speculation
-from harness.config.schema import CacheConfig, CachePolicy, RunConfig
-from harness.workload.forms import Form, Forms
+from harness.config.schema import CacheConfig, RunConfig
+from harness.workload.decoding import RequestDecoding, TraceDecoding
 from harness.workload.shapes import pool_shape
 from harness.workload.workload import Workload
 from traces.trace import CONTENT, Segment, Trace, TraceHeader, TraceRequest
@@ -93,7 +93,7 @@ _FEWEST = 6  # requests of a case, however small the budget
 def design(config: RunConfig, lone_request_s: float, budget_s: float | None) -> tuple[CalibrationCase, ...]:
     """The cases for this device and model: as large as the scheduler's batches, as many requests as time allows.
 
-    `lone_request_s` is how long LONE takes for a request by the wall's clock; the cases are scaled so that one pass is
+    `lone_request_s` is how long LONE_REQUEST takes for a request by the wall's clock; the cases are scaled so that one pass is
     expected to take a sixth of `budget_s` (None: as they are). The rest is for further passes and for validation.
     """
     widest = max(CASES[0].requests, min(config.scheduler.max_running, _LARGEST_BATCH))
@@ -106,15 +106,15 @@ def design(config: RunConfig, lone_request_s: float, budget_s: float | None) -> 
     return tuple(replace(case, requests=max(_FEWEST, round(case.requests * factor))) for case in cases)
 
 
-LONE = CalibrationCase("alone", 2, (64, 64), (16, 16), 0)
+LONE_REQUEST = CalibrationCase("alone", 2, (64, 64), (16, 16), 0)
 
 
 def _weight(case: CalibrationCase) -> float:
-    """Engine time of a request of this case over that of LONE: steps, less what batches share, and prompt tokens."""
+    """Engine time of a request of this case over that of LONE_REQUEST: steps, less what batches share, and prompt tokens."""
     width = max(case.beam_width, case.samples)
     batch = 4.0 if case.load == 0 or case.load > 2 else max(1.0, case.load)
-    steps = sum(case.output) / 2 / LONE.output[0] * float(width**0.5) / batch
-    return steps + sum(case.prompt) / 2 / LONE.prompt[0] / 8
+    steps = sum(case.output) / 2 / LONE_REQUEST.output[0] * float(width**0.5) / batch
+    return steps + sum(case.prompt) / 2 / LONE_REQUEST.prompt[0] / 8
 
 
 def case_trace(case: CalibrationCase, *, seed: int, lone_request_s: float, longest: int) -> Trace:
@@ -166,18 +166,20 @@ def case_workload(
         prefix_caching=not case.contiguous,
     )
     width = max(case.beam_width, case.samples)
-    decoding = Decoding.BEAM if case.beam_width > 1 else Decoding.SAMPLE if width > 1 else Decoding.GREEDY
+    decoding = Decoding.beam if case.beam_width > 1 else Decoding.sample if width > 1 else Decoding.greedy
     budget = max(case.chunk or config.scheduler.max_batched_tokens, width)
     limits = SchedulerLimits(
         budget,
         max_running=max(64, case.requests),
         max_model_len=longest,
-        preemption=Preemption.SWAP if case.swaps else Preemption.RECOMPUTE,
+        preemption=Preemption.swap if case.swaps else Preemption.recompute,
     )
     trace = case_trace(case, seed=seed, lone_request_s=lone_request_s, longest=longest)
     cache = CacheConfig(host_tokens=_tokens(case) if case.swaps else 0)
     speculation = Speculation(case.drafts) if case.drafts else None
-    return Workload(trace, pool, limits, Forms(Form(width, decoding, speculation)), cache=cache)
+    return Workload(
+        trace, pool, limits, TraceDecoding(RequestDecoding(width, decoding, speculation)), cache=cache
+    )
 
 
 def _pool_tokens(case: CalibrationCase, most: int, longest: int) -> int:

@@ -10,11 +10,19 @@ from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from engine.runtime.options import Dtype, KVDtype
 from harness.config.errors import ConfigError
-from harness.config.schema import Dtype, KvDtype, RunConfig
+from harness.config.schema import RunConfig
 from harness.cost.fitted import FittedCost
-from harness.cost.surface import SurfaceError, TimedShape, at_block_size, shape_errors, surface
-from harness.cost.table import Around, Grid, TableCost, around, with_around
+from harness.cost.grid import (
+    Grid,
+    GridError,
+    TimedShape,
+    interpolated_grid,
+    seconds_at_block_size,
+    shape_errors,
+)
+from harness.cost.table import EngineOverhead, TableCost, engine_overhead, with_overhead
 from harness.cost.timings import NATIVE, OURS, KernelRun, KernelRunError, read_run, table_file
 from harness.environment import device_identity, engine_device, kernel_digest
 from harness.replay.cost_model import CostSource
@@ -68,8 +76,8 @@ class KernelShapes:
     def decode_grid(self) -> Grid:
         """The decode grid at the point's block size; raises KernelTableError where the shapes span none."""
         try:
-            return surface(self.decode, self.block_size)
-        except SurfaceError as error:
+            return interpolated_grid(self.decode, self.block_size)
+        except GridError as error:
             raise KernelTableError(
                 KEY,
                 f"decodes in {self.run.file}, {self.geometry}: {error}. {_advice(self.geometry, self.block_size)}",
@@ -78,8 +86,8 @@ class KernelShapes:
     def prefill_grid(self) -> Grid | None:
         """The same of chunks; None where there are too few shapes, and the fitted model prices them."""
         try:
-            return surface(self.prefill, self.block_size)
-        except SurfaceError:
+            return interpolated_grid(self.prefill, self.block_size)
+        except GridError:
             return None
 
 
@@ -111,7 +119,7 @@ def _runs(config: RunConfig, row: Mapping[str, Any]) -> str:
 
 
 def _serves(row: Mapping[str, Any]) -> bool:
-    """What the compiled decode computes: see `engine.runtime.attention.plans.serves`."""
+    """What the compiled decode computes: see `engine.runtime.attention.plans.native_supports`."""
     return row["dtype"] in ("fp32", "bf16") and row["head_dim"] % 16 == 0
 
 
@@ -126,7 +134,7 @@ def geometry_of(config: RunConfig) -> Geometry:
 def _dtype(config: RunConfig) -> str:
     """Of the cache. Raises KernelTableError where no bench times that cache beside the model's queries."""
     model = config.model
-    if model.kv_dtype is KvDtype.model:
+    if model.kv_dtype is KVDtype.model:
         return _DTYPES[model.dtype]
     if model.dtype is not Dtype.bfloat16:
         raise KernelTableError(
@@ -220,12 +228,16 @@ def kernel_table(config: RunConfig, fitted: FittedCost) -> TableCost:
         kernel_shapes(config).of_layers(model_shape(config.model).layers),
         pool_shape(config).block_size,
     )
-    extra = around(at_block_size(shapes.decode, size), partial(_decode_in_engine, fitted, size))
-    decode, prefill = with_around(shapes.decode_grid(), extra), shapes.prefill_grid()
+    extra = engine_overhead(
+        seconds_at_block_size(shapes.decode, size), partial(_decode_in_engine, fitted, size)
+    )
+    decode, prefill = with_overhead(shapes.decode_grid(), extra), shapes.prefill_grid()
     more = None
     if prefill is not None:
-        more = around(at_block_size(shapes.prefill, size), partial(_chunk_in_engine, fitted, size))
-        prefill = with_around(prefill, more)
+        more = engine_overhead(
+            seconds_at_block_size(shapes.prefill, size), partial(_chunk_in_engine, fitted, size)
+        )
+        prefill = with_overhead(prefill, more)
     source = _source(shapes, fitted.source, (decode, prefill), (extra, more))
     return TableCost(fitted, decode, prefill, size, source, own_tokens=True)
 
@@ -265,7 +277,7 @@ def _source(
     shapes: KernelShapes,
     fitted: CostSource,
     grids: tuple[Grid, Grid | None],
-    extras: tuple[Around, Around | None],
+    extras: tuple[EngineOverhead, EngineOverhead | None],
 ) -> CostSource:
     hull = GridHull(fitted.hull)
     hull.decode, hull.prefill = grids
@@ -281,7 +293,7 @@ def _source(
     )
 
 
-def _provenance(shapes: KernelShapes, extras: tuple[Around, Around | None]) -> dict[str, Any]:
+def _provenance(shapes: KernelShapes, extras: tuple[EngineOverhead, EngineOverhead | None]) -> dict[str, Any]:
     made_on, here = shapes.run.made_on, kernel_digest()
     same = made_on.kernels == here
     decode, prefill = extras
@@ -303,5 +315,5 @@ def _provenance(shapes: KernelShapes, extras: tuple[Around, Around | None]) -> d
     }
 
 
-def _words(extra: Around, unit: str) -> str:
+def _words(extra: EngineOverhead, unit: str) -> str:
     return f"{1e6 * extra.step_s:.3g} µs a step, {1e6 * extra.each_s:.3g} µs a {unit}, all layers"

@@ -13,8 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from engine.runtime.options import Audit
+from harness.calibrate.attention_grid import measure_grids
 from harness.calibrate.design import (
-    LONE,
+    LONE_REQUEST,
     SEED,
     Budget,
     CalibrationCase,
@@ -22,19 +24,18 @@ from harness.calibrate.design import (
     design,
     probe_workload,
 )
-from harness.calibrate.grid import measure_grids
 from harness.calibrate.pace import Stability, is_steady, off_pace, probe_s, stability_of
 from harness.calibrate.store import calibration_fingerprint, measured_table, save_calibration
 from harness.calibrate.validate import HELD_OUT, Validated, measure_held_out, validation
-from harness.config.schema import Audit, RunConfig
+from harness.config.schema import RunConfig
 from harness.cost.fitted import FittedCost, fit_cost, held_out_error
 from harness.cost.table import TableCost
 from harness.environment import device_identity
 from harness.measure.engine import measure
-from harness.metrics.log import Column
+from harness.metrics.log import Column, FloatArray
 from harness.replay.beams import choices_of_run, churn_of_run, evenness_of_run
 from harness.replay.branches import DraftAcceptance
-from harness.replay.cost_model import CostSource, FloatArray, price_table
+from harness.replay.cost_model import CostSource, price_table
 from harness.replay.recorder import MeasuredRun
 from harness.replay.streaming import COLUMNS, hull_of
 from harness.workload.devices import clock_of
@@ -199,8 +200,8 @@ def _lone_request_s(config: RunConfig) -> tuple[float, float]:
     """
     for _ in range(2):
         begun = time.perf_counter()
-        run = measure(config, probe_workload(config, LONE), seed=SEED)
-    return run.log.span_s / LONE.requests, (time.perf_counter() - begun) / LONE.requests
+        run = measure(config, probe_workload(config, LONE_REQUEST), seed=SEED)
+    return run.log.span_s / LONE_REQUEST.requests, (time.perf_counter() - begun) / LONE_REQUEST.requests
 
 
 def _fitted(

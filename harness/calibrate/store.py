@@ -13,8 +13,8 @@ import numpy as np
 from engine.runtime.models.spec import checkpoint_stamp
 from harness.config.schema import RunConfig
 from harness.cost.fitted import ATTENTION, REST, FittedCost
-from harness.cost.surface import DECODE_AXES, PREFILL_AXES, grid_errors
-from harness.cost.table import Grid, TableCost
+from harness.cost.grid import DECODE_AXES, PREFILL_AXES, Grid, grid_errors
+from harness.cost.table import TableCost
 from harness.environment import code_version, device_identity, versions
 from harness.replay.cost_model import CostSource
 from harness.replay.features import FEATURES

@@ -7,19 +7,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from engine.core.options import Decoding, SchedulerLimits
+from engine.core.options import CachePolicy, Decoding, SchedulerLimits
 from harness.calibrate.design import Budget
 from harness.calibrate.pace import probe_s
-from harness.config.schema import CachePolicy, ReplayMode, RunConfig
+from harness.config.schema import ReplayMode, RunConfig
 from harness.measure.engine import measure
 from harness.metrics import METRICS, compute_metrics
 from harness.metrics.comparison import comparison_error
 from harness.replay.cost_model import CostModel, PacedCost
 from harness.replay.recorder import MeasuredRun
-from harness.workload.forms import Form, Forms
-from harness.workload.play import simulate
-from harness.workload.release import Release
+from harness.workload.decoding import RequestDecoding, TraceDecoding
 from harness.workload.shapes import pool_shape
+from harness.workload.simulate import simulate
+from harness.workload.traffic import Traffic
 from harness.workload.workload import Workload
 from traces.reshape import scale_lengths, set_rate
 from traces.synth.generator import generate_trace
@@ -126,9 +126,11 @@ def held_out_workload(config: RunConfig, held_out: HeldOut, lone_request_s: floa
     trace = _trace(held_out, longest, held_out.load / lone_request_s)
     budget = max(config.scheduler.max_batched_tokens, held_out.beam_width)
     limits = SchedulerLimits(budget, max_running=64, max_model_len=longest)
-    decoding = Decoding.BEAM if held_out.beam_width > 1 else Decoding.GREEDY
-    release = Release(ReplayMode.closed, users=held_out.users) if held_out.users else Release()
-    return Workload(trace, pool, limits, Forms(Form(held_out.beam_width, decoding)), release)
+    decoding = Decoding.beam if held_out.beam_width > 1 else Decoding.greedy
+    traffic = Traffic(ReplayMode.closed, users=held_out.users) if held_out.users else Traffic()
+    return Workload(
+        trace, pool, limits, TraceDecoding(RequestDecoding(held_out.beam_width, decoding)), traffic
+    )
 
 
 def _trace(held_out: HeldOut, longest: int, rate: float) -> Trace:

@@ -13,7 +13,7 @@ from harness.config.errors import ConfigError, UserError
 from harness.config.schema import ReplayMode, RunConfig
 from harness.metrics import METRICS
 from harness.point.cost import cost_model
-from harness.workload.play import simulate_metrics
+from harness.workload.simulate import simulate_metrics
 from harness.workload.workload import build_workload
 
 _GOAL = re.compile(r"\s*(\w+)\s*(<=|>=|<|>)\s*([-+.\deE]+)\s*")

@@ -26,15 +26,22 @@ from harness.compiled.state import (
     RUNNING,
     STEPS,
     TAIL,
-    FloatArray,
-    IntArray,
     Lengths,
     Prices,
     Rules,
     Run,
     new_run,
 )
-from harness.metrics.log import GENERATED, REQUEST_COLUMNS, STEP_COLUMNS, Column, Outcome, RunLog
+from harness.metrics.log import (
+    GENERATED,
+    REQUEST_COLUMNS,
+    STEP_COLUMNS,
+    Column,
+    FloatArray,
+    IntArray,
+    Outcome,
+    RunLog,
+)
 from harness.replay.features import FEATURES
 from harness.replay.streaming import CHUNK, RunFold
 from harness.replay.virtual_time import LATEST_NS, NS_PER_S, TimeSpanError, to_s

@@ -3,10 +3,8 @@
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-IntArray = npt.NDArray[np.int64]
-FloatArray = npt.NDArray[np.float64]
+from harness.metrics.log import FloatArray, IntArray
 
 NEVER = -1
 

@@ -6,7 +6,8 @@ from functools import cached_property
 
 import numpy as np
 
-from harness.replay.cost_model import Amount, CostSource, FloatArray, Price
+from harness.metrics.log import FloatArray
+from harness.replay.cost_model import Amount, CostSource, Price
 from harness.replay.features import ATTENTION_FEATURES, FEATURES, feature_index
 
 ATTENTION = feature_index(ATTENTION_FEATURES)

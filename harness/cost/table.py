@@ -3,7 +3,6 @@
 `around` gives what the engine adds around a timed kernel: storing K and V, launches, Python.
 """
 
-from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,68 +11,17 @@ from typing import NamedTuple
 import numpy as np
 
 from harness.cost.fitted import FittedCost
-from harness.replay.cost_model import Amount, CostSource, FloatArray, Price
+from harness.cost.grid import Grid
+from harness.metrics.log import FloatArray
+from harness.replay.cost_model import Amount, CostSource, Price
 from harness.replay.features import feature_index
 
 _ROWS, _KV, _DISTINCT, _PADDED, _BLOCKS = feature_index(
     ("decode_rows", "decode_kv", "decode_distinct_kv", "decode_padded_kv", "decode_padded_blocks")
 )
 _CHUNKS, _TOKENS, _CHUNK_KV = feature_index(("prefill_rows", "prefill_tokens", "prefill_kv"))
-
-
-@dataclass(frozen=True)
-class Grid:
-    """Seconds measured at pairs of `across` and `along`, float64 `[len(across), len(along)]`; NaN: not measured."""
-
-    across: tuple[float, ...]
-    along: tuple[float, ...]
-    seconds: tuple[tuple[float, ...], ...]
-
-    def at(self, across: Amount, along: Amount) -> Amount:
-        """Bilinear between the four measured neighbours; NaN outside, and where one that counts was not measured."""
-        if isinstance(across, np.ndarray) or isinstance(along, np.ndarray):
-            return self._many(*np.broadcast_arrays(across, along))
-        return self._one(float(across), float(along))
-
-    def _one(self, across: float, along: float) -> float:
-        ends = self.across[0] <= across <= self.across[-1] and self.along[0] <= along <= self.along[-1]
-        if not ends:
-            return np.nan
-        row = min(bisect_right(self.across, across), len(self.across) - 1) - 1
-        column = min(bisect_right(self.along, along), len(self.along) - 1) - 1
-        u = (across - self.across[row]) / (self.across[row + 1] - self.across[row])
-        v = (along - self.along[column]) / (self.along[column + 1] - self.along[column])
-        near, far = self.seconds[row], self.seconds[row + 1]
-        left = _share(near[column], far[column], u)
-        right = _share(near[column + 1], far[column + 1], u)
-        return _share(left, right, v)
-
-    def _many(self, across: FloatArray, along: FloatArray) -> FloatArray:
-        """The same, operation for operation."""
-        rows, columns, table = self._arrays
-        row = np.clip(np.searchsorted(rows, across, "right") - 1, 0, len(rows) - 2)
-        column = np.clip(np.searchsorted(columns, along, "right") - 1, 0, len(columns) - 2)
-        u = (across - rows[row]) / (rows[row + 1] - rows[row])
-        v = (along - columns[column]) / (columns[column + 1] - columns[column])
-        left = _shares(table[row, column], table[row + 1, column], u)
-        right = _shares(table[row, column + 1], table[row + 1, column + 1], u)
-        found = _shares(left, right, v)
-        outside = (across < rows[0]) | (across > rows[-1]) | (along < columns[0]) | (along > columns[-1])
-        return np.where(outside, np.nan, found)
-
-    @cached_property
-    def _arrays(self) -> tuple[FloatArray, FloatArray, FloatArray]:
-        return np.array(self.across), np.array(self.along), np.array(self.seconds)
-
-
-def _share(low: float, high: float, share: float) -> float:
-    """`share` of the way from `low` to `high`; an end that has no share may be unknown."""
-    return low if share == 0 else high if share == 1 else low + share * (high - low)
-
-
-def _shares(low: FloatArray, high: FloatArray, share: FloatArray) -> FloatArray:
-    """The same, operation for operation."""
-    return np.where(share == 0, low, np.where(share == 1, high, low + share * (high - low)))
+_PREFILL = feature_index(("prefill_rows", "prefill_tokens", "prefill_kv", "prefill_blocks", "prefill_work"))
+(_STEPS,) = feature_index(("decode_steps",))
 
 
 @dataclass(frozen=True)
@@ -142,10 +90,6 @@ class TableCost:
         return self._coefficients[_BLOCKS]
 
 
-_PREFILL = feature_index(("prefill_rows", "prefill_tokens", "prefill_kv", "prefill_blocks", "prefill_work"))
-(_STEPS,) = feature_index(("decode_steps",))
-
-
 def _some(count: Amount) -> Amount:
     """At least one, to divide by."""
     return np.maximum(count, 1) if isinstance(count, np.ndarray) else count
@@ -159,34 +103,16 @@ def _known(count: Amount, found: Amount, otherwise: Amount) -> Amount:
     return float(max(0.0, otherwise if found != found else found))
 
 
-def grid_of(points: Sequence[tuple[float, float, float]]) -> Grid:
-    """A grid from measured (across, along, seconds); pairs measured more than once take their median.
-
-    Raises ValueError where fewer than two values lie on an axis.
-    """
-    across = tuple(sorted({float(point[0]) for point in points}))
-    along = tuple(sorted({float(point[1]) for point in points}))
-    if min(len(across), len(along)) < 2:
-        raise ValueError(f"a grid needs two values on each axis, found {len(across)} by {len(along)}")
-    seen: dict[tuple[float, float], list[float]] = {}
-    for one, other, seconds in points:
-        seen.setdefault((float(one), float(other)), []).append(seconds)
-    cells = tuple(
-        tuple(float(np.median(seen[a, b])) if (a, b) in seen else np.nan for b in along) for a in across
-    )
-    return Grid(across, along, cells)
-
-
-class Around(NamedTuple):
+class EngineOverhead(NamedTuple):
     """Seconds beside the kernel: per step that calls it, and per unit of the grid's first axis."""
 
     step_s: float
     each_s: float
 
 
-def around(
+def engine_overhead(
     timed: Mapping[tuple[float, float], float], in_engine: Callable[[float, float], float | None]
-) -> Around:
+) -> EngineOverhead:
     """What is missing in `timed`, seconds of all layers by shape; `in_engine(across, along)` None: not calibrated."""
     from scipy.optimize import nnls
 
@@ -198,14 +124,14 @@ def around(
             rows.append((1 / whole, across / whole))
             missing.append((whole - kernel) / whole)
     if not rows:
-        return Around(0.0, 0.0)
+        return EngineOverhead(0.0, 0.0)
     matrix: FloatArray = np.array(rows)
     unit = matrix.max(axis=0)
     found, _ = nnls(matrix / unit, np.array(missing))
-    return Around(*(float(value) for value in found / unit))
+    return EngineOverhead(*(float(value) for value in found / unit))
 
 
-def with_around(grid: Grid, extra: Around) -> Grid:
+def with_overhead(grid: Grid, extra: EngineOverhead) -> Grid:
     """The grid with what the engine adds; linear in rows, so interpolation keeps it."""
     cells = (
         tuple(cell + extra.step_s + extra.each_s * across for cell in row)

@@ -11,19 +11,18 @@ import numpy as np
 
 from engine.core.identity import TokenIdentity
 from engine.runtime.graphs import GraphOptions
-from engine.runtime.models.cpu_layers import adopt_layers, can_pack, is_small
+from engine.runtime.models.cpu_layers import can_pack, is_small, replace_layers
 from engine.runtime.models.load import LoadedModel, load_model
 from engine.runtime.models.spec import ModelSpec
 from engine.runtime.runner import Runner
 from harness.config.schema import Clock, RunConfig
 from harness.environment import engine_device
-from harness.measure.executor import MeasuredExecutor, SameClock
+from harness.measure.executor import FixedDurations, MeasuredExecutor
 from harness.replay.loop import Progress
 from harness.replay.recorder import MeasuredRun
 from harness.workload.devices import clock_of
-from harness.workload.play import play, with_ends
-from harness.workload.policies import hash_algorithm
 from harness.workload.shapes import draft_of, model_spec
+from harness.workload.simulate import replay_workload, with_ends
 from harness.workload.workload import Workload
 from traces.tokens import token_ids
 from traces.trace import TraceRequest
@@ -53,7 +52,7 @@ def draft_model(config: RunConfig, loaded: LoadedModel) -> LoadedModel:
 def _loaded(spec: ModelSpec, device: str) -> LoadedModel:
     loaded = load_model(spec, device=device)
     if can_pack(loaded.model) and is_small(loaded.model):
-        adopt_layers(loaded.model)
+        replace_layers(loaded.model)
     gc.collect()
     gc.freeze()  # modules and weights stay: no later collection need look at them
     return loaded
@@ -84,14 +83,14 @@ def measure(
         audit_every=config.engine.audit_every,
         temperature=config.decoding.temperature,
         seed=seed,
-        draft=draft_model(config, loaded) if workload.forms.configured.speculation else None,
+        draft=draft_model(config, loaded) if workload.trace_decoding.configured.speculation else None,
         graphs=graphs_of(config, workload),
         clock=clock,
     )
     prompts = {row.request_id: _prompt(row, config, loaded) for row in workload.trace.requests}
     requests = workload.requests(
         lambda row: TokenIdentity(
-            row.request_id, prompts[row.request_id], row.salt, algorithm=hash_algorithm(workload.cache)
+            row.request_id, prompts[row.request_id], row.salt, algorithm=workload.cache.hash
         )
     )
     for timed in requests:
@@ -99,8 +98,10 @@ def measure(
     with _no_collection():
         by_id = {timed.request.request_id: timed.request for timed in requests}
         executor = with_ends(workload, MeasuredExecutor(runner, clock), by_id)
-        same = SameClock(executor, step_ns) if step_ns else None
-        log, recorder = play(workload, requests, same or executor, keep_plans=True, progress=progress)
+        same = FixedDurations(executor, step_ns) if step_ns else None
+        log, recorder = replay_workload(
+            workload, requests, same or executor, keep_plans=True, progress=progress
+        )
     log = same.as_measured(log) if same else log
     return MeasuredRun(log, recorder, runner.audits)
 

@@ -1,4 +1,4 @@
-"""The engine as an executor of the replay. `SameClock` runs it by given durations, so that repeats have equal plans."""
+"""The engine as an executor of the replay. `FixedDurations` runs it by given durations, so that repeats have equal plans."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -46,7 +46,7 @@ class MeasuredExecutor:
         return StepTiming([max(1, to_ns(seconds))], [times.attention_s], phases)
 
 
-class SameClock:
+class FixedDurations:
     """Shows the replay the durations `step_ns`, those of an earlier run for instance, and keeps the engine's own."""
 
     max_repeat = 1

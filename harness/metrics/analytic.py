@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
+
+from harness.metrics.log import IntArray
 
 Segment = tuple[int | None, int]
 
@@ -50,9 +51,6 @@ def _common_prefix(root: _Node, segments: Sequence[Segment]) -> int:
         common += seen if follows else 0
         follows = follows and seen == tokens
     return common
-
-
-IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,6 +12,8 @@ import numpy.typing as npt
 
 Column = npt.NDArray[Any]
 FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
 
 SLOT_STATES = ("token", "cached", "reserved", "internal", "external", "free")
 """What a KV slot can be; at any instant the six counts sum to the pool's capacity."""

@@ -14,13 +14,13 @@ import numpy as np
 from harness.cost.fitted import held_out_error
 from harness.metrics import METRICS, compute_metrics
 from harness.metrics.comparison import comparison_error
-from harness.metrics.log import RunLog
-from harness.replay.cost_model import CostModel, FloatArray, price_table
+from harness.metrics.log import FloatArray, RunLog
+from harness.replay.cost_model import CostModel, price_table
 from harness.replay.executors import RecordingEndedError
 from harness.replay.features import FEATURES
 from harness.replay.recorder import MeasuredRun, digests_differ
 from harness.replay.virtual_time import to_ns, to_s
-from harness.workload.play import play_back
+from harness.workload.simulate import replay_recording
 from harness.workload.workload import Workload
 
 
@@ -77,7 +77,7 @@ def _counts(workload: Workload, runs: Sequence[MeasuredRun]) -> dict[str, Any]:
         measured = run.recorder.digests
         steps += len(measured)
         try:
-            first = digests_differ(play_back(workload, run.recorder).digests, measured)
+            first = digests_differ(replay_recording(workload, run.recorder).digests, measured)
         except RecordingEndedError:
             first = len(measured)
         if first is not None:

@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engine.core.options import Decoding
-from harness.config.schema import CachePolicy, RunConfig
+from engine.core.options import CachePolicy, Decoding
+from harness.config.schema import RunConfig
 from harness.environment import environment
 from harness.metrics import compute_metrics
 from harness.metrics.analytic import CacheShape, Lengths, analytic_metrics
 from harness.metrics.comparison import compare
 from harness.metrics.log import Outcome, RunLog
 from harness.replay.cost_model import CostModel
-from harness.workload.chance import TABLE, parents_table
 from harness.workload.devices import clock_of, engine_kernels
-from harness.workload.play import Prediction
+from harness.workload.drawn import TABLE, parents_table
+from harness.workload.simulate import Prediction
 from harness.workload.workload import Workload
 from traces.analysis.reuse import realised_prefix_share
 
@@ -127,7 +127,7 @@ def _analytic(workload: Workload) -> dict[str, float]:
         output_tokens=np.array([row.output_tokens for row in rows], dtype=np.int64),
         segments=[row.segments for row in rows],
         width=workload.width,
-        beam=workload.decoding is Decoding.BEAM,
+        beam=workload.decoding is Decoding.beam,
     )
     contiguous = pool.policy is not CachePolicy.paged
     reserve = pool.max_model_len if contiguous else None
@@ -141,9 +141,11 @@ def _analytic(workload: Workload) -> dict[str, float]:
 
 
 def _has_closed_forms(workload: Workload) -> bool:
-    """Whether all requests are alike in width, and what they generate is neither drafted nor cut short by chance."""
-    alike = workload.forms.uniform(workload.trace)
-    return alike and workload.forms.configured.speculation is None and workload.chance.survival is None
+    """Whether all requests are alike in width, and what they generate is neither drafted nor cut short."""
+    alike = workload.trace_decoding.uniform(workload.trace)
+    return (
+        alike and workload.trace_decoding.configured.speculation is None and workload.drawn.survival is None
+    )
 
 
 def _measured_section(

@@ -14,10 +14,10 @@ from harness.environment import code_version, device_identity
 from harness.point.cost import check_cost, cost_model
 from harness.point.record import make_record, tables_of
 from harness.replay.cost_model import CostModel, PacedCost
-from harness.workload.chance import recording_stamp
 from harness.workload.devices import check_engine, check_memory, check_weights, clock_of, engine_kernels
-from harness.workload.play import Prediction, check_compiled, prediction_of, simulate, simulate_metrics
+from harness.workload.drawn import recording_stamp
 from harness.workload.shapes import draft_of, draft_shape, model_shape, pool_shape
+from harness.workload.simulate import Prediction, check_compiled, prediction_of, simulate, simulate_metrics
 from harness.workload.trace import reshaped_trace
 from harness.workload.workload import Workload, build_workload
 
@@ -105,7 +105,7 @@ def _check_widths(config: RunConfig, workload: Workload) -> None:
     """The engine tells a request's sequences apart by their first tokens."""
     vocab = model_shape(config.model).vocab
     for row in workload.trace.requests:
-        width = workload.forms.of(row).width
+        width = workload.trace_decoding.of(row).width
         if width > vocab:
             raise ConfigError(
                 "workload.widths",

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-FloatArray = npt.NDArray[np.float64]
+from harness.metrics.log import FloatArray
+
 Amount = float | FloatArray
 """A feature of one step, or of consecutive steps, float64 `[steps]`. Both are priced by the same arithmetic, operation
 for operation, so that a fast-forward costs to the bit what its steps cost one by one."""

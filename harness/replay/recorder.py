@@ -12,14 +12,23 @@ from typing import Any
 import numpy as np
 
 from engine.core.memory.manager import LeapColumns
-from engine.core.plan import FloatArray, StepPlan, StepResult
+from engine.core.plan import StepPlan, StepResult
 from engine.core.request import Request
 from engine.core.scheduling.commit import CommitReport, RequestStats
-from harness.metrics.log import GENERATED, REQUEST_COLUMNS, STEP_COLUMNS, Column, Outcome, RunLog
+from harness.metrics.log import (
+    GENERATED,
+    REQUEST_COLUMNS,
+    STEP_COLUMNS,
+    Column,
+    FloatArray,
+    IntArray,
+    Outcome,
+    RunLog,
+)
 from harness.replay.cost_model import Amount
 from harness.replay.executors import StepTiming
 from harness.replay.features import FEATURES, FeatureMeter, feature_index
-from harness.replay.virtual_time import NsArray, to_s
+from harness.replay.virtual_time import to_s
 
 PHASES = ("policy_s", "build_s", "forward_s", "sample_s")
 _TIMED = ("step", "start_s", "seconds", "attention_s", "reserved")  # laid out at the end
@@ -97,7 +106,7 @@ class StepTable:
         self._forget()
         return {name: found[name] for name in STEP_COLUMNS}
 
-    def _add_times(self, found: dict[str, Column], steps: NsArray, nth: NsArray) -> None:
+    def _add_times(self, found: dict[str, Column], steps: IntArray, nth: IntArray) -> None:
         ns = np.array(self._ns, dtype=np.int64)
         before = np.cumsum(ns) - ns  # within all steps; of each plan's first step it is the plan's own offset
         begun = np.array(self._starts, dtype=np.int64).repeat(steps)
@@ -106,7 +115,7 @@ class StepTable:
         found["seconds"] = to_s(ns)
         found["attention_s"] = np.array(self._attention_s, dtype=np.float64)
 
-    def _add_leaps(self, found: dict[str, Column], nth: NsArray) -> None:
+    def _add_leaps(self, found: dict[str, Column], nth: IntArray) -> None:
         """The further steps of a fast-forward: as the first, but for context and what the pool did."""
         further = nth > 0
         for name in _FIRST_ONLY:
@@ -336,7 +345,7 @@ class RequestTimes:
         return to_s(values), weights.astype(np.float64)
 
 
-def _seconds(ns: NsArray) -> FloatArray:
+def _seconds(ns: IntArray) -> FloatArray:
     return np.where(ns == NEVER, np.nan, to_s(ns))
 
 

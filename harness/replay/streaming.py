@@ -8,13 +8,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from engine.core.plan import StepPlan, StepResult
 from engine.core.request import Request
 from engine.core.scheduling.commit import CommitReport, RequestStats
 from harness.metrics.compute import figures
-from harness.metrics.log import Column, FloatArray, Outcome
+from harness.metrics.log import BoolArray, Column, FloatArray, Outcome
 from harness.metrics.totals import RunningTotals, Totals
 from harness.replay.cost_model import Amount, CostSource
 from harness.replay.executors import StepTiming
@@ -24,7 +23,6 @@ COLUMNS = ("rows", "query_tokens", "prefill_tokens", "kv_read_tokens", "copies")
 """Columns of the step table that span the measured range."""
 
 Hull = Mapping[str, tuple[float, float]]
-BoolArray = npt.NDArray[np.bool_]
 DECODE_GRID, PREFILL_GRID = "decode rows outside the timed grid", "chunks outside the timed grid"
 
 

@@ -3,11 +3,11 @@
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+
+from harness.metrics.log import FloatArray, IntArray
 
 NS_PER_S = 1_000_000_000
 LATEST_NS = 2**62  # 146 years: times are kept in 64 bits, which the sum of two of them must fit
-NsArray = npt.NDArray[np.int64]
 
 
 _TOO_LONG = (
@@ -23,13 +23,13 @@ class TimeSpanError(OverflowError):
         super().__init__(said)
 
 
-def to_ns(seconds: float | npt.NDArray[np.float64]) -> Any:
+def to_ns(seconds: float | FloatArray) -> Any:
     """Seconds to the nearest whole nanosecond, int or int64 array."""
     if isinstance(seconds, np.ndarray):
         return np.rint(seconds * NS_PER_S).astype(np.int64)
     return round(seconds * NS_PER_S)
 
 
-def to_s(nanoseconds: int | NsArray) -> Any:
+def to_s(nanoseconds: int | IntArray) -> Any:
     """Nanoseconds to seconds."""
     return nanoseconds / NS_PER_S

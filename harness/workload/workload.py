@@ -11,12 +11,12 @@ from harness.config.errors import ConfigError
 from harness.config.schema import CacheConfig, Compiled, Oversize, RunConfig, SchedulerConfig
 from harness.replay.arrivals import TimedRequest
 from harness.replay.virtual_time import LATEST_NS
-from harness.workload.chance import Chance, chance_of, recorded_parents
-from harness.workload.forms import Form, Forms, forms_of
+from harness.workload.decoding import RequestDecoding, TraceDecoding, trace_decoding_of
+from harness.workload.drawn import DrawnOutcomes, drawn_outcomes_of, recorded_parents
 from harness.workload.policies import limits_of, new_scheduler
-from harness.workload.release import Release, release_of, retimed
 from harness.workload.shapes import PoolShape, pool_shape
 from harness.workload.trace import reshaped_trace
+from harness.workload.traffic import Traffic, retimed, traffic_of
 from traces.reshape import drop_oversize
 from traces.trace import Trace, TraceRequest
 
@@ -30,22 +30,22 @@ class Workload:
     trace: Trace
     pool: PoolShape
     limits: SchedulerLimits
-    forms: Forms = Forms()  # noqa: RUF009  # frozen
-    release: Release = Release()  # noqa: RUF009  # frozen
+    trace_decoding: TraceDecoding = TraceDecoding()  # noqa: RUF009  # frozen
+    traffic: Traffic = Traffic()  # noqa: RUF009  # frozen
     cache: CacheConfig = field(default_factory=CacheConfig)  # the options of the cache policy
     batching: SchedulerConfig = field(default_factory=SchedulerConfig)  # a user's own policies
-    chance: Chance = Chance()  # noqa: RUF009  # frozen
+    drawn: DrawnOutcomes = DrawnOutcomes()  # noqa: RUF009  # frozen
     compiled: Compiled = Compiled.auto
 
     @property
     def decoding(self) -> Decoding:
         """How requests are decoded whose rows do not say."""
-        return self.forms.configured.decoding
+        return self.trace_decoding.configured.mode
 
     @property
     def width(self) -> int:
         """Sequences of a request whose row does not say."""
-        return self.forms.configured.width
+        return self.trace_decoding.configured.width
 
     def scheduler(self) -> Scheduler:
         """A scheduler over an empty pool."""
@@ -67,45 +67,45 @@ def _by_keys(row: TraceRequest) -> BlockIdentity:
 
 
 def _request(workload: Workload, row: TraceRequest, identity: BlockIdentity | None = None) -> Request:
-    form = workload.forms.of(row)
+    decoding = workload.trace_decoding.of(row)
     return Request(
         row.request_id,
         row.prompt_tokens,
-        _output_tokens(workload, row, form),
-        form.width,
-        form.decoding,
+        _output_tokens(workload, row, decoding),
+        decoding.width,
+        decoding.mode,
         identity,
         priority=row.priority,
-        speculation=form.speculation,
+        speculation=decoding.speculation,
     )
 
 
-def _output_tokens(workload: Workload, row: TraceRequest, form: Form) -> int:
-    """The trace's output, or, where sampled branches end by chance, the longest branch's."""
-    survival = workload.chance.survival
-    never_runs = form.width > workload.limits.max_running
-    if survival is None or form.decoding is not Decoding.SAMPLE or never_runs:
+def _output_tokens(workload: Workload, row: TraceRequest, decoding: RequestDecoding) -> int:
+    """Output tokens of the trace; where the ends of sampled branches are drawn, those of the longest branch."""
+    survival = workload.drawn.survival
+    never_runs = decoding.width > workload.limits.max_running
+    if survival is None or decoding.mode is not Decoding.sample or never_runs:
         return row.output_tokens
-    branches = range(form.width)
+    branches = range(decoding.width)
     return max(survival.length(row.request_id, branch, row.output_tokens) for branch in branches)
 
 
 def build_workload(config: RunConfig) -> Workload:
     """The point's workload; raises ConfigError where a request can never fit and `workload.oversize` is `error`."""
     pool = pool_shape(config)
-    forms, release = forms_of(config), release_of(config)
+    trace_decoding, traffic = trace_decoding_of(config), traffic_of(config)
     limits = limits_of(config.scheduler, pool.max_model_len)
-    trace = forms.named(retimed(reshaped_trace(config), config))
+    trace = trace_decoding.noted(retimed(reshaped_trace(config), config))
     _check_span(trace)
     whole = Workload(
         trace,
         pool,
         limits,
-        forms,
-        release,
+        trace_decoding,
+        traffic,
         config.cache,
         config.scheduler,
-        chance_of(config),
+        drawn_outcomes_of(config),
         compiled=config.replay.compiled,
     )
     reasons = _oversize(whole)
@@ -131,13 +131,13 @@ def _check_span(trace: Trace) -> None:
 
 
 def _oversize(workload: Workload) -> dict[int, str]:
-    """Reasons by request id. Requests of equal lengths and form are asked about once."""
+    """Reasons by request id. Requests of equal lengths and decoding are checked once."""
     scheduler = workload.scheduler()
-    known: dict[tuple[int, int, Form], str | None] = {}
+    known: dict[tuple[int, int, RequestDecoding], str | None] = {}
     reasons: dict[int, str] = {}
     for row in workload.trace.requests:
-        form = workload.forms.of(row)
-        alike = (row.prompt_tokens, _output_tokens(workload, row, form), form)
+        decoding = workload.trace_decoding.of(row)
+        alike = (row.prompt_tokens, _output_tokens(workload, row, decoding), decoding)
         if alike not in known:
             known[alike] = scheduler.never_fits(_request(workload, row))
         reason = known[alike]
@@ -162,5 +162,5 @@ def with_recorded_beams(config: RunConfig, workload: Workload) -> Workload:
     path = config.decoding.beam_parents
     if path is None:
         return workload
-    parents = recorded_parents(path, workload.trace, workload.forms)
-    return replace(workload, chance=replace(workload.chance, parents=parents))
+    parents = recorded_parents(path, workload.trace, workload.trace_decoding)
+    return replace(workload, drawn=replace(workload.drawn, parents=parents))

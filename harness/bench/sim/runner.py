@@ -29,13 +29,13 @@ from harness.config.schema import RunConfig
 from harness.console import remark, say
 from harness.replay.arrivals import TimedRequest
 from harness.sweep.plan import run_request
-from harness.workload.play import plain_requests
+from harness.workload.simulate import plain_requests
 from harness.workload.workload import Workload, build_workload
 from traces.trace import TraceRequest
 
 if TYPE_CHECKING:
     from harness.replay.cost_model import CostModel
-    from harness.workload.play import Prediction
+    from harness.workload.simulate import Prediction
 
 
 MILLION = 1_000_000
@@ -197,13 +197,13 @@ def simulate_once(trace: str | None, rate: float, requests: int, core: bool) -> 
 
 def _through_the_core(workload: "Workload", cost: "CostModel", requests: int) -> "Prediction":
     from harness.replay.arrivals import OpenLoop
-    from harness.workload.play import predict
+    from harness.workload.simulate import predict
 
     return predict(workload, OpenLoop(endless(workload, requests), requests), cost)
 
 
 def _compiled(workload: "Workload", cost: "CostModel", requests: int) -> "Prediction":
-    from harness.workload.play import predict_compiled, replay_of
+    from harness.workload.simulate import predict_compiled, replay_of
 
     return predict_compiled(
         workload, replay_of(workload, endless_lengths(workload, requests), cost), cost.source

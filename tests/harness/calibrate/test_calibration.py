@@ -26,7 +26,7 @@ from harness.calibrate.validate import HELD_OUT, held_out_workload
 from harness.cli.main import main
 from harness.config.schema import EngineDevice
 from harness.cost.fitted import ATTENTION, REST, FittedCost
-from harness.cost.table import grid_of
+from harness.cost.grid import grid_of
 from harness.measure.engine import measure
 from harness.metrics.log import Outcome
 from harness.point.run import point_identity

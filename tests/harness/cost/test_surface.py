@@ -7,12 +7,13 @@ from harness.cost.grid import (
     DECODE_AXES,
     GridError,
     TimedShape,
-    seconds_at_block_size,
     grid_errors,
+    grid_of,
+    interpolated_grid,
+    seconds_at_block_size,
     shape_errors,
-    surface,
 )
-from harness.cost.table import around, grid_of, with_overhead
+from harness.cost.table import engine_overhead, with_overhead
 from harness.metrics.log import STEP_COLUMNS
 from harness.replay.streaming import DECODE_GRID, PREFILL_GRID, ExtrapolatedSteps, GridHull
 
@@ -29,19 +30,19 @@ def shapes(rows=(1, 4, 32), slots=(64, 512, 4096), sizes=(16,), law=power):
 
 
 def test_between_its_shapes_a_surface_follows_a_power_law_within_one_percent():
-    grid = surface(shapes(), 16)
+    grid = interpolated_grid(shapes(), 16)
     for rows, slots in [(1, 64), (2, 100), (7.5, 3000), (32, 4096), (20, 64)]:
         assert grid.at(rows, slots) == pytest.approx(power(rows, slots, 16), rel=0.01)
 
 
 def test_timed_shapes_are_met_exactly():
-    grid = surface(shapes(), 16)
+    grid = interpolated_grid(shapes(), 16)
     assert all(grid.at(one.across, one.along) == pytest.approx(one.seconds) for one in shapes())
 
 
 def test_pairs_that_were_never_timed_are_filled_inside_and_unknown_outside():
     cross = [one for one in shapes() if one.across == 4 or one.along == 512]
-    grid = surface(cross, 16)
+    grid = interpolated_grid(cross, 16)
     assert grid.at(4, 4096) == pytest.approx(power(4, 4096, 16))
     assert grid.at(8, 700) == pytest.approx(power(8, 700, 16), rel=0.01)
     assert np.isnan(grid.at(30, 4000))
@@ -62,26 +63,24 @@ def test_a_shape_timed_at_one_block_size_changes_by_the_factor_of_the_others():
 
 @pytest.mark.parametrize("size", [4, 256])
 def test_beyond_the_timed_block_sizes_nothing_is_guessed(size):
-    with pytest.raises(
-        GridError, match=rf"block size {size} lies outside of the timed ones \(8, 16, 128\)"
-    ):
-        surface(shapes(sizes=(8, 16, 128)), size)
+    with pytest.raises(GridError, match=rf"block size {size} lies outside of the timed ones \(8, 16, 128\)"):
+        interpolated_grid(shapes(sizes=(8, 16, 128)), size)
 
 
 def test_one_value_on_an_axis_makes_no_grid():
     with pytest.raises(GridError, match=r"3 timed shapes; .* found 1 by 3"):
-        surface(shapes(rows=(4,)), 16)
+        interpolated_grid(shapes(rows=(4,)), 16)
 
 
 def test_shapes_on_one_line_make_no_grid():
     line = [TimedShape(2**step, 64 * 2**step, 16, 1e-5) for step in range(4)]
     with pytest.raises(GridError, match="4 timed shapes, which lie on one line"):
-        surface(line, 16)
+        interpolated_grid(line, 16)
 
 
 def test_a_repeated_shape_takes_its_median():
     noisy = [*shapes(), TimedShape(4, 512, 16, 1.0), TimedShape(4, 512, 16, power(4, 512, 16))]
-    assert surface(noisy, 16).at(4, 512) == pytest.approx(power(4, 512, 16))
+    assert interpolated_grid(noisy, 16).at(4, 512) == pytest.approx(power(4, 512, 16))
 
 
 def test_left_out_values_of_a_power_law_are_predicted_within_one_percent():
@@ -131,18 +130,18 @@ def test_a_node_on_the_rim_of_what_is_known_keeps_its_value():
 
 def test_what_the_engine_adds_is_found_and_added():
     timed = {(one.across, one.along): one.seconds for one in shapes()}
-    extra = around(timed, lambda rows, slots: timed[rows, slots] + 3e-5 + 2e-6 * rows)
+    extra = engine_overhead(timed, lambda rows, slots: timed[rows, slots] + 3e-5 + 2e-6 * rows)
     assert extra == pytest.approx((3e-5, 2e-6), rel=1e-6)
-    grid = surface(shapes(), 16)
+    grid = interpolated_grid(shapes(), 16)
     assert with_overhead(grid, extra).at(7, 300) == pytest.approx(float(grid.at(7, 300)) + 3e-5 + 14e-6)
 
 
 def test_an_engine_that_is_faster_than_its_kernel_adds_nothing():
-    assert around({(4, 64): 1e-3, (8, 64): 2e-3}, lambda rows, slots: 1e-4 * rows) == (0, 0)
+    assert engine_overhead({(4, 64): 1e-3, (8, 64): 2e-3}, lambda rows, slots: 1e-4 * rows) == (0, 0)
 
 
 def test_without_a_calibrated_shape_nothing_is_added():
-    assert around({(4, 64): 1e-3}, lambda rows, slots: None) == (0, 0)
+    assert engine_overhead({(4, 64): 1e-3}, lambda rows, slots: None) == (0, 0)
 
 
 def steps(**columns):
@@ -153,7 +152,7 @@ def steps(**columns):
 
 def test_steps_outside_the_timed_grid_count_as_extrapolated():
     hull = GridHull({"rows": (1.0, 64.0)})
-    hull.decode = surface(shapes(), 16)
+    hull.decode = interpolated_grid(shapes(), 16)
     found = ExtrapolatedSteps(hull)
     found.add(steps(rows=[4, 4, 50, 70], decode_rows=[4, 4, 50, 70], kv_read_tokens=[400, 8, 50_000, 7e4]))
     section = found.section()
@@ -165,7 +164,7 @@ def test_steps_outside_the_timed_grid_count_as_extrapolated():
 
 def test_chunks_outside_the_timed_grid_count_too():
     hull = GridHull({"rows": (1.0, 64.0)})
-    hull.prefill = surface(shapes(rows=(16, 64, 256), slots=(256, 512, 4096)), 16)
+    hull.prefill = interpolated_grid(shapes(rows=(16, 64, 256), slots=(256, 512, 4096)), 16)
     found = ExtrapolatedSteps(hull)
     found.add(steps(rows=[1, 1], prefill_tokens=[64, 8], kv_read_tokens=[300, 300]))
     assert found.section()["by"] == {PREFILL_GRID: 1}  # type: ignore[index]
@@ -173,7 +172,7 @@ def test_chunks_outside_the_timed_grid_count_too():
 
 def test_a_step_that_mixes_rows_and_chunks_shows_no_place_in_a_grid():
     hull = GridHull({"rows": (1.0, 64.0)})
-    hull.decode = hull.prefill = surface(shapes(), 16)
+    hull.decode = hull.prefill = interpolated_grid(shapes(), 16)
     found = ExtrapolatedSteps(hull)
     found.add(steps(rows=[3], decode_rows=[2], prefill_tokens=[9999], kv_read_tokens=[1]))
     assert found.section()["steps"] == 0  # type: ignore[index]

@@ -1,7 +1,7 @@
-"""What only an engine finds out: parents of beams, ends of branches, accepted drafts.
+"""Outcomes that depend on token values: parents of beams, ends of sampled branches, accepted drafts.
 
-It is drawn from models or taken from a recording. The recorded beams of a measured run are kept beside its tables as
-the table `parents`.
+A simulation has no token values. It draws these outcomes from models, or takes them from a recording. The recorded
+beams of a measured run are kept beside its tables as the table `parents`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,19 +21,20 @@ from harness.replay.cost_model import CostSource
 from harness.store.commit import Layout
 from harness.store.errors import ForeignFileError
 from harness.store.reading import read_columns
-from harness.workload.forms import Forms
+from harness.workload.decoding import TraceDecoding
 from traces.trace import Trace
 
 KEY = "decoding.beam_parents"
 TABLE = "parents"
 COLUMNS = ("run", "request_id", "selection", "hypothesis", "parent")
-"""Columns of the table: the measured run, the request, which of its selections (from 0), and whom each continues."""
+"""Columns of the table: measured run, request, number of its selection (from 0), hypothesis, and the parent beam."""
 
-Chosen = Mapping[int, Sequence[Sequence[int]]]
+Selections = Mapping[int, Sequence[Sequence[int]]]
+"""Parents of each hypothesis by request id, one entry for each selection."""
 
 
 def parents_table(runs: Sequence[Sequence[Mapping[int, Sequence[int]]]]) -> dict[str, "np.ndarray[Any, Any]"]:
-    """The table of measured runs, each given as `Recorder.parents`; empty where nobody searched."""
+    """The table of measured runs, each given as `Recorder.parents`; empty where no request uses beam search."""
     rows = [
         (run, request_id, selection, hypothesis, parent)
         for run, steps in enumerate(runs)
@@ -46,19 +47,22 @@ def parents_table(runs: Sequence[Sequence[Mapping[int, Sequence[int]]]]) -> dict
     return dict(zip(COLUMNS, np.array(rows, dtype=np.int64).T.copy(), strict=True))
 
 
-def recorded_parents(path: str, trace: Trace, forms: Forms) -> RecordedGenealogy:
+def recorded_parents(path: str, trace: Trace, trace_decoding: TraceDecoding) -> RecordedGenealogy:
     """The beams of the first measured run at `path`: a `parents.parquet`, a point's folder, or a store.
 
-    Of a store, the points whose record holds for every beam request of the trace are meant; they must agree. Raises
-    ConfigError where nothing fits, or several differ.
+    In a store, only recordings that hold every beam request of the trace with its width and length count. They must
+    be equal.
+
+    Raises:
+        ConfigError: no recording fits, or several fit and differ.
     """
     wanted = {
-        row.request_id: (form.width, row.output_tokens)
+        row.request_id: (decoding.width, row.output_tokens)
         for row in trace.requests
-        if (form := forms.of(row)).decoding is Decoding.BEAM
+        if (decoding := trace_decoding.of(row)).mode is Decoding.beam
     }
     refused: dict[Path, str] = {}
-    found: dict[Path, Chosen] = {}
+    found: dict[Path, Selections] = {}
     for file in _files(path):
         chosen = _first_run(file, file.stat().st_mtime_ns)
         reason = _mismatch(chosen, wanted)
@@ -80,7 +84,7 @@ def recorded_parents(path: str, trace: Trace, forms: Forms) -> RecordedGenealogy
 
 
 def recording_stamp(path: str) -> str:
-    """What tells one recording from another: its tables' sizes and times of change."""
+    """A text that changes with the recording: the sizes and modification times of its tables."""
     facts = [(file.parent.name, file.stat().st_size, file.stat().st_mtime_ns) for file in _files(path)]
     return repr(sorted(facts))
 
@@ -101,8 +105,8 @@ def _files(path: str) -> list[Path]:
 
 
 @lru_cache(maxsize=32)
-def _first_run(file: Path, stamp: int) -> Chosen:
-    """Selections by request of run 0; `stamp` tells a file that changed."""
+def _first_run(file: Path, stamp: int) -> Selections:
+    """Selections by request of run 0; `stamp`, the modification time, makes the cache read a changed file again."""
     try:
         columns = read_columns(file)
     except ForeignFileError as error:
@@ -126,8 +130,8 @@ def _first_run(file: Path, stamp: int) -> Chosen:
     return chosen
 
 
-def _mismatch(chosen: Chosen, wanted: Mapping[int, tuple[int, int]]) -> str:
-    """Why a recording cannot stand for the trace's beams; empty where it can."""
+def _mismatch(chosen: Selections, wanted: Mapping[int, tuple[int, int]]) -> str:
+    """Why a recording does not fit the beam requests of the trace; empty where it fits."""
     for request_id, (width, selections) in wanted.items():
         choices = chosen.get(request_id)
         if choices is None:
@@ -145,35 +149,36 @@ def _invalid(parents: Sequence[int], width: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Chance:
-    """How beams descend, branches end and drafts fare, where no engine says so.
+class DrawnOutcomes:
+    """Models of the outcomes that depend on token values: beam parents, ends of branches, accepted drafts.
 
-    `hazard` is the chance that a sampled branch ends after a token: lengths of branches are drawn once, from `seed`,
-    and hold on both sides, as the trace's output lengths do. `acceptance` None takes the calibrated share.
+    `parents` replays recorded beams instead of drawing them. `hazard` is the probability that a sampled branch ends
+    after a token. Branch lengths are drawn once, from `seed`, and hold for simulation and measurement, as the trace's
+    output lengths do. `acceptance` is the share of draft tokens that are accepted; None takes the calibrated share.
     """
 
-    parents: RecordedGenealogy | None = None  # replayed instead of drawn
+    parents: RecordedGenealogy | None = None
     hazard: float = 0.0
     acceptance: float | None = None
     seed: int = 0
 
     @property
     def survival(self) -> BranchSurvival | None:
-        """How long sampled branches last; None: as long as the trace says."""
+        """The model of branch lengths; None where every branch is as long as the trace says."""
         return BranchSurvival(self.hazard, self.seed) if self.hazard else None
 
     def genealogy(self, source: CostSource, width: int, churn: float | None) -> Genealogy:
-        """The recorded parents, else draws by the given churn, else by the calibrated one."""
+        """The recorded parents, or else draws with `churn` at `width`, or with the calibrated churn where it is None."""
         known = source.beam_churn if churn is None else {width: churn}
         return self.parents or BeamGenealogy(known, evenness=source.beam_evenness)
 
     def accepted(self, source: CostSource) -> DraftAcceptance | None:
-        """The given share of draft tokens, else the calibrated one; None where neither is known: all are rejected."""
+        """The model of accepted drafts, with the given share or else the calibrated one; None (no share) rejects all."""
         share = source.draft_acceptance if self.acceptance is None else self.acceptance
         return None if share is None else DraftAcceptance(share, self.seed)
 
 
-def chance_of(config: RunConfig) -> Chance:
-    """As the configuration says, recorded beams apart."""
+def drawn_outcomes_of(config: RunConfig) -> DrawnOutcomes:
+    """The models that the configuration asks for, without recorded beams."""
     decoding = config.decoding
-    return Chance(None, decoding.branch_hazard, decoding.acceptance, config.workload.seed)
+    return DrawnOutcomes(None, decoding.branch_hazard, decoding.acceptance, config.workload.seed)

@@ -1,7 +1,7 @@
-"""Playing a workload: the free-running prediction, and the playback of a measured run.
+"""Replaying a workload: the free-running prediction, and the replay of a measured run's recording.
 
-Requests without shared content can be replayed compiled (`harness.compiled`). All others go through the policy core.
-What only an engine finds out comes from `harness.workload.chance`, alike on both sides.
+Requests without shared content can be replayed by compiled code (`harness.compiled`). All others run through the
+scheduler and cache of `engine.core`. Outcomes that depend on token values come from `harness.workload.drawn`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,16 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from engine.core.options import Decoding, Preemption, Scheduling
+from engine.core.options import CachePolicy, Decoding, Preemption, Retention, Scheduling
 from engine.core.plan import StepPlan, StepResult
 from engine.core.request import Request
 from harness.compiled.numba_edge import is_available
 from harness.compiled.replay import CompiledReplay, PlainPool, PlainRequests
-from harness.compiled.state import IntArray
 from harness.config.errors import ConfigError
-from harness.config.schema import CachePolicy, Compiled, ReplayMode, RetentionRule
+from harness.config.schema import Compiled, ReplayMode
 from harness.metrics import compute_metrics
-from harness.metrics.log import Outcome, RunLog, empty_log
+from harness.metrics.log import IntArray, Outcome, RunLog, empty_log
 from harness.metrics.totals import Totals, as_floats, step_totals
 from harness.replay.arrivals import Arrivals, TimedRequest
 from harness.replay.branches import BranchEnds
@@ -32,17 +31,20 @@ from harness.replay.streaming import RunFold, StreamingRecorder, extrapolated
 from harness.workload.workload import Workload
 from traces.trace import TraceRequest
 
-ENOUGH = 5_000  # requests from which the compiled code is worth loading (a second, and some more to compile it once)
+COMPILED_FROM = (
+    5_000  # requests; loading the compiled code takes a second, and compiling it once takes some more
+)
 _OPEN_LOOP = (ReplayMode.trace, ReplayMode.poisson, ReplayMode.gamma, ReplayMode.offline)
 
 
 def compiled_replay(workload: Workload, cost: CostModel) -> CompiledReplay | None:
-    """The point's compiled replay, or None where it must go, or had better go, through the policy core.
+    """The point's compiled replay, or None where `engine.core` must replay it, or is quicker because requests are few.
 
-    Raises ConfigError where `replay.compiled=always` and it cannot be had.
+    Raises:
+        ConfigError: `replay.compiled=always`, but the point cannot be replayed by compiled code.
     """
     mode, rows = workload.compiled, workload.trace.requests
-    if mode is Compiled.never or (mode is Compiled.auto and len(rows) < ENOUGH):
+    if mode is Compiled.never or (mode is Compiled.auto and len(rows) < COMPILED_FROM):
         return None
     reason = obstacle(workload, cost)
     if reason is None:
@@ -53,7 +55,11 @@ def compiled_replay(workload: Workload, cost: CostModel) -> CompiledReplay | Non
 
 
 def check_compiled(workload: Workload) -> None:
-    """Raises ConfigError where `replay.compiled=always` and no cost model could make it so; cheap otherwise."""
+    """Check `replay.compiled=always` without a cost model.
+
+    Raises:
+        ConfigError: the workload cannot be replayed by compiled code, whatever the cost model.
+    """
     reason = _obstacle(workload) if workload.compiled is Compiled.always else None
     if reason is not None:
         raise _refusal(reason)
@@ -64,7 +70,7 @@ def _refusal(reason: str) -> ConfigError:
 
 
 def obstacle(workload: Workload, cost: CostModel) -> str | None:
-    """Why the point cannot be replayed compiled; None where it can."""
+    """Why the point cannot be replayed by compiled code; None where it can."""
     from harness.compiled.pricing import prices_of
 
     if prices_of(cost) is None:
@@ -79,24 +85,24 @@ def _obstacle(workload: Workload) -> str | None:
 
 
 def _policy_obstacle(workload: Workload) -> str | None:
-    limits, batching, chance = workload.limits, workload.batching, workload.chance
+    limits, batching, drawn = workload.limits, workload.batching, workload.drawn
     if workload.pool.policy is not CachePolicy.paged:
         return f"cache.policy={workload.pool.policy} is not paged"
-    if limits.scheduling is not Scheduling.FCFS or limits.static_batch:
+    if limits.policy is not Scheduling.fcfs or limits.static_batch:
         return "the scheduler is not first come, first served with continuous batching"
-    if limits.preemption is Preemption.SWAP:
+    if limits.preemption is Preemption.swap:
         return "preempted requests are swapped out (scheduler.preemption)"
     if workload.cache.eviction or batching.order or batching.victim or batching.admission:
-        return "there is a policy of your own, which decides in Python"
-    if workload.release.mode not in _OPEN_LOOP or workload.release.until_ns is not None:
+        return "a policy of your own is configured, which runs in Python"
+    if workload.traffic.mode not in _OPEN_LOOP or workload.traffic.until_ns is not None:
         return "requests wait for others (replay.mode), or the replay stops early (replay.duration_s)"
-    return "branches end by chance" if chance.survival else None
+    return "ends of sampled branches are drawn (decoding.branch_hazard)" if drawn.survival else None
 
 
 def _request_obstacle(workload: Workload) -> str | None:
     rows = workload.trace.requests
-    forms = {workload.forms.of(row) for row in rows}
-    if any(form.width > 1 or form.decoding is Decoding.BEAM or form.speculation for form in forms):
+    decodings = {workload.trace_decoding.of(row) for row in rows}
+    if any(each.width > 1 or each.mode is Decoding.beam or each.speculation for each in decodings):
         return "requests have beams, several samples or drafts"
     if workload.pool.prefix_caching and any(map(partial(_shares, workload.pool.block_size), rows)):
         return "prompts may share prefixes"
@@ -104,7 +110,7 @@ def _request_obstacle(workload: Workload) -> str | None:
 
 
 def _shares(block_size: int, row: TraceRequest) -> bool:
-    """Whether another request may have the first block of `row`."""
+    """Whether another request may share the first block of `row`."""
     keyed = 0
     for segment in row.segments:
         if segment.key is None or keyed >= block_size:
@@ -114,7 +120,7 @@ def _shares(block_size: int, row: TraceRequest) -> bool:
 
 
 def plain_requests(rows: Sequence[TraceRequest]) -> PlainRequests:
-    """The lengths of `rows`."""
+    """Ids, arrivals and lengths of `rows` as arrays."""
     return PlainRequests(
         _column([row.request_id for row in rows]),
         _column([row.arrival_us for row in rows]) * 1000,
@@ -128,17 +134,17 @@ def _column(values: list[int]) -> IntArray:
 
 
 def replay_of(workload: Workload, requests: PlainRequests, cost: CostModel) -> CompiledReplay:
-    """`requests` on the workload's pool; there must be no `obstacle`."""
+    """The compiled replay of `requests` on the workload's pool; `obstacle()` must be None."""
     from harness.compiled.pricing import prices_of
 
     pool, prices = workload.pool, prices_of(cost)
     assert prices is not None
-    keeps = pool.prefix_caching and workload.cache.retention is RetentionRule.lru
+    keeps = pool.prefix_caching and workload.cache.retention is Retention.lru
     plain = PlainPool(pool.num_blocks, pool.block_size, pool.kv_bytes_per_token, keeps)
     return CompiledReplay(requests, workload.limits, plain, prices)
 
 
-def play(
+def replay_workload(
     workload: Workload,
     requests: Sequence[TimedRequest],
     executor: Executor,
@@ -146,31 +152,34 @@ def play(
     keep_plans: bool = False,
     progress: Progress | None = None,
 ) -> tuple[RunLog, Recorder]:
-    """Replay `requests` through a fresh scheduler and pool."""
+    """Replay `requests` through a new scheduler over an empty pool; returns the run log and the recorder."""
     by_id = {timed.request.request_id: timed.request for timed in requests}
     recorder = Recorder(by_id, workload.pool.block_size, keep_plans=keep_plans)
     scheduler = workload.scheduler()
-    arrivals = workload.release.arrivals(workload.trace.requests, requests)
-    Replay(arrivals, scheduler, executor, recorder, progress, until_ns=workload.release.until_ns).run()
+    arrivals = workload.traffic.arrivals(workload.trace.requests, requests)
+    Replay(arrivals, scheduler, executor, recorder, progress, until_ns=workload.traffic.until_ns).run()
     return recorder.log(scheduler.stats, workload.pool.tokens, workload.pool.kv_bytes_per_token), recorder
 
 
 def simulate(
     workload: Workload, cost: CostModel, beam_churn: float | None, *, fast_forward: bool = True
 ) -> RunLog:
-    """The free-running prediction. `beam_churn` None takes the calibrated one."""
+    """The free-running prediction as a run log. `beam_churn` None takes the calibrated one."""
     compiled = compiled_replay(workload, cost)
     if compiled is not None:
         return compiled.log()
     requests = workload.requests()
     by_id = {timed.request.request_id: timed.request for timed in requests}
     executor = simulated_executor(workload, cost, by_id, beam_churn, fast_forward=fast_forward)
-    return play(workload, requests, executor)[0]
+    return replay_workload(workload, requests, executor)[0]
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a simulation came to; `log` has its rows, and is empty where they were not kept."""
+    """The result of a simulation; `log` is empty where rows were not kept.
+
+    `outcome` counts the requests by outcome. `extrapolated` says how much lies outside of the measured range.
+    """
 
     metrics: dict[str, float]
     outcome: dict[str, int]
@@ -180,7 +189,7 @@ class Prediction:
 
 
 def prediction_of(log: RunLog, source: CostSource) -> Prediction:
-    """The same from a log that was kept."""
+    """The prediction that a kept run log stands for."""
     outcomes = log.requests["outcome"]
     counts = {outcome.name.lower(): int((outcomes == outcome).sum()) for outcome in Outcome}
     steps = as_floats(log.steps)
@@ -190,11 +199,11 @@ def prediction_of(log: RunLog, source: CostSource) -> Prediction:
 def simulate_metrics(
     workload: Workload, cost: CostModel, beam_churn: float | None = None, *, fast_forward: bool = True
 ) -> Prediction:
-    """The free-running prediction in constant memory: beside the trace, only requests under way are held."""
+    """The free-running prediction in constant memory: only the trace and the requests under way are held."""
     compiled = compiled_replay(workload, cost)
     if compiled is not None:
         return predict_compiled(workload, compiled, cost.source)
-    arrivals = workload.release.arrivals(workload.trace.requests, workload.stream())
+    arrivals = workload.traffic.arrivals(workload.trace.requests, workload.stream())
     return predict(workload, arrivals, cost, beam_churn, fast_forward=fast_forward)
 
 
@@ -206,19 +215,19 @@ def predict(
     *,
     fast_forward: bool = True,
 ) -> Prediction:
-    """The same of whatever arrives at the workload's pool."""
+    """The prediction for `arrivals` at the workload's pool, in constant memory."""
     live: dict[int, Request] = {}
     recorder = StreamingRecorder(live, workload.pool.block_size, cost.source.hull)
     scheduler = workload.scheduler()
     executor = simulated_executor(workload, cost, live, beam_churn, fast_forward=fast_forward)
-    until_ns = workload.release.until_ns
+    until_ns = workload.traffic.until_ns
     Replay(arrivals, scheduler, executor, recorder, live=live, until_ns=until_ns, forget=True).run()
     recorder.finish(scheduler.stats)
     return _folded(workload, recorder.fold, recorder.span_s)
 
 
 def predict_compiled(workload: Workload, replay: CompiledReplay, source: CostSource) -> Prediction:
-    """The same of a compiled replay."""
+    """The prediction of a compiled replay, in constant memory."""
     fold = RunFold(source.hull)
     return _folded(workload, fold, replay.fold(fold))
 
@@ -230,13 +239,13 @@ def _folded(workload: Workload, fold: RunFold, span_s: float) -> Prediction:
     return Prediction(metrics, fold.outcome, fold.extrapolated.section(), fold.totals, log)
 
 
-def play_back(workload: Workload, recording: Recorder) -> Recorder:
-    """Run the policy again on a measured run's durations and answers, with blocks named by keys instead of tokens.
+def replay_recording(workload: Workload, recording: Recorder) -> Recorder:
+    """Replay a measured run with its own step durations and results, and with prefix keys instead of token hashes.
 
-    Every plan must come out the same, block ids included.
+    Every plan must equal the measured run's, block ids included.
     """
     executor = RecordedExecutor(recording.step_ns, recording.results)
-    _, recorder = play(workload, workload.requests(), executor, keep_plans=True)
+    _, recorder = replay_workload(workload, workload.requests(), executor, keep_plans=True)
     return recorder
 
 
@@ -248,21 +257,21 @@ def simulated_executor(
     *,
     fast_forward: bool,
 ) -> SimulatedExecutor:
-    """Seconds from `cost`, and everything else from the workload's chance; `requests` may grow during the replay."""
-    chance = workload.chance
+    """The executor of a prediction: seconds from `cost`, outcomes from `workload.drawn`; `requests` may grow meanwhile."""
+    drawn = workload.drawn
     return SimulatedExecutor(
         cost,
         requests,
         workload.pool.block_size,
-        chance.genealogy(cost.source, workload.width, beam_churn),
+        drawn.genealogy(cost.source, workload.width, beam_churn),
         fast_forward=fast_forward,
-        survival=chance.survival,
-        acceptance=chance.accepted(cost.source),
+        survival=drawn.survival,
+        acceptance=drawn.accepted(cost.source),
     )
 
 
 class PinnedEnds:
-    """An engine whose sampled branches end where the chance says, whatever tokens they choose."""
+    """An executor around `engine` that ends sampled branches where the draws say, whatever tokens they choose."""
 
     max_repeat = 1
 
@@ -284,6 +293,6 @@ class PinnedEnds:
 
 
 def with_ends(workload: Workload, engine: Executor, requests: Mapping[int, Request]) -> Executor:
-    """The engine, its branches ending as the workload's chance says."""
-    survival = workload.chance.survival
+    """The engine, with sampled branches that end as drawn where the workload draws their ends."""
+    survival = workload.drawn.survival
     return PinnedEnds(engine, BranchEnds(survival, requests)) if survival else engine

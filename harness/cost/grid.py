@@ -4,7 +4,10 @@ Between timed shapes the interpolation is linear in logarithms. The held-out err
 axis and predicts it from the rest.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from math import ceil, exp, log, log2
 from statistics import median
@@ -13,11 +16,19 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from harness.cost.fitted import held_out_error
-from harness.cost.table import Grid, grid_of
-from harness.replay.cost_model import FloatArray
+from harness.metrics.log import FloatArray
+from harness.replay.cost_model import Amount
 
 _NODES_PER_OCTAVE = 4
 _INWARDS = 1 - 1e-9  # towards the middle: a node on the rim is inside in spite of rounding
+
+
+DECODE_AXES = ("rows", "KV slots a row")
+PREFILL_AXES = ("chunk", "context")
+Pair = tuple[float, float]
+Point = tuple[float, float, float]  # place on the first axis, place on the second, seconds
+Profile = Mapping[int, float]  # seconds by block size
+Shape = TypeVar("Shape")
 
 
 class TimedShape(NamedTuple):
@@ -29,47 +40,116 @@ class TimedShape(NamedTuple):
     seconds: float
 
 
-Pair = tuple[float, float]
-Profile = Mapping[int, float]  # seconds by block size
-
-
-class SurfaceError(ValueError):
+class GridError(ValueError):
     """Shapes between which nothing can be interpolated: too few, or all on one line."""
 
 
-def surface(shapes: Sequence[TimedShape], block_size: int) -> Grid:
+@dataclass(frozen=True)
+class Grid:
+    """Seconds measured at pairs of `across` and `along`, float64 `[len(across), len(along)]`; NaN: not measured."""
+
+    across: tuple[float, ...]
+    along: tuple[float, ...]
+    seconds: tuple[tuple[float, ...], ...]
+
+    def at(self, across: Amount, along: Amount) -> Amount:
+        """Bilinear between the four measured neighbours; NaN outside, and where one that counts was not measured."""
+        if isinstance(across, np.ndarray) or isinstance(along, np.ndarray):
+            return self._many(*np.broadcast_arrays(across, along))
+        return self._one(float(across), float(along))
+
+    def _one(self, across: float, along: float) -> float:
+        ends = self.across[0] <= across <= self.across[-1] and self.along[0] <= along <= self.along[-1]
+        if not ends:
+            return np.nan
+        row = min(bisect_right(self.across, across), len(self.across) - 1) - 1
+        column = min(bisect_right(self.along, along), len(self.along) - 1) - 1
+        u = (across - self.across[row]) / (self.across[row + 1] - self.across[row])
+        v = (along - self.along[column]) / (self.along[column + 1] - self.along[column])
+        near, far = self.seconds[row], self.seconds[row + 1]
+        left = _share(near[column], far[column], u)
+        right = _share(near[column + 1], far[column + 1], u)
+        return _share(left, right, v)
+
+    def _many(self, across: FloatArray, along: FloatArray) -> FloatArray:
+        """The same, operation for operation."""
+        rows, columns, table = self._arrays
+        row = np.clip(np.searchsorted(rows, across, "right") - 1, 0, len(rows) - 2)
+        column = np.clip(np.searchsorted(columns, along, "right") - 1, 0, len(columns) - 2)
+        u = (across - rows[row]) / (rows[row + 1] - rows[row])
+        v = (along - columns[column]) / (columns[column + 1] - columns[column])
+        left = _shares(table[row, column], table[row + 1, column], u)
+        right = _shares(table[row, column + 1], table[row + 1, column + 1], u)
+        found = _shares(left, right, v)
+        outside = (across < rows[0]) | (across > rows[-1]) | (along < columns[0]) | (along > columns[-1])
+        return np.where(outside, np.nan, found)
+
+    @cached_property
+    def _arrays(self) -> tuple[FloatArray, FloatArray, FloatArray]:
+        return np.array(self.across), np.array(self.along), np.array(self.seconds)
+
+
+def _share(low: float, high: float, share: float) -> float:
+    """`share` of the way from `low` to `high`; an end that has no share may be unknown."""
+    return low if share == 0 else high if share == 1 else low + share * (high - low)
+
+
+def _shares(low: FloatArray, high: FloatArray, share: FloatArray) -> FloatArray:
+    """The same, operation for operation."""
+    return np.where(share == 0, low, np.where(share == 1, high, low + share * (high - low)))
+
+
+def grid_of(points: Sequence[tuple[float, float, float]]) -> Grid:
+    """A grid from measured (across, along, seconds); pairs measured more than once take their median.
+
+    Raises ValueError where fewer than two values lie on an axis.
+    """
+    across = tuple(sorted({float(point[0]) for point in points}))
+    along = tuple(sorted({float(point[1]) for point in points}))
+    if min(len(across), len(along)) < 2:
+        raise ValueError(f"a grid needs two values on each axis, found {len(across)} by {len(along)}")
+    seen: dict[tuple[float, float], list[float]] = {}
+    for one, other, seconds in points:
+        seen.setdefault((float(one), float(other)), []).append(seconds)
+    cells = tuple(
+        tuple(float(np.median(seen[a, b])) if (a, b) in seen else np.nan for b in along) for a in across
+    )
+    return Grid(across, along, cells)
+
+
+def interpolated_grid(shapes: Sequence[TimedShape], block_size: int) -> Grid:
     """The grid at one block size; NaN outside of the timed shapes.
 
-    Raises SurfaceError where a grid needs more shapes, or where no shape was timed at or on both sides of `block_size`.
+    Raises GridError where a grid needs more shapes, or where no shape was timed at or on both sides of `block_size`.
     """
-    seconds = at_block_size(shapes, block_size)
+    seconds = seconds_at_block_size(shapes, block_size)
     across, along = (sorted({pair[axis] for pair in seconds}) for axis in (0, 1))
     if min(len(across), len(along)) < 2:
-        raise SurfaceError(
-            f"{_counted(seconds)}; a grid needs two values on each axis, found {len(across)} by {len(along)}"
+        raise GridError(
+            f"{_shape_count(seconds)}; a grid needs two values on each axis, found {len(across)} by {len(along)}"
         )
     logs = np.array([[log(seconds[a, b]) if (a, b) in seconds else np.nan for b in along] for a in across])
-    rows, columns = _places(across), _places(along)
+    rows, columns = _nodes(across), _nodes(along)
     cells = _between_corners(logs, rows, columns)
     if np.isnan(logs).any():
         cells = _filled(seconds, rows, columns, cells)
     return Grid(
-        tuple(row.value for row in rows), tuple(column.value for column in columns), _rows(np.exp(cells))
+        tuple(row.value for row in rows), tuple(column.value for column in columns), _as_tuples(np.exp(cells))
     )
 
 
-def at_block_size(shapes: Sequence[TimedShape], block_size: int) -> dict[Pair, float]:
+def seconds_at_block_size(shapes: Sequence[TimedShape], block_size: int) -> dict[Pair, float]:
     """Seconds by (across, along) at a block size that was timed, or lies between ones that were.
 
-    Raises SurfaceError beyond the block sizes that were timed.
+    Raises GridError beyond the block sizes that were timed.
     """
     profiles = _profiles(shapes)
     timed = sorted({shape.block_size for shape in shapes})
     if not timed or not timed[0] <= block_size <= timed[-1]:
-        raise SurfaceError(
+        raise GridError(
             f"block size {block_size} lies outside of the timed ones ({', '.join(map(str, timed)) or 'none'})"
         )
-    ends = _ends(timed, block_size)
+    ends = _neighbours(timed, block_size)
     found = {pair: _seconds_at(profile, block_size, ends, profiles) for pair, profile in profiles.items()}
     return {pair: seconds for pair, seconds in found.items() if seconds is not None}
 
@@ -82,7 +162,7 @@ def _profiles(shapes: Iterable[TimedShape]) -> dict[Pair, Profile]:
     return {pair: {size: median(all_) for size, all_ in sizes.items()} for pair, sizes in seen.items()}
 
 
-def _ends(timed: Sequence[int], wanted: float) -> tuple[int, int]:
+def _neighbours(timed: Sequence[int], wanted: float) -> tuple[int, int]:
     """The nearest timed values on both sides of a wanted one; itself twice where it was timed."""
     return max(one for one in timed if one <= wanted), min(one for one in timed if one >= wanted)
 
@@ -93,17 +173,17 @@ def _seconds_at(
     """One pair's seconds at a block size, from its own profile or by the factors of other pairs; None: unknown."""
     own = sorted(profile)
     if own[0] <= block_size <= own[-1]:
-        low, high = _ends(own, block_size)
-        return _between(block_size, (low, profile[low]), (high, profile[high]))
+        low, high = _neighbours(own, block_size)
+        return _log_log(block_size, (low, profile[low]), (high, profile[high]))
     nearest = min(own, key=lambda size: abs(log(size / block_size)))
     factors = [_factor(nearest, end, profiles) for end in ends]
     if None in factors:
         return None
     near, far = (profile[nearest] * factor for factor in factors if factor is not None)
-    return _between(block_size, (ends[0], near), (ends[1], far))
+    return _log_log(block_size, (ends[0], near), (ends[1], far))
 
 
-def _between(wanted: float, low: Pair, high: Pair) -> float:
+def _log_log(wanted: float, low: Pair, high: Pair) -> float:
     """Log-log between two (place, seconds)."""
     if low[0] == high[0]:
         return low[1]
@@ -119,7 +199,7 @@ def _factor(one: int, other: int, profiles: Mapping[Pair, Profile]) -> float | N
     return median(ratios) if ratios else None
 
 
-class _Place(NamedTuple):
+class _Node(NamedTuple):
     """A node of a refined axis: between which timed values it lies, how far, and where."""
 
     below: int
@@ -127,29 +207,25 @@ class _Place(NamedTuple):
     value: float
 
 
-def _places(axis: Sequence[float]) -> list[_Place]:
+def _nodes(axis: Sequence[float]) -> list[_Node]:
     found = []
     for index, (low, high) in enumerate(pairwise(axis)):
         steps = max(1, ceil(_NODES_PER_OCTAVE * log2(high / low)))
-        found += [_Place(index, step / steps, low * (high / low) ** (step / steps)) for step in range(steps)]
-    return [*found, _Place(len(axis) - 2, 1.0, float(axis[-1]))]
+        found += [_Node(index, step / steps, low * (high / low) ** (step / steps)) for step in range(steps)]
+    return [*found, _Node(len(axis) - 2, 1.0, float(axis[-1]))]
 
 
-def _between_corners(logs: FloatArray, rows: Sequence[_Place], columns: Sequence[_Place]) -> FloatArray:
+def _between_corners(logs: FloatArray, rows: Sequence[_Node], columns: Sequence[_Node]) -> FloatArray:
     """Refined nodes from the four timed ones around each, log-log; NaN where one that counts was not timed."""
     share = np.array([column.share for column in columns])
     left, right = (logs[:, [column.below + side for column in columns]] for side in (0, 1))
-    wide = _mixed(left, right, share)
+    wide = _shares(left, right, share)
     low, high = (wide[[row.below + side for row in rows]] for side in (0, 1))
-    return _mixed(low, high, np.array([[row.share] for row in rows]))
-
-
-def _mixed(low: FloatArray, high: FloatArray, share: FloatArray) -> FloatArray:
-    return np.where(share == 0, low, np.where(share == 1, high, low + share * (high - low)))
+    return _shares(low, high, np.array([[row.share] for row in rows]))
 
 
 def _filled(
-    seconds: Mapping[Pair, float], rows: Sequence[_Place], columns: Sequence[_Place], cells: FloatArray
+    seconds: Mapping[Pair, float], rows: Sequence[_Node], columns: Sequence[_Node], cells: FloatArray
 ) -> FloatArray:
     """Nodes that lack a timed corner, from the triangles of what was timed."""
     from scipy.interpolate import LinearNDInterpolator
@@ -159,22 +235,19 @@ def _filled(
     try:
         between = LinearNDInterpolator(places, np.log(list(seconds.values())), rescale=True)
     except QhullError as error:
-        raise SurfaceError(f"{_counted(seconds)}, which lie on one line; a grid needs an area") from error
+        raise GridError(f"{_shape_count(seconds)}, which lie on one line; a grid needs an area") from error
     axes = ([place.value for place in rows], [place.value for place in columns])
     nodes = np.stack(np.meshgrid(*map(np.log, axes), indexing="ij"), axis=-1)
     middle = places.mean(axis=0)
     return np.where(np.isnan(cells), between(middle + (nodes - middle) * _INWARDS), cells)
 
 
-def _rows(cells: FloatArray) -> tuple[tuple[float, ...], ...]:
+def _as_tuples(cells: FloatArray) -> tuple[tuple[float, ...], ...]:
     return tuple(map(tuple, cells.tolist()))
 
 
-def _counted(seconds: Mapping[Pair, float]) -> str:
+def _shape_count(seconds: Mapping[Pair, float]) -> str:
     return f"{len(seconds)} timed shapes" if len(seconds) != 1 else "1 timed shape"
-
-
-Shape = TypeVar("Shape")
 
 
 def left_out_errors(
@@ -215,11 +288,6 @@ def _along(
     return held_out_error(np.array(predicted)[known], np.array(measured)[known])
 
 
-Point = tuple[float, float, float]
-DECODE_AXES = ("rows", "KV slots a row")
-PREFILL_AXES = ("chunk", "context")
-
-
 def grid_errors(part: str, grid: Grid, names: tuple[str, str]) -> dict[str, dict[str, float]]:
     """Errors of a measured grid by '<part> grid along <axis>'; both axes are linear, as the grid is."""
     points = [
@@ -229,10 +297,10 @@ def grid_errors(part: str, grid: Grid, names: tuple[str, str]) -> dict[str, dict
         if seconds == seconds
     ]
     axes: dict[str, Callable[[Point], float]] = {
-        _title(part, names[0]): lambda point: point[0],
-        _title(part, names[1]): lambda point: point[1],
+        _error_name(part, names[0]): lambda point: point[0],
+        _error_name(part, names[1]): lambda point: point[1],
     }
-    return left_out_errors(points, axes, _from_points, lambda point: point[2])
+    return left_out_errors(points, axes, _predict_points, lambda point: point[2])
 
 
 def shape_errors(
@@ -240,18 +308,18 @@ def shape_errors(
 ) -> dict[str, dict[str, float]]:
     """Errors of timed shapes, block size as a third axis."""
     axes: dict[str, Callable[[TimedShape], float]] = {
-        _title(part, names[0]): lambda shape: shape.across,
-        _title(part, names[1]): lambda shape: shape.along,
-        _title(part, "block size"): lambda shape: shape.block_size,
+        _error_name(part, names[0]): lambda shape: shape.across,
+        _error_name(part, names[1]): lambda shape: shape.along,
+        _error_name(part, "block size"): lambda shape: shape.block_size,
     }
-    return left_out_errors(shapes, axes, _from_shapes, lambda shape: shape.seconds)
+    return left_out_errors(shapes, axes, _predict_shapes, lambda shape: shape.seconds)
 
 
-def _title(part: str, axis: str) -> str:
+def _error_name(part: str, axis: str) -> str:
     return f"{part} grid along {axis}"
 
 
-def _from_points(kept: Sequence[Point], out: Sequence[Point]) -> list[float]:
+def _predict_points(kept: Sequence[Point], out: Sequence[Point]) -> list[float]:
     try:
         grid = grid_of(kept)
     except ValueError:
@@ -259,14 +327,14 @@ def _from_points(kept: Sequence[Point], out: Sequence[Point]) -> list[float]:
     return [float(grid.at(point[0], point[1])) for point in out]
 
 
-def _from_shapes(kept: Sequence[TimedShape], out: Sequence[TimedShape]) -> list[float]:
-    grids = {size: _surface(kept, size) for size in {shape.block_size for shape in out}}
+def _predict_shapes(kept: Sequence[TimedShape], out: Sequence[TimedShape]) -> list[float]:
+    grids = {size: _grid_or_none(kept, size) for size in {shape.block_size for shape in out}}
     found = ((grids[shape.block_size], shape) for shape in out)
     return [np.nan if grid is None else float(grid.at(shape.across, shape.along)) for grid, shape in found]
 
 
-def _surface(shapes: Sequence[TimedShape], block_size: int) -> Grid | None:
+def _grid_or_none(shapes: Sequence[TimedShape], block_size: int) -> Grid | None:
     try:
-        return surface(shapes, block_size)
-    except SurfaceError:
+        return interpolated_grid(shapes, block_size)
+    except GridError:
         return None

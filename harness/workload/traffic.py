@@ -1,4 +1,4 @@
-"""When a point's requests arrive: as recorded, drawn anew, all at once, from waiting users, or as conversations."""
+"""When requests arrive: as recorded, drawn anew, all at once, from waiting users (closed loop), or as conversations."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -12,13 +12,13 @@ from harness.replay.virtual_time import to_ns
 from traces.arrivals import ArrivalProcess
 from traces.trace import Trace, TraceRequest
 
-_PAUSES = 5  # stream of the users' pauses, apart from every other use of the seed
+_PAUSES = 5  # number of the random stream of pauses; other uses of the seed have other streams
 _NS_PER_US = 1000
 
 
 @dataclass(frozen=True)
-class Release:
-    """What lets a request go; times in seconds."""
+class Traffic:
+    """The arrival pattern of a point: `arrivals()` turns its requests into the source that a replay reads; times in s."""
 
     mode: ReplayMode = ReplayMode.trace
     users: int = 1
@@ -32,7 +32,7 @@ class Release:
         return None if self.until_s is None else int(to_ns(self.until_s))
 
     def arrivals(self, rows: Sequence[TraceRequest], requests: Iterable[TimedRequest]) -> Arrivals:
-        """The source of `requests`, one for each of `rows`, in the same order."""
+        """The source of `requests`; there is one request for each of `rows`, in the same order."""
         if self.mode is ReplayMode.closed:
             pauses = pauses_ns(len(rows), self.think_s, self.seed)
             return ClosedLoop((timed.request for timed in requests), len(rows), self.users, pauses)
@@ -43,10 +43,10 @@ class Release:
         return OpenLoop(requests, len(rows))
 
 
-def release_of(config: RunConfig) -> Release:
-    """How the configuration lets requests go."""
+def traffic_of(config: RunConfig) -> Traffic:
+    """The arrival pattern that the configuration asks for."""
     replay = config.replay
-    return Release(replay.mode, replay.users, replay.think_s, config.workload.seed, until_s=replay.duration_s)
+    return Traffic(replay.mode, replay.users, replay.think_s, config.workload.seed, until_s=replay.duration_s)
 
 
 def pauses_ns(count: int, mean_s: float, seed: int) -> list[int]:
@@ -59,13 +59,17 @@ def pauses_ns(count: int, mean_s: float, seed: int) -> list[int]:
 
 
 def _turn(row: TraceRequest, timed: TimedRequest, pause_ns: int) -> Turn:
-    """A recorded pause goes before a drawn one."""
+    """A turn after its parents; a recorded pause is preferred to the drawn one."""
     after = row.after or (() if row.parent is None else (row.parent,))
     return Turn(timed, after, pause_ns if row.think_us is None else row.think_us * _NS_PER_US)
 
 
 def retimed(trace: Trace, config: RunConfig) -> Trace:
-    """The trace with the arrivals that `replay.mode` asks for, and the sentence that says so. Raises ConfigError."""
+    """The trace with the arrivals that `replay.mode` asks for, and a note that says so.
+
+    Raises:
+        ConfigError: new arrivals need a mean rate, and the trace has none.
+    """
     mode, replay = config.replay.mode, config.replay
     if mode is ReplayMode.offline:
         return _at(trace, [0] * len(trace.requests), "offline: everything is there at the start")
@@ -93,7 +97,7 @@ def _mean_rate(trace: Trace) -> float:
         return (len(trace.requests) - 1) / span_us * 1e6
     raise ConfigError(
         "workload.request_rate",
-        "missing: the trace's requests all arrive at one instant, so it has no rate of its own to draw arrivals at",
+        "missing: the trace's requests all arrive at one instant, so it has no mean rate for new arrivals; set workload.request_rate",
     )
 
 

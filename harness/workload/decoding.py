@@ -1,0 +1,87 @@
+"""How each request is decoded: samples, beams or drafts, and how many.
+
+A row of the trace may name its own width. All other rows are decoded as the configuration says.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from engine.core.options import Decoding
+from engine.core.request import Speculation
+from harness.config.schema import DecodingMode, RunConfig, Widths
+from traces.trace import Trace, TraceRequest
+
+_WORDS = {Decoding.greedy: "of one sequence", Decoding.sample: "of {} samples", Decoding.beam: "of {} beams"}
+
+
+@dataclass(frozen=True)
+class RequestDecoding:
+    """How one request is decoded: its number of sequences, its mode (greedy, samples or beams), and its drafts."""
+
+    width: int = 1
+    mode: Decoding = Decoding.greedy
+    speculation: Speculation | None = None
+
+
+@dataclass(frozen=True)
+class TraceDecoding:
+    """How the requests of a trace are decoded: `of(row)` gives the decoding of one request.
+
+    `configured` holds for every row, unless `recorded` is set and the row names a width. Then a `beam_width` above 1
+    means beam search. Otherwise `best_of`, or `n` where it is absent, is the number of samples (`n` of them are
+    returned, all are computed); 1 means a single sequence. Only single sequences have drafts.
+    """
+
+    configured: RequestDecoding = RequestDecoding()
+    recorded: bool = True
+
+    def of(self, row: TraceRequest) -> RequestDecoding:
+        """The decoding of one request."""
+        if not self.recorded or not states_width(row):
+            return self.configured
+        if row.beam_width is not None and row.beam_width > 1:
+            return RequestDecoding(row.beam_width, Decoding.beam)
+        samples = row.best_of or row.n or 1
+        if samples > 1:
+            return RequestDecoding(samples, Decoding.sample)
+        sampled = self.configured.mode is Decoding.sample
+        speculation = self.configured.speculation
+        return RequestDecoding(1, Decoding.sample if sampled else Decoding.greedy, speculation)
+
+    def uniform(self, trace: Trace) -> bool:
+        """Whether all requests are decoded as configured."""
+        return all(self.of(row) == self.configured for row in trace.requests)
+
+    def noted(self, trace: Trace) -> Trace:
+        """The trace with a note on what became of the widths that its rows name; unchanged where no row names one."""
+        found = Counter(self.of(row) for row in trace.requests if states_width(row))
+        if not found:
+            return trace
+        if not self.recorded:
+            sentence = f"widths of {found.total():,} requests replaced: every request has the configured one"
+            return trace.changed(trace.requests, sentence)
+        parts = (f"{count:,} {_WORDS[each.mode].format(each.width)}" for each, count in found.items())
+        return trace.changed(trace.requests, "widths as recorded: " + ", ".join(parts))
+
+
+def states_width(row: TraceRequest) -> bool:
+    """Whether the row names a width of its own."""
+    return (row.n, row.best_of, row.beam_width) != (None, None, None)
+
+
+def trace_decoding_of(config: RunConfig) -> TraceDecoding:
+    """How the configuration has the trace's requests decoded."""
+    return TraceDecoding(_configured(config), config.workload.widths is Widths.recorded)
+
+
+def _configured(config: RunConfig) -> RequestDecoding:
+    decoding = config.decoding
+    if decoding.beam_width > 1:
+        return RequestDecoding(decoding.beam_width, Decoding.beam)
+    sampled = decoding.mode is DecodingMode.sample
+    speculation = None
+    if decoding.draft_tokens:
+        speculation = Speculation(decoding.draft_tokens, decoding.draft_place)
+    return RequestDecoding(
+        decoding.n if sampled else 1, Decoding.sample if sampled else Decoding.greedy, speculation
+    )
