@@ -1,14 +1,4 @@
-"""The command line. Each command is one module with `add`, which describes its flags, and `run`.
+"""The command line. Most commands are one module with `add`, which describes its options, and `run`.
 
-Nothing here imports Hydra, torch or pandas at start. Each command imports what it needs.
+Nothing here imports Hydra, torch or pandas at start. Each command imports what it needs inside its functions.
 """
-
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class Rooms:
-    """Names of modules, imported only by the command that needs them."""
-
-    point: str = "harness.point"  # run_point, check_point, point_identity
-    report: str = "harness.report"  # write_report, verdict_lines, ReportError

@@ -1,10 +1,10 @@
 """Entry point: parse the command line, run the command, turn every error into a message and an exit code.
 
-Flags and overrides (`key=value`) may stand in any order. A command that takes overrides sets `takes_overrides=True` as
-a default of its parser.
+Options and overrides (`key=value`) may stand in any order. A command that takes overrides sets `takes_overrides=True`
+as a default of its parser.
 
-Exit codes: 0 everything is done, 1 some points failed or the disk did, 2 the user's input was wrong, 130 stopped with
-Ctrl-C. 130 is the shell's code for it, so that a script can tell it from a failure.
+Exit codes: 0 everything is done, 1 some points failed or the disk failed, 2 the user's input was wrong, 130 stopped
+with Ctrl-C. 130 is the shell's own code for Ctrl-C, so a script can tell it from a failure.
 """
 
 import argparse
@@ -14,39 +14,21 @@ import tempfile
 import traceback
 from collections.abc import Sequence
 from types import ModuleType
+from typing import TYPE_CHECKING
 
-from harness.cli import Rooms
 from harness.config.errors import UserError
 from harness.console import Arguments, OutputError, remark
 
-COMMANDS: tuple[str, ...] = ("trace", "serve", "bench", "gate", "calibrate", "capacity")
-"""Names of the commands, in the order of `--help`."""
+if TYPE_CHECKING:
+    from harness.cli.report import ReportFunctions
+    from harness.cli.sweep import PointFunctions
 
-
-def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Let every command describe itself."""
-    for command in _commands().values():
-        command.add(commands)
-
-
-def run_command(arguments: "Arguments") -> int:
-    """Run the command; returns its exit code."""
-    code: int = _commands()[arguments.command].run(arguments)
-    return code
-
-
-def _commands() -> "dict[str, ModuleType]":
-    """The modules of the commands, in the order of `--help`. They import nothing heavy."""
-    from harness.cli import bench, calibrate, capacity, gate, serve, trace
-
-    modules = (trace, serve, bench, gate, calibrate, capacity)
-    return dict(zip(COMMANDS, modules, strict=True))
-
-
+FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 130
+_OUR_PACKAGES = ("harness", "engine", "traces", "paged_kernels")
 _OVERRIDES = """\
 An override is key=value; `show` prints every key, `show --groups` every option of every group.
 A list makes a sweep: cache.block_size=8,16,32 or range(8,33,8). Choose a group's option with cache=contiguous_max,
-a ready-made experiment with experiment=NAME. Without any list `sweep` runs the default experiment.
+a prepared experiment with experiment=NAME. Without any list `sweep` runs the default experiment.
 Exit codes: 0 all points are done, 1 some failed, 2 the input was wrong, 130 stopped
 with Ctrl-C or SIGTERM (repeat to go on)."""
 
@@ -56,11 +38,11 @@ example:
 
 
 def parse_arguments(words: Sequence[str]) -> Arguments:
-    """Sort the words of a command line.
+    """Split a command line into command, options and overrides.
 
     Raises:
-        UserError: a word is neither a flag nor an override.
-        SystemExit: after `--help` (0), or when a flag is used wrongly (2).
+        UserError: a word is neither an option nor an override.
+        SystemExit: after `--help` (0), or when an option is used wrongly (2).
     """
     flags, rest = build_parser().parse_known_args(list(words))
     takes_overrides = flags.command in ("run", "sweep", "show") or getattr(flags, "takes_overrides", False)
@@ -98,8 +80,23 @@ def build_parser() -> argparse.ArgumentParser:
     )
     status = _add(commands, "status", "say what a store has done, and what is left", "status [FOLDER]", "")
     _add_store(status)
-    add_commands(commands)
+    for command in _command_modules().values():
+        command.add(commands)
     return parser
+
+
+def _command_modules() -> dict[str, ModuleType]:
+    """The commands that have a module with `add` and `run`, in the order of `--help`. None imports anything heavy."""
+    from harness.cli import bench, calibrate, capacity, gate, serve, trace
+
+    return {
+        "trace": trace,
+        "serve": serve,
+        "bench": bench,
+        "gate": gate,
+        "calibrate": calibrate,
+        "capacity": capacity,
+    }
 
 
 def _add(
@@ -146,27 +143,29 @@ def _refusal(word: str, command: str, takes_overrides: bool) -> str:
     return f"'{command}' does not take '{word}'; see: python -m harness {command} --help"
 
 
-_OURS = ("harness", "engine", "traces", "paged_kernels")
-FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 130
-
-
-def main(words: Sequence[str] | None = None, rooms: Rooms | None = None) -> int:
+def main(
+    words: Sequence[str] | None = None,
+    *,
+    point: "PointFunctions | None" = None,
+    report: "ReportFunctions | None" = None,
+) -> int:
     """Run a command line and return its exit code.
 
     Args:
-        words: without the program's name; None takes those of this process.
-        rooms: the modules that do the work; None takes our own.
+        words: the command line without the program's name; None takes that of this process.
+        point: plans and runs the points of a sweep; None takes `harness.point`.
+        report: writes reports; None takes `harness.report`.
     """
     try:
         arguments = parse_arguments(sys.argv[1:] if words is None else words)
-        return _command(arguments, rooms or Rooms())
+        return _run(arguments, point, report)
     except UserError as error:
         remark(f"error: {error}")
         return WRONG_INPUT
     except KeyboardInterrupt:
         remark("interrupted")
         return INTERRUPTED
-    except BrokenPipeError:  # the reader of our output is gone, e.g. `| head`
+    except BrokenPipeError:  # the program that reads our output has ended, e.g. `| head`
         _drop_output()
         return FAILED
     except OutputError as error:
@@ -177,38 +176,39 @@ def main(words: Sequence[str] | None = None, rooms: Rooms | None = None) -> int:
         return _fault(error)
 
 
-def _command(arguments: Arguments, rooms: Rooms) -> int:
-    """Import and run the command. Its module is imported here, so that `--help` stays instant."""
+def _run(arguments: Arguments, point: "PointFunctions | None", report: "ReportFunctions | None") -> int:
+    """Import and run the command. The import stands here, so that `--help` stays fast."""
     if arguments.command in ("run", "sweep"):
         from harness.cli.sweep import sweep_command
 
-        return sweep_command(arguments, rooms or Rooms())
+        return sweep_command(arguments, point, report)
     if arguments.command == "show":
         from harness.cli.show import show_command
 
         return show_command(arguments)
-    if arguments.command in COMMANDS:
-        return run_command(arguments)
-    from harness.cli.report import report_command, status_command
+    if arguments.command in ("report", "status"):
+        from harness.cli.report import report_command, status_command
 
-    if arguments.command == "report":
-        return report_command(arguments, rooms.report)
-    return status_command(arguments)
+        return (
+            status_command(arguments) if arguments.command == "status" else report_command(arguments, report)
+        )
+    code: int = _command_modules()[arguments.command].run(arguments)
+    return code
 
 
 def _drop_output() -> None:
-    """What is left in the buffer has nowhere to go; Python would complain about it at exit."""
+    """Discard the buffered output. Nobody can read it, and Python would complain about it at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fault(error: Exception) -> int:
-    """A store that cannot be written says so itself; anything else is a bug, whose traceback goes to a file."""
+    """Report a full or broken store, or a missing package. Any other error is a bug; its traceback goes to a file."""
     from harness.store.errors import StoreError
 
     if isinstance(error, StoreError):
         remark(f"error: {error}\nPoints that were committed before are kept.")
         return FAILED
-    if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] not in _OURS:
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] not in _OUR_PACKAGES:
         remark(
             f"error: the package '{error.name}' is not installed for {sys.executable}; set up with 'make setup'"
         )
@@ -217,6 +217,6 @@ def _fault(error: Exception) -> int:
         traceback.print_exception(error, file=file)
     remark(
         f"internal error: {type(error).__name__}: {error}\n"
-        f"This is a bug in PageTwin, not a mistake of yours. Its traceback is in {file.name}"
+        f"This is a bug in PageTwin, not a mistake of yours. The traceback is in {file.name}"
     )
     return FAILED

@@ -1,11 +1,10 @@
 """`report` and `status`, and the end of every sweep: summary, report, verdict, failures, exit code."""
 
-import importlib
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from harness.config.checks import NO_KERNELS, check_kernels
 from harness.config.errors import UserError
@@ -18,12 +17,16 @@ from harness.store.reading import StoreContent, read_store, write_summary
 from harness.sweep.execute import Outcome
 
 INTERRUPTED = 130
+RESULTS = Path("results")
 
 
-class ReportModel(Protocol):
-    """What is asked of `harness.report` (a module; plots and tables, so slow to import)."""
+class ReportFunctions(Protocol):
+    """The functions of `harness.report` that a command calls. A test passes a module or an object of its own."""
 
-    ReportError: type[Exception]
+    @property
+    def ReportError(self) -> type[Exception]:  # noqa: N802 - the name of the class in the package
+        """Raised by the two functions where there is nothing to report on."""
+        ...
 
     def write_report(
         self, store_root: Path, *, out: Path | None = None, additions: Sequence[Any] = ()
@@ -32,12 +35,15 @@ class ReportModel(Protocol):
         ...
 
     def verdict_lines(self, store_root: Path) -> Sequence[str]:
-        """How far apart prediction and measurement are, in a few lines."""
+        """The difference between prediction and measurement, in a few lines."""
         ...
 
 
-def finish(out: Path, manifest: Manifest, outcome: Outcome, report: str) -> int:
-    """Say what became of a sweep and leave summary and report behind; returns the exit code."""
+def finish(out: Path, manifest: Manifest, outcome: Outcome, report: ReportFunctions | None = None) -> int:
+    """Write summary and report of a sweep and print its outcome; returns the exit code.
+
+    `report` takes the place of `harness.report`.
+    """
     total = len(manifest.points)
     if outcome.interrupted:
         _say_failures(outcome)
@@ -54,8 +60,8 @@ def finish(out: Path, manifest: Manifest, outcome: Outcome, report: str) -> int:
     return 0 if written and not outcome.failed else 1
 
 
-def _reported(out: Path, manifest: Manifest, report: str) -> bool:
-    """Report, and say so where that is impossible: the points cost more than their report."""
+def _reported(out: Path, manifest: Manifest, report: ReportFunctions | None) -> bool:
+    """Write the report; returns whether that was possible. The points are kept in any case."""
     try:
         _report(out, manifest, report)
     except UserError as error:
@@ -68,30 +74,41 @@ def _reported(out: Path, manifest: Manifest, report: str) -> bool:
 def write_report(
     out: Path,
     manifest: Manifest | None,
-    report: str,
+    report: ReportFunctions | None = None,
     target: Path | None = None,
     kernels: Path | None = None,
 ) -> Path:
-    """Rebuild summary and report of a store from its records, print the verdict, and note both in the manifest.
+    """Write summary and report of a store again, print the verdict, and note both in the manifest.
 
-    `kernels` is a run of `bench kernels` that gets a section; None where there is none.
+    Args:
+        out: the store.
+        manifest: what the store was last asked for; None reports on all its records.
+        report: takes the place of `harness.report`, which is slow to import.
+        target: folder of the report; None takes the store's own.
+        kernels: a run of `bench kernels` that gets a section; None leaves it out.
 
     Raises:
         UserError: there is nothing to report on.
     """
-    model = cast(ReportModel, importlib.import_module(report))
+    report = report or _report_functions()
     content = read_store(out)
     asked = [point.fingerprint for point in manifest.points] if manifest else list(content.records)
     write_summary(out, [content.records[name] for name in asked if name in content.records])
     try:
-        path = model.write_report(out, out=target, additions=_additions(kernels))
-        verdict = model.verdict_lines(out)
-    except model.ReportError as error:
+        path = report.write_report(out, out=target, additions=_additions(kernels))
+        verdict = report.verdict_lines(out)
+    except report.ReportError as error:
         raise UserError(str(error)) from error
     if manifest is not None and path.is_relative_to(out):
         write_manifest(out, with_report(manifest, out, path, verdict))
     _say_report(path, verdict)
     return path
+
+
+def _report_functions() -> ReportFunctions:
+    from harness import report
+
+    return report
 
 
 def _additions(kernels: Path | None) -> list[Any]:
@@ -101,17 +118,17 @@ def _additions(kernels: Path | None) -> list[Any]:
 
     make = kernel_section(kernels)
 
-    def told(study: Any) -> Any:
+    def with_warnings_printed(study: Any) -> Any:
         added = make(study)
         for line in added.warnings:
             remark(f"warning: {line}")
         return added
 
-    return [told]
+    return [with_warnings_printed]
 
 
-def _report(out: Path, manifest: Manifest, report: str) -> None:
-    """Write the report, unless the one that is there was written from exactly these points and kernels."""
+def _report(out: Path, manifest: Manifest, report: ReportFunctions | None) -> None:
+    """Write the report, unless the existing one was written from exactly these points and kernels."""
     known, kernels = known_manifest(out), kernels_of(out, manifest)
     if known is not None and known.report and same_sweep(known, manifest):
         path = out / known.report
@@ -122,7 +139,7 @@ def _report(out: Path, manifest: Manifest, report: str) -> None:
 
 
 def kernels_of(out: Path, manifest: Manifest | None) -> Path | None:
-    """The run of `bench kernels` for a sweep's report: the one that the sweep named, or the one beside its results."""
+    """The run of `bench kernels` for a sweep's report: the one that the sweep names, or the one beside its results."""
     from harness.cost.timings import found_run
 
     key = "report.kernels"
@@ -134,7 +151,7 @@ def kernels_of(out: Path, manifest: Manifest | None) -> Path | None:
 
 
 def known_manifest(out: Path) -> Manifest | None:
-    """What the store was last asked for; None where it does not say or cannot be read, as a new one replaces it."""
+    """The store's manifest. None where it is missing or cannot be read, since a new one will replace it."""
     try:
         return read_manifest(out)
     except ForeignFileError:
@@ -142,7 +159,7 @@ def known_manifest(out: Path) -> Manifest | None:
 
 
 def same_sweep(known: Manifest | None, manifest: Manifest) -> bool:
-    """Whether the store was last asked for just this, whatever was reported on it."""
+    """Whether two manifests ask for the same sweep. Their reports and verdicts may differ."""
     return known is not None and replace(known, report=None, verdict=()) == manifest
 
 
@@ -164,11 +181,8 @@ def _say_failures(outcome: Outcome) -> None:
         say(f"  {failed.label}: {failed.error}\n    traceback: {failed.file}")
 
 
-RESULTS = Path("results")
-
-
-def report_command(arguments: Arguments, report: str) -> int:
-    """Write the report of a store again, from its records."""
+def report_command(arguments: Arguments, report: ReportFunctions | None = None) -> int:
+    """Write the report of a store again, from its records. `report` takes the place of `harness.report`."""
     root = _store(arguments.flags.store)
     target = Path(arguments.flags.out) if arguments.flags.out else None
     manifest = _manifest(root)
@@ -177,7 +191,7 @@ def report_command(arguments: Arguments, report: str) -> int:
 
 
 def _kernels(named: str | None, root: Path, manifest: Manifest | None) -> Path | None:
-    """The run of `bench kernels` that gets a section: the one named now, else as the sweep itself would have it."""
+    """The run of `bench kernels` that gets a section: the one named here, or else the one of the sweep."""
     if named is None:
         return kernels_of(root, manifest)
     errors = list(check_kernels("report.kernels", named))
@@ -187,7 +201,7 @@ def _kernels(named: str | None, root: Path, manifest: Manifest | None) -> Path |
 
 
 def status_command(arguments: Arguments) -> int:
-    """Say what a store has done, what failed and where that is written, and what is left."""
+    """Print which points of a store are done, which failed and where the traceback is, and which are left."""
     root = _store(arguments.flags.store)
     manifest, content = _manifest(root), read_store(root)
     for problem in content.problems:
@@ -226,7 +240,7 @@ def _has_failed(name: str, content: StoreContent) -> bool:
 
 
 def _store(named: str | None) -> Path:
-    """The store that was named, or the newest one, saying which."""
+    """The named store, or the newest one under `results/`, whose name is then printed."""
     if named is not None:
         root = Path(named)
         if not Layout(root).points.is_dir() and not Layout(root).manifest.exists():

@@ -1,9 +1,8 @@
 """`run` and `sweep`: plan, execute, commit, report.
 
-SIGTERM and SIGHUP stop a sweep as Ctrl-C does: finished points are kept, and the user is told how to continue.
+SIGTERM and SIGHUP stop a sweep as Ctrl-C does: finished points are kept, and a message says how to continue.
 """
 
-import importlib
 import shlex
 import signal
 import threading
@@ -11,9 +10,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Protocol
 
-from harness.cli import Rooms
-from harness.cli.report import INTERRUPTED, finish, known_manifest, same_sweep
+from harness.cli.report import INTERRUPTED, ReportFunctions, finish, known_manifest, same_sweep
 from harness.config.errors import ConfigError, UserError
 from harness.console import Arguments, counted, numbered, planning, remark, say
 from harness.store.atomic import check_writable, exclusive, remove_leftovers
@@ -21,17 +20,34 @@ from harness.store.commit import Layout
 from harness.store.errors import StoreError
 from harness.store.manifest import Manifest, SweepPoint, write_manifest
 from harness.store.reading import StoreContent, read_store
-from harness.sweep.execute import Outcome, execute
-from harness.sweep.plan import Plan, PlannedPoint, SweepRequest, make_plan, run_request, sweep_request
+from harness.sweep.execute import Outcome, PointRunner, execute
+from harness.sweep.plan import (
+    PlannedPoint,
+    PointChecks,
+    SweepPlan,
+    SweepRequest,
+    plan_sweep,
+    run_request,
+    sweep_request,
+)
 
 _STOPPING = (signal.SIGTERM, signal.SIGHUP)
 
 
+class PointFunctions(PointChecks, Protocol):
+    """The functions of `harness.point` that a sweep calls. A test passes a module or an object of its own."""
+
+    @property
+    def run_point(self) -> PointRunner:
+        """Runs one point; a function at the top level of a module, since worker processes import it."""
+        ...
+
+
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """Turn the signals into KeyboardInterrupt inside the block; one that is ignored (nohup) stays ignored."""
+    """Turn SIGTERM and SIGHUP into KeyboardInterrupt inside the block. An ignored signal (nohup) stays ignored."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # Python handles signals in the main thread alone
+        yield  # Python handles signals only in the main thread
         return
     before = {name: signal.getsignal(name) for name in _STOPPING}
     caught = [name for name, handler in before.items() if handler is not signal.SIG_IGN]
@@ -48,39 +64,52 @@ def _stop(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def sweep_command(arguments: Arguments, rooms: Rooms) -> int:
-    """Run what the command line asks for and is not done yet; returns the exit code."""
-    request = _request(arguments)
-    plan = make_plan(request, importlib.import_module(rooms.point), progress=planning)
-    _announce(plan)
+def sweep_command(
+    arguments: Arguments, point: PointFunctions | None = None, report: ReportFunctions | None = None
+) -> int:
+    """Run the points of the command line that are not done yet, and write the report; returns the exit code.
+
+    `point` and `report` take the place of `harness.point` and `harness.report`, which are imported only when needed.
+    """
+    request, point = _request(arguments), point or _point_functions()
+    sweep = plan_sweep(request, point, progress=planning)
+    _announce(sweep)
     if arguments.flags.dry_run:
-        content = _read(plan.out)
-        return _dry_run(plan, _left(plan, content, arguments), content)
-    with stoppable(), _held(plan.out):
-        return _run(plan, arguments, rooms)
+        content = _read(sweep.out)
+        return _dry_run(sweep, _left(sweep, content, arguments), content)
+    with stoppable(), _locked(sweep.out):
+        return _run(sweep, arguments, point, report)
 
 
-def _run(plan: Plan, arguments: Arguments, rooms: Rooms) -> int:
-    """Execute what is left and report; the store is ours alone meanwhile."""
-    manifest, known = _manifest(plan, arguments), known_manifest(plan.out)
-    todo = _left(plan, _read(plan.out), arguments)
+def _point_functions() -> PointFunctions:
+    from harness import point
+
+    return point
+
+
+def _run(
+    sweep: SweepPlan, arguments: Arguments, point: PointFunctions, report: ReportFunctions | None
+) -> int:
+    """Execute the points that are left and report. The caller holds the lock of the store."""
+    manifest, known = _manifest(sweep, arguments), known_manifest(sweep.out)
+    todo = _left(sweep, _read(sweep.out), arguments)
     if todo or not same_sweep(known, manifest):
-        _open_store(plan.out, manifest)
+        _open_store(sweep.out, manifest)
     if not todo:
-        say(f"nothing left to do: all {len(plan.points)} points are in {plan.out}")
-        return _finish(plan, manifest, Outcome(len(plan.points), (), interrupted=False), rooms)
+        say(f"nothing left to do: all {len(sweep.points)} points are in {sweep.out}")
+        return _finish(sweep, manifest, Outcome(len(sweep.points), (), interrupted=False), report)
     try:
-        outcome = execute(plan, todo, runner=f"{rooms.point}:run_point")
+        outcome = execute(sweep, todo, runner=point.run_point)
     finally:
-        remove_leftovers(plan.out)
-    return _finish(plan, manifest, outcome, rooms)
+        remove_leftovers(sweep.out)
+    return _finish(sweep, manifest, outcome, report)
 
 
-def _finish(plan: Plan, manifest: Manifest, outcome: Outcome, rooms: Rooms) -> int:
+def _finish(sweep: SweepPlan, manifest: Manifest, outcome: Outcome, report: ReportFunctions | None) -> int:
     try:
-        return finish(plan.out, manifest, outcome, rooms.report)
+        return finish(sweep.out, manifest, outcome, report)
     except KeyboardInterrupt:
-        remark(f"stopped while the report was written; the points are kept in {plan.out}.")
+        remark(f"stopped while the report was written; the points are kept in {sweep.out}.")
         remark(f"Go on with the same command: {manifest.command}")
         return INTERRUPTED
 
@@ -92,15 +121,15 @@ def _read(out: Path) -> StoreContent:
     return content
 
 
-def _left(plan: Plan, content: StoreContent, arguments: Arguments) -> list[PlannedPoint]:
-    """The points without a whole record; with `--force`, all."""
+def _left(sweep: SweepPlan, content: StoreContent, arguments: Arguments) -> list[PlannedPoint]:
+    """The points without a complete record; with `--force`, all points."""
     done = set() if arguments.flags.force else content.records.keys()
-    return [planned for planned in plan.points if planned.fingerprint not in done]
+    return [planned for planned in sweep.points if planned.fingerprint not in done]
 
 
 @contextmanager
-def _held(out: Path) -> Iterator[None]:
-    """The results folder, made if need be, and held against other sweeps."""
+def _locked(out: Path) -> Iterator[None]:
+    """Create the results folder if needed, and lock it against other sweeps inside the block."""
     with ExitStack() as stack:
         try:
             stack.enter_context(exclusive(out))
@@ -120,43 +149,43 @@ def _request(arguments: Arguments) -> SweepRequest:
     return request
 
 
-def _announce(plan: Plan) -> None:
-    if plan.experiment is not None:
-        remark(f"experiment {plan.experiment}: {' '.join(plan.overrides)}")
-    if plan.same:
-        label, other = plan.same[0]
+def _announce(sweep: SweepPlan) -> None:
+    if sweep.experiment is not None:
+        remark(f"experiment {sweep.experiment}: {' '.join(sweep.overrides)}")
+    if sweep.same:
+        label, other = sweep.same[0]
         why = "a value was given twice" if label == other else "a setting does not apply there"
         remark(
-            f"{counted(len(plan.same), 'combination')} the same run as another, because {why} "
+            f"{counted(len(sweep.same), 'combination')} the same run as another, because {why} "
             f"(e.g. {label} = {other}); each run is done once"
         )
-    if plan.idle:
-        remark(f"without effect beside the other settings: {', '.join(plan.idle)}")
+    if sweep.idle:
+        remark(f"without effect beside the other settings: {', '.join(sweep.idle)}")
 
 
-def _dry_run(plan: Plan, todo: list[PlannedPoint], content: StoreContent) -> int:
+def _dry_run(sweep: SweepPlan, todo: list[PlannedPoint], content: StoreContent) -> int:
     left = {planned.fingerprint for planned in todo}
-    for planned in plan.points:
+    for planned in sweep.points:
         state = "todo" if planned.fingerprint in left else "done"
         if planned.fingerprint in content.failures and state == "todo":
             state = "failed before"
         say(f"{planned.fingerprint[:12]}  {state:<13}  {planned.label}")
-    say(f"{numbered(len(plan.points), 'point')}, {len(todo)} to run, results in {plan.out}")
+    say(f"{numbered(len(sweep.points), 'point')}, {len(todo)} to run, results in {sweep.out}")
     return 0
 
 
-def _manifest(plan: Plan, arguments: Arguments) -> Manifest:
+def _manifest(sweep: SweepPlan, arguments: Arguments) -> Manifest:
     words = [arguments.command, *arguments.overrides]
     return Manifest(
-        name=plan.name,
+        name=sweep.name,
         command=f"python -m harness {shlex.join(words)}",
-        overrides=plan.overrides,
-        points=tuple(SweepPoint(point.fingerprint, point.varying) for point in plan.points),
+        overrides=sweep.overrides,
+        points=tuple(SweepPoint(point.fingerprint, point.varying) for point in sweep.points),
     )
 
 
 def _open_store(out: Path, manifest: Manifest) -> None:
-    """Prove that the folder can be written before any point costs time, and say in it what is asked for."""
+    """Check that the folder can be written before any point costs time, and write the manifest into it."""
     try:
         check_writable(out)
         check_writable(Layout(out).points)

@@ -1,1 +1,1 @@
-"""A sweep: overrides become planned points, and planned points become committed records."""
+"""A sweep. `plan` turns overrides into planned points; `execute` turns planned points into committed records."""

@@ -1,7 +1,7 @@
 """Planning: overrides become points. Every point is composed, checked and named before any point runs.
 
-If any point is invalid, nothing runs: `PlanError` lists all of them, grouped by what is wrong. The fingerprint of a
-point is a hash of all that its result depends on.
+If any point is invalid, nothing runs: `SweepPlanError` lists all of them, grouped by reason. The fingerprint of a point
+is a hash of everything that its result depends on.
 """
 
 import hashlib
@@ -24,17 +24,36 @@ from harness.config.overrides import MOST_POINTS, Axis, Setting, parse_overrides
 from harness.config.schema import RunConfig
 from harness.store.commit import SCHEMA
 
+DEFAULT_EXPERIMENT = "default"
+DEFAULT_LABEL = "the default point"
+
+# Settings of a whole sweep: where it is written, how it runs and what it reports. All its points share them.
+FIXED = ("name", "out", "workers", "report.kernels")
+# Settings that do not belong in a point's label.
+UNLABELLED = (*FIXED, "cost.cache_dir", "cost.recalibrate", "cost.kernels", "replay.compiled")
+# Settings that do not change a point's result.
+_NOT_IDENTITY = (
+    *("name", "out", "workers", "report", "trace.path"),
+    *("cost.cache_dir", "cost.kernels", "replay.compiled"),
+)
+_FINGERPRINT_BYTES = 16
+_TOO_LARGE = (
+    "does not fit the memory: lower workload.num_requests, workload.num_prefixes or cache.pool_tokens"
+)
+
+Settings = tuple[Setting, ...]
+
 
 @dataclass(frozen=True)
 class BadPoint:
-    """A point that cannot run, and every reason."""
+    """A point that cannot run, with every reason."""
 
     label: str
     reasons: tuple[str, ...]
 
 
-class PlanError(UserError):
-    """Nothing was run, because some points cannot run."""
+class SweepPlanError(UserError):
+    """Some points cannot run, so nothing was run."""
 
     def __init__(self, bad: tuple[BadPoint, ...], total: int) -> None:
         self.bad = bad
@@ -55,19 +74,12 @@ class PlanError(UserError):
         return "\n".join(lines)
 
 
-_NOT_IDENTITY = (
-    *("name", "out", "workers", "report", "trace.path"),
-    *("cost.cache_dir", "cost.kernels", "replay.compiled"),
-)
-_BYTES = 16
-
-
 def fingerprint(config: RunConfig, identity: Mapping[str, Any]) -> str:
-    """Hex name of a point (32 digits): its normalised configuration, and what else decides its result.
+    """The identifier of a point (32 hexadecimal digits): a hash of its configuration and of `identity`.
 
     Args:
-        config: validated and normalised. Where it is written, what is reported and how many run at once do not count,
-            nor where a trace or timed kernels lie, since the digests of their content are part of `identity`.
+        config: validated and normalised. Four things do not count: the output folder, the report settings, the number
+            of workers, and the paths of traces and timed kernels. `identity` holds the digests of their content.
         identity: trace digest, code version, device and cost model, from `harness.point.point_identity`.
     """
     content = asdict(config)
@@ -78,21 +90,12 @@ def fingerprint(config: RunConfig, identity: Mapping[str, Any]) -> str:
         if content[section][key] is not None:
             content[section][key] = str(Path(content[section][key]).resolve())
     text = json.dumps([SCHEMA, content, identity], sort_keys=True, default=str)
-    return hashlib.blake2b(text.encode(), digest_size=_BYTES).hexdigest()
-
-
-DEFAULT = "default"
-# say where and how a sweep runs and is reported, so they are the same for all its points
-FIXED = ("name", "out", "workers", "report.kernels")
-UNNAMED = (  # of no interest in the name of a point
-    *FIXED,
-    *("cost.cache_dir", "cost.recalibrate", "cost.kernels", "replay.compiled"),
-)
+    return hashlib.blake2b(text.encode(), digest_size=_FINGERPRINT_BYTES).hexdigest()
 
 
 @dataclass(frozen=True)
 class SweepRequest:
-    """Axes in the order that varies the last one fastest, and the experiment that some of them come from."""
+    """The axes of a sweep, the last one varying fastest, and the experiment that some of them come from."""
 
     axes: tuple[Axis, ...]
     experiment: str | None
@@ -104,19 +107,19 @@ class SweepRequest:
 
 
 def sweep_request(overrides: Sequence[str]) -> SweepRequest:
-    """What `sweep` is asked for; without an axis and without `experiment=...` that is the default sweep.
+    """The request of the command `sweep`. Without an axis and without `experiment=...` it is the default sweep.
 
     Raises:
-        UserError: an override cannot be used; all of them are listed.
+        UserError: lists every override that cannot be used.
     """
     request = run_request(overrides)
     if request.experiment is None and not request.varying:
-        return _merge(DEFAULT, request.axes)
+        return _merge(DEFAULT_EXPERIMENT, request.axes)
     return request
 
 
 def run_request(overrides: Sequence[str]) -> SweepRequest:
-    """What `run` and `show` are asked for: nothing is added to the user's words but the experiment they name."""
+    """The request of the commands `run` and `show`: the user's overrides, and those of the experiment they name."""
     axes = parse_overrides(overrides)
     named = next((axis for axis in axes if axis.key == EXPERIMENTS), None)
     own = [axis for axis in axes if axis is not named]
@@ -128,7 +131,7 @@ def run_request(overrides: Sequence[str]) -> SweepRequest:
 
 
 def experiment_overrides(name: str) -> list[str]:
-    """The overrides that an experiment stands for: a YAML list in `conf/experiment/<name>.yaml`."""
+    """The overrides of an experiment, read from the YAML list in `conf/experiment/<name>.yaml`."""
     content = yaml.safe_load(option_file(EXPERIMENTS, name).read_text(encoding="utf-8"))
     if not isinstance(content, list) or not all(isinstance(item, str) for item in content):
         raise UserError(
@@ -138,7 +141,7 @@ def experiment_overrides(name: str) -> list[str]:
 
 
 def _merge(experiment: str, own: Iterable[Axis]) -> SweepRequest:
-    """The user's words replace the experiment's where both speak of the same key."""
+    """The experiment's axes. The user's own axis replaces one with the same key."""
     axes = {axis.key: axis for axis in parse_overrides(experiment_overrides(experiment))}
     axes.update({axis.key: axis for axis in own})
     return SweepRequest(tuple(axes.values()), experiment)
@@ -153,67 +156,60 @@ def _chosen(axis: Axis) -> str:
     return names[0]
 
 
-Settings = tuple[Setting, ...]
-DEFAULTS = "the default point"
-_TOO_LARGE = (
-    "does not fit the memory: lower workload.num_requests, workload.num_prefixes or cache.pool_tokens"
-)
-
-
-class PointModel(Protocol):
-    """What planning asks of `harness.point` (a module; tests hand in their own)."""
+class PointChecks(Protocol):
+    """The functions of `harness.point` that planning calls. A test passes an object of its own."""
 
     def check_point(self, config: RunConfig) -> None:
-        """Raise ConfigError if the point cannot run although every setting is allowed."""
+        """Raise ConfigError if the point cannot run although each setting alone is valid."""
         ...
 
     def point_identity(self, config: RunConfig) -> Mapping[str, Any]:
-        """What the result depends on beside the configuration."""
+        """What the result depends on in addition to the configuration."""
         ...
 
 
 @dataclass(frozen=True)
 class PlannedPoint:
-    """One point that will run unless its record is there already."""
+    """One point of a sweep. It runs unless the store already holds its record."""
 
     fingerprint: str
-    overrides: tuple[str, ...]  # all of the point's settings that were asked for
-    varying: tuple[str, ...]  # those that tell it from the sweep's other points
+    overrides: tuple[str, ...]  # all settings that the request gives this point
+    varying: tuple[str, ...]  # those of them that differ between the points of the sweep
     config: RunConfig
-    idle: frozenset[str] = frozenset()  # keys of settings that mean nothing beside the others
+    idle: frozenset[str] = frozenset()  # keys of settings that have no effect together with the others
 
     @property
     def label(self) -> str:
-        """The point's name for a person."""
-        return " ".join(self.varying) or DEFAULTS
+        """The point's name for people."""
+        return " ".join(self.varying) or DEFAULT_LABEL
 
 
 @dataclass(frozen=True)
-class Plan:
-    """All points of a request, each once."""
+class SweepPlan:
+    """All points of a sweep, each once, with the folder and the number of workers."""
 
     name: str
     out: Path
     workers: int
     experiment: str | None
-    overrides: tuple[str, ...]  # as asked, the experiment's included
+    overrides: tuple[str, ...]  # as requested, with those of the experiment
     points: tuple[PlannedPoint, ...]
-    same: tuple[tuple[str, str], ...]  # (label, label of the point that it is the same as)
-    idle: tuple[str, ...] = ()  # overrides that mean nothing at any point
+    same: tuple[tuple[str, str], ...]  # (label of a duplicate, label of the point that is kept)
+    idle: tuple[str, ...] = ()  # overrides that have no effect at any point
 
 
-def make_plan(
-    request: SweepRequest, model: PointModel, *, progress: Callable[[int, int], None] | None = None
-) -> Plan:
-    """Plan a request.
+def plan_sweep(
+    request: SweepRequest, checks: PointChecks, *, progress: Callable[[int, int], None] | None = None
+) -> SweepPlan:
+    """Compose, check and name every point of a request.
 
     Args:
         request: the axes.
-        model: checks and identifies points.
-        progress: told (points planned, points in all).
+        checks: checks and identifies points; `harness.point` in normal use.
+        progress: called with (points planned, points in total).
 
     Raises:
-        PlanError: lists every point that cannot run.
+        SweepPlanError: lists every point that cannot run.
     """
     _check_size(request)
     combinations = list(product(*(axis.settings for axis in request.axes)))
@@ -222,7 +218,7 @@ def make_plan(
     bad: list[BadPoint] = []
     for number, settings in enumerate(combinations, start=1):
         varying = _varying(settings, request)
-        point = _plan_point(settings, varying, model)
+        point = _plan_point(settings, varying, checks)
         if isinstance(point, BadPoint):
             bad.append(point)
         elif points.setdefault(point.fingerprint, point) is not point:
@@ -230,8 +226,8 @@ def make_plan(
         if progress is not None:
             progress(number, len(combinations))
     if bad:
-        raise PlanError(tuple(bad), len(combinations))
-    return _plan(request, tuple(points.values()), tuple(same))
+        raise SweepPlanError(tuple(bad), len(combinations))
+    return _sweep_plan(request, tuple(points.values()), tuple(same))
 
 
 def _check_size(request: SweepRequest) -> None:
@@ -242,15 +238,15 @@ def _check_size(request: SweepRequest) -> None:
         )
 
 
-def _plan_point(settings: Settings, varying: Settings, model: PointModel) -> PlannedPoint | BadPoint:
+def _plan_point(settings: Settings, varying: Settings, checks: PointChecks) -> PlannedPoint | BadPoint:
     try:
         asked = compose_config(settings)
         errors = check_config(asked)
         if errors:
             return BadPoint(_label(varying), tuple(map(str, errors)))
         config = normalise(asked)
-        model.check_point(config)
-        name = fingerprint(config, model.point_identity(config))
+        checks.check_point(config)
+        name = fingerprint(config, checks.point_identity(config))
     except ConfigError as error:
         return BadPoint(_label(varying), (str(error),))
     except MemoryError:
@@ -261,13 +257,13 @@ def _plan_point(settings: Settings, varying: Settings, model: PointModel) -> Pla
 
 
 def _varying(settings: Settings, request: SweepRequest) -> Settings:
-    """The settings that are not the same everywhere; of a single point, all of them."""
-    keys = request.varying or tuple(axis.key for axis in request.axes if axis.key not in UNNAMED)
+    """The settings that differ between points. A single point gets all its settings."""
+    keys = request.varying or tuple(axis.key for axis in request.axes if axis.key not in UNLABELLED)
     return tuple(setting for setting in settings if setting.key in keys)
 
 
 def _applies(item: Setting, asked: RunConfig, normal: RunConfig) -> bool:
-    """Whether a setting was left as it is by normalisation: it has a meaning at this point."""
+    """Whether a setting has an effect at this point: normalisation left its value unchanged."""
     if item.is_group:
         return True
     found, kept = value_of(asked, item.key), value_of(normal, item.key)
@@ -275,14 +271,16 @@ def _applies(item: Setting, asked: RunConfig, normal: RunConfig) -> bool:
 
 
 def _label(settings: Settings) -> str:
-    return " ".join(item.text for item in settings) or DEFAULTS
+    return " ".join(item.text for item in settings) or DEFAULT_LABEL
 
 
-def _plan(request: SweepRequest, points: tuple[PlannedPoint, ...], same: tuple[tuple[str, str], ...]) -> Plan:
+def _sweep_plan(
+    request: SweepRequest, points: tuple[PlannedPoint, ...], same: tuple[tuple[str, str], ...]
+) -> SweepPlan:
     config = points[0].config
     if len({point.config.out for point in points}) > 1:
         raise ConfigError("out", "differs between the points; a sweep has one results folder")
-    return Plan(
+    return SweepPlan(
         name=config.name,
         out=Path(config.out),
         workers=config.workers,

@@ -1,4 +1,4 @@
-"""What a user sees while points run: a live line on a terminal, one line for each point everywhere else."""
+"""Progress of a sweep: one live line on a terminal, one line for each point everywhere else."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,24 +20,23 @@ from rich.table import Column
 
 from harness.sweep.plan import PlannedPoint
 
+_LEAST_COLUMNS_FOR_BAR = 60  # a narrower terminal gets no bar
+
 
 @dataclass(frozen=True)
 class Failed:
-    """A point that did not finish: the last line of what went wrong, and the file with all of it."""
+    """A point that did not finish: its error in one line, and the file that holds the traceback."""
 
     label: str
     error: str
     file: Path
 
 
-_ROOM_FOR_A_BAR = 60  # columns of a terminal
-
-
 class Reporter(Protocol):
-    """Is told what happens to the points of a sweep."""
+    """Receives the events of a sweep."""
 
     def starts(self, point: PlannedPoint) -> None:
-        """A point begins in this process."""
+        """A point starts in this process."""
         ...
 
     def request(self, phase: str, done: int, total: int) -> None:
@@ -51,7 +50,7 @@ class Reporter(Protocol):
 
 @contextmanager
 def reporting(total: int, done: int, console: Console) -> Iterator[Reporter]:
-    """A reporter for `total` points of which `done` were there already."""
+    """A reporter for `total` points, of which `done` were finished by earlier runs."""
     if not console.is_terminal:
         yield PlainReporter(total, done, console)
         return
@@ -60,10 +59,10 @@ def reporting(total: int, done: int, console: Console) -> Iterator[Reporter]:
 
 
 def _columns(width: int) -> tuple[ProgressColumn, ...]:
-    """Counts and time left always show; the bar goes on a narrow terminal, and the description is cut as it must."""
+    """The columns of the live line: counts and time left always, the bar where it fits, the description cut to fit."""
     rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")
     return (
-        *([TextColumn("points"), BarColumn(bar_width=20)] if width >= _ROOM_FOR_A_BAR else []),
+        *([TextColumn("points"), BarColumn(bar_width=20)] if width >= _LEAST_COLUMNS_FOR_BAR else []),
         MofNCompleteColumn(table_column=Column(no_wrap=True)),
         TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True)),
         TextColumn("{task.description}", table_column=rest),
@@ -88,23 +87,23 @@ class LiveReporter:
         self._bar.update(self._task, description=f"{done}/{total} requests, {phase}  {self._label}")
 
     def ends(self, point: PlannedPoint, failed: Failed | None) -> None:
-        """Advance; a failure is printed above the bar."""
+        """Advance the count. A failure is printed above the live line."""
         if failed is not None:
             self._bar.console.print(f"[red]failed[/red]  {escape(point.label)}: {escape(failed.error)}")
         self._bar.update(self._task, advance=1)
 
 
 class PlainReporter:
-    """One line a point, for logs."""
+    """One line for each point, for logs."""
 
     def __init__(self, total: int, done: int, console: Console) -> None:
         self._total, self._done, self._console = total, done, console
 
     def starts(self, point: PlannedPoint) -> None:
-        """Nothing: the line comes when the point ends."""
+        """Print nothing. The line is printed when the point ends."""
 
     def request(self, phase: str, done: int, total: int) -> None:
-        """Nothing: a log is no place for a count that changes."""
+        """Print nothing. A log does not show a changing count."""
 
     def ends(self, point: PlannedPoint, failed: Failed | None) -> None:
         """Print the point's line."""

@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
-SCRIPT = "import sys; from harness.cli.main import main; from harness.cli import Rooms; \
-sys.exit(main(sys.argv[1:], Rooms('fake_point', 'fake_point')))"
+SCRIPT = "import sys; import fake_point; from harness.cli.main import main; \
+sys.exit(main(sys.argv[1:], point=fake_point, report=fake_point))"
 POINTS = 24
 
 

@@ -13,9 +13,9 @@ SUPPORT = Path(__file__).resolve().parents[1] / "support"
 SCRIPT = """
 import json, sys
 from harness.cli.main import main
-from harness.cli.rooms import Rooms
+import fake_point
 try:
-    code = main(sys.argv[1:], Rooms(report="fake_point"))
+    code = main(sys.argv[1:], report=fake_point)
 except SystemExit as stop:
     code = stop.code
 print(json.dumps([code, sorted(sys.modules)]))

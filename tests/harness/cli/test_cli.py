@@ -6,15 +6,14 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import fake_point
 import pytest
 from fake_point import ReportError
 
-from harness.cli import Rooms
 from harness.cli.main import main
 from harness.store import atomic
 from harness.store.atomic import exclusive
 
-FAKE = Rooms("fake_point", "fake_point")
 Cli = Callable[..., tuple[int, str, str]]
 
 
@@ -24,7 +23,7 @@ def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
     monkeypatch.chdir(tmp_path)
 
     def run(*words: str) -> tuple[int, str, str]:
-        code = main(words, FAKE)
+        code = main(words, point=fake_point, report=fake_point)
         out, err = capfd.readouterr()
         assert "Traceback" not in out + err
         return code, out, err

@@ -17,8 +17,6 @@ from harness.sweep.execute import Outcome, execute
 from harness.sweep.plan import SweepPlan, plan_sweep, sweep_request
 from harness.sweep.progress import reporting
 
-RUNNER = "fake_point:run_point"
-
 
 @pytest.fixture
 def plan(tmp_path: Path) -> Callable[..., SweepPlan]:
@@ -34,7 +32,7 @@ def plan(tmp_path: Path) -> Callable[..., SweepPlan]:
 def run(plan: SweepPlan) -> tuple[Outcome, str]:
     """Execute all points of a plan, logging to a string."""
     text = io.StringIO()
-    outcome = execute(plan, plan.points, runner=RUNNER, console=Console(file=text, width=200))
+    outcome = execute(plan, plan.points, runner=fake_point.run_point, console=Console(file=text, width=200))
     return outcome, text.getvalue()
 
 
@@ -93,7 +91,7 @@ def test_an_interrupt_does_not_wait_for_workers(plan: Callable[..., SweepPlan]) 
         return len(line)
 
     text.write = interrupt_soon  # type: ignore[method-assign]
-    outcome = execute(sweep, sweep.points, runner=RUNNER, console=console)
+    outcome = execute(sweep, sweep.points, runner=fake_point.run_point, console=console)
     assert outcome.interrupted
     assert outcome.done < 100  # of 400: the workers stopped in the middle
 
