@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 _WIDTH_IN, _HEIGHT_IN = 3.4, 2.5
 _FAR = 3.0  # a panel ends at so many times the bound: what is far beyond says no more
+_LABELS = {"rate": "request rate (requests/s)", "pool": "pool (KV tokens)", "block": "block size (tokens)"}
+_STEADY = 10  # mean latencies that the arrivals should span
+_FOLDER = Path(__file__).parent
 
 
 def draw(trials: Sequence[Trial], slo: Slo, answer: Answer, axis: str) -> "Figure":
@@ -52,9 +55,6 @@ def _panel(panel: "Axes", trials: Sequence[Trial], goal: Goal, answer: Answer, a
     panel.legend(loc="best", fontsize=6)
 
 
-_LABELS = {"rate": "request rate (requests/s)", "pool": "pool (KV tokens)", "block": "block size (tokens)"}
-
-
 def _place(trial: Trial, axis: str) -> float:
     if axis == "rate":
         return float(trial.rate or 0.0)
@@ -69,10 +69,6 @@ def _median_line(found: Sequence[tuple[float, float, bool]]) -> tuple[list[float
         by_place.setdefault(place, []).append(value)
     places = [place for place, values in by_place.items() if len(values) > 1] or list(by_place)
     return places, [median(by_place[place]) for place in places]
-
-
-_STEADY = 10  # mean latencies that the arrivals should span
-_FOLDER = Path(__file__).parent
 
 
 @dataclass(frozen=True)

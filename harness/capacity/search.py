@@ -14,6 +14,8 @@ from harness.config.errors import UserError
 from harness.workload.shapes import pool_shape
 
 Meets = Callable[[float], bool]
+LOWEST_RATE, HIGHEST_RATE = 1e-3, 1e6
+Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +88,6 @@ def estimate(values: Sequence[float], confidence: float = 0.95) -> Estimate:
     spread = float(np.std(values, ddof=1)) / len(values) ** 0.5
     half = float(t.ppf((1 + confidence) / 2, len(values) - 1)) * spread
     return Estimate(mean, mean - half, mean + half, tuple(values))
-
-
-LOWEST_RATE, HIGHEST_RATE = 1e-3, 1e6
-Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ from harness.workload.simulate import simulate_metrics
 from harness.workload.workload import build_workload
 
 _GOAL = re.compile(r"\s*(\w+)\s*(<=|>=|<|>)\s*([-+.\deE]+)\s*")
+DROPPED = "dropped"
+"""Beside the outcomes: requests that never entered; the user or the reader left them out, so they break no goal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +76,6 @@ def _like(name: str) -> str:
 def met(slo: Slo, metrics: Mapping[str, float]) -> bool:
     """Whether a run meets every goal."""
     return all(goal.holds(metrics) for goal in slo)
-
-
-DROPPED = "dropped"
-"""Beside the outcomes: requests that never entered; the user or the reader left them out, so they break no goal."""
 
 
 @dataclass(frozen=True)

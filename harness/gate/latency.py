@@ -32,6 +32,10 @@ _SLOWDOWNS = {
     0x40: "thermal (hardware)",
 }
 _HARMLESS = 0x4  # a power cap is how a full load runs on many devices: reported, no reason to doubt a ratio
+Round = Callable[[], float]  # seconds per call
+FEWEST, MOST, STEP = 30, 150, 20
+PRECISE = 0.02  # stop when the bounds of the ratio's median are no further apart than this
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -65,12 +69,6 @@ def clock_state(index: int = 0) -> ClockState:
     except pynvml.NVMLError:  # an old driver, or a virtual device that hides its clocks
         return ClockState()
     return ClockState(sm, memory, tuple(name for bit, name in _SLOWDOWNS.items() if mask & bit))
-
-
-Round = Callable[[], float]  # seconds per call
-
-FEWEST, MOST, STEP = 30, 150, 20
-PRECISE = 0.02  # stop when the bounds of the ratio's median are no further apart than this
 
 
 def interleaved(kernel: Round, yardsticks: Mapping[str, Round]) -> dict[str, list[float]]:
@@ -142,9 +140,6 @@ def fresh_or_stale(record: Measured) -> LayerResult | None:
     reason = f"stale: the record is of kernels {record.kernels}, this tree's are {kernel_digest()}; time them again"
     finding = Finding("latency", Verdict.inconclusive, reason)
     return LayerResult("latency", (finding,), str(record.made_on["device"]), record.remarks)
-
-
-Say = Callable[[str], None]
 
 
 def measure_on_gpu(say: Say = lambda line: None) -> Measured:

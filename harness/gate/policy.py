@@ -31,6 +31,12 @@ if TYPE_CHECKING:
 
 
 LOOP_TURNS = 800
+LOAD_BLOCK_SIZE = 16
+ROWS, HEADS, KV_HEADS, DIM, CONTEXT, BLOCK_SIZE = 8, 16, 4, 64, 512, 16
+ROUNDS, MOST_ROUNDS = 20, 80
+SETTLED = 1 / 6  # bounds of a ratio so close are close enough
+Work = Callable[[], object]
+ATTENTION = "CPU attention: decode over paged KV"
 
 
 class _Item:
@@ -63,9 +69,6 @@ def reference_loop() -> int:
             free.extend(sorted(index, key=lambda block: index[block].name))
             index.clear()
     return total
-
-
-LOAD_BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True)
@@ -130,9 +133,6 @@ def _half(width: int, step: int) -> list[int]:
     return [2 * (place // 2) + step % 2 for place in range(width)]
 
 
-ROWS, HEADS, KV_HEADS, DIM, CONTEXT, BLOCK_SIZE = 8, 16, 4, 64, 512, 16
-
-
 @dataclass(frozen=True)
 class _Inputs:
     q: "torch.Tensor"
@@ -190,15 +190,6 @@ def _gather_and_attend(inputs: _Inputs) -> Callable[[], object]:
         return scaled_dot_product_attention(q, k, v)
 
     return run
-
-
-ROUNDS, MOST_ROUNDS = 20, 80
-SETTLED = 1 / 6  # bounds of a ratio so close are close enough
-
-Work = Callable[[], object]
-
-
-ATTENTION = "CPU attention: decode over paged KV"
 
 
 def case_names() -> list[str]:

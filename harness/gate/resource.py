@@ -26,6 +26,12 @@ if TYPE_CHECKING:
 
 
 _INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(?P<opcode>[A-Z][A-Z0-9_.]*)")
+_BUFFER = re.compile(
+    r"local_alloc : \(\) -> !ttg\.memdesc<(?P<depth>\d+)x(?P<keys>\d+)x(?P<width>\d+)x[^>]*mutable>"
+)
+_USAGE = re.compile(r"REG:(?P<registers>\d+) STACK:(?P<stack>\d+)")
+SHARED_LIMIT_BYTES = {80: 166_912, 90: 232_448}  # one program's; the compiler itself does not check it
+_UNCOMPILED = "error"  # the key under which a case keeps the compiler's refusal
 
 
 @dataclass(frozen=True)
@@ -65,12 +71,6 @@ def _opcodes(lines: Iterable[str]) -> Iterable[str]:
         match = _INSTRUCTION.match(line)
         if match:
             yield match["opcode"]
-
-
-_BUFFER = re.compile(
-    r"local_alloc : \(\) -> !ttg\.memdesc<(?P<depth>\d+)x(?P<keys>\d+)x(?P<width>\d+)x[^>]*mutable>"
-)
-_USAGE = re.compile(r"REG:(?P<registers>\d+) STACK:(?P<stack>\d+)")
 
 
 @dataclass(frozen=True)
@@ -165,9 +165,6 @@ def _tool(name: str, *words: str) -> str:
     return done.stdout
 
 
-SHARED_LIMIT_BYTES = {80: 166_912, 90: 232_448}  # one program's; the compiler itself does not check it
-
-
 def judge_one(case: str, capability: int, now: Resources, before: Resources, more: float) -> Finding:
     """Compare one compiled kernel with its baseline; its instructions may grow by the share `more`."""
     wrong = [*broken(capability, now), *worse(now, before, more)]
@@ -202,9 +199,6 @@ def worse(now: Resources, before: Resources, more: float) -> Iterator[str]:
         yield f"pipeline depth {before.depth} → {now.depth}"
     if before.hgmma and not now.hgmma:
         yield f"warp-group matrix instructions {before.hgmma} → 0"
-
-
-_UNCOMPILED = "error"  # the key under which a case keeps the compiler's refusal
 
 
 def case_names() -> list[str]:

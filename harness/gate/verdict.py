@@ -9,6 +9,13 @@ from enum import StrEnum
 
 from harness.gate import LAYERS
 
+SHOWN = 40  # findings of a layer that a page lists; the rest are counted
+_SCOPE = {
+    "resource": "what the compiler makes of each kernel; nothing was timed",
+    "latency": "kernels on a GPU, as ratios to yardsticks of the same rounds",
+    "policy": "block manager, scheduler and CPU attention, as ratios to loops of the same process",
+}
+
 
 class Verdict(StrEnum):
     """Of a case, a layer or the whole gate. `inconclusive` is no pass: it says that nobody can know from this run."""
@@ -55,15 +62,6 @@ class LayerResult:
 def gravest(verdicts: Iterable[Verdict]) -> Verdict:
     """The verdict of several together; of none it is inconclusive."""
     return max(verdicts, key=_GRAVITY.index, default=Verdict.inconclusive)
-
-
-SHOWN = 40  # findings of a layer that a page lists; the rest are counted
-
-_SCOPE = {
-    "resource": "what the compiler makes of each kernel; nothing was timed",
-    "latency": "kernels on a GPU, as ratios to yardsticks of the same rounds",
-    "policy": "block manager, scheduler and CPU attention, as ratios to loops of the same process",
-}
 
 
 def lines(results: Sequence[LayerResult]) -> Iterator[str]:

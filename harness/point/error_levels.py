@@ -23,6 +23,10 @@ from harness.replay.virtual_time import to_ns, to_s
 from harness.workload.simulate import replay_recording
 from harness.workload.workload import Workload
 
+ATTRIBUTED = ("step_mean", "output_throughput", "tpot_mean", "e2e_mean", "ttft_p50", "queue_mean")
+LEVELS = ("kernel", "rest_of_step", "divergence")
+_COMPOSITION = ("rows", "decode_rows", "query_tokens", "admitted", "preempted")
+
 
 def error_levels(
     workload: Workload,
@@ -83,11 +87,6 @@ def _counts(workload: Workload, runs: Sequence[MeasuredRun]) -> dict[str, Any]:
         if first is not None:
             return {"identical": False, "steps": steps, "first_difference": f"run {number}, step {first}"}
     return {"identical": True, "steps": steps, "first_difference": None}
-
-
-ATTRIBUTED = ("step_mean", "output_throughput", "tpot_mean", "e2e_mean", "ttft_p50", "queue_mean")
-LEVELS = ("kernel", "rest_of_step", "divergence")
-_COMPOSITION = ("rows", "decode_rows", "query_tokens", "admitted", "preempted")
 
 
 def attribution(

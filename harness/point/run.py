@@ -26,6 +26,11 @@ if TYPE_CHECKING:
     from harness.replay.recorder import MeasuredRun
 
 
+Progress = Callable[[str, int, int], None]
+# In this process: `cost.recalibrate` asks for one new calibration, not one per point.
+_RECALIBRATED: set[str] = set()
+
+
 def point_identity(config: RunConfig) -> dict[str, str]:
     """Digest of the trace, version of the code, and, where it matters, the device and the cost model's device."""
     from harness.calibrate.store import calibration_fingerprint
@@ -49,9 +54,6 @@ def point_identity(config: RunConfig) -> dict[str, str]:
         identity |= {"device": device_identity(config.engine.device), "clock": str(clock_of(config))}
         identity["engine"] = " ".join(engine_kernels(config.engine))
     return identity
-
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -184,10 +186,6 @@ def _cost(config: RunConfig, progress: Progress | None) -> CostModel:
         _RECALIBRATED.add(_calibration_key(config))
         calibrate(config, stage)
     return cost_model(config)
-
-
-# In this process: `cost.recalibrate` asks for one new calibration, not one per point.
-_RECALIBRATED: set[str] = set()
 
 
 def _calibration_key(config: RunConfig) -> str:

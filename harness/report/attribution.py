@@ -15,6 +15,8 @@ LEVELS = {
     "rest_of_step": "price of the rest",
     "divergence": "other schedules",
 }
+_SUB = ("", "spread", "share")
+VALIDATED = ("output_throughput", "tpot_mean", "ttft_p50")
 
 
 def attribution_table(records: Sequence[Record]) -> Table | None:
@@ -30,9 +32,6 @@ def attribution_table(records: Sequence[Record]) -> Table | None:
     groups = [("", 1), *((title, 3) for title in LEVELS.values()), ("", 1)]
     title = "Error by level (signed, they add up), its spread over repeated runs, and its share; medians over points"
     return Table(head, rows, title=title, groups=groups)
-
-
-_SUB = ("", "spread", "share")
 
 
 def _cells(name: str, points: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -75,9 +74,6 @@ def validation_table(records: Sequence[Record]) -> Table | None:
     head = ["model", "held-out workload", *names]
     title = "Free-running error on held-out workloads, and the spread of repeats"
     return Table(head, list(rows), words=2, title=title) if rows else None
-
-
-VALIDATED = ("output_throughput", "tpot_mean", "ttft_p50")
 
 
 def _validation_cells(errors: Mapping[str, Mapping[str, float]]) -> list[str]:

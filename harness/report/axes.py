@@ -29,6 +29,7 @@ LABELS: Mapping[str, str] = {
     "decoding.beam_width": "beam width",
     "decoding.n": "parallel samples",
 }
+VALUES = ("analytic", "simulated", "measured", "low", "high", "spread", "error")
 
 
 @dataclass(frozen=True)
@@ -160,9 +161,6 @@ def _order(value: Value) -> tuple[int, float, str]:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return (2 if value is None else 1, 0.0, str(value))
     return (0, float(value), "")
-
-
-VALUES = ("analytic", "simulated", "measured", "low", "high", "spread", "error")
 
 
 def comparison_table(

@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
 
+_FOLDER = Path(__file__).parent
+Pictures = Mapping[str, Picture]
+Svgs = Mapping[str, bytes]
+
+
 @dataclass(frozen=True)
 class Addition:
     """One more section; `warnings` stand above everything else in it, as loud as a failed point.
@@ -39,12 +44,6 @@ class Addition:
 
 Adds = Callable[[Study], Addition]
 """Makes the section for a sweep; called where figures can be drawn."""
-
-
-_FOLDER = Path(__file__).parent
-
-Pictures = Mapping[str, Picture]
-Svgs = Mapping[str, bytes]
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
+Record = Mapping[str, Any]
+
+
 class ReportError(ValueError):
     """There is nothing to report on, or the report cannot be written; the message says what to do."""
-
-
-Record = Mapping[str, Any]
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,14 @@ RC: dict[Any, Any] = {
     "svg.fonttype": "none",
     "pdf.fonttype": 42,
 }
+_PROLOGUE = re.compile(r"^.*?(?=<svg\b)", re.DOTALL)
+_METADATA = re.compile(r"\s*<metadata>.*?</metadata>", re.DOTALL)
+_PATH = re.compile(r'\bd="[^"]*"')
+_DIGITS = re.compile(r"(\.\d\d)\d+")  # a hundredth of a point is finer than any screen
+_ID = re.compile(r'\bid="([^"]+)"')
+_USE = re.compile(r'(href="#|url\(#)([^")]+)')
+_SIZE = re.compile(r'(<svg\b[^>]*?)\s+width="[^"]*"', re.DOTALL)
+_HEIGHT = re.compile(r'(<svg\b[^>]*?)\s+height="[^"]*"', re.DOTALL)
 
 
 def new_figure(width_in: float, height_in: float) -> "Figure":
@@ -106,16 +114,6 @@ def pdf_bytes(figure: "Figure") -> bytes:
     with mpl.rc_context(RC):
         figure.savefig(buffer, format="pdf", metadata={"CreationDate": None, "Creator": "PageTwin"})
     return buffer.getvalue()
-
-
-_PROLOGUE = re.compile(r"^.*?(?=<svg\b)", re.DOTALL)
-_METADATA = re.compile(r"\s*<metadata>.*?</metadata>", re.DOTALL)
-_PATH = re.compile(r'\bd="[^"]*"')
-_DIGITS = re.compile(r"(\.\d\d)\d+")  # a hundredth of a point is finer than any screen
-_ID = re.compile(r'\bid="([^"]+)"')
-_USE = re.compile(r'(href="#|url\(#)([^")]+)')
-_SIZE = re.compile(r'(<svg\b[^>]*?)\s+width="[^"]*"', re.DOTALL)
-_HEIGHT = re.compile(r'(<svg\b[^>]*?)\s+height="[^"]*"', re.DOTALL)
 
 
 def inline(svg: bytes, name: str, title: str) -> str:

@@ -11,6 +11,10 @@ from harness.report.axes import POLICY, Axes, policy_of, setting, short_label
 from harness.report.figures.series import axis_scale
 from harness.report.study import Record, Study
 
+_FOLD = 40
+_POINT_METRICS = ("output_throughput", "ttft_p50", "tpot_p50", "internal_share", "sharing_saving")
+_SHORT = {"predicted": "pred.", "measured": "meas.", "error": "error"}
+
 
 @dataclass(frozen=True)
 class Table:
@@ -27,11 +31,6 @@ class Table:
     folded: bool = False
     groups: Sequence[tuple[str, int]] = ()
     last_is_point: bool = False
-
-
-_FOLD = 40
-_POINT_METRICS = ("output_throughput", "ttft_p50", "tpot_p50", "internal_share", "sharing_saving")
-_SHORT = {"predicted": "pred.", "measured": "meas.", "error": "error"}
 
 
 def verdict_table(verdict: Verdict) -> Table:

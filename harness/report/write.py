@@ -22,7 +22,7 @@ _MOST_CURVES = 6
 def write_report(store_root: Path, *, out: Path | None = None, additions: Sequence[Adds] = ()) -> Path:
     """Write the report on a store to `out` (default: the store's folder `report`) and give the page's path.
 
-    `additions` make more sections, from what other rooms know.
+    `additions` make further sections, from what other packages know.
 
     The page needs no other file and no network; `figures/` beside it holds each figure as SVG, as PDF at paper
     column width, and its data as CSV. Equal stores give equal bytes.

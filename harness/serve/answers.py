@@ -24,6 +24,9 @@ from engine.runtime.requests import CompletionOutput, RequestOutput
 from engine.runtime.text import Tokenizer
 
 CLIENT_GONE = 499  # nobody reads the answer; the code that nginx gives this
+Choice = dict[str, Any]
+Answer = TypeVar("Answer")
+Numbered = tuple[int, RequestOutput]
 
 
 class ServeError(Exception):
@@ -56,9 +59,6 @@ def body_of(error: Exception) -> tuple[int, dict[str, Any]]:
     """Status and body of any error."""
     status, kind, param = status_of(error)
     return status, error_body(str(error), status, kind, param)
-
-
-Choice = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -148,10 +148,6 @@ def usage_of(outputs: Sequence[RequestOutput], token_count: Callable[[RequestOut
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sum(output.metrics.cached_tokens for output in outputs)},
     }
-
-
-Answer = TypeVar("Answer")
-Numbered = tuple[int, RequestOutput]
 
 
 async def merged(

@@ -30,6 +30,7 @@ from harness.sweep.plan import PlannedPoint, SweepPlan
 from harness.sweep.progress import Failed, Reporter, reporting
 
 Progress = Callable[[str, int, int], None]  # phase, requests done, requests in total
+Done = tuple[PlannedPoint, Failed | None]
 
 
 class PointResult(Protocol):
@@ -52,9 +53,6 @@ class PointRunner(Protocol):
     def __call__(self, config: RunConfig, *, progress: Progress | None = None) -> PointResult:
         """Run the point. An exception makes it a failed point."""
         ...
-
-
-Done = tuple[PlannedPoint, Failed | None]
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from traces.catalogue import CatalogueEntry, RemoteFile
 
 
+_FAILED = 1
+
+
 def add_ls(actions: "Actions") -> None:
     """Describe `ls`."""
     parser = describe(actions, "ls", "list the embedded generators and the public traces", "ls [--names]")
@@ -54,9 +57,6 @@ def _size(size: int | None) -> str:
     if size is None:
         return ""
     return f"{size / 1e6:,.1f} MB" if size >= 1e5 else f"{size / 1e3:,.0f} kB"
-
-
-_FAILED = 1
 
 
 def add_get(actions: "Actions") -> None:

@@ -14,6 +14,8 @@ from traces.catalogue import CatalogueEntry, catalogue, public_trace
 from traces.synth.generator import GENERATORS
 from traces.trace import Trace
 
+Write = Callable[[Trace, str | Path], None]
+
 
 def cache_folder() -> Path:
     """Where fetched traces lie: $PAGETWIN_TRACES, or `pagetwin/traces` in the user's cache folder."""
@@ -56,9 +58,6 @@ def cached_trace(name: str) -> Path:
     if not is_fetched(entry):
         raise UserError(f"'{name}' is not in {cache_folder()}; fetch it: python -m harness trace get {name}")
     return trace_path(entry)
-
-
-Write = Callable[[Trace, str | Path], None]
 
 
 def _writers() -> dict[str, Write]:

@@ -20,6 +20,23 @@ if TYPE_CHECKING:
     Actions: TypeAlias = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _ARRIVALS = ("even", "poisson", "gamma", "diurnal", "modulated")
+_FLAGS = {
+    "format": "--format",
+    "ticks": "--ticks",
+    "on_error": "--on-error",
+    "seed": "--seed",
+    "limit": "--requests",
+    "num_requests": "--requests",
+    "arrivals": "--arrivals",
+    "rate_rps": "--rate",
+    "requests_per_s": "--rate",
+    "shape": "--shape",
+    "tokenizer": "--tokenizer",
+    "share": "--share",
+    "num_prefixes": "--count",
+    "zipf": "--zipf",
+    "factor": "--lengths",
+}
 
 
 def describe(actions: "Actions", name: str, what: str, usage: str, more: str = "") -> argparse.ArgumentParser:
@@ -117,25 +134,6 @@ def answers(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Name
             raise UserError(_flag_sentence(error.parameter, error.reason)) from error
 
     return guarded
-
-
-_FLAGS = {
-    "format": "--format",
-    "ticks": "--ticks",
-    "on_error": "--on-error",
-    "seed": "--seed",
-    "limit": "--requests",
-    "num_requests": "--requests",
-    "arrivals": "--arrivals",
-    "rate_rps": "--rate",
-    "requests_per_s": "--rate",
-    "shape": "--shape",
-    "tokenizer": "--tokenizer",
-    "share": "--share",
-    "num_prefixes": "--count",
-    "zipf": "--zipf",
-    "factor": "--lengths",
-}
 
 
 def _flag_sentence(parameter: str, reason: str) -> str:

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from harness.trace.flags import Actions
 
 
+_MODELS = ("system", "few_shot", "tree", "passages")
+
+
 def add_convert(actions: "Actions") -> None:
     """Describe `convert`."""
     parser = describe(
@@ -125,9 +128,6 @@ def run_scale(flags: argparse.Namespace) -> int:
         trace = set_rate(trace, flags.to_rate)
     write_trace(trace, path)
     return 0
-
-
-_MODELS = ("system", "few_shot", "tree", "passages")
 
 
 def add_synth(actions: "Actions") -> None:

@@ -44,6 +44,10 @@ MODELS = {
         max_position=512, dtype="float32",
     ),
 }  # fmt: skip
+WARM_UP, TIMED, PROFILED = 4, 24, 6  # decode steps
+PEER = "transformers_cb"
+REQUESTS, REPEATS, POOL_TOKENS, BLOCK_SIZE = 64, 2, 65_536, 16
+LEAST_PEER_S = 30.0  # a peer is not begun with less left
 
 
 def made_model(spec: ModelSpec, device: str) -> LoadedModel:
@@ -63,9 +67,6 @@ def weight_bytes(model: Any) -> int:
     total = sum(parameter.nbytes for parameter in model.parameters())  # a tied weight is counted once
     inner, outer = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     return int(total if inner is outer else total - inner.nbytes)
-
-
-WARM_UP, TIMED, PROFILED = 4, 24, 6  # decode steps
 
 
 @dataclass(frozen=True)
@@ -202,9 +203,6 @@ def _drain(engine: Engine) -> None:
         engine.step()
 
 
-PEER = "transformers_cb"
-REQUESTS, REPEATS, POOL_TOKENS, BLOCK_SIZE = 64, 2, 65_536, 16
-LEAST_PEER_S = 30.0  # a peer is not begun with less left
 REHEARSED = Load(batches=(1, 4), prompt=12, budget=16)
 
 

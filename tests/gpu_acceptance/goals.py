@@ -4,6 +4,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+LARGE_BYTES = 256e6
+"""Bytes of KV that a call must read for a claim about bandwidth: a smaller one is bound by launches."""
+PAGED_BLOCKS = 16
+"""Claims about bandwidth and paging begin at this block size."""
+DTYPE, GROUPS = "bf16", (1, 4, 8)
+"""Cache type, and query heads per KV head, that such claims are about."""
+LONG_QUERIES = 512
+"""Queries a sequence from which a prefill is bound by arithmetic."""
+GAIN_ROWS, GAIN_SHARED = 16, 8192
+"""Sequences and shared tokens of the case that a cascade's gain is asked for."""
+_SOSP = "Kwon et al., SOSP 2023: kernel 20–26 % slower than on contiguous KV"
+_ORCA = "Kwon et al., SOSP 2023: 2–4× the throughput of reserved memory"
+ERRORS = (
+    ("output_throughput", "throughput", 0.02),
+    ("tpot_mean", "TPOT", 0.02),
+    ("ttft_p50", "median TTFT", 0.05),
+)
+"""Metric, its name in a goal, and how far a prediction may be off, the median over a sweep's points."""
+SWEEPS = (("default", "default sweep"), ("azure", "Azure window"))
+BASELINES = ("contiguous_max", "contiguous_pow2", "contiguous_oracle")
+
 
 class Sense(StrEnum):
     """On which side of the aim a figure must lie."""
@@ -90,19 +111,6 @@ class Judged:
 MOST, LEAST, SHOWN = Sense.most, Sense.least, Sense.shown
 SHARE, RATIO, COUNT = Unit.share, Unit.ratio, Unit.number
 
-LARGE_BYTES = 256e6
-"""Bytes of KV that a call must read for a claim about bandwidth: a smaller one is bound by launches."""
-PAGED_BLOCKS = 16
-"""Claims about bandwidth and paging begin at this block size."""
-DTYPE, GROUPS = "bf16", (1, 4, 8)
-"""Cache type, and query heads per KV head, that such claims are about."""
-LONG_QUERIES = 512
-"""Queries a sequence from which a prefill is bound by arithmetic."""
-GAIN_ROWS, GAIN_SHARED = 16, 8192
-"""Sequences and shared tokens of the case that a cascade's gain is asked for."""
-
-_SOSP = "Kwon et al., SOSP 2023: kernel 20–26 % slower than on contiguous KV"
-_ORCA = "Kwon et al., SOSP 2023: 2–4× the throughput of reserved memory"
 
 _TESTS = Goal("tests", "every kernel test at full size, all dtypes", "tests that fail", MOST, 0, COUNT)
 _KERNELS = (
@@ -133,14 +141,6 @@ _ENGINE = (
         "peer_8b", "beside transformers' continuous batching, 8B", "our rate over theirs", SHOWN, None, RATIO
     ),
 )
-ERRORS = (
-    ("output_throughput", "throughput", 0.02),
-    ("tpot_mean", "TPOT", 0.02),
-    ("ttft_p50", "median TTFT", 0.05),
-)
-"""Metric, its name in a goal, and how far a prediction may be off, the median over a sweep's points."""
-SWEEPS = (("default", "default sweep"), ("azure", "Azure window"))
-BASELINES = ("contiguous_max", "contiguous_pow2", "contiguous_oracle")
 
 
 def _errors() -> tuple[Goal, ...]:

@@ -19,6 +19,8 @@ from harness.metrics.verdict import judge
 from harness.store.reading import Record, read_store
 
 _SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error")
+MODELS = ("1b", "8b")
+OURS, PEER = "pagetwin", "transformers_cb"
 
 
 def test_findings(file: Path) -> Found:
@@ -46,10 +48,6 @@ def memcheck_findings(file: Path) -> Found:
     if not counts:
         return missing(f"{file.name} has no summary: the checker did not finish")
     return Found(sum(counts), f"{len(counts)} processes")
-
-
-MODELS = ("1b", "8b")
-OURS, PEER = "pagetwin", "transformers_cb"
 
 
 def engine_findings(out: Path) -> dict[str, Found]:

@@ -32,6 +32,11 @@ if TYPE_CHECKING:
 
 
 Row = Mapping[str, Any]
+NOISE = 1.02
+"""A choice that is slower than the other by less than this is no mistake."""
+FEWEST = 6  # cases on which three constants can rest
+FLASHINFER, FLEX = "flashinfer", "flex"
+NO_CASE = "no such case was timed"
 
 
 @dataclass(frozen=True)
@@ -82,11 +87,6 @@ def cases_of(run: str, rows: Sequence[Row]) -> Iterator[TimedCase]:
     for row in rows:
         if row["provider"] == OURS:
             yield TimedCase(run, row, times[str(row["name"])])
-
-
-NOISE = 1.02
-"""A choice that is slower than the other by less than this is no mistake."""
-FEWEST = 6  # cases on which three constants can rest
 
 
 @dataclass(frozen=True)
@@ -204,8 +204,6 @@ def proposal(shared: Sequence[TimedCase], cache_bytes: int) -> dict[str, Any] | 
     }
 
 
-FLASHINFER, FLEX = "flashinfer", "flex"
-NO_CASE = "no such case was timed"
 Figure = Callable[[TimedCase], float | None]
 
 

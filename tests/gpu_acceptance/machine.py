@@ -30,6 +30,7 @@ PACKAGES = (  # what the steps import: (module, distribution)
     ),
     ("hypothesis", "hypothesis"),
 )
+GRACE_S = 8.0  # from the asking to the ending: a sweep keeps its points meanwhile
 
 
 def check_packages() -> None:
@@ -90,9 +91,6 @@ def _torch_names() -> tuple[str, ...]:
     import torch
 
     return tuple(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
-
-
-GRACE_S = 8.0  # from the asking to the ending: a sweep keeps its points meanwhile
 
 
 def run_for(

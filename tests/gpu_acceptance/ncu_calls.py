@@ -23,6 +23,20 @@ from harness.store.atomic import write_files
 from paged_kernels import Workspace
 from paged_kernels.providers import Case, Run, UnsupportedCaseError
 
+Watch = Callable[[str], AbstractContextManager[None]]
+VECTOR = "vector"
+WIDE = CaseSpec(batch=32, context=4096)
+NAMED: tuple[tuple[CaseSpec, str], ...] = (
+    *((replace(WIDE, block_size=size), VECTOR) for size in (1, 16, 64, 256)),
+    (replace(WIDE, block_size=64), OURS),
+    (CaseSpec(batch=1, context=32_768), OURS),
+    (replace(WIDE, kv_heads=32), OURS),
+    (CaseSpec(batch=4, context=4096, queries=2048), OURS),
+    (CaseSpec(batch=16, context=8320, shared_prefix=8192), ALWAYS),
+)
+"""The block-size curve, one id a tile, one long sequence, no groups, a prefill, a cascade."""
+TINY = (CaseSpec(batch=2, context=64, heads=4, kv_heads=2, head_dim=16, dtype="fp32"), OURS)
+
 
 def attend(case: Case) -> torch.Tensor:
     """The case's attention; `bench kernels` calls `prepare` instead."""
@@ -50,22 +64,6 @@ def prepare(case: Case) -> Run:
 
 attend.prepare = prepare  # type: ignore[attr-defined]
 attend.capturable = True  # type: ignore[attr-defined]
-
-
-Watch = Callable[[str], AbstractContextManager[None]]
-
-VECTOR = "vector"
-WIDE = CaseSpec(batch=32, context=4096)
-NAMED: tuple[tuple[CaseSpec, str], ...] = (
-    *((replace(WIDE, block_size=size), VECTOR) for size in (1, 16, 64, 256)),
-    (replace(WIDE, block_size=64), OURS),
-    (CaseSpec(batch=1, context=32_768), OURS),
-    (replace(WIDE, kv_heads=32), OURS),
-    (CaseSpec(batch=4, context=4096, queries=2048), OURS),
-    (CaseSpec(batch=16, context=8320, shared_prefix=8192), ALWAYS),
-)
-"""The block-size curve, one id a tile, one long sequence, no groups, a prefill, a cascade."""
-TINY = (CaseSpec(batch=2, context=64, heads=4, kv_heads=2, head_dim=16, dtype="fp32"), OURS)
 
 
 def main(words: Sequence[str] | None = None) -> int:

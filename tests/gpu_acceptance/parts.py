@@ -22,6 +22,61 @@ _BESIDE_CUDA = (
     "/usr/local/cuda/bin",
     "/opt/nvidia/bin",
 )  # where the toolkit's tools lie, often outside the PATH
+PARTS = ("quick", "kernels", "engine", "prediction")
+HARNESS = ("-m", "harness")
+PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu")
+_PYTEST = (
+    "-m",
+    "pytest",
+    "-q",
+    "-m",
+    "gpu",
+    "--continue-on-collection-errors",
+    "tests/paged_kernels",
+    "tests/engine",
+)
+_HARNESS = ("-m", "harness")
+QUICK_CALIBRATION_S = (
+    45  # what it is asked for; its limit leaves room to start the engine and to compile its kernels
+)
+SMALL_TESTS = (
+    "test_decode_at_any_block_size or test_prefill_at_any_block_size or test_heads_before_slots_in_memory "
+    "or test_any_number_of_parts or test_a_cascade_equals_the_whole or test_tokens_are_written_as_torch_writes_them "
+    "or test_copies_of_all_layers_are_simultaneous or test_partial_attentions_merge"
+)
+"""Each of our kernels in some forms: under a checker of memory accesses a test takes many times longer."""
+# torch hands out pieces of large allocations, in which an access beyond a tensor's end hits another tensor and is seen
+# by nobody: without its cache every tensor is an allocation of its own.
+_NO_CACHING = (("PYTORCH_NO_CUDA_MEMORY_CACHING", "1"),)
+_MEMCHECK = ("compute-sanitizer", "--tool", "memcheck", "--target-processes", "all", "--error-exitcode", "99")
+# The device's clocks stay as they are. Sections, whose names outlive versions, and what the block-size curve asks for.
+_NCU = (
+    "ncu",
+    "--clock-control",
+    "none",
+    "--target-processes",
+    "all",
+    "--profile-from-start",
+    "off",
+    "--csv",
+    "--print-units",
+    "base",
+)
+_SECTIONS = ("SpeedOfLight", "MemoryWorkloadAnalysis", "Occupancy", "WarpStateStats", "LaunchStats")
+_METRICS = ",".join((READ, HITS, INSTRUCTIONS))
+VECTOR = "gpu_acceptance.ncu_calls:attend"
+"""Our decode with one way of finding blocks at every block size, so that the curve crosses no second variant."""
+SETS: tuple[tuple[str, str, int], ...] = (  # name, providers, seconds
+    ("decode", "contiguous,sdpa,flashinfer", 150),
+    ("blocks", "contiguous,flashinfer", 35),
+    ("prefill", "sdpa,flashinfer", 50),
+    ("cascade", "cascade,cascade-always", 75),
+    ("flex", "flex", 45),
+)
+LIMITS = {"1b": 230, "8b": 335}
+CALIBRATION_S = 65
+_MODEL = ("model=small_llama", "model.dtype=bfloat16")
+_POLICIES = "cache=paged,contiguous_max,contiguous_pow2,contiguous_oracle"
 
 
 @dataclass(frozen=True)
@@ -85,9 +140,6 @@ class Setting:
     trace: str | None = None
 
 
-PARTS = ("quick", "kernels", "engine", "prediction")
-
-
 def steps_of(part: str, setting: Setting) -> list[Step]:
     """The part's steps, those that others rest on first.
 
@@ -109,10 +161,6 @@ def _builders() -> Mapping[str, Callable[[Setting], list[Step]]]:
         prediction_steps,
     )
     return dict(zip(PARTS, builders, strict=True))
-
-
-HARNESS = ("-m", "harness")
-PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu")
 
 
 def workers() -> tuple[str, ...]:
@@ -146,22 +194,6 @@ def step(
         name_of_tool or None,
         environment,
     )
-
-
-_PYTEST = (
-    "-m",
-    "pytest",
-    "-q",
-    "-m",
-    "gpu",
-    "--continue-on-collection-errors",
-    "tests/paged_kernels",
-    "tests/engine",
-)
-_HARNESS = ("-m", "harness")
-QUICK_CALIBRATION_S = (
-    45  # what it is asked for; its limit leaves room to start the engine and to compile its kernels
-)
 
 
 def quick_steps(out: Path, device: str) -> list[Step]:
@@ -216,44 +248,6 @@ def _quick_step(
     return Step(name, (sys.executable, *command), (sys.executable, *rehearsal), limit_s, answers)
 
 
-SMALL_TESTS = (
-    "test_decode_at_any_block_size or test_prefill_at_any_block_size or test_heads_before_slots_in_memory "
-    "or test_any_number_of_parts or test_a_cascade_equals_the_whole or test_tokens_are_written_as_torch_writes_them "
-    "or test_copies_of_all_layers_are_simultaneous or test_partial_attentions_merge"
-)
-"""Each of our kernels in some forms: under a checker of memory accesses a test takes many times longer."""
-
-# torch hands out pieces of large allocations, in which an access beyond a tensor's end hits another tensor and is seen
-# by nobody: without its cache every tensor is an allocation of its own.
-_NO_CACHING = (("PYTORCH_NO_CUDA_MEMORY_CACHING", "1"),)
-_MEMCHECK = ("compute-sanitizer", "--tool", "memcheck", "--target-processes", "all", "--error-exitcode", "99")
-# The device's clocks stay as they are. Sections, whose names outlive versions, and what the block-size curve asks for.
-_NCU = (
-    "ncu",
-    "--clock-control",
-    "none",
-    "--target-processes",
-    "all",
-    "--profile-from-start",
-    "off",
-    "--csv",
-    "--print-units",
-    "base",
-)
-_SECTIONS = ("SpeedOfLight", "MemoryWorkloadAnalysis", "Occupancy", "WarpStateStats", "LaunchStats")
-_METRICS = ",".join((READ, HITS, INSTRUCTIONS))
-VECTOR = "gpu_acceptance.ncu_calls:attend"
-"""Our decode with one way of finding blocks at every block size, so that the curve crosses no second variant."""
-
-SETS: tuple[tuple[str, str, int], ...] = (  # name, providers, seconds
-    ("decode", "contiguous,sdpa,flashinfer", 150),
-    ("blocks", "contiguous,flashinfer", 35),
-    ("prefill", "sdpa,flashinfer", 50),
-    ("cascade", "cascade,cascade-always", 75),
-    ("flex", "flex", 45),
-)
-
-
 def kernel_steps(setting: Setting) -> list[Step]:
     """Tests, memory checker, the grid in five sets, hardware counters."""
     return [_tests(setting), _memcheck(setting), *_sets(setting), _counters(setting)]
@@ -302,9 +296,6 @@ def _counters(setting: Setting) -> Step:
     )
 
 
-LIMITS = {"1b": 230, "8b": 335}
-
-
 def engine_steps(setting: Setting) -> list[Step]:
     """A step a model: batch 1 to 256, graphs on and off, then the peer on the same weights."""
     return [_model_step(setting, model, limit) for model, limit in LIMITS.items()]
@@ -314,11 +305,6 @@ def _model_step(setting: Setting, model: str, limit: int) -> Step:
     out = ("--out", str(setting.out / f"{model}.json"))
     command = (*program("decoding"), "--model", model, *out, "--seconds", SECONDS)
     return step(model, command, (*program("decoding"), "--model", model, *out, "--dry-run"), limit)
-
-
-CALIBRATION_S = 65
-_MODEL = ("model=small_llama", "model.dtype=bfloat16")
-_POLICIES = "cache=paged,contiguous_max,contiguous_pow2,contiguous_oracle"
 
 
 def prediction_steps(setting: Setting) -> list[Step]:

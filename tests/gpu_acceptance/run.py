@@ -29,6 +29,16 @@ from harness.console import remark, say
 from harness.environment import gpu_names
 
 ENDINGS = (".tar.gz", ".tgz")
+_LAST_LINES = 12  # of a failed step's output that are shown at once
+_LEAST_S = 5.0  # below that a step is not begun
+MINUTES = 9.5  # of a call of ten: starting and packing take the rest
+_MORE = """\
+parts:
+  quick       GPU tests, kernels by every provider, latency gate, calibration, a small sweep
+  kernels     tests, memory checker, the full grid of attention calls, hardware counters
+  engine      decode steps of 1B- and 8B-class models, graphs on and off, beside transformers
+  prediction  predicted against measured, contiguous memory beside paged, a trial of the latency gate
+Exit codes: 0 every step gave an answer, 1 one did not or a test failed, 2 it cannot run here."""
 
 
 def check_archive(file: Path) -> None:
@@ -58,10 +68,6 @@ def _without_leftovers(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
     member.uid = member.gid = 0
     member.uname = member.gname = ""
     return member
-
-
-_LAST_LINES = 12  # of a failed step's output that are shown at once
-_LEAST_S = 5.0  # below that a step is not begun
 
 
 def run_part(flags: argparse.Namespace) -> int:
@@ -187,17 +193,6 @@ def _run_one(step: Step, log: Path, deadline: float) -> Outcome:
     if state == "failed":
         remark("\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LAST_LINES:]))
     return Outcome(step, state, code, time.monotonic() - start)
-
-
-MINUTES = 9.5  # of a call of ten: starting and packing take the rest
-
-_MORE = """\
-parts:
-  quick       GPU tests, kernels by every provider, latency gate, calibration, a small sweep
-  kernels     tests, memory checker, the full grid of attention calls, hardware counters
-  engine      decode steps of 1B- and 8B-class models, graphs on and off, beside transformers
-  prediction  predicted against measured, contiguous memory beside paged, a trial of the latency gate
-Exit codes: 0 every step gave an answer, 1 one did not or a test failed, 2 it cannot run here."""
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -23,7 +23,7 @@ from rich.table import Table
 from engine.core.options import SchedulerLimits
 from engine.runtime.engine import Engine
 from engine.runtime.errors import ModelError
-from engine.runtime.models.load import LoadedModel, load_model, native_attention
+from engine.runtime.models.load import LoadedModel, load_model, original_model
 from engine.runtime.models.spec import ModelSpec
 from engine.runtime.options import EngineOptions
 from engine.runtime.params import OutputKind, SamplingParams
@@ -38,6 +38,7 @@ Outputs = list[list[int]]
 Serve = Callable[[Sequence[BenchRequest]], Outputs]
 
 MAX_TOKENS, MAX_RUNNING, MAX_LEN = 512, 64, 1024
+OURS = "pagetwin"
 
 
 class PeerError(Exception):
@@ -51,7 +52,7 @@ def ours(loaded: LoadedModel, *, block_size: int, pool_tokens: int) -> tuple[Ser
         pool_tokens=pool_tokens,
         prefix_caching=False,
         audit="off",
-        limits=SchedulerLimits(MAX_TOKENS, MAX_RUNNING, min(MAX_LEN, loaded.max_position)),
+        limits=SchedulerLimits(MAX_TOKENS, MAX_RUNNING, max_model_len=min(MAX_LEN, loaded.max_position)),
     )
     engine = Engine(loaded, options)
 
@@ -74,7 +75,7 @@ def transformers_one_by_one(loaded: LoadedModel) -> Serve:
     """`model.generate()`, request after request, with the attention that the model came with."""
 
     def serve(requests: Sequence[BenchRequest]) -> Outputs:
-        with native_attention(loaded) as model:
+        with original_model(loaded) as model:
             return [_generated(model, request) for request in requests]
 
     return serve
@@ -108,7 +109,7 @@ def transformers_cb(loaded: LoadedModel, *, block_size: int, pool_tokens: int) -
             num_blocks=pool_tokens // max(4, block_size),
             max_batch_tokens=MAX_TOKENS,
         )
-        with native_attention(loaded) as model:
+        with original_model(loaded) as model:
             done = _continuous(model, requests, config, batching)
         for request, output in zip(requests, done, strict=True):
             if output.error or len(output.generated_tokens) != request.output_tokens:
@@ -144,7 +145,7 @@ def vllm_offline(loaded: LoadedModel, *, block_size: int) -> Serve:
     vllm = import_module("vllm")
 
     folder = TemporaryDirectory(prefix="pagetwin-vllm-")
-    with native_attention(loaded) as model:
+    with original_model(loaded) as model:
         model.save_pretrained(folder.name)
     engine = vllm.LLM(
         folder.name,
@@ -171,9 +172,6 @@ def vllm_offline(loaded: LoadedModel, *, block_size: int) -> Serve:
         return [list(output.outputs[0].token_ids) for output in outputs]
 
     return serve
-
-
-OURS = "pagetwin"
 
 
 @dataclass

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from harness.config.errors import UserError
 
 PEERS = ("transformers", "transformers_cb", "vllm")
+PROMPT = (32, 512)  # tokens, uniform
+OUTPUT = (16, 128)
 
 
 def chosen_peers(text: str) -> tuple[str, ...]:
@@ -15,10 +17,6 @@ def chosen_peers(text: str) -> tuple[str, ...]:
         if name not in PEERS:
             raise UserError(f"--peers: there is no peer {name!r}; choose of {', '.join(PEERS)}")
     return names
-
-
-PROMPT = (32, 512)  # tokens, uniform
-OUTPUT = (16, 128)
 
 
 @dataclass(frozen=True)

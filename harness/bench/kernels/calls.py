@@ -23,7 +23,7 @@ from paged_kernels.providers import Case, Provider, Run, UnsupportedCaseError, f
 if TYPE_CHECKING:
     import torch
 
-    from engine.runtime.attention.plans import StepLayout
+    from engine.runtime.attention.metadata import StepLayout
     from engine.runtime.kv_pool import KVPool
 
 
@@ -35,6 +35,8 @@ MOST_CALLS = 200
 HEAD_START_CYCLES = 2_000_000  # about a millisecond: what the host needs to queue a round
 
 _elapsed_s = 0.0
+LARGE = {"cuda": 2**30, "cpu": 2**27}  # bytes of a buffer: well past any cache
+SIDE = {"cuda": 8192, "cpu": 512}  # of the square matrices
 
 
 def seconds() -> float:
@@ -200,10 +202,6 @@ def checked_runs(
     return runs, verify(runs[0](), wanted, provider.name, cases[0])
 
 
-LARGE = {"cuda": 2**30, "cpu": 2**27}  # bytes of a buffer: well past any cache
-SIDE = {"cuda": 8192, "cpu": 512}  # of the square matrices
-
-
 @dataclass(frozen=True)
 class Ceiling:
     """One call that does nothing but move `moved_bytes` (read and written) or multiply (`flops`)."""
@@ -287,15 +285,15 @@ class Native:
 
     def prepare(self, case: Case) -> Run:
         """The engine's own plan of the step; chunks are torch's, as in the engine."""
-        from engine.runtime.attention.plans import NativePlan, serves
+        from engine.runtime.attention.metadata import NativeMetadata, native_supports
 
         if not case.decode:
             raise UnsupportedCaseError(f"{case.name} is no decode; the engine runs chunks by torch ('paged')")
-        if not serves(case.q, case.key_cache, case.value_cache, case.scoring):
+        if not native_supports(case.q, case.key_cache, case.value_cache, case.scoring):
             raise UnsupportedCaseError(f"{case.name} is not what the compiled kernel computes")
         token_bytes = case.key_cache[0, 0].nbytes + case.value_cache[0, 0].nbytes
         pool = cast("KVPool", _Pool(case.block_size, case.device, token_bytes))
-        plan = NativePlan(_layout(case), pool, Workspace())
+        plan = NativeMetadata(_layout(case), pool, Workspace())
         out = case.q.new_empty(*case.q.shape[:2], case.value_cache.shape[3])
         run = partial(plan.attend, case.q, case.key_cache, case.value_cache, case.scoring, out)
 
@@ -308,7 +306,7 @@ class Native:
 
 def _layout(case: Case) -> "StepLayout":
     """The batch as the engine lays it out: unused table entries are the null block."""
-    from engine.runtime.attention.plans import StepLayout
+    from engine.runtime.attention.metadata import StepLayout
 
     lengths = np.array(case.lengths, dtype=np.int64)
     table = case.block_table.numpy().astype(np.int64)

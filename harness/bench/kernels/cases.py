@@ -15,6 +15,32 @@ from harness.config.errors import UserError
 
 DTYPES = ("bf16", "fp16", "fp32", "fp8_e4m3", "fp8_e5m2")
 LAYOUTS = ("NHD", "HND")
+MOST_KV_BYTES = 4.4e9
+"""Of one call: with the copies that other providers lay out it takes a few times as much."""
+MOST_SCORES = 2**29
+"""Queries x keys x heads of one sequence: the float64 reference of a prefill holds some of such matrices at once."""
+HEADS = ((32, 32), (32, 8), (64, 8))
+"""Query and KV heads: groups of 1, 4 and 8."""
+CONTEXTS = (1024, 4096, 16_384, 32_768, 131_072)
+OWN_TOKENS = 128
+"""Of each sequence behind a shared prefix."""
+BEAM_TOKENS = 32
+"""The same of a beam, most of whose text is shared."""
+_BF16: Mapping[str, Sequence[Any]] = {"block_size": [16], "head_dim": [128], "dtype": ["bf16"]}
+Axes = Mapping[str, Sequence[Any]]
+MHA, GQA, MQA = (32, 32), (32, 8), (32, 1)
+_AXES: tuple[tuple[str, str, str, str], ...] = (  # option, field, kind, what it is
+    ("batch", "batch", "int", "sequences"),
+    ("context", "context", "int", "cached tokens per sequence, the queries' own included"),
+    ("block-size", "block_size", "int", "tokens per block"),
+    ("heads", "heads", "heads", "query/key heads, e.g. 32/8,32/32"),
+    ("head-dim", "head_dim", "int", "width of a head"),
+    ("dtype", "dtype", "str", "bf16, fp16, fp32, fp8_e4m3, fp8_e5m2"),
+    ("ragged", "ragged", "bool", "no, yes or both: lengths from half to one and a half of the context"),
+    ("prefix", "shared_prefix", "int", "leading tokens that all sequences share, in whole blocks"),
+    ("queries", "queries", "int", "query tokens per sequence; 1 is a decode"),
+    ("layout", "layout", "str", "NHD, HND"),
+)
 
 
 @dataclass(frozen=True)
@@ -120,20 +146,6 @@ def _case(values: dict[str, Any]) -> CaseSpec:
     return CaseSpec(heads=heads, kv_heads=kv_heads, **values)
 
 
-MOST_KV_BYTES = 4.4e9
-"""Of one call: with the copies that other providers lay out it takes a few times as much."""
-MOST_SCORES = 2**29
-"""Queries x keys x heads of one sequence: the float64 reference of a prefill holds some of such matrices at once."""
-
-HEADS = ((32, 32), (32, 8), (64, 8))
-"""Query and KV heads: groups of 1, 4 and 8."""
-CONTEXTS = (1024, 4096, 16_384, 32_768, 131_072)
-OWN_TOKENS = 128
-"""Of each sequence behind a shared prefix."""
-BEAM_TOKENS = 32
-"""The same of a beam, most of whose text is shared."""
-
-
 def full_decode() -> list[CaseSpec]:
     """Batch 1 to 256, context 1k to 128k, groups 1, 4 and 8; neighbours of 12 rows for cliffs; ragged lengths."""
     grid = expand({"batch": [1, 8, 32, 64, 128, 256], "context": CONTEXTS, "heads": HEADS, **_BF16})
@@ -203,7 +215,6 @@ def _fits(case: CaseSpec) -> bool:
     return case.distinct_kv_bytes <= MOST_KV_BYTES and (case.queries == 1 or scores <= MOST_SCORES)
 
 
-_BF16: Mapping[str, Sequence[Any]] = {"block_size": [16], "head_dim": [128], "dtype": ["bf16"]}
 FULL: Mapping[str, Callable[[], list[CaseSpec]]] = {
     "full-decode": full_decode,
     "full-blocks": full_blocks,
@@ -211,11 +222,6 @@ FULL: Mapping[str, Callable[[], list[CaseSpec]]] = {
     "full-cascade": full_cascade,
     "full-flex": full_flex,
 }
-
-
-Axes = Mapping[str, Sequence[Any]]
-
-MHA, GQA, MQA = (32, 32), (32, 8), (32, 1)
 
 
 def cpu() -> list[CaseSpec]:
@@ -280,20 +286,6 @@ def gate() -> list[CaseSpec]:
 
 
 PRESETS = {"cpu": cpu, "gpu": gpu, "gate": gate, **FULL}
-
-
-_AXES: tuple[tuple[str, str, str, str], ...] = (  # option, field, kind, what it is
-    ("batch", "batch", "int", "sequences"),
-    ("context", "context", "int", "cached tokens per sequence, the queries' own included"),
-    ("block-size", "block_size", "int", "tokens per block"),
-    ("heads", "heads", "heads", "query/key heads, e.g. 32/8,32/32"),
-    ("head-dim", "head_dim", "int", "width of a head"),
-    ("dtype", "dtype", "str", "bf16, fp16, fp32, fp8_e4m3, fp8_e5m2"),
-    ("ragged", "ragged", "bool", "no, yes or both: lengths from half to one and a half of the context"),
-    ("prefix", "shared_prefix", "int", "leading tokens that all sequences share, in whole blocks"),
-    ("queries", "queries", "int", "query tokens per sequence; 1 is a decode"),
-    ("layout", "layout", "str", "NHD, HND"),
-)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -17,6 +17,18 @@ if TYPE_CHECKING:
 
 
 ROOFLINE_NAME = "kernel_roofline"
+BLOCK_SIZES_NAME = "kernel_block_size"
+MOST_PANELS = 3
+_SAME = ["batch", "context", "heads", "kv_heads", "head_dim", "dtype", "ragged", "shared_prefix", "queries"]
+PAGING_NAME = "kernel_paging"
+MOST_PAGING_CASES = 24
+_CAPTIONS = {
+    CONTIGUOUS: "What paging adds to a call: our kernel on permuted blocks against its twin with plain addresses.",
+    SDPA: "Our attention on permuted blocks against torch's fused attention on contiguous KV: paging and all else.",
+}
+SHARED_PREFIX_NAME = "kernel_shared_prefix"
+MOST_PREFIX_CASES = 6
+_CASE = ["batch", "context", "heads", "kv_heads", "head_dim", "dtype", "block_size", "layout"]
 
 
 def draw_roofline(table: "pd.DataFrame", limits: "Ceilings") -> Picture:
@@ -62,11 +74,6 @@ def _roof(panel: "Axes", limits: "Ceilings", least: float, most: float) -> None:
         linestyle=":",
         label="copy ceiling",
     )
-
-
-BLOCK_SIZES_NAME = "kernel_block_size"
-MOST_PANELS = 3
-_SAME = ["batch", "context", "heads", "kv_heads", "head_dim", "dtype", "ragged", "shared_prefix", "queries"]
 
 
 def draw_block_sizes(table: "pd.DataFrame") -> Picture:
@@ -128,14 +135,6 @@ def _panel(panel: "Axes", part: "pd.DataFrame", colours: Mapping[str, str]) -> N
     panel.set_title(f"{first['batch']} × {first['context']:,} tokens{extra}\n{heads}, {first['dtype']}")
 
 
-PAGING_NAME = "kernel_paging"
-MOST_PAGING_CASES = 24
-_CAPTIONS = {
-    CONTIGUOUS: "What paging adds to a call: our kernel on permuted blocks against its twin with plain addresses.",
-    SDPA: "Our attention on permuted blocks against torch's fused attention on contiguous KV: paging and all else.",
-}
-
-
 def draw_paging(table: "pd.DataFrame") -> Picture:
     """Overhead in per cent by case, with the range that the spread of both sides allows."""
     other = CONTIGUOUS if (table["provider"] == CONTIGUOUS).any() else SDPA
@@ -165,11 +164,6 @@ def _overheads(table: "pd.DataFrame", other: str) -> "pd.DataFrame":
     both["overhead"] = (ratio - 1) * 100
     both["least"], both["most"] = (ratio * (1 - noise) - 1) * 100, (ratio * (1 + noise) - 1) * 100
     return both[["name", "median_us", "median_us_contiguous", "overhead", "least", "most"]]
-
-
-SHARED_PREFIX_NAME = "kernel_shared_prefix"
-MOST_PREFIX_CASES = 6
-_CASE = ["batch", "context", "heads", "kv_heads", "head_dim", "dtype", "block_size", "layout"]
 
 
 def draw_shared_prefix(table: "pd.DataFrame") -> Picture:

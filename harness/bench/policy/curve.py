@@ -18,7 +18,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from random import Random
 
-from engine.core.identity import BlockName, KeyIdentity
+from engine.core.identity import BlockHash, KeyIdentity
 from engine.core.memory.block_pool import BlockPool
 from engine.core.memory.paged import PagedManager
 from engine.core.options import SchedulerLimits
@@ -31,6 +31,17 @@ from harness.console import remark, say
 TABLE = 16  # blocks of a table
 CONTROL = "a bare dictionary"
 _PASSES = 15
+QUEUED = 100_000
+LIMIT_MB = 1_000
+PROMPT_TOKENS = 2048  # of the sequences that hold the blocks
+QUEUED_TOKENS = 512  # of every queued prompt, whose token ids are kept until it is served
+_BLOCK_SIZE = 16
+_MB = 1e6
+MAX_EXPONENT = 0.25
+"""Of cost ~ size^e, beyond the exponent of looking up a bare dictionary of as many names. O(n) has 1, O(sqrt n) 0.5.
+
+A large pool outgrows the processor's caches and page tables, and so does the dictionary: that part is not ours.
+"""
 
 
 @dataclass(frozen=True)
@@ -75,14 +86,14 @@ class FullPool:
         for table, _ in self.named[len(self.live) :]:
             self.pool.release(table)
 
-    def names(self) -> list[BlockName]:
+    def names(self) -> list[BlockHash]:
         """Names of a table that no other has."""
         self._fresh += TABLE
         return [number.to_bytes(32, "little") for number in range(self._fresh, self._fresh + TABLE)]
 
-    def _new_table(self) -> tuple[list[int], list[BlockName]]:
+    def _new_table(self) -> tuple[list[int], list[BlockHash]]:
         table, names = self.pool.take(TABLE), self.names()
-        self.pool.name(table, names)
+        self.pool.cache_full_blocks(table, names)
         return table, names
 
 
@@ -114,7 +125,7 @@ def _one_pass(full: FullPool, watch: Stopwatch, random: Random) -> None:
     watch.time("release", count, lambda: _each(pool.release, tables))
     _take(pool, window, tables)
     names = [full.names() for _ in tables]
-    watch.time("name", count, lambda: _each(pool.name, tables, names))
+    watch.time("name", count, lambda: _each(pool.cache_full_blocks, tables, names))
     live = [random.choice(full.live) for _ in tables]
     shared, asked = [table for table, _ in live], [wanted for _, wanted in live]
     watch.time("find", count, lambda: _each(pool.find, asked))
@@ -193,14 +204,6 @@ def queue_costs(queued: int) -> list[Cost]:
     return watch.costs("requests", queued)
 
 
-QUEUED = 100_000
-LIMIT_MB = 1_000
-PROMPT_TOKENS = 2048  # of the sequences that hold the blocks
-QUEUED_TOKENS = 512  # of every queued prompt, whose token ids are kept until it is served
-_BLOCK_SIZE = 16
-_MB = 1e6
-
-
 @dataclass(frozen=True)
 class Footprint:
     """Peak resident memory of the process, and what a live block and a queued request add to it."""
@@ -255,13 +258,6 @@ def _resident_bytes() -> int:
     """Resident memory now."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return pages * resource.getpagesize()
-
-
-MAX_EXPONENT = 0.25
-"""Of cost ~ size^e, beyond the exponent of looking up a bare dictionary of as many names. O(n) has 1, O(sqrt n) 0.5.
-
-A large pool outgrows the processor's caches and page tables, and so does the dictionary: that part is not ours.
-"""
 
 
 def bench_curve(blocks: Sequence[int], queued: Sequence[int], out: Path) -> int:

@@ -16,6 +16,20 @@ from harness.bench.session import Timing, run_session
 from harness.config.errors import UserError
 from harness.console import say
 
+TIMINGS = Path(__file__).parent / "benchmarks.py"
+CLOCK = "time.process_time"
+SIZES = {
+    "sequences": 256,
+    "tokens": 2048,
+    "prompts": 256,
+    "running": 256,
+    "steps": 400,
+    "beam_steps": 256,
+}
+"""How much work a round is; tests take less."""
+SMALLEST = 256
+"""Blocks or requests from which a curve makes sense."""
+
 
 @dataclass(frozen=True)
 class Line:
@@ -164,21 +178,6 @@ def _short(figure: float | None) -> str:
     if figure >= 1e6:
         return f"{figure / 1e6:.2f} M"
     return f"{figure / 1e3:.1f} k" if figure >= 1e3 else f"{figure:.0f}"
-
-
-TIMINGS = Path(__file__).parent / "benchmarks.py"
-CLOCK = "time.process_time"
-SIZES = {
-    "sequences": 256,
-    "tokens": 2048,
-    "prompts": 256,
-    "running": 256,
-    "steps": 400,
-    "beam_steps": 256,
-}
-"""How much work a round is; tests take less."""
-SMALLEST = 256
-"""Blocks or requests from which a curve makes sense."""
 
 
 def bench(flags: argparse.Namespace) -> int:

@@ -5,7 +5,7 @@ plain Python, timed in the same process.
 """
 
 import random
-from collections.abc import Sequence as Values
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +24,7 @@ YARDSTICK = "yardstick"
 
 BLOCK_SIZE = 16
 _VOCABULARY = 32_000
+_SPREAD = 16  # prompt lengths, so that as many sequences fill a block in every step
 
 
 def tokens_of(seed: int, count: int) -> IntArray:
@@ -72,7 +73,7 @@ class Allocation:
         for number in range(self._sequences):
             identity = TokenIdentity(number, tokens_of(number, self._tokens), salt=f"round {self._round}")
             group = Group(Request(number, self._tokens, 1, identity=identity))
-            group.names = identity.prompt_names(BLOCK_SIZE)
+            group.block_hashes = identity.prompt_hashes(BLOCK_SIZE)
             groups.append(group)
         self._round += 1
         return (groups,), {}
@@ -117,7 +118,7 @@ class Prompts:
         (prompts,), _ = self.fresh()
         return ([prompt.tolist() for prompt in prompts],), {}
 
-    def run(self, prompts: Values[IntArray]) -> None:
+    def run(self, prompts: Sequence[IntArray]) -> None:
         """Serve each from tokens to release."""
         for prompt in prompts:
             self._serve(prompt)
@@ -139,9 +140,6 @@ class Prompts:
         root.computed = self._tokens
         manager.release(root)
         return len(hits)
-
-
-_SPREAD = 16  # prompt lengths, so that as many sequences fill a block in every step
 
 
 @dataclass

@@ -48,6 +48,7 @@ SETTINGS = (
     *("scheduler.max_batched_tokens=8192", "scheduler.max_running=256"),
     *("workload.length_scale=1", "workload.prefix_share=null", "workload.oversize=drop", "replay=streamed"),
 )
+_WARM_UP = 200  # requests
 
 
 def bench_config(trace: str | None, rate: float) -> RunConfig:
@@ -100,9 +101,6 @@ def small(workload: Workload, requests: int) -> Workload:
     """The beginning of the workload, to warm up with."""
     trace = workload.trace
     return replace(workload, trace=replace(trace, requests=trace.requests[:requests]))
-
-
-_WARM_UP = 200  # requests
 
 
 @dataclass(frozen=True)

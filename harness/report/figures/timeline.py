@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 NAME = "pool_over_time"
 _BINS = 200
 _SIDES = ("simulated", "measured")
+Float = npt.NDArray[np.float64]
 
 
 def draw(study: Study, axes: Axes) -> Picture:
@@ -79,9 +80,6 @@ def _bin(steps: "pd.DataFrame", end_s: float) -> "pd.DataFrame":
         # a bin less than a tenth busy says more about rounding than about the pool
         columns[state] = np.divide(held, busy, out=np.full(_BINS, np.nan), where=busy > 0.1 * edges[1])
     return pd.DataFrame(columns)
-
-
-Float = npt.NDArray[np.float64]
 
 
 def _integral(at: Float, start: Float, seconds: Float, height: Float) -> Float:
