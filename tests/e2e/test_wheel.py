@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tarfile
 import venv
 import zipfile
 from pathlib import Path
@@ -65,6 +66,18 @@ def test_the_wheel_brings_the_c_files_that_are_compiled_on_first_use(wheel: Path
         for name in names
         if name.startswith("engine/runtime/attention/native/") and name[-2:] in (".c", ".h")
     }
+
+
+def test_the_licences_of_excerpts_travel_with_them_in_the_source_distribution_alone(
+    wheel: Path, tmp_path: Path
+) -> None:
+    call(sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", tmp_path, ROOT)
+    (file,) = tmp_path.glob("pagetwin-*.tar.gz")
+    with tarfile.open(file) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    excerpts = {str(path.relative_to(ROOT)) for path in (ROOT / "tests/data").rglob("*") if path.is_file()}
+    assert {name for name in names if name.startswith("tests/data/")} == excerpts
+    assert not any("tests/" in name for name in zipfile.ZipFile(wheel).namelist())
 
 
 def run(python: Path, folder: Path, *words: str) -> str:

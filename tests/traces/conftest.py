@@ -1,4 +1,4 @@
-"""Published trace files, where the machine has them, and ways to write small ones."""
+"""Published trace files, as excerpts or whole where the machine has them, and ways to write small ones."""
 
 import json
 from collections.abc import Callable
@@ -9,17 +9,31 @@ import pytest
 from traces.errors import TraceError
 from traces.reading import read_trace
 
+EXCERPTS = Path(__file__).parents[1] / "data" / "traces"
 PUBLISHED = Path(__file__).parents[3] / "shared" / "traces"
 
 
 @pytest.fixture
+def excerpt() -> Callable[[str], Path]:
+    """The path of an excerpt, which the repository carries; fails where it is absent."""
+
+    def find(name: str) -> Path:
+        path = EXCERPTS / name
+        assert path.exists(), f"no excerpt {name} in tests/data/traces"
+        return path
+
+    return find
+
+
+@pytest.fixture
 def published() -> Callable[[str], Path]:
-    """The path of a published trace file; skips the test where the file is absent."""
+    """The path of a whole published file; skips the test where the file is absent."""
 
     def find(name: str) -> Path:
         path = PUBLISHED / name
         if not path.exists():
-            pytest.skip(f"published trace {name} is not in {PUBLISHED}")
+            reason = "too large for this repository, looked for in ../shared/traces beside the clone"
+            pytest.skip(f"needs the whole {name}: {reason}")
         return path
 
     return find

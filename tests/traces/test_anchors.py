@@ -1,4 +1,4 @@
-"""The published files read to the exact integers that were counted from them independently."""
+"""Published files, whole and in excerpts, read to the exact integers that were counted from them independently."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,19 +6,20 @@ from pathlib import Path
 import pytest
 
 from traces.analysis.inspect import inspect_trace
-from traces.analysis.reuse import shared_prefix_tokens
 from traces.reading import read_trace
 from traces.reshape import take
 
 Find = Callable[[str], Path]
 
 # rows, prompt tokens, output tokens, last arrival in us
+HEADS = {
+    "azure-llm-2023/conv.head400.csv": (400, 371_046, 104_009, 106_330_212),
+    "azure-llm-2023/code.head400.csv": (400, 855_018, 9_820, 225_106_049),
+    "vidur-lengths/splitwise_conv.head400.csv": (400, 371_046, 104_009, 106_330_212),
+}
 AZURE = {
     "azure-llm-2023/AzureLLMInferenceTrace_conv.csv": (19_366, 22_361_870, 4_088_665, 3_501_721_937),
     "azure-llm-2023/AzureLLMInferenceTrace_code.first4000.csv": (4_000, 8_171_220, 109_683, 1_365_357_816),
-    "azure-llm-2023/mini/conv.head400.csv": (400, 371_046, 104_009, 106_330_212),
-    "azure-llm-2023/mini/code.head400.csv": (400, 855_018, 9_820, 225_106_049),
-    "vidur-lengths/splitwise_conv.head400.csv": (400, 371_046, 104_009, 106_330_212),
 }
 # the same, then id accesses, distinct ids, hit tokens of an infinite cache (with the partial tail), clock quantum in us
 MOONCAKE = {
@@ -32,16 +33,6 @@ MOONCAKE = {
         (46_255, 31_828, 7_374_246),
         1_000,
     ),
-    "mooncake-fast25/mini/conversation.head400.jsonl": (
-        (400, 5_710_530, 146_073, 141_000_000),
-        (11_349, 9_821, 781_596),
-        3_000_000,
-    ),
-    "mooncake-fast25/mini/synthetic.head400.jsonl": (
-        (400, 5_163_196, 77_217, 109_429_000),
-        (10_346, 9_795, 281_135),
-        1_000,
-    ),
 }
 
 
@@ -53,6 +44,11 @@ def totals(statistics: dict) -> tuple[int, int, int, int]:
         statistics["output_tokens"]["total"],
         last_us,
     )
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_excerpts_read_to_their_totals(name: str, excerpt: Find) -> None:
+    assert totals(inspect_trace(read_trace(excerpt(name)))) == HEADS[name]
 
 
 @pytest.mark.parametrize("name", AZURE)
@@ -89,21 +85,7 @@ def test_the_licence_is_known_by_the_checksum(published: Find) -> None:
     assert trace.header.licence.startswith("CC BY 4.0")
 
 
-def test_a_head_of_the_file_reads_to_the_same_requests_as_the_whole(published: Find) -> None:
-    head = read_trace(published("azure-llm-2023/mini/conv.head400.csv"))
+def test_a_head_of_the_file_reads_to_the_same_requests_as_the_whole(excerpt: Find, published: Find) -> None:
+    head = read_trace(excerpt("azure-llm-2023/conv.head400.csv"))
     whole = read_trace(published("azure-llm-2023/AzureLLMInferenceTrace_conv.csv"))
     assert head.requests == take(whole, 400).requests
-
-
-def test_limit_gives_the_digest_of_the_same_rows_taken_from_the_whole(published: Find) -> None:
-    path = published("mooncake-fast25/conversation_trace.jsonl")
-    assert read_trace(path, limit=300).digest == take(read_trace(path), 300).digest
-
-
-def test_prefix_sharing_of_mooncake_is_found_request_by_request(published: Find) -> None:
-    trace = read_trace(published("mooncake-fast25/mini/conversation.head400.jsonl"))
-    seen: set[int] = set()
-    for request, shared in zip(trace.requests, shared_prefix_tokens(trace), strict=True):
-        run = next((i for i, s in enumerate(request.segments) if s.key not in seen), len(request.segments))
-        assert shared == min(run * 512, request.prompt_tokens)
-        seen.update(segment.key for segment in request.segments)

@@ -27,8 +27,6 @@ prompts = st.lists(st.lists(pieces, min_size=1, max_size=4), min_size=1, max_siz
 # hit tokens of full blocks: unlimited, 1,000 and 10,000 blocks of 512 (statistics.json, file_anchors)
 MOONCAKE = {
     "mooncake-fast25/synthetic_trace.first1900.jsonl": (7_368_192, 435_200, 3_913_728),
-    "mooncake-fast25/mini/conversation.head400.jsonl": (780_800, 204_288, 780_800),
-    "mooncake-fast25/mini/synthetic.head400.jsonl": (280_576, 74_240, 280_576),
 }
 
 
