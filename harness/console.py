@@ -1,4 +1,4 @@
-"""The console: what the user wrote on the command line, and what is printed.
+"""The console: the parsed command line, and what is printed.
 
 `say` prints results to standard output, `remark` prints remarks to standard error.
 """
@@ -11,27 +11,27 @@ from typing import TextIO
 
 @dataclass(frozen=True)
 class Arguments:
-    """What the user wrote, sorted: the command, its flags, its overrides."""
+    """The parsed command line: the command, its flags, its overrides."""
 
     command: str
     flags: argparse.Namespace
     overrides: tuple[str, ...]
 
 
-_LARGE, _EVERY = 100, 20  # points from which planning takes long enough to show, and how often
-_ASCII = str.maketrans({"−": "-", "–": "-", "µ": "u", "·": ","})  # for terminals that know nothing else
+_LARGE, _EVERY = 100, 20  # progress is shown from 100 points on, every 20 points
+_ASCII = str.maketrans({"−": "-", "–": "-", "µ": "u", "·": ","})  # for terminals without these characters
 
 
 class OutputError(Exception):
-    """The answer could not be written: standard output is a full disk, say."""
+    """Standard output could not be written, for instance because the disk is full."""
 
 
 def say(text: str = "") -> None:
-    """A line of the answer.
+    """Print a line of the result to standard output.
 
     Raises:
-        BrokenPipeError: its reader is gone.
-        OutputError: it cannot be written.
+        BrokenPipeError: the reader of the pipe has ended.
+        OutputError: the line cannot be written.
     """
     try:
         _write(sys.stdout, text + "\n")
@@ -44,7 +44,7 @@ def say(text: str = "") -> None:
 
 
 def remark(text: str) -> None:
-    """A line about the answer. Where it cannot be written nobody reads it, and nothing else is lost."""
+    """Print a remark to standard error; a remark that cannot be written is dropped."""
     try:
         _write(sys.stderr, text + "\n")
     except OSError:
@@ -62,7 +62,10 @@ def counted(count: int, noun: str) -> str:
 
 
 def _write(stream: TextIO | None, text: str) -> None:
-    """Write as well as the stream's encoding can; Python sets a stream to None that was closed before the start."""
+    """Write `text`, with replacements for characters that the stream's encoding lacks.
+
+    Python sets a stream to None that was closed before the start; then nothing is written.
+    """
     if stream is None:
         return
     encoding = getattr(stream, "encoding", None) or "utf-8"
@@ -74,7 +77,7 @@ def _write(stream: TextIO | None, text: str) -> None:
 
 
 def planning(done: int, total: int) -> None:
-    """A count that is redrawn on a terminal while a large sweep is planned; nothing in a log."""
+    """Show progress while a large sweep is planned: a line that is redrawn on a terminal, and nothing elsewhere."""
     if sys.stderr is not None and sys.stderr.isatty() and total >= _LARGE and done % _EVERY == 0:
         sys.stderr.write(f"\rplanning {done}/{total}" if done < total else "\r\x1b[K")
         sys.stderr.flush()

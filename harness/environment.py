@@ -1,7 +1,7 @@
-"""What a result was made on and with: device, package versions, digests of our sources.
+"""The environment of a result: device, package versions, digests of the sources.
 
-Nothing heavy is imported to find this out. `code_version` is a digest of all sources that a record depends on.
-`kernel_digest` is a digest of the attention kernels alone.
+Nothing heavy is imported for it. `code_version` is a digest of all sources that a record depends on, `kernel_digest`
+one of the attention kernels alone.
 """
 
 import hashlib
@@ -14,11 +14,11 @@ from pathlib import Path
 
 from harness.config.schema import EngineDevice
 
-ROOTS = (  # what a record depends on; an edited report or command line makes no new points
+ROOTS = (  # packages that a record depends on; a change to the report or the command line makes no new points
     *("engine", "traces", "paged_kernels"),
     *(
-        f"harness.{room}"
-        for room in ("replay", "cost", "compiled", "workload", "measure", "calibrate", "point", "metrics")
+        f"harness.{package}"
+        for package in ("replay", "cost", "compiled", "workload", "measure", "calibrate", "point", "metrics")
     ),
 )
 SOURCES = (".py", ".c", ".h")
@@ -39,20 +39,19 @@ def versions() -> dict[str, str | None]:
 
 @lru_cache(maxsize=8)
 def code_version(roots: tuple[str, ...] = ROOTS) -> str:
-    """A digest over the source files of the named packages: changed code makes new points."""
-    book = hashlib.sha256()
+    """A digest of the source files of the packages `roots`; points are run again when it changes."""
+    digest = hashlib.sha256()
     for root in roots:
         files = _package_folder(root).rglob("*")
         for path in sorted(path for path in files if path.suffix in SOURCES):
-            book.update(path.name.encode() + b"\0" + path.read_bytes())
-    return book.hexdigest()[:16]
+            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _package_folder(name: str) -> Path:
-    from importlib.util import find_spec
-
+    """The folder of a package, given by its dotted name."""
     package, _, rest = name.partition(".")
-    spec = find_spec(package)  # finds without importing: paged_kernels would bring torch along
+    spec = find_spec(package)  # does not import: paged_kernels would import torch
     if spec is None or not spec.submodule_search_locations:
         raise ModuleNotFoundError(f"package {package} is not installed")
     folder = Path(next(iter(spec.submodule_search_locations)))
@@ -81,14 +80,14 @@ def gpu_names() -> tuple[str, ...]:
 
 
 def engine_device(device: EngineDevice) -> str:
-    """`cuda` or `cpu`: what `auto` stands for on this machine."""
+    """`cuda` or `cpu`; `auto` is resolved for this machine."""
     if device is EngineDevice.auto:
         return "cuda" if gpu_names() else "cpu"
     return str(device)
 
 
 def device_identity(device: EngineDevice) -> str:
-    """The name of what the engine runs on."""
+    """The name of the device that the engine runs on: the GPU, or the CPU with its number of cores."""
     return (
         gpu_names()[0]
         if engine_device(device) == "cuda" and gpu_names()
@@ -112,11 +111,11 @@ def environment(device: EngineDevice, clock: str) -> dict[str, object]:
 
 
 def kernel_digest(folder: Path | None = None) -> str:
-    """A digest over the sources of `paged_kernels`, other providers and references aside.
+    """A digest of the sources of `paged_kernels`, without references and other providers.
 
-    A record with another digest is stale: it says nothing about the kernels of this tree.
+    A record with another digest is stale: it was made with other kernels.
     """
-    root = folder or _package()
+    root = folder or _package_folder("paged_kernels")
     digest = hashlib.sha256()
     for path in digested_files(root):
         digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
@@ -131,10 +130,3 @@ def digested_files(root: Path) -> list[Path]:
         for path in paths
         if not path.relative_to(root).as_posix().startswith(("reference", "providers/"))
     ]
-
-
-def _package() -> Path:
-    spec = find_spec("paged_kernels")  # finds without importing torch
-    if spec is None or not spec.submodule_search_locations:
-        raise ModuleNotFoundError("package paged_kernels is not installed")
-    return Path(next(iter(spec.submodule_search_locations)))

@@ -119,7 +119,7 @@ def _runs(config: RunConfig, row: Mapping[str, Any]) -> str:
 
 
 def _serves(row: Mapping[str, Any]) -> bool:
-    """What the compiled decode computes: see `engine.runtime.attention.plans.native_supports`."""
+    """What the compiled decode computes: see `engine.runtime.attention.metadata.native_supports`."""
     return row["dtype"] in ("fp32", "bf16") and row["head_dim"] % 16 == 0
 
 

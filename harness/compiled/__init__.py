@@ -1,7 +1,7 @@
-"""The replay of requests without content, compiled: what `harness.replay.loop` does to them, at some microseconds each.
+"""A compiled replay of requests without content: it does what `harness.replay.loop` does, in some microseconds each.
 
-Requests whose prompts nobody shares can be told apart by their lengths alone, and what a preemption leaves in the
-cache nobody but its owner wants back. Which block a sequence gets then changes no count, so this replay keeps numbers
-of blocks instead of blocks, in a loop that numba compiles. It decides nothing of its own: every step, time and total is
-the policy core's, to the bit (`tests/harness/compiled/test_compiled.py`).
+Requests that share no prompt differ in their lengths alone, and only a preempted request itself can reuse the blocks
+that it left in the cache. Then it does not matter which block a sequence gets. So this replay counts blocks instead of
+managing them, in a loop that numba compiles. It has no policy of its own: every step, time and total equals that of
+`engine.core` to the bit (`tests/harness/compiled/test_compiled.py`).
 """

@@ -1,14 +1,16 @@
-"""The result of a step: tokens, finished requests and the log. `engine.core.scheduling.commit` and the
-recorder in one pass.
+"""The end of a step: tokens, finished requests and the log.
+
+It does what `engine.core.scheduling.commit` and the recorder do, in one pass.
 """
 
-from harness.compiled.numba_edge import part
+from harness.compiled.numba_edge import jitable
 from harness.compiled.pool import release
 from harness.compiled.pricing import DECODE_KV, DECODE_ROWS, PREFILL, PREFILL_KV, ROWS, SAMPLED, TOKENS
 from harness.compiled.scheduling import lacking_tokens
 from harness.compiled.state import (
     ADMITTED,
     CACHED,
+    EMPTY,
     ENDED,
     GAPS,
     HEAD,
@@ -23,107 +25,106 @@ from harness.compiled.state import (
     STEPS,
     TAIL,
     TAKEN,
-    UNNAMED,
     VOIDED,
     WRITTEN,
-    Run,
+    ReplayState,
 )
 
 
-@part
-def log_step(run: Run, num_blocks: int, took_ns: int, attention_s: float) -> None:
-    """Enter the step under way; slot states are those while it runs."""
-    at, features, size = run.at, run.features, run.rules.block_size
+@jitable
+def log_step(state: ReplayState, num_blocks: int, took_ns: int, attention_s: float) -> None:
+    """Log the step under way; slot states are those while it runs."""
+    at, features, size = state.at, state.features, state.rules.block_size
     counts = (  # in the order of COUNTS
         *(at[NOW], took_ns, int(features[ROWS]), int(features[DECODE_ROWS]), int(features[PREFILL])),
         *(int(features[TOKENS]), int(features[DECODE_KV] + features[PREFILL_KV]), int(features[SAMPLED])),
         *(at[TAKEN], at[VOIDED], at[ADMITTED], at[PREEMPTED], at[HITS], at[RUNNING], at[TAIL] - at[HEAD]),
-        *(at[WRITTEN], at[CACHED] * size, at[INTERNAL], at[UNNAMED] * size),
-        num_blocks - at[UNNAMED] - at[CACHED],
+        *(at[WRITTEN], at[CACHED] * size, at[INTERNAL], at[EMPTY] * size),
+        num_blocks - at[EMPTY] - at[CACHED],
     )
     for column in range(len(counts)):
-        run.log.counts[at[STEPS], column] = counts[column]
-    run.log.attention_s[at[STEPS]] = attention_s
+        state.log.counts[at[STEPS], column] = counts[column]
+    state.log.attention_s[at[STEPS]] = attention_s
     at[STEPS] += 1
     at[VOIDED] = at[TAKEN] = at[ADMITTED] = at[PREEMPTED] = at[HITS] = 0
 
 
-@part
-def commit(run: Run, end: int) -> None:
-    """The step ends at `end` ns: rows advance, finished ones leave, and leading ones that only decode are steady."""
-    at, batch = run.at, run.batch
+@jitable
+def commit(state: ReplayState, end: int) -> None:
+    """End the step at `end` ns: rows advance, finished rows leave, and leading rows that only decode become steady."""
+    at, batch = state.at, state.batch
     together, kept, steady = 0, 0, at[STEADY]
     for row in range(at[RUNNING]):
-        samples = batch.query[row] > 0 and batch.query[row] == lacking_tokens(run, row)
+        samples = batch.query[row] > 0 and batch.query[row] == lacking_tokens(state, row)
         batch.computed[row] += batch.query[row]
         if samples:
-            together += note_token(run, row, end)
-        if batch.generated[row] == run.lengths.output[batch.request[row]]:
+            together += note_token(state, row, end)
+        if batch.generated[row] == state.inputs.output[batch.request[row]]:
             at[STEADY] -= row < steady
-            finish(run, row, end)
+            finish(state, row, end)
         else:
-            move(run, row, kept)
+            move(state, row, kept)
             kept += 1
     at[RUNNING] = kept
     if together:
-        log_gap(run, end - at[LAST_END], together)
+        log_gap(state, end - at[LAST_END], together)
     at[LAST_END] = end
-    settle(run)
+    settle(state)
 
 
-@part
-def note_token(run: Run, row: int, end: int) -> int:
-    """`row` has one more token; returns 1 if it had one from the step before too, whose gap is that of many rows."""
-    batch, before = run.batch, run.batch.last_token[row]
+@jitable
+def note_token(state: ReplayState, row: int, end: int) -> int:
+    """`row` has one more token. Returns 1 if the step before gave it one too: `commit()` logs that gap for all rows."""
+    batch, before = state.batch, state.batch.last_token[row]
     batch.generated[row] += 1
     batch.last_token[row] = end
     if before == NEVER:
-        run.lives.first_token[batch.request[row]] = end
-    elif before == run.at[LAST_END]:
+        state.requests.first_token[batch.request[row]] = end
+    elif before == state.at[LAST_END]:
         return 1
     else:
-        log_gap(run, end - before, 1)
+        log_gap(state, end - before, 1)
     return 0
 
 
-@part
-def log_gap(run: Run, ns: int, weight: int) -> None:
-    """Enter a gap between tokens that occurred `weight` times."""
-    run.log.gap_ns[run.at[GAPS]] = ns
-    run.log.gap_weight[run.at[GAPS]] = weight
-    run.at[GAPS] += 1
+@jitable
+def log_gap(state: ReplayState, ns: int, weight: int) -> None:
+    """Log a gap between tokens that occurred `weight` times."""
+    state.log.gap_ns[state.at[GAPS]] = ns
+    state.log.gap_weight[state.at[GAPS]] = weight
+    state.at[GAPS] += 1
 
 
-@part
-def finish(run: Run, row: int, end: int) -> None:
+@jitable
+def finish(state: ReplayState, row: int, end: int) -> None:
     """`row` has all its tokens."""
-    release(run, row, NEVER)
-    run.lives.finish[run.batch.request[row]] = end
-    run.lives.ended[run.at[ENDED]] = run.batch.request[row]
-    run.at[ENDED] += 1
+    release(state, row, NEVER)
+    state.requests.finish[state.batch.request[row]] = end
+    state.requests.ended[state.at[ENDED]] = state.batch.request[row]
+    state.at[ENDED] += 1
 
 
-@part
-def move(run: Run, row: int, place: int) -> None:
-    """`row` closes up to `place`."""
+@jitable
+def move(state: ReplayState, row: int, place: int) -> None:
+    """Move `row` to `place`, so that the batch has no gaps."""
     if row == place:
         return
     for column in (
-        run.batch.request,
-        run.batch.computed,
-        run.batch.generated,
-        run.batch.blocks,
-        run.batch.last_token,
+        state.batch.request,
+        state.batch.computed,
+        state.batch.generated,
+        state.batch.blocks,
+        state.batch.last_token,
     ):
         column[place] = column[row]
 
 
-@part
-def settle(run: Run) -> None:
-    """The leading rows that lack one token are steady from now on: they always run, so they must fit the budget."""
-    at, batch = run.at, run.batch
-    while at[STEADY] < min(at[RUNNING], run.rules.budget):
+@jitable
+def settle(state: ReplayState) -> None:
+    """Make leading rows that lack one token steady. Steady rows always run, so at most `budget` rows are steady."""
+    at, batch = state.at, state.batch
+    while at[STEADY] < min(at[RUNNING], state.rules.budget):
         row = at[STEADY]
-        if not batch.generated[row] or lacking_tokens(run, row) != 1:
+        if not batch.generated[row] or lacking_tokens(state, row) != 1:
             return
         at[STEADY] += 1

@@ -1,6 +1,4 @@
-"""The only file that knows numba: typed functions in, typed compiled functions out. numba is imported when it
-is needed.
-"""
+"""The only file that uses numba. It is imported when a function is compiled, not with this module."""
 
 import hashlib
 import os
@@ -11,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
-_PARTS: list[Callable[..., object]] = []
+_JITABLE: list[Callable[..., object]] = []
 
 
 def is_available() -> bool:
@@ -23,21 +21,21 @@ def is_available() -> bool:
     return True
 
 
-def part(function: _Function) -> _Function:
-    """`function` may be called from compiled code; it stays what it is elsewhere."""
-    _PARTS.append(function)
+def jitable(function: _Function) -> _Function:
+    """Mark `function` as callable from compiled code; in Python it stays as it is."""
+    _JITABLE.append(function)
     return function
 
 
 @cache
 def compiled(function: _Function) -> _Function:
-    """`function` as machine code, kept for the next process where the cache folder can be written.
+    """`function` as machine code, cached on disk for the next process where the cache folder can be written.
 
-    The code allocates nothing, so numba's counting of references to arrays is left out: it took 70 times as long as
-    all the rest, because every call hands on some twenty arrays.
+    The code allocates nothing, so numba's reference counting of arrays is switched off: it took 70 times as long as
+    all the rest, because every call passes some twenty arrays.
     """
     numba, extending = import_module("numba"), import_module("numba.extending")
-    for each in _PARTS:
+    for each in _JITABLE:
         extending.register_jitable(each)
     numba.config.CACHE_DIR = str(_cache_dir())
     kept = _is_writable(_cache_dir())
@@ -46,7 +44,7 @@ def compiled(function: _Function) -> _Function:
 
 
 def _is_writable(folder: Path) -> bool:
-    """Elsewhere numba would keep the code beside the source of the outermost function, and not notice other changes."""
+    """Whether `folder` can be written. numba would cache beside the sources instead, and miss most changes there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
@@ -55,7 +53,7 @@ def _is_writable(folder: Path) -> bool:
 
 
 def _cache_dir() -> Path:
-    """A folder of its own for every state of the sources: numba looks only at the file of the outermost function."""
+    """One cache folder for each state of the sources, since numba checks only the file of the outermost function."""
     digest = hashlib.sha256()
     here = Path(__file__).parent
     replay = here.parent / "replay"

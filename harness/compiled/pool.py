@@ -1,127 +1,127 @@
-"""The block pool as numbers: how many blocks are free, cached or held, after `engine.core.memory.block_pool`.
+"""The block pool as numbers of free, cached and held blocks. It does what `engine.core.memory.block_pool` does.
 
-Cached blocks are kept as runs, one for each released block table. The oldest run is evicted first.
+Cached blocks have one entry for each released block table. The oldest entry is evicted first.
 """
 
-from harness.compiled.numba_edge import part
+from harness.compiled.numba_edge import jitable
 from harness.compiled.state import (
     CACHED,
+    EMPTY,
     INTERNAL,
     NEVER,
     NEWEST,
     OLDEST,
     TAKEN,
-    UNNAMED,
     VOIDED,
     WRITTEN,
-    Run,
+    ReplayState,
 )
 
 
-@part
-def keep(run: Run, owner: int, blocks: int) -> None:
-    """`blocks` of a released table stay findable; `owner` is who may come back for them, or NEVER."""
+@jitable
+def keep(state: ReplayState, owner: int, blocks: int) -> None:
+    """Keep `blocks` blocks of a released table cached; `owner` is the request that may come back for them, or NEVER."""
     if not blocks:
         return
-    if run.at[NEWEST] == len(run.cached.blocks):
-        close_gaps(run)
-    place = run.at[NEWEST]
-    run.cached.owner[place], run.cached.blocks[place] = owner, blocks
+    if state.at[NEWEST] == len(state.cached.blocks):
+        close_gaps(state)
+    place = state.at[NEWEST]
+    state.cached.owner[place], state.cached.blocks[place] = owner, blocks
     if owner != NEVER:
-        run.lives.run[owner] = place
-    run.at[NEWEST] += 1
-    run.at[CACHED] += blocks
+        state.requests.cached_entry[owner] = place
+    state.at[NEWEST] += 1
+    state.at[CACHED] += blocks
 
 
-@part
-def close_gaps(run: Run) -> None:
-    """Move the runs that hold a block to the front: there are at most as many as blocks, or requests."""
-    kept, (owner, blocks) = 0, run.cached
-    for place in range(run.at[OLDEST], run.at[NEWEST]):
+@jitable
+def close_gaps(state: ReplayState) -> None:
+    """Move the entries that hold a block to the front; there are at most as many as blocks, or as requests."""
+    kept, (owner, blocks) = 0, state.cached
+    for place in range(state.at[OLDEST], state.at[NEWEST]):
         if not blocks[place]:
             continue
         owner[kept], blocks[kept] = owner[place], blocks[place]
         if owner[kept] != NEVER:
-            run.lives.run[owner[kept]] = kept
+            state.requests.cached_entry[owner[kept]] = kept
         kept += 1
-    run.at[OLDEST], run.at[NEWEST] = 0, kept
+    state.at[OLDEST], state.at[NEWEST] = 0, kept
 
 
-@part
-def evict(run: Run, count: int) -> None:
-    """Give up so many blocks of the oldest runs."""
-    owner, blocks = run.cached
-    run.at[CACHED] -= count
+@jitable
+def evict(state: ReplayState, count: int) -> None:
+    """Evict `count` blocks, from the oldest entries first."""
+    owner, blocks = state.cached
+    state.at[CACHED] -= count
     while count:
-        place = run.at[OLDEST]
+        place = state.at[OLDEST]
         gone = min(count, blocks[place])
         blocks[place] -= gone
         count -= gone
         if not blocks[place]:
             if owner[place] != NEVER:
-                run.lives.run[owner[place]] = NEVER
-            run.at[OLDEST] += 1
+                state.requests.cached_entry[owner[place]] = NEVER
+            state.at[OLDEST] += 1
 
 
-@part
-def cached_blocks(run: Run, request: int) -> int:
-    """Blocks of a preempted request that are still there."""
-    place = run.lives.run[request]
-    return 0 if place == NEVER else int(run.cached.blocks[place])
+@jitable
+def cached_blocks(state: ReplayState, request: int) -> int:
+    """Blocks of a preempted request that are still cached."""
+    place = state.requests.cached_entry[request]
+    return 0 if place == NEVER else int(state.cached.blocks[place])
 
 
-@part
-def revive(run: Run, request: int) -> int:
-    """The request comes back for its blocks; returns how many it finds."""
-    found = cached_blocks(run, request)
+@jitable
+def revive(state: ReplayState, request: int) -> int:
+    """Give a preempted request its cached blocks back; returns how many there are."""
+    found = cached_blocks(state, request)
     if found:
-        place = run.lives.run[request]
-        run.cached.owner[place], run.cached.blocks[place] = NEVER, 0
-        run.lives.run[request] = NEVER
-        run.at[CACHED] -= found
+        place = state.requests.cached_entry[request]
+        state.cached.owner[place], state.cached.blocks[place] = NEVER, 0
+        state.requests.cached_entry[request] = NEVER
+        state.at[CACHED] -= found
     return found
 
 
-@part
-def free_blocks(run: Run) -> int:
-    """Blocks that nobody holds, those with a reusable prefix included."""
-    return int(run.at[UNNAMED] + run.at[CACHED])
+@jitable
+def free_blocks(state: ReplayState) -> int:
+    """Blocks that no request holds, those with a reusable prefix included."""
+    return int(state.at[EMPTY] + state.at[CACHED])
 
 
-@part
+@jitable
 def blocks_of(tokens: int, block_size: int) -> int:
     """Blocks that hold `tokens` tokens."""
     return -(-tokens // block_size)
 
 
-@part
-def final_tokens(run: Run, request: int) -> int:
-    """Slots that the finished request has written: the last token is never fed back."""
-    return int(run.lengths.prompt[request] + run.lengths.output[request] - 1)
+@jitable
+def final_tokens(state: ReplayState, request: int) -> int:
+    """Slots that the request has written when it ends; its last token is never computed."""
+    return int(state.inputs.prompt[request] + state.inputs.output[request] - 1)
 
 
-@part
-def take(run: Run, row: int, count: int) -> None:
-    """Give `row` so many free blocks: those that hold nothing first, then the least recently released."""
-    at, batch, size = run.at, run.batch, run.rules.block_size
-    evicted = max(0, count - at[UNNAMED])
-    at[UNNAMED] -= count - evicted
+@jitable
+def take(state: ReplayState, row: int, count: int) -> None:
+    """Give `row` `count` free blocks: blocks without content first, then the least recently released."""
+    at, batch, size = state.at, state.batch, state.rules.block_size
+    evicted = max(0, count - at[EMPTY])
+    at[EMPTY] -= count - evicted
     if evicted:
-        evict(run, evicted)
+        evict(state, evicted)
     at[VOIDED] += evicted
     at[TAKEN] += count
     batch.blocks[row] += count
-    at[INTERNAL] += max(0, batch.blocks[row] * size - final_tokens(run, batch.request[row]))
+    at[INTERNAL] += max(0, batch.blocks[row] * size - final_tokens(state, batch.request[row]))
 
 
-@part
-def release(run: Run, row: int, owner: int) -> None:
-    """Take back all blocks of `row`; where full ones are kept, `owner` (NEVER: nobody) may come back for them."""
-    at, batch, size = run.at, run.batch, run.rules.block_size
+@jitable
+def release(state: ReplayState, row: int, owner: int) -> None:
+    """Release all blocks of `row`; where full ones stay cached, `owner` (NEVER: none) may come back for them."""
+    at, batch, size = state.at, state.batch, state.rules.block_size
     blocks, computed = batch.blocks[row], batch.computed[row]
-    kept = computed // size if run.rules.keeps else 0
-    keep(run, owner, kept)
-    at[UNNAMED] += blocks - kept
+    kept = computed // size if state.rules.keeps else 0
+    keep(state, owner, kept)
+    at[EMPTY] += blocks - kept
     at[VOIDED] += blocks - kept
     at[WRITTEN] -= computed
-    at[INTERNAL] -= max(0, blocks * size - final_tokens(run, batch.request[row]))
+    at[INTERNAL] -= max(0, blocks * size - final_tokens(state, batch.request[row]))

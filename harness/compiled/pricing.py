@@ -1,13 +1,14 @@
-"""The cost of the step under way: the features of `harness.replay.features`, priced with the same operations
-in the same order.
+"""The cost of the step under way.
+
+It computes the features of `harness.replay.features` and prices them with the same operations in the same order.
 """
 
 import numpy as np
 
-from harness.compiled.numba_edge import part
+from harness.compiled.numba_edge import jitable
 from harness.compiled.pool import blocks_of
 from harness.compiled.scheduling import lacking_tokens
-from harness.compiled.state import ADMITTED, RUNNING, TAKEN, VOIDED, Prices, Run
+from harness.compiled.state import ADMITTED, RUNNING, TAKEN, VOIDED, Prices, ReplayState
 from harness.cost.fitted import FittedCost
 from harness.cost.roofline import RooflineCost
 from harness.replay.cost_model import CostModel, PacedCost
@@ -63,40 +64,40 @@ def prices_of(cost: CostModel) -> Prices | None:
 )
 
 
-@part
-def measure(run: Run) -> None:
-    """Write the features of the step under way into `run.features`; those that stay 0 are 0 in every such replay."""
-    add_rows(run)
-    features, size = run.features, run.rules.block_size
-    features[NEW] = run.at[TAKEN]
-    features[FREED] = run.at[VOIDED] * size
+@jitable
+def write_features(state: ReplayState) -> None:
+    """Write the features of the step under way into `state.features`. Features of other requests stay 0."""
+    add_rows(state)
+    features, size = state.features, state.rules.block_size
+    features[NEW] = state.at[TAKEN]
+    features[FREED] = state.at[VOIDED] * size
     features[ADMITTED_TOKENS] = 0
-    for row in range(run.at[RUNNING] - run.at[ADMITTED], run.at[RUNNING]):
-        features[ADMITTED_TOKENS] += run.lengths.prompt[run.batch.request[row]]
-    features[AFTER] = run.after_prefill[0]
+    for row in range(state.at[RUNNING] - state.at[ADMITTED], state.at[RUNNING]):
+        features[ADMITTED_TOKENS] += state.inputs.prompt[state.batch.request[row]]
+    features[AFTER] = state.after_prefill[0]
 
 
-@part
-def add_rows(run: Run) -> None:
+@jitable
+def add_rows(state: ReplayState) -> None:
     """The features that follow from the rows."""
-    batch, size = run.batch, run.rules.block_size
+    batch, size = state.batch, state.rules.block_size
     decodes = kv = longest = sampled = chunks = chunk_tokens = chunk_kv = chunk_blocks = entries = 0
     work = 0.0
-    for row in range(run.at[RUNNING]):
+    for row in range(state.at[RUNNING]):
         query = batch.query[row]
         if not query:
             continue
         end = batch.computed[row] + query
         blocks = blocks_of(end, size)
         entries += blocks
-        sampled += query == lacking_tokens(run, row)
+        sampled += query == lacking_tokens(state, row)
         if query == 1:
             decodes, kv, longest = decodes + 1, kv + end, max(longest, end)
         else:
             chunks, chunk_tokens = chunks + 1, chunk_tokens + query
             chunk_kv, chunk_blocks = chunk_kv + end, chunk_blocks + blocks
             work += query * (end - (query - 1) / 2)
-    tokens, features = decodes + chunk_tokens, run.features
+    tokens, features = decodes + chunk_tokens, state.features
     features[STEP] = 1
     features[TOKENS] = tokens
     features[TO_8] = min(tokens, 8)
@@ -119,25 +120,25 @@ def add_rows(run: Run) -> None:
     features[BLOCKS] = entries
 
 
-@part
-def took(run: Run) -> None:
-    """The step was taken: large prefills are felt for some steps."""
-    large = min(1.0, run.features[PREFILL] / LARGE_PREFILL)
-    run.after_prefill[0] = run.after_prefill[0] * WARMING + large
+@jitable
+def note_prefill(state: ReplayState) -> None:
+    """Update `after_prefill` after a step: a large prefill slows the next steps down."""
+    large = min(1.0, state.features[PREFILL] / LARGE_PREFILL)
+    state.after_prefill[0] = state.after_prefill[0] * WARMING + large
 
 
-@part
-def price(run: Run) -> tuple[float, float]:
+@jitable
+def price(state: ReplayState) -> tuple[float, float]:
     """Seconds of the step and of its attention."""
-    seconds, attention_s = roofline(run) if run.prices.kind == ROOFLINE else linear(run)
-    return seconds * run.prices.ratio, attention_s * run.prices.ratio
+    seconds, attention_s = roofline(state) if state.prices.kind == ROOFLINE else linear(state)
+    return seconds * state.prices.ratio, attention_s * state.prices.ratio
 
 
-@part
-def roofline(run: Run) -> tuple[float, float]:
+@jitable
+def roofline(state: ReplayState) -> tuple[float, float]:
     """`RooflineCost.price` where nothing is copied or swapped."""
-    features = run.features
-    token_s, sample_s, weights_s, kv_s, pair_s, host_s, link_s, reduce_s = run.prices.rates
+    features = state.features
+    token_s, sample_s, weights_s, kv_s, pair_s, host_s, link_s, reduce_s = state.prices.rates
     attention_s = max(
         (features[DECODE_KV] + features[PREFILL_KV]) * kv_s, (features[DECODE_KV] + features[WORK]) * pair_s
     )
@@ -148,13 +149,13 @@ def roofline(run: Run) -> tuple[float, float]:
     return seconds, attention_s
 
 
-@part
-def linear(run: Run) -> tuple[float, float]:
+@jitable
+def linear(state: ReplayState) -> tuple[float, float]:
     """`FittedCost.price`: terms in their order, those of attention first."""
-    prices = run.prices
+    prices = state.prices
     total = attention_s = 0.0
     for term in range(len(prices.columns)):
-        total = total + run.features[prices.columns[term]] * prices.rates[term]
+        total = total + state.features[prices.columns[term]] * prices.rates[term]
         if term == prices.attention - 1:
             attention_s = total
     return total, attention_s

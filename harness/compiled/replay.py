@@ -1,4 +1,4 @@
-"""The compiled replay from outside: lengths and rules in, the columns of a run log out.
+"""The interface of the compiled replay: it takes lengths and limits, and gives the columns of a run log.
 
 `advance` is the loop that numba compiles. It runs step after step until the log is full or every request has ended.
 """
@@ -10,8 +10,8 @@ import numpy as np
 
 from engine.core.options import SchedulerLimits
 from harness.compiled.committing import commit, log_step
-from harness.compiled.numba_edge import compiled, part
-from harness.compiled.pricing import measure, price, took
+from harness.compiled.numba_edge import compiled, jitable
+from harness.compiled.pricing import note_prefill, price, write_features
 from harness.compiled.scheduling import admit, continue_running, take_arrivals
 from harness.compiled.state import (
     ARRIVED,
@@ -26,11 +26,11 @@ from harness.compiled.state import (
     RUNNING,
     STEPS,
     TAIL,
-    Lengths,
     Prices,
+    ReplayState,
+    RequestInputs,
     Rules,
-    Run,
-    new_run,
+    new_state,
 )
 from harness.metrics.log import (
     GENERATED,
@@ -46,99 +46,95 @@ from harness.replay.features import FEATURES
 from harness.replay.streaming import CHUNK, RunFold
 from harness.replay.virtual_time import LATEST_NS, NS_PER_S, TimeSpanError, to_s
 
+LOG_STEPS = 2 * CHUNK  # steps in memory before they are handed on: few enough for the CPU's caches
+FULL, DONE, TOO_LONG = 0, 1, 2  # what `advance` returns
+_NS, _LATEST_NS = float(NS_PER_S), float(LATEST_NS)
 _TIME_COLUMNS = ("start_ns", "ns")
 _UNKNOWN = ("policy_s", "build_s", "forward_s", "sample_s")
 _STATES = ("token", "cached", "internal", "free")
 
 
-def step_columns(run: Run, before: int, capacity_slots: int) -> dict[str, Column]:
-    """The logged steps as in `RunLog.steps`; `before` steps were logged and taken out before."""
-    count = run.at[STEPS]
-    counts = run.log.counts[:count]
+def step_columns(state: ReplayState, before: int, capacity_slots: int) -> dict[str, Column]:
+    """The logged steps as in `RunLog.steps`; `before` is the number of steps that were taken out of the log earlier."""
+    count = state.at[STEPS]
+    counts = state.log.counts[:count]
     found: dict[str, Column] = {
         name: counts[:, i].copy() for i, name in enumerate(COUNTS) if name not in _TIME_COLUMNS
     }
     found |= {name: np.full(count, np.nan) for name in _UNKNOWN}
     found["step"] = before + np.arange(count)
     found["start_s"], found["seconds"] = to_s(counts[:, 0]), to_s(counts[:, 1])
-    found["attention_s"] = run.log.attention_s[:count].copy()
+    found["attention_s"] = state.log.attention_s[:count].copy()
     found["logical_blocks"] = found["physical_blocks"]
     found["reserved"] = capacity_slots - np.sum([found[name] for name in _STATES], axis=0)
     nothing = np.zeros(count, dtype=np.int64)
     return {name: found.get(name, nothing) for name in STEP_COLUMNS}
 
 
-def gaps(run: Run) -> tuple[FloatArray, FloatArray]:
+def gaps(state: ReplayState) -> tuple[FloatArray, FloatArray]:
     """The logged gaps between tokens in seconds, and how often each occurred."""
-    count = run.at[GAPS]
-    return to_s(run.log.gap_ns[:count]), run.log.gap_weight[:count].astype(np.float64)
+    count = state.at[GAPS]
+    return to_s(state.log.gap_ns[:count]), state.log.gap_weight[:count].astype(np.float64)
 
 
-def request_columns(run: Run, request_ids: IntArray, first: int, last: int) -> dict[str, Column]:
-    """The requests that ended as number `first` … `last - 1`, in order of arrival, as in `RunLog.requests`."""
-    lives, lengths = run.lives, run.lengths
-    who = np.sort(lives.ended[first : min(last, run.at[ENDED])])
+def request_columns(state: ReplayState, request_ids: IntArray, first: int, last: int) -> dict[str, Column]:
+    """The requests that ended as number `first` to `last - 1`, sorted by arrival, as in `RunLog.requests`."""
+    requests, inputs = state.requests, state.inputs
+    who = np.sort(requests.ended[first : min(last, state.at[ENDED])])
     nothing = np.zeros(len(who), dtype=np.int64)
     found: dict[str, Column] = {
         "request_id": request_ids[who],
-        "arrival_s": to_s(lengths.arrival_ns[who]),
-        "first_scheduled_s": _moment(lives.scheduled[who]),
-        "first_token_s": _moment(lives.first_token[who]),
-        "finish_s": _moment(lives.finish[who]),
-        "prompt_tokens": lengths.prompt[who],
-        "output_tokens": lengths.output[who],
+        "arrival_s": to_s(inputs.arrival_ns[who]),
+        "first_scheduled_s": _moment(requests.scheduled[who]),
+        "first_token_s": _moment(requests.first_token[who]),
+        "finish_s": _moment(requests.finish[who]),
+        "prompt_tokens": inputs.prompt[who],
+        "output_tokens": inputs.output[who],
         "width": nothing + 1,
-        "resumed_hit_tokens": lives.resumed_hits[who],
-        "recomputed_tokens": lives.recomputed[who],
-        "preemptions": lives.preemptions[who],
-        "outcome": np.where(lengths.fits[who] == 1, Outcome.FINISHED, Outcome.REJECTED),
+        "resumed_hit_tokens": requests.resumed_hits[who],
+        "recomputed_tokens": requests.recomputed[who],
+        "preemptions": requests.preemptions[who],
+        "outcome": np.where(inputs.fits[who] == 1, Outcome.FINISHED, Outcome.REJECTED),
     }
     table = {name: found.get(name, nothing) for name in REQUEST_COLUMNS}
-    return {**table, GENERATED: lengths.output[who]}
+    return {**table, GENERATED: inputs.output[who]}
 
 
 def _moment(ns: IntArray) -> FloatArray:
     return np.where(ns == NEVER, np.nan, to_s(ns))
 
 
-FULL, DONE, TOO_LONG = 0, 1, 2
-_NS, _LATEST_NS = float(NS_PER_S), float(LATEST_NS)
-
-
-def advance(run: Run, num_blocks: int) -> int:
+def advance(state: ReplayState, num_blocks: int) -> int:
     """Run steps; returns FULL, DONE, or TOO_LONG where the next one would end beyond what the clock counts."""
-    at, log = run.at, run.log
-    while at[STEPS] < len(log.counts) and at[GAPS] + run.rules.max_running < len(log.gap_ns):
-        take_arrivals(run)
+    at, log = state.at, state.log
+    while at[STEPS] < len(log.counts) and at[GAPS] + state.rules.max_running < len(log.gap_ns):
+        take_arrivals(state)
         if at[RUNNING] or at[HEAD] < at[TAIL]:
-            if not step(run, num_blocks):
+            if not step(state, num_blocks):
                 return TOO_LONG
-        elif at[ARRIVED] < len(run.lengths.prompt):
-            at[NOW] = run.lengths.arrival_ns[at[ARRIVED]]
+        elif at[ARRIVED] < len(state.inputs.prompt):
+            at[NOW] = state.inputs.arrival_ns[at[ARRIVED]]
         else:
             return DONE
     return FULL
 
 
-@part
-def step(run: Run, num_blocks: int) -> bool:
-    """One step; False, and nothing logged, where it would end too late."""
-    budget = continue_running(run)
-    if not run.at[PREEMPTED]:
-        admit(run, budget)
-    measure(run)
-    seconds, attention_s = price(run)
-    if not run.at[NOW] + seconds * _NS <= _LATEST_NS:
+@jitable
+def step(state: ReplayState, num_blocks: int) -> bool:
+    """Run one step; returns False, and logs nothing, where it would end after LATEST_NS."""
+    budget = continue_running(state)
+    if not state.at[PREEMPTED]:
+        admit(state, budget)
+    write_features(state)
+    seconds, attention_s = price(state)
+    if not state.at[NOW] + seconds * _NS <= _LATEST_NS:
         return False
     took_ns = max(1, int(np.rint(seconds * _NS)))
-    log_step(run, num_blocks, took_ns, attention_s)
-    took(run)
-    run.at[NOW] += took_ns
-    commit(run, run.at[NOW])
+    log_step(state, num_blocks, took_ns, attention_s)
+    note_prefill(state)
+    state.at[NOW] += took_ns
+    commit(state, state.at[NOW])
     return True
-
-
-LOG_STEPS = 2 * CHUNK  # steps in memory before they are handed on: few enough for the processor's caches
 
 
 @dataclass(frozen=True)
@@ -153,7 +149,7 @@ class PlainRequests:
 
 @dataclass(frozen=True)
 class PlainPool:
-    """A paged pool; `keeps` says whether released blocks stay findable until they are taken again."""
+    """A paged pool; `keeps` says whether released blocks stay cached until they are evicted."""
 
     num_blocks: int
     block_size: int
@@ -167,7 +163,11 @@ class PlainPool:
 
 
 class CompiledReplay:
-    """One run of plain requests, from an empty pool to the end of the last request."""
+    """A replay of plain requests by compiled code, from an empty pool to the end of the last request.
+
+    Call either `log()`, which keeps every row, or `fold()`, which adds them to running totals. A replay runs once.
+    `advance_with` replaces the compiled loop, for tests.
+    """
 
     def __init__(
         self,
@@ -177,32 +177,32 @@ class CompiledReplay:
         prices: Prices,
         *,
         log_steps: int = LOG_STEPS,
-        play: Callable[[Run, int], int] | None = None,
+        advance_with: Callable[[ReplayState, int], int] | None = None,
     ) -> None:
         self._requests = requests
         self._pool = pool
         rules = _rules(limits, pool, len(requests.request_id))
         fits = _fits(requests, limits, pool)
-        lengths = Lengths(requests.arrival_ns, requests.prompt_tokens, requests.output_tokens, fits)
-        self._run = new_run(lengths, rules, prices, pool.num_blocks, len(FEATURES), log_steps)
-        self._advance = play or compiled(advance)
+        inputs = RequestInputs(requests.arrival_ns, requests.prompt_tokens, requests.output_tokens, fits)
+        self._state = new_state(inputs, rules, prices, pool.num_blocks, len(FEATURES), log_steps)
+        self._advance = advance_with or compiled(advance)
 
     def fold(self, fold: RunFold) -> float:
-        """Play into `fold`; returns when the last step ended, in s."""
+        """Run, and add everything to `fold`; returns when the last step ended, in s."""
         handed = 0
         for steps, between in self._chunks():
             fold.add_steps(steps)
             fold.add_gaps(*between)
-            while self._run.at[ENDED] - handed >= CHUNK:
+            while self._state.at[ENDED] - handed >= CHUNK:
                 fold.add_requests(self._ended(handed, handed + CHUNK))
                 handed += CHUNK
         fold.close()
-        if handed < self._run.at[ENDED]:
+        if handed < self._state.at[ENDED]:
             fold.add_requests(self._ended(handed, handed + CHUNK))
         return self._span_s()
 
     def log(self) -> RunLog:
-        """Play, and keep every row."""
+        """Run, and keep every row."""
         chunks = list(self._chunks())
         names = list(chunks[0][0])
         itl_s, weight = (np.concatenate([between[i] for _, between in chunks]) for i in (0, 1))
@@ -219,26 +219,26 @@ class CompiledReplay:
         )
 
     def _chunks(self) -> Iterator[tuple[dict[str, Column], tuple[FloatArray, FloatArray]]]:
-        """Steps and gaps as the log fills."""
-        at, played, code = self._run.at, 0, FULL
+        """Steps and gaps, each time that the log is full."""
+        at, played, code = self._state.at, 0, FULL
         while code == FULL:
-            code = self._advance(self._run, self._pool.num_blocks)
+            code = self._advance(self._state, self._pool.num_blocks)
             if code == TOO_LONG:
                 raise TimeSpanError
-            yield step_columns(self._run, played, self._pool.slots), gaps(self._run)
+            yield step_columns(self._state, played, self._pool.slots), gaps(self._state)
             played += int(at[STEPS])
             at[STEPS] = at[GAPS] = 0
 
     def _ended(self, first: int, last: int) -> dict[str, Column]:
-        return request_columns(self._run, self._requests.request_id, first, last)
+        return request_columns(self._state, self._requests.request_id, first, last)
 
     def _span_s(self) -> float:
         """When the last step ended."""
-        return float(to_s(int(self._run.at[LAST_END])))
+        return float(to_s(int(self._state.at[LAST_END])))
 
 
 def _rules(limits: SchedulerLimits, pool: PlainPool, requests: int) -> Rules:
-    """More rows than requests are never needed: limits that nothing reaches cost no memory."""
+    """The limits as numbers. `max_running` is at most the number of requests, so that a large limit costs no memory."""
     return Rules(
         budget=limits.max_batched_tokens,
         max_running=min(limits.max_running, requests),

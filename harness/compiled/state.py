@@ -1,4 +1,4 @@
-"""What the compiled replay works on: arrays, in named tuples that numba knows by field."""
+"""The state of the compiled replay: arrays in named tuples, whose fields numba can access."""
 
 from typing import Any, NamedTuple
 
@@ -8,29 +8,29 @@ from harness.metrics.log import FloatArray, IntArray
 
 NEVER = -1
 
-# -- entries of `Run.at` ---------------------------------------------------------------------------------------
+# -- entries of `ReplayState.at` ---------------------------------------------------------------------------------------
 NOW = 0  # ns
 ARRIVED = 1  # requests that have arrived
 HEAD = 2  # of the queue: requests that have entered the batch
 TAIL = 3  # requests that have been queued
 RUNNING = 4  # rows of the batch
 STEADY = 5  # leading rows that are steady decoders
-UNNAMED = 6  # free blocks that hold nothing
+EMPTY = 6  # free blocks without reusable content
 CACHED = 7  # free blocks that hold a prefix
 WRITTEN = 8  # slots in use that are written
 INTERNAL = 9  # slots in use that will never be written
-VOIDED = 10  # blocks whose content became void since the last plan
+VOIDED = 10  # blocks whose content was discarded since the last plan
 LAST_END = 11  # ns at which the last step ended
 ENDED = 12  # requests that have ended
 STEPS = 13  # steps in the log
 GAPS = 14  # gaps in the log
-OLDEST = 15  # the run of cached blocks that is evicted next
-NEWEST = 16  # one past the run that was released last
+OLDEST = 15  # the entry of `cached` that is evicted next
+NEWEST = 16  # one past the entry that was released last
 TAKEN = 17  # blocks taken in the step under way
 ADMITTED = 18  # requests admitted in it
 PREEMPTED = 19  # requests that lost their blocks in it
 HITS = 20  # slots that the admitted ones found in the cache
-STATES = 21
+NUM_SCALARS = 21
 
 # -- columns of `StepLog.counts` -------------------------------------------------------------------------------
 COUNTS = (
@@ -49,7 +49,16 @@ COUNTS = (
 )
 
 
-class Lengths(NamedTuple):
+_COUNTED = (
+    "generated",
+    "lost",
+    "preemptions",
+    "resumed_hits",
+    "recomputed",
+)  # of `RequestStates`; they start at 0
+
+
+class RequestInputs(NamedTuple):
     """The requests in order of arrival, each int64 `[requests]`; `fits` is 0 for those that can never be served."""
 
     arrival_ns: IntArray
@@ -95,11 +104,12 @@ class Batch(NamedTuple):
     last_token: IntArray  # ns
 
 
-class Lives(NamedTuple):
-    """What became of each request, int64 `[requests]`: times in ns; `queue` and `ended` list requests in order.
+class RequestStates(NamedTuple):
+    """The state of each request, int64 `[requests]`; times are in ns. `queue` and `ended` list requests in order.
 
-    From `last_token` on: what a preemption leaves (the time of the last token, the run that holds what is left of the
-    KV, tokens generated, tokens whose KV was lost), and what it costs.
+    The fields from `last_token` to `lost` keep what a preempted request had: the time of its last token, the entry of
+    `CachedTables` that holds its remaining KV, tokens generated, tokens whose KV was lost. The last three count what
+    preemptions cost.
     """
 
     scheduled: IntArray
@@ -108,7 +118,7 @@ class Lives(NamedTuple):
     queue: IntArray
     ended: IntArray
     last_token: IntArray
-    run: IntArray
+    cached_entry: IntArray
     generated: IntArray
     lost: IntArray
     preemptions: IntArray
@@ -116,8 +126,11 @@ class Lives(NamedTuple):
     recomputed: IntArray
 
 
-class CachedRuns(NamedTuple):
-    """Cached blocks as runs, one a released table, in order of release: whose they are (NEVER: nobody's), how many."""
+class CachedTables(NamedTuple):
+    """Cached blocks, one entry for each released block table in order of release.
+
+    `owner` is the request that may come back for the blocks (NEVER: none), `blocks` their number.
+    """
 
     owner: IntArray
     blocks: IntArray
@@ -132,55 +145,46 @@ class StepLog(NamedTuple):
     gap_weight: IntArray
 
 
-class Run(NamedTuple):
-    """A replay under way. `at` holds the scalars, `after_prefill[0]` the feature of that name."""
+class ReplayState(NamedTuple):
+    """A replay under way. `at` holds the scalars (NOW, ARRIVED, …), `after_prefill[0]` the feature of that name."""
 
-    lengths: Lengths
+    inputs: RequestInputs
     rules: Rules
     prices: Prices
     at: IntArray
     after_prefill: FloatArray
     features: FloatArray
     batch: Batch
-    lives: Lives
-    cached: CachedRuns
+    requests: RequestStates
+    cached: CachedTables
     log: StepLog
 
 
-def new_run(
-    lengths: Lengths, rules: Rules, prices: Prices, num_blocks: int, features: int, log_steps: int
-) -> Run:
+def new_state(
+    inputs: RequestInputs, rules: Rules, prices: Prices, num_blocks: int, features: int, log_steps: int
+) -> ReplayState:
     """A replay at its beginning, over an empty pool; its log holds `log_steps` steps."""
-    requests, rows = len(lengths.prompt), rules.max_running
-    firsts = [0 if name in _COUNTED else NEVER for name in Lives._fields]
-    at = np.zeros(STATES, dtype=np.int64)
-    at[UNNAMED] = num_blocks
+    num_requests, rows = len(inputs.prompt), rules.max_running
+    firsts = [0 if name in _COUNTED else NEVER for name in RequestStates._fields]
+    at = np.zeros(NUM_SCALARS, dtype=np.int64)
+    at[EMPTY] = num_blocks
     gaps = 2 * log_steps + rows
-    return Run(
-        lengths,
+    return ReplayState(
+        inputs,
         rules,
         prices,
         at,
         np.zeros(1),
         np.zeros(features),
         Batch(*_columns(len(Batch._fields), rows)),
-        Lives(*(np.full(requests, first, dtype=np.int64) for first in firsts)),
-        CachedRuns(*_columns(2, 2 * min(num_blocks, requests) + 2)),
+        RequestStates(*(np.full(num_requests, first, dtype=np.int64) for first in firsts)),
+        CachedTables(*_columns(2, 2 * min(num_blocks, num_requests) + 2)),
         StepLog(
             np.zeros((log_steps, len(COUNTS)), dtype=np.int64),
             np.zeros(log_steps),
             *_columns(2, gaps),
         ),
     )
-
-
-_COUNTED = (
-    "generated",
-    "lost",
-    "preemptions",
-    "resumed_hits",
-    "recomputed",
-)  # of `Lives`; the others are NEVER first
 
 
 def _columns(count: int, length: int) -> tuple[Any, ...]:

@@ -18,238 +18,17 @@ from harness.config.errors import ConfigError
 from harness.config.schema import DecodingMode, RunConfig, SharingModel, TraceArrivals, TraceFormat
 
 NO_KERNELS = "none"
-"""`report.kernels=none`: no kernel section, whatever lies beside the results."""
-
-
-def check_trace_file(path: str, may_be_folder: bool = False) -> Iterator[ConfigError]:
-    """Errors if a trace is absent, is no file (or folder) or cannot be read; its content is for `traces` to judge."""
-    file = Path(path).expanduser()
-    try:
-        exists = file.exists()
-    except OSError as error:
-        yield ConfigError("trace.path", f"cannot use '{path}': {error.strerror}")
-        return
-    if not exists:
-        yield ConfigError("trace.path", f"no such file: '{path}' (looked for {file.absolute()})")
-    elif not file.is_file() and not (may_be_folder and file.is_dir()):
-        yield ConfigError("trace.path", f"'{path}' is not a file; name one trace file")
-    elif not os.access(file, os.R_OK):
-        yield ConfigError("trace.path", f"'{path}' cannot be read: permission denied")
-
-
-def check_out(out: str) -> Iterator[ConfigError]:
-    """Errors if the results folder cannot be created or written, found without creating it."""
-    if not out.strip():
-        yield ConfigError("out", "is empty; name the results folder, like out=results/mine")
-    else:
-        yield from _check_folder("out", out)
-
-
-def check_cache_dir(folder: str | None) -> Iterator[ConfigError]:
-    """Errors if the folder for calibrations cannot be created or written; null is judged when it is used."""
-    if folder is not None:
-        yield from _check_folder("cost.cache_dir", folder)
-
-
-def check_kernels(key: str, named: str | None) -> Iterator[ConfigError]:
-    """Errors if a run of `bench kernels` is named that is not there; what it holds is judged by who reads it."""
-    if named is None or (key, named) == ("report.kernels", NO_KERNELS):
-        return
-    path = Path(named).expanduser()
-    file = path / "kernels.parquet" if path.is_dir() else path
-    if not named.strip() or not file.is_file():
-        yield ConfigError(
-            key,
-            f"no kernels.parquet in '{named}' (looked for {file.absolute()}); name the folder that "
-            "'python -m harness bench kernels --out FOLDER' wrote",
-        )
-    elif not os.access(file, os.R_OK):
-        yield ConfigError(key, f"'{file}' cannot be read: permission denied")
-    elif not _is_parquet(file):
-        yield ConfigError(
-            key, f"'{file}' is no Parquet table; name what 'python -m harness bench kernels' wrote"
-        )
-
-
-def _is_parquet(file: Path) -> bool:
-    """By its first bytes: said now and not behind hours of points."""
-    with file.open("rb") as content:
-        return content.read(4) == b"PAR1"
-
-
-def _check_folder(key: str, name: str) -> Iterator[ConfigError]:
-    folder = Path(name).expanduser().absolute()
-    try:
-        existing = next(path for path in (folder, *folder.parents) if path.exists())
-    except OSError as error:  # a name that is too long, or a folder above it that may not be looked into
-        yield ConfigError(key, f"cannot use '{name}': {error.strerror}")
-        return
-    if not existing.is_dir():
-        yield ConfigError(key, f"cannot use '{name}': {existing} is not a folder")
-    elif not os.access(existing, os.W_OK | os.X_OK):
-        yield ConfigError(key, f"cannot write to '{name}': no permission in {existing}")
-
-
-def check_decoding(config: RunConfig) -> Iterator[ConfigError]:
-    """What is wrong with the options of decoding, taken together and beside the scheduler's."""
-    yield from _width(config)
-    yield from _beams(config)
-    yield from _drafts(config)
-
-
-def _width(config: RunConfig) -> Iterator[ConfigError]:
-    decoding, limits = config.decoding, config.scheduler
-    beams = decoding.beam_width > 1
-    key, width = ("decoding.beam_width", decoding.beam_width) if beams else ("decoding.n", decoding.n)
-    for name in ("max_running", "max_batched_tokens"):
-        limit = getattr(limits, name)
-        if width > limit:
-            yield ConfigError(
-                key, f"found {width}, more than scheduler.{name}={limit}: a group runs in one step"
-            )
-    if beams and config.model.path is None and width > config.model.vocab:
-        yield ConfigError(
-            key, f"found {width}, more than the tokens there are (model.vocab={config.model.vocab})"
-        )
-    if not beams and decoding.mode is DecodingMode.greedy and decoding.n > 1:
-        yield ConfigError(
-            "decoding.n",
-            f"found {decoding.n}, but greedy decoding has one sequence; use decoding.mode=sample",
-        )
-
-
-def _beams(config: RunConfig) -> Iterator[ConfigError]:
-    decoding = config.decoding
-    if decoding.beam_parents is None:
-        return
-    if decoding.beam_churn is not None:
-        yield ConfigError(
-            "decoding.beam_churn",
-            f"found {decoding.beam_churn}, but decoding.beam_parents replays recorded beams; set one of them to null",
-        )
-    if not exists(expanduser(decoding.beam_parents)):
-        yield ConfigError(
-            "decoding.beam_parents",
-            f"no such file or folder: '{decoding.beam_parents}'; name a point's folder, a store, or a parents.parquet",
-        )
-
-
-def _drafts(config: RunConfig) -> Iterator[ConfigError]:
-    decoding, budget = config.decoding, config.scheduler.max_batched_tokens
-    drafts = decoding.draft_tokens
-    if drafts < 1:
-        return
-    width = max(decoding.beam_width, decoding.n)
-    if width > 1:
-        yield ConfigError(
-            "decoding.draft_tokens",
-            f"found {drafts}, but a request has {width} sequences, and speculation is for one; set draft_tokens=0, or "
-            "beam_width and n to 1",
-        )
-    if decoding.draft_place is SpeculationMode.fork and config.cache.policy is not CachePolicy.paged:
-        yield ConfigError(
-            "decoding.draft_place",
-            f"found fork, but cache.policy={config.cache.policy} shares no blocks with a child; use lookahead",
-        )
-    if drafts >= budget:
-        yield ConfigError(
-            "decoding.draft_tokens",
-            f"found {drafts}, must be less than scheduler.max_batched_tokens={budget}: they are verified in one step",
-        )
-
+"""`report.kernels=none`: no kernel section, even where timings lie beside the results."""
 
 OWN_POLICIES = ("cache.eviction", "scheduler.order", "scheduler.victim", "scheduler.admission")
 _CLASS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
-
-
-def check_policy(config: RunConfig) -> Iterator[ConfigError]:
-    """What is wrong with the cache's and the scheduler's options, taken together."""
-    cache, scheduler = config.cache, config.scheduler
-    for key in OWN_POLICIES:
-        section, name = key.split(".")
-        value = getattr(getattr(config, section), name)
-        if value is not None and not _CLASS.fullmatch(value):
-            yield ConfigError(key, f"found '{value}', must be module:Class of an importable class, or null")
-    if scheduler.preemption is not Preemption.recompute and cache.policy is CachePolicy.paged:
-        if not cache.host_tokens:
-            yield ConfigError(
-                "scheduler.preemption",
-                f"found {scheduler.preemption}, which saves blocks in host memory, but cache.host_tokens is 0; "
-                "set it, or preemption=recompute",
-            )
-        elif cache.host_tokens < cache.block_size:
-            yield ConfigError(
-                "cache.host_tokens",
-                f"found {cache.host_tokens}, less than one block (cache.block_size={cache.block_size})",
-            )
-    if scheduler.long_prefill_tokens is not None and not scheduler.chunked_prefill:
-        yield ConfigError(
-            "scheduler.long_prefill_tokens",
-            f"found {scheduler.long_prefill_tokens}, but scheduler.chunked_prefill=false cuts no prompt; set null",
-        )
-
-
-FOLDERS = (TraceFormat.auto, TraceFormat.agentic, TraceFormat.ragpulse, TraceFormat.servegen)
-_NO_CLOCK = (TraceFormat.lengths, TraceFormat.lengths_chat, TraceFormat.sharegpt)
-_CLOCK = (TraceFormat.generated, TraceFormat.auto, TraceFormat.agentic, *_NO_CLOCK)
-
-
-def check_trace(config: RunConfig) -> Iterator[ConfigError]:
-    """Everything about the trace that can be said without reading it."""
-    trace = config.trace
-    generated = trace.format is TraceFormat.generated
-    if generated and trace.path is not None:
-        yield ConfigError(
-            "trace.path",
-            f"found '{trace.path}', but trace.format=generated reads no file; choose trace=azure, ...",
-        )
-    elif not generated and not trace.path:
-        yield ConfigError(
-            "trace.path", f"missing: trace.format={trace.format} reads a file; add trace.path=FILE"
-        )
-    elif not generated and trace.path:
-        yield from check_trace_file(trace.path, trace.format in FOLDERS)
-    yield from _arrivals(config)
-    if trace.sharing is not SharingModel.none and not generated:
-        yield ConfigError(
-            "trace.sharing",
-            f"found {trace.sharing}, but a file has its own sharing; use workload.prefix_share to replace it",
-        )
-    if trace.format is TraceFormat.sharegpt and not trace.tokenizer:
-        yield ConfigError(
-            "trace.tokenizer", "missing: trace.format=sharegpt holds text; add trace.tokenizer=FOLDER"
-        )
-
-
-def _arrivals(config: RunConfig) -> Iterator[ConfigError]:
-    trace = config.trace
-    recorded = trace.arrivals is TraceArrivals.recorded
-    if recorded and trace.format in _NO_CLOCK:
-        yield ConfigError(
-            "trace.arrivals",
-            f"found recorded, but trace.format={trace.format} has no timestamps; "
-            "use trace.arrivals=poisson trace.arrival_rate=1",
-        )
-    if not recorded and trace.format not in _CLOCK:
-        yield ConfigError(
-            "trace.arrivals",
-            f"found {trace.arrivals}, but trace.format={trace.format} records arrivals; "
-            "change their rate with workload.request_rate",
-        )
-    if not recorded and trace.arrival_rate is None:
-        yield ConfigError(
-            "trace.arrival_rate", f"missing: trace.arrivals={trace.arrivals} needs requests per second"
-        )
-    if recorded and trace.arrival_rate is not None:
-        yield ConfigError(
-            "trace.arrival_rate",
-            f"found {trace.arrival_rate}, but trace.arrivals=recorded has its own rate; choose trace.arrivals=poisson, "
-            "or scale time with workload.request_rate",
-        )
+FOLDER_FORMATS = (TraceFormat.auto, TraceFormat.agentic, TraceFormat.ragpulse, TraceFormat.servegen)
+_WITHOUT_ARRIVALS = (TraceFormat.lengths, TraceFormat.lengths_chat, TraceFormat.sharegpt)
+_ARRIVALS_ALLOWED = (TraceFormat.generated, TraceFormat.auto, TraceFormat.agentic, *_WITHOUT_ARRIVALS)
 
 
 class Range(NamedTuple):
-    """Allowed numbers: `low` to `high`, an end left out where `open_low` or `open_high`."""
+    """Allowed numbers: `low` to `high`; `open_low` and `open_high` exclude the end itself."""
 
     low: float
     high: float = inf
@@ -257,7 +36,7 @@ class Range(NamedTuple):
     open_high: bool = False
 
     def holds(self, value: float) -> bool:
-        """Whether a value is allowed; NaN and infinity never are."""
+        """Whether a value is allowed; NaN and infinity are not."""
         above = self.low < value if self.open_low else self.low <= value
         below = value < self.high if self.open_high or self.high == inf else value <= self.high
         return above and below
@@ -274,8 +53,8 @@ def _number(value: float) -> str:
 
 
 _COUNT, _NOT_NEGATIVE, _POSITIVE, _SHARE = Range(1, 10**9), Range(0), Range(0, open_low=True), Range(0, 1)
-_FIGURE = Range(1e-6, 1e9)  # of a datasheet: beyond, a step takes years or no time
-_LISTED = Range(1, 10**7)  # as many things as are kept in memory one by one
+_FIGURE = Range(1e-6, 1e9)  # of a datasheet; outside, a step would take years or no time
+_LISTED = Range(1, 10**7)  # number of items that are kept in memory one by one
 _SLOTS = Range(1, 10**9)  # KV slots, far beyond any device's memory
 
 RANGES: dict[str, Range] = {
@@ -350,8 +129,226 @@ RANGES: dict[str, Range] = {
 }
 
 
+def check_trace_file(path: str, may_be_folder: bool = False) -> Iterator[ConfigError]:
+    """Errors if a trace is absent, is no file (or folder) or cannot be read; `traces` checks its content."""
+    file = Path(path).expanduser()
+    try:
+        exists = file.exists()
+    except OSError as error:
+        yield ConfigError("trace.path", f"cannot use '{path}': {error.strerror}")
+        return
+    if not exists:
+        yield ConfigError("trace.path", f"no such file: '{path}' (looked for {file.absolute()})")
+    elif not file.is_file() and not (may_be_folder and file.is_dir()):
+        yield ConfigError("trace.path", f"'{path}' is not a file; name one trace file")
+    elif not os.access(file, os.R_OK):
+        yield ConfigError("trace.path", f"'{path}' cannot be read: permission denied")
+
+
+def check_out(out: str) -> Iterator[ConfigError]:
+    """Errors if the results folder cannot be created or written; it is not created here."""
+    if not out.strip():
+        yield ConfigError("out", "is empty; name the results folder, like out=results/mine")
+    else:
+        yield from _check_folder("out", out)
+
+
+def check_cache_dir(folder: str | None) -> Iterator[ConfigError]:
+    """Errors if the folder for calibrations cannot be created or written; null is checked when it is used."""
+    if folder is not None:
+        yield from _check_folder("cost.cache_dir", folder)
+
+
+def check_kernels(key: str, named: str | None) -> Iterator[ConfigError]:
+    """Errors if a named run of `bench kernels` does not exist; its content is checked when it is read."""
+    if named is None or (key, named) == ("report.kernels", NO_KERNELS):
+        return
+    path = Path(named).expanduser()
+    file = path / "kernels.parquet" if path.is_dir() else path
+    if not named.strip() or not file.is_file():
+        yield ConfigError(
+            key,
+            f"no kernels.parquet in '{named}' (looked for {file.absolute()}); name the folder that "
+            "'python -m harness bench kernels --out FOLDER' wrote",
+        )
+    elif not os.access(file, os.R_OK):
+        yield ConfigError(key, f"'{file}' cannot be read: permission denied")
+    elif not _is_parquet(file):
+        yield ConfigError(
+            key, f"'{file}' is no Parquet table; name what 'python -m harness bench kernels' wrote"
+        )
+
+
+def _is_parquet(file: Path) -> bool:
+    """Whether the first bytes are those of Parquet, so that a wrong file is refused before hours of points."""
+    with file.open("rb") as content:
+        return content.read(4) == b"PAR1"
+
+
+def _check_folder(key: str, name: str) -> Iterator[ConfigError]:
+    folder = Path(name).expanduser().absolute()
+    try:
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+    except OSError as error:  # a name that is too long, or a folder above it that may not be looked into
+        yield ConfigError(key, f"cannot use '{name}': {error.strerror}")
+        return
+    if not existing.is_dir():
+        yield ConfigError(key, f"cannot use '{name}': {existing} is not a folder")
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        yield ConfigError(key, f"cannot write to '{name}': no permission in {existing}")
+
+
+def check_decoding(config: RunConfig) -> Iterator[ConfigError]:
+    """Errors in the combination of decoding options, with one another and with the scheduler's limits."""
+    yield from _width(config)
+    yield from _beams(config)
+    yield from _drafts(config)
+
+
+def _width(config: RunConfig) -> Iterator[ConfigError]:
+    decoding, limits = config.decoding, config.scheduler
+    beams = decoding.beam_width > 1
+    key, width = ("decoding.beam_width", decoding.beam_width) if beams else ("decoding.n", decoding.n)
+    for name in ("max_running", "max_batched_tokens"):
+        limit = getattr(limits, name)
+        if width > limit:
+            yield ConfigError(
+                key, f"found {width}, more than scheduler.{name}={limit}: a group runs in one step"
+            )
+    if beams and config.model.path is None and width > config.model.vocab:
+        yield ConfigError(
+            key, f"found {width}, more than the tokens there are (model.vocab={config.model.vocab})"
+        )
+    if not beams and decoding.mode is DecodingMode.greedy and decoding.n > 1:
+        yield ConfigError(
+            "decoding.n",
+            f"found {decoding.n}, but greedy decoding has one sequence; use decoding.mode=sample",
+        )
+
+
+def _beams(config: RunConfig) -> Iterator[ConfigError]:
+    decoding = config.decoding
+    if decoding.beam_parents is None:
+        return
+    if decoding.beam_churn is not None:
+        yield ConfigError(
+            "decoding.beam_churn",
+            f"found {decoding.beam_churn}, but decoding.beam_parents replays recorded beams; set one of them to null",
+        )
+    if not exists(expanduser(decoding.beam_parents)):
+        yield ConfigError(
+            "decoding.beam_parents",
+            f"no such file or folder: '{decoding.beam_parents}'; name a point's folder, a store, or a parents.parquet",
+        )
+
+
+def _drafts(config: RunConfig) -> Iterator[ConfigError]:
+    decoding, budget = config.decoding, config.scheduler.max_batched_tokens
+    drafts = decoding.draft_tokens
+    if drafts < 1:
+        return
+    width = max(decoding.beam_width, decoding.n)
+    if width > 1:
+        yield ConfigError(
+            "decoding.draft_tokens",
+            f"found {drafts}, but a request has {width} sequences, and speculation is for one; set draft_tokens=0, or "
+            "beam_width and n to 1",
+        )
+    if decoding.draft_place is SpeculationMode.fork and config.cache.policy is not CachePolicy.paged:
+        yield ConfigError(
+            "decoding.draft_place",
+            f"found fork, but cache.policy={config.cache.policy} shares no blocks with a child; use lookahead",
+        )
+    if drafts >= budget:
+        yield ConfigError(
+            "decoding.draft_tokens",
+            f"found {drafts}, must be less than scheduler.max_batched_tokens={budget}: they are verified in one step",
+        )
+
+
+def check_policy(config: RunConfig) -> Iterator[ConfigError]:
+    """Errors in the combination of cache and scheduler options."""
+    cache, scheduler = config.cache, config.scheduler
+    for key in OWN_POLICIES:
+        section, name = key.split(".")
+        value = getattr(getattr(config, section), name)
+        if value is not None and not _CLASS.fullmatch(value):
+            yield ConfigError(key, f"found '{value}', must be module:Class of an importable class, or null")
+    if scheduler.preemption is not Preemption.recompute and cache.policy is CachePolicy.paged:
+        if not cache.host_tokens:
+            yield ConfigError(
+                "scheduler.preemption",
+                f"found {scheduler.preemption}, which saves blocks in host memory, but cache.host_tokens is 0; "
+                "set it, or preemption=recompute",
+            )
+        elif cache.host_tokens < cache.block_size:
+            yield ConfigError(
+                "cache.host_tokens",
+                f"found {cache.host_tokens}, less than one block (cache.block_size={cache.block_size})",
+            )
+    if scheduler.long_prefill_tokens is not None and not scheduler.chunked_prefill:
+        yield ConfigError(
+            "scheduler.long_prefill_tokens",
+            f"found {scheduler.long_prefill_tokens}, but scheduler.chunked_prefill=false cuts no prompt; set null",
+        )
+
+
+def check_trace(config: RunConfig) -> Iterator[ConfigError]:
+    """Errors in the trace settings that are found without reading the trace."""
+    trace = config.trace
+    generated = trace.format is TraceFormat.generated
+    if generated and trace.path is not None:
+        yield ConfigError(
+            "trace.path",
+            f"found '{trace.path}', but trace.format=generated reads no file; choose trace=azure, ...",
+        )
+    elif not generated and not trace.path:
+        yield ConfigError(
+            "trace.path", f"missing: trace.format={trace.format} reads a file; add trace.path=FILE"
+        )
+    elif not generated and trace.path:
+        yield from check_trace_file(trace.path, trace.format in FOLDER_FORMATS)
+    yield from _arrivals(config)
+    if trace.sharing is not SharingModel.none and not generated:
+        yield ConfigError(
+            "trace.sharing",
+            f"found {trace.sharing}, but a file has its own sharing; use workload.prefix_share to replace it",
+        )
+    if trace.format is TraceFormat.sharegpt and not trace.tokenizer:
+        yield ConfigError(
+            "trace.tokenizer", "missing: trace.format=sharegpt holds text; add trace.tokenizer=FOLDER"
+        )
+
+
+def _arrivals(config: RunConfig) -> Iterator[ConfigError]:
+    trace = config.trace
+    recorded = trace.arrivals is TraceArrivals.recorded
+    if recorded and trace.format in _WITHOUT_ARRIVALS:
+        yield ConfigError(
+            "trace.arrivals",
+            f"found recorded, but trace.format={trace.format} has no timestamps; "
+            "use trace.arrivals=poisson trace.arrival_rate=1",
+        )
+    if not recorded and trace.format not in _ARRIVALS_ALLOWED:
+        yield ConfigError(
+            "trace.arrivals",
+            f"found {trace.arrivals}, but trace.format={trace.format} records arrivals; "
+            "change their rate with workload.request_rate",
+        )
+    if not recorded and trace.arrival_rate is None:
+        yield ConfigError(
+            "trace.arrival_rate", f"missing: trace.arrivals={trace.arrivals} needs requests per second"
+        )
+    if recorded and trace.arrival_rate is not None:
+        yield ConfigError(
+            "trace.arrival_rate",
+            f"found {trace.arrival_rate}, but trace.arrivals=recorded has its own rate; choose trace.arrivals=poisson, "
+            "or scale time with workload.request_rate",
+        )
+
+
 def check_config(config: RunConfig) -> list[ConfigError]:
-    """Everything that is wrong with a composed configuration; empty if it can be planned."""
+    """All errors of a composed configuration; empty if it is valid."""
     rules: tuple[Callable[[RunConfig], Iterator[ConfigError]], ...] = (
         _ranges,
         _names,

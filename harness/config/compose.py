@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from engine.core.options import CachePolicy
 from harness.config.errors import ConfigError
 from harness.config.groups import conf_dir
-from harness.config.overrides import Setting, leaves
+from harness.config.overrides import Setting, config_keys
 from harness.config.schema import (
     CacheConfig,
     CostConfig,
@@ -35,16 +35,20 @@ from harness.config.schema import (
     WorkloadConfig,
 )
 
-_WIDE = (TraceFormat.auto, TraceFormat.simple, TraceFormat.pagetwin)  # formats whose rows may say their width
+_WIDE = (
+    TraceFormat.auto,
+    TraceFormat.simple,
+    TraceFormat.pagetwin,
+)  # formats whose rows may name their width
 
 
 def normalise(config: RunConfig) -> RunConfig:
     """The same run with settings that do not apply set to their neutral value.
 
-    A contiguous cache has single slots, shares and swaps nothing; without a prefix cache nothing is named; beam search
-    ignores `mode`, `n` and `temperature`; greedy decoding ignores `temperature`; without beams nothing is re-parented,
-    without samples no branch ends, without drafts none is accepted (unless rows of the trace say how wide they are);
-    users and pauses matter to the replay modes that have them. `~` in a path becomes the home folder.
+    A contiguous cache has single slots, and neither shares nor swaps. Without a prefix cache blocks are not hashed.
+    Beam search ignores `mode`, `n` and `temperature`; greedy decoding ignores `temperature`. Settings of beams, sampled
+    branches and drafts apply only where there are any; rows of some trace formats can have their own width. Users and
+    pauses apply only to the replay modes that have them. `~` in a path becomes the home folder.
     """
     cache = config.cache
     plain = CacheConfig()
@@ -93,20 +97,20 @@ def _decoding(decoding: DecodingConfig, wide: bool) -> DecodingConfig:
     return replace(kept, beam_parents=_home(kept.beam_parents), draft_path=_home(kept.draft_path))
 
 
-def _replay(replay_: ReplayConfig) -> ReplayConfig:
+def _replay(replay: ReplayConfig) -> ReplayConfig:
     neutral = ReplayConfig()
     unused: dict[str, Any] = {}
-    if replay_.mode is not ReplayMode.closed:
+    if replay.mode is not ReplayMode.closed:
         unused["users"] = neutral.users
-    if replay_.mode not in (ReplayMode.closed, ReplayMode.sessions):
+    if replay.mode not in (ReplayMode.closed, ReplayMode.sessions):
         unused["think_s"] = neutral.think_s
-    if replay_.mode is not ReplayMode.gamma:
+    if replay.mode is not ReplayMode.gamma:
         unused["burstiness"] = neutral.burstiness
-    return replace(replay_, **unused)
+    return replace(replay, **unused)
 
 
 def _cost(cost: CostConfig) -> CostConfig:
-    """Timed kernels matter to the table alone, which is what `auto` stands for where they are named."""
+    """Timed kernels apply to the table model alone, which `auto` chooses where they are named."""
     kernels = _home(cost.kernels) if cost.kind in (CostKind.auto, CostKind.table) else None
     return replace(cost, kernels=kernels, cache_dir=_home(cost.cache_dir))
 
@@ -119,10 +123,10 @@ ConfigStore.instance().store(name="schema", node=RunConfig)
 
 
 def compose_config(settings: Iterable[Setting]) -> RunConfig:
-    """Compose a run from group choices and values; types are checked, ranges are not (`harness.config.checks`).
+    """Compose a run from group options and values. Types are checked here, ranges in `harness.config.checks`.
 
     Raises:
-        ConfigError: a value has the wrong type or an interpolation leads nowhere; names the key.
+        ConfigError: a value has the wrong type, or an interpolation cannot be resolved; names the key.
     """
     chosen = list(settings)
     tree = copy.deepcopy(_composed(tuple(item.text for item in chosen if item.is_group)))
@@ -136,7 +140,7 @@ def compose_config(settings: Iterable[Setting]) -> RunConfig:
 
 
 def compose_with_hydra(overrides: Sequence[str]) -> DictConfig:
-    """Hydra's own composition of override strings, without the cache: slow, and the yardstick of the fast one."""
+    """Hydra's own composition of override strings, without the cache; slow, tests compare `compose_config` with it."""
     with initialize_config_dir(str(conf_dir()), job_name="pagetwin", version_base="1.3"):
         return cast(DictConfig, compose("config", overrides=list(overrides)))
 
@@ -157,7 +161,7 @@ def _apply(tree: DictConfig, item: Setting) -> None:
 
 
 def _expected(item: Setting) -> str:
-    words = leaves()[item.key].expected
+    words = config_keys()[item.key].expected
     several = isinstance(item.value, list)
     return words + " (to sweep, write the values without brackets: a,b,c)" if several else words
 

@@ -2,7 +2,7 @@
 
 
 class UserError(ValueError):
-    """The user's input is wrong; `str()` is the whole message. The command line exits with 2."""
+    """The user's input is wrong. `str()` is the whole message, and the command line exits with 2."""
 
 
 class ConfigError(UserError):
@@ -24,4 +24,4 @@ class ConfigError(UserError):
 
 
 class UnknownKeyError(ConfigError):
-    """A key, group or group option that does not exist; the message offers the nearest that does."""
+    """A key, group or group option that does not exist; the message suggests the nearest existing one."""

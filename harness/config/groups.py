@@ -1,4 +1,4 @@
-"""The folder `conf/`: where it is, which groups it has, and what each option of a group is for."""
+"""The folder `conf/`: its place, its groups, and the purpose of each option of a group."""
 
 import re
 from functools import cache
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from harness.config.errors import UserError
 
-EXPERIMENTS = "experiment"  # lists of overrides, read by harness.plan
+EXPERIMENTS = "experiment"  # lists of overrides, read by harness.sweep.plan
 GATE = "gate"  # margins of the regression gate, read by harness.gate; every other folder is a Hydra group of a run
 
 
@@ -54,7 +54,7 @@ def option_file(group: str, option: str) -> Path:
 
 
 def purpose(group: str, option: str) -> str:
-    """When to choose an option: the comment in the first line of its file."""
+    """The purpose of an option: the comment in the first line of its file."""
     with option_file(group, option).open(encoding="utf-8") as lines:
         return lines.readline().lstrip("# ").rstrip()
 

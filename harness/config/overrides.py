@@ -26,11 +26,14 @@ from harness.config.schema import RunConfig
 
 _NAMES: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 _LIKE_ENOUGH = 0.6
+MOST_POINTS = 100_000  # of a sweep; more is most likely a typing error, and would fill the memory
+_PLAIN = re.compile(r"""[^=,()\[\]{}"'\\$]+""")  # one plain value of a list
+_EMPTY_PLACE = re.compile(r"^\s*,|,\s*(,|$)")
 
 
 @dataclass(frozen=True)
-class Leaf:
-    """One setting: its dotted key, its type without None, and whether null is allowed."""
+class ConfigKey:
+    """A key of the schema: its dotted name, its type without None, and whether null is allowed."""
 
     key: str
     kind: Any
@@ -44,28 +47,28 @@ class Leaf:
 
 
 @cache
-def leaves() -> dict[str, Leaf]:
-    """Every setting of the schema by its dotted key."""
-    return {leaf.key: leaf for leaf in _walk(RunConfig, "")}
+def config_keys() -> dict[str, ConfigKey]:
+    """Every key of the schema by its dotted name."""
+    return {each.key: each for each in _walk(RunConfig, "")}
 
 
-def _walk(section: type, prefix: str) -> Iterator[Leaf]:
+def _walk(section: type, prefix: str) -> Iterator[ConfigKey]:
     for name, hint in get_type_hints(section).items():
         if is_dataclass(hint) and isinstance(hint, type):
             yield from _walk(hint, f"{prefix}{name}.")
             continue
         kinds = [kind for kind in get_args(hint) or (hint,) if kind is not NoneType]
-        yield Leaf(prefix + name, kinds[0], NoneType in get_args(hint))
+        yield ConfigKey(prefix + name, kinds[0], NoneType in get_args(hint))
 
 
 def suggestion(key: str) -> str:
-    """A closing half sentence that names the nearest known key, or tells how to see all of them."""
-    near = nearest(key, [*leaves(), *groups(), EXPERIMENTS])
+    """The end of an error message: it names the nearest known key, or the command that prints all keys."""
+    near = nearest(key, [*config_keys(), *groups(), EXPERIMENTS])
     return f"did you mean '{near}'?" if near else "`python -m harness show` prints every key"
 
 
 def nearest(word: str, candidates: Iterable[str]) -> str | None:
-    """The candidate that `word` most likely stands for, or None; a matching last part counts most."""
+    """The candidate most similar to `word`, or None where none is similar; the last part of a key counts most."""
     scored = [(_likeness(word, name), name) for name in candidates]
     best, name = max(scored, key=lambda pair: pair[0], default=(0.0, ""))
     return name if best >= _LIKE_ENOUGH else None
@@ -76,14 +79,9 @@ def _likeness(word: str, name: str) -> float:
     return 0.7 * last + 0.3 * SequenceMatcher(None, word, name).ratio()
 
 
-MOST_POINTS = 100_000  # of a sweep; more is a slip of the finger, and would fill the memory before it fails
-_PLAIN = re.compile(r"""[^=,()\[\]{}"'\\$]+""")  # one plain value of a list
-_EMPTY_PLACE = re.compile(r"^\s*,|,\s*(,|$)")
-
-
 @dataclass(frozen=True)
 class Setting:
-    """One `key=value` without a choice left: a group's option, or the value of a key."""
+    """One `key=value` with a single value: a group's option, or the value of a key."""
 
     key: str
     value: Any
@@ -97,7 +95,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Axis:
-    """All settings that one override asks for; more than one makes a sweep."""
+    """All settings of one override; more than one make a sweep."""
 
     key: str
     settings: tuple[Setting, ...]
@@ -144,8 +142,7 @@ def parse_override(text: str) -> Axis:
 
 
 def _parse(text: str) -> Override:
-    """Parse by Hydra's grammar, which knows few characters; plain words it does not know (`/data/jürgen`, `~/x`) are
-    quoted for the user."""
+    """Parse with Hydra's grammar. Plain words with characters it lacks (`/data/jürgen`, `~/x`) are quoted first."""
     try:
         return OverridesParser.create().parse_override(text)
     except HydraException as error:
@@ -171,7 +168,7 @@ def _quoting(key: str, value: str) -> str:
 
 def _check_key(override: Override, key: str, text: str) -> None:
     sign = text[: len(text) - len(text.lstrip("+~"))]
-    known = key in leaves() or key in groups() or key == EXPERIMENTS
+    known = key in config_keys() or key in groups() or key == EXPERIMENTS
     if not key:
         raise UserError(f"cannot read '{text}': no key before the '='; write key=value")
     if not known:
@@ -199,7 +196,7 @@ def _values(override: Override, key: str) -> list[tuple[Any, str]]:
 
 
 def _listed(override: Override, key: str) -> list[str]:
-    """The values of a list or range as text; a range may hold none or never end."""
+    """The values of a list or range as text; an empty or too long range is an error."""
     try:
         values = list(islice(override.sweep_string_iterator(), MOST_POINTS + 1))
     except ValueError as error:
@@ -218,7 +215,7 @@ def _listed(override: Override, key: str) -> list[str]:
 
 
 def _spelt(value: str) -> str:
-    """Hydra hands out a sweep's booleans as Python writes them; a user writes them small."""
+    """A value as a user writes it: Hydra gives booleans of a sweep as True and False."""
     return value.lower() if value in ("True", "False") else value
 
 

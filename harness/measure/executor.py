@@ -15,7 +15,7 @@ from harness.replay.virtual_time import to_ns, to_s
 class MeasuredExecutor:
     """Runs each plan on the engine; a step's time is what the clock shows from `begin` to `end`, audits left out."""
 
-    max_repeat = 1
+    max_steps = 1
 
     def __init__(self, runner: Runner, clock: Callable[[], float]) -> None:
         self._runner = runner
@@ -49,7 +49,7 @@ class MeasuredExecutor:
 class FixedDurations:
     """Shows the replay the durations `step_ns`, those of an earlier run for instance, and keeps the engine's own."""
 
-    max_repeat = 1
+    max_steps = 1
 
     def __init__(self, engine: Executor, step_ns: Sequence[int]) -> None:
         self._engine = engine

@@ -12,7 +12,7 @@ from engine.core.request import Request
 from harness.replay.beams import Genealogy
 from harness.replay.branches import BranchEnds, BranchSurvival, DraftAcceptance
 from harness.replay.cost_model import Amount, CostModel
-from harness.replay.fast_forward import Stretch
+from harness.replay.fast_forward import FastForwardFeatures
 from harness.replay.features import FeatureMeter
 from harness.replay.virtual_time import LATEST_NS, NS_PER_S, TimeSpanError, to_ns
 
@@ -36,7 +36,7 @@ class StepTiming(NamedTuple):
 class Executor(Protocol):
     """Runs or prices plans. `begin` … `end` enclose the whole step, from `schedule()` to the end of `commit()`."""
 
-    max_repeat: int
+    max_steps: int
 
     def begin(self) -> None:
         """A step begins: the scheduler is called next."""
@@ -69,7 +69,7 @@ class SimulatedExecutor:
         survival: BranchSurvival | None = None,
         acceptance: DraftAcceptance | None = None,
     ) -> None:
-        self.max_repeat = 1 << 30 if fast_forward and survival is None else 1
+        self.max_steps = 1 << 30 if fast_forward and survival is None else 1
         self._ends = BranchEnds(survival, requests) if survival else None
         self._acceptance = acceptance
         self._cost = cost
@@ -89,7 +89,7 @@ class SimulatedExecutor:
         self._meter.took(features, len(ns))
         self._timing = StepTiming(ns, attention, features=features)
         return StepResult(
-            repeat=len(ns),
+            num_steps=len(ns),
             parents=self._parents.of(plan),
             ended=self._ends.of(plan) if self._ends else _NOTHING,
             accepted=accepted,
@@ -105,35 +105,35 @@ class SimulatedExecutor:
         """Steps are priced in rounds of as many as would start before the horizon if all took as long as the last."""
         seconds, attention_s = self._cost.price(first)
         ns, attention = [_whole_ns(float(seconds))], [float(attention_s)]
-        left = plan.repeat - 1
+        left = plan.num_steps - 1
         if not left or (horizon_ns is not None and ns[0] >= horizon_ns):
             return ns, attention
         if horizon_ns is not None:
             left = min(left, -(-horizon_ns // ns[0]) + 1)
-        stretch = Stretch(plan, first, self._block_size)
+        ahead = FastForwardFeatures(plan, first, self._block_size)
         more = self._singly if left <= _ONE_BY_ONE else self._together
-        ns, attention = more(stretch, left + 1, ns, attention)
+        ns, attention = more(ahead, left + 1, ns, attention)
         if horizon_ns is None:
             return ns, attention
-        if left + 1 < plan.repeat and sum(ns) < horizon_ns:  # steps got shorter on the way
-            ns, attention = self._together(stretch, plan.repeat, ns[:1], attention[:1])
+        if left + 1 < plan.num_steps and sum(ns) < horizon_ns:  # steps got shorter on the way
+            ns, attention = self._together(ahead, plan.num_steps, ns[:1], attention[:1])
         taken = _begun_before(ns, horizon_ns)
         return ns[:taken], attention[:taken]
 
     def _singly(
-        self, stretch: Stretch, steps: int, ns: list[int], attention: list[float]
+        self, ahead: FastForwardFeatures, steps: int, ns: list[int], attention: list[float]
     ) -> tuple[list[int], list[float]]:
         price = self._cost.price
-        for features in stretch.singles(steps):
+        for features in ahead.singles(steps):
             seconds, attention_s = price(features)
             ns.append(_whole_ns(float(seconds)))
             attention.append(float(attention_s))
         return ns, attention
 
     def _together(
-        self, stretch: Stretch, steps: int, ns: list[int], attention: list[float]
+        self, ahead: FastForwardFeatures, steps: int, ns: list[int], attention: list[float]
     ) -> tuple[list[int], list[float]]:
-        seconds, attention_s = self._cost.price(stretch.columns(steps))
+        seconds, attention_s = self._cost.price(ahead.columns(steps))
         if np.max(seconds) * NS_PER_S > LATEST_NS:
             raise TimeSpanError
         whole = np.maximum(1, to_ns(np.broadcast_to(seconds, steps)))
@@ -185,7 +185,7 @@ class RecordingEndedError(RuntimeError):
 class RecordedExecutor:
     """Plays a run back: its step durations, and what the engine found out. Any plan that differs then is a bug."""
 
-    max_repeat = 1
+    max_steps = 1
 
     def __init__(self, ns: Sequence[int], results: Sequence[StepResult]) -> None:
         self._ns = ns

@@ -9,7 +9,7 @@ from harness.replay.cost_model import Amount
 from harness.replay.features import WARMING, distinct_share, feature_index
 
 
-class Stretch:
+class FastForwardFeatures:
     """Features of consecutive steps; all rows are steady decoders."""
 
     def __init__(self, plan: StepPlan, first: Sequence[Amount], block_size: int) -> None:

@@ -92,7 +92,7 @@ class Replay:
         """Run one plan and return its duration in ns."""
         executor, scheduler = self._executor, self._scheduler
         executor.begin()
-        plan = scheduler.schedule(executor.max_repeat)
+        plan = scheduler.schedule(executor.max_steps)
         result = executor.execute(plan, self._horizon(now))
         report = scheduler.commit(plan, result)
         timing = executor.end()

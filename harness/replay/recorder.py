@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.core.memory.manager import LeapColumns
+from engine.core.memory.manager import FastForwardColumns
 from engine.core.plan import StepPlan, StepResult
 from engine.core.request import Request
 from engine.core.scheduling.commit import CommitReport, RequestStats
@@ -35,14 +35,14 @@ _TIMED = ("step", "start_s", "seconds", "attention_s", "reserved")  # laid out a
 _FACTS = tuple(name for name in STEP_COLUMNS if name not in _TIMED)
 _FIRST_ONLY = ("copies", "preempted", "admitted", "hit_tokens")
 _GROWING = ("kv_read_tokens", "token")  # by one a row and step
-_LEAPING = (
+_CHANGING = (
     *("new_blocks", "frees", "cached", "internal", "external", "free"),
     *("logical_blocks", "physical_blocks"),
 )
 
 
 class StepTable:
-    """Gathers plans; a fast-forwarded stretch is one entry until `drain()` lays its steps out."""
+    """Gathers plans; a fast-forward is one entry until `drain()` lays its steps out."""
 
     def __init__(self) -> None:
         self._forget()
@@ -56,7 +56,7 @@ class StepTable:
         self._steps: list[int] = []
         self._ns: list[int] = []
         self._attention_s: list[float] = []
-        self._leaps: list[LeapColumns] = []
+        self._fast_forwards: list[FastForwardColumns] = []
 
     @property
     def end_s(self) -> float:
@@ -73,7 +73,7 @@ class StepTable:
         now_ns: int,
         plan: StepPlan,
         timing: StepTiming,
-        leap: LeapColumns | None,
+        fast_forward: FastForwardColumns | None,
         features: Sequence[Amount],
         took_ns: int,
     ) -> None:
@@ -84,8 +84,8 @@ class StepTable:
         self._ns += timing.ns
         self._attention_s += timing.attention_s
         self._end_ns = now_ns + took_ns
-        if leap is not None:
-            self._leaps.append(leap)
+        if fast_forward is not None:
+            self._fast_forwards.append(fast_forward)
         if not self._capacity:
             self._capacity = plan.usage.capacity
 
@@ -99,7 +99,7 @@ class StepTable:
         }
         nth = np.arange(steps.sum()) - (np.cumsum(steps) - steps).repeat(steps)
         self._add_times(found, steps, nth)
-        self._add_leaps(found, nth)
+        self._add_fast_forwards(found, nth)
         states = ("token", "cached", "internal", "external", "free")
         found["reserved"] = self._capacity - np.sum([found[name] for name in states], axis=0)
         self._drained += len(nth)
@@ -115,16 +115,16 @@ class StepTable:
         found["seconds"] = to_s(ns)
         found["attention_s"] = np.array(self._attention_s, dtype=np.float64)
 
-    def _add_leaps(self, found: dict[str, Column], nth: IntArray) -> None:
+    def _add_fast_forwards(self, found: dict[str, Column], nth: IntArray) -> None:
         """The further steps of a fast-forward: as the first, but for context and what the pool did."""
         further = nth > 0
         for name in _FIRST_ONLY:
             found[name][further] = 0
         for name in _GROWING:
             found[name] += found["rows"] * nth
-        for name in _LEAPING:
-            if self._leaps:
-                found[name][further] = np.concatenate([getattr(leap, name) for leap in self._leaps])
+        for name in _CHANGING:
+            if self._fast_forwards:
+                found[name][further] = np.concatenate([getattr(part, name) for part in self._fast_forwards])
 
 
 def _facts(plan: StepPlan, timing: StepTiming, features: Sequence[Amount]) -> tuple[Amount, ...]:
@@ -400,10 +400,10 @@ class Recorder:
         timing: StepTiming,
         stats: Mapping[int, RequestStats],
     ) -> int:
-        """One plan, taken `result.repeat` times, from `now_ns` on; returns how long all of it took, in ns."""
+        """One plan, taken `result.num_steps` times, from `now_ns` on; returns how long all of it took, in ns."""
         features = timing.features or self._meter.first(plan, result.accepted)
         took_ns = sum(timing.ns)
-        self._steps.add(now_ns, plan, timing, report.leap, features, took_ns)
+        self._steps.add(now_ns, plan, timing, report.fast_forward, features, took_ns)
         if result.ended:
             self._times.ended_early(plan, result.ended)
         self._times.add(now_ns, plan, report, timing.ns, took_ns, stats)

@@ -273,7 +273,7 @@ def simulated_executor(
 class PinnedEnds:
     """An executor around `engine` that ends sampled branches where the draws say, whatever tokens they choose."""
 
-    max_repeat = 1
+    max_steps = 1
 
     def __init__(self, engine: Executor, ends: BranchEnds) -> None:
         self._engine = engine

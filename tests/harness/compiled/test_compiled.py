@@ -182,7 +182,7 @@ def test_what_is_compiled_is_what_python_says() -> None:
     requests, limits, pool = many(60), SchedulerLimits(128, 16), PlainPool(500, 16, 2, keeps=True)
     prices = prices_of(COSTS["fitted"])
     assert prices is not None
-    plain = CompiledReplay(requests, limits, pool, prices, play=advance).log()
+    plain = CompiledReplay(requests, limits, pool, prices, advance_with=advance).log()
     assert_same(plain, CompiledReplay(requests, limits, pool, prices).log())
 
 
@@ -191,13 +191,13 @@ def test_a_miscounted_block_would_be_noticed(monkeypatch: pytest.MonkeyPatch) ->
 
     def forgets_one(run: object, row: int, owner: int) -> None:
         compiled_pool.release(run, row, owner)  # type: ignore[arg-type]
-        run.at[6] -= 1  # type: ignore[attr-defined]  # UNNAMED
+        run.at[6] -= 1  # type: ignore[attr-defined]  # EMPTY
 
     monkeypatch.setattr(committing, "release", forgets_one)
     requests, limits, pool = many(60), SchedulerLimits(128, 16), PlainPool(900, 16, 2, keeps=True)
     prices = prices_of(COSTS["roofline"])
     assert prices is not None
-    wrong = CompiledReplay(requests, limits, pool, prices, play=advance).log()
+    wrong = CompiledReplay(requests, limits, pool, prices, advance_with=advance).log()
     with pytest.raises(AssertionError, match=r"reserved|free"):
         assert_same(wrong, core_log(requests, limits, pool, COSTS["roofline"]))
 

@@ -7,7 +7,7 @@ import pytest
 
 from harness.config.checks import RANGES, check_config, value_of
 from harness.config.compose import compose_config, normalise
-from harness.config.overrides import leaves, parse_overrides
+from harness.config.overrides import config_keys, parse_overrides
 from harness.config.schema import DecodingMode, RunConfig
 
 
@@ -29,7 +29,7 @@ def test_a_value_below_its_range_is_refused_by_its_key(key: str) -> None:
 
 
 def test_every_number_of_the_schema_has_a_range() -> None:
-    numbers = {key for key, leaf in leaves().items() if leaf.kind in (int, float)}
+    numbers = {name for name, key in config_keys().items() if key.kind in (int, float)}
     assert numbers == set(RANGES)
 
 
