@@ -1,4 +1,4 @@
-"""Links in the documents lead somewhere: files and headings of this repository."""
+"""Links and file names in the documents lead somewhere: to files and headings of this repository."""
 
 import re
 from pathlib import Path
@@ -6,8 +6,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = sorted(ROOT.glob("*.md")) + sorted((ROOT / "results").glob("*.md"))
+FOLDERS = ("conf", "docs", "engine", "examples", "harness", "kernels", "results", "tests", "traces")
+DOCUMENTS = sorted(ROOT.glob("*.md")) + sorted(
+    file for name in FOLDERS for file in (ROOT / name).rglob("*.md")
+)
+ELSEWHERE = ("harness/conf",)  # where the wheel has conf/
 LINK = re.compile(r"(?<!`)!?\[[^\]]*\]\(([^)\s]+)\)")
+CODE = re.compile(r"`([\w./-]+)`")
 
 
 def links(text: str) -> list[str]:
@@ -36,9 +41,40 @@ def broken(document: Path) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda file: file.name)
+def is_of_ours(name: str) -> bool:
+    """Whether a name in backticks looks like a file or folder of this repository, not like one that a run writes."""
+    in_folder = "/" in name and name.partition("/")[0] in FOLDERS and not name.startswith("results/")
+    return name not in ELSEWHERE and (in_folder or name.endswith((".py", ".yaml", ".toml")))
+
+
+def missing(document: Path) -> list[str]:
+    """Files named in backticks that exist neither from the root nor from the document's folder."""
+    prose = re.sub(r"```.*?```", "", document.read_text(encoding="utf-8"), flags=re.DOTALL)
+    names = [name for name in CODE.findall(prose) if is_of_ours(name)]
+    near = (ROOT, document.parent, document.parent / "paged_kernels")  # kernels/ itself is no package
+    return [name for name in names if not any((folder / name).exists() for folder in near)]
+
+
+def document_id(file: Path) -> str:
+    return str(file.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=document_id)
 def test_links_lead_somewhere(document: Path) -> None:
     assert broken(document) == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=document_id)
+def test_named_files_exist(document: Path) -> None:
+    assert missing(document) == []
+
+
+def test_a_missing_file_is_seen(tmp_path: Path) -> None:
+    document = tmp_path / "x.md"
+    document.write_text(
+        "`engine/none.py` `none.yaml` `engine/core/plan.py` `harness/cli/` `results/x.md` `a.csv` `LLM`\n"
+    )
+    assert missing(document) == ["engine/none.py", "none.yaml"]
 
 
 def test_a_broken_link_is_seen(tmp_path: Path) -> None:
