@@ -1,7 +1,8 @@
-"""What ncu counted for each attention call: bytes read from memory, hits of the L2 cache, instructions.
+"""ncu's counts for each attention call: bytes read from memory, hits of the L2 cache, instructions.
 
-The table of ncu (`--page raw --csv`) has lines of ncu's own, a header, a row of units and one row for each kernel. The
-order of the calls (`counters/cases.json`) and the first kernel of a call say which rows belong to which call.
+The output of ncu (`--page raw --csv`) has messages, a header, a row of units and one row for each kernel. The order of
+the calls (`counters/cases.json`) and the first kernel of a call decide which rows belong to which call.
+`gpu_acceptance.ncu_calls` makes the calls.
 """
 
 import csv
@@ -19,7 +20,7 @@ CALL_BEGINS = ("prefix_kernel", "prefill_kernel", "decode_kernel")
 
 @dataclass(frozen=True)
 class Counted:
-    """One kernel of one call."""
+    """The counts of one kernel of one call."""
 
     case: str
     provider: str
@@ -30,10 +31,10 @@ class Counted:
 
 
 def read_counters(out: Path) -> list[Counted]:
-    """The kernels of every call in their order; none where ncu did not run.
+    """The kernels of every call, in order; an empty list where ncu did not run.
 
     Raises:
-        UserError: the table is not what ncu writes, or holds other calls than were made.
+        UserError: the table does not have ncu's form, or the number of calls is not the one that was made.
     """
     table, calls = out / "counters.csv", out / "counters" / "cases.json"
     if not (table.exists() and calls.exists()):
@@ -50,11 +51,11 @@ def read_counters(out: Path) -> list[Counted]:
 
 
 def _rows(table: Path) -> Iterator[dict[str, str]]:
-    """The kernels' rows by column; ncu's own lines and the row of units are left out."""
+    """The rows of kernels, by column, without ncu's messages and the row of units."""
     lines = table.read_text(encoding="utf-8", errors="replace").splitlines()
     start = next((number for number, line in enumerate(lines) if line.startswith('"ID"')), None)
     if start is None:
-        raise UserError(f'{table}: has no header that begins with "ID"; ncu\'s own words are in it')
+        raise UserError(f'{table}: has no header that begins with "ID"; the file holds ncu\'s messages')
     for row in csv.DictReader(line for line in lines[start:] if line.startswith('"')):
         missing = [name for name in (_NAME, READ, HITS, INSTRUCTIONS) if row.get(name) is None]
         if missing:
@@ -64,7 +65,7 @@ def _rows(table: Path) -> Iterator[dict[str, str]]:
 
 
 def _calls(rows: Sequence[dict[str, str]]) -> Iterator[list[dict[str, str]]]:
-    """Rows call by call: the decode behind a prefix is that call's second kernel."""
+    """The rows of each call. The decode kernel after a prefix kernel belongs to the same call."""
     call: list[dict[str, str]] = []
     for row in rows:
         before = call[-1][_NAME] if call else ""
@@ -87,7 +88,7 @@ def _number(text: str) -> float:
 
 
 def counter_lines(out: Path) -> Iterator[str]:
-    """The table for a page; a sentence where it cannot be read; nothing where there is none."""
+    """The lines of the page's table; one sentence where the counts cannot be read; nothing where there are none."""
     try:
         found = read_counters(out)
     except (UserError, ValueError, KeyError) as error:

@@ -47,11 +47,11 @@ MODELS = {
 WARM_UP, TIMED, PROFILED = 4, 24, 6  # decode steps
 PEER = "transformers_cb"
 REQUESTS, REPEATS, POOL_TOKENS, BLOCK_SIZE = 64, 2, 65_536, 16
-LEAST_PEER_S = 30.0  # a peer is not begun with less left
+LEAST_PEER_S = 30.0  # with less time left the peer does not start
 
 
 def made_model(spec: ModelSpec, device: str) -> LoadedModel:
-    """The model with random weights, on paged KV."""
+    """A model with random weights, adapted to paged KV."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -63,7 +63,7 @@ def made_model(spec: ModelSpec, device: str) -> LoadedModel:
 
 
 def weight_bytes(model: Any) -> int:
-    """Bytes of weights that a decode step reads: all but an input embedding that is not the output's too."""
+    """Bytes of weights that a decode step reads: all except an input embedding that is not tied to the output."""
     total = sum(parameter.nbytes for parameter in model.parameters())  # a tied weight is counted once
     inner, outer = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     return int(total if inner is outer else total - inner.nbytes)
@@ -71,7 +71,7 @@ def weight_bytes(model: Any) -> int:
 
 @dataclass(frozen=True)
 class Load:
-    """What is decoded: so many sequences at once, each with a prompt of so many tokens."""
+    """The decoded work: batch sizes, and prompt tokens of each sequence."""
 
     batches: tuple[int, ...] = (1, 8, 32, 128, 256)
     prompt: int = 512
@@ -79,18 +79,18 @@ class Load:
 
     @property
     def output(self) -> int:
-        """Tokens that each generates: those that come first wait, decoding, for the last prompt."""
+        """Output tokens of each sequence. The first sequences already decode while the last prompts are computed."""
         filling = -(-max(self.batches) * self.prompt // self.budget)
         return 2 * filling + 4 + WARM_UP + TIMED + PROFILED
 
     @property
     def longest(self) -> int:
-        """Tokens of a sequence at its end."""
+        """Tokens of a finished sequence."""
         return self.prompt + self.output
 
 
 def decode_engine(loaded: LoadedModel, load: Load, *, graphs: bool) -> Engine:
-    """An engine with room for the largest batch; its graphs are recorded here."""
+    """An engine with room for the largest batch. Its CUDA graphs are recorded here."""
     slots = max(load.batches) * (load.longest + 16)
     return Engine(
         loaded,
@@ -105,7 +105,7 @@ def decode_engine(loaded: LoadedModel, load: Load, *, graphs: bool) -> Engine:
 
 
 def measured_steps(engine: Engine, load: Load, *, graphs: bool) -> Iterator[dict[str, Any]]:
-    """A row a batch size; the largest batch first, whose buffers the others use."""
+    """One row for each batch size. The largest batch comes first; the others use its buffers."""
     weights = weight_bytes(engine.loaded.model)
     for batch in sorted(load.batches, reverse=True):
         _fill(engine, load, batch)
@@ -132,7 +132,7 @@ def measured_steps(engine: Engine, load: Load, *, graphs: bool) -> Iterator[dict
 
 
 def _fill(engine: Engine, load: Load, batch: int) -> None:
-    """Compute every prompt; sequences are apart, so that no block is shared."""
+    """Compute every prompt. The prompts differ, so no block is shared."""
     vocabulary = engine.loaded.vocab_size
     for number in range(batch):
         prompt = [(7 * number + place) % vocabulary for place in range(load.prompt)]
@@ -154,14 +154,14 @@ def _steps(engine: Engine, count: int, batch: int) -> None:
 
 
 def _step(engine: Engine, batch: int) -> None:
-    """One decode step of the whole batch, or none that a figure may rest on."""
+    """One decode step. Raises RuntimeError if it did not decode the whole batch, since its time would be wrong."""
     told = len(engine.step())
     if told != batch:
         raise RuntimeError(f"a step decoded {told} of {batch} sequences")
 
 
 def _timed(engine: Engine, count: int, batch: int) -> list[float]:
-    """Wall seconds of each step; a step ends when its tokens are known, so the device has finished."""
+    """Wall seconds of each step. A step ends when its tokens are known, so the device has finished."""
     seconds = []
     for _ in range(count):
         start = time.perf_counter()
@@ -171,7 +171,7 @@ def _timed(engine: Engine, count: int, batch: int) -> list[float]:
 
 
 def _device_s(engine: Engine, count: int, batch: int) -> float | None:
-    """Seconds a step that the device computed and copied; None without a CUDA device."""
+    """Seconds of a step in which the device computed or copied; None without a CUDA device."""
     if engine.loaded.device.type != "cuda":
         _steps(engine, count, batch)
         return None
@@ -184,13 +184,13 @@ def _device_s(engine: Engine, count: int, batch: int) -> float | None:
 
 
 def _spans(events: Iterable[Any]) -> list[tuple[float, float]]:
-    """(start, end) in µs of what ran on the device."""
+    """(start, end) in µs of everything that ran on the device."""
     on_device = (one for one in events if "CUDA" in str(one.device_type))
     return [(float(one.time_range.start), float(one.time_range.end)) for one in on_device]
 
 
 def union_s(spans: Sequence[tuple[float, float]]) -> float:
-    """Seconds that the spans (µs) cover together: what overlaps counts once."""
+    """Seconds that the spans (in µs) cover together. Overlapping time counts once."""
     covered, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
         covered += max(0.0, end - max(start, reached))
@@ -235,7 +235,7 @@ def measure(
     *,
     requests: int = REQUESTS,
 ) -> dict[str, Any]:
-    """Everything that is measured of one model; `keep` is called with all so far after every row."""
+    """All measurements of one model. `keep` is called after every row, with everything measured so far."""
     until = time.monotonic() + seconds
     loaded = made_model(MODELS[name], device)
     document: dict[str, Any] = {
@@ -258,7 +258,7 @@ def measure(
 
 
 def _rows(loaded: LoadedModel, load: Load, until: float) -> Iterator[dict[str, Any]]:
-    """With graphs first: that is how it is run."""
+    """The rows with CUDA graphs come first, since the engine normally uses them."""
     for graphs in (True, False):
         engine = decode_engine(loaded, load, graphs=graphs)
         for row in measured_steps(engine, load, graphs=graphs):
@@ -276,7 +276,9 @@ def _peers(loaded: LoadedModel, count: int) -> list[dict[str, Any]]:
     requests = bench_requests(count, loaded.vocab_size, 0)
     serve, _ = ours(loaded, block_size=BLOCK_SIZE, pool_tokens=POOL_TOKENS)
 
-    def other(some: Sequence[BenchRequest]) -> Outputs:  # set up where its errors are its own result
+    def other(
+        some: Sequence[BenchRequest],
+    ) -> Outputs:  # set up inside the call, so that an error is the peer's result
         return transformers_cb(loaded, block_size=BLOCK_SIZE, pool_tokens=POOL_TOKENS)(some)
 
     tokens = sum(request.output_tokens for request in requests)

@@ -1,8 +1,8 @@
 """Program: a trial of the latency gate on this device, with two runs of the same code and a planted slowdown of 5 %.
 
-The first run is the baseline. The second run must raise no alarm. Then each of its ratios in turn is made 5 % longer,
-and the gate must catch it. The change is made here, to numbers in memory. The gate has no switch for it, and nothing
-that is planted is written as a baseline or a record.
+The first run is the baseline. The second run must raise no alarm. Then one ratio after the other is made 5 % longer,
+and the gate must detect it. This program changes the numbers in memory. The gate itself has no switch for it, and no
+planted number is written as a baseline or a record.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def trial(first: Measured, second: Measured) -> dict[str, Any]:
-    """The A/A verdicts, and what became of every planted slowdown, one ratio at a time."""
+    """The verdicts on the same code, and on every planted slowdown, one ratio at a time."""
     baseline = accepted(first, "first run of a trial")
     same = layer.judge(second, baseline)
     by_verdict = {
@@ -71,7 +71,7 @@ def trial(first: Measured, second: Measured) -> dict[str, Any]:
 
 
 def slowed(measured: Measured, case: str) -> Measured:
-    """The run with every round of one ratio 5 % longer; it says so in its name, which no baseline has."""
+    """The run with every round of one ratio 5 % longer. Its name says so and is not the name of any baseline."""
     values: Mapping[str, Any] = measured.cases[case]
     longer = {**values, "ratios": [SLOWER * ratio for ratio in values["ratios"]]}
     return replace(

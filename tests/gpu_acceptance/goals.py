@@ -1,19 +1,19 @@
-"""Every goal, by part. The numbers of the goals are in this file and nowhere else."""
+"""Every goal, by part. The numbers of the goals stand only in this file."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
 LARGE_BYTES = 256e6
-"""Bytes of KV that a call must read for a claim about bandwidth: a smaller one is bound by launches."""
+"""Bytes of KV that a call must read to count for bandwidth. Kernel launches limit smaller calls."""
 PAGED_BLOCKS = 16
-"""Claims about bandwidth and paging begin at this block size."""
+"""The smallest block size that counts for bandwidth and paging."""
 DTYPE, GROUPS = "bf16", (1, 4, 8)
-"""Cache type, and query heads per KV head, that such claims are about."""
+"""KV dtype, and query heads for each KV head, of the calls that count for bandwidth and paging."""
 LONG_QUERIES = 512
-"""Queries a sequence from which a prefill is bound by arithmetic."""
+"""Queries of a sequence from which arithmetic limits a prefill."""
 GAIN_ROWS, GAIN_SHARED = 16, 8192
-"""Sequences and shared tokens of the case that a cascade's gain is asked for."""
+"""Sequences and shared tokens of the case in which a cascade's gain is judged."""
 _SOSP = "Kwon et al., SOSP 2023: kernel 20–26 % slower than on contiguous KV"
 _ORCA = "Kwon et al., SOSP 2023: 2–4× the throughput of reserved memory"
 ERRORS = (
@@ -21,7 +21,7 @@ ERRORS = (
     ("tpot_mean", "TPOT", 0.02),
     ("ttft_p50", "median TTFT", 0.05),
 )
-"""Metric, its name in a goal, and how far a prediction may be off, the median over a sweep's points."""
+"""Metric, its name in a goal, and the largest allowed median error over the points of a sweep."""
 SWEEPS = (("default", "default sweep"), ("azure", "Azure window"))
 BASELINES = ("contiguous_max", "contiguous_pow2", "contiguous_oracle")
 
@@ -31,7 +31,7 @@ class Sense(StrEnum):
 
     most = "at most"
     least = "at least"
-    shown = "shown"  # a figure to be reported; there is no aim
+    shown = "shown"  # the figure is only reported
 
 
 class Unit(StrEnum):
@@ -44,7 +44,7 @@ class Unit(StrEnum):
 
 @dataclass(frozen=True)
 class Goal:
-    """One figure of one part. `row` is what the project asks for in its own words, `source` where the aim is from."""
+    """One figure of one part. `row` describes the goal in words; `source` says where the aim comes from."""
 
     key: str
     row: str
@@ -55,9 +55,9 @@ class Goal:
     source: str = "project goal for the H200"
 
     def met(self, found: float | None) -> bool | None:
-        """Whether a figure reaches the aim; None where nothing was measured, or nothing is aimed at.
+        """Whether a figure reaches the aim; None where nothing was measured or there is no aim.
 
-        NaN reaches no aim.
+        NaN never reaches an aim.
         """
         if found is None or self.aim is None:
             return None
@@ -77,14 +77,14 @@ class Goal:
 
 @dataclass(frozen=True)
 class Found:
-    """The figure of a goal, where it comes from (the worst case, mostly), or why there is none."""
+    """The figure of a goal and the case it comes from (mostly the worst one), or the reason why there is none."""
 
     value: float | None
     where: str
 
 
 def missing(reason: str) -> Found:
-    """No figure, and why."""
+    """No figure, with the reason."""
     return Found(None, reason)
 
 

@@ -24,7 +24,7 @@ OURS, PEER = "pagetwin", "transformers_cb"
 
 
 def test_findings(file: Path) -> Found:
-    """From pytest's JUnit file: tests that failed; tests that were skipped are said, for they prove nothing."""
+    """From pytest's JUnit file: the number of failed tests. Skipped tests are named, since they prove nothing."""
     if not file.exists():
         return missing("the tests did not finish")
     try:
@@ -41,7 +41,7 @@ def test_findings(file: Path) -> Found:
 
 
 def memcheck_findings(file: Path) -> Found:
-    """From compute-sanitizer's log: errors of all processes that it watched."""
+    """From the log of compute-sanitizer: the errors of all processes that it watched."""
     if not file.exists():
         return missing("compute-sanitizer did not run")
     counts = [int(found) for found in _SUMMARY.findall(file.read_text(encoding="utf-8", errors="replace"))]
@@ -51,7 +51,7 @@ def memcheck_findings(file: Path) -> Found:
 
 
 def engine_findings(out: Path) -> dict[str, Found]:
-    """By goal: what was found; from `<model>.json` of `programs.decoding`."""
+    """The findings of the part `engine` by goal, from the files `<model>.json` of `gpu_acceptance.decoding`."""
     found: dict[str, Found] = {}
     for model in MODELS:
         file = out / f"{model}.json"
@@ -103,7 +103,7 @@ def _peer(rows: Sequence[Mapping[str, Any]]) -> Found:
 
 
 def prediction_findings(out: Path) -> dict[str, Found]:
-    """By goal: what was found."""
+    """The findings of the part `prediction` by goal."""
     found: dict[str, Found] = {}
     for sweep, _ in SWEEPS:
         found |= _errors(sweep, list(read_store(out / sweep).records.values()))
@@ -113,7 +113,7 @@ def prediction_findings(out: Path) -> dict[str, Found]:
 
 
 def _errors(sweep: str, records: list[Record]) -> dict[str, Found]:
-    """The median over the sweep's points, the worst point beside it."""
+    """The median error over the sweep's points, with the worst point."""
     names = [name for name, _, _ in ERRORS]
     verdicts = {one.metric.name: one for one in judge(records, names).metrics} if records else {}
     found = {}
@@ -128,7 +128,7 @@ def _errors(sweep: str, records: list[Record]) -> dict[str, Found]:
 
 
 def _kernel(folder: Path) -> Found:
-    """Attention in shapes that were left out of the grid and interpolated: the axis on which that is worst."""
+    """The error of attention at shapes that were left out of the grid and interpolated, on the worst axis."""
     errors: dict[str, Mapping[str, float]] = {}
     for file in sorted(folder.glob("*.json")):
         grids = json.loads(file.read_text(encoding="utf-8")).get("grids") or {}
@@ -142,7 +142,7 @@ def _kernel(folder: Path) -> Found:
 
 
 def _grid(section: Mapping[str, Any]) -> Grid:
-    """A cell that was not measured is null in the file."""
+    """The grid of a file. A null in the file is a cell that was not measured, and becomes NaN."""
     cells = tuple(tuple(nan if cell is None else float(cell) for cell in row) for row in section["seconds"])
     return Grid(tuple(section["across"]), tuple(section["along"]), cells)
 
@@ -179,7 +179,7 @@ def _gate(file: Path) -> dict[str, Found]:
 
 
 def judge_part(part: str, out: Path) -> list[Judged]:
-    """Every goal of the part, measured or not, in the order of `GOALS`."""
+    """Every goal of a part, measured or not, in the order of `GOALS`."""
     found = _FINDERS[part](out)
     return [Judged(goal, found.get(goal.key, missing("not measured"))) for goal in GOALS[part]]
 

@@ -1,9 +1,9 @@
-"""What timed kernels say about the goals. The worst case counts, because an engine waits for the one bad shape.
+"""The goals for timed kernels. The worst case counts, because an engine waits for its slowest call.
 
-It also finds from how many shared tokens a cascade pays, whether the cost rule knows it, and which constants would. The
-rule (`paged_kernels.cascade_cost`): a cascade saves `(rows - tiles) x bytes of the shared KV / speed` and costs
-`overhead`. Both are linear in `1 / speed` and `overhead`, so bounded least squares on measured savings gives them. Each
-case is weighted by its flat time.
+This module also finds from how many shared tokens a cascade is faster, whether the cost rule predicts it, and which
+constants would. The rule (`paged_kernels.cascade_groups`): a cascade saves `(rows - tiles) x bytes of the shared KV /
+speed` and costs `overhead`. Both are linear in `1 / speed` and `overhead`, so bounded least squares on the measured
+savings gives the constants. Each case is weighted by the reciprocal of its flat time.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Any]
 NOISE = 1.02
-"""A choice that is slower than the other by less than this is no mistake."""
-FEWEST = 6  # cases on which three constants can rest
+"""A choice that is slower than the other by a smaller factor is no mistake."""
+FEWEST = 6  # cases, to fit three constants
 FLASHINFER, FLEX = "flashinfer", "flex"
 NO_CASE = "no such case was timed"
 
 
 @dataclass(frozen=True)
 class TimedCase:
-    """One case of one run: our row, and everyone's median time in µs."""
+    """One case of one run: our row, and the median time of every provider in µs."""
 
     run: str
     ours: Row
@@ -54,18 +54,18 @@ class TimedCase:
 
     @property
     def decode(self) -> bool:
-        """One query a sequence, nothing shared."""
+        """Whether each sequence has one query and no prefix is shared."""
         return self.ours["queries"] == 1 and not self.ours["shared_prefix"]
 
     def over(self, provider: str) -> float | None:
-        """Our time over the provider's; None where it did not serve the case."""
+        """Our time divided by the provider's; None where the provider did not serve the case."""
         return self.us[OURS] / self.us[provider] if provider in self.us else None
 
 
 def timed_cases(out: Path) -> list[TimedCase]:
-    """The cases of every `bench kernels` folder directly below `out`; a case that we did not serve is left out.
+    """The cases of every `bench kernels` folder directly below `out`. Cases that we did not serve are left out.
 
-    A table that cannot be read, or that holds nothing because its time was over, is said and left out.
+    A table that cannot be read, or that is empty because its time was over, is reported and left out.
     """
     files = sorted(out.glob(f"*/{TABLE}"))
     return [case for file in files for case in cases_of(file.parent.name, _rows(file))]
@@ -91,7 +91,7 @@ def cases_of(run: str, rows: Sequence[Row]) -> Iterator[TimedCase]:
 
 @dataclass(frozen=True)
 class Sharing:
-    """A measured case: what the rule sees of it, and seconds flat and as a cascade."""
+    """A measured case: the inputs of the cost rule, and the seconds without (flat) and with a cascade."""
 
     name: str
     rows: int
@@ -102,7 +102,7 @@ class Sharing:
 
 
 def wrong_decisions(shared: Iterable[TimedCase]) -> Found:
-    """How many cases the rule decided for the slower way, by more than noise."""
+    """The number of cases in which the rule chose the slower way, by more than noise."""
     judged = [case for case in shared if {OURS, CASCADE, ALWAYS} <= case.us.keys()]
     if not judged:
         return missing("no case was timed flat, as the rule says, and as a cascade in any case")
@@ -111,7 +111,7 @@ def wrong_decisions(shared: Iterable[TimedCase]) -> Found:
 
 
 def crossovers(shared: Iterable[TimedCase]) -> dict[int, int | None]:
-    """By sequences: the fewest shared tokens from which on a cascade was faster at every measured length; or None."""
+    """For each number of sequences, the shared tokens from which a cascade was always faster; None where it was not."""
     faster: dict[int, dict[int, bool]] = {}
     for case in shared:
         if ALWAYS in case.us:
@@ -133,7 +133,7 @@ def _from_where(faster: Mapping[int, bool]) -> int | None:
 
 
 def sharings(shared: Iterable[TimedCase]) -> list[Sharing]:
-    """The cases that were timed both ways."""
+    """The cases that were timed both flat and as a cascade."""
     return [_sharing(case) for case in shared if ALWAYS in case.us]
 
 
@@ -151,7 +151,7 @@ def _sharing(case: TimedCase) -> Sharing:
 
 
 def fitted_cost(cases: Sequence[Sharing], cache_bytes: int) -> "CascadeCost | None":
-    """Constants that explain the savings best; None where there are too few cases on either side of the cache."""
+    """The constants that fit the savings best; None where too few cases lie on either side of the cache size."""
     import numpy as np
     from scipy.optimize import lsq_linear
 
@@ -171,7 +171,7 @@ def fitted_cost(cases: Sequence[Sharing], cache_bytes: int) -> "CascadeCost | No
 
 
 def mistakes(cases: Sequence[Sharing], cost: "CascadeCost") -> list[str]:
-    """The cases that a rule with these constants decides for the slower way, by more than noise."""
+    """The cases in which a rule with these constants chooses the slower way, by more than noise."""
     return [case.name for case in cases if _chosen_s(case, cost) > NOISE * min(case.flat_s, case.cascade_s)]
 
 
@@ -183,9 +183,9 @@ def _chosen_s(case: Sharing, cost: "CascadeCost") -> float:
 
 
 def proposal(shared: Sequence[TimedCase], cache_bytes: int) -> dict[str, Any] | None:
-    """What a person is to read before changing `cascade_cost.py`; None where nothing was timed both ways.
+    """Proposed constants of `paged_kernels/cascade_groups.py`; None where no case was timed both ways.
 
-    Nothing applies it: a constant in the code is changed by who has looked at it.
+    Nothing applies the proposal. A person who has looked at it changes the constants in the code.
     """
     from dataclasses import asdict
 
@@ -196,7 +196,7 @@ def proposal(shared: Sequence[TimedCase], cache_bytes: int) -> dict[str, Any] | 
         return None
     fitted = fitted_cost(cases, cache_bytes)
     return {
-        "what": "constants of CascadeCost fitted to measured savings; a proposal, applied by nobody",
+        "what": "constants of CascadeCost fitted to measured savings; a proposal, which nothing applies",
         "cases": len(cases),
         "crossover_tokens_by_sequences": crossovers(shared),
         "today": {"constants": asdict(H200), "mistakes": mistakes(cases, H200)},
@@ -208,7 +208,7 @@ Figure = Callable[[TimedCase], float | None]
 
 
 def kernel_findings(cases: Sequence[TimedCase]) -> dict[str, Found]:
-    """By goal: what was found."""
+    """The findings by goal."""
     large = [case for case in cases if case.decode and _large(case)]
     prefill = [case for case in cases if case.ours["queries"] >= LONG_QUERIES]
     shared = [case for case in cases if case.ours["shared_prefix"] and case.ours["queries"] == 1]
@@ -230,7 +230,7 @@ def kernel_findings(cases: Sequence[TimedCase]) -> dict[str, Found]:
 
 
 def _large(case: TimedCase) -> bool:
-    """Whether a claim about bandwidth and paging is about the case."""
+    """Whether the case counts for bandwidth and paging."""
     row = case.ours
     claimed = row["dtype"] == DTYPE and row["heads"] // row["kv_heads"] in GROUPS
     return bool(claimed and row["flat_bytes"] >= LARGE_BYTES and row["block_size"] >= PAGED_BLOCKS)
@@ -268,7 +268,7 @@ def _cascade_over_flat(case: TimedCase) -> float | None:
 
 
 def _gain(shared: Iterable[TimedCase]) -> Found:
-    """Of several cases of that size (head counts) the smallest gain."""
+    """The smallest gain of all cases with that many rows and shared tokens (they differ in head counts)."""
     wanted = [
         case
         for case in shared
@@ -278,7 +278,7 @@ def _gain(shared: Iterable[TimedCase]) -> Found:
 
 
 def _block_curve(cases: Iterable[TimedCase]) -> Found:
-    """Of the provider that finds blocks the same way at every size: slowest over fastest at the same shape."""
+    """Slowest over fastest time at the same shape, of the provider that reads block ids the same way at every size."""
     shapes: dict[tuple[int, int], dict[int, float]] = {}
     for case in cases:
         vector = next((name for name in case.us if ":" in name), None)

@@ -1,7 +1,7 @@
-"""The machine: whether it can run the steps at all, and commands with a time limit.
+"""The machine: checks that it can run the steps, and commands with a time limit.
 
 The checks come before the clock starts, because time on a GPU is scarce. Each command has a process group of its own.
-When its time is up, the whole group is ended: a benchmark left alone would use the GPU during the next step.
+When its time is over, the whole group is ended. Otherwise a benchmark would still use the GPU during the next step.
 """
 
 import os
@@ -17,7 +17,7 @@ from harness.config.errors import UserError
 from harness.environment import gpu_names
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = (  # what the steps import: (module, distribution)
+PACKAGES = (  # that the steps import: (module, distribution)
     *(("torch", "torch"), ("triton", "triton"), ("transformers", "transformers"), ("numpy", "numpy")),
     *(("hydra", "hydra-core"), ("omegaconf", "omegaconf"), ("antlr4", "antlr4-python3-runtime")),
     *(("simpy", "simpy"), ("pandas", "pandas"), ("pyarrow", "pyarrow"), ("scipy", "scipy")),
@@ -30,11 +30,11 @@ PACKAGES = (  # what the steps import: (module, distribution)
     ),
     ("hypothesis", "hypothesis"),
 )
-GRACE_S = 8.0  # from the asking to the ending: a sweep keeps its points meanwhile
+GRACE_S = 8.0  # from SIGTERM to SIGKILL; a sweep keeps its points in this time
 
 
 def check_packages() -> None:
-    """Raises UserError naming every package that is missing, all at once."""
+    """Raise UserError if packages are missing; it names all of them."""
     missing = [name for module, name in PACKAGES if find_spec(module) is None]
     if missing:
         raise UserError(
@@ -44,13 +44,13 @@ def check_packages() -> None:
 
 
 def device_folder(names: Sequence[str]) -> str:
-    """The device's name as a folder: 'nvidia-h200'; 'no-gpu' without one."""
+    """The device's name as a folder name: 'nvidia-h200'; 'no-gpu' without a device."""
     name = names[0] if names else "no gpu"
     return "-".join("".join(letter if letter.isalnum() else " " for letter in name.lower()).split())
 
 
 def device_option(names: Sequence[str]) -> str:
-    """The option of the group `device` that describes it: its memory sizes the simulated pool."""
+    """The option of the config group `device` for this GPU. Its memory sizes the simulated pool."""
     name = names[0].lower() if names else ""
     known = {"h200": "h200", "h100": "h100", "a100": "a100_80gb"}
     return next((option for word, option in known.items() if word in name), "h100")
@@ -60,7 +60,7 @@ def check_gpu() -> Sequence[str]:
     """The names of this machine's GPUs.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no GPU.
     """
     names = gpu_names() or _torch_names()
     if not names:
@@ -69,7 +69,7 @@ def check_gpu() -> Sequence[str]:
 
 
 def step_environment(more: Iterable[tuple[str, str]] = ()) -> dict[str, str]:
-    """What a step's process sees. A bare checkout works too: its folders come first on the path."""
+    """The environment of a step. The folders of the checkout come first on the path, so it need not be installed."""
     path = os.pathsep.join(
         [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
@@ -77,7 +77,7 @@ def step_environment(more: Iterable[tuple[str, str]] = ()) -> dict[str, str]:
 
 
 def last_level_cache_bytes() -> int:
-    """Of this machine's GPU; without one, of the device that the cascade's cost rule was written for."""
+    """The last-level cache of this machine's GPU; without a GPU, that of the cascade cost rule's own device."""
     import torch
 
     from harness.bench.kernels.calls import cache_bytes
@@ -87,7 +87,7 @@ def last_level_cache_bytes() -> int:
 
 
 def _torch_names() -> tuple[str, ...]:
-    """Some containers hide the driver's files and still have the device."""
+    """GPU names from torch. Some containers hide the driver's files although the device is usable."""
     import torch
 
     return tuple(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
@@ -96,7 +96,7 @@ def _torch_names() -> tuple[str, ...]:
 def run_for(
     words: Sequence[str], seconds: float, output: IO[str], folder: Path, environment: Mapping[str, str]
 ) -> int | None:
-    """The exit code of the command, its output in `output`; None where it was ended because `seconds` were over."""
+    """Run a command and return its exit code; None where it was ended after `seconds`. `output` takes its output."""
     process = subprocess.Popen(
         words, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
     )
@@ -104,7 +104,7 @@ def run_for(
         return process.wait(timeout=max(0.0, seconds))
     except subprocess.TimeoutExpired:
         return None
-    finally:  # also when we are interrupted ourselves, and for what a finished command left behind
+    finally:  # also after an interrupt, and for processes that a finished command left running
         _end_group(process)
 
 
@@ -114,13 +114,13 @@ def _end_group(process: "subprocess.Popen[bytes]") -> None:
             break
         deadline = time.monotonic() + GRACE_S
         while _signal(process.pid, 0) and time.monotonic() < deadline:
-            process.poll()  # the leader stays a member of its group until it is waited for
+            process.poll()  # the leader stays in its group until its exit status is read
             time.sleep(0.05)
     process.wait()
 
 
 def _signal(group: int, number: int) -> bool:
-    """Whether the group still had members to be told."""
+    """Send a signal to a process group; returns whether the group still had members."""
     try:
         os.killpg(group, number)
     except ProcessLookupError:

@@ -1,8 +1,9 @@
-"""Program: a few attention calls for ncu to read hardware counters of, each called once after it has been compiled.
+"""Program: a few attention calls whose hardware counters ncu reads. Each call is compiled first, then profiled once.
 
-ncu profiles nothing until it is asked (`--profile-from-start off`). Only the calls in `cases.json` are profiled, in
-that order. `attend` is our decode with every key finding its own block, at every block size. By default a tile that
-lies in one block reads one block id, and a sweep over block sizes would show the change of code, not the block size.
+ncu is started with `--profile-from-start off`. Only the calls in `cases.json` are profiled, in that order. `attend` is
+our decode kernel, with a block id read for every key at every block size. By default a tile inside one block reads one
+block id, so a sweep over block sizes would show a change of code and not of the block size.
+`gpu_acceptance.counters` reads the result.
 """
 
 import argparse
@@ -34,17 +35,17 @@ NAMED: tuple[tuple[CaseSpec, str], ...] = (
     (CaseSpec(batch=4, context=4096, queries=2048), OURS),
     (CaseSpec(batch=16, context=8320, shared_prefix=8192), ALWAYS),
 )
-"""The block-size curve, one id a tile, one long sequence, no groups, a prefill, a cascade."""
+"""The profiled calls: block-size curve, one block id for each tile, one long sequence, MHA, a prefill, a cascade."""
 TINY = (CaseSpec(batch=2, context=64, heads=4, kv_heads=2, head_dim=16, dtype="fp32"), OURS)
 
 
 def attend(case: Case) -> torch.Tensor:
-    """The case's attention; `bench kernels` calls `prepare` instead."""
+    """The attention of a case. `bench kernels` calls `prepare` instead."""
     return prepare(case)()
 
 
 def prepare(case: Case) -> Run:
-    """As our own provider, with the addressing fixed. Raises UnsupportedCaseError off a GPU and for prefills."""
+    """Prepare the call as our provider does, with fixed addressing. Raises UnsupportedCaseError for others."""
     if case.device.type != "cuda" or not case.decode:
         raise UnsupportedCaseError(f"{case.name}: the addressing of the Triton decode alone can be fixed")
     from paged_kernels.triton.decode import run_decode
@@ -86,7 +87,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def profile(spec: CaseSpec, provider: str, device: torch.device, watched: Watch) -> torch.Tensor:
-    """Call the case twice, the second time watched; returns its output."""
+    """Call the case twice, the second time inside `watched`; returns its output."""
     run = _prepared(provider, build(spec, device, seed=0))
     run()
     if device.type == "cuda":
@@ -101,7 +102,7 @@ def _prepared(provider: str, case: Case) -> Run:
 
 @contextmanager
 def _profiled(name: str) -> Iterator[None]:
-    """A stretch that ncu looks at."""
+    """A range that ncu profiles."""
     torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
     torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
     try:

@@ -18,9 +18,9 @@ PAGE, FACTS, PROPOSAL = "README.md", "summary.json", "cascade_proposal.json"
 
 
 def write_page(out: Path, part: str, outcomes: Sequence[Outcome], device: str, *, here: bool = True) -> Path:
-    """Write the page and `summary.json` into `out`; steps of earlier calls stay, those of this one replace them.
+    """Write the page and `summary.json` into `out`. Steps of earlier calls stay, unless this call repeats them.
 
-    Where it was not measured `here`, versions and cache size stay as they were written.
+    `here` False means that the part was measured on another machine. Versions and cache size then stay unchanged.
     """
     before = _facts(out)
     judged = judge_part(part, out)
@@ -46,7 +46,7 @@ def known_device(out: Path) -> str:
     """The device of an earlier page.
 
     Raises:
-        UserError: there is none.
+        UserError: `out` has no earlier page.
     """
     device = _facts(out).get("device")
     if not device:
@@ -88,7 +88,7 @@ def _goal(one: Judged) -> dict[str, Any]:
 
 
 def _proposal(out: Path, cache_bytes: int) -> dict[str, bytes]:
-    """Constants for the cascade's cost rule, where cascades were timed; for a person to read, applied by nobody."""
+    """Proposed constants of the cascade's cost rule, where cascades were timed. A person reads and applies them."""
     from gpu_acceptance.kernel_goals import proposal, timed_cases
 
     shared = [case for case in timed_cases(out) if case.ours["shared_prefix"] and case.ours["queries"] == 1]

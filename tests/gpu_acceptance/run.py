@@ -1,8 +1,8 @@
-"""GPU acceptance: what we ask of a GPU, in parts of ten minutes, each in one folder. `make gpu` runs it.
+"""GPU acceptance: tests and measurements on a GPU, in parts of ten minutes, each with one folder. `make gpu` runs it.
 
-The steps of a part run one after another, each in a process of its own and with a time limit. A step that fails does
-not stop the others, and what it wrote is kept. `--dry-run` rehearses every step without a GPU. docs/gpu.md says how to
-use a short time well.
+The steps of a part run one after another, each in a process of its own and with a time limit. A failing step does not
+stop the others, and its output is kept. `--dry-run` rehearses every step without a GPU. docs/gpu.md says how to use
+little GPU time well.
 """
 
 import argparse
@@ -30,25 +30,25 @@ from harness.environment import gpu_names
 
 ENDINGS = (".tar.gz", ".tgz")
 _LAST_LINES = 12  # of a failed step's output that are shown at once
-_LEAST_S = 5.0  # below that a step is not begun
-MINUTES = 9.5  # of a call of ten: starting and packing take the rest
+_LEAST_S = 5.0  # with less time left no step starts
+MINUTES = 9.5  # of a ten-minute call; starting and packing take the rest
 _MORE = """\
 parts:
   quick       GPU tests, kernels by every provider, latency gate, calibration, a small sweep
   kernels     tests, memory checker, the full grid of attention calls, hardware counters
   engine      decode steps of 1B- and 8B-class models, graphs on and off, beside transformers
   prediction  predicted against measured, contiguous memory beside paged, a trial of the latency gate
-Exit codes: 0 every step gave an answer, 1 one did not or a test failed, 2 it cannot run here."""
+Exit codes: 0 every step gave an answer, 1 one step did not or a test failed, 2 the part cannot run here."""
 
 
 def check_archive(file: Path) -> None:
-    """Raises UserError for a name that is no archive's: asked before minutes of measuring."""
+    """Raise UserError if the file name does not end as an archive's. This is checked before any measuring."""
     if not file.name.endswith(ENDINGS):
         raise UserError(f"--pack {file}: name a file that ends in {' or '.join(ENDINGS)}")
 
 
 def pack(folder: Path, file: Path) -> Path:
-    """Write `folder` under its own name into `file`, whole or not at all; returns `file`."""
+    """Pack `folder` under its own name into the archive `file`, completely or not at all; returns `file`."""
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(f".{file.name}.partial")
     try:
@@ -61,7 +61,7 @@ def pack(folder: Path, file: Path) -> Path:
 
 
 def _without_leftovers(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
-    """No owner's name and nothing half-written; caches of compilers are made again."""
+    """Leave out hidden (partial) files and bytecode caches, and remove the owner's name."""
     name = Path(member.name).name
     if name.startswith(".") or name == "__pycache__":
         return None
@@ -71,10 +71,10 @@ def _without_leftovers(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
 
 
 def run_part(flags: argparse.Namespace) -> int:
-    """Run, rehearse or judge again; returns the exit code.
+    """Run, rehearse or judge a part again; returns the exit code.
 
     Raises:
-        UserError: it cannot run here; says all that is missing.
+        UserError: the part cannot run here; the message names everything that is missing.
     """
     _check_flags(flags)
     if flags.judge:
@@ -87,7 +87,7 @@ def run_part(flags: argparse.Namespace) -> int:
         return _rehearse(chosen)
     try:
         outcomes = _measure(chosen, out, flags, names[0])
-    finally:  # whatever went wrong, what was measured comes back
+    finally:  # the measured results are packed even after an error
         if flags.pack and out.exists():
             file = pack(out, Path(flags.pack).absolute())
             say(f"packed: {file} ({file.stat().st_size / 1e6:.1f} MB)")
@@ -109,7 +109,7 @@ def _folder(flags: argparse.Namespace, names: Sequence[str]) -> Path:
 
 
 def _judge_again(flags: argparse.Namespace) -> int:
-    """The page of a folder that was measured elsewhere or before, goals judged by today's code."""
+    """Write the page of an earlier run, or of another machine's, with goals judged by the present code."""
     from gpu_acceptance.page import known_device, write_page
 
     if not flags.out:
@@ -120,7 +120,7 @@ def _judge_again(flags: argparse.Namespace) -> int:
 
 
 def _measure(chosen: Sequence[Step], out: Path, flags: argparse.Namespace, device: str) -> list[Outcome]:
-    """Run the steps and write the page; what it was measured on is written first, for a page that is made later."""
+    """Run the steps and write the page. A page with the device is written first, in case the run is cut off."""
     from gpu_acceptance.page import write_page
 
     deadline = time.monotonic() + 60 * flags.minutes
@@ -143,13 +143,13 @@ def _chosen(all_steps: Sequence[Step], only: str | None) -> list[Step]:
 
 
 def _sharing(chosen: Sequence[Step], seconds: float) -> list[Step]:
-    """Fewer steps have longer limits: together they may use all the time."""
+    """The steps with longer limits where they are few, so that together they may use all the time."""
     factor = max(1.0, seconds / sum(step.limit_s for step in chosen))
     return [replace(step, limit_s=step.limit_s * factor) for step in chosen]
 
 
 def _rehearse(chosen: Sequence[Step]) -> int:
-    """Every step's command as far as it goes without a GPU; returns the exit code."""
+    """Run the rehearsal command of every step, without a GPU; returns the exit code."""
     failed = 0
     for step in (one.within(one.limit_s) for one in chosen):
         done = subprocess.run(
@@ -208,16 +208,18 @@ def main(words: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m gpu_acceptance.run",
-        description="Run one part of what a GPU is asked, within ten minutes; one folder, one page of goals.",
+        description="Run one part of the GPU acceptance in ten minutes: one folder, one page of goals.",
         epilog=_MORE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--part", choices=PARTS, default=PARTS[0], help="default: %(default)s")
     parser.add_argument(
-        "--out", metavar="DIR", help="its folder <part> takes all; default: results/reference/<device>"
+        "--out", metavar="DIR", help="results go to DIR/<part>; default: results/reference/<device>"
     )
-    parser.add_argument("--minutes", type=float, default=MINUTES, help="stop then; default: %(default)s")
+    parser.add_argument(
+        "--minutes", type=float, default=MINUTES, help="stop after this time; default: %(default)s"
+    )
     parser.add_argument("--only", metavar="A,B", help="only these steps; they share the whole time")
     parser.add_argument("--trace", metavar="CSV", help="prediction: an Azure LLM inference trace")
     parser.add_argument(
@@ -227,7 +229,7 @@ def _parser() -> argparse.ArgumentParser:
         "--dry-run", action="store_true", help="rehearse every step; needs no GPU, times nothing"
     )
     parser.add_argument(
-        "--judge", action="store_true", help="write the page again from the raw data there; needs no GPU"
+        "--judge", action="store_true", help="write the page again from the raw data in --out; needs no GPU"
     )
     return parser
 
