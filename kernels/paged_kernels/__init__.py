@@ -1,7 +1,7 @@
-"""Attention over a paged KV cache: decode, prefill and cascade, writes to the cache, and copies of blocks.
+"""Attention over a paged KV cache: decode, prefill, cascade, writes to the cache, and copies of blocks.
 
-Each call has a `backend`: `triton` (CUDA), `torch` (any device) or `torch_ref` (the readable reference). Importing this
-package does not import triton.
+Each call takes a `backend`: `triton` (CUDA), `torch` (any device) or `torch_ref` (the readable reference). Importing
+this package does not import triton.
 """
 
 from paged_kernels.attention import (

@@ -3,11 +3,12 @@
 `backend` chooses the code that runs. Caches are `[blocks, block_size, kv_heads, dim]`; K and V may differ in `dim`.
 Block 0 is the null block, all zeros.
 
-These functions plan and check at every call. An engine serves many layers with the same tables. So it plans once
-(`decode_metadata`, `prefill_metadata`) and calls `run_decode` and `run_prefill` itself.
+These functions check their arguments and prepare the metadata at every call. An engine serves many layers with the same
+tables. So it prepares the metadata once per step (`decode_metadata`, `prefill_metadata`) and calls `run_decode` and
+`run_prefill` itself.
 
-A cascade is a decode over a shared prefix: blocks that several sequences share are read once for all of them.
-A merge combines two partial attentions of the same queries over different keys (prefix + suffix, part + part).
+A cascade is a decode over shared prefixes: blocks that several sequences share are read once for all of them.
+A merge combines two partial attentions of the same queries over different keys.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,10 +31,10 @@ from paged_kernels.checks import (
     check_values,
 )
 from paged_kernels.errors import DeviceError, OptionError, ShapeError, TableError
-from paged_kernels.memory import DEFAULT_WORKSPACE, Workspace
+from paged_kernels.memory import DEFAULT_WORKSPACE, IntArray, Workspace, token_bytes
 from paged_kernels.scoring import Scoring
 from paged_kernels.torch import cascade as torch_cascade
-from paged_kernels.torch.decode import IntArray, decode_metadata, run_decode
+from paged_kernels.torch.decode import decode_metadata, run_decode
 from paged_kernels.torch.gathered import merge_reference
 from paged_kernels.torch.prefill import prefill_metadata, run_prefill
 
@@ -41,7 +42,7 @@ Run = Callable[[], None]
 
 
 class PagedBatch(NamedTuple):
-    """What both attention calls come down to: ragged queries over paged KV."""
+    """Ragged queries over paged KV: the common form of decode and prefill. Shapes as in `paged_attention_prefill`."""
 
     q: torch.Tensor
     key_cache: torch.Tensor
@@ -60,7 +61,7 @@ def run_triton(
     num_splits: int | None,
     workspace: Workspace | None,
 ) -> None:
-    """One launch for the whole batch (and a second one that combines the parts of a decode)."""
+    """Run the batch in one launch. A decode may need a second one that combines the parts of split sequences."""
     from paged_kernels.triton import decode as triton_decode
     from paged_kernels.triton import prefill as triton_prefill
 
@@ -76,16 +77,16 @@ def run_triton(
 def run_torch(
     batch: PagedBatch, scoring: Scoring, out: torch.Tensor, lse: torch.Tensor | None, workspace: Workspace
 ) -> None:
-    """Plan the batch and run it."""
+    """Prepare the batch and run it."""
     prepare_torch(batch, scoring, out, lse, workspace)()
 
 
 def prepare_torch(
     batch: PagedBatch, scoring: Scoring, out: torch.Tensor, lse: torch.Tensor | None, workspace: Workspace
 ) -> Run:
-    """Sort the rows into decode, prefill and empty ones and plan each kind; the call that is returned runs them.
+    """Sort the rows into decode, prefill and empty ones, and prepare each kind. The returned call runs them.
 
-    An engine plans once a step and runs once a layer, so the two are apart.
+    Preparing and running are separate because an engine prepares once per step and runs once per layer.
     """
     table = batch.block_table.cpu().numpy().astype(np.int64)
     lengths, bounds = (value.cpu().numpy().astype(np.int64) for value in (batch.seq_lens, batch.cu_seqlens_q))
@@ -111,7 +112,7 @@ def _run_all(runs: Sequence[Run]) -> None:
 
 
 def _empty(rows: slice, out: torch.Tensor, lse: torch.Tensor | None) -> None:
-    """Rows that see no key."""
+    """Fill the rows of a sequence without keys: 0 and -inf."""
     out[rows] = 0.0
     if lse is not None:
         lse[rows] = float("-inf")
@@ -127,10 +128,10 @@ def _prepare_decode(
     lse: torch.Tensor | None,
     workspace: Workspace,
 ) -> Run:
-    """The one-query rows, wherever they stand in the flat batch; where they are all of it nothing is moved."""
+    """The rows with one query. They are copied out of the flat batch, unless they are the whole batch."""
     caches = (batch.key_cache, batch.value_cache)
-    token_bytes = sum(cache[0, 0].nbytes for cache in caches)
-    metadata = decode_metadata(table, lengths, caches[0].shape[1], token_bytes=token_bytes, device=out.device)
+    size = token_bytes(*caches)
+    metadata = decode_metadata(table, lengths, caches[0].shape[1], token_bytes=size, device=out.device)
     if len(first) == len(out):
         return partial(run_decode, metadata, batch.q, *caches, scoring, out, workspace, lse)
     rows = torch.from_numpy(first).to(out.device)
@@ -170,8 +171,8 @@ def paged_attention_decode(
     """One query per sequence: q `[rows, heads, dk]` over `seq_lens` cached tokens each, the query's own included.
 
     Returns `out` `[rows, heads, dv]`; fills `lse` `[rows, heads]` (natural log) if given. A row of length 0 gives
-    zeros and -inf. Table entries behind a sequence's last block may be anything. `num_splits` fixes in how many parts
-    the triton kernel reads each sequence; None balances them on the device. `validate` looks at lengths and tables,
+    zeros and -inf. Table entries after a sequence's last block may be anything. `num_splits` fixes in how many parts
+    the Triton kernel reads each sequence; None balances them on the device. `validate` checks lengths and tables,
     which waits for the device (never during graph capture). Raises a `KernelError` before anything is launched.
     """
     if num_splits is not None and not 1 <= num_splits <= 256:
@@ -207,8 +208,8 @@ def paged_attention_prefill(
     """Ragged queries over paged KV, causal: sequence i owns rows `cu_seqlens_q[i] : cu_seqlens_q[i + 1]` of q.
 
     q `[tokens, heads, dk]` holds the last positions of each sequence's `seq_lens` cached tokens, so that a chunk of
-    a prompt sees the whole prefix. `max_seqlen_q` bounds the queries of any sequence; None looks on the device.
-    Returns, fills, checks and raises as decode does.
+    a prompt sees the whole prefix. `max_seqlen_q` is an upper bound of the queries of any sequence; None reads it from
+    the device. Returns, fills, checks and raises as `paged_attention_decode`.
     """
     widest = max_seqlen_q or max(1, int(cu_seqlens_q.diff().max()))
     batch = PagedBatch(q, key_cache, value_cache, block_table, seq_lens, cu_seqlens_q, widest)
@@ -238,17 +239,22 @@ def _dispatch(
     if chosen == "triton":
         run_triton(batch, scoring, out, lse, num_splits, workspace)
     elif chosen == "torch_ref":
-        result, sums = reference.paged_attention(*batch[:6], scoring)
-        out.copy_(result)
-        if lse is not None:
-            lse.copy_(sums)
+        _copy_result(out, lse, *reference.paged_attention(*batch[:6], scoring))
     else:
         run_torch(batch, scoring, out, lse, workspace or DEFAULT_WORKSPACE)
     return out
 
 
+def _copy_result(
+    out: torch.Tensor, lse: torch.Tensor | None, result: torch.Tensor, sums: torch.Tensor
+) -> None:
+    out.copy_(result)
+    if lse is not None:
+        lse.copy_(sums)
+
+
 def check_batch(batch: PagedBatch, scoring: Scoring, *, validate: bool) -> None:
-    """All that can be wrong with a batch before it runs; values only if `validate`."""
+    """Check a batch before it runs. Values are checked only if `validate`. Raises a `KernelError`."""
     check_caches(batch.key_cache, batch.value_cache)
     check_queries(batch.q, batch.key_cache)
     check_tables(batch.block_table, batch.seq_lens, batch.cu_seqlens_q, batch.q.device)
@@ -282,11 +288,11 @@ def cascade_attention_decode(
 ) -> torch.Tensor:
     """One query per row, q `[rows, heads, dk]`: row i sees its group's prefix and then its own suffix.
 
-    `shared_block_table` `[groups, blocks]` and `prefix_lens` `[groups]` (tokens) say what each group shares;
-    `suffix_block_table` `[rows, blocks]` and `suffix_lens` `[rows]` what is a row's own, its query's token included.
-    `group_ids` `[rows]` names each row's group, -1 for none; without it there is one group of all rows. The result is
-    that of `paged_attention_decode` over prefix and suffix as one sequence.
-    `find_cascade_groups` says whether it pays. Fills, checks and raises as decode does.
+    `shared_block_table` `[groups, blocks]` and `prefix_lens` `[groups]` (tokens) hold what each group shares.
+    `suffix_block_table` `[rows, blocks]` and `suffix_lens` `[rows]` hold each row's own keys, the query's token
+    included. `group_ids` `[rows]` gives each row's group, -1 for none; None means one group of all rows. The result
+    equals `paged_attention_decode` over prefix and suffix as one sequence. `find_cascade_groups` decides whether a
+    cascade is faster. Fills, checks and raises as `paged_attention_decode`.
     """
     rows = q.shape[0]
     if group_ids is None:
@@ -306,10 +312,8 @@ def cascade_attention_decode(
         groups = triton_cascade.sort_groups(*shared, group_ids)
         triton_cascade.run_cascade(*batch[:3], groups, *batch[3:5], scoring, out, lse, workspace=workspace)
     elif chosen == "torch_ref":
-        result, sums = reference.cascade_attention(*batch[:3], *shared, *batch[3:5], group_ids, scoring)
-        out.copy_(result)
-        if lse is not None:
-            lse.copy_(sums)
+        result = reference.cascade_attention(*batch[:3], *shared, *batch[3:5], group_ids, scoring)
+        _copy_result(out, lse, *result)
     else:
         scratch = workspace or DEFAULT_WORKSPACE
         metadata = torch_cascade.cascade_metadata(
@@ -318,15 +322,10 @@ def cascade_attention_decode(
             batch.seq_lens,
             group_ids,
             block_size=key_cache.shape[1],
-            token_bytes=_token_bytes(key_cache, value_cache),
+            token_bytes=token_bytes(key_cache, value_cache),
         )
         torch_cascade.run_cascade(*batch[:3], metadata, scoring, out, lse, scratch)
     return out
-
-
-def _token_bytes(key_cache: torch.Tensor, value_cache: torch.Tensor) -> int:
-    """What one token's K and V take in one layer."""
-    return key_cache[0, 0].nbytes + value_cache[0, 0].nbytes
 
 
 def _check_groups(
@@ -362,10 +361,10 @@ def merge_attn_states(
     *,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The attention over the union of two key sets: outputs `[tokens, heads, dv]`, natural-log LSE `[tokens, heads]`.
+    """Attention over the union of two key sets: outputs `[tokens, heads, dv]`, natural-log LSE `[tokens, heads]`.
 
-    Each output is weighted by exp(lse - max). A side that saw no key has LSE -inf and takes no part; when both are
-    empty the output is 0 and the LSE is -inf. Fills `out` and `lse` where given.
+    Each output is weighted by exp(lse - max). A side that saw no key has LSE -inf and is ignored. If both sides
+    are empty, the output is 0 and the LSE is -inf. Returns `out` and `lse`, filling those that are given.
     """
     check_states(o_a, lse_a, o_b, lse_b)
     out = torch.empty_like(o_a) if out is None else out
@@ -375,7 +374,5 @@ def merge_attn_states(
 
         triton_cache.merge_attn_states(o_a, lse_a, o_b, lse_b, out, lse)
     else:
-        merged, sums = merge_reference(o_a, lse_a, o_b, lse_b)
-        out.copy_(merged)
-        lse.copy_(sums)
+        _copy_result(out, lse, *merge_reference(o_a, lse_a, o_b, lse_b))
     return out, lse

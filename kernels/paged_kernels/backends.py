@@ -1,4 +1,4 @@
-"""The backends: which there are, which can run here, and why a faster one does not."""
+"""The backends: which exist, which can run here, and why a call does not run on Triton."""
 
 import importlib.util
 import logging
@@ -14,17 +14,18 @@ MAX_HEAD_DIM = 256
 MAX_GROUP = 128
 FP8_CAPABILITY = (8, 9)  # the first architecture with instructions that widen 8-bit floats
 log = logging.getLogger(__name__)
+_logged: set[str] = set()
 
 
 class Choice(NamedTuple):
-    """The backend that runs a call, and for `auto` why it is not the Triton kernels ("" where it is)."""
+    """The backend that runs a call. For `auto`, `reason` says why it is not Triton ("" if it is)."""
 
     backend: str
     reason: str = ""
 
 
 class Demand(NamedTuple):
-    """What of a call decides which kernels can serve it."""
+    """The properties of a call that decide which kernels can serve it."""
 
     dtype: torch.dtype
     kv_dtype: torch.dtype
@@ -34,7 +35,7 @@ class Demand(NamedTuple):
 
     @classmethod
     def of(cls, q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> "Demand":
-        """The demand of an attention call; a cache may be without queries (q is then the rows to write)."""
+        """The demand of an attention call, or of a write to the cache (q is then the rows to write)."""
         width = max(key_cache.shape[3], value_cache.shape[3])
         tensors = (q, key_cache, value_cache)
         aligned = all(tensor.data_ptr() % 16 == 0 and _whole(tensor) for tensor in tensors)
@@ -45,14 +46,13 @@ def resolve_backend(name: str, device: torch.device | str) -> str:
     """The backend to run for `name` on `device`: `auto` is `triton` on a CUDA device that has it, else `torch`.
 
     `torch` is the fast path of any device, `torch_ref` the readable reference, `triton` the kernels for CUDA devices.
-    Raises `BackendUnavailableError` where a backend that was asked for by name cannot run, and `OptionError` for a
-    name that does not exist.
+    Raises `BackendUnavailableError` if a backend chosen by name cannot run, and `OptionError` for an unknown name.
     """
     return choose_backend(name, device).backend
 
 
 def choose_backend(name: str, device: torch.device | str, demand: Demand | None = None) -> Choice:
-    """As `resolve_backend`, with what a call demands taken into account, and the reason of a fallback."""
+    """As `resolve_backend`, but also checks what the call demands, and gives the reason of a fallback."""
     if name not in ("auto", *BACKENDS):
         raise OptionError(f"backend {name!r} does not exist; choose auto, {', '.join(BACKENDS)}")
     if name not in ("auto", "triton"):
@@ -98,7 +98,7 @@ def _unserved(device: torch.device, demand: Demand) -> str:
 
 
 def _whole(tensor: torch.Tensor) -> bool:
-    """Whether every stride but the last is a multiple of 16 elements: what the compiled kernels were promised."""
+    """Whether every stride but the last is a multiple of 16 elements: the compiled kernels rely on it."""
     return all(
         stride % 16 == 0
         for stride, size in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True)
@@ -106,10 +106,7 @@ def _whole(tensor: torch.Tensor) -> bool:
     )
 
 
-_said: set[str] = set()
-
-
 def _log_once(reason: str) -> None:
-    if reason not in _said:
-        _said.add(reason)
+    if reason not in _logged:
+        _logged.add(reason)
         log.info("attention runs on torch: the Triton path %s", reason)

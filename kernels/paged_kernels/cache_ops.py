@@ -1,7 +1,7 @@
-"""Writing paged caches: new tokens, block copies and swaps, one function each. `backend` chooses the code.
+"""Write paged caches: new tokens, block copies and swaps, one function each. `backend` chooses the code.
 
-Caches are `[blocks, block_size, kv_heads, dim]` with any strides but the last one (NHD or HND); K and V may differ in
-`dim`.
+Caches are `[blocks, block_size, kv_heads, dim]` with a dense last axis and any other strides (NHD or
+HND). K and V may differ in `dim`.
 """
 
 from collections.abc import Sequence
@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import torch
 
 from paged_kernels.backends import Demand, choose_backend, resolve_backend
-from paged_kernels.checks import check_caches, check_same, check_slots
-from paged_kernels.errors import DeviceError, DtypeError, OptionError, ShapeError, TableError
+from paged_kernels.checks import check_caches, check_same, check_scales, check_slots
+from paged_kernels.errors import DeviceError, DtypeError, ShapeError, TableError
 from paged_kernels.torch import cache as torch_cache
 
 Pairs = torch.Tensor | Sequence[tuple[int, int]]
@@ -30,14 +30,13 @@ def reshape_and_cache(
 ) -> None:
     """Write keys and values `[tokens, kv_heads, dim]` to slots (block x block_size + offset); slot -1 skips a token.
 
-    An fp8 cache takes key / `k_scale` and value / `v_scale`, held within its range. `validate` looks at the slots,
-    which waits for the device (never during graph capture). Raises a `KernelError` before anything is written.
+    An fp8 cache stores key / `k_scale` and value / `v_scale`, clamped to its range. `validate` checks the slots, which
+    waits for the device (never during graph capture). Raises a `KernelError` before anything is written.
     """
     check_caches(key_cache, value_cache)
     _check_rows("key", key, key_cache)
     _check_rows("value", value, value_cache)
-    if not k_scale > 0 or not v_scale > 0:
-        raise OptionError(f"k_scale {k_scale} and v_scale {v_scale} must be positive")
+    check_scales(k_scale, v_scale)
     if validate:
         check_slots(slot_mapping, key.shape[0], key_cache)
     arguments = (key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
@@ -55,8 +54,8 @@ def copy_blocks(
 ) -> None:
     """Copy blocks `[n, 2]` (source, destination) of both caches; all sources are read before any write.
 
-    A cache may be a stack of layers `[layers, blocks, block_size, kv_heads, dim]`: all layers move in one launch. A
-    mapping that lies on the host is checked, and copied without a staging buffer where no destination is a source.
+    A cache may be a stack of layers `[layers, blocks, block_size, kv_heads, dim]`: all layers are copied in one launch.
+    A mapping on the host is checked, and needs no staging buffer if no destination is a source.
     """
     check_same("key_cache", key_cache, "value_cache", value_cache)
     pairs = _pairs(block_mapping, key_cache.shape[-4], key_cache.shape[-4])
@@ -80,8 +79,8 @@ def copy_blocks(
 def swap_blocks(source: torch.Tensor, destination: torch.Tensor, block_mapping: Pairs) -> None:
     """Copy blocks `[n, 2]` (block of `source`, block of `destination`) between caches on different devices.
 
-    Both are of one form but for the number of blocks, stacks of layers included. The mapping lies on the host. With
-    pinned host memory the copies are asynchronous: wait for the stream before the host reads what was swapped out.
+    Both have the same shape except for the number of blocks; stacks of layers are allowed. The mapping is on the host.
+    With pinned host memory the copies are asynchronous: wait for the stream before the host reads what was swapped out.
     """
     if source.shape[:-4] != destination.shape[:-4] or source.shape[-3:] != destination.shape[-3:]:
         raise ShapeError(
@@ -90,18 +89,18 @@ def swap_blocks(source: torch.Tensor, destination: torch.Tensor, block_mapping: 
         )
     if source.dtype != destination.dtype:
         raise DtypeError(
-            f"source is {source.dtype} and destination {destination.dtype}; blocks are copied as they are"
+            f"source is {source.dtype} and destination {destination.dtype}; blocks are copied without conversion"
         )
     if isinstance(block_mapping, torch.Tensor) and block_mapping.device.type != "cpu":
         raise DeviceError(
-            f"block_mapping is on {block_mapping.device}; swaps are started by the host: give it there"
+            f"block_mapping is on {block_mapping.device}; the host starts the copies: pass it on the CPU"
         )
     pairs = _pairs(block_mapping, source.shape[-4], destination.shape[-4])
     torch_cache.swap_blocks(source, destination, [(int(read), int(write)) for read, write in pairs.tolist()])
 
 
 def _pairs(mapping: Pairs, sources: int, destinations: int) -> torch.Tensor:
-    """The mapping as int64 `[n, 2]`, looked at where that costs no wait."""
+    """The mapping as `[n, 2]`. Its values are checked if it is on the host, where reading them costs no wait."""
     pairs = (
         mapping if isinstance(mapping, torch.Tensor) else torch.tensor(mapping, dtype=torch.int64).view(-1, 2)
     )
@@ -117,7 +116,7 @@ def _pairs(mapping: Pairs, sources: int, destinations: int) -> torch.Tensor:
                 f"{destinations}"
             )
         if len(set(pairs[:, 1].tolist())) < len(pairs):
-            raise TableError("block_mapping writes a destination twice; what it would hold is undefined")
+            raise TableError("block_mapping writes a destination twice; its content would be undefined")
     return pairs
 
 

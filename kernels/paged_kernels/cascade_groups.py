@@ -1,50 +1,52 @@
-"""Which rows of a decode batch share blocks, and whether reading those blocks once pays for two more launches.
+"""Find which rows of a decode batch share blocks, and whether reading these blocks once pays for two more launches.
 
 Shared blocks are found from the block tables alone, so prompts with a common prefix and the beams of one request are
 the same case.
 
-The cost rule compares the seconds saved on memory with the seconds of the launches. Published measurements show why a
-rule is needed: with 128 beams a prefix of 128 tokens loses (0.52x) and one of 256 wins (2.2x; TensorRT-LLM #14396).
-With a prefix of 512 tokens the cascade of one engine was slower at every batch size (vllm #44397): a short prefix stays
-in the L2 cache, and the plain decode reads it at the speed of that cache.
+The cost rule compares the time saved on memory with the time of the launches. Published measurements show why a
+rule is needed: with 128 beams, a cascade over a prefix of 128 tokens is slower (0.52x) and over 256 tokens faster
+(2.2x; TensorRT-LLM #14396).
+With a prefix of 512 tokens the cascade of one engine was slower at every batch size (vllm
+#44397): a short prefix stays in the L2 cache, and the plain decode reads it at the speed of that cache.
 """
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
+
+from paged_kernels.memory import IntArray
 
 
 class RowGroup(NamedTuple):
-    """A group of rows and what they share."""
+    """A group of rows that share a prefix, as the cost rule sees it."""
 
     rows: int
     kv_bytes: int  # K and V of the shared tokens, in one layer
-    tiles: int  # how often the cascade reads them: once per program that packs rows
+    tiles: int  # how often the cascade reads the prefix: once per program, which packs several rows
 
 
 @dataclass(frozen=True, slots=True)
 class CascadeCost:
-    """What reading and launching cost on one device."""
+    """Speed of memory and cost of launches on one device."""
 
     memory_bytes_per_s: float
-    cache_bytes_per_s: float  # what repeated reads reach when the shared blocks stay in the last-level cache
+    cache_bytes_per_s: float  # speed of repeated reads while the shared blocks stay in the last-level cache
     cache_bytes: int
-    overhead_s: float  # everything that a cascade does on top of a flat decode, once a call
+    overhead_s: float  # all that a cascade does beyond a flat decode, per call
 
     def saved_s(self, group: RowGroup) -> float:
-        """Seconds that reading `group.tiles` times instead of `group.rows` times saves, the overhead not deducted.
+        """Seconds saved by reading `group.tiles` times instead of `group.rows` times. The overhead is not deducted.
 
-        Half the cache is counted as the shared blocks' own: the rows' private blocks stream through the rest.
+        The shared blocks may use half of the cache. The rows' own blocks stream through the other half.
         """
         again = self.cache_bytes_per_s if group.kv_bytes <= self.cache_bytes / 2 else self.memory_bytes_per_s
         return (group.rows - group.tiles) * group.kv_bytes / again
 
 
-# Copy bandwidth as measured on an H200 (4.3 TB/s, read + write). Not measured: what its L2 gives (taken as twice the
-# memory) and the overhead, at the upper end of two launches of 5 to 10 us, so that a doubtful case stays flat.
+# Copy bandwidth as measured on an H200 (4.3 TB/s, read + write). Not measured: the speed of its L2 (taken as twice the
+# memory) and the overhead (the upper end of two launches of 5 to 10 us, so that a doubtful case stays flat).
 H200 = CascadeCost(4.3e12, 8.6e12, 60 << 20, 20e-6)
 
 # One thread of a shared x86 machine, torch path, 4 to 8 KV heads of 64 to 128: gathering and reading gives 2 to 6 GB/s.
@@ -54,23 +56,20 @@ CPU = CascadeCost(4e9, 8e9, 4 << 20, 2e-3)
 
 
 def cost_of(device: torch.device) -> CascadeCost:
-    """The rule's figures for a device. On a slower GPU the H200's leave some gain unused, and cost none."""
+    """The figures for a device. On a slower GPU, those of the H200 miss some gains but choose no slower cascade."""
     return H200 if device.type == "cuda" else CPU
-
-
-IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class CascadeGroups:
-    """A decode batch in two halves: what groups of rows share, and what is each row's own."""
+    """A decode batch, divided into what groups of rows share and what is each row's own."""
 
     shared_tables: IntArray  # [groups, blocks]
     prefix_lens: IntArray  # [groups], tokens, whole blocks
     suffix_tables: IntArray  # [rows, blocks]
     suffix_lens: IntArray  # [rows], at least one token of each non-empty row
-    group_ids: IntArray  # [rows]; -1: shares nothing that pays
-    saved_s: float  # what the cost rule expects over the flat decode
+    group_ids: IntArray  # [rows]; -1: in no group
+    saved_s: float  # seconds per call that the cost rule expects to save over the flat decode
 
 
 def find_cascade_groups(
@@ -82,9 +81,10 @@ def find_cascade_groups(
     rows_per_tile: int,
     cost: CascadeCost,
 ) -> CascadeGroups | None:
-    """The division of a batch that saves most by `cost`, or None where the flat decode is as fast.
+    """The groups of rows that save most time by `cost`, or None if a flat decode is as fast.
 
-    `token_bytes` is what one token's K and V take in one layer; `rows_per_tile` how many sequences a program packs.
+    `block_table` is `[rows, blocks]`, `seq_lens` `[rows]`. `token_bytes` are the bytes of one token's K and V in one
+    layer, `rows_per_tile` the sequences that one program packs.
     """
     finder = _Finder(
         block_table, np.maximum(seq_lens - 1, 0) // block_size, block_size, token_bytes, rows_per_tile, cost
@@ -105,30 +105,30 @@ def find_cascade_groups(
 
 
 def _suffixes(table: IntArray, shared: IntArray, needed: IntArray) -> IntArray:
-    """Each row's blocks behind the shared ones, padded with the null block."""
+    """Each row's blocks after the shared ones, padded with the null block."""
     column = np.arange(max(1, int((needed - shared).max(initial=0)))) + shared[:, None]
     inside = column < needed[:, None]
     return np.where(inside, np.take_along_axis(table, np.where(inside, column, 0), axis=1), 0)
 
 
 def rows_per_tile(group: int, device: torch.device) -> int:
-    """How many sequences read a shared block together: a program's rows on CUDA, all of them on torch's path."""
+    """How many sequences read a shared block together: the rows of a program on CUDA, all rows on the torch path."""
     return max(1, 64 // group) if device.type == "cuda" else 2**30
 
 
 @dataclass(frozen=True, slots=True)
 class _Finder:
-    """Walks the tree that the tables form: its branches are blocks, and rows are shared as far as they agree."""
+    """Walks the tree that the tables form. Its branches are blocks; rows share blocks as far as their tables agree."""
 
     table: IntArray
-    shareable: IntArray  # [rows], full blocks: the row's last token stays its own
+    shareable: IntArray  # [rows], full blocks; the row's last token is never shared
     block_size: int
     token_bytes: int
     rows_per_tile: int
     cost: CascadeCost
 
     def best(self, rows: IntArray, depth: int) -> tuple[float, list[tuple[IntArray, int]]]:
-        """(seconds saved, [(rows, shared blocks)]) of the best division of rows that agree on `depth` blocks."""
+        """(seconds saved, [(rows, shared blocks)]) of the best division of `rows`, which agree on `depth` blocks."""
         if len(rows) < 2:
             return 0.0, []
         agreed = self._agreed(rows, depth)

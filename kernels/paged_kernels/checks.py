@@ -1,7 +1,8 @@
-"""Checks of arguments, on the host before any launch. Messages hold the wrong values.
+"""Checks of arguments, on the host, before any launch. Messages hold the wrong values.
 
-Checks of shapes, dtypes, devices and strides cost nothing. Values (lengths, block tables, slots) are on the device: to
-look at them is to wait for it. A captured graph cannot do that, and a caller that made the values may leave it out.
+Checks of shapes, dtypes, devices and strides cost nothing. Values (lengths, block tables, slots) are on the device, and
+reading them waits for the device. This is not possible while a CUDA graph is captured, and a caller that trusts its
+values may skip it.
 """
 
 import torch
@@ -15,7 +16,7 @@ INTEGER_DTYPES = (torch.int32, torch.int64)
 
 
 def check_caches(key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
-    """Both caches are `[blocks, block_size, kv_heads, dim]`, agree in all but `dim`, and hold rows without gaps."""
+    """Check that both caches are `[blocks, block_size, kv_heads, dim]`, agree in all but `dim`, and have dense rows."""
     if key_cache.dim() != 4 or key_cache.shape[:3] != value_cache.shape[:3]:
         raise ShapeError(
             f"key_cache {tuple(key_cache.shape)} and value_cache {tuple(value_cache.shape)} must both be "
@@ -23,17 +24,19 @@ def check_caches(key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
         )
     check_same("key_cache", key_cache, "value_cache", value_cache)
     if key_cache.dtype not in (*FLOAT_DTYPES, *FP8_DTYPES):
-        raise DtypeError(f"a cache of {key_cache.dtype}; known are {_names((*FLOAT_DTYPES, *FP8_DTYPES))}")
+        raise DtypeError(
+            f"key_cache is {key_cache.dtype}; a cache must be one of {_names((*FLOAT_DTYPES, *FP8_DTYPES))}"
+        )
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
         check_last_stride(name, cache)
 
 
 def check_queries(q: torch.Tensor, key_cache: torch.Tensor) -> None:
-    """q is `[tokens, heads, dk]`, with heads a multiple of the cache's kv_heads, its dk, and a dtype that suits it."""
+    """Check that q is `[tokens, heads, dk]`: heads a multiple of kv_heads, the cache's dk, a dtype that fits it."""
     if q.dim() != 3 or not q.shape[1] or q.shape[1] % key_cache.shape[2] or q.shape[2] != key_cache.shape[3]:
         raise ShapeError(
             f"q {tuple(q.shape)} must be [tokens, heads, dk] with heads a multiple of {key_cache.shape[2]} "
-            f"and dk {key_cache.shape[3]}, as key_cache {tuple(key_cache.shape)} says"
+            f"and dk {key_cache.shape[3]}, to fit key_cache {tuple(key_cache.shape)}"
         )
     if q.dtype not in FLOAT_DTYPES or (key_cache.dtype not in FP8_DTYPES and q.dtype != key_cache.dtype):
         raise DtypeError(
@@ -48,7 +51,7 @@ def check_queries(q: torch.Tensor, key_cache: torch.Tensor) -> None:
 def check_tables(
     block_table: torch.Tensor, seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor, device: torch.device
 ) -> None:
-    """One table row, one length and one span of queries per sequence, all integers and where q is."""
+    """Check that there is one table row, length and span of queries per sequence, as integers on q's device."""
     rows = seq_lens.shape[0]
     if block_table.dim() != 2 or block_table.shape[0] != rows or cu_seqlens_q.shape[0] != rows + 1:
         raise ShapeError(
@@ -58,14 +61,14 @@ def check_tables(
     named = {"block_table": block_table, "seq_lens": seq_lens, "cu_seqlens_q": cu_seqlens_q}
     for name, tensor in named.items():
         if tensor.dtype not in INTEGER_DTYPES:
-            raise DtypeError(f"{name} of {tensor.dtype}; it must be one of {_names(INTEGER_DTYPES)}")
+            raise DtypeError(f"{name} is {tensor.dtype}; it must be one of {_names(INTEGER_DTYPES)}")
         if tensor.device != device:
             raise DeviceError(f"{name} is on {tensor.device} and q on {device}; they must agree")
         check_last_stride(name, tensor)
 
 
 def check_outputs(q: torch.Tensor, dv: int, out: torch.Tensor, lse: torch.Tensor | None) -> None:
-    """`out` is `[tokens, heads, dv]` like q; `lse` `[tokens, heads]`, contiguous, float32 or wider."""
+    """Check that `out` is `[tokens, heads, dv]`, and `lse` `[tokens, heads]`, contiguous, float32 or float64."""
     if out.shape != (*q.shape[:2], dv) or out.device != q.device:
         raise ShapeError(f"out {tuple(out.shape)} on {out.device} must be {(*q.shape[:2], dv)} on {q.device}")
     check_last_stride("out", out)
@@ -74,31 +77,36 @@ def check_outputs(q: torch.Tensor, dv: int, out: torch.Tensor, lse: torch.Tensor
     if lse.shape != q.shape[:2] or lse.device != q.device:
         raise ShapeError(f"lse {tuple(lse.shape)} on {lse.device} must be {tuple(q.shape[:2])} on {q.device}")
     if lse.dtype not in (torch.float32, torch.float64):
-        raise DtypeError(f"lse of {lse.dtype}; sums of exponentials need float32")
+        raise DtypeError(f"lse is {lse.dtype}; it must be float32 or float64")
     if not lse.is_contiguous():
         raise StrideError(f"lse has strides {lse.stride()} and must be contiguous")
 
 
 def check_scoring(scoring: Scoring, q: torch.Tensor) -> None:
-    """Options in range, one sink and one slope per head."""
+    """Check that options are in range, and that there is one sink and one slope per head."""
     if scoring.window < 0 or scoring.softcap < 0:
         raise OptionError(
-            f"window {scoring.window} and softcap {scoring.softcap} must not be negative; 0 is none"
+            f"window {scoring.window} and softcap {scoring.softcap} must not be negative; 0 means none"
         )
-    if not scoring.k_scale > 0 or not scoring.v_scale > 0:
-        raise OptionError(f"k_scale {scoring.k_scale} and v_scale {scoring.v_scale} must be positive")
+    check_scales(scoring.k_scale, scoring.v_scale)
     for name, values in (("sinks", scoring.sinks), ("alibi", scoring.alibi)):
         if values is not None and (values.shape != q.shape[1:2] or values.device != q.device):
             raise ShapeError(
-                f"{name} {tuple(values.shape)} on {values.device} must be one number for each of the "
+                f"{name} {tuple(values.shape)} on {values.device} must hold one number for each of the "
                 f"{q.shape[1]} heads, on {q.device}"
             )
         if values is not None:
             check_last_stride(name, values)
 
 
+def check_scales(k_scale: float, v_scale: float) -> None:
+    """Check that the scales of an fp8 cache are positive."""
+    if not k_scale > 0 or not v_scale > 0:
+        raise OptionError(f"k_scale {k_scale} and v_scale {v_scale} must be positive")
+
+
 def check_states(o_a: torch.Tensor, lse_a: torch.Tensor, o_b: torch.Tensor, lse_b: torch.Tensor) -> None:
-    """Two partial attentions of the same rows."""
+    """Check that two partial attentions have the same rows, dtypes and devices."""
     if o_a.shape != o_b.shape or lse_a.shape != o_a.shape[:2] or lse_b.shape != lse_a.shape:
         raise ShapeError(
             f"outputs {tuple(o_a.shape)} and {tuple(o_b.shape)} with LSE {tuple(lse_a.shape)} and "
@@ -109,7 +117,7 @@ def check_states(o_a: torch.Tensor, lse_a: torch.Tensor, o_b: torch.Tensor, lse_
 
 
 def check_same(first: str, a: torch.Tensor, second: str, b: torch.Tensor) -> None:
-    """One dtype and one device."""
+    """Check that two tensors have the same dtype and device."""
     if a.dtype != b.dtype:
         raise DtypeError(f"{first} is {a.dtype} and {second} {b.dtype}; they must agree")
     if a.device != b.device:
@@ -117,7 +125,7 @@ def check_same(first: str, a: torch.Tensor, second: str, b: torch.Tensor) -> Non
 
 
 def check_last_stride(name: str, tensor: torch.Tensor) -> None:
-    """The last axis is dense: kernels read it in wide loads."""
+    """Check that the last axis is dense: kernels read it in wide loads."""
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         raise StrideError(
             f"{name} {tuple(tensor.shape)} has strides {tensor.stride()}; the last one must be 1"
@@ -125,16 +133,16 @@ def check_last_stride(name: str, tensor: torch.Tensor) -> None:
 
 
 def check_slots(slots: torch.Tensor, tokens: int, cache: torch.Tensor) -> None:
-    """One slot per token, from -1 (skip) to the last of the cache."""
+    """Check that there is one slot per token, from -1 (skip) to the last slot of the cache."""
     if slots.shape != (tokens,) or slots.dtype not in INTEGER_DTYPES:
         raise ShapeError(
-            f"slot_mapping {tuple(slots.shape)} of {slots.dtype} must be {tokens} integers, one a token"
+            f"slot_mapping {tuple(slots.shape)} of {slots.dtype} must be {tokens} integers, one per token"
         )
-    room = cache.shape[0] * cache.shape[1]
+    slots_held = cache.shape[0] * cache.shape[1]
     if can_read_values(slots) and slots.numel():
         low, high = int(slots.min()), int(slots.max())
-        if low < -1 or high >= room:
-            raise TableError(f"slots from {low} to {high}; allowed are -1 (skip) to {room - 1}")
+        if low < -1 or high >= slots_held:
+            raise TableError(f"slots from {low} to {high}; allowed are -1 (skip) to {slots_held - 1}")
 
 
 def check_values(
@@ -144,16 +152,16 @@ def check_values(
     cache: torch.Tensor,
     tokens: int,
 ) -> None:
-    """Lengths fit their tables, queries their lengths, and tables point into the cache. Waits for the device."""
+    """Check that lengths fit the tables, queries the lengths, and tables point into the cache. Waits for the device."""
     if not can_read_values(seq_lens) or not seq_lens.numel():
         return
     blocks, block_size = cache.shape[:2]
-    room, lengths = block_table.shape[1] * block_size, seq_lens.long()
+    capacity, lengths = block_table.shape[1] * block_size, seq_lens.long()
     low, high = int(lengths.min()), int(lengths.max())
     if low < 0:
         raise TableError(f"a sequence of {low} tokens; lengths must not be negative")
-    if high > room:
-        raise TableError(f"a sequence of {high} tokens does not fit a table of {room} slots")
+    if high > capacity:
+        raise TableError(f"a sequence of {high} tokens does not fit a table of {capacity} slots")
     used = torch.arange(block_table.shape[1], device=lengths.device) * block_size < lengths.unsqueeze(1)
     wrong = used & ((block_table < 0) | (block_table >= blocks))
     if bool(wrong.any()):
@@ -171,14 +179,14 @@ def _check_spans(lengths: torch.Tensor, bounds: torch.Tensor, tokens: int) -> No
         row = int(wrong.nonzero()[0])
         raise TableError(
             f"sequence {row} has {int(queries[row])} queries in cu_seqlens_q and {int(lengths[row])} cached tokens; "
-            "queries are the last of the cached tokens"
+            "the queries must be the last of the cached tokens"
         )
     if int(bounds[0]) < 0 or int(bounds[-1]) > tokens:
         raise TableError(f"cu_seqlens_q runs from {int(bounds[0])} to {int(bounds[-1])}; q has {tokens} rows")
 
 
 def can_read_values(tensor: torch.Tensor) -> bool:
-    """Whether values may be looked at: not while a CUDA graph is being captured."""
+    """Whether the host may read the tensor's values: not while a CUDA graph is being captured."""
     return tensor.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 
 

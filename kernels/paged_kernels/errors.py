@@ -2,15 +2,15 @@
 
 
 class KernelError(ValueError):
-    """Arguments that an operation cannot serve; the kinds below say what about them is wrong."""
+    """Arguments that an operation cannot serve. The subclasses say what is wrong with them."""
 
 
 class ShapeError(KernelError):
-    """Tensors whose shapes do not fit each other or no kernel: head_dim, group, number of rows."""
+    """Shapes that do not fit each other, or that no kernel serves: head_dim, group, number of rows."""
 
 
 class DtypeError(KernelError):
-    """A dtype, or a combination of dtypes, that the operation does not know."""
+    """A dtype, or a combination of dtypes, that the operation does not support."""
 
 
 class DeviceError(KernelError):
@@ -22,11 +22,11 @@ class StrideError(KernelError):
 
 
 class TableError(KernelError):
-    """Values that point nowhere: a block id, slot or length outside of its cache or table."""
+    """A block id, slot or length outside its cache or table."""
 
 
 class OptionError(KernelError):
-    """A number or name outside of what an option allows."""
+    """A number or name that an option does not allow."""
 
 
 class WorkspaceError(KernelError):
@@ -34,4 +34,4 @@ class WorkspaceError(KernelError):
 
 
 class BackendUnavailableError(KernelError):
-    """A backend that was asked for by name and cannot run here; nothing falls back silently."""
+    """A backend that was chosen by name cannot run here. There is no silent fallback."""

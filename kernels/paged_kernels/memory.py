@@ -1,26 +1,35 @@
-"""Memory: how a paged cache lies in it, and scratch buffers that are used again.
+"""Memory: the layout of a paged cache, and scratch buffers that are used again.
 
 A new buffer costs one page fault per 4 KiB, which is several times the cost of the gather into it. So a `Workspace`
 keeps its buffers.
 """
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from paged_kernels.errors import StrideError, WorkspaceError
 
+IntArray = npt.NDArray[np.int64]  # tables and lengths on the host
+
 
 def as_layers(cache: torch.Tensor) -> torch.Tensor:
-    """`[layers, blocks, block_size, heads, dim]` of a cache with or without a layer axis in front."""
+    """The cache as `[layers, blocks, block_size, heads, dim]`; adds the layer axis if there is none."""
     return cache if cache.dim() == 5 else cache.unsqueeze(0)
 
 
 def storable(cache: torch.Tensor) -> torch.Tensor:
-    """The same memory in a dtype that may be indexed and copied: torch indexes no 8-bit floats on the CPU."""
+    """The same memory in a dtype that can be indexed and copied: torch cannot index 8-bit floats on the CPU."""
     return cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache
 
 
+def token_bytes(key_cache: torch.Tensor, value_cache: torch.Tensor) -> int:
+    """Bytes of one token's K and V in one layer."""
+    return key_cache[0, 0].nbytes + value_cache[0, 0].nbytes
+
+
 def block_width(layers: torch.Tensor) -> int:
-    """Elements of one block, which must be dense in memory. Raises `StrideError` where it is not."""
+    """Elements of one block. Raises `StrideError` if the block is not dense in memory."""
     inner = sorted(zip(layers.stride()[2:], layers.shape[2:], strict=True))
     expected = 1
     for stride, size in inner:
@@ -34,7 +43,7 @@ def block_width(layers: torch.Tensor) -> int:
 
 
 class Workspace:
-    """Named flat buffers that grow and are reused; not safe for two calls at once.
+    """Named flat buffers that grow and are reused. Two calls must not use one workspace at the same time.
 
     A captured CUDA graph keeps the addresses that it saw: run the largest case once, `freeze`, then capture.
     """
@@ -46,9 +55,9 @@ class Workspace:
     def take(
         self, name: str, numel: int, like: torch.Tensor, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        """A flat tensor of `numel` elements with the device of `like`, and its dtype unless `dtype` says otherwise.
+        """A flat tensor of `numel` elements on the device of `like`, with its dtype unless `dtype` is given.
 
-        Its content is undefined. Raises `WorkspaceError` where a frozen workspace is too small.
+        Its content is undefined. Raises `WorkspaceError` if the workspace is frozen and too small.
         """
         key = (name, dtype or like.dtype, like.device)
         buffer = self._buffers.get(key)
@@ -57,7 +66,7 @@ class Workspace:
         return buffer[:numel]
 
     def freeze(self) -> None:
-        """From now on a call that needs more than there is fails instead of moving to a larger buffer."""
+        """From now on, a call that needs a larger buffer raises `WorkspaceError`."""
         self._frozen = True
 
     @property
@@ -74,8 +83,8 @@ class Workspace:
                 f"the frozen workspace holds {held} elements of {dtype} for {name!r} on {device} and the call needs "
                 f"{numel}: run the largest case once before freeze()"
             )
-        # At least doubled, so that growing contexts pay for few new buffers; on the CPU zeros, so that every page is
-        # touched here and not in the middle of a gather.
+        # The size at least doubles, so that growing contexts need few new buffers. On the CPU the buffer is zeroed, so
+        # that the page faults happen here and not in the middle of a gather.
         make = torch.zeros if device.type == "cpu" else torch.empty
         return make(max(numel, 2 * held), dtype=dtype, device=device)
 

@@ -1,6 +1,6 @@
 """The reference: what every attention kernel must compute, in readable torch, as a loop over sequences.
 
-It computes in the dtype of its inputs. With float64 inputs it is the oracle of all tests. It is not fast. It reads only
+It computes in the dtype of its inputs. All tests compare with it in float64. It is not fast. It reads only
 slots that belong to a sequence, so NaN in unwritten slots cannot reach the result.
 """
 
@@ -11,7 +11,7 @@ from paged_kernels.scoring import Scoring, causal_window
 
 
 def gather_kv(cache: torch.Tensor, block_table: torch.Tensor, length: int) -> torch.Tensor:
-    """The first `length` tokens of one sequence, `[length, kv_heads, dim]`; 8-bit floats as float32, exactly."""
+    """The first `length` tokens of one sequence, `[length, kv_heads, dim]`; 8-bit floats become float32, exactly."""
     block_size = cache.shape[1]
     position = torch.arange(length, device=cache.device)
     tokens = storable(cache)[block_table.long()[position // block_size], position % block_size]
@@ -27,7 +27,7 @@ def attend(
     """Attention of the last `T` positions of one sequence: q `[T, heads, dk]`, k and v `[L, kv_heads, d]`.
 
     Returns the output `[T, heads, dv]` and the natural-log sum of exponentials `[T, heads]`, sinks included. Query
-    head h reads key head h // (heads / kv_heads). With no key at all the output is 0 and the LSE is -inf.
+    head h reads key head h // (heads / kv_heads). Without any key the output is 0 and the LSE is -inf.
     """
     if not len(k):
         return q.new_zeros(*q.shape[:2], v.shape[2]), q.new_full(q.shape[:2], float("-inf"))
@@ -60,11 +60,11 @@ def paged_attention(
     cu_seqlens_q: torch.Tensor,
     scoring: Scoring,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of flattened sequences over paged KV; number i owns rows `cu_seqlens_q[i] : cu_seqlens_q[i + 1]`.
+    """Attention of flattened sequences over paged KV; sequence i owns rows `cu_seqlens_q[i] : cu_seqlens_q[i + 1]`.
 
     q `[tokens, heads, dk]`; `seq_lens` counts the tokens of each sequence in the cache, its own queries included
-    (they are the last ones). Returns output `[tokens, heads, dv]` and LSE `[tokens, heads]`, in q's dtype: with
-    float64 queries over any cache all sums are in float64.
+    (they are the last ones). Returns output `[tokens, heads, dv]` and LSE `[tokens, heads]`, in q's dtype. With
+    float64 queries all sums are in float64, whatever the dtype of the cache.
     """
     out = q.new_zeros(q.shape[0], q.shape[1], value_cache.shape[-1])
     lse = q.new_full((q.shape[0], q.shape[1]), float("-inf"))
@@ -88,7 +88,10 @@ def cascade_attention(
     group_ids: torch.Tensor,
     scoring: Scoring,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One query per row over its group's prefix and its own suffix: the two are simply put end to end."""
+    """One query per row over its group's prefix and its own suffix, which are concatenated.
+
+    Arguments as in `cascade_attention_decode`. Returns output `[rows, heads, dv]` and LSE `[rows, heads]`.
+    """
     out = q.new_zeros(*q.shape[:2], value_cache.shape[-1])
     lse = q.new_full(q.shape[:2], float("-inf"))
     for row, (group, length) in enumerate(zip(group_ids.tolist(), suffix_lens.tolist(), strict=True)):

@@ -1,6 +1,6 @@
-"""What a layer may ask of attention: how scores are made from q and k, and which keys a query may see.
+"""The options of attention: how scores are computed from q and k, and which keys a query may see.
 
-The masks are for the reference and for the torch path. The Triton kernels have the same rules in their own code.
+The reference and the torch path use the masks here. The Triton kernels have the same rules in their own code.
 """
 
 from typing import NamedTuple
@@ -9,24 +9,22 @@ import torch
 
 
 class Scoring(NamedTuple):
-    """Scores are q . k x `scale`, then the softcap, then ALiBi, then the mask; a sink column joins the softmax.
+    """Scores are q . k x `scale`, then the softcap, then ALiBi, then the mask. A sink column joins the softmax.
 
     An fp8 cache holds keys divided by `k_scale` and values divided by `v_scale` (one number per tensor).
     """
 
     scale: float
-    window: int = 0  # keys kept: query position - window < key position <= query position; 0: all
+    window: int = 0  # keys kept: query position - window < key position <= query position; 0: all keys
     softcap: float = 0.0  # tanh(score / softcap) x softcap; 0: none
     sinks: torch.Tensor | None = None  # [heads], one extra logit per head, in the denominator only
-    alibi: torch.Tensor | None = (
-        None  # [heads], slopes: slope x (key position - query position) joins the score
-    )
+    alibi: torch.Tensor | None = None  # [heads], slopes; adds slope x (key position - query position)
     k_scale: float = 1.0
     v_scale: float = 1.0
 
     @property
     def plain(self) -> bool:
-        """True where torch's fused SDPA computes this."""
+        """Whether torch's fused SDPA can compute this: no softcap, sinks or ALiBi."""
         return not self.softcap and self.sinks is None and self.alibi is None
 
 
@@ -44,5 +42,5 @@ def causal_window(
 
 
 def additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The mask as a number to add to scores: 0 where visible, -inf elsewhere."""
+    """The mask as numbers to add to the scores: 0 where visible, -inf elsewhere."""
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill(~visible, float("-inf"))

@@ -55,9 +55,9 @@ REFUSED = {
     "a cache of integers": (
         changed("key_cache", torch.Tensor.int) | changed("value_cache", torch.Tensor.int),
         DtypeError,
-        "torch.int32; known are float16",
+        "torch.int32; a cache must be one of float16",
     ),
-    "tables of numbers": (changed("block_table", torch.Tensor.float), DtypeError, "block_table of torch.float32"),
+    "tables of numbers": (changed("block_table", torch.Tensor.float), DtypeError, "block_table is torch.float32"),
     "q elsewhere": (changed("q", lambda q: q.to("meta")), DeviceError, "q is on meta and key_cache on cpu"),
     "tables elsewhere": (changed("block_table", lambda t: t.to("meta")), DeviceError, "block_table is on meta"),
     "rows with gaps": (changed("q", lambda q: q.repeat(1, 1, 2)[..., ::2]), StrideError, "the last one must be 1"),
@@ -77,7 +77,7 @@ REFUSED = {
     "sinks for other heads": ({"sinks": torch.zeros(3)}, ShapeError, r"sinks \(3,\)"),
     "slopes elsewhere": ({"alibi": torch.zeros(4, device="meta")}, ShapeError, "on meta"),
     "an output of other form": ({"out": torch.empty(2, 4, 8)}, ShapeError, r"out \(2, 4, 8\)"),
-    "a narrow lse": ({"lse": torch.empty(2, 4).half()}, DtypeError, "need float32"),
+    "a narrow lse": ({"lse": torch.empty(2, 4).half()}, DtypeError, "must be float32 or float64"),
     "an lse with gaps": ({"lse": torch.empty(2, 8)[:, ::2]}, StrideError, "must be contiguous"),
     "an unknown backend": ({"backend": "cuda"}, OptionError, "choose auto, torch, torch_ref, triton"),
     "triton without a GPU": ({"backend": "triton"}, BackendUnavailableError, "this run is on 'cpu'"),
@@ -166,7 +166,7 @@ def test_swaps_between_unlike_caches_are_refused():
     cache = build_case(SPEC).key_cache
     with pytest.raises(ShapeError, match="agree in all but the number of blocks"):
         swap_blocks(cache, cache[..., :8], [(1, 1)])
-    with pytest.raises(DtypeError, match="copied as they are"):
+    with pytest.raises(DtypeError, match="copied without conversion"):
         swap_blocks(cache, cache.half(), [(1, 1)])
 
 

@@ -1,4 +1,4 @@
-"""Our attention and that of others, side by side: every provider runs the same cases, checked before they are timed."""
+"""Our attention and that of other libraries: every provider runs the same cases, and is checked before it is timed."""
 
 from paged_kernels.providers.case import Case, Provider, Run, UnsupportedCaseError
 from paged_kernels.providers.registry import find_providers

@@ -1,4 +1,4 @@
-"""Cases from a few numbers: permuted blocks, NaN in all unwritten slots, garbage after the end of every block table."""
+"""Build cases from a few numbers: permuted blocks, NaN in all unwritten slots, garbage after the end of every table."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from paged_kernels.memory import storable
 from paged_kernels.providers.case import Case
 from paged_kernels.scoring import Scoring
 
-GARBAGE = 2**30  # a block id that no pool has
+GARBAGE = 2**30  # a block id that no cache has
 SHORT = {
     "bfloat16": "bf16",
     "float16": "fp16",
@@ -21,7 +21,7 @@ SHORT = {
 
 @dataclass(frozen=True, slots=True)
 class CaseSpec:
-    """What a case is made from. `queries` empty: one per sequence."""
+    """The parameters of a case. If `queries` is empty, each sequence has one."""
 
     lengths: tuple[int, ...]
     queries: tuple[int, ...] = ()
@@ -43,7 +43,7 @@ class CaseSpec:
 
     @property
     def name(self) -> str:
-        """Stable and readable: what differs between cases, in one order."""
+        """A stable and readable name: the parameters in a fixed order, without those that have a default."""
         least, most = min(self.lengths), max(self.lengths)
         parts = [
             "decode" if set(self.queries) <= {1} else f"prefill{max(self.queries)}",
@@ -64,7 +64,7 @@ class CaseSpec:
 
 
 def build_case(spec: CaseSpec, *, device: torch.device | str = "cpu", seed: int = 0) -> Case:
-    """A case on `device` with fresh random content; another seed gives other content and another placement."""
+    """A case on `device` with random content. The seed decides the content and the placement of blocks."""
     device = torch.device(device)
     generator = torch.Generator(device).manual_seed(seed)
     if spec.shared_tokens % spec.block_size or spec.shared_tokens > min(spec.lengths):
@@ -103,7 +103,7 @@ def build_case(spec: CaseSpec, *, device: torch.device | str = "cpu", seed: int 
 
 
 def _tables(spec: CaseSpec, seed: int) -> tuple[torch.Tensor, int]:
-    """Block tables on the host, int64, and how many blocks the pool has: a few more than are used."""
+    """Block tables on the host, int64, and the number of blocks in the cache: a few more than are used."""
     needed = [-(-length // spec.block_size) for length in spec.lengths]
     shared = spec.shared_tokens // spec.block_size
     used = shared + sum(count - shared for count in needed)
@@ -139,15 +139,15 @@ def _cache(
     dtype = spec.kv_dtype or spec.dtype
     shape = (blocks, spec.block_size, spec.kv_heads, dim)
     if spec.layout == "HND":
-        poison = torch.full((blocks, spec.kv_heads, spec.block_size, dim), float("nan"), device=device)
-        cache = poison.to(dtype).transpose(1, 2)
+        unwritten = torch.full((blocks, spec.kv_heads, spec.block_size, dim), float("nan"), device=device)
+        cache = unwritten.to(dtype).transpose(1, 2)
     else:
         cache = torch.full(shape, float("nan"), device=device).to(dtype)
     held = storable(cache)
     held[0] = 0
     slots = slots.to(device)
     scale = spec.k_scale if dim == spec.dk else spec.v_scale
-    # In pieces: a whole pool of float32 beside the cache would not fit the largest cases.
+    # In pieces: a float32 copy of the whole cache would not fit in memory in the largest cases.
     for some in torch.split(slots, 1 << 20):
         values = torch.randn(len(some), spec.kv_heads, dim, generator=generator, device=device) / scale
         held[some // spec.block_size, some % spec.block_size] = storable(values.to(dtype))

@@ -1,4 +1,4 @@
-"""A case: one attention call over paged KV as a value. A provider: an implementation that can run cases.
+"""A case holds the arguments of one attention call over paged KV. A provider is an implementation that runs cases.
 
 `contiguous_kv` and `without_poison` give the KV of a case in other forms, for implementations that need them.
 """
@@ -12,12 +12,14 @@ from typing import Protocol
 import torch
 
 from paged_kernels.errors import KernelError
-from paged_kernels.memory import storable
+from paged_kernels.memory import storable, token_bytes
 from paged_kernels.scoring import Scoring
+
+Run = Callable[[], torch.Tensor]  # one call of the prepared attention; returns the output [tokens, heads, dv]
 
 
 def needs_package(package: str, device: torch.device) -> str | None:
-    """Why a CUDA package cannot run on `device`, or None."""
+    """The reason why a CUDA package cannot run on `device`, or None if it can."""
     if device.type != "cuda":
         return f"needs a CUDA device, and this is {device.type!r}"
     if importlib.util.find_spec(package) is None:
@@ -30,12 +32,12 @@ class Case:
     """Ragged queries over paged KV. Sequence i owns rows `cu_seqlens_q[i] : cu_seqlens_q[i + 1]` of q.
 
     The queries are the last positions of each sequence's `seq_lens` cached tokens and see causally. A decode has one
-    query per sequence. Slots that no sequence owns are NaN, entries behind a table's last block garbage, and block 0
-    is the null block (zeros). `lengths` and `queries` repeat on the host what the device tensors say, for providers
-    that plan there.
+    query per sequence. Slots that no sequence owns are NaN, entries after a table's last block are garbage, and block
+    0 is the null block (zeros). `lengths` and `queries` repeat `seq_lens` and the spans of `cu_seqlens_q` on the host,
+    for providers that need them there.
     """
 
-    name: str  # unique and stable: timings, gates and reports are keyed by it
+    name: str  # unique and stable: the key of timings, gates and reports
     q: torch.Tensor  # [tokens, heads, dk]
     key_cache: torch.Tensor  # [blocks, block_size, kv_heads, dk]; any strides but the last (NHD and HND)
     value_cache: torch.Tensor  # [blocks, block_size, kv_heads, dv]
@@ -75,13 +77,13 @@ class Case:
     @property
     def kv_bytes(self) -> int:
         """Bytes of K and V that must be read at least once per sequence (a shared prefix counts for each)."""
-        return sum(self.lengths) * self._token_bytes
+        return sum(self.lengths) * self.token_bytes
 
     @property
     def distinct_kv_bytes(self) -> int:
-        """Bytes of K and V when a shared prefix is read once for all."""
+        """Bytes of K and V that must be read if a shared prefix is read once for all sequences."""
         repeated = self.shared_tokens * (len(self.lengths) - 1)
-        return (sum(self.lengths) - repeated) * self._token_bytes
+        return (sum(self.lengths) - repeated) * self.token_bytes
 
     @property
     def io_bytes(self) -> int:
@@ -91,18 +93,18 @@ class Case:
 
     @property
     def flops(self) -> int:
-        """Multiply-adds of both products, counted as two each, over the (query, key) pairs that may see each other."""
+        """Floating-point operations of both products (2 per multiply-add) over the visible (query, key) pairs."""
         width = int(self.key_cache.shape[3] + self.value_cache.shape[3])
         return 2 * self.heads * width * _visible_pairs(self.lengths, self.queries, self.scoring.window)
 
     @property
-    def _token_bytes(self) -> int:
-        width = self.key_cache.shape[3] + self.value_cache.shape[3]
-        return int(self.kv_heads * width * self.key_cache.element_size())
+    def token_bytes(self) -> int:
+        """Bytes of one token's K and V in one layer."""
+        return token_bytes(self.key_cache, self.value_cache)
 
 
 def _visible_pairs(lengths: Sequence[int], queries: Sequence[int], window: int) -> int:
-    """Query at position p sees min(p + 1, window) keys."""
+    """Visible (query, key) pairs: a query at position p sees min(p + 1, window) keys."""
     pairs = 0
     for length, count in zip(lengths, queries, strict=True):
         seen = range(length - count + 1, length + 1)
@@ -110,19 +112,16 @@ def _visible_pairs(lengths: Sequence[int], queries: Sequence[int], window: int) 
     return pairs
 
 
-Run = Callable[[], torch.Tensor]  # one call of the prepared attention; gives the output [tokens, heads, dv]
-
-
 class UnsupportedCaseError(KernelError):
-    """A case that a provider cannot serve (a dtype, an option, a layout): reported, and left out of its column."""
+    """A case that a provider cannot serve (dtype, option, layout). Reports leave it out of the provider's column."""
 
 
 class Provider(Protocol):
-    """One attention implementation. It has no state: one instance serves any number of cases."""
+    """One attention implementation. It has no state, so one instance serves any number of cases."""
 
     @property
     def name(self) -> str:
-        """Unique among the providers; the column of tables and reports."""
+        """The unique name, which heads its column in tables and reports."""
         ...
 
     @property
@@ -131,20 +130,20 @@ class Provider(Protocol):
         ...
 
     def available(self, device: torch.device) -> str | None:
-        """None where it can run on `device`, else the reason why not."""
+        """None if it can run on `device`, else the reason why it cannot."""
         ...
 
     def prepare(self, case: Case) -> Run:
-        """Do all that is not timed (host planning, layout changes, buffers, compilation) and give the timed call.
+        """Do all untimed work (metadata on the host, layout changes, buffers, compilation) and return the timed call.
 
-        The call may return the same output tensor each time. Raises `UnsupportedCaseError` where the case cannot be
-        served.
+        The call may return the same output tensor each time. Raises `UnsupportedCaseError` if the provider cannot
+        serve the case.
         """
         ...
 
 
 def contiguous_kv(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V `[sequences, longest, kv_heads, dim]`, zeros behind each sequence's end, in the cache's dtype."""
+    """K and V `[sequences, longest, kv_heads, dim]`, zeros after each sequence's end, in the cache's dtype."""
     pair = []
     for cache in (case.key_cache, case.value_cache):
         held = storable(cache)
@@ -158,7 +157,7 @@ def contiguous_kv(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def without_poison(cache: torch.Tensor) -> torch.Tensor:
-    """A copy with the same strides in which unwritten slots are zeros: others multiply what they mask out."""
+    """A copy with the same strides and zeros in unwritten slots. Other libraries multiply masked NaN by 0."""
     clean = torch.empty_like(storable(cache))  # keeps the strides of NHD and HND
     clean.copy_(storable(cache))
     clean = clean.view(cache.dtype)

@@ -1,4 +1,4 @@
-"""flash-attn 2.8, where it is installed: its paged decode and its paged prefill of variable lengths."""
+"""flash-attn 2.8, if it is installed: its paged decode and its paged prefill of variable lengths."""
 
 import importlib
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ import torch
 
 from paged_kernels.providers.case import Case, Run, UnsupportedCaseError, needs_package, without_poison
 
-PAGE_MULTIPLE = 256  # its version 2 reads no smaller pages
+PAGE_MULTIPLE = 256  # version 2 supports no smaller pages
 
 
 @dataclass(frozen=True, slots=True)
 class FlashAttention:
-    """Dao's kernels over the same pool."""
+    """The flash-attn kernels over the same cache."""
 
     name: str = "flash-attn"
     capturable: bool = True
@@ -24,7 +24,7 @@ class FlashAttention:
         return needs_package("flash_attn", device)
 
     def prepare(self, case: Case) -> Run:
-        """Hand the pool over as it is."""
+        """Pass the cache unchanged, except that NaN becomes zero."""
         _refuse(case)
         flash_attn = importlib.import_module("flash_attn")
 
@@ -57,7 +57,9 @@ def _refuse(case: Case) -> None:
         )
     if case.q.dtype not in (torch.float16, torch.bfloat16) or case.key_cache.dtype != case.q.dtype:
         raise UnsupportedCaseError(
-            f"{case.name}: flash-attn knows float16 and bfloat16, queries and cache alike"
+            f"{case.name}: flash-attn supports float16 and bfloat16, with one dtype for queries and cache"
         )
     if case.scoring.sinks is not None or 0 in case.lengths or not case.key_cache[0].is_contiguous():
-        raise UnsupportedCaseError(f"{case.name}: flash-attn knows no sinks, empty sequences or HND pools")
+        raise UnsupportedCaseError(
+            f"{case.name}: flash-attn supports no sinks, empty sequences or HND caches"
+        )

@@ -1,4 +1,4 @@
-"""FlashInfer, where it is installed. Its planning on the host is not timed: an engine plans once per step.
+"""FlashInfer, if it is installed. Its `plan()` on the host is not timed: an engine calls it once per step.
 
 Written for version 0.6: `BatchDecodeWithPagedKVCacheWrapper` and `BatchPrefillWithPagedKVCacheWrapper`.
 """
@@ -14,12 +14,12 @@ import torch
 from paged_kernels.providers.case import Case, Run, UnsupportedCaseError, needs_package, without_poison
 
 WORKSPACE_BYTES = 256 << 20
-TENSOR_CORES_FROM_GROUP = 4  # query heads per KV head from which its tensor-core kernel is the faster one
+TENSOR_CORES_FROM_GROUP = 4  # from this many query heads per KV head its tensor-core kernel is faster
 
 
 @dataclass(frozen=True, slots=True)
 class FlashInfer:
-    """Decode and prefill over the same pool: its NHD and HND layouts are ours."""
+    """Decode and prefill over the same cache: its NHD and HND layouts are the same as ours."""
 
     name: str = "flashinfer"
     capturable: bool = True
@@ -29,7 +29,7 @@ class FlashInfer:
         return needs_package("flashinfer", device)
 
     def prepare(self, case: Case) -> Run:
-        """Plan for the case's lengths."""
+        """Call the wrapper's `plan()` for the case's lengths."""
         scoring = case.scoring
         if scoring.sinks is not None or scoring.alibi is not None or 0 in case.lengths:
             raise UnsupportedCaseError(
@@ -70,7 +70,7 @@ def _options(case: Case) -> dict[str, Any]:
 
 
 def _pages(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Its table: (indptr, page ids, tokens on each last page), int32."""
+    """FlashInfer's form of the block table: (indptr, page ids, tokens on each last page), int32."""
     counts = [-(-length // case.block_size) for length in case.lengths]
     indptr = torch.tensor([0, *counts]).cumsum(0).int().to(case.device)
     ids = torch.cat([case.block_table[row, :count] for row, count in enumerate(counts)])

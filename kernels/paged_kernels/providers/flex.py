@@ -1,4 +1,4 @@
-"""torch's flex attention on the pool itself: the block table becomes its block mask."""
+"""torch's flex attention directly on the paged cache: the block table becomes its block mask."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -8,12 +8,12 @@ import torch
 
 from paged_kernels.providers.case import Case, Run, UnsupportedCaseError, without_poison
 
-LEAST_PAGE = 16  # the mask's block is the page, and the kernel's tile must fit into it
+LEAST_PAGE = 16  # a block of the mask is a page, and the kernel's tile must fit into it
 
 
 @dataclass(frozen=True, slots=True)
 class FlexAttention:
-    """Decode by `flex_attention`, whose blocks are the pool's; compiled on first use, which takes seconds."""
+    """Decode by `flex_attention`, whose blocks are those of the cache. The first use compiles it for some seconds."""
 
     name: str = "flex"
     capturable: bool = True
@@ -32,7 +32,7 @@ class FlexAttention:
         return None
 
     def prepare(self, case: Case) -> Run:
-        """Turn tables into a block mask over a copy of the pool without poison, and compile."""
+        """Turn tables into a block mask over a copy of the cache without NaN, and compile."""
         if (
             not case.decode
             or not case.scoring.plain
@@ -40,7 +40,7 @@ class FlexAttention:
             or 0 in case.lengths
         ):
             raise UnsupportedCaseError(
-                f"{case.name}: flex serves plain decodes of caches in the queries' dtype here"
+                f"{case.name}: flex serves decodes without softcap, sinks or ALiBi, of caches in the queries' dtype"
             )
         if case.block_size < LEAST_PAGE:
             raise UnsupportedCaseError(f"{case.name}: flex needs blocks of {LEAST_PAGE} tokens or more")
@@ -64,12 +64,14 @@ class FlexAttention:
 
 
 def _block_mask(case: Case) -> Any:
-    """Sequence b looks at its own blocks of the pool, and in them at the positions before its end."""
+    """The mask: sequence b sees its own blocks of the cache, and in them the positions before its end."""
     from torch.nn.attention.flex_attention import BlockMask
 
     size, device = case.block_size, case.device
     counts = [-(-length // size) for length in case.lengths]
-    whole = [0 if case.scoring.window else length // size for length in case.lengths]  # need no mask inside
+    whole = [
+        0 if case.scoring.window else length // size for length in case.lengths
+    ]  # full blocks, which need no mask inside
     widest, blocks = max(counts), case.key_cache.shape[0]
     place = torch.arange(widest, dtype=torch.int32, device=device).expand(len(counts), -1)
     used = place < torch.tensor(counts, device=device).unsqueeze(1)
@@ -97,7 +99,7 @@ def _block_mask(case: Case) -> Any:
 def _listed(
     physical: torch.Tensor, skipped: list[int], counts: list[int], blocks: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(how many, which) blocks of each sequence, from `skipped` on. Lists are as long as the pool has blocks."""
+    """(number, ids) of each sequence's blocks from `skipped` on. Each list is as long as the cache has blocks."""
     place = torch.arange(blocks, device=physical.device) + torch.tensor(
         skipped, device=physical.device
     ).unsqueeze(1)

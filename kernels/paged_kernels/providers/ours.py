@@ -1,4 +1,4 @@
-"""Our own attention as providers: as an engine calls it, without paging, and with shared prefixes read once."""
+"""Our own attention as providers: as an engine calls it, over contiguous KV, and with shared prefixes read once."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from paged_kernels.memory import Workspace
 from paged_kernels.providers.case import Case, Run, UnsupportedCaseError, contiguous_kv
 from paged_kernels.torch import cascade as torch_cascade
 
-# A cost under which every shared block is worth reading once: for the crossover, which the rule is judged by.
+# With this cost every shared block is read once. It measures the crossover that the cost rule is compared with.
 ALWAYS = CascadeCost(memory_bytes_per_s=1.0, cache_bytes_per_s=1.0, cache_bytes=0, overhead_s=0.0)
 
 
@@ -36,7 +36,7 @@ class Paged:
         return None
 
     def prepare(self, case: Case) -> Run:
-        """Plan as an engine does once a step for all layers."""
+        """Prepare as an engine does, once per step for all layers."""
         batch, out, workspace = batch_of(case), output_of(case), Workspace()
         if backend_of(case) == "triton":
             from paged_kernels.triton.launch import pick_splits
@@ -48,7 +48,7 @@ class Paged:
 
 @dataclass(frozen=True, slots=True)
 class ContiguousDecode:
-    """The Triton decode over contiguous KV: the same code with plain addressing, so that the rest is paging."""
+    """The Triton decode over contiguous KV: the same code with plain addressing, so the difference is paging."""
 
     name: str = "contiguous"
     capturable: bool = True
@@ -56,14 +56,16 @@ class ContiguousDecode:
     def available(self, device: torch.device) -> str | None:
         """It is a Triton kernel."""
         reason = choose_backend("auto", device).reason
-        return f"is the Triton decode without its table, and that {reason}" if reason else None
+        return f"is the Triton decode without a block table, which {reason}" if reason else None
 
     def prepare(self, case: Case) -> Run:
-        """Lay each sequence's keys out in one piece."""
+        """Copy each sequence's KV into contiguous memory."""
         if not case.decode:
-            raise UnsupportedCaseError(f"{case.name} is no decode; the twin is of the decode kernel")
+            raise UnsupportedCaseError(
+                f"{case.name} is no decode; only the decode kernel has a contiguous form"
+            )
         if backend_of(case) != "triton":
-            raise UnsupportedCaseError(f"{case.name} is served by torch, which has no such twin")
+            raise UnsupportedCaseError(f"{case.name} is served by torch, whose decode has no contiguous form")
         from paged_kernels.triton.decode import run_contiguous_decode
         from paged_kernels.triton.launch import pick_splits
 
@@ -75,7 +77,7 @@ class ContiguousDecode:
 
 @dataclass(frozen=True, slots=True)
 class Cascade:
-    """Our decode with shared prefixes read once, where the cost rule says so (`always`: wherever blocks are shared)."""
+    """Our decode with shared prefixes read once, if the cost rule says so (`always`: whenever blocks are shared)."""
 
     name: str = "cascade"
     always: bool = False
@@ -86,7 +88,7 @@ class Cascade:
         return None
 
     def prepare(self, case: Case) -> Run:
-        """Divide the batch; where sharing does not pay this is the flat decode."""
+        """Divide the batch into groups. If no group saves time, run the flat decode."""
         if not case.decode or not case.shared_tokens:
             raise UnsupportedCaseError(f"{case.name} shares no prefix between decode rows")
         groups = self._groups(case)
@@ -110,29 +112,24 @@ class Cascade:
             prefixes = sort_groups(shared, lens, ids)
             arguments = (*caches, prefixes, table, lengths, case.scoring, out)
             return returning(out, partial(run_cascade, *arguments, workspace=workspace))
-        sizes = {"block_size": case.block_size, "token_bytes": _token_bytes(case)}
+        sizes = {"block_size": case.block_size, "token_bytes": case.token_bytes}
         metadata = torch_cascade.cascade_metadata(shared, lens, table, lengths, ids, **sizes)
-        arguments = (*caches, metadata, case.scoring, out, None, workspace)
-        return returning(out, partial(torch_cascade.run_cascade, *arguments))
+        torch_arguments = (*caches, metadata, case.scoring, out, None, workspace)
+        return returning(out, partial(torch_cascade.run_cascade, *torch_arguments))
 
     def _groups(self, case: Case) -> CascadeGroups | None:
         return find_cascade_groups(
             case.block_table.cpu().numpy().astype(np.int64),
             np.array(case.lengths),
             case.block_size,
-            token_bytes=_token_bytes(case),
+            token_bytes=case.token_bytes,
             rows_per_tile=rows_per_tile(case.heads // case.kv_heads, case.device),
             cost=ALWAYS if self.always else cost_of(case.device),
         )
 
 
-def _token_bytes(case: Case) -> int:
-    """What one token's K and V take in one layer."""
-    return case.key_cache[0, 0].nbytes + case.value_cache[0, 0].nbytes
-
-
 def batch_of(case: Case) -> PagedBatch:
-    """The case as the kernels take it."""
+    """The case in the form that the kernels take."""
     tables = (case.block_table, case.seq_lens, case.cu_seqlens_q)
     return PagedBatch(case.q, case.key_cache, case.value_cache, *tables, max(case.queries))
 
@@ -148,7 +145,7 @@ def backend_of(case: Case) -> str:
 
 
 def returning(out: torch.Tensor, run: Callable[[], None]) -> Run:
-    """A call that runs and gives the buffer that was filled."""
+    """A call that runs `run` and returns the buffer that it fills."""
 
     def call() -> torch.Tensor:
         run()

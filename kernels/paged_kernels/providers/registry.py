@@ -19,10 +19,10 @@ from paged_kernels.providers.sdpa import ContiguousSdpa, GatherSdpa
 
 @dataclass(frozen=True, slots=True)
 class UserFunction:
-    """`function(case)` gives the output `[tokens, heads, dv]`; all of it is timed.
+    """`function(case)` returns the output `[tokens, heads, dv]`. The whole call is timed.
 
-    Where the function has an attribute `prepare`, `function.prepare(case)` is called instead, untimed, and gives the
-    timed call. An attribute `capturable = True` lets it be captured in a CUDA graph.
+    If the function has an attribute `prepare`, `function.prepare(case)` is called instead, untimed, and returns the
+    timed call. An attribute `capturable = True` allows capture in a CUDA graph.
     """
 
     name: str
@@ -30,11 +30,11 @@ class UserFunction:
 
     @property
     def capturable(self) -> bool:
-        """What the function says of itself."""
+        """The function's attribute `capturable`, False without one."""
         return bool(getattr(self.function, "capturable", False))
 
     def available(self, device: torch.device) -> str | None:
-        """It was importable, so it may run."""
+        """It was imported, so it can run."""
         return None
 
     def prepare(self, case: Case) -> Run:
@@ -45,7 +45,7 @@ class UserFunction:
 
 
 def load_function(spec: str) -> UserFunction:
-    """The provider for `module:function`. Raises `OptionError` that says what of it was not found."""
+    """The provider for `module:function`. Raises `OptionError` if the module or the function is not found."""
     module_name, _, name = spec.partition(":")
     if not module_name or not name:
         raise OptionError(f"{spec!r} names no function; write module:function, e.g. my_kernels:paged_decode")
@@ -63,9 +63,9 @@ def load_function(spec: str) -> UserFunction:
 
 
 def find_providers(function: str | None = None) -> dict[str, Provider]:
-    """Every provider, ours first, whether or not it can run here; `function` adds the user's `module:function`.
+    """Every provider by name, ours first, whether or not it can run here. `function` adds the user's `module:function`.
 
-    Raises `OptionError` where that function cannot be found.
+    Raises `OptionError` if that function is not found.
     """
     found: list[Provider] = [
         Paged(),

@@ -1,4 +1,4 @@
-"""torch's fused attention: on contiguous KV (what is possible without paging), and after a gather (the simple way)."""
+"""torch's fused attention: on contiguous KV (no paging at all), and after a gather (paging without a paged kernel)."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +12,7 @@ from paged_kernels.scoring import additive, causal_window
 
 @dataclass(frozen=True, slots=True)
 class ContiguousSdpa:
-    """SDPA on KV in one piece per sequence. Sequences of one length run in one call, ragged prefills one by one."""
+    """SDPA on contiguous KV. Sequences of equal length run in one call, ragged prefills one by one."""
 
     name: str = "sdpa"
     capturable: bool = True
@@ -22,7 +22,7 @@ class ContiguousSdpa:
         return None
 
     def prepare(self, case: Case) -> Run:
-        """Lay out KV, and choose the call that torch has its fastest kernel for."""
+        """Copy KV into contiguous memory, and choose the call for which torch has its fastest kernel."""
         keys, values = (cache.to(case.q.dtype).transpose(1, 2) for cache in _laid_out(case))
         if case.decode:
             return partial(
@@ -33,7 +33,7 @@ class ContiguousSdpa:
 
 @dataclass(frozen=True, slots=True)
 class GatherSdpa:
-    """Gather each sequence's blocks into one piece, then SDPA: what paging costs without a paged kernel."""
+    """Gather each sequence's blocks into contiguous memory, then SDPA: the cost of paging without a paged kernel."""
 
     name: str = "gather-sdpa"
     capturable: bool = True
@@ -69,16 +69,16 @@ def _laid_out(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _refuse_options(case: Case) -> None:
     if not case.scoring.plain or 0 in case.lengths:
-        raise UnsupportedCaseError(f"{case.name}: SDPA knows no softcap, sinks, ALiBi or empty sequences")
+        raise UnsupportedCaseError(f"{case.name}: SDPA supports no softcap, sinks, ALiBi or empty sequences")
 
 
 def _packed(case: Case) -> torch.Tensor:
-    """Queries of a decode `[sequences, kv_heads, group, dk]`: a group's heads share keys, so they are rows of one."""
+    """Queries of a decode `[sequences, kv_heads, group, dk]`: the heads of a group share keys, so they become rows."""
     return case.q.view(len(case.q), case.kv_heads, -1, case.q.shape[2])
 
 
 def _tail_mask(case: Case, width: int) -> torch.Tensor | None:
-    """Additive `[sequences, 1, 1, width]`; None where every sequence is as long as the keys and sees all of them."""
+    """Additive mask `[sequences, 1, 1, width]`. None if every sequence is `width` long and sees all keys."""
     window = case.scoring.window
     if set(case.lengths) == {width} and not 0 < window < width:
         return None
@@ -120,7 +120,7 @@ def _prefill(case: Case, keys: torch.Tensor, values: torch.Tensor) -> torch.Tens
 
 
 def _causal(case: Case, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """`[n, heads, queries, dv]`. A whole prompt, and without a window a chunk too, has a fused kernel on CUDA."""
+    """`[n, heads, queries, dv]`. On CUDA a whole prompt has a fused kernel, and so has a chunk without a window."""
     count, length, window = queries.shape[2], keys.shape[2], case.scoring.window
     mask: torch.Tensor | None = None
     if window or count < length:

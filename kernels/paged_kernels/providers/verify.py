@@ -1,4 +1,4 @@
-"""Whether an output is the attention that the case asks for. An output that is not right is not timed."""
+"""Check a provider's output against float64. A provider with a wrong output is not timed."""
 
 import torch
 
@@ -6,15 +6,15 @@ from paged_kernels.errors import KernelError
 from paged_kernels.providers.case import Case
 from paged_kernels.reference import paged_attention
 
-# ||found - exact|| / ||exact|| against float64 over the same rounded inputs; errors met are several times smaller. An
-# fp8 cache is exact once read, so that the queries' dtype decides. Triton's interpreter truncates to bfloat16 where a
-# GPU rounds; float32 over thousands of keys adds up in another order on a GPU.
+# ||found - exact|| / ||exact|| against float64 over the same rounded inputs; measured errors are several times smaller.
+# Values of an fp8 cache convert exactly, so the queries' dtype decides. Triton's interpreter truncates to bfloat16, a
+# GPU rounds. A GPU sums float32 over thousands of keys in another order.
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 TOLERANCE_ON_GPU = TOLERANCE | {torch.float32: 2e-5}
 
 
 class DisagreementError(KernelError):
-    """An output that is not the case's attention: NaN, a wrong shape, or further off than its dtype explains."""
+    """A wrong output: NaN, a wrong shape, or an error larger than rounding explains."""
 
 
 def exact_attention(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
@@ -29,7 +29,7 @@ def exact_output(case: Case) -> torch.Tensor:
 
 
 def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """||found - exact|| / ||exact||; NaN, which is below no tolerance, where `found` has one."""
+    """||found - exact|| / ||exact||; NaN, which exceeds every tolerance, if `found` has one."""
     return float((found.double() - exact).norm() / exact.norm())
 
 
@@ -39,10 +39,10 @@ def tolerance(case: Case) -> float:
 
 
 def verify(found: torch.Tensor, exact: torch.Tensor, who: str, case: Case) -> float:
-    """The relative error of `found`, raising `DisagreementError` where it is no rounding error."""
+    """The relative error of `found`. Raises `DisagreementError` if rounding does not explain it."""
     if found.shape != exact.shape:
         raise DisagreementError(
-            f"{who} on {case.name}: output {tuple(found.shape)} where {tuple(exact.shape)} is wanted"
+            f"{who} on {case.name}: output has shape {tuple(found.shape)}, expected {tuple(exact.shape)}"
         )
     error, allowed = relative_error(found, exact), tolerance(case)
     if not error <= allowed:

@@ -1,4 +1,4 @@
-"""The cascade on torch: gather each prefix once for all of its rows, then attend to each row's own keys, then merge."""
+"""The cascade on torch: attend to each row's own keys, gather each prefix once for all of its rows, then merge."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,17 +20,17 @@ from paged_kernels.torch.gathered import (
 
 
 class _Group(NamedTuple):
-    """A prefix and whose it is."""
+    """A prefix and the rows that share it."""
 
     rows: torch.Tensor
     asked: torch.Tensor  # [rows], position of each row's query
-    blocks: torch.Tensor
-    length: int
+    blocks: torch.Tensor  # block ids of the prefix
+    length: int  # tokens of the prefix
 
 
 @dataclass(frozen=True, slots=True)
 class CascadeMetadata:
-    """What a cascade needs to know of tables and lengths: made once a step, good for every layer."""
+    """What a cascade needs from tables and lengths: made once per step, used by every layer."""
 
     own: torch.Tensor  # rows with keys of their own
     decode: DecodeMetadata | None  # of these rows
@@ -47,7 +47,10 @@ def cascade_metadata(
     block_size: int,
     token_bytes: int,
 ) -> CascadeMetadata:
-    """Plan the suffixes as a decode, and say which rows read which prefix. `token_bytes` as in `decode_metadata`."""
+    """Prepare the suffixes as a decode, and list which rows read which prefix.
+
+    Tensors as in `cascade_attention_decode`, `token_bytes` as in `decode_metadata`.
+    """
     own = torch.nonzero(suffix_lens > 0).squeeze(1)
     tables, lengths = (
         value.cpu().numpy().astype(np.int64) for value in (suffix_table[own], suffix_lens[own])
@@ -78,7 +81,7 @@ def run_cascade(
     workspace: Workspace,
 ) -> None:
     """One query per row, q `[rows, heads, dk]`, over its group's prefix and its own suffix, into `out` and `lse`."""
-    plain = scoring._replace(sinks=None)  # a sink joins once, at the end
+    plain = scoring._replace(sinks=None)  # a sink is added once, at the end
     wide = torch.promote_types(q.dtype, torch.float32)
     merged = q.new_zeros(*q.shape[:2], value_cache.shape[3], dtype=wide)
     sums = q.new_full(q.shape[:2], float("-inf"), dtype=wide)
@@ -111,7 +114,7 @@ def _prefix(
     scoring: Scoring,
     workspace: Workspace,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output `[rows, heads, dv]` and LSE over the first `length` tokens of `blocks`; row i stands at `asked[i]`."""
+    """Output `[rows, heads, dv]` and LSE over the first `length` tokens of `blocks`; query i is at `asked[i]`."""
     k, v = (
         as_query_dtype(
             gather_blocks(cache, blocks, name, workspace).view(-1, *cache.shape[2:])[:length],

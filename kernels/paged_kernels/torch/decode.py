@@ -2,17 +2,16 @@
 
 The query heads of a group become extra query rows of their key head. That is several times faster than repeating the
 keys. Sequences are taken in batch order, a few at a time, so the gathered KV is still in the CPU cache when it is read.
-A caller that sorts rows by length wastes no padding. All index tensors are made once per step and serve every layer.
+A caller that sorts rows by length avoids padding. All index tensors are made once per step and serve every layer.
 """
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from paged_kernels.memory import Workspace, storable
+from paged_kernels.memory import IntArray, Workspace, storable
 from paged_kernels.scoring import Scoring, additive
 from paged_kernels.torch.gathered import (
     as_query_dtype,
@@ -22,14 +21,12 @@ from paged_kernels.torch.gathered import (
     gives_lse,
 )
 
-IntArray = npt.NDArray[np.int64]
-
-CPU_GATHER_BYTES = 4 << 20  # K and V of one gather; more would leave the CPU cache before they are read
-GPU_GATHER_BYTES = 256 << 20  # a GPU wants few launches
+CPU_GATHER_BYTES = 4 << 20  # K and V of one gather; more would not stay in the CPU cache until they are read
+GPU_GATHER_BYTES = 256 << 20  # large, because a GPU is faster with few launches
 
 
 class _Views(NamedTuple):
-    """One chunk's gather targets and the same memory as SDPA wants it."""
+    """The buffers that a chunk is gathered into, in the forms that gather, clearing and SDPA need."""
 
     k_flat: torch.Tensor
     v_flat: torch.Tensor
@@ -46,14 +43,14 @@ class DecodeChunk:
     start: int
     stop: int
     blocks: torch.Tensor  # int64 [rows * width_blocks], padded with the null block 0
-    void: torch.Tensor | None  # gathered slots behind the end of a sequence: poison, to be zeroed
+    void: torch.Tensor | None  # gathered slots after the end of a sequence; they may be NaN and are zeroed
     lengths: torch.Tensor  # int64 [rows, 1]
     width: int  # gathered slots per sequence
     masks: dict[tuple[int, torch.dtype], torch.Tensor] = field(default_factory=dict)
     views: dict[tuple[int, int, int, torch.dtype], _Views] = field(default_factory=dict)
 
     def mask(self, window: int, dtype: torch.dtype) -> torch.Tensor:
-        """Additive `[rows, 1, 1, width]`, made once and kept for all layers with this window."""
+        """Additive mask `[rows, 1, 1, width]`, made once and kept for all layers with this window."""
         found = self.masks.get((window, dtype))
         if found is None:
             position = torch.arange(self.width, device=self.lengths.device).unsqueeze(0)
@@ -85,10 +82,10 @@ def decode_metadata(
     token_bytes: int,
     device: torch.device | str = "cpu",
 ) -> DecodeMetadata:
-    """Plan for tables `[rows, blocks]` and lengths `[rows]`, each at least 1.
+    """Metadata for tables `[rows, blocks]` and lengths `[rows]`, each at least 1.
 
-    Entries behind the blocks that a length needs may be anything; block 0 must be the null block, all zeros.
-    `token_bytes` is what one token's K and V take in one layer.
+    Entries after the blocks that a length needs may be anything. Block 0 must be the null block, all zeros.
+    `token_bytes` are the bytes of one token's K and V in one layer.
     """
     needed = -(-seq_lens // block_size)
     limit = CPU_GATHER_BYTES if torch.device(device).type == "cpu" else GPU_GATHER_BYTES
@@ -103,7 +100,7 @@ def decode_metadata(
 
 
 def _chunk_end(needed: IntArray, start: int, limit_blocks: int) -> int:
-    """How many rows share a gather: padded to the widest, they hold `limit_blocks` at most (one row always goes)."""
+    """Where the rows of one gather end: padded to the widest they have at most `limit_blocks`, but at least one row."""
     widest = np.maximum.accumulate(needed[start:])
     area = widest * np.arange(1, len(widest) + 1)
     return start + max(1, int(np.searchsorted(area, limit_blocks, side="right")))
@@ -180,7 +177,7 @@ def _explicit(
 def _gather(
     chunk: DecodeChunk, key_cache: torch.Tensor, value_cache: torch.Tensor, workspace: Workspace
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Read the chunk's blocks, and clear what lies behind the sequences: 0 x NaN would be NaN."""
+    """Gather the chunk's blocks, and zero the slots after each sequence's end, because 0 x NaN is NaN."""
     key_cache, value_cache = storable(key_cache), storable(value_cache)
     shape = (key_cache.shape[2], key_cache.shape[3], value_cache.shape[3], key_cache.dtype)
     views = chunk.views.get(shape)

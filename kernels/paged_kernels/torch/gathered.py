@@ -1,7 +1,7 @@
-"""The parts of the torch paths: gather blocks into a reused buffer, attend over them, merge two results.
+"""Steps that the torch paths share: gather blocks into a reused buffer, attend over them, merge two results.
 
-`fused_attention` is torch's SDPA. `explicit_attention` computes the scores itself. It serves what SDPA does not know:
-softcap, sinks, ALiBi, and the LSE on a GPU.
+`fused_attention` is torch's SDPA. `explicit_attention` computes the scores itself. It serves what SDPA does not
+support: softcap, sinks, ALiBi, and the LSE on a GPU.
 """
 
 import torch
@@ -14,7 +14,7 @@ from paged_kernels.scoring import Scoring
 def merge_reference(
     o_a: torch.Tensor, lse_a: torch.Tensor, o_b: torch.Tensor, lse_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The merge in readable torch, in the dtype that its inputs promote to."""
+    """`merge_attn_states` in readable torch, in the dtype that its inputs promote to. Returns output and LSE."""
     top = torch.maximum(lse_a, lse_b)
     base = top.masked_fill(top == float("-inf"), 0.0)
     weight_a, weight_b = torch.exp(lse_a - base), torch.exp(lse_b - base)
@@ -26,12 +26,12 @@ def merge_reference(
 
 
 def _weighed(out: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """`out` x weight, and 0 where the weight is: what an empty side holds is undefined."""
+    """`out` x weight, and 0 where the weight is 0: the output of an empty side is undefined."""
     return torch.where(weight.unsqueeze(-1) > 0, out * weight.unsqueeze(-1), 0.0)
 
 
 def gather_blocks(cache: torch.Tensor, blocks: torch.Tensor, name: str, workspace: Workspace) -> torch.Tensor:
-    """`[blocks, block_size, heads, dim]` of the wanted blocks, in the workspace's memory; 8-bit floats as bytes."""
+    """`[blocks, block_size, heads, dim]` of `blocks`, in the workspace's memory. 8-bit floats stay bytes."""
     cache = storable(cache)
     buffer = workspace.take(name, len(blocks) * cache[0].numel(), cache)
     gather_into(cache, blocks, buffer)
@@ -39,7 +39,7 @@ def gather_blocks(cache: torch.Tensor, blocks: torch.Tensor, name: str, workspac
 
 
 def gather_into(cache: torch.Tensor, blocks: torch.Tensor, buffer: torch.Tensor) -> None:
-    """Fill a flat buffer. Blocks that are dense in NHD order move as rows, others element by element."""
+    """Copy blocks into a flat buffer. Blocks that are dense in NHD order are copied whole, others by element."""
     if cache[0].is_contiguous():
         torch.index_select(cache.flatten(1), 0, blocks, out=buffer.view(len(blocks), -1))
     else:
@@ -47,12 +47,12 @@ def gather_into(cache: torch.Tensor, blocks: torch.Tensor, buffer: torch.Tensor)
 
 
 def as_query_dtype(values: torch.Tensor, dtype: torch.dtype, kv_dtype: torch.dtype) -> torch.Tensor:
-    """Gathered values as the queries' dtype: bytes of an 8-bit cache become numbers, others are what they are."""
+    """Gathered values in the queries' dtype: bytes of an 8-bit cache are converted, others already have it."""
     return values.view(kv_dtype).to(dtype) if kv_dtype.itemsize == 1 else values
 
 
 def gives_lse(device: torch.device) -> bool:
-    """Whether `fused_attention` gives the LSE: torch's public call keeps it to itself, its CPU kernel does not."""
+    """Whether `fused_attention` can return the LSE: torch's public call does not, its CPU kernel does."""
     return device.type == "cpu" and hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
 
 
@@ -86,11 +86,11 @@ def explicit_attention(
     scoring: Scoring,
     distance: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores in float32 at least: q `[N, kv_heads, group, T, dk]`, k and v `[N, kv_heads, 1, L, d]`.
+    """Attention with scores in float32 or wider: q `[N, kv_heads, group, T, dk]`, k and v `[N, kv_heads, 1, L, d]`.
 
     `mask` is additive and broadcasts to `[N, kv_heads, group, T, L]`; the window is part of it. `distance` broadcasts
-    alike: key position - query position, for ALiBi. Returns the output `[N, kv_heads, group, T, dv]` in q's dtype and
-    the LSE `[N, kv_heads, group, T]`; a query that sees no key has 0 and -inf.
+    to the same shape: key position - query position, for ALiBi. Returns the output `[N, kv_heads, group, T, dv]` in
+    q's dtype and the LSE `[N, kv_heads, group, T]`; a query that sees no key gets 0 and -inf.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = torch.matmul(q, k.transpose(-1, -2)).to(wide) * (scoring.scale * scoring.k_scale)

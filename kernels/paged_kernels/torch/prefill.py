@@ -1,23 +1,20 @@
-"""Fast prefill on torch: one sequence at a time, its queries in tiles, each tile against the keys that it may see.
+"""Fast prefill on torch: one sequence at a time, its queries in tiles, each tile over the keys that it may see.
 
-The tiles leave out most of the masked half of the score matrix. All keys come from the pool, also those just written.
-So a wrong slot is visible in the result.
+The tiles skip most of the masked half of the score matrix. All keys are read from the cache, also those just written,
+so a wrong slot shows in the result.
 """
 
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own idiom
 
-from paged_kernels.memory import Workspace
+from paged_kernels.memory import IntArray, Workspace
 from paged_kernels.scoring import Scoring, additive, causal_window
 from paged_kernels.torch.gathered import as_query_dtype, explicit_attention, gather_blocks
 
-IntArray = npt.NDArray[np.int64]
-
-QUERY_TILE = 128
+QUERY_TILE = 128  # queries per tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +28,7 @@ class PrefillMetadata:
     masks: dict[tuple[int, int, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
     def mask(self, queries: int, keys: int, window: int, dtype: torch.dtype) -> torch.Tensor:
-        """Additive `[queries, keys]` for the tile that ends at key `keys`, made once and kept for all layers."""
+        """Additive mask `[queries, keys]` for the tile that ends at key `keys`, made once and kept for all layers."""
         found = self.masks.get((keys, window, dtype))
         if found is None:
             visible = causal_window(queries, keys, window, device=self.blocks.device)
@@ -53,7 +50,10 @@ def prefill_metadata(
     *,
     device: torch.device | str = "cpu",
 ) -> PrefillMetadata:
-    """Plan for one sequence of `length` tokens in the cache, of which the last `queries` are being computed."""
+    """Metadata of one sequence: `length` tokens in the cache, of which the last `queries` are computed.
+
+    `table` `[blocks]` are its block ids, `start` its first row in the flat batch.
+    """
     blocks = torch.from_numpy(np.ascontiguousarray(table[: -(-length // block_size)], dtype=np.int64))
     return PrefillMetadata(start, start + queries, length, blocks.to(device))
 
@@ -68,7 +68,7 @@ def run_prefill(
     workspace: Workspace,
     lse: torch.Tensor | None = None,
 ) -> None:
-    """Attention of the metadata's rows of q `[tokens, heads, dk]` into the same rows of `out` and `lse`."""
+    """Attention of rows `start : stop` of q `[tokens, heads, dk]` into the same rows of `out` and `lse`."""
     k, v = (
         as_query_dtype(_gather(metadata, cache, name, workspace), q.dtype, cache.dtype)
         for name, cache in (("prefill_k", key_cache), ("prefill_v", value_cache))
@@ -85,7 +85,7 @@ def run_prefill(
 
 
 def _gather(metadata: PrefillMetadata, cache: torch.Tensor, name: str, workspace: Workspace) -> torch.Tensor:
-    """The sequence's tokens as `[kv_heads, length, dim]`; what its last block holds behind them is left out."""
+    """The sequence's tokens as `[kv_heads, length, dim]`; the unused slots of its last block are left out."""
     gathered = gather_blocks(cache, metadata.blocks, name, workspace)
     return gathered.view(-1, *cache.shape[2:])[: metadata.length].transpose(0, 1)
 

@@ -1,7 +1,7 @@
-"""Triton kernels that write paged caches (new tokens by slot, block copies) and that merge two partial attentions."""
+"""Triton kernels that write paged caches (new tokens by slot, block copies) and merge two partial attentions."""
 
-# Kernel arguments are pointers and numbers that Triton types itself, and its decorators carry no types.
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# Triton types the arguments of kernels itself, and its decorators have no types.
+# mypy: disable-error-code="untyped-decorator"
 # ruff: noqa: N803
 
 import torch
@@ -11,13 +11,15 @@ import triton.language as tl
 from paged_kernels.memory import as_layers, block_width, storable
 from paged_kernels.triton.launch import AttentionShape, merge_constants, store_constants
 
+CHUNK = 2048  # elements that one program copies
+
 
 @triton.jit
-def write_row(
+def write_row(  # type: ignore[no-untyped-def]
     rows, cache, token, slot, inverse, row_token, row_head, block_stride, slot_stride, head_stride,
     HEADS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """Copy one token's [HEADS, DIM] to its slot. An 8-bit cache takes it times `inverse`, held within LIMIT."""
+    """Copy one token's [HEADS, DIM] to its slot. An 8-bit cache stores it times `inverse`, clamped to LIMIT."""
     element = tl.arange(0, PAD)
     head, column = element // DIM, element % DIM
     inside = element < HEADS * DIM
@@ -30,13 +32,13 @@ def write_row(
 
 
 @triton.jit(do_not_specialize=["limit"])
-def store_kernel(
+def store_kernel(  # type: ignore[no-untyped-def]
     key, value, key_cache, value_cache, slots, k_inverse, v_inverse, limit,
     key_token, key_head, value_token, value_head, k_block, k_slot, k_head, v_block, v_slot, v_head,
     HEADS: tl.constexpr, DK: tl.constexpr, K_PAD: tl.constexpr, DV: tl.constexpr, V_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """One token's K and V. Slot -1 is skipped, and so is a slot at `limit` or behind: it would write elsewhere."""
+    """One token's K and V. Slot -1 is skipped, and so are slots from `limit` on, which lie outside the cache."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
     if (slot >= 0) & (slot < limit):
@@ -52,13 +54,13 @@ def store_kernel(
 
 
 @triton.jit
-def move_kernel(
+def move_kernel(  # type: ignore[no-untyped-def]
     first_source, second_source, first_destination, second_destination, source_block, destination_block, width,
     source_stride, destination_stride, source_layer, destination_layer, CHUNK: tl.constexpr, PAIR: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one block of one layer of the first or, where PAIR, of the second tensor.
+    """Copy one chunk of one block of one layer, of the first tensor or (if PAIR) of the second.
 
-    destination[destination_block[i]] = source[source_block[i]]; a block is `width` dense elements.
+    destination[destination_block[i]] = source[source_block[i]]; a block has `width` dense elements.
     """
     pair, layer = tl.program_id(0), tl.program_id(1).to(tl.int64)
     element = tl.program_id(2) * CHUNK + tl.arange(0, CHUNK)
@@ -83,11 +85,11 @@ def move_kernel(
 
 
 @triton.jit
-def merge_kernel(
+def merge_kernel(  # type: ignore[no-untyped-def]
     o_a, lse_a, o_b, lse_b, out, lse, a_row, a_head, b_row, b_head, out_row, out_head,
     HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
 ):  # fmt: skip
-    """One token: weigh two partial attentions by exp(LSE). An empty side has -inf and takes no part."""
+    """One token: weight two partial attentions by exp(LSE). An empty side has LSE -inf and is ignored."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS_PAD + tl.arange(0, HEADS_PAD)
     column = tl.arange(0, DV_PAD)
@@ -116,11 +118,8 @@ def merge_kernel(
     tl.store(lse + token * HEADS + head, tl.where(seen, base + tl.log(safe), float("-inf")), mask=real)
 
 
-CHUNK = 2048  # elements that one program moves
-
-
 def store(cache: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
-    """Write `rows` `[tokens, heads, dim]` (any token and head strides) to `slots`; -1 skips a token."""
+    """Write `rows` `[tokens, heads, dim]` (any token and head strides) to `slots`. Slot -1 skips a token."""
     _store(rows, None, cache, None, slots, 1.0, 1.0)
 
 
@@ -133,7 +132,7 @@ def reshape_and_cache(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
-    """Write keys and values of all tokens in one launch."""
+    """Write keys and values `[tokens, kv_heads, dim]` of all tokens in one launch. Slot -1 skips a token."""
     _store(key, value, key_cache, value_cache, slots, k_scale, v_scale)
 
 
@@ -169,10 +168,10 @@ def copy_blocks(
     *,
     disjoint: bool = False,
 ) -> None:
-    """Copy whole blocks of `[..., blocks, block_size, heads, dim]`, and of a second tensor of the same form with them.
+    """Copy whole blocks of `[..., blocks, block_size, heads, dim]`, also of a `second` tensor of this shape if given.
 
-    All sources are read before any destination is written, through a staging buffer; `disjoint` promises that no
-    destination is a source, and saves it.
+    All sources are read before any destination is written, through a staging buffer. `disjoint` promises that no
+    destination is a source; then there is no staging buffer.
     """
     caches = [as_layers(storable(tensor)) for tensor in (cache, cache if second is None else second)]
     source, destination = source.contiguous(), destination.contiguous()

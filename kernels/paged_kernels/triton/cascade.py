@@ -1,12 +1,12 @@
 """The Triton cascade: attention over the shared prefixes, then over each row's own keys, then one merge of both.
 
-In the kernel for the prefixes, a row is (sequence of the group, head of the KV head's group). So one program reads a
+In the prefix kernel a row is (sequence of the cascade group, query head of the KV head's group). So one program reads a
 shared block once for as many sequences as its rows hold. The prefix is cut into parts, and `combine_kernel` merges them
-with the sequences' own parts.
+with the parts of the sequences' own keys.
 """
 
-# Kernel arguments are pointers and numbers that Triton types itself, and its decorators carry no types.
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# Triton types the arguments of kernels itself, and its decorators have no types.
+# mypy: disable-error-code="untyped-decorator"
 # ruff: noqa: N803, N806
 
 from typing import NamedTuple
@@ -31,7 +31,7 @@ from paged_kernels.triton.scan import finished, scan_keys
 
 
 @triton.jit(do_not_specialize=["window", "groups", "table_row"])
-def prefix_kernel(
+def prefix_kernel(  # type: ignore[no-untyped-def]
     q, key_cache, value_cache, table, bounds, order, prefix_lens, suffix_lens, alibi, part, part_lse,
     scale, softcap, v_scale, window, groups,
     q_row, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, table_row,
@@ -85,7 +85,7 @@ def prefix_kernel(
 
 
 class SharedPrefixes(NamedTuple):
-    """What groups of rows share, all on the device. Group g owns rows `order[bounds[g] : bounds[g + 1]]`."""
+    """What groups of rows share, on the device. Group g owns rows `order[bounds[g] : bounds[g + 1]]`."""
 
     tables: torch.Tensor  # [groups, blocks]
     lens: torch.Tensor  # [groups], tokens
@@ -95,7 +95,7 @@ class SharedPrefixes(NamedTuple):
 
 
 def sort_groups(tables: torch.Tensor, lens: torch.Tensor, group_ids: torch.Tensor) -> SharedPrefixes:
-    """Rows by group, worked out on the device without waiting for it."""
+    """Sort the rows by group, on the device and without waiting for it. Tables and lengths as in `SharedPrefixes`."""
     ids = group_ids.int()
     order = torch.argsort(ids, stable=True)
     groups = torch.arange(len(lens) + 1, dtype=torch.int32, device=ids.device)
@@ -118,7 +118,7 @@ def run_cascade(
     path: str = "auto",
     prefix_splits: int | None = None,
 ) -> None:
-    """One query per row over its group's prefix and its own suffix, into `out` and `lse` as `run_decode` does."""
+    """One query per row over its group's prefix and its own suffix, into `out` and `lse` as in `run_decode`."""
     workspace = workspace or Workspace()
     launch = prepare_launch(
         q,
@@ -148,9 +148,9 @@ def run_cascade(
 
 
 def pick_prefix_splits(programs: int, longest: int, device: torch.device) -> int:
-    """Parts of the prefix so that two programs a multiprocessor run: packed rows leave few of them.
+    """Parts of the prefix so that two programs run per multiprocessor: packing rows leaves few programs.
 
-    A power of two: the number is a constant of the kernel, and an engine's steps shall not compile many.
+    A power of two, because the number is a constant of the kernel and each value is compiled anew.
     """
     most = max(1, min(MAX_SPLITS, longest // SPLIT_TOKENS))
     wanted = min(most, max(1, -(-2 * multiprocessors(device) // programs)))

@@ -1,7 +1,6 @@
-"""All compiled forms of the kernels that the resource gate checks, made by the functions that the launchers use.
+"""All kernel configurations that the resource gate checks, built by the functions that the launchers use.
 
-A `KernelConfiguration` is a kernel with every constant fixed. The gate compiles it, and its key names it in a
-baseline.
+A `KernelConfiguration` is a kernel with every constant fixed. The gate compiles it. Its key names it in a baseline.
 """
 
 from collections.abc import Iterator, Mapping
@@ -30,49 +29,6 @@ from paged_kernels.triton.launch import (
     store_constants,
 )
 
-
-@dataclass(frozen=True, slots=True)
-class KernelConfiguration:
-    """A kernel with every constant fixed, as the launcher would launch it for one shape.
-
-    `triton.compiler.ASTSource(fn=kernel, signature=signature, constexprs=fixed, attrs=facts)` takes the fields as they
-    are.
-    """
-
-    key: str  # unique and stable, e.g. "decode/bf16/d128/g4/bs16/vector"
-    kernel: Any  # triton.JITFunction
-    signature: Mapping[str, str]  # every argument in order; constants as "constexpr"
-    constants: Mapping[str, Any]
-    aligned: frozenset[str]  # arguments divisible by 16: the launcher checks or guarantees each
-    num_warps: int
-    num_stages: int
-    kv_tile: tuple[int, int] | None = (
-        None  # [keys, width] of one staged K tile: its buffers give the pipeline's depth
-    )
-    matrix: bool = False  # whether its products are large enough for warp-group instructions (HGMMA) on sm_90
-    capabilities: tuple[int, ...] = field(default=(80, 90))  # architectures that it is meant for
-
-    @property
-    def fixed(self) -> dict[tuple[int], Any]:
-        """The constants by argument position, as Triton's compiler wants them."""
-        names = list(self.signature)
-        return {(names.index(name),): value for name, value in self.constants.items()}
-
-    @property
-    def facts(self) -> dict[tuple[int], list[list[Any]]]:
-        """The divisibility by argument position, as Triton's compiler wants it."""
-        return {
-            (index,): [["tt.divisibility", 16]]
-            for index, name in enumerate(self.signature)
-            if name in self.aligned
-        }
-
-    @property
-    def options(self) -> dict[str, int]:
-        """The compiler's options."""
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
-
-
 HEAD_DIMS = (64, 80, 96, 128, 256)
 ELEMENTS = {
     torch.bfloat16: "bf16",
@@ -82,9 +38,9 @@ ELEMENTS = {
     torch.float8_e5m2: "fp8e5",
 }
 PLAIN = Features()
-SMALL = LaunchConfig(0, 0, 4, 3)  # what Triton launches where nothing is said
+SMALL = LaunchConfig(0, 0, 4, 3)  # Triton's defaults
 FULL = Features(window=True, softcap=True, sinks=True, alibi=True, lse=True)
-# What the pointers point to where it is neither a query nor a cached value.
+# Element types of pointers that point neither to queries nor to a cache.
 POINTERS = {
     **dict.fromkeys(
         ("table", "lengths", "bounds", "order", "suffix_lens", "prefix_lens", "group_ids"), "*i32"
@@ -103,12 +59,54 @@ CACHES = (
     "second_destination",
 )
 FLOATS = frozenset({"scale", "softcap", "v_scale", "k_inverse", "v_inverse"})
-# Numbers of which nothing is known; every other number is a stride that the launcher has checked.
+# Numbers without known divisibility. Every other number is a stride that the launcher has checked.
 FREE = frozenset({"window", "rows", "target", "sequences", "groups", "table_row", "limit"})
 
 
+@dataclass(frozen=True, slots=True)
+class KernelConfiguration:
+    """A kernel with every constant fixed, as the launcher would launch it for one shape.
+
+    `triton.compiler.ASTSource(fn=kernel, signature=signature, constexprs=fixed, attrs=facts)` takes the fields
+    unchanged.
+    """
+
+    key: str  # unique and stable, e.g. "decode/bf16/d128/g4/bs16/vector"
+    kernel: Any  # triton.JITFunction
+    signature: Mapping[str, str]  # every argument in order; constants as "constexpr"
+    constants: Mapping[str, Any]
+    aligned: frozenset[str]  # arguments divisible by 16: the launcher checks or guarantees each
+    num_warps: int
+    num_stages: int
+    kv_tile: tuple[int, int] | None = (
+        None  # [keys, width] of a staged K tile; its buffers show the pipeline depth
+    )
+    matrix: bool = False  # whether its products must use warp-group instructions (HGMMA) on sm_90
+    capabilities: tuple[int, ...] = field(default=(80, 90))  # architectures that it runs on
+
+    @property
+    def fixed(self) -> dict[tuple[int], Any]:
+        """The constants by argument position, in the form of Triton's compiler."""
+        names = list(self.signature)
+        return {(names.index(name),): value for name, value in self.constants.items()}
+
+    @property
+    def facts(self) -> dict[tuple[int], list[list[Any]]]:
+        """The divisibility by argument position, in the form of Triton's compiler."""
+        return {
+            (index,): [["tt.divisibility", 16]]
+            for index, name in enumerate(self.signature)
+            if name in self.aligned
+        }
+
+    @property
+    def options(self) -> dict[str, int]:
+        """The compiler's options."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
+
 def kernel_configurations() -> tuple[KernelConfiguration, ...]:
-    """All configurations, each with a key of its own."""
+    """All configurations, each with a unique key."""
     return (*_decodes(), *_prefills(90), *_prefills(80), *_cascades(), *_writes())
 
 
@@ -181,7 +179,7 @@ def decode(
 def prefill(
     shape: AttentionShape, features: Features = PLAIN, *, capability: int = 90, path: str = "auto"
 ) -> KernelConfiguration:
-    """The prefill kernel for one shape, as the architecture launches it."""
+    """The prefill kernel for one shape, as launched on an architecture."""
     config = prefill_config(shape, capability)
     constants = prefill_constants(shape, config, features, sequences=64, path=path)
     key = f"prefill/{_name(shape, features)}/{constants['PATH']}/sm_{capability}"
@@ -209,7 +207,7 @@ def configuration(
         for name in kernel.arg_names
     }
     aligned = frozenset(signature) - frozenset(constants) - FLOATS - FREE
-    narrow = shape.kv_dtype.itemsize == 1  # sm_80 has no instructions to widen it
+    narrow = shape.kv_dtype.itemsize == 1  # sm_80 has no instructions to convert 8-bit floats
     return KernelConfiguration(
         key=key,
         kernel=kernel,

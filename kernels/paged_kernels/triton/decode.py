@@ -1,15 +1,15 @@
 """Triton decode: split-KV attention of one query per sequence. The query heads of a group are the rows of one tile.
 
-A program takes one part of one sequence's keys for one KV head. The device computes from the lengths how to cut the
-sequences: parts of nearly equal size, as many as fill the device. So one long sequence among short ones does not slow
-the batch down, and a captured graph can be replayed with other lengths. A sequence in one part is written at once.
-`combine_kernel` merges the parts of the others.
+A program computes one part (split) of one sequence's keys for one KV head. The device computes the number of parts of
+each sequence from the lengths: parts of nearly equal size, enough to fill the device. So one long sequence among short
+ones does not slow the batch down, and a captured graph can be replayed with other lengths. A sequence with one part is
+written directly to the output. `combine_kernel` merges the parts of the others.
 
-The same kernel runs over contiguous KV (`run_contiguous_decode`), to measure what paging costs.
+The same kernel runs over contiguous KV (`run_contiguous_decode`), to measure the cost of paging.
 """
 
-# Kernel arguments are pointers and numbers that Triton types itself, and its decorators carry no types.
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# Triton types the arguments of kernels itself, and its decorators have no types.
+# mypy: disable-error-code="untyped-decorator"
 # ruff: noqa: N803
 
 from typing import Any, NamedTuple
@@ -31,9 +31,11 @@ from paged_kernels.triton.launch import (
 )
 from paged_kernels.triton.scan import finished, scan_keys
 
+MAX_ROWS = 4096  # rows per launch: every program reads the lengths of all of them
+
 
 @triton.jit
-def parts_of_rows(
+def parts_of_rows(  # type: ignore[no-untyped-def]
     lengths,
     rows,
     window,
@@ -43,7 +45,7 @@ def parts_of_rows(
     MIN_TILES: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
-    """In how many parts each row's keys are read, int32 [ROWS_PAD]: at least one a row, `rows + target` at most."""
+    """Number of parts of each row's keys, int32 [ROWS_PAD]: at least one per row, at most `rows + target` in all."""
     index = tl.arange(0, ROWS_PAD)
     length = tl.load(lengths + index, mask=index < rows, other=0)
     tiles = tl.cdiv(length, TILE)
@@ -54,7 +56,7 @@ def parts_of_rows(
 
 
 @triton.jit(do_not_specialize=["window", "rows", "target", "table_row"])
-def decode_kernel(
+def decode_kernel(  # type: ignore[no-untyped-def]
     q, key_cache, value_cache, table, lengths, sinks, alibi, out, lse, part, part_lse,
     scale, softcap, v_scale, window, rows, target,
     q_row, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, table_row, out_row, out_head,
@@ -64,9 +66,9 @@ def decode_kernel(
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_ALIBI: tl.constexpr,
     HAS_LSE: tl.constexpr, DOT_F32: tl.constexpr, LOG2E: tl.constexpr,
 ):  # fmt: skip
-    """One part of one row and KV head. `SPLITS` 0 cuts by `parts_of_rows`; `DIRECT` lets undivided rows skip the merge.
+    """One part of one row and KV head. `SPLITS` 0 cuts by `parts_of_rows`; `DIRECT` writes rows of one part to `out`.
 
-    Parts are kept normalised, [parts, heads, DV], with their natural-log LSE [parts, heads].
+    Parts are stored normalised, [parts, heads, DV], with their natural-log LSE [parts, heads].
     """
     item, kv_head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
     if SPLITS > 0:
@@ -131,11 +133,11 @@ def decode_kernel(
 
 
 @triton.jit
-def merge_parts(
+def merge_parts(  # type: ignore[no-untyped-def]
     part, part_lse, place, count, step, top, total, acc,
     DV: tl.constexpr, DV_PAD: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Carry (top, total, acc) of one head over `count` parts that lie `step` apart; empty ones take no part."""
+    """Carry (top, total, acc) of one head over `count` parts that lie `step` apart. Empty parts are ignored."""
     column = tl.arange(0, DV_PAD)
     for begin in range(0, count, CHUNK):
         index = begin + tl.arange(0, CHUNK)
@@ -158,7 +160,7 @@ def merge_parts(
 
 
 @triton.jit(do_not_specialize=["window", "rows", "target"])
-def combine_kernel(
+def combine_kernel(  # type: ignore[no-untyped-def]
     part, part_lse, prefix, prefix_lse, group_ids, lengths, sinks, out, lse, window, rows, target, out_row, out_head,
     HEADS: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
     ROWS_PAD: tl.constexpr, MIN_TILES: tl.constexpr, PREFIX_SPLITS: tl.constexpr, CHUNK: tl.constexpr,
@@ -201,11 +203,8 @@ def combine_kernel(
             tl.store(lse + row * HEADS + head, logsum)
 
 
-MAX_ROWS = 4096  # rows whose lengths one program looks through; more rows are more launches
-
-
 class DecodeLaunch(NamedTuple):
-    """One decode over rows of q: what both of its kernels need to know."""
+    """One decode over rows of q: the arguments of both of its kernels."""
 
     q: torch.Tensor
     key_cache: torch.Tensor
@@ -217,7 +216,7 @@ class DecodeLaunch(NamedTuple):
     config: LaunchConfig
     features: Features
     splits: int  # parts of every row; 0: balanced on the device
-    target: int
+    target: int  # parts that the device aims at when it balances them
     path: str
     part: torch.Tensor  # float32 [parts, heads, dv], flat
     part_lse: torch.Tensor  # float32 [parts, heads], flat
@@ -239,8 +238,8 @@ def run_decode(
 ) -> None:
     """Attention of one query per row, q `[rows, heads, dk]`, into `out` `[rows, heads, dv]` and `lse` `[rows, heads]`.
 
-    Tables (int32) and lengths (int32) are read on the device. `num_splits` None balances the parts there. Any strides,
-    but the last of each tensor is 1; `lse` is float32 and contiguous.
+    Tables (int32) and lengths (int32) are read on the device. `num_splits` None balances the parts there. The last
+    stride of each tensor must be 1; the others are free. `lse` is float32 and contiguous.
     """
     for start in range(0, len(q), MAX_ROWS):
         rows = slice(start, start + MAX_ROWS)
@@ -274,7 +273,7 @@ def run_contiguous_decode(
     *,
     workspace: Workspace | None = None,
 ) -> None:
-    """The twin over `[rows, length, kv_heads, dim]`: the paged kernel with plain addressing in place of the table."""
+    """The decode over contiguous KV `[rows, length, kv_heads, dim]`: the paged kernel with plain addresses."""
     table = seq_lens.unsqueeze(1)  # not read
     options: dict[str, Any] = {"workspace": workspace, "path": "contiguous"}
     run_decode(q, keys, values, table, seq_lens, scoring, out, lse, num_splits, **options)
@@ -293,7 +292,7 @@ def prepare_launch(
     workspace: Workspace | None,
     path: str,
 ) -> DecodeLaunch:
-    """Shape, launch numbers and scratch of one decode."""
+    """Compute the shape, launch numbers and scratch buffers of one decode."""
     shape = shape_of(q, key_cache, value_cache)
     splits, target = num_splits or 0, target_parts(shape.kv_heads, q.device)
     parts = 0 if splits == 1 else len(q) * splits if splits else len(q) + target
@@ -308,7 +307,7 @@ def prepare_launch(
 
 
 def shape_of(q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> AttentionShape:
-    """What the kernels are compiled for, from the tensors."""
+    """The shape that the kernels are compiled for."""
     block_size, kv_heads, dk = key_cache.shape[1:]
     return AttentionShape(
         q.dtype, key_cache.dtype, q.shape[1], kv_heads, dk, value_cache.shape[3], block_size
@@ -316,7 +315,7 @@ def shape_of(q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor
 
 
 def launch_decode(launch: DecodeLaunch, out: torch.Tensor, lse: torch.Tensor, *, direct: bool) -> None:
-    """The first kernel: rows in one part go to `out` if `direct`, all others to the scratch."""
+    """Launch the first kernel. Rows of one part are written to `out` if `direct`, all others to the scratch buffers."""
     q, scoring, shape = launch.q, launch.scoring, launch.shape
     rows = len(q)
     parts = rows * launch.splits if launch.splits else rows + launch.target
@@ -346,7 +345,7 @@ def launch_combine(
     prefix: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     prefix_splits: int = 0,
 ) -> None:
-    """The second kernel: merge parts, and with them those of a shared prefix (parts, their LSE, group ids)."""
+    """Launch the second kernel: merge the parts, and those of a shared `prefix` (parts, their LSE, group ids)."""
     shape, rows = launch.shape, len(launch.q)
     shared, shared_lse, group_ids = prefix or (launch.part, launch.part_lse, launch.seq_lens)
     constants = combine_constants(
@@ -365,5 +364,5 @@ def launch_combine(
 
 
 def or_any(tensor: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
-    """A pointer that the kernel will not follow stands in for a tensor that is not there."""
+    """`tensor`, or `other` as a placeholder pointer that the kernel does not read."""
     return other if tensor is None else tensor

@@ -1,7 +1,7 @@
 """How the Triton kernels are compiled and launched: tiles, warps, parts and constants, from the shape and the scoring.
 
-The launchers and the resource gate both use these functions, so the gate sees what runs. There are fixed tables and no
-autotuning: a fair comparison of block sizes needs the same tile at every block size.
+The launchers and the resource gate both use these functions, so the gate sees what runs. There are fixed rules and no
+autotuning, because a fair comparison of block sizes needs the same tile at every block size.
 """
 
 import functools
@@ -14,13 +14,13 @@ import triton
 from paged_kernels.scoring import Scoring
 
 LOG2E = math.log2(math.e)
-SPLIT_TOKENS = 256  # keys that a part has at least, or merging it costs more than it gains
+SPLIT_TOKENS = 256  # keys that a part has at least; merging smaller parts costs more than it gains
 MAX_SPLITS = 32
-WAVES = 6  # parts per multiprocessor that a batch is cut into: three run at a time, two rounds even out their lengths
+WAVES = 6  # parts per multiprocessor of a batch: three run at a time, and two rounds even out their lengths
 
 
 class LaunchConfig(NamedTuple):
-    """One kernel's launch: keys per tile, query rows per tile, warps, pipeline stages."""
+    """How a kernel is launched: keys per tile, query rows per tile, warps, pipeline stages."""
 
     tile: int
     rows: int
@@ -29,7 +29,7 @@ class LaunchConfig(NamedTuple):
 
 
 class AttentionShape(NamedTuple):
-    """What a kernel is compiled for."""
+    """The dtypes and sizes that a kernel is compiled for."""
 
     dtype: torch.dtype
     kv_dtype: torch.dtype
@@ -51,7 +51,7 @@ class AttentionShape(NamedTuple):
 
 
 def padded(dim: int) -> int:
-    """The width of a tile that holds rows of `dim`: a power of two, and no product is narrower than 16."""
+    """The width of a tile that holds rows of `dim`: a power of two, at least 16 as matrix products need it."""
     return max(16, int(triton.next_power_of_2(dim)))
 
 
@@ -64,17 +64,17 @@ def interpreted() -> bool:
 
 
 def decode_config(shape: AttentionShape) -> LaunchConfig:
-    """Tile by the bytes of one key; it does not depend on the block size."""
+    """The decode kernel's launch. The tile depends on the bytes of one key, not on the block size."""
     rows = triton.next_power_of_2(shape.group)
     tile = 16 if _scalar(shape) and rows >= 16 else _tile(shape.row_bytes)
     return LaunchConfig(tile, rows, 4, 3)
 
 
 def prefill_config(shape: AttentionShape, capability: int = 90) -> LaunchConfig:
-    """Query rows hold whole tokens: (rows // group) tokens x group heads. `capability` is 10 x major + minor.
+    """The prefill kernel's launch. Its rows are (rows // group) whole tokens x group heads.
 
-    None of these spills on sm_80 or sm_90. Without warp-group products (before sm_90) an accumulator of 128 x 128
-    leaves registers for 32 keys only.
+    `capability` is 10 x major + minor. None of these spills registers on sm_80 or sm_90. Without warp-group products
+    (before sm_90) an accumulator of 128 x 128 leaves registers for 32 keys only.
     """
     width, whole_group = padded(max(shape.dk, shape.dv)), triton.next_power_of_2(shape.group)
     if interpreted():
@@ -87,7 +87,7 @@ def prefill_config(shape: AttentionShape, capability: int = 90) -> LaunchConfig:
 
 
 def prefix_config(shape: AttentionShape, rows: int) -> LaunchConfig:
-    """As decode, with (sequence, head) rows: as many as there are, up to what the registers hold."""
+    """The prefix kernel's launch: as decode, with (sequence, head) rows, as many as the registers hold."""
     most = 16 if _scalar(shape) or interpreted() else 64
     wanted = triton.next_power_of_2(rows * triton.next_power_of_2(shape.group))
     packed = max(16, min(most, wanted), triton.next_power_of_2(shape.group))
@@ -96,19 +96,19 @@ def prefix_config(shape: AttentionShape, rows: int) -> LaunchConfig:
 
 
 def _scalar(shape: AttentionShape) -> bool:
-    """Float32 multiplies without matrix instructions, in registers: large tiles spill."""
+    """Whether products use no matrix instructions: float32 is multiplied in registers, where large tiles spill."""
     return shape.dtype == torch.float32
 
 
 def _tile(row_bytes: int) -> int:
-    """Keys per tile: more than three stages of 64 x 256 bytes of K and V do not fit an A100's shared memory."""
+    """Keys per tile. More than three stages of 64 x 256 bytes of K and V do not fit in an A100's shared memory."""
     return 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16
 
 
 def id_path(block_size: int, tile: int, wanted: str = "auto") -> str:
-    """How a tile finds its blocks: "scalar" (one id a tile) where the tile divides the block, else "vector".
+    """How a tile finds its blocks: "scalar" (one id per tile) if the tile divides the block, else "vector".
 
-    A sweep over block sizes asks for "vector" throughout, or it crosses two variants of the code at block_size = tile.
+    A sweep over block sizes sets "vector" for all of them. Otherwise the code would change at block_size = tile.
     """
     if wanted != "auto":
         return wanted
@@ -116,20 +116,20 @@ def id_path(block_size: int, tile: int, wanted: str = "auto") -> str:
 
 
 def target_parts(kv_heads: int, device: torch.device) -> int:
-    """Parts per KV head that fill the device, for `parts_of_rows`."""
+    """The number of parts per KV head that fills the device, for `parts_of_rows`."""
     return max(1, -(-WAVES * multiprocessors(device) // kv_heads))
 
 
 def min_tiles(tile: int) -> int:
-    """Tiles that a part has at least."""
+    """The least number of tiles of a part."""
     return max(1, SPLIT_TOKENS // tile)
 
 
 def pick_splits(lengths: tuple[int, ...], kv_heads: int, device: torch.device) -> int | None:
-    """A fixed number of parts for lengths that are known on the host; None where they are better balanced there.
+    """A fixed number of parts for lengths that are known on the host, or None if the device should balance them.
 
-    Sequences of about one length are cut into equal parts: the smallest number whose last wave is nearly as full as
-    the best one's (the rule of FlashAttention-3). One part saves the second launch.
+    Sequences of about equal length are cut into equal parts: the smallest number whose waves are nearly as full as the
+    best number's (the rule of FlashAttention-3). One part saves the second launch.
     """
     if max(lengths) > 1.25 * sum(lengths) / len(lengths):
         return None
@@ -142,7 +142,7 @@ def pick_splits(lengths: tuple[int, ...], kv_heads: int, device: torch.device) -
 
 @functools.cache
 def capability_of(device: torch.device) -> int:
-    """10 x major + minor of a CUDA device; what the interpreter runs counts as the newest that is tuned for."""
+    """10 x major + minor of a CUDA device. The interpreter counts as the newest tuned capability."""
     if device.type != "cuda":
         return 90
     major, minor = torch.cuda.get_device_capability(device)
@@ -151,12 +151,12 @@ def capability_of(device: torch.device) -> int:
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of a CUDA device; a small number for the interpreter."""
+    """Multiprocessors of a CUDA device; 1 for the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 class Features(NamedTuple):
-    """What of a scoring changes the compiled code."""
+    """The options of a `Scoring` that change the compiled code."""
 
     window: bool = False
     softcap: bool = False
@@ -182,7 +182,7 @@ def decode_constants(
     direct: bool,
     path: str,
 ) -> dict[str, Any]:
-    """Constants of `decode_kernel`: `splits` 0 balances on the device over at most `rows` rows."""
+    """Constants of `decode_kernel`. `splits` 0 balances the parts of at most `rows` rows on the device."""
     return _common(shape, config, features) | {
         "PATH": id_path(shape.block_size, config.tile, path),
         "SPLITS": splits,
@@ -203,7 +203,7 @@ def combine_constants(
     rows: int,
     prefix_splits: int = 0,
 ) -> dict[str, Any]:
-    """Constants of `combine_kernel`; they follow the decode's."""
+    """Constants of `combine_kernel`, which must fit those of the decode."""
     return {
         "HEADS": shape.heads,
         "DV": shape.dv,
@@ -235,7 +235,7 @@ def prefill_constants(
 def prefix_constants(
     shape: AttentionShape, config: LaunchConfig, features: Features, *, groups: int, splits: int, path: str
 ) -> dict[str, Any]:
-    """Constants of `prefix_kernel`, the shared half of a cascade."""
+    """Constants of `prefix_kernel`, which computes the shared prefixes of a cascade."""
     return _common(shape, config, features) | {
         "PATH": id_path(shape.block_size, config.tile, path),
         "GROUPS_PAD": rows_pad(groups),
@@ -244,7 +244,7 @@ def prefix_constants(
 
 
 def store_constants(shape: AttentionShape, *, values: bool = True) -> dict[str, Any]:
-    """Constants of `store_kernel`; without `values` it writes one cache alone."""
+    """Constants of `store_kernel`. Without `values` it writes one cache only."""
     dv = shape.dv if values else 0
     return {
         "HEADS": shape.kv_heads,
@@ -264,7 +264,7 @@ def merge_constants(heads: int, dv: int) -> dict[str, Any]:
 
 
 def rows_pad(rows: int) -> int:
-    """Rows as a power of two, at least 64: few distinct values, so few compilations."""
+    """`rows` rounded up to a power of two, at least 64, so that few values are compiled."""
     return max(64, int(triton.next_power_of_2(rows)))
 
 

@@ -1,12 +1,12 @@
 """Triton prefill: causal attention of query chunks of any length over paged KV, with their cached prefixes.
 
-A program takes one sequence, one KV head and a tile of query rows. A row is one (token, head of the group), so a group
-reads its keys once. The device finds from the bounds which sequence a program serves. So short and long chunks in one
-batch leave no idle programs. Keys that every row of the tile may see are read without a mask.
+A program computes one tile of query rows for one sequence and one KV head. A row is one (token, query head of the
+group), so a group reads its keys once. Each program finds its sequence from the bounds on the device. So a batch of
+short and long chunks has no idle programs. Keys that every row of the tile may see are read without a mask.
 """
 
-# Kernel arguments are pointers and numbers that Triton types itself, and its decorators carry no types.
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# Triton types the arguments of kernels itself, and its decorators have no types.
+# mypy: disable-error-code="untyped-decorator"
 # ruff: noqa: N803, N806
 
 import torch
@@ -20,10 +20,10 @@ from paged_kernels.triton.scan import finished, scan_keys
 
 
 @triton.jit
-def tile_of_rows(bounds, count, item, TOKENS: tl.constexpr, COUNT_PAD: tl.constexpr):
-    """The span of rows that tile number `item` falls in, and which tile of it; `count` itself where there is none.
+def tile_of_rows(bounds, count, item, TOKENS: tl.constexpr, COUNT_PAD: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The span of rows that tile number `item` belongs to, and the tile's index in that span.
 
-    Span i has rows `bounds[i] : bounds[i + 1]`, cut into tiles of TOKENS.
+    The span is `count` if there is no such tile. Span i has rows `bounds[i] : bounds[i + 1]`, cut into tiles of TOKENS.
     """
     index = tl.arange(0, COUNT_PAD)
     start = tl.load(bounds + index, mask=index < count, other=0)
@@ -35,7 +35,7 @@ def tile_of_rows(bounds, count, item, TOKENS: tl.constexpr, COUNT_PAD: tl.conste
 
 
 @triton.jit(do_not_specialize=["window", "sequences", "table_row"])
-def prefill_kernel(
+def prefill_kernel(  # type: ignore[no-untyped-def]
     q, key_cache, value_cache, table, lengths, bounds, sinks, alibi, out, lse,
     scale, softcap, v_scale, window, sequences,
     q_row, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, table_row, out_row, out_head,
@@ -44,7 +44,7 @@ def prefill_kernel(
     ROWS_PAD: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     HAS_ALIBI: tl.constexpr, HAS_LSE: tl.constexpr, DOT_F32: tl.constexpr, LOG2E: tl.constexpr,
 ):  # fmt: skip
-    """Output rows and natural-log LSE of one tile. The last tiles, which see most keys, start first."""
+    """Output rows and natural-log LSE of one tile. The last tiles see the most keys, so they start first."""
     TOKENS: tl.constexpr = ROWS // GROUP
     item, kv_head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
     item = tl.num_programs(0) // KV_HEADS - 1 - item
@@ -119,7 +119,8 @@ def run_prefill(
     """Attention of the rows `cu_seqlens_q[i] : cu_seqlens_q[i + 1]` of q `[tokens, heads, dk]` for every sequence i.
 
     Lengths, bounds and tables (int32) are read on the device; `max_seqlen_q` bounds the queries of any sequence. Rows
-    outside all spans are left alone. Any strides, but the last of each tensor is 1; `lse` is float32 and contiguous.
+    outside all spans stay unchanged. The last stride of each tensor must be 1; the others are free. `lse` is float32
+    and contiguous.
     """
     for first in range(0, len(seq_lens), MAX_ROWS):
         some = slice(first, first + MAX_ROWS)
@@ -147,7 +148,7 @@ def _launch(
         Features.of(scoring, lse=lse is not None),
     )
     tokens = config.rows // shape.group
-    # Ragged spans end in at most one unfilled tile each.
+    # Each span ends in at most one partly filled tile.
     tiles = min(triton.cdiv(len(q), tokens) + sequences, sequences * triton.cdiv(max_seqlen_q, tokens))
     prefill_kernel[(tiles * shape.kv_heads,)](
         q, key_cache, value_cache, block_table, seq_lens, bounds,

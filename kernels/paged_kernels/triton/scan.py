@@ -1,13 +1,13 @@
 """What all Triton attention kernels share: how keys are found, and how the softmax runs over them, tile by tile.
 
-The number of keys in a tile does not depend on the block size. So a sweep over block sizes measures blocks and not
+The number of keys in a tile does not depend on the block size, so a sweep over block sizes measures blocks and not
 tiles. The block ids of the next tile are loaded one tile ahead, in a loop variable. If the table were part of the
 address in the same iteration, the compiler would keep one buffer of K and V instead of two or three.
 """
 
-# Kernel arguments are pointers and numbers that Triton types itself, and its decorators carry no types.
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-# An early return inside an `if` on a constant would be compiled together with what follows it: hence the `else`s.
+# This file holds kernels alone. Triton types their arguments itself, and its decorators have no types.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# Code after an early return inside an `if` on a constant would be compiled too, so each return has its `else`.
 # ruff: noqa: N803, RET505
 
 import triton
@@ -18,7 +18,7 @@ import triton.language as tl
 def block_ids(table, tile, limit, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, PATH: tl.constexpr):
     """Blocks of a tile's keys before `limit`: one id for the tile, one per key, or none where KV is contiguous.
 
-    Entries behind the end are garbage and not read.
+    Entries after the end are garbage and are not read.
     """
     if PATH == "contiguous":
         return tile * 0
@@ -39,7 +39,7 @@ def slot_offsets(
     TILE: tl.constexpr,
     PATH: tl.constexpr,
 ):
-    """Where the tile's keys begin, int64 [TILE], relative to the head's first key."""
+    """Offsets of the tile's keys, int64 [TILE], relative to the head's first key."""
     key = tile * TILE + tl.arange(0, TILE)
     if PATH == "contiguous":
         return key.to(tl.int64) * slot_stride
@@ -54,7 +54,7 @@ def slot_offsets(
 def load_tile(
     cache, offset, inside, DIM: tl.constexpr, PAD: tl.constexpr, MASKED: tl.constexpr, TILE: tl.constexpr
 ):
-    """Rows [TILE, PAD] of one head. What is not `inside` reads as 0: poison times a zero weight would be NaN."""
+    """Rows [TILE, PAD] of one head. Keys not `inside` read as 0, because NaN times a zero weight is NaN."""
     column = tl.arange(0, PAD)
     place = cache + offset[:, None] + column[None, :]
     real = (column < DIM)[None, :]
@@ -70,7 +70,7 @@ def load_tile(
 
 @triton.jit
 def matmul(a, b, DOT_F32: tl.constexpr):
-    """a @ b in float32. The interpreter multiplies bfloat16 wrongly, so there both are widened first."""
+    """a @ b in float32. The interpreter multiplies bfloat16 wrongly, so both become float32 there."""
     if DOT_F32:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     return tl.dot(a, b.to(a.dtype), input_precision="ieee")
@@ -95,15 +95,15 @@ def scan_keys(
 ):  # fmt: skip
     """Carry the softmax state (top in base 2, total, acc) of `query` [ROWS, DK_PAD] over tiles `begin` to `end`.
 
-    `asked` [ROWS] are the rows' positions; a row that is none has a large one. Keys at `limit` and behind are not
-    read; MASKED is False where none is, CAUSAL hides what comes after a row's own position.
+    `asked` [ROWS] are the rows' positions; padding rows have a large one. Keys from `limit` on are not read; MASKED is
+    False if no tile reaches `limit`. CAUSAL hides keys after a row's own position.
     """
     block = block_ids(table, begin, limit, BLOCK_SIZE, TILE, PATH)
     for tile in range(begin, end):
         ahead = block_ids(table, tile + 1, limit, BLOCK_SIZE, TILE, PATH)
         position = tile * TILE + tl.arange(0, TILE)
         inside = position < limit
-        if HAS_WINDOW:  # what no row may see is not loaded: its block may be gone
+        if HAS_WINDOW:  # keys that no row may see are not loaded: their block may be freed
             inside = inside & (position > tl.min(asked, 0) - window)
         k_place = slot_offsets(block, tile, k_block, k_slot, BLOCK_SIZE, TILE, PATH)
         v_place = slot_offsets(block, tile, v_block, v_slot, BLOCK_SIZE, TILE, PATH)
@@ -133,7 +133,7 @@ def scan_keys(
 def finished(top, total, acc, sink, v_scale, HAS_SINKS: tl.constexpr, LOG2E: tl.constexpr):
     """Output [ROWS, DV_PAD] and natural-log LSE [ROWS] of a state; a row that saw no key gives 0 and -inf.
 
-    A sink is a key without a value: it joins the denominator alone.
+    A sink is a key without a value: it counts in the denominator only.
     """
     seen = total > 0
     base = tl.where(seen, top, 0.0)
