@@ -27,7 +27,7 @@ from traces.formats.lengths import ChatLengthsReader, LengthsReader
 from traces.formats.mooncake import MooncakeReader
 from traces.formats.pagetwin import MAGIC, CanonicalParquet, CanonicalRows
 from traces.formats.ragpulse import TRACE_FILE, RagPulseReader
-from traces.formats.rows import Books, Encode, LineRows, Row, RowReader, RowSource, note
+from traces.formats.rows import Encode, LineRows, Row, RowCounts, RowReader, RowSource, note
 from traces.formats.servegen import ServeGenSource
 from traces.formats.servingsim import ServingSimSource
 from traces.formats.sharegpt import ShareGptSource
@@ -79,7 +79,7 @@ class TraceStream:
         self.path = path
         self.name = name
         self.options = options
-        self.books = Books(path, options.on_error, self._row_limit())
+        self.counts = RowCounts(path, options.on_error, self._row_limit())
         self.changes: list[str] = []
 
     def __iter__(self) -> Iterator[TraceRequest]:
@@ -93,28 +93,28 @@ class TraceStream:
         """Kept rows: request id, recorded time in microseconds, row."""
         clock, links = self._clock(), Links()
         last: int | None = None
-        for number, row in self.source.rows(self.books, self.options.sort):
+        for number, row in self.source.rows(self.counts, self.options.sort):
             if clock is not None:
                 row = row._replace(time_ns=_assumed_ns(clock, row, last))
             elif row.time_ns == last:
-                note(self.books.noted, "ties")
+                note(self.counts.noted, "ties")
             assert row.time_ns is not None  # from the source or from the assumed clock
             last = row.time_ns
             reason = _not_replayable(row)
             if reason is not None:
-                note(self.books.dropped, reason)
+                note(self.counts.dropped, reason)
                 links.drop(number, row.more)
                 continue
-            self.books.kept += 1
-            yield number, row.time_ns // 1000, links.mend(row)
-        if self.books.more_follows:
-            self.changes.append(f"the first {self.books.kept:,} requests of the file; the rest is unread")
-        if not self.books.kept:
-            raise TraceError(self.path, 1, None, self.books.nothing_kept())
+            self.counts.kept += 1
+            yield number, row.time_ns // 1000, links.relink(row)
+        if self.counts.more_follows:
+            self.changes.append(f"the first {self.counts.kept:,} requests of the file; the rest is unread")
+        if not self.counts.kept:
+            raise TraceError(self.path, 1, None, self.counts.why_nothing_kept())
 
     def header(self) -> TraceHeader:
         """What is known of the source after the rows read so far."""
-        source, books = self.source, self.books
+        source, counts = self.source, self.counts
         if source.embedded is not None:
             return self._continued(source.embedded)
         return TraceHeader(
@@ -125,20 +125,20 @@ class TraceStream:
             source_block_tokens=source.source_block_tokens,
             clock_quantum_us=source.clock_quantum_us(),
             sha256=source.sha256,
-            rows_read=books.read,
-            rows_kept=books.kept,
-            dropped=dict(books.dropped),
-            noted={**source.noted, **books.noted},
+            rows_read=counts.read,
+            rows_kept=counts.kept,
+            dropped=dict(counts.dropped),
+            noted={**source.noted, **counts.noted},
             changes=(*source.assumed, *self.changes),
             licence=licence_of(source.sha256),
         )
 
     def _continued(self, embedded: TraceHeader) -> TraceHeader:
         """The header that the source brings, with what was done on the way in."""
-        dropped = Counter(embedded.dropped) + Counter(self.books.dropped)
+        dropped = Counter(embedded.dropped) + Counter(self.counts.dropped)
         return replace(
             embedded,
-            rows_kept=embedded.rows_kept - sum(self.books.dropped.values()),
+            rows_kept=embedded.rows_kept - sum(self.counts.dropped.values()),
             dropped=dict(dropped),
             changes=(*embedded.changes, *self.changes),
         )

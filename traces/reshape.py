@@ -31,7 +31,7 @@ class Links:
         linked = more or {}
         self._gone[request_id] = self._resolved(linked.get("parent"), linked.get("after", ()))
 
-    def mend(self, row: Row) -> Row:
+    def relink(self, row: Row) -> Row:
         """The row with links to requests that are there."""
         if not self._gone or row.more is None or not row.more.keys() & {"parent", "after"}:
             return row
@@ -52,7 +52,7 @@ class Links:
         return parent, tuple(found)
 
 
-def relinked(requests: Iterable[TraceRequest], is_kept: Iterable[bool]) -> tuple[TraceRequest, ...]:
+def keep_requests(requests: Iterable[TraceRequest], is_kept: Iterable[bool]) -> tuple[TraceRequest, ...]:
     """The kept ones of `requests`, with their links mended."""
     links, kept = Links(), []
     for request, keep in zip(requests, is_kept, strict=True):
@@ -60,14 +60,14 @@ def relinked(requests: Iterable[TraceRequest], is_kept: Iterable[bool]) -> tuple
         if not keep:
             links.drop(request.request_id, linked)
             continue
-        kept.append(_mended(links, request))
+        kept.append(_relinked(links, request))
     return tuple(kept)
 
 
-def _mended(links: Links, request: TraceRequest) -> TraceRequest:
+def _relinked(links: Links, request: TraceRequest) -> TraceRequest:
     if request.parent is None and not request.after:
         return request
-    row = links.mend(Row(None, 0, 0, (), {"parent": request.parent, "after": request.after}))
+    row = links.relink(Row(None, 0, 0, (), {"parent": request.parent, "after": request.after}))
     assert row.more is not None
     parent, after = row.more["parent"], row.more["after"]
     if (parent, after) == (request.parent, request.after):
@@ -76,7 +76,7 @@ def _mended(links: Links, request: TraceRequest) -> TraceRequest:
     return replace(request, parent=parent, after=after, release=release)
 
 
-_PREFIX_KEYS = 2**63  # keys of shared prefixes start here; keys read from files lie below
+_FIRST_PREFIX_KEY = 2**63  # keys of shared prefixes start here; keys read from files lie below
 _CHOICE_STREAM = 4
 
 
@@ -119,7 +119,7 @@ def share_prefixes(trace: Trace, share: float, num_prefixes: int, zipf: float, s
     _check_sharing(share, num_prefixes, zipf)
     choices = _choices(trace, num_prefixes, zipf, seed)
     pairs = zip(trace.requests, choices, strict=True)
-    requests = tuple(_with_prefix(request, _PREFIX_KEYS + choice, share) for request, choice in pairs)
+    requests = tuple(_with_prefix(request, _FIRST_PREFIX_KEY + choice, share) for request, choice in pairs)
     if requests == trace.requests:
         return trace
     sentence = (
@@ -237,7 +237,7 @@ def slice_time(trace: Trace, first: float, last: float, *, whole_sessions: bool 
 def _cut(trace: Trace, inside: list[bool], whole_sessions: bool, window: str) -> Trace:
     if whole_sessions:
         inside = _whole(trace.requests, inside)
-    kept = relinked(trace.requests, inside)
+    kept = keep_requests(trace.requests, inside)
     if not kept:
         raise ParameterError(
             "window", f"no request in the window ({window}); the trace has {len(trace.requests):,}"

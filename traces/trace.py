@@ -110,7 +110,7 @@ class Trace:
         for column in self._columns():
             state.update(column.astype("<u8").tobytes())
 
-        for row in filter(None, map(_beyond_lengths, self.requests)):
+        for row in filter(None, map(_other_fields, self.requests)):
             state.update(row)
         return state.hexdigest()
 
@@ -131,10 +131,10 @@ class Trace:
 
 
 _LENGTHS = ("request_id", "arrival_us", "prompt_tokens", "output_tokens", "segments")
-_BEYOND = tuple((f.name, f.default) for f in fields(TraceRequest) if f.name not in _LENGTHS)
+_OTHER_FIELDS = tuple((f.name, f.default) for f in fields(TraceRequest) if f.name not in _LENGTHS)
 
 
-def _beyond_lengths(request: TraceRequest) -> bytes:
+def _other_fields(request: TraceRequest) -> bytes:
     """What a request says beside times and lengths, or nothing; so that a trace without it keeps its digest."""
-    said = {name: value for name, default in _BEYOND if (value := getattr(request, name)) != default}
+    said = {name: value for name, default in _OTHER_FIELDS if (value := getattr(request, name)) != default}
     return json.dumps([request.request_id, said], sort_keys=True).encode() if said else b""

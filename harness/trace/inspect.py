@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness.config.errors import UserError
 from harness.console import remark, say
-from harness.trace.flags import add_source, answers, chosen_trace, describe
+from harness.trace.flags import add_source, chosen_trace, describe, user_errors_explained
 
 if TYPE_CHECKING:
     from harness.trace.flags import Actions
@@ -32,17 +32,17 @@ def add_inspect(actions: "Actions") -> None:
     )
 
 
-@answers
+@user_errors_explained
 def run_inspect(flags: argparse.Namespace) -> int:
     """Read, count, draw."""
-    from traces.analysis.inspect import inspect_trace
-    from traces.analysis.profile import profile_trace
+    from traces.analysis.distributions import trace_distributions
+    from traces.analysis.statistics import trace_statistics
 
     sizes = _sizes(flags.block_sizes)
     folder = _folder(flags.out)
     trace = chosen_trace(flags)
-    profile = profile_trace(trace, sizes)
-    statistics = inspect_trace(trace)
+    profile = trace_distributions(trace, sizes)
+    statistics = trace_statistics(trace)
     if flags.through_cache:
         statistics["through_cache"] = _through_cache(trace, profile["reuse"]["block_sizes"])
     if flags.json:
@@ -144,7 +144,7 @@ def add_validate(actions: "Actions") -> None:
     )
 
 
-@answers
+@user_errors_explained
 def run_validate(flags: argparse.Namespace) -> int:
     """Read the trace and print the books."""
     from harness.trace.flags import chosen_trace

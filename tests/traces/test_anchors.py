@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from traces.analysis.inspect import inspect_trace
+from traces.analysis.statistics import trace_statistics
 from traces.reading import read_trace
 from traces.reshape import take
 
@@ -48,24 +48,24 @@ def totals(statistics: dict) -> tuple[int, int, int, int]:
 
 @pytest.mark.parametrize("name", HEADS)
 def test_excerpts_read_to_their_totals(name: str, excerpt: Find) -> None:
-    assert totals(inspect_trace(read_trace(excerpt(name)))) == HEADS[name]
+    assert totals(trace_statistics(read_trace(excerpt(name)))) == HEADS[name]
 
 
 @pytest.mark.parametrize("name", AZURE)
 def test_time_and_length_files_read_to_their_totals(name: str, published: Find) -> None:
-    assert totals(inspect_trace(read_trace(published(name)))) == AZURE[name]
+    assert totals(trace_statistics(read_trace(published(name)))) == AZURE[name]
 
 
 @pytest.mark.parametrize("name", MOONCAKE)
 def test_mooncake_files_read_to_their_totals_and_reuse(name: str, published: Find) -> None:
-    statistics = inspect_trace(read_trace(published(name)))
+    statistics = trace_statistics(read_trace(published(name)))
     sharing = statistics["sharing"]
     reuse = (sharing["key_accesses"], sharing["distinct_keys"], sharing["ideal_hit_tokens"])
     assert (totals(statistics), reuse, statistics["clock_quantum_us"]) == MOONCAKE[name]
 
 
 def test_mooncake_conversation_matches_its_published_statistics(published: Find) -> None:
-    statistics = inspect_trace(read_trace(published("mooncake-fast25/conversation_trace.jsonl")))
+    statistics = trace_statistics(read_trace(published("mooncake-fast25/conversation_trace.jsonl")))
     assert statistics["arrivals"]["gap_cv"] == pytest.approx(3.03386, abs=1e-5)
     assert statistics["arrivals"]["zero_gap_share"] == pytest.approx(0.901995, abs=1e-6)
     assert statistics["sharing"]["mean_shared_prefix_tokens"] == pytest.approx(4496.58, abs=0.01)
@@ -77,7 +77,7 @@ def test_spread_ticks_remove_the_bursts_of_the_recording_clock(
     ticks: str, gap_cv: float, published: Find
 ) -> None:
     trace = read_trace(published("mooncake-fast25/conversation_trace.jsonl"), ticks=ticks)
-    assert inspect_trace(trace)["arrivals"]["gap_cv"] == pytest.approx(gap_cv, abs=0.02)
+    assert trace_statistics(trace)["arrivals"]["gap_cv"] == pytest.approx(gap_cv, abs=0.02)
 
 
 def test_the_licence_is_known_by_the_checksum(published: Find) -> None:

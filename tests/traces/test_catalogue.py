@@ -49,7 +49,7 @@ def test_a_choice_names_a_table_or_a_known_format(path: Path) -> None:
 
 def test_the_room_imports_nothing_heavy() -> None:
     modules = (
-        "traces.reading, traces.synth.generator, traces.reshape, traces.tokens, traces.analysis.inspect, "
+        "traces.reading, traces.synth.generator, traces.reshape, traces.tokens, traces.analysis.statistics, "
         "traces.catalogue"
     )
     code = (

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from traces.analysis.inspect import inspect_trace
 from traces.analysis.reuse import reuse_profile, shared_prefix_tokens
+from traces.analysis.statistics import trace_statistics
 from traces.arrivals import ArrivalProcess
 from traces.reading import detect_format, read_trace
 from traces.reshape import take
@@ -172,7 +172,7 @@ def test_mooncake_prefixes_are_shared_as_the_ids_say(name: str, excerpt: Find) -
         seen.update(row["hash_ids"])
     trace = read_trace(excerpt(name))
     assert shared_prefix_tokens(trace) == expected
-    sharing = inspect_trace(trace)["sharing"]
+    sharing = trace_statistics(trace)["sharing"]
     assert (sharing["distinct_keys"], sharing["ideal_hit_tokens"]) == (len(seen), sum(expected))
 
 

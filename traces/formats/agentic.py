@@ -18,8 +18,8 @@ from traces.arrivals import ArrivalProcess
 from traces.errors import RowError, TraceError
 from traces.formats.files import SourceFile, open_source, read_document
 from traces.formats.parsing import count, integers, kind, microseconds, read_object, require_keys, text
-from traces.formats.rows import Books, Numbered, Row, note
-from traces.formats.segments import BlockSegments, ChainMemory
+from traces.formats.rows import Numbered, Row, RowCounts, note
+from traces.formats.segments import BlockSegments, ChainCheck
 from traces.trace import AFTER, CHAINED, TraceHeader
 
 Record = dict[str, object]
@@ -73,7 +73,7 @@ class _Timeline:
     first_id: int
     rows: list[Row] = field(default_factory=list)
     noted: dict[str, int] = field(default_factory=dict)
-    chain: ChainMemory = field(default_factory=lambda: ChainMemory(place="request"))
+    chain: ChainCheck = field(default_factory=lambda: ChainCheck(place="request"))
     launcher: int | None = None  # the last turn of the conversation itself
     launcher_end_us: int | None = None
     waits: tuple[int, ...] = ()
@@ -304,21 +304,21 @@ class AgenticSource:
         """Whole seconds within a conversation."""
         return 1_000_000
 
-    def rows(self, books: Books, sort: bool) -> Numbered:
+    def rows(self, counts: RowCounts, sort: bool) -> Numbered:
         """Requests, conversation by conversation. A malformed conversation is refused, or skipped, as a whole."""
         for number, (file, start_us) in enumerate(zip(self.files, self._starts, strict=True)):
             try:
-                conversation = read_conversation(read_document(file), number, books.read)
+                conversation = read_conversation(read_document(file), number, counts.read)
                 self._check_once(conversation, file)
             except RowError as error:
-                books.read += 1
-                books.refuse(error.text_line, error, file.path)
+                counts.read += 1
+                counts.refuse(error.text_line, error, file.path)
                 continue
             self._remember(conversation, file)
             for row in conversation.rows:
-                books.read += 1
+                counts.read += 1
                 assert row.time_ns is not None  # from the conversation's start
-                yield books.read - 1, row._replace(time_ns=row.time_ns + start_us * 1000)
+                yield counts.read - 1, row._replace(time_ns=row.time_ns + start_us * 1000)
 
     def _check_once(self, conversation: Conversation, file: SourceFile) -> None:
         for name in (conversation.name, conversation.digest):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from traces.errors import RowError
 from traces.formats.parsing import count, integer, integers, microseconds, read_object, require_keys, text
 from traces.formats.rows import Row, note
-from traces.formats.segments import ChainMemory
+from traces.formats.segments import ChainCheck
 from traces.trace import CHAINED, CONTENT, Segment
 
 BLOCK_TOKENS = 16
@@ -49,7 +49,7 @@ class BailianReader:
     def __init__(self) -> None:
         self.noted: dict[str, int] = {}
         self._chats: dict[int, _Chat] = {}
-        self._chain = ChainMemory()
+        self._chain = ChainCheck()
         self._rule: str | None = None
 
     @property

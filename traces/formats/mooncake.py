@@ -15,7 +15,7 @@ import numpy.typing as npt
 from traces.errors import RowError
 from traces.formats.parsing import in_range, integer, integers, read_object, require_keys
 from traces.formats.rows import Row, Rows, note
-from traces.formats.segments import BlockSegments, ChainMemory
+from traces.formats.segments import BlockSegments, ChainCheck
 from traces.trace import CHAINED, Trace, TraceRequest
 
 BLOCK_TOKENS = 512
@@ -39,7 +39,7 @@ class MooncakeReader:
 
     def __init__(self) -> None:
         self.noted: dict[str, int] = {}
-        self._chain = ChainMemory()
+        self._chain = ChainCheck()
         self._ticks = _TickFinder()
 
     def read_header(self, text: str) -> None:

@@ -16,11 +16,11 @@ from typing import Any, TextIO
 from traces.errors import RowError, TraceError
 from traces.formats.files import SourceFile, decode
 from traces.formats.parsing import MAX_INTEGER, kind, read_object, require_keys
-from traces.formats.rows import Books, Numbered, Row
+from traces.formats.rows import Numbered, Row, RowCounts
 from traces.trace import AFTER, AT, CHAINED, CONTENT, Segment, Trace, TraceHeader, TraceRequest
 
 VERSION = 1
-NEEDED = ("request_id", "arrival_us", "prompt_tokens", "output_tokens", "segments")
+REQUIRED = ("request_id", "arrival_us", "prompt_tokens", "output_tokens", "segments")
 INTEGERS: dict[str, tuple[int, int]] = {  # name -> lowest and highest value
     "request_id": (0, MAX_INTEGER),
     "arrival_us": (0, MAX_INTEGER),
@@ -36,7 +36,7 @@ INTEGERS: dict[str, tuple[int, int]] = {  # name -> lowest and highest value
     "priority": (-MAX_INTEGER, MAX_INTEGER),
 }
 TEXTS = ("session", "salt", "model", "kind")
-DEFAULTS = {field.name: field.default for field in fields(TraceRequest) if field.name not in NEEDED}
+DEFAULTS = {field.name: field.default for field in fields(TraceRequest) if field.name not in REQUIRED}
 _HEADER = {field.name for field in fields(TraceHeader)}
 _HEADER_COUNTS = ("rows_read", "rows_kept", "clock_quantum_us")
 
@@ -84,12 +84,12 @@ def plain_number(value: Any) -> Any:
 
 def make_request(record: dict[str, Any]) -> TraceRequest:
     """A request from plain data, every field checked; raises RowError."""
-    require_keys(record, NEEDED)
-    unknown = record.keys() - DEFAULTS.keys() - set(NEEDED)
+    require_keys(record, REQUIRED)
+    unknown = record.keys() - DEFAULTS.keys() - set(REQUIRED)
     if unknown:
-        raise RowError(sorted(unknown)[0], f"unknown field; allowed are {', '.join((*NEEDED, *DEFAULTS))}")
+        raise RowError(sorted(unknown)[0], f"unknown field; allowed are {', '.join((*REQUIRED, *DEFAULTS))}")
     for name, (lowest, highest) in INTEGERS.items():
-        if record.get(name) is not None or name in NEEDED:
+        if record.get(name) is not None or name in REQUIRED:
             _check_integer(record[name], name, lowest, highest)
     for name in TEXTS:
         if record.get(name) is not None and not isinstance(record[name], str):
@@ -99,7 +99,7 @@ def make_request(record: dict[str, Any]) -> TraceRequest:
     more["after"] = _after(record.get("after", ()))
     _check_release(more)
     _check_widths(record)
-    lengths = {name: record[name] for name in NEEDED[:4]}
+    lengths = {name: record[name] for name in REQUIRED[:4]}
     return TraceRequest(**lengths, segments=segments, **more)
 
 
@@ -241,7 +241,7 @@ def write_jsonl(trace: Trace, path: str | Path) -> None:
 
 def record_of(request: TraceRequest) -> dict[str, Any]:
     """A request as plain data: the needed fields, and of the others what differs from its default."""
-    record: dict[str, Any] = {name: getattr(request, name) for name in NEEDED}
+    record: dict[str, Any] = {name: getattr(request, name) for name in REQUIRED}
     record["segments"] = tuple(request.segments)
     for name, default in DEFAULTS.items():
         value = getattr(request, name)
@@ -257,20 +257,20 @@ class CanonicalRows(CanonicalSource):
         self.file = file
         super().__init__(self._header())
 
-    def rows(self, books: Books, sort: bool) -> Numbered:
+    def rows(self, counts: RowCounts, sort: bool) -> Numbered:
         """Requests under their own ids."""
         check = OrderCheck(self.key_kind)
         for line, raw in self.file.lines():
             if line == 1 or not raw.strip():
                 continue
-            if books.is_full():
+            if counts.limit_reached():
                 return
-            books.read += 1
+            counts.read += 1
             try:
                 request = make_request(read_object(decode(raw)))
                 check.add(request, line)
             except RowError as error:
-                books.refuse(line, error)
+                counts.refuse(line, error)
                 continue
             yield request.request_id, row_of(request)
 
@@ -322,7 +322,7 @@ def write_parquet(trace: Trace, path: str | Path) -> None:
 def _columns(trace: Trace, start: int) -> dict[str, list[Any]]:
     requests = trace.requests[start : start + _BATCH]
     columns: dict[str, list[Any]] = {
-        name: [getattr(request, name) for request in requests] for name in (*NEEDED[:4], *DEFAULTS)
+        name: [getattr(request, name) for request in requests] for name in (*REQUIRED[:4], *DEFAULTS)
     }
     columns[_KEYS] = [[key for key, _ in request.segments] for request in requests]
     columns[_TOKENS] = [[tokens for _, tokens in request.segments] for request in requests]
@@ -335,7 +335,7 @@ def _schema() -> Any:
     types = {name: pa.uint64() if high >= 2**63 else pa.int64() for name, (_, high) in INTEGERS.items()}
     types |= dict.fromkeys((*TEXTS, "release"), pa.string())
     types |= {"after": pa.list_(pa.int64()), _KEYS: pa.list_(pa.uint64()), _TOKENS: pa.list_(pa.int64())}
-    return pa.schema([(name, types[name]) for name in (*NEEDED[:4], *DEFAULTS, _KEYS, _TOKENS)])
+    return pa.schema([(name, types[name]) for name in (*REQUIRED[:4], *DEFAULTS, _KEYS, _TOKENS)])
 
 
 class CanonicalParquet(CanonicalSource):
@@ -346,7 +346,7 @@ class CanonicalParquet(CanonicalSource):
         self._file = self._open(path, expect_sha256)
         super().__init__(self._header())
 
-    def rows(self, books: Books, sort: bool) -> Numbered:
+    def rows(self, counts: RowCounts, sort: bool) -> Numbered:
         """Requests under their own ids."""
         import pyarrow as pa
 
@@ -354,18 +354,18 @@ class CanonicalParquet(CanonicalSource):
         try:
             for batch in self._file.iter_batches(_BATCH):
                 for record in batch.to_pylist():
-                    if books.is_full():
+                    if counts.limit_reached():
                         return
-                    books.read += 1
+                    counts.read += 1
                     try:
                         request = make_request(_plain(record))
-                        check.add(request, books.read)
+                        check.add(request, counts.read)
                     except RowError as error:
-                        books.refuse(books.read, error)
+                        counts.refuse(counts.read, error)
                         continue
                     yield request.request_id, row_of(request)
         except (pa.ArrowException, OSError) as error:
-            raise TraceError(self.path, books.read + 1, None, f"cannot be read on: {error}") from error
+            raise TraceError(self.path, counts.read + 1, None, f"cannot be read on: {error}") from error
 
     def _open(self, path: Path, expect_sha256: str | None) -> Any:
         import pyarrow as pa

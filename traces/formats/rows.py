@@ -1,8 +1,8 @@
 """The contract of a format: rows, row readers and row sources, and the loop over the lines of a file.
 
-A `RowReader` reads one line at a time. `LineRows` gives it the lines and is then a `RowSource`: in blocks of lines
-where the reader can (`BlockReader`), else line by line. `Books` counts what became of each row: rows read = rows kept
-+ rows dropped.
+A `RowReader` reads one line at a time. `LineRows` reads the lines of a file, gives them to the reader, and is a
+`RowSource`. It reads blocks of lines if the reader can (`BlockReader`), else line by line. `RowCounts` counts what
+became of each row: rows read = rows kept + rows dropped.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -84,7 +84,7 @@ def note(noted: dict[str, int], name: str, count: int = 1) -> None:
 
 
 @dataclass
-class Books:
+class RowCounts:
     """Counts so far. A row is kept, dropped (by reason) or, where `on_error` is stop, refused."""
 
     file: str
@@ -96,7 +96,7 @@ class Books:
     dropped: dict[str, int] = field(default_factory=dict)
     noted: dict[str, int] = field(default_factory=dict)
 
-    def is_full(self) -> bool:
+    def limit_reached(self) -> bool:
         """Whether a source must stop here; asked when another record is known to follow, which is then recorded."""
         if self.limit is None or self.kept < self.limit:
             return False
@@ -109,7 +109,7 @@ class Books:
             raise TraceError(file or self.file, line, error.field, error.reason) from error
         note(self.dropped, f"malformed {error.field}")
 
-    def nothing_kept(self) -> str:
+    def why_nothing_kept(self) -> str:
         """Why there is no trace."""
         if not self.read:
             return "no data rows"
@@ -157,23 +157,23 @@ class LineRows:
         """Resolution of the arrivals read so far."""
         return self.reader.clock_quantum_us()
 
-    def rows(self, books: Books, sort: bool) -> Numbered:
+    def rows(self, counts: RowCounts, sort: bool) -> Numbered:
         """Accepted rows with their numbers. `sort` allows time to run backwards: the caller sorts then."""
-        lines = self._data_lines(books)
+        lines = self._data_lines(counts)
         blocks = self.reader if isinstance(self.reader, BlockReader) and not sort else None
-        if blocks is None or (books.limit is not None and books.limit < _BLOCK_LINES):
-            yield from self._one_by_one(lines, books, sort)
+        if blocks is None or (counts.limit is not None and counts.limit < _BLOCK_LINES):
+            yield from self._one_by_one(lines, counts, sort)
             return
         while block := list(islice(lines, _BLOCK_LINES)):
             rows = self._block(blocks, block)
             if rows is None:
-                yield from self._one_by_one(block, books, sort)
+                yield from self._one_by_one(block, counts, sort)
                 continue
             for row in rows:
-                if books.is_full():
+                if counts.limit_reached():
                     return
-                books.read += 1
-                yield books.read - 1, row
+                counts.read += 1
+                yield counts.read - 1, row
 
     def _read_header(self) -> None:
         try:
@@ -192,21 +192,21 @@ class LineRows:
         self._last = last, rows[0]
         return rows[1]
 
-    def _one_by_one(self, lines: Iterator[Line] | list[Line], books: Books, sort: bool) -> Numbered:
+    def _one_by_one(self, lines: Iterator[Line] | list[Line], counts: RowCounts, sort: bool) -> Numbered:
         for line, raw in lines:
-            if books.is_full():
+            if counts.limit_reached():
                 return
-            books.read += 1
+            counts.read += 1
             try:
                 row = self.reader.read_row(decode(raw), line)
                 self._check_order(row, sort)
-                row = self.reader.accept(row, line, books.read - 1)
+                row = self.reader.accept(row, line, counts.read - 1)
             except RowError as error:
-                books.refuse(line, error)
+                counts.refuse(line, error)
                 continue
             if row.time_ns is not None:
                 self._last = line, row.time_ns
-            yield books.read - 1, row
+            yield counts.read - 1, row
 
     def _check_order(self, row: Row, sort: bool) -> None:
         if self._last is None or sort or not self.is_ordered or row.time_ns is None:
@@ -219,7 +219,7 @@ class LineRows:
                 f"goes back by {back:,.15g} us behind line {line}; sort the file by time first, or allow it (sort)",
             )
 
-    def _data_lines(self, books: Books) -> Iterator[Line]:
+    def _data_lines(self, counts: RowCounts) -> Iterator[Line]:
         """Lines that hold something. Blank ones may only trail."""
         blank = None
         for line, raw in self.file.lines():
@@ -229,9 +229,9 @@ class LineRows:
                 blank = blank or line
                 continue
             if blank is not None:
-                if books.on_error == "stop":
+                if counts.on_error == "stop":
                     raise TraceError(self.file.path, blank, "line", "blank line inside the data")
-                note(books.noted, "blank line skipped")
+                note(counts.noted, "blank line skipped")
                 blank = None
             yield line, raw
 
@@ -263,6 +263,6 @@ class RowSource(Protocol):
         """Resolution of the arrivals read so far."""
         ...
 
-    def rows(self, books: Books, sort: bool) -> Numbered:
-        """Valid rows with their request ids, until the books are full; malformed ones go to the books."""
+    def rows(self, counts: RowCounts, sort: bool) -> Numbered:
+        """Valid rows with their request ids, until the counts are full; malformed ones go to the counts."""
         ...

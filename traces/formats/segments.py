@@ -1,7 +1,7 @@
 """Segments from what a file records: block ids or token ids.
 
 `BlockSegments` holds the block ids of one prompt in an array: it needs an eighth of the memory of `Segment` values.
-`ChainMemory` checks that ids are chained: each id has one parent and one position in the whole file. `TokenTree` takes
+`ChainCheck` checks that ids are chained: each id has one parent and one position in the whole file. `TokenTree` takes
 token ids and cuts them where two prompts differ, so the sharing is exact at any block size.
 """
 
@@ -78,7 +78,7 @@ _FIRST_SIZE = 1 << 16
 Ints = npt.NDArray[np.int64]
 
 
-class ChainMemory:
+class ChainCheck:
     """Parent, position and first line of every id seen. Nothing is remembered of a row or block that is refused."""
 
     def __init__(self, field: str = "hash_ids", place: str = "line") -> None:

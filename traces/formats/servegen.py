@@ -19,7 +19,7 @@ import numpy.typing as npt
 from traces.errors import RowError, TraceError
 from traces.formats.files import SourceFile, decode, open_source, read_document
 from traces.formats.parsing import kind, read_object, split_fields
-from traces.formats.rows import Books, Numbered, Row
+from traces.formats.rows import Numbered, Row, RowCounts
 from traces.trace import CONTENT, Segment, TraceHeader
 
 WINDOW_S = 600
@@ -204,16 +204,16 @@ class ServeGenSource:
         """Drawn times have no coarser clock."""
         return 1
 
-    def rows(self, books: Books, sort: bool) -> Numbered:
+    def rows(self, counts: RowCounts, sort: bool) -> Numbered:
         """Requests window by window, the clients' streams merged by time."""
         for number in range(max(len(client.windows) for client in self.clients)):
             streams = [self._window(index, number) for index in range(len(self.clients))]
             for time_us, prompt, output, client in heapq.merge(*streams):
-                if books.is_full():
+                if counts.limit_reached():
                     return
-                books.read += 1
+                counts.read += 1
                 more = {"kind": self.clients[client].name}
-                yield books.read - 1, Row(time_us * 1000, prompt, output, (Segment(None, prompt),), more)
+                yield counts.read - 1, Row(time_us * 1000, prompt, output, (Segment(None, prompt),), more)
 
     def _window(self, index: int, number: int) -> Iterator[tuple[int, int, int, int]]:
         """(time in us, prompt, output, client) of one client in one window; the same draws in every run."""

@@ -12,7 +12,7 @@ import numpy as np
 from traces.errors import RowError
 from traces.formats.files import SourceFile, decode
 from traces.formats.parsing import count, integers, kind, read_object, require_keys
-from traces.formats.rows import Books, Numbered, Row, note
+from traces.formats.rows import Numbered, Row, RowCounts, note
 from traces.formats.segments import Tokens, TokenTree
 from traces.trace import AFTER, CHAINED, Segment, TraceHeader
 
@@ -57,9 +57,9 @@ class ServingSimSource:
         """Nanoseconds are cut to microseconds."""
         return 1
 
-    def rows(self, books: Books, sort: bool) -> Numbered:
+    def rows(self, counts: RowCounts, sort: bool) -> Numbered:
         """Requests with their prompts as segments; `request_id` counts calls in the order of the file."""
-        calls = list(self._calls(books))
+        calls = list(self._calls(counts))
         tree = TokenTree()
         for _, call in calls:
             if call.prompt_ids is not None:
@@ -81,20 +81,20 @@ class ServingSimSource:
                     note(self.noted, "outputs that return in part only: not recorded as shared")
         return Row(call.time_ns, call.prompt_tokens, call.output_tokens, segments, more or None)
 
-    def _calls(self, books: Books) -> Iterator[tuple[int, _Call]]:
+    def _calls(self, counts: RowCounts) -> Iterator[tuple[int, _Call]]:
         sessions: dict[str, int] = {}
         for line, raw in self.file.lines():
             if not raw.strip():
                 continue
             try:
-                calls = self._line_calls(read_object(decode(raw)), books.read, sessions, line)
+                calls = self._line_calls(read_object(decode(raw)), counts.read, sessions, line)
             except RowError as error:
-                books.read += 1
-                books.refuse(line, error)
+                counts.read += 1
+                counts.refuse(line, error)
                 continue
             for call in calls:
-                books.read += 1
-                yield books.read - 1, call
+                counts.read += 1
+                yield counts.read - 1, call
 
     def _line_calls(
         self, record: dict[str, object], first_id: int, sessions: dict[str, int], line: int

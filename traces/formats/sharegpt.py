@@ -12,7 +12,7 @@ import numpy as np
 from traces.errors import RowError, TraceError
 from traces.formats.files import ArrayItems, SourceFile
 from traces.formats.parsing import kind, require_keys
-from traces.formats.rows import Books, Encode, Numbered, Row, note
+from traces.formats.rows import Encode, Numbered, Row, RowCounts, note
 from traces.formats.segments import Tokens, TokenTree
 from traces.trace import AFTER, CHAINED, TraceHeader
 
@@ -53,17 +53,17 @@ class ShareGptSource:
         """The assumed clock's resolution."""
         return 1
 
-    def rows(self, books: Books, sort: bool) -> Numbered:
-        """Requests, conversation by conversation, as many as the books want."""
+    def rows(self, counts: RowCounts, sort: bool) -> Numbered:
+        """Requests, conversation by conversation, as many as the counts want."""
         tree = TokenTree()
         dialogues: list[tuple[int, _Dialogue]] = []
-        for first_id, dialogue in self._dialogues(books):
+        for first_id, dialogue in self._dialogues(counts):
             for end in range(2, len(dialogue.cuts) + 1, 2):  # each turn holds what was said before
                 tree.insert(dialogue.tokens[: dialogue.cuts[end - 1]], dialogue.cuts[:end])
             dialogues.append((first_id, dialogue))
         for first_id, dialogue in dialogues:
             for row_id, row in self._turns(first_id, dialogue, tree):
-                if books.is_full():
+                if counts.limit_reached():
                     return
                 yield row_id, row
 
@@ -81,23 +81,23 @@ class ShareGptSource:
             start = answered
         assert start == len(dialogue.tokens)  # the last cut is the end
 
-    def _dialogues(self, books: Books) -> Iterator[tuple[int, _Dialogue]]:
+    def _dialogues(self, counts: RowCounts) -> Iterator[tuple[int, _Dialogue]]:
         for line, value in ArrayItems(self.file):
-            if books.limit is not None and books.read >= books.limit:
-                books.more_follows = True
+            if counts.limit is not None and counts.read >= counts.limit:
+                counts.more_follows = True
                 return
             try:
-                dialogue = self._dialogue(value, books.read)
+                dialogue = self._dialogue(value, counts.read)
             except RowError as error:
-                books.read += 1
-                books.refuse(line, error)
+                counts.read += 1
+                counts.refuse(line, error)
                 continue
             if dialogue is None:
-                books.read += 1
-                note(books.dropped, "no question with an answer")
+                counts.read += 1
+                note(counts.dropped, "no question with an answer")
                 continue
-            yield books.read, dialogue
-            books.read += len(dialogue.cuts) // 2
+            yield counts.read, dialogue
+            counts.read += len(dialogue.cuts) // 2
 
     def _dialogue(self, value: object, number: int) -> _Dialogue | None:
         if not isinstance(value, dict):

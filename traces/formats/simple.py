@@ -12,7 +12,7 @@ from traces.formats.parsing import Columns, kind, plain_integer, read_object, re
 from traces.formats.rows import Row, note
 from traces.trace import CONTENT, Segment
 
-NEEDED = ("arrival_s", "prompt_tokens", "output_tokens")
+REQUIRED = ("arrival_s", "prompt_tokens", "output_tokens")
 _COUNTS = ("n", "best_of", "beam_width")
 _WORDS = ("session", "salt", "model", "kind")
 OPTIONAL = ("prefix", "prefix_tokens", "priority", *_COUNTS, *_WORDS)
@@ -36,8 +36,8 @@ class SimpleReader:
 
     def read_header(self, text: str) -> None:
         """Find the columns by name."""
-        present = [name for name in OPTIONAL if name in Columns(NEEDED, text).extra]
-        self._wanted = (*NEEDED, *present)
+        present = [name for name in OPTIONAL if name in Columns(REQUIRED, text).extra]
+        self._wanted = (*REQUIRED, *present)
         self._columns = Columns(self._wanted, text)
         for name in self._columns.extra:
             self.noted[f"unknown column {name}"] = 1
@@ -73,12 +73,12 @@ class SimpleReader:
         """What the row says, as text, without empty fields."""
         if self.has_header:
             values = dict(zip(self._wanted, self._columns.pick(text), strict=True))
-            return {name: value for name, value in values.items() if value or name in NEEDED}
+            return {name: value for name, value in values.items() if value or name in REQUIRED}
         record = read_object(text)
-        require_keys(record, NEEDED)
-        for name in record.keys() - NEEDED - set(OPTIONAL):
+        require_keys(record, REQUIRED)
+        for name in record.keys() - REQUIRED - set(OPTIONAL):
             note(self.noted, f"unknown key {name}")
-        known = {name: record[name] for name in (*NEEDED, *OPTIONAL) if name in record}
+        known = {name: record[name] for name in (*REQUIRED, *OPTIONAL) if name in record}
         return {name: _text(name, value) for name, value in known.items() if value is not None}
 
     def _segments(self, fields: dict[str, str], prompt: int) -> tuple[Segment, ...]:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from traces.arrivals import ArrivalProcess
 from traces.randomness import words
-from traces.synth.sharing import KEYS, Sharing, text_tokens, zipf_place
+from traces.synth.sharing import FIRST_KEY, Sharing, text_tokens, zipf_place
 from traces.trace import AFTER, Segment, TraceRequest
 
 CHAT = "chat"
@@ -68,7 +68,7 @@ def _session(session: int, start_us: int, seed: int, system: Sharing | None) -> 
             max(1, round(_quantile(table, part, next(drawn)))) for part in (name, "output_tokens")
         )
         pause_us = round(float(np.interp(next(drawn), np.arange(20) / 20, table["pause_s"])) * 1e6)
-        key = KEYS + (1 << 40) + (session << 12) + turn * 2
+        key = FIRST_KEY + (1 << 40) + (session << 12) + turn * 2
         prompt = [*history, Segment(key, asked)]
         total = sum(tokens for _, tokens in prompt)
         if total + answered > _LONGEST:
@@ -91,7 +91,7 @@ def _session(session: int, start_us: int, seed: int, system: Sharing | None) -> 
 
 def _opening(seed: int, drawn: float, system: Sharing | None) -> Iterator[Segment]:
     if system is not None and system.share:
-        key = KEYS + zipf_place(drawn, system.count, system.zipf)
+        key = FIRST_KEY + zipf_place(drawn, system.count, system.zipf)
         yield Segment(key, text_tokens(seed, key, system.share * _table()["means"]["first_prompt_tokens"]))
 
 

@@ -15,7 +15,7 @@ from traces.randomness import uniform, words
 from traces.trace import Segment, TraceRequest
 
 MODELS = ("system", "few_shot", "tree", "passages")
-KEYS = 2**63  # keys of generated texts start here; keys read from files lie below
+FIRST_KEY = 2**63  # keys of generated texts start here; keys read from files lie below
 _CHOICE, _LENGTH, _WALK = 11, 12, 13  # streams; changing one changes every trace with sharing
 _EXAMPLES, _DEPTH, _BRANCHES, _PASSAGES = 8, 6, 3, 5
 Pieces = list[Segment]
@@ -71,7 +71,7 @@ def share_prompts(
     Lengths of shared texts follow the mean prompt of the first 1,000 requests, so that more requests do not move them.
     """
     if isinstance(sharing, FixedPrefix):
-        return tuple(_begun_with(request, [Segment(KEYS, sharing.tokens)]) for request in requests)
+        return tuple(_begun_with(request, [Segment(FIRST_KEY, sharing.tokens)]) for request in requests)
     if not sharing.share:
         return requests
     sample = requests[:1000]
@@ -96,7 +96,7 @@ def text_tokens(seed: int, key: int, typical: float) -> int:
 
 
 def _system(sharing: Sharing, seed: int, typical: float, request: TraceRequest, drawn: float) -> Pieces:
-    key = KEYS + zipf_place(drawn, sharing.count, sharing.zipf)
+    key = FIRST_KEY + zipf_place(drawn, sharing.count, sharing.zipf)
     return [Segment(key, text_tokens(seed, key, typical))]
 
 
@@ -104,7 +104,7 @@ def _few_shot(sharing: Sharing, seed: int, typical: float, request: TraceRequest
     task = zipf_place(drawn, sharing.count, sharing.zipf)
     room, pieces = sharing.share * request.prompt_tokens, []
     for example in range(_EXAMPLES):
-        key = KEYS + task * _EXAMPLES + example
+        key = FIRST_KEY + task * _EXAMPLES + example
         tokens = text_tokens(seed, key, typical / 3)
         if tokens > room:
             break
@@ -118,7 +118,7 @@ def _tree(sharing: Sharing, seed: int, typical: float, request: TraceRequest, dr
     steps = _words(seed ^ _WALK, request.request_id, _DEPTH)
     node, room, pieces = 1, sharing.share * request.prompt_tokens, []
     for level in range(_DEPTH):
-        key = KEYS + (root << 20) + node
+        key = FIRST_KEY + (root << 20) + node
         tokens = min(text_tokens(seed, key, typical / 2), int(room))
         if tokens < 1:
             break
@@ -129,11 +129,11 @@ def _tree(sharing: Sharing, seed: int, typical: float, request: TraceRequest, dr
 
 
 def _passages(sharing: Sharing, seed: int, typical: float, request: TraceRequest, drawn: float) -> Pieces:
-    system = KEYS + zipf_place(drawn, 4, sharing.zipf)
+    system = FIRST_KEY + zipf_place(drawn, 4, sharing.zipf)
     pieces = [Segment(system, text_tokens(seed, system, typical / 3))]
     steps = _words(seed ^ _WALK, request.request_id, _PASSAGES)
     for step in steps.tolist():
-        key = KEYS + 4 + zipf_place(step, sharing.count, sharing.zipf)
+        key = FIRST_KEY + 4 + zipf_place(step, sharing.count, sharing.zipf)
         pieces.append(Segment(key, text_tokens(seed, key, typical * 2 / 3 / _PASSAGES)))
     return pieces
 

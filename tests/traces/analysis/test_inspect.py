@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from traces.analysis.inspect import inspect_trace
+from traces.analysis.statistics import trace_statistics
 from traces.reading import read_trace
 from traces.reshape import take
 from traces.synth.generator import generate_trace
@@ -13,7 +13,7 @@ from traces.synth.generator import generate_trace
 @pytest.fixture
 def counted(mooncake_file) -> dict:
     rows = [(0, 512, 4, [0]), (1_000, 1_000, 2, [0, 1]), (3_000, 600, 3, [0, 2])]
-    return inspect_trace(read_trace(mooncake_file(*rows)))
+    return trace_statistics(read_trace(mooncake_file(*rows)))
 
 
 def test_statistics_are_json(counted: dict) -> None:
@@ -45,16 +45,16 @@ def test_coarse_sharing_is_remarked(counted: dict) -> None:
 
 
 def test_missing_sharing_is_remarked() -> None:
-    remarks = inspect_trace(generate_trace("azure_conv", num_requests=5, seed=0))["remarks"]
+    remarks = trace_statistics(generate_trace("azure_conv", num_requests=5, seed=0))["remarks"]
     assert remarks == ["no sharing is recorded: add it with workload.prefix_share"]
 
 
 def test_changes_are_part_of_the_statistics() -> None:
     trace = take(generate_trace("azure_conv", num_requests=5, seed=0), 2)
-    assert inspect_trace(trace)["changes"] == ["the first 2 of 5 requests"]
+    assert trace_statistics(trace)["changes"] == ["the first 2 of 5 requests"]
 
 
 def test_one_request_has_lengths_and_no_rate() -> None:
-    statistics = inspect_trace(generate_trace("azure_conv", num_requests=1, seed=0))
+    statistics = trace_statistics(generate_trace("azure_conv", num_requests=1, seed=0))
     assert statistics["prompt_tokens"]["std"] == 0
     assert statistics["arrivals"] == {"span_s": 0.0}

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.trace.ideal import ideal_hit_tokens
-from traces.analysis.profile import profile_trace
+from traces.analysis.distributions import trace_distributions
 from traces.analysis.reuse import PrefixPaths, reuse_profile, shared_prefix_tokens
 from traces.arrivals import ArrivalProcess
 from traces.errors import ParameterError
@@ -181,7 +181,7 @@ def test_keys_that_a_vocabulary_cannot_tell_apart_are_refused() -> None:
 def test_a_profile_is_json_and_has_every_picture_s_data() -> None:
     import json
 
-    profile = profile_trace(generate_trace("chat", num_requests=40, seed=0))
+    profile = trace_distributions(generate_trace("chat", num_requests=40, seed=0))
     assert json.loads(json.dumps(profile)) == profile
     assert profile["sessions"]["turns_max"] > 1
     assert max(profile["reuse"]["lru_hit_ratio"]["16"]) == pytest.approx(

@@ -74,7 +74,11 @@ def traces(draw: st.DrawFn) -> Trace:
 
 @pytest.mark.parametrize("end", WRITERS)
 @given(trace=traces())
-@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None,
+    max_examples=15,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 def test_a_round_trip_gives_an_equal_trace(end: str, trace: Trace, tmp_path: Path) -> None:
     path = tmp_path / f"trace{end}"
     WRITERS[end](trace, path)

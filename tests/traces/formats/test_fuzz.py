@@ -47,7 +47,9 @@ SPLICES = st.binary(max_size=3) | st.sampled_from(
     ]
 )
 fuzzing = settings(
-    deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=EXAMPLES
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    max_examples=EXAMPLES,
 )
 
 

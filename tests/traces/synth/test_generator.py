@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from traces.analysis.inspect import inspect_trace
+from traces.analysis.statistics import trace_statistics
 from traces.arrivals import ArrivalProcess
 from traces.errors import ParameterError
 from traces.reading import detect_format, read_trace
@@ -85,7 +85,7 @@ def test_lengths_are_as_close_to_the_recorded_ones_as_stated(
 
 def test_prompt_and_output_lengths_depend_on_each_other_as_the_header_says(generated: Trace) -> None:
     stated = generated.header.calibration["generated_prompt_output_spearman"]
-    assert inspect_trace(generated)["prompt_output_spearman"] == pytest.approx(stated, abs=0.03)
+    assert trace_statistics(generated)["prompt_output_spearman"] == pytest.approx(stated, abs=0.03)
 
 
 def test_a_table_whose_data_depend_is_drawn_with_their_rank_correlation() -> None:
@@ -97,12 +97,12 @@ def test_a_table_whose_data_depend_is_drawn_with_their_rank_correlation() -> Non
 def test_mean_arrival_rate_is_the_table_s(generated: Trace) -> None:
     arrivals = load_table(generated.header.name).arrivals
     noise = 4 / (arrivals.gamma_shape * COUNT) ** 0.5
-    assert inspect_trace(generated)["arrivals"]["rate_rps"] == pytest.approx(arrivals.rate_rps, rel=noise)
+    assert trace_statistics(generated)["arrivals"]["rate_rps"] == pytest.approx(arrivals.rate_rps, rel=noise)
 
 
 def test_gaps_have_the_coefficient_of_variation_of_the_gamma_shape(generated: Trace) -> None:
     shape = load_table(generated.header.name).arrivals.gamma_shape
-    assert inspect_trace(generated)["arrivals"]["gap_cv"] == pytest.approx(shape**-0.5, rel=0.05)
+    assert trace_statistics(generated)["arrivals"]["gap_cv"] == pytest.approx(shape**-0.5, rel=0.05)
 
 
 def test_every_prompt_is_unique_unless_the_table_names_a_shared_prefix(generated: Trace) -> None:

@@ -17,7 +17,7 @@ _PERCENTILES = (50, 90, 99)
 _WINDOW_US = 60_000_000
 
 
-def inspect_trace(trace: Trace) -> Statistics:
+def trace_statistics(trace: Trace) -> Statistics:
     """Rows, lengths (tokens), arrivals (seconds), ideal sharing (0 to 1), and what this trace cannot show."""
     prompts = np.array([request.prompt_tokens for request in trace.requests], dtype=np.int64)
     outputs = np.array([request.output_tokens for request in trace.requests], dtype=np.int64)

@@ -1,6 +1,6 @@
 """The distributions of a trace as plain data, for pictures and `trace inspect`: lengths, arrivals, burstiness, reuse.
 
-`traces.analysis.inspect` gives counts and means; this file gives distributions. It builds the paths of the prompts once
+`traces.analysis.statistics` gives counts and means; this file gives distributions. It builds the paths of the prompts once
 and asks them at several block sizes.
 """
 
@@ -22,7 +22,7 @@ _CURVE_POINTS, _CDF_POINTS = 24, 200
 _SHARES = (0.5, 0.9, 0.99)
 
 
-def profile_trace(trace: Trace, block_sizes: Sequence[int] | None = None) -> Profile:
+def trace_distributions(trace: Trace, block_sizes: Sequence[int] | None = None) -> Profile:
     """Distributions of lengths, arrivals and reuse; JSON-ready. Block sizes default to what the trace can show."""
     sizes = tuple(block_sizes or _block_sizes(trace))
     times_s = np.array([request.arrival_us for request in trace.requests], dtype=np.float64) / 1e6
