@@ -5,28 +5,32 @@ is full and the step at which it ends are known when it joins the calendar. A st
 sequences that need something in it, not for all that run.
 """
 
-from collections.abc import Iterator
-from collections.abc import Sequence as Table
+from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
 import numpy as np
 
 from engine.core.plan import IntArray
-from engine.core.sequence import Group, Sequence, StepClock
+from engine.core.sequence import Group, SequenceState, StepClock
 
 
 class SteadyRows(NamedTuple):
-    """The calendar's rows, in running order: who they are, and their computed tokens less the clock."""
+    """The rows of the calendar in running order. `bases` are their computed tokens minus the clock, int64 `[rows]`."""
 
-    request_ids: list[int]  # one entry a group
-    sequences: list[Sequence]
-    tables: list[Table[int]]  # the very lists, so that they outlive their sequences
+    request_ids: list[int]  # one entry per group
+    sequences: list[SequenceState]
+    tables: list[Sequence[int]]  # references to the tables, so that they outlive their sequences
     bases: IntArray
 
 
 class DecodeCalendar:
-    """Steady groups in running order. `block_size` None: nothing is ever due (reserved memory)."""
+    """Steady groups in running order, sorted by the step in which they need a block and by the step in which they end.
+
+    `join` adds a group and `leave` removes it. In each step, `due` gives the groups that need a block, `view` gives the
+    rows, and `tick` advances the clock and gives the groups that have ended. `block_size` None: no group ever needs a
+    block, because its memory was reserved.
+    """
 
     def __init__(self, block_size: int | None) -> None:
         self.clock = StepClock()
@@ -41,7 +45,7 @@ class DecodeCalendar:
         self._view: SteadyRows | None = None
 
     def join(self, group: Group) -> None:
-        """`group` decodes from now on. Its sequences are equally long."""
+        """Add `group`, which only decodes from now on. Its sequences must be equally long."""
         end = self.clock.now + group.remaining
         group.follow(self.clock)
         self.groups[group] = None
@@ -57,7 +61,7 @@ class DecodeCalendar:
         self._ends[end][group] = None
 
     def leave(self, group: Group) -> None:
-        """`group` is no longer steady: it ended, was preempted, or lost a branch."""
+        """Remove `group`, which is no longer steady: it ended or was preempted."""
         end = self.clock.now + group.remaining
         bucket = -group.sequences[0].base % self._block_size
         width = len(group.sequences)
@@ -68,8 +72,8 @@ class DecodeCalendar:
         self._view = None
         group.follow(None)
 
-    def drop(self, group: Group, branch: int) -> Sequence:
-        """One branch of a steady group has ended; the others stay where they are."""
+    def drop(self, group: Group, branch: int) -> SequenceState:
+        """End one branch of a steady group and return its sequence; the other branches stay on the calendar."""
         ended = group.drop(branch)
         self.rows -= 1
         self._due_rows[-ended.base % self._block_size] -= 1
@@ -78,27 +82,27 @@ class DecodeCalendar:
         return ended
 
     def due(self, later: int = 0) -> list[Group]:
-        """Groups whose sequences need a new block for the coming step, or the step `later` after it."""
+        """Groups whose sequences need a new block for the next step, or for the step `later` steps after it."""
         if not self._grows:
             return []
         return list(self._due[(self.clock.now + later) % self._block_size])
 
     def due_rows(self) -> Iterator[int]:
-        """How many sequences need a new block in the step after the coming one, in the one after that, and so on."""
+        """How many sequences need a new block, for each step after the next one, without end."""
         step = self.clock.now
         while True:
             step += 1
             yield self._due_rows[step % self._block_size] if self._grows else 0
 
     def steps_to_end(self) -> int:
-        """Decode steps until the first group has all its tokens."""
+        """The number of decode steps until the first group has all its tokens."""
         times = self._end_times
         while not self._ends[times[0]]:
             del self._ends[heappop(times)]
         return times[0] - self.clock.now
 
     def tick(self, steps: int) -> list[Group]:
-        """`steps` steps were taken; returns the groups that now have all their tokens, still on the calendar."""
+        """Advance the clock by `steps`; returns the groups that now have all their tokens and stay on the calendar."""
         self.clock.now = now = self.clock.now + steps
         finished: list[Group] = []
         while self._end_times and self._end_times[0] <= now:
@@ -106,7 +110,7 @@ class DecodeCalendar:
         return finished
 
     def view(self) -> SteadyRows:
-        """The rows as they are now; the lists are made anew when the membership changes, never changed."""
+        """The current rows. When the members change, new lists are made; lists that were returned are never changed."""
         if self._view is None:
             sequences = [sequence for group in self.groups for sequence in group.sequences]
             bases = np.array([sequence.base for sequence in sequences], dtype=np.int64)

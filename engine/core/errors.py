@@ -1,11 +1,11 @@
-"""Errors of the policy core. Each message gives the request or sequence and the numbers.
+"""Errors of the policy core. Each message names the request or sequence and gives the numbers.
 
 An operation that raises one of them changes nothing.
 """
 
 
 class CoreError(ValueError):
-    """Base of every error that the policy core raises on wrong input or wrong use."""
+    """Base class of all errors that the policy core raises on wrong input or wrong use."""
 
 
 class NeverFitsError(CoreError):
@@ -13,12 +13,12 @@ class NeverFitsError(CoreError):
 
 
 class OutOfBlocksError(CoreError):
-    """An allocation that the pool cannot serve now. Callers are expected to ask `can_*` first."""
+    """An allocation for which too few blocks are free now. Callers must ask the matching `can_*` method first."""
 
 
 class UnknownSequenceError(CoreError):
-    """An operation on a sequence that holds nothing in this manager (never admitted, or released already)."""
+    """An operation on a sequence that has no memory in this manager (never admitted, or released already)."""
 
 
 class InvariantError(CoreError):
-    """The books contradict themselves: found by `check()`, always a bug in the policy core."""
+    """Counters contradict each other. `check()` raises it; the cause is always a bug in the policy core."""

@@ -3,7 +3,7 @@
 The hash of a full block covers the block and all tokens before it. Two blocks with equal hashes hold equal K and V.
 The engine hashes token ids (`TokenIdentity`). The simulator hashes the prefix keys of the trace (`KeyIdentity`) and
 never makes tokens. `tests/engine/core/test_identity.py` shows that both find the same shared blocks.
-Blocks that cannot be shared are not hashed: a private integer marks them, and only their own request finds them.
+Blocks that cannot be shared are not hashed: they get a private integer, and only their own request finds them.
 """
 
 import hashlib
@@ -18,19 +18,19 @@ import xxhash
 from engine.core.errors import CoreError
 from engine.core.options import HashAlgorithm
 
-BlockName = Hashable
-"""Opaque: equal names mean equal K and V. An `int` is private: only its own request can find the block."""
+BlockHash = Hashable
+"""An opaque value: equal hashes mean equal K and V. An `int` is private: only its own request can find the block."""
 
 _BRANCH_BITS = 12
 _INDEX_BITS = 32
 
 
-def private_name(request_id: int, branch: int, index: int) -> int:
-    """A name that no other request, branch or position in the table can have; those of a table are consecutive."""
+def private_hash(request_id: int, branch: int, index: int) -> int:
+    """A hash that no other request, branch or table position has. The private hashes of a table are consecutive."""
     return (((request_id << _BRANCH_BITS) | branch) << _INDEX_BITS) + index
 
 
-class _Running(Protocol):
+class _RunningHash(Protocol):
     def update(self, data: bytes, /) -> None: ...
 
     def digest(self) -> bytes: ...
@@ -38,27 +38,27 @@ class _Running(Protocol):
     def copy(self) -> Self: ...
 
 
-_STARTS: dict[HashAlgorithm, Callable[[bytes], _Running]] = {
+_HASH_FUNCTIONS: dict[HashAlgorithm, Callable[[bytes], _RunningHash]] = {
     HashAlgorithm.sha256: hashlib.sha256,
     HashAlgorithm.xxh3_128: xxhash.xxh3_128,
 }
 
 
 class PrefixHasher:
-    """Names the blocks of `block_bytes` bytes that its data fills; `names` grows as they fill."""
+    """Hashes data in blocks of `block_bytes` bytes. `hashes` has one entry for each full block, chained from `root`."""
 
     def __init__(
         self, root: bytes, block_bytes: int, algorithm: HashAlgorithm = HashAlgorithm.sha256
     ) -> None:
-        self.names: list[bytes] = []
-        self._running = _STARTS[algorithm](root)
+        self.hashes: list[bytes] = []
+        self._running = _HASH_FUNCTIONS[algorithm](root)
         self._block_bytes = block_bytes
         self._rest = b""
 
     def extend(self, data: bytes) -> None:
-        """Append `data`; every block that it fills gets its name."""
+        """Append `data`, and a hash for every block that it fills."""
         data, width = self._rest + data, self._block_bytes
-        update, digest, append = self._running.update, self._running.digest, self.names.append
+        update, digest, append = self._running.update, self._running.digest, self.hashes.append
         whole = len(data) - len(data) % width
         for start in range(0, whole, width):
             update(data[start : start + width])
@@ -66,39 +66,40 @@ class PrefixHasher:
         self._rest = data[whole:]
 
     def copy(self) -> "PrefixHasher":
-        """A hasher that goes on from here on its own."""
+        """An independent hasher with the same state."""
         twin = object.__new__(PrefixHasher)
-        twin.names, twin._running = list(self.names), self._running.copy()
+        twin.hashes, twin._running = list(self.hashes), self._running.copy()
         twin._block_bytes, twin._rest = self._block_bytes, self._rest
         return twin
 
 
 class BlockIdentity(Protocol):
-    """Names the full blocks of one request."""
+    """The hashes of one request's full blocks."""
 
-    def prompt_names(self, block_size: int) -> Sequence[BlockName]:
-        """Names of the leading full blocks of the prompt, as far as another request might have them too."""
+    def prompt_hashes(self, block_size: int) -> Sequence[BlockHash]:
+        """Hashes of the prompt's leading full blocks, as far as another request could have the same blocks."""
         ...
 
-    def generated_names(self, branch: int, block_size: int) -> Sequence[BlockName]:
-        """Names of all of a branch's leading full blocks that are known now, generated tokens included.
+    def generated_hashes(self, branch: int, block_size: int) -> Sequence[BlockHash]:
+        """Hashes of all leading full blocks of a branch that are known now, generated tokens included.
 
-        Empty where outputs are private. Otherwise it continues `prompt_names`.
+        Empty if outputs are private. Otherwise it begins with `prompt_hashes`.
         """
         ...
 
 
 def _root(salt: str, adapter: str | None) -> bytes:
-    """Where every chain of a tenant and an adapter starts; lengths keep the two keys apart."""
+    """The bytes that every hash chain of a tenant and an adapter starts with. A length separates the two keys."""
     adapter_key = b"-" if adapter is None else b"+" + adapter.encode()
     return b"pagetwin:%d:" % len(adapter_key) + adapter_key + salt.encode()
 
 
 class TokenIdentity:
-    """Identity from token ids, which must be in [0, 2³¹).
+    """Block hashes from token ids, which must be in [0, 2³¹); raises CoreError for others.
 
-    `salt` isolates tenants, `adapter` the K and V of different adapters: either makes all names differ. With
-    `share_outputs`, tokens told by `extend` are named too, so that a later turn finds them.
+    `salt` isolates tenants and `adapter` isolates the K and V of different adapters: requests that differ in one of
+    them share no block. With `share_outputs`, generated tokens (given to `extend`) are hashed too, so that a later
+    turn of the conversation finds their blocks.
     """
 
     def __init__(
@@ -119,9 +120,9 @@ class TokenIdentity:
         self._outputs: dict[int, bytearray] = {}
         self._hashers: dict[tuple[int, int], tuple[PrefixHasher, int]] = {}
 
-    def prompt_names(self, block_size: int) -> list[bytes]:
-        """Digests of the prompt up to the end of each of its full blocks."""
-        return self._prompt_hasher(block_size).names
+    def prompt_hashes(self, block_size: int) -> list[bytes]:
+        """Hashes of the prompt up to the end of each full block."""
+        return self._prompt_hasher(block_size).hashes
 
     def _prompt_hasher(self, block_size: int) -> PrefixHasher:
         hasher = PrefixHasher(self._root, block_size * _TOKEN_BYTES, self._algorithm)
@@ -129,19 +130,19 @@ class TokenIdentity:
         return hasher
 
     def extend(self, branch: int, token_ids: Sequence[int]) -> None:
-        """Tell the tokens that `branch` generated next."""
+        """Append tokens that `branch` generated."""
         told = self._outputs.setdefault(branch, bytearray())
         told += _token_bytes(self._request_id, np.asarray(token_ids, dtype=np.int64))
 
-    def generated_names(self, branch: int, block_size: int) -> list[bytes]:
-        """Digests up to the end of every full block of the branch; empty unless outputs are shared."""
+    def generated_hashes(self, branch: int, block_size: int) -> list[bytes]:
+        """Hashes up to the end of each full block of the branch; empty unless outputs are shared."""
         if not self._share_outputs:
             return []
         hasher, hashed = self._hashers.get((branch, block_size)) or (self._prompt_hasher(block_size), 0)
         told = self._outputs.get(branch, bytearray())
         hasher.extend(bytes(told[hashed:]))
         self._hashers[branch, block_size] = hasher, len(told)
-        return hasher.names
+        return hasher.hashes
 
 
 _TOKEN_BYTES = 4
@@ -157,10 +158,10 @@ def _token_bytes(request_id: int, token_ids: npt.NDArray[np.int64]) -> bytes:
 
 
 class KeyIdentity:
-    """Identity from a trace's ordered prefix segments `(key, tokens)`; key None means unique to this request.
+    """Block hashes from a trace's ordered prefix segments `(key, tokens)`; key None means unique to this request.
 
-    A block is named by the pieces of segments that it covers. From the first unique piece on every block is private,
-    so nothing needs to be hashed there: that is what makes a million requests cheap.
+    The hash of a block covers the pieces of segments that lie in it. From the first unique piece on, every block is
+    private and is not hashed: so a million requests cost little.
     """
 
     def __init__(
@@ -174,16 +175,16 @@ class KeyIdentity:
         self._segments = segments
         self._salt, self._adapter = salt, adapter
 
-    def prompt_names(self, block_size: int) -> list[bytes]:
-        """Chained digests of the leading blocks that are covered by keyed segments alone."""
+    def prompt_hashes(self, block_size: int) -> list[bytes]:
+        """Chained hashes of the leading blocks that lie completely in segments with a key."""
         keyed = self._leading_keyed()
         if sum(tokens for _, tokens in keyed) < block_size:
             return []
         root = hashlib.blake2b(_root(self._salt, self._adapter), digest_size=16).digest()
-        return _segment_names(keyed, block_size, root)
+        return _segment_hashes(keyed, block_size, root)
 
-    def generated_names(self, branch: int, block_size: int) -> list[bytes]:
-        """None: outputs are private."""
+    def generated_hashes(self, branch: int, block_size: int) -> list[bytes]:
+        """Always empty: outputs are private."""
         return []
 
     def _leading_keyed(self) -> list[tuple[int, int]]:
@@ -195,12 +196,12 @@ class KeyIdentity:
         return keyed
 
 
-def _segment_names(keyed: Sequence[tuple[int, int]], block_size: int, root: bytes) -> list[bytes]:
+def _segment_hashes(keyed: Sequence[tuple[int, int]], block_size: int, root: bytes) -> list[bytes]:
     starts = [0]
     for _, tokens in keyed:
         starts.append(starts[-1] + tokens)
     spans = [(key, start, end) for (key, _), (start, end) in zip(keyed, pairwise(starts), strict=True)]
-    names: list[bytes] = []
+    hashes: list[bytes] = []
     parent, first = root, 0
     for low in range(0, starts[-1] - block_size + 1, block_size):
         high = low + block_size
@@ -212,5 +213,5 @@ def _segment_names(keyed: Sequence[tuple[int, int]], block_size: int, root: byte
             pieces.append(b"%d:%d:%d" % (key, max(low, start) - start, min(high, end) - max(low, start)))
             index += 1
         parent = hashlib.blake2b(parent + b"|".join(pieces), digest_size=16).digest()
-        names.append(parent)
-    return names
+        hashes.append(parent)
+    return hashes

@@ -1,4 +1,7 @@
-"""The step plan and its result: all that an executor gets from the policy, and all that it gives back."""
+"""The step plan and its result: the whole interface between the scheduler and an executor.
+
+`StepPlan` is what vLLM calls `SchedulerOutput`, `StepResult` is its `ModelRunnerOutput`.
+"""
 
 import hashlib
 from abc import abstractmethod
@@ -15,10 +18,19 @@ FloatArray = npt.NDArray[np.float64]
 
 
 class SlotUsage(NamedTuple):
-    """KV slots of the pool by state while a step runs (states of design section 4), and what sharing saves.
+    """The KV slots of the pool by state while a step runs, and how many blocks are shared.
 
-    The six states sum to the capacity. `logical_blocks` counts a shared block once per sequence that refers to it,
-    `physical_blocks` once; sharing savings are 1 - physical / logical.
+    The six states sum to the capacity:
+
+    * `token`: written, in a block that a sequence refers to.
+    * `cached`: in a free block of the prefix cache.
+    * `reserved`: allocated, and will be written later.
+    * `internal`: allocated, and will never be written (internal fragmentation).
+    * `external`: free, but lost to rounding up or in holes that are too small (external fragmentation).
+    * `free`: all other slots.
+
+    `logical_blocks` counts a shared block once for each sequence that refers to it, `physical_blocks` counts it once.
+    Sharing saves `1 - physical_blocks / logical_blocks`.
     """
 
     token: int
@@ -37,51 +49,60 @@ class SlotUsage(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One sequence's share of a step: `query_len` tokens at positions `context_len ...`, KV placed by `table`."""
+    """What one sequence computes in a step: `query_len` tokens from position `context_len` on.
+
+    `table` says in which blocks their K and V are stored.
+    """
 
     request_id: int
-    branch: int  # which of the request's sequences; the prompt of a group runs as branch 0
+    branch: int  # which of the request's sequences; the prompt is computed as branch 0
     context_len: int  # tokens whose K and V are in the pool before this step
     query_len: int
-    samples: bool  # the last position's logits choose the next token
+    samples: bool  # the logits of the last position give the next token
     table: Sequence[
         int
-    ]  # block ids in order, covering at least context_len + query_len tokens; live: do not keep or change
-    drafts: int = 0  # the last so many query tokens are speculative: the logits before each verify it
+    ]  # block ids in order, for at least context_len + query_len tokens; a live object: do not keep or change it
+    drafts: int = (
+        0  # how many query tokens, at the end, are draft tokens; the logits before each one verify it
+    )
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What one engine step does, in this order:
+    """What one engine step does. An executor must do it in this order:
 
-    `stale` slots are poisoned; `swap_out` saves (device, host) blocks; `frees` are poisoned; `swap_in` brings (host,
-    device) blocks back; `copies` of (source, destination) blocks happen at once, every source being read before any
-    destination is written; then the rows' forward pass. `frees` are the blocks whose content became void since the
-    last plan (released without a name, or evicted); they may already belong to someone else in this plan, which is why
-    they come first. `stale` are slots (block, first, end) of blocks in use that became void: rejected drafts, cuts.
+    1. Set the slots of `stale` to NaN: (block, first, end) in blocks that are in use, void after rejected draft tokens
+       or truncation.
+    2. Copy the blocks of `swap_out`, (device, host), to host memory.
+    3. Set the blocks of `frees` to NaN: their content became void since the last plan, because they were released
+       without a hash or evicted. They may already belong to another sequence in this plan, so this comes first.
+    4. Copy the blocks of `swap_in`, (host, device), back to the device.
+    5. Copy the blocks of `copies`, (source, destination): read every source before any destination is written.
+    6. Run the forward pass of `rows`.
 
-    `repeat` is the number of identical decode steps that may be taken at once because nothing can change in between;
-    a measured executor is always handed `repeat == 1`. In the steps after the first every row has one more token of
-    context. Of the rows, `steady` ones come first: those of `steady_ids` that decode and nothing else, of whom a
-    reader that remembers the last plan's `steady_ids` object need not look again.
+    Fast-forward: `num_steps` identical decode steps may be taken at once, because nothing can change in between. In
+    each step after the first, every row has one more token of context. A measured engine always gets `num_steps == 1`.
+
+    The first `steady` rows only decode; they belong to the requests `steady_ids`. As long as this is the same object
+    as in the last plan, the steady rows are the same too.
     """
 
     step: int
     rows: Sequence[Row]
     copies: Sequence[tuple[int, int]] = ()
     frees: Sequence[int] = ()
-    repeat: int = 1
-    admitted: Sequence[int] = ()  # request ids that entered the running batch in this plan
-    preempted: Sequence[int] = ()  # request ids that lost their blocks in this plan
+    num_steps: int = 1
+    admitted: Sequence[int] = ()  # request ids that enter the running batch in this plan
+    preempted: Sequence[int] = ()  # request ids that lose their blocks in this plan
     new_blocks: int = 0
-    hit_tokens: int = 0  # prompt tokens of the admitted requests that were found in the cache
+    hit_tokens: int = 0  # prompt tokens of admitted requests that were found in the prefix cache
     running: int = 0  # requests in the batch
     waiting: int = 0  # requests in the queue, swapped ones included
     usage: SlotUsage = field(default_factory=lambda: SlotUsage(0, 0, 0, 0, 0, 0, 0, 0))
     swap_out: Sequence[tuple[int, int]] = ()
     swap_in: Sequence[tuple[int, int]] = ()
     stale: Sequence[tuple[int, int, int]] = ()
-    resumed: Sequence[int] = ()  # request ids that came back from the host in this plan
+    resumed: Sequence[int] = ()  # request ids that come back from host memory in this plan
     steady: int = 0  # leading rows that are steady decoders
     steady_ids: Sequence[int] = ()  # their requests
 
@@ -105,14 +126,14 @@ class StepPlan:
         return self.rows.others if isinstance(self.rows, ArrayRows) else self.rows[self.steady :]
 
     def digest(self) -> str:
-        """A name for everything that this plan decides, block ids included, to compare two replays step by step."""
-        book = hashlib.blake2b(digest_size=16)
+        """A hash of everything that this plan decides, block ids included. It compares two replays step by step."""
+        digest = hashlib.blake2b(digest_size=16)
         for row in self.rows:
-            book.update(
+            digest.update(
                 b"r%d.%d.%d.%d.%d.%d:"
                 % (row.request_id, row.branch, row.context_len, row.query_len, row.samples, row.drafts)
             )
-            book.update(np.fromiter(row.table, dtype=np.int64, count=len(row.table)).tobytes())
+            digest.update(np.fromiter(row.table, dtype=np.int64, count=len(row.table)).tobytes())
         for tag, values in (
             ("c", self.copies),
             ("f", self.frees),
@@ -122,14 +143,14 @@ class StepPlan:
             ("i", self.swap_in),
             ("s", self.stale),
         ):
-            book.update(f"{tag}{list(values)}".encode())
-        return book.hexdigest()
+            digest.update(f"{tag}{list(values)}".encode())
+        return digest.hexdigest()
 
 
 class ArrayRows(Sequence[Row]):
-    """Rows whose lengths are at hand as arrays and which are laid out one by one only if somebody asks.
+    """Rows whose lengths are stored as arrays. Single `Row` objects are made only on access.
 
-    What the scheduler makes is `engine.core.scheduling.step.BatchRows`.
+    The scheduler's implementation is `engine.core.scheduling.step.BatchRows`.
     """
 
     others: Sequence[Row]
@@ -147,16 +168,17 @@ class ArrayRows(Sequence[Row]):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What the executor found out.
+    """What an executor reports about a step.
 
-    `repeat` of the plan's steps were taken (at least 1). `parents` gives, for each beam request that sampled, the
-    branch index that each of its new hypotheses continues: `parents[request_id][i]` is the parent of hypothesis i; on
-    the step that finishes the prompt every parent is 0. `finished` are requests that ended early (an EOS token),
-    `ended` branches of sampled requests that did. `accepted` gives, for each request with draft tokens in the plan,
-    how many of them were right (0 when it is not named).
+    * `num_steps`: how many of the plan's steps were taken, at least 1.
+    * `parents`: for each beam request that sampled, which branch each new beam continues: `parents[request_id][i]` is
+      the parent of beam i. In the step that finishes the prompt every parent is 0.
+    * `finished`: requests that ended early, by an EOS token.
+    * `ended`: for sampled requests, the branches that ended early.
+    * `accepted`: for each request with draft tokens in the plan, how many were accepted; a missing request means 0.
     """
 
-    repeat: int = 1
+    num_steps: int = 1
     parents: Mapping[int, Sequence[int]] = field(default_factory=dict)
     finished: frozenset[int] = frozenset()
     ended: Mapping[int, Collection[int]] = field(default_factory=dict)

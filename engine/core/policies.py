@@ -4,7 +4,7 @@ A user's own class, given as `module:Class`, has the methods of the protocol. It
 engine. The eviction order can be replaced too: see `engine.core.memory.eviction`.
 """
 
-from collections.abc import Sequence as Values
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -14,26 +14,26 @@ from engine.core.sequence import Group
 
 
 class QueueOrder(Protocol):
-    """Who is served first."""
+    """Which request is served first."""
 
     def key(self, request: Request, rank: int) -> tuple[int | float, ...]:
-        """The request's place: lower is admitted first and preempted last. `rank` counts submissions."""
+        """A sort key: lower is admitted first and preempted last. `rank` is the number of earlier submissions."""
         ...
 
 
 class VictimChoice(Protocol):
-    """Who makes room when blocks run out."""
+    """Which group is preempted when blocks run out."""
 
-    def choose(self, candidates: Values[Group]) -> int:
-        """Index of the group to preempt; `candidates` are in running order and never empty."""
+    def choose(self, candidates: Sequence[Group]) -> int:
+        """The index of the group to preempt. `candidates` are in running order and never empty."""
         ...
 
 
 class Admission(Protocol):
-    """Who may enter, beyond what fits."""
+    """Which requests may be admitted. It is asked only for requests that fit."""
 
     def allows(self, request: Request, free_blocks: int, running: int) -> bool:
-        """Whether `request` may enter now, beside `running` requests."""
+        """Whether `request` may be admitted now, with `running` requests in the batch."""
         ...
 
 
@@ -54,23 +54,23 @@ class ByPriority:
 
 
 class Youngest:
-    """The last one admitted."""
+    """Preempts the group that was admitted last."""
 
-    def choose(self, candidates: Values[Group]) -> int:
+    def choose(self, candidates: Sequence[Group]) -> int:
         """The last."""
         return len(candidates) - 1
 
 
-class WorstPlace:
-    """The one that is last in the order of the queue."""
+class LastInQueue:
+    """Preempts the group that is last in queue order."""
 
-    def choose(self, candidates: Values[Group]) -> int:
-        """The one with the highest key."""
+    def choose(self, candidates: Sequence[Group]) -> int:
+        """The group with the highest key."""
         return max(range(len(candidates)), key=lambda index: candidates[index].key)
 
 
 class AdmitWhatFits:
-    """Everybody who fits."""
+    """Admits every request that fits."""
 
     def allows(self, request: Request, free_blocks: int, running: int) -> bool:
         """Always."""
@@ -79,7 +79,7 @@ class AdmitWhatFits:
 
 @dataclass(frozen=True)
 class Policies:
-    """One choice of each kind."""
+    """One policy of each kind: queue order, choice of the group to preempt, and admission."""
 
     order: QueueOrder = field(default_factory=FirstComeFirstServed)
     victim: VictimChoice = field(default_factory=Youngest)
@@ -87,7 +87,7 @@ class Policies:
 
     @classmethod
     def of(cls, scheduling: Scheduling) -> "Policies":
-        """What the built-in scheduling policies stand for."""
+        """The policies that a built-in `Scheduling` option means."""
         if scheduling is Scheduling.priority:
-            return cls(ByPriority(), WorstPlace())
+            return cls(ByPriority(), LastInQueue())
         return cls()

@@ -1,4 +1,4 @@
-"""A request: what the scheduler is asked to serve, lengths in tokens."""
+"""A request, as the scheduler gets it. All lengths are in tokens."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from engine.core.options import Decoding, SpeculationMode
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """Verify up to `tokens` draft tokens a step."""
+    """Speculative decoding: verify up to `tokens` draft tokens per step. Raises CoreError if `tokens` is below 1."""
 
     tokens: int
     mode: SpeculationMode = SpeculationMode.lookahead
@@ -21,11 +21,11 @@ class Speculation:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request, lengths in tokens.
+    """One request, lengths in tokens. Raises CoreError if its values are impossible.
 
-    `output_tokens` is the number of tokens that each of the `width` sequences generates; replay pins it, so that
-    both sides do the same work. `identity` names the content of full blocks for the prefix cache; None keeps the
-    request out of it. Requests are served in the order of submission, or by `priority`, lower first.
+    Each of the `width` sequences generates `output_tokens` tokens; a replay fixes this number, so that both sides do
+    the same work. `identity` gives the hashes of full blocks for the prefix cache; with None the request does not use
+    the cache. Requests are served in order of submission, or by `priority`, lower first.
     """
 
     request_id: int
@@ -57,5 +57,5 @@ class Request:
 
     @property
     def final_kv_tokens(self) -> int:
-        """KV slots that one finished sequence has written: the last generated token is never fed back."""
+        """KV slots that one finished sequence has written. The last generated token is never fed back."""
         return self.prompt_tokens + self.output_tokens - 1

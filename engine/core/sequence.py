@@ -1,19 +1,19 @@
 """The state of a request while it is served: its sequences, their block tables, and how many tokens have K and V.
 
-A `Group` is one request with its sequences. Steady decoders share one step clock: when the clock advances, all of
-them have one more token, and none of them is touched.
+A `Group` is one request with its sequences. Steady decoders share one `StepClock`: when the clock advances, each of
+them has one more token, but none of their objects is changed.
 """
 
-from collections.abc import Sequence as Table
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from engine.core.identity import BlockName
+from engine.core.identity import BlockHash
 from engine.core.options import Decoding
 from engine.core.request import Request
 
 
 class StepClock:
-    """Steps taken so far. Whoever reads `base + now` advances without being touched."""
+    """The number of steps taken so far. A counter stored as `base` is `base + now`, so it needs no update."""
 
     __slots__ = ("now",)
 
@@ -21,26 +21,27 @@ class StepClock:
         self.now = 0
 
 
-class Sequence:
-    """One row of tokens. `computed` of its tokens have K and V in the blocks of `table`.
+class SequenceState:
+    """One sequence of tokens: its block table, and how many tokens have K and V in those blocks (`computed`).
 
-    A sequence on the decode calendar advances with the calendar's clock and is not touched by a step.
+    `table` lists block ids in order; a contiguous reservation is a `range` of slots. While a sequence is on the decode
+    calendar, `computed` advances with the calendar's clock and a step does not change the object.
     """
 
-    __slots__ = ("_base", "_clock", "branch", "named", "names", "request", "table")
+    __slots__ = ("_base", "_clock", "block_hashes", "branch", "cached_blocks", "request", "table")
 
     def __init__(self, request: Request, branch: int = 0, computed: int = 0) -> None:
         self.request = request
         self.branch = branch
-        self.table: Table[int] = ()
-        self.names: Table[BlockName] = ()  # of the leading full blocks that others may have too
-        self.named = 0  # leading blocks of the table that are in the prefix cache
+        self.table: Sequence[int] = ()
+        self.block_hashes: Sequence[BlockHash] = ()  # of the leading full blocks that can be shared
+        self.cached_blocks = 0  # leading blocks of the table that are in the prefix cache
         self._base = computed
         self._clock: StepClock | None = None
 
     @property
     def computed(self) -> int:
-        """Tokens with K and V in the pool, the step under way not counted."""
+        """Tokens with K and V in the pool; the step that is running is not counted."""
         return self._base if self._clock is None else self._base + self._clock.now
 
     @computed.setter
@@ -49,11 +50,11 @@ class Sequence:
 
     @property
     def base(self) -> int:
-        """What `computed` is ahead of the clock by."""
+        """`computed` minus the clock; the same as `computed` when the sequence follows no clock."""
         return self._base
 
     def follow(self, clock: StepClock | None) -> None:
-        """Advance by one with every step of `clock` from now on; None stops that."""
+        """Let `computed` grow by one with every step of `clock` from now on; None stops this."""
         computed = self.computed
         self._clock = clock
         self.computed = computed
@@ -63,49 +64,56 @@ class Sequence:
 
 
 class ScheduledRow(NamedTuple):
-    """A sequence's share of the step under way; the last `drafts` of its query tokens are speculative."""
+    """What one sequence computes in the current step; the last `drafts` of its query tokens are draft tokens."""
 
-    sequence: Sequence
+    sequence: SequenceState
     query_len: int
     samples: bool
     drafts: int = 0
 
 
 class Group:
-    """A request and its sequences: one that computes the prompt, then its branches forked from it.
+    """A request and its sequences: first one sequence that computes the prompt, then the branches forked from it.
 
-    `generated` counts the tokens known per branch; branches always sample in the same step. After a preemption the
-    group starts again with one sequence while `generated` stays: those tokens are recomputed, not chosen anew.
+    vLLM's name for it is `SequenceGroup` (v0) or `Request` (v1). `generated` counts the known tokens per branch; all
+    branches sample in the same step. After a preemption by recomputation the group has one sequence again, but
+    `generated` stays: those tokens are computed again, not sampled again.
     """
 
     __slots__ = (
         "_base",
         "_clock",
+        "block_hashes",
         "branches",
         "draft",
         "drafted",
         "forked",
         "key",
         "lost",
-        "names",
+        "private_blocks",
         "request",
         "rows",
         "sequences",
-        "trail",
     )
 
     def __init__(self, request: Request, key: tuple[object, ...] = ()) -> None:
         self.request = request
-        self.key = key  # place in the queue: lower is served first
-        self.sequences = [Sequence(request)]
-        self.branches = list(range(request.width)) if request.width > 1 else [0]  # that have not ended
-        self.draft: Sequence | None = None  # the child that holds this step's draft tokens
-        self.drafted = 0  # draft tokens of the step under way
-        self.names: Table[BlockName] | None = None  # of the prompt's full blocks; None until the first lookup
-        self.trail: dict[int, list[int]] = {}  # private blocks that preemptions left cached, by position
+        self.key = key  # position in the queue: lower is served first
+        self.sequences = [SequenceState(request)]
+        self.branches = (
+            list(range(request.width)) if request.width > 1 else [0]
+        )  # indices that have not ended
+        self.draft: SequenceState | None = None  # the forked child that has this step's draft tokens
+        self.drafted = 0  # draft tokens in the current step
+        self.block_hashes: Sequence[BlockHash] | None = (
+            None  # of the prompt's full blocks; None until the first lookup
+        )
+        self.private_blocks: dict[
+            int, list[int]
+        ] = {}  # by table index: private blocks that preemptions left in the cache
         self.forked = False
-        self.lost = 0  # tokens whose KV a preemption threw away, until the group is admitted again
-        self.rows: list[ScheduledRow] = []  # its share of the step under way
+        self.lost = 0  # tokens whose KV a preemption dropped; set until the group is admitted again
+        self.rows: list[ScheduledRow] = []  # what its sequences compute in the current step
         self._base = 0
         self._clock: StepClock | None = None
 
@@ -119,7 +127,7 @@ class Group:
         self._base = tokens if self._clock is None else tokens - self._clock.now
 
     def follow(self, clock: StepClock | None) -> None:
-        """Generate a token with every step of `clock` from now on; None stops that."""
+        """Let `generated` and `computed` grow by one with every step of `clock`; None stops this."""
         generated = self.generated
         self._clock = clock
         self.generated = generated
@@ -128,56 +136,56 @@ class Group:
 
     @property
     def width(self) -> int:
-        """Branches that have not ended."""
+        """The number of branches that have not ended."""
         return len(self.branches)
 
     @property
     def tokens(self) -> int:
-        """Known tokens of a branch: prompt and generated."""
+        """Known tokens of each branch: prompt and generated."""
         return self.request.prompt_tokens + self.generated
 
     @property
     def root_target(self) -> int:
-        """How far the single sequence must come before it samples or forks."""
+        """How many tokens the single sequence must compute before it samples or forks."""
         return self.tokens if self.request.width == 1 else self.request.prompt_tokens
 
     @property
     def remaining(self) -> int:
-        """Tokens that each branch has still to generate."""
+        """Tokens that each branch must still generate."""
         return self.request.output_tokens - self.generated
 
     @property
     def is_beam(self) -> bool:
-        """Whether its branches are re-parented after every step."""
+        """Whether the branches are beams, which get new parents after every step."""
         return self.request.decoding is Decoding.beam
 
     @property
-    def holders(self) -> list[Sequence]:
+    def holders(self) -> list[SequenceState]:
         """Every sequence that may hold blocks, a draft child included."""
         return self.sequences if self.draft is None else [*self.sequences, self.draft]
 
-    def fork(self) -> list[Sequence]:
-        """Turn the root into the first branch and return the others, which hold no blocks yet."""
+    def fork(self) -> list[SequenceState]:
+        """Make the root the first branch; returns the other branches, which have no blocks yet."""
         root = self.sequences[0]
         root.branch = self.branches[0]
-        others = [Sequence(self.request, branch, root.computed) for branch in self.branches[1:]]
+        others = [SequenceState(self.request, branch, root.computed) for branch in self.branches[1:]]
         self.sequences = [root, *others]
         self.forked = True
         return others
 
-    def drop(self, branch: int) -> Sequence:
-        """A branch has ended; returns its sequence, whose blocks the caller releases."""
+    def drop(self, branch: int) -> SequenceState:
+        """End a branch; returns its sequence. The caller must release its blocks."""
         ended = next(sequence for sequence in self.sequences if sequence.branch == branch)
         self.sequences = [sequence for sequence in self.sequences if sequence is not ended]
         self.branches.remove(branch)
         return ended
 
     def restart(self) -> None:
-        """Forget all KV (the caller has released the blocks) and keep the generated tokens."""
+        """Start again after the caller has released all blocks; the generated tokens are kept."""
         self.lost = sum(sequence.computed for sequence in self.sequences)
         if self.forked:  # the prompt was computed once for all branches
             self.lost -= (len(self.sequences) - 1) * self.request.prompt_tokens
-        self.sequences = [Sequence(self.request)]
+        self.sequences = [SequenceState(self.request)]
         self.draft = None
         self.forked = False
         self.rows = []

@@ -71,7 +71,7 @@ class Setup:
             max_model_len=64,
             chunked_prefill=self.chunked,
             watermark=self.watermark,
-            scheduling=self.scheduling,
+            policy=self.scheduling,
             preemption=self.preemption,
             long_prefill_tokens=self.cap if self.chunked else None,
             admit_whole_prompt=self.whole,
@@ -139,9 +139,9 @@ class CoreDriver:
             self.refused += 1
             self.aborted.add(rid)
 
-    def step(self, accept: float = 0.5, finish: float = 0.0, end: float = 0.0, max_repeat: int = 1) -> None:
+    def step(self, accept: float = 0.5, finish: float = 0.0, end: float = 0.0, max_steps: int = 1) -> None:
         if self.scheduler.has_work:
-            self.model.step(accept=accept, finish=finish, end=end, max_repeat=max_repeat)
+            self.model.step(accept=accept, finish=finish, end=end, max_steps=max_steps)
 
     def abort(self, index: int) -> None:
         """Abort one of the requests that are under way; one that has ended is refused."""

@@ -10,7 +10,15 @@ from point_cases import azure_file, mooncake_file, small_config, with_trace
 from engine.core.options import CachePolicy, Preemption, Retention, Scheduling, SpeculationMode
 from harness.config.checks import check_config
 from harness.config.compose import normalise
-from harness.config.schema import Compiled, CostKind, DecodingMode, Oversize, ReplayMode, RunConfig, TraceFormat
+from harness.config.schema import (
+    Compiled,
+    CostKind,
+    DecodingMode,
+    Oversize,
+    ReplayMode,
+    RunConfig,
+    TraceFormat,
+)
 from harness.metrics.log import RunLog
 from harness.point.cost import cost_model
 from harness.workload.simulate import simulate

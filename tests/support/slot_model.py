@@ -51,19 +51,19 @@ class SlotModel:
         accept: float = 0.5,
         finish: float = 0.0,
         end: float = 0.0,
-        max_repeat: int = 1,
+        max_steps: int = 1,
     ) -> StepPlan:
         """One plan. `accept`, `finish`, `end`: chances of a draft token, a request, a sampled branch."""
-        plan = self.scheduler.schedule(max_repeat)
+        plan = self.scheduler.schedule(max_steps)
         self.digests.append(plan.digest())
         self.execute(plan)
         written = sum(1 for value in self.slots.values() if value is not EMPTY)
         assert written == plan.usage.token + plan.usage.cached, (written, plan.usage)
-        repeat = self.random.randint(1, plan.repeat)
-        result = self.answer(plan, choose_parents, accept, finish, end, repeat)
+        num_steps = self.random.randint(1, plan.num_steps)
+        result = self.answer(plan, choose_parents, accept, finish, end, num_steps)
         lengths = [len(row.table) for row in plan.rows]
         report = self.scheduler.commit(plan, result)
-        self.leap(plan, lengths, repeat)
+        self.fast_forward(plan, lengths, num_steps)
         self.finished += report.finished
         self.scheduler.manager.check()
         self.plans.append(plan)
@@ -147,14 +147,14 @@ class SlotModel:
         """All that K and V at `position` depend on."""
         return (self.adapters.get(row.request_id), *tokens[: position + 1])
 
-    def leap(self, plan: StepPlan, lengths: list[int], repeat: int) -> None:
+    def fast_forward(self, plan: StepPlan, lengths: list[int], num_steps: int) -> None:
         """The further steps of a fast-forward write into the blocks that the commit has taken."""
-        if repeat > 1:
+        if num_steps > 1:
             for row, length in zip(plan.rows, lengths, strict=True):
                 for block in row.table[length:]:
                     self.void(block, 0, self.size)
             for row in plan.rows:
-                for later in range(1, repeat):
+                for later in range(1, num_steps):
                     self.write(row, later)
 
     # -- answers -------------------------------------------------------------------------------------------
@@ -166,19 +166,19 @@ class SlotModel:
         accept: float,
         finish: float,
         end: float,
-        repeat: int,
+        num_steps: int,
     ) -> StepResult:
         parents, accepted, ended, finished = {}, {}, {}, set()
         for rid, rows in self.sampling(plan).items():
             if rows[0].drafts:
                 accepted[rid] = self.verify(rid, rows[0], accept)
                 continue
-            parents[rid] = self.sample(rid, rows, choose_parents, repeat)
+            parents[rid] = self.sample(rid, rows, choose_parents, num_steps)
             if self.random.random() < finish:
                 finished.add(rid)
             elif self.requests[rid].decoding is Decoding.sample and len(rows) > 1:
                 ended[rid] = [row.branch for row in rows if self.random.random() < end]
-        return StepResult(repeat, parents, frozenset(finished), ended, accepted)
+        return StepResult(num_steps, parents, frozenset(finished), ended, accepted)
 
     def sampling(self, plan: StepPlan) -> dict[int, list[Row]]:
         groups: dict[int, list[Row]] = {}
@@ -196,7 +196,7 @@ class SlotModel:
         return accepted
 
     def sample(
-        self, rid: int, rows: list[Row], choose_parents: Callable[[int], list[int]] | None, repeat: int
+        self, rid: int, rows: list[Row], choose_parents: Callable[[int], list[int]] | None, num_steps: int
     ) -> list[int]:
         request = self.requests[rid]
         width = request.width
@@ -209,8 +209,11 @@ class SlotModel:
         old = [self.tokens[rid, row.branch] for row in rows]
         branches = [row.branch for row in rows] if len(rows) > 1 else list(range(width))
         for branch, parent in zip(branches, parents, strict=True):
-            self.tokens[rid, branch] = [*old[parent], *(self.random.randrange(10**9) for _ in range(repeat))]
-            self.tell(rid, branch, repeat)
+            self.tokens[rid, branch] = [
+                *old[parent],
+                *(self.random.randrange(10**9) for _ in range(num_steps)),
+            ]
+            self.tell(rid, branch, num_steps)
         return parents
 
     def tell(self, rid: int, branch: int, count: int) -> None:

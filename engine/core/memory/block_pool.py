@@ -1,94 +1,129 @@
 """The block pool: reference counts, the free queue, and the index of block hashes (the prefix cache).
 
-It follows the block pool of vLLM's v1 core. A block whose count falls to 0 keeps its hash and can be found until it is
-taken again (lazy eviction). Free blocks without a hash are taken first, last in first out. Cached blocks follow, in
-the order of the eviction queue. Block 0 is the null block: it is never given out and never counted.
-`check_pool` recounts everything and verifies the invariants. Events report what the cache stored and removed.
+It follows the block pool of vLLM's v1 core. A block whose reference count falls to 0 keeps its hash and can be found
+until it is allocated again (lazy eviction). Free blocks without a hash are allocated first, last in first out. Cached
+blocks follow, in the order of the eviction queue. Block 0 is the null block: it is never given out and never counted.
+`check_pool` recounts everything and verifies the invariants. Events report which blocks entered and left the cache.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.core.errors import CoreError, InvariantError, OutOfBlocksError
-from engine.core.identity import BlockName
+from engine.core.identity import BlockHash
 from engine.core.memory.eviction import EvictionQueue, LruQueue
 from engine.core.options import Retention
 
+NULL_BLOCK = 0
+"""The block that is never given out; padding in a block table points to it."""
 
-class NameIndex:
-    """Several blocks may carry one name; a lookup finds the one that was entered first."""
+
+@dataclass(frozen=True, slots=True)
+class BlocksStored:
+    """Blocks entered the prefix cache under `hashes`, in prefix order. Private blocks are not reported."""
+
+    hashes: tuple[BlockHash, ...]
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksRemoved:
+    """Blocks left the prefix cache: they were evicted, or their hashes were removed."""
+
+    hashes: tuple[BlockHash, ...]
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheCleared:
+    """The whole prefix cache was emptied."""
+
+
+CacheEvent = BlocksStored | BlocksRemoved | CacheCleared
+
+
+class HashIndex:
+    """A map from block hash to blocks. Several blocks may have the same hash; a lookup finds the oldest entry."""
 
     def __init__(self) -> None:
-        self._first: dict[BlockName, int] = {}
-        self._others: dict[BlockName, list[int]] = {}
+        self._first: dict[BlockHash, int] = {}
+        self._others: dict[BlockHash, list[int]] = {}
 
-    def add(self, names: Sequence[BlockName], blocks: Sequence[int]) -> None:
-        """Enter `blocks` under `names`, which differ from each other."""
-        if self._first.keys().isdisjoint(names):
-            self._first.update(zip(names, blocks, strict=True))
+    def add(self, hashes: Sequence[BlockHash], blocks: Sequence[int]) -> None:
+        """Add `blocks` under `hashes`, which must differ from each other."""
+        if self._first.keys().isdisjoint(hashes):
+            self._first.update(zip(hashes, blocks, strict=True))
             return
-        for name, block in zip(names, blocks, strict=True):
-            if self._first.setdefault(name, block) != block:
-                self._others.setdefault(name, []).append(block)
+        for block_hash, block in zip(hashes, blocks, strict=True):
+            if self._first.setdefault(block_hash, block) != block:
+                self._others.setdefault(block_hash, []).append(block)
 
-    def drop(self, names: Sequence[BlockName], blocks: Sequence[int]) -> None:
-        """Take `blocks` out; a name goes with its last block."""
+    def drop(self, hashes: Sequence[BlockHash], blocks: Sequence[int]) -> None:
+        """Remove `blocks`. A hash is removed with its last block."""
         first = self._first
         if not self._others:
-            for name in names:
-                del first[name]
+            for block_hash in hashes:
+                del first[block_hash]
             return
-        for name, block in zip(names, blocks, strict=True):
-            self._drop_one(name, block)
+        for block_hash, block in zip(hashes, blocks, strict=True):
+            self._drop_one(block_hash, block)
 
-    def _drop_one(self, name: BlockName, block: int) -> None:
-        others = self._others.get(name)
+    def _drop_one(self, block_hash: BlockHash, block: int) -> None:
+        others = self._others.get(block_hash)
         if others is None:
-            del self._first[name]
+            del self._first[block_hash]
             return
-        if self._first[name] == block:
-            self._first[name] = others.pop(0)
+        if self._first[block_hash] == block:
+            self._first[block_hash] = others.pop(0)
         else:
             others.remove(block)
         if not others:
-            del self._others[name]
+            del self._others[block_hash]
 
-    def first(self, name: BlockName) -> int | None:
-        """The block that was entered first under `name`, or None."""
-        return self._first.get(name)
+    def first(self, block_hash: BlockHash) -> int | None:
+        """The block that was added first under `block_hash`, or None."""
+        return self._first.get(block_hash)
 
-    def find(self, names: Sequence[BlockName]) -> list[int]:
-        """Blocks of the longest leading run of `names` that is in the index. A pure query."""
+    def find(self, hashes: Sequence[BlockHash]) -> list[int]:
+        """The blocks of the longest prefix of `hashes` that is in the index. Changes nothing."""
         blocks: list[int] = []
         first = self._first
-        for name in names:
-            block = first.get(name)
+        for block_hash in hashes:
+            block = first.get(block_hash)
             if block is None:
                 break
             blocks.append(block)
         return blocks
 
     def clear(self) -> None:
-        """Forget every name."""
+        """Remove every hash."""
         self._first.clear()
         self._others.clear()
 
-    def pairs(self) -> list[tuple[int, BlockName]]:
-        """Every (block, name), sorted by block."""
-        more = [(block, name) for name, blocks in self._others.items() for block in blocks]
+    def pairs(self) -> list[tuple[int, BlockHash]]:
+        """Every (block, hash) pair, sorted by block."""
+        more = [(block, block_hash) for block_hash, blocks in self._others.items() for block in blocks]
         return sorted(
-            [*((block, name) for name, block in self._first.items()), *more], key=lambda pair: pair[0]
+            [*((block, block_hash) for block_hash, block in self._first.items()), *more],
+            key=lambda pair: pair[0],
         )
 
 
-NULL_BLOCK = 0
-
-
 class BlockPool:
-    """Blocks 1 … `num_blocks`, their reference counts, and the index of block names (the prefix cache).
+    """Blocks 1 … `num_blocks`, their reference counts, and the index of block hashes (the prefix cache).
 
-    Two structures make one free queue: a stack of unnamed blocks and an eviction queue of named ones. Every operation
-    works on whole tables and costs O(1) a block; none depends on the size of the pool.
+    In vLLM this is `BlockPool`: `take` is `get_new_blocks`, `share` is `touch`, `release` is `free_blocks`, `find` is
+    `get_cached_block`, and `cache_full_blocks` has the same name there. Typical use:
+
+        blocks = pool.take(2)                     # reference count 1
+        pool.cache_full_blocks(blocks, hashes)    # the blocks can be found from now on
+        pool.release(blocks)                      # they stay in the cache until they are evicted
+        hits = pool.find(hashes)                  # changes nothing
+        pool.share(hits)                          # reference count 1 again
+
+    The free queue has two parts: a stack of blocks without a hash, and an eviction queue of blocks with one. Every
+    operation works on whole tables and costs O(1) per block; no cost depends on the size of the pool.
+    `keep_events` collects a `CacheEvent` for each change of the cache in `events`.
     """
 
     def __init__(
@@ -105,44 +140,45 @@ class BlockPool:
         self.retention = retention
         self.events: list[CacheEvent] | None = [] if keep_events else None
         self._refs = [0] * (num_blocks + 1)
-        self._unnamed = list(range(num_blocks, 0, -1))
+        self._uncached = list(range(num_blocks, 0, -1))
         self._evictable = LruQueue() if eviction is None else eviction
-        self._name_of: list[BlockName | None] = [None] * (num_blocks + 1)
-        self._index = NameIndex()
+        self._hash_of: list[BlockHash | None] = [None] * (num_blocks + 1)
+        self._index = HashIndex()
         self._voided: list[int] = []
 
-    # -- what there is -------------------------------------------------------------------------------------
+    # -- counts --------------------------------------------------------------------------------------------
 
     @property
     def free_blocks(self) -> int:
-        """Blocks that nobody refers to, cached ones included."""
-        return len(self._unnamed) + len(self._evictable)
+        """The number of blocks with reference count 0, cached blocks included."""
+        return len(self._uncached) + len(self._evictable)
 
     @property
     def cached_blocks(self) -> int:
-        """Unreferenced blocks that hold a reusable prefix."""
+        """The number of blocks with reference count 0 that are in the prefix cache."""
         return len(self._evictable)
 
     @property
     def live_blocks(self) -> int:
-        """Blocks that at least one sequence refers to."""
+        """The number of blocks that at least one table refers to."""
         return self.num_blocks - self.free_blocks
 
     def references(self, block: int) -> int:
-        """How many tables refer to `block`."""
+        """The reference count of `block`: how many tables refer to it."""
         return self._refs[block]
 
     def unreferenced(self, blocks: Sequence[int]) -> int:
-        """How many of `blocks` nobody refers to: a hit on those uses up free blocks."""
+        """How many of `blocks` have reference count 0. A hit on such a block takes it out of the free queue."""
         refs = self._refs
         return [refs[block] for block in blocks].count(0)
 
-    # -- who holds what ------------------------------------------------------------------------------------
+    # -- reference counts ----------------------------------------------------------------------------------
 
     def take(self, count: int) -> list[int]:
-        """`count` blocks with reference count 1, unnamed; cached blocks are evicted only when no others are left.
+        """Allocate `count` blocks, with reference count 1 and no hash.
 
-        Raises OutOfBlocksError, with nothing changed, when fewer are free.
+        Cached blocks are evicted only when no other free blocks are left. Raises OutOfBlocksError, and changes
+        nothing, when fewer than `count` blocks are free.
         """
         if count < 0:
             raise CoreError(f"{count} blocks asked for, must be at least 0")
@@ -150,7 +186,7 @@ class BlockPool:
             raise OutOfBlocksError(
                 f"{count} blocks asked for, {self.free_blocks} of {self.num_blocks} are free"
             )
-        stack = self._unnamed
+        stack = self._uncached
         fresh = min(count, len(stack))
         blocks = stack[: -fresh - 1 : -1]
         del stack[len(stack) - fresh :]
@@ -162,28 +198,28 @@ class BlockPool:
         return blocks
 
     def take_one(self) -> int:
-        """`take(1)`, the way of every decoding sequence whose last block is full."""
-        if not self._unnamed:
+        """The same as `take(1)[0]`, but faster. A decoding sequence calls it when its last block is full."""
+        if not self._uncached:
             return self.take(1)[0]
-        block = self._unnamed.pop()
+        block = self._uncached.pop()
         self._refs[block] = 1
         return block
 
     def _evict(self, count: int) -> list[int]:
         victims = self._evictable.pop(count)
-        self._forget(victims)
+        self._remove_hashes(victims)
         self._voided += victims
         return victims
 
     def share(self, blocks: Sequence[int]) -> int:
-        """Refer to `blocks` once more (a hit or a fork); returns how many of them nobody referred to before.
+        """Add one reference to each of `blocks` (a cache hit or a fork); returns how many had reference count 0.
 
-        Raises CoreError, with nothing changed, at a block that is free and unnamed: it holds nothing.
+        Raises CoreError, and changes nothing, if a block is free and not in the cache: it holds nothing.
         """
         refs = self._refs
         revived = [block for block in blocks if not refs[block]]
         for block in revived:
-            if self._name_of[block] is None:
+            if self._hash_of[block] is None:
                 raise CoreError(f"block {block} is free and holds nothing: it cannot be shared")
         for block in revived:
             self._evictable.remove(block)
@@ -192,9 +228,10 @@ class BlockPool:
         return len(revived)
 
     def release(self, blocks: Sequence[int]) -> list[int]:
-        """Drop one reference to each of a table's `blocks` (head first); returns those that nobody refers to any more.
+        """Drop one reference to each of a table's `blocks`, given in table order; returns those that are now free.
 
-        A block with a name stays findable. Raises CoreError, with nothing changed, at a block that nobody holds.
+        A free block with a hash stays in the prefix cache. Raises CoreError, and changes nothing, if a block has no
+        reference.
         """
         refs = self._refs
         counts = [refs[block] for block in blocks]
@@ -205,7 +242,9 @@ class BlockPool:
         else:
             if 0 in counts:
                 block = blocks[counts.index(0)]
-                raise CoreError(f"block {block} is released, but nobody holds it (pool of {self.num_blocks})")
+                raise CoreError(
+                    f"block {block} is released, but its reference count is 0 (pool of {self.num_blocks} blocks)"
+                )
             for block in blocks:
                 refs[block] -= 1
             gone = [block for block, count in zip(blocks, counts, strict=True) if count == 1]
@@ -213,154 +252,140 @@ class BlockPool:
         return gone
 
     def _free(self, gone: list[int]) -> None:
-        name_of = self._name_of
-        names = [name_of[block] for block in gone]
-        if None not in names and self.retention is Retention.lru:
+        hash_of = self._hash_of
+        hashes = [hash_of[block] for block in gone]
+        if None not in hashes and self.retention is Retention.lru:
             self._evictable.push(gone)
             return
-        named = [block for block, name in zip(gone, names, strict=True) if name is not None]
+        cached = [block for block, block_hash in zip(gone, hashes, strict=True) if block_hash is not None]
         if self.retention is Retention.none:
-            self._forget(named)
-            named = []
-        self._evictable.push(named)
-        unnamed = [block for block in reversed(gone) if name_of[block] is None]
-        self._unnamed += unnamed
-        self._voided += unnamed
+            self._remove_hashes(cached)
+            cached = []
+        self._evictable.push(cached)
+        uncached = [block for block in reversed(gone) if hash_of[block] is None]
+        self._uncached += uncached
+        self._voided += uncached
 
     def drain_voided(self) -> list[int]:
-        """Blocks whose content became void since the last call, in order; their slots may be poisoned."""
+        """The blocks whose content became void since the last call, in order; their slots may be set to NaN."""
         voided, self._voided = self._voided, []
         return voided
 
     # -- the prefix cache ----------------------------------------------------------------------------------
 
-    def name(self, blocks: Sequence[int], names: Sequence[BlockName]) -> None:
-        """Enter full, referenced blocks into the prefix cache. Several blocks may carry one name.
+    def cache_full_blocks(self, blocks: Sequence[int], hashes: Sequence[BlockHash]) -> None:
+        """Enter full blocks with references into the prefix cache. Several blocks may have the same hash.
 
-        Raises CoreError, with nothing changed, when a block has a name already or nobody holds it.
+        Raises CoreError, and changes nothing, if a block has a hash already or no reference.
         """
-        self._enter(blocks, names)
-        self._index.add(names, blocks)
+        self._set_hashes(blocks, hashes)
+        self._index.add(hashes, blocks)
         if self.events is not None:
-            self.events.append(BlocksStored(tuple(names), tuple(blocks)))
+            self.events.append(BlocksStored(tuple(hashes), tuple(blocks)))
 
-    def name_private(self, blocks: Sequence[int], first: int) -> None:
-        """Mark full, referenced blocks as reusable by their owner alone, who remembers them; names from `first` on."""
-        self._enter(blocks, range(first, first + len(blocks)))
+    def cache_private_blocks(self, blocks: Sequence[int], first: int) -> None:
+        """Keep full blocks for their own request only; their private hashes are `first`, `first + 1`, and so on.
 
-    def _enter(self, blocks: Sequence[int], names: Sequence[BlockName]) -> None:
-        refs, name_of = self._refs, self._name_of
-        if len(names) != len(blocks):
-            raise CoreError(f"{len(blocks)} blocks cannot carry {len(names)} names")
-        bad = [block for block in blocks if not refs[block] or name_of[block] is not None]
+        They stay in the free queue's cached part when they are released, but no lookup by hash finds them: the request
+        remembers their ids.
+        """
+        self._set_hashes(blocks, range(first, first + len(blocks)))
+
+    def _set_hashes(self, blocks: Sequence[int], hashes: Sequence[BlockHash]) -> None:
+        refs, hash_of = self._refs, self._hash_of
+        if len(hashes) != len(blocks):
+            raise CoreError(f"{len(blocks)} blocks were given with {len(hashes)} hashes")
+        bad = [block for block in blocks if not refs[block] or hash_of[block] is not None]
         if bad:
             raise CoreError(
-                f"block {bad[0]} cannot be named: {refs[bad[0]]} references, "
-                f"named before: {name_of[bad[0]] is not None}"
+                f"block {bad[0]} cannot be cached: {refs[bad[0]]} references, "
+                f"in the cache already: {hash_of[bad[0]] is not None}"
             )
-        for block, name in zip(blocks, names, strict=True):
-            name_of[block] = name
+        for block, block_hash in zip(blocks, hashes, strict=True):
+            hash_of[block] = block_hash
 
-    def unname(self, blocks: Sequence[int]) -> None:
-        """Take referenced blocks out of the prefix cache: they are about to be rewritten. Unnamed ones stay so.
+    def uncache(self, blocks: Sequence[int]) -> None:
+        """Remove the hashes of blocks that are about to be rewritten. Blocks without a hash are left as they are.
 
-        Raises CoreError, with nothing changed, at a block that nobody holds.
+        Raises CoreError, and changes nothing, if a block has no reference.
         """
         if self.unreferenced(blocks):
-            raise CoreError("only a block that somebody holds can be rewritten")
-        self._forget([block for block in blocks if self._name_of[block] is not None])
+            raise CoreError("only a block with a reference can be rewritten")
+        self._remove_hashes([block for block in blocks if self._hash_of[block] is not None])
 
-    def _forget(self, blocks: Sequence[int]) -> None:
-        """Take named blocks out of the cache; private ones stand in no index."""
-        name_of = self._name_of
-        names = [name_of[block] for block in blocks]
+    def _remove_hashes(self, blocks: Sequence[int]) -> None:
+        """Remove the hashes of `blocks`. Private hashes are not in the index."""
+        hash_of = self._hash_of
+        hashes = [hash_of[block] for block in blocks]
         for block in blocks:
-            name_of[block] = None
-        if len(names) == 1 and type(names[0]) is int:
+            hash_of[block] = None
+        if len(hashes) == 1 and type(hashes[0]) is int:
             return
-        if int in set(map(type, names)):
-            public = [pair for pair in zip(names, blocks, strict=True) if type(pair[0]) is not int]
-            names, blocks = [name for name, _ in public], [block for _, block in public]
-        self._index.drop(names, blocks)
-        if names and self.events is not None:
-            self.events.append(BlocksRemoved(tuple(names), tuple(blocks)))
+        if int in set(map(type, hashes)):
+            public = [pair for pair in zip(hashes, blocks, strict=True) if type(pair[0]) is not int]
+            hashes, blocks = [block_hash for block_hash, _ in public], [block for _, block in public]
+        self._index.drop(hashes, blocks)
+        if hashes and self.events is not None:
+            self.events.append(BlocksRemoved(tuple(hashes), tuple(blocks)))
 
-    def name_of(self, block: int) -> BlockName | None:
-        """The name of `block`, None if it is not in the prefix cache."""
-        return self._name_of[block]
+    def hash_of(self, block: int) -> BlockHash | None:
+        """The hash of `block`, None if it is not in the prefix cache."""
+        return self._hash_of[block]
 
-    def find(self, names: Sequence[BlockName]) -> list[int]:
-        """Blocks of the longest leading run of `names` that is in the cache. A pure query."""
-        return self._index.find(names)
+    def find(self, hashes: Sequence[BlockHash]) -> list[int]:
+        """The blocks of the longest prefix of `hashes` that is in the cache. Changes nothing."""
+        return self._index.find(hashes)
 
-    def first_holder(self, name: BlockName) -> int | None:
-        """The block that was entered first under `name`, or None."""
-        return self._index.first(name)
+    def first_block(self, block_hash: BlockHash) -> int | None:
+        """The oldest block in the cache with `block_hash`, or None."""
+        return self._index.first(block_hash)
 
     def reset(self) -> None:
-        """Empty the prefix cache. Raises CoreError, with nothing changed, while a block is in use."""
+        """Empty the prefix cache. Raises CoreError, and changes nothing, while a block is in use."""
         if self.live_blocks:
             raise CoreError(f"the prefix cache cannot be emptied while {self.live_blocks} blocks are in use")
         cached = self._evictable.pop(len(self._evictable))
         for block in cached:
-            self._name_of[block] = None
+            self._hash_of[block] = None
         self._index.clear()
-        self._unnamed += reversed(cached)  # the order of eviction stays
+        self._uncached += reversed(cached)  # so that the order of eviction stays
         self._voided += cached
         if self.events is not None:
             self.events.append(CacheCleared())
 
     def check(self, references: dict[int, int]) -> None:
-        """Verify every invariant, given how often each block stands in the live tables. Raises InvariantError."""
-        check_pool(self._refs, self._unnamed, self._evictable, self._name_of, self._index, references)
+        """Verify every invariant with `check_pool`; `references` has the table entries of each block."""
+        check_pool(self._refs, self._uncached, self._evictable, self._hash_of, self._index, references)
 
 
 def check_pool(
     refs: Sequence[int],
-    unnamed: Sequence[int],
+    uncached: Sequence[int],
     evictable: EvictionQueue,
-    name_of: Sequence[BlockName | None],
-    index: NameIndex,
+    hash_of: Sequence[BlockHash | None],
+    index: HashIndex,
     references: Mapping[int, int],
 ) -> None:
-    """Counts equal table entries; free means count 0; named and free means evictable; names and index agree."""
+    """Raise InvariantError unless all of this holds:
+
+    Reference counts equal the table entries. The free queue holds exactly the blocks with count 0. Free blocks with a
+    hash are in the eviction queue. The hashes of the blocks and the index agree.
+    """
     everyone = range(1, len(refs))
     wrong = next((block for block in everyone if refs[block] != references.get(block, 0)), None)
     if wrong is not None:
-        raise InvariantError(f"block {wrong}: count {refs[wrong]}, tables {references.get(wrong, 0)}")
-    cached = evictable.blocks()
-    free = sorted([*unnamed, *cached])
-    if free != [block for block in everyone if not refs[block]] or len(cached) != len(evictable):
         raise InvariantError(
-            f"the free queue holds {len(free)} blocks, unreferenced or doubled ones differ from it"
+            f"block {wrong}: reference count {refs[wrong]}, table entries {references.get(wrong, 0)}"
         )
-    named = {block for block in everyone if name_of[block] is not None}
-    if not named >= set(cached) or not named.isdisjoint(unnamed):
-        raise InvariantError("a free block is in the wrong half of the free queue")
-    public = [(block, name_of[block]) for block in sorted(named) if type(name_of[block]) is not int]
+    in_queue = evictable.blocks()
+    free = sorted([*uncached, *in_queue])
+    if free != [block for block in everyone if not refs[block]] or len(in_queue) != len(evictable):
+        raise InvariantError(
+            f"the free queue has {len(free)} entries, which are not exactly the blocks with reference count 0"
+        )
+    cached = {block for block in everyone if hash_of[block] is not None}
+    if not cached >= set(in_queue) or not cached.isdisjoint(uncached):
+        raise InvariantError("a free block is in the wrong part of the free queue")
+    public = [(block, hash_of[block]) for block in sorted(cached) if type(hash_of[block]) is not int]
     if index.pairs() != public:
-        raise InvariantError(f"{len(public)} blocks have a name, the index disagrees with them")
-
-
-@dataclass(frozen=True, slots=True)
-class BlocksStored:
-    """Blocks became findable under `names`, in prefix order. Blocks private to a request are not announced."""
-
-    names: tuple[BlockName, ...]
-    blocks: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class BlocksRemoved:
-    """Blocks are no longer findable: they were evicted, or their names were dropped."""
-
-    names: tuple[BlockName, ...]
-    blocks: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class CacheCleared:
-    """Every name was dropped at once."""
-
-
-CacheEvent = BlocksStored | BlocksRemoved | CacheCleared
+        raise InvariantError(f"{len(public)} blocks have a hash, the index has other entries")

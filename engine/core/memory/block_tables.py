@@ -1,24 +1,25 @@
 """Block tables over one pool, and the counters that are kept with them.
 
 A table lists the blocks of one sequence. Tables grow, are shared, copied, cut and dropped here. Every operation
-updates the reference counts, the table entries and the written slots together, so slot usage costs nothing to read.
+updates the reference counts, the table entries and the written slots together, so reading the slot usage is cheap.
 """
 
 from collections import Counter
-from collections.abc import Sequence as Values
+from collections.abc import Sequence
 
 from engine.core.errors import CoreError, InvariantError, UnknownSequenceError
 from engine.core.memory.block_pool import BlockPool
 from engine.core.plan import SlotUsage
 from engine.core.request import Request
-from engine.core.sequence import Sequence
+from engine.core.sequence import SequenceState
 
 
-class SlotBooks:
-    """Written slots, table entries, and the slots of last blocks that their owner will never fill.
+class SlotCounters:
+    """Counters of the live tables: written slots, table entries, and slots that will never be filled (`internal`).
 
-    `written` counts a shared slot once and is ahead of the tensors by the step under way. The final length of every
-    sequence is known in replay, so an unfillable slot is known when its block is taken.
+    `written` counts a shared slot once, and already includes the step that is being scheduled. A replay knows the
+    final length of every sequence. So the slots of a last block that will never be filled are known when the block is
+    allocated.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -29,22 +30,22 @@ class SlotBooks:
         self._unfillable: dict[int, int] = {}
 
     def block_taken(self, request: Request, block: int, index: int) -> None:
-        """`block` stands at position `index` of a table of `request`."""
+        """`block` was put at position `index` of a table of `request`."""
         unfillable = (index + 1) * self.block_size - request.final_kv_tokens
         if unfillable > 0:
             self._unfillable[block] = unfillable
             self.internal += unfillable
 
     def block_dropped(self, block: int) -> None:
-        """The last reference to a table's last block is gone."""
+        """`block` was the last of its table and has no reference any more."""
         self.internal -= self._unfillable.pop(block, 0)
 
     def unfillable_blocks(self) -> set[int]:
-        """Blocks with slots that will never be filled."""
+        """The blocks with slots that will never be filled."""
         return set(self._unfillable)
 
     def totals(self) -> tuple[int, int, int]:
-        """Written slots, table entries, and the unfillable slots summed anew: what `check()` compares."""
+        """Written slots, table entries, and unfillable slots (summed again), for `check()`."""
         return self.written, self.entries, sum(self._unfillable.values())
 
 
@@ -53,103 +54,106 @@ StaleList = list[tuple[int, int, int]]
 
 
 class BlockTables:
-    """Tables of live sequences. Every move leaves references, table entries and written slots in agreement."""
+    """The block tables of live sequences. Every method keeps references, table entries and written slots consistent.
+
+    A sequence is live from `open` to `close`. `copies` and `stale` collect work for the executor's next step.
+    """
 
     def __init__(self, pool: BlockPool, block_size: int) -> None:
         self.pool = pool
         self.block_size = block_size
-        self.books = SlotBooks(block_size)
+        self.counters = SlotCounters(block_size)
         self.copies: CopyList = []
         self.stale: StaleList = []
-        self._live: dict[Sequence, None] = {}
+        self._live: dict[SequenceState, None] = {}
 
     def blocks_of(self, tokens: int) -> int:
-        """Blocks that hold `tokens` tokens."""
+        """How many blocks `tokens` tokens need."""
         return -(-tokens // self.block_size)
 
     # -- one table -----------------------------------------------------------------------------------------
 
-    def of(self, sequence: Sequence) -> list[int]:
-        """The sequence's table; raises UnknownSequenceError where it has none."""
+    def get(self, sequence: SequenceState) -> list[int]:
+        """The table of a live sequence; raises UnknownSequenceError for another one."""
         if sequence not in self._live:
             raise UnknownSequenceError(f"{sequence} holds no blocks: never admitted, or released before")
         assert isinstance(sequence.table, list)
         return sequence.table
 
-    def open(self, sequence: Sequence, table: list[int]) -> None:
-        """`sequence` is live from now on, with `table`, which is counted already."""
+    def open(self, sequence: SequenceState, table: list[int]) -> None:
+        """Make `sequence` live with `table`, whose entries were counted before."""
         self._live[sequence] = None
         sequence.table = table
 
     def append(self, request: Request, table: list[int], count: int) -> None:
-        """`count` new blocks at the end of `table`; only the last of them can have slots that are never filled."""
+        """Append `count` new blocks to `table`; only the last of them can have slots that are never filled."""
         table += self.pool.take(count) if count > 1 else (self.pool.take_one(),)
-        self.books.entries += count
-        self.books.block_taken(request, table[-1], len(table) - 1)
+        self.counters.entries += count
+        self.counters.block_taken(request, table[-1], len(table) - 1)
 
-    def copy_tail(self, sequence: Sequence, table: list[int]) -> None:
-        """Give `sequence`, about to write into a shared partial block, a copy of it."""
+    def copy_tail(self, sequence: SequenceState, table: list[int]) -> None:
+        """Copy on write: `sequence` is about to write into a shared partial last block, so give it a copy."""
         source, (copy,) = table[-1], self.pool.take(1)
         self.pool.release([source])
         self.copies.append((source, copy))
         table[-1] = copy
-        self.books.written += sequence.computed % self.block_size
-        self.books.block_taken(sequence.request, copy, len(table) - 1)
+        self.counters.written += sequence.computed % self.block_size
+        self.counters.block_taken(sequence.request, copy, len(table) - 1)
 
-    def shared(self, table: Values[int]) -> list[int]:
-        """A second table with the same blocks."""
+    def share_table(self, table: Sequence[int]) -> list[int]:
+        """A second table that refers to the same blocks."""
         self.pool.share(table)
-        self.books.entries += len(table)
+        self.counters.entries += len(table)
         return list(table)
 
-    def copied(self, request: Request, table: Values[int], computed: int) -> list[int]:
-        """A second table with blocks of its own, to which the first one's content is copied."""
+    def copy_table(self, request: Request, table: Sequence[int], computed: int) -> list[int]:
+        """A second table with new blocks, to which the content of `table` (`computed` tokens) is copied."""
         copy: list[int] = []
         self.append(request, copy, len(table))
         self.copies += zip(table, copy, strict=True)
-        self.books.written += computed
+        self.counters.written += computed
         return copy
 
-    def close(self, sequence: Sequence) -> list[int]:
-        """Drop all references of `sequence`, which is not live any more; returns the table that it had."""
-        table = self.of(sequence)
+    def close(self, sequence: SequenceState) -> list[int]:
+        """End the life of `sequence` and drop its references; returns the table that it had."""
+        table = self.get(sequence)
         del self._live[sequence]
         self.drop(table, sequence.computed)
         sequence.table = []
         return table
 
-    def rename(self, child: Sequence, sequence: Sequence) -> None:
-        """`sequence`, which holds nothing, is live with the table of `child`, which is not live any more."""
-        table = self.of(child)
+    def move_table(self, child: SequenceState, sequence: SequenceState) -> None:
+        """Move the table of `child` to `sequence`, which must have none; `child` is not live afterwards."""
+        table = self.get(child)
         del self._live[child]
         child.table = ()
         self.open(sequence, table)
 
-    def drop(self, table: Values[int], computed: int) -> None:
-        """Drop one reference to each block; only the last can be partly written or hold slots that are never filled."""
+    def drop(self, table: Sequence[int], computed: int) -> None:
+        """Drop one reference to each block. Only the last can be partly written or have slots that are never filled."""
         gone = self.pool.release(table)
-        self.books.entries -= len(table)
+        self.counters.entries -= len(table)
         if not gone:
             return
-        self.books.written -= self.block_size * len(gone)
+        self.counters.written -= self.block_size * len(gone)
         if gone[-1] == table[-1]:
-            self.books.written += len(table) * self.block_size - computed
-            self.books.block_dropped(gone[-1])
+            self.counters.written += len(table) * self.block_size - computed
+            self.counters.block_dropped(gone[-1])
 
-    def trim(self, sequence: Sequence) -> None:
-        """Drop blocks that were taken for a step that will not run."""
-        table, keep = self.of(sequence), self.blocks_of(sequence.computed)
+    def trim(self, sequence: SequenceState) -> None:
+        """Drop blocks that were allocated for a step that will not run."""
+        table, keep = self.get(sequence), self.blocks_of(sequence.computed)
         if keep < len(table):
             self.drop(table[keep:], 0)
             del table[keep:]
 
-    def truncate(self, sequence: Sequence, tokens: int) -> int:
-        """Keep at most the first `tokens` computed tokens: later blocks are dropped, later slots of the last are void.
+    def truncate(self, sequence: SequenceState, tokens: int) -> int:
+        """Keep at most the first `tokens` computed tokens. Later blocks are dropped, later slots become void.
 
-        A partial last block that others hold too is given up whole, so that what it holds stays theirs. Returns the
-        number of tokens kept, which is `sequence.computed` from then on.
+        A shared partial last block is dropped whole, because the other sequences still need its slots. Returns the
+        number of tokens kept, the new `sequence.computed`. Raises CoreError if `tokens` is out of range.
         """
-        table, size, computed = self.of(sequence), self.block_size, sequence.computed
+        table, size, computed = self.get(sequence), self.block_size, sequence.computed
         if not 0 <= tokens <= computed:
             raise CoreError(f"{sequence}: cut to {tokens} tokens, it has {computed}")
         if tokens == computed:
@@ -160,35 +164,35 @@ class BlockTables:
         if keep < len(table):
             self.drop(table[keep:], computed - keep * size)
             del table[keep:]
-        sequence.named = min(sequence.named, tokens // size)
+        sequence.cached_blocks = min(sequence.cached_blocks, tokens // size)
         if tokens % size:
             self._void_tail(sequence, tokens % size, min(size, computed - (keep - 1) * size))
         sequence.computed = tokens
         return tokens
 
-    def _void_tail(self, sequence: Sequence, first: int, end: int) -> None:
-        """Slots `first` … `end - 1` of the last block hold nothing any more; what was findable there is not."""
+    def _void_tail(self, sequence: SequenceState, first: int, end: int) -> None:
+        """Slots `first` … `end - 1` of the last block become void, and the block leaves the prefix cache."""
         block = sequence.table[-1]
-        self.pool.unname([block])
+        self.pool.uncache([block])
         if end > first:
             self.stale.append((block, first, end))
-            self.books.written -= end - first
+            self.counters.written -= end - first
 
-    # -- the books -----------------------------------------------------------------------------------------
+    # -- counters ---------------------------------------------------------------------------------------------
 
     def usage(self) -> SlotUsage:
         """Slots by state. Any free block serves any request, so nothing is external."""
-        size, books, pool = self.block_size, self.books, self.pool
+        size, counters, pool = self.block_size, self.counters, self.pool
         free, cached = pool.free_blocks, pool.cached_blocks
         live = pool.num_blocks - free
         return SlotUsage(
-            books.written,
+            counters.written,
             cached * size,
-            live * size - books.written - books.internal,
-            books.internal,
+            live * size - counters.written - counters.internal,
+            counters.internal,
             0,
             (free - cached) * size,
-            books.entries,
+            counters.entries,
             live,
         )
 
@@ -202,19 +206,19 @@ class BlockTables:
             for index, block in enumerate(sequence.table):
                 here = min(self.block_size, sequence.computed - index * self.block_size)
                 fill[block] = max(fill.get(block, 0), here)
-        found = (sum(fill.values()), entries.total(), self.books.internal)
-        if self.books.totals() != found or not self.books.unfillable_blocks() <= set(entries):
+        found = (sum(fill.values()), entries.total(), self.counters.internal)
+        if self.counters.totals() != found or not self.counters.unfillable_blocks() <= set(entries):
             raise InvariantError(
-                f"written slots, table entries, internal slots: books {self.books.totals()}, tables {found}"
+                f"written slots, table entries, internal slots: counters {self.counters.totals()}, tables {found}"
             )
         usage = self.usage()
         if min(usage.reserved, usage.free) < 0 or usage.capacity != self.pool.num_blocks * self.block_size:
             raise InvariantError(f"slot states do not add up: {usage}")
 
-    def _check_table(self, sequence: Sequence) -> None:
+    def _check_table(self, sequence: SequenceState) -> None:
         if len(sequence.table) != self.blocks_of(sequence.computed):
             raise InvariantError(f"{sequence}: {len(sequence.table)} blocks for {sequence.computed} tokens")
-        if sequence.named > sequence.computed // self.block_size:
+        if sequence.cached_blocks > sequence.computed // self.block_size:
             raise InvariantError(
-                f"{sequence}: {sequence.named} blocks are cached, {sequence.computed} tokens fill fewer"
+                f"{sequence}: {sequence.cached_blocks} blocks are cached, {sequence.computed} tokens fill fewer blocks"
             )

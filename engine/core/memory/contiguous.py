@@ -1,24 +1,24 @@
-"""The contiguous KV cache manager: one run of slots per sequence, reserved at admission.
+"""The contiguous KV cache manager: one run of consecutive slots per sequence, reserved at admission.
 
 Serving systems did this before paging (the Orca variants of the PagedAttention paper). A reservation is a block table
-whose blocks hold one slot each and follow each other. So the same scheduler, runner and kernels serve it, and any
-difference in throughput comes from the allocator.
+of consecutive blocks with one slot each. So the same scheduler, runner and kernels serve it, and any difference in
+throughput comes from the allocator.
 """
 
-from collections.abc import Sequence as Values
+from collections.abc import Sequence
 
 from engine.core.calendar import DecodeCalendar
 from engine.core.errors import CoreError, InvariantError, OutOfBlocksError, UnknownSequenceError
-from engine.core.memory.manager import CopyList, LeapColumns, StaleList, SwapList, check_parents
+from engine.core.memory.manager import CopyList, FastForwardColumns, StaleList, SwapList, check_parents
 from engine.core.memory.placement import runs_for
 from engine.core.options import Placement, Reservation
 from engine.core.plan import SlotUsage
 from engine.core.request import Request
-from engine.core.sequence import Group, ScheduledRow, Sequence
+from engine.core.sequence import Group, ScheduledRow, SequenceState
 
 
 def reserved_slots(request: Request, reservation: Reservation, max_model_len: int) -> int:
-    """Slots reserved for each sequence of `request`, at most `max_model_len` where its KV fits that."""
+    """Slots to reserve for each sequence of `request`: at most `max_model_len`, unless its KV needs more."""
     if reservation is Reservation.max:
         return max_model_len
     if reservation is Reservation.oracle:
@@ -28,7 +28,7 @@ def reserved_slots(request: Request, reservation: Reservation, max_model_len: in
 
 
 class PendingCopies:
-    """(source, target) pairs of whole runs of slots, until the executor takes them."""
+    """(source, target) slot copies that the executor has not taken yet. They always cover whole parts of runs."""
 
     def __init__(self) -> None:
         self._pairs: CopyList = []
@@ -36,29 +36,29 @@ class PendingCopies:
     def __bool__(self) -> bool:
         return bool(self._pairs)
 
-    def add(self, sources: Values[int], targets: Values[int]) -> None:
+    def add(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy each source to its target."""
         self._pairs.extend(zip(sources, targets, strict=True))
 
     def drop_into(self, run: range) -> None:
-        """Nobody needs what would be copied into `run` any more."""
+        """Remove the copies into `run`."""
         self._pairs = [pair for pair in self._pairs if pair[1] not in run]
 
     def first_target(self, run: range) -> int | None:
-        """The first slot to which the beginning of `run` is to be copied, None where nothing is."""
+        """The first slot to which the start of `run` will be copied, or None."""
         return next((target for source, target in self._pairs if source == run.start), None)
 
     def drain(self) -> CopyList:
-        """All of them, which are then forgotten."""
+        """Return all copies and remove them."""
         pairs, self._pairs = self._pairs, []
         return pairs
 
 
 class NeverSwaps:
-    """Refuses what nobody asks who looks at `can_swap_out` first."""
+    """The swap methods of a manager that never swaps. The scheduler asks `can_swap_out` first, so none is ever used."""
 
     def can_swap_out(self, group: Group) -> bool:
-        """Never: there is no need to, and no host memory."""
+        """Always False: contiguous memory is never swapped."""
         return False
 
     def swap_out(self, group: Group) -> None:
@@ -66,7 +66,7 @@ class NeverSwaps:
         raise CoreError(f"request {group.request.request_id}: contiguous memory is not swapped")
 
     def can_swap_in(self, group: Group, spare_blocks: int) -> bool:
-        """Never: nothing was swapped out."""
+        """Always False: no group was swapped out."""
         return False
 
     def swap_in(self, group: Group) -> None:
@@ -78,15 +78,17 @@ class NeverSwaps:
         raise CoreError(f"request {group.request.request_id}: contiguous memory is not swapped")
 
     def drain_swaps(self) -> tuple[SwapList, SwapList]:
-        """None."""
+        """Two empty lists."""
         return [], []
 
 
 class ContiguousManager(NeverSwaps):
-    """A run per sequence, as long as `reservation` says, where `placement` puts it.
+    """The KV cache manager with contiguous memory. See `KVCacheManager` for the methods.
 
-    Nothing is shared: a fork copies the prompt, a re-parented beam copies what its new parent generated. Nothing is
-    ever preempted: what a sequence will write is reserved before it starts.
+    Each sequence has one run of slots: `reservation` says how long, `placement` says where. `max_model_len` is in
+    tokens. Blocks have one slot, so block ids are slot ids. No slot is shared: a fork copies the prompt, and a
+    re-parented beam copies what its new parent generated. No group is ever preempted, because everything that a
+    sequence will write is reserved before it starts.
     """
 
     block_size = 1
@@ -109,7 +111,7 @@ class ContiguousManager(NeverSwaps):
         self._runs = runs_for(placement, num_slots)
         self._empty = runs_for(placement, num_slots)
         self._spare: dict[int, list[range]] = {}  # request id: runs of branches that do not exist yet
-        self._live: dict[Sequence, range] = {}
+        self._live: dict[SequenceState, range] = {}
         self._copies = PendingCopies()
         self._voided: list[int] = []
         self._stale: StaleList = []
@@ -121,7 +123,7 @@ class ContiguousManager(NeverSwaps):
         return reserved_slots(request, self.reservation, self.max_model_len)
 
     def never_fits(self, request: Request) -> str | None:
-        """Why no schedule can serve `request`: its reservations, one per branch, exceed the pool."""
+        """Why no schedule can serve `request`, or None: its reservations, one per branch, exceed the pool."""
         length = self._length(request)
         if request.final_kv_tokens > self.max_model_len:
             return f"needs {request.final_kv_tokens} slots, a reservation has {self.max_model_len}"
@@ -133,18 +135,18 @@ class ContiguousManager(NeverSwaps):
         return None
 
     def lookup(self, group: Group) -> list[int]:
-        """No prefix is shared."""
+        """Always empty: no prefix is shared."""
         return []
 
     def can_admit(
-        self, group: Group, hits: Values[int], spare_blocks: int, tokens: int | None = None
+        self, group: Group, hits: Sequence[int], spare_blocks: int, tokens: int | None = None
     ) -> bool:
-        """Whether every branch finds a hole of its own."""
+        """Whether every branch gets a run of its own."""
         length = self._length(group.request)
         fits = self._runs.runs_of(length) >= group.width
         return fits and self._runs.free - group.width * self._runs.chunk(length) >= spare_blocks
 
-    def admit(self, group: Group, hits: Values[int]) -> None:
+    def admit(self, group: Group, hits: Sequence[int]) -> None:
         """Reserve one run per branch."""
         request, (root,), length = group.request, group.sequences, self._length(group.request)
         if self._runs.runs_of(length) < group.width:
@@ -157,16 +159,16 @@ class ContiguousManager(NeverSwaps):
         self._reserved += group.width * length
         self._never_filled += group.width * (length - request.final_kv_tokens)
 
-    def _own(self, sequence: Sequence, run: range) -> None:
+    def _own(self, sequence: SequenceState, run: range) -> None:
         self._live[sequence] = run
         sequence.table = run
 
-    def can_extend(self, rows: Values[ScheduledRow]) -> bool:
+    def can_extend(self, rows: Sequence[ScheduledRow]) -> bool:
         """Always: the slots were reserved at admission."""
         return True
 
     def extend(self, row: ScheduledRow) -> int:
-        """Nothing is taken: the row writes into the reservation."""
+        """Count the row's tokens. The slots are reserved, so no new blocks are needed: always 0."""
         self._run(row.sequence)
         self._written += row.query_len
         return 0
@@ -176,16 +178,16 @@ class ContiguousManager(NeverSwaps):
         return True
 
     def append(self, group: Group) -> int:
-        """Nothing is due."""
+        """Always 0: no new block is needed."""
         return 0
 
     def advance(self, tokens: int) -> None:
-        """Steady groups write `tokens` tokens in the step that is being scheduled."""
+        """Count `tokens` tokens that steady groups write in the step that is being scheduled."""
         self._written += tokens
 
     # -- sharing -------------------------------------------------------------------------------------------
 
-    def fork(self, parent: Sequence, children: Values[Sequence]) -> None:
+    def fork(self, parent: SequenceState, children: Sequence[SequenceState]) -> None:
         """Copy the prompt into each child's own reservation."""
         source = self._run(parent)
         for child, run in zip(children, self._spare.pop(parent.request.request_id, []), strict=True):
@@ -193,8 +195,8 @@ class ContiguousManager(NeverSwaps):
             self._copies.add(source[: parent.computed], run[: parent.computed])
             self._written += parent.computed
 
-    def reparent(self, branches: Values[Sequence], parents: Values[int]) -> None:
-        """The first child of a parent takes its run over; further ones copy the generated part into a dropped run."""
+    def reparent(self, branches: Sequence[SequenceState], parents: Sequence[int]) -> None:
+        """The first child of a parent takes over its run. Other children copy the generated part into a dropped run."""
         check_parents(branches, parents)
         runs = [self._run(branch) for branch in branches]
         dropped = [run for index, run in enumerate(runs) if index not in set(parents)]
@@ -207,11 +209,11 @@ class ContiguousManager(NeverSwaps):
             taken_over.add(parent)
             self._own(branch, run)
 
-    def promote(self, sequence: Sequence, child: Sequence) -> None:
-        """No request with forked drafts is ever accepted."""
+    def promote(self, sequence: SequenceState, child: SequenceState) -> None:
+        """Raises CoreError: requests with forked draft children are never accepted."""
         raise CoreError(f"{child} was never forked: contiguous memory has no forked drafts")
 
-    def truncate(self, sequence: Sequence, tokens: int) -> int:
+    def truncate(self, sequence: SequenceState, tokens: int) -> int:
         """Keep the first `tokens` computed tokens; the reservation stays."""
         run, computed = self._run(sequence), sequence.computed
         if not 0 <= tokens <= computed:
@@ -221,10 +223,10 @@ class ContiguousManager(NeverSwaps):
         sequence.computed = tokens
         return tokens
 
-    # -- giving back ---------------------------------------------------------------------------------------
+    # -- release -------------------------------------------------------------------------------------------
 
-    def release(self, sequence: Sequence) -> None:
-        """Give the reservation back, with those of branches that never came to be."""
+    def release(self, sequence: SequenceState) -> None:
+        """Release the reservation, and the reservations of branches that were never forked."""
         run, request = self._run(sequence), sequence.request
         del self._live[sequence]
         if self._copies:
@@ -238,10 +240,10 @@ class ContiguousManager(NeverSwaps):
         sequence.table = ()
 
     def _without_copies(self, run: range) -> range:
-        """What to give back for the run of a branch that ends before the copies of its fork have been made.
+        """The run to release for a branch that ends before the copies of its fork were made.
 
-        Those into its run are not made. Where others copy from it, the first of them takes it over instead, and the run
-        that was meant for that one is given back.
+        Copies into `run` are cancelled. If another branch would copy from `run`, the first such branch takes over `run`
+        itself, and its own run is released instead.
         """
         self._copies.drop_into(run)
         start = self._copies.first_target(run)
@@ -253,24 +255,24 @@ class ContiguousManager(NeverSwaps):
         return own
 
     def preempt(self, group: Group) -> None:
-        """Give all reservations of the group back."""
+        """Release all reservations of the group."""
         for sequence in reversed(group.holders):
             self.release(sequence)
 
-    # -- fast-forward, books -------------------------------------------------------------------------------
+    # -- fast-forward, counters -------------------------------------------------------------------------------
 
-    def leap_limit(self, calendar: DecodeCalendar, steps: int) -> int:
-        """All of them: the slots were reserved at admission."""
+    def fast_forward_limit(self, calendar: DecodeCalendar, steps: int) -> int:
+        """Always `steps`: the slots were reserved at admission."""
         return steps
 
-    def leap(self, calendar: DecodeCalendar, steps: int, first: SlotUsage) -> LeapColumns:
-        """Nothing is taken, tokens only fill the reservations."""
-        columns = LeapColumns.of(first, steps - 1, self.block_size, ())
+    def fast_forward(self, calendar: DecodeCalendar, steps: int, first: SlotUsage) -> FastForwardColumns:
+        """Count the tokens of the steps after the first. No block is allocated."""
+        columns = FastForwardColumns.of(first, steps - 1, self.block_size, ())
         self._written += (steps - 1) * calendar.rows
         return columns
 
     def usage(self, head: Request | None) -> SlotUsage:
-        """Slots by state: what placement rounds up, and holes too short for the waiting request, are external."""
+        """Slots by state. Slots lost to rounding up, and holes too short for the request `head`, are external."""
         rounded_up = self.num_blocks - self._runs.free - self._reserved
         too_short = self._runs.free_below(self._length(head)) if head is not None else 0
         return SlotUsage(
@@ -299,7 +301,7 @@ class ContiguousManager(NeverSwaps):
         return stale
 
     def check(self) -> None:
-        """Reservations, round-ups and holes cover the pool without overlap; the counters agree with the sequences."""
+        """Raise InvariantError unless reservations and holes cover the pool exactly and the counters are right."""
         runs = [*self._live.values(), *(run for spare in self._spare.values() for run in spare)]
         taken = [range(run.start, run.start + self._runs.chunk(len(run))) for run in runs]
         slots = sorted(slot for run in (*taken, *self._runs.holes()) for slot in run)
@@ -307,12 +309,12 @@ class ContiguousManager(NeverSwaps):
             raise InvariantError(f"{len(slots)} slots are reserved or free, the pool has {self.num_blocks}")
         written = sum(sequence.computed for sequence in self._live)
         if written != self._written or any(len(s.table) < s.computed for s in self._live):
-            raise InvariantError(f"written slots: books {self._written}, sequences {written}")
+            raise InvariantError(f"written slots: counters {self._written}, sequences {written}")
         usage = self.usage(None)
         if min(usage.reserved, usage.free) < 0 or usage.capacity != self.num_blocks:
             raise InvariantError(f"slot states do not add up: {usage}")
 
-    def _run(self, sequence: Sequence) -> range:
+    def _run(self, sequence: SequenceState) -> range:
         if sequence not in self._live:
             raise UnknownSequenceError(f"{sequence} has no reservation: never admitted, or released before")
         return self._live[sequence]

@@ -6,38 +6,38 @@ from typing import Protocol
 
 
 class EvictionQueue(Protocol):
-    """Unreferenced blocks that still hold a reusable prefix, in the order in which they will be given up.
+    """The cached blocks with reference count 0, in the order in which they are evicted.
 
-    A user's own order (`module:Class`) offers these methods; every block is in the queue at most once.
+    A user's own order (`cache.eviction=module:Class`) has these methods. Each block is in the queue at most once.
     """
 
     def __len__(self) -> int:
-        """Blocks in the queue."""
+        """The number of blocks in the queue."""
         ...
 
     def push(self, blocks: Sequence[int]) -> None:
-        """Blocks of one table, head of the prefix first, that nobody refers to from now on."""
+        """Add blocks of one table, which were just released, in table order."""
         ...
 
     def remove(self, block: int) -> None:
-        """Take `block` out: somebody refers to it again."""
+        """Remove `block`, because a sequence refers to it again."""
         ...
 
     def pop(self, count: int) -> list[int]:
-        """Take out the next `count` victims, the first to go first."""
+        """Remove and return the next `count` blocks to evict, in order of eviction."""
         ...
 
     def blocks(self) -> list[int]:
-        """All blocks, the first to go first."""
+        """All blocks in order of eviction."""
         ...
 
 
 class LruQueue:
-    """Least recently released table first; within one table the tail of the prefix first.
+    """Least recently released table first; within a table, the last block first.
 
-    A released table is kept as one run, so that pushing and popping cost next to nothing a block. A block that is
-    referred to again stays in its run as a stale entry, which is skipped once its turn comes; runs are rewritten
-    when stale entries outnumber the live ones, so that all operations stay O(1) amortised in time and space.
+    A released table is kept as one run, so pushing and popping are cheap per block. A block that is used again stays
+    in its run as a stale entry, which `pop` skips. The runs are rewritten when there are more stale entries than live
+    ones. So all operations are O(1) amortised in time and space.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class LruQueue:
         return self._size
 
     def push(self, blocks: Sequence[int]) -> None:
-        """One run: its last block is the first to go."""
+        """Add one run. Its last block is evicted first."""
         if blocks:
             self._runs.append(list(blocks))
             self._size += len(blocks)
@@ -64,7 +64,7 @@ class LruQueue:
             self._rewrite()
 
     def pop(self, count: int) -> list[int]:
-        """Victims from the oldest runs."""
+        """Remove and return blocks from the oldest runs."""
         victims: list[int] = []
         while len(victims) < count:
             run = self._runs[0]
@@ -85,7 +85,7 @@ class LruQueue:
             victims.append(block)
 
     def _skip(self, block: int) -> bool:
-        """Whether the next entry of `block` is stale; forgets that one."""
+        """Whether the next entry of `block` is stale; if so, that entry is counted off."""
         stale = self._stale.get(block, 0)
         if not stale:
             return False
@@ -102,7 +102,7 @@ class LruQueue:
         self.push(kept[::-1])
 
     def blocks(self) -> list[int]:
-        """All live entries, the first to go first."""
+        """All live entries in order of eviction."""
         stale, kept = dict(self._stale), []
         for run in self._runs:
             for block in reversed(run):

@@ -1,9 +1,9 @@
-"""The interface of every KV cache manager, and how the pool changes during fast-forward.
+"""The interface of all KV cache managers, and how the pool changes during fast-forward.
 
-The scheduler knows only `KVCacheManager`. So it runs on paged and on contiguous memory alike.
+The scheduler uses only `KVCacheManager`. So it runs on paged and on contiguous memory.
 """
 
-from collections.abc import Sequence as Values
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,18 +13,17 @@ from engine.core.calendar import DecodeCalendar
 from engine.core.errors import CoreError
 from engine.core.plan import IntArray, SlotUsage
 from engine.core.request import Request
-from engine.core.sequence import Group, ScheduledRow, Sequence
+from engine.core.sequence import Group, ScheduledRow, SequenceState
 
 CopyList = list[tuple[int, int]]
 StaleList = list[tuple[int, int, int]]
 SwapList = list[tuple[int, int]]
-BlocksTaken = tuple[
-    int, int, int, int
-]  # step (1 is the first after the scheduled one), blocks, blocks evicted for them, their unfillable slots
+BlocksTaken = tuple[int, int, int, int]
+"""Step (1 is the first after the scheduled one), blocks allocated, blocks evicted for them, their unfillable slots."""
 
 
-def check_parents(branches: Values[Sequence], parents: Values[int]) -> None:
-    """Raise CoreError unless each branch has a parent among them."""
+def check_parents(branches: Sequence[SequenceState], parents: Sequence[int]) -> None:
+    """Raise CoreError unless each of `branches` has a parent that is an index into `branches`."""
     count = len(branches)
     if len(parents) != count or min(parents) < 0 or max(parents) >= count:
         request_id = branches[0].request.request_id
@@ -34,8 +33,11 @@ def check_parents(branches: Values[Sequence], parents: Values[int]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class LeapColumns:
-    """The pool in the steps of a fast-forward after the first: int64 `[steps - 1]` each, entry j for step j + 1."""
+class FastForwardColumns:
+    """The pool in the steps of a fast-forward after the first, int64 `[steps - 1]`; entry j is for step j + 1.
+
+    `new_blocks` and `frees` are counts of the step itself; the other columns are states while the step runs.
+    """
 
     new_blocks: IntArray
     frees: IntArray
@@ -47,8 +49,10 @@ class LeapColumns:
     free: IntArray
 
     @classmethod
-    def of(cls, usage: SlotUsage, steps: int, block_size: int, taken: Values[BlocksTaken]) -> "LeapColumns":
-        """From the state in the first step and the blocks taken in the others; each counts from its step on."""
+    def of(
+        cls, usage: SlotUsage, steps: int, block_size: int, taken: Sequence[BlocksTaken]
+    ) -> "FastForwardColumns":
+        """Columns from the state `usage` in the first step and the blocks allocated in the later ones."""
         changes = np.zeros((3, steps), dtype=np.int64)
         for step, count, evicted, unfillable in taken:
             changes[:, step - 1] += (count, evicted, unfillable)
@@ -66,110 +70,117 @@ class LeapColumns:
 
 
 class KVCacheManager(Protocol):
-    """Hands out KV memory. Every `can_*` is a pure query, and what it allows cannot fail."""
+    """Allocates KV memory. `can_*` methods change nothing; if one returns True, the matching operation cannot fail.
+
+    In vLLM this is `KVCacheManager`: `lookup` is `get_computed_blocks`; `can_admit`, `admit`, `can_extend` and `extend`
+    together are `allocate_slots`; `release` is `free`. A block is the unit of allocation and has `block_size` slots,
+    one slot for each token. In the order of a step, the scheduler calls for a running group `can_extend` and `extend`
+    (steady groups: `can_append` and `append`), for a new group `lookup`, `can_admit`, `admit` and `extend`, and at the
+    end the `drain_*` methods, whose results go into the step plan.
+    """
 
     block_size: int
     num_blocks: int
     growth: (
         int | None
-    )  # tokens after which a decoding sequence needs more memory; None: never, it is reserved
+    )  # a decoding sequence needs a new block after so many tokens; None: never, its memory is reserved
 
     def never_fits(self, request: Request) -> str | None:
-        """Why no schedule can serve `request`, or None."""
+        """Why no schedule can serve `request`, or None if one can."""
         ...
 
-    def lookup(self, group: Group) -> Values[int]:
-        """Blocks of the longest cached prefix of the group's first sequence, leaving at least one token to compute."""
+    def lookup(self, group: Group) -> Sequence[int]:
+        """Blocks of the longest cached prefix of the group's first sequence. At least one token is left to compute."""
         ...
 
     def can_admit(
-        self, group: Group, hits: Values[int], spare_blocks: int, tokens: int | None = None
+        self, group: Group, hits: Sequence[int], spare_blocks: int, tokens: int | None = None
     ) -> bool:
-        """Whether all of the group's known tokens (or the first `tokens`) fit now, with `spare_blocks` left over."""
+        """Whether all known tokens of the group (or the first `tokens`) fit now and leave `spare_blocks` free."""
         ...
 
-    def admit(self, group: Group, hits: Values[int]) -> None:
-        """Give the group's first sequence its cached prefix."""
+    def admit(self, group: Group, hits: Sequence[int]) -> None:
+        """Open a block table for the group's first sequence, which starts with the cached blocks `hits`."""
         ...
 
-    def can_extend(self, rows: Values[ScheduledRow]) -> bool:
-        """Whether all of `rows` can be written now."""
+    def can_extend(self, rows: Sequence[ScheduledRow]) -> bool:
+        """Whether enough blocks are free for all of `rows`, which belong to one group."""
         ...
 
     def extend(self, row: ScheduledRow) -> int:
-        """Make the row's slots writable: new blocks, a copy of a shared tail. Returns the number of new blocks."""
+        """Allocate what the row writes to: new blocks, and a copy of a shared last block. Returns how many blocks."""
         ...
 
     def can_append(self, group: Group) -> bool:
-        """Whether every sequence of a steady group can have the memory that it is due."""
+        """Whether enough blocks are free to give every sequence of a steady group one more."""
         ...
 
     def append(self, group: Group) -> int:
-        """Give every sequence of a steady group the block that it is due. Returns the number of new blocks."""
+        """Give every sequence of a steady group its next block. Returns the number of new blocks."""
         ...
 
     def advance(self, tokens: int) -> None:
-        """Steady groups write `tokens` tokens in the step that is being scheduled."""
+        """Count `tokens` tokens that steady groups write in the step that is being scheduled."""
         ...
 
-    def fork(self, parent: Sequence, children: Values[Sequence]) -> None:
-        """Let `children` hold what `parent` holds."""
+    def fork(self, parent: SequenceState, children: Sequence[SequenceState]) -> None:
+        """Give `children` the tokens of `parent`: shared blocks, or copies."""
         ...
 
-    def reparent(self, branches: Values[Sequence], parents: Values[int]) -> None:
-        """Let branch i hold what branch `parents[i]` held."""
+    def reparent(self, branches: Sequence[SequenceState], parents: Sequence[int]) -> None:
+        """Give branch i the tokens that branch `parents[i]` had."""
         ...
 
-    def promote(self, sequence: Sequence, child: Sequence) -> None:
-        """Let `sequence` hold what `child` holds, and `child` nothing."""
+    def promote(self, sequence: SequenceState, child: SequenceState) -> None:
+        """Give `sequence` the block table of `child`; `child` has none afterwards."""
         ...
 
-    def truncate(self, sequence: Sequence, tokens: int) -> int:
-        """Keep at most `tokens` computed tokens; returns how many are kept."""
+    def truncate(self, sequence: SequenceState, tokens: int) -> int:
+        """Keep at most the first `tokens` computed tokens; returns how many are kept."""
         ...
 
-    def release(self, sequence: Sequence) -> None:
-        """Take all of the sequence's memory back. Raises UnknownSequenceError when it holds none."""
+    def release(self, sequence: SequenceState) -> None:
+        """Release all memory of the sequence. Raises UnknownSequenceError if it has none."""
         ...
 
     def preempt(self, group: Group) -> None:
-        """Take all of the group's memory back; it will be looked up and computed again."""
+        """Release all memory of the group, which will be looked up and computed again."""
         ...
 
     def can_swap_out(self, group: Group) -> bool:
-        """Whether the group's memory can be saved in the host's."""
+        """Whether host memory has room for the group's blocks."""
         ...
 
     def swap_out(self, group: Group) -> None:
-        """Save the group's memory in the host's and take it back."""
+        """Save the group's blocks in host memory and release them on the device."""
         ...
 
     def can_swap_in(self, group: Group, spare_blocks: int) -> bool:
-        """Whether a saved group fits now, with its next step and `spare_blocks` left over."""
+        """Whether a swapped group and its next step fit now, and `spare_blocks` blocks stay free."""
         ...
 
     def swap_in(self, group: Group) -> None:
-        """Give a saved group its memory again."""
+        """Allocate blocks for a swapped group and bring its content back."""
         ...
 
     def forget_swapped(self, group: Group) -> None:
-        """A saved group was dropped."""
+        """Release the host memory of a swapped group that will not come back."""
         ...
 
-    def leap_limit(self, calendar: DecodeCalendar, steps: int) -> int:
-        """The largest number of identical decode steps, at most `steps`, that the free blocks allow."""
+    def fast_forward_limit(self, calendar: DecodeCalendar, steps: int) -> int:
+        """How many identical decode steps, at most `steps`, the free blocks allow."""
         ...
 
-    def leap(self, calendar: DecodeCalendar, steps: int, first: SlotUsage) -> LeapColumns:
-        """Take the blocks that `steps` decode steps would, the first not counted: its slot states were `first`."""
+    def fast_forward(self, calendar: DecodeCalendar, steps: int, first: SlotUsage) -> FastForwardColumns:
+        """Allocate the blocks of `steps` decode steps except the first one, in which the pool has the state `first`."""
         ...
 
     def usage(self, head: Request | None) -> SlotUsage:
-        """Slots by state; `head` is the request at the head of the queue, None when nothing waits."""
+        """The slots by state. `head` is the request at the head of the waiting queue, None if no request waits."""
         ...
 
     def drain_copies(self) -> CopyList:
-        """Block copies to run before the next forward pass."""
+        """(source, destination) block copies to run before the next forward pass. Each call empties the list."""
         ...
 
     def drain_frees(self) -> list[int]:
@@ -177,13 +188,13 @@ class KVCacheManager(Protocol):
         ...
 
     def drain_stale(self) -> StaleList:
-        """Slots (block, first, end) of blocks in use that became void since the last call."""
+        """Slots (block, first, end) of blocks in use whose content became void since the last call."""
         ...
 
     def drain_swaps(self) -> tuple[SwapList, SwapList]:
-        """(device, host) blocks to save, and (host, device) blocks to bring back."""
+        """(device, host) blocks to save, and (host, device) blocks to bring back, since the last call."""
         ...
 
     def check(self) -> None:
-        """Verify every invariant; raises InvariantError."""
+        """Verify every invariant. Raises InvariantError."""
         ...

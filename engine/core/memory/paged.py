@@ -4,7 +4,7 @@
 """
 
 from collections import defaultdict
-from collections.abc import Sequence as Values
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -13,20 +13,25 @@ from engine.core.errors import CoreError
 from engine.core.memory.block_pool import BlockPool
 from engine.core.memory.block_tables import BlockTables
 from engine.core.memory.eviction import EvictionQueue
-from engine.core.memory.manager import CopyList, LeapColumns, StaleList, SwapList, check_parents
-from engine.core.memory.prefix_cache import BlockNaming, LookupRecord
+from engine.core.memory.manager import CopyList, FastForwardColumns, StaleList, SwapList, check_parents
+from engine.core.memory.prefix_cache import LookupRecord, PrefixCache
 from engine.core.memory.swap import HostPool, Swapper
 from engine.core.options import Retention, SpeculationMode
 from engine.core.plan import SlotUsage
 from engine.core.request import Request
-from engine.core.sequence import Group, ScheduledRow, Sequence
+from engine.core.sequence import Group, ScheduledRow, SequenceState
 
 
 class PagedManager:
-    """Block tables over one pool.
+    """The KV cache manager with paged memory: block tables over one pool. See `KVCacheManager` for the methods.
 
-    `host_blocks` is the room for swapped groups. With `copy_at_fork` branches never share a block: the comparison
-    that shows what copy-on-write saves. `deduplicate` replaces a block whose content another block held first.
+    * `num_blocks`, `block_size`: blocks in the pool, and tokens per block.
+    * `prefix_caching`, `retention`, `eviction`: whether released blocks stay findable, how long, and in which order
+      they are evicted (None: least recently used).
+    * `deduplicate`: replace a new block by an older one with the same hash.
+    * `copy_at_fork`: branches never share a block. The comparison shows what copy-on-write saves.
+    * `host_blocks`: blocks of host memory for swapped groups.
+    * `keep_events`, `keep_lookups`: record changes of the prefix cache in `pool.events`, and lookups in `lookups`.
     """
 
     def __init__(
@@ -51,34 +56,34 @@ class PagedManager:
         self.prefix_caching = prefix_caching
         self.pool = BlockPool(num_blocks, retention=retention, eviction=eviction, keep_events=keep_events)
         self.tables = BlockTables(self.pool, block_size)
-        self.naming = BlockNaming(self.tables, prefix_caching, deduplicate, copying=copy_at_fork)
-        self.swapper = Swapper(self.tables, self.naming, HostPool(host_blocks))
+        self.prefix_cache = PrefixCache(self.tables, prefix_caching, deduplicate, copying=copy_at_fork)
+        self.swapper = Swapper(self.tables, self.prefix_cache, HostPool(host_blocks))
         self._copying = CopyAtFork(self.tables) if copy_at_fork else None
         self.sharing = BranchSharing(self.tables, self._copying)
         self.sizing = PagedSizing(block_size, shares=not copy_at_fork)
         self.lookups: list[LookupRecord] | None = [] if keep_lookups else None
 
-    # -- what fits -----------------------------------------------------------------------------------------
+    # -- admission -----------------------------------------------------------------------------------------
 
     def never_fits(self, request: Request) -> str | None:
-        """Why no schedule can serve `request`: at the end its blocks exceed the pool."""
+        """Why no schedule can serve `request`, or None: at its end it needs more blocks than the pool has."""
         blocks = self.sizing.most_blocks(request)
         if blocks <= self.num_blocks:
             return None
         return f"needs {blocks} blocks of {self.block_size} tokens, the pool has {self.num_blocks}"
 
     def lookup(self, group: Group) -> list[int]:
-        """Blocks of the longest cached prefix; at least one token is left to compute. A pure query."""
+        """Blocks of the longest cached prefix. At least one token is left to compute. It changes nothing."""
         asked = (group.root_target - 1) // self.block_size
-        hits, missed = self.naming.find(group, asked)
-        if self.lookups is not None and self.naming.names(group.request):
+        hits, missed = self.prefix_cache.find(group, asked)
+        if self.lookups is not None and self.prefix_cache.serves(group.request):
             self.lookups.append(LookupRecord(group.request.request_id, asked, len(hits), missed))
         return hits
 
     def can_admit(
-        self, group: Group, hits: Values[int], spare_blocks: int, tokens: int | None = None
+        self, group: Group, hits: Sequence[int], spare_blocks: int, tokens: int | None = None
     ) -> bool:
-        """Whether all known tokens of all branches fit (or the first `tokens`): unreferenced hits are used up too."""
+        """Whether all known tokens of all branches (or the first `tokens`) fit. Hits that are free now count too."""
         pool = self.pool
         if tokens is not None and tokens < group.root_target:
             need = self.tables.blocks_of(tokens)
@@ -87,42 +92,42 @@ class PagedManager:
         need += (pool.unreferenced(hits) - len(hits)) if hits else 0
         return need + spare_blocks <= pool.free_blocks
 
-    def admit(self, group: Group, hits: Values[int]) -> None:
-        """Refer to the hits before anything else is taken, so that a hit cannot be evicted by its own request."""
+    def admit(self, group: Group, hits: Sequence[int]) -> None:
+        """Open a table with the hits. They get a reference first, so that the request cannot evict its own hits."""
         (root,) = group.sequences
-        books = self.tables.books
+        counters = self.tables.counters
         if hits:
-            books.written += self.pool.share(hits) * self.block_size
-            books.entries += len(hits)
+            counters.written += self.pool.share(hits) * self.block_size
+            counters.entries += len(hits)
         root.computed = len(hits) * self.block_size
-        self.naming.adopt(group, root, len(hits))
+        self.prefix_cache.adopt(group, root, len(hits))
         self.tables.open(root, list(hits))
 
     # -- growth --------------------------------------------------------------------------------------------
 
-    def can_extend(self, rows: Values[ScheduledRow]) -> bool:
-        """Whether the new blocks and the copies of shared tails that `rows` need are free, all together."""
+    def can_extend(self, rows: Sequence[ScheduledRow]) -> bool:
+        """Whether enough blocks are free for all new blocks and all copies of shared last blocks that `rows` need."""
         size, need, request = self.block_size, 0, rows[0].sequence.request
         for sequence, query_len, _, _ in rows:
             need -= (-sequence.computed - query_len) // size + len(sequence.table)
         if self._copying is not None:
-            need += self._copying.need(request)
+            need += self._copying.blocks_needed(request)
         elif request.width > 1 or request.speculation is not None:
             need += self._tail_copies(rows)
         return need <= 0 or need <= self.pool.free_blocks
 
-    def _tail_copies(self, rows: Values[ScheduledRow]) -> int:
-        """Each writer of a shared tail copies it, but the last holder writes in place."""
+    def _tail_copies(self, rows: Sequence[ScheduledRow]) -> int:
+        """Copies of shared partial last blocks: each writer copies, but the last one to refer to it writes in place."""
         tails = [row.sequence.table[-1] for row in rows if row.sequence.computed % self.block_size]
         return sum(min(tails.count(block), self.pool.references(block) - 1) for block in set(tails))
 
     def extend(self, row: ScheduledRow) -> int:
-        """Blocks for the row's tokens; a shared tail is replaced by a copy, unless this is its last holder."""
+        """Allocate blocks for the row's tokens, and copy a shared partial last block. Returns how many blocks."""
         sequence, query_len, _, drafts = row
         start, size, tables = sequence.computed, self.block_size, self.tables
-        self.naming.deduplicate(sequence)
-        taken = self._copying.settle(sequence.request) if self._copying is not None else 0
-        end, table = start + query_len, tables.of(sequence)
+        self.prefix_cache.deduplicate(sequence)
+        taken = self._copying.copy_tables(sequence.request) if self._copying is not None else 0
+        end, table = start + query_len, tables.get(sequence)
         if start % size and self.pool.references(table[-1]) > 1:
             tables.copy_tail(sequence, table)
             taken += 1
@@ -130,8 +135,8 @@ class PagedManager:
         if lacking > 0:
             tables.append(sequence.request, table, lacking)
             taken += lacking
-        tables.books.written += query_len
-        self.naming.full(sequence, (end - drafts) // size)
+        tables.counters.written += query_len
+        self.prefix_cache.cache_full(sequence, (end - drafts) // size)
         return taken
 
     def can_append(self, group: Group) -> bool:
@@ -139,79 +144,83 @@ class PagedManager:
         return len(group.sequences) <= self.pool.free_blocks
 
     def append(self, group: Group) -> int:
-        """One more block for every branch of a steady group; what the last ones hold is complete now."""
+        """Append a block to every branch of a steady group, and cache the blocks that are now full."""
         tables = self.tables
         for sequence in group.sequences:
-            table = tables.of(sequence)
-            self.naming.deduplicate(sequence)
-            self.naming.full(sequence, len(table))
+            table = tables.get(sequence)
+            self.prefix_cache.deduplicate(sequence)
+            self.prefix_cache.cache_full(sequence, len(table))
             tables.append(sequence.request, table, 1)
         return len(group.sequences)
 
     def advance(self, tokens: int) -> None:
-        """Steady groups write `tokens` tokens in the step that is being scheduled."""
-        self.tables.books.written += tokens
+        """Count `tokens` tokens that steady groups write in the step that is being scheduled."""
+        self.tables.counters.written += tokens
 
     # -- sharing -------------------------------------------------------------------------------------------
 
-    def fork(self, parent: Sequence, children: Values[Sequence]) -> None:
-        """Children hold the parent's blocks too; a partial tail is copied by whoever writes first."""
+    def fork(self, parent: SequenceState, children: Sequence[SequenceState]) -> None:
+        """Let children share the parent's blocks. A partial last block is copied when a branch writes to it."""
         self.sharing.fork(parent, children)
 
-    def reparent(self, branches: Values[Sequence], parents: Values[int]) -> None:
-        """Refer for all children first and drop the parents without a child last: nothing is freed in between."""
+    def reparent(self, branches: Sequence[SequenceState], parents: Sequence[int]) -> None:
+        """Give branch i the blocks of branch `parents[i]`. All references are added before any is dropped."""
         self.sharing.reparent(branches, parents)
 
-    def promote(self, sequence: Sequence, child: Sequence) -> None:
-        """`sequence` gives up what it holds and goes on with what `child` holds."""
-        self._let_go(sequence)
-        sequence.computed, sequence.named, sequence.names = child.computed, child.named, child.names
-        self.tables.rename(child, sequence)
+    def promote(self, sequence: SequenceState, child: SequenceState) -> None:
+        """Release the blocks of `sequence` and give it the table of `child`."""
+        self._release_table(sequence)
+        sequence.computed, sequence.cached_blocks, sequence.block_hashes = (
+            child.computed,
+            child.cached_blocks,
+            child.block_hashes,
+        )
+        self.tables.move_table(child, sequence)
 
-    def truncate(self, sequence: Sequence, tokens: int) -> int:
+    def truncate(self, sequence: SequenceState, tokens: int) -> int:
         """Keep at most `tokens` computed tokens; returns how many are kept (see `BlockTables.truncate`)."""
         return self.tables.truncate(sequence, tokens)
 
-    def release(self, sequence: Sequence) -> None:
-        """Drop all references. A prefix outlives its continuation in the cache."""
-        self.naming.settle(sequence)
-        self._let_go(sequence)
+    def release(self, sequence: SequenceState) -> None:
+        """Drop all references. In the cache, the first blocks of the table are evicted last."""
+        self.prefix_cache.cache_computed(sequence)
+        self._release_table(sequence)
 
-    def _let_go(self, sequence: Sequence) -> None:
+    def _release_table(self, sequence: SequenceState) -> None:
         if self._copying is not None:
             self._copying.forget(sequence)
-        self.naming.forget(sequence)
+        self.prefix_cache.forget(sequence)
         self.tables.close(sequence)
 
     # -- making room ---------------------------------------------------------------------------------------
 
     def preempt(self, group: Group) -> None:
-        """Drop everything that the group holds; what the cache keeps of it is found again by the next lookup."""
+        """Release all blocks of the group. The next lookup finds again what is still cached."""
         for sequence in group.sequences:
-            self.naming.settle(sequence)
-        self.naming.leave_trail(group)
+            self.prefix_cache.cache_computed(sequence)
+        self.prefix_cache.remember_private_blocks(group)
         for sequence in reversed(group.holders):
-            self._let_go(sequence)
+            self._release_table(sequence)
 
     def can_swap_out(self, group: Group) -> bool:
-        """Whether the host has room for the whole group."""
-        return self.swapper.can_save(group)
+        """Whether host memory has room for the whole group."""
+        return self.swapper.can_swap_out(group)
 
     def swap_out(self, group: Group) -> None:
         """Save the whole group in host memory."""
-        self.swapper.save(group)
+        self.swapper.swap_out(group)
 
     def can_swap_in(self, group: Group, spare_blocks: int) -> bool:
         """Whether the group's blocks and those of its next step fit, with `spare_blocks` left over."""
-        copies = None if self._copying is None else self._copying.need(group.request)
+        copies = None if self._copying is None else self._copying.blocks_needed(group.request)
         return self.swapper.blocks_needed(group, copies) + spare_blocks <= self.pool.free_blocks
 
     def swap_in(self, group: Group) -> None:
         """Bring the whole group back."""
-        self.swapper.bring_back(group)
+        self.swapper.swap_in(group)
 
     def forget_swapped(self, group: Group) -> None:
-        """A swapped group was dropped: its host blocks are free again."""
+        """Free the host blocks of a swapped group that will not come back."""
         self.swapper.forget(group)
 
     def reset_prefix_cache(self) -> None:
@@ -220,14 +229,14 @@ class PagedManager:
 
     # -- fast-forward --------------------------------------------------------------------------------------
 
-    def leap_limit(self, calendar: DecodeCalendar, steps: int) -> int:
-        """The largest number of decode steps, at most `steps`, whose blocks are free."""
-        return leap_limit(calendar, steps, self.block_size, self.pool.free_blocks)
+    def fast_forward_limit(self, calendar: DecodeCalendar, steps: int) -> int:
+        """How many decode steps, at most `steps`, can run with the free blocks."""
+        return fast_forward_limit(calendar, steps, self.block_size, self.pool.free_blocks)
 
-    def leap(self, calendar: DecodeCalendar, steps: int, first: SlotUsage) -> LeapColumns:
-        """Blocks of `steps` decode steps after the first, taken step by step and row by row as single steps would."""
-        columns = leap_columns(self, calendar, steps, first)
-        self.pool.drain_voided()  # evicted on the way, and counted in the columns
+    def fast_forward(self, calendar: DecodeCalendar, steps: int, first: SlotUsage) -> FastForwardColumns:
+        """Allocate the blocks of `steps` decode steps except the first, in the same order as single steps do."""
+        columns = fast_forward_columns(self, calendar, steps, first)
+        self.pool.drain_voided()  # blocks evicted during the fast-forward; `columns.frees` counts them
         return columns
 
     def usage(self, head: Request | None) -> SlotUsage:
@@ -235,22 +244,26 @@ class PagedManager:
         return self.tables.usage()
 
     def drain_copies(self) -> CopyList:
-        """Copies of shared tails to run before the next forward pass."""
+        """(source, destination) copies of blocks to run before the next forward pass."""
         copies, self.tables.copies = self.tables.copies, []
         return copies
 
     def drain_frees(self) -> list[int]:
-        """Blocks released without a name, and evicted ones."""
+        """Blocks that were released without a hash, and evicted blocks."""
         return self.pool.drain_voided()
 
     def drain_stale(self) -> StaleList:
-        """Slots of blocks in use that became void."""
+        """Slots (block, first, end) of blocks in use that became void."""
         stale, self.tables.stale = self.tables.stale, []
         return stale
 
     def drain_swaps(self) -> tuple[SwapList, SwapList]:
         """(device, host) blocks to save, (host, device) blocks to bring back."""
-        swaps, self.swapper.out, self.swapper.back = (self.swapper.out, self.swapper.back), [], []
+        swaps, self.swapper.pending_out, self.swapper.pending_in = (
+            (self.swapper.pending_out, self.swapper.pending_in),
+            [],
+            [],
+        )
         return swaps
 
     def check(self) -> None:
@@ -260,18 +273,18 @@ class PagedManager:
 
 @dataclass(frozen=True, slots=True)
 class PagedSizing:
-    """Blocks of `block_size` tokens; branches share the full blocks of their prompt where `shares`."""
+    """How many blocks a request needs. With `shares`, branches share the full blocks of their prompt."""
 
     block_size: int
     shares: bool
 
     def blocks(self, request: Request, width: int, tokens: int) -> int:
-        """Blocks of `width` branches at `tokens` each: full prompt blocks are shared, the rest counts as private."""
+        """Blocks of `width` branches with `tokens` tokens each. Only full prompt blocks count as shared."""
         shared = request.prompt_tokens // self.block_size if width > 1 and self.shares else 0
         return shared + width * (-(-tokens // self.block_size) - shared)
 
     def most_blocks(self, request: Request) -> int:
-        """The most that the request ever holds: at its end, and with forked drafts a copy beside it."""
+        """The largest number of blocks that the request ever has: at its end, plus a forked child with draft tokens."""
         blocks = self.blocks(request, request.width, request.final_kv_tokens)
         speculation = request.speculation
         if speculation is None or speculation.mode is not SpeculationMode.fork or request.output_tokens == 1:
@@ -280,86 +293,84 @@ class PagedSizing:
 
 
 class CopyAtFork:
-    """What copy-on-write saves: here every branch owns all of its blocks.
+    """Gives every branch blocks of its own, for comparison with copy-on-write.
 
-    Children still refer to their parent's blocks, and get copies of them when the request is scheduled next.
-
-    A fork is decided when a step is committed; its copies run with the next step, and so their blocks are taken with
-    it too: until then nobody writes.
+    A fork happens when a step is committed, but copies run with the next step. So a child refers to its parent's
+    blocks at first, and gets copies when the request is scheduled next. No branch writes before that.
     """
 
     def __init__(self, tables: BlockTables) -> None:
         self._tables = tables
-        self._owed: defaultdict[int, list[Sequence]] = defaultdict(list)
+        self._pending: defaultdict[int, list[SequenceState]] = defaultdict(list)
 
-    def owe(self, child: Sequence) -> None:
-        """`child` refers to blocks of another branch."""
-        self._owed[child.request.request_id].append(child)
+    def add(self, child: SequenceState) -> None:
+        """Note that `child` refers to blocks of another branch and needs copies."""
+        self._pending[child.request.request_id].append(child)
 
-    def need(self, request: Request) -> int:
-        """Blocks that the request's children lack."""
-        owed = self._owed.get(request.request_id, ())
-        return sum(len(child.table) for child in owed)
+    def blocks_needed(self, request: Request) -> int:
+        """How many blocks the copies for the request's children need."""
+        pending = self._pending.get(request.request_id, ())
+        return sum(len(child.table) for child in pending)
 
-    def settle(self, request: Request) -> int:
-        """Give all of them copies; returns how many blocks that took."""
+    def copy_tables(self, request: Request) -> int:
+        """Give all children of the request copies; returns how many blocks were allocated."""
         taken = 0
-        for child in self._owed.pop(request.request_id, ()):
-            table = self._tables.of(child)
-            copies = self._tables.copied(request, table, child.computed)
+        for child in self._pending.pop(request.request_id, ()):
+            table = self._tables.get(child)
+            copies = self._tables.copy_table(request, table, child.computed)
             self._tables.drop(table, child.computed)
             child.table = copies
             taken += len(copies)
         return taken
 
-    def forget(self, sequence: Sequence) -> None:
-        """`sequence` lets go of its blocks: nothing is owed to it any more."""
-        owed = self._owed.get(sequence.request.request_id, [])
-        if sequence in owed:
-            owed.remove(sequence)
+    def forget(self, sequence: SequenceState) -> None:
+        """`sequence` releases its blocks and needs no copies any more."""
+        pending = self._pending.get(sequence.request.request_id, [])
+        if sequence in pending:
+            pending.remove(sequence)
 
 
 class BranchSharing:
-    """Forks and re-parented beams. `copying` None: blocks are shared until somebody writes."""
+    """Forks and re-parented beams. With `copying` None, blocks are shared until a branch writes to them."""
 
     def __init__(self, tables: BlockTables, copying: CopyAtFork | None) -> None:
         self._tables = tables
         self._copying = copying
 
-    def fork(self, parent: Sequence, children: Values[Sequence]) -> None:
-        """Children hold the parent's blocks too."""
-        table = self._tables.of(parent)
+    def fork(self, parent: SequenceState, children: Sequence[SequenceState]) -> None:
+        """Give each child a table with the parent's blocks."""
+        table = self._tables.get(parent)
         for child in children:
-            child.names, child.named = parent.names, parent.named
-            self._tables.open(child, self._tables.shared(table))
+            child.block_hashes, child.cached_blocks = parent.block_hashes, parent.cached_blocks
+            self._tables.open(child, self._tables.share_table(table))
             if self._copying is not None:
-                self._copying.owe(child)
+                self._copying.add(child)
 
-    def reparent(self, branches: Values[Sequence], parents: Values[int]) -> None:
-        """Branch i holds what branch `parents[i]` held; parents without a child are dropped last."""
+    def reparent(self, branches: Sequence[SequenceState], parents: Sequence[int]) -> None:
+        """Give branch i the blocks of branch `parents[i]`. Tables of parents without a child are dropped last."""
         check_parents(branches, parents)
-        tables = [self._tables.of(branch) for branch in branches]
-        named = [branch.named for branch in branches]
+        tables = [self._tables.get(branch) for branch in branches]
+        named = [branch.cached_blocks for branch in branches]
         taken_over: set[int] = set()
         for branch, parent in zip(branches, parents, strict=True):
-            branch.named = named[parent]
+            branch.cached_blocks = named[parent]
             if parent not in taken_over:
                 branch.table = tables[parent]
                 taken_over.add(parent)
                 continue
-            branch.table = self._tables.shared(tables[parent])
+            branch.table = self._tables.share_table(tables[parent])
             if self._copying is not None:
-                self._copying.owe(branch)
+                self._copying.add(branch)
         for index, table in enumerate(tables):
             if index not in taken_over:
                 self._tables.drop(table, branches[0].computed)
 
 
-def leap_limit(calendar: DecodeCalendar, steps: int, block_size: int, free_blocks: int) -> int:
-    """The largest number of decode steps, at least 1 and at most `steps`, whose blocks are free.
+def fast_forward_limit(calendar: DecodeCalendar, steps: int, block_size: int, free_blocks: int) -> int:
+    """How many decode steps, at least 1 and at most `steps`, can run with `free_blocks`.
 
-    The first step is scheduled already. Every row takes one block in `block_size` steps, so whole rounds are counted
-    at once and only the last one is walked.
+    The first step is scheduled already. Every row needs one block per `block_size` steps. So full rounds of
+    `block_size` steps are counted at once, and only the last round is counted step by step.
     """
     rounds = min(free_blocks // max(1, calendar.rows), (steps - 1) // block_size)
     allowed, left = 1 + rounds * block_size, free_blocks - rounds * calendar.rows
@@ -371,16 +382,16 @@ def leap_limit(calendar: DecodeCalendar, steps: int, block_size: int, free_block
     return allowed
 
 
-def leap_columns(
+def fast_forward_columns(
     manager: "PagedManager", calendar: DecodeCalendar, steps: int, first: SlotUsage
-) -> LeapColumns:
-    """Take the blocks of `steps` decode steps after the first, step by step and row by row as single steps would."""
+) -> FastForwardColumns:
+    """Allocate the blocks of `steps` decode steps except the first, step by step and row by row, as single steps do."""
     taken = []
-    pool, books = manager.pool, manager.tables.books
+    pool, counters = manager.pool, manager.tables.counters
     for step in range(1, steps):
         for group in calendar.due(step):
-            cached, internal = pool.cached_blocks, books.internal
+            cached, internal = pool.cached_blocks, counters.internal
             count = manager.append(group)
-            taken.append((step, count, cached - pool.cached_blocks, books.internal - internal))
+            taken.append((step, count, cached - pool.cached_blocks, counters.internal - internal))
     manager.advance((steps - 1) * calendar.rows)
-    return LeapColumns.of(first, steps - 1, manager.block_size, taken)
+    return FastForwardColumns.of(first, steps - 1, manager.block_size, taken)

@@ -14,12 +14,12 @@ from engine.core.options import Placement
 
 
 class Runs(Protocol):
-    """Free runs of a pool with slots 1 … n."""
+    """The free runs of a pool with slots 1 … n. A run is a range of consecutive slots."""
 
     free: int
 
     def chunk(self, length: int) -> int:
-        """Slots that a run of `length` takes away."""
+        """How many slots are allocated for a run of `length`."""
         ...
 
     def holes(self) -> list[range]:
@@ -31,15 +31,15 @@ class Runs(Protocol):
         ...
 
     def free_below(self, length: int) -> int:
-        """Free slots where no run of `length` could be."""
+        """Free slots in places that are too small for a run of `length`."""
         ...
 
     def take(self, length: int) -> range:
-        """A run of `length`; raises OutOfBlocksError, with nothing changed, when there is none."""
+        """Allocate a run of `length`. Raises OutOfBlocksError, and changes nothing, if there is none."""
         ...
 
     def give(self, run: range) -> None:
-        """Give a taken run back."""
+        """Free a run. Raises CoreError if a part of it is free already."""
         ...
 
 
@@ -64,7 +64,7 @@ class FreeRuns:
 
     @staticmethod
     def chunk(length: int) -> int:
-        """Slots that a run of `length` takes away: no more than that."""
+        """How many slots are allocated for a run of `length`: exactly `length`."""
         return length
 
     def runs_of(self, length: int) -> int:
@@ -76,7 +76,7 @@ class FreeRuns:
         return sum(len(hole) for hole in self.holes() if len(hole) < length)
 
     def take(self, length: int) -> range:
-        """The first hole's head; raises OutOfBlocksError, with nothing changed, when no hole is long enough."""
+        """The start of the first hole that is long enough. Raises OutOfBlocksError, and changes nothing, if none is."""
         for index, (start, end) in enumerate(zip(self._starts, self._ends, strict=True)):
             if end - start >= length:
                 self._starts[index] += length
@@ -89,7 +89,7 @@ class FreeRuns:
         )
 
     def give(self, run: range) -> None:
-        """Give a taken run back."""
+        """Free a run. Raises CoreError if a part of it is free already."""
         at = bisect_left(self._starts, run.start)
         if (at < len(self._starts) and self._starts[at] < run.stop) or (
             at and self._ends[at - 1] > run.start
@@ -104,7 +104,7 @@ class FreeRuns:
 
 
 class BuddyRuns:
-    """Free chunks by size, lowest address first; chunks that were split apart merge again."""
+    """Free chunks by size, lowest address first. A freed chunk is merged with its buddy if that is free too."""
 
     def __init__(self, num_slots: int) -> None:
         if num_slots < 1:
@@ -119,7 +119,7 @@ class BuddyRuns:
 
     @staticmethod
     def chunk(length: int) -> int:
-        """Slots that a run of `length` takes away: the next power of two."""
+        """How many slots are allocated for a run of `length`: the next power of two."""
         return 1 << (length - 1).bit_length()
 
     def holes(self) -> list[range]:
@@ -138,7 +138,7 @@ class BuddyRuns:
         return sum(len(starts) * size for size, starts in self._free.items() if size < chunk)
 
     def take(self, length: int) -> range:
-        """The lowest chunk of the smallest size that fits; raises OutOfBlocksError, with nothing changed, if none."""
+        """The lowest chunk of the smallest fitting size. Raises OutOfBlocksError, and changes nothing, if none fits."""
         chunk = self.chunk(length)
         fitting = [size for size, starts in self._free.items() if size >= chunk and starts]
         if not fitting:
@@ -153,10 +153,10 @@ class BuddyRuns:
         return range(start + 1, start + 1 + length)
 
     def give(self, run: range) -> None:
-        """Give a taken run back. Raises CoreError, with nothing changed, at one that was not taken."""
+        """Free a run. Raises CoreError, and changes nothing, if the run is not allocated."""
         start = run.start - 1
         if start not in self._taken or self.chunk(len(run)) != self._taken[start]:
-            raise CoreError(f"slots {run.start}..{run.stop - 1} are not a taken run")
+            raise CoreError(f"slots {run.start}..{run.stop - 1} are not an allocated run")
         size = self._taken.pop(start)
         self.free += size
         while self._remove(size, start ^ size):
@@ -165,7 +165,7 @@ class BuddyRuns:
         insort(self._free[size], start)
 
     def _remove(self, size: int, start: int) -> bool:
-        """Take the free chunk at `start` out; False if there is none of this size."""
+        """Remove the free chunk at `start`; False if there is none of this size."""
         starts = self._free.get(size, [])
         at = bisect_left(starts, start)
         if at == len(starts) or starts[at] != start:

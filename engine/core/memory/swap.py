@@ -1,18 +1,18 @@
-"""Swapping: save all blocks of a preempted group in host memory, and bring them back.
+"""Swapping: save all blocks of a preempted group in host memory, and bring them back later.
 
-A group is swapped whole or not at all. A block that several branches share moves once.
+A group is swapped completely or not at all. A block that several branches share is copied once.
 """
 
 from engine.core.errors import CoreError, OutOfBlocksError, UnknownSequenceError
 from engine.core.memory.block_tables import BlockTables
-from engine.core.memory.prefix_cache import BlockNaming
-from engine.core.sequence import Group, Sequence
+from engine.core.memory.prefix_cache import PrefixCache
+from engine.core.sequence import Group, SequenceState
 
 SwapList = list[tuple[int, int]]
 
 
 class HostPool:
-    """Host blocks 0 … `num_blocks - 1`, taken last in, first out."""
+    """Host blocks 0 … `num_blocks - 1`; the block that was freed last is allocated first."""
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 0:
@@ -22,91 +22,97 @@ class HostPool:
 
     @property
     def free_blocks(self) -> int:
-        """Host blocks that hold nothing."""
+        """The number of free host blocks."""
         return len(self._free)
 
     def take(self, count: int) -> list[int]:
-        """`count` host blocks; raises OutOfBlocksError, with nothing changed, when fewer are free."""
+        """Allocate `count` host blocks. Raises OutOfBlocksError, and changes nothing, when fewer are free."""
         if count > len(self._free):
             raise OutOfBlocksError(f"{count} host blocks asked for, {len(self._free)} are free")
         return [self._free.pop() for _ in range(count)]
 
     def give(self, blocks: list[int]) -> None:
-        """Give taken blocks back. Raises CoreError, with nothing changed, at one that is free."""
+        """Free allocated blocks. Raises CoreError, and changes nothing, if one is free already."""
         twice = set(blocks) & set(self._free)
         if twice or len(set(blocks)) < len(blocks):
-            raise CoreError(f"host blocks {sorted(twice) or blocks} are given back, but are not taken")
+            raise CoreError(f"host blocks {sorted(twice) or blocks} are freed, but are not allocated")
         self._free += reversed(blocks)
 
 
 class Swapper:
-    """Moves groups between device and host. A block that several branches share moves once."""
+    """Moves groups between device and host memory. `pending_out` and `pending_in` are work for the next step."""
 
-    def __init__(self, tables: BlockTables, naming: BlockNaming, host: HostPool) -> None:
+    def __init__(self, tables: BlockTables, prefix_cache: PrefixCache, host: HostPool) -> None:
         self.host = host
-        self.out: SwapList = []  # (device, host), to be saved before the next step
-        self.back: SwapList = []  # (host, device), to be brought back
+        self.pending_out: SwapList = []  # (device, host), to be saved before the next step
+        self.pending_in: SwapList = []  # (host, device), to be brought back
         self._tables = tables
-        self._naming = naming
+        self._prefix_cache = prefix_cache
         self._saved: dict[Group, dict[int, int]] = {}  # former device block -> host block
 
-    def can_save(self, group: Group) -> bool:
-        """Whether the host has room for all blocks of `group`."""
+    def can_swap_out(self, group: Group) -> bool:
+        """Whether host memory has room for all blocks of `group`."""
         blocks = {block for sequence in group.sequences for block in sequence.table}
         return 0 < len(blocks) <= self.host.free_blocks
 
-    def save(self, group: Group) -> None:
-        """Map every block of the group to the host and drop it on the device; the tables stay, to be mapped back."""
+    def swap_out(self, group: Group) -> None:
+        """Allocate a host block for every block of the group and release the device blocks.
+
+        The sequences keep their old tables, so that `swap_in` knows which branches shared a block.
+        """
         for sequence in group.sequences:
-            self._naming.settle(sequence)
+            self._prefix_cache.cache_computed(sequence)
             self._tables.trim(sequence)
-        tables = [self._tables.of(sequence) for sequence in group.sequences]
+        tables = [self._tables.get(sequence) for sequence in group.sequences]
         blocks = list(dict.fromkeys(block for table in tables for block in table))
         saved = dict(zip(blocks, self.host.take(len(blocks)), strict=True))
         for sequence in group.sequences:
             sequence.table = self._tables.close(sequence)
-        self.out += saved.items()
+        self.pending_out += saved.items()
         self._saved[group] = saved
 
     def blocks_needed(self, group: Group, copies: int | None) -> int:
-        """Blocks that the group needs on the device to come back and take a step.
+        """How many device blocks the group needs to come back and take one step.
 
-        `copies`: blocks that its branches are owed; None: a shared tail is copied by all writers but the last.
+        `copies`: how many blocks must still be copied for its branches. None: each branch but the last one copies a
+        shared partial last block.
         """
         tails = [s.table[-1] for s in group.sequences if s.computed % self._tables.block_size]
         if copies is None:
             copies = len(tails) - len(set(tails))
         return len(self._of(group)) + len(group.sequences) - len(tails) + copies
 
-    def bring_back(self, group: Group) -> None:
-        """Blocks on the device again, shared by the branches as before."""
+    def swap_in(self, group: Group) -> None:
+        """Allocate device blocks for the group again; its branches share them as before."""
         saved = self._of(group)
         device = dict(zip(saved, self._tables.pool.take(len(saved)), strict=True))
-        self.back += [(host, device[block]) for block, host in saved.items()]
+        self.pending_in += [(host, device[block]) for block, host in saved.items()]
         held: set[int] = set()
         for sequence in group.sequences:
             self._hold(sequence, [device[block] for block in sequence.table], held)
-            self._naming.recount(sequence)
-            self._naming.settle(sequence)
-            self._naming.forget(sequence)  # its blocks are still on their way: no time to exchange them
+            self._prefix_cache.recount(sequence)
+            self._prefix_cache.cache_computed(sequence)
+            self._prefix_cache.forget(
+                sequence
+            )  # its content is not on the device yet, so its blocks cannot be replaced
         del self._saved[group]
         self.host.give(list(saved.values()))
 
-    def _hold(self, sequence: Sequence, table: list[int], held: set[int]) -> None:
-        """Open `table`, whose blocks in `held` another branch refers to already."""
+    def _hold(self, sequence: SequenceState, table: list[int], held: set[int]) -> None:
+        """Open `table` for `sequence`. Another branch refers to the blocks in `held` already."""
         tables, size = self._tables, self._tables.block_size
         fresh = [block for block in table if block not in held]
         held.update(fresh)
         tables.pool.share([block for block in table if block not in fresh])
-        tables.books.entries += len(table)
-        tables.books.written += len(fresh) * size
+        tables.counters.entries += len(table)
+        tables.counters.written += len(fresh) * size
         if fresh and fresh[-1] == table[-1]:
-            tables.books.written -= len(table) * size - sequence.computed
-            tables.books.block_taken(sequence.request, table[-1], len(table) - 1)
+            tables.counters.written -= len(table) * size - sequence.computed
+            tables.counters.block_taken(sequence.request, table[-1], len(table) - 1)
         tables.open(sequence, table)
 
     def forget(self, group: Group) -> None:
-        """The group will not come back: its host blocks are free again."""
+        """Free the host blocks of a group that will not come back."""
         self.host.give(list(self._of(group).values()))
         del self._saved[group]
 

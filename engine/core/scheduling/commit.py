@@ -1,13 +1,14 @@
-"""The commit of a step: the executor's result is applied to the groups, and the finished ones are released.
+"""The commit of a step: apply the executor's result to the groups, and release those that have finished.
 
-`CommitReport` says which requests got tokens or ended, `RequestStats` counts what happened to one request so far.
+In vLLM this is `Scheduler.update_from_output`. `CommitReport` says which requests got tokens or ended, `RequestStats`
+counts what has happened to one request so far.
 """
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from engine.core.errors import CoreError
-from engine.core.memory.manager import KVCacheManager, LeapColumns
+from engine.core.memory.manager import FastForwardColumns, KVCacheManager
 from engine.core.plan import StepPlan, StepResult
 from engine.core.scheduling.queues import RunningBatch
 from engine.core.sequence import Group
@@ -15,37 +16,38 @@ from engine.core.sequence import Group
 
 @dataclass(slots=True)
 class RequestStats:
-    """What the policy did to one request, in tokens. Hits after a preemption are kept apart from fresh ones."""
+    """Counters of one request, in tokens unless noted. Cache hits after a preemption are counted separately."""
 
     hit_tokens: int = 0
     resumed_hit_tokens: int = 0
     recomputed_tokens: int = 0
-    preemptions: int = 0
+    preemptions: int = 0  # times
     swaps: int = 0  # preemptions that saved the blocks in host memory
-    swap_fallbacks: int = 0  # preemptions that should have, but found no room there
+    swap_fallbacks: int = 0  # preemptions that should have, but host memory was full
     drafted_tokens: int = 0
     accepted_tokens: int = 0
 
 
 @dataclass(slots=True)
 class CommitReport:
-    """What a step led to: the requests whose branches each got a token, and those that ended.
+    """The outcome of a step: `emitted` are the requests whose branches each got a token, `finished` those that ended.
 
-    The first `len(plan.steady_ids)` of `emitted` are the plan's steady requests.
+    The first `len(plan.steady_ids)` entries of `emitted` are the plan's steady requests.
     """
 
     emitted: Sequence[int] = ()
     finished: list[int] = field(default_factory=list)
-    leap: LeapColumns | None = None  # how the pool changed in the further steps of a fast-forward
+    fast_forward: FastForwardColumns | None = None  # the pool in the steps after the first of a fast-forward
     tokens: Mapping[int, int] = field(
         default_factory=dict
     )  # of requests that got more than one token at once
 
 
 class Commit:
-    """Advances the running groups, forks, re-parents, verifies drafts, and lets go of what has ended.
+    """Applies step results: advances the running groups, forks and re-parents branches, verifies draft tokens, and
+    releases what has ended.
 
-    With `static`, ended requests keep their memory and return together when the whole batch has ended.
+    With `static`, ended requests keep their memory until the whole batch has ended.
     """
 
     def __init__(
@@ -63,12 +65,14 @@ class Commit:
         self._static = static
         self._held: list[Group] = []
 
-    def take(self, plan: StepPlan, result: StepResult) -> CommitReport:
-        """Take the answer to the last plan. Raises CoreError, with nothing changed, if it cannot be one."""
+    def apply(self, plan: StepPlan, result: StepResult) -> CommitReport:
+        """Apply the result of the last plan. Raises CoreError, and changes nothing, if it does not fit the plan."""
         self._check(plan, result)
         report, emitted = CommitReport(), list[int]()
-        if result.repeat > 1:
-            report.leap = self._manager.leap(self._batch.calendar, result.repeat, plan.usage)
+        if result.num_steps > 1:
+            report.fast_forward = self._manager.fast_forward(
+                self._batch.calendar, result.num_steps, plan.usage
+            )
         self._advance_steady(result, report)
         for group in list(self._batch.others):
             if group.rows:
@@ -80,8 +84,10 @@ class Commit:
         return report
 
     def _check(self, plan: StepPlan, result: StepResult) -> None:
-        if not 1 <= result.repeat <= plan.repeat:
-            raise CoreError(f"step {plan.step}: {result.repeat} steps taken, 1 to {plan.repeat} were planned")
+        if not 1 <= result.num_steps <= plan.num_steps:
+            raise CoreError(
+                f"step {plan.step}: {result.num_steps} steps taken, 1 to {plan.num_steps} were planned"
+            )
         if result.accepted:
             drafts = {row.request_id: row.drafts for row in plan.other_rows}
             for request_id, accepted in result.accepted.items():
@@ -111,7 +117,7 @@ class Commit:
 
     def _advance_steady(self, result: StepResult, report: CommitReport) -> None:
         calendar = self._batch.calendar
-        ended = calendar.tick(result.repeat)
+        ended = calendar.tick(result.num_steps)
         if result.finished:
             whole = set(ended)
             ended = [g for g in calendar.groups if g in whole or g.request.request_id in result.finished]
@@ -123,7 +129,7 @@ class Commit:
                 self._end_branches(steady, branches, report)
 
     def _end_branches(self, group: Group, branches: Collection[int], report: CommitReport) -> None:
-        """Some sampled branches ended; with the last of them the request does."""
+        """End sampled branches; the request ends with its last branch."""
         if len(branches) == group.width:
             self._finish(group, report)
             return
@@ -161,7 +167,7 @@ class Commit:
             self._manager.fork(root, group.fork())
 
     def _verify(self, group: Group, result: StepResult) -> int:
-        """Keep the accepted draft tokens and void the others; returns how many were accepted."""
+        """Keep the accepted draft tokens and drop the others; returns how many were accepted."""
         request_id, (root,) = group.request.request_id, group.sequences
         writer, accepted = group.draft or root, result.accepted.get(request_id, 0)
         drafts, start = group.drafted, writer.computed
@@ -182,18 +188,18 @@ class Commit:
         if self._static:
             self._held.append(group)
             return
-        self.let_go(group)
+        self.release_group(group)
         del self._groups[group.request.request_id]
         report.finished.append(group.request.request_id)
 
-    def let_go(self, group: Group) -> None:
-        """Take back all that the group holds."""
+    def release_group(self, group: Group) -> None:
+        """Release all memory of the group."""
         for sequence in group.holders:
             self._manager.release(sequence)
 
     def _return_batch(self, report: CommitReport) -> None:
         held, self._held = self._held, []
         for group in held:
-            self.let_go(group)
+            self.release_group(group)
             del self._groups[group.request.request_id]
             report.finished.append(group.request.request_id)

@@ -1,13 +1,13 @@
 """Continuous batching: which rows run in the next step.
 
-One loop without phases, as in vLLM's v1 scheduler. Each request has computed tokens and known tokens, and each step
-computes more of them within a token budget. Running requests come first, in order of admission. When blocks run out,
-a group is preempted: it is recomputed later, or swapped to the host. Waiting requests are then admitted in queue order,
-but only if the step has preempted nobody. Steady decoders cost time only in a step in which they need a block.
-Below `Scheduler` are the admission rules and preemption.
+There is one loop without separate prefill and decode phases, as in vLLM's v1 scheduler. Each request has computed
+tokens and known tokens, and each step computes more of them within a token budget. Running requests come first, in
+order of admission. When blocks run out, a group is preempted: it is recomputed later, or swapped to the host. Waiting
+requests are then admitted in queue order, but only if the step has preempted no group. A steady decoder costs
+scheduling time only in a step in which it needs a block. Below `Scheduler` are the admission rules and preemption.
 """
 
-from collections.abc import Sequence as Values
+from collections.abc import Sequence
 
 from engine.core.errors import CoreError, NeverFitsError
 from engine.core.memory.manager import KVCacheManager
@@ -17,12 +17,23 @@ from engine.core.policies import Admission, AdmitWhatFits, Policies
 from engine.core.request import Request
 from engine.core.scheduling.commit import Commit, CommitReport, RequestStats
 from engine.core.scheduling.queues import RunningBatch, WaitingQueue
-from engine.core.scheduling.step import Shares, StepBuilder
+from engine.core.scheduling.step import RowScheduler, StepBuilder
 from engine.core.sequence import Group
 
 
 class Scheduler:
-    """Plans steps over one KV cache manager. Alternate `schedule()` and `commit()`."""
+    """Plans steps over one KV cache manager. Call `schedule()` and `commit()` in turn:
+
+        scheduler = Scheduler(PagedManager(num_blocks=1000, block_size=16), SchedulerLimits())
+        scheduler.submit(request)
+        while scheduler.has_work:
+            plan = scheduler.schedule()
+            report = scheduler.commit(plan, executor.run(plan))
+
+    vLLM's scheduler has the same interface: `add_request`, `schedule`, `update_from_output` (here `commit`) and
+    `finish_requests` (here `abort`). `policies` replaces what `limits.policy` means. `stats` has the counters of every
+    request that was submitted.
+    """
 
     def __init__(
         self, manager: KVCacheManager, limits: SchedulerLimits, policies: Policies | None = None
@@ -30,22 +41,22 @@ class Scheduler:
         self.manager = manager
         self.limits = limits
         self.policies = policies or Policies.of(limits.policy)
-        self.waiting = WaitingQueue()  # holding nothing
+        self.waiting = WaitingQueue()  # they have no blocks on the device
         self.swapped = WaitingQueue()  # their blocks are in host memory
         self.stats: dict[int, RequestStats] = {}
         self._batch = RunningBatch(manager.growth, limits.max_batched_tokens)
         self._groups: dict[int, Group] = {}
         self._step = 0
         self._submitted = 0
-        self._open: int | None = None  # the step that is planned and not yet answered
-        self._shares = Shares(manager)
+        self._open: int | None = None  # the step that is scheduled and not yet committed
+        self._rows = RowScheduler(manager)
         self._preemptor = Preemptor(manager, self._batch, self.waiting, self.swapped, self.stats)
-        self._rules = EntryRules(manager, self._batch, limits, self.policies.admission)
+        self._admission = AdmissionRules(manager, self._batch, limits, self.policies.admission)
         self._commit = Commit(manager, self._batch, self._groups, self.stats, limits.static_batch)
 
     @property
     def has_work(self) -> bool:
-        """Whether a step can be scheduled."""
+        """Whether any request waits, runs or is swapped out: then `schedule()` can be called."""
         return bool(len(self._batch) or len(self.waiting) or len(self.swapped))
 
     @property
@@ -54,7 +65,7 @@ class Scheduler:
         return self._batch.groups()
 
     def submit(self, request: Request) -> None:
-        """Queue a request. Raises NeverFitsError, with the reason, if no schedule could ever serve it."""
+        """Add a request to the queue. Raises NeverFitsError, with the reason, if no schedule can ever serve it."""
         reason = self.never_fits(request)
         if reason:
             raise NeverFitsError(f"request {request.request_id} can never be served: it {reason}")
@@ -78,13 +89,13 @@ class Scheduler:
         return self.manager.never_fits(request)
 
     def abort(self, request_id: int) -> None:
-        """Drop a request, wherever it is; what it holds is free again. Raises CoreError if it is not there."""
+        """End a waiting, running or swapped request and release its memory. Raises CoreError if it is not there."""
         group = self._groups.get(request_id)
         if group is None:
             raise CoreError(f"request {request_id} is neither waiting nor running: it cannot be aborted")
         if group in self._batch:
             self._batch.remove(group)
-            self._commit.let_go(group)
+            self._commit.release_group(group)
         elif group in self.swapped:
             self.swapped.remove(group)
             self.manager.forget_swapped(group)
@@ -96,12 +107,12 @@ class Scheduler:
 
     # -- a step --------------------------------------------------------------------------------------------
 
-    def schedule(self, max_repeat: int = 1) -> StepPlan:
-        """The next step. With `max_repeat` above 1 the plan says how many identical steps may follow at once."""
+    def schedule(self, max_steps: int = 1) -> StepPlan:
+        """Plan the next step. With `max_steps` above 1, the plan may cover up to so many identical decode steps."""
         if self._open is not None:
             raise CoreError(f"step {self._open} waits for its result: commit it before the next is scheduled")
-        if max_repeat < 1:
-            raise CoreError(f"max_repeat is {max_repeat}, must be at least 1")
+        if max_steps < 1:
+            raise CoreError(f"max_steps is {max_steps}, must be at least 1")
         if not self.has_work:
             raise CoreError("nothing is running or waiting: there is no step to schedule")
         step = StepBuilder(self.limits.max_batched_tokens)
@@ -109,24 +120,24 @@ class Scheduler:
             self._continue_steady(step)
             self._continue_others(step)
         if not step.preempted:
-            self._bring_back(step)
+            self._swap_in_groups(step)
             if not len(self.swapped):
                 self._admit_waiting(step)
-        plan = self._plan(step, max_repeat)
+        plan = self._plan(step, max_steps)
         self._open = self._step
         self._step += 1
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult) -> CommitReport:
-        """Take the executor's answer to the last plan into the books."""
+        """Apply the executor's result of the last plan. Raises CoreError, and changes nothing, if it does not fit."""
         if plan.step != self._open:
             raise CoreError(f"step {plan.step} does not wait for a result")
-        report = self._commit.take(plan, result)
+        report = self._commit.apply(plan, result)
         self._open = None
         return report
 
     def _continue_steady(self, step: StepBuilder) -> None:
-        """Steady groups take one token a sequence; only those whose blocks are full need anything."""
+        """Each steady sequence computes one token. Only sequences whose last block is full need a new block."""
         calendar, manager = self._batch.calendar, self.manager
         for group in calendar.due():
             while group in calendar.groups and not manager.can_append(group):
@@ -139,46 +150,46 @@ class Scheduler:
         others, calendar, index, cap = self._batch.others, self._batch.calendar, 0, self._prefill_cap()
         while index < len(others) and step.budget:
             group = others[index]
-            group.rows = self._shares.rows(group, step.budget, cap)
+            group.rows = self._rows.rows(group, step.budget, cap)
             while group.rows and not self.manager.can_extend(group.rows):
                 steady = calendar.rows
                 self._make_room(step, [*calendar.groups, *others[index:]])
                 step.budget += steady - calendar.rows
             if index < len(others) and others[index] is group:
-                self._shares.extend(group, step)
+                self._rows.extend(group, step)
                 index += 1
         for group in others[index:]:
             group.rows = []
 
-    def _make_room(self, step: StepBuilder, candidates: Values[Group]) -> None:
+    def _make_room(self, step: StepBuilder, candidates: Sequence[Group]) -> None:
         """Preempt one of `candidates`, which are in running order."""
         victim = candidates[self.policies.victim.choose(candidates)]
         self._preemptor.preempt(victim, self.limits.preemption, step)
 
     def _prefill_cap(self) -> int | None:
-        """The largest chunk of one prompt: a lone request gets the whole budget."""
+        """The largest chunk of one prompt, None for no limit. A request that is alone gets the whole budget."""
         alone = len(self._batch) + len(self.waiting) <= 1
         return None if alone else self.limits.long_prefill_tokens
 
-    # -- entering ------------------------------------------------------------------------------------------
+    # -- admission -----------------------------------------------------------------------------------------
 
-    def _bring_back(self, step: StepBuilder) -> None:
-        """Swapped groups come before waiting ones; nobody enters before they are all back."""
-        while step.budget and (group := self.swapped.head) is not None and self._rules.may_return(group):
+    def _swap_in_groups(self, step: StepBuilder) -> None:
+        """Swap groups in. They come before waiting groups: no group is admitted while one is still swapped out."""
+        while step.budget and (group := self.swapped.head) is not None and self._admission.may_swap_in(group):
             self.swapped.pop()
             self.manager.swap_in(group)
             self._batch.add(group)
             step.resumed.append(group.request.request_id)
-            self._shares.enter(group, step, self._prefill_cap())
+            self._rows.enter(group, step, self._prefill_cap())
 
     def _admit_waiting(self, step: StepBuilder) -> None:
-        """In the order of the queue: the first request that does not fit ends the loop."""
+        """Admit waiting groups in queue order, up to the first one that does not fit."""
         while step.budget and (group := self.waiting.head) is not None:
             if self.limits.static_batch and len(self._batch) > len(step.admitted):
                 return
             hits = self.manager.lookup(group)
             cached = len(hits) * self.manager.block_size
-            if not self._rules.may_enter(group, hits, cached, step.budget):
+            if not self._admission.may_admit(group, hits, cached, step.budget):
                 return
             cap = self._prefill_cap()
             self.waiting.pop()
@@ -187,7 +198,7 @@ class Scheduler:
             step.hit_tokens += cached
             step.admitted.append(group.request.request_id)
             self._batch.add(group)
-            self._shares.enter(group, step, cap)
+            self._rows.enter(group, step, cap)
 
     def _note_hits(self, group: Group, cached: int) -> None:
         stats = self.stats[group.request.request_id]
@@ -199,7 +210,7 @@ class Scheduler:
 
     # -- the plan ------------------------------------------------------------------------------------------
 
-    def _plan(self, step: StepBuilder, max_repeat: int) -> StepPlan:
+    def _plan(self, step: StepBuilder, max_steps: int) -> StepPlan:
         calendar = self._batch.calendar
         self.manager.advance(calendar.rows)
         head = self.waiting.head
@@ -207,31 +218,31 @@ class Scheduler:
             self._step,
             self.manager,
             calendar,
-            self._repeat(step, max_repeat) if max_repeat > 1 else 1,
+            self._num_steps(step, max_steps) if max_steps > 1 else 1,
             len(self._batch),
             len(self.waiting) + len(self.swapped),
             head.request if head else None,
         )
 
-    def _repeat(self, step: StepBuilder, max_repeat: int) -> int:
-        """How many steps in a row are the same but for one token more per row.
+    def _num_steps(self, step: StepBuilder, max_steps: int) -> int:
+        """How many identical decode steps the plan covers (fast-forward); the steps differ by one token per row.
 
-        All running sequences decode, and nothing can change until one finishes, a block is short, or a request
-        arrives (the caller cuts there). A waiting request that was refused now is refused until then: free blocks
-        only get fewer, and no block that it could hit is made by decoding. Only a user's own admission policy might
-        change its mind.
+        All running sequences decode. Nothing can change until a sequence finishes, blocks run out, or a request
+        arrives; the caller shortens the fast-forward at an arrival. A waiting request that does not fit now will not
+        fit before then: free blocks only get fewer, and decoding makes no block that the request could hit. Only a
+        user's own admission policy may decide differently later, so there is no fast-forward beside one.
         """
         calendar = self._batch.calendar
         if not step.only_steady or self._batch.others or not calendar.rows:
             return 1
-        if len(self.waiting) and not self._rules.only_built_in:
+        if len(self.waiting) and not self._admission.only_built_in:
             return 1
-        steps = min(max_repeat, calendar.steps_to_end())
-        return self.manager.leap_limit(calendar, steps) if steps > 1 else 1
+        steps = min(max_steps, calendar.steps_to_end())
+        return self.manager.fast_forward_limit(calendar, steps) if steps > 1 else 1
 
 
-class EntryRules:
-    """The rules for waiting and for swapped groups. Every one is a pure query."""
+class AdmissionRules:
+    """Decides whether a waiting or a swapped group may join the batch now. No method changes anything."""
 
     def __init__(
         self, manager: KVCacheManager, batch: RunningBatch, limits: SchedulerLimits, policy: Admission
@@ -244,23 +255,23 @@ class EntryRules:
 
     @property
     def only_built_in(self) -> bool:
-        """Whether a group that was refused stays refused as long as nothing is released."""
+        """Whether no policy of the user's is asked: then a refused group stays refused until memory is released."""
         return isinstance(self._policy, AdmitWhatFits)
 
     def _spare_blocks(self) -> int:
         return self._watermark if len(self._batch) else 0
 
-    def _has_place(self, group: Group) -> bool:
+    def _has_room(self, group: Group) -> bool:
         return self._batch.sequences + group.width <= self._limits.max_running
 
-    def may_return(self, group: Group) -> bool:
-        """Whether the batch has places for every branch of a swapped group, and the pool room for it."""
-        return self._has_place(group) and self._manager.can_swap_in(group, self._spare_blocks())
+    def may_swap_in(self, group: Group) -> bool:
+        """Whether the batch has room for every branch of a swapped group, and the pool has enough blocks."""
+        return self._has_room(group) and self._manager.can_swap_in(group, self._spare_blocks())
 
-    def may_enter(self, group: Group, hits: Values[int], cached: int, budget: int) -> bool:
-        """Whether the batch has places for every branch, the budget for the prompt, and the pool room for it."""
+    def may_admit(self, group: Group, hits: Sequence[int], cached: int, budget: int) -> bool:
+        """Whether the batch has room for every branch, the budget is large enough, and the pool has enough blocks."""
         limits = self._limits
-        if not self._has_place(group):
+        if not self._has_room(group):
             return False
         if not limits.chunked_prefill and group.root_target - cached > budget:
             return False
@@ -270,7 +281,7 @@ class EntryRules:
         return self.only_built_in or self._is_allowed(group.request)
 
     def _is_allowed(self, request: Request) -> bool:
-        """Whether the user's policy lets `request` in; it cannot keep everybody out of an empty batch."""
+        """Whether the user's policy admits `request`. Raises CoreError if it refuses while the batch is empty."""
         usage, running = self._manager.usage(None), len(self._batch)
         if self._policy.allows(request, (usage.free + usage.cached) // self._manager.block_size, running):
             return True
@@ -283,7 +294,7 @@ class EntryRules:
 
 
 class Preemptor:
-    """Takes a group out of the batch, whole, and into one of the scheduler's two queues."""
+    """Moves a whole group from the batch to the waiting queue or to the swapped queue."""
 
     def __init__(
         self,
@@ -300,7 +311,7 @@ class Preemptor:
         self._stats = stats
 
     def preempt(self, victim: Group, mode: Preemption, step: StepBuilder) -> None:
-        """Save the victim in host memory, or drop it to be computed again."""
+        """Swap the victim to host memory, or drop its blocks so that it is computed again."""
         stats = self._stats[victim.request.request_id]
         stats.preemptions += 1
         step.preempted.append(victim.request.request_id)
@@ -323,7 +334,10 @@ class Preemptor:
 
 
 def _should_swap(victim: Group, mode: Preemption) -> bool:
-    """What has generated nothing yet is cheaper to compute again; drafts under way are not worth saving."""
+    """Whether to swap `victim` out.
+
+    A group without generated tokens is cheaper to compute again. A group with a draft child is not swapped either.
+    """
     if mode is Preemption.recompute or not victim.generated or victim.draft is not None:
         return False
     return mode is Preemption.swap or len(victim.sequences) > 1

@@ -1,11 +1,10 @@
 """The step that is being scheduled: its rows, the memory they write to, and the finished plan.
 
-A group contributes chunks of its prompt, or one token per branch. After a preemption its branches compute their tokens
-again. Steady decoders come from the calendar as arrays, all others row by row.
+A group adds a chunk of its prompt, or one token per branch. After a preemption its branches compute their tokens
+again. Rows of steady decoders come from the calendar as arrays; all other rows are made one by one.
 """
 
-from collections.abc import Iterator
-from collections.abc import Sequence as Table
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import overload
 
@@ -16,16 +15,16 @@ from engine.core.memory.manager import KVCacheManager
 from engine.core.options import SpeculationMode
 from engine.core.plan import ArrayRows, IntArray, Row, StepPlan
 from engine.core.request import Request
-from engine.core.sequence import Group, ScheduledRow, Sequence
+from engine.core.sequence import Group, ScheduledRow, SequenceState
 
 
-def written(table: Table[int], tokens: int) -> Table[int]:
-    """A table as an executor sees it: of a reservation, as much as holds `tokens` tokens."""
+def written_table(table: Sequence[int], tokens: int) -> Sequence[int]:
+    """The table for an executor: of a contiguous reservation only the first `tokens` slots, else the whole table."""
     return table[:tokens] if isinstance(table, range) else table
 
 
 class BatchRows(ArrayRows):
-    """Steady rows first, then `others`. `now` is the calendar's clock at this step."""
+    """The rows of a step: steady rows first, then `others`. `now` is the calendar's clock at this step."""
 
     def __init__(self, steady: SteadyRows, now: int, others: list[Row]) -> None:
         self.others = others
@@ -55,7 +54,7 @@ class BatchRows(ArrayRows):
             contexts = (self._steady.bases + self._now).tolist()
             rows = zip(self._steady.sequences, self._steady.tables, contexts, strict=True)
             steady = [
-                Row(s.request.request_id, s.branch, context, 1, True, written(table, context + 1))
+                Row(s.request.request_id, s.branch, context, 1, True, written_table(table, context + 1))
                 for s, table, context in rows
             ]
             self._rows = [*steady, *self.others]
@@ -81,7 +80,7 @@ class BatchRows(ArrayRows):
 
 @dataclass(slots=True)
 class StepBuilder:
-    """What the step holds so far; `budget` query tokens are left."""
+    """The step so far; `budget` is the number of query tokens that can still be added."""
 
     budget: int
     rows: list[Row] = field(default_factory=list)
@@ -89,12 +88,12 @@ class StepBuilder:
     preempted: list[int] = field(default_factory=list)
     resumed: list[int] = field(default_factory=list)
     appended: dict[Group, int] = field(default_factory=dict)  # new blocks of steady groups
-    new_blocks: int = 0  # of the others
+    new_blocks: int = 0  # of groups that are not steady
     hit_tokens: int = 0
 
     @property
     def only_steady(self) -> bool:
-        """Whether nothing but steady decoding happens in the step."""
+        """Whether the step has only steady rows, and no group is admitted, preempted or swapped in."""
         return not (self.rows or self.admitted or self.preempted or self.resumed)
 
     def plan(
@@ -102,12 +101,12 @@ class StepBuilder:
         step: int,
         manager: KVCacheManager,
         calendar: DecodeCalendar,
-        repeat: int,
+        num_steps: int,
         running: int,
         waiting: int,
         head: Request | None,
     ) -> StepPlan:
-        """The finished plan; takes what the manager has gathered for the executor."""
+        """The finished plan, with the copies, frees and swaps that the manager has collected since the last plan."""
         steady = calendar.view()
         swap_out, swap_in = manager.drain_swaps()
         return StepPlan(
@@ -115,7 +114,7 @@ class StepBuilder:
             rows=BatchRows(steady, calendar.clock.now, self.rows),
             copies=manager.drain_copies(),
             frees=manager.drain_frees(),
-            repeat=repeat,
+            num_steps=num_steps,
             admitted=self.admitted,
             preempted=self.preempted,
             new_blocks=self.new_blocks + sum(self.appended.values()),
@@ -133,7 +132,7 @@ class StepBuilder:
 
 
 def rows_of(group: Group, budget: int, prefill_cap: int | None = None) -> list[ScheduledRow]:
-    """The group's rows in a step with `budget` tokens left, chunks capped at `prefill_cap`: none, if it cannot move."""
+    """The group's rows with `budget` tokens left and chunks of at most `prefill_cap`; empty if the budget is small."""
     if not group.forked:
         return [_root_row(group, budget, prefill_cap)]
     tokens = group.tokens
@@ -145,7 +144,7 @@ def rows_of(group: Group, budget: int, prefill_cap: int | None = None) -> list[S
 
 
 def _root_row(group: Group, budget: int, prefill_cap: int | None) -> ScheduledRow:
-    """A chunk of the prompt, or of all known tokens where there is one branch; when it decodes, drafts behind it."""
+    """A chunk of the prompt (with one branch: of all known tokens), or a decode row with its draft tokens."""
     (root,) = group.sequences
     lacking = group.root_target - root.computed
     query = min(lacking, budget if prefill_cap is None else min(budget, prefill_cap))
@@ -158,7 +157,7 @@ def _root_row(group: Group, budget: int, prefill_cap: int | None) -> ScheduledRo
 
 
 def _catch_up(group: Group, lacking: list[int], budget: int) -> list[ScheduledRow]:
-    """After a preemption each branch computes its generated tokens again, all but the last."""
+    """Rows after a preemption: each branch computes its generated tokens again, except the last one."""
     rows = []
     for sequence, lack in zip(group.sequences, lacking, strict=True):
         query = min(lack - 1, budget)
@@ -168,37 +167,37 @@ def _catch_up(group: Group, lacking: list[int], budget: int) -> list[ScheduledRo
     return rows
 
 
-class Shares:
-    """Rows for groups that are not steady."""
+class RowScheduler:
+    """Makes the rows of groups that are not steady, and allocates the memory that the rows write to."""
 
     def __init__(self, manager: KVCacheManager) -> None:
         self._manager = manager
 
     def rows(self, group: Group, budget: int, prefill_cap: int | None) -> list[ScheduledRow]:
-        """The group's rows with `budget` tokens left; drafts are written where the request says."""
+        """The group's rows with `budget` tokens left. It forks the draft child if the request asks for one."""
         rows = rows_of(group, budget, prefill_cap)
         group.drafted = rows[0].drafts if rows else 0
         speculation = group.request.speculation
         if group.drafted and speculation and speculation.mode is SpeculationMode.fork:
             (root,), request = group.sequences, group.request
-            group.draft = Sequence(request, request.width, root.computed)
+            group.draft = SequenceState(request, request.width, root.computed)
             self._manager.fork(root, [group.draft])
             rows = [rows[0]._replace(sequence=group.draft)]
         return rows
 
     def extend(self, group: Group, step: StepBuilder) -> None:
-        """Take the memory of the group's rows, which must be free, and put them into the step."""
+        """Allocate memory for the group's rows and add them to the step. `can_extend` must have been true."""
         request_id = group.request.request_id
         for row in group.rows:
             sequence, query_len, samples, drafts = row
             context = sequence.computed
             step.new_blocks += self._manager.extend(row)
             step.budget -= query_len
-            table = written(sequence.table, context + query_len)
+            table = written_table(sequence.table, context + query_len)
             step.rows.append(Row(request_id, sequence.branch, context, query_len, samples, table, drafts))
 
     def enter(self, group: Group, step: StepBuilder, prefill_cap: int | None) -> None:
-        """The share of a group that has just come in: nothing, where its memory is not free yet."""
+        """Add the rows of a group that was just admitted or swapped in; no rows if too few blocks are free."""
         group.rows = self.rows(group, step.budget, prefill_cap)
         if group.rows and self._manager.can_extend(group.rows):
             self.extend(group, step)

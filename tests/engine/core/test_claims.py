@@ -374,7 +374,7 @@ def test_s1_10_the_first_miss_ends_a_lookup() -> None:
     prompt.sequences[0].computed = 13
     again = Group(Request(1, 13, 1, identity=TokenIdentity(1, np.arange(13))))
     assert len(manager.lookup(again)) == 3
-    manager.pool.unname([prompt.sequences[0].table[1]])
+    manager.pool.uncache([prompt.sequences[0].table[1]])
     assert manager.lookup(again) == prompt.sequences[0].table[:1]
 
 
@@ -507,8 +507,8 @@ def test_s2_16_six_tokens_hit_one_block_of_four_and_the_partial_second_has_no_na
     pool = model.scheduler.manager.pool  # type: ignore[attr-defined]
     one, other = (group.sequences[0].table for group in model.scheduler.running)
     assert (len(one), other[0]) == (2, one[0])
-    assert pool.name_of(other[1]) is None
-    assert len(TokenIdentity(1, np.arange(6)).prompt_names(4)) == 1
+    assert pool.hash_of(other[1]) is None
+    assert len(TokenIdentity(1, np.arange(6)).prompt_hashes(4)) == 1
 
 
 # -- S3 --------------------------------------------------------------------------------------------------
@@ -582,7 +582,7 @@ def test_s3_20_freeing_only_drops_one_reference() -> None:
     assert manager.pool.release(blocks) == blocks
 
 
-# -- names -----------------------------------------------------------------------------------------------
+# -- hashes ----------------------------------------------------------------------------------------------
 
 
 def test_s1_9_and_s2_10_a_name_stands_for_the_whole_prefix() -> None:
@@ -593,5 +593,5 @@ def test_s1_9_and_s2_10_a_name_stands_for_the_whole_prefix() -> None:
         stepwise.extend(bytes([byte]))
     other = PrefixHasher(b"", 4)
     other.extend(b"xaaabbbbcccc")
-    assert whole.names == stepwise.names
-    assert set(whole.names).isdisjoint(other.names)
+    assert whole.hashes == stepwise.hashes
+    assert set(whole.hashes).isdisjoint(other.hashes)

@@ -18,10 +18,10 @@ from engine.core.options import Decoding, SchedulerLimits, SpeculationMode
 from engine.core.plan import StepPlan, StepResult
 from engine.core.request import Request, Speculation
 from engine.core.scheduling.scheduler import Scheduler
-from engine.core.sequence import Group, ScheduledRow, Sequence
+from engine.core.sequence import Group, ScheduledRow, SequenceState
 
 Print = object
-SEEN_BY_NAME = (Sequence, Group)
+SEEN_BY_NAME = (SequenceState, Group)
 
 
 def fingerprint(thing: object) -> Print:
@@ -70,7 +70,7 @@ class Under:
     group: Group
 
     @property
-    def root(self) -> Sequence:
+    def root(self) -> SequenceState:
         return self.group.sequences[0]
 
 
@@ -102,7 +102,7 @@ def running(request: Request, blocks: int = 40, steps: int = 1, **limits: int) -
     "change",
     [
         lambda it: it.manager.pool.share(it.root.table),
-        lambda it: it.manager.pool.unname(it.root.table[:1]),
+        lambda it: it.manager.pool.uncache(it.root.table[:1]),
         lambda it: it.manager.pool.take(1),
         lambda it: it.manager.release(it.root),
         lambda it: it.manager.advance(1),
@@ -180,13 +180,16 @@ def test_a_double_free_is_refused() -> None:
     blocks = pool.take(2)
     pool.release(blocks[:1])
     refused(
-        pool, CoreError, f"block {blocks[0]} is released, but nobody holds it", lambda: pool.release(blocks)
+        pool,
+        CoreError,
+        f"block {blocks[0]} is released, but its reference count is 0",
+        lambda: pool.release(blocks),
     )
 
 
 def test_the_null_block_is_nobodys() -> None:
     pool = BlockPool(4)
-    pool.name(pool.take(4), [b"a", b"b", b"c", b"d"])
+    pool.cache_full_blocks(pool.take(4), [b"a", b"b", b"c", b"d"])
     refused(pool, CoreError, "block 0", lambda: pool.release([0]))
     refused(pool, CoreError, "block 0", lambda: pool.share([0]))
 
@@ -197,26 +200,33 @@ def test_a_block_that_holds_nothing_cannot_be_shared() -> None:
     refused(pool, CoreError, "block 3 is free and holds nothing", lambda: pool.share([*held, 3]))
 
 
-def test_a_free_block_cannot_be_named_and_a_named_one_not_again() -> None:
+def test_a_free_block_cannot_be_cached_and_a_cached_one_not_again() -> None:
     pool = BlockPool(4)
     held = pool.take(2)
-    pool.name(held[:1], [b"a"])
-    refused(pool, CoreError, "block 4 cannot be named: 0 references", lambda: pool.name([4], [b"b"]))
-    refused(pool, CoreError, f"block {held[0]} cannot be named", lambda: pool.name(held[::-1], [b"b", b"c"]))
+    pool.cache_full_blocks(held[:1], [b"a"])
+    refused(
+        pool, CoreError, "block 4 cannot be cached: 0 references", lambda: pool.cache_full_blocks([4], [b"b"])
+    )
+    refused(
+        pool,
+        CoreError,
+        f"block {held[0]} cannot be cached",
+        lambda: pool.cache_full_blocks(held[::-1], [b"b", b"c"]),
+    )
 
 
-def test_a_free_block_is_not_unnamed() -> None:
+def test_a_free_block_is_not_uncached() -> None:
     pool = BlockPool(4)
     pool.take(1)
-    refused(pool, CoreError, "somebody holds", lambda: pool.unname([2]))
+    refused(pool, CoreError, "a block with a reference", lambda: pool.uncache([2]))
 
 
 def test_a_name_that_does_not_exist_is_a_miss_and_changes_nothing() -> None:
     pool = BlockPool(4)
-    pool.name(pool.take(1), [b"a"])
+    pool.cache_full_blocks(pool.take(1), [b"a"])
     before = fingerprint(pool)
     assert pool.find([b"b", b"a"]) == []
-    assert pool.first_holder(b"b") is None
+    assert pool.first_block(b"b") is None
     assert fingerprint(pool) == before
 
 
@@ -246,18 +256,18 @@ def test_runs_that_were_not_taken_are_not_given_back(runs: FreeRuns | BuddyRuns)
         lambda manager, one: manager.release(one),
         lambda manager, one: manager.extend(ScheduledRow(one, 1, True)),
         lambda manager, one: manager.truncate(one, 0),
-        lambda manager, one: manager.fork(one, [Sequence(one.request, 1)]),
+        lambda manager, one: manager.fork(one, [SequenceState(one.request, 1)]),
         lambda manager, one: manager.reparent([one], [0]),
-        lambda manager, one: manager.promote(one, Sequence(one.request, 1)),
+        lambda manager, one: manager.promote(one, SequenceState(one.request, 1)),
     ],
     ids=["release", "extend", "truncate", "fork", "reparent", "promote"],
 )
 @pytest.mark.parametrize("ended", [False, True], ids=["never admitted", "ended"])
 def test_a_sequence_that_holds_nothing_is_named(
-    act: Callable[[KVCacheManager, Sequence], object], *, ended: bool
+    act: Callable[[KVCacheManager, SequenceState], object], *, ended: bool
 ) -> None:
     it = under_way()
-    one = it.root if ended else Sequence(Request(9, 4, 4))
+    one = it.root if ended else SequenceState(Request(9, 4, 4))
     if ended:
         it.manager.release(one)
     refused((it, one), UnknownSequenceError, r"sequence [79]\.0", lambda: act(it.manager, one))
@@ -265,11 +275,11 @@ def test_a_sequence_that_holds_nothing_is_named(
 
 @pytest.mark.parametrize("name", ["release", "extend", "fork", "truncate", "reparent"])
 def test_contiguous_memory_names_a_sequence_that_holds_nothing(name: str) -> None:
-    manager, one = ContiguousManager(64, 16), Sequence(Request(9, 4, 4))
+    manager, one = ContiguousManager(64, 16), SequenceState(Request(9, 4, 4))
     act = {
         "release": lambda: manager.release(one),
         "extend": lambda: manager.extend(ScheduledRow(one, 1, True)),
-        "fork": lambda: manager.fork(one, [Sequence(one.request, 1)]),
+        "fork": lambda: manager.fork(one, [SequenceState(one.request, 1)]),
         "truncate": lambda: manager.truncate(one, 0),
         "reparent": lambda: manager.reparent([one], [0]),
     }[name]
@@ -409,12 +419,12 @@ def test_parents_that_cannot_be_are_refused(parents: dict[int, list[int]]) -> No
     )
 
 
-@pytest.mark.parametrize("repeat", [0, -1, 2])
-def test_steps_that_were_not_planned_are_refused(repeat: int) -> None:
+@pytest.mark.parametrize("num_steps", [0, -1, 2])
+def test_steps_that_were_not_planned_are_refused(num_steps: int) -> None:
     scheduler, plan = running(Request(1, 9, 9))
     refused(
         scheduler,
         CoreError,
-        f"{repeat} steps taken, 1 to 1",
-        lambda: scheduler.commit(plan, StepResult(repeat)),
+        f"{num_steps} steps taken, 1 to 1",
+        lambda: scheduler.commit(plan, StepResult(num_steps)),
     )

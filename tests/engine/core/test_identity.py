@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core.errors import CoreError
-from engine.core.identity import KeyIdentity, TokenIdentity, private_name
+from engine.core.identity import KeyIdentity, TokenIdentity, private_hash
 from engine.core.options import HashAlgorithm
 
 SEGMENTS = st.lists(
@@ -29,9 +29,9 @@ def shared_blocks(one: list, other: list) -> int:
 
 @given(SEGMENTS, SEGMENTS, st.sampled_from([1, 2, 4, 8]))
 def test_keys_and_tokens_share_the_same_blocks(one: list, other: list, block_size: int) -> None:
-    by_key = [KeyIdentity(i, s).prompt_names(block_size) for i, s in enumerate((one, other))]
+    by_key = [KeyIdentity(i, s).prompt_hashes(block_size) for i, s in enumerate((one, other))]
     by_token = [
-        TokenIdentity(i, tokens_of(i, s)).prompt_names(block_size) for i, s in enumerate((one, other))
+        TokenIdentity(i, tokens_of(i, s)).prompt_hashes(block_size) for i, s in enumerate((one, other))
     ]
     assert shared_blocks(*by_key) == shared_blocks(*by_token)
 
@@ -43,7 +43,7 @@ def test_blocks_are_named_up_to_the_first_unique_token(segments: list, block_siz
         if key is None:
             break
         keyed += tokens
-    assert len(KeyIdentity(0, segments).prompt_names(block_size)) == keyed // block_size
+    assert len(KeyIdentity(0, segments).prompt_hashes(block_size)) == keyed // block_size
 
 
 @given(
@@ -58,23 +58,23 @@ def test_naming_as_tokens_come_equals_naming_all_at_once(
     growing = TokenIdentity(0, np.array(prompt, dtype=np.int64), algorithm=algorithm, share_outputs=True)
     for token in output:
         growing.extend(0, [token])
-        growing.generated_names(0, block_size)
+        growing.generated_hashes(0, block_size)
     whole = TokenIdentity(1, np.array(prompt + output, dtype=np.int64), algorithm=algorithm)
-    assert growing.generated_names(0, block_size) == whole.prompt_names(block_size)
+    assert growing.generated_hashes(0, block_size) == whole.prompt_hashes(block_size)
 
 
 def test_an_adapter_and_a_salt_are_never_confused() -> None:
     tokens = np.arange(8)
     pairs = [(None, ""), (None, "a"), ("a", ""), ("", "a"), ("a", "a"), ("aa", ""), (None, "+a")]
-    names = {TokenIdentity(0, tokens, salt, adapter=adapter).prompt_names(4)[0] for adapter, salt in pairs}
-    assert len(names) == len(pairs)
+    hashes = {TokenIdentity(0, tokens, salt, adapter=adapter).prompt_hashes(4)[0] for adapter, salt in pairs}
+    assert len(hashes) == len(pairs)
 
 
 def test_branches_that_diverge_have_different_names() -> None:
     identity = TokenIdentity(0, np.arange(6), share_outputs=True)
     identity.extend(0, [1, 2])
     identity.extend(1, [1, 3])
-    one, other = identity.generated_names(0, 4), identity.generated_names(1, 4)
+    one, other = identity.generated_hashes(0, 4), identity.generated_hashes(1, 4)
     assert one[0] == other[0]
     assert one[1] != other[1]
 
@@ -82,7 +82,7 @@ def test_branches_that_diverge_have_different_names() -> None:
 def test_outputs_are_private_unless_shared() -> None:
     identity = TokenIdentity(0, np.arange(8))
     identity.extend(0, [1, 2, 3, 4])
-    assert identity.generated_names(0, 4) == []
+    assert identity.generated_hashes(0, 4) == []
 
 
 def test_token_ids_beyond_the_range_are_refused() -> None:
@@ -91,22 +91,22 @@ def test_token_ids_beyond_the_range_are_refused() -> None:
 
 
 def test_equal_blocks_behind_different_prefixes_have_different_names() -> None:
-    one = TokenIdentity(0, np.array([1, 2, 9, 9])).prompt_names(2)
-    other = TokenIdentity(1, np.array([3, 4, 9, 9])).prompt_names(2)
+    one = TokenIdentity(0, np.array([1, 2, 9, 9])).prompt_hashes(2)
+    other = TokenIdentity(1, np.array([3, 4, 9, 9])).prompt_hashes(2)
     assert one[1] != other[1]
 
 
 def test_a_salt_isolates_tenants() -> None:
     tokens = np.arange(8)
-    assert TokenIdentity(0, tokens, "a").prompt_names(4) != TokenIdentity(0, tokens, "b").prompt_names(4)
-    assert KeyIdentity(0, [(5, 8)], "a").prompt_names(4) != KeyIdentity(0, [(5, 8)], "b").prompt_names(4)
+    assert TokenIdentity(0, tokens, "a").prompt_hashes(4) != TokenIdentity(0, tokens, "b").prompt_hashes(4)
+    assert KeyIdentity(0, [(5, 8)], "a").prompt_hashes(4) != KeyIdentity(0, [(5, 8)], "b").prompt_hashes(4)
 
 
 def test_private_names_tell_request_branch_and_position_apart() -> None:
-    names = {
-        private_name(request, branch, block)
+    hashes = {
+        private_hash(request, branch, block)
         for request in range(3)
         for branch in range(3)
         for block in range(3)
     }
-    assert len(names) == 27
+    assert len(hashes) == 27

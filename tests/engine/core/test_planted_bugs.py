@@ -13,7 +13,7 @@ from engine.core.memory.block_tables import BlockTables
 from engine.core.memory.eviction import LruQueue
 from engine.core.memory.paged import CopyAtFork, PagedManager
 from engine.core.memory.placement import BuddyRuns
-from engine.core.memory.prefix_cache import BlockNaming
+from engine.core.memory.prefix_cache import PrefixCache
 from engine.core.memory.swap import HostPool, Swapper
 from engine.core.options import Placement, Preemption, Reservation, Scheduling
 
@@ -57,7 +57,7 @@ def share_nothing(pool: BlockPool, blocks: Any) -> int:
     return 0
 
 
-def keep_the_name(pool: BlockPool, blocks: Any) -> None:
+def keep_the_hash(pool: BlockPool, blocks: Any) -> None:
     """A block that is about to be rewritten stays findable."""
 
 
@@ -75,10 +75,10 @@ def evict_silently(pool: BlockPool, count: int) -> list[int]:
     return victims
 
 
-def drop_names_at_release(real: Callable[..., list[int]]) -> Callable[..., list[int]]:
+def drop_hashes_at_release(real: Callable[..., list[int]]) -> Callable[..., list[int]]:
     def release(pool: BlockPool, blocks: Any) -> list[int]:
         gone = real(pool, blocks)
-        pool._forget([block for block in gone if pool._name_of[block] is not None])
+        pool._remove_hashes([block for block in gone if pool._hash_of[block] is not None])
         return gone
 
     return release
@@ -94,16 +94,16 @@ def lose_the_copies(manager: PagedManager) -> list[tuple[int, int]]:
 
 
 def hit_anything(real: Callable[..., list[int]]) -> Callable[..., list[int]]:
-    def find(pool: BlockPool, names: Any) -> list[int]:
-        found = real(pool, names)
-        named = [b for b in range(1, pool.num_blocks + 1) if pool._name_of[b] is not None and b not in found]
-        return [*found, *named][: len(names)]
+    def find(pool: BlockPool, hashes: Any) -> list[int]:
+        found = real(pool, hashes)
+        cached = [b for b in range(1, pool.num_blocks + 1) if pool._hash_of[b] is not None and b not in found]
+        return [*found, *cached][: len(hashes)]
 
     return find
 
 
 def compute_nothing(manager: PagedManager, group: Any) -> list[int]:
-    return manager.naming.find(group, group.root_target // manager.block_size)[0]
+    return manager.prefix_cache.find(group, group.root_target // manager.block_size)[0]
 
 
 def forget_stale_drafts(manager: PagedManager) -> list[tuple[int, int, int]]:
@@ -111,13 +111,13 @@ def forget_stale_drafts(manager: PagedManager) -> list[tuple[int, int, int]]:
     return []
 
 
-def bring_back_mixed_up(real: Callable[..., None]) -> Callable[..., None]:
-    def bring_back(swapper: Swapper, group: Any) -> None:
+def swap_in_mixed_up(real: Callable[..., None]) -> Callable[..., None]:
+    def swap_in(swapper: Swapper, group: Any) -> None:
         real(swapper, group)
-        hosts, devices = zip(*swapper.back, strict=True)
-        swapper.back = list(zip(hosts, devices[::-1], strict=True))
+        hosts, devices = zip(*swapper.pending_in, strict=True)
+        swapper.pending_in = list(zip(hosts, devices[::-1], strict=True))
 
-    return bring_back
+    return swap_in
 
 
 def leak_host_blocks(host: HostPool, blocks: list[int]) -> None:
@@ -131,11 +131,11 @@ def forget_who_is_due(real: Callable[..., list[Any]]) -> Callable[..., list[Any]
     return due
 
 
-def leap_too_far(real: Callable[..., int]) -> Callable[..., int]:
-    def leap_limit(manager: PagedManager, calendar: DecodeCalendar, steps: int) -> int:
+def fast_forward_too_far(real: Callable[..., int]) -> Callable[..., int]:
+    def fast_forward_limit(manager: PagedManager, calendar: DecodeCalendar, steps: int) -> int:
         return min(steps, real(manager, calendar, steps) + manager.block_size + 1)
 
-    return leap_limit
+    return fast_forward_limit
 
 
 def need_no_copies(manager: PagedManager, rows: Any) -> int:
@@ -146,11 +146,11 @@ def ignore_the_adapter(salt: str, adapter: str | None) -> bytes:
     return salt.encode()
 
 
-def name_too_much(real: Callable[..., None]) -> Callable[..., None]:
-    def full(naming: BlockNaming, sequence: Any, blocks: int) -> None:
-        real(naming, sequence, min(len(sequence.table), blocks + 1))
+def cache_too_much(real: Callable[..., None]) -> Callable[..., None]:
+    def cache_full(cache: PrefixCache, sequence: Any, blocks: int) -> None:
+        real(cache, sequence, min(len(sequence.table), blocks + 1))
 
-    return full
+    return cache_full
 
 
 def merge_with_anyone(buddy: BuddyRuns, run: range) -> None:
@@ -168,7 +168,7 @@ def miscount_written(real: Callable[..., int]) -> Callable[..., int]:
     def truncate(tables: BlockTables, sequence: Any, tokens: int) -> int:
         lost = sequence.computed - tokens
         kept = real(tables, sequence, tokens)
-        tables.books.written += lost
+        tables.counters.written += lost
         return kept
 
     return truncate
@@ -185,30 +185,30 @@ def trim_nothing(tables: BlockTables, sequence: Any) -> None:
 PLANTED: dict[str, tuple[object, str, Any]] = {
     "double free": (BlockPool, "release", release_twice(BlockPool.release)),
     "missing reference on a hit or a fork": (BlockPool, "share", share_nothing),
-    "name kept on a rewritten block": (BlockPool, "unname", keep_the_name),
+    "hash kept on a rewritten block": (BlockPool, "uncache", keep_the_hash),
     "a live block handed out": (BlockPool, "take", take_a_live_block(BlockPool.take)),
-    "name kept on an evicted block": (BlockPool, "_evict", evict_silently),
-    "name lost, block left among the cached": (
+    "hash kept on an evicted block": (BlockPool, "_evict", evict_silently),
+    "hash lost, block left among the cached": (
         BlockPool,
         "release",
-        drop_names_at_release(BlockPool.release),
+        drop_hashes_at_release(BlockPool.release),
     ),
     "write into a shared tail": (BlockTables, "copy_tail", write_into_the_shared_tail),
     "copy list lost": (PagedManager, "drain_copies", lose_the_copies),
     "hit on another prefix": (BlockPool, "find", hit_anything(BlockPool.find)),
     "no token left to compute": (PagedManager, "lookup", compute_nothing),
     "rejected drafts left in place": (PagedManager, "drain_stale", forget_stale_drafts),
-    "swapped into the wrong blocks": (Swapper, "bring_back", bring_back_mixed_up(Swapper.bring_back)),
+    "swapped into the wrong blocks": (Swapper, "swap_in", swap_in_mixed_up(Swapper.swap_in)),
     "host blocks leaked": (HostPool, "give", leak_host_blocks),
     "a full block not noticed": (DecodeCalendar, "due", forget_who_is_due(DecodeCalendar.due)),
     "fast-forward past the last free block": (
         PagedManager,
-        "leap_limit",
-        leap_too_far(PagedManager.leap_limit),
+        "fast_forward_limit",
+        fast_forward_too_far(PagedManager.fast_forward_limit),
     ),
     "copies not reserved": (PagedManager, "_tail_copies", need_no_copies),
     "adapters share a cache": (identity, "_root", ignore_the_adapter),
-    "a partial block named": (BlockNaming, "full", name_too_much(BlockNaming.full)),
+    "a partial block cached": (PrefixCache, "cache_full", cache_too_much(PrefixCache.cache_full)),
     "buddies merged without asking": (BuddyRuns, "give", merge_with_anyone),
     "a hit block left in the eviction queue": (LruQueue, "remove", stay_in_the_queue),
     "rejected drafts counted as written": (BlockTables, "truncate", miscount_written(BlockTables.truncate)),

@@ -103,10 +103,10 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(
         accept=st.sampled_from([0.0, 0.5, 1.0]),
         end=st.sampled_from([0.0, 0.2]),
-        leap=st.sampled_from([1, 30]),
+        max_steps=st.sampled_from([1, 30]),
     )
-    def step(self, accept: float, end: float, leap: int) -> None:
-        self.driver.step(accept, end / 4, end, leap)
+    def step(self, accept: float, end: float, max_steps: int) -> None:
+        self.driver.step(accept, end / 4, end, max_steps)
 
     @rule(steps=st.integers(2, 8))
     def steps(self, steps: int) -> None:
@@ -126,7 +126,7 @@ class CoreMachine(RuleBasedStateMachine):
         self.driver.reset_cache()
 
     @invariant()
-    def books_agree(self) -> None:
+    def counters_agree(self) -> None:
         if hasattr(self, "driver"):
             self.driver.manager.check()
 

@@ -42,7 +42,7 @@ def test_a_plan_is_answered_before_the_next_is_made() -> None:
 
 
 def test_a_fast_forward_of_no_step_is_refused() -> None:
-    with pytest.raises(CoreError, match="max_repeat is 0"):
+    with pytest.raises(CoreError, match="max_steps is 0"):
         scheduler_with(Request(0, 6, 4)).schedule(0)
 
 
@@ -74,11 +74,11 @@ def test_a_negative_number_of_blocks_is_refused() -> None:
     assert pool.free_blocks == 4
 
 
-def test_each_block_has_one_name() -> None:
+def test_each_block_has_one_hash() -> None:
     pool = BlockPool(4)
     blocks = pool.take(2)
-    with pytest.raises(CoreError, match="2 blocks cannot carry 1 names"):
-        pool.name(blocks, ["a"])
+    with pytest.raises(CoreError, match="2 blocks were given with 1 hashes"):
+        pool.cache_full_blocks(blocks, ["a"])
     assert pool.find(["a"]) == []
 
 

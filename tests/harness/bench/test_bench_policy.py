@@ -48,7 +48,7 @@ def test_no_round_of_the_allocation_hits_and_none_evicts_unless_it_should() -> N
     for evicting in (False, True):
         allocation = work.Allocation(2, 256, evicting=evicting)
         (groups,), _ = allocation.fresh()
-        assert allocation._manager.pool.find(groups[0].names or ()) == []
+        assert allocation._manager.pool.find(groups[0].block_hashes or ()) == []
         allocation.run(groups)
         evicted = [block for block in allocation._manager.drain_frees() if block]
         assert len(evicted) == (allocation.blocks if evicting else 0)
@@ -70,7 +70,7 @@ def test_every_decoding_sequence_fills_its_blocks_and_hashed_ones_are_found_agai
     full = 139 // 16
     for group in groups[:1]:
         assert group.sequences[0].computed == 140
-        names = group.request.identity.generated_names(0, 16)
+        names = group.request.identity.generated_hashes(0, 16)
         assert decoders.manager.pool.find(names) == group.sequences[0].table[:full]
 
 

@@ -126,7 +126,7 @@ def test_a_paced_cost_is_the_cost_times_the_ratio() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 4, 16])
-def test_every_feature_of_a_leap_is_that_of_its_steps(size: int) -> None:
+def test_every_feature_of_a_fast_forward_is_that_of_its_steps(size: int) -> None:
     """Every coefficient counts, on requests whose branches share their prompts: records must not differ by a bit."""
     draw = np.random.default_rng(size)
     requests = [
@@ -135,8 +135,8 @@ def test_every_feature_of_a_leap_is_that_of_its_steps(size: int) -> None:
     ]
     cost = FittedCost(draw.uniform(1e-7, 1e-5, len(ATTENTION)), draw.uniform(1e-7, 1e-5, len(REST)), SOURCE)
     one, other = (
-        replay(requests, cost=cost, manager=PagedManager(1600 // size, size), fast_forward=leap)[0]  # type: ignore[arg-type]
-        for leap in (True, False)
+        replay(requests, cost=cost, manager=PagedManager(1600 // size, size), fast_forward=together)[0]  # type: ignore[arg-type]
+        for together in (True, False)
     )
     assert fingerprint(one) == fingerprint(other)
 

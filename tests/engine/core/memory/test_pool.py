@@ -16,19 +16,19 @@ def test_taking_more_than_is_free_changes_nothing() -> None:
     assert pool.free_blocks == 1
 
 
-def test_a_named_block_stays_findable_after_its_release() -> None:
+def test_a_cached_block_stays_findable_after_its_release() -> None:
     pool = BlockPool(2)
     (block,) = pool.take(1)
-    pool.name([block], ["prefix"])
+    pool.cache_full_blocks([block], ["prefix"])
     pool.release([block])
     assert pool.find(["prefix"]) == [block]
     assert pool.cached_blocks == 1
 
 
-def test_unnamed_blocks_are_taken_before_cached_ones() -> None:
+def test_blocks_without_a_hash_are_taken_before_cached_ones() -> None:
     pool = BlockPool(3)
     first, second = pool.take(2)
-    pool.name([first], ["prefix"])
+    pool.cache_full_blocks([first], ["prefix"])
     pool.release([first])
     pool.release([second])
     assert pool.take(2) == [second, 3]
@@ -39,7 +39,7 @@ def test_eviction_takes_the_least_recently_released_first() -> None:
     pool = BlockPool(3)
     blocks = pool.take(3)
     for block in blocks:
-        pool.name([block], [f"n{block}"])
+        pool.cache_full_blocks([block], [f"n{block}"])
     for block in (2, 1, 3):
         pool.release([block])
     assert pool.take(3) == [2, 1, 3]
@@ -48,8 +48,8 @@ def test_eviction_takes_the_least_recently_released_first() -> None:
 def test_a_hit_on_a_released_block_protects_it_from_eviction() -> None:
     pool = BlockPool(2)
     one, two = pool.take(2)
-    pool.name([one], ["a"])
-    pool.name([two], ["b"])
+    pool.cache_full_blocks([one], ["a"])
+    pool.cache_full_blocks([two], ["b"])
     pool.release([one])
     pool.release([two])
     assert pool.share(pool.find(["a"])) == 1
@@ -60,26 +60,26 @@ def test_a_hit_on_a_released_block_protects_it_from_eviction() -> None:
 def test_lookup_stops_at_the_first_miss() -> None:
     pool = BlockPool(3)
     one, _, three = pool.take(3)
-    pool.name([one], ["a"])
-    pool.name([three], ["c"])
+    pool.cache_full_blocks([one], ["a"])
+    pool.cache_full_blocks([three], ["c"])
     assert pool.find(["a", "b", "c"]) == [one]
 
 
 def test_lookup_changes_nothing() -> None:
     pool = BlockPool(2)
     (block,) = pool.take(1)
-    pool.name([block], ["a"])
+    pool.cache_full_blocks([block], ["a"])
     pool.release([block])
     pool.find(["a"])
     assert pool.references(block) == 0
     assert pool.cached_blocks == 1
 
 
-def test_duplicates_share_a_name_which_dies_with_the_last() -> None:
+def test_duplicates_share_a_hash_which_goes_with_the_last() -> None:
     pool = BlockPool(2)
     one, two = pool.take(2)
-    pool.name([one], ["a"])
-    pool.name([two], ["a"])
+    pool.cache_full_blocks([one], ["a"])
+    pool.cache_full_blocks([two], ["a"])
     assert pool.find(["a"]) == [one]
     pool.release([one])
     pool.take(1)
@@ -99,14 +99,14 @@ def test_the_last_of_three_references_frees() -> None:
 
 def test_releasing_a_free_block_is_refused() -> None:
     pool = BlockPool(1)
-    with pytest.raises(CoreError, match="block 1 is released, but nobody holds it"):
+    with pytest.raises(CoreError, match="block 1 is released, but its reference count is 0"):
         pool.release([1])
 
 
-def test_voided_blocks_are_the_unnamed_releases_and_the_evictions() -> None:
+def test_voided_blocks_are_the_uncached_releases_and_the_evictions() -> None:
     pool = BlockPool(2)
     one, two = pool.take(2)
-    pool.name([one], ["a"])
+    pool.cache_full_blocks([one], ["a"])
     pool.release([one])
     pool.release([two])
     assert pool.drain_voided() == [two]
