@@ -1,6 +1,6 @@
 """The engine for many clients at once: it runs in a thread of its own, and each request is an async stream.
 
-Commands reach the thread through one queue, and it takes them between steps. All outputs of a step reach a client's
+Commands go to the thread through one queue, and the thread runs them between two steps. All outputs of a step go to an
 event loop in one call. Closing a stream early aborts its request.
 """
 
@@ -15,25 +15,35 @@ from engine.runtime.errors import EngineDeadError
 from engine.runtime.params import SamplingParams
 from engine.runtime.requests import RequestOutput
 
-News = RequestOutput | Exception
+_Item = RequestOutput | Exception
 Observer = Callable[[list[RequestOutput]], None]
 _Inbox = SimpleQueue[Callable[[], None] | None]
 
 
 class _Stream:
-    """One asker: its event loop and what it has not read yet."""
+    """One client's stream: its event loop, and the outputs that it has not read yet."""
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
-        self.news: asyncio.Queue[News] = asyncio.Queue()
+        self.items: asyncio.Queue[_Item] = asyncio.Queue()
 
 
 class AsyncEngine:
-    """Owns an engine and its thread. `observe` is called there after every step with the step's news."""
+    """Runs an engine in a thread and serves many asyncio clients.
+
+        server = AsyncEngine(engine)
+        server.start()
+        async for output in server.generate("first", "The cat", SamplingParams()):
+            print(output.outputs[0].text)
+        server.stop()
+
+    After `start`, no other thread may use the engine. `observe` is called in the engine's thread after every step, with
+    the outputs of the step. If an error ends the thread, it is in `death`.
+    """
 
     def __init__(self, engine: Engine, *, observe: Observer | None = None) -> None:
         self.engine = engine
-        self.death: Exception | None = None  # why the thread ended, if it was not asked to
+        self.death: Exception | None = None  # the error that ended the thread; None if `stop` ended it
         self._observe = observe
         self._inbox: _Inbox = SimpleQueue()
         self._streams: dict[str, _Stream] = {}
@@ -45,7 +55,7 @@ class AsyncEngine:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread after the step under way; streams that are still open get EngineDeadError."""
+        """End the thread after the current step. Streams that are still open raise EngineDeadError."""
         self._stopping = True
         self._inbox.put(None)
         if self._thread.is_alive():
@@ -53,13 +63,13 @@ class AsyncEngine:
 
     @property
     def alive(self) -> bool:
-        """Whether requests are served."""
+        """Whether the thread runs and accepts requests."""
         return self._thread.is_alive() and not self._stopping
 
     async def generate(
         self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
     ) -> AsyncGenerator[RequestOutput, None]:
-        """News of one request until it is over.
+        """Queue one request and yield its outputs until it has finished.
 
         Raises what `Engine.add_request` raises, the error of a request that failed, and EngineDeadError.
         """
@@ -69,19 +79,19 @@ class AsyncEngine:
             )
         stream = _Stream()
         self._inbox.put(lambda: self._add(stream, request_id, prompt, params, priority))
-        over = False
+        finished = False
         try:
-            while not over:
-                news = await stream.news.get()
-                over = isinstance(news, Exception) or news.finished
-                if isinstance(news, Exception):
-                    raise news
-                if news.error is not None:
-                    raise news.error
-                yield news
+            while not finished:
+                item = await stream.items.get()
+                finished = isinstance(item, Exception) or item.finished
+                if isinstance(item, Exception):
+                    raise item
+                if item.error is not None:
+                    raise item.error
+                yield item
         finally:
-            if not over:
-                self._inbox.put(lambda: self._abandon(stream, request_id))
+            if not finished:
+                self._inbox.put(lambda: self._abort(stream, request_id))
 
     # -- in the thread -------------------------------------------------------------------------------------
 
@@ -91,12 +101,12 @@ class AsyncEngine:
         try:
             self.engine.add_request(request_id, prompt, params, priority=priority)
         except Exception as error:
-            self._tell({stream.loop: [(stream, error)]})
+            self._send({stream.loop: [(stream, error)]})
         else:
             self._streams[request_id] = stream
 
-    def _abandon(self, stream: _Stream, request_id: str) -> None:
-        """Drop a request whose asker has gone, unless the name belongs to somebody else by now."""
+    def _abort(self, stream: _Stream, request_id: str) -> None:
+        """Abort a request whose client has gone, unless another client uses its id now."""
         if self._streams.get(request_id) is stream:
             del self._streams[request_id]
             self.engine.abort(request_id)
@@ -114,7 +124,7 @@ class AsyncEngine:
         self._close_streams()
 
     def _take_commands(self) -> None:
-        """All that wait; an idle engine waits for one."""
+        """Run all waiting commands. An idle engine waits for one."""
         while not self._stopping:
             try:
                 command = self._inbox.get(block=not self.engine.has_unfinished_requests)
@@ -124,24 +134,24 @@ class AsyncEngine:
                 command()
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, News]]] = defaultdict(list)
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, _Item]]] = defaultdict(list)
         for output in outputs:
             stream = self._streams.get(output.request_id)
-            if stream is None:  # abandoned
+            if stream is None:  # the client has gone
                 continue
             by_loop[stream.loop].append((stream, output))
             if output.finished:
                 del self._streams[output.request_id]
-        self._tell(by_loop)
+        self._send(by_loop)
 
     @staticmethod
-    def _tell(by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, News]]]) -> None:
-        for loop, news in by_loop.items():
+    def _send(by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, _Item]]]) -> None:
+        for loop, items in by_loop.items():
             if not loop.is_closed():
-                loop.call_soon_threadsafe(_put_all, news)
+                loop.call_soon_threadsafe(_put_all, items)
 
     def _close_streams(self) -> None:
-        """Nobody may wait for ever: commands that came too late are run down with the rest."""
+        """End all streams, also those of commands that came too late, so that no client waits for ever."""
         self._stopping = True
         reason = EngineDeadError(f"the engine has ended: {self.death or 'it was stopped'}")
         while True:
@@ -152,10 +162,10 @@ class AsyncEngine:
             if command is not None:
                 command()
         for stream in self._streams.values():
-            self._tell({stream.loop: [(stream, reason)]})
+            self._send({stream.loop: [(stream, reason)]})
         self._streams.clear()
 
 
-def _put_all(news: list[tuple[_Stream, News]]) -> None:
-    for stream, item in news:
-        stream.news.put_nowait(item)
+def _put_all(items: list[tuple[_Stream, _Item]]) -> None:
+    for stream, item in items:
+        stream.items.put_nowait(item)

@@ -1,7 +1,7 @@
 """From a step plan to tensors: all tokens of a step in one flat batch, and the KV slot of each token.
 
-Rows of one token (decode, or the last token of a prompt) come first, sorted by length so that padding is small. Longer
-rows follow. Everything is built in NumPy and copied to the device once per step.
+Rows of one token (decode, or the last token of a prompt) come first, sorted by length so that there is little padding.
+Longer rows follow. Everything is built in NumPy and copied to the device once per step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from engine.core.plan import IntArray, Row
-from engine.runtime.attention.plans import PrefillRow, StepLayout
+from engine.runtime.attention.metadata import PrefillRow, StepLayout
 from engine.runtime.decoding.generation import Generation
 
 Generations = Mapping[int, Generation]
@@ -20,23 +20,24 @@ Generations = Mapping[int, Generation]
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """One step's inputs. Tensors are on the device, int64, `[tokens]` unless said otherwise."""
+    """The inputs of one step. Tensors are int64 and on the device.
+
+    `sampled` are the rows whose last logits are wanted. A row with drafts has one entry for every position that
+    verifies or follows a draft.
+    """
 
     input_ids: torch.Tensor  # [1, tokens]
     position_ids: torch.Tensor  # [1, tokens]
-    slots: torch.Tensor  # where each token's K and V go
+    slots: torch.Tensor  # [tokens], the KV slot of each token
     layout: StepLayout
-    sampled: tuple[
-        Row, ...
-    ]  # whose last logits are wanted, in the order of `logit_index`; of a row with drafts one
-    # entry for every position that verifies or follows a draft
-    logit_index: torch.Tensor  # [sampled], the flat position of each one's last token
+    sampled: tuple[Row, ...]
+    logit_index: torch.Tensor  # [sampled], the flat position of the last token of each sampled row
 
 
 def build_batch(
     rows: Sequence[Row], generations: Generations, block_size: int, device: torch.device
 ) -> StepBatch:
-    """Lay out a step's rows, decode rows first. The plan's tables are read now and not kept."""
+    """Lay out the rows of a step, decode rows first. The block tables of the rows are copied."""
     singles = sorted((row for row in rows if row.query_len == 1), key=_context_len, reverse=True)
     chunks = [row for row in rows if row.query_len > 1]
     tables, lengths, columns = _decode_rows(singles, generations, block_size)
@@ -47,7 +48,7 @@ def build_batch(
         prefills.append(prefill)
         parts.append(columns)
         start += row.query_len
-    sampled, places = _wanted([*singles, *chunks])
+    sampled, positions_of_logits = _sampled_rows([*singles, *chunks])
     ids, positions, slots = torch.from_numpy(np.concatenate(parts, axis=1)).to(device)
     return StepBatch(
         input_ids=ids.unsqueeze(0),
@@ -55,23 +56,23 @@ def build_batch(
         slots=slots,
         layout=StepLayout(tables, lengths, prefills),
         sampled=tuple(sampled),
-        logit_index=torch.tensor(places, dtype=torch.int64, device=device),
+        logit_index=torch.tensor(positions_of_logits, dtype=torch.int64, device=device),
     )
 
 
-def _wanted(ordered: Sequence[Row]) -> tuple[list[Row], list[int]]:
-    """Whose logits are wanted, and where they stand in the flat batch."""
-    sampled, places, end = [], [], 0
+def _sampled_rows(ordered: Sequence[Row]) -> tuple[list[Row], list[int]]:
+    """The rows whose logits are wanted, and the positions of these logits in the flat batch."""
+    sampled, positions, end = [], [], 0
     for row in ordered:
         end += row.query_len
         if row.drafts:
             for behind in range(row.drafts, -1, -1):
                 sampled.append(row._replace(query_len=row.query_len - behind, drafts=0))
-                places.append(end - 1 - behind)
+                positions.append(end - 1 - behind)
         elif row.samples:
             sampled.append(row)
-            places.append(end - 1)
-    return sampled, places
+            positions.append(end - 1)
+    return sampled, positions
 
 
 def _context_len(row: Row) -> int:
@@ -81,7 +82,7 @@ def _context_len(row: Row) -> int:
 def _decode_rows(
     rows: Sequence[Row], generations: Generations, block_size: int
 ) -> tuple[IntArray, IntArray, IntArray]:
-    """Tables, lengths, and the columns (ids, positions, slots) `[3, rows]` of one-token rows."""
+    """Block tables, lengths, and the columns (ids, positions, slots) `[3, rows]` of one-token rows."""
     context = np.array([row.context_len for row in rows], dtype=np.int64)
     needed = context // block_size + 1
     tables = _padded_tables(rows, needed)
@@ -106,7 +107,7 @@ def _padded_tables(rows: Sequence[Row], needed: IntArray) -> IntArray:
 
 
 def _table_array(table: Sequence[int], count: int) -> IntArray:
-    """The first `count` block ids; a contiguous reservation is a range and costs no loop."""
+    """The first `count` block ids. A contiguous reservation is a range and needs no loop."""
     head = table[:count]
     if isinstance(head, range):
         return np.arange(head.start, head.stop, dtype=np.int64)
@@ -116,7 +117,7 @@ def _table_array(table: Sequence[int], count: int) -> IntArray:
 def _prefill_row(
     row: Row, start: int, generation: Generation, block_size: int
 ) -> tuple[PrefillRow, IntArray]:
-    """A longer row's place in the batch, and its columns (ids, positions, slots) `[3, queries]`."""
+    """The layout of a longer row, and its columns (ids, positions, slots) `[3, queries]`."""
     end = row.context_len + row.query_len
     table = _table_array(row.table, -(-end // block_size))
     position = np.arange(row.context_len, end)

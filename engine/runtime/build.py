@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import torch
+
 from engine.core.options import SchedulerLimits
 from engine.core.scheduling.scheduler import Scheduler
 from engine.runtime.attention.select import engine_backend
@@ -15,12 +17,12 @@ from engine.runtime.options import EngineOptions, MakeScheduler, build_manager
 from engine.runtime.runner import Runner
 
 GIB = 1 << 30
-CPU_BYTES = GIB  # on a CPU, where nobody says what memory is for
+CPU_BYTES = GIB  # of a KV pool on a CPU, unless the options give its size
 
 
 @dataclass(frozen=True, slots=True)
 class PoolSize:
-    """The KV pool: what it holds and what it costs. One more block, the null block, is in `bytes`."""
+    """The size of a KV pool. `bytes` includes one more block, the null block."""
 
     blocks: int
     block_size: int
@@ -36,7 +38,7 @@ class PoolSize:
 
 
 def _size(count: int) -> str:
-    """Bytes as a person reads them."""
+    """Bytes in the largest fitting unit."""
     for unit, width in (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if count >= width:
             return f"{count / width:.1f} {unit}"
@@ -44,7 +46,7 @@ def _size(count: int) -> str:
 
 
 def pool_size(
-    loaded: "LoadedModel",
+    loaded: LoadedModel,
     block_size: int,
     *,
     tokens: int | None = None,
@@ -53,11 +55,12 @@ def pool_size(
     useful_tokens: int | None = None,
     bytes_per_token: int | None = None,
 ) -> PoolSize:
-    """`tokens` slots, or `memory_bytes`, or `utilization` of the device less what is in use (1 GiB on a CPU).
+    """The size of the KV pool: `tokens` slots, or `memory_bytes`, or a share `utilization` of the device's memory.
 
-    More than `useful_tokens` are never taken unless asked for by `tokens`. `bytes_per_token` is what K and V of
-    all lanes take (a draft model's too, and in the pool's type); None: the model's own. Raises ModelError if not one
-    block fits.
+    The share counts memory that is already in use; on a CPU the pool then takes 1 GiB. A size that is not given by
+    `tokens` is at most `useful_tokens`. `bytes_per_token` is the size of K and V of one token in all pools, the draft
+    KV pool included, in the pools' data type; None: of the model alone, in its own type. Raises ModelError if the
+    memory holds no block.
     """
     per_token = loaded.kv_bytes_per_token if bytes_per_token is None else bytes_per_token
     if tokens is None:
@@ -74,10 +77,8 @@ def pool_size(
     return PoolSize(blocks, block_size, (blocks + 1) * block_size * per_token)
 
 
-def _device_budget(loaded: "LoadedModel", utilization: float) -> int:
-    """Bytes for KV: of a GPU its share of the memory less what is in use, and a tenth of it for activations."""
-    import torch
-
+def _device_budget(loaded: LoadedModel, utilization: float) -> int:
+    """Bytes for KV: on a GPU `utilization` of its memory minus what is in use and a tenth for activations."""
     if loaded.device.type != "cuda":
         return CPU_BYTES
     free, total = torch.cuda.mem_get_info(loaded.device)
@@ -87,7 +88,7 @@ def _device_budget(loaded: "LoadedModel", utilization: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """What an engine is made of."""
+    """The parts of an engine."""
 
     limits: SchedulerLimits
     capacity: PoolSize
@@ -98,12 +99,12 @@ class EngineParts:
 def build_parts(
     loaded: LoadedModel, options: EngineOptions, draft: LoadedModel | None, clock: Callable[[], float]
 ) -> EngineParts:
-    """Size the pool, pack the weights, record the graphs. Raises ModelError where no block fits."""
+    """Pack the weights, size and make the pool, record the graphs. Raises ModelError if the memory holds no block."""
     if options.pack_weights or (options.pack_weights is None and _packs_well(loaded)):
         replace_layers(loaded.model)
     limits, capacity = _sizes(loaded, options, draft)
     longest = limits.max_model_len or loaded.max_position
-    scheduler = (options.scheduler or _plain_scheduler(options))(capacity.blocks, limits)
+    scheduler = (options.scheduler or _default_scheduler(options))(capacity.blocks, limits)
     runner = Runner(
         loaded,
         num_blocks=capacity.blocks,
@@ -123,7 +124,7 @@ def build_parts(
     return EngineParts(limits, capacity, scheduler, runner)
 
 
-def _plain_scheduler(options: EngineOptions) -> MakeScheduler:
+def _default_scheduler(options: EngineOptions) -> MakeScheduler:
     def make(blocks: int, limits: SchedulerLimits) -> Scheduler:
         assert limits.max_model_len is not None  # `_sizes` has set it
         return Scheduler(build_manager(options, blocks, limits.max_model_len), limits)
@@ -131,10 +132,10 @@ def _plain_scheduler(options: EngineOptions) -> MakeScheduler:
     return make
 
 
-def _token_bytes(lane: LoadedModel, options: EngineOptions) -> int:
-    """K and V of a token in one lane, in the pool's type."""
-    numbers = lane.kv_bytes_per_token // lane.dtype.itemsize
-    return numbers * kv_item_bytes(options.kv_dtype, lane.dtype)
+def _token_bytes(loaded: LoadedModel, options: EngineOptions) -> int:
+    """Bytes of K and V of one token of a model, in the pool's data type."""
+    numbers = loaded.kv_bytes_per_token // loaded.dtype.itemsize
+    return numbers * kv_item_bytes(options.kv_dtype, loaded.dtype)
 
 
 def _packs_well(loaded: LoadedModel) -> bool:
@@ -144,7 +145,7 @@ def _packs_well(loaded: LoadedModel) -> bool:
 def _sizes(
     loaded: LoadedModel, options: EngineOptions, draft: LoadedModel | None
 ) -> tuple[SchedulerLimits, PoolSize]:
-    """The pool, and limits that no request can exceed for want of it."""
+    """The size of the pool, and the limits with a `max_model_len` that fits into it."""
     limits, useful = engine_limits(loaded, options)
     capacity = pool_size(
         loaded,
@@ -153,7 +154,7 @@ def _sizes(
         memory_bytes=options.kv_cache_memory_bytes,
         utilization=options.gpu_memory_utilization,
         useful_tokens=useful,
-        bytes_per_token=sum(_token_bytes(lane, options) for lane in (loaded, draft) if lane is not None),
+        bytes_per_token=sum(_token_bytes(model, options) for model in (loaded, draft) if model is not None),
     )
     longest = min(limits.max_model_len or loaded.max_position, capacity.tokens)
     return replace(limits, max_model_len=longest), capacity
@@ -162,7 +163,7 @@ def _sizes(
 def _graphs(
     loaded: LoadedModel, options: EngineOptions, limits: SchedulerLimits, longest: int
 ) -> GraphOptions | None:
-    """Graphs replay kernels that read lengths on the device: the triton ones."""
+    """Graphs only for Triton on CUDA, because its kernels read the lengths on the device."""
     if not (options.cuda_graphs and loaded.device.type == "cuda"):
         return None
     if engine_backend(options.backend, loaded.device) != "triton":
@@ -171,7 +172,7 @@ def _graphs(
 
 
 def engine_limits(loaded: LoadedModel, options: EngineOptions) -> tuple[SchedulerLimits, int]:
-    """The limits in effect, and how many slots they can use at most."""
+    """The limits in effect, and the largest number of slots that requests can use within them."""
     limits = options.limits or SchedulerLimits(max_model_len=loaded.max_position)
     longest = min(limits.max_model_len or loaded.max_position, loaded.max_position)
     return limits, limits.max_running * longest

@@ -1,8 +1,8 @@
 """The engine: takes requests, runs one step at a time, and returns outputs.
 
-A step is: schedule, run, look for stop strings, commit, report. An error of one request ends only that request. An
-error of a whole step ends the requests of that step, and the engine goes on. Only errors that say that the block
-accounting is wrong (`AuditError`, `CoreError`) are raised.
+A step does this: schedule, run, look for stop strings, commit, report. An error of one request ends only that request.
+An error of a whole step ends the requests of that step, and the engine continues. Only errors that show that the
+counters are wrong (`AuditError`, `CoreError`) are raised.
 """
 
 import time
@@ -28,11 +28,13 @@ from engine.runtime.requests import (
     FinishReason,
     RequestMetrics,
     RequestOutput,
-    Ticket,
+    RequestState,
     check_prompt,
-    token_ids_of,
+    encode_prompt,
 )
 from engine.runtime.text import Tokenizer
+
+Prompt = str | Sequence[int]
 
 
 @dataclass(slots=True)
@@ -40,18 +42,18 @@ class EngineCounters:
     """Totals since the engine's start; `running`, `waiting` and `usage` are those of the last step."""
 
     steps: int = 0
-    prompt_tokens: int = 0  # of prompts that are computed
+    prompt_tokens: int = 0  # of requests with a first token
     generation_tokens: int = 0
-    prefix_queries: int = 0  # prompt tokens looked up
-    prefix_hits: int = 0
-    resumed_hits: int = 0  # found again after a preemption
+    prefix_queries: int = 0  # prompt tokens looked up in the prefix cache, of finished requests
+    prefix_hits: int = 0  # of them found
+    resumed_hits: int = 0  # tokens found in the prefix cache after a preemption
     preemptions: int = 0
-    swaps: int = 0  # preemptions that saved the blocks in host memory, of requests that are over
-    copies: int = 0
+    swaps: int = 0  # preemptions that saved the blocks in host memory, of finished requests
+    copies: int = 0  # blocks copied
     running: int = 0
     waiting: int = 0
-    usage: float = 0.0  # share of the pool's slots whose blocks are referred to
-    finished: Counter[str] = field(default_factory=Counter)  # by reason
+    usage: float = 0.0  # share of the pool's slots in blocks with a refcount above 0
+    finished: Counter[str] = field(default_factory=Counter)  # requests by finish reason
 
     def note_step(self, plan: StepPlan, report: CommitReport) -> None:
         """Count a step that has been committed."""
@@ -64,13 +66,13 @@ class EngineCounters:
         self.usage = held / max(1, use.capacity)
 
     def note_tokens(self, metrics: RequestMetrics, sequences: int) -> None:
-        """A request got tokens for so many sequences; with the first ones its prompt is done."""
+        """Count the tokens of a request, one per sequence; with the first ones its prompt counts as computed."""
         self.generation_tokens += sequences
         if not metrics.steps:
             self.prompt_tokens += metrics.prompt_tokens
 
     def note_request(self, output: RequestOutput, stats: RequestStats | None) -> None:
-        """Count a request that is over."""
+        """Count a finished request."""
         metrics = output.metrics
         if metrics.scheduled_s is not None:
             self.prefix_queries += metrics.prompt_tokens
@@ -82,11 +84,19 @@ class EngineCounters:
         self.finished[str(reasons[0])] += 1
 
 
-Prompt = str | Sequence[int]
-
-
 class Engine:
-    """A model with its KV pool behind a continuous-batching scheduler; not safe for several threads at once."""
+    """A model with its KV pool and a continuous-batching scheduler, one step at a time.
+
+        engine = Engine(load_model(spec), EngineOptions(pool_tokens=4096))
+        engine.add_request("first", [1, 2, 3], SamplingParams(max_tokens=8))
+        while engine.has_unfinished_requests:
+            for output in engine.step():
+                print(output.request_id, output.outputs)
+
+    Text prompts and outputs need a `tokenizer`; a `draft` model turns on speculative decoding. `clock` gives the
+    seconds of all metrics. An engine must not be used from several threads at once: `AsyncEngine` is for that. Raises
+    ModelError if the memory holds no block, and what `Runner` raises.
+    """
 
     def __init__(
         self,
@@ -107,19 +117,21 @@ class Engine:
         )
         self.counters = EngineCounters()
         self._clock = clock
-        self._tickets: dict[str, Ticket] = {}
-        self._by_number: dict[int, Ticket] = {}
-        self._watched: dict[int, Ticket] = {}  # those whose text decides when they end
+        self._states: dict[str, RequestState] = {}
+        self._by_number: dict[int, RequestState] = {}
+        self._watched: dict[
+            int, RequestState
+        ] = {}  # requests whose text is read in every step, before the commit
         self._next = 0
-        self._epoch = 0  # part of every block's name: content of an earlier epoch is not trusted
-        self._last: list[RequestOutput] = []  # of requests that ended outside of a step
+        self._epoch = 0  # part of every block hash: a higher epoch gives no hits on blocks of an earlier one
+        self._pending: list[RequestOutput] = []  # outputs of requests that ended outside of a step
 
     # -- requests ------------------------------------------------------------------------------------------
 
     @property
     def has_unfinished_requests(self) -> bool:
-        """Whether `step` has something to do or to tell."""
-        return bool(self._tickets or self._last)
+        """Whether `step` has requests to run or outputs to return."""
+        return bool(self._states or self._pending)
 
     def add_request(
         self,
@@ -130,15 +142,15 @@ class Engine:
         priority: int = 0,
         arrival_s: float | None = None,
     ) -> None:
-        """Queue a prompt, as text or as token ids, under a name that no live request has.
+        """Queue a prompt, text or token ids, under a `request_id` that no unfinished request has.
 
-        Raises RequestError (of its kinds ParamsError, PromptError, TokenizerError) or NeverFitsError; nothing is
-        queued then.
+        `arrival_s` is a time of the engine's clock (default: now). Raises RequestError (also its subclasses
+        ParamsError, PromptError, TokenizerError) or NeverFitsError; then nothing is queued.
         """
         params = params or SamplingParams()
-        if request_id in self._tickets:
-            raise RequestError(f"a request named {request_id!r} is under way already")
-        ids = token_ids_of(prompt, self.tokenizer)
+        if request_id in self._states:
+            raise RequestError(f"a request with the id {request_id!r} is already running or waiting")
+        ids = encode_prompt(prompt, self.tokenizer)
         most = check_prompt(ids, params, self.loaded, self.limits)
         array, number = np.array(ids, dtype=np.int64), self._next
         salt = f"epoch {self._epoch}" if self._epoch else ""
@@ -151,8 +163,8 @@ class Engine:
         self._next += 1
         self.runner.add(request, array, params.rules(self.loaded.end_ids))
         now = self._clock() if arrival_s is None else arrival_s
-        self._file(
-            Ticket(
+        self._register(
+            RequestState(
                 request_id,
                 number,
                 prompt if isinstance(prompt, str) else None,
@@ -165,25 +177,25 @@ class Engine:
             )
         )
 
-    def _file(self, ticket: Ticket) -> None:
-        self._tickets[ticket.request_id] = self._by_number[ticket.number] = ticket
-        if ticket.params.stops:
-            self._watched[ticket.number] = ticket
+    def _register(self, state: RequestState) -> None:
+        self._states[state.request_id] = self._by_number[state.number] = state
+        if state.params.stops:
+            self._watched[state.number] = state
 
     def abort(self, request_id: str) -> bool:
-        """Drop a request wherever it is; its blocks return. False if no such request is under way."""
-        ticket = self._tickets.get(request_id)
-        if ticket is None:
+        """End a request and free its blocks. `step` returns its last output. False if there is no such request."""
+        state = self._states.get(request_id)
+        if state is None:
             return False
-        self.scheduler.abort(ticket.number)
-        self._last.append(self._close(ticket, "abort"))
+        self.scheduler.abort(state.number)
+        self._pending.append(self._close(state, "abort"))
         return True
 
     # -- a step --------------------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
-        """Run one step and return the news of every request that has some."""
-        outputs, self._last = self._last, []
+        """Run one step. Returns an output for every request with new tokens or a new state."""
+        outputs, self._pending = self._pending, []
         if not self.scheduler.has_work:
             return outputs
         plan = self.scheduler.schedule()
@@ -191,13 +203,13 @@ class Engine:
         try:
             result, _ = self.runner.execute(plan)
         except (AuditError, CoreError):
-            raise  # the books are wrong: nothing may be served on them
-        except Exception as error:  # whatever else a step's work raises ends this step's requests alone
+            raise  # the counters are wrong, so the engine must not go on
+        except Exception as error:  # any other error ends only the requests of this step
             return outputs + self._fail_step(plan, error)
         result = self._apply_stops(result)
         report = self.scheduler.commit(plan, result)
         self.counters.note_step(plan, report)
-        return outputs + self._tell(report)
+        return outputs + self._outputs(report)
 
     def _note_admitted(self, plan: StepPlan) -> None:
         now = self._clock()
@@ -208,81 +220,81 @@ class Engine:
                 metrics.cached_tokens = self.scheduler.stats[number].hit_tokens
 
     def _apply_stops(self, result: StepResult) -> StepResult:
-        """Sequences that have just said a stop string are over too, and requests whose text cannot be made."""
-        over, ended = set(result.finished), dict(result.ended)
-        for number, ticket in self._watched.items():
-            if number in over:
+        """Add sequences that a stop string ended, and requests whose tokenizer failed, to the ended ones."""
+        finished, ended = set(result.finished), dict(result.ended)
+        for number, state in self._watched.items():
+            if number in finished:
                 continue
-            before = ticket.generation.ended_branches
-            self._read(ticket)
-            stopped = ticket.generation.ended_branches - before
-            if ticket.generation.ended or ticket.error is not None:
-                over.add(number)
+            before = state.generation.ended_branches
+            self._read(state)
+            stopped = state.generation.ended_branches - before
+            if state.generation.ended or state.error is not None:
+                finished.add(number)
             elif stopped:
                 ended[number] = sorted({*ended.get(number, ()), *stopped})
-        ended = {number: branches for number, branches in ended.items() if number not in over}
-        return replace(result, finished=frozenset(over), ended=ended) if self._watched else result
+        ended = {number: branches for number, branches in ended.items() if number not in finished}
+        return replace(result, finished=frozenset(finished), ended=ended) if self._watched else result
 
-    def _tell(self, report: CommitReport) -> list[RequestOutput]:
+    def _outputs(self, report: CommitReport) -> list[RequestOutput]:
         now, done, outputs = self._clock(), set(report.finished), []
         for number in report.emitted:
-            ticket = self._by_number[number]
-            metrics = ticket.metrics
-            self.counters.note_tokens(metrics, report.tokens.get(number, ticket.generation.growing))
+            state = self._by_number[number]
+            metrics = state.metrics
+            self.counters.note_tokens(metrics, report.tokens.get(number, state.generation.growing))
             metrics.note_tokens(now)
-            ticket.name_outputs(self.capacity.block_size)
+            state.extend_identity(self.capacity.block_size)
             if number in done:
                 continue
-            if ticket.params.output_kind is not OutputKind.FINAL:
-                self._read(ticket)
-                outputs.append(ticket.output(finished=False))
+            if state.params.output_kind is not OutputKind.FINAL:
+                self._read(state)
+                outputs.append(state.output(finished=False))
         outputs.extend(self._close(self._by_number[number]) for number in report.finished)
         return outputs
 
-    def _read(self, ticket: Ticket) -> None:
-        """Make the ticket's text; a tokenizer that fails ends the request and nothing else."""
+    def _read(self, state: RequestState) -> None:
+        """Extend the text of a request. If the tokenizer fails, only this request ends."""
         try:
-            ticket.read()
+            state.read()
         except RequestError as error:
-            ticket.error = ticket.error or error
-            ticket.mute()
-            self._watched[ticket.number] = ticket  # it ends with its next token
+            state.error = state.error or error
+            state.drop_text()
+            self._watched[state.number] = state  # the request ends with its next token
 
-    def _last_output(self, ticket: Ticket, reason: FinishReason | None) -> RequestOutput:
+    def _last_output(self, state: RequestState, reason: FinishReason | None) -> RequestOutput:
         try:
-            return ticket.output(finished=True, reason=reason)
+            return state.output(finished=True, reason=reason)
         except RequestError as error:
-            ticket.error = ticket.error or error
-            ticket.mute()
-            return ticket.output(finished=True, reason="error")
+            state.error = state.error or error
+            state.drop_text()
+            return state.output(finished=True, reason="error")
 
-    def _close(self, ticket: Ticket, reason: FinishReason | None = None) -> RequestOutput:
-        """The request's last output; all that the engine keeps of it is dropped."""
-        number, metrics = ticket.number, ticket.metrics
+    def _close(self, state: RequestState, reason: FinishReason | None = None) -> RequestOutput:
+        """Drop a request from the engine. Returns its last output."""
+        number, metrics = state.number, state.metrics
         stats = self.scheduler.stats.pop(number, None)
-        ticket.error = self.runner.failures.pop(number, None) or ticket.error
-        if ticket.error is None and reason is None:
-            self._read(ticket)
-        if ticket.error is not None:
+        state.error = self.runner.failures.pop(number, None) or state.error
+        if state.error is None and reason is None:
+            self._read(state)
+        if state.error is not None:
             reason = "error"
         metrics.finished_s = self._clock()
-        lengths = [len(ids) for ids in ticket.generation.outputs()]
+        lengths = [len(ids) for ids in state.generation.outputs()]
         metrics.output_tokens, metrics.longest = sum(lengths), max(lengths, default=0)
         if stats is not None:
             metrics.preemptions = stats.preemptions
             metrics.drafted_tokens, metrics.accepted_tokens = stats.drafted_tokens, stats.accepted_tokens
-        output = self._last_output(ticket, reason)
+        output = self._last_output(state, reason)
         self.runner.forget(number)
-        for book in (self._by_number, self._watched):
-            book.pop(number, None)
-        del self._tickets[ticket.request_id]
-        if isinstance(ticket.error, RunError):
+        self._by_number.pop(number, None)
+        self._watched.pop(number, None)
+        del self._states[state.request_id]
+        if isinstance(state.error, RunError):
             self._epoch += 1
         self.counters.note_request(output, stats)
         return output
 
     def _fail_step(self, plan: StepPlan, error: Exception) -> list[RequestOutput]:
-        """A step that did not run: its requests end with an error, the books go on, the others too."""
+        """End the requests of a step that failed. The step is committed, so that the other requests can go on."""
         numbers = list(dict.fromkeys(row.request_id for row in plan.rows))
         unmoved = {number: range(self._by_number[number].params.width) for number in numbers}
         report = self.scheduler.commit(plan, StepResult(parents=unmoved, finished=frozenset(numbers)))
@@ -291,14 +303,14 @@ class Engine:
         for number in numbers:
             if number not in report.finished:
                 self.scheduler.abort(number)
-            ticket = self._by_number[number]
-            ticket.error = reason
-            outputs.append(self._close(ticket, "error"))
+            state = self._by_number[number]
+            state.error = reason
+            outputs.append(self._close(state, "error"))
         if self.loaded.device.type == "cuda":
             torch.cuda.empty_cache()
         return outputs
 
     def run(self) -> Iterable[RequestOutput]:
-        """Step until nothing is under way."""
+        """Run steps until no request is left. Yields their outputs."""
         while self.has_unfinished_requests:
             yield from self.step()

@@ -2,15 +2,15 @@
 
 
 class ModelError(ValueError):
-    """A model that cannot be built, found, or run on paged KV; names the model and the reason."""
+    """A model cannot be built, found, or run on paged KV; names the model and the reason."""
 
 
 class RequestError(ValueError):
-    """Base of what is wrong with one request; the engine goes on serving the others."""
+    """Base class of errors of one request; the engine continues with the other requests."""
 
 
 class ParamsError(RequestError):
-    """A sampling parameter that means nothing; `field` names it."""
+    """A sampling parameter is invalid; `field` names it."""
 
     def __init__(self, field: str, reason: str) -> None:
         super().__init__(f"{field}: {reason}")
@@ -19,28 +19,28 @@ class ParamsError(RequestError):
 
 
 class PromptError(RequestError):
-    """A prompt that is empty, too long, or holds ids that the model does not know."""
+    """A prompt is empty, too long, or holds ids outside of the vocabulary."""
 
 
 class TokenizerError(RequestError):
-    """The tokenizer failed on a request's prompt or output, or there is none and the request needs one."""
+    """The tokenizer failed on a request's prompt or output, or the request needs a tokenizer and there is none."""
 
 
 class RunError(RuntimeError):
-    """Base of what can go wrong while steps run: never the user's input, always a bug or a broken model."""
+    """Base class of errors while steps run: caused by a bug or a broken model, never by the user's input."""
 
 
 class NaNLogitsError(RunError):
-    """A sequence read a slot that nobody wrote, or the model itself produces NaN; names step and sequence."""
+    """A sequence read a slot that was never written, or the model itself produces NaN; names step and sequence."""
 
 
 class AuditError(RunError):
-    """The tensors and the books disagree about how many slots are written; names step and both numbers."""
+    """The number of written slots in the tensors differs from the scheduler's counters; names step and both numbers."""
 
 
 class StepError(RunError):
-    """A step failed as a whole (out of device memory, say): its requests are lost, the engine goes on."""
+    """A whole step failed, for example because device memory ran out: its requests end, the engine continues."""
 
 
 class EngineDeadError(RunError):
-    """The engine's thread has ended; nothing is served any more."""
+    """The engine's thread has ended, so no request can run."""

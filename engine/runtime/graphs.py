@@ -12,17 +12,23 @@ from typing import Any, Protocol
 
 import torch
 
-from engine.runtime.attention.layer import NO_SPANS, PagedStep
+from engine.runtime.attention.layer import NO_TIMER, PagedStep
 from engine.runtime.batch import StepBatch
-from engine.runtime.decoding.choose import Decoded, decode
+from engine.runtime.decoding.choose import ForwardOutput, forward_output
 from engine.runtime.kv_pool import KVPool
 from engine.runtime.models.load import LoadedModel
 from paged_kernels import Scoring, Workspace, paged_attention_decode
 from paged_kernels.torch import cache as torch_cache
 
+ForwardPass = Callable[[], ForwardOutput]
+_WARM_UPS = 2  # passes before a recording: they compile kernels and make all allocations
+
 
 class StaticInputs:
-    """Inputs of the largest decode batch; smaller ones use the front and clear the rest."""
+    """Input buffers for the largest decode batch: `most` rows, block tables of at most `widest` blocks.
+
+    A smaller batch uses the first rows, and the other rows are cleared.
+    """
 
     def __init__(self, most: int, widest: int, device: torch.device) -> None:
         columns = -(-widest // 16) * 16  # a row stride that the compiler may rely on
@@ -33,7 +39,7 @@ class StaticInputs:
         self.lengths = torch.zeros(most, dtype=torch.int32, device=device)
 
     def clear(self, start: int = 0) -> None:
-        """Make rows from `start` on padding: they write to no slot and read no token."""
+        """Turn the rows from `start` on into padding, which writes to no slot and reads no token."""
         self.ids[:, start:] = 0
         self.positions[:, start:] = 0
         self.slots[start:] = -1
@@ -41,7 +47,7 @@ class StaticInputs:
         self.lengths[start:] = 0
 
     def write(self, batch: StepBatch) -> None:
-        """Put a decode batch in front and clear everything behind it."""
+        """Copy a decode batch into the first rows and clear the other rows."""
         rows, width = batch.layout.tables.shape
         self.clear(rows)
         self.ids[:, :rows] = batch.input_ids
@@ -52,11 +58,11 @@ class StaticInputs:
         self.lengths[:rows] = torch.from_numpy(batch.layout.lengths).to(self.lengths)
 
 
-class StaticPlan:
-    """Attention of the first `size` rows of the buffers, as they are when it runs.
+class StaticMetadata:
+    """Attention metadata of the first `size` rows of the buffers; their content is read when the graph runs.
 
-    Always flat, with parts balanced on the device: a recording keeps its grids, and which rows share blocks changes
-    from step to step. `workspace` must not move once it is recorded.
+    It never uses a cascade, and the device balances the parts: a recording has fixed grids, but the rows that share
+    blocks change from step to step. The memory of `workspace` must not move after the recording.
     """
 
     def __init__(self, inputs: StaticInputs, size: int, backend: str, workspace: Workspace) -> None:
@@ -65,7 +71,7 @@ class StaticPlan:
         self._backend = "torch" if backend == "native" else backend
 
     def store(self, cache: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
-        """Write new rows `[size, kv_heads, dim]` to their slots; padded ones to none."""
+        """Write new rows `[size, kv_heads, dim]` to their slots; padded rows are not written."""
         if self._backend == "triton":
             from paged_kernels.triton import cache as triton_cache
 
@@ -100,34 +106,30 @@ class StaticPlan:
         )
 
 
-Pass = Callable[[], Decoded]
-_WARM_UPS = 2  # passes before a recording: they compile kernels and settle allocations
-
-
 class Recorder(Protocol):
-    """Turns a pass into something that can be replayed."""
+    """Turns a forward pass into one that can be replayed."""
 
-    def record(self, run: Pass) -> Pass:
-        """A replay of `run`, which reads and writes the same tensors every time."""
+    def record(self, run: ForwardPass) -> ForwardPass:
+        """A replay of `run`, which must read and write the same tensors every time."""
         ...
 
 
 class EagerRecorder:
-    """Replays by running again."""
+    """Records nothing: a replay runs the pass again."""
 
-    def record(self, run: Pass) -> Pass:
+    def record(self, run: ForwardPass) -> ForwardPass:
         """The pass itself."""
         return run
 
 
 class CudaRecorder:
-    """CUDA graphs that share one memory pool; recorded on a stream of their own."""
+    """Records CUDA graphs on a stream of their own. All graphs share one memory pool."""
 
     def __init__(self) -> None:
         self._pool: Any = None
 
-    def record(self, run: Pass) -> Pass:
-        """Record one pass. Other threads may use the device meanwhile (`thread_local` errors)."""
+    def record(self, run: ForwardPass) -> ForwardPass:
+        """Record one pass. Other threads may use the device meanwhile (error mode `thread_local`)."""
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -139,7 +141,7 @@ class CudaRecorder:
             result = run()
         self._pool = self._pool or graph.pool()
 
-        def replay() -> Decoded:
+        def replay() -> ForwardOutput:
             graph.replay()
             return result
 
@@ -147,13 +149,16 @@ class CudaRecorder:
 
 
 def graph_sizes(most: int) -> list[int]:
-    """Batch sizes with a recording: 1, 2, 4, 8, then multiples of 16 up to the largest batch."""
+    """Batch sizes that are recorded: 1, 2, 4, 8, multiples of 16, and the largest batch `most`."""
     sizes = [size for size in (1, 2, 4, 8) if size < most] + list(range(16, most, 16))
     return [*sizes, most]
 
 
 class DecodeGraphs:
-    """Recorded decode passes of one model over one pool, for batches of at most `most` rows."""
+    """Recorded decode passes of one model over one pool, for batches of at most `most` rows.
+
+    All sizes are recorded at construction. Ask `fits` whether a batch can be replayed, then call `run`.
+    """
 
     def __init__(
         self, loaded: LoadedModel, pool: KVPool, *, backend: str, most: int, longest: int, recorder: Recorder
@@ -162,10 +167,10 @@ class DecodeGraphs:
         self._loaded, self._pool, self._backend = loaded, pool, backend
         self._inputs = StaticInputs(most, -(-longest // pool.block_size), pool.device)
         self._sizes = graph_sizes(most)
-        self._passes: dict[int, Pass] = {}
+        self._passes: dict[int, ForwardPass] = {}
         self._workspace = (
             Workspace()
-        )  # its own: steps that run beside the graphs may need more, and move theirs
+        )  # its own: steps outside of the graphs may need more scratch memory, and then theirs moves
         with torch.inference_mode():
             if backend == "triton":
                 self._settle()
@@ -174,42 +179,38 @@ class DecodeGraphs:
                 self._passes[size] = recorder.record(self._pass(size))
 
     def _settle(self) -> None:
-        """Run the largest batch once, so that scratch has its final place before anything records addresses.
+        """Run the largest batch once, so that the scratch memory has its final address before the first recording.
 
-        What the kernels take depends on rows alone; torch's path, which tests record, takes more as contexts grow.
+        The Triton kernels need scratch memory by rows alone. torch, which tests record, needs more for longer contexts.
         """
         self._inputs.clear()
         self._pass(self._sizes[-1])()
         self._workspace.freeze()
 
-    def _pass(self, size: int) -> Pass:
+    def _pass(self, size: int) -> ForwardPass:
         inputs = self._inputs
-        plan = StaticPlan(inputs, size, self._backend, self._workspace)
-        paged = PagedStep(plan, inputs.slots[:size], self._pool, NO_SPANS)
+        metadata = StaticMetadata(inputs, size, self._backend, self._workspace)
+        paged = PagedStep(metadata, inputs.slots[:size], self._pool, NO_TIMER)
 
-        def run() -> Decoded:
-            output = self._loaded.model(
-                input_ids=inputs.ids[:, :size],
-                position_ids=inputs.positions[:, :size],
-                use_cache=False,
-                paged=paged,
+        def run() -> ForwardOutput:
+            return forward_output(
+                self._loaded.logits(inputs.ids[:, :size], inputs.positions[:, :size], paged)
             )
-            return decode(output.logits[0])
 
         return run
 
     def fits(self, batch: StepBatch) -> bool:
-        """Whether a batch is one token a row, all of them sampled, and no more rows than were recorded."""
+        """Whether every row of a batch has one token and is sampled, and no more rows than were recorded."""
         rows = len(batch.layout.lengths)
         return not batch.layout.prefills and 0 < rows <= self._sizes[-1] and len(batch.sampled) == rows
 
-    def run(self, batch: StepBatch) -> Decoded:
-        """What a batch that fits leads to; valid until the next replay."""
+    def run(self, batch: StepBatch) -> ForwardOutput:
+        """Replay the recording for a batch that fits. The returned tensors are valid until the next replay."""
         rows = len(batch.layout.lengths)
         size = self._size(rows)
         self._inputs.write(batch)
         self.replays += 1
-        return self._passes[size]().front(rows)
+        return self._passes[size]().first(rows)
 
     def _size(self, rows: int) -> int:
         return next(size for size in self._sizes if size >= rows)
@@ -217,14 +218,17 @@ class DecodeGraphs:
 
 @dataclass(frozen=True, slots=True)
 class GraphOptions:
-    """Batches of at most `most` rows, sequences of at most `longest` tokens; without a recorder CUDA graphs."""
+    """Which decode graphs to record: batches of at most `most` rows, sequences of at most `longest` tokens.
+
+    Without a `recorder` they are CUDA graphs.
+    """
 
     most: int
     longest: int
     recorder: Recorder | None = None
 
     def record(self, loaded: LoadedModel, pool: KVPool, backend: str) -> DecodeGraphs:
-        """Record all sizes now."""
+        """Record all batch sizes for a model and its pool."""
         recorder = self.recorder or CudaRecorder()
         return DecodeGraphs(
             loaded, pool, backend=backend, most=self.most, longest=self.longest, recorder=recorder

@@ -1,4 +1,4 @@
-"""The public interface: give `LLM` a model and prompts, and get text and tokens."""
+"""The Python interface for batches: give `LLM` a model and prompts, and get text and tokens."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,10 +16,16 @@ from engine.runtime.text import Tokenizer, load_tokenizer
 
 
 class LLM:
-    """A model with a paged KV cache behind a continuous-batching scheduler.
+    """A model with a paged KV cache and a continuous-batching scheduler.
 
-    `model` is a checkpoint directory, a shape for random weights, or a loaded model. A `draft` model proposes tokens
-    that the model verifies. Further keywords are those of `EngineOptions`. The prefix cache lives on between calls.
+        llm = LLM("/models/llama")
+        outputs = llm.generate(["The cat sat on"], SamplingParams(temperature=0.8, max_tokens=64))
+        print(outputs[0].outputs[0].text)
+
+    `model` is a checkpoint directory, a `ModelSpec` (random weights of a given shape), or a loaded model. `dtype` holds
+    for checkpoint directories. Without `tokenizer`, the checkpoint's own is loaded; without any, prompts are lists of
+    token ids. A `draft` model proposes tokens that the model verifies (speculative decoding). All other keywords are
+    fields of `EngineOptions`. The prefix cache is kept between calls. Raises ModelError for a model that cannot run.
     """
 
     def __init__(
@@ -51,52 +57,53 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Continue prompts (text, or lists of token ids), all by the same or each by its own parameters, in order.
+        """Continue prompts, each a text or a list of token ids. Returns one output per prompt, in the same order.
 
-        Raises RequestError and NeverFitsError before anything runs, and the error of a request that failed.
+        `params` is one `SamplingParams` for all prompts, or one per prompt. Raises RequestError and NeverFitsError
+        before any request runs, and the error of the first request that failed.
         """
         batch = _prompt_list(prompts)
         each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(batch)
         if len(each) != len(batch):
             raise RequestError(f"{len(each)} parameters for {len(batch)} prompts")
-        names = self._submit(batch, each)
-        done = {output.request_id: output for output in self.engine.run() if output.finished}
-        outputs = [done[name] for name in names]
+        ids = self._submit(batch, each)
+        finished = {output.request_id: output for output in self.engine.run() if output.finished}
+        outputs = [finished[request_id] for request_id in ids]
         for output in outputs:
             if output.error is not None:
                 raise output.error
         return outputs
 
     def _submit(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[str]:
-        """Queue all or none."""
-        names: list[str] = []
+        """Queue all requests, or none if one is refused. Returns their ids."""
+        ids: list[str] = []
         try:
             for prompt, one in zip(prompts, params, strict=True):
-                name = f"llm-{self._next_id}"
-                self.engine.add_request(name, prompt, _with_final_output(one))
+                request_id = f"llm-{self._next_id}"
+                self.engine.add_request(request_id, prompt, _with_final_output(one))
                 self._next_id += 1
-                names.append(name)
+                ids.append(request_id)
         except Exception:
-            for name in names:
-                self.engine.abort(name)
+            for request_id in ids:
+                self.engine.abort(request_id)
             self.engine.step()
             raise
-        return names
+        return ids
 
 
 def _with_final_output(params: SamplingParams) -> SamplingParams:
-    """The same parameters, told once at the end."""
+    """The same parameters, with one output at the end."""
     return replace(params, output_kind=OutputKind.FINAL)
 
 
 def has_tokenizer(path: str) -> bool:
-    """Whether a checkpoint directory brings a tokenizer."""
+    """Whether a checkpoint directory contains a tokenizer."""
     folder = Path(path).expanduser()
     return any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
 
 
 def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt as a list of one."""
+    """A single prompt becomes a list of one prompt."""
     if isinstance(prompts, str):
         return [prompts]
     ids = [one for one in prompts if isinstance(one, int)]

@@ -1,7 +1,7 @@
 """How the tokens of a request are chosen.
 
-Users set `SamplingParams`, whose fields have the names that vLLM uses. `SamplingParams.rules` turns them into
-`DecodingRules`, which is all that the code in `decoding/` reads.
+Users set `SamplingParams`, whose fields have the same names as in vLLM. `SamplingParams.rules` turns them into
+`DecodingRules`, and the code in `decoding/` reads only these.
 """
 
 from collections.abc import Sequence
@@ -13,15 +13,20 @@ from engine.core.options import Decoding
 from engine.runtime.errors import ParamsError
 
 EarlyStopping = bool | Literal["never"]
+MAX_LOGPROBS = 20
+MAX_STOPS = 16
+MAX_COUNT = 2**31 - 1  # of any count: larger numbers overflow in tensors
+MIN_TEMPERATURE = 1e-5  # below, logits / temperature overflows
+MAX_LENGTH_PENALTY = 30.0  # length to this power does not overflow
 
 
 @dataclass(frozen=True, slots=True)
 class DecodingRules:
-    """Rules of one request; which way of decoding applies stands in its `Request`.
+    """How the tokens of one request are chosen. The decoding mode is not here but in its `Request`.
 
-    `seed` None draws from the engine's seed and the request's number. `end_ids` end a sequence (and are part of it);
-    beams look at one more candidate per hypothesis for each of them. `logprobs` is how many of the best tokens are
-    reported beside the chosen one; None reports nothing.
+    Without `seed`, random numbers depend on the engine's seed and the number of the request. A token of `end_ids` ends
+    a sequence and is part of it; beam search looks at one more candidate per hypothesis for each of them. `logprobs`
+    is the number of most likely tokens that are reported with the chosen one; None reports no log-probabilities.
     """
 
     temperature: float | None = None  # None: the engine's
@@ -40,31 +45,24 @@ class DecodingRules:
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
 
-PLAIN = DecodingRules()
-
-
-MAX_LOGPROBS = 20
-MAX_STOPS = 16
-MOST = 2**31 - 1  # of any count: beyond it arithmetic on tensors ends
-LEAST_TEMPERATURE = 1e-5  # below, logits over temperature are no numbers any more
-MAX_LENGTH_PENALTY = 30.0  # length to this power is still a number
+DEFAULT_RULES = DecodingRules()
 
 
 class OutputKind(StrEnum):
-    """What `Engine.step` reports of a request."""
+    """What `Engine.step` returns of a request."""
 
-    CUMULATIVE = "cumulative"  # after every token, all so far
-    DELTA = "delta"  # after every token, what is new
-    FINAL = "final"  # once, at the end
+    CUMULATIVE = "cumulative"  # after every token: all tokens so far
+    DELTA = "delta"  # after every token: the new tokens
+    FINAL = "final"  # once, at the end: all tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to continue a prompt. Raises ParamsError, which names the field, for values that mean nothing.
+    """How to continue a prompt. Raises ParamsError, which names the field, for invalid values.
 
-    `temperature` 0 takes the most likely token; above it `n` samples are drawn. `beam_width` above 1 searches beams as
-    transformers does, greedily, and returns all of them. The model's end tokens and `stop_token_ids` end a sequence
-    (`ignore_eos` leaves only the latter), and so does any of the `stop` strings, which is cut off.
+    `temperature` 0 takes the most likely token; a higher one draws `n` samples. `beam_width` above 1 runs beam search
+    as transformers does, without sampling, and returns all beams. A sequence ends with an end token of the model
+    (unless `ignore_eos`), a token of `stop_token_ids`, or one of the `stop` strings, which is cut off.
     """
 
     n: int = 1  # parallel samples
@@ -73,19 +71,19 @@ class SamplingParams:
     top_k: int = 0  # 0 or -1: all tokens
     top_p: float = 1.0
     min_p: float = 0.0
-    seed: int | None = None  # None: drawn from the engine's seed and the request's number
-    max_tokens: int | None = 16  # None: as long as the model allows
+    seed: int | None = None  # None: the engine's seed and the number of the request
+    max_tokens: int | None = 16  # None: as many as the model allows
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    logprobs: int | None = None  # how many of the best tokens to report at each position
-    length_penalty: float = 1.0  # beams
-    early_stopping: EarlyStopping = False  # beams
+    logprobs: int | None = None  # how many of the most likely tokens to report at each position
+    length_penalty: float = 1.0  # of beam search
+    early_stopping: EarlyStopping = False  # of beam search
     skip_special_tokens: bool = True
     detokenize: bool = True
     output_kind: OutputKind = OutputKind.CUMULATIVE
-    stops: tuple[str, ...] = field(init=False, repr=False)  # `stop`, always a tuple
+    stops: tuple[str, ...] = field(init=False, repr=False)  # `stop` as a tuple
 
     def __post_init__(self) -> None:
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
@@ -95,12 +93,12 @@ class SamplingParams:
 
     def _check_ranges(self) -> None:
         for name, low, high in (
-            ("n", 1, MOST),
-            ("beam_width", 1, MOST),
-            ("temperature", 0, MOST),
-            ("top_k", -1, MOST),
+            ("n", 1, MAX_COUNT),
+            ("beam_width", 1, MAX_COUNT),
+            ("temperature", 0, MAX_COUNT),
+            ("top_k", -1, MAX_COUNT),
             ("min_p", 0, 1),
-            ("max_tokens", 1, MOST),
+            ("max_tokens", 1, MAX_COUNT),
             ("logprobs", 0, MAX_LOGPROBS),
             ("length_penalty", -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY),
         ):
@@ -109,7 +107,7 @@ class SamplingParams:
                 continue
             if not low <= value <= high:  # NaN is refused too
                 raise ParamsError(name, f"{value} is not {_range(low, high, value)}")
-        if 0 < self.temperature < LEAST_TEMPERATURE:
+        if 0 < self.temperature < MIN_TEMPERATURE:
             raise ParamsError(
                 "temperature", f"{self.temperature} is too small: 0 takes the most likely token"
             )
@@ -124,18 +122,18 @@ class SamplingParams:
         if self.beam_width > 1 and self.n > 1:
             raise ParamsError("n", "beam search returns beam_width sequences: set beam_width or n, not both")
         if self.beam_width > 1 and (self.stops or self.logprobs is not None):
-            raise ParamsError("beam_width", "beam search knows neither stop strings nor logprobs")
-        if self.decoding is Decoding.GREEDY and self.n > 1:
+            raise ParamsError("beam_width", "beam search supports neither stop strings nor logprobs")
+        if self.decoding is Decoding.greedy and self.n > 1:
             raise ParamsError("n", f"{self.n} samples at temperature 0 would all be the same")
         if self.stops and not self.detokenize:
             raise ParamsError("stop", "stop strings need the text: set detokenize")
 
     @property
     def decoding(self) -> Decoding:
-        """The way of decoding that these parameters ask for."""
+        """The decoding mode that these parameters ask for."""
         if self.beam_width > 1:
-            return Decoding.BEAM
-        return Decoding.SAMPLE if self.temperature > 0 else Decoding.GREEDY
+            return Decoding.beam
+        return Decoding.sample if self.temperature > 0 else Decoding.greedy
 
     @property
     def width(self) -> int:
@@ -143,7 +141,7 @@ class SamplingParams:
         return max(self.beam_width, self.n)
 
     def rules(self, model_ends: Sequence[int]) -> DecodingRules:
-        """What the token chooser needs to know, for a model with these end tokens."""
+        """The decoding rules for a model with these end tokens."""
         ends = [] if self.ignore_eos else list(model_ends)
         return DecodingRules(
             temperature=self.temperature if self.temperature > 0 else None,
@@ -159,5 +157,5 @@ class SamplingParams:
 
 
 def _range(low: float, high: float, found: float) -> str:
-    """The range in words; a limit that nobody means is named only to who goes beyond it."""
-    return f"{low} or more" if high == MOST and not found > high else f"between {low} and {high}"
+    """The range in words. The technical limit MAX_COUNT is named only if the value exceeds it."""
+    return f"{low} or more" if high == MAX_COUNT and not found > high else f"between {low} and {high}"

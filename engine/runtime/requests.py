@@ -1,7 +1,7 @@
 """A request in the engine: the checks before it is queued, its state while it runs, and its outputs.
 
-`check_prompt` refuses what the engine cannot run. `Ticket` holds the text of a running request, its stop strings, and
-what was already reported. `RequestOutput` is what the user gets.
+`check_prompt` refuses what the engine cannot run. `RequestState` holds the text of a running request, its stop strings,
+and how much was already reported. `RequestOutput` is what the user gets.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from engine.runtime.decoding.generation import Generation, TokenLogprobs
 from engine.runtime.errors import ParamsError, PromptError, TokenizerError
 from engine.runtime.models.load import LoadedModel
 from engine.runtime.params import OutputKind, SamplingParams
-from engine.runtime.text import RunningText, Tokenizer, find_stop
+from engine.runtime.text import Detokenizer, Tokenizer, find_stop
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -28,18 +28,18 @@ class RequestMetrics:
     first_token_s: float | None = None
     last_token_s: float | None = None
     finished_s: float | None = None
-    gap_s: float | None = None  # between the last two steps that gave tokens
+    gap_s: float | None = None  # between the last two steps with tokens
     prompt_tokens: int = 0
-    cached_tokens: int = 0  # of the prompt, found in the prefix cache
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache
     output_tokens: int = 0  # of all sequences
     longest: int = 0  # tokens of the longest sequence
-    steps: int = 0  # in which the request got tokens
+    steps: int = 0  # with tokens for the request
     preemptions: int = 0
     drafted_tokens: int = 0  # proposed by the draft model
-    accepted_tokens: int = 0  # of them
+    accepted_tokens: int = 0  # of the drafted tokens
 
     def note_tokens(self, now_s: float) -> None:
-        """A step gave tokens."""
+        """Count a step with tokens."""
         self.steps += 1
         if self.first_token_s is None or self.last_token_s is None:
             self.first_token_s = now_s
@@ -49,48 +49,48 @@ class RequestMetrics:
 
     @property
     def ttft_s(self) -> float | None:
-        """Time to first token."""
+        """Time to first token, in seconds."""
         return None if self.first_token_s is None else self.first_token_s - self.arrival_s
 
     @property
     def tpot_s(self) -> float | None:
-        """Time per output token after the first, of one sequence: (E2E - TTFT) / (tokens - 1)."""
+        """Time per output token after the first of the longest sequence, in seconds: (E2E - TTFT) / (tokens - 1)."""
         if self.first_token_s is None or self.last_token_s is None or self.steps < 2:
             return None
         return (self.last_token_s - self.first_token_s) / (max(self.longest, self.steps) - 1)
 
     @property
     def queue_s(self) -> float | None:
-        """Time until the request was first in a batch."""
+        """Time from arrival until the request was first in a batch, in seconds."""
         return None if self.scheduled_s is None else self.scheduled_s - self.arrival_s
 
     @property
     def e2e_s(self) -> float | None:
-        """Time from arrival to the end."""
+        """Time from arrival to the end, in seconds."""
         return None if self.finished_s is None else self.finished_s - self.arrival_s
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One sequence: all of it, or what is new, as the request's `output_kind` says."""
+    """One sequence: all of it, or only what is new, depending on the request's `output_kind`."""
 
     index: int
     text: str
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
     score: float = 0.0  # of a beam: log-probability, normalised by length
-    finish_reason: FinishReason | None = None
+    finish_reason: FinishReason | None = None  # None while the sequence grows
     stop_reason: str | int | None = None  # the stop string or token that ended it
 
     @property
     def cumulative_logprob(self) -> float | None:
-        """Sum over `token_ids`, where log-probabilities were asked for."""
+        """Sum of the log-probabilities of `token_ids`; None unless they were asked for."""
         return None if self.logprobs is None else sum(entry.logprob for entry in self.logprobs)
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """A request's news; `error` says why one with finish reason `error` failed."""
+    """The outputs of a request after a step. With finish reason `error`, `error` is the exception."""
 
     request_id: str
     prompt: str | None
@@ -101,8 +101,8 @@ class RequestOutput:
     error: Exception | None = field(default=None)
 
 
-def token_ids_of(prompt: str | Sequence[int], tokenizer: Tokenizer | None) -> list[int]:
-    """A prompt's token ids. Raises TokenizerError."""
+def encode_prompt(prompt: str | Sequence[int], tokenizer: Tokenizer | None) -> list[int]:
+    """The token ids of a prompt. Raises TokenizerError."""
     if not isinstance(prompt, str):
         return [int(token) for token in prompt]
     if tokenizer is None:
@@ -116,7 +116,10 @@ def token_ids_of(prompt: str | Sequence[int], tokenizer: Tokenizer | None) -> li
 def check_prompt(
     ids: Sequence[int], params: SamplingParams, loaded: LoadedModel, limits: SchedulerLimits
 ) -> int:
-    """How many tokens each sequence may generate. Raises PromptError or ParamsError."""
+    """Check a prompt and its parameters. Returns how many tokens each sequence may generate.
+
+    Raises PromptError or ParamsError.
+    """
     if not ids:
         raise PromptError("the prompt is empty: it must have at least one token")
     low, high = min(ids), max(ids)
@@ -154,16 +157,19 @@ def _check_width(params: SamplingParams, loaded: LoadedModel, limits: SchedulerL
 
 
 @dataclass(slots=True)
-class _Told:
-    """What has been told of one branch: so many tokens, so many characters."""
+class _Reported:
+    """How many tokens and characters of one branch were already reported."""
 
     tokens: int = 0
     characters: int = 0
 
 
 @dataclass(slots=True, eq=False)
-class Ticket:
-    """One request between `add_request` and its last output."""
+class RequestState:
+    """The state of one request between `add_request` and its last output.
+
+    After each step the engine calls `extend_identity`, `read` and `output`.
+    """
 
     request_id: str
     number: int  # its id in the scheduler
@@ -175,43 +181,43 @@ class Ticket:
     tokenizer: Tokenizer | None
     metrics: RequestMetrics
     error: Exception | None = None
-    _texts: list[RunningText] = field(default_factory=list)
-    _named: list[int] = field(default_factory=list)  # tokens per branch that the prefix cache knows of
-    _read: list[int] = field(default_factory=list)  # tokens per branch that are in its text
-    _told: list[_Told] = field(default_factory=list)
-    _stopped_by: dict[int, str] = field(default_factory=dict)
-    _cut: dict[int, int] = field(default_factory=dict)  # characters of a branch's text that are kept
+    _texts: list[Detokenizer] = field(default_factory=list)
+    _hashable: list[int] = field(default_factory=list)  # per branch: generated tokens that `identity` holds
+    _read: list[int] = field(default_factory=list)  # per branch: generated tokens that its text holds
+    _reported: list[_Reported] = field(default_factory=list)
+    _stopped_by: dict[int, str] = field(default_factory=dict)  # stop strings by branch
+    _cut: dict[int, int] = field(default_factory=dict)  # by branch: characters of its text that are kept
 
     def __post_init__(self) -> None:
         width = self.generation.request.width
-        self._told = [_Told() for _ in range(width)]
+        self._reported = [_Reported() for _ in range(width)]
         self._read = [0] * width
-        self._named = [0] * width
+        self._hashable = [0] * width
         if self.tokenizer is not None and not self._is_beam:
             skip = self.params.skip_special_tokens
-            self._texts = [RunningText(self.tokenizer, skip_special_tokens=skip) for _ in range(width)]
+            self._texts = [Detokenizer(self.tokenizer, skip_special_tokens=skip) for _ in range(width)]
 
     @property
     def _is_beam(self) -> bool:
-        return self.generation.request.decoding is Decoding.BEAM
+        return self.generation.request.decoding is Decoding.beam
 
     # -- a step's tokens -----------------------------------------------------------------------------------
 
     def read(self) -> None:
-        """Put new tokens into the texts and end the branches that said a stop string. Raises TokenizerError."""
+        """Add new tokens to the texts, and end branches whose text holds a stop string. Raises TokenizerError."""
         for branch, text in enumerate(self._texts):
             if branch not in self._stopped_by:
                 self._read_branch(branch, text)
 
-    def _read_branch(self, branch: int, text: RunningText) -> None:
+    def _read_branch(self, branch: int, text: Detokenizer) -> None:
         generation = self.generation
         ended = generation.ends[branch]
         known = generation.known[branch] - generation.request.prompt_tokens if ended is None else ended
         while self._read[branch] < known:
-            token = int(generation.text(branch)[self._read[branch]])
+            token = int(generation.output_ids(branch)[self._read[branch]])
             self._read[branch] += 1
             if self._read[branch] == ended and token in generation.rules.end_ids:
-                return  # the end token itself is no text
+                return  # the end token does not belong to the text
             before = len(text.text)
             text.add([token])
             found = find_stop(text.text, self.params.stops, before) if self.params.stops else None
@@ -219,39 +225,39 @@ class Ticket:
                 self._stop(branch, *found)
                 return
 
-    def _stop(self, branch: int, place: int, stop: str) -> None:
+    def _stop(self, branch: int, position: int, stop: str) -> None:
         self._stopped_by[branch] = stop
-        self._cut[branch] = place + (len(stop) if self.params.include_stop_str_in_output else 0)
+        self._cut[branch] = position + (len(stop) if self.params.include_stop_str_in_output else 0)
         self.generation.ends[branch] = self._read[branch]
 
-    def name_outputs(self, block_size: int) -> None:
-        """Tell the prefix cache of blocks that generated tokens fill, so that a later turn finds them."""
+    def extend_identity(self, block_size: int) -> None:
+        """Add generated tokens that fill blocks to `identity`, so that a later request gets prefix cache hits."""
         if self._is_beam:
             return
         start = self.generation.request.prompt_tokens
-        for branch, named in enumerate(self._named):
-            if self.generation.known[branch] // block_size > (start + named) // block_size:
-                text = self.generation.text(branch)
-                self.identity.extend(branch, text[named:].tolist())
-                self._named[branch] = len(text)
+        for branch, held in enumerate(self._hashable):
+            if self.generation.known[branch] // block_size > (start + held) // block_size:
+                ids = self.generation.output_ids(branch)
+                self.identity.extend(branch, ids[held:].tolist())
+                self._hashable[branch] = len(ids)
 
-    def mute(self) -> None:
-        """Tell tokens alone from now on: the tokenizer is not to be asked again."""
+    def drop_text(self) -> None:
+        """Report only tokens from now on, because the tokenizer failed."""
         self.tokenizer, self._texts = None, []
         self._cut.clear()
-        self._told = [_Told(told.tokens) for told in self._told]
+        self._reported = [_Reported(reported.tokens) for reported in self._reported]
 
-    # -- what is told --------------------------------------------------------------------------------------
+    # -- outputs -------------------------------------------------------------------------------------------
 
     def output(self, *, finished: bool, reason: FinishReason | None = None) -> RequestOutput:
-        """The request's news; with `reason` it ended for a reason that its tokens do not tell."""
+        """The output of the request now. Give `reason` if the tokens do not show why it ended."""
         outputs = self._beams(finished, reason) if self._is_beam else self._branches(finished, reason)
         return RequestOutput(
             self.request_id, self.prompt, self.prompt_ids, outputs, finished, self.metrics, self.error
         )
 
     def _beams(self, finished: bool, reason: FinishReason | None) -> list[CompletionOutput]:
-        """Hypotheses are told at the end alone: until then they change their past."""
+        """Hypotheses are reported only at the end, because their earlier tokens can still change."""
         if not finished:
             return []
         pairs = zip(self.generation.outputs(), self.generation.scores(), strict=False)
@@ -262,7 +268,7 @@ class Ticket:
         by_token = bool(ids) and ids[-1] in ends
         text = ""
         if self.tokenizer is not None:
-            whole = RunningText(self.tokenizer, skip_special_tokens=self.params.skip_special_tokens)
+            whole = Detokenizer(self.tokenizer, skip_special_tokens=self.params.skip_special_tokens)
             whole.add(ids[:-1] if by_token else ids, last=True)
             text = whole.text
         why: FinishReason = reason or ("stop" if by_token else "length")
@@ -271,20 +277,18 @@ class Ticket:
     def _branches(self, finished: bool, reason: FinishReason | None) -> list[CompletionOutput]:
         outputs = []
         for branch in range(self.generation.request.width):
-            news = self._branch(branch, finished, reason)
-            if finished or news.token_ids or news.text or news.finish_reason:
-                outputs.append(news)
+            output = self._branch(branch, finished, reason)
+            if finished or output.token_ids or output.text or output.finish_reason:
+                outputs.append(output)
         return outputs
 
     def _branch(self, branch: int, finished: bool, reason: FinishReason | None) -> CompletionOutput:
-        generation, told = self.generation, self._told[branch]
+        generation = self.generation
         over = finished or generation.ends[branch] is not None
-        ids = generation.text(branch)[: generation.ends[branch]].tolist()
+        ids = generation.output_ids(branch)[: generation.ends[branch]].tolist()
         text = self._text(branch, over)
-        since = (
-            _Told(told.tokens, told.characters) if self.params.output_kind is OutputKind.DELTA else _Told()
-        )
-        self._told[branch] = _Told(len(ids), len(text))
+        since = self._reported[branch] if self.params.output_kind is OutputKind.DELTA else _Reported()
+        self._reported[branch] = _Reported(len(ids), len(text))
         logprobs: list[TokenLogprobs] | None = None
         if generation.rules.logprobs is not None:
             logprobs = generation.logprobs[branch][since.tokens : len(ids)]
@@ -292,7 +296,7 @@ class Ticket:
         return CompletionOutput(branch, text[since.characters :], ids[since.tokens :], logprobs, 0.0, why, by)
 
     def _text(self, branch: int, over: bool) -> str:
-        """What may be shown: until the end, not the characters that could turn out to begin a stop string."""
+        """The text that can be reported. Until the end, characters that may begin a stop string are held back."""
         if not self._texts:
             return ""
         if over and branch not in self._cut:

@@ -1,17 +1,15 @@
-"""Tokens to text, token by token, and the search for stop strings in the text."""
+"""Incremental detokenization, and the search for stop strings in the text."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 from engine.runtime.errors import ModelError, TokenizerError
 
-_UNFINISHED = (
-    "\N{REPLACEMENT CHARACTER}"  # what a decoder shows for a character whose bytes are not all there
-)
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # decoded from a character whose bytes are incomplete
 
 
 class Tokenizer(Protocol):
-    """What the engine asks of a tokenizer; those of transformers offer it."""
+    """The methods of a tokenizer that the engine uses. The tokenizers of transformers have them."""
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text."""
@@ -23,7 +21,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """Bytes as tokens, for models without a tokenizer: id = first + byte. Other ids read as <id>."""
+    """One token per byte, for models without a tokenizer: id = first_id + byte. Other ids are decoded to <id>."""
 
     chat_template = None
 
@@ -31,11 +29,11 @@ class ByteTokenizer:
         self._first = first_id
 
     def encode(self, text: str) -> list[int]:
-        """One id per byte of UTF-8."""
+        """One id per byte of the text in UTF-8."""
         return [self._first + byte for byte in text.encode()]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """Bytes joined where they are bytes."""
+        """The text of the bytes; invalid UTF-8 becomes replacement characters."""
         parts = b"".join(
             bytes([token - self._first]) if 0 <= token - self._first < 256 else b"<%d>" % token
             for token in token_ids
@@ -53,11 +51,11 @@ def load_tokenizer(path: str) -> Any:
         raise ModelError(f"{path}: no tokenizer can be loaded from it ({error})") from error
 
 
-class RunningText:
-    """A sequence's text, grown token by token. Raises TokenizerError when the tokenizer does.
+class Detokenizer:
+    """The text of one sequence. Call `add` with new token ids and read `text`. Raises TokenizerError.
 
-    A token may hold part of a character, and a decoder may join tokens with spaces: so the last tokens are decoded
-    again with every new one, and what is not yet a whole character waits.
+    A token may hold only a part of a character, and a decoder may put spaces between tokens. So the last tokens are
+    decoded again with every new one, and an incomplete character is not yet part of `text`.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
@@ -65,10 +63,10 @@ class RunningText:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         self._ids: list[int] = []
-        self._shown = self._anchor = 0  # ids whose text is out; where decoding starts again
+        self._shown = self._anchor = 0  # number of ids that `text` holds; index where decoding starts again
 
     def add(self, token_ids: Sequence[int], *, last: bool = False) -> None:
-        """Take new tokens; after the `last` ones an unfinished character is shown as such."""
+        """Add new tokens. With `last` an incomplete character at the end becomes a replacement character."""
         for token in token_ids:
             self._ids.append(token)
             self._show(last=False)
@@ -92,8 +90,8 @@ class RunningText:
 
 
 def find_stop(text: str, stops: Sequence[str], start: int) -> tuple[int, str] | None:
-    """Place of the earliest stop string that ends at or after `start`, and the string."""
+    """Position of the first stop string that ends after index `start`, and the string; None if there is none."""
     found = [
-        (place, stop) for stop in stops if (place := text.find(stop, max(0, start - len(stop) + 1))) >= 0
+        (index, stop) for stop in stops if (index := text.find(stop, max(0, start - len(stop) + 1))) >= 0
     ]
     return min(found) if found else None

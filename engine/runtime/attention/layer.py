@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from engine.runtime.attention.plans import AttentionMetadata
+from engine.runtime.attention.metadata import AttentionMetadata
 from engine.runtime.errors import ModelError
 from engine.runtime.kv_pool import KVPool
 from paged_kernels import Scoring
@@ -32,11 +32,11 @@ def paged_attention(
     s_aux: torch.Tensor | None = None,
     **rest: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of one layer for a flat batch: q `[1, heads, tokens, dk]`, k and v `[1, kv_heads, tokens, d]` after RoPE.
+    """Attention of one layer for a flat batch: q `[1, heads, tokens, dk]`, k and v `[1, kv_heads, tokens, d]`.
 
-    `paged` is the argument of that name that the model was called with: the `PagedStep` of the step, or the
-    `ShapeProbe` of a model that is being loaded. Returns `[1, tokens, heads, dv]` and no attention weights. Raises
-    ModelError if the model does not pass `paged` on.
+    RoPE is already applied. `paged` is the argument of that name that the model was called with: the `PagedStep` of
+    the step, or the `ShapeProbe` of a model that is being loaded. Returns `[1, tokens, heads, dv]` and no attention
+    weights. Raises ModelError if the model does not pass `paged` on.
     """
     if paged is None:
         raise ModelError(
@@ -148,15 +148,18 @@ NO_TIMER = NoTimer()
 
 
 class PagedStep:
-    """Handed to the model as `paged=`; its layers call `attend`. Index tensors are shared by all layers."""
+    """The KV pool and the attention metadata of one step. Give it to the model as `paged=`; every layer calls `attend`.
+
+    `slots` `[tokens]` are the KV slots of the new tokens, int64; -1 is a padded row of a recorded graph.
+    """
 
     def __init__(
-        self, plan: AttentionMetadata, slots: torch.Tensor, pool: KVPool, spans: AttentionTimer
+        self, metadata: AttentionMetadata, slots: torch.Tensor, pool: KVPool, timer: AttentionTimer
     ) -> None:
-        self._plan = plan
+        self._metadata = metadata
         self._slots = slots
         self._pool = pool
-        self._spans = spans
+        self._timer = timer
 
     def attend(
         self,

@@ -5,14 +5,14 @@ A backend that is named in the options and cannot run here is refused, and so is
 
 import torch
 
-from engine.runtime.attention.native.compile import why_unavailable
-from engine.runtime.attention.plans import (
+from engine.runtime.attention.metadata import (
     AttentionMetadata,
     NativeMetadata,
     StepLayout,
     TorchMetadata,
     TritonMetadata,
 )
+from engine.runtime.attention.native.compile import why_unavailable
 from engine.runtime.errors import ModelError
 from engine.runtime.kv_pool import KVPool
 from engine.runtime.options import KVDtype
@@ -37,27 +37,20 @@ def engine_backend(name: str, device: torch.device) -> str:
     return resolve_backend(name, device)
 
 
-def plan_step(layout: StepLayout, pool: KVPool, workspace: Workspace, backend: str) -> AttentionMetadata:
-    """The step's attention plan for a resolved backend."""
+def attention_metadata(
+    layout: StepLayout, pool: KVPool, workspace: Workspace, backend: str
+) -> AttentionMetadata:
+    """The attention metadata of a step, for a backend that `engine_backend` returned."""
     if backend == NATIVE:
         return NativeMetadata(layout, pool, workspace)
-    return plan_attention(layout, pool, workspace, backend)
-
-
-def plan_attention(layout: StepLayout, pool: KVPool, workspace: Workspace, backend: str) -> AttentionMetadata:
-    """The step's plan for a resolved backend name."""
     return (TritonMetadata if backend == "triton" else TorchMetadata)(layout, pool, workspace)
 
 
-def check_kv_dtype(name: KVDtype | str, device: "torch.device", backend: str = "auto") -> None:
-    """Raise ModelError where the device, or the backend asked for by name, cannot widen 8-bit floats.
+def check_kv_dtype(name: KVDtype | str, device: torch.device, backend: str = "auto") -> None:
+    """Raise ModelError if the device, or the named backend, cannot read 8-bit K and V.
 
-    CUDA can from sm_89 on; the compiled CPU kernels cannot.
+    CUDA devices can from sm_89 on; the compiled CPU kernels cannot.
     """
-    import torch
-
-    from paged_kernels.backends import FP8_CAPABILITY
-
     if name == KVDtype.fp8_e4m3 and backend == "native":
         raise ModelError("kv_dtype fp8_e4m3 is not read by backend native; use backend torch, or auto")
     if name != KVDtype.fp8_e4m3 or device.type != "cuda":

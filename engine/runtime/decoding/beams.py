@@ -16,19 +16,19 @@ from engine.runtime.params import DecodingRules
 
 FloatArray = npt.NDArray[np.float32]
 
-_NEVER = np.float32(-1.0e9)  # what transformers adds to a score that must not win
+_NEVER = np.float32(-1.0e9)  # transformers adds this to a score that must not win
 
 
 class Candidates(NamedTuple):
-    """The best continuations of all hypotheses, best first; each `[requests, M]`."""
+    """The best M continuations of the hypotheses of each request, best first; each tensor is `[requests, M]`."""
 
-    parents: torch.Tensor  # int64, which hypothesis each one continues
+    parents: torch.Tensor  # int64, the hypothesis that is continued
     tokens: torch.Tensor  # int64
     scores: torch.Tensor  # float32
 
 
 class Selection(NamedTuple):
-    """The hypotheses that go on, best first; `stop` if the search is over and nothing goes on."""
+    """The hypotheses that continue, best first. With `stop` the search is over."""
 
     parents: list[int]
     tokens: list[int]
@@ -36,15 +36,16 @@ class Selection(NamedTuple):
 
 
 def candidates_of(rules: DecodingRules, width: int) -> int:
-    """How many continuations are looked at, so that `width` are left when end tokens take the best places."""
+    """How many continuations to look at, so that `width` are left even if end tokens are the best ones."""
     return max(2, 1 + len(rules.end_ids)) * width
 
 
 def best_continuations(logits: torch.Tensor, scores: torch.Tensor, count: int) -> Candidates:
-    """The best `count` continuations per request: logits `[requests, hypotheses, vocab]`, scores without the last.
+    """The best `count` continuations per request.
 
-    On the step that finishes the prompt there is one hypothesis with score 0. Where `count` exceeds what one has to
-    offer, further ones that cannot win stand beside it, as in transformers.
+    Logits are `[requests, hypotheses, vocab]`; scores `[requests, hypotheses]` are those of the tokens before. On the
+    step that finishes the prompt there is one hypothesis with score 0. If `count` exceeds the vocabulary then, copies
+    of this hypothesis that cannot win are added, as in transformers.
     """
     vocab = logits.shape[2]
     total = torch.log_softmax(logits.float(), dim=-1) + scores.unsqueeze(2)
@@ -57,14 +58,15 @@ def best_continuations(logits: torch.Tensor, scores: torch.Tensor, count: int) -
 
 
 def length_normalised(score: FloatArray, generated: int, length_penalty: float) -> FloatArray:
-    """Log-probability over (length without the prompt) to the power of the penalty."""
+    """Log-probability divided by (length without the prompt) to the power of the penalty."""
     return np.asarray(score / np.float32(float(generated) ** length_penalty), dtype=np.float32)
 
 
 class BeamSearch:
-    """One request's search: scores of the running hypotheses, and the best finished ones with their tokens.
+    """The beam search of one request: scores of the running hypotheses, and the best finished ones with their tokens.
 
-    A place of `finished` is None until a hypothesis has taken it; `improvable` stays False once it is.
+    Call `advance` with the candidates of each step until `stopped`. An entry of `finished` is None until a hypothesis
+    has taken it. `limit` is the largest number of generated tokens.
     """
 
     def __init__(self, width: int, limit: int, rules: DecodingRules) -> None:
@@ -77,26 +79,26 @@ class BeamSearch:
         self._ends = np.fromiter(rules.end_ids, dtype=np.int64)
 
     def advance(
-        self, parents: IntArray, tokens: IntArray, scores: FloatArray, texts: Sequence[IntArray]
+        self, parents: IntArray, tokens: IntArray, scores: FloatArray, outputs: Sequence[IntArray]
     ) -> Selection:
-        """Take the candidates `[M]`, best first; `texts` are the tokens that each hypothesis has generated so far."""
-        generated = len(texts[0]) + 1
+        """Take the candidates `[M]`, best first; `outputs` are the ids that each hypothesis has generated so far."""
+        generated = len(outputs[0]) + 1
         if not len(self._ends) and generated < self._limit:
-            return self._go_on(parents, tokens, scores)
+            return self._continue(parents, tokens, scores)
         hits = np.isin(tokens, self._ends) | (generated >= self._limit)
         lowered = (scores + hits * _NEVER).astype(np.float32)
         chosen = np.argsort(-lowered, kind="stable")[: self._width]
-        self._finish(parents, tokens, scores, hits, texts)
-        self._look_ahead(lowered[chosen], generated)
-        full = all(text is not None for text in self.finished)
+        self._finish(parents, tokens, scores, hits, outputs)
+        self._update_improvable(lowered[chosen], generated)
+        full = all(ids is not None for ids in self.finished)
         self.stopped = bool(
             not self._improvable or (self._rules.early_stopping is True and full) or hits.all()
         )
         self.scores[: len(chosen)] = lowered[chosen]
         return Selection(parents[chosen].tolist(), tokens[chosen].tolist(), self.stopped)
 
-    def _go_on(self, parents: IntArray, tokens: IntArray, scores: FloatArray) -> Selection:
-        """No candidate can end here, so none has before: the best ones go on, and every place is still open."""
+    def _continue(self, parents: IntArray, tokens: IntArray, scores: FloatArray) -> Selection:
+        """Without end tokens no hypothesis can finish before the limit: the best candidates continue."""
         width = self._width
         self.scores[: len(scores[:width])] = scores[:width]
         return Selection(parents[:width].tolist(), tokens[:width].tolist(), stop=False)
@@ -107,29 +109,34 @@ class BeamSearch:
         tokens: IntArray,
         scores: FloatArray,
         hits: npt.NDArray[np.bool_],
-        texts: Sequence[IntArray],
+        outputs: Sequence[IntArray],
     ) -> None:
-        """Candidates that hit and rank among the first `width` compete for the finished places, old ones first."""
+        """Merge the first `width` candidates that end (`hits`) into `finished`; on a tie the older one wins."""
         ranked = hits[: self._width]
-        full = all(text is not None for text in self.finished)
+        full = all(ids is not None for ids in self.finished)
         closed = not self._improvable or (self._rules.early_stopping is True and full)
-        if not ranked.any() or closed:  # a closed search adds so little that no place is ever taken over
+        if (
+            not ranked.any() or closed
+        ):  # transformers lowers scores after closing, so that no candidate can win
             return
-        new = length_normalised(scores[: self._width], len(texts[0]) + 1, self._rules.length_penalty)
-        places: list[IntArray | None] = list(self.finished)
+        new = length_normalised(scores[: self._width], len(outputs[0]) + 1, self._rules.length_penalty)
+        entries: list[IntArray | None] = list(self.finished)
         merged = np.concatenate([self.finished_scores, np.where(ranked, new, new + _NEVER)])
         for rank in range(len(ranked)):
-            text = np.append(texts[int(parents[rank])], tokens[rank]) if ranked[rank] else None
-            places.append(text)
+            ids = np.append(outputs[int(parents[rank])], tokens[rank]) if ranked[rank] else None
+            entries.append(ids)
         best = np.argsort(-merged, kind="stable")[: self._width]
-        self.finished = [places[int(place)] for place in best]
+        self.finished = [entries[int(index)] for index in best]
         self.finished_scores = merged[best].astype(np.float32)
 
-    def _look_ahead(self, running: FloatArray, generated: int) -> None:
-        """Whether the best running hypothesis can still beat the worst finished one; an empty place can be beaten."""
+    def _update_improvable(self, running: FloatArray, generated: int) -> None:
+        """Note whether the best running hypothesis can still beat the worst finished one. False is final.
+
+        An empty entry of `finished` can always be beaten.
+        """
         rules = self._rules
         longest = rules.early_stopping == "never" and rules.length_penalty > 0.0
         best = length_normalised(running[:1], self._limit if longest else generated, rules.length_penalty)
         worst = self.finished_scores.min()
-        floors = [worst if text is not None else _NEVER for text in self.finished]
+        floors = [worst if ids is not None else _NEVER for ids in self.finished]
         self._improvable = self._improvable and any(bool(best[0] > floor) for floor in floors)

@@ -1,8 +1,8 @@
 """From the logits of a step to its next tokens.
 
-`decode` finds the best token of each row on the device. In a recorded graph it is part of the recording, so a greedy
-step copies one number per row to the host. `TokenChooser` then handles each request in its own way of decoding: greedy,
-sampling or beam search. It also verifies draft tokens, notes log-probabilities, and reports requests with NaN logits.
+`forward_output` finds the best token of each row on the device. In a recorded graph it is part of the recording, so a
+greedy step copies one number per row to the host. `TokenChooser` then decodes each request in its own mode: greedy,
+sampling or beam search. It also verifies draft tokens, records log-probabilities, and reports requests with NaN logits.
 Sampling stays outside of the graph: it needs float64 over the whole vocabulary, and greedy rows must not pay for that.
 """
 
@@ -24,54 +24,55 @@ from engine.runtime.decoding.generation import Generation, TokenLogprobs
 from engine.runtime.decoding.sample import Draw, draw_all
 from engine.runtime.errors import NaNLogitsError
 
-_NAMES = {torch.float32: "best_f32", torch.bfloat16: "best_bf16"}
+NO_TOKEN = -1  # the token of a row with NaN logits
+_BEST_FUNCTIONS = {torch.float32: "best_f32", torch.bfloat16: "best_bf16"}
 
 
 def best_tokens(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Largest logit and its first place, each `[rows]`, of logits `[rows, vocab]`; NaN where a row has a NaN."""
-    if logits.device.type != "cpu" or logits.dtype not in _NAMES or why_unavailable():
-        best, place = logits.max(dim=-1)
-        return best, place
+    """The largest logit and its first index, each `[rows]`, of logits `[rows, vocab]`.
+
+    The largest logit is NaN if any logit of the row is NaN.
+    """
+    if logits.device.type != "cpu" or logits.dtype not in _BEST_FUNCTIONS or why_unavailable():
+        best, index = logits.max(dim=-1)
+        return best, index
     logits = logits.contiguous()
     best = torch.empty(len(logits), dtype=torch.float32)
-    place = torch.empty(len(logits), dtype=torch.int64)
-    run = _kernel(_NAMES[logits.dtype])
-    run(logits.data_ptr(), *logits.shape, best.data_ptr(), place.data_ptr())
-    return best, place
+    index = torch.empty(len(logits), dtype=torch.int64)
+    run = _best_function(_BEST_FUNCTIONS[logits.dtype])
+    run(logits.data_ptr(), *logits.shape, best.data_ptr(), index.data_ptr())
+    return best, index
 
 
 @cache
-def _kernel(name: str) -> Any:
+def _best_function(name: str) -> Any:
     function = getattr(library(), name)
     function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p]
     function.restype = None
     return function
 
 
-NO_TOKEN = -1  # of a row with NaN among its logits
+class ForwardOutput(NamedTuple):
+    """What a forward pass gives: logits, and the best token of each row."""
+
+    logits: torch.Tensor  # [rows, vocab], in the model's data type
+    tokens: torch.Tensor  # int64 [rows], the first one with the largest logit, or NO_TOKEN
+
+    def first(self, rows: int) -> "ForwardOutput":
+        """The first rows. The other rows of a recorded pass are padding."""
+        return ForwardOutput(self.logits[:rows], self.tokens[:rows])
 
 
-class Decoded(NamedTuple):
-    """Logits `[rows, vocab]` in the model's type, and tokens `[rows]`: the first of the largest, or NO_TOKEN."""
-
-    logits: torch.Tensor
-    tokens: torch.Tensor
-
-    def front(self, rows: int) -> "Decoded":
-        """The first rows: those of a recorded pass that are no padding."""
-        return Decoded(self.logits[:rows], self.tokens[:rows])
-
-
-def decode(logits: torch.Tensor) -> Decoded:
-    """Choose the best tokens; a largest logit is NaN as soon as one of its row is."""
+def forward_output(logits: torch.Tensor) -> ForwardOutput:
+    """Find the best token of each row of logits `[rows, vocab]`; NO_TOKEN where a row has a NaN."""
     best, tokens = best_tokens(logits)
-    return Decoded(logits, tokens.masked_fill(torch.isnan(best), NO_TOKEN))
+    return ForwardOutput(logits, tokens.masked_fill(torch.isnan(best), NO_TOKEN))
 
 
 def note_logprobs(
     draws: Sequence[Draw], tokens: Sequence[int], logits: torch.Tensor, generations: Mapping[int, Generation]
 ) -> None:
-    """Note what the draws' requests asked for; logits `[rows, vocab]`."""
+    """Record the log-probabilities that the requests of the draws asked for; logits `[rows, vocab]`."""
     wanted = [
         (draw, token, count)
         for draw, token in zip(draws, tokens, strict=True)
@@ -95,7 +96,10 @@ def note_logprobs(
 def advance_searches(
     wanted: Sequence[int], rows: Sequence[Row], logits: torch.Tensor, generations: Mapping[int, Generation]
 ) -> dict[int, list[int]]:
-    """New hypotheses of every beam request among the `wanted` rows, and their parents."""
+    """Advance every beam search among the `wanted` rows. Returns the parents of its new hypotheses by request.
+
+    Requests with equally many hypotheses and candidates are computed together.
+    """
     members: dict[int, list[int]] = defaultdict(list)
     for index in wanted:
         members[rows[index].request_id].append(index)
@@ -114,7 +118,7 @@ def advance_searches(
 
 
 def _advance_alike(logits: torch.Tensor, generations: Sequence[Generation], count: int) -> list[list[int]]:
-    """Advance requests with equally many hypotheses, logits `[requests, hypotheses, vocab]`; note the outcome."""
+    """Advance requests with equally many hypotheses, logits `[requests, hypotheses, vocab]`. Returns their parents."""
     hypotheses = logits.shape[1]
     known = np.stack(
         [generation.search.scores[:hypotheses] for generation in generations if generation.search]
@@ -130,10 +134,10 @@ def _advance_alike(logits: torch.Tensor, generations: Sequence[Generation], coun
 def _advance_one(
     generation: Generation, hypotheses: int, parents: np.ndarray, tokens: np.ndarray, scores: np.ndarray
 ) -> list[int]:
-    """One request's candidates `[M]`. A search that is over leaves its hypotheses as they are."""
+    """Advance one request by its candidates `[M]`. The hypotheses of a search that is over do not change."""
     assert generation.search is not None
-    texts = [generation.text(branch) for branch in range(hypotheses)]
-    chosen = generation.search.advance(parents, tokens, scores, texts)
+    outputs = [generation.output_ids(branch) for branch in range(hypotheses)]
+    chosen = generation.search.advance(parents, tokens, scores, outputs)
     if chosen.stop:
         return chosen.parents
     generation.reparent(chosen.parents)
@@ -145,31 +149,32 @@ def _advance_one(
 
 @dataclass(slots=True)
 class Choice:
-    """What a step's logits led to: beam parents by request, requests that are over, branches that ended before the
-    others of their request, and requests whose logits are NaN."""
+    """The outcome of a step, by request id."""
 
-    parents: dict[int, list[int]] = field(default_factory=dict)
+    parents: dict[int, list[int]] = field(default_factory=dict)  # of beam hypotheses
     accepted: dict[int, int] = field(default_factory=dict)  # draft tokens that were right
     finished: set[int] = field(default_factory=set)
-    ended: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
-    failed: dict[int, NaNLogitsError] = field(default_factory=dict)
+    ended: dict[int, list[int]] = field(  # branches that ended before the others of their request
+        default_factory=lambda: defaultdict(list)
+    )
+    failed: dict[int, NaNLogitsError] = field(default_factory=dict)  # requests with NaN logits
 
 
 @dataclass(frozen=True, slots=True)
 class TokenChooser:
-    """Chooses the next tokens of a step and notes them in the generations."""
+    """Chooses the next tokens of a step. `seed` and `temperature` hold for requests that set none."""
 
     seed: int
     temperature: float
 
     def choose(
-        self, step: int, rows: Sequence[Row], decoded: Decoded, generations: Mapping[int, Generation]
+        self, step: int, rows: Sequence[Row], output: ForwardOutput, generations: Mapping[int, Generation]
     ) -> Choice:
-        """Take what a pass said of the sampled rows; what needs logits in float32 makes them so.
+        """Choose tokens for the sampled `rows` from the output of their pass, and append them to the generations.
 
-        A request with NaN in its logits is `failed`, with an error that names step and sequence, and gets no token.
+        A request with NaN logits gets no token; it is in `failed`, with an error that names step and sequence.
         """
-        logits, tokens = decoded.logits, decoded.tokens.tolist()
+        logits, tokens = output.logits, output.tokens.tolist()
         choice = Choice(failed=nan_rows(step, rows, tokens))
         kinds: dict[Decoding, list[int]] = defaultdict(list)
         for index, row in enumerate(rows):
@@ -177,18 +182,18 @@ class TokenChooser:
                 kinds[generations[row.request_id].request.decoding].append(index)
         draws = [
             Draw(index, rows[index].request_id, 0, rows[index].context_len + rows[index].query_len)
-            for index in kinds[Decoding.GREEDY]
+            for index in kinds[Decoding.greedy]
         ]
         chosen = [tokens[draw.row] for draw in draws]
-        if kinds[Decoding.SAMPLE]:
+        if kinds[Decoding.sample]:
             sampled, drawn = draw_all(
-                self.seed, self.temperature, kinds[Decoding.SAMPLE], rows, logits, generations
+                self.seed, self.temperature, kinds[Decoding.sample], rows, logits, generations
             )
             draws += sampled
             chosen += drawn
-        self._note(draws, chosen, logits, generations, choice)
-        if kinds[Decoding.BEAM]:
-            choice.parents = advance_searches(kinds[Decoding.BEAM], rows, logits, generations)
+        self._append(draws, chosen, logits, generations, choice)
+        if kinds[Decoding.beam]:
+            choice.parents = advance_searches(kinds[Decoding.beam], rows, logits, generations)
             choice.finished.update(request for request in choice.parents if generations[request].ended)
         for request_id in choice.failed:
             choice.parents[request_id] = list(range(generations[request_id].request.width))
@@ -197,7 +202,7 @@ class TokenChooser:
         return choice
 
     @staticmethod
-    def _note(
+    def _append(
         draws: Sequence[Draw],
         tokens: Sequence[int],
         logits: torch.Tensor,
@@ -220,7 +225,7 @@ class TokenChooser:
 def _verified(
     draws: Sequence[Draw], tokens: Sequence[int], generations: Mapping[int, Generation], choice: Choice
 ) -> tuple[Sequence[Draw], Sequence[int]]:
-    """What is left when draft tokens meet the model's own: up to the first that differs or ends the sequence."""
+    """Verify draft tokens: keep the model's tokens up to the first that differs from its draft or ends the sequence."""
     if not any(generations[draw.request_id].proposed for draw in draws):
         return draws, tokens
     kept: list[tuple[Draw, int]] = []
@@ -241,14 +246,14 @@ def _verified(
 
 
 def nan_rows(step: int, rows: Sequence[Row], tokens: Sequence[int]) -> dict[int, NaNLogitsError]:
-    """An error for every request with a row that has no token."""
+    """An error for every request that has a row without a token."""
     failed: dict[int, NaNLogitsError] = {}
     for row, token in zip(rows, tokens, strict=True):
         if token != NO_TOKEN:
             continue
         error = NaNLogitsError(
             f"step {step}, request {row.request_id} branch {row.branch}: NaN in the logits after position "
-            f"{row.context_len + row.query_len - 1}; it read a slot that was never written, or its model is broken"
+            f"{row.context_len + row.query_len - 1}; it read a slot that was never written, or the model is broken"
         )
         failed.setdefault(row.request_id, error)
     return failed

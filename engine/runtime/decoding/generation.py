@@ -1,4 +1,4 @@
-"""What the runner knows of a request: the token ids of each branch, and where each branch ends.
+"""The tokens of a request while it runs: the ids of each branch, and where each branch ends.
 
 A branch is one of the parallel samples, or one hypothesis of a beam search.
 """
@@ -17,19 +17,19 @@ from engine.runtime.params import DEFAULT_RULES, DecodingRules
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probabilities at one position: of the chosen token, and of the best ones, best first."""
+    """Log-probabilities at one position: of the chosen token, and of the most likely tokens."""
 
     token: int
     logprob: float
     rank: int  # 1: the most likely token
-    best: tuple[tuple[int, float], ...]
+    best: tuple[tuple[int, float], ...]  # (token, log-probability), best first
 
 
 class Generation:
     """Token ids `[width, prompt + output]` of one request. The first `known[branch]` ids of a branch are valid.
 
-    `ends[branch]` is how many tokens a branch has generated up to and including its end token, None before. Beam
-    hypotheses change places by `reparent`, and their search keeps the finished ones.
+    `ends[branch]` is the number of generated tokens including the end token, or None while the branch goes on.
+    `reparent` reorders beam hypotheses; `search` keeps the finished ones.
     """
 
     def __init__(self, request: Request, prompt_ids: IntArray, rules: DecodingRules = DEFAULT_RULES) -> None:
@@ -43,26 +43,26 @@ class Generation:
         self.tokens[:, : request.prompt_tokens] = prompt_ids
         self.known = [request.prompt_tokens] * request.width
         self.ends: list[int | None] = [None] * request.width
-        self.proposed: list[int] = []  # draft tokens of the step under way, behind the last known token
+        self.proposed: list[int] = []  # draft tokens of the current step, after the last known token
         self.logprobs: list[list[TokenLogprobs]] = [[] for _ in range(request.width)]
         is_beam = request.decoding is Decoding.beam
         self.search = BeamSearch(request.width, request.output_tokens, rules) if is_beam else None
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more is to come, though tokens were left: every branch said an end token."""
+        """Whether every branch has ended before the token limit, or the beam search has stopped."""
         if self.search is not None:
             return self.search.stopped
         return None not in self.ends
 
     @property
     def ended_branches(self) -> set[int]:
-        """Branches that have said their last token before the limit."""
+        """Branches that have ended before the token limit."""
         return {branch for branch, end in enumerate(self.ends) if end is not None}
 
     @property
     def growing(self) -> int:
-        """How many sequences got a token in the step just run: those that have not ended before."""
+        """Number of sequences that got a token in the last step: those that had not ended before it."""
         if self.search is not None:
             return self.request.width
         start = self.request.prompt_tokens
@@ -71,7 +71,7 @@ class Generation:
         )
 
     def append(self, branch: int, position: int, token: int) -> None:
-        """Note the token at `position` of a branch. A position that is known or leaves a gap is a planning bug."""
+        """Append a token to a branch. Raises CoreError if `position` is not the next one, a bug of the scheduler."""
         if position != self.known[branch] or position >= self.tokens.shape[1]:
             raise CoreError(
                 f"request {self.request.request_id} branch {branch}: sampled position {position}, "
@@ -83,30 +83,30 @@ class Generation:
             self.ends[branch] = position + 1 - self.request.prompt_tokens
 
     def propose(self, position: int, token: int) -> None:
-        """Note a draft token for `position`; it stands there until it is verified or replaced."""
+        """Write a draft token to `position`. It stays there until it is verified or replaced."""
         self.proposed.append(token)
         self.tokens[0, position] = token
 
     def reparent(self, parents: Sequence[int]) -> None:
-        """Let branch i continue what branch `parents[i]` generated."""
+        """Let branch i continue the generated tokens of branch `parents[i]`."""
         start = self.request.prompt_tokens
         self.tokens[:, start:] = self.tokens[list(parents), start:]
 
-    def text(self, branch: int) -> IntArray:
-        """Ids that a running branch has generated so far."""
+    def output_ids(self, branch: int) -> IntArray:
+        """Token ids that a branch has generated so far."""
         return self.tokens[branch, self.request.prompt_tokens : self.known[branch]]
 
     def outputs(self) -> list[list[int]]:
-        """Generated ids of each branch, its end token included; of beams, best first and finished ones if over."""
+        """Generated ids of each branch with its end token. Beams: best first; after the search, the finished ones."""
         if self.search is not None and self.search.stopped:
-            return [text.tolist() for text in self.search.finished if text is not None]
-        return [self.text(branch)[: self.ends[branch]].tolist() for branch in range(self.request.width)]
+            return [ids.tolist() for ids in self.search.finished if ids is not None]
+        return [self.output_ids(branch)[: self.ends[branch]].tolist() for branch in range(self.request.width)]
 
     def scores(self) -> list[float]:
-        """Of a beam search the hypotheses' scores, best first; 0 for every other sequence."""
+        """Scores of beam hypotheses, best first; 0 for every other sequence."""
         if self.search is None:
             return [0.0] * self.request.width
         if not self.search.stopped:
             return [float(score) for score in self.search.scores]
         pairs = zip(self.search.finished, self.search.finished_scores, strict=True)
-        return [float(score) for text, score in pairs if text is not None]
+        return [float(score) for ids, score in pairs if ids is not None]

@@ -1,7 +1,7 @@
 """Sampling: temperature, top-k, top-p and min-p, and one random number per token.
 
 The number depends only on (seed, request, branch, position), through a counter-based hash. So a request gets the same
-tokens whatever else is in the batch, in whatever order it runs, and after a preemption.
+tokens with any other requests in the batch, in any order of execution, and after a preemption.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +30,7 @@ def _mix(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 def uniforms(
     seed: int | Sequence[int], requests: list[int], branches: list[int], positions: list[int]
 ) -> npt.NDArray[np.float64]:
-    """One number in [0, 1) per draw, float64 `[draws]`, a function of its own four keys only."""
+    """One number in [0, 1) per draw, float64 `[draws]`. It depends only on the four values of its draw."""
     seeds = [seed] * len(requests) if isinstance(seed, int) else seed
     state = np.array([value % 2**64 for value in seeds], dtype=np.uint64)
     for column in (requests, branches, positions):
@@ -41,18 +41,19 @@ def uniforms(
 def restrict(
     logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor:
-    """Logits `[draws, vocab]` (after temperature) with -inf outside of what may be drawn; limits `[draws]`.
+    """Set the logits `[draws, vocab]` (after temperature) of tokens that must not be drawn to -inf; limits `[draws]`.
 
-    In this order: the `top_k` best (0: all), of those the fewest best ones whose chances reach `top_p`, of all those
-    with at least `min_p` times the best one's chance. The best token always stays. As transformers' warpers do it.
+    The limits apply in this order: the `top_k` best tokens (0: all); of these the fewest best ones whose probabilities
+    reach `top_p`; of these the ones with at least `min_p` times the best probability. The best token always stays. The
+    results are those of transformers' logits warpers.
     """
     best, order = logits.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(logits.shape[1], device=logits.device)
     limit = torch.where(top_k > 0, top_k, logits.shape[1]).unsqueeze(1)
     best = best.masked_fill(rank >= limit, float("-inf"))
-    chance = torch.softmax(best, dim=-1)
-    before = chance.cumsum(dim=-1) - chance
-    out = (before >= top_p.unsqueeze(1)) | (chance < min_p.unsqueeze(1) * chance[:, :1])
+    probability = torch.softmax(best, dim=-1)
+    before = probability.cumsum(dim=-1) - probability
+    out = (before >= top_p.unsqueeze(1)) | (probability < min_p.unsqueeze(1) * probability[:, :1])
     out[:, 0] = False
     return torch.empty_like(logits).scatter_(1, order, best.masked_fill(out, float("-inf")))
 
@@ -60,7 +61,7 @@ def restrict(
 def draw(
     logits: torch.Tensor, temperature: float | torch.Tensor, uniform: npt.NDArray[np.float64]
 ) -> torch.Tensor:
-    """Tokens `[draws]`: where the running sum of softmax(logits / temperature) passes `uniform`.
+    """Tokens `[draws]`: the first ones where the cumulative sum of softmax(logits / temperature) exceeds `uniform`.
 
     `temperature` is one number or `[draws, 1]`.
     """
@@ -73,7 +74,7 @@ def draw(
 
 
 class Draw(NamedTuple):
-    """One token to choose: from the logits of `row`, for a branch of a request, to stand at `position`."""
+    """One token to choose: from the logits of `row`, for `position` of a branch of a request."""
 
     row: int
     request_id: int
@@ -89,17 +90,17 @@ def draw_all(
     logits: torch.Tensor,
     generations: Mapping[int, Generation],
 ) -> tuple[list[Draw], list[int]]:
-    """One draw per branch of the `wanted` rows, and its token; the row that finishes a prompt draws for all branches.
+    """Draw a token for each of the `wanted` rows. A row that finishes a prompt draws one for every branch.
 
-    `seed` and `temperature` hold for requests that set none of their own.
+    `seed` and `temperature` hold for requests that set none. Returns the draws and their tokens.
     """
     draws = list(_draws(wanted, rows, generations))
     rules = [generations[draw.request_id].rules for draw in draws]
     source = logits[torch.tensor([draw.row for draw in draws], device=logits.device)].float()
-    degrees = [temperature if rule.temperature is None else rule.temperature for rule in rules]
-    heat = torch.tensor(degrees, dtype=torch.float64, device=logits.device).unsqueeze(1)
-    _restrict_rows(source, heat, rules)
-    return draws, draw(source, heat, _chances(seed, draws, rules)).tolist()
+    values = [temperature if rule.temperature is None else rule.temperature for rule in rules]
+    temperatures = torch.tensor(values, dtype=torch.float64, device=logits.device).unsqueeze(1)
+    _restrict_rows(source, temperatures, rules)
+    return draws, draw(source, temperatures, _uniforms_of(seed, draws, rules)).tolist()
 
 
 def _draws(
@@ -114,23 +115,22 @@ def _draws(
             yield Draw(index, row.request_id, branch, position)
 
 
-def _chances(seed: int, draws: Sequence[Draw], rules: Sequence[DecodingRules]) -> npt.NDArray[np.float64]:
-    """A request with a seed of its own is known by that seed alone, so that asking again gives the same answer."""
-    own = [rule.seed is not None for rule in rules]
+def _uniforms_of(seed: int, draws: Sequence[Draw], rules: Sequence[DecodingRules]) -> npt.NDArray[np.float64]:
+    """The random numbers of draws. If a request sets a seed, its id is not used, so that its tokens can be repeated."""
     seeds = [seed if rule.seed is None else rule.seed for rule in rules]
-    names = [0 if mine else draw.request_id for mine, draw in zip(own, draws, strict=True)]
-    return uniforms(seeds, names, [draw.branch for draw in draws], [draw.position for draw in draws])
+    ids = [draw.request_id if rule.seed is None else 0 for rule, draw in zip(rules, draws, strict=True)]
+    return uniforms(seeds, ids, [draw.branch for draw in draws], [draw.position for draw in draws])
 
 
-def _restrict_rows(source: torch.Tensor, heat: torch.Tensor, rules: Sequence[DecodingRules]) -> None:
-    """Put -inf where a draw must not go, in place; the temperature comes before the limits."""
-    index = [place for place, rule in enumerate(rules) if rule.restricted]
+def _restrict_rows(source: torch.Tensor, temperatures: torch.Tensor, rules: Sequence[DecodingRules]) -> None:
+    """Set logits `[draws, vocab]` of tokens that must not be drawn to -inf, in place. Temperature is applied first."""
+    index = [row for row, rule in enumerate(rules) if rule.restricted]
     if not index:
         return
     chosen = torch.tensor(index, device=source.device)
-    limits = [rules[place] for place in index]
+    limits = [rules[row] for row in index]
     top_k = torch.tensor([rule.top_k for rule in limits], device=source.device)
     top_p = torch.tensor([rule.top_p for rule in limits], device=source.device)
     min_p = torch.tensor([rule.min_p for rule in limits], device=source.device)
-    warm = heat[chosen].float()
-    source[chosen] = restrict(source[chosen] / warm, top_k, top_p, min_p) * warm
+    scale = temperatures[chosen].float()
+    source[chosen] = restrict(source[chosen] / scale, top_k, top_p, min_p) * scale

@@ -1,4 +1,4 @@
-"""From a `ModelSpec` to a model that runs on the paged KV cache, or to a `ModelError` that says why it cannot.
+"""Loads the model of a `ModelSpec` onto the paged KV cache, or raises a `ModelError` that says why it cannot run.
 
 transformers replaces the attention of a model by name, and a model that ignores the name only logs a warning. So one
 token is run through the model after the replacement: every layer must call our function exactly once. The same token
@@ -8,64 +8,75 @@ shows the K and V shapes that each layer really sends, because configs often sta
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from engine.runtime.attention.layer import PagedStep, use_paged_attention
 from engine.runtime.errors import ModelError
 from engine.runtime.kv_pool import LayerShape
+from engine.runtime.models.cpu_layers import original_layers
 from engine.runtime.models.spec import ModelSpec, check_config, check_model, config_values
-from paged_kernels import Scoring
+from paged_kernels import Scoring, Workspace
 
-if TYPE_CHECKING:
-    from paged_kernels import Workspace
+# keywords that layers may send beside q, k, v and the paged kernels' arguments; they do not change the attention
+_IGNORED_KEYWORDS = frozenset(
+    {"position_ids", "use_cache", "dropout", "is_causal", "cache_position", "layer_type"}
+)
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A transformers model whose attention reads and writes paged KV."""
+    """A transformers model whose attention reads and writes paged KV. Get one from `load_model` or `wrap_model`."""
 
     name: str
     model: Any  # a transformers PreTrainedModel, in eval mode
-    kv_shapes: (
-        "tuple[LayerShape, ...]"  # per layer ((kv_heads, dk), (kv_heads, dv)), as the layer really sends them
-    )
+    kv_shapes: tuple[
+        LayerShape, ...
+    ]  # per layer ((kv_heads, dk), (kv_heads, dv)), as the layer really sends them
     vocab_size: int
     max_position: int  # longest sequence in tokens
     kv_bytes_per_token: int  # K and V over all layers
-    device: "torch.device"
-    dtype: "torch.dtype"
-    first_token_id: int  # ids below are, or stand among, the special tokens
+    device: torch.device
+    dtype: torch.dtype
+    first_token_id: int  # the ids below it are special tokens, or lie between special tokens
     end_ids: tuple[int, ...]  # of its generation configuration, or else of its configuration
-    native_attention: str  # the implementation the model came with
-    workspace: "Workspace"  # scratch of the attention kernels, kept from run to run
+    original_attention: str  # name of the attention implementation that transformers chose
+    workspace: Workspace  # scratch memory of the attention kernels, kept from run to run
+
+    def logits(
+        self, ids: torch.Tensor, positions: torch.Tensor, paged: PagedStep, keep: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Run the model over a flat batch `[1, tokens]`: logits `[tokens, vocab]`, or `[len(keep), vocab]`.
+
+        `paged` says where K and V are stored and read; `keep` are the flat positions whose logits are wanted.
+        """
+        kept = {} if keep is None else {"logits_to_keep": keep}
+        output = self.model(input_ids=ids, position_ids=positions, use_cache=False, paged=paged, **kept)
+        logits: torch.Tensor = output.logits[0]
+        return logits
 
 
 def load_model(spec: ModelSpec, *, device: str = "cpu") -> LoadedModel:
-    """Build the random-initialised model, or load the checkpoint, and put it on paged KV. Raises ModelError."""
-    import torch
-
+    """Build the model with random weights, or load the checkpoint, and put it on paged KV. Raises ModelError."""
     check_model(spec)
     dtype = getattr(torch, spec.dtype)
     model = _random_model(spec, dtype) if spec.path is None else _checkpoint(spec, dtype)
-    return adopt_model(model.to(device), name=spec.name)
+    return wrap_model(model.to(device), name=spec.name)
 
 
-def adopt_model(model: Any, *, name: str) -> LoadedModel:
-    """Swap the attention of a transformers causal LM for ours. A model that is refused (ModelError) stays as it was."""
-    from engine.runtime.attention.layer import use_paged_attention
-    from paged_kernels import Workspace
-
+def wrap_model(model: Any, *, name: str) -> LoadedModel:
+    """Put a causal language model of transformers on paged KV. Raises ModelError, and the model stays as it was."""
     model.eval()
     config = model.config.get_text_config()
     check_config(name, config.to_dict())
-    native = model.config._attn_implementation
+    original = model.config._attn_implementation
     first = _first_token_id(config)
     try:
         use_paged_attention(model, name)
         shapes = probe_layers(model, name, first)
     except ModelError:
-        model.set_attn_implementation(native)
+        model.set_attn_implementation(original)
         raise
     width = sum(heads * dim for layer in shapes for heads, dim in layer)
     return LoadedModel(
@@ -79,27 +90,26 @@ def adopt_model(model: Any, *, name: str) -> LoadedModel:
         dtype=model.dtype,
         first_token_id=first,
         end_ids=_end_token_ids(model),
-        native_attention=native,
+        original_attention=original,
         workspace=Workspace(),
     )
 
 
 @contextmanager
-def native_attention(loaded: LoadedModel) -> Iterator[Any]:
-    """The model as it came, attention and layers, for reference runs such as `generate()`; ours are put back after."""
-    from engine.runtime.attention.layer import use_paged_attention
-    from engine.runtime.models.cpu_layers import own_layers
+def original_model(loaded: LoadedModel) -> Iterator[Any]:
+    """The model with its original attention and layers, for reference runs such as `generate()`.
 
-    loaded.model.set_attn_implementation(loaded.native_attention)
+    On leaving the context, paged attention and the faster layers are put back.
+    """
+    loaded.model.set_attn_implementation(loaded.original_attention)
     try:
-        with own_layers(loaded.model):
+        with original_layers(loaded.model):
             yield loaded.model
     finally:
         use_paged_attention(loaded.model, loaded.name)
 
 
-def _random_model(spec: ModelSpec, dtype: "torch.dtype") -> Any:
-    import torch
+def _random_model(spec: ModelSpec, dtype: torch.dtype) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(spec.family, **config_values(spec))
@@ -108,7 +118,7 @@ def _random_model(spec: ModelSpec, dtype: "torch.dtype") -> Any:
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
-def _checkpoint(spec: ModelSpec, dtype: "torch.dtype") -> Any:
+def _checkpoint(spec: ModelSpec, dtype: torch.dtype) -> Any:
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
@@ -119,10 +129,10 @@ def _checkpoint(spec: ModelSpec, dtype: "torch.dtype") -> Any:
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"model {spec.name}: {spec.path} does not load: {error}") from error
     absent = sorted(info["missing_keys"])
-    if absent:  # transformers would fill them with random numbers and say so in a log
+    if absent:  # transformers fills them with random numbers and only logs a warning
         raise ModelError(
             f"model {spec.name}: {spec.path} lacks {len(absent)} of the weights that its config.json asks for, "
-            f"{absent[0]} among them"
+            f"for example {absent[0]}"
         )
     return model
 
@@ -136,7 +146,7 @@ def _end_token_ids(model: Any) -> tuple[int, ...]:
 
 
 def _first_token_id(config: Any) -> int:
-    """The first id above the special tokens, where those lie at the bottom of the vocabulary; else 0."""
+    """The first id above the special tokens in the lower half of the vocabulary; 0 if there are none."""
     special: list[int] = []
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = getattr(config, key, None)
@@ -145,21 +155,17 @@ def _first_token_id(config: Any) -> int:
     return max(low) + 1 if low else 0
 
 
-# What layers send beside q, k, v and what the paged kernels take; without meaning for them.
-_HARMLESS = frozenset({"position_ids", "use_cache", "dropout", "is_causal", "cache_position", "layer_type"})
-
-
-def _is_harmless(name: str) -> bool:
-    return name in _HARMLESS or name.startswith("output_")  # what the model shall return beside its logits
+def _is_ignored(name: str) -> bool:
+    return name in _IGNORED_KEYWORDS or name.startswith("output_")  # `output_*`: what the model returns
 
 
 class ShapeProbe:
-    """Stands where the paged KV stands in a real step, records shapes, and answers zeros."""
+    """Takes the place of the `PagedStep` in a test pass: records the shapes of K and V, and returns zeros."""
 
     def __init__(self) -> None:
         self.shapes: dict[int, LayerShape] = {}
         self.calls = 0
-        self.strange: set[str] = set()
+        self.unsupported: set[str] = set()
 
     def attend(
         self,
@@ -173,14 +179,19 @@ class ShapeProbe:
         """Record one layer's call."""
         self.calls += 1
         if rest.get("is_causal", getattr(module, "is_causal", True)) is False:
-            self.strange.add("keys to the right of a query")
+            self.unsupported.add("keys to the right of a query")
         self.shapes[module.layer_idx] = ((key.shape[1], key.shape[3]), (value.shape[1], value.shape[3]))
-        self.strange |= {name for name, sent in rest.items() if sent is not None and not _is_harmless(name)}
+        self.unsupported |= {
+            name for name, sent in rest.items() if sent is not None and not _is_ignored(name)
+        }
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
 
 def probe_layers(model: Any, name: str, token: int) -> tuple[LayerShape, ...]:
-    """KV shapes per layer. Raises ModelError unless every layer called our function exactly once, and understood it."""
+    """Run one token through the model and return the KV shapes of its layers.
+
+    Raises ModelError unless every layer called `paged_attention` exactly once, with arguments that the kernels support.
+    """
     probe = ShapeProbe()
     ids = torch.tensor([[token]], device=model.device)
     with torch.inference_mode():
@@ -189,11 +200,11 @@ def probe_layers(model: Any, name: str, token: int) -> tuple[LayerShape, ...]:
     if probe.calls != layers or sorted(probe.shapes) != list(range(layers)):
         raise ModelError(
             f"model {name}: {len(probe.shapes)} of {layers} layers ran on paged attention ({probe.calls} calls): "
-            f"{model.config.model_type} mixes in layers without a KV cache per token"
+            f"{model.config.model_type} has layers without a KV cache per token"
         )
-    if probe.strange:
+    if probe.unsupported:
         raise ModelError(
-            f"model {name}: {model.config.model_type} asks its attention for {', '.join(sorted(probe.strange))}, "
-            "which the paged kernels do not know"
+            f"model {name}: {model.config.model_type} asks its attention for {', '.join(sorted(probe.unsupported))}, "
+            "which the paged kernels do not support"
         )
     return tuple(probe.shapes[layer] for layer in range(layers))

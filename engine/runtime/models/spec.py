@@ -17,10 +17,10 @@ from engine.runtime.options import Dtype
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A random-initialised model of `family` with this shape, or, where `path` is set, a local checkpoint directory.
+    """Which model to load: the checkpoint directory `path`, or random weights of `family` with this shape.
 
-    `family` is a transformers model_type. `initializer_range` is the standard deviation of the random weights: at the
-    customary 0.02 a small model repeats one token for ever, at 0.1 its text varies. With a path only `name` and
+    `family` is a transformers model_type. `initializer_range` is the standard deviation of the random weights: with the
+    usual 0.02 a small model repeats one token for ever, with 0.1 its text varies. With a `path`, only `name` and
     `dtype` are used.
     """
 
@@ -43,6 +43,36 @@ class ModelSpec:
 Config = Mapping[str, Any]
 
 _NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+_MULTI_HEAD_ONLY = frozenset({"gpt2", "opt"})
+
+_OWN_ATTENTION = "its attention is written out in its own code, so transformers cannot replace it"
+_POSITION_BIAS = "it adds position biases to its scores, which the paged kernels do not support"
+_NO_KV = "it keeps a recurrent state and has no KV cache per token"
+_DROPS_KEYWORDS = "it does not pass extra arguments to its attention, so the paged KV does not reach it"
+_MASK_ONLY = "its chunked attention exists only as a mask, which the paged kernels do not get"
+
+REFUSED_TYPES: Mapping[str, str] = {
+    "gptj": _OWN_ATTENTION,
+    "falcon": _OWN_ATTENTION,
+    "codegen": _OWN_ATTENTION,
+    "gpt_neo": _OWN_ATTENTION,
+    "xglm": _OWN_ATTENTION,
+    "bloom": _POSITION_BIAS,
+    "mpt": _POSITION_BIAS,
+    "mamba": _NO_KV,
+    "mamba2": _NO_KV,
+    "falcon_mamba": _NO_KV,
+    "rwkv": _NO_KV,
+    "stablelm": _DROPS_KEYWORDS,
+    "nemotron": _DROPS_KEYWORDS,
+    "llama4": _MASK_ONLY,
+    "llama4_text": _MASK_ONLY,
+}
+
+REFUSED_ROPE = {
+    "dynamic": "its rotation depends on the longest sequence of a batch, so one request would change another",
+    "longrope": "its rotation depends on the longest sequence of a batch, so one request would change another",
+}
 
 
 def _llama_like(spec: ModelSpec) -> Config:
@@ -89,25 +119,26 @@ FAMILIES: Mapping[str, Callable[[ModelSpec], Config]] = {
     "gpt2": _gpt2,
     "opt": _opt,
 }
-_MULTI_HEAD_ONLY = frozenset({"gpt2", "opt"})
 
 
 def config_values(spec: ModelSpec) -> Config:
-    """Keyword arguments for the family's transformers config. No special tokens: every id is an ordinary one."""
+    """Keyword arguments for the family's transformers config. There are no special tokens."""
     return {"vocab_size": spec.vocab, **_NO_SPECIAL_TOKENS, **FAMILIES[spec.family](spec)}
 
 
 def check_shape(spec: ModelSpec) -> None:
-    """Raise ModelError for a family that cannot be built from a shape, or a shape that the family cannot have."""
+    """Raise ModelError for a family that cannot be built from a shape, or a shape that the family does not allow."""
     if spec.family not in FAMILIES:
         raise ModelError(
             f"model {spec.name}: family {spec.family!r} cannot be built from a shape; choose one of "
             f"{', '.join(FAMILIES)}, or give model.path a checkpoint directory"
         )
     if spec.heads % spec.kv_heads:
-        raise ModelError(f"model {spec.name}: {spec.heads} heads are no multiple of {spec.kv_heads} kv_heads")
-    if spec.hidden % spec.heads:  # transformers refuses it, whatever head_dim says
-        raise ModelError(f"model {spec.name}: hidden {spec.hidden} is no multiple of {spec.heads} heads")
+        raise ModelError(
+            f"model {spec.name}: {spec.heads} heads are not a multiple of {spec.kv_heads} kv_heads"
+        )
+    if spec.hidden % spec.heads:  # transformers refuses it for every head_dim
+        raise ModelError(f"model {spec.name}: hidden {spec.hidden} is not a multiple of {spec.heads} heads")
     if spec.family in _MULTI_HEAD_ONLY:
         if (spec.kv_heads, spec.heads * spec.head_dim) != (spec.heads, spec.hidden):
             raise ModelError(
@@ -119,7 +150,7 @@ def check_shape(spec: ModelSpec) -> None:
 
 
 def read_config(path: str) -> dict[str, Any]:
-    """The config.json of a local checkpoint directory. Raises ModelError if it is none."""
+    """The config.json of a local checkpoint directory. Raises ModelError if the directory is not a checkpoint."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         raise ModelError(f"model path {path} is not a checkpoint: there is no such directory")
@@ -131,7 +162,7 @@ def read_config(path: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ModelError(f"model path {path} is not a checkpoint: config.json: {error}") from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise ModelError(f"model path {path} is not a checkpoint: config.json names no model_type")
+        raise ModelError(f"model path {path} is not a checkpoint: config.json has no model_type")
     if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
         raise ModelError(f"model path {path} is not a checkpoint: it has no weights (*.safetensors or *.bin)")
     _check_architecture(path, config)
@@ -141,22 +172,22 @@ def read_config(path: str) -> dict[str, Any]:
 
 
 def checkpoint_stamp(path: str) -> str:
-    """Names, sizes and times of the checkpoint's files: other weights at the same path are another model."""
+    """Names, sizes and times of the checkpoint's files. They tell whether the weights at a path have changed."""
     files = sorted(file for file in Path(path).expanduser().glob("*") if file.is_file())
     return " ".join(f"{file.name}:{file.stat().st_size}:{file.stat().st_mtime_ns}" for file in files)
 
 
 def _check_architecture(path: str, config: dict[str, Any]) -> None:
-    """Only models with a language-model head choose next tokens."""
+    """Raise ModelError for a model without a language-model head, which cannot choose tokens."""
     names = [str(name) for name in config.get("architectures") or ()]
     if names and not any("CausalLM" in name or "LMHead" in name for name in names):
         raise ModelError(
-            f"model path {path}: {', '.join(names)} is no causal language model (…ForCausalLM or …LMHeadModel)"
+            f"model path {path}: {', '.join(names)} is not a causal language model (…ForCausalLM or …LMHeadModel)"
         )
 
 
 def _check_whole(weights: Path) -> None:
-    """A safetensors file says in its header how long it is: 8 bytes of header length, JSON, data."""
+    """Raise ModelError for an incomplete safetensors file. The file is 8 bytes of header length, JSON, data."""
     size = weights.stat().st_size
     try:
         with weights.open("rb") as file:
@@ -167,37 +198,9 @@ def _check_whole(weights: Path) -> None:
         raise ModelError(f"{weights}: not a safetensors file ({error})") from error
     if not ends or size < 8 + length + max(ends):
         expected = f"{8 + length + max(ends):,}" if ends else "a header and data"
-        raise ModelError(f"{weights}: cut short or no safetensors file: {size:,} bytes, {expected} expected")
-
-
-_OWN_ATTENTION = "its attention is written out in its own code, so transformers cannot replace it"
-_POSITION_BIAS = "it adds position biases to its scores, which the paged kernels do not know"
-_NO_KV = "it keeps a recurrent state and no KV cache per token"
-_DROPS_KEYWORDS = "it does not hand extra arguments to its attention, so the paged KV never arrives there"
-_MASK_ONLY = "its chunked attention exists only as a mask, which the paged kernels never see"
-
-REFUSED_TYPES: Mapping[str, str] = {
-    "gptj": _OWN_ATTENTION,
-    "falcon": _OWN_ATTENTION,
-    "codegen": _OWN_ATTENTION,
-    "gpt_neo": _OWN_ATTENTION,
-    "xglm": _OWN_ATTENTION,
-    "bloom": _POSITION_BIAS,
-    "mpt": _POSITION_BIAS,
-    "mamba": _NO_KV,
-    "mamba2": _NO_KV,
-    "falcon_mamba": _NO_KV,
-    "rwkv": _NO_KV,
-    "stablelm": _DROPS_KEYWORDS,
-    "nemotron": _DROPS_KEYWORDS,
-    "llama4": _MASK_ONLY,
-    "llama4_text": _MASK_ONLY,
-}
-
-REFUSED_ROPE = {
-    "dynamic": "its rotation changes with the longest sequence of a batch, so one request would alter another",
-    "longrope": "its rotation switches with the longest sequence of a batch, so one request would alter another",
-}
+        raise ModelError(
+            f"{weights}: incomplete or not a safetensors file: {size:,} bytes, {expected} expected"
+        )
 
 
 def check_config(name: str, config: Mapping[str, Any]) -> None:
@@ -211,7 +214,7 @@ def check_config(name: str, config: Mapping[str, Any]) -> None:
 
 
 def _rope_types(config: Mapping[str, Any]) -> Iterator[str]:
-    """RoPE types wherever a config names them: flat, or one per kind of layer."""
+    """All RoPE types that a config names: one for the model, or one per kind of layer."""
     for key in ("rope_parameters", "rope_scaling"):
         pending = [config.get(key)]
         while pending:
@@ -222,7 +225,7 @@ def _rope_types(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def check_model(spec: ModelSpec) -> None:
-    """Raise ModelError for a spec that cannot be loaded, as far as that is known without importing torch."""
+    """Raise ModelError for a spec that cannot be loaded, as far as this is known without torch."""
     if spec.dtype not in set(Dtype):
         raise ModelError(f"model {spec.name}: dtype {spec.dtype!r} does not exist; choose {', '.join(Dtype)}")
     if spec.path is None:

@@ -284,7 +284,7 @@ class Native:
         return "runs on CPUs only" if device.type != "cpu" else why_unavailable() or None
 
     def prepare(self, case: Case) -> Run:
-        """The engine's own plan of the step; chunks are torch's, as in the engine."""
+        """The attention metadata that the engine makes for the step; torch computes chunks, as in the engine."""
         from engine.runtime.attention.metadata import NativeMetadata, native_supports
 
         if not case.decode:
@@ -293,9 +293,9 @@ class Native:
             raise UnsupportedCaseError(f"{case.name} is not what the compiled kernel computes")
         token_bytes = case.key_cache[0, 0].nbytes + case.value_cache[0, 0].nbytes
         pool = cast("KVPool", _Pool(case.block_size, case.device, token_bytes))
-        plan = NativeMetadata(_layout(case), pool, Workspace())
+        metadata = NativeMetadata(_layout(case), pool, Workspace())
         out = case.q.new_empty(*case.q.shape[:2], case.value_cache.shape[3])
-        run = partial(plan.attend, case.q, case.key_cache, case.value_cache, case.scoring, out)
+        run = partial(metadata.attend, case.q, case.key_cache, case.value_cache, case.scoring, out)
 
         def call() -> torch.Tensor:
             run()

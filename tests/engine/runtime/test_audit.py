@@ -118,7 +118,7 @@ def test_a_copy_that_comes_too_late_is_caught(model_of, prompts):
 def test_a_forgotten_free_is_caught_by_the_count(model_of, prompts):
     from engine.runtime.errors import AuditError
 
-    with pytest.raises(AuditError, match=r"slots of the pool are written, the books say \d+"):
+    with pytest.raises(AuditError, match=r"slots of the pool are written, the scheduler counts \d+"):
         drive(model_of(), [prompts[0], prompts[3], prompts[1]] * 3, lambda plan: replace(plan, frees=()))
 
 
@@ -183,7 +183,7 @@ def test_a_plan_that_repeats_is_refused(model_of):
 
     runner = Runner(model_of(), num_blocks=4, block_size=4)
     with pytest.raises(CoreError, match="one step at a time, not 3"):
-        runner.execute(StepPlan(step=0, rows=(), repeat=3))
+        runner.execute(StepPlan(step=0, rows=(), num_steps=3))
 
 
 def test_an_unsampled_chunk_returns_no_parents_and_times_itself(model_of, prompts):

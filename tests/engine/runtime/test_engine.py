@@ -228,7 +228,7 @@ def test_bytes_are_tokens_where_there_is_no_tokenizer():
         ({"stop": ""}, "stop: must be at most 16 strings, none of them empty"),
         ({"beam_width": 2, "n": 2}, "n: beam search returns beam_width sequences"),
         ({"n": 2, "temperature": 0}, "n: 2 samples at temperature 0 would all be the same"),
-        ({"beam_width": 2, "stop": "x"}, "beam search knows neither stop strings"),
+        ({"beam_width": 2, "stop": "x"}, "beam search supports neither stop strings"),
         ({"early_stopping": "always"}, "early_stopping: 'always'"),
     ],
     ids=str,
@@ -272,7 +272,7 @@ def test_a_name_is_used_by_one_live_request(model_of, prompts):
 
     engine = make(model_of)
     engine.add_request("a", prompts[0], params())
-    with pytest.raises(RequestError, match="'a' is under way already"):
+    with pytest.raises(RequestError, match="'a' is already running or waiting"):
         engine.add_request("a", prompts[0], params())
 
 

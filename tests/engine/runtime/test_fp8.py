@@ -33,7 +33,7 @@ def rounding(monkeypatch):
         plain(cache, rows.float().clamp(-448, 448).to(FP8).to(cache.dtype), slots, scale)
 
     def use():
-        from engine.runtime.attention.plans import TorchMetadata
+        from engine.runtime.attention.metadata import TorchMetadata
 
         monkeypatch.setattr(TorchMetadata, "store", staticmethod(store))
 

@@ -88,10 +88,10 @@ def test_a_tail_that_is_not_cleared_is_caught(model_of, prompts, monkeypatch):
 def test_the_best_token_is_chosen_within_the_recording(model_of, prompts, monkeypatch):
     """Nothing is left to choose when a greedy replay has run: the chooser is given tokens."""
     from engine.runtime import graphs
-    from engine.runtime.decoding.choose import decode as real
+    from engine.runtime.decoding.choose import forward_output as real
 
     recorded = []
-    monkeypatch.setattr(graphs, "decode", lambda logits: recorded.append(len(logits)) or real(logits))
+    monkeypatch.setattr(graphs, "forward_output", lambda logits: recorded.append(len(logits)) or real(logits))
     _, runner = serve(model_of(), prompts[:5], options())
     assert len(recorded) == runner.graphs.replays > 0
     assert set(recorded) <= set(graphs.graph_sizes(5))  # the padding too
@@ -119,7 +119,7 @@ def test_draws_after_a_replay_are_those_of_eager_steps(model_of, prompts):
 
 def test_nan_in_a_replay_is_told_by_request(model_of, prompts, monkeypatch):
     from engine.runtime import graphs
-    from engine.runtime.decoding.choose import decode as real
+    from engine.runtime.decoding.choose import forward_output as real
     from engine.runtime.errors import NaNLogitsError
 
     def spoil(logits):
@@ -127,7 +127,7 @@ def test_nan_in_a_replay_is_told_by_request(model_of, prompts, monkeypatch):
         logits[-1, 5] = float("nan")
         return real(logits)
 
-    monkeypatch.setattr(graphs, "decode", spoil)
+    monkeypatch.setattr(graphs, "forward_output", spoil)
     with pytest.raises(NaNLogitsError, match="branch 0: NaN in the logits after position"):
         serve(model_of(), prompts[:1], options(most=1))
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from point_cases import azure_file, mooncake_file, small_config, with_trace
 
-from engine.runtime.options import Backend
 from engine.core.options import CachePolicy
+from engine.runtime.options import Backend
 from harness.config.errors import ConfigError
 from harness.config.schema import CostKind, DecodingMode, EngineDevice, Oversize, RunConfig, TraceFormat
 from harness.measure.engine import graphs_of
@@ -187,7 +187,7 @@ def test_truncated_weights_are_refused_before_anything_runs(tmp_path: Path) -> N
     config.model.path = str(checkpoint(tmp_path))
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4])
-    with pytest.raises(ConfigError, match=r"model.path: .*model.safetensors: cut short"):
+    with pytest.raises(ConfigError, match=r"model.path: .*model.safetensors: incomplete"):
         check_point(config)
 
 
@@ -231,7 +231,7 @@ def test_a_cache_folder_that_cannot_be_made_is_refused_before_anything_runs(tmp_
 def test_a_hidden_size_that_the_heads_do_not_divide_is_refused(tmp_path: Path) -> None:
     config = small_config(tmp_path)
     config.model.hidden = 66
-    with pytest.raises(ConfigError, match="hidden 66 is no multiple of 4 heads"):
+    with pytest.raises(ConfigError, match="hidden 66 is not a multiple of 4 heads"):
         check_point(config)
 
 

@@ -36,7 +36,7 @@ def test_policies_of_a_users_own_reach_the_engine(monkeypatch):
     ("override", "found", "wanted"),
     [
         ("scheduler.preemption=auto", lambda engine: engine.limits.preemption.value, "auto"),
-        ("scheduler.policy=priority", lambda engine: engine.limits.scheduling.value, "priority"),
+        ("scheduler.policy=priority", lambda engine: engine.limits.policy.value, "priority"),
         ("scheduler.watermark=0.1", lambda engine: engine.limits.watermark, 0.1),
         ("scheduler.static_batch=true", lambda engine: engine.limits.static_batch, True),
         ("scheduler.chunked_prefill=false", lambda engine: engine.limits.chunked_prefill, False),

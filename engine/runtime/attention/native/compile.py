@@ -19,15 +19,15 @@ from pathlib import Path
 _HERE = Path(__file__).parent
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-shared", "-fPIC")
 _TIMEOUT_S = 120
-SWITCH = "PAGETWIN_NATIVE"  # set to 0, nothing is compiled and torch does all
+SWITCH = "PAGETWIN_NATIVE"  # environment variable: 0 switches the compiled kernels off
 
 
 class NativeUnavailableError(RuntimeError):
-    """There are no compiled kernels here; says why."""
+    """There are no compiled kernels; the message says why."""
 
 
 def library() -> ctypes.CDLL:
-    """The kernels. Raises NativeUnavailableError."""
+    """The library of compiled kernels. Raises NativeUnavailableError."""
     found = load_library()
     if isinstance(found, str):
         raise NativeUnavailableError(found)
@@ -35,42 +35,42 @@ def library() -> ctypes.CDLL:
 
 
 def why_unavailable() -> str:
-    """Why there are no compiled kernels; empty where there are."""
+    """Why there are no compiled kernels; an empty string if there are."""
     found = load_library()
     return found if isinstance(found, str) else ""
 
 
 @cache
 def load_library() -> ctypes.CDLL | str:
-    """The kernels, or why there are none: a process tries once, as every step asks."""
+    """Load the library, compiling it first if needed, or return why it is unavailable. A process tries this once."""
     if os.environ.get(SWITCH) == "0":
         return f"{SWITCH}=0 leaves compiled kernels out"
     try:
         compiler, *options = shlex.split(os.environ.get("CC") or "cc")
     except ValueError as error:
-        return f"CC={os.environ['CC']!r} is no command: {error}"
+        return f"CC={os.environ['CC']!r} is not a command: {error}"
     path = shutil.which(compiler)
     if path is None:
-        return "there is no C compiler (cc, or what CC names)"
+        return "there is no C compiler (cc, or the command in CC)"
     return _loaded([path, *options])
 
 
 def _loaded(compiler: list[str]) -> ctypes.CDLL | str:
-    """The library that is kept, if it is whole; else a new one, or what the compiler says."""
+    """The library in the cache folder if it loads, else a newly compiled one, or the error message."""
     try:
         target = _cache_dir() / f"kernels-{_digest(compiler)}.so"
         if target.exists():
-            with suppress(OSError):  # a crash left half of it: compiled again, below
+            with suppress(OSError):  # an incomplete file is compiled again below
                 return ctypes.CDLL(str(target))
         _compile(compiler, target)
         return ctypes.CDLL(str(target))
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: nobody's home folder
-        said = getattr(error, "stderr", None) or str(error)
-        return f"{shlex.join(compiler)} made no library: {said.strip()[:500]}"
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: no home folder
+        message = getattr(error, "stderr", None) or str(error)
+        return f"{shlex.join(compiler)} made no library: {message.strip()[:500]}"
 
 
 def _compile(compiler: list[str], target: Path) -> None:
-    """Into a file of another name first, so that no other process ever loads half a library."""
+    """Compile to a temporary file and rename it, so that no other process loads an incomplete library."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         built = Path(folder) / target.name
@@ -81,7 +81,7 @@ def _compile(compiler: list[str], target: Path) -> None:
 
 
 def _digest(compiler: list[str]) -> str:
-    """Of the sources, the compiler and the processor: a home directory may serve machines of several kinds."""
+    """A digest of the sources, the compiler and the processor, because machines may share a home directory."""
     digest = hashlib.sha256(" ".join((*compiler, *_FLAGS, platform.machine(), _processor())).encode())
     for source in sorted((*_HERE.glob("*.c"), *_HERE.glob("*.h"))):
         digest.update(source.read_bytes())
@@ -89,7 +89,7 @@ def _digest(compiler: list[str]) -> str:
 
 
 def _processor() -> str:
-    """What the processor can do, as Linux tells it."""
+    """The processor's feature flags from /proc/cpuinfo, or its name."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -15,7 +15,7 @@ from engine.core.options import Decoding, SchedulerLimits
 from engine.core.request import Request
 from engine.core.scheduling.scheduler import Scheduler
 from engine.runtime.attention import cascade as cascading
-from engine.runtime.attention import plans as kernels
+from engine.runtime.attention import metadata as kernels
 from engine.runtime.graphs import EagerRecorder, GraphOptions
 from engine.runtime.models.load import load_model
 from engine.runtime.models.spec import ModelSpec
@@ -136,9 +136,9 @@ def test_all_layers_share_one_plan(cascades, monkeypatch):
 
 def test_a_window_that_hides_the_prefix_keeps_the_batch_flat(cascades, monkeypatch):
     price(monkeypatch, ALWAYS)
-    plan = kernels.TritonMetadata.__new__(kernels.TritonMetadata)
-    plan._layout = kernels.StepLayout(np.ones((2, 1), dtype=np.int64), np.array([9, 20]), [])
-    assert [plan._is_cut(window) for window in (0, 8, 19, 20, 64)] == [False, True, True, False, False]
+    metadata = kernels.TritonMetadata.__new__(kernels.TritonMetadata)
+    metadata._layout = kernels.StepLayout(np.ones((2, 1), dtype=np.int64), np.array([9, 20]), [])
+    assert [metadata._is_cut(window) for window in (0, 8, 19, 20, 64)] == [False, True, True, False, False]
 
 
 def test_recorded_steps_stay_flat_and_say_the_same_tokens(cascades, monkeypatch):

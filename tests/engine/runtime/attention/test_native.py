@@ -29,7 +29,7 @@ class Pool:
 
 def case(shape, block_size, dtype, lengths, seed=0):
     """Queries, poisoned caches and a layout of decode rows with shuffled blocks."""
-    from engine.runtime.attention.plans import StepLayout
+    from engine.runtime.attention.metadata import StepLayout
 
     heads, kv_heads, dk, dv = shape
     draw = np.random.default_rng(seed)
@@ -69,7 +69,7 @@ def by_hand(q, keys, values, layout, scale, window):
 
 
 def attended(q, keys, values, layout, scoring):
-    from engine.runtime.attention.plans import NativeMetadata
+    from engine.runtime.attention.metadata import NativeMetadata
     from paged_kernels import Workspace
 
     out = q.new_full((len(q), q.shape[1], values.shape[3]), float("nan"))
@@ -150,7 +150,7 @@ def test_scores_of_any_size_stay_numbers(extreme):
 @compiled
 @pytest.mark.parametrize("what", ["softcap", "sinks", "float16"])
 def test_what_the_kernel_does_not_know_is_left_to_torch(what):
-    from engine.runtime.attention.plans import TorchMetadata, native_supports
+    from engine.runtime.attention.metadata import TorchMetadata, native_supports
     from paged_kernels import Scoring, Workspace
 
     dtype = torch.float16 if what == "float16" else torch.float32

@@ -130,7 +130,7 @@ def test_a_draft_lane_that_is_not_copied_is_noticed(model_of, prompts, monkeypat
         if plan.copies:
             self.pools[0].copy(plan.copies)
 
-    monkeypatch.setattr(BlockOperations, "fill", only_the_first)
+    monkeypatch.setattr(BlockOperations, "swap_in_and_copy", only_the_first)
     with pytest.raises(RunError, match="draft model"):
         run(model_of(), prompts, 0.0, draft_mode="fork")
 

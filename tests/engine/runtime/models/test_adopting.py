@@ -5,7 +5,7 @@ import torch
 from tiny_models import SHAPE
 
 from engine.runtime.attention.native.compile import why_unavailable
-from engine.runtime.models.cpu_layers import replace_layers, restore_layers, original_layers
+from engine.runtime.models.cpu_layers import original_layers, replace_layers, restore_layers
 
 
 def model(family, dtype="float32"):

@@ -127,14 +127,14 @@ def document():
     lines = [
         "# Models",
         "",
-        "Written by `tests/engine/runtime/models/test_families.py`, which also proves it; `PAGETWIN_WRITE=1 python -m pytest "
-        "tests/engine/runtime/models/test_families.py` writes it anew.",
+        "`tests/engine/runtime/models/test_families.py` writes this file and tests what it says. To write it again: "
+        "`PAGETWIN_WRITE=1 python -m pytest tests/engine/runtime/models/test_families.py`.",
         "",
-        f"{len(FAMILIES)} families equal transformers' `generate()` token for token in float32: prompts of "
+        f"{len(FAMILIES)} families give the same tokens as transformers' `generate()` in float32: prompts of "
         f"{', '.join(map(str, sorted({*SHORT, *LONG})))} tokens, cut into chunks, "
         "block sizes 1 to 128, prefix caching on and off, preemption by recomputation and "
         "by swapping, paged and contiguous memory. Any other family whose attention "
-        "goes through transformers' AttentionInterface is probed when it is loaded.",
+        "goes through transformers' AttentionInterface is checked with one token when it is loaded.",
         "",
         "| family | K and V of a layer (heads x width) | special |",
         "|---|---|---|",
@@ -142,7 +142,13 @@ def document():
     for family, (special, _) in FAMILIES.items():
         (keys, values), *_ = loaded(family).kv_shapes
         lines.append(f"| {family} | {keys[0]} x {keys[1]}, {values[0]} x {values[1]} | {special} |")
-    lines += ["", "Refused by name, before anything is loaded:", "", "| model type | reason |", "|---|---|"]
+    lines += [
+        "",
+        "These model types are refused before anything is loaded:",
+        "",
+        "| model type | reason |",
+        "|---|---|",
+    ]
     lines += [f"| {name} | {reason} |" for name, reason in REFUSED_TYPES.items()]
     lines += [f"| any, with RoPE type {name} | {reason} |" for name, reason in REFUSED_ROPE.items()]
     return "\n".join(lines) + "\n"

@@ -151,7 +151,7 @@ def test_weights_that_do_not_load_are_reported_as_such(checkpoint, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"not weights")
     from engine.runtime.models.load import load_model
 
-    with pytest.raises(ModelError, match="cut short or no safetensors file: 11 bytes"):
+    with pytest.raises(ModelError, match="incomplete or not a safetensors file: 11 bytes"):
         load_model(ModelSpec(path=path))
 
 
@@ -167,7 +167,7 @@ def test_weights_that_the_config_asks_for_and_the_files_lack_are_named(checkpoin
     ("values", "message"),
     [
         ({"dtype": "int8"}, "dtype 'int8' does not exist; choose float32"),
-        ({"heads": 6, "kv_heads": 4}, "6 heads are no multiple of 4 kv_heads"),
+        ({"heads": 6, "kv_heads": 4}, "6 heads are not a multiple of 4 kv_heads"),
         ({"head_dim": 31}, "even head_dim, found 31"),
         ({"family": "gpt2", "kv_heads": 4}, "gpt2 has one KV head per head"),
     ],
@@ -218,7 +218,7 @@ def test_an_option_that_the_kernels_do_not_know_is_refused(model_of):
     layer = model_of().model.model.layers[0].self_attn
     q, kv = torch.zeros(1, 4, 1, 8), torch.zeros(1, 2, 1, 8)
     probe.attend(layer, q, kv, kv, None, {"position_bias": q, "use_cache": False})
-    assert probe.strange == {"position_bias"}
+    assert probe.unsupported == {"position_bias"}
 
 
 def test_triton_on_the_cpu_is_refused_when_the_runner_is_built(model_of):

@@ -66,7 +66,7 @@ class AttentionMetadata(Protocol):
 
 
 class TorchMetadata:
-    """Attention by torch: gathers the K and V of decode rows for a few large calls, and runs prefill rows one by one."""
+    """Attention by torch: gathers K and V of the decode rows for a few large calls, runs prefill rows one by one."""
 
     def __init__(self, layout: StepLayout, pool: KVPool, workspace: Workspace) -> None:
         size, device = pool.block_size, pool.device
