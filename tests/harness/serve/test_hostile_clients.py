@@ -169,6 +169,7 @@ def test_clients_that_come_and_go_leave_nothing_behind(address, engine):
             await asyncio.gather(*(come_and_go(client, number) for number in range(120)))
 
     asyncio.run(all_of_them())
+    assert serves(address)  # after this, the server has read what the clients before had sent
     assert wait_until(lambda: is_idle(engine))
     engine.scheduler.manager.check()
     assert not engine.scheduler.stats
