@@ -1,5 +1,5 @@
-"""Calibration: small workloads run on the engine, the cost model is fitted, and its error on others is kept.
+"""Calibration: run small workloads on the engine, fit the cost model, and keep its error on other workloads.
 
-`design` says which workloads run, `run` measures and fits, `validate` tests on held-out workloads, `store` keeps the
+`design` chooses the workloads, `run` measures and fits, `validate` measures held-out workloads, `store` keeps the
 result for each model, engine and device.
 """

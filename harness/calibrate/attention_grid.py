@@ -1,4 +1,4 @@
-"""Attention measured on a grid of shapes in the engine, one shape at a time, for the table model."""
+"""Attention measured in the engine on a grid of shapes, one shape at a time, for the table model."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ from engine.core.options import CachePolicy, SchedulerLimits
 from harness.calibrate.design import SEED, Budget
 from harness.calibrate.store import GRID_BLOCK_SIZE as BLOCK_SIZE
 from harness.config.schema import RunConfig
-from harness.cost.grid import Grid, grid_of
+from harness.cost.grid import Grid, Point, grid_of
 from harness.measure.engine import measure
 from harness.replay.features import feature_index
 from harness.replay.recorder import MeasuredRun
@@ -22,24 +22,23 @@ CHUNKS = (16, 128)
 CONTEXTS = (0, 256, 512)
 _STEPS = 6  # decode steps a shape
 _MOST_TOKENS = 16_384  # of one shape's rows
-_CORNERS = 2  # values an axis that are measured however little time is left
+_CORNERS = 2  # values of an axis that are measured even when the time is up
 _DECODE, _KV, _PREFILLS, _TOKENS, _PREFILL_KV = feature_index(
     ("decode_rows", "decode_kv", "prefill_rows", "prefill_tokens", "prefill_kv")
 )
-Point = tuple[float, float, float]
 
 
-def measure_grids(config: RunConfig, progress: Callable[[str], None], clock: Budget) -> dict[str, Grid]:
+def measure_grids(config: RunConfig, progress: Callable[[str], None], budget: Budget) -> dict[str, Grid]:
     """`decode` over (rows, KV slots a row) and `prefill` over (chunk, context), in seconds over all layers.
 
-    Shapes beyond the smallest are left out when the time is up: there the fitted model prices.
+    When the time is up, larger shapes are left out; the fitted model prices them.
     """
     longest = min(pool_shape(config).max_model_len, max(LENGTHS) + _STEPS)
     decode: list[Point] = []
     for length in (length for length in LENGTHS if length + _STEPS <= longest):
         progress(f"grid: {length} KV slots a row")
         for place, rows in enumerate(rows for rows in ROWS if rows * length <= _MOST_TOKENS):
-            if place < _CORNERS or clock.left():
+            if place < _CORNERS or budget.left():
                 decode.append(_decode_point(config, rows, length))
     prefill: list[Point] = []
     for chunk in CHUNKS:
@@ -55,8 +54,8 @@ def _decode_point(config: RunConfig, rows: int, length: int) -> Point:
     steps = run.recorder.features
     chosen = (steps[:, _DECODE] == rows) & (steps[:, _PREFILLS] == 0)
     middle = np.argmin(np.abs(steps[chosen, _KV] / rows - length))
-    around = run.log.steps["attention_s"][chosen][max(0, middle - 1) : middle + 2]
-    return rows, length, float(np.median(around))
+    nearest = run.log.steps["attention_s"][chosen][max(0, middle - 1) : middle + 2]
+    return rows, length, float(np.median(nearest))
 
 
 def _prefill_points(config: RunConfig, chunk: int, longest: int) -> list[Point]:
@@ -74,7 +73,7 @@ def _prefill_points(config: RunConfig, chunk: int, longest: int) -> list[Point]:
 
 
 def _run(config: RunConfig, rows: int, prompt: int, output: int, budget: int) -> MeasuredRun:
-    """`rows` equal requests at once."""
+    """Run `rows` equal requests at once."""
     blocks = rows * -(-(prompt + output) // BLOCK_SIZE)
     base = pool_shape(config)
     pool = PoolShape(

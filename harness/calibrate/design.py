@@ -1,4 +1,4 @@
-"""The workloads that calibrate the cost model: small, uniform in their lengths, and none that a sweep predicts."""
+"""The workloads that calibrate the cost model: small, with uniform lengths, and different from those of sweeps."""
 
 import time
 from collections.abc import Iterator
@@ -14,9 +14,16 @@ from harness.workload.shapes import pool_shape
 from harness.workload.workload import Workload
 from traces.trace import CONTENT, Segment, Trace, TraceHeader, TraceRequest
 
+SEED = 7_919
+_POOL_TOKENS = 16_384
+_LONGEST = 1024
+SHARED_KEY = 2**62  # of calibration prefixes; no trace uses keys as large
+_LARGEST_BATCH = 256
+_FEWEST = 6  # requests of a case, however small the budget
+
 
 class Budget:
-    """Seconds of wall time from now on; None is without end."""
+    """A budget of wall time that starts now; `seconds` None is unlimited."""
 
     def __init__(self, seconds: float | None) -> None:
         self._seconds = seconds
@@ -24,7 +31,7 @@ class Budget:
 
     @property
     def limited(self) -> bool:
-        """Whether it ever ends."""
+        """Whether it is limited."""
         return self._seconds is not None
 
     @property
@@ -37,15 +44,9 @@ class Budget:
         return self._seconds is None or self.spent_s < share * self._seconds
 
 
-SEED = 7_919
-_POOL_TOKENS = 16_384
-_LONGEST = 1024
-SHARED = 2**62  # keys of calibration prefixes lie apart from everyone's
-
-
 @dataclass(frozen=True)
 class CalibrationCase:
-    """One calibration workload: `load` requests per request-time of a lone request; 0 means all at once."""
+    """One calibration workload. `load` is the requests that arrive in the time of a lone request; 0: all at once."""
 
     name: str
     requests: int
@@ -58,9 +59,12 @@ class CalibrationCase:
     samples: int = 1
     shared: float = 0.0  # share of the prompt that all requests have in common
     chunk: int | None = None  # token budget of a step; None: the scheduler's
-    swaps: bool = False  # on a pool for a quarter of the requests: the others wait in host memory
+    swaps: bool = False  # the pool holds a quarter of the requests; the others are swapped out
     drafts: int = 0  # tokens that the draft model proposes a step
 
+
+LONE_REQUEST = CalibrationCase("alone", 2, (64, 64), (16, 16), 0)
+"""A request that runs alone; its time is the unit of loads."""
 
 CASES = (
     CalibrationCase("burst", 64, (16, 256), (8, 40), 0),
@@ -86,15 +90,11 @@ DRAFTING = (
 """Measured where a draft model is configured."""
 
 
-_LARGEST_BATCH = 256
-_FEWEST = 6  # requests of a case, however small the budget
-
-
 def design(config: RunConfig, lone_request_s: float, budget_s: float | None) -> tuple[CalibrationCase, ...]:
     """The cases for this device and model: as large as the scheduler's batches, as many requests as time allows.
 
-    `lone_request_s` is how long LONE_REQUEST takes for a request by the wall's clock; the cases are scaled so that one pass is
-    expected to take a sixth of `budget_s` (None: as they are). The rest is for further passes and for validation.
+    `lone_request_s` is the wall time of a request of LONE_REQUEST. The cases are scaled so that one pass is expected to
+    take a sixth of `budget_s` (None: not scaled). The rest is for further passes and for validation.
     """
     widest = max(CASES[0].requests, min(config.scheduler.max_running, _LARGEST_BATCH))
     drafting = DRAFTING if config.decoding.draft_tokens else ()
@@ -106,11 +106,8 @@ def design(config: RunConfig, lone_request_s: float, budget_s: float | None) -> 
     return tuple(replace(case, requests=max(_FEWEST, round(case.requests * factor))) for case in cases)
 
 
-LONE_REQUEST = CalibrationCase("alone", 2, (64, 64), (16, 16), 0)
-
-
 def _weight(case: CalibrationCase) -> float:
-    """Engine time of a request of this case over that of LONE_REQUEST: steps, less what batches share, and prompt tokens."""
+    """Engine time of a request of this case over that of LONE_REQUEST, from its share of steps and its prompt."""
     width = max(case.beam_width, case.samples)
     batch = 4.0 if case.load == 0 or case.load > 2 else max(1.0, case.load)
     steps = sum(case.output) / 2 / LONE_REQUEST.output[0] * float(width**0.5) / batch
@@ -146,7 +143,7 @@ def _rows(
         prompt = max(1, int(scale * draw.integers(*case.prompt, endpoint=True)))
         output = max(1, int(scale * draw.integers(*case.output, endpoint=True)))
         common = round(prompt * case.shared)
-        pieces = (Segment(SHARED, common), Segment(None, prompt - common))
+        pieces = (Segment(SHARED_KEY, common), Segment(None, prompt - common))
         yield TraceRequest(number, arrival, prompt, output, tuple(piece for piece in pieces if piece.tokens))
 
 
@@ -183,14 +180,14 @@ def case_workload(
 
 
 def _pool_tokens(case: CalibrationCase, most: int, longest: int) -> int:
-    """KV slots of the case's pool, of at most `most` where the default is not enough."""
+    """KV slots of the case's pool; where the default is not enough, at most `most`."""
     if case.swaps:
         return max(2 * min(longest, case.prompt[1] + case.output[1]), _tokens(case) // 4)
     return max(_POOL_TOKENS, min(most, _tokens(case)))
 
 
 def _tokens(case: CalibrationCase) -> int:
-    """Slots that all of the case's requests take at once, at the most."""
+    """The most slots that all requests of the case take at once."""
     return case.requests * (case.prompt[1] + case.output[1] * max(case.beam_width, case.samples))
 
 

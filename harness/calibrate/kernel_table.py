@@ -1,6 +1,6 @@
 """The table model with attention from `bench kernels`.
 
-The timed kernels of the point's geometry, device and threads give the grid. A calibration gives everything else.
+The timed kernels of the point's geometry, device and threads give the grid. A calibration gives all other costs.
 """
 
 from collections.abc import Iterable, Mapping
@@ -36,11 +36,11 @@ _DTYPES = {Dtype.float32: "fp32", Dtype.bfloat16: "bf16", Dtype.float16: "fp16"}
 
 
 class KernelTableError(ConfigError):
-    """Timings that cannot price a point's attention; says which there are, and how to time the right ones."""
+    """Timings that do not fit a point's attention; the message names the existing ones, and how to time others."""
 
 
 class Geometry(NamedTuple):
-    """What one attention call is made for."""
+    """The heads, element type and device of an attention call."""
 
     heads: int
     kv_heads: int
@@ -66,7 +66,7 @@ class KernelShapes:
     prefill: tuple[TimedShape, ...]
 
     def of_layers(self, layers: int) -> "KernelShapes":
-        """The same calls in every one of so many layers."""
+        """The shapes with the seconds of `layers` layers."""
         decode, prefill = (
             tuple(shape._replace(seconds=layers * shape.seconds) for shape in shapes)
             for shapes in (self.decode, self.prefill)
@@ -74,7 +74,11 @@ class KernelShapes:
         return replace(self, decode=decode, prefill=prefill)
 
     def decode_grid(self) -> Grid:
-        """The decode grid at the point's block size; raises KernelTableError where the shapes span none."""
+        """The decode grid at the point's block size.
+
+        Raises:
+            KernelTableError: the shapes make no grid.
+        """
         try:
             return interpolated_grid(self.decode, self.block_size)
         except GridError as error:
@@ -84,7 +88,7 @@ class KernelShapes:
             ) from error
 
     def prefill_grid(self) -> Grid | None:
-        """The same of chunks; None where there are too few shapes, and the fitted model prices them."""
+        """The grid of chunks; None where there are too few shapes, so that the fitted model prices chunks."""
         try:
             return interpolated_grid(self.prefill, self.block_size)
         except GridError:
@@ -92,10 +96,10 @@ class KernelShapes:
 
 
 def kernel_shapes(config: RunConfig) -> KernelShapes:
-    """The timings that `cost.kernels` names, as far as they are of the point's attention.
+    """The timings in `cost.kernels` that fit the point's attention.
 
     Raises:
-        KernelTableError: they cannot be read, or none is.
+        KernelTableError: they cannot be read, or none fits.
     """
     run, wanted = _read(str(config.cost.kernels)), geometry_of(config)
     size = pool_shape(config).block_size
@@ -105,7 +109,7 @@ def kernel_shapes(config: RunConfig) -> KernelShapes:
         whose = _runs(config, {"queries": 1, "dtype": wanted.dtype, "head_dim": wanted.head_dim})
         raise KernelTableError(
             KEY,
-            f"no decode in {run.file} is of {wanted}, by '{whose}', which the engine runs there. {_there(plain)}. "
+            f"no decode in {run.file} is of {wanted}, by '{whose}', which the engine runs there. {_existing(plain)}. "
             f"{_advice(wanted, size)}",
         )
     decode = tuple(_shape(row, row["batch"], row["median_us"]) for row in mine if row["queries"] == 1)
@@ -113,7 +117,7 @@ def kernel_shapes(config: RunConfig) -> KernelShapes:
 
 
 def _runs(config: RunConfig, row: Mapping[str, Any]) -> str:
-    """Whose kernel the engine runs for a row: on a CPU with a compiler its own for decodes, else ours."""
+    """The provider that the engine uses for a row: its compiled decode on a CPU with a compiler, else our kernels."""
     compiled = engine_kernels(config.engine)[0] == NATIVE
     return NATIVE if compiled and row["queries"] == 1 and _serves(row) else OURS
 
@@ -132,7 +136,11 @@ def geometry_of(config: RunConfig) -> Geometry:
 
 
 def _dtype(config: RunConfig) -> str:
-    """Of the cache. Raises KernelTableError where no bench times that cache beside the model's queries."""
+    """The element type of the cache.
+
+    Raises:
+        KernelTableError: `bench kernels` does not time that cache with the model's queries.
+    """
     model = config.model
     if model.kv_dtype is KVDtype.model:
         return _DTYPES[model.dtype]
@@ -151,7 +159,11 @@ def kernels_digest(config: RunConfig) -> str:
 
 
 def check_kernel_table(config: RunConfig) -> None:
-    """Raises KernelTableError where the named timings make no table for the point."""
+    """Check that the timings in `cost.kernels` make a table for the point.
+
+    Raises:
+        KernelTableError: they do not.
+    """
     kernel_shapes(config).decode_grid()
 
 
@@ -165,13 +177,13 @@ def _read(named: str) -> KernelRun:
 
 @lru_cache(maxsize=8)
 def _read_once(file: Path, changed_ns: int) -> KernelRun:
-    """A file is read once and not once a point; `changed_ns` tells its versions apart."""
+    """Read a file once for all points; a new `changed_ns` makes the cache read it again."""
     del changed_ns
     return read_run(file)
 
 
 def _is_plain(row: Mapping[str, Any]) -> bool:
-    """Rows of equal length that share nothing, in the engine's layout: what a grid holds."""
+    """Whether the case has equal lengths, no shared prefix, and the engine's layout, as a grid needs."""
     return not row["ragged"] and not row["shared_prefix"] and row["layout"] == "NHD"
 
 
@@ -184,7 +196,7 @@ def _shape(row: Mapping[str, Any], across: int, us: float) -> TimedShape:
 
 
 def _chunks(rows: Iterable[Mapping[str, Any]]) -> Iterable[TimedShape]:
-    """Seconds a chunk, of the call with the fewest chunks: an engine's step seldom holds more than one."""
+    """Seconds per chunk, from the call with the fewest chunks, since a step of the engine seldom has more than one."""
     best: dict[tuple[int, int, int], Mapping[str, Any]] = {}
     for row in rows:
         if row["queries"] > 1:
@@ -194,7 +206,7 @@ def _chunks(rows: Iterable[Mapping[str, Any]]) -> Iterable[TimedShape]:
         yield _shape(row, row["queries"], row["median_us"] / row["batch"])
 
 
-def _there(rows: Iterable[Mapping[str, Any]]) -> str:
+def _existing(rows: Iterable[Mapping[str, Any]]) -> str:
     counts: dict[tuple[str, Geometry], int] = {}
     for row in rows:
         counts[row["provider"], _geometry(row)] = counts.get((row["provider"], _geometry(row)), 0) + 1
@@ -217,12 +229,13 @@ def _advice(wanted: Geometry, block_size: int) -> str:
 
 
 def kernel_table(config: RunConfig, fitted: FittedCost) -> TableCost:
-    """Attention of all layers from the timings that `cost.kernels` names; `fitted` outside of them and for the rest.
+    """Attention of all layers from the timings in `cost.kernels`; `fitted` prices shapes outside, and all else.
 
-    A timed call is the kernel alone; what the engine adds around it is what the calibration saw beyond
-    (`harness.cost.table`).
+    A timed call is the kernel alone. The engine's overhead is the calibrated time minus the kernel's
+    (`harness.cost.table.engine_overhead`).
 
-    Raises KernelTableError where the timings are not of the point's attention.
+    Raises:
+        KernelTableError: the timings do not fit the point's attention.
     """
     shapes, size = (
         kernel_shapes(config).of_layers(model_shape(config.model).layers),

@@ -1,6 +1,6 @@
-"""How fast the device is at the moment, by a fixed probe that is part of no predicted workload.
+"""The pace of the device now, measured with a fixed probe that no prediction uses.
 
-`Stability` says whether the device kept its pace while it was calibrated.
+`Stability` describes whether the pace was constant during a calibration.
 """
 
 import os
@@ -13,16 +13,22 @@ from harness.config.schema import RunConfig
 from harness.measure.engine import measure
 
 PROBE = CalibrationCase("probe", 6, (20, 140), (16, 32), 1.5)
-"""Prompts, and steps of one to three rows, as light load has them: larger batches suffer more from other work on the
-machine than most workloads do, and single rows less."""
+"""Prompts and steps of one to three rows, as under light load. Other work on the machine slows larger batches down more
+than most workloads, and single rows less."""
+
+STEADY = 0.10
+"""Probes within this share of their median have the same pace; measurements beside other probes are repeated."""
+
+MOVED = 0.15
+"""Beyond this share the pace has changed, and the calibration warns."""
 
 _STEP_NS = (3_000_000,) * 10_000
-_LONE_S = 0.08  # a request of the probe alone, by that clock
+_LONE_S = 0.08  # seconds of a lone request of the probe, by the durations above
 
 
 @dataclass(frozen=True)
 class Pace:
-    """Probe times beside a point's runs over the probe time at calibration: above 1 the device is slower now."""
+    """Probe times beside a point's runs over the probe time at calibration; above 1 the device is slower now."""
 
     ratio: float
     low: float
@@ -35,7 +41,7 @@ class Pace:
 
 
 def probe_s(config: RunConfig) -> float:
-    """Seconds of the probe's steps, by the clock of the measured runs; its plans are the same on every device."""
+    """Seconds of the probe's steps, by the clock of the measured runs. Its step plans are the same on every device."""
     run = measure(config, case_workload(config, PROBE, _LONE_S), seed=0, step_ns=_STEP_NS)
     return float(run.log.steps["seconds"].sum())
 
@@ -44,13 +50,6 @@ def pace_of(probes: list[float], calibrated_s: float) -> Pace:
     """The median pace of several probes."""
     ratios = [seconds / calibrated_s for seconds in probes]
     return Pace(median(ratios), min(ratios), max(ratios), len(ratios))
-
-
-STEADY = 0.10
-"""Probes within this share of their median count as one pace; measurements beside others are taken again."""
-
-MOVED = 0.15
-"""Beyond this share the device has moved, and the calibration says so."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ class Stability:
 
     @property
     def crowded(self) -> bool:
-        """Whether others wanted more cores than there are."""
+        """Whether the load was higher than the number of cores."""
         return max(self.load_before, self.load_after) > self.cores
 
     def section(self) -> dict[str, float | bool]:
@@ -108,7 +107,7 @@ def stability_of(probes_s: Sequence[float], load_before: float) -> Stability:
 
 
 def is_steady(ratio: float) -> bool:
-    """Whether a probe that took `ratio` times the usual is of the usual pace: probes themselves scatter."""
+    """Whether a probe that took `ratio` times the usual time still has the usual pace; probes scatter."""
     return abs(ratio - 1) <= STEADY
 
 

@@ -1,6 +1,6 @@
 """A calibration: run the designed workloads on the engine, fit the cost model, test it on held-out workloads.
 
-Each case is measured in several passes, and the quietest run is kept.
+Each case is measured in several passes, and the fastest run is kept.
 """
 
 import os
@@ -41,18 +41,20 @@ from harness.replay.streaming import COLUMNS, hull_of
 from harness.workload.devices import clock_of
 
 PASSES = 2
-"""Of every case where there is no budget; with one, as many as its share allows, up to MOST_PASSES."""
+"""Passes over the cases without a budget; with one, as many as its share allows, up to MOST_PASSES."""
 
 MOST_PASSES = 4
 FITTING = 0.5
-"""Share of the budget after which no case is begun."""
+"""Share of the budget after which no further case is started."""
 
 _FEWEST_CASES = 3
+_VALIDATION_REPEATS = 3
+CaseProgress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
-class Timed:
-    """A case's quietest run, and the quietest pace of the device beside any of its runs."""
+class TimedCase:
+    """The fastest run of a case, and the fastest probe of the device beside any of its runs."""
 
     case: CalibrationCase
     run: MeasuredRun
@@ -60,12 +62,15 @@ class Timed:
 
     @property
     def seconds(self) -> float:
-        """Of all its steps."""
+        """Seconds of all its steps."""
         return float(self.run.log.steps["seconds"].sum())
 
 
 class Passes:
-    """Measures cases again and again while time is left; a probe of the pace stands before and after each."""
+    """Measures the cases in several passes while the budget lasts: call `measure()` once.
+
+    A probe of the pace runs before and after each case; `probes` holds their seconds.
+    """
 
     def __init__(
         self,
@@ -73,27 +78,27 @@ class Passes:
         cases: Sequence[CalibrationCase],
         lone_request_s: float,
         report: Callable[[str], None],
-        clock: Budget,
+        budget: Budget,
     ) -> None:
         self._config = config
         self._cases = cases
         self._lone = lone_request_s
         self._report = report
-        self._clock = clock
+        self._budget = budget
         self._probe = probe_s(config)
         self.probes = [self._probe]
-        self._kept: dict[CalibrationCase, Timed] = {}
+        self._kept: dict[CalibrationCase, TimedCase] = {}
 
-    def measure(self) -> list[Timed]:
-        """The quietest run of every case for which there was time, the first few in any case."""
-        for number in range(MOST_PASSES if self._clock.limited else PASSES):
+    def measure(self) -> list[TimedCase]:
+        """The fastest run of every case for which there was time; the first few cases always run."""
+        for number in range(MOST_PASSES if self._budget.limited else PASSES):
             for case in self._cases if number % 2 == 0 else reversed(self._cases):
-                if len(self._kept) >= _FEWEST_CASES and not self._clock.left(FITTING):
+                if len(self._kept) >= _FEWEST_CASES and not self._budget.left(FITTING):
                     break
                 self._run(case, number)
         found = self._found()
         for place in off_pace([entry.probe_s for entry in found]):
-            if self._clock.left(FITTING):
+            if self._budget.left(FITTING):
                 self._run(found[place].case, MOST_PASSES)
         return self._found()
 
@@ -106,24 +111,20 @@ class Passes:
         )
         self._probe = probe_s(self._config)
         self.probes.append(self._probe)
-        found = Timed(case, run, (before + self._probe) / 2)
+        found = TimedCase(case, run, (before + self._probe) / 2)
         if known is not None:
             quietest = min(known, found, key=lambda timed: timed.seconds)
             found = replace(quietest, probe_s=min(known.probe_s, found.probe_s))
         self._kept[case] = found
 
-    def _found(self) -> list[Timed]:
-        """In the order of the cases."""
+    def _found(self) -> list[TimedCase]:
+        """The runs so far, in the order of the cases."""
         return [self._kept[case] for case in self._cases if case in self._kept]
-
-
-CaseProgress = Callable[[str, int, int], None]
-_VALIDATION_REPEATS = 3
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What a calibration came to: the models, and whether the device kept its pace."""
+    """The result of a calibration: the models, and whether the pace of the device was constant."""
 
     fitted: FittedCost
     table: TableCost | None
@@ -139,9 +140,9 @@ def calibrate(
     budget_s: float | None = None,
     grid: bool = False,
 ) -> FittedCost:
-    """Measure, fit, validate and store; a minute at the most without a budget. Progress gets (case, done, all).
+    """Measure, fit, validate and store; at most a minute without a budget. `progress` gets (case, done, all).
 
-    Without a budget held-out workloads are measured once, and so have no spread of repeats.
+    Without a budget held-out workloads are measured once, so that there is no spread of repeats.
     """
     return full_calibration(config, progress, budget_s=budget_s, grid=grid).fitted
 
@@ -149,18 +150,18 @@ def calibrate(
 def full_calibration(
     config: RunConfig, progress: CaseProgress | None = None, *, budget_s: float | None, grid: bool
 ) -> Calibration:
-    """The same with all that was found; `grid` measures attention shape by shape for the `table` model too."""
+    """The same, with all results; `grid` also measures attention shape by shape for the `table` model."""
     config = replace(config, engine=replace(config.engine, audit=Audit.off))
-    begun, load, clock = datetime.now(UTC), os.getloadavg()[0], Budget(budget_s)
+    begun, load, budget = datetime.now(UTC), os.getloadavg()[0], Budget(budget_s)
     lone, lone_wall = _lone_request_s(config)
     cases = design(config, lone_wall, budget_s)
-    report = _Counted(progress, len(cases) * PASSES + len(HELD_OUT))
-    passes = Passes(config, cases, lone, report, clock)
+    report = _CaseCounter(progress, len(cases) * PASSES + len(HELD_OUT))
+    passes = Passes(config, cases, lone, report, budget)
     timed = passes.measure()
     pace = median(entry.probe_s for entry in timed)
     repeats = 1 if budget_s is None else _VALIDATION_REPEATS
-    held_out = measure_held_out(config, lone, repeats, report, clock)
-    grids = measure_grids(config, report, clock) if grid and clock.left() else {}
+    held_out = measure_held_out(config, lone, repeats, report, budget)
+    grids = measure_grids(config, report, budget) if grid and budget.left() else {}
     probes = [*passes.probes, *(entry.probe_s for entry in held_out)]
     stability = stability_of(probes, load)
     facts = {
@@ -170,7 +171,7 @@ def full_calibration(
         "cases": [f"{entry.case.name}: {entry.case.requests} requests" for entry in timed],
         "probe_s": pace,
         "started": begun.isoformat(timespec="seconds"),
-        "seconds": clock.spent_s,
+        "seconds": budget.spent_s,
         "stability": stability.section(),
     }
     fitted = _fitted(config, timed, held_out, pace, facts)
@@ -181,8 +182,8 @@ def full_calibration(
     return Calibration(fitted, table, stability, grid, left_out)
 
 
-class _Counted:
-    """Tells which case comes next."""
+class _CaseCounter:
+    """Reports the next case and how many are done."""
 
     def __init__(self, progress: CaseProgress | None, total: int) -> None:
         self._progress, self._total, self._done = progress, total, 0
@@ -194,7 +195,7 @@ class _Counted:
 
 
 def _lone_request_s(config: RunConfig) -> tuple[float, float]:
-    """How long one request takes alone, by the engine's clock, the unit of the plan's loads, and by the wall's.
+    """Seconds of a request that runs alone, by the engine's clock (the unit of loads) and by the wall clock.
 
     The first run also warms the engine up.
     """
@@ -206,7 +207,7 @@ def _lone_request_s(config: RunConfig) -> tuple[float, float]:
 
 def _fitted(
     config: RunConfig,
-    timed: Sequence[Timed],
+    timed: Sequence[TimedCase],
     held_out: Sequence[Validated],
     pace: float,
     facts: dict[str, Any],
@@ -241,7 +242,7 @@ def _fitted(
 def _columns(
     runs: Sequence[tuple[MeasuredRun, float]], pace: float
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Features, step seconds and attention seconds, times brought to the median pace of the calibration."""
+    """Features, step seconds and attention seconds; times are scaled to the median pace of the calibration."""
     features = np.concatenate([run.recorder.features for run, _ in runs])
     seconds, attention = (
         np.concatenate([run.log.steps[name] * (pace / probe) for run, probe in runs])
@@ -254,8 +255,8 @@ def _all_steps(runs: Sequence[MeasuredRun]) -> dict[str, Column]:
     return {name: np.concatenate([run.log.steps[name] for run in runs]) for name in COLUMNS}
 
 
-def _beams(timed: Sequence[Timed]) -> tuple[dict[int, float], dict[int, float]]:
-    """Churn and evenness by beam width, over all selections but a request's first."""
+def _beams(timed: Sequence[TimedCase]) -> tuple[dict[int, float], dict[int, float]]:
+    """Churn and evenness by beam width, over all selections except the first of each request."""
     chosen: dict[int, list[Sequence[int]]] = {}
     for entry in timed:
         for choices in choices_of_run(entry.run.recorder.parents):
@@ -265,8 +266,8 @@ def _beams(timed: Sequence[Timed]) -> tuple[dict[int, float], dict[int, float]]:
     return churn, {width: evenness_of_run(chosen[width]) for width in widths}
 
 
-def _acceptance(timed: Sequence[Timed]) -> float | None:
-    """The share of draft tokens that are right, if all before them were; None where nothing was drafted."""
+def _acceptance(timed: Sequence[TimedCase]) -> float | None:
+    """The share of draft tokens that are right, given that all before them were; None without drafts."""
     pairs = [
         (drafts, result.accepted.get(request_id, 0))
         for entry in timed

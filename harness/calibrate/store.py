@@ -1,4 +1,4 @@
-"""Calibrations on disk: one file for each model, engine and device, found again by its fingerprint. No torch here."""
+"""Calibrations on disk: one file for each model, engine and device, named by its fingerprint. No torch here."""
 
 import hashlib
 import json
@@ -21,21 +21,22 @@ from harness.replay.features import FEATURES
 from harness.store.atomic import write_files
 from harness.workload.devices import clock_of, engine_kernels
 
-
-class CalibrationError(RuntimeError):
-    """A calibration that is missing, damaged, or could not be made."""
-
-
-CODE = (
+CODE = (  # packages that step times depend on
     "engine",
     "paged_kernels",
     "traces",
     *(f"harness.{name}" for name in ("replay", "cost", "compiled", "measure", "calibrate")),
 )
+GRID_BLOCK_SIZE = 16
+"""Tokens a block in the runs that measure the decode grid."""
+
+
+class CalibrationError(RuntimeError):
+    """A calibration that is missing, damaged, or could not be made."""
 
 
 def calibration_fingerprint(config: RunConfig) -> str:
-    """A name for all that the step times depend on: model, engine settings, device, versions, code."""
+    """A digest of all that step times depend on: model, engine settings, device, versions, code."""
     model, engine = config.model, config.engine
     facts: dict[str, Any] = {
         "model": {name: str(value) for name, value in sorted(vars(model).items())},
@@ -52,7 +53,7 @@ def calibration_fingerprint(config: RunConfig) -> str:
 
 
 def _draft_stamp(config: RunConfig) -> str | None:
-    """The model that proposes tokens, whose passes are priced too; how many it proposes does not matter."""
+    """The model that proposes tokens, whose passes are priced too; the number of draft tokens does not matter."""
     decoding = config.decoding
     if not decoding.draft_tokens:
         return None
@@ -60,7 +61,7 @@ def _draft_stamp(config: RunConfig) -> str | None:
 
 
 def calibration_path(config: RunConfig) -> Path:
-    """Where this device's calibration for the model lies or would lie."""
+    """The file of this device's calibration for the model, whether it exists or not."""
     if config.cost.cache_dir:
         folder = Path(config.cost.cache_dir)
     else:
@@ -69,7 +70,7 @@ def calibration_path(config: RunConfig) -> Path:
 
 
 def is_calibrated(config: RunConfig) -> bool:
-    """Whether a calibration for this model, engine and device is at hand."""
+    """Whether a calibration for this model, engine and device exists."""
     return calibration_path(config).exists()
 
 
@@ -107,7 +108,11 @@ def _grid(section: Mapping[str, Any]) -> Grid:
 
 
 def load_table(config: RunConfig) -> TableCost:
-    """The calibration as a `table` model; raises CalibrationError where its grids were not measured."""
+    """The calibration as a `table` model.
+
+    Raises:
+        CalibrationError: the calibration is missing or damaged, or its grids were not measured.
+    """
     fitted, path = load_calibration(config), calibration_path(config)
     grids = json.loads(path.read_text(encoding="utf-8")).get("grids") or {}
     if not grids:
@@ -124,19 +129,19 @@ def measured_table(fitted: FittedCost, grids: Mapping[str, Grid]) -> TableCost:
 
 
 def has_grid(config: RunConfig) -> bool:
-    """Whether the calibration at hand holds a grid of measured attention."""
+    """Whether a calibration exists and holds a grid of measured attention."""
     try:
         return bool(json.loads(calibration_path(config).read_text(encoding="utf-8")).get("grids"))
     except (OSError, ValueError):
         return False
 
 
-GRID_BLOCK_SIZE = 16
-"""Tokens a block in the runs that measure the decode grid."""
-
-
 def load_calibration(config: RunConfig) -> FittedCost:
-    """Read it back; raises CalibrationError with the path when it is missing or damaged."""
+    """The calibration as a `fitted` model.
+
+    Raises:
+        CalibrationError: it is missing or damaged; names the path.
+    """
     path = calibration_path(config)
     try:
         document = json.loads(path.read_text(encoding="utf-8"))

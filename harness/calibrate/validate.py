@@ -1,6 +1,6 @@
-"""Held-out workloads: published lengths and arrivals that the fit never saw.
+"""Held-out workloads: published lengths and arrivals that are not used for the fit.
 
-They are measured and predicted free-running. Their errors stand in every record that uses the calibration.
+They are measured, and predicted free-running. Every record that uses the calibration holds their errors.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,13 +28,13 @@ from traces.trace import Trace
 SEED = 104_729
 METRICS_VALIDATED = ("output_throughput", "tpot_mean", "ttft_p50")
 _POOL_TOKENS = 16_384
-_VALIDATING = 0.75  # share of the budget after which no workload is begun
-_MEAN_TOKENS = 160  # of a request, after scaling, where the model takes as many
+_VALIDATING = 0.75  # share of the budget after which no further workload is started
+_MEAN_TOKENS = 160  # mean of a request after scaling, unless the model takes fewer
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """A workload for validation; `load` in requests per request-time of a lone request."""
+    """A workload for validation. `load` is the requests that arrive in the time of a lone request."""
 
     name: str
     table: str
@@ -65,16 +65,16 @@ class Validated:
 
 
 def measure_held_out(
-    config: RunConfig, lone_request_s: float, repeats: int, progress: Callable[[str], None], clock: Budget
+    config: RunConfig, lone_request_s: float, repeats: int, progress: Callable[[str], None], budget: Budget
 ) -> list[Validated]:
-    """Run every held-out workload `repeats` times while time is left, the first in any case."""
+    """Run every held-out workload `repeats` times while the budget lasts, the first one always."""
     found: list[Validated] = []
     for held_out in HELD_OUT:
-        if found and not clock.left(_VALIDATING):
+        if found and not budget.left(_VALIDATING):
             break
         progress(f"held out: {held_out.name}")
         workload = held_out_workload(config, held_out, lone_request_s)
-        measure(config, workload, seed=SEED)  # meets shapes for which the libraries have no code yet
+        measure(config, workload, seed=SEED)  # libraries compile code for new shapes here
         probes, runs = [probe_s(config)], list[MeasuredRun]()
         for number in range(repeats):
             runs.append(measure(config, workload, seed=SEED + number))
@@ -88,7 +88,7 @@ def validation(
 ) -> dict[str, dict[str, dict[str, float]]]:
     """By workload and metric: the free-running error, and the spread of the repeats on the same scale.
 
-    Predictions follow the pace of the device beside the runs, as those of a measured point do.
+    Predictions are scaled by the pace of the device beside the runs, as for a measured point.
     """
     return {
         entry.held_out.name: _errors(entry, PacedCost(cost, entry.probe_s / calibrated_s))

@@ -23,7 +23,7 @@ class TraceFormat(StrEnum):
     """Where the requests come from."""
 
     auto = "auto"  # recognise the file or folder by its content
-    azure = "azure"  # Azure LLM inference CSV; like all that follow but the last it needs trace.path
+    azure = "azure"  # Azure LLM inference CSV; this and all formats below except `generated` need trace.path
     mooncake = "mooncake"  # Mooncake JSONL: chained ids of 512-token blocks
     vidur = "vidur"  # Vidur's or Splitwise's CSV
     burstgpt = "burstgpt"  # BurstGPT CSV, version 1 or 2
@@ -31,17 +31,17 @@ class TraceFormat(StrEnum):
     ragpulse = "ragpulse"  # RAGPulse folder, or its 0_trace.jsonl beside the tables
     agentic = "agentic"  # a recorded agent conversation (kv-cache-tester), or a folder of them
     lengths = "lengths"  # table of lengths without arrivals (needs trace.arrivals)
-    lengths_chat = "lengths_chat"  # the same, its rows joined to conversations by a rule
+    lengths_chat = "lengths_chat"  # the same, with rows joined to conversations by a rule
     sharegpt = "sharegpt"  # ShareGPT JSON (needs trace.tokenizer and trace.arrivals)
     servegen = "servegen"  # folder of ServeGen client models, to draw from
     servingsim = "servingsim"  # LLMServingSim JSONL
     simple = "simple"  # our own CSV or JSONL: arrival_s, prompt_tokens, output_tokens, ...
-    pagetwin = "pagetwin"  # a trace of ours, JSONL or Parquet, as `trace convert` writes it
-    generated = "generated"  # an embedded generator, calibrated on published statistics
+    pagetwin = "pagetwin"  # PageTwin's own trace, JSONL or Parquet, as `trace convert` writes it
+    generated = "generated"  # no file: a generator that is calibrated on published statistics
 
 
 class Ticks(StrEnum):
-    """What to do with arrivals that a trace's coarse clock lumps together (Mooncake: ticks of 3 s)."""
+    """How to treat arrivals that a trace's coarse clock gives the same time (Mooncake: ticks of 3 s)."""
 
     keep = "keep"
     even = "even"
@@ -49,7 +49,7 @@ class Ticks(StrEnum):
 
 
 class TraceArrivals(StrEnum):
-    """When requests arrive: as the trace says, or by a process, where it has no clock or a generator makes it."""
+    """When requests arrive: as recorded, or by a random process for generated traces and traces without timestamps."""
 
     recorded = "recorded"
     even = "even"
@@ -60,7 +60,7 @@ class TraceArrivals(StrEnum):
 
 
 class SharingModel(StrEnum):
-    """How generated prompts share their beginnings; workload.num_prefixes and prefix_zipf say among how many texts."""
+    """How generated prompts share prefixes; workload.num_prefixes and prefix_zipf describe the shared texts."""
 
     none = "none"
     system = "system"  # a system prompt
@@ -70,14 +70,14 @@ class SharingModel(StrEnum):
 
 
 class OnError(StrEnum):
-    """A malformed row: refuse the file, or skip and count the row."""
+    """What to do with a malformed row: refuse the file, or skip and count the row."""
 
     stop = "stop"
     skip = "skip"
 
 
 class Oversize(StrEnum):
-    """A request that can never fit the pool or the model: refuse the point, or drop and count the request."""
+    """What to do with a request that can never fit the pool or the model: refuse the point, or drop and count it."""
 
     error = "error"
     drop = "drop"
@@ -86,13 +86,13 @@ class Oversize(StrEnum):
 class Widths(StrEnum):
     """How many sequences a request has."""
 
-    recorded = "recorded"  # as its row of the trace says (n, best_of, beam_width), else as `decoding` says
-    configured = "configured"  # as `decoding` says
+    recorded = "recorded"  # from its row of the trace (n, best_of, beam_width), or else from `decoding`
+    configured = "configured"  # from `decoding`
 
 
 @dataclass
 class TraceConfig:
-    """Which requests arrive."""
+    """The trace: which requests arrive, and when."""
 
     name: str = "azure_conv"  # shown in reports; for `generated` the calibration table's name
     format: TraceFormat = TraceFormat.generated
@@ -101,25 +101,21 @@ class TraceConfig:
     on_error: OnError = OnError.stop
     sort: bool = False  # allow rows out of order, and sort them by time
     arrivals: TraceArrivals = TraceArrivals.recorded
-    arrival_rate: float | None = (
-        None  # mean requests (conversations) per second of trace.arrivals; null: the table's
-    )
+    arrival_rate: float | None = None  # mean requests (conversations) per second of arrivals; null: table's
     arrival_shape: float = 0.5  # arrivals=gamma
     tokenizer: str | None = None  # sharegpt: folder or file of the tokenizer (tokenizer.json)
     sharing: SharingModel = SharingModel.none  # generated: how prompts share their beginnings
-    share: float = 0.5  # about so much of each prompt is shared by trace.sharing
+    share: float = 0.5  # approximate share of each prompt that trace.sharing makes common
 
 
 @dataclass
 class WorkloadConfig:
-    """Changes made to the trace; every one is named in the record and in the report."""
+    """Changes to the trace; the record and the report name each of them."""
 
-    num_requests: int | None = 64  # the first so many rows; null: all
+    num_requests: int | None = 64  # number of rows, from the first on; null: all
     request_rate: float | None = None  # mean requests per second, by scaling time; null: as recorded
     length_scale: float = 1.0  # factor on prompt, output and shared-prefix lengths
-    prefix_share: float | None = (
-        None  # share of each prompt that comes from a shared prefix; null: as in the trace
-    )
+    prefix_share: float | None = None  # share of each prompt from a shared prefix; null: as in the trace
     num_prefixes: int = 8  # how many distinct shared prefixes there are
     prefix_zipf: float = 1.0  # popularity exponent of the shared prefixes; 0 is uniform
     widths: Widths = Widths.recorded
@@ -164,9 +160,7 @@ class EngineConfig:
     threads: int = 1  # torch threads on the CPU
     audit: Audit = Audit.sampled
     audit_every: int = 16  # steps between audits when sampled
-    cuda_graphs: bool | None = (
-        None  # CUDA, triton: replay decode steps as recorded graphs; null: `serve` alone does
-    )
+    cuda_graphs: bool | None = None  # triton on CUDA: replay decode steps as graphs; null: only in `serve`
 
 
 class DecodingMode(StrEnum):
@@ -181,13 +175,11 @@ class DecodingMode(StrEnum):
 
 @dataclass
 class CacheConfig:
-    """KV memory: how much, and who hands it out."""
+    """KV memory: its size, and the policy that allocates it."""
 
     policy: CachePolicy = CachePolicy.paged
     block_size: int = 16  # tokens per block; the contiguous policies reserve single slots and ignore it
-    pool_tokens: int | None = (
-        None  # KV slots in the pool; null: what the device's memory holds beside the weights
-    )
+    pool_tokens: int | None = None  # KV slots in the pool; null: what memory holds beside the weights
     prefix_caching: bool = True  # paged only
     retention: Retention = Retention.lru
     hash: HashAlgorithm = HashAlgorithm.sha256
@@ -196,18 +188,16 @@ class CacheConfig:
     host_tokens: int = 0  # KV slots of host memory for swapped requests
     eviction: str | None = None  # module:Class of your own eviction queue; null: least recently used
     placement: Placement = Placement.auto  # contiguous only
-    max_model_len: int | None = (
-        None  # longest prompt + output; what contiguous_max reserves; null: the model's
-    )
+    max_model_len: int | None = None  # longest prompt + output; contiguous_max reserves it; null: the model's
 
 
 @dataclass
 class SchedulerConfig(SchedulerOptions):
     """Continuous batching: the options of `engine.core.options.SchedulerOptions`, and policies of your own."""
 
-    order: str | None = None  # module:Class of your own queue order; null: as `policy` says
-    victim: str | None = None  # module:Class of your own choice of whom to preempt; null: as `policy` says
-    admission: str | None = None  # module:Class of your own admission rule; null: whatever fits
+    order: str | None = None  # module:Class of your own queue order; null: by `policy`
+    victim: str | None = None  # module:Class of your own choice of the request to preempt; null: by `policy`
+    admission: str | None = None  # module:Class of your own admission rule; null: admit what fits
 
 
 @dataclass
@@ -216,41 +206,39 @@ class DecodingConfig:
 
     beam_width: int = 1  # above 1: beam search, and `mode` and `n` do not apply
     mode: DecodingMode = DecodingMode.greedy
-    n: int = 1  # parallel samples a request, mode=sample
+    n: int = 1  # parallel samples per request, for mode=sample
     temperature: float = 1.0
     beam_churn: float | None = None  # simulated share of beams dropped in a step; null: as calibrated
-    beam_parents: str | None = (
-        None  # point folder, store or parents.parquet whose beams are replayed; null: drawn
-    )
-    branch_hazard: float = 0.0  # chance that a sampled branch ends after a token, drawn alike on both sides
-    draft_tokens: int = 0  # proposed a step and verified together, for single sequences; 0: no speculation
+    beam_parents: str | None = None  # point folder, store or parents.parquet to replay; null: drawn
+    branch_hazard: float = 0.0  # probability that a sampled branch ends after a token, on both sides
+    draft_tokens: int = 0  # proposed per step and verified together, for single sequences; 0: none
     draft_place: SpeculationMode = SpeculationMode.lookahead
     draft_path: str | None = None  # checkpoint of the model that proposes; null: the model itself
     acceptance: float | None = None  # simulated share of draft tokens that are right; null: as calibrated
 
 
 class CostKind(StrEnum):
-    """What predicts a step's seconds."""
+    """The model that predicts the seconds of a step."""
 
-    auto = "auto"  # table with cost.kernels, fitted where device and model are calibrated or will be, else roofline
+    auto = "auto"  # table with cost.kernels, fitted with a calibration (existing or to come), else roofline
     fitted = "fitted"
-    table = "table"  # attention interpolated in a measured grid, the rest fitted
+    table = "table"  # attention interpolated in a measured grid, all else fitted
     roofline = "roofline"
 
 
 class ReplayMode(StrEnum):
-    """Who sends requests, and when."""
+    """How requests are sent."""
 
     trace = "trace"  # open loop: at the trace's times (scaled by workload.request_rate)
     poisson = "poisson"  # open loop: drawn anew, at workload.request_rate (null: the trace's mean rate)
-    gamma = "gamma"  # the same with gaps of replay.burstiness
-    closed = "closed"  # so many users, each of whom waits for an answer and pauses before asking again
-    offline = "offline"  # everything is there at the start
-    sessions = "sessions"  # a turn waits until its parent has ended and its user has thought
+    gamma = "gamma"  # the same, with gamma gaps of replay.burstiness
+    closed = "closed"  # replay.users users, who each wait for the answer and pause before the next request
+    offline = "offline"  # all requests arrive at the start
+    sessions = "sessions"  # a turn waits until its parent has ended and its user has paused
 
 
 class Clock(StrEnum):
-    """What a measured second is."""
+    """The clock of measured runs."""
 
     auto = "auto"  # cpu on a CPU device, wall on CUDA
     wall = "wall"
@@ -260,50 +248,43 @@ class Clock(StrEnum):
 class Compiled(StrEnum):
     """Whether requests without content are replayed by compiled code; results are the same."""
 
-    auto = "auto"  # where it can be had and there are enough requests
+    auto = "auto"  # where it is possible and there are enough requests
     never = "never"
-    always = "always"  # refuse the point where it cannot be had
+    always = "always"  # refuse the point where it is not possible
 
 
 @dataclass
 class DeviceConfig:
-    """Datasheet of the simulated device, for `cost=roofline` and for the pool size; of each of several where
-    `tensor_parallel` is above 1.
+    """Datasheet of the simulated device, for `cost=roofline` and for the pool size.
+
+    With `tensor_parallel` above 1 it describes each of the devices.
     """
 
     name: str = "cpu"
     memory_gb: float = 8.0  # 10^9 bytes
     bandwidth_gbs: float = 20.0  # 10^9 bytes per second
     tflops: float = 0.1  # dense, at the model's dtype
-    step_overhead_us: float = 1000.0  # host time of a step beside the device
+    step_overhead_us: float = 1000.0  # host time of a step, added to the device's
     layer_overhead_us: float = 250.0  # host or launch time per layer
     memory_utilization: float = 0.9
-    bandwidth_efficiency: float = (
-        1.0  # share of the bandwidth that kernels reach; 1 is an upper bound on speed
-    )
+    bandwidth_efficiency: float = 1.0  # share of the bandwidth that kernels reach; 1: an upper bound on speed
     compute_efficiency: float = 1.0  # share of the peak FLOP/s that they reach
-    tensor_parallel: int = 1  # devices among which every layer is split
+    tensor_parallel: int = 1  # number of devices that every layer is split among
     link_gbs: float = 300.0  # tensor_parallel > 1: 10^9 bytes per second that a device sends to the others
     link_latency_us: float = 10.0  # of one all-reduce, beside its bytes
-    host_link_gbs: float = (
-        10.0  # 10^9 bytes per second, one way, between a device and its host: swapped blocks
-    )
-    host_link_latency_us: float = (
-        0.2  # of one transfer, beside its bytes; a swapped block is 2 x layers of them
-    )
+    host_link_gbs: float = 10.0  # 10^9 bytes/s one way between a device and its host, for swapped blocks
+    host_link_latency_us: float = 0.2  # of one transfer, beside its bytes; a swapped block has 2 x layers
 
 
 @dataclass
 class CostConfig:
-    """The cost model of the simulated side."""
+    """The cost model of the simulation."""
 
     kind: CostKind = CostKind.auto
-    recalibrate: bool = False  # measure again although this device is calibrated
-    follow_pace: bool = True  # scale a fitted prediction by how fast the device is now, by a fixed probe
+    recalibrate: bool = False  # measure again, even if a calibration exists
+    follow_pace: bool = True  # scale a fitted prediction by the device's pace now, from a fixed probe
     cache_dir: str | None = None  # where calibrations are kept; null: the user's cache directory
-    kernels: str | None = (
-        None  # table: attention from this folder (or table) of bench kernels; null: from calibrate's grid
-    )
+    kernels: str | None = None  # table: folder (or table) of bench kernels; null: calibrate's grid
 
 
 @dataclass
@@ -311,27 +292,21 @@ class ReplayConfig:
     """How a replay runs."""
 
     clock: Clock = Clock.auto
-    repeats: int = 3  # measured runs; their spread stands beside every error
+    repeats: int = 3  # measured runs; their spread is shown beside every error
     mode: ReplayMode = ReplayMode.trace
     users: int = 16  # mode=closed
-    think_s: float = 0.0  # closed, sessions: mean of the users' exponential pauses, where the trace says none
+    think_s: float = 0.0  # closed, sessions: mean exponential pause of users, where the trace has none
     burstiness: float = 2.0  # gamma: coefficient of variation of the gaps; 1 is Poisson
-    duration_s: float | None = (
-        None  # stop then, in virtual time; what has not finished is named; null: when all is done
-    )
+    duration_s: float | None = None  # stop then, in virtual time; null: when all requests have ended
     records: bool = True  # keep a row for every step and request; false: metrics alone, in constant memory
-    compiled: Compiled = (
-        Compiled.auto
-    )  # simulate plain requests (one sequence, nothing shared) in machine code
+    compiled: Compiled = Compiled.auto  # machine code for plain requests (one sequence, nothing shared)
 
 
 @dataclass
 class ReportConfig:
-    """What the report shows beside the sweep's own points; no point depends on it."""
+    """What the report shows beside the points of the sweep; it changes no point."""
 
-    kernels: str | None = (
-        None  # folder or table of `bench kernels`; null: looked for beside the results; none: leave out
-    )
+    kernels: str | None = None  # folder or table of `bench kernels`; null: beside the results; none: omit
 
 
 @dataclass
@@ -341,9 +316,7 @@ class RunConfig:
     name: str = "default"  # of the sweep, shown in the report
     out: str = "results/default"  # store folder
     measure: bool = True  # false: simulation only
-    workers: int = (
-        0  # processes for simulation-only points; 0: one per core; measured points run one at a time
-    )
+    workers: int = 0  # processes for simulation-only points; 0: one per core; measured points run alone
     trace: TraceConfig = field(default_factory=TraceConfig)
     workload: WorkloadConfig = field(default_factory=WorkloadConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)

@@ -1,4 +1,4 @@
-"""A cost model fitted on measured steps: non-negative least squares on physical features, with relative residuals."""
+"""A cost model fitted to measured steps: non-negative least squares on physical features, with relative residuals."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from harness.replay.cost_model import Amount, CostSource, Price
 from harness.replay.features import ATTENTION_FEATURES, FEATURES, feature_index
 
 ATTENTION = feature_index(ATTENTION_FEATURES)
-_HUBER_ROUNDS = 8
 REST = feature_index(name for name in FEATURES if name not in ATTENTION_FEATURES)
+_HUBER_ROUNDS = 8
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class FittedCost:
         return Price(self.with_rest(features, attention), attention)
 
     def with_rest(self, features: Sequence[Amount], attention_s: Amount) -> Amount:
-        """Seconds of the whole step, given those of its attention."""
+        """Seconds of the whole step from those of its attention."""
         total = attention_s
         for column, seconds in self.rest_terms:
             total = total + features[column] * seconds
@@ -39,14 +39,14 @@ class FittedCost:
 
     @cached_property
     def attention_terms(self) -> list[tuple[int, float]]:
-        """Columns that cost something, with seconds per unit, in the order in which they are added."""
+        """Attention columns with a cost, with seconds per unit, in the order in which they are added."""
         return [
             (column, float(value)) for column, value in zip(ATTENTION, self.attention, strict=True) if value
         ]
 
     @cached_property
     def rest_terms(self) -> list[tuple[int, float]]:
-        """The same of the rest of the step."""
+        """The same for the rest of the step."""
         return [(column, float(value)) for column, value in zip(REST, self.rest, strict=True) if value]
 
     def coefficients(self) -> dict[str, float]:
@@ -66,10 +66,11 @@ def fit_cost(
 
 
 def _relative_nnls(columns: FloatArray, target: FloatArray, scale: FloatArray) -> FloatArray:
-    """Non-negative least squares on residuals divided by `scale`, the steps' seconds; few slow steps weigh little.
+    """Non-negative least squares on residuals divided by `scale`, the steps' seconds; a few slow steps weigh little.
 
-    A busy machine draws some steps out. Huber's weights (1 within 1.345 standard deviations, falling as 1/|residual|
-    beyond; the deviation from the median) keep them from pulling the fit, without cutting honest scatter off.
+    Other work on the machine makes some steps slow. Huber's weights (1 within 1.345 standard deviations, falling as
+    1/|residual| beyond; the deviation is estimated from the median) limit their influence on the fit, and keep normal
+    scatter.
     """
     from scipy.optimize import nnls
 
@@ -88,9 +89,9 @@ def _relative_nnls(columns: FloatArray, target: FloatArray, scale: FloatArray) -
 
 
 def _level(measured: FloatArray, predicted: FloatArray) -> float:
-    """What brings a robust fit back to the mean: times scatter upwards, and runs add up means, not typical values.
+    """The factor from a robust fit to the mean: times scatter upwards, and a run's duration depends on the mean.
 
-    A single step counts for at most half as much again or a third less.
+    The ratio of a single step is limited to 2/3 … 3/2.
     """
     seen = predicted > 0
     return float(np.clip(measured[seen] / predicted[seen], 2 / 3, 3 / 2).mean()) if seen.any() else 1.0

@@ -1,7 +1,7 @@
-"""A grid for the table model from single timed shapes, and the held-out error of a grid.
+"""Grids of measured attention seconds, how to make one from timed shapes, and the held-out error of a grid.
 
-Between timed shapes the interpolation is linear in logarithms. The held-out error leaves out every other value of an
-axis and predicts it from the rest.
+`Grid` interpolates linearly. `interpolated_grid` makes a fine grid from timed shapes, between which it interpolates
+linearly in logarithms. The held-out error leaves out every other value of an axis and predicts it from the rest.
 """
 
 from bisect import bisect_right
@@ -19,16 +19,14 @@ from harness.cost.fitted import held_out_error
 from harness.metrics.log import FloatArray
 from harness.replay.cost_model import Amount
 
-_NODES_PER_OCTAVE = 4
-_INWARDS = 1 - 1e-9  # towards the middle: a node on the rim is inside in spite of rounding
-
-
 DECODE_AXES = ("rows", "KV slots a row")
 PREFILL_AXES = ("chunk", "context")
 Pair = tuple[float, float]
 Point = tuple[float, float, float]  # place on the first axis, place on the second, seconds
 Profile = Mapping[int, float]  # seconds by block size
 Shape = TypeVar("Shape")
+_NODES_PER_OCTAVE = 4
+_INWARDS = 1 - 1e-9  # moves nodes on the rim inside, since rounding could put them outside
 
 
 class TimedShape(NamedTuple):
@@ -41,7 +39,7 @@ class TimedShape(NamedTuple):
 
 
 class GridError(ValueError):
-    """Shapes between which nothing can be interpolated: too few, or all on one line."""
+    """Too few shapes for an interpolation, or all on one line."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,7 @@ class Grid:
     seconds: tuple[tuple[float, ...], ...]
 
     def at(self, across: Amount, along: Amount) -> Amount:
-        """Bilinear between the four measured neighbours; NaN outside, and where one that counts was not measured."""
+        """Bilinear between the four measured neighbours; NaN outside, and where a neighbour that counts is NaN."""
         if isinstance(across, np.ndarray) or isinstance(along, np.ndarray):
             return self._many(*np.broadcast_arrays(across, along))
         return self._one(float(across), float(along))
@@ -72,7 +70,7 @@ class Grid:
         return _share(left, right, v)
 
     def _many(self, across: FloatArray, along: FloatArray) -> FloatArray:
-        """The same, operation for operation."""
+        """The same for arrays, with the same operations in the same order."""
         rows, columns, table = self._arrays
         row = np.clip(np.searchsorted(rows, across, "right") - 1, 0, len(rows) - 2)
         column = np.clip(np.searchsorted(columns, along, "right") - 1, 0, len(columns) - 2)
@@ -90,19 +88,20 @@ class Grid:
 
 
 def _share(low: float, high: float, share: float) -> float:
-    """`share` of the way from `low` to `high`; an end that has no share may be unknown."""
+    """The value at `share` of the way from `low` to `high`; an end without weight may be NaN."""
     return low if share == 0 else high if share == 1 else low + share * (high - low)
 
 
 def _shares(low: FloatArray, high: FloatArray, share: FloatArray) -> FloatArray:
-    """The same, operation for operation."""
+    """The same for arrays, with the same operations in the same order."""
     return np.where(share == 0, low, np.where(share == 1, high, low + share * (high - low)))
 
 
 def grid_of(points: Sequence[tuple[float, float, float]]) -> Grid:
     """A grid from measured (across, along, seconds); pairs measured more than once take their median.
 
-    Raises ValueError where fewer than two values lie on an axis.
+    Raises:
+        ValueError: an axis has fewer than two values.
     """
     across = tuple(sorted({float(point[0]) for point in points}))
     along = tuple(sorted({float(point[1]) for point in points}))
@@ -118,9 +117,10 @@ def grid_of(points: Sequence[tuple[float, float, float]]) -> Grid:
 
 
 def interpolated_grid(shapes: Sequence[TimedShape], block_size: int) -> Grid:
-    """The grid at one block size; NaN outside of the timed shapes.
+    """The grid at one block size, refined between the timed shapes; NaN outside of them.
 
-    Raises GridError where a grid needs more shapes, or where no shape was timed at or on both sides of `block_size`.
+    Raises:
+        GridError: there are too few shapes, or no shape was timed at or on both sides of `block_size`.
     """
     seconds = seconds_at_block_size(shapes, block_size)
     across, along = (sorted({pair[axis] for pair in seconds}) for axis in (0, 1))
@@ -139,9 +139,10 @@ def interpolated_grid(shapes: Sequence[TimedShape], block_size: int) -> Grid:
 
 
 def seconds_at_block_size(shapes: Sequence[TimedShape], block_size: int) -> dict[Pair, float]:
-    """Seconds by (across, along) at a block size that was timed, or lies between ones that were.
+    """Seconds by (across, along) at a block size that was timed, or lies between timed ones.
 
-    Raises GridError beyond the block sizes that were timed.
+    Raises:
+        GridError: the block size lies outside of the timed ones.
     """
     profiles = _profiles(shapes)
     timed = sorted({shape.block_size for shape in shapes})
@@ -163,14 +164,14 @@ def _profiles(shapes: Iterable[TimedShape]) -> dict[Pair, Profile]:
 
 
 def _neighbours(timed: Sequence[int], wanted: float) -> tuple[int, int]:
-    """The nearest timed values on both sides of a wanted one; itself twice where it was timed."""
+    """The nearest timed values on both sides of `wanted`; twice `wanted` itself where it was timed."""
     return max(one for one in timed if one <= wanted), min(one for one in timed if one >= wanted)
 
 
 def _seconds_at(
     profile: Profile, block_size: int, ends: tuple[int, int], profiles: Mapping[Pair, Profile]
 ) -> float | None:
-    """One pair's seconds at a block size, from its own profile or by the factors of other pairs; None: unknown."""
+    """Seconds of one pair at a block size, from its own profile or by the factors of other pairs; None: unknown."""
     own = sorted(profile)
     if own[0] <= block_size <= own[-1]:
         low, high = _neighbours(own, block_size)
@@ -184,7 +185,7 @@ def _seconds_at(
 
 
 def _log_log(wanted: float, low: Pair, high: Pair) -> float:
-    """Log-log between two (place, seconds)."""
+    """Log-log interpolation between two (place, seconds)."""
     if low[0] == high[0]:
         return low[1]
     share = log(wanted / low[0]) / log(high[0] / low[0])
@@ -200,7 +201,7 @@ def _factor(one: int, other: int, profiles: Mapping[Pair, Profile]) -> float | N
 
 
 class _Node(NamedTuple):
-    """A node of a refined axis: between which timed values it lies, how far, and where."""
+    """A node of a refined axis: the index of the timed value below it, the share of the way up, and its value."""
 
     below: int
     share: float
@@ -216,7 +217,7 @@ def _nodes(axis: Sequence[float]) -> list[_Node]:
 
 
 def _between_corners(logs: FloatArray, rows: Sequence[_Node], columns: Sequence[_Node]) -> FloatArray:
-    """Refined nodes from the four timed ones around each, log-log; NaN where one that counts was not timed."""
+    """Refined nodes from the four timed ones around each, log-log; NaN where one with weight was not timed."""
     share = np.array([column.share for column in columns])
     left, right = (logs[:, [column.below + side for column in columns]] for side in (0, 1))
     wide = _shares(left, right, share)
@@ -227,7 +228,7 @@ def _between_corners(logs: FloatArray, rows: Sequence[_Node], columns: Sequence[
 def _filled(
     seconds: Mapping[Pair, float], rows: Sequence[_Node], columns: Sequence[_Node], cells: FloatArray
 ) -> FloatArray:
-    """Nodes that lack a timed corner, from the triangles of what was timed."""
+    """Nodes that lack a timed corner, interpolated in triangles of timed shapes."""
     from scipy.interpolate import LinearNDInterpolator
     from scipy.spatial import QhullError
 
@@ -256,12 +257,12 @@ def left_out_errors(
     predict: Callable[[Sequence[Shape], Sequence[Shape]], Sequence[float]],
     seconds: Callable[[Shape], float],
 ) -> dict[str, dict[str, float]]:
-    """Errors by axis, as `held_out_error` gives them; an axis without an inner value has none.
+    """Errors by axis, as `held_out_error` gives them; axes without inner values are absent.
 
     Args:
         shapes: everything that was timed.
         axes: name and value of each axis.
-        predict: (shapes kept, shapes left out) to the seconds of the latter; NaN where the rest says nothing.
+        predict: gives (shapes kept, shapes left out) the seconds of the latter; NaN where they are unknown.
         seconds: what was measured.
     """
     found = {name: _along(shapes, value, predict, seconds) for name, value in axes.items()}

@@ -1,4 +1,4 @@
-"""A cost model from datasheets, for devices that are not at hand: bytes moved, operations done, host time."""
+"""A cost model from datasheets, for devices that are not available: bytes moved, operations, host time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ SWAPPED, SWAPPED_BLOCKS, DRAFT_PASSES, DRAFT_TOKENS, DRAFT_KV = feature_index(
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What the arithmetic of a decoder depends on. `mlp_matrices` is 3 with a gate (Llama, Qwen), 2 without."""
+    """The shape of a decoder. `mlp_matrices` is 3 with a gate (Llama, Qwen), 2 without."""
 
     layers: int
     hidden: int
@@ -53,10 +53,10 @@ class ModelShape:
 class DeviceShape:
     """Datasheet of each of `parallel` devices: bytes/s, FLOP/s, host seconds per step and per layer, and the link.
 
-    `bandwidth` and `flops` are what kernels reach of the datasheet's figures. `link_bandwidth` is what one device
-    sends to the others in bytes/s, `link_latency_s` what an all-reduce costs beside its bytes. `host_bandwidth` is that
-    of the link between each device and the host, one way, and `host_latency_s` what a transfer over it costs beside its
-    bytes.
+    `bandwidth` and `flops` are what kernels reach of the datasheet's figures. `link_bandwidth` is the rate at which one
+    device sends to the others in bytes/s, `link_latency_s` the cost of an all-reduce beside its bytes.
+    `host_bandwidth` is the rate of the link between each device and the host, one way, `host_latency_s` the cost of a
+    transfer over it beside its bytes.
     """
 
     name: str
@@ -79,8 +79,8 @@ class RooflineCost:
     each device holds and reads its share of weights and heads, and every layer ends in two all-reduces of the
     activations, in which a ring sends 2 (n - 1) / n of their bytes. A swapped block is 2 x layers transfers, K and V of
     each layer lying apart: the smaller the block, the more a byte costs (SOSP'23 paper on paged attention, section
-    7.3). `draft` proposes tokens in a lane of its own. An upper bound on speed: it knows no efficiency below the given
-    figures.
+    7.3). `draft` is the model that proposes tokens, with its own KV. The roofline is an upper bound on speed, because
+    it models no loss beyond the given figures.
     """
 
     def __init__(self, model: ModelShape, device: DeviceShape, draft: ModelShape | None = None) -> None:
@@ -142,7 +142,7 @@ class _Draft:
         self._link_s = link_s
 
     def seconds(self, features: Sequence[Amount]) -> Amount:
-        """Of all passes of a step."""
+        """Seconds of all draft passes of a step."""
         passes, tokens = features[DRAFT_PASSES], features[DRAFT_TOKENS]
         dense = _larger(tokens * self._token_s, passes * self._weights_s)
         return dense + (features[DRAFT_KV] * self._kv_s + passes * self._pass_s + tokens * self._link_s)

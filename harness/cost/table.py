@@ -1,6 +1,6 @@
-"""A cost model that interpolates measured attention inside its grid and uses the fitted model outside of it.
+"""A cost model that interpolates measured attention inside its grids and uses the fitted model outside of them.
 
-`around` gives what the engine adds around a timed kernel: storing K and V, launches, Python.
+`engine_overhead` estimates the time that the engine adds to a timed kernel: storing K and V, launches, Python.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,11 +26,11 @@ _PREFILL = feature_index(("prefill_rows", "prefill_tokens", "prefill_kv", "prefi
 
 @dataclass(frozen=True)
 class TableCost:
-    """Attention from grids: of decode rows over (rows, KV slots a row), of one prefill chunk over (tokens, context).
+    """Attention from grids: decode rows over (rows, KV slots a row), one prefill chunk over (tokens, context).
 
-    `block_size` is the one that the decode grid was measured with. Steps that mix decode rows and chunks, or hold
-    several chunks, add what each grid says of its part. Without a prefill grid chunks are the fitted model's. With
-    `own_tokens` its context counts the chunk's own tokens too.
+    `block_size` is that of the decode grid's measurement. Steps that mix decode rows and chunks, or hold several
+    chunks, add the seconds of their parts. Without a prefill grid the fitted model prices chunks. With `own_tokens` the
+    context of a chunk includes its own tokens.
     """
 
     fitted: FittedCost
@@ -46,7 +46,7 @@ class TableCost:
         return Price(self.fitted.with_rest(features, attention), attention)
 
     def _decode(self, features: Sequence[Amount]) -> Amount:
-        """The grid's seconds for rows of the mean length, plus what the fit says of padding, block size and sharing."""
+        """The grid's seconds for rows of the mean length, plus the fitted costs of padding, block size and sharing."""
         rows, kv = features[_ROWS], features[_KV]
         if not np.any(rows):
             return 0.0
@@ -59,7 +59,7 @@ class TableCost:
         )
 
     def _prefill(self, features: Sequence[Amount]) -> Amount:
-        """The mean chunk's seconds, times the chunks."""
+        """The seconds of the mean chunk, times the number of chunks."""
         chunks = features[_CHUNKS]
         if not np.any(chunks):
             return 0.0
@@ -96,7 +96,7 @@ def _some(count: Amount) -> Amount:
 
 
 def _known(count: Amount, found: Amount, otherwise: Amount) -> Amount:
-    """`found`, and `otherwise` where it is not a number; never below zero, and zero where there is nothing to price."""
+    """`found`, or `otherwise` where it is NaN; at least zero, and zero where `count` is zero."""
     if isinstance(found, np.ndarray):
         known = np.maximum(0.0, np.where(np.isnan(found), otherwise, found))
         return np.where(np.asarray(count) == 0, 0.0, known)
@@ -104,7 +104,7 @@ def _known(count: Amount, found: Amount, otherwise: Amount) -> Amount:
 
 
 class EngineOverhead(NamedTuple):
-    """Seconds beside the kernel: per step that calls it, and per unit of the grid's first axis."""
+    """Seconds that the engine adds to a kernel: per step that calls it, and per unit of the grid's first axis."""
 
     step_s: float
     each_s: float
@@ -113,7 +113,10 @@ class EngineOverhead(NamedTuple):
 def engine_overhead(
     timed: Mapping[tuple[float, float], float], in_engine: Callable[[float, float], float | None]
 ) -> EngineOverhead:
-    """What is missing in `timed`, seconds of all layers by shape; `in_engine(across, along)` None: not calibrated."""
+    """The overhead that is missing in `timed`, the kernel's seconds of all layers by shape.
+
+    `in_engine(across, along)` gives the calibrated seconds in the engine; None: not calibrated.
+    """
     from scipy.optimize import nnls
 
     rows: list[tuple[float, float]] = []
@@ -132,7 +135,7 @@ def engine_overhead(
 
 
 def with_overhead(grid: Grid, extra: EngineOverhead) -> Grid:
-    """The grid with what the engine adds; linear in rows, so interpolation keeps it."""
+    """The grid with the overhead added. The overhead is linear in rows, so interpolation keeps it exact."""
     cells = (
         tuple(cell + extra.step_s + extra.each_s * across for cell in row)
         for across, row in zip(grid.across, grid.seconds, strict=True)

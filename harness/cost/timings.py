@@ -1,7 +1,7 @@
-"""A run of `bench kernels`, read back from its table: for a cost model, for the report and for the GPU's goals.
+"""A run of `bench kernels`, read from its table: for a cost model, for the report and for the checks of a GPU.
 
-`COLUMNS` is the format of the table, `read_run` reads and checks it. Nothing here draws, and nothing imports torch or
-pandas. `harness.bench.kernels` writes such a run.
+`COLUMNS` is the format of the table, `read_run` reads and checks it. Nothing here makes pictures, and nothing imports
+torch or pandas. `harness.bench.kernels` writes such a run.
 """
 
 import hashlib
@@ -12,35 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.errors import UserError
-
-
-@dataclass(frozen=True)
-class MadeOn:
-    """Device, kernel sources and packages of a run, as they stand in every row of its table.
-
-    `kernels` is the digest of the kernel sources; `threads` are those of a CPU, 0 on a GPU.
-    """
-
-    device: str
-    kernels: str
-    torch: str
-    triton: str
-    threads: int
-    date: str
-
-    def values(self) -> dict[str, Any]:
-        """The fields as columns."""
-        return asdict(self)
-
-
-@dataclass(frozen=True)
-class Ceilings:
-    """What the device reached in this run: bytes per second copied (read and written) and read, FLOP per second."""
-
-    copy_bytes_s: float
-    read_bytes_s: float
-    matmul_flop_s: float
-
 
 COLUMNS: Mapping[str, str] = {
     "name": "the case's stable name",
@@ -88,9 +59,9 @@ SDPA = "sdpa"  # torch's fused attention on contiguous KV
 
 
 TABLE = "kernels.parquet"
-PLACES = ("kernels", "../kernels", "../bench/kernels")
-"""Where a run that belongs to a sweep is looked for, from the sweep's results folder: inside, beside (as `make gpu`
-leaves it), and where `bench kernels` writes by default."""
+SEARCHED_FOLDERS = ("kernels", "../kernels", "../bench/kernels")
+"""Folders in which the run that belongs to a sweep is looked for, relative to the results folder: inside it, beside it
+(where `make gpu` writes it), and where `bench kernels` writes by default."""
 
 _POSITIVE = (
     *("batch", "context", "block_size", "heads", "kv_heads", "head_dim", "queries"),
@@ -99,13 +70,41 @@ _POSITIVE = (
 _TEXT = ("name", "dtype", "layout", "provider", "how", "device", "kernels", "torch", "triton", "date")
 
 
+@dataclass(frozen=True)
+class MadeOn:
+    """Device, kernel sources and packages of a run, as they stand in every row of its table.
+
+    `kernels` is the digest of the kernel sources; `threads` are those of a CPU, 0 on a GPU.
+    """
+
+    device: str
+    kernels: str
+    torch: str
+    triton: str
+    threads: int
+    date: str
+
+    def values(self) -> dict[str, Any]:
+        """The fields as columns."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What the device reached in this run: bytes per second copied (read and written) and read, FLOP per second."""
+
+    copy_bytes_s: float
+    read_bytes_s: float
+    matmul_flop_s: float
+
+
 class KernelRunError(UserError):
-    """No run of `bench kernels` where one was named, or one that cannot be read; the message says what to do."""
+    """A named run of `bench kernels` does not exist or cannot be read; the message says what to do."""
 
 
 @dataclass(frozen=True)
 class KernelRun:
-    """A run read back: its file, the digest of the file's content, and the rows by the names of `COLUMNS`."""
+    """A run that was read: its file, the digest of the file's content, and the rows by the names of `COLUMNS`."""
 
     file: Path
     digest: str
@@ -113,7 +112,7 @@ class KernelRun:
 
     @property
     def made_on(self) -> MadeOn:
-        """What it was made on and with; where several runs were put together, the first row's."""
+        """The device and versions of the run; those of the first row where several runs were joined."""
         return MadeOn(**{field.name: self.rows[0][field.name] for field in fields(MadeOn)})
 
     @property
@@ -133,8 +132,8 @@ class KernelRun:
 
 
 def found_run(out: Path) -> Path | None:
-    """The folder of the run that belongs to the results in `out`, the nearest of `PLACES`; None where there is none."""
-    return next((out / place for place in PLACES if (out / place / TABLE).is_file()), None)
+    """The folder of the run that belongs to the results in `out`: the first of `SEARCHED_FOLDERS`, or None."""
+    return next((out / place for place in SEARCHED_FOLDERS if (out / place / TABLE).is_file()), None)
 
 
 def table_file(named: str | Path) -> Path:

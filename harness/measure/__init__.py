@@ -1,1 +1,1 @@
-"""The measured side: the real engine as an executor of the replay."""
+"""Measurement: the real engine as an executor of the replay."""

@@ -1,4 +1,4 @@
-"""One measured run. The model is loaded once in a process and serves every run of the sweep."""
+"""One measured run. The model is loaded once per process and used for every run of the sweep."""
 
 import gc
 import time
@@ -54,7 +54,7 @@ def _loaded(spec: ModelSpec, device: str) -> LoadedModel:
     if can_pack(loaded.model) and is_small(loaded.model):
         replace_layers(loaded.model)
     gc.collect()
-    gc.freeze()  # modules and weights stay: no later collection need look at them
+    gc.freeze()  # modules and weights stay in memory: later collections skip them
     return loaded
 
 
@@ -68,8 +68,8 @@ def measure(
 ) -> MeasuredRun:
     """Run the workload on the engine. Token ids come from the trace's prefix keys; `seed` drives sampling alone.
 
-    With `step_ns` requests arrive as if steps took so many nanoseconds: plans are then the same in every run, whatever
-    the engine takes.
+    With `step_ns` requests arrive as if steps took these nanoseconds. Step plans are then the same in every run,
+    however long the engine takes.
     """
     loaded, clock = loaded_model(config), _clock(clock_of(config))
     runner = Runner(
@@ -107,14 +107,14 @@ def measure(
 
 
 def graphs_of(config: RunConfig, workload: Workload) -> GraphOptions | None:
-    """What is recorded before the run, where that is asked for."""
+    """The CUDA graphs to record before the run; None where `engine.cuda_graphs` is not set."""
     if not config.engine.cuda_graphs:
         return None
     return GraphOptions(workload.limits.max_running, workload.pool.max_model_len)
 
 
 def warm_up(config: RunConfig, workload: Workload) -> None:
-    """Run the first few requests and forget them: buffers get their size, code its caches."""
+    """Run the first few requests and discard the result, so that buffers and code caches are filled."""
     trace = workload.trace
     few = replace(trace, requests=trace.requests[:_WARM_UP])
     measure(config, replace(workload, trace=few), seed=config.workload.seed)
@@ -132,7 +132,7 @@ def _clock(clock: Clock) -> Callable[[], float]:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Garbage collection would strike one step in a few hundred: it runs before and after instead."""
+    """Switch garbage collection off, which would slow one step in a few hundred down; it runs before instead."""
     gc.collect()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""The engine as an executor of the replay. `FixedDurations` runs it by given durations, so that repeats have equal plans."""
+"""The engine as an executor of the replay. `FixedDurations` gives repeated runs the same step plans."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,7 +13,7 @@ from harness.replay.virtual_time import to_ns, to_s
 
 
 class MeasuredExecutor:
-    """Runs each plan on the engine; a step's time is what the clock shows from `begin` to `end`, audits left out."""
+    """Runs each plan on the engine; the seconds of a step are the clock time from `begin` to `end`, without audits."""
 
     max_steps = 1
 
@@ -34,7 +34,7 @@ class MeasuredExecutor:
         return result
 
     def end(self) -> StepTiming:
-        """Stop the clock. Policy is `schedule()` and `commit()` together."""
+        """Stop the clock. The phase `policy_s` is `schedule()` and `commit()` together."""
         now, times = self._clock(), self._times
         seconds = now - self._start - times.audit_s
         phases = {
@@ -47,7 +47,7 @@ class MeasuredExecutor:
 
 
 class FixedDurations:
-    """Shows the replay the durations `step_ns`, those of an earlier run for instance, and keeps the engine's own."""
+    """Reports the given durations `step_ns` to the replay (those of an earlier run), and keeps the engine's own."""
 
     max_steps = 1
 
@@ -65,15 +65,16 @@ class FixedDurations:
         return self._engine.execute(plan, horizon_ns)
 
     def end(self) -> StepTiming:
-        """The engine's timing, its duration replaced by the given one; its own where none is left.
+        """The engine's timing with the given duration, or with its own where `step_ns` has no more entries.
 
-        On a GPU drafts that were right may be wrong by the last bit the next time, and a run has more steps.
+        That happens on a GPU: logits can differ in the last bit, so that fewer drafts are right and a run has more
+        steps.
         """
         timing, step = self._engine.end(), len(self._own_ns)
         self._own_ns += timing.ns
         return timing._replace(ns=[self._step_ns[step]]) if step < len(self._step_ns) else timing
 
     def as_measured(self, log: RunLog) -> RunLog:
-        """The log with the engine's own durations in its steps; times of requests stay by the given clock."""
+        """The log with the engine's own step durations; times of requests still follow the given durations."""
         seconds = to_s(np.array(self._own_ns, dtype=np.int64))
         return replace(log, steps={**log.steps, "seconds": seconds})

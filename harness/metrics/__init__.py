@@ -1,4 +1,4 @@
-"""Metrics: the records of a run become figures of merit.
+"""Metrics: figures of merit, computed from the log of a run.
 
 One set of definitions serves the simulated side, the measured side and the report.
 """

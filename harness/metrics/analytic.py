@@ -1,7 +1,7 @@
 """The analytic column: metrics that follow from the trace alone, without simulator and engine.
 
-Each closed form over the prompt and output lengths is one function. `ideal_hit_tokens` gives the most prompt tokens
-that a prefix cache can find.
+Each closed form over prompt and output lengths is one function. `ideal_hit_tokens` gives the largest number of prompt
+tokens that a prefix cache can find.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,13 +16,13 @@ Segment = tuple[int | None, int]
 
 @dataclass(slots=True)
 class _Node:
-    """What followed one prefix so far: the longest run of each key, and the prefix that a whole segment leads to."""
+    """A prefix: the most tokens seen of each next key, and the longer prefixes that whole next segments lead to."""
 
     longest: dict[int, int] = field(default_factory=dict)
     children: dict[tuple[int, int], "_Node"] = field(default_factory=dict)
 
     def visit(self, key: int, tokens: int) -> tuple[int, "_Node"]:
-        """Tokens of this segment that were seen here before, and the prefix after it; both are now seen."""
+        """Tokens of this segment that were seen after this prefix before, and the prefix with it; records both."""
         seen = min(tokens, self.longest.get(key, 0))
         self.longest[key] = max(tokens, self.longest.get(key, 0))
         return seen, self.children.setdefault((key, tokens), _Node())
@@ -32,7 +32,7 @@ def ideal_hit_tokens(prompts: Iterable[tuple[int, Sequence[Segment]]], block_siz
     """Tokens that an infinite prefix cache finds if every prompt is cached before the next one asks.
 
     `prompts` are (prompt tokens, ordered segments of (key, tokens)) in order of arrival; two prompts share
-    what their leading segments share, and a key of None is shared with nobody. Of a common prefix of c tokens
+    what their leading segments share, and a key of None is never shared. Of a common prefix of c tokens
     a prompt of L tokens finds min(floor(c / B), floor((L − 1) / B)) · B: blocks are found whole, and at least
     one token is always computed, for its logits.
     """
@@ -80,12 +80,12 @@ class Lengths:
 
 
 def total_work_tokens(lengths: Lengths) -> int:
-    """Tokens computed with neither cache hits nor preemption: Σ p + k · (g − 1)."""
+    """Tokens computed without cache hits and preemption: Σ p + k · (g − 1)."""
     return int((lengths.prompt_tokens + lengths.width * lengths.decode_steps).sum())
 
 
 def blocks_allocated(lengths: Lengths, block_size: int) -> int:
-    """Blocks taken with neither cache hits, preemption nor re-parenting.
+    """Blocks allocated without cache hits, preemption and re-parenting.
 
     Σ F + k · (⌈N / B⌉ − F), F = ⌊p / B⌋ being the prompt's full blocks, which forks share; a request of one
     output token never forks. Worked example (published semantics): 64 prompt tokens, 4 branches of 10 tokens,
@@ -190,7 +190,7 @@ class CacheShape:
     """The KV memory: blocks of `block_size` tokens, or, where `reserve_tokens` is given, so many slots a
     sequence.
 
-    Without `prefix_caching` nothing is found in the cache; a contiguous allocator has none.
+    Without `prefix_caching` there are no cache hits; a contiguous allocator has no prefix cache.
     """
 
     block_size: int
@@ -203,21 +203,20 @@ def analytic_metrics(lengths: Lengths, cache: CacheShape) -> dict[str, float]:
     """The metrics of `METRICS` that have a closed form for this workload and cache; the others are absent.
 
     They assume that every request finishes, that nothing is preempted or evicted, and that a prompt is cached
-    before the next request asks for it. What the closed forms over time assume:
-    `harness.metrics.analytic`.
+    before the next request asks for it. The docstring of each closed form names its own assumptions.
     """
     if len(lengths.prompt_tokens) == 0:
         return {}
     hits = _hits(lengths, cache)
-    figures = {
+    found = {
         "finished": float(len(lengths.prompt_tokens)),
         "hit_tokens": float(hits),
         "hit_ratio": hits / float(lengths.prompt_tokens.sum()),
         "computed_tokens": float(total_work_tokens(lengths) - hits),
     }
     if cache.reserve_tokens is not None:
-        return figures if cache.uneven else figures | _contiguous(lengths, cache.reserve_tokens)
-    return figures | _paged(lengths, cache.block_size, hits)
+        return found if cache.uneven else found | _contiguous(lengths, cache.reserve_tokens)
+    return found | _paged(lengths, cache.block_size, hits)
 
 
 def _hits(lengths: Lengths, cache: CacheShape) -> int:
@@ -230,22 +229,22 @@ def _hits(lengths: Lengths, cache: CacheShape) -> int:
 def _contiguous(lengths: Lengths, reserve_tokens: int) -> dict[str, float]:
     if lengths.width > 1 or not lengths.decode_steps.any():
         return {}
-    figures = reserved_split(lengths, reserve_tokens)
-    figures["tail_waste"] = (1 - figures["utilisation"]) * reserve_tokens
-    return figures | {"sharing_saving": 0.0, "copies_per_token": 0.0}
+    found = reserved_split(lengths, reserve_tokens)
+    found["tail_waste"] = (1 - found["utilisation"]) * reserve_tokens
+    return found | {"sharing_saving": 0.0, "copies_per_token": 0.0}
 
 
 def _paged(lengths: Lengths, block_size: int, hits: int) -> dict[str, float]:
-    figures: dict[str, float] = {}
+    found: dict[str, float] = {}
     decodes = bool(lengths.decode_steps.any())
     if decodes:
-        figures["tail_waste"] = tail_waste(lengths, block_size)
+        found["tail_waste"] = tail_waste(lengths, block_size)
     if lengths.beam and lengths.width > 1:
-        return figures
-    figures["blocks_allocated"] = float(blocks_allocated(lengths, block_size) - hits // block_size)
+        return found
+    found["blocks_allocated"] = float(blocks_allocated(lengths, block_size) - hits // block_size)
     generated = float(lengths.output_tokens.sum()) * lengths.width
-    figures["copies_per_token"] = forked_copies(lengths, block_size) / generated
+    found["copies_per_token"] = forked_copies(lengths, block_size) / generated
     if decodes and hits == 0:
-        figures |= paged_split(lengths, block_size)
-        figures["sharing_saving"] = forked_saving(lengths, block_size)
-    return figures
+        found |= paged_split(lengths, block_size)
+        found["sharing_saving"] = forked_saving(lengths, block_size)
+    return found

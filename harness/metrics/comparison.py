@@ -8,11 +8,11 @@ from harness.metrics.definitions import METRICS, Metric
 
 
 class Row(TypedDict):
-    """One metric at one point, in the metric's unit; None where a side has no figure.
+    """One metric at one point, in the metric's unit; None where a side has no value.
 
     `measured` is the median of the runs, `low` and `high` their range. `error` and `spread` are on one scale:
     `error` is simulated / measured − 1, for shares simulated − measured; `spread` is the largest such error
-    that one run would show if it were taken for the prediction, None for a single run.
+    of a single run against the median of the runs, None for one run.
     """
 
     metric: str
@@ -31,7 +31,7 @@ def compare(
     simulated: Mapping[str, float],
     measured_runs: Sequence[Mapping[str, float]],
 ) -> list[Row]:
-    """A row for every metric that any side has, in the order of `METRICS`; unknown names are left out."""
+    """A row for every metric that some side has, in the order of `METRICS`; unknown names are ignored."""
     sides = (analytic, simulated, *measured_runs)
     present = [metric for metric in METRICS.values() if any(metric.name in side for side in sides)]
     return [_row(metric, analytic, simulated, measured_runs) for metric in present]

@@ -8,7 +8,7 @@ from harness.metrics.definitions import QUANTILES
 from harness.metrics.log import SLOT_STATES, RunLog
 from harness.metrics.totals import Samples, Totals, as_floats, exact_samples, request_totals, step_totals
 
-Figures = Iterator[tuple[str, float]]
+NamedValues = Iterator[tuple[str, float]]
 
 
 def compute_metrics(log: RunLog) -> dict[str, float]:
@@ -20,17 +20,17 @@ def compute_metrics(log: RunLog) -> dict[str, float]:
     requests = as_floats(log.requests)
     totals = step_totals(as_floats(log.steps)) | request_totals(requests)
     samples = exact_samples(requests, log.itl_s, log.itl_weight)
-    return figures(totals, samples, log.span_s, log.capacity_slots, log.kv_bytes_per_token)
+    return metrics_of_totals(totals, samples, log.span_s, log.capacity_slots, log.kv_bytes_per_token)
 
 
-def figures(
+def metrics_of_totals(
     totals: Totals,
     samples: Mapping[str, Samples],
     span_s: float,
     capacity_slots: int,
     kv_bytes_per_token: int,
 ) -> dict[str, float]:
-    """The metrics, from a run's sums and distributions; the pool's capacity in slots."""
+    """The metrics of a run from its sums and distributions; `capacity_slots` is the pool in KV slots."""
     found = {
         **dict(_latencies(samples)),
         **dict(_throughput(totals, span_s)),
@@ -43,7 +43,7 @@ def figures(
     return {name: value for name, value in found.items() if np.isfinite(value)}
 
 
-def _latencies(samples: Mapping[str, Samples]) -> Figures:
+def _latencies(samples: Mapping[str, Samples]) -> NamedValues:
     levels = np.array(list(QUANTILES.values()))
     for name in ("ttft", "tpot", "itl", "e2e", "norm_latency", "queue"):
         mean = samples[name].mean()
@@ -54,7 +54,7 @@ def _latencies(samples: Mapping[str, Samples]) -> Figures:
         yield from ((f"{name}_{short}", float(q)) for short, q in zip(QUANTILES, quantiles, strict=True))
 
 
-def _throughput(totals: Totals, span_s: float) -> Figures:
+def _throughput(totals: Totals, span_s: float) -> NamedValues:
     if span_s > 0:
         yield "request_throughput", totals["finished"] / span_s
         yield "output_throughput", totals["generated"] / span_s
@@ -62,8 +62,8 @@ def _throughput(totals: Totals, span_s: float) -> Figures:
         yield "span", span_s
 
 
-def _slots(totals: Totals, capacity_slots: int, kv_bytes_per_token: int) -> Figures:
-    """Steps tile the time in which requests run or wait: weighted by seconds, figures cover just that."""
+def _slots(totals: Totals, capacity_slots: int, kv_bytes_per_token: int) -> NamedValues:
+    """Slot states weighted by the seconds of steps, so they cover the time in which requests run or wait."""
     capacity_time = capacity_slots * totals["seconds"]
     for state in SLOT_STATES:
         yield from _ratio(f"{state}_share", totals[f"{state}_time"], capacity_time)
@@ -78,13 +78,13 @@ def _slots(totals: Totals, capacity_slots: int, kv_bytes_per_token: int) -> Figu
         yield "peak_kv", totals["peak_slots"] * kv_bytes_per_token
 
 
-def _cache(totals: Totals) -> Figures:
+def _cache(totals: Totals) -> NamedValues:
     yield "hit_tokens", totals["hit_tokens"]
     yield "resumed_hit_tokens", totals["resumed_hit_tokens"]
     yield from _ratio("hit_ratio", totals["hit_tokens"], totals["prompt_scheduled"])
 
 
-def _counts(totals: Totals) -> Figures:
+def _counts(totals: Totals) -> NamedValues:
     yield "steps", totals["steps"]
     yield "computed_tokens", totals["computed"]
     yield "blocks_allocated", totals["new_blocks"]
@@ -96,7 +96,7 @@ def _counts(totals: Totals) -> Figures:
     yield from _ratio("waiting_mean", totals["waiting_time"], totals["seconds"])
 
 
-def _times(totals: Totals, span_s: float) -> Figures:
+def _times(totals: Totals, span_s: float) -> NamedValues:
     seconds, attention = totals["seconds"], totals["attention"]
     yield from _ratio("step_mean", seconds, totals["steps"])
     yield from _ratio("busy_share", seconds, span_s)
@@ -106,6 +106,6 @@ def _times(totals: Totals, span_s: float) -> Figures:
     yield from _ratio("attention_per_kv_token", totals["decode_attention"], totals["decode_kv"])
 
 
-def _ratio(name: str, part: float, whole: float) -> Figures:
+def _ratio(name: str, part: float, whole: float) -> NamedValues:
     if whole > 0:
         yield name, part / whole

@@ -1,4 +1,4 @@
-"""The table of all metrics: name, unit and meaning. Both sides use it, and the report prints it.
+"""The table of all metrics: name, unit and meaning. Simulation, measurement and report use it.
 
 A new metric gets a line in `METRICS` here and its computation in `harness.metrics.compute`.
 """
@@ -27,7 +27,7 @@ class Metric:
 
     @property
     def is_share(self) -> bool:
-        """Compared by difference, since a relative error of a share near zero says nothing."""
+        """Whether errors are differences; a relative error of a share near zero has no meaning."""
         return self.unit == SHARE
 
 
@@ -234,4 +234,4 @@ HEADLINE = (
     "hit_ratio",
     "attention_per_decode_step",
 )
-"""What verdicts and figures lead with: throughput, latency, fragmentation, sharing, kernel time."""
+"""The metrics that verdicts and pictures show first: throughput, latency, fragmentation, sharing, kernel time."""

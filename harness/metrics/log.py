@@ -1,6 +1,4 @@
-"""The run log: the columns that one replay, simulated or measured, leaves behind. Metrics are computed from it
-alone.
-"""
+"""The run log: the columns that one replay, simulated or measured, records. Metrics are computed from it alone."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +14,7 @@ IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
 SLOT_STATES = ("token", "cached", "reserved", "internal", "external", "free")
-"""What a KV slot can be; at any instant the six counts sum to the pool's capacity."""
+"""The states of a KV slot; at any instant the six counts sum to the pool's capacity."""
 
 STEP_COLUMNS: Mapping[str, str] = {
     "step": "number of the engine step, from 0",

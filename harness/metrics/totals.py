@@ -11,6 +11,30 @@ import numpy as np
 
 from harness.metrics.log import GENERATED, SLOT_STATES, Column, FloatArray, Outcome
 
+Totals = dict[str, float]
+PEAKS = ("peak_slots", "running_peak")
+"""Totals that are the largest of their chunks, not the sum."""
+
+LATENCIES = ("ttft", "tpot", "e2e", "norm_latency", "queue")
+"""Distributions over finished requests; inter-token gaps are kept apart."""
+
+# columns of steps that are integrated over time, and columns of requests that are summed
+_OVER_TIME = ("logical_blocks", "physical_blocks", "running", "waiting")
+_SUMMED = ("hit_tokens", "resumed_hit_tokens", "recomputed_tokens", "preemptions")
+_NONE = np.empty(0)
+_EMPTY_STEPS = dict.fromkeys(
+    (
+        *("seconds", "attention_s", "prefill_tokens", "decode_rows", "query_tokens", "new_blocks", "copies"),
+        *("rows", "kv_read_tokens"),
+        *SLOT_STATES,
+        *_OVER_TIME,
+    ),
+    _NONE,
+)
+_EMPTY_REQUESTS = dict.fromkeys(
+    (*_SUMMED, "outcome", "output_tokens", "width", "first_scheduled_s", "prompt_tokens"), _NONE
+)
+
 
 def weighted_mean(values: FloatArray, weights: FloatArray) -> float | None:
     """Mean of `values`; None where no sample has weight."""
@@ -47,7 +71,7 @@ class Samples(Protocol):
 
 
 class ExactSamples:
-    """Every sample, as an array; those that are not numbers (it did not happen) are left out."""
+    """All samples as an array. NaN samples (the event did not happen) are left out."""
 
     def __init__(self, values: FloatArray, weights: FloatArray | None = None) -> None:
         weights = np.ones_like(values) if weights is None else weights
@@ -64,11 +88,11 @@ class ExactSamples:
 
 
 class BinnedSamples:
-    """Counts in bins whose ends differ by 0.2 %: quantiles are right within 0.1 %, means are exact.
+    """Counts of samples in bins whose ends differ by 0.2 %: quantiles are right within 0.1 %, means are exact.
 
-    18,000 bins reach from a nanosecond to half a year; what is smaller or larger counts in the outermost. Counts are
-    whole numbers, so that the order in which samples come changes no quantile; with `whole_ns` samples are whole
-    nanoseconds, and no mean either.
+    18,000 bins reach from a nanosecond to half a year; smaller and larger samples count in the outermost bins. Counts
+    are whole numbers, so quantiles do not depend on the order of samples. With `whole_ns` samples are summed as whole
+    nanoseconds, so the mean does not depend on it either.
     """
 
     GROWTH, LOWEST, BINS = 1.002, 1e-9, 18_000
@@ -80,7 +104,7 @@ class BinnedSamples:
         self._least, self._most = np.inf, -np.inf
 
     def add(self, values: FloatArray, weights: FloatArray | None = None) -> None:
-        """Count samples; those that are not numbers are left out."""
+        """Count samples; NaN and infinite ones are left out."""
         weights = np.ones_like(values) if weights is None else weights
         known = np.isfinite(values) & (weights > 0)
         values, weights = values[known], weights[known]
@@ -113,14 +137,6 @@ class BinnedSamples:
         return np.clip(np.where(index == 0, 0.0, middle), self._least, self._most)
 
 
-Totals = dict[str, float]
-PEAKS = ("peak_slots", "running_peak")
-"""Totals that are the largest of their chunks, not the sum."""
-
-LATENCIES = ("ttft", "tpot", "e2e", "norm_latency", "queue")
-"""Distributions over finished requests; inter-token gaps come beside them."""
-
-
 def as_floats(columns: Mapping[str, Column]) -> dict[str, FloatArray]:
     """All columns as float64."""
     return {name: np.asarray(column, dtype=np.float64) for name, column in columns.items()}
@@ -150,9 +166,6 @@ def step_totals(steps: Mapping[str, FloatArray]) -> Totals:
     }
 
 
-_OVER_TIME = ("logical_blocks", "physical_blocks", "running", "waiting")
-
-
 def request_totals(requests: Mapping[str, FloatArray]) -> Totals:
     """Sums over requests."""
     finished = requests["outcome"] == Outcome.FINISHED
@@ -166,9 +179,6 @@ def request_totals(requests: Mapping[str, FloatArray]) -> Totals:
         "prompt_finished": float(requests["prompt_tokens"][finished].sum()),
         "prompt_scheduled": float(requests["prompt_tokens"][scheduled].sum()),
     }
-
-
-_SUMMED = ("hit_tokens", "resumed_hit_tokens", "recomputed_tokens", "preemptions")
 
 
 def latencies(requests: Mapping[str, FloatArray]) -> dict[str, FloatArray]:
@@ -191,7 +201,8 @@ def latencies(requests: Mapping[str, FloatArray]) -> dict[str, FloatArray]:
 class RunningTotals:
     """Totals and distributions of a run that is still under way, in constant memory.
 
-    Sums are folded chunk by chunk: whoever feeds them must cut chunks at places that depend on the run alone.
+    Call `add_steps`, `add_requests` and `add_gaps` with one chunk after another. The caller must cut chunks at places
+    that depend on the run alone, because sums are added chunk by chunk.
     """
 
     def __init__(self) -> None:
@@ -204,14 +215,14 @@ class RunningTotals:
         self._fold(step_totals(as_floats(steps)))
 
     def add_requests(self, requests: Mapping[str, Column]) -> None:
-        """Requests that ended, or never will; columns as in `RunLog.requests`."""
+        """Requests that ended or are left at the end; columns as in `RunLog.requests`."""
         columns = as_floats(requests)
         self._fold(request_totals(columns))
         for name, values in latencies(columns).items():
             self._samples[name].add(values)
 
     def add_gaps(self, seconds: FloatArray, weights: FloatArray) -> None:
-        """Inter-token gaps, each standing for so many."""
+        """Inter-token gaps; each stands for its weight of equal gaps."""
         self._samples["itl"].add(seconds, weights)
 
     def _fold(self, more: Totals) -> None:
@@ -237,18 +248,3 @@ def exact_samples(
     found: dict[str, Samples] = {name: ExactSamples(values) for name, values in latencies(requests).items()}
     found["itl"] = ExactSamples(np.asarray(itl_s, np.float64), np.asarray(itl_weight, np.float64))
     return found
-
-
-_NONE = np.empty(0)
-_EMPTY_STEPS = dict.fromkeys(
-    (
-        *("seconds", "attention_s", "prefill_tokens", "decode_rows", "query_tokens", "new_blocks", "copies"),
-        *("rows", "kv_read_tokens"),
-        *SLOT_STATES,
-        *_OVER_TIME,
-    ),
-    _NONE,
-)
-_EMPTY_REQUESTS = dict.fromkeys(
-    (*_SUMMED, "outcome", "output_tokens", "width", "first_scheduled_s", "prompt_tokens"), _NONE
-)

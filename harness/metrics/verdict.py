@@ -9,6 +9,14 @@ import numpy as np
 
 from harness.metrics.definitions import HEADLINE, METRICS, Metric
 
+Record = Mapping[str, Any]
+
+RELATIVE_BAND = 0.10
+"""An error up to this ratio counts as close; it is printed wherever it is used."""
+
+SHARE_BAND = 0.02
+"""An error up to this difference counts as close, for metrics that are shares."""
+
 _RESAMPLES = 2000
 _SEED = 0  # the same records give the same report
 
@@ -16,14 +24,13 @@ _SEED = 0  # the same records give the same report
 def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
     """Percentile bootstrap interval of the median of `values`; None for fewer than three values.
 
-    It says how much the median depends on which points the sweep happened to hold, and nothing about other
-    sweeps.
+    It says how much the median depends on the points of this sweep. It does not describe other sweeps.
     """
     if len(values) < 3:
         return None
     if len(set(values)) == 1:
         return values[0], values[0]
-    from scipy import stats  # lazily: two seconds that a console command need not pay
+    from scipy import stats  # imported here, since it takes two seconds
 
     result = stats.bootstrap(
         (np.asarray(values),),
@@ -34,15 +41,6 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[
         rng=np.random.default_rng(_SEED),
     )
     return float(result.confidence_interval.low), float(result.confidence_interval.high)
-
-
-Record = Mapping[str, Any]
-
-RELATIVE_BAND = 0.10
-"""An error up to this ratio counts as close; it is printed wherever it is used."""
-
-SHARE_BAND = 0.02
-"""An error up to this difference counts as close, for metrics that are shares."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,17 +62,17 @@ class MetricVerdict:
 
     @property
     def holds(self) -> bool:
-        """Close at every point."""
+        """Whether every point is close."""
         return self.close == self.points
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a sweep says about the prediction.
+    """What a sweep shows about the quality of the prediction.
 
     `unfinished` names the points at which a request was rejected, dropped or left unfinished, with the
-    numbers. `different` names the points whose counts differ between the sides though fed the same step
-    durations: bugs.
+    numbers. `different` names the points whose counts differ between the sides although both had the same step
+    durations; each of them is a bug.
     """
 
     points: int
@@ -88,7 +86,7 @@ class Verdict:
 
     @property
     def sound(self) -> bool:
-        """The counts agree wherever they were compared, and the books agree with the tensors."""
+        """Whether counts agree wherever they were compared, and the counters agree with the tensors."""
         return not self.different and self.audit_mismatches == 0
 
 
@@ -117,7 +115,7 @@ def point_label(record: Record) -> str:
 
 
 def unfinished_text(record: Record) -> str:
-    """What did not finish at a point, in words; empty where everything did."""
+    """The requests that did not finish at a point, in words; empty where all finished."""
     outcome = record.get("outcome") or {}
     parts = []
     for side in ("simulated", "measured"):

@@ -1,5 +1,5 @@
-"""The replay: one simpy model for the simulated and the measured side.
+"""The replay: one simpy model for simulation and measurement.
 
-`loop` sends requests to the scheduler and runs its plans. An executor says how long a plan takes. A recorder keeps what
-happened. Nothing here imports torch.
+`loop` sends requests to the scheduler and runs its step plans. An executor gives the duration of a step. A recorder
+keeps steps and requests. Nothing here imports torch.
 """

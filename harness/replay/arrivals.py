@@ -1,4 +1,4 @@
-"""Who sends requests, and when: at given times, one after another, or as the turns of conversations."""
+"""Sources of requests: open loop (at given times), closed loop (waiting users), or turns of conversations."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,12 +18,15 @@ class TimedRequest:
 
 
 class Arrivals(Protocol):
-    """Requests as they arrive. Everything that enters comes out of `take`, or is left when the replay stops."""
+    """A source of requests: the replay calls `take` until `next_ns` is None, and `left` once at the end.
+
+    Every request comes out of `take` or of `left`.
+    """
 
     total: int
 
     def next_ns(self) -> int | None:
-        """When the next request arrives, as far as is known now; None: not before some request ends, or never."""
+        """When the next request arrives, as far as is known now. None: after the end of another request, or never."""
         ...
 
     def take(self, now_ns: int) -> list[TimedRequest]:
@@ -35,14 +38,14 @@ class Arrivals(Protocol):
         ...
 
     def left(self) -> list[Request]:
-        """What has not arrived; called once, when the replay is over."""
+        """The requests that have not arrived; called once, when the replay is over."""
         ...
 
 
 class OpenLoop:
-    """Requests arrive at given times, whatever becomes of them. They must come in order of arrival.
+    """Open loop: requests arrive at given times. They must be sorted by arrival.
 
-    `requests` may be a generator: then no more than one lies in memory before it arrives.
+    `requests` may be a generator; then at most one request is in memory before it arrives.
     """
 
     def __init__(self, requests: Iterable[TimedRequest], total: int) -> None:
@@ -55,7 +58,7 @@ class OpenLoop:
         return None if self._next is None else self._next.arrival_ns
 
     def take(self, now_ns: int) -> list[TimedRequest]:
-        """Those that have arrived by now."""
+        """The requests that have arrived by now."""
         due: list[TimedRequest] = []
         while self._next is not None and self._next.arrival_ns <= now_ns:
             due.append(self._next)
@@ -63,7 +66,7 @@ class OpenLoop:
         return due
 
     def ended(self, request_id: int, now_ns: int) -> None:
-        """Nobody waits for it."""
+        """Does nothing: no request waits for another."""
 
     def left(self) -> list[Request]:
         """The rest of the requests."""
@@ -73,10 +76,10 @@ class OpenLoop:
 
 
 class ClosedLoop:
-    """`users` people who each send a request, wait for its end, pause, and send the next one of the list.
+    """Closed loop: each of `users` users sends a request, waits for its end, pauses, and sends the next of the list.
 
-    User u starts with request u at time 0; after that whoever is ready takes the next request. `pause_ns` is the pause
-    before each request, by its place in the list; it is left out before a user's first.
+    User u starts with request u at time 0. After that the user who is ready first takes the next request. `pause_ns`
+    is the pause before each request by its place in the list; there is none before a user's first request.
     """
 
     def __init__(self, requests: Iterable[Request], total: int, users: int, pause_ns: Sequence[int]) -> None:
@@ -94,24 +97,27 @@ class ClosedLoop:
         return self._due.next_ns()
 
     def take(self, now_ns: int) -> list[TimedRequest]:
-        """What users have sent by now."""
+        """The requests that users have sent by now."""
         return self._due.take(now_ns)
 
     def ended(self, request_id: int, now_ns: int) -> None:
-        """Its user pauses and sends another."""
+        """Its user pauses and sends the next request."""
         request = next(self._rest, None)
         if request is not None:
             self._due.add(now_ns + self._pause_ns[self._taken], request)
             self._taken += 1
 
     def left(self) -> list[Request]:
-        """Requests for which no user was free."""
+        """The requests that no user has sent."""
         return [*self._due.left(), *self._rest]
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn of a conversation: `think_ns` after the last of `after` has ended, or, with none, at its own time."""
+    """One turn of a conversation: it arrives `think_ns` after the last request of `after` has ended.
+
+    Without `after` it arrives at its recorded time.
+    """
 
     timed: TimedRequest
     after: tuple[int, ...] = ()
@@ -119,16 +125,16 @@ class Turn:
 
 
 class Sessions:
-    """Conversations: a turn waits until what it follows has ended and its user has thought.
+    """Conversations: a turn waits until its parents have ended and its user has paused.
 
-    Of requests that are not among `turns` (the trace begins or ends mid-session, or one could never fit) nobody waits:
-    a turn with no other to wait for arrives at its recorded time, as a session of its own.
+    Parents that are not among `turns` are ignored (the trace begins in mid-session, or the parent could never fit). A
+    turn without a known parent arrives at its recorded time, as a session of its own.
     """
 
     def __init__(self, turns: Sequence[Turn]) -> None:
         self.total = len(turns)
         self._due = _Due()
-        self._followers: dict[int, list[int]] = {}  # places of the turns that wait for a request
+        self._followers: dict[int, list[int]] = {}  # by request id: the places of the turns that wait for it
         self._waiting: dict[int, tuple[Turn, set[int]]] = {}  # by place
         known = {turn.timed.request.request_id for turn in turns}
         for place, turn in enumerate(turns):
@@ -141,7 +147,7 @@ class Sessions:
                 self._followers.setdefault(request_id, []).append(place)
 
     def next_ns(self) -> int | None:
-        """The next turn that waits for nobody."""
+        """The arrival of the next turn whose parents have ended."""
         return self._due.next_ns()
 
     def take(self, now_ns: int) -> list[TimedRequest]:
@@ -149,7 +155,7 @@ class Sessions:
         return self._due.take(now_ns)
 
     def ended(self, request_id: int, now_ns: int) -> None:
-        """The turns that waited for it alone follow, each after its own pause."""
+        """Turns whose last parent it was follow, each after its own pause."""
         for place in self._followers.pop(request_id, ()):
             turn, first = self._waiting[place]
             first.discard(request_id)
@@ -158,12 +164,12 @@ class Sessions:
                 self._due.add(now_ns + turn.think_ns, turn.timed.request)
 
     def left(self) -> list[Request]:
-        """Turns that were not sent."""
+        """The turns that were not sent."""
         return [*self._due.left(), *(turn.timed.request for turn, _ in self._waiting.values())]
 
 
 class _Due:
-    """Requests by time of arrival; equal times in the order in which they became known."""
+    """Requests by time of arrival; equal times keep the order of `add` calls."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, Request]] = []

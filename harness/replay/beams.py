@@ -1,20 +1,23 @@
-"""How beams descend from one another: as recorded, or drawn from a model of how they coalesce.
+"""The parents of beams: recorded ones, or draws from a model of how beams coalesce.
 
-The parameters of the model come from the parents that measured runs recorded.
+The parameters of the model are fitted to the parents that measured runs recorded.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
-from harness.replay.branches import SCALE, Draws
+from harness.replay.branches import SCALE, SplitMix64
 
 EVEN = 1e6
-"""Evenness from which places are shared out uniformly."""
+"""Evenness from which the survivors get further children uniformly."""
+
+Choices = Sequence[Sequence[int]]
+"""Parents of each hypothesis, one entry per selection."""
 
 
 class Genealogy(Protocol):
-    """Says whom each beam continues."""
+    """A source of beam parents."""
 
     def parents(self, request_id: int, generated: int, width: int) -> list[int]:
         """Parent of each hypothesis when the request chooses its token number `generated` (from 1)."""
@@ -25,7 +28,7 @@ class BeamGenealogy:
     """Draws parents such that on average a share `churn` of the beams is dropped in a step.
 
     `churn` and `evenness` by beam width come from measured runs (the nearest width is used) or from the user. Draws
-    depend on (seed, request, token number) alone, so that the batch around a request changes nothing.
+    depend on (seed, request, token number) alone, and not on the batch.
     """
 
     def __init__(
@@ -36,8 +39,8 @@ class BeamGenealogy:
         self._seed = seed
 
     def parents(self, request_id: int, generated: int, width: int) -> list[int]:
-        """Survivors are a random subset; each has a child, and an urn shares out the places left."""
-        draw = Draws(self._seed, request_id, generated)
+        """Parents of each hypothesis: each of a random subset has one child, an urn distributes the other children."""
+        draw = SplitMix64(self._seed, request_id, generated)
         mean = width * (1 - self.churn_of(width))
         survivors = min(width, max(1, int(mean) + (draw.below(SCALE) < (mean - int(mean)) * SCALE)))
         beams = list(range(width))
@@ -47,8 +50,10 @@ class BeamGenealogy:
         chosen = beams[width - survivors :]
         return sorted(chosen + self._further(draw, chosen, width - survivors, width))
 
-    def _further(self, draw: Draws, survivors: Sequence[int], places: int, width: int) -> list[int]:
-        """An urn without counters: a fresh survivor with probability a d / (a d + places given), else a copy."""
+    def _further(self, draw: SplitMix64, survivors: Sequence[int], places: int, width: int) -> list[int]:
+        """Parents of further children, drawn from an urn: any survivor with probability a d / (a d + children so far),
+        else the parent of an earlier further child. a is the evenness, d the number of survivors.
+        """
         evenness = _nearest(self._evenness, width, EVEN)
         given: list[int] = []
         for _ in range(places):
@@ -60,7 +65,7 @@ class BeamGenealogy:
         return given
 
     def churn_of(self, width: int) -> float:
-        """The churn of the nearest known width; a third, which small random models show, where nothing is known."""
+        """The churn of the nearest known width; without any a third, which small random models show."""
         return _nearest(self._churn, width, 1 / 3)
 
 
@@ -86,7 +91,12 @@ class RecordedGenealogy:
         return self._chosen
 
     def parents(self, request_id: int, generated: int, width: int) -> list[int]:
-        """As recorded; raises KeyError or IndexError for a choice that the recording does not hold."""
+        """As recorded.
+
+        Raises:
+            KeyError: the recording does not hold the request.
+            IndexError: it does not hold the selection.
+        """
         return list(self._chosen[request_id][generated])
 
 
@@ -96,12 +106,8 @@ def _nearest(known: Mapping[int, float], width: int, otherwise: float) -> float:
     return known[min(known, key=lambda other: (abs(other - width), other))]
 
 
-Choices = Sequence[Sequence[int]]
-"""Parents of each hypothesis, one entry per selection."""
-
-
 def choices_of_run(steps: Sequence[Mapping[int, Sequence[int]]]) -> list[list[Sequence[int]]]:
-    """A run's selections by request, in order, without each request's first, which has one parent by force."""
+    """A run's selections, one list for each request, without its first selection, which always has one parent."""
     by_request: dict[int, list[Sequence[int]]] = {}
     for step in steps:
         for request_id, parents in step.items():
@@ -117,7 +123,7 @@ def churn_of_run(width: int, distinct_parents: Sequence[int]) -> float:
 
 
 def evenness_of_run(choices: Choices) -> float:
-    """The urn's weight whose expected pairs of siblings equal those seen; EVEN where it does not matter.
+    """The evenness whose expected pairs of siblings equal the observed ones; EVEN where it makes no difference.
 
     With d survivors and e places beyond one each, n_i children of survivor i have
     E[sum n_i (n_i - 1)] = e (e - 1) (a + 1) / (d a + 1) + 2 e: the Dirichlet-multinomial's second moment.
@@ -151,14 +157,14 @@ def lineages(choices: Choices, width: int) -> list[int]:
 
 
 def drawn_choices(genealogy: Genealogy, request_id: int, width: int, steps: int) -> list[list[int]]:
-    """Selections of a model, in the form of recorded ones."""
+    """Selections drawn from a model, in the format of recorded ones."""
     return [genealogy.parents(request_id, generated, width) for generated in range(1, steps + 1)]
 
 
 def copies_per_token(churn: float, block_size: int) -> float:
     """Blocks copied on write per generated token of a beam group.
 
-    A parent of n children has n - 1 of them copy its tail, so `churn` times the width a step; where a block has just
-    been filled there is no tail.
+    Of n children of a parent n - 1 copy its last block, which are `churn` times the width in a step. Nothing is copied
+    where the last block has just been filled.
     """
     return churn * (block_size - 1) / block_size

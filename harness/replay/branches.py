@@ -1,8 +1,7 @@
-"""When sampled branches end and how many drafts are accepted.
+"""Models of when sampled branches end and how many drafts are accepted.
 
-Only an engine finds this out, so a simulation draws it. A draw depends on the seed, the request and the place
-alone: the
-same request draws the same, whatever runs beside it.
+Both depend on token values, which a simulation does not have, so it draws them. A draw depends on the seed, the request
+and the place alone, and not on the batch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,10 +15,11 @@ from engine.core.request import Request
 SCALE = 2**32
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
+_ENDS, _DRAFTS = 2**40, 2**41  # first places of these draws; beams use the places below
 
 
-class Draws:
-    """Uniform integers for one place of a request: the SplitMix64 mixer (Steele, Lea and Flood 2014) over a counter."""
+class SplitMix64:
+    """Uniform integers for one place of a request, from the SplitMix64 generator (Steele, Lea and Flood 2014)."""
 
     def __init__(self, seed: int, request_id: int, place: int) -> None:
         self._state = (seed * 0xA0761D6478BD642F ^ request_id * 0xD1B54A32D192ED03 ^ place * _GOLDEN) & _MASK
@@ -37,15 +37,12 @@ class Draws:
         return self.below(SCALE) < probability * SCALE
 
 
-_ENDS, _DRAFTS = 2**40, 2**41  # places of these draws, apart from the beams'
-
-
 @dataclass(frozen=True)
 class BranchSurvival:
-    """Each branch of a sampled request ends after every token with probability `hazard`, on its own.
+    """Each branch of a sampled request ends after every token with probability `hazard`, independently.
 
-    Branches so diverge in length: those that end give their blocks back while the others go on. `seed` and the branch
-    decide when; the batch around it changes nothing.
+    So branches differ in length, and a branch that ends releases its blocks while the others go on. The length depends
+    on `seed` and the branch, and not on the batch.
     """
 
     hazard: float
@@ -57,12 +54,12 @@ class BranchSurvival:
             return longest
         if self.hazard >= 1:
             return 1
-        uniform = (Draws(self.seed, request_id, _ENDS + branch).below(SCALE) + 0.5) / SCALE
+        uniform = (SplitMix64(self.seed, request_id, _ENDS + branch).below(SCALE) + 0.5) / SCALE
         return 1 + int(min(longest - 1, log(uniform) / log1p(-self.hazard)))
 
     @classmethod
     def fitted(cls, lengths: Sequence[int], longest: Sequence[int]) -> "BranchSurvival":
-        """The most likely hazard for branches of these lengths; one as long as its limit was cut, and did not end."""
+        """The most likely hazard for branches of these lengths; a branch as long as its limit did not end."""
         ends = sum(length < most for length, most in zip(lengths, longest, strict=True))
         return cls(ends / sum(lengths) if sum(lengths) else 0.0)
 
@@ -77,18 +74,18 @@ class BranchEnds:
         self._generated: dict[int, int] = {}
 
     def of(self, plan: StepPlan) -> dict[int, list[int]]:
-        """Branches that end with this step, by request; one step a plan."""
+        """Branches that end with this step, by request; the plan is run for one step."""
         for request_id in plan.admitted:
             request = self._requests[request_id]
             if request.decoding is Decoding.sample and request_id not in self._due:
-                self._due[request_id] = self._plan(request)
+                self._due[request_id] = self._ends(request)
                 self._generated[request_id] = 0
         sampled = dict.fromkeys(
             [*plan.steady_ids, *(row.request_id for row in plan.other_rows if row.samples)]
         )
         return {rid: ends for rid in sampled if rid in self._due and (ends := self._advance(rid))}
 
-    def _plan(self, request: Request) -> dict[int, list[int]]:
+    def _ends(self, request: Request) -> dict[int, list[int]]:
         due: dict[int, list[int]] = {}
         for branch in range(request.width):
             length = self._survival.length(request.request_id, branch, request.output_tokens)
@@ -112,15 +109,15 @@ class DraftAcceptance:
     def fitted(cls, drafts: Sequence[int], accepted: Sequence[int]) -> "DraftAcceptance":
         """The most likely share for steps with so many draft tokens, of which so many were right.
 
-        The token after the accepted ones was wrong, unless all were right; those behind it were not looked at.
+        The token after the accepted ones was wrong, unless all were right; later tokens were not checked.
         """
         wrong = sum(right < most for most, right in zip(drafts, accepted, strict=True))
         tried = sum(accepted) + wrong
         return cls(sum(accepted) / tried if tried else 0.0)
 
     def accepted(self, request_id: int, position: int, drafts: int) -> int:
-        """How many of `drafts` tokens after `position` are accepted."""
-        draw = Draws(self.seed, request_id, _DRAFTS + position)
+        """How many of the `drafts` draft tokens after `position` are accepted."""
+        draw = SplitMix64(self.seed, request_id, _DRAFTS + position)
         count = 0
         while count < drafts and draw.happens(self.share):
             count += 1

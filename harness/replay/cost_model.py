@@ -1,4 +1,4 @@
-"""The protocol that every cost model implements, and the provenance that each one puts into the record."""
+"""The protocol of all cost models, and the provenance that a cost model puts into the record."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,8 +9,8 @@ import numpy as np
 from harness.metrics.log import FloatArray
 
 Amount = float | FloatArray
-"""A feature of one step, or of consecutive steps, float64 `[steps]`. Both are priced by the same arithmetic, operation
-for operation, so that a fast-forward costs to the bit what its steps cost one by one."""
+"""A feature of one step, or of consecutive steps, float64 `[steps]`. Both are priced with the same operations in the
+same order, so that a fast-forward costs to the bit what its steps cost one by one."""
 
 
 class Price(NamedTuple):
@@ -22,13 +22,13 @@ class Price(NamedTuple):
 
 @dataclass(frozen=True)
 class CostSource:
-    """Where a cost model's numbers come from: printed in the report beside everything they predict.
+    """The source of a cost model's numbers; the report prints it beside every prediction.
 
-    `heldout` holds the error on measurements that the fit never saw, per `step` and `attention`; empty for a model that
-    was not fitted. `hull` is the range of step columns that was measured (see `harness.replay.streaming`); a
-    prediction outside is an extrapolation. `beam_churn` and `beam_evenness` say by beam width how beams coalesce (see
-    `harness.replay.beams`), `draft_acceptance` which share of the draft tokens was right. `validation` holds the
-    free-running error and the spread of repeats on whole workloads that the fit never saw, by workload and metric.
+    `heldout` is the error on measurements that were not used for the fit, per `step` and `attention`; it is empty for a
+    model that was not fitted. `hull` is the measured range of step columns (see `harness.replay.streaming`); a
+    prediction outside is an extrapolation. `beam_churn` and `beam_evenness` describe by beam width how beams coalesce
+    (see `harness.replay.beams`). `draft_acceptance` is the share of draft tokens that were right. `validation` is the
+    free-running error and the spread of repeats on whole held-out workloads, by workload and metric.
     """
 
     kind: str
@@ -44,11 +44,11 @@ class CostSource:
 
 
 class CostModel(Protocol):
-    """Predicts the duration of a step from its features alone."""
+    """Predicts the seconds of a step from its features alone: `price(features)`."""
 
     @property
     def source(self) -> CostSource:
-        """Where its numbers come from."""
+        """The source of its numbers."""
         ...
 
     def price(self, features: Sequence[Amount]) -> Price:
@@ -58,7 +58,7 @@ class CostModel(Protocol):
 
 @dataclass(frozen=True)
 class PacedCost:
-    """A cost model whose device runs `ratio` times slower than when it was measured."""
+    """A cost model for a device that is now `ratio` times slower than when the model was measured."""
 
     cost: CostModel
     ratio: float
@@ -69,7 +69,7 @@ class PacedCost:
         return self.cost.source
 
     def price(self, features: Sequence[Amount]) -> Price:
-        """The unscaled price, times the ratio."""
+        """The unscaled price times `ratio`."""
         price = self.cost.price(features)
         return Price(price.seconds * self.ratio, price.attention_s * self.ratio)
 

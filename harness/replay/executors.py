@@ -1,4 +1,4 @@
-"""The two executors that need no torch: a cost model gives the seconds, or a recording of an earlier run."""
+"""The protocol of executors, and the two that need no torch: with a cost model, or with a recording of a run."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -16,7 +16,7 @@ from harness.replay.fast_forward import FastForwardFeatures
 from harness.replay.features import FeatureMeter
 from harness.replay.virtual_time import LATEST_NS, NS_PER_S, TimeSpanError, to_ns
 
-_ONE_BY_ONE = 10  # further steps of a fast-forward up to which numbers are quicker than arrays
+_ONE_BY_ONE = 10  # further steps of a fast-forward up to which single numbers are quicker than arrays
 _NO_PHASES: Mapping[str, float] = MappingProxyType({})
 _NOTHING: Mapping[int, Any] = MappingProxyType({})
 
@@ -34,7 +34,11 @@ class StepTiming(NamedTuple):
 
 
 class Executor(Protocol):
-    """Runs or prices plans. `begin` … `end` enclose the whole step, from `schedule()` to the end of `commit()`."""
+    """Runs or prices step plans.
+
+    For each step the replay calls `begin()`, `Scheduler.schedule()`, `execute()`, `Scheduler.commit()` and `end()`, so
+    that `begin()` to `end()` is the duration of the whole step.
+    """
 
     max_steps: int
 
@@ -43,7 +47,7 @@ class Executor(Protocol):
         ...
 
     def execute(self, plan: StepPlan, horizon_ns: int | None) -> StepResult:
-        """Run the plan. Steps that start `horizon_ns` or more from now must not be taken: a request arrives then."""
+        """Run the plan. It must not run steps that start `horizon_ns` or more from now: a request arrives then."""
         ...
 
     def end(self) -> StepTiming:
@@ -52,10 +56,11 @@ class Executor(Protocol):
 
 
 class SimulatedExecutor:
-    """Seconds from a cost model, beams from a genealogy model. `requests` by id may grow while the replay runs.
+    """The executor of a prediction: seconds come from a cost model, beam parents from a genealogy model.
 
-    `survival` lets branches of sampled requests end before their pinned length, `acceptance` says how drafts fare
-    (None: all are rejected). Ends are drawn step by step, so that there is no fast-forward with them.
+    `requests` by id may grow while the replay runs. `survival` lets branches of sampled requests end before their
+    pinned length; their ends are drawn step by step, so there is no fast-forward. `acceptance` draws the accepted
+    drafts (None: all are rejected).
     """
 
     def __init__(
@@ -79,10 +84,10 @@ class SimulatedExecutor:
         self._timing = StepTiming([], [])
 
     def begin(self) -> None:
-        """Nothing to start: no clock runs."""
+        """Does nothing: no clock runs."""
 
     def execute(self, plan: StepPlan, horizon_ns: int | None) -> StepResult:
-        """Price as many of the plan's steps as start before the horizon."""
+        """Price the plan's steps that start before the horizon."""
         accepted = self._acceptance.of(plan) if self._acceptance else _NOTHING
         features = self._meter.first(plan, accepted)
         ns, attention = self._prices(plan, features, horizon_ns)
@@ -102,7 +107,10 @@ class SimulatedExecutor:
     def _prices(
         self, plan: StepPlan, first: list[Amount], horizon_ns: int | None
     ) -> tuple[list[int], list[float]]:
-        """Steps are priced in rounds of as many as would start before the horizon if all took as long as the last."""
+        """Nanoseconds and attention seconds of the steps that start before the horizon, priced in at most two rounds.
+
+        The first round prices as many steps as fit if all took as long as the first one; the second round prices all.
+        """
         seconds, attention_s = self._cost.price(first)
         ns, attention = [_whole_ns(float(seconds))], [float(attention_s)]
         left = plan.num_steps - 1
@@ -155,7 +163,7 @@ def _begun_before(ns: Sequence[int], horizon_ns: int) -> int:
 
 
 class SimulatedParents:
-    """Whom each beam continues, drawn from a genealogy model; requests without beams cost nothing."""
+    """Beam parents of a step, drawn from a genealogy model."""
 
     def __init__(self, requests: Mapping[int, Request], genealogy: Genealogy) -> None:
         self._requests = requests
@@ -179,11 +187,11 @@ class SimulatedParents:
 
 
 class RecordingEndedError(RuntimeError):
-    """A played-back run has more steps than were recorded: the two sides decided differently."""
+    """The replay of a recording has more steps than were recorded: the two sides decided differently."""
 
 
 class RecordedExecutor:
-    """Plays a run back: its step durations, and what the engine found out. Any plan that differs then is a bug."""
+    """Replays a recorded run: its step durations and the engine's step results. A step plan that differs is a bug."""
 
     max_steps = 1
 
@@ -193,13 +201,17 @@ class RecordedExecutor:
         self._step = -1
 
     def begin(self) -> None:
-        """The next recorded step. Raises RecordingEndedError when the replay has more steps than the recording."""
+        """Go to the next recorded step.
+
+        Raises:
+            RecordingEndedError: the replay has more steps than the recording.
+        """
         self._step += 1
         if self._step >= len(self._ns):
             raise RecordingEndedError(f"the recording has {len(self._ns)} steps, the replay goes on")
 
     def execute(self, plan: StepPlan, horizon_ns: int | None) -> StepResult:
-        """The recorded answer: parents, ends, accepted drafts."""
+        """The recorded result: parents, ends, accepted drafts."""
         return self._results[self._step]
 
     def end(self) -> StepTiming:

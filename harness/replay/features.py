@@ -1,4 +1,4 @@
-"""The features of a step: the physical quantities of a plan that every cost model prices."""
+"""The features of a step: the physical quantities of a step plan, which every cost model prices."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -58,7 +58,7 @@ ATTENTION_FEATURES = (
     "prefill_blocks",
     "prefill_work",
 )
-"""What the attention kernels' own time depends on."""
+"""The features that the time of the attention kernels depends on."""
 
 
 def feature_index(names: Iterable[str]) -> list[int]:
@@ -67,14 +67,21 @@ def feature_index(names: Iterable[str]) -> list[int]:
     return [order.index(name) for name in names]
 
 
+WARMING = 0.75  # measured on CPU: what is left of the slowdown after one more decode step
+LARGE_PREFILL = 128  # tokens
+_add, _largest = np.add.reduce, np.maximum.reduce
+_ROWS, _TOKENS, _DECODE_KV, _PREFILL_KV, _PREFILL = feature_index(
+    ("rows", "tokens", "decode_kv", "prefill_kv", "prefill_tokens")
+)
 _NONE_ACCEPTED: Mapping[int, int] = MappingProxyType({})
 
 
 class FeatureMeter:
-    """Features of the steps of one replay, in order; remembers how long ago the last large prefill was.
+    """Computes the features of the steps of one replay: call `first` for each step plan, then `took` with its steps.
 
-    On a CPU a prefill of a hundred tokens and more drives the model's weights and the interpreter out of the caches:
-    the next decode steps take up to twice their time. `requests` by request id; it may grow while the replay runs.
+    It remembers how long ago the last large prefill was. On a CPU a prefill of a hundred tokens or more evicts the
+    model's weights and the interpreter from the caches, and the next decode steps take up to twice their time.
+    `requests` by request id may grow while the replay runs.
     """
 
     def __init__(self, requests: Mapping[int, Request], block_size: int) -> None:
@@ -112,20 +119,16 @@ class FeatureMeter:
         ]
 
     def _beam_rows(self, others: Sequence[Row]) -> int:
-        """Sampled rows of beam groups; nothing is looked at while there are no such requests."""
+        """Sampled rows of beam groups; rows are not checked while there are no such requests."""
         if not self._beams:
             return 0
         return sum(row.samples and row.request_id in self._beams for row in others)
 
     def took(self, first: Sequence[Amount], steps: int = 1) -> None:
-        """`steps` steps of a plan were taken whose first had these features."""
+        """Record that `steps` steps of a plan ran; `first` are the features of the first."""
         large = min(1.0, float(first[_PREFILL]) / LARGE_PREFILL)
         for _ in range(steps):
             self._after_prefill = self._after_prefill * WARMING + large
-
-
-WARMING = 0.75  # measured on CPU: what is left of the slowdown after one more decode step
-LARGE_PREFILL = 128  # tokens
 
 
 def _rows_features(
@@ -192,8 +195,8 @@ def _draft_features(
 ) -> tuple[Amount, Amount, Amount]:
     """Passes, tokens and KV slots of the draft model's lane (`engine.runtime.drafts`).
 
-    Rows without drafts run as they are, in one pass; those with some take a pass for each draft token, and one more
-    where all of them were right.
+    Rows without drafts take one pass. Rows with drafts take a pass for each draft token, and one more where all of
+    them were right.
     """
     plain, tokens = rows[_ROWS], rows[_TOKENS]
     kv = rows[_DECODE_KV] + rows[_PREFILL_KV]
@@ -206,9 +209,3 @@ def _draft_features(
             plain, tokens = plain - 1, tokens - row.query_len + passes
             kv += passes * row.context_len + passes * (passes + 1) // 2 - row.context_len - row.query_len
     return (1 if plain else 0) + longest + behind, tokens, kv
-
-
-_add, _largest = np.add.reduce, np.maximum.reduce
-_ROWS, _TOKENS, _DECODE_KV, _PREFILL_KV, _PREFILL = feature_index(
-    ("rows", "tokens", "decode_kv", "prefill_kv", "prefill_tokens")
-)

@@ -1,4 +1,4 @@
-"""The loop: requests arrive and steps run. One simpy model, whatever the executor."""
+"""The loop: requests arrive and steps run, in one simpy model for all executors."""
 
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
@@ -19,13 +19,13 @@ _FORGOTTEN = RequestStats()
 
 
 class Replay:
-    """One run of a workload: `arrivals`, or requests in order of arrival.
+    """One run of a workload; call `run()` once. `arrivals` is a source, or a sequence of requests in order of arrival.
 
-    An arrival at the very end of a step is seen by the next step. A request that no schedule can ever serve is
-    rejected on arrival; the record says so. `live` is kept to the requests that have arrived and not ended; with
-    `forget` the scheduler's statistics are too. At `until_ns` the replay stops: no step begins then or later, and what
-    has not finished is recorded as unfinished.
-    `progress(ended, total)` is called after steps that end a request.
+    The next step sees a request that arrives at the very end of a step. A request that can never be served is rejected
+    on arrival, and recorded as rejected. `live` holds the requests that have arrived and not ended; with `forget` the
+    scheduler's statistics of ended requests are dropped too. At `until_ns` the replay stops: no step begins then or
+    later, and requests that have not finished are recorded as unfinished. `progress(ended, total)` is called after
+    steps that end a request.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Replay:
         self._env = simpy.Environment(initial_time=0)
 
     def run(self) -> None:
-        """Play the whole trace; returns when every request has finished, or the time is up."""
+        """Replay the whole trace; returns when every request has ended, or at `until_ns`."""
         self._env.process(self._engine())
         self._env.run()
         for request in self._arrivals.left():
@@ -112,7 +112,7 @@ class Replay:
         return took
 
     def _horizon(self, now: int) -> int | None:
-        """Steps that start so many ns from now or later must wait for what arrives then."""
+        """Nanoseconds from now to the next arrival or to the end of the replay; None where neither is known."""
         due, until = self._arrivals.next_ns(), self._until_ns
         if due is None:
             return None if until is None else until - now

@@ -1,8 +1,8 @@
-"""The recorder: what a replay leaves behind, gathered step by step.
+"""The recorder: it collects the run log of a replay step by step.
 
-`StepTable` keeps a row for each plan, `RequestTimes` the times of each request and every gap between tokens. `Recorder`
-makes the run log from both and keeps, on request, the plans themselves. `MeasuredRun` is the record of a run on the
-engine.
+`StepTable` keeps a row for each step plan, `RequestTimes` the times of each request and every gap between tokens.
+`Recorder` makes the run log from both, and keeps the plans too where that is asked for. `MeasuredRun` is the record of
+a run on the engine.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -31,18 +31,27 @@ from harness.replay.features import FEATURES, FeatureMeter, feature_index
 from harness.replay.virtual_time import to_s
 
 PHASES = ("policy_s", "build_s", "forward_s", "sample_s")
-_TIMED = ("step", "start_s", "seconds", "attention_s", "reserved")  # laid out at the end
-_FACTS = tuple(name for name in STEP_COLUMNS if name not in _TIMED)
+_COMPUTED = ("step", "start_s", "seconds", "attention_s", "reserved")  # columns that `drain()` computes
+_GIVEN = tuple(name for name in STEP_COLUMNS if name not in _COMPUTED)
 _FIRST_ONLY = ("copies", "preempted", "admitted", "hit_tokens")
 _GROWING = ("kv_read_tokens", "token")  # by one a row and step
 _CHANGING = (
     *("new_blocks", "frees", "cached", "internal", "external", "free"),
     *("logical_blocks", "physical_blocks"),
 )
+NEVER = -1
+_TIMES = ("arrival_s", "first_scheduled_s", "first_token_s", "finish_s")
+_NO_STATS = RequestStats()
+_COLUMNS = (*REQUEST_COLUMNS, GENERATED)
+RequestTable = dict[str, np.ndarray[Any, np.dtype[Any]]]
+_UNKNOWN = (np.nan,) * len(PHASES)
+_ROWS, _DECODE, _PREFILL, _TOKENS, _DECODE_KV, _PREFILL_KV, _SAMPLED = feature_index(
+    ("rows", "decode_rows", "prefill_tokens", "tokens", "decode_kv", "prefill_kv", "sampled_rows")
+)
 
 
 class StepTable:
-    """Gathers plans; a fast-forward is one entry until `drain()` lays its steps out."""
+    """Gathers plans; a fast-forward is one entry until `drain()` turns it into rows."""
 
     def __init__(self) -> None:
         self._forget()
@@ -51,7 +60,7 @@ class StepTable:
         self._capacity = 0
 
     def _forget(self) -> None:
-        self._facts: list[tuple[Amount, ...]] = []
+        self._values: list[tuple[Amount, ...]] = []
         self._starts: list[int] = []
         self._steps: list[int] = []
         self._ns: list[int] = []
@@ -60,7 +69,7 @@ class StepTable:
 
     @property
     def end_s(self) -> float:
-        """When the last step ended, in seconds."""
+        """End of the last step, in seconds."""
         return float(to_s(self._end_ns))
 
     @property
@@ -78,7 +87,7 @@ class StepTable:
         took_ns: int,
     ) -> None:
         """A plan that began at `now_ns` and ran once, or as often as `timing` has entries, `took_ns` in all."""
-        self._facts.append(_facts(plan, timing, features))
+        self._values.append(_values(plan, timing, features))
         self._starts.append(now_ns)
         self._steps.append(len(timing.ns))
         self._ns += timing.ns
@@ -90,12 +99,12 @@ class StepTable:
             self._capacity = plan.usage.capacity
 
     def drain(self) -> dict[str, Column]:
-        """Every column of STEP_COLUMNS, one entry per step, which are then forgotten: counts int64, times float64 s."""
+        """Every column of STEP_COLUMNS, one entry per step; counts int64, times float64 s. The table is empty then."""
         steps = np.array(self._steps, dtype=np.int64)
-        facts = np.array(self._facts, dtype=np.float64).reshape(-1, len(_FACTS)).repeat(steps, axis=0)
+        facts = np.array(self._values, dtype=np.float64).reshape(-1, len(_GIVEN)).repeat(steps, axis=0)
         found: dict[str, Column] = {
             name: facts[:, index] if name in PHASES else facts[:, index].astype(np.int64)
-            for index, name in enumerate(_FACTS)
+            for index, name in enumerate(_GIVEN)
         }
         nth = np.arange(steps.sum()) - (np.cumsum(steps) - steps).repeat(steps)
         self._add_times(found, steps, nth)
@@ -127,8 +136,8 @@ class StepTable:
                 found[name][further] = np.concatenate([getattr(part, name) for part in self._fast_forwards])
 
 
-def _facts(plan: StepPlan, timing: StepTiming, features: Sequence[Amount]) -> tuple[Amount, ...]:
-    """The plan's entries in the order of STEP_COLUMNS, those of `_TIMED` left out; `features` of its first step."""
+def _values(plan: StepPlan, timing: StepTiming, features: Sequence[Amount]) -> tuple[Amount, ...]:
+    """The plan's values in the order of STEP_COLUMNS, without `_COMPUTED`; `features` are those of its first step."""
     usage, phases = plan.usage, timing.phases
     return (
         *((phases.get(phase, np.nan) for phase in PHASES) if phases else _UNKNOWN),
@@ -151,12 +160,6 @@ def _facts(plan: StepPlan, timing: StepTiming, features: Sequence[Amount]) -> tu
     )
 
 
-_UNKNOWN = (np.nan,) * len(PHASES)
-_ROWS, _DECODE, _PREFILL, _TOKENS, _DECODE_KV, _PREFILL_KV, _SAMPLED = feature_index(
-    ("rows", "decode_rows", "prefill_tokens", "tokens", "decode_kv", "prefill_kv", "sampled_rows")
-)
-
-
 def _of_rows(features: Sequence[Amount]) -> tuple[Amount, ...]:
     """Rows, decode rows, prefill tokens, query tokens, KV slots read, sampled rows."""
     return (
@@ -169,15 +172,8 @@ def _of_rows(features: Sequence[Amount]) -> tuple[Amount, ...]:
     )
 
 
-NEVER = -1
-_TIMES = ("arrival_s", "first_scheduled_s", "first_token_s", "finish_s")
-_NO_STATS = RequestStats()
-_COLUMNS = (*REQUEST_COLUMNS, GENERATED)
-RequestTable = dict[str, np.ndarray[Any, np.dtype[Any]]]
-
-
 @dataclass(slots=True)
-class _Life:
+class _LiveRequest:
     """A request that has arrived and not ended; times in ns."""
 
     place: int  # in order of arrival
@@ -185,33 +181,33 @@ class _Life:
     arrival: int
     scheduled: int = NEVER
     first_token: int = NEVER
-    spared: int = 0  # tokens that branches which ended early did not generate
+    spared: int = 0  # tokens not generated by branches that ended early
 
 
 class RequestTimes:
-    """Times of the requests of one replay in ns.
+    """Times of the requests of one replay in ns, and the gaps between tokens.
 
-    A request is looked at when it arrives, while it is no steady decoder yet, when it stops or starts again getting
-    tokens, and when it ends: never in the steps between, since a steady decoder gets a token from every plan. A gap is
-    counted once per request and token, however many branches get a token at that moment.
+    Call `arrived`, `rejected`, `ended_early` and `add` as the replay goes on, `close` at its end, and `drain` and
+    `drain_gaps` for the results. A steady decoder gets a token from every plan, so no work is done for it between
+    steps. Work is done only when a request arrives, is not steady yet, stops or resumes getting tokens, or ends. A gap
+    counts once per request and token, for any number of branches.
     """
 
     def __init__(self) -> None:
-        self._live: dict[int, _Life] = {}
+        self._live: dict[int, _LiveRequest] = {}
         self._arrived = 0
-        self._steady: Sequence[int] = ()  # who got a token from the last plan: steady decoders
-        self._others: Sequence[int] = ()  # and others
-        self._paused: dict[
-            int, int
-        ] = {}  # who got none, though it had before, and the end of its last token's step
-        self._last_end = 0  # when the last plan that gave tokens ended
+        self._steady: Sequence[int] = ()  # requests that got a token from the last plan: steady decoders
+        self._others: Sequence[int] = ()  # and all others
+        # requests that got no token although they had one before, with the end of the step of their last token
+        self._paused: dict[int, int] = {}
+        self._last_end = 0  # end of the last plan that produced tokens
         self._ended: list[tuple[int, ...]] = []  # rows of the request table, in order of their ends
         self._gap_ns: list[int] = []
         self._gap_weight: list[int] = []
 
     def arrived(self, request: Request, arrival_ns: int) -> None:
-        """A request arrived, or never will (NEVER)."""
-        self._live[request.request_id] = _Life(self._arrived, request, arrival_ns)
+        """A request arrived; `arrival_ns` is NEVER for one that did not arrive."""
+        self._live[request.request_id] = _LiveRequest(self._arrived, request, arrival_ns)
         self._arrived += 1
 
     def rejected(self, request_id: int) -> None:
@@ -229,9 +225,9 @@ class RequestTimes:
     ) -> None:
         """A plan ran from `now_ns` on for `took_ns` in all, its steps taking `ns`."""
         for request_id in plan.admitted:
-            life = self._live[request_id]
-            if life.scheduled == NEVER:
-                life.scheduled = now_ns
+            live = self._live[request_id]
+            if live.scheduled == NEVER:
+                live.scheduled = now_ns
         end = now_ns + took_ns
         for request_id in plan.preempted:
             self._pause(request_id)
@@ -242,7 +238,7 @@ class RequestTimes:
             self._finish(report.finished, end, stats)
 
     def ended_early(self, plan: StepPlan, ended: Mapping[int, Collection[int]]) -> None:
-        """Branches that end with the plan's only step; call it before `add`."""
+        """Record the branches that end with the plan's only step; call it before `add`."""
         sampling = {row.request_id: row for row in plan.rows if row.samples and row.request_id in ended}
         for request_id, row in sampling.items():
             request = self._live[request_id].request
@@ -263,15 +259,17 @@ class RequestTimes:
             self._gap(first_end - self._last_end, again)
         for tokens in report.tokens.values():
             if tokens > 1:
-                self._gap(0, tokens - 1)  # verified together
+                self._gap(0, tokens - 1)  # draft tokens that were verified together
         if len(ns) > 1:
             self._gap_ns += ns[1:]
             self._gap_weight += [len(report.emitted)] * (len(ns) - 1)
         self._steady, self._others = steady, others
 
     def _changed(self, steady: Sequence[int], others: Sequence[int], first_end: int) -> int:
-        """Notes first tokens and pauses; returns how many more than the steady ones got a token then and now."""
-        for request_id in self._others:  # who is no longer among them became steady, paused, or ended
+        """Record first tokens and pauses; returns how many requests beside the steady ones got a token then and now."""
+        for (
+            request_id
+        ) in self._others:  # a request that is no longer among them became steady, paused, or ended
             if request_id not in others and request_id in self._live and request_id not in steady:
                 self._pause(request_id)
         again = 0
@@ -279,9 +277,9 @@ class RequestTimes:
             again -= 1
             self._gap(first_end - self._paused.pop(request_id), 1)
         for request_id in others:
-            life = self._live[request_id]
-            if life.first_token == NEVER:
-                life.first_token = first_end
+            live = self._live[request_id]
+            if live.first_token == NEVER:
+                live.first_token = first_end
             elif request_id in self._paused:
                 self._gap(first_end - self._paused.pop(request_id), 1)
             else:
@@ -297,15 +295,15 @@ class RequestTimes:
             self._paused.pop(request_id, None)
             self._close(self._live.pop(request_id), Outcome.FINISHED, end, stats[request_id])
 
-    def _close(self, life: _Life, outcome: Outcome, end: int, stats: RequestStats) -> None:
-        request = life.request
+    def _close(self, live: _LiveRequest, outcome: Outcome, end: int, stats: RequestStats) -> None:
+        request = live.request
         self._ended.append(
             (
-                life.place,
+                live.place,
                 request.request_id,
-                life.arrival,
-                life.scheduled,
-                life.first_token,
+                live.arrival,
+                live.scheduled,
+                live.first_token,
                 end,
                 request.prompt_tokens,
                 request.output_tokens,
@@ -315,7 +313,7 @@ class RequestTimes:
                 stats.recomputed_tokens,
                 stats.preemptions,
                 outcome,
-                request.output_tokens * request.width - life.spared,
+                request.output_tokens * request.width - live.spared,
             )
         )
 
@@ -326,19 +324,19 @@ class RequestTimes:
 
     def close(self, stats: Mapping[int, RequestStats]) -> None:
         """The replay is over: whoever is left stays unfinished."""
-        for request_id, life in self._live.items():
-            self._close(life, Outcome.UNFINISHED, NEVER, stats.get(request_id, _NO_STATS))
+        for request_id, live in self._live.items():
+            self._close(live, Outcome.UNFINISHED, NEVER, stats.get(request_id, _NO_STATS))
         self._live = {}
 
     def drain(self, count: int | None = None) -> RequestTable:
-        """The first `count` (None: all) rows of the request table, in order of arrival; they are forgotten."""
+        """The first `count` (None: all) rows of the request table, in order of arrival; they are removed here."""
         rows, self._ended = self._ended[:count], self._ended[len(self._ended) if count is None else count :]
         table = np.array(sorted(rows), dtype=np.int64).reshape(len(rows), len(_COLUMNS) + 1)
         found = dict(zip(_COLUMNS, table.T[1:].copy(), strict=True))
         return {name: _seconds(column) if name in _TIMES else column for name, column in found.items()}
 
     def drain_gaps(self) -> tuple[FloatArray, FloatArray]:
-        """Every inter-token gap in seconds, equal ones merged, with how often it occurred; they are forgotten."""
+        """Every inter-token gap in seconds, equal ones merged, with the number of each; they are removed here."""
         values, inverse = np.unique(np.array(self._gap_ns, dtype=np.int64), return_inverse=True)
         weights = np.bincount(inverse, weights=self._gap_weight, minlength=len(values))
         self._gap_ns, self._gap_weight = [], []
@@ -350,11 +348,11 @@ def _seconds(ns: IntArray) -> FloatArray:
 
 
 class Recorder:
-    """Collects one replay; `requests` by id may grow while it runs.
+    """Records one replay; `log()` gives its run log. `requests` by id may grow while the replay runs.
 
-    With `keep_plans` it also keeps each plan's digest, features and draft tokens by request, and the executor's answer:
-    to compare two replays step by step, to price a measured run's plans, and to calibrate. Only for replays without
-    fast-forward.
+    With `keep_plans` it also keeps each step plan's digest, features and draft tokens by request, and the step result.
+    They serve to compare two replays step by step, to price a measured run's plans, and to calibrate. `keep_plans` is
+    only for replays without fast-forward.
     """
 
     def __init__(self, requests: Mapping[int, Request], block_size: int, *, keep_plans: bool = False) -> None:
@@ -371,7 +369,7 @@ class Recorder:
 
     @property
     def parents(self) -> list[Mapping[int, Sequence[int]]]:
-        """Whom each beam continued, by step and request; with `keep_plans` only."""
+        """Beam parents by step and request; with `keep_plans` only."""
         return [result.parents for result in self.results]
 
     @property
@@ -444,7 +442,7 @@ def digests_differ(one: Sequence[str], other: Sequence[str]) -> int | None:
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """A finished run: its log, its recording, and how often the audit compared slots with the books."""
+    """A finished run: its log, its recording, and the number of audits, which compare slots with counters."""
 
     log: RunLog
     recorder: Recorder

@@ -1,7 +1,7 @@
 """A recorder that keeps no rows: steps, requests and gaps are added to running totals, in constant memory.
 
-Chunks end at fixed numbers of steps and requests, so no sum depends on how a replay delivered them.
-`ExtrapolatedSteps` counts the steps that lie outside the hull of what the cost model was measured on.
+Chunks end at fixed numbers of steps and requests, so sums do not depend on the order in which a replay hands them over.
+`ExtrapolatedSteps` counts the steps outside of the hull, the range that the cost model was measured on.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,15 +12,16 @@ import numpy as np
 from engine.core.plan import StepPlan, StepResult
 from engine.core.request import Request
 from engine.core.scheduling.commit import CommitReport, RequestStats
-from harness.metrics.compute import figures
+from harness.metrics.compute import metrics_of_totals
 from harness.metrics.log import BoolArray, Column, FloatArray, Outcome
 from harness.metrics.totals import RunningTotals, Totals
 from harness.replay.cost_model import Amount, CostSource
 from harness.replay.executors import StepTiming
 from harness.replay.recorder import Recorder
 
+CHUNK = 4096  # steps, and requests, that are added to the totals at a time
 COLUMNS = ("rows", "query_tokens", "prefill_tokens", "kv_read_tokens", "copies")
-"""Columns of the step table that span the measured range."""
+"""Columns of the step table whose measured ranges make the hull."""
 
 Hull = Mapping[str, tuple[float, float]]
 DECODE_GRID, PREFILL_GRID = "decode rows outside the timed grid", "chunks outside the timed grid"
@@ -40,17 +41,17 @@ class TimedGrid(Protocol):
 
 
 class GridHull(dict[str, tuple[float, float]]):
-    """The ranges of a fitted model's steps, and the grids that a table looks attention up in before it asks the fit.
+    """The ranges of a fitted model's steps, and the grids in which a table model looks attention up first.
 
-    A step of decode rows alone, or of prefill chunks alone, shows where in its grid it lies; one that mixes them shows
-    no more than its ranges.
+    Steps of decode rows alone, or of prefill chunks alone, are checked against the grids; mixed steps only against the
+    ranges.
     """
 
     decode: TimedGrid | None = None
     prefill: TimedGrid | None = None  # over (tokens of a chunk, its context with these tokens)
 
     def outside_grids(self, steps: Mapping[str, Column]) -> Iterator[tuple[str, BoolArray]]:
-        """(what, which steps) for steps whose attention no grid knows."""
+        """(name, which steps) for the steps whose attention lies outside of a grid."""
         rows, kv = (np.asarray(steps[name], dtype=np.float64) for name in ("decode_rows", "kv_read_tokens"))
         chunks = np.asarray(steps["rows"], dtype=np.float64) - rows
         if self.decode is not None:
@@ -64,7 +65,10 @@ class GridHull(dict[str, tuple[float, float]]):
 
 
 class ExtrapolatedSteps:
-    """Counts the steps of a prediction that lie outside a hull; an empty hull has no outside."""
+    """Counts the steps of a prediction that lie outside of a hull; with an empty hull it counts none.
+
+    Call `add` with the step columns, chunk after chunk, then `section`.
+    """
 
     def __init__(self, hull: Hull) -> None:
         self._hull = hull
@@ -73,7 +77,7 @@ class ExtrapolatedSteps:
         self._by = dict.fromkeys(hull, 0)
 
     def add(self, steps: Mapping[str, Column]) -> None:
-        """Look at more steps."""
+        """Count more steps."""
         seconds = np.asarray(steps["seconds"], dtype=np.float64)
         outside = np.zeros(len(seconds), dtype=bool)
         for name, beyond in self._beyond(steps):
@@ -91,7 +95,7 @@ class ExtrapolatedSteps:
             yield from self._hull.outside_grids(steps)
 
     def section(self) -> dict[str, Any] | None:
-        """As the record keeps it: shares of the steps and of their time, and steps by column; None without a hull."""
+        """The record's section: shares of the steps and of their time, and steps by column; None without a hull."""
         if not self._hull:
             return None
         return {
@@ -104,17 +108,17 @@ class ExtrapolatedSteps:
 
 
 def extrapolated(source: CostSource, steps: Mapping[str, Column]) -> dict[str, Any] | None:
-    """How much of a finished prediction is extrapolation; None where the model was not measured."""
+    """The extrapolation of a finished prediction, as `section()` gives it; None where the model was not measured."""
     found = ExtrapolatedSteps(source.hull)
     found.add(steps)
     return found.section()
 
 
-CHUNK = 4096  # steps, and requests, folded at a time
-
-
 class RunFold:
-    """The totals of one run; `hull` is what its cost model was measured on."""
+    """Adds one run to running totals: steps, gaps and requests as they come, then `close()`, then the results.
+
+    `hull` is the range that its cost model was measured on.
+    """
 
     def __init__(self, hull: Hull) -> None:
         self._running = RunningTotals()
@@ -123,7 +127,7 @@ class RunFold:
         self.extrapolated = ExtrapolatedSteps(hull)
 
     def add_steps(self, fresh: Mapping[str, Column]) -> None:
-        """The next steps, columns as in `RunLog.steps`; they are folded in whole chunks."""
+        """The next steps, columns as in `RunLog.steps`; they are added in whole chunks."""
         steps = {name: np.concatenate([self._left.get(name, fresh[name][:0]), fresh[name]]) for name in fresh}
         whole = len(steps["step"]) // CHUNK * CHUNK
         for start in range(0, whole, CHUNK):
@@ -131,7 +135,7 @@ class RunFold:
         self._left = {name: column[whole:] for name, column in steps.items()}
 
     def add_gaps(self, seconds: FloatArray, weights: FloatArray) -> None:
-        """Gaps between tokens, each standing for so many."""
+        """Gaps between tokens; each stands for its weight of equal gaps."""
         self._running.add_gaps(seconds, weights)
 
     def add_requests(self, table: Mapping[str, Column]) -> None:
@@ -141,7 +145,7 @@ class RunFold:
             self._outcome[outcome] += int((table["outcome"] == outcome).sum())
 
     def close(self) -> None:
-        """No step follows: fold those that fill no chunk."""
+        """Add the last steps, which fill no chunk; no step follows."""
         if self._left:
             self._fold(self._left)
 
@@ -150,9 +154,9 @@ class RunFold:
         self.extrapolated.add(steps)
 
     def metrics(self, span_s: float, capacity_slots: int, kv_bytes_per_token: int) -> dict[str, float]:
-        """Metrics as `compute_metrics` gives them of a log; quantiles within 0.1 %."""
+        """Metrics as `compute_metrics` gives them for a log; quantiles are right within 0.1 %."""
         running = self._running
-        return figures(running.totals, running.samples, span_s, capacity_slots, kv_bytes_per_token)
+        return metrics_of_totals(running.totals, running.samples, span_s, capacity_slots, kv_bytes_per_token)
 
     @property
     def totals(self) -> Totals:
@@ -166,7 +170,10 @@ class RunFold:
 
 
 class StreamingRecorder(Recorder):
-    """Hands steps, gaps and requests to `fold` a chunk at a time, and forgets them."""
+    """A recorder that hands steps, gaps and requests to `fold` a chunk at a time, and keeps none.
+
+    Call `finish` after the replay; the results are in `fold`.
+    """
 
     def __init__(self, requests: Mapping[int, Request], block_size: int, hull: Hull) -> None:
         super().__init__(requests, block_size)

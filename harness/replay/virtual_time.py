@@ -1,4 +1,4 @@
-"""Virtual time in whole nanoseconds: sums are exact, so the order of events never depends on rounding."""
+"""Virtual time in whole nanoseconds: sums are exact, so the order of events does not depend on rounding."""
 
 from typing import Any
 
@@ -7,9 +7,7 @@ import numpy as np
 from harness.metrics.log import FloatArray, IntArray
 
 NS_PER_S = 1_000_000_000
-LATEST_NS = 2**62  # 146 years: times are kept in 64 bits, which the sum of two of them must fit
-
-
+LATEST_NS = 2**62  # 146 years; the sum of two times must fit into 64 bits
 _TOO_LONG = (
     "the replay would last longer than 146 years, beyond what its clock counts; a rate or a figure of the device "
     "(device.*) is too small, or one of its latencies too large"
@@ -19,8 +17,8 @@ _TOO_LONG = (
 class TimeSpanError(OverflowError):
     """A replay would last longer than `LATEST_NS`."""
 
-    def __init__(self, said: str = _TOO_LONG) -> None:
-        super().__init__(said)
+    def __init__(self, message: str = _TOO_LONG) -> None:
+        super().__init__(message)
 
 
 def to_ns(seconds: float | FloatArray) -> Any:

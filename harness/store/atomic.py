@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and the lock of a store.
+"""Files that are written whole or not at all, and the lock of a store.
 
 A file is written to a temporary name in the same folder, flushed to disk and renamed. The lock allows one sweep at a
 time in a store: two sweeps would run the same points twice and overwrite each other's report.
@@ -13,17 +13,18 @@ from pathlib import Path
 
 from harness.store.errors import BusyStoreError, write_failed
 
+_LOCK = ".lock"
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<pid>\d{1,9})\.tmp")
 
 
 def write_files(folder: Path, files: Mapping[str, bytes], *, last: str | None = None) -> None:
-    """Write several files of one folder; all are safely on disk under temporary names before any gets its own.
+    """Write several files of one folder; all are on disk under temporary names before the first is renamed.
 
     Args:
-        folder: created if need be.
+        folder: created where it is missing.
         files: content by file name, renamed in this order.
-        last: the file whose presence says that the others are complete: an older one goes away before the first
-            rename, so that no mixture of old and new can pass for a whole.
+        last: the file whose presence marks the others as complete. An older one is deleted before the first rename,
+            so that a mixture of old and new files is never taken for complete.
 
     Raises:
         StoreError: a write failed (disk full, no permission); the folder is as it was, without temporary files.
@@ -50,10 +51,10 @@ def write_files(folder: Path, files: Mapping[str, bytes], *, last: str | None = 
 
 
 def check_writable(folder: Path) -> None:
-    """Create a folder and prove that it can be written.
+    """Create a folder and write a file to it, to check that it can be written.
 
     Raises:
-        StoreError: it cannot; says why.
+        StoreError: it cannot be written; says why.
     """
     probe = f"probe-{os.getpid()}"
     write_files(folder, {probe: b"pagetwin"})
@@ -61,7 +62,7 @@ def check_writable(folder: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> int:
-    """Delete temporary files of processes that are gone (killed while writing); returns how many."""
+    """Delete temporary files of processes that were killed while writing; returns their number."""
     gone = [path for path in folder.rglob(".*.tmp") if _is_abandoned(path)]
     for path in gone:
         path.unlink(missing_ok=True)
@@ -84,7 +85,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _discard(folder: Path, temporaries: Iterable[Path], fresh: bool) -> None:
-    """Best effort: the error that brought us here is the one to report, not one of the clean-up."""
+    """Delete temporary files; errors are ignored, because the caller reports the error that led here."""
     with suppress(OSError):
         for path in temporaries:
             path.unlink(missing_ok=True)
@@ -105,20 +106,17 @@ def _is_abandoned(path: Path) -> bool:
     return int(match["pid"]) == os.getpid()
 
 
-_NAME = ".lock"
-
-
 @contextmanager
 def exclusive(root: Path) -> Iterator[None]:
-    """Hold the store at `root`, created if need be. The system lets go of it when the process ends, however it ends.
+    """Lock the store at `root`, which is created where it is missing. The lock ends with the process at the latest.
 
     Raises:
-        BusyStoreError: another process holds it; names that process.
-        StoreError: the folder cannot be created, or nothing written in it.
+        BusyStoreError: another process holds the lock; names that process.
+        StoreError: the folder cannot be created or written.
     """
     try:
         root.mkdir(parents=True, exist_ok=True)
-        handle = os.open(root / _NAME, os.O_RDWR | os.O_CREAT, 0o644)
+        handle = os.open(root / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise write_failed(root, error) from error
     try:
@@ -138,12 +136,12 @@ def _take(root: Path, handle: int) -> None:
             "wait for it, or choose another folder with out=..."
         ) from None
     except OSError:
-        return  # a file system without locks (some network mounts): as before there were any
+        return  # a file system without locks (some network mounts): go on without one
     _sign(handle)
 
 
 def _sign(handle: int) -> None:
-    """Leave our process id for the message of whoever comes second; a full disk must not stop us here."""
+    """Write our process id for the error message of a second process; a full disk is ignored here."""
     try:
         os.ftruncate(handle, 0)
         os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)

@@ -12,14 +12,15 @@ import numpy as np
 
 from harness.store.atomic import write_files
 
+Columns = Mapping[str, Any]  # one array or list a column, all of one length
 SCHEMA = (
-    1  # of record.json, failure.json and sweep.json; raise it when a reader of the old form would be misled
+    1  # of record.json, failure.json and sweep.json; raise it when an old reader would misread a new file
 )
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Paths inside the store at `root`; nothing is created."""
+    """Paths inside the store at `root`; creates nothing."""
 
     root: Path
 
@@ -30,12 +31,12 @@ class Layout:
 
     @property
     def manifest(self) -> Path:
-        """What the store was last asked for."""
+        """The last sweep of the store."""
         return self.root / "sweep.json"
 
     @property
     def summary(self) -> Path:
-        """One row a point, derived."""
+        """One row for each point; derived from the records."""
         return self.root / "summary.parquet"
 
     def point(self, fingerprint: str) -> Path:
@@ -47,7 +48,7 @@ class Layout:
         return self.point(fingerprint) / "record.json"
 
     def failure(self, fingerprint: str) -> Path:
-        """What went wrong with a point."""
+        """The failure of a point."""
         return self.point(fingerprint) / "failure.json"
 
     def table(self, fingerprint: str, name: str) -> Path:
@@ -55,16 +56,13 @@ class Layout:
         return self.point(fingerprint) / f"{name}.parquet"
 
 
-Columns = Mapping[str, Any]  # one array or list a column, all of one length
-
-
 def commit_point(
     root: Path, fingerprint: str, record: Mapping[str, Any], tables: Mapping[str, Columns]
 ) -> None:
-    """Store a finished point, whole or not at all; an earlier failure of it is forgotten.
+    """Store a finished point, whole or not at all; an earlier failure of the point is deleted.
 
     Raises:
-        StoreError: the store cannot be written; what it held before is unchanged.
+        StoreError: the store cannot be written; its content is unchanged.
     """
     layout = Layout(root)
     files = {f"{name}.parquet": parquet_bytes(columns) for name, columns in tables.items()}
@@ -75,7 +73,7 @@ def commit_point(
 
 
 def commit_failure(root: Path, fingerprint: str, failure: Mapping[str, Any]) -> Path:
-    """Store what went wrong with a point, beside whatever it had before; returns the file.
+    """Store the failure of a point beside its other files; returns the path.
 
     Raises:
         StoreError: the store cannot be written.
@@ -87,12 +85,12 @@ def commit_failure(root: Path, fingerprint: str, failure: Mapping[str, Any]) -> 
 
 
 def json_bytes(value: object) -> bytes:
-    """Indented UTF-8 JSON; NumPy scalars and arrays become plain, NaN and infinities null (JSON has neither)."""
+    """Indented UTF-8 JSON; NumPy values become plain ones, NaN and infinities null (JSON has neither)."""
     return (json.dumps(_plain(value), indent=1, ensure_ascii=False) + "\n").encode()
 
 
 def parquet_bytes(columns: Columns) -> bytes:
-    """A table as Parquet. pyarrow is imported here: plans and `--help` do not pay for it."""
+    """A table as Parquet. pyarrow is imported here, so that `plan` and `--help` start quickly."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -1,4 +1,4 @@
-"""Errors of a store, as sentences to print."""
+"""Errors of a store. Each message is a sentence that is printed to the user."""
 
 import errno
 from pathlib import Path
@@ -7,15 +7,15 @@ from harness.config.errors import UserError
 
 
 class StoreError(Exception):
-    """Results could not be written; what was committed before is safe. `str()` says where, why and what to do."""
+    """Results could not be written; earlier results are unchanged. `str()` says where, why and what to do."""
 
 
 class ForeignFileError(StoreError):
-    """A file that is not what its name promises: truncated, edited, or from somewhere else. It is skipped."""
+    """A file with wrong content: truncated, edited, or not written by PageTwin. It is skipped."""
 
 
 class StoreVersionError(UserError):
-    """A record of another schema version than this program reads."""
+    """A record with a schema version that this program does not read."""
 
 
 class BusyStoreError(UserError):

@@ -1,6 +1,6 @@
 """The manifest of a store, `sweep.json`.
 
-It says what the store was last asked for, so that `status` and `report` know which points belong together.
+It holds the last sweep of the store, so that `status` and `report` know which points belong together.
 """
 
 import json
@@ -16,7 +16,7 @@ from harness.store.errors import ForeignFileError, StoreVersionError
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """A point of the sweep: its fingerprint and the settings that tell it from the others."""
+    """A point of the sweep: its fingerprint and the settings in which it differs from the others."""
 
     fingerprint: str
     overrides: tuple[str, ...]
@@ -27,7 +27,7 @@ class Manifest:
     """The last sweep (or run) of a store."""
 
     name: str
-    command: str  # makes the sweep again
+    command: str  # repeats the sweep
     overrides: tuple[str, ...]  # as given, the experiment's included
     points: tuple[SweepPoint, ...]
     report: str | None = None  # relative path of the report written from exactly these points

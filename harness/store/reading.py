@@ -1,4 +1,4 @@
-"""Reading a store: whole records are returned; damaged or foreign files are named and skipped.
+"""Reading a store: complete records are returned; damaged or foreign files are named and skipped.
 
 `summary.parquet` has one row for each point, with dotted columns. It is rebuilt from the records and is never a source.
 """
@@ -13,6 +13,8 @@ from harness.store.atomic import write_files
 from harness.store.commit import SCHEMA, Layout, parquet_bytes
 from harness.store.errors import ForeignFileError, StoreVersionError
 
+Record = dict[str, Any]
+_PARQUET = b"PAR1"
 _SECTIONS = (
     "trace",
     "pool",
@@ -30,8 +32,8 @@ _SECTIONS = (
 _ROW = ("metric", "error", "spread")  # of `comparison`
 
 
-def what_is_wrong(record: Mapping[str, Any]) -> str | None:
-    """The first thing that makes this no record of a finished point, in words; None where nothing does."""
+def record_fault(record: Mapping[str, Any]) -> str | None:
+    """The first reason why this is no record of a finished point, in words; None where it is one."""
     if not isinstance(record.get("config"), Mapping):
         return "its section 'config' is missing"
     for name in _SECTIONS:
@@ -49,13 +51,9 @@ def _is_row(row: object) -> bool:
     return isinstance(row, Mapping) and all(key in row for key in _ROW)
 
 
-Record = dict[str, Any]
-_PARQUET = b"PAR1"
-
-
 @dataclass
 class StoreContent:
-    """All that a store holds, by fingerprint, in the order of their names."""
+    """The content of a store by fingerprint, sorted by fingerprint."""
 
     records: dict[str, Record] = field(default_factory=dict)
     failures: dict[str, Record] = field(default_factory=dict)
@@ -130,9 +128,9 @@ def _read_json(path: Path) -> Record:
     return value
 
 
-def _what_is_wrong(path: Path, value: Record) -> str | None:
-    """Why a record does not count as a finished point."""
-    wrong = what_is_wrong(value)
+def _point_fault(path: Path, value: Record) -> str | None:
+    """The first reason why the point in the folder of `path` is not finished; None where it is."""
+    wrong = record_fault(value)
     if wrong:
         return f"not a record of a finished point: {wrong}"
     for name in value.get("tables") or ():
@@ -145,7 +143,7 @@ def _what_is_wrong(path: Path, value: Record) -> str | None:
 
 
 def _is_whole(table: Path) -> bool:
-    """Parquet ends as it begins; what was cut does not. Reading the table itself would cost too much here."""
+    """Whether the file ends as Parquet does (as it begins); a truncated one does not. The table itself is not read."""
     with table.open("rb") as file:
         head, size = file.read(len(_PARQUET)), file.seek(0, 2)
         file.seek(max(0, size - len(_PARQUET)))
@@ -155,7 +153,7 @@ def _is_whole(table: Path) -> bool:
 def _collect(path: Path, fingerprint: str, found: dict[str, Record], problems: list[str]) -> None:
     try:
         value = read_record(path)
-        wrong = _what_is_wrong(path, value) if path.name == "record.json" else None
+        wrong = _point_fault(path, value) if path.name == "record.json" else None
         if wrong:
             raise ForeignFileError(f"{path}: {wrong}")
     except ForeignFileError as error:
@@ -181,8 +179,8 @@ def write_summary(root: Path, records: Iterable[Record]) -> Path:
 def flatten(record: Record) -> dict[str, Any]:
     """A record as one row: nested keys are joined by dots, lists of words by spaces.
 
-    Rows of a list that name a `metric` become `section.<metric>.<field>`; other lists (repeated runs) are left out,
-    since their median and spread are in the record as well.
+    Rows of a list that name a `metric` become `section.<metric>.<field>`. Other lists (repeated runs) are left out,
+    because the record also holds their median and spread.
     """
     return dict(_leaves(record, ""))
 
@@ -203,7 +201,7 @@ def _leaves(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def _column(values: Sequence[Any]) -> list[Any]:
-    """One type a column: numbers stay numbers, a mixture becomes text."""
+    """One type for each column: numbers stay numbers, mixed types become text."""
     kinds = {type(value) for value in values if value is not None}
     if kinds <= {int, float} and float in kinds:
         return [None if value is None else float(value) for value in values]

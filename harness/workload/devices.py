@@ -1,4 +1,4 @@
-"""Whether the engine can run here as it is configured. This is found out before any point runs, and without torch."""
+"""Checks that the engine can run on this machine as configured. They run before any point, and without torch."""
 
 import os
 
@@ -10,7 +10,7 @@ from harness.environment import engine_device, gpu_names
 
 
 def clock_of(config: RunConfig) -> Clock:
-    """`auto` is CPU-seconds of the engine's thread where one CPU thread does all the work, else wall time."""
+    """The clock; `auto` is CPU-seconds of the engine's thread where one CPU thread does all work, else wall time."""
     if config.replay.clock is not Clock.auto:
         return config.replay.clock
     single = engine_device(config.engine.device) == "cpu" and config.engine.threads == 1
@@ -21,7 +21,11 @@ _SHARE = 0.8  # of the machine's memory: the model, its activations and Python n
 
 
 def check_memory(pool_bytes: int, engine: EngineConfig) -> None:
-    """Raises ConfigError for a pool that the machine's memory cannot hold; of a CUDA device the driver will say."""
+    """Check that the machine's memory holds the pool; a CUDA device is not checked here.
+
+    Raises:
+        ConfigError: it does not.
+    """
     _check_fits(
         pool_bytes,
         engine,
@@ -32,7 +36,7 @@ def check_memory(pool_bytes: int, engine: EngineConfig) -> None:
 
 
 def check_weights(weight_bytes: int, engine: EngineConfig) -> None:
-    """The same of a model's weights."""
+    """Check the same for a model's weights."""
     _check_fits(
         weight_bytes, engine, "model", "its weights take", "A sweep with measure=false predicts without them"
     )
@@ -49,7 +53,11 @@ def _check_fits(size: int, engine: EngineConfig, key: str, what: str, remedy: st
 
 
 def check_engine(engine: EngineConfig) -> None:
-    """Raises ConfigError for a device that is not here, or kernels that do not run on the device."""
+    """Check the device and its kernels.
+
+    Raises:
+        ConfigError: the device does not exist, or the kernels do not run on it.
+    """
     if engine.device is EngineDevice.cuda and not gpu_names():
         raise ConfigError(
             "engine.device",
@@ -81,9 +89,9 @@ def _check_native(engine: EngineConfig) -> None:
 
 
 def engine_kernels(engine: EngineConfig) -> list[str]:
-    """What the engine computes with here: the attention that `auto` stands for, and whether the rest is compiled too.
+    """The kernels of the engine on this machine: that of attention (`auto` resolved), and on a CPU that of all else.
 
-    A compiler that goes, or `PAGETWIN_NATIVE=0`, makes another engine of the same configuration.
+    They depend on the C compiler and on `PAGETWIN_NATIVE`, too.
     """
     if engine_device(engine.device) != "cpu":
         return ["triton" if engine.backend is Backend.auto else str(engine.backend)]

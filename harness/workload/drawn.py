@@ -168,12 +168,12 @@ class DrawnOutcomes:
         return BranchSurvival(self.hazard, self.seed) if self.hazard else None
 
     def genealogy(self, source: CostSource, width: int, churn: float | None) -> Genealogy:
-        """The recorded parents, or else draws with `churn` at `width`, or with the calibrated churn where it is None."""
+        """The recorded parents, else draws with `churn` at `width`, or with the calibrated churn where it is None."""
         known = source.beam_churn if churn is None else {width: churn}
         return self.parents or BeamGenealogy(known, evenness=source.beam_evenness)
 
     def accepted(self, source: CostSource) -> DraftAcceptance | None:
-        """The model of accepted drafts, with the given share or else the calibrated one; None (no share) rejects all."""
+        """The model of accepted drafts, with the given or the calibrated share; None without a share: reject all."""
         share = source.draft_acceptance if self.acceptance is None else self.acceptance
         return None if share is None else DraftAcceptance(share, self.seed)
 

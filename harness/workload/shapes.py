@@ -1,4 +1,4 @@
-"""The model, the device and the pool of a point, as numbers. Nothing here imports torch."""
+"""Model, device and pool of a point as numbers. Nothing here imports torch."""
 
 import json
 from dataclasses import asdict, dataclass, replace
@@ -18,7 +18,7 @@ _UNGATED = ("gpt2", "opt", "gpt_neox", "gpt_bigcode")  # two MLP matrices instea
 
 @dataclass(frozen=True)
 class PoolShape:
-    """KV memory of a point. A contiguous policy has slots, which are blocks of one token."""
+    """KV memory of a point. A contiguous policy has blocks of one token."""
 
     policy: CachePolicy
     num_blocks: int
@@ -34,7 +34,7 @@ class PoolShape:
 
 
 def model_shape(model: ModelConfig) -> ModelShape:
-    """The model's arithmetic, from the configuration or from the checkpoint's config.json."""
+    """The shape of the model, from the configuration or from the checkpoint's config.json."""
     facts = _checkpoint_facts(model) if model.path else {}
     heads = facts.get("num_attention_heads") or facts.get("n_head") or model.heads
     hidden = facts.get("hidden_size") or facts.get("n_embd") or model.hidden
@@ -63,7 +63,7 @@ def draft_of(model: ModelConfig, path: str) -> ModelConfig:
 
 
 def draft_shape(config: RunConfig) -> ModelShape | None:
-    """The arithmetic of the model that proposes tokens; None where nothing is proposed."""
+    """The shape of the model that proposes tokens; None without speculation."""
     if not config.decoding.draft_tokens:
         return None
     path = config.decoding.draft_path
@@ -95,7 +95,11 @@ def max_position(model: ModelConfig) -> int:
 
 
 def device_shape(config: RunConfig) -> DeviceShape:
-    """The simulated device in SI units. Raises ConfigError where heads cannot be split among the devices."""
+    """The simulated device in SI units.
+
+    Raises:
+        ConfigError: the heads cannot be split evenly among the devices.
+    """
     device = config.device
     heads = model_shape(config.model).heads
     if heads % device.tensor_parallel:
@@ -118,7 +122,11 @@ def device_shape(config: RunConfig) -> DeviceShape:
 
 
 def pool_shape(config: RunConfig) -> PoolShape:
-    """The pool: as many tokens as asked for, or as the device holds beside the weights. Raises ConfigError."""
+    """The pool: `cache.pool_tokens`, or the tokens that the device's memory holds beside the weights.
+
+    Raises:
+        ConfigError: the pool holds no block, or the sequences are longer than the model allows.
+    """
     cache, model = config.cache, model_shape(config.model)
     longest = max_position(config.model)
     if cache.max_model_len is not None and cache.max_model_len > longest:
@@ -154,7 +162,7 @@ def _tokens_beside_weights(config: RunConfig, model: ModelShape) -> int:
         raise ConfigError(
             "cache.pool_tokens",
             f"{device.tensor_parallel} x {device.name} has {memory_gb:g} GB, the weights of {config.model.name} take "
-            f"{weights / 1e9:.1f} GB: no room for KV. Choose another device, or set the pool by hand",
+            f"{weights / 1e9:.1f} GB, so that no KV fits. Choose another device, or set the pool by hand",
         )
     return int(free // token_bytes)
 

@@ -257,7 +257,7 @@ def simulated_executor(
     *,
     fast_forward: bool,
 ) -> SimulatedExecutor:
-    """The executor of a prediction: seconds from `cost`, outcomes from `workload.drawn`; `requests` may grow meanwhile."""
+    """The executor of a prediction: seconds from `cost`, outcomes from `workload.drawn`; `requests` may grow."""
     drawn = workload.drawn
     return SimulatedExecutor(
         cost,

@@ -21,7 +21,11 @@ from traces.trace import Trace
 
 @lru_cache(maxsize=4)
 def encoder(path: str) -> Encode:
-    """Encode with `tokenizer.json` in a folder, or with that file, without special tokens; raises ParameterError."""
+    """An encoder from `tokenizer.json` in a folder, or from that file; it adds no special tokens.
+
+    Raises:
+        ParameterError: the file cannot be read.
+    """
     from tokenizers import Tokenizer
 
     place = Path(path).expanduser()
@@ -63,7 +67,11 @@ _GENERATED = 1000  # requests of a generated trace where `workload.num_requests`
 
 
 def reshaped_trace(config: RunConfig) -> Trace:
-    """The point's trace before anything is dropped for its size; raises ConfigError with file, line and field."""
+    """The point's trace, before requests that never fit are dropped.
+
+    Raises:
+        ConfigError: the trace cannot be read or reshaped; names file, line and field.
+    """
     trace, workload = config.trace, config.workload
     try:
         return _reshaped(
@@ -83,7 +91,7 @@ def reshaped_trace(config: RunConfig) -> Trace:
 
 
 def _source_key(config: RunConfig) -> tuple[Any, ...]:
-    """All that decides what is read; a file that changed is read again."""
+    """The cache key: all settings that decide what is read, and the file's modification time."""
     trace = config.trace
     reading = (trace.ticks, trace.on_error, trace.sort, trace.tokenizer, config.workload.seed)
     return (
@@ -98,7 +106,7 @@ def _source_key(config: RunConfig) -> tuple[Any, ...]:
 
 
 def _stamp(path: str | None) -> int:
-    """When the file, or the last file of the folder, was changed."""
+    """The modification time of the file, or the latest one in the folder; 0 without a file."""
     if not path or not Path(path).exists():
         return 0
     place = Path(path)

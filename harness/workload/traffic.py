@@ -18,7 +18,7 @@ _NS_PER_US = 1000
 
 @dataclass(frozen=True)
 class Traffic:
-    """The arrival pattern of a point: `arrivals()` turns its requests into the source that a replay reads; times in s."""
+    """The arrival pattern of a point; `arrivals()` makes the source of requests that a replay reads. Times in s."""
 
     mode: ReplayMode = ReplayMode.trace
     users: int = 1
@@ -97,7 +97,7 @@ def _mean_rate(trace: Trace) -> float:
         return (len(trace.requests) - 1) / span_us * 1e6
     raise ConfigError(
         "workload.request_rate",
-        "missing: the trace's requests all arrive at one instant, so it has no mean rate for new arrivals; set workload.request_rate",
+        "missing: the trace's requests all arrive at one instant, so it has no mean rate; set a number",
     )
 
 

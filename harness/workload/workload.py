@@ -1,4 +1,4 @@
-"""The requests of a point: the trace, decoded as the configuration says, without requests that can never fit."""
+"""The workload of a point: the trace, how it is decoded and sent, and the pool, without requests that never fit."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -25,7 +25,10 @@ Identify = Callable[[TraceRequest], BlockIdentity]
 
 @dataclass(frozen=True)
 class Workload:
-    """What a point replays, and on what."""
+    """The requests, the pool and the options that a point replays.
+
+    `scheduler()` makes a scheduler over an empty pool, `requests()` or `stream()` the requests.
+    """
 
     trace: Trace
     pool: PoolShape
@@ -39,12 +42,12 @@ class Workload:
 
     @property
     def decoding(self) -> Decoding:
-        """How requests are decoded whose rows do not say."""
+        """The decoding of requests whose rows do not name one."""
         return self.trace_decoding.configured.mode
 
     @property
     def width(self) -> int:
-        """Sequences of a request whose row does not say."""
+        """Sequences of a request whose row does not name its width."""
         return self.trace_decoding.configured.width
 
     def scheduler(self) -> Scheduler:
@@ -52,11 +55,11 @@ class Workload:
         return new_scheduler(self.pool, self.limits, self.cache, self.batching)
 
     def requests(self, identify: Identify | None = None) -> list[TimedRequest]:
-        """The requests in order of arrival; their blocks are named by prefix keys unless `identify` says otherwise."""
+        """The requests in order of arrival; blocks are identified by prefix keys, or as `identify` says."""
         return list(self.stream(identify))
 
     def stream(self, identify: Identify | None = None) -> Iterator[TimedRequest]:
-        """The same one by one, for traces whose requests are not to lie in memory all at once."""
+        """The same one by one, for traces that should not be in memory as a whole."""
         identify = identify or _by_keys
         for row in self.trace.requests:
             yield TimedRequest(_request(self, row, identify(row)), row.arrival_us * 1000)
@@ -91,7 +94,11 @@ def _output_tokens(workload: Workload, row: TraceRequest, decoding: RequestDecod
 
 
 def build_workload(config: RunConfig) -> Workload:
-    """The point's workload; raises ConfigError where a request can never fit and `workload.oversize` is `error`."""
+    """The point's workload.
+
+    Raises:
+        ConfigError: a request can never fit and `workload.oversize` is `error`, or settings do not fit together.
+    """
     pool = pool_shape(config)
     trace_decoding, traffic = trace_decoding_of(config), traffic_of(config)
     limits = limits_of(config.scheduler, pool.max_model_len)
@@ -120,7 +127,7 @@ def build_workload(config: RunConfig) -> Workload:
 
 
 def _check_span(trace: Trace) -> None:
-    """Raises ConfigError where the last request arrives later than a replay's clock counts."""
+    """Check that the last request arrives within the range of the replay's clock; raises ConfigError."""
     last_us = trace.requests[-1].arrival_us if trace.requests else 0
     if last_us * 1000 > LATEST_NS:
         raise ConfigError(
@@ -158,7 +165,7 @@ def _refusal(workload: Workload, reasons: dict[int, str]) -> str:
 
 
 def with_recorded_beams(config: RunConfig, workload: Workload) -> Workload:
-    """The workload whose beams are replayed where the configuration names a recording; raises ConfigError."""
+    """The workload with recorded beams where `decoding.beam_parents` names a recording; raises ConfigError."""
     path = config.decoding.beam_parents
     if path is None:
         return workload
