@@ -1,7 +1,8 @@
 """A stand-in for harness.point and harness.report: light enough to kill, fail and count by the dozen.
 
 `trace.name` says what a point does; `cost.cache_dir`, which is no part of a point's identity, names a folder where
-each run leaves a line in `runs.txt` and where a file `fixed` makes failing points work.
+each run leaves a line in `runs.txt`, where a file `fixed` makes failing points work, and where a file `limit` holds
+the number of runs that may go on: each run after them waits until the number is raised or the file is gone.
 """
 
 import json
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.errors import ConfigError
+
+LONGEST_WAIT_S = 120  # a safety net: no test rests on it
 
 
 @dataclass(frozen=True)
@@ -37,8 +40,7 @@ def point_identity(config: Any) -> dict[str, str]:
 def run_point(config: Any, *, progress: Any = None) -> Result:
     notes = Path(config.cost.cache_dir) if config.cost.cache_dir else None
     if notes is not None:
-        with (notes / "runs.txt").open("a") as file:
-            file.write(f"{config.trace.name} {config.workload.seed}\n")
+        _wait_below_the_limit(notes, _note_run(notes, f"{config.trace.name} {config.workload.seed}\n"))
     if progress is not None:
         progress("measuring", 1, 2)
     if config.trace.name == "fail" and not (notes and (notes / "fixed").exists()):
@@ -47,10 +49,24 @@ def run_point(config: Any, *, progress: Any = None) -> Result:
         os._exit(9)
     if config.trace.name == "interrupt" and not (notes and (notes / "fixed").exists()):
         raise KeyboardInterrupt
-    if config.trace.name == "slow":
-        time.sleep(0.1)
     record = {"simulated": {"metric": config.workload.seed}, "seconds": {"all": 0.0}}
     return Result(record, {"steps": {"step": list(range(1000))}, "requests": {"request_id": [0, 1]}})
+
+
+def _note_run(notes: Path, line: str) -> int:
+    """Append the line of a run, and return its number from 1, whatever other workers append meanwhile."""
+    with (notes / "runs.txt").open("ab", buffering=0) as file:
+        file.write(line.encode())
+        end = file.tell()  # unbuffered: where this line ends
+    return (notes / "runs.txt").read_bytes()[:end].count(b"\n")
+
+
+def _wait_below_the_limit(notes: Path, number: int) -> None:
+    end = time.monotonic() + LONGEST_WAIT_S
+    while (notes / "limit").exists() and number > int((notes / "limit").read_text() or 0):
+        if time.monotonic() > end:
+            raise TimeoutError("nobody raised the limit or stopped the process")
+        time.sleep(0.01)
 
 
 def write_report(store_root: Path, *, out: Path | None = None, additions: Sequence[Any] = ()) -> Path:
