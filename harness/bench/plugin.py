@@ -1,4 +1,4 @@
-"""The pytest plugin of a benchmark session: it gives a bench file the settings of the caller.
+"""The pytest plugin of a benchmark session. It passes the caller's settings to a bench file.
 
 `harness.bench.session` loads it by its name. Only this module and the bench files need pytest at import.
 """
@@ -11,7 +11,7 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Take the file that the session wrote the settings to."""
+    """Add the option for the file with the settings."""
     parser.addoption("--bench-settings", help="JSON file with the settings of this session")
 
 

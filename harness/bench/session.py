@@ -1,8 +1,8 @@
-"""Timings with pytest-benchmark: one session in a process of its own, with its raw samples kept as JSON.
+"""Timings with pytest-benchmark: one session in its own process, with its raw samples kept as JSON.
 
 A bench file is part of the package, for example `harness/bench/policy/benchmarks.py`. Its tests take two fixtures:
-`benchmark` from pytest-benchmark, and `settings`, the mapping that the caller passed. The process of its own keeps the
-caller's imports out of the measurement, and lets a session start from anywhere, also from a test.
+`benchmark` from pytest-benchmark, and `settings`, the mapping that the caller passed. The separate process keeps the
+caller's imports out of the measurement, and a session can start from anywhere, also from a test.
 """
 
 import json
@@ -22,12 +22,12 @@ NO_TESTS, ALL_PASSED = 5, 0
 
 
 class BenchError(UserError):
-    """The session did not finish: the message holds the end of what pytest printed."""
+    """The session did not finish. The message contains the end of pytest's output."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """One benchmark of a session: what ran, what it told us beside the time, and every sample in seconds."""
+    """One benchmark of a session: its name and parameters, its extra figures, and every sample in seconds."""
 
     name: str
     group: str | None
@@ -44,9 +44,9 @@ def run_session(
 
     Args:
         files: bench files; functions named `test_*` in them are run.
-        settings: handed to them as the fixture `settings`; anything that JSON can hold.
-        out: the file that receives pytest-benchmark's JSON with every raw sample; its folder is created.
-        timer: dotted name of a clock in seconds; `time.process_time` on shared cores.
+        settings: passed to them as the fixture `settings`; any values that JSON can hold.
+        out: the file for pytest-benchmark's JSON with every raw sample. Its folder is created.
+        timer: dotted name of a clock in seconds; use `time.process_time` on shared cores.
 
     Raises:
         BenchError: pytest-benchmark is not installed, a benchmark failed, or none was found.
@@ -98,7 +98,7 @@ def _command(files: Sequence[Path], settings: Path, out: Path, timer: str) -> li
 
 
 def _environment() -> dict[str, str]:
-    """The child finds the same packages as we do, also where they are not installed but on our path."""
+    """The environment of the child process. It finds the same packages, including those only on the caller's path."""
     path = os.pathsep.join(entry for entry in sys.path if entry)
     outer = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    return {**outer, "PYTHONPATH": path}  # a session of its own, also when a test's pytest starts it
+    return {**outer, "PYTHONPATH": path}  # independent of a pytest that starts this session

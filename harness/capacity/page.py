@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 _WIDTH_IN, _HEIGHT_IN = 3.4, 2.5
-_FAR = 3.0  # a panel ends at so many times the bound: what is far beyond says no more
+_FAR = 3.0  # a panel ends at this multiple of the bound; points far beyond add no information
 _LABELS = {"rate": "request rate (requests/s)", "pool": "pool (KV tokens)", "block": "block size (tokens)"}
 _STEADY = 10  # mean latencies that the arrivals should span
 _FOLDER = Path(__file__).parent
 
 
 def draw(trials: Sequence[Trial], slo: Slo, answer: Answer, axis: str) -> "Figure":
-    """A panel a goal; call under `harness.report.style.style()`."""
+    """One panel for each goal. Call it inside `harness.report.style.style()`."""
     figure = new_figure(_WIDTH_IN * len(slo), _HEIGHT_IN)
     panels = figure.subplots(1, len(slo), squeeze=False)[0]
     for panel, goal in zip(panels, slo, strict=True):
@@ -72,8 +72,8 @@ def _median_line(found: Sequence[tuple[float, float, bool]]) -> tuple[list[float
 
 
 @dataclass(frozen=True)
-class Study:
-    """A finished search: the settings that it was asked under, and what it came to."""
+class CapacityStudy:
+    """A finished search: its settings, its answer, and its trials."""
 
     name: str
     settings: Sequence[tuple[str, str]]
@@ -84,7 +84,7 @@ class Study:
     shown: Sequence[Trial]  # those in the picture
 
 
-def write_study(study: Study, folder: Path) -> Path:
+def write_study(study: CapacityStudy, folder: Path) -> Path:
     """Write `capacity.html` and its files; returns the page's path. Raises StoreError where it cannot be written."""
     with style():
         figure = draw(study.shown, study.slo, study.answer, study.axis)
@@ -112,7 +112,7 @@ def answer_text(answer: Answer) -> str:
 
 
 def lost_text(trials: Sequence[Trial]) -> str:
-    """What did not finish in the trials, in words; empty where everything did."""
+    """The requests that did not finish in the trials, in words; empty if all finished."""
     lost: dict[str, int] = {}
     for trial in trials:
         for name, count in trial.outcome.items():
@@ -123,8 +123,8 @@ def lost_text(trials: Sequence[Trial]) -> str:
     )
 
 
-def notes(study: Study) -> list[str]:
-    """What to know before believing the answer."""
+def notes(study: CapacityStudy) -> list[str]:
+    """Limits of the answer that the reader must know."""
     found = []
     outside = [
         trial.extrapolated for trial in study.trials if trial.extrapolated and trial.extrapolated["steps"]
@@ -142,8 +142,8 @@ def notes(study: Study) -> list[str]:
     return found + _short(study)
 
 
-def _short(study: Study) -> list[str]:
-    """Requests that all arrive within a few of their own latencies never show a queue that grows for ever."""
+def _short(study: CapacityStudy) -> list[str]:
+    """A note if all requests arrive within a few of their latencies: then a queue that keeps growing does not show."""
     met = [trial for trial in study.trials if trial.met and trial.rate and "e2e_mean" in trial.metrics]
     if not met:
         return []
@@ -154,12 +154,12 @@ def _short(study: Study) -> list[str]:
         return []
     return [
         f"Short: at {last.rate:.4g} requests/s all requests of a simulation arrive within {window:.3g} s, "
-        f"{window / latency:.1f} times their mean latency. A queue that grows for ever does not show in so short a "
-        f"time: take more requests (workload.num_requests) for a rate that can be sustained."
+        f"{window / latency:.1f} times their mean latency. A queue that keeps growing does not show in so short a "
+        f"time: use more requests (workload.num_requests) to find a rate that can be sustained."
     ]
 
 
-def _page(study: Study, svg: bytes) -> str:
+def _page(study: CapacityStudy, svg: bytes) -> str:
     from jinja2 import Environment
     from markupsafe import Markup
 
@@ -210,7 +210,7 @@ def _csv(trials: Sequence[Trial]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _document(study: Study) -> dict[str, Any]:
+def _document(study: CapacityStudy) -> dict[str, Any]:
     return {
         "question": study.answer.question,
         "answer": asdict(study.answer),

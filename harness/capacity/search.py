@@ -20,7 +20,7 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """`good` meets the SLO and `bad` does not; None where everything tried was of the other kind."""
+    """`good` meets the SLO and `bad` does not. None if no tried value was of that kind."""
 
     good: float | None
     bad: float | None
@@ -33,10 +33,11 @@ class Edge:
 
 
 def highest(meets: Meets, start: float, *, precision: float, low: float, high: float) -> Edge:
-    """The highest value that meets: doubled or halved from `start` until both kinds are seen, then bisected.
+    """Search the highest value for which `meets` holds.
 
-    Stops when good and bad differ by less than the share `precision`, or at `low` and `high`. If meeting is not
-    monotone, the edge is one of several: that is why every seed searches on its own.
+    The value is doubled or halved from `start` until both kinds are seen, then bisected. The search stops when good and
+    bad differ by less than the share `precision`, or at `low` and `high`. If `meets` is not monotone, there are
+    several edges; therefore every seed searches on its own.
     """
     tried, value = 1, min(max(start, low), high)
     good, bad = (value, None) if meets(value) else (None, value)
@@ -56,7 +57,7 @@ def highest(meets: Meets, start: float, *, precision: float, low: float, high: f
 
 
 def smallest(meets: Callable[[int], bool], *, low: int, high: int) -> int | None:
-    """The smallest whole number from `low` to `high` that meets, by bisection; None where `high` does not."""
+    """The smallest whole number from `low` to `high` for which `meets` holds, by bisection; None if `high` fails."""
     if not meets(high):
         return None
     while low < high:
@@ -70,7 +71,7 @@ def smallest(meets: Callable[[int], bool], *, low: int, high: int) -> int | None
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """The mean of the seeds' answers, with Student's interval of it; a single seed has none."""
+    """The mean of the seeds' answers with its Student interval. A single seed has no interval."""
 
     mean: float
     low: float | None
@@ -79,7 +80,7 @@ class Estimate:
 
 
 def estimate(values: Sequence[float], confidence: float = 0.95) -> Estimate:
-    """From one answer a seed; at least one."""
+    """The estimate from one answer for each seed. Needs at least one."""
     mean = float(np.mean(values))
     if len(values) < 2:
         return Estimate(mean, None, None, tuple(values))
@@ -92,18 +93,20 @@ def estimate(values: Sequence[float], confidence: float = 0.95) -> Estimate:
 
 @dataclass(frozen=True)
 class Answer:
-    """What was found: the value with its interval, or why there is none; `unit` for both."""
+    """The result of a search: the value with its interval, or the reason why there is none."""
 
     question: str
     unit: str
     value: Estimate | None
     reason: str = ""
-    choices: tuple[tuple[float, Estimate | None], ...] = ()  # of several candidates, the answer of each
+    choices: tuple[
+        tuple[float, Estimate | None], ...
+    ] = ()  # (candidate, its answer), if there are several candidates
 
 
 @dataclass(frozen=True)
 class NoEdge:
-    """Why a search found no edge; `endless`: all that was tried meets the SLO, not nothing."""
+    """Why a search found no edge. `endless`: every tried value meets the SLO; otherwise none does."""
 
     reason: str
     endless: bool
@@ -121,7 +124,7 @@ def highest_rate(trials: Trials, seeds: int, precision: float, tell: Tell) -> An
 def _rates(
     trials: Trials, seeds: int, precision: float, tell: Tell, block_size: int | None
 ) -> Estimate | NoEdge:
-    """An edge a seed; the last one's is where the next one starts."""
+    """One edge for each seed. Each search starts at the edge of the seed before."""
     start, edges = trials.config.workload.request_rate or 1.0, []
     for seed in range(seeds):
 
@@ -159,9 +162,9 @@ def smallest_pool(trials: Trials, seeds: int, tell: Tell) -> Answer:
 
 
 def best_block_size(trials: Trials, sizes: Sequence[int], seeds: int, precision: float, tell: Tell) -> Answer:
-    """The block size with the highest rate; `choices` has the rates of all, whose intervals may overlap.
+    """The block size with the highest rate. `choices` has the rates of all sizes; their intervals may overlap.
 
-    Where a size holds any rate, none is the best.
+    If a size meets the SLO at any rate, there is no best size.
     """
     if len(set(sizes)) < 2 or min(sizes) < 1:
         raise UserError("--block-sizes: at least two sizes to choose from, of 1 token or more")

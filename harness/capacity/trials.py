@@ -18,19 +18,19 @@ from harness.workload.workload import build_workload
 
 _GOAL = re.compile(r"\s*(\w+)\s*(<=|>=|<|>)\s*([-+.\deE]+)\s*")
 DROPPED = "dropped"
-"""Beside the outcomes: requests that never entered; the user or the reader left them out, so they break no goal."""
+"""Key for requests that the user or the trace reader left out. They never entered, so they break no goal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """`metric` must be at most `bound`, or, if not `upper`, at least; in the metric's unit."""
+    """`metric` must be at most `bound` if `upper`, otherwise at least `bound`, in the metric's unit."""
 
     metric: str
     bound: float
     upper: bool
 
     def holds(self, metrics: Mapping[str, float]) -> bool:
-        """Whether a run meets it; a run without the metric (no output of two tokens, say) does not break it."""
+        """Whether a run meets the goal. A run without the metric (for example, no output of two tokens) meets it."""
         value = metrics.get(self.metric)
         if value is None:
             return True
@@ -44,7 +44,7 @@ Slo = tuple[Goal, ...]
 
 
 def parse_slo(text: str) -> Slo:
-    """Goals from 'ttft_p99<2,tpot_mean<0.05'; raises UserError that names what is wrong and what there is."""
+    """The goals of a text such as 'ttft_p99<2,tpot_mean<0.05'. Raises UserError if it cannot be read."""
     goals = []
     for part in text.split(","):
         found = _GOAL.fullmatch(part)
@@ -80,7 +80,7 @@ def met(slo: Slo, metrics: Mapping[str, float]) -> bool:
 
 @dataclass(frozen=True)
 class Trial:
-    """What a candidate came to under one seed."""
+    """The result of one candidate under one seed."""
 
     rate: float | None
     pool_tokens: int | None
@@ -93,10 +93,10 @@ class Trial:
 
 
 class Trials:
-    """Simulates candidates and remembers every one; `slo` judges them."""
+    """Simulates candidates, judges them by the SLO, and keeps all of them in `made`."""
 
     def __init__(self, config: RunConfig, slo: Slo) -> None:
-        self._config = drawn(config)
+        self._config = with_drawn_arrivals(config)
         self._slo = slo
         self.made: list[Trial] = []
 
@@ -113,7 +113,7 @@ class Trials:
         pool_tokens: int | None = None,
         block_size: int | None = None,
     ) -> Trial:
-        """Simulate one candidate; what is None stays as configured. A request that can never fit breaks the SLO."""
+        """Simulate one candidate. None leaves a value as configured. A request that can never fit breaks the SLO."""
         config = _varied(self._config, seed, rate, pool_tokens, block_size)
         try:
             workload = build_workload(config)
@@ -151,8 +151,8 @@ class Trials:
         )
 
 
-def drawn(config: RunConfig) -> RunConfig:
-    """Recorded arrivals are one sample: a search draws them anew, as a Poisson process, unless told otherwise."""
+def with_drawn_arrivals(config: RunConfig) -> RunConfig:
+    """The configuration with arrivals drawn for each seed: recorded arrivals, a single sample, become Poisson."""
     if config.replay.mode is ReplayMode.trace:
         config = replace(config, replay=replace(config.replay, mode=ReplayMode.poisson))
     return replace(config, measure=False)

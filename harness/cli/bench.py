@@ -9,11 +9,11 @@ if TYPE_CHECKING:
 
 
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Describe `bench` and everything that it can time."""
+    """Describe `bench` and all its benchmarks."""
     parser = commands.add_parser(
         "bench",
         help="time kernels, policy, simulator or engine on this machine",
-        description="Time one part of PageTwin on this machine; what it wrote is named at the end.",
+        description="Time one part of PageTwin on this machine; the end of the output names the files.",
         allow_abbrev=False,
     )
     benches = parser.add_subparsers(dest="bench", required=True, metavar="WHAT")

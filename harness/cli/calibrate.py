@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 _MORE = """\
-Overrides (key=value) choose the model, the engine and the scheduler, as for `run`. The coefficients are kept under a
-fingerprint of model, engine, device, versions and code, and found again by every sweep with cost=fitted or cost=table.
-The errors printed are those on steps and whole workloads that the fit never saw.
+Overrides (key=value) choose the model, the engine and the scheduler, as for `run`. The coefficients are stored under a
+fingerprint of model, engine, device, versions and code. Every sweep with cost=fitted or cost=table finds them there.
+The printed errors are those on steps and whole workloads that the fit never saw.
 Exit codes: 0 done, 1 it could not be measured, 2 the input was wrong."""
 
 
@@ -37,9 +37,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         help="about how long it may take; default: 120",
     )
     parser.add_argument("--no-grid", action="store_true", help="leave out the grid that cost=table needs")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="check and say what it would do, measure nothing"
-    )
+    parser.add_argument("--dry-run", action="store_true", help="check and print the plan, measure nothing")
     parser.set_defaults(takes_overrides=True)
 
 
@@ -60,7 +58,7 @@ def run(arguments: "Arguments") -> int:
 
 
 def _dry_run(config: "RunConfig", budget_s: float) -> int:
-    """Where the coefficients would be kept and whether some are there; nothing is measured."""
+    """Print where the coefficients would be stored, and whether some exist. Nothing is measured."""
     from harness.calibrate.store import calibration_path, is_calibrated
 
     state = "in place of what is there" if is_calibrated(config) else "where nothing is yet"
@@ -70,7 +68,7 @@ def _dry_run(config: "RunConfig", budget_s: float) -> int:
 
 
 def _config(overrides: tuple[str, ...]) -> "RunConfig":
-    """The one configured point, checked as a measured one; raises UserError."""
+    """The one configured point, checked as a measured one. Raises UserError."""
     from harness.config.checks import check_config
     from harness.config.compose import compose_config, normalise
     from harness.point.run import check_model

@@ -19,9 +19,9 @@ SLO = "ttft_p99<2,tpot_mean<0.1"
 SIZES = (4, 8, 16, 32, 64)
 _MORE = """\
 An SLO is a list of bounds on metrics: ttft_p99<2,tpot_mean<0.1 (seconds). Overrides (key=value) choose model, device,
-trace and the rest, as for `run`; nothing is measured. Arrivals are drawn anew for every seed (replay=poisson, or
-replay=gamma); each seed searches on its own, and the interval is Student's over the seeds. A simulation in which a
-request is left out or not finished does not meet any SLO.
+trace and the rest, as for `run`; nothing is measured. Each seed draws its own arrivals (replay=poisson, or
+replay=gamma) and searches on its own. The interval is Student's over the seeds. A simulation in which a request is
+left out or not finished does not meet any SLO.
 example:
   python -m harness capacity --slo 'ttft_p99<2,tpot_mean<0.1' model=llama3_8b device=h200 workload.num_requests=2000"""
 
@@ -31,7 +31,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     parser = commands.add_parser(
         "capacity",
         help="search for the highest rate, smallest pool or best block size under an SLO",
-        description="Search with the simulator for what a configuration holds under an SLO.",
+        description="Search with the simulator for the capacity of a configuration under an SLO.",
         epilog=_MORE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -54,7 +54,7 @@ def run(arguments: "Arguments") -> int:
         raise UserError("capacity: --seeds must be at least 1, --precision between 0 and 1")
     from pathlib import Path
 
-    from harness.capacity.page import Study, answer_text, lost_text, notes, write_study
+    from harness.capacity.page import CapacityStudy, answer_text, lost_text, notes, write_study
     from harness.capacity.trials import Trials, parse_slo
 
     for wrong in check_out(flags.out):
@@ -64,7 +64,7 @@ def run(arguments: "Arguments") -> int:
     trials = Trials(config, slo)
     answer = _answer(trials, flags)
     shown = _shown(trials, flags, answer)
-    study = Study(
+    study = CapacityStudy(
         config.name,
         _settings(trials, arguments.overrides, flags),
         slo,
@@ -95,7 +95,7 @@ def _answer(trials: "Trials", flags: argparse.Namespace) -> "Answer":
 
 
 def _shown(trials: "Trials", flags: argparse.Namespace, answer: "Answer") -> "list[Trial]":
-    """A rate search gets a curve of its own; the others show the trials that they made."""
+    """The trials of the picture: a curve around the answer of a rate search, otherwise the trials of the search."""
     from harness.capacity.search import curve
 
     if flags.find == "rate" and answer.value:

@@ -12,18 +12,18 @@ from harness.gate import LAYERS
 
 if TYPE_CHECKING:
     from harness.console import Arguments
+    from harness.gate.findings import LayerResult
     from harness.gate.settings import GateSettings
-    from harness.gate.verdict import LayerResult
 
 
 _MORE = """\
 layers:
-  resource  what the compiler makes of every kernel for sm_80 and sm_90: registers, spills, shared memory,
-            16-byte loads, instructions, pipeline depth. Needs no GPU and times nothing.
+  resource  every kernel compiled for sm_80 and sm_90: registers, spills, shared memory, 16-byte loads,
+            instructions, pipeline depth. Needs no GPU and times nothing.
   latency   kernels on a GPU, as ratios to a copy and to contiguous attention timed in the same rounds.
   policy    block manager, scheduler and CPU attention, as ratios to loops timed in the same process.
-Without --layer all run that can run here. Overrides change what passes: with gate.latency.material=0.03 nothing that
-is 3 % slower does; gate=NAME takes another file of conf/gate. --dry-run prints every margin.
+Without --layer, all layers run that can run here. Overrides change the margins: with gate.latency.material=0.03
+nothing that is 3 % slower passes; gate=NAME takes another file of conf/gate. --dry-run prints every margin.
 Exit codes: 0 pass, 1 regressed, 2 the input was wrong, 3 inconclusive."""
 
 
@@ -40,7 +40,9 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     parser.add_argument("--layer", action="append", choices=LAYERS, help="run this layer; may be repeated")
     parser.add_argument("--update", action="store_true", help="accept what is measured as the new baseline")
     parser.add_argument("--reason", default="", metavar="TEXT", help="why the baseline may change (--update)")
-    parser.add_argument("--baselines", metavar="DIR", help="where they are; default: results/baselines")
+    parser.add_argument(
+        "--baselines", metavar="DIR", help="folder of the baselines; default: results/baselines"
+    )
     parser.add_argument("--markdown", metavar="FILE", help="append the answer to FILE, e.g. a CI job's page")
     parser.add_argument("--save", metavar="FILE", help="keep a latency run as a record, whatever the verdict")
     parser.add_argument("--dry-run", action="store_true", help="list the cases, measure nothing")
@@ -69,7 +71,7 @@ def run(arguments: "Arguments") -> int:
 
 
 def default_folder() -> Path:
-    """`results/baselines` of this folder, or of the checkout that this package lies in."""
+    """The folder `results/baselines` here, or in the checkout of this package."""
     import harness
 
     here = Path("results/baselines")
@@ -77,7 +79,7 @@ def default_folder() -> Path:
 
 
 def _possible() -> list[str]:
-    """The layers that can run on this machine; which one cannot is said in the answer."""
+    """The layers that can run on this machine. The answer names the others as not run."""
     from harness.environment import gpu_names
 
     return [layer for layer in LAYERS if layer != "latency" or gpu_names()]
@@ -104,18 +106,18 @@ def _update(layers: list[str], folder: Path, reason: str, settings: "GateSetting
 
 
 def _judge_record(file: Path, folder: Path, flags: argparse.Namespace, settings: "GateSettings") -> int:
-    from harness.gate.latency import fresh_or_stale, read_record
-    from harness.gate.run import accept, judged
+    from harness.gate.latency import read_record, stale_finding
+    from harness.gate.run import accept, judge_layer
 
     record = read_record(file)
     if flags.update:
         say(f"baseline written: {accept(record, folder, flags.reason, settings)}")
         return 0
-    return _answer([fresh_or_stale(record) or judged(record, folder, settings)], flags.markdown)
+    return _answer([stale_finding(record) or judge_layer(record, folder, settings)], flags.markdown)
 
 
 def _answer(results: "list[LayerResult]", page: str | None) -> int:
-    from harness.gate.verdict import EXIT_CODES, gravest, lines, markdown
+    from harness.gate.findings import EXIT_CODES, gravest, lines, markdown
 
     for line in lines(results):
         say(line)

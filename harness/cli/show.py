@@ -1,4 +1,4 @@
-"""`show`: the composed configuration, and where each part came from."""
+"""`show`: the composed configuration, and the origin of each part."""
 
 from omegaconf import OmegaConf
 
@@ -11,7 +11,7 @@ from harness.sweep.plan import SweepRequest, run_request
 
 
 def show_command(arguments: Arguments) -> int:
-    """Print the configuration as YAML; of a sweep, its axes and the first point."""
+    """Print the configuration as YAML. For a sweep, print its axes and the first point."""
     if arguments.flags.groups:
         _say_groups()
         return 0

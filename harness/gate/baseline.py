@@ -1,6 +1,6 @@
-"""Baselines: what a layer measured, what was accepted earlier, and the check that every case was run.
+"""Baselines: the figures of a run, the figures accepted earlier, and the check that every case was run.
 
-A baseline is a JSON file in `results/baselines/`. It says on what, why and when it was made.
+A baseline is a JSON file in `results/baselines/`. It records on what, why and when it was made.
 """
 
 import json
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.errors import UserError
-from harness.gate.verdict import Finding, Verdict
+from harness.gate.findings import Finding, Verdict
 from harness.store.atomic import write_files
 
 FORMAT = 1
@@ -19,10 +19,10 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Baseline:
-    """What a layer accepted: `cases` by name, and on what, why and when.
+    """The accepted figures of a layer: `cases` by name, with reason and date.
 
-    `made_on` holds what a comparison depends on (compiler or device, packages), `environment` what is worth knowing
-    beside it; `kernels` is the digest of the kernel sources, None where the layer does not depend on them.
+    `made_on` holds what a comparison depends on (compiler or device, packages). `environment` holds further facts.
+    `kernels` is the digest of the kernel sources; None where the layer does not depend on them.
     """
 
     layer: str
@@ -36,10 +36,10 @@ class Baseline:
 
 
 def read_baseline(file: Path, layer: str) -> Baseline | None:
-    """The baseline in `file`; None if there is none.
+    """The baseline in `file`; None if the file does not exist.
 
     Raises:
-        UserError: the file is no baseline of this layer.
+        UserError: the file is not a baseline of this layer.
     """
     if not file.exists():
         return None
@@ -55,7 +55,7 @@ def read_baseline(file: Path, layer: str) -> Baseline | None:
 
 
 def write_baseline(file: Path, baseline: Baseline) -> None:
-    """Write whole or not at all; cases sorted, so that a change of the file shows what changed."""
+    """Write the file completely or not at all. Cases are sorted, so that a diff of the file is readable."""
     text = json.dumps(asdict(baseline), indent=1, sort_keys=True, ensure_ascii=False) + "\n"
     write_files(file.parent, {file.name: text.encode()})
 
@@ -64,8 +64,8 @@ def write_baseline(file: Path, baseline: Baseline) -> None:
 class Measured:
     """One run of a layer.
 
-    `name` is the baseline's file name without its ending; `cases` are plain values, as they go into a baseline;
-    `kernels` the digest of the kernel sources where the layer depends on them; the rest is as in `Baseline`.
+    `name` is the baseline's file name without its suffix. `cases` are plain values, as a baseline keeps them. The other
+    fields are as in `Baseline`.
     """
 
     layer: str
@@ -77,15 +77,15 @@ class Measured:
     remarks: tuple[str, ...] = ()
 
     def file(self, folder: Path) -> Path:
-        """Where its baseline is."""
+        """The file of the baseline in `folder`."""
         return folder / f"{self.name}.json"
 
 
-def accepted(measured: Measured, reason: str) -> Baseline:
-    """What was measured, as a baseline of today.
+def new_baseline(measured: Measured, reason: str) -> Baseline:
+    """A baseline of today from what was measured.
 
     Raises:
-        UserError: there is no reason, or nothing was measured.
+        UserError: the reason is empty, or nothing was measured.
     """
     if not reason.strip():
         raise UserError("a new baseline needs a reason: gate --update --reason 'why the figures may change'")
@@ -105,7 +105,7 @@ def accepted(measured: Measured, reason: str) -> Baseline:
 
 
 def without_baseline(measured: Measured, folder: Path) -> Finding:
-    """There is nothing to compare with, which is no pass."""
+    """The finding that there is no baseline to compare with: inconclusive."""
     there = sorted(file.stem for file in folder.glob(f"{measured.layer}-*.json"))
     others = f" (there are: {', '.join(there)})" if there else ""
     return Finding(
@@ -117,7 +117,7 @@ def without_baseline(measured: Measured, folder: Path) -> Finding:
 
 
 def coverage(measured: Measured, baseline: Baseline) -> Iterator[Finding]:
-    """A case that is gone could hide a regression; a renamed one is gone and new."""
+    """Findings on missing and new cases. A missing case could hide a regression. A renamed one is both."""
     for case in sorted(set(baseline.cases) - set(measured.cases)):
         yield Finding(case, Verdict.regressed, "in the baseline, but not run: removed, renamed or skipped")
     for case in sorted(set(measured.cases) - set(baseline.cases)):

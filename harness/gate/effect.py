@@ -1,11 +1,11 @@
 """How much slower than its baseline a case is, with bounds, and the verdict that follows from the bounds.
 
 The statistic is the ratio of two medians: of the rounds measured now, and of the rounds of the baseline. Each round is
-itself a ratio of kernel to yardstick, so that clocks and a busy machine cancel. The bounds are a bootstrap percentile
-interval (Efron 1979; `scipy.stats.bootstrap`). It assumes that rounds are independent, and nothing about their
-distribution.
+itself a ratio of kernel to yardstick, so the influence of clocks and of a busy machine cancels. The bounds are a
+bootstrap percentile interval (Efron 1979; `scipy.stats.bootstrap`). It assumes that rounds are independent, and nothing
+about their distribution.
 
-The verdict asks two questions, so that noise can neither raise an alarm nor hide a regression:
+The verdict answers two questions, so that noise can neither raise an alarm nor hide a regression:
 
 * regressed: even the lower bound is above the baseline by more than the negligible margin;
 * pass: even the upper bound is above the baseline by less than the material margin, and the bounds are close together;
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from harness.gate.verdict import Verdict
+from harness.gate.findings import Verdict
 
 CONFIDENCE = 0.99
 RESAMPLES = 2000
@@ -27,9 +27,9 @@ FEWEST_ROUNDS = 10  # a bootstrap of fewer rounds has bounds that are too narrow
 
 @dataclass(frozen=True)
 class Margins:
-    """Slower by less than `negligible` is not worth an alarm; slower by `material` must not pass.
+    """A case slower by less than `negligible` raises no alarm; a case slower by `material` must not pass.
 
-    Bounds further apart than `widest` acquit nobody: one lucky run would do.
+    With bounds further apart than `widest` no case passes, because a single lucky run could produce them.
     """
 
     negligible: float
@@ -39,14 +39,14 @@ class Margins:
 
 @dataclass(frozen=True)
 class Effect:
-    """Time now over time of the baseline: 1.0 is no change, 1.05 is 5 % slower. With bounds at `CONFIDENCE`."""
+    """Time now divided by time of the baseline, with bounds at `CONFIDENCE`. 1.0 is no change, 1.05 is 5 % slower."""
 
     ratio: float
     lower: float
     upper: float
 
     def verdict(self, margins: Margins) -> Verdict:
-        """What the bounds allow to say."""
+        """The verdict that the bounds allow."""
         if self.lower > 1 + margins.negligible:
             return Verdict.regressed
         close = self.upper - self.lower < margins.widest

@@ -1,8 +1,8 @@
 """The latency layer: our kernels on a GPU, as ratios to yardsticks timed in the same rounds.
 
-There are two yardsticks. A copy of as many bytes as the call must move says how close the call is to the speed of the
-memory. Contiguous attention of the same shape says what paging costs. Each has its own finding for every case. A run
-can be kept as a record and judged on any machine, as long as the kernels are the same.
+There are two yardsticks. A copy of as many bytes as the call must move shows how close the call is to the speed of the
+memory. Contiguous attention of the same shape shows the cost of paging. Each yardstick has its own finding for every
+case. A run can be kept as a record and judged on any machine, as long as the kernels are the same.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from harness.bench.kernels.cases import CaseSpec
 from harness.config.errors import UserError
 from harness.environment import kernel_digest
-from harness.gate.baseline import Baseline, Measured, accepted, coverage, read_baseline, write_baseline
+from harness.gate.baseline import Baseline, Measured, coverage, new_baseline, read_baseline, write_baseline
 from harness.gate.effect import Effect, effect
+from harness.gate.findings import Finding, LayerResult, Verdict
 from harness.gate.settings import GateSettings, default_settings
-from harness.gate.verdict import Finding, LayerResult, Verdict
 
 if TYPE_CHECKING:
     import torch
@@ -24,23 +24,30 @@ if TYPE_CHECKING:
     from paged_kernels.providers import Case, Provider
 
 
-# NVML's nvmlClocksEventReason…: what means that the device could not go as fast as it was asked to.
+Round = Callable[[], float]  # seconds per call
+
+FEWEST, MOST, STEP = (
+    30,
+    150,
+    20,
+)  # rounds: the least, the most, and how many before the spread is checked again
+PRECISE = 0.02  # stop when the bounds of the ratio's median are no further apart than this
+
+# Reasons of NVML (nvmlClocksEventReason…) why the device runs slower than it was asked to.
 _SLOWDOWNS = {
     0x4: "power cap",
     0x8: "hardware slowdown",
     0x20: "thermal (software)",
     0x40: "thermal (hardware)",
 }
-_HARMLESS = 0x4  # a power cap is how a full load runs on many devices: reported, no reason to doubt a ratio
-Round = Callable[[], float]  # seconds per call
-FEWEST, MOST, STEP = 30, 150, 20
-PRECISE = 0.02  # stop when the bounds of the ratio's median are no further apart than this
-Say = Callable[[str], None]
+_HARMLESS = (
+    0x4  # many devices reach their power cap under full load: reported, but no reason to doubt a ratio
+)
 
 
 @dataclass(frozen=True)
 class ClockState:
-    """Clocks in MHz and the reasons why they are not higher; zeros and nothing where the driver does not say."""
+    """Clocks in MHz and the reasons why they are not higher. Zeros and no reasons where the driver does not tell."""
 
     sm_mhz: int = 0
     memory_mhz: int = 0
@@ -48,12 +55,12 @@ class ClockState:
 
     @property
     def doubtful(self) -> tuple[str, ...]:
-        """Reasons for which a measurement should not be trusted."""
+        """Reasons not to trust a measurement."""
         return tuple(reason for reason in self.reasons if reason != _SLOWDOWNS[_HARMLESS])
 
 
 def clock_state(index: int = 0) -> ClockState:
-    """The clocks of the GPU `index` now; an empty state without NVML, which says nothing and stops nothing."""
+    """The present clocks of GPU number `index`; an empty state without NVML."""
     try:
         import pynvml
     except ModuleNotFoundError:
@@ -72,10 +79,10 @@ def clock_state(index: int = 0) -> ClockState:
 
 
 def interleaved(kernel: Round, yardsticks: Mapping[str, Round]) -> dict[str, list[float]]:
-    """Ratios of kernel to each yardstick, one a round.
+    """Ratios of kernel to each yardstick, one for each round.
 
-    Each round runs everything twice, the second time in the opposite order (A B C C B A), so that a slow drift cancels
-    within it. The number of rounds depends on their spread alone, never on the ratio that they show.
+    Each round runs everything twice, the second time in the opposite order (A B C C B A), so that a slow drift cancels.
+    The number of rounds depends only on their spread, never on the ratio.
     """
     ratios: dict[str, list[float]] = {name: [] for name in yardsticks}
     while True:
@@ -89,7 +96,7 @@ def interleaved(kernel: Round, yardsticks: Mapping[str, Round]) -> dict[str, lis
 
 
 def precise(ratios: Sequence[float]) -> bool:
-    """Whether more rounds would tell little more."""
+    """Whether more rounds would add little information."""
     found = effect(ratios, ratios)
     return found.upper - found.lower <= PRECISE
 
@@ -103,15 +110,15 @@ def _round(kernel: Round, yardsticks: Mapping[str, Round]) -> dict[str, float]:
 
 
 def write_record(measured: Measured, file: Path) -> None:
-    """Keep a run. A record has a baseline's form, so that it can become one."""
-    write_baseline(file, accepted(measured, "record of a run"))
+    """Write a run as a record. A record has the form of a baseline, so it can become one."""
+    write_baseline(file, new_baseline(measured, "record of a run"))
 
 
 def read_record(file: Path) -> Measured:
     """The run in `file`.
 
     Raises:
-        UserError: there is no such file, or it is no latency record.
+        UserError: the file does not exist, or is not a latency record.
     """
     found = read_baseline(file, "latency")
     if found is None:
@@ -133,8 +140,8 @@ def latency_name(device: str) -> str:
     return "-".join(["latency", *words])
 
 
-def fresh_or_stale(record: Measured) -> LayerResult | None:
-    """None for a record of this tree's kernels; else the finding that says it proves nothing about them."""
+def stale_finding(record: Measured) -> LayerResult | None:
+    """None for a record of the present kernels; otherwise a result that says the record is of other kernels."""
     if record.kernels == kernel_digest():
         return None
     reason = f"stale: the record is of kernels {record.kernels}, this tree's are {kernel_digest()}; time them again"
@@ -142,11 +149,13 @@ def fresh_or_stale(record: Measured) -> LayerResult | None:
     return LayerResult("latency", (finding,), str(record.made_on["device"]), record.remarks)
 
 
-def measure_on_gpu(say: Say = lambda line: None) -> Measured:
-    """Time every case of the preset `gate`; a case that fails is left out, which the coverage rule turns into a fail.
+def measure() -> Measured:
+    """Time the cases of the preset `gate` on this machine's GPU.
+
+    A case that fails is left out. Then `coverage` finds it missing, which is a regression.
 
     Raises:
-        UserError: this machine has no CUDA device that torch can use.
+        UserError: torch finds no CUDA device here.
     """
     import torch
 
@@ -157,20 +166,17 @@ def measure_on_gpu(say: Say = lambda line: None) -> Measured:
         )
     from harness.bench.kernels.cases import gate
 
-    return measure_cases(gate(), torch.device("cuda"), torch.cuda.get_device_name(), say)
+    return measure_cases(gate(), torch.device("cuda"), torch.cuda.get_device_name())
 
 
-def measure_cases(specs: list[CaseSpec], device: "torch.device", device_name: str, say: Say) -> Measured:
+def measure_cases(specs: list[CaseSpec], device: "torch.device", device_name: str) -> Measured:
     """Time cases on any device, one after the other."""
     cases: dict[str, Any] = {}
     remarks = []
     for spec in specs:
-        say(spec.name)
         try:
             cases |= dict(_timed(spec, device))
-        except (
-            Exception
-        ) as error:  # its absence from the cases fails the gate; the others are still worth having
+        except Exception as error:  # the missing case fails the gate; the other cases are still worth having
             remarks.append(f"{spec.name} was not timed: {type(error).__name__}: {str(error)[:300]}")
     return Measured(
         layer="latency",
@@ -184,7 +190,7 @@ def measure_cases(specs: list[CaseSpec], device: "torch.device", device_name: st
 
 
 def _timed(spec: CaseSpec, device: "torch.device") -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, ratios by round) of one case for every yardstick."""
+    """Pairs of name and values (`ratios`, `throttled`) of one case, one for each yardstick."""
     from harness.bench.kernels.calls import build, cache_bytes, copies_past_cache
     from harness.cost.timings import CONTIGUOUS, OURS, SDPA
     from paged_kernels.providers import find_providers
@@ -193,7 +199,7 @@ def _timed(spec: CaseSpec, device: "torch.device") -> Iterator[tuple[str, dict[s
     inputs = [build(spec, device, seed) for seed in range(count)]
     known = find_providers()
     kernel = _provider_round(known[OURS], inputs, device)
-    whole = CONTIGUOUS if spec.queries == 1 else SDPA  # the twin is of the decode kernel
+    whole = CONTIGUOUS if spec.queries == 1 else SDPA  # the contiguous twin exists only for decode
     plain = "copy" if spec.queries == 1 else "matmul"
     yardsticks = {whole: _provider_round(known[whole], inputs, device), plain: _plain_round(inputs, device)}
     before = clock_state()
@@ -207,10 +213,10 @@ def _timed(spec: CaseSpec, device: "torch.device") -> Iterator[tuple[str, dict[s
 
 
 def _provider_round(provider: "Provider", inputs: "list[Case]", device: "torch.device") -> Round:
-    """Rounds of one provider, whose output must be right first.
+    """Rounds of one provider. Its output is checked first.
 
     Raises:
-        DisagreementError: it is not.
+        DisagreementError: the output is wrong.
     """
     from harness.bench.kernels.calls import checked_runs, prepare_rounds
 
@@ -237,33 +243,22 @@ def _versions(*packages: str) -> dict[str, str]:
 
 
 def case_names() -> list[str]:
-    """The attention calls that are timed; each gives a ratio to every yardstick."""
+    """The names of the timed attention calls. Each gives one ratio for every yardstick."""
     from harness.bench.kernels.cases import gate
 
     return [spec.name for spec in gate()]
 
 
-def measure() -> Measured:
-    """Time the gate's cases on this machine's GPU.
-
-    Raises:
-        UserError: there is none.
-    """
-
-    return measure_on_gpu()
-
-
 def judge(now: Measured, baseline: Baseline, settings: GateSettings | None = None) -> LayerResult:
     """Compare with a baseline of the same device and the same yardsticks, by the margins `latency`.
 
-    Returns a single inconclusive finding where they differ: another device, or another version of what the yardsticks
-    are made of.
+    Returns a single inconclusive finding if the device, or the version of torch or Triton, differs.
     """
     made_on = f"{now.made_on['device']}, {len(now.cases)} ratios"
     different = [key for key in now.made_on if now.made_on[key] != baseline.made_on.get(key)]
     if different:
         pairs = "; ".join(f"{key} {baseline.made_on.get(key)} → {now.made_on[key]}" for key in different)
-        reason = f"the baseline was made elsewhere ({pairs}); ratios of the two say nothing about our kernels"
+        reason = f"the baseline was made elsewhere ({pairs}); a comparison says nothing about our kernels"
         return LayerResult(
             "latency", (Finding("latency", Verdict.inconclusive, reason),), made_on, now.remarks
         )
@@ -275,7 +270,7 @@ def judge(now: Measured, baseline: Baseline, settings: GateSettings | None = Non
 
 
 def unfit(now: Measured, settings: GateSettings | None = None) -> Iterator[str]:
-    """Why these figures must not become a baseline: skipped cases, a throttled device, or too much noise."""
+    """The reasons why these figures cannot become a baseline: a throttled device, or too much noise."""
     yield from (finding.reason for finding in _throttled(now))
     widest = (settings or default_settings()).latency.widest
     for case, values in now.cases.items():
@@ -289,7 +284,7 @@ def _effect(now: Measured, baseline: Baseline, case: str) -> Effect:
 
 
 def _throttled(now: Measured) -> Iterator[Finding]:
-    """A device that slowed down under the measurement makes every ratio doubtful, a good one too."""
+    """Findings on a device that slowed down during the measurement. No ratio can then be trusted."""
     for case, values in now.cases.items():
         if values.get("throttled"):
             reason = f"the device slowed down while this was timed: {values['throttled']}"
@@ -297,7 +292,7 @@ def _throttled(now: Measured) -> Iterator[Finding]:
 
 
 def _worst(effects: dict[str, Any]) -> Iterator[str]:
-    """The case that lost most, named even where all pass; nothing is averaged away."""
+    """A remark with the slowest case, even where all pass, since no average is reported."""
     if effects:
         case = max(effects, key=lambda name: effects[name].ratio)
         yield f"worst case: {case}, {effects[case]}"

@@ -1,9 +1,10 @@
-"""The policy layer: CPU time of block manager, scheduler and CPU attention, as a multiple of a loop of the same rounds.
+"""The policy layer: CPU time of block manager, scheduler and CPU attention, as ratios to a loop of the same rounds.
 
-Never change `reference_loop`: every baseline is a multiple of its time. It does what the policy does, in fixed
-numbers: attribute and method calls, lists, dictionaries, integers, small arrays. A faster or a busier machine changes
-both alike. The loads are small replays through the public interface of the scheduler. CPU attention is compared with
-gathering the blocks into one buffer and attending over it, which moves the same bytes and runs the same product.
+Never change `reference_loop`: every baseline is a multiple of its time. The loop does the same kinds of work as the
+policy, a fixed number of times: attribute and method calls, lists, dictionaries, integers, small arrays. A faster or a
+busier machine changes both in the same way. The loads are small replays through the public interface of the scheduler.
+CPU attention is compared with gathering the blocks into one buffer and attending over it, which moves the same bytes
+and runs the same product.
 """
 
 import gc
@@ -23,8 +24,8 @@ from engine.core.request import Request
 from engine.core.scheduling.scheduler import Scheduler
 from harness.gate.baseline import Baseline, Measured, coverage
 from harness.gate.effect import Margins, effect
+from harness.gate.findings import Finding, LayerResult, Verdict
 from harness.gate.settings import GateSettings, default_settings
-from harness.gate.verdict import Finding, LayerResult, Verdict
 
 if TYPE_CHECKING:
     import torch
@@ -32,11 +33,12 @@ if TYPE_CHECKING:
 
 LOOP_TURNS = 800
 LOAD_BLOCK_SIZE = 16
-ROWS, HEADS, KV_HEADS, DIM, CONTEXT, BLOCK_SIZE = 8, 16, 4, 64, 512, 16
-ROUNDS, MOST_ROUNDS = 20, 80
-SETTLED = 1 / 6  # bounds of a ratio so close are close enough
-Work = Callable[[], object]
 ATTENTION = "CPU attention: decode over paged KV"
+ROWS, HEADS, KV_HEADS, DIM, CONTEXT, BLOCK_SIZE = 8, 16, 4, 64, 512, 16  # of the case ATTENTION
+ROUNDS, MOST_ROUNDS = 20, 80
+SETTLED = 1 / 6  # no more rounds are needed once the bounds of a ratio are closer than this
+
+Work = Callable[[], object]
 
 
 class _Item:
@@ -54,7 +56,7 @@ class _Item:
 
 
 def reference_loop() -> int:
-    """A checksum, so that nothing of it can be left out."""
+    """The yardstick of the loads. Returns a checksum, so that no part of it can be optimised away."""
     items = [_Item(name) for name in range(64)]
     index: dict[int, _Item] = {}
     free = list(range(4096))
@@ -73,7 +75,7 @@ def reference_loop() -> int:
 
 @dataclass(frozen=True)
 class Load:
-    """Requests and the pool they compete for; `parents` re-parents the beams of a request in a step."""
+    """Requests and the size of their pool in blocks. `parents(width, step)` gives the parents of a request's beams."""
 
     requests: tuple[Request, ...]
     blocks: int
@@ -81,7 +83,7 @@ class Load:
     parents: Callable[[int, int], list[int]] | None = None
 
     def run(self) -> int:
-        """Serve every request to its end; returns the number of steps."""
+        """Serve all requests; returns the number of steps."""
         scheduler = Scheduler(PagedManager(self.blocks, LOAD_BLOCK_SIZE), self.limits)
         for request in self.requests:
             scheduler.submit(request)
@@ -100,7 +102,7 @@ class Load:
 
 
 def loads() -> dict[str, Load]:
-    """The loads by name. A changed load is a new case: give it a new name."""
+    """The loads by name. A changed load is a new case and needs a new name."""
     return {
         "scheduler: decode, 64 sequences": Load(_plain(64, 16, 96), 2000, SchedulerLimits(2048, 64)),
         "scheduler: chunked prefill, 200 prompts of 700": Load(
@@ -117,7 +119,7 @@ def _plain(count: int, prompt: int, output: int) -> tuple[Request, ...]:
 
 
 def _sharing(count: int) -> tuple[Request, ...]:
-    """Three prompts of 1,024 tokens in turn, each followed by a question of its own."""
+    """Requests with one of three shared prefixes of 1,024 tokens in turn, and 40 tokens of their own."""
     return tuple(
         Request(rid, 1064, 8, identity=KeyIdentity(rid, [(rid % 3, 1024), (None, 40)]))
         for rid in range(count)
@@ -129,7 +131,7 @@ def _beams(count: int, width: int) -> tuple[Request, ...]:
 
 
 def _half(width: int, step: int) -> list[int]:
-    """Half of the beams continue, each in two hypotheses; which half alternates."""
+    """Parents that continue every second beam, each twice. Even and odd steps continue the other half."""
     return [2 * (place // 2) + step % 2 for place in range(width)]
 
 
@@ -143,7 +145,7 @@ class _Inputs:
 
 
 def attention_pair() -> tuple[Callable[[], object], Callable[[], object]]:
-    """(our decode over paged KV, its yardstick), float32, one thread."""
+    """Our decode over paged KV and its yardstick, in float32 on one thread."""
     import torch
 
     torch.set_num_threads(1)
@@ -193,14 +195,12 @@ def _gather_and_attend(inputs: _Inputs) -> Callable[[], object]:
 
 
 def case_names() -> list[str]:
-    """The loads, and attention on the CPU."""
-
+    """The names of the loads, and of attention on the CPU."""
     return [*loads(), ATTENTION]
 
 
 def measure() -> Measured:
     """Time every load, and attention on the CPU."""
-
     cases = {name: {"ratios": rounds(load.run, reference_loop)} for name, load in loads().items()}
     cases[ATTENTION] = {"ratios": rounds(*attention_pair())}
     python = ".".join(platform.python_version_tuple()[:2])
@@ -208,22 +208,22 @@ def measure() -> Measured:
 
 
 def margins_of(case: str, settings: GateSettings | None = None) -> Margins:
-    """How much slower a case may be."""
+    """The margins of a case."""
     chosen = settings or default_settings()
     return chosen.attention if case == ATTENTION else chosen.policy
 
 
 def rounds(work: Work, yardstick: Work) -> list[float]:
-    """Ratios of CPU time, work to yardstick, one a round; as many rounds as their spread asks for.
+    """Ratios of CPU time, work to yardstick, one for each round. The spread of the rounds decides their number.
 
-    Each round runs both twice, in the order A B B A, and takes the faster run of each: what other processes do to the
-    caches only ever costs time. CPU time, so that waiting costs nothing.
+    Each round runs both twice, in the order A B B A, and takes the faster run of each, because the influence of other
+    processes on the caches only ever costs time. CPU time is used, so that waiting does not count.
     """
     work(), yardstick()
     found: list[float] = []
     gc.collect()
-    gc.freeze()  # what is there already need not be walked through again and again
-    gc.disable()  # a collection that one side triggers would be paid by the other
+    gc.freeze()  # later collections skip the objects that exist already
+    gc.disable()  # otherwise one side would pay for a collection that the other side caused
     try:
         while len(found) < MOST_ROUNDS and not (
             len(found) >= ROUNDS and len(found) % 10 == 0 and _settled(found)
@@ -238,13 +238,13 @@ def rounds(work: Work, yardstick: Work) -> list[float]:
 
 
 def _settled(found: list[float]) -> bool:
-    """Whether more rounds would tell little more; looks at their spread alone."""
+    """Whether more rounds would add little information. Only the spread decides, not the ratio."""
     bounds = effect(found, found)
     return bounds.upper - bounds.lower < SETTLED
 
 
 def judge(now: Measured, baseline: Baseline, settings: GateSettings | None = None) -> LayerResult:
-    """Compare with a baseline of the same Python; another interpreter speeds loops and calls up differently."""
+    """Compare with a baseline of the same Python version. Other versions change loops and calls differently."""
     made_on = f"Python {now.made_on['python']}, {len(now.cases)} ratios"
     if baseline.made_on != now.made_on:
         reason = f"the baseline is of Python {baseline.made_on.get('python')}"
@@ -256,7 +256,7 @@ def judge(now: Measured, baseline: Baseline, settings: GateSettings | None = Non
 
 
 def unfit(now: Measured, settings: GateSettings | None = None) -> Iterator[str]:
-    """Why these figures must not become a baseline: rounds so far apart that no later run could pass."""
+    """The reasons why these figures cannot become a baseline: a spread so wide that no later run could pass."""
     for case, values in now.cases.items():
         found = effect(values["ratios"], values["ratios"])
         if found.upper - found.lower > margins_of(case, settings).widest:

@@ -1,7 +1,7 @@
-"""The resource layer: every kernel configuration, compiled for every architecture that it is made for.
+"""The resource layer: every kernel configuration, compiled for every architecture that it supports.
 
-No GPU is needed: Triton brings its compiler and NVIDIA's tools. The disassembly gives registers, spills, wide loads and
-instructions. `SHARED_LIMIT_BYTES`, `broken` and `worse` say what counts as a regression.
+No GPU is needed: Triton contains its compiler and NVIDIA's tools. The disassembly gives registers, spills, wide loads
+and instructions. `SHARED_LIMIT_BYTES`, `broken` and `worse` define a regression.
 """
 
 import multiprocessing
@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from harness.config.errors import UserError
 from harness.environment import kernel_digest
 from harness.gate.baseline import Baseline, Measured, coverage
+from harness.gate.findings import Finding, LayerResult, Verdict
 from harness.gate.settings import GateSettings, default_settings
-from harness.gate.verdict import Finding, LayerResult, Verdict
 
 if TYPE_CHECKING:
     from paged_kernels.triton.configurations import KernelConfiguration
@@ -30,17 +30,17 @@ _BUFFER = re.compile(
     r"local_alloc : \(\) -> !ttg\.memdesc<(?P<depth>\d+)x(?P<keys>\d+)x(?P<width>\d+)x[^>]*mutable>"
 )
 _USAGE = re.compile(r"REG:(?P<registers>\d+) STACK:(?P<stack>\d+)")
-SHARED_LIMIT_BYTES = {80: 166_912, 90: 232_448}  # one program's; the compiler itself does not check it
+SHARED_LIMIT_BYTES = {80: 166_912, 90: 232_448}  # of one program; the compiler does not check this limit
 _UNCOMPILED = "error"  # the key under which a case keeps the compiler's refusal
 
 
 @dataclass(frozen=True)
 class Instructions:
-    """Counts over one kernel's machine code.
+    """Counts of instructions in the machine code of one kernel.
 
-    `wide_loads` and `narrow_loads` are loads from global memory of 16 bytes a thread and of fewer, asynchronous copies
-    to shared memory (LDGSTS) among them; `local` are accesses to local memory, which only spills and arrays indexed at
-    run time need; `hmma` and `hgmma` are matrix instructions of a warp and, on sm_90, of a warp group.
+    `wide_loads` and `narrow_loads` are loads from global memory of 16 bytes and of fewer bytes per thread, including
+    asynchronous copies to shared memory (LDGSTS). `local` are accesses to local memory, which only spills and arrays
+    indexed at run time need. `hmma` and `hgmma` are matrix instructions of a warp and, on sm_90, of a warp group.
     """
 
     total: int
@@ -52,7 +52,7 @@ class Instructions:
 
 
 def count(text: str) -> Instructions:
-    """Count in the text of a disassembly; padding behind the last branch (NOP, BRA to itself) is part of the total."""
+    """Count the instructions of a disassembly. The total includes the padding at the end (NOP, BRA to itself)."""
     opcodes = list(_opcodes(text.splitlines()))
     loads = [opcode for opcode in opcodes if opcode.startswith("LDG")]
     wide = [opcode for opcode in loads if ".128" in opcode]
@@ -75,11 +75,11 @@ def _opcodes(lines: Iterable[str]) -> Iterable[str]:
 
 @dataclass(frozen=True)
 class Resources:
-    """What one compiled kernel takes.
+    """The resources of one compiled kernel.
 
-    `depth` is the number of tiles that each K and V buffer holds (the smaller of the two): 2 or more means that the
-    next tile loads while this one is worked on; 0 means that no tile is staged in shared memory. Spilled registers
-    show as a stack and as accesses to local memory.
+    `depth` is the number of tiles in each K and V buffer (the smaller of the two). With 2 or more, the next tile loads
+    while the present one is computed; 0 means that no tile is staged in shared memory. Spilled registers appear as a
+    stack and as accesses to local memory.
     """
 
     registers: int
@@ -95,7 +95,7 @@ class Resources:
 
 
 def refuse_interpreter() -> None:
-    """Kernels that were decorated for the interpreter cannot be compiled.
+    """Refuse to run with Triton's interpreter, because kernels decorated for it cannot be compiled.
 
     Raises:
         UserError: TRITON_INTERPRET is set.
@@ -105,17 +105,17 @@ def refuse_interpreter() -> None:
 
 
 def resources(configuration: "KernelConfiguration", capability: int) -> Resources:
-    """Compile for compute capability `capability` (80, 90) and measure.
+    """Compile for compute capability `capability` (80, 90) and read the resources.
 
     Raises:
-        RuntimeError: the compiler refused it; the message is the compiler's.
+        RuntimeError: the compiler refused the kernel; the message is the compiler's.
     """
     built = compiled(configuration, capability)
     with tempfile.TemporaryDirectory(prefix="pagetwin-gate-") as folder:
         file = Path(folder) / "kernel.cubin"
         file.write_bytes(built.asm["cubin"])
         usage = _USAGE.search(_tool("cuobjdump", "-res-usage", str(file)))
-        # without its analysis of data flow, which changes nothing in the listing and takes a third of the time
+        # -ndf leaves out the data-flow analysis, which takes a third of the time and does not change the listing
         code = count(_tool("nvdisasm", "-c", "-ndf", str(file)))
     if usage is None:
         raise RuntimeError("cuobjdump did not report registers and stack")
@@ -134,7 +134,7 @@ def resources(configuration: "KernelConfiguration", capability: int) -> Resource
 
 
 def compiled(configuration: "KernelConfiguration", capability: int) -> Any:
-    """Triton's compiled kernel, with the facts that make loads wide: which arguments are multiples of 16."""
+    """Triton's compiled kernel. The compiler is told which arguments are multiples of 16, which makes loads wide."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
@@ -149,13 +149,13 @@ def compiled(configuration: "KernelConfiguration", capability: int) -> Any:
 
 
 def pipeline_depth(ttgir: str, kv_tile: tuple[int, int] | None) -> int:
-    """Tiles per K or V buffer, the smaller, from Triton's GPU dialect; 0 where none is staged."""
+    """Tiles in the K or V buffer (the smaller number), from Triton's GPU dialect; 0 where no tile is staged."""
     found = [tuple(map(int, shape)) for shape in _BUFFER.findall(ttgir)]
     return min((depth for depth, *tile in found if tuple(tile) == kv_tile), default=0)
 
 
 def _tool(name: str, *words: str) -> str:
-    """What one of the tools in Triton's NVIDIA backend prints."""
+    """The output of a tool in Triton's NVIDIA backend. Raises RuntimeError where it fails."""
     import triton.backends.nvidia.compiler as backend
 
     program = Path(backend.__file__).parent / "bin" / name
@@ -165,7 +165,7 @@ def _tool(name: str, *words: str) -> str:
     return done.stdout
 
 
-def judge_one(case: str, capability: int, now: Resources, before: Resources, more: float) -> Finding:
+def kernel_finding(case: str, capability: int, now: Resources, before: Resources, more: float) -> Finding:
     """Compare one compiled kernel with its baseline; its instructions may grow by the share `more`."""
     wrong = [*broken(capability, now), *worse(now, before, more)]
     if wrong:
@@ -176,7 +176,7 @@ def judge_one(case: str, capability: int, now: Resources, before: Resources, mor
 
 
 def broken(capability: int, now: Resources) -> Iterator[str]:
-    """What no baseline excuses."""
+    """Faults that are regressions whatever the baseline says."""
     if now.stack_bytes or now.local:
         yield f"spills: {now.stack_bytes} B of stack and {now.local} accesses to local memory"
     if now.shared_bytes > SHARED_LIMIT_BYTES[capability]:
@@ -185,7 +185,7 @@ def broken(capability: int, now: Resources) -> Iterator[str]:
 
 
 def worse(now: Resources, before: Resources, more: float) -> Iterator[str]:
-    """What is worse than the baseline."""
+    """The resources that are worse than in the baseline."""
     if now.registers > before.registers:
         yield f"registers {before.registers} → {now.registers}"
     if now.shared_bytes > before.shared_bytes:
@@ -202,44 +202,42 @@ def worse(now: Resources, before: Resources, more: float) -> Iterator[str]:
 
 
 def case_names() -> list[str]:
-    """Every configuration with every architecture that it is meant for."""
-    return [_name(key, arch) for key, arch in _pairs()]
+    """The name of every pair of configuration and supported architecture."""
+    return [_name(key, arch) for key, arch in _case_pairs()]
 
 
 def measure() -> Measured:
     """Compile all configurations of `paged_kernels`, several at a time, and read their resources.
 
     Raises:
-        UserError: kernels were asked to run in the interpreter.
+        UserError: TRITON_INTERPRET is set.
     """
     refuse_interpreter()
-    pairs = _pairs()
-    # spawned, so that every compiler starts afresh: a fork would share what torch and Triton keep open
+    pairs = _case_pairs()
+    # spawned processes start the compiler anew; forked ones would share open state of torch and Triton
     with ProcessPoolExecutor(os.cpu_count() or 1, multiprocessing.get_context("spawn")) as pool:
         return measured(dict(pool.map(_measure, pairs, chunksize=4)))
 
 
 def measured(cases: dict[str, dict[str, Any]]) -> Measured:
-    """The layer's value for resources by case."""
+    """The run of this layer, from resources by case."""
     from importlib.metadata import version
 
     triton = version("triton")
     return Measured("resource", f"resource-triton-{triton}", {"triton": triton}, kernel_digest(), cases)
 
 
-def case_of(configuration: "KernelConfiguration", capability: int) -> tuple[str, dict[str, Any]]:
-    """(name, resources or the compiler's refusal) of one compiled kernel."""
+def compiled_case(configuration: "KernelConfiguration", capability: int) -> tuple[str, dict[str, Any]]:
+    """The name of one compiled kernel, and its resources or the compiler's error."""
     name = _name(configuration.key, capability)
     try:
         return name, asdict(resources(configuration, capability))
-    except (
-        Exception
-    ) as error:  # whatever the compiler raises is this case's finding, and no end of the others
+    except Exception as error:  # any error of the compiler becomes a finding on this case
         return name, {_UNCOMPILED: _in_one_line(error)}
 
 
 def judge(now: Measured, baseline: Baseline, settings: GateSettings | None = None) -> LayerResult:
-    """Compare with a baseline of the same Triton version; another version compiles other code.
+    """Compare with a baseline of the same Triton version, since another version generates other code.
 
     Returns a single inconclusive finding for a baseline of another version.
     """
@@ -254,8 +252,8 @@ def judge(now: Measured, baseline: Baseline, settings: GateSettings | None = Non
 
 
 def unfit(now: Measured, settings: GateSettings | None = None) -> Iterator[str]:
-    """Why these figures must not become a baseline: what does not compile, spills or cannot launch."""
-    del settings  # no margin excuses these
+    """The reasons why these figures cannot become a baseline: kernels that do not compile, spill or cannot launch."""
+    del settings  # no margin allows these faults
     for name, values in now.cases.items():
         if _UNCOMPILED in values:
             yield f"{name} does not compile: {values[_UNCOMPILED]}"
@@ -270,7 +268,7 @@ def _compared(now: Measured, baseline: Baseline, more: float) -> Iterable[Findin
             yield Finding(name, Verdict.regressed, f"does not compile: {values[_UNCOMPILED]}")
         else:
             before = Resources(**baseline.cases[name])
-            yield judge_one(name, _capability(name), Resources(**values), before, more)
+            yield kernel_finding(name, _capability(name), Resources(**values), before, more)
 
 
 def _capability(name: str) -> int:
@@ -278,13 +276,13 @@ def _capability(name: str) -> int:
 
 
 def _in_one_line(error: BaseException) -> str:
-    """The compiler's message; what caused it says more than the excerpt of the source that it points into."""
+    """The compiler's message in one line. The innermost cause says more than the excerpt of the source."""
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {' '.join(str(error).split())[-300:]}"
 
 
-def _pairs() -> list[tuple[str, int]]:
+def _case_pairs() -> list[tuple[str, int]]:
     return [(one.key, arch) for one in _configurations() for arch in one.capabilities]
 
 
@@ -295,7 +293,7 @@ def _name(key: str, capability: int) -> str:
 def _measure(pair: tuple[str, int]) -> tuple[str, dict[str, Any]]:
     key, capability = pair
     found = next(one for one in _configurations() if one.key == key)
-    return case_of(found, capability)
+    return compiled_case(found, capability)
 
 
 def _configurations() -> "list[KernelConfiguration]":

@@ -6,9 +6,9 @@ from pathlib import Path
 from types import ModuleType
 
 from harness.config.errors import UserError
-from harness.gate.baseline import Measured, accepted, read_baseline, without_baseline, write_baseline
+from harness.gate.baseline import Measured, new_baseline, read_baseline, without_baseline, write_baseline
+from harness.gate.findings import LayerResult
 from harness.gate.settings import GateSettings
-from harness.gate.verdict import LayerResult
 
 
 def run_layers(
@@ -17,37 +17,37 @@ def run_layers(
     """Measure and judge each layer.
 
     Args:
-        layers: of `harness.gate.LAYERS`, in this order.
-        folder: holds the baselines.
-        save: receives the latency layer's run as a record.
-        settings: the margins; None takes the default ones.
+        layers: names out of `harness.gate.LAYERS`, in the order to run.
+        folder: the folder of the baselines.
+        save: file for the latency layer's run as a record.
+        settings: the margins; None takes the defaults.
 
     Raises:
-        UserError: a layer cannot run here, or a baseline's file is none.
+        UserError: a layer cannot run here, or a baseline cannot be read.
     """
     results = []
     for layer in layers:
-        measured = _room(layer).measure()
+        measured = _layer_module(layer).measure()
         if layer == "latency" and save is not None and measured.cases:
             from harness.gate.latency import write_record
 
             write_record(measured, save)
-        results.append(judged(measured, folder, settings))
+        results.append(judge_layer(measured, folder, settings))
     return results
 
 
 def case_names(layer: str) -> list[str]:
-    """What a layer would measure."""
-    return list(_room(layer).case_names())
+    """The names of the cases that a layer measures."""
+    return list(_layer_module(layer).case_names())
 
 
-def judged(measured: Measured, folder: Path, settings: GateSettings | None = None) -> LayerResult:
-    """Compare what was measured with its baseline in `folder`; margins that were changed are named in the answer."""
+def judge_layer(measured: Measured, folder: Path, settings: GateSettings | None = None) -> LayerResult:
+    """Compare a run with its baseline in `folder`. The answer names margins that differ from the defaults."""
     baseline = read_baseline(measured.file(folder), measured.layer)
     if baseline is None:
         made_on = ", ".join(f"{key} {value}" for key, value in measured.made_on.items())
         return LayerResult(measured.layer, (without_baseline(measured, folder),), made_on, measured.remarks)
-    result: LayerResult = _room(measured.layer).judge(measured, baseline, settings)
+    result: LayerResult = _layer_module(measured.layer).judge(measured, baseline, settings)
     changed = ", ".join(settings.changed) if settings else ""
     return replace(result, remarks=(*result.remarks, f"margins changed: {changed}")) if changed else result
 
@@ -58,30 +58,30 @@ def update_layers(
     """Measure each layer and write its figures as the new baseline; returns the files.
 
     Raises:
-        UserError: no reason, nothing measured, or figures that no baseline may hold.
+        UserError: the reason is empty, nothing was measured, or the figures cannot be a baseline.
     """
-    if not reason.strip():  # said before minutes of measuring
+    if not reason.strip():  # checked before minutes of measuring
         raise UserError("a new baseline needs a reason: gate --update --reason 'why the figures may change'")
-    return [accept(_room(layer).measure(), folder, reason, settings) for layer in layers]
+    return [accept(_layer_module(layer).measure(), folder, reason, settings) for layer in layers]
 
 
 def accept(measured: Measured, folder: Path, reason: str, settings: GateSettings | None = None) -> Path:
-    """Write what was measured as the new baseline; returns the file.
+    """Write a run as the new baseline; returns the file.
 
     Raises:
         UserError: see `update_layers`.
     """
-    wrong = list(_room(measured.layer).unfit(measured, settings))
+    wrong = list(_layer_module(measured.layer).unfit(measured, settings))
     if wrong:
         raise UserError(
             "these figures cannot become a baseline:\n" + "\n".join(f"  {line}" for line in wrong)
         )
-    write_baseline(measured.file(folder), accepted(measured, reason))
+    write_baseline(measured.file(folder), new_baseline(measured, reason))
     return measured.file(folder)
 
 
-def _room(layer: str) -> ModuleType:
-    """The layer's module: `case_names`, `measure`, `judge`, `unfit`."""
+def _layer_module(layer: str) -> ModuleType:
+    """The module of a layer, with `case_names`, `measure`, `judge` and `unfit`."""
     from harness.gate import latency, policy, resource
 
     return {"resource": resource, "latency": latency, "policy": policy}[layer]

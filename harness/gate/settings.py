@@ -1,7 +1,6 @@
-"""What the gate lets pass: the margins of `conf/gate/<option>.yaml`, and overrides of them.
+"""The margins of the gate, from `conf/gate/<option>.yaml` and overrides such as `gate.latency.material=0.03`.
 
-An override is for example `gate.latency.material=0.03`. Margins are not part of the configuration of a run: the name of
-a point does not depend on them.
+Margins are not part of the configuration of a run, so the fingerprint of a point does not depend on them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,19 +15,19 @@ from harness.config.overrides import nearest
 from harness.gate.effect import Margins
 
 DEFAULT = "default"
-_MOST = 10.0  # a share; more would let anything pass
+_MOST = 10.0  # largest margin, as a share; more would let everything pass
 
 
 @dataclass(frozen=True)
 class ResourceMargins:
-    """By what share a compiled kernel may grow."""
+    """The shares by which a compiled kernel may grow."""
 
     more_instructions: float = 0.10
 
 
 @dataclass(frozen=True)
 class GateSettings:
-    """Margins by layer (`attention`: the policy layer's CPU attention), and what differs from the default."""
+    """Margins by layer (`attention`: the policy layer's CPU attention), and overrides that differ from the default."""
 
     latency: Margins
     policy: Margins
@@ -51,8 +50,7 @@ def gate_settings(overrides: Sequence[str]) -> GateSettings:
     """The chosen file with the overrides applied.
 
     Raises:
-        UserError: lists every override that is not `gate=FILE` or `gate.<layer>.<margin>=number`, and values that
-            cannot be.
+        UserError: an override is not `gate=FILE` or `gate.<layer>.<margin>=number`, or its value is not allowed.
     """
     values = {key: _number_of(key, value) for key, value in map(_split, overrides) if key != GATE}
     chosen = [value for key, value in map(_split, overrides) if key == GATE]
@@ -100,7 +98,7 @@ def _number_of(key: str, value: object) -> float:
 
 @cache
 def _read(option: str) -> GateSettings:
-    """A file of the folder, whole: a section or margin that is missing or misspelt is refused."""
+    """The margins of an option's file. A missing or unknown section or margin raises UserError."""
     import yaml
 
     file = option_file(GATE, option)

@@ -1,4 +1,4 @@
-"""One point of a sweep: it is checked, predicted, measured, compared and recorded here."""
+"""One point of a sweep: check it, predict it, measure it, compare both sides, and make the record."""
 
 from harness.point.run import PointResult, check_point, point_identity, run_point
 

@@ -1,4 +1,4 @@
-"""Which cost model predicts a point, and whether it is at hand."""
+"""Choose the cost model of a point, check that it is available, and load it."""
 
 import os
 from pathlib import Path
@@ -11,7 +11,7 @@ from harness.workload.shapes import device_shape, draft_shape, model_shape
 
 
 def resolve_cost_kind(config: RunConfig) -> CostKind:
-    """What `auto` means: table with timed kernels, fitted on a device that is measured or calibrated, else roofline."""
+    """The cost model's kind. `auto` is table with timed kernels, fitted if measured or calibrated, else roofline."""
     from harness.calibrate.store import is_calibrated
 
     if config.cost.kind is not CostKind.auto:
@@ -22,17 +22,17 @@ def resolve_cost_kind(config: RunConfig) -> CostKind:
 
 
 def takes_timed_kernels(config: RunConfig) -> bool:
-    """Whether attention comes from a run of `bench kernels`."""
+    """Whether the price of attention comes from a run of `bench kernels`."""
     return resolve_cost_kind(config) is CostKind.table and config.cost.kernels is not None
 
 
 def needs_fit(config: RunConfig) -> bool:
-    """Whether coefficients are enough: a measured point makes them where they are missing."""
+    """Whether the point needs fitted coefficients. A measured point calibrates its device where they are missing."""
     return resolve_cost_kind(config) is CostKind.fitted or takes_timed_kernels(config)
 
 
 def check_cost(config: RunConfig) -> None:
-    """Raises ConfigError where a calibration is asked for that does not exist, or could not be kept."""
+    """Raise ConfigError if the point needs a calibration that does not exist, or that could not be written."""
     from harness.calibrate.store import calibration_path, has_grid, is_calibrated
 
     kind = resolve_cost_kind(config)
@@ -60,27 +60,27 @@ def check_cost(config: RunConfig) -> None:
 
 
 def _check_acceptance(config: RunConfig, kind: CostKind) -> None:
-    """Only a calibration knows how many drafts are right."""
+    """Raise ConfigError if the acceptance of drafts is unknown. Only a calibration measures it."""
     if config.decoding.draft_tokens and config.decoding.acceptance is None and kind is CostKind.roofline:
         raise ConfigError(
             "decoding.acceptance",
-            "missing: decoding.draft_tokens proposes tokens, and a roofline knows no share of them that is right; set "
-            "it (1 where the model drafts for itself), or use cost=fitted on a device that is calibrated",
+            "missing: decoding.draft_tokens proposes tokens, and a roofline does not know the share of accepted ones; "
+            "set it (1 where the model drafts for itself), or use cost=fitted on a device that is calibrated",
         )
 
 
 def _check_writable(folder: Path) -> None:
-    """The calibration takes half a minute: better to hear now that it cannot be kept."""
+    """Raise ConfigError if the calibration could not be written. Checked early, because calibrating takes long."""
     there = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         raise ConfigError(
             "cost.cache_dir",
-            f"the calibration cannot be kept in {folder}: {there} is no folder that can be written; name another",
+            f"the calibration cannot be kept in {folder}: {there} is not a writable folder; choose another",
         )
 
 
 def cost_model(config: RunConfig) -> CostModel:
-    """The point's cost model; a fitted one must have been calibrated."""
+    """The point's cost model. A fitted one must have been calibrated before."""
     kind = resolve_cost_kind(config)
     if kind is CostKind.roofline:
         return RooflineCost(model_shape(config.model), device_shape(config), draft_shape(config))

@@ -1,4 +1,4 @@
-"""How far prediction and measurement are apart, level by level, and where the error comes from.
+"""Errors of the prediction by level, and their attribution.
 
 The levels are: counts, kernel, teacher-forced steps, free run. The attribution splits the free-running error into the
 price of attention, the price of the rest of a step, and different schedules.
@@ -35,7 +35,7 @@ def error_levels(
     comparison: Sequence[Mapping[str, Any]],
     simulated: RunLog,
 ) -> dict[str, Any]:
-    """The record's `levels` section, from all measured runs."""
+    """The section `levels` of a record, from all measured runs."""
     features = np.concatenate([run.recorder.features for run in runs])
     attention = np.concatenate([run.log.steps["attention_s"] for run in runs])
     _, predicted = price_table(cost, features)
@@ -56,7 +56,7 @@ def error_levels(
 
 
 def _spread(runs: Sequence[MeasuredRun], cost: CostModel) -> dict[str, float | None]:
-    """How far the errors of single runs, for attention and for steps in total, lie apart; None for a single run."""
+    """The range of the single runs' total errors, for attention and for whole steps; None for a single run."""
     if len(runs) < 2:
         return {"kernel": None, "teacher_forced": None}
     totals: dict[str, list[float]] = {"kernel": [], "teacher_forced": []}
@@ -68,14 +68,14 @@ def _spread(runs: Sequence[MeasuredRun], cost: CostModel) -> dict[str, float | N
 
 
 def teacher_forced(runs: Sequence[MeasuredRun], cost: CostModel) -> dict[str, float]:
-    """Errors of the cost model on the plans that the measured runs produced, step by step."""
+    """Errors of the cost model on the step plans of the measured runs."""
     features = np.concatenate([run.recorder.features for run in runs])
     seconds = np.concatenate([run.log.steps["seconds"] for run in runs])
     return held_out_error(price_table(cost, features)[0], seconds)
 
 
 def _counts(workload: Workload, runs: Sequence[MeasuredRun]) -> dict[str, Any]:
-    """Each run's durations, fed to the simulated side, must give the run's own plans."""
+    """Replay each run's measured durations on the simulated side. Every step plan must equal the run's own plan."""
     steps = 0
     for number, run in enumerate(runs):
         measured = run.recorder.digests
@@ -93,23 +93,24 @@ def attribution(
     runs: Sequence[MeasuredRun], cost: CostModel, simulated: Mapping[str, float]
 ) -> dict[str, dict[str, Any]]:
     """By metric: the error of each level, its spread over the runs and its share; errors as in the comparison."""
-    told = [_tellings(run, cost) for run in runs]
-    found = {name: _parts(name, told, simulated) for name in ATTRIBUTED}
+    by_run = [_metrics_by_level(run, cost) for run in runs]
+    found = {name: _parts(name, by_run, simulated) for name in ATTRIBUTED}
     return {name: parts for name, parts in found.items() if parts}
 
 
-def _tellings(run: MeasuredRun, cost: CostModel) -> tuple[dict[str, float], ...]:
-    """Metrics as measured, with predicted attention, and with predicted steps."""
+def _metrics_by_level(run: MeasuredRun, cost: CostModel) -> tuple[dict[str, float], ...]:
+    """The run's metrics three times: as measured, with predicted attention, and with predicted steps."""
     seconds, attention = price_table(cost, run.recorder.features)
     with_attention = run.log.steps["seconds"] - run.log.steps["attention_s"] + attention
-    logs = (run.log, retold(run.log, with_attention), retold(run.log, seconds))
+    logs = (run.log, with_step_times(run.log, with_attention), with_step_times(run.log, seconds))
     return tuple(compute_metrics(log) for log in logs)
 
 
-def retold(log: RunLog, seconds: FloatArray) -> RunLog:
-    """The run with other step times and the same plans: a step begins when the last one ends, or where it waited.
+def with_step_times(log: RunLog, seconds: FloatArray) -> RunLog:
+    """The run with other step times and the same step plans.
 
-    Arrivals stay. Inter-token gaps are not told again.
+    A step starts when the last one ends. A step that waited for a request starts no earlier than it did. Arrivals stay
+    unchanged. Inter-token gaps are not computed again.
     """
     starts, old = to_ns(log.steps["start_s"]), to_ns(log.steps["seconds"])
     fresh = np.maximum(1, to_ns(np.asarray(seconds, dtype=np.float64)))
@@ -145,10 +146,10 @@ def _begun(
 
 
 def _parts(
-    name: str, told: Sequence[Sequence[Mapping[str, float]]], simulated: Mapping[str, float]
+    name: str, by_run: Sequence[Sequence[Mapping[str, float]]], simulated: Mapping[str, float]
 ) -> dict[str, Any] | None:
-    """Of one metric: error by level, its largest deviation over the runs, its share of what all levels add up to."""
-    runs = [parts for tellings in told if (parts := _of_run(name, tellings, simulated))]
+    """One metric's error by level, its largest deviation over the runs, and its share of the sum of all levels."""
+    runs = [parts for metrics in by_run if (parts := _of_run(name, metrics, simulated))]
     if not runs:
         return None
     middle = {level: median(run[level] for run in runs) for level in LEVELS}
@@ -165,10 +166,10 @@ def _parts(
 
 
 def _of_run(
-    name: str, tellings: Sequence[Mapping[str, float]], simulated: Mapping[str, float]
+    name: str, by_level: Sequence[Mapping[str, float]], simulated: Mapping[str, float]
 ) -> dict[str, float] | None:
-    measured = tellings[0].get(name)
-    sides = [side.get(name) for side in (*tellings[1:], simulated)]
+    measured = by_level[0].get(name)
+    sides = [side.get(name) for side in (*by_level[1:], simulated)]
     errors = [comparison_error(METRICS[name], side, measured) for side in sides]
     if any(error is None for error in errors):
         return None
@@ -177,7 +178,7 @@ def _of_run(
 
 
 def divergence(run: RunLog, simulated: RunLog) -> dict[str, Any]:
-    """Where the simulator's schedule leaves the measured one: the first step of another composition, and when."""
+    """Where the simulated schedule differs from the measured one: the first step with another composition, and when."""
     steps = min(len(run.steps["step"]), len(simulated.steps["step"]))
     same = np.ones(steps, dtype=bool)
     for name in _COMPOSITION:
@@ -194,9 +195,9 @@ def divergence(run: RunLog, simulated: RunLog) -> dict[str, Any]:
 
 
 def suspect(runs: Sequence[MeasuredRun], cost: CostModel) -> dict[str, Any]:
-    """The feature that explains most of what the step prices miss: a hint at the term that the model lacks.
+    """The feature that explains most of the residuals of the step prices: a hint at a missing term of the model.
 
-    `explained` is the share of the residuals' variance that one straight line over the feature takes away.
+    `explained` is the share of the residuals' variance that a straight line over the feature explains.
     """
     features = np.concatenate([run.recorder.features for run in runs])
     seconds = np.concatenate([run.log.steps["seconds"] for run in runs])

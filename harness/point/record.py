@@ -1,4 +1,4 @@
-"""The record of a point: everything that a reader needs to trust it or to repeat it."""
+"""The record of a point: its results, and everything that is needed to trust or repeat it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict

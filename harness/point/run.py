@@ -26,13 +26,16 @@ if TYPE_CHECKING:
     from harness.replay.recorder import MeasuredRun
 
 
-Progress = Callable[[str, int, int], None]
-# In this process: `cost.recalibrate` asks for one new calibration, not one per point.
+Progress = Callable[[str, int, int], None]  # stage, requests done, requests in total
+
+# Calibrations that this process has repeated: `cost.recalibrate` asks for one new calibration, not one for each point.
 _RECALIBRATED: set[str] = set()
 
 
 def point_identity(config: RunConfig) -> dict[str, str]:
-    """Digest of the trace, version of the code, and, where it matters, the device and the cost model's device."""
+    """Everything outside the configuration that the result depends on: digests of trace, code, calibration, kernels,
+    checkpoints and recordings, and for a measured point the device.
+    """
     from harness.calibrate.store import calibration_fingerprint
     from harness.point.cost import needs_fit, resolve_cost_kind, takes_timed_kernels
 
@@ -58,14 +61,14 @@ def point_identity(config: RunConfig) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class PointResult:
-    """A finished point: the record, and its tables `steps` and `requests` as columns."""
+    """A finished point: its record, and its tables (`steps`, `requests`) as columns by name."""
 
     record: dict[str, Any]
     tables: dict[str, dict[str, np.ndarray[Any, np.dtype[Any]]]]
 
 
 def check_point(config: RunConfig) -> None:
-    """Raises ConfigError for a point that cannot run: trace, sizes, model, cost model. Imports no torch."""
+    """Raise ConfigError if a point cannot run: trace, sizes, model or cost model. Imports no torch."""
     if config.measure:
         _check_records(config)
         check_engine(config.engine)
@@ -85,12 +88,12 @@ def _check_records(config: RunConfig) -> None:
     if not config.replay.records:
         raise ConfigError(
             "replay.records",
-            "false keeps no rows, but a measured point is compared by them; use measure=false or records=true",
+            "false keeps no rows, but a measured point is compared by its rows; use measure=false or records=true",
         )
 
 
 def check_model(config: RunConfig) -> None:
-    """Raises ConfigError for a model that the engine cannot run, or no memory holds."""
+    """Raise ConfigError if the engine cannot run the model, or the model does not fit the memory."""
     from engine.runtime.errors import ModelError
     from engine.runtime.models.spec import check_model as check_spec
     from harness.workload.shapes import model_spec
@@ -104,7 +107,7 @@ def check_model(config: RunConfig) -> None:
 
 
 def _check_widths(config: RunConfig, workload: Workload) -> None:
-    """The engine tells a request's sequences apart by their first tokens."""
+    """Raise ConfigError for requests with more sequences than tokens: each sequence needs its own first token."""
     vocab = model_shape(config.model).vocab
     for row in workload.trace.requests:
         width = workload.trace_decoding.of(row).width
@@ -117,7 +120,7 @@ def _check_widths(config: RunConfig, workload: Workload) -> None:
 
 
 def _check_draft(config: RunConfig) -> None:
-    """The draft model must run here, and say the same tokens as the model."""
+    """Raise ConfigError if the draft model cannot run, or has another vocabulary than the model."""
     from engine.runtime.errors import ModelError
     from engine.runtime.models.spec import check_model as check_spec
     from harness.workload.shapes import model_spec
@@ -141,7 +144,7 @@ def _check_draft(config: RunConfig) -> None:
 def run_point(config: RunConfig, *, progress: Progress | None = None) -> PointResult:
     """Predict the point and, unless `measure` is off, measure it `replay.repeats` times.
 
-    `progress(stage, done, total)` tells the stage and the requests finished in it.
+    `progress(stage, done, total)` is called with the stage and the requests finished in it.
     """
     started = time.perf_counter()
     workload = build_workload(config)
@@ -158,21 +161,21 @@ def run_point(config: RunConfig, *, progress: Progress | None = None) -> PointRe
 
 
 def _predicted(config: RunConfig, workload: Workload, cost: CostModel) -> Prediction:
-    """The simulation, with its rows or, where nobody asked for them, in constant memory."""
+    """The simulation: with rows for each request and step, or, without `replay.records`, in constant memory."""
     if not config.replay.records:
         return simulate_metrics(workload, cost, config.decoding.beam_churn)
     return prediction_of(simulate(workload, cost, config.decoding.beam_churn), cost.source)
 
 
 def _pace_section(pace: "Pace | None", runs: "list[MeasuredRun]", cost: CostModel) -> dict[str, Any] | None:
-    """How the device's pace was followed, and the teacher-forced error that would stand without it."""
+    """The record's section on the pace of the device, with the teacher-forced error of unscaled prices."""
     from harness.point.error_levels import teacher_forced
 
     return {**pace.section(), "unscaled": teacher_forced(runs, cost)} if pace else None
 
 
 def _cost(config: RunConfig, progress: Progress | None) -> CostModel:
-    """The point's cost model; a measured point calibrates its device first, once."""
+    """The point's cost model. A measured point first calibrates its device, once."""
     from harness.calibrate.store import is_calibrated
     from harness.point.cost import needs_fit
 
@@ -201,7 +204,7 @@ def _must_calibrate(config: RunConfig, calibrated: bool) -> bool:
 def _measure(
     config: RunConfig, workload: Workload, cost: CostModel, progress: Progress | None
 ) -> "tuple[list[MeasuredRun], Pace | None]":
-    """The measured runs, with a probe of the device's pace before, between and after them."""
+    """The measured runs, and the pace of the device from probes before, between and after them."""
     from harness.calibrate.pace import pace_of, probe_s
     from harness.measure.engine import measure, warm_up
 

@@ -1,4 +1,4 @@
-"""The report: one self-contained page, and the same figures ready to print. It reads the store and nothing else."""
+"""The report: one self-contained page, and the same figures ready to print. It reads only the store."""
 
 from harness.report.study import ReportError
 from harness.report.verdict_text import verdict_lines

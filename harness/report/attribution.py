@@ -20,7 +20,7 @@ VALIDATED = ("output_throughput", "tpot_mean", "ttft_p50")
 
 
 def attribution_table(records: Sequence[Record]) -> Table | None:
-    """By metric the error of each level with its spread over repeats, and its share; medians over the points."""
+    """The error of each level by metric, with its spread over repeats and its share; medians over the points."""
     found: dict[str, list[Mapping[str, Any]]] = {}
     for record in records:
         for name, parts in ((record.get("levels") or {}).get("attribution") or {}).items():
@@ -30,7 +30,7 @@ def attribution_table(records: Sequence[Record]) -> Table | None:
     rows = [[METRICS[name].label, *_cells(name, points)] for name, points in found.items()]
     head = ["metric", *("error" if place % 3 == 0 else _SUB[place % 3] for place in range(9)), "all levels"]
     groups = [("", 1), *((title, 3) for title in LEVELS.values()), ("", 1)]
-    title = "Error by level (signed, they add up), its spread over repeated runs, and its share; medians over points"
+    title = "Signed error by level (the levels add up), its spread over repeated runs, its share; medians over points"
     return Table(head, rows, title=title, groups=groups)
 
 
@@ -45,20 +45,20 @@ def _cells(name: str, points: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def divergence_lines(records: Sequence[Record]) -> list[str]:
-    """How far the simulated schedules kept step with the measured ones, and what the step prices may lack."""
+    """How much of the simulated schedules equals the measured ones, and a hint at what the step prices lack."""
     found = [levels for r in records if (levels := r.get("levels") or {}).get("divergence")]
     if not found:
         return []
     equal = median(levels["divergence"]["equal_steps"] for levels in found)
     lines = [
-        f"Schedules: in the middle point {100 * equal:.0f} % of the steps have the measured composition."
+        f"Schedules: {100 * equal:.0f} % of the steps have the measured composition (median over points)."
     ]
     hints = [levels["suspect"] for levels in found if (levels.get("suspect") or {}).get("feature")]
     if hints:
         worst = max(hints, key=lambda hint: float(hint["explained"]))
         lines.append(
-            f"What step prices miss follows '{worst['feature']}' most: it explains at worst "
-            f"{100 * worst['explained']:.0f} % of their residuals."
+            f"The residuals of the step prices depend most on '{worst['feature']}': it explains up to "
+            f"{100 * worst['explained']:.0f} % of their variance."
         )
     return lines
 
@@ -90,7 +90,7 @@ def _validation_cells(errors: Mapping[str, Mapping[str, float]]) -> list[str]:
 
 
 def extrapolation_notes(records: Sequence[Record]) -> list[str]:
-    """Which points predict steps that lie outside what their cost model was measured on."""
+    """A note on points whose steps lie outside the range that their cost model was measured on."""
     outside = {
         point_label(record): section
         for record in records

@@ -1,6 +1,6 @@
-"""The axes of a sweep: which settings varied, and which points stand for the others in a figure.
+"""The axes of a sweep: the settings that vary, and the points that represent the others in a figure.
 
-`comparison_table` has the comparison rows of all points; figures draw it and their CSV files hold it.
+`comparison_table` has the comparison rows of all points. Figures draw it, and their CSV files contain it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -8,18 +8,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from harness.metrics.verdict import point_label
+from harness.report.study import Record
 
 if TYPE_CHECKING:
     import pandas as pd
 
 
-Record = Mapping[str, Any]
 Value = Any
 
 POLICY = "cache.policy"
-_NOT_SETTINGS = frozenset(
-    {"out", "name", "workers", "measure"}
-)  # where and how a sweep runs, not what it asks
+# Where and how a sweep runs; these settings do not belong to the question of the sweep.
+_NOT_SETTINGS = frozenset({"out", "name", "workers", "measure"})
 
 LABELS: Mapping[str, str] = {
     "cache.block_size": "block size (tokens)",
@@ -40,15 +39,15 @@ class Axes:
 
     @property
     def numeric(self) -> tuple[str, ...]:
-        """Axes that can be drawn along a line: numbers, two of them at least."""
+        """Axes that can be drawn along a line: those with at least two numbers."""
         return tuple(key for key, values in self.values.items() if len(_numbers(values)) > 1)
 
 
 def find_axes(records: Sequence[Record]) -> Axes:
     """Settings that vary among the points of one policy.
 
-    What merely follows is no axis: what differs only between policies, what a named choice brings with it (a model's
-    shape follows from `model.name`), and what varies in step with an earlier axis.
+    Dependent settings are no axes: those that differ only between policies, those that follow from a named choice (a
+    model's shape follows from `model.name`), and those that vary together with an earlier axis.
     """
     flat = [dict(flatten(record["config"])) for record in records]
     kept: dict[str, tuple[Value, ...]] = {}
@@ -68,7 +67,7 @@ def find_axes(records: Sequence[Record]) -> Axes:
 
 
 def _asked_order(records: Sequence[Record]) -> Callable[[str], int]:
-    """Axes in the order in which the sweep names them, then the others."""
+    """A sort key: axes in the order in which the sweep names them, then the others."""
     named = [text.partition("=")[0] for record in records[:1] for text in record.get("overrides") or ()]
     return lambda key: named.index(key) if key in named else len(named)
 
@@ -101,7 +100,7 @@ def _pattern(column: Sequence[Value]) -> tuple[int, ...]:
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Value]]:
-    """Leaves of a nested configuration by dotted key, without those that say where and how a sweep runs."""
+    """Leaves of a nested configuration by dotted key, without `_NOT_SETTINGS`."""
     for key, value in config.items():
         if isinstance(value, Mapping):
             yield from flatten(value, f"{prefix}{key}.")
@@ -110,7 +109,7 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def setting(record: Record, key: str) -> Value:
-    """One setting of a point by dotted key; None where the point lacks it."""
+    """One setting of a point by dotted key; None if the point does not have it."""
     value: Any = record["config"]
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
@@ -123,17 +122,17 @@ def policy_of(record: Record) -> str:
 
 
 def label(key: str) -> str:
-    """What stands on an axis for this setting."""
+    """The axis label of a setting."""
     return LABELS.get(key, key)
 
 
 def short_label(key: str) -> str:
-    """The same without its unit, for legends and table heads."""
+    """The label without its unit, for legends and table heads."""
     return label(key).partition(" (")[0]
 
 
 def reference(records: Sequence[Record], axes: Axes, prefer: Literal["low", "middle"]) -> Record | None:
-    """The point that is nearest to the lowest, or to the middle, value of every axis; the first one of equals."""
+    """The point nearest to the lowest or the middle value of every axis; of several, the first."""
     if not records:
         return None
     aim = {key: values[0 if prefer == "low" else len(values) // 2] for key, values in axes.values.items()}
@@ -141,14 +140,14 @@ def reference(records: Sequence[Record], axes: Axes, prefer: Literal["low", "mid
 
 
 def alike(records: Sequence[Record], like: Record, axes: Axes, *, free: Sequence[str]) -> list[Record]:
-    """The points that have the policy of `like` and its settings on all axes but `free`."""
+    """The points with the policy of `like` and its settings on all axes except `free`."""
     fixed = [POLICY, *(key for key in axes.values if key not in free)]
     aim = {key: setting(like, key) for key in fixed}
     return [record for record in records if all(setting(record, key) == value for key, value in aim.items())]
 
 
 def held(like: Record, axes: Axes, *, free: Sequence[str]) -> str:
-    """In words, which settings a figure holds fixed."""
+    """The settings that a figure holds fixed, in words."""
     return ", ".join(f"{key}={setting(like, key)}" for key in axes.values if key not in free)
 
 
@@ -157,7 +156,7 @@ def _numbers(values: Sequence[Value]) -> list[float]:
 
 
 def _order(value: Value) -> tuple[int, float, str]:
-    """Numbers by size, then words by letter, then what was left unset."""
+    """A sort key: numbers by size, then words by letter, then unset values."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return (2 if value is None else 1, 0.0, str(value))
     return (0, float(value), "")
@@ -166,7 +165,7 @@ def _order(value: Value) -> tuple[int, float, str]:
 def comparison_table(
     records: Sequence[Mapping[str, Any]], axes: Axes, metrics: Sequence[str] | None = None
 ) -> "pd.DataFrame":
-    """One row a point and metric: label, policy, the axes, metric, unit and `VALUES`; NaN where a side has none."""
+    """One row for each point and metric: label, policy, axes, metric, unit and `VALUES` (NaN where a side has none)."""
     import pandas as pd
 
     rows = [

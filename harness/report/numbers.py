@@ -1,4 +1,4 @@
-"""Numbers as people read them: three digits, a unit, and a sign where it matters."""
+"""Numbers as text: three digits, a unit, and a sign for errors."""
 
 from harness.metrics import Metric
 
@@ -29,7 +29,7 @@ def error(metric: Metric, value: float | None) -> str:
 
 
 def shows(value: float) -> bool:
-    """Whether an error is more than 0.0 as it is printed."""
+    """Whether an error is printed as more than 0.0."""
     return abs(value) >= 0.0005
 
 
@@ -44,7 +44,7 @@ def error_unit(metric: Metric) -> str:
 
 
 def seconds(value: float, unit: str = "s") -> str:
-    """Seconds with a prefix: '3.40 ms'; `unit` may go on, as in 's/token'."""
+    """Seconds with a prefix: '3.40 ms'. `unit` may be longer, for example 's/token'."""
     scale, prefix = next((p for p in _PREFIXES[3:] if abs(value) >= p[0]), (1.0, ""))
     return f"{value / scale:.3g} {prefix}{unit}"
 

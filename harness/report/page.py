@@ -1,6 +1,6 @@
-"""The page: sections in the order in which a reader asks, each with its figures, its tables, or the reason for none.
+"""The page: its sections in reading order, each with figures and tables, or the reason why there are none.
 
-Another package adds a section by an `Addition`: what it says, draws and tabulates, and what must not be overlooked.
+Another package adds a section as an `ExtraSection`: text, figures, tables, and warnings.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from harness.metrics.verdict import Verdict, judge
 from harness.report import attribution, provenance, tables
-from harness.report import provenance as workload
 from harness.report.axes import Axes, label, policy_of, reference
 from harness.report.study import Study
 from harness.report.style import Drawing, Picture, inline
@@ -27,10 +26,10 @@ Svgs = Mapping[str, bytes]
 
 
 @dataclass(frozen=True)
-class Addition:
-    """One more section; `warnings` stand above everything else in it, as loud as a failed point.
+class ExtraSection:
+    """A section of another package. Its `warnings` come first and look like those of a failed point.
 
-    `key` is the section's anchor; names of pictures are file names and begin with `kernel_`.
+    `key` is the section's anchor. The names of pictures are file names and begin with `kernel_`.
     """
 
     key: str
@@ -42,13 +41,13 @@ class Addition:
     notes: Sequence[str] = field(default=())
 
 
-Adds = Callable[[Study], Addition]
-"""Makes the section for a sweep; called where figures can be drawn."""
+SectionMaker = Callable[[Study], ExtraSection]
+"""Makes the section for a sweep. It is called inside `harness.report.style.style()`, so that it can draw."""
 
 
 @dataclass(frozen=True)
 class Shown:
-    """A figure in the page: inline SVG with its caption and file stem, or the reason for its absence."""
+    """A figure in the page: inline SVG with caption and file stem, or the reason why there is none."""
 
     name: str
     svg: str = ""
@@ -58,7 +57,7 @@ class Shown:
 
 @dataclass(frozen=True)
 class Section:
-    """A heading with what stands below it."""
+    """A section of the page: heading, texts, figures and tables."""
 
     key: str
     title: str
@@ -70,9 +69,9 @@ class Section:
 
 
 def build_page(
-    study: Study, axes: Axes, pictures: Pictures, svgs: Svgs, added: Sequence[Addition] = ()
+    study: Study, axes: Axes, pictures: Pictures, svgs: Svgs, added: Sequence[ExtraSection] = ()
 ) -> str:
-    """The whole HTML document; `svgs` hold the bytes of every drawing among `pictures`, those of `added` included."""
+    """The whole HTML document. `svgs` holds the bytes of every drawing in `pictures`, including those of `added`."""
     from markupsafe import Markup
 
     verdict = judge(study.records)
@@ -92,7 +91,7 @@ def build_page(
         ],
         verdict_table=tables.verdict_table(verdict),
         errors=shown["errors"],
-        changes=workload.trace_changes(study.records),
+        changes=provenance.trace_changes(study.records),
         facts=_facts(study, verdict),
         sections=_sections(study, axes, shown, added),
         command=study.command,
@@ -116,7 +115,7 @@ def _shown(picture: Picture, svgs: Svgs) -> Shown:
     from markupsafe import Markup
 
     if isinstance(picture, Drawing):
-        # our own drawing: matplotlib has escaped every text in it
+        # this SVG is safe: matplotlib has escaped every text in it
         svg = Markup(inline(svgs[picture.name], picture.name, picture.caption))
         return Shown(picture.name, svg=svg, caption=picture.caption)
     return Shown(picture.name, reason=picture.reason)
@@ -142,23 +141,23 @@ def _facts(study: Study, verdict: Verdict) -> list[tuple[str, str]]:
 
 
 def _sections(
-    study: Study, axes: Axes, shown: Mapping[str, Shown], added: Sequence[Addition]
+    study: Study, axes: Axes, shown: Mapping[str, Shown], added: Sequence[ExtraSection]
 ) -> list[Section]:
     curves = [figure for name, figure in shown.items() if name.startswith("curve_")]
     swept = ", ".join(label(key) for key in axes.numeric)
     no_curves = (
         ""
         if curves
-        else "Nothing numeric was swept: give a setting several values, as cache.block_size=8,16,32."
+        else "No numeric setting was swept. Give one several values, for example cache.block_size=8,16,32."
     )
     return [
         *_failure_section(study),
         Section(
             "pools",
             "Pools and traces",
-            ["Both sides of a point share one policy, one pool and one trace."],
-            tables=[tables.pools_table(study.records), workload.traces_table(study.records)],
-            notes=workload.left_out(study.records),
+            ["Both sides of a point have the same policy, pool and trace."],
+            tables=[tables.pools_table(study.records), provenance.traces_table(study.records)],
+            notes=provenance.left_out(study.records),
         ),
         Section("agreement", "Predicted against measured", figures=[shown["agreement"]]),
         Section("curves", "Along the swept settings", [f"Swept: {swept}."] if swept else [no_curves], curves),
@@ -171,7 +170,7 @@ def _sections(
     ]
 
 
-def _added_section(one: Addition, shown: Mapping[str, Shown]) -> Section:
+def _added_section(one: ExtraSection, shown: Mapping[str, Shown]) -> Section:
     figures = [shown[picture.name] for picture in one.pictures]
     return Section(one.key, one.title, one.text, figures, one.tables, one.notes, one.warnings)
 
@@ -185,7 +184,7 @@ def _failure_section(study: Study) -> list[Section]:
     if not study.failures and not study.problems:
         return [Section("others", "Other points", notes=notes)]
     shown = [tables.failures_table(study)] if study.failures else []
-    text = ["The same command tries them again."] if study.failures else []
+    text = ["The same command runs them again."] if study.failures else []
     return [
         Section("failures", "Points that failed, files that were skipped", text, tables=shown, notes=notes)
     ]
@@ -197,7 +196,7 @@ def _memory_text(study: Study) -> list[str]:
         return []
     only = next(iter(found), "none")
     other = "cache=paged,contiguous_max" if only == "paged" else "cache=paged"
-    return [f"Only one allocator was run ({only}); {other} sets another beside it."]
+    return [f"Only one allocator was run ({only}); {other} compares it with another."]
 
 
 def _table_sections(study: Study, axes: Axes) -> list[Section]:
@@ -219,7 +218,7 @@ def _table_sections(study: Study, axes: Axes) -> list[Section]:
 def _environment(study: Study) -> list[Table]:
     facts = provenance.facts_table("environment", study.records)
     pace = provenance.facts_table("pace", study.records)
-    title = "Pace of the device beside the measured runs, over its pace at calibration"
+    title = "Pace of the device during the measured runs, relative to its pace at calibration"
     return [facts, replace(pace, title=title)] if pace.rows else [facts]
 
 
@@ -238,13 +237,13 @@ def _cost_section(study: Study) -> Section:
         return Section(
             "cost",
             "Cost model",
-            ["It was not fitted, so it has no held-out error."],
+            ["The cost model was not fitted, so it has no held-out error."],
             tables=[facts],
             notes=notes,
         )
     text = [
-        "Fitted on other workloads than the ones above. Its error on steps that were kept out of the fit, and a grid's "
-        "on shapes that were kept out of the grid:"
+        "Fitted on other workloads than the ones above. The table shows its error on steps that were kept out of the "
+        "fit, and the error of a grid on shapes that were kept out of the grid:"
     ]
     validation = attribution.validation_table(study.records)
     shown = [heldout, *([validation] if validation else []), facts]

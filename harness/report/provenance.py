@@ -1,4 +1,4 @@
-"""Where the figures come from: environment, cost model and its held-out error, traces and every change made to them."""
+"""The origin of the figures: environment, cost model and its held-out error, traces and every change made to them."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -12,9 +12,9 @@ _MOST_VALUES = 4
 
 
 def facts_table(section: str, records: Sequence[Record], *, without: Sequence[str] = ()) -> Table:
-    """One section of the records as key and value, but for the keys `without`.
+    """One section of the records as keys and values, except the keys in `without`.
 
-    Where the points differ, a number is given as its range and anything else as its values in turn.
+    Where the points differ, numbers are shown as a range and other values as a list.
     """
     found: dict[str, dict[Any, None]] = {}
     for record in records:
@@ -25,7 +25,7 @@ def facts_table(section: str, records: Sequence[Record], *, without: Sequence[st
 
 
 def heldout_table(records: Sequence[Record]) -> Table | None:
-    """The cost models' errors on held-out steps; None where no model was fitted."""
+    """The errors of the cost models on held-out steps; None if no model was fitted."""
     rows = {
         tuple(_heldout_cells(str(cost.get("name")), part, errors)): None
         for record in records
@@ -62,7 +62,7 @@ def _leaves(value: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, A
 
 
 def _dated(fact: tuple[str, Any]) -> tuple[str, Any]:
-    """A moment in seconds since 1970 as a date; one that is a date already stays as it is."""
+    """The fact with a time in seconds since 1970 turned into a date. A date stays unchanged."""
     key, value = fact
     if key.rpartition(".")[2] == "started" and isinstance(value, int | float):
         value = datetime.fromtimestamp(value, UTC).isoformat(sep=" ", timespec="minutes")
@@ -110,7 +110,7 @@ def _trace_cells(record: Record) -> tuple[str, ...]:
 
 
 def trace_changes(records: Sequence[Record]) -> list[str]:
-    """Every sentence about a change of a trace, with the number of points that it was made for."""
+    """Every sentence about a change of a trace, with the number of points that it applies to."""
     found: dict[str, int] = {}
     for record in records:
         for sentence in (record.get("trace") or {}).get("changes") or ():
@@ -122,7 +122,7 @@ def trace_changes(records: Sequence[Record]) -> list[str]:
 
 
 def left_out(records: Sequence[Record]) -> list[str]:
-    """Rows that a reader dropped or noted, by reason, from the points with most of them."""
+    """Rows that a trace reader dropped or noted, by reason; the largest number over the points."""
     found: dict[str, int] = {}
     for record in records:
         for kind in ("dropped", "noted"):

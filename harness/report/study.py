@@ -1,4 +1,4 @@
-"""A store read back: the records of a sweep, its failures, and the files that could not be read."""
+"""A sweep read from its store: records, failures, and the files that could not be read."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ Record = Mapping[str, Any]
 
 
 class ReportError(ValueError):
-    """There is nothing to report on, or the report cannot be written; the message says what to do."""
+    """There is nothing to report on, or the report cannot be written. The message says what to do."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A point that failed: its settings, what went wrong in a line, and the file that tells all, from the store."""
+    """A point that failed: its settings, the error in one line, and the file of the traceback in the store."""
 
     label: str
     message: str
@@ -31,15 +31,15 @@ class Failure:
 
 @dataclass(frozen=True)
 class Study:
-    """A sweep as the report sees it.
+    """A sweep with its records.
 
-    `problems` are sentences about files that were skipped, `absent` counts the points that the sweep asked for and
-    that neither finished nor failed, `others` the points in the store that belong to another sweep.
+    `problems` are sentences about skipped files. `absent` counts the points of the sweep that neither finished nor
+    failed. `others` counts the points in the store that belong to another sweep.
     """
 
     root: Path
     name: str
-    command: str  # empty where the store does not say
+    command: str  # empty if unknown
     records: tuple[Record, ...]
     failures: tuple[Failure, ...] = ()
     problems: tuple[str, ...] = ()
@@ -52,20 +52,20 @@ class Study:
         return tuple(record for record in self.records if record.get("measured"))
 
     def steps(self, record: Record) -> "pd.DataFrame | None":
-        """The step table of a point, both sides and all runs; None where it cannot be read."""
+        """The step table of a point with both sides and all runs; None if it cannot be read."""
         import pandas as pd
 
         try:
             return pd.DataFrame(read_table(self.root, str(record["fingerprint"]), "steps"))
         except ForeignFileError:
-            return None  # the record still stands; the figure that needs the table says why it is absent
+            return None  # the record is still shown; the figure that needs the table gives the reason for its absence
 
 
 def read_study(root: Path) -> Study:
-    """Read the points that the store was last asked for, or all of them where it does not say.
+    """Read the points of the store's last sweep, or all points if the store has no manifest.
 
     Raises:
-        ReportError: there is neither a record nor a failure.
+        ReportError: the store has neither a record nor a failure.
         StoreVersionError: a file was written by another version of PageTwin.
     """
     content = read_store(root)
@@ -91,7 +91,7 @@ def read_study(root: Path) -> Study:
 
 
 def _manifest(root: Path) -> tuple[Manifest | None, list[str]]:
-    """What the store was asked for, and what is to be said about it."""
+    """The manifest, if it can be read, and the problems found."""
     try:
         return read_manifest(root), []
     except ForeignFileError as error:
@@ -99,7 +99,7 @@ def _manifest(root: Path) -> tuple[Manifest | None, list[str]]:
 
 
 def _told_apart(points: Mapping[str, Record]) -> dict[str, tuple[str, ...]]:
-    """The settings that tell each point from the others, where no sweep says which ones do."""
+    """The settings in which each point differs from the others; used where no manifest lists them."""
     words = {key: tuple(map(str, point.get("overrides") or ())) for key, point in points.items()}
     common = set.intersection(*map(set, words.values())) if len(words) > 1 else set()
     return {key: tuple(word for word in found if word not in common) for key, found in words.items()}
@@ -113,7 +113,7 @@ def _nothing(root: Path, problems: list[str]) -> str:
 
 
 def _named(record: Record, asked: Mapping[str, tuple[str, ...]]) -> Record:
-    """The record under the settings that tell it from the sweep's other points."""
+    """The record with those overrides only that distinguish it from the sweep's other points."""
     overrides = asked.get(record["fingerprint"])
     return {**record, "overrides": list(overrides)} if overrides else record
 

@@ -1,4 +1,4 @@
-"""The page's tables as plain rows of text. Each cell is already in words and units."""
+"""The page's tables as rows of text. Each cell is a string with its unit."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ _SHORT = {"predicted": "pred.", "measured": "meas.", "error": "error"}
 
 @dataclass(frozen=True)
 class Table:
-    """Header and rows of text; the first `words` columns are words, the others figures and set to the right.
+    """Header and rows of text. The first `words` columns are words; the others are numbers, aligned to the right.
 
-    `groups` are (title, columns) above the header, from the left. With `last_is_point` the last column names points.
-    A long table is folded away until the reader opens it.
+    `groups` are (title, number of columns) above the header, from the left. With `last_is_point` the last column names
+    points. A `folded` table is hidden until the reader opens it.
     """
 
     head: Sequence[str]
@@ -34,9 +34,9 @@ class Table:
 
 
 def verdict_table(verdict: Verdict) -> Table:
-    """Each headline metric: error in the middle and at worst, against the spread of repeats.
+    """Each headline metric: median and worst error, and the spread of repeats.
 
-    The worst point is named only where there are several, and where it is off at all.
+    The worst point is named only if there are several points and its error is not zero.
     """
     rows = [
         [
@@ -74,7 +74,7 @@ def _interval(name: str, interval: tuple[float, float] | None) -> str:
 
 
 def pools_table(records: Sequence[Record]) -> Table:
-    """The distinct pools; both sides of a point run on one and the same."""
+    """The distinct pools. Both sides of a point use the same pool."""
     head = [
         "allocator",
         "model",
@@ -107,7 +107,7 @@ def _pool_cells(record: Record) -> tuple[str, ...]:
 
 
 def points_table(records: Sequence[Record], axes: Axes) -> Table:
-    """Every point, in the order of its settings: prediction, measurement, error of a few metrics."""
+    """Every point, ordered by its settings: prediction, measurement and error of a few metrics."""
     measured = any(record.get("measured") for record in records)
     sides = ("predicted", "measured", "error") if measured else ("predicted",)
     scales = {name: _scale(name, records) for name in _POINT_METRICS}
@@ -138,7 +138,7 @@ def _sort_key(record: Record, axes: Axes) -> list[Any]:
 
 
 def _scale(name: str, records: Sequence[Record]) -> tuple[float, str]:
-    """One unit for a whole column, from its largest prediction."""
+    """The scale and unit of a column, from its largest prediction."""
     rows = (row for record in records for row in record.get("comparison") or () if row["metric"] == name)
     return axis_scale(name, max((row["simulated"] or 0.0 for row in rows), default=0.0))
 
@@ -154,7 +154,7 @@ def _figures(record: Record, sides: Sequence[str], scales: Mapping[str, tuple[fl
 
 
 def detail_table(record: Record) -> Table:
-    """All metrics of one point in their three columns."""
+    """All metrics of one point: analytic, simulated and measured."""
     head = ["metric", "analytic", "simulated", "measured", "range of runs", "error", "spread"]
     rows = []
     for row in record.get("comparison") or ():
@@ -175,9 +175,9 @@ def detail_table(record: Record) -> Table:
 
 
 def failures_table(study: Study) -> Table:
-    """Failed points with the file that holds the traceback, relative to the store."""
+    """Failed points, with the file of the traceback relative to the store."""
     rows = [[failure.label, failure.message, failure.path] for failure in study.failures]
-    return Table(["point", "what went wrong", "traceback in"], rows, words=3)
+    return Table(["point", "error", "traceback in"], rows, words=3)
 
 
 def definitions_table() -> Table:

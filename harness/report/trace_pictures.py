@@ -1,4 +1,4 @@
-"""Pictures of a trace, from the plain data of `traces.analysis.distributions`: lengths, arrivals, burstiness and reuse."""
+"""Pictures of a trace from the data of `traces.analysis.distributions`: lengths, arrivals, burstiness and reuse."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The verdict in words: the same sentences on the console and at the head of the page."""
+"""The verdict in words. The console and the page's first section show the same sentences."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,11 +10,11 @@ from harness.report import numbers
 from harness.report.study import Record, Study, read_study
 
 BAND = f"{100 * RELATIVE_BAND:g} % ({100 * SHARE_BAND:g} points for shares) or the spread of repeated runs"
-"""What counts as close."""
+"""The errors that count as close."""
 
 
 def verdict_lines(store_root: Path) -> list[str]:
-    """The verdict on a store for the console, most important line first; `ReportError` where there is no point."""
+    """The verdict on a store for the console, most important line first. Raises ReportError if it has no point."""
     study = read_study(store_root)
     verdict = judge(study.records)
     return [
@@ -27,7 +27,7 @@ def verdict_lines(store_root: Path) -> list[str]:
 
 
 def completeness(study: Study, verdict: Verdict) -> list[str]:
-    """Did everything finish? A line for all is well, or a line for each kind of trouble."""
+    """Whether everything finished: one line if it did, else one line for each kind of problem."""
     trouble = []
     if study.failures:
         first = study.failures[0]
@@ -35,7 +35,7 @@ def completeness(study: Study, verdict: Verdict) -> list[str]:
             f"{_points(len(study.failures))} FAILED, first {first.label}: {first.message} ({first.path})"
         )
     if study.absent:
-        trouble.append(f"{_points(study.absent)} NOT run yet: the same command goes on where it stopped")
+        trouble.append(f"{_points(study.absent)} NOT run yet: the same command continues where it stopped")
     if study.problems:
         trouble.append(f"NOT readable: {study.problems[0]}" + _more(len(study.problems)))
     if verdict.unfinished:
@@ -45,19 +45,19 @@ def completeness(study: Study, verdict: Verdict) -> list[str]:
 
 
 def answer(verdict: Verdict) -> str:
-    """Can the prediction be trusted, in one sentence."""
+    """Whether the prediction can be trusted, in one sentence."""
     if not verdict.points:
         return "No point has a record, so there is nothing to judge."
     if not verdict.measured:
         return "Simulation only: nothing was measured, so the prediction is not judged here."
     if not verdict.sound:
-        return "No: the two sides did different work, or the books differ from the tensors. That is a bug."
+        return "No: the two sides did different work, or the counters differ from the tensors. That is a bug."
     close = [item for item in verdict.metrics if item.holds]
     far = [item for item in verdict.metrics if not item.holds]
     if not far:
         return f"Yes: all {len(close)} headline metrics are within {BAND} at every measured point."
     worst = max(far, key=lambda item: (item.points - item.close) / item.points)
-    off = f"furthest off is {worst.metric.label}, close at {worst.close} of {worst.points}"
+    off = f"the worst is {worst.metric.label}, close at {worst.close} of {worst.points}"
     return (
         f"{'Partly' if close or worst.close else 'No'}: {len(close)} of {len(verdict.metrics)} headline metrics are"
         f" within {BAND} at every measured point; {off}."
@@ -65,7 +65,7 @@ def answer(verdict: Verdict) -> str:
 
 
 def soundness(verdict: Verdict) -> list[str]:
-    """What the checks that allow no error found: equal counts, and the audit of the tensors."""
+    """Results of the checks that allow no error: equal counts, and the audit of the tensors."""
     if not verdict.measured:
         return []
     return [_counts_line(verdict), _audit_line(verdict)]
@@ -84,13 +84,11 @@ def _audit_line(verdict: Verdict) -> str:
     if not verdict.audit_checks:
         return "The tensors were not audited."
     found = f"{verdict.audit_mismatches:,} mismatches" if verdict.audit_mismatches else "no mismatch"
-    return (
-        f"Audit: written slots counted in the tensors {verdict.audit_checks:,} times, {found} with the books."
-    )
+    return f"Audit: written slots counted in the tensors {verdict.audit_checks:,} times, {found} with the counters."
 
 
 def metric_line(item: MetricVerdict) -> str:
-    """One metric: how far apart, at worst where, against which spread. A single point is its own worst."""
+    """One metric: its error, the worst point, and the spread of repeats. A single point has no separate worst point."""
     spread = numbers.error_size(item.metric, item.median_spread)
     worst = numbers.error(item.metric, item.worst_error)
     if item.points == 1:
@@ -112,7 +110,7 @@ def _more(count: int) -> str:
 
 
 def pace_lines(records: Sequence[Record]) -> list[str]:
-    """One sentence on the pace of the device; none where no prediction was scaled by it."""
+    """One sentence on the pace of the device; empty where no prediction was scaled by it."""
     paced = [(record, record["pace"]) for record in records if (record.get("pace") or {}).get("ratio")]
     if not paced:
         return []
@@ -121,13 +119,13 @@ def pace_lines(records: Sequence[Record]) -> list[str]:
     high = max(pace.get("high", pace["ratio"]) for _, pace in paced)
     where = "1 point" if len(paced) == 1 else f"{len(paced):,} points"
     return [
-        f"Pace: beside the runs the device took {ratio:.2f} times as long as at calibration (probes from {low:.2f} to "
+        f"Pace: during the runs the device took {ratio:.2f} times as long as at calibration (probes from {low:.2f} to "
         f"{high:.2f}, {where}), and the prediction was scaled by it{_worth(paced)}."
     ]
 
 
 def _worth(paced: Sequence[tuple[Record, Mapping[str, Any]]]) -> str:
-    """The error of step times on the measured plans, with the scaling and without."""
+    """The error of step times on the measured step plans, with the scaling and without."""
     found = [
         (_mape((record.get("levels") or {}).get("teacher_forced")), _mape(pace.get("unscaled")))
         for record, pace in paced

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.report.axes import Axes, comparison_table, find_axes
-from harness.report.page import Adds, build_page
+from harness.report.page import SectionMaker, build_page
 from harness.report.study import ReportError, Study, read_study
 from harness.report.style import Drawing, Picture, pdf_bytes, style, svg_bytes
 from harness.store.atomic import write_files
@@ -19,16 +19,18 @@ PAGE = "index.html"
 _MOST_CURVES = 6
 
 
-def write_report(store_root: Path, *, out: Path | None = None, additions: Sequence[Adds] = ()) -> Path:
-    """Write the report on a store to `out` (default: the store's folder `report`) and give the page's path.
+def write_report(
+    store_root: Path, *, out: Path | None = None, additions: Sequence[SectionMaker] = ()
+) -> Path:
+    """Write the report of a store to `out` (default: the store's folder `report`); returns the page's path.
 
-    `additions` make further sections, from what other packages know.
+    `additions` make further sections, which other packages provide.
 
-    The page needs no other file and no network; `figures/` beside it holds each figure as SVG, as PDF at paper
-    column width, and its data as CSV. Equal stores give equal bytes.
+    The page needs no other file and no network. The folder `figures` beside it holds each figure as SVG, as PDF at
+    paper column width, and its data as CSV. Equal stores give equal bytes.
 
     Raises:
-        ReportError: the store has no point, or the report cannot be written; an earlier one is then unchanged.
+        ReportError: the store has no point, or the report cannot be written. An earlier report then stays.
         StoreVersionError: a file was written by another version of PageTwin.
     """
     study = read_study(store_root)
@@ -41,7 +43,7 @@ def write_report(store_root: Path, *, out: Path | None = None, additions: Sequen
         raise ReportError(f"cannot write the report to {folder}: {reason or error}") from error
 
 
-def _write(study: Study, folder: Path, additions: Sequence[Adds]) -> Path:
+def _write(study: Study, folder: Path, additions: Sequence[SectionMaker]) -> Path:
     axes = find_axes(study.records)
     with style():
         pictures = dict(_pictures(study, axes))
@@ -68,7 +70,7 @@ def _figure_files(picture: Picture) -> dict[str, bytes]:
 
 
 def _remove_old_figures(folder: Path, names: Container[str], files: Container[str]) -> None:
-    """Figures that an earlier report drew and this one does not; whatever else lies there is not ours."""
+    """Remove figures of an earlier report that this one does not have. Files of other names stay."""
     for path in folder.iterdir():
         ours = path.stem in names or path.stem.startswith(("curve_", "kernel_"))
         if ours and path.suffix in (".svg", ".pdf", ".csv") and path.name not in files:

@@ -1,6 +1,6 @@
 """Bodies of responses in OpenAI's format: whole answers, streams of chunks, and errors.
 
-A mistake of the client is a 4xx status, a fault of the server a 5xx status. If the client disconnects, all prompts of
+An error of the client has a 4xx status, an error of the server a 5xx status. If the client disconnects, all prompts of
 its request are aborted.
 """
 
@@ -23,14 +23,14 @@ from engine.runtime.params import SamplingParams
 from engine.runtime.requests import CompletionOutput, RequestOutput
 from engine.runtime.text import Tokenizer
 
-CLIENT_GONE = 499  # nobody reads the answer; the code that nginx gives this
+CLIENT_GONE = 499  # nginx's status for a client that closed the connection
 Choice = dict[str, Any]
 Answer = TypeVar("Answer")
-Numbered = tuple[int, RequestOutput]
+NumberedOutput = tuple[int, RequestOutput]
 
 
 class ServeError(Exception):
-    """An error with its status."""
+    """An error with its HTTP status."""
 
     def __init__(self, status: int, message: str, *, kind: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -38,12 +38,12 @@ class ServeError(Exception):
 
 
 def error_body(message: str, status: int, kind: str, param: str | None = None) -> dict[str, Any]:
-    """The body that OpenAI clients read."""
+    """The body of an error in OpenAI's format."""
     return {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
 
 def status_of(error: Exception) -> tuple[int, str, str | None]:
-    """HTTP status, kind, and the parameter at fault."""
+    """HTTP status, kind, and the wrong parameter, if any."""
     if isinstance(error, ServeError):
         return error.status, error.kind, error.param
     if isinstance(error, ParamsError):
@@ -56,14 +56,14 @@ def status_of(error: Exception) -> tuple[int, str, str | None]:
 
 
 def body_of(error: Exception) -> tuple[int, dict[str, Any]]:
-    """Status and body of any error."""
+    """HTTP status and body of any error."""
     status, kind, param = status_of(error)
     return status, error_body(str(error), status, kind, param)
 
 
 @dataclass(frozen=True)
 class Envelope:
-    """What all bodies of one answer have in common."""
+    """The fields that all bodies of one answer have in common."""
 
     model: str
     chat: bool
@@ -72,7 +72,7 @@ class Envelope:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def body(self, choices: Sequence[Choice], usage: dict[str, Any] | None, *, chunk: bool) -> dict[str, Any]:
-        """One body, whole or a chunk."""
+        """One body: a whole answer or a chunk."""
         kind = "text_completion" if not self.chat else "chat.completion" + (".chunk" if chunk else "")
         prefix = "chatcmpl" if self.chat else "cmpl"
         body: dict[str, Any] = {
@@ -87,7 +87,7 @@ class Envelope:
         return body
 
     def choice(self, output: CompletionOutput, index: int, *, chunk: bool) -> Choice:
-        """One sequence's share."""
+        """The choice of one sequence."""
         reason = output.finish_reason
         choice: Choice = {"index": index, "finish_reason": reason, "stop_reason": output.stop_reason}
         if not self.chat:
@@ -96,7 +96,7 @@ class Envelope:
         return choice | {"delta" if chunk else "message": said, "logprobs": self._chat_logprobs(output)}
 
     def opening(self, index: int) -> Choice:
-        """The first chunk of a chat answer says who speaks."""
+        """The first chunk of a chat answer, which names the role."""
         said = {"role": "assistant", "content": ""}
         return {"index": index, "delta": said, "finish_reason": None, "logprobs": None}
 
@@ -139,7 +139,7 @@ class Envelope:
 
 
 def usage_of(outputs: Sequence[RequestOutput], token_count: Callable[[RequestOutput], int]) -> dict[str, Any]:
-    """Tokens of the prompts and of all sequences, and how many were found in the prefix cache."""
+    """The section `usage`: tokens of prompts and of all sequences, and prompt tokens found in the prefix cache."""
     prompt = sum(output.metrics.prompt_tokens for output in outputs)
     completion = sum(token_count(output) for output in outputs)
     return {
@@ -152,9 +152,9 @@ def usage_of(outputs: Sequence[RequestOutput], token_count: Callable[[RequestOut
 
 async def merged(
     engine: AsyncEngine, name: str, prompts: Sequence[Prompt], params: SamplingParams, priority: int
-) -> AsyncGenerator[Numbered, None]:
-    """(number of the prompt, news) of all prompts, as they come. Closing it aborts what is under way."""
-    news: asyncio.Queue[Numbered | Exception | None] = asyncio.Queue()
+) -> AsyncGenerator[NumberedOutput, None]:
+    """(number of the prompt, output) of all prompts, as outputs arrive. Closing it aborts unfinished requests."""
+    news: asyncio.Queue[NumberedOutput | Exception | None] = asyncio.Queue()
 
     async def follow(number: int, prompt: Prompt) -> None:
         stream = engine.generate(f"{name}-{number}", prompt, params, priority=priority)
@@ -184,14 +184,14 @@ async def merged(
 
 
 async def events(
-    stream: AsyncGenerator[Numbered, None],
-    first: Numbered,
+    stream: AsyncGenerator[NumberedOutput, None],
+    first: NumberedOutput,
     envelope: Envelope,
     width: int,
     *,
     with_usage: bool,
 ) -> AsyncGenerator[str, None]:
-    """Server-sent events; an error after the first one ends the stream with a body that names it."""
+    """Server-sent events of a stream. After the first event, an error ends the stream with a body that names it."""
     ends: dict[int, RequestOutput] = {}
     opened: set[int] = set()
 
@@ -227,14 +227,14 @@ def _event(body: dict[str, Any]) -> str:
     return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, Answer]) -> Answer:
+async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Answer]) -> Answer:
     """The result of `work`, which is cancelled when the client closes the connection."""
     task = asyncio.create_task(work)
     watch = asyncio.create_task(_gone(request))
     try:
         await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ServeError(CLIENT_GONE, "the client has gone", kind="client_closed_request")
+            raise ServeError(CLIENT_GONE, "the client has disconnected", kind="client_closed_request")
         return task.result()
     finally:
         watch.cancel()

@@ -1,4 +1,4 @@
-"""The web application: which address answers what, and how errors become responses."""
+"""The web application: its routes, and how errors become responses."""
 
 import asyncio
 import time
@@ -22,35 +22,35 @@ from engine.runtime.errors import EngineDeadError, RequestError
 from engine.runtime.requests import RequestOutput
 from harness.serve.answers import (
     Envelope,
-    Numbered,
+    NumberedOutput,
     ServeError,
     body_of,
     error_body,
     events,
     merged,
-    unless_gone,
+    unless_disconnected,
     usage_of,
 )
 from harness.serve.metrics import ServerMetrics
 from harness.serve.protocol import ChatRequest, CompletionRequest, chat_prompt
 
-News = AsyncGenerator[Numbered, None]
+OutputStream = AsyncGenerator[NumberedOutput, None]
 
 
 @dataclass
 class Server:
-    """What the handlers share."""
+    """The state that all handlers share."""
 
     engine: AsyncEngine
     model: str
-    most_requests: int  # under way at once; more are turned away
+    most_requests: int  # in progress at once; further ones are refused
     started: int
     under_way: int = 0
 
     async def answer(
         self, request: Request, body: CompletionRequest | ChatRequest, prompts: Sequence[Prompt]
     ) -> Response:
-        """Complete the prompts, whole or as a stream."""
+        """Complete the prompts, as a whole answer or as a stream."""
         if body.model is not None and body.model != self.model:
             raise ServeError(
                 404, f"the model {body.model!r} does not exist; this server has {self.model!r}", kind="not_found_error",
@@ -60,7 +60,7 @@ class Server:
             raise ServeError(
                 400, "prompt: at least one is needed", kind="invalid_request_error", param="prompt"
             )
-        if body.priority and not _heeds_priority(self.engine.engine):
+        if body.priority and not _uses_priority(self.engine.engine):
             raise ServeError(
                 400, f"priority: {body.priority} says nothing to this server; start it with scheduler.policy=priority",
                 kind="invalid_request_error", param="priority",
@@ -71,17 +71,16 @@ class Server:
             merged(self.engine, f"http-{uuid.uuid4().hex}", prompts, params, body.priority), len(prompts)
         )
         if not body.stream:
-            done = await unless_gone(request, _collect(stream))
+            done = await unless_disconnected(request, _collect(stream))
             return JSONResponse(_whole(envelope, done, params.width))
-        first = await unless_gone(
-            request, anext(stream)
-        )  # what is wrong with the request shows here, as a 4xx
+        # errors of the request appear here, while the status can still be a 4xx
+        first = await unless_disconnected(request, anext(stream))
         usage = body.stream_options is not None and body.stream_options.include_usage
         lines = events(stream, first, envelope, params.width, with_usage=usage)
         return StreamingResponse(lines, media_type="text/event-stream")
 
-    async def _counted(self, stream: News, prompts: int) -> News:
-        """The stream, turned away if too many are under way."""
+    async def _counted(self, stream: OutputStream, prompts: int) -> OutputStream:
+        """The stream of outputs. Raises ServeError (503) if too many requests are in progress."""
         if self.under_way + prompts > self.most_requests:
             raise ServeError(
                 503, f"{self.under_way} requests are under way, the limit is {self.most_requests}; try again",
@@ -96,13 +95,13 @@ class Server:
             await stream.aclose()
 
 
-def _heeds_priority(engine: Engine) -> bool:
-    """Whether any policy differs from the built-in ones of first come, first served; a user's own may look at it."""
+def _uses_priority(engine: Engine) -> bool:
+    """Whether any policy differs from the built-in first-come, first-served ones. A user's own may use priorities."""
     found, plain = (vars(policies).values() for policies in (engine.scheduler.policies, Policies()))
     return any(type(one) is not type(other) for one, other in zip(found, plain, strict=True))
 
 
-async def _collect(stream: News) -> list[RequestOutput]:
+async def _collect(stream: OutputStream) -> list[RequestOutput]:
     try:
         done = {number: output async for number, output in stream if output.finished}
     finally:
@@ -121,7 +120,7 @@ def _whole(envelope: Envelope, done: Sequence[RequestOutput], width: int) -> dic
 
 
 def build_app(engine: Engine, *, model: str, most_requests: int = 1024) -> FastAPI:
-    """The application over an engine, which it owns from now on: started and stopped with it."""
+    """The application for an engine. The application owns the engine: it starts and stops it."""
     metrics = ServerMetrics(engine, model)
     server = Server(AsyncEngine(engine, observe=metrics.observe), model, most_requests, int(time.time()))
 
@@ -133,7 +132,7 @@ def build_app(engine: Engine, *, model: str, most_requests: int = 1024) -> FastA
 
     app = FastAPI(title="PageTwin", lifespan=lifespan)
     app.state.server = server
-    install(app)
+    install_error_handlers(app)
 
     @app.post("/v1/completions")
     async def completions(request: Request, body: CompletionRequest) -> Response:
@@ -168,8 +167,8 @@ def build_app(engine: Engine, *, model: str, most_requests: int = 1024) -> FastA
     return app
 
 
-def install(app: FastAPI) -> None:
-    """Make the application answer every error in this form."""
+def install_error_handlers(app: FastAPI) -> None:
+    """Make the application answer every error in OpenAI's format."""
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(request: Request, error: RequestValidationError) -> JSONResponse:

@@ -1,4 +1,4 @@
-"""Prometheus metrics. They have vLLM's names where the meaning is the same."""
+"""Prometheus metrics, with vLLM's names where the meaning is the same."""
 
 from collections.abc import Iterator
 
@@ -16,13 +16,13 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000,
 
 
 class _Totals(Collector):
-    """Reads the engine's own counters when somebody asks."""
+    """Reads the engine's counters when the metrics are requested."""
 
     def __init__(self, engine: Engine, labels: tuple[str, str]) -> None:
         self._engine, self._labels = engine, labels
 
     def collect(self) -> Iterator[Metric]:
-        """Gauges and counters."""
+        """The present gauges and counters."""
         counters = self._engine.counters
         for name, text, value in (
             ("num_requests_running", "Requests in the batch", counters.running),
@@ -65,7 +65,7 @@ class _Totals(Collector):
 
 
 class ServerMetrics:
-    """One registry per server, so that several may live in one process."""
+    """The metrics of one server. Each server has its own registry, so that one process can have several."""
 
     def __init__(self, engine: Engine, model_name: str) -> None:
         self._registry = CollectorRegistry()
@@ -89,7 +89,7 @@ class ServerMetrics:
         self._generated = histogram("request_generation_tokens", "Tokens generated for a request", _TOKENS)
 
     def observe(self, outputs: list[RequestOutput]) -> None:
-        """Take a step's news into the histograms."""
+        """Add the outputs of one step to the histograms."""
         for output in outputs:
             metrics = output.metrics
             if metrics.gap_s is not None and output.outputs:

@@ -1,7 +1,7 @@
 """Bodies of requests in OpenAI's format, with vLLM's additional sampling fields; chat messages as one prompt.
 
-A field that is not known is refused. A known field is refused if its value asks for something that this server cannot
-do. An option that is silently ignored would make a measurement worthless.
+Unknown fields are refused. A known field is refused if its value asks for something that this server cannot do. A
+silently ignored option would make a measurement worthless.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from engine.runtime.errors import TokenizerError
 from engine.runtime.params import MAX_LOGPROBS, OutputKind, SamplingParams
 from engine.runtime.text import ByteTokenizer
 
-_NEUTRAL: dict[str, tuple[Any, ...]] = {  # fields whose neutral values mean nothing is asked for
+_NEUTRAL: dict[str, tuple[Any, ...]] = {  # fields with the values that ask for nothing
     "presence_penalty": (None, 0, 0.0),
     "frequency_penalty": (None, 0, 0.0),
     "repetition_penalty": (None, 1, 1.0),
@@ -30,11 +30,11 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {  # fields whose neutral values mean not
 _WITHOUT_EFFECT = ("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key")
 
 
-TokenId = Annotated[int, Strict()]  # JSON's true is no token id
+TokenId = Annotated[int, Strict()]  # refuses true, which would count as 1
 
 
 class StreamOptions(BaseModel):
-    """What a stream brings beside the text."""
+    """Options of a stream."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -42,7 +42,7 @@ class StreamOptions(BaseModel):
 
 
 class _Sampling(BaseModel):
-    """What completions and chat have in common."""
+    """The fields that completions and chat have in common."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -68,7 +68,7 @@ class _Sampling(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _leave_out_neutral(cls, values: Any) -> Any:
-        """Drop fields that ask for nothing; refuse those that ask for what does not exist here."""
+        """Drop fields that ask for nothing. Raises ValueError for those that ask for something unsupported."""
         if not isinstance(values, dict):
             return values
         for name, neutral in _NEUTRAL.items():
@@ -128,7 +128,7 @@ class CompletionRequest(_Sampling):
 
 
 class TextPart(BaseModel):
-    """A part of a message; text is the only kind that this server knows."""
+    """A part of a message. This server supports only text."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -146,7 +146,7 @@ class Message(BaseModel):
     name: str | None = None
 
     def plain(self) -> dict[str, str]:
-        """As chat templates want it."""
+        """The message in the form that chat templates take."""
         content = self.content or ""
         text = content if isinstance(content, str) else "".join(part.text for part in content)
         return {"role": self.role, "content": text}
@@ -176,7 +176,7 @@ class ChatRequest(_Sampling):
 def chat_prompt(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
     """Token ids of the conversation and the opening of the answer. Raises TokenizerError."""
     if tokenizer is None:
-        raise TokenizerError("this server has no tokenizer: it takes completions of token ids alone")
+        raise TokenizerError("this server has no tokenizer: it takes only completions of token ids")
     if isinstance(tokenizer, ByteTokenizer):
         text = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
         return tokenizer.encode(f"{text}assistant: ")

@@ -1,4 +1,4 @@
-"""From a command line to a listening server.
+"""Start a server from a command line.
 
 `build_engine` makes the engine of a configuration, with its tokenizer.
 """
@@ -29,7 +29,7 @@ _KEYS = ("decoding.draft_tokens", "decoding.draft_place", "decoding.draft_path")
 
 
 def serve(arguments: Arguments) -> int:
-    """Load the model, say how large the pool is, listen until stopped. Raises UserError before anything is loaded."""
+    """Load the model, print the capacity of the pool, and listen until stopped. Raises UserError before loading."""
     import uvicorn
 
     config = _config(arguments.overrides)
@@ -63,7 +63,7 @@ def _config(overrides: tuple[str, ...]) -> RunConfig:
 
 
 def _check_keys(overrides: tuple[str, ...]) -> None:
-    """What a server has no use for is refused: it would seem to be in effect. Raises UserError."""
+    """Raise UserError for keys that have no effect on a server."""
     wrong = [axis.key for axis in parse_overrides(overrides) if not _is_served(axis.key)]
     if wrong:
         raise UserError(
@@ -77,7 +77,7 @@ def _is_served(key: str) -> bool:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Bind before the model is loaded, so that a taken port is known at once."""
+    """Bind the port before the model is loaded, so that a used port is reported at once."""
     try:
         return socket.create_server((host, port), backlog=2048, family=_family(host))
     except (OSError, OverflowError) as error:

@@ -1,7 +1,7 @@
 """`trace ls` and `trace get`: the embedded generators and the public traces.
 
 `ls` prints licence, size and sharing of each. `get` downloads a public trace into the user's cache and checks its
-sha256. Without a network it says which files to put where.
+sha256. Without a network it prints which files to place in which folder.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def add_get(actions: "Actions") -> None:
 
 
 def run_get(flags: argparse.Namespace) -> int:
-    """Fetch what is missing; returns 1 where a file could not be had."""
+    """Download the missing files; returns 1 if a file could not be downloaded."""
     from harness.trace.files import folder_of, trace_path
     from traces.catalogue import catalogue, public_trace
 
@@ -90,7 +90,7 @@ def run_get(flags: argparse.Namespace) -> int:
 
 
 def _fetch(file: "RemoteFile", folder: Path) -> None:
-    """Download one file unless it is there; raises OSError where it cannot be had, ValueError on a wrong checksum."""
+    """Download one file unless it exists. Raises OSError if that fails, ValueError on a wrong checksum."""
     import pooch
 
     pooch.get_logger().setLevel("ERROR")

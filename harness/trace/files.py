@@ -1,6 +1,6 @@
 """Trace files: public traces in the user's cache, and traces that an action writes.
 
-A trace is written whole or not at all. An existing file is replaced only with `--overwrite`.
+A trace is written completely or not at all. An existing file is replaced only with `--overwrite`.
 """
 
 import os
@@ -18,7 +18,7 @@ Write = Callable[[Trace, str | Path], None]
 
 
 def cache_folder() -> Path:
-    """Where fetched traces lie: $PAGETWIN_TRACES, or `pagetwin/traces` in the user's cache folder."""
+    """The folder of fetched traces: $PAGETWIN_TRACES, or `pagetwin/traces` in the user's cache folder."""
     chosen = os.environ.get("PAGETWIN_TRACES")
     if chosen:
         return Path(chosen).expanduser()
@@ -32,17 +32,17 @@ def folder_of(entry: CatalogueEntry) -> Path:
 
 
 def trace_path(entry: CatalogueEntry) -> Path:
-    """What to read: the file, or the folder where there are several."""
+    """The path to read: the trace's file, or its folder if it has several files."""
     return folder_of(entry) / entry.files[0].path if len(entry.files) == 1 else folder_of(entry)
 
 
 def is_fetched(entry: CatalogueEntry) -> bool:
-    """Whether all its files are there."""
+    """Whether all files of a public trace exist."""
     return bool(entry.files) and all((folder_of(entry) / file.path).is_file() for file in entry.files)
 
 
 def cached_trace(name: str) -> Path:
-    """The path that a name stands for: a file or folder, else a public trace that was fetched. Raises UserError."""
+    """The path for a name: a file or folder, or else a public trace that was fetched. Raises UserError."""
     path = Path(name).expanduser()
     try:
         if path.exists():
@@ -67,7 +67,7 @@ def _writers() -> dict[str, Write]:
 
 
 def checked_output(name: str, overwrite: bool) -> Path:
-    """Where to write; raises UserError before any work is done."""
+    """The path to write. Raises UserError before any work is done."""
     path = Path(name).expanduser()
     if not name.endswith(tuple(_writers())):
         raise UserError(f"--out: '{name}' must end in {', '.join(_writers())}")
@@ -79,7 +79,7 @@ def checked_output(name: str, overwrite: bool) -> Path:
 
 
 def write_trace(trace: Trace, path: Path, writer: Write | None = None) -> None:
-    """Write through a temporary file and a rename, and say what was written; raises UserError."""
+    """Write through a temporary file and a rename, and print what was written. Raises UserError."""
     end = next((end for end in (".jsonl.gz", ".jsonl", ".parquet") if path.name.endswith(end)), path.suffix)
     write = writer or _writers()[end]
     try:

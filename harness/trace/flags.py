@@ -1,4 +1,4 @@
-"""Flags that several actions share, and the trace that they choose.
+"""Options that several actions share, and the trace that they choose.
 
 This module is imported for `--help`, so everything heavy is imported inside functions.
 """
@@ -53,7 +53,7 @@ def describe(actions: "Actions", name: str, what: str, usage: str, more: str = "
 
 
 def add_source(parser: argparse.ArgumentParser) -> None:
-    """Which trace, and how to read it."""
+    """Add the options for the source trace and how to read it."""
     parser.add_argument(
         "trace", metavar="TRACE", help="a file or folder, a generator, or a fetched public trace"
     )
@@ -61,7 +61,7 @@ def add_source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, metavar="N", help="the first N requests; generators: 1,000")
     parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn; default: 0")
     parser.add_argument(
-        "--ticks", default="keep", help="keep, even or random: arrivals that a coarse clock lumps"
+        "--ticks", default="keep", help="keep, even or random: arrivals with equal times of a coarse clock"
     )
     parser.add_argument("--on-error", default="stop", help="stop, or skip and count malformed rows")
     parser.add_argument("--sort", action="store_true", help="allow rows out of order, and sort them by time")
@@ -72,7 +72,7 @@ def add_source(parser: argparse.ArgumentParser) -> None:
 
 
 def add_arrivals(parser: argparse.ArgumentParser) -> None:
-    """When requests arrive, for sources without a clock and for generators."""
+    """Add the options for arrivals, for sources without a clock and for generators."""
     parser.add_argument("--arrivals", choices=_ARRIVALS, help="an arrival process; default: as recorded")
     parser.add_argument(
         "--rate", type=float, default=1.0, help="its requests (conversations) per second; default: 1"
@@ -81,13 +81,13 @@ def add_arrivals(parser: argparse.ArgumentParser) -> None:
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
-    """Where to write."""
+    """Add the options for the output file."""
     parser.add_argument("--out", metavar="FILE", required=True, help="ends in .jsonl, .jsonl.gz or .parquet")
     parser.add_argument("--overwrite", action="store_true", help="replace FILE where it exists")
 
 
 def chosen_trace(flags: argparse.Namespace) -> "Trace":
-    """The trace that the flags name; raises UserError."""
+    """The trace that the options name. Raises UserError."""
     from harness.trace.files import cached_trace
     from harness.workload.trace import encoder
     from traces.reading import read_trace
@@ -113,17 +113,17 @@ def chosen_trace(flags: argparse.Namespace) -> "Trace":
 
 
 def chosen_arrivals(flags: argparse.Namespace) -> "ArrivalProcess | None":
-    """The arrival process that the flags name, if any."""
+    """The arrival process that the options name, if any."""
     from traces.arrivals import ArrivalProcess
 
     return ArrivalProcess(flags.arrivals, flags.rate, shape=flags.shape) if flags.arrivals else None
 
 
-def answers(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
-    """An action whose mistakes of the user are sentences, never tracebacks."""
+def user_errors_explained(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+    """Decorate an action so that errors in traces and parameters become UserError with a hint."""
 
     @wraps(run)
-    def guarded(flags: argparse.Namespace) -> int:
+    def wrapped(flags: argparse.Namespace) -> int:
         from traces.errors import ParameterError, TraceError
 
         try:
@@ -133,7 +133,7 @@ def answers(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Name
         except ParameterError as error:
             raise UserError(_flag_sentence(error.parameter, error.reason)) from error
 
-    return guarded
+    return wrapped
 
 
 def _flag_sentence(parameter: str, reason: str) -> str:

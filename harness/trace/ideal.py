@@ -1,4 +1,4 @@
-"""The ideal hit ratio from the real prefix cache: the prompts of a trace, one after another, in an endless pool.
+"""The ideal hit ratio from the real prefix cache: the prompts of a trace, one after another, in an unlimited pool.
 
 `traces.analysis.reuse` computes the same number from the keys of the trace. If the two differ, one of them is wrong.
 """
@@ -17,7 +17,7 @@ Identify = Callable[[TraceRequest], BlockIdentity]
 
 
 def by_keys(request: TraceRequest) -> BlockIdentity:
-    """Blocks named by the trace's keys, without tokens."""
+    """A block identity that hashes the trace's keys; it needs no tokens."""
     return KeyIdentity(request.request_id, request.segments, request.salt)
 
 

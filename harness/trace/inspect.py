@@ -1,4 +1,4 @@
-"""`trace inspect` and `trace validate`: what is in a trace, and whether every row can be read.
+"""`trace inspect` and `trace validate`: statistics of a trace, and a check of every row.
 
 `inspect` prints figures, and draws pictures if a folder for them is given.
 """
@@ -34,7 +34,7 @@ def add_inspect(actions: "Actions") -> None:
 
 @user_errors_explained
 def run_inspect(flags: argparse.Namespace) -> int:
-    """Read, count, draw."""
+    """Read the trace, print its statistics, draw pictures."""
     from traces.analysis.distributions import trace_distributions
     from traces.analysis.statistics import trace_statistics
 
@@ -78,7 +78,7 @@ def _folder(name: str | None) -> Path | None:
 
 
 def _through_cache(trace: "Trace", sizes: list[int]) -> dict[str, Any]:
-    """Hits of the engine's cache beside those of the keys, at the finest block size; they must be equal."""
+    """Hit tokens of the engine's cache and of the keys, at the smallest block size. The two must be equal."""
     from harness.trace.ideal import ideal_hit_tokens
     from traces.analysis.reuse import reuse_profile
 
@@ -94,7 +94,7 @@ def _through_cache(trace: "Trace", sizes: list[int]) -> dict[str, Any]:
 
 
 def _summary(profile: dict[str, Any]) -> dict[str, Any]:
-    """The part of a profile that is read as figures."""
+    """The part of a profile that is printed as numbers."""
     burstiness, reuse = profile["burstiness"], profile["reuse"]
     shown = ("ideal_hit_ratio", "stack_distance_tokens", "reuse_gap_s")
     found = {
@@ -111,7 +111,7 @@ def _summary(profile: dict[str, Any]) -> dict[str, Any]:
 
 
 def say_tree(value: dict[str, Any], indent: str = "") -> None:
-    """Nested figures, one a line."""
+    """Print nested values, one on each line."""
     width = max((len(key) for key in value), default=0)
     for key, item in value.items():
         if isinstance(item, dict):
@@ -146,8 +146,7 @@ def add_validate(actions: "Actions") -> None:
 
 @user_errors_explained
 def run_validate(flags: argparse.Namespace) -> int:
-    """Read the trace and print the books."""
-    from harness.trace.flags import chosen_trace
+    """Read the trace and print how many rows were kept, dropped and noted."""
     from traces.tokens import separating_tokens
 
     trace = chosen_trace(flags)

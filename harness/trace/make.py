@@ -13,10 +13,10 @@ from harness.trace.flags import (
     add_arrivals,
     add_output,
     add_source,
-    answers,
     chosen_arrivals,
     chosen_trace,
     describe,
+    user_errors_explained,
 )
 
 if TYPE_CHECKING:
@@ -29,7 +29,10 @@ _MODELS = ("system", "few_shot", "tree", "passages")
 def add_convert(actions: "Actions") -> None:
     """Describe `convert`."""
     parser = describe(
-        actions, "convert", "write a trace in our own form, or as Mooncake JSONL", "convert TRACE --out FILE"
+        actions,
+        "convert",
+        "write a trace in PageTwin's format, or as Mooncake JSONL",
+        "convert TRACE --out FILE",
     )
     add_source(parser)
     add_output(parser)
@@ -38,9 +41,9 @@ def add_convert(actions: "Actions") -> None:
     )
 
 
-@answers
+@user_errors_explained
 def run_convert(flags: argparse.Namespace) -> int:
-    """Read, then write."""
+    """Read the trace and write it in another format."""
     from harness.trace.files import checked_output, write_trace
     from traces.formats.mooncake import write_mooncake
 
@@ -73,9 +76,9 @@ def add_slice(actions: "Actions") -> None:
     )
 
 
-@answers
+@user_errors_explained
 def run_slice(flags: argparse.Namespace) -> int:
-    """Read, cut, write."""
+    """Read the trace, cut the window, and write it."""
     from harness.trace.files import checked_output, write_trace
     from traces.reshape import slice_rows, slice_time
 
@@ -112,9 +115,9 @@ def add_scale(actions: "Actions") -> None:
     )
 
 
-@answers
+@user_errors_explained
 def run_scale(flags: argparse.Namespace) -> int:
-    """Read, scale, write."""
+    """Read the trace, scale it, and write it."""
     from harness.trace.files import checked_output, write_trace
     from traces.reshape import scale_lengths, set_rate
 
@@ -151,9 +154,9 @@ def add_synth(actions: "Actions") -> None:
     add_output(parser)
 
 
-@answers
+@user_errors_explained
 def run_synth(flags: argparse.Namespace) -> int:
-    """Generate and write; says what the trace is calibrated on and how well."""
+    """Generate a trace, write it, and print the result of its calibration."""
     from harness.trace.files import checked_output, write_trace
     from traces.synth.calibrate import calibrated_trace
     from traces.synth.generator import generate_trace
@@ -185,7 +188,7 @@ def run_synth(flags: argparse.Namespace) -> int:
 
 
 def _reading(flags: argparse.Namespace) -> argparse.Namespace:
-    """Flags that read the trace to be like, whole and as it is."""
+    """Options that read the trace of `--like` completely and unchanged."""
     plain = {"format": "auto", "requests": None, "seed": flags.seed, "ticks": "keep", "on_error": "stop"}
     more = {"sort": False, "tokenizer": None, "arrivals": None, "rate": 1.0, "shape": 0.5}
     return argparse.Namespace(trace=flags.like, **plain, **more)

@@ -14,8 +14,8 @@ from typing import Any
 
 from harness.console import remark, say
 from harness.gate import latency as layer
-from harness.gate.baseline import Measured, accepted
-from harness.gate.verdict import Verdict
+from harness.gate.baseline import Measured, new_baseline
+from harness.gate.findings import Verdict
 from harness.store.atomic import write_files
 
 SLOWER = 1.05
@@ -35,7 +35,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return 0
     file = Path(flags.out)
     first = layer.measure()
-    _keep(file.with_name("gate_baseline.json"), asdict(accepted(first, "first run of a trial")))
+    _keep(file.with_name("gate_baseline.json"), asdict(new_baseline(first, "first run of a trial")))
     found = trial(first, layer.measure())
     _keep(file, found)
     say(
@@ -48,7 +48,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def trial(first: Measured, second: Measured) -> dict[str, Any]:
     """The verdicts on the same code, and on every planted slowdown, one ratio at a time."""
-    baseline = accepted(first, "first run of a trial")
+    baseline = new_baseline(first, "first run of a trial")
     same = layer.judge(second, baseline)
     by_verdict = {
         verdict: [f"{one.case}: {one.reason}" for one in same.findings if one.verdict is verdict]

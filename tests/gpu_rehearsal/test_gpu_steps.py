@@ -129,7 +129,7 @@ def test_a_stopped_step_takes_along_what_it_started(tmp_path: Path, monkeypatch:
         "child.wait()"
     )
     for limit in (1, 5, 25, 125):  # long enough for the step to begin, however busy the machine is
-        run(monkeypatch, tmp_path, step("kernels", code, limit_s=limit))
+        run(monkeypatch, tmp_path, step("kernels", code, limit_s=limit), step("sweep", "", limit_s=600))
         assert states(tmp_path)["kernels"] == "stopped"
         if noted.exists() and noted.read_text():
             break
@@ -162,7 +162,12 @@ def test_an_optional_tool_that_is_there_starts_the_command(
 
 def test_a_step_is_told_how_long_it_may_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = step("kernels", "import sys; print('for', sys.argv[1])", limit_s=40)
-    run(monkeypatch, tmp_path, replace(plain, command=(*plain.command, SECONDS)), step("sweep", ""))
+    run(
+        monkeypatch,
+        tmp_path,
+        replace(plain, command=(*plain.command, SECONDS)),
+        step("sweep", "", limit_s=600),
+    )
     assert "for 28" in (tmp_path / "quick" / "logs" / "kernels.txt").read_text()
 
 

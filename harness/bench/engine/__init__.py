@@ -1,4 +1,4 @@
-"""`bench engine`: the same requests through our engine and through others, in one run, with outputs compared.
+"""`bench engine`: the same requests through our engine and through others in one run, with outputs compared.
 
 This module has the command line and imports nothing heavy.
 """
@@ -14,9 +14,9 @@ DEVICES = ("cpu", "cuda")
 _MORE = """\
 The workload is fixed by --requests and --seed: prompts of 32 to 512 tokens, 16 to 128 output tokens each, all at once,
 greedy, no end token, on a random Llama of 8 layers (or --model-path). Without options it is the reference workload of
-the documentation (20,202 prompt and 4,583 output tokens). Rates are requested output tokens a second of the CPU's time,
-or of wall time on a GPU, by the median round. Outputs must be equal token for token in float32; in lower precision the
-number of equal ones is printed and nothing more.
+the documentation (20,202 prompt and 4,583 output tokens). Rates are requested output tokens per second of CPU time, or
+of wall time on a GPU, from the median round. In float32 the outputs must be equal token for token; in lower precision
+only the number of equal outputs is printed.
 Exit codes: 0 done, 1 a peer failed or its float32 outputs differ, 2 the input was wrong.
 example:
   python -m harness bench engine --peers transformers,transformers_cb --requests 16"""

@@ -42,11 +42,11 @@ OURS = "pagetwin"
 
 
 class PeerError(Exception):
-    """A peer that cannot run here, or failed; says why."""
+    """A peer cannot run here, or failed. The message says why."""
 
 
 def ours(loaded: LoadedModel, *, block_size: int, pool_tokens: int) -> tuple[Serve, str]:
-    """Our engine, and what its pool holds. Prefix caching is off: no two prompts share a prefix."""
+    """Our engine, and the capacity of its pool in words. Prefix caching is off, since no two prompts share a prefix."""
     options = EngineOptions(
         block_size=block_size,
         pool_tokens=pool_tokens,
@@ -72,7 +72,7 @@ def ours(loaded: LoadedModel, *, block_size: int, pool_tokens: int) -> tuple[Ser
 
 
 def transformers_one_by_one(loaded: LoadedModel) -> Serve:
-    """`model.generate()`, request after request, with the attention that the model came with."""
+    """`model.generate()`, one request after another, with the model's original attention."""
 
     def serve(requests: Sequence[BenchRequest]) -> Outputs:
         with original_model(loaded) as model:
@@ -95,7 +95,7 @@ def _generated(model: Any, request: BenchRequest) -> list[int]:
 
 
 def transformers_cb(loaded: LoadedModel, *, block_size: int, pool_tokens: int) -> Serve:
-    """transformers' own continuous batching. Raises PeerError where it cannot run, or requests fail."""
+    """transformers' own continuous batching. Raises PeerError if it cannot run, or if a request fails."""
     if find_spec("psutil") is None and loaded.device.type == "cpu":
         raise PeerError("on a CPU it asks psutil for the memory: pip install psutil")
     from transformers import GenerationConfig
@@ -120,7 +120,7 @@ def transformers_cb(loaded: LoadedModel, *, block_size: int, pool_tokens: int) -
 
 
 def _continuous(model: Any, requests: Sequence[BenchRequest], config: Any, batching: Any) -> list[Any]:
-    """Every request with a limit of its own, through the manager that `generate_batch` uses."""
+    """The outputs of all requests, each with its own limit, through the manager that `generate_batch` uses."""
     with model.continuous_batching_context_manager(
         generation_config=config, continuous_batching_config=batching
     ) as manager:
@@ -139,7 +139,7 @@ def _continuous(model: Any, requests: Sequence[BenchRequest], config: Any, batch
 
 
 def vllm_offline(loaded: LoadedModel, *, block_size: int) -> Serve:
-    """vLLM on a saved copy of the model. Raises PeerError where it is not installed."""
+    """vLLM on a saved copy of the model. Raises PeerError if it is not installed."""
     if find_spec("vllm") is None:
         raise PeerError("vllm is not installed")
     vllm = import_module("vllm")
@@ -176,7 +176,7 @@ def vllm_offline(loaded: LoadedModel, *, block_size: int) -> Serve:
 
 @dataclass
 class Figures:
-    """What one engine did: seconds of each round, and how many of its outputs equal ours."""
+    """The results of one engine: seconds of each round, and the number of outputs that equal ours."""
 
     name: str
     seconds: list[float] = field(default_factory=list)
@@ -184,7 +184,7 @@ class Figures:
     error: str | None = None
 
     def rate(self, tokens: int) -> float:
-        """Requested output tokens a second, by the median round."""
+        """Requested output tokens per second, from the median round."""
         return tokens / median(self.seconds)
 
 
@@ -233,7 +233,7 @@ def _load(flags: argparse.Namespace) -> LoadedModel:
 
 
 def _lazy(name: str, loaded: LoadedModel, flags: argparse.Namespace) -> Serve:
-    """A peer is set up in its first round, so that one that cannot run here does not keep the others from running."""
+    """A peer that is set up in its first round, so that the others run even if this one cannot."""
     ready: list[Serve] = []
 
     def serve(requests: Sequence[BenchRequest]) -> Outputs:
@@ -255,7 +255,7 @@ def _peer(name: str, loaded: LoadedModel, flags: argparse.Namespace) -> Serve:
 def compare(
     engines: dict[str, Serve], requests: Sequence[BenchRequest], repeats: int, clock: Callable[[], float]
 ) -> list[Figures]:
-    """Rounds of all engines in turn, after two requests each to warm up. The first engine is what others must equal."""
+    """Rounds of all engines in turn, after a warm-up of two requests each. Outputs are compared with the first."""
     figures = {name: Figures(name) for name in engines}
     said: dict[str, Outputs] = {}
     for number in range(-1, repeats):
@@ -265,7 +265,7 @@ def compare(
             try:
                 began = clock()
                 outputs = serve(requests if number >= 0 else requests[:2])
-            except Exception as error:  # whatever a peer's library raises is that peer's result
+            except Exception as error:  # any error of a peer's library is that peer's result
                 figures[name].error = f"{type(error).__name__}: {error}"
                 continue
             if number >= 0:

@@ -35,7 +35,7 @@ MOST_FAILURES = 2  # of one provider, after which it is not tried again in this 
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One test a ceiling, one a case and provider; a case's providers follow one another."""
+    """Make one test for each ceiling, and one for each case and provider. Tests of the same case are neighbours."""
     chosen = read_settings(metafunc.config)
     if "ceiling" in metafunc.fixturenames:
         metafunc.parametrize("ceiling", ["copy", "read", "matmul"])
@@ -47,7 +47,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="session")
 def device(settings: dict[str, Any]) -> torch.device:
-    """Where everything runs."""
+    """The device of the session."""
     if settings["device"] == "cpu":
         torch.set_num_threads(settings["threads"])
     return torch.device(settings["device"])
@@ -55,7 +55,7 @@ def device(settings: dict[str, Any]) -> torch.device:
 
 @pytest.fixture(scope="session")
 def built(device: torch.device) -> "Inputs":
-    """The inputs of the case at hand; the last case's are let go before the next are made."""
+    """The inputs of the present case. Those of the last case are freed first."""
     return Inputs(device)
 
 
@@ -69,7 +69,7 @@ class Inputs:
         self.exact: torch.Tensor | None = None
 
     def of(self, spec: CaseSpec) -> list[Case]:
-        """Enough sets of the case to walk past the cache."""
+        """The input sets of a case: enough that together they exceed the cache."""
         if spec != self._spec:
             self._spec, self.cases, self.exact = spec, [], None
             if self.device.type == "cuda":
@@ -81,7 +81,7 @@ class Inputs:
 
 
 def test_ceiling(benchmark: Any, settings: dict[str, Any], device: torch.device, ceiling: str) -> None:
-    """What the device can do at most, in the same run."""
+    """Time one ceiling: the most that the device can do, measured in the same run."""
     one = next(found for found in ceilings(device) if found.name == ceiling)
     rounds = prepare_rounds([one.run], device, capturable=True)
     benchmark.group = "ceiling"
@@ -97,7 +97,7 @@ def test_attention(
     spec: CaseSpec,
     provider: str,
 ) -> None:
-    """One case by one provider: equal first, then timed."""
+    """One case by one provider. Its output is checked first, then its time is measured."""
     found = known_providers(settings["user_function"])[provider]
     sys.stderr.write(f"\r\x1b[K{spec.name} {provider}" if sys.stderr.isatty() else "")
     _skip_if_late(spec.name, provider, settings["until"], Path(settings["problems"]))
@@ -122,16 +122,16 @@ def test_attention(
 
 
 def _skip_if_late(case: str, provider: str, until: float | None, file: Path) -> None:
-    """Where the time is over the rest of the grid is left out, and what was timed is kept."""
+    """Skip the rest of the grid once the time is over. Cases that were timed stay."""
     if until is not None and time.time() > until:
         note(file, Problem(case, provider, ProblemKind.unsupported, "the time was over (--seconds)"))
         pytest.skip("the time was over")
 
 
 def _skip_if_hopeless(provider: str, file: Path) -> None:
-    """A provider that fails again and again may take seconds each time, compiling: it gets no more of them.
+    """Skip a provider that failed several times, since each attempt may compile for seconds.
 
-    Ours is what the run is about: where it fails on some cases the others are still worth having.
+    Our own provider is never skipped: the run is about it, and its other cases are still useful.
     """
     failed = [
         one for one in read_problems(file) if one.provider == provider and one.kind is ProblemKind.failed
@@ -142,7 +142,7 @@ def _skip_if_hopeless(provider: str, file: Path) -> None:
 
 @contextmanager
 def _noting(case: str, provider: str, file: Path) -> Iterator[None]:
-    """Turn whatever a provider raises into a note and a skipped benchmark."""
+    """Turn any error of a provider into a note and a skipped benchmark."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""One attention call: its input tensors, who computes it, whether its output is right, how long it takes.
+"""One attention call: its input tensors, its providers, the check of its output, and its timing.
 
 On CUDA the calls of a round are captured in one graph and timed between two events, so the time contains neither
 Python nor launches. A call that cannot be captured is launched between the same events, and its row says so. On a CPU
@@ -29,23 +29,23 @@ if TYPE_CHECKING:
 
 Call = Callable[[], object]
 
-LAUNCHES = 20  # calls a round on CUDA: short kernels would otherwise measure the events
-ENOUGH_S = 5e-3  # CPU time a round at least: the clock ticks in about a microsecond
+LAUNCHES = 20  # calls in a round on CUDA; with fewer, the events would dominate the time of short kernels
+ENOUGH_S = 5e-3  # least CPU time of a round; the clock has a resolution of about a microsecond
 MOST_CALLS = 200
-HEAD_START_CYCLES = 2_000_000  # about a millisecond: what the host needs to queue a round
+HEAD_START_CYCLES = 2_000_000  # about a millisecond, in which the host queues a round
 
 _elapsed_s = 0.0
-LARGE = {"cuda": 2**30, "cpu": 2**27}  # bytes of a buffer: well past any cache
+LARGE = {"cuda": 2**30, "cpu": 2**27}  # bytes of a buffer, much larger than any cache
 SIDE = {"cuda": 8192, "cpu": 512}  # of the square matrices
 
 
 def seconds() -> float:
-    """The clock of pytest-benchmark: it advances by the time per call of each round, and by nothing else."""
+    """The clock of pytest-benchmark. It advances only by the time per call of each round."""
     return _elapsed_s
 
 
 def advance(per_call_s: float) -> None:
-    """Let one round have taken `per_call_s`."""
+    """Advance the clock by `per_call_s`, the time per call of one round."""
     global _elapsed_s
     _elapsed_s += per_call_s
 
@@ -59,7 +59,7 @@ class Rounds:
 
 
 def prepare_rounds(runs: Sequence[Call], device: "torch.device", *, capturable: bool) -> Rounds:
-    """Rounds over `runs`, the same call on different inputs; every one is run once first, to compile and allocate."""
+    """Rounds over `runs`, the same call on different inputs. Each runs once first, to compile and allocate."""
     for run in runs:
         run()
     if device.type == "cpu":
@@ -70,12 +70,12 @@ def prepare_rounds(runs: Sequence[Call], device: "torch.device", *, capturable: 
 
 
 def copies_past_cache(one_set_bytes: int, cache_bytes: int, most: int = 16) -> int:
-    """Input sets so that a set is evicted before its turn comes again: together three times the cache."""
+    """Number of input sets, together three times the cache, so that a set is evicted before it is used again."""
     return max(1, min(most, -(-3 * cache_bytes // max(1, one_set_bytes)))) if cache_bytes else 1
 
 
 def cache_bytes(device: "torch.device") -> int:
-    """The last-level cache that inputs are rotated past; 0 on a CPU, where other work evicts them anyway."""
+    """Bytes of the last-level cache of a GPU; 0 on a CPU, where other work evicts the inputs anyway."""
     import torch
 
     if device.type != "cuda":
@@ -99,7 +99,7 @@ def _cpu_round(runs: Sequence[Call]) -> Callable[[], float]:
 
 
 def _order(runs: Sequence[Call]) -> list[Call]:
-    """Whole turns through the input sets, at least `LAUNCHES` calls."""
+    """The calls of a round: all input sets in turn, as often as needed for at least `LAUNCHES` calls."""
     return list(runs) * -(-LAUNCHES // len(runs))
 
 
@@ -109,13 +109,13 @@ def _graph_round(runs: Sequence[Call]) -> Callable[[], float]:
     order = _order(runs)
     side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # capture wants one warm-up on a stream that is not the default one
+    with torch.cuda.stream(side):  # capture needs a warm-up on a stream that is not the default one
         for run in order[: len(runs)]:
             run()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        kept = [run() for run in order]  # outputs stay alive: none may share the memory of another
+        kept = [run() for run in order]  # outputs stay alive, so that no two share memory
     replay: Any = graph.replay
 
     def once() -> float:
@@ -138,7 +138,7 @@ def _event_round(runs: Sequence[Call]) -> Callable[[], float]:
 
 
 def _between_events(work: Callable[[], object]) -> float:
-    """Device time of `work`. The device sleeps first, so that all of it is queued before the first event passes."""
+    """Device time of `work`. The device sleeps first, so that all work is queued before the first event passes."""
     import torch
 
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -152,7 +152,7 @@ def _between_events(work: Callable[[], object]) -> float:
 
 
 def build(spec: CaseSpec, device: "torch.device", seed: int) -> "Case":
-    """The case under the grid's name for it, with contents drawn from `seed`."""
+    """The tensors of a case, with contents drawn from `seed`. Its name is that of the grid."""
     from paged_kernels.providers.build import CaseSpec as TensorSpec
     from paged_kernels.providers.build import build_case
 
@@ -187,13 +187,13 @@ def checked_runs(
     """The provider's calls for all input sets, and the relative error of the first one's output.
 
     Args:
-        provider: whose calls are wanted.
+        provider: makes the calls.
         cases: the same case on different inputs.
-        exact: the exact output of the first case, where it is known already.
+        exact: the exact output of the first case; None computes it.
 
     Raises:
-        DisagreementError: the provider computes something else.
-        UnsupportedCaseError: it cannot serve the case.
+        DisagreementError: the provider's output is wrong.
+        UnsupportedCaseError: the provider cannot serve the case.
     """
     from paged_kernels.providers.verify import exact_output, verify
 
@@ -204,7 +204,7 @@ def checked_runs(
 
 @dataclass(frozen=True)
 class Ceiling:
-    """One call that does nothing but move `moved_bytes` (read and written) or multiply (`flops`)."""
+    """One call that only moves `moved_bytes` (read and written), or only multiplies (`flops`)."""
 
     name: str
     run: Callable[[], object]
@@ -213,7 +213,7 @@ class Ceiling:
 
 
 def ceilings(device: "torch.device") -> list[Ceiling]:
-    """Copy, read (a sum: hardly anything is written) and the matrix product; contents are random, never zeros."""
+    """The ceilings: copy, read (a sum, which writes almost nothing) and matrix product, on random contents."""
     import torch
 
     generator = torch.Generator(device).manual_seed(0)
@@ -232,7 +232,7 @@ def ceilings(device: "torch.device") -> list[Ceiling]:
 
 
 def copy_of(moved_bytes: int, device: "torch.device") -> Callable[[], object]:
-    """A copy that reads and writes `moved_bytes` together: the yardstick of a call that reads as many."""
+    """A copy that reads and writes `moved_bytes` in total: the yardstick of a call that reads as many bytes."""
     import torch
 
     generator = torch.Generator(device).manual_seed(1)
@@ -242,7 +242,7 @@ def copy_of(moved_bytes: int, device: "torch.device") -> Callable[[], object]:
 
 
 def product_of(flops: int, device: "torch.device") -> Callable[[], object]:
-    """A square matrix product of about `flops` operations: the yardstick of a call that is bound by arithmetic."""
+    """A square matrix product of about `flops` operations: the yardstick of a call that arithmetic limits."""
     import torch
 
     side = max(64, round((flops / 2) ** (1 / 3) / 64) * 64)

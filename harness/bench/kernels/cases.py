@@ -1,4 +1,4 @@
-"""Which attention calls are timed: a case as plain numbers, grids of cases, presets, and the flags that choose them.
+"""The timed attention calls: a case as plain numbers, grids of cases, presets, and the options that choose them.
 
 The presets `full-*` are the large grids for a GPU. Their order is fixed and looks random: a run that is stopped early
 has then left out some of every axis. Nothing heavy is imported.
@@ -16,16 +16,16 @@ from harness.config.errors import UserError
 DTYPES = ("bf16", "fp16", "fp32", "fp8_e4m3", "fp8_e5m2")
 LAYOUTS = ("NHD", "HND")
 MOST_KV_BYTES = 4.4e9
-"""Of one call: with the copies that other providers lay out it takes a few times as much."""
+"""Largest KV of one call, in bytes. With the copies that other providers make it takes a few times as much."""
 MOST_SCORES = 2**29
-"""Queries x keys x heads of one sequence: the float64 reference of a prefill holds some of such matrices at once."""
+"""Largest queries x keys x heads of one sequence. The float64 reference of a prefill holds several such matrices."""
 HEADS = ((32, 32), (32, 8), (64, 8))
 """Query and KV heads: groups of 1, 4 and 8."""
 CONTEXTS = (1024, 4096, 16_384, 32_768, 131_072)
 OWN_TOKENS = 128
-"""Of each sequence behind a shared prefix."""
+"""Tokens of each sequence after a shared prefix."""
 BEAM_TOKENS = 32
-"""The same of a beam, most of whose text is shared."""
+"""Tokens of each beam after the shared text."""
 _BF16: Mapping[str, Sequence[Any]] = {"block_size": [16], "head_dim": [128], "dtype": ["bf16"]}
 Axes = Mapping[str, Sequence[Any]]
 MHA, GQA, MQA = (32, 32), (32, 8), (32, 1)
@@ -71,7 +71,7 @@ class CaseSpec:
 
     @property
     def name(self) -> str:
-        """Stable and unique; baselines and reports are keyed by it."""
+        """The stable, unique name. Baselines and reports use it as their key."""
         kind = "decode" if self.queries == 1 else f"prefill/q{self.queries}"
         parts = [kind, f"b{self.batch}", f"ctx{self.context}", f"bs{self.block_size}"]
         parts += [f"h{self.heads}-{self.kv_heads}", f"d{self.head_dim}", self.dtype]
@@ -99,7 +99,7 @@ class CaseSpec:
 
     @property
     def distinct_kv_bytes(self) -> int:
-        """The same with the shared prefix counted once: what must lie in memory."""
+        """Bytes of K and V with the shared prefix counted once: the bytes that must be in memory."""
         again = (self.batch - 1) * self.shared_prefix
         return self.kv_bytes - 2 * self.kv_heads * self.head_dim * self.element_bytes * again
 
@@ -163,7 +163,7 @@ def full_blocks() -> list[CaseSpec]:
 
 
 def full_prefill() -> list[CaseSpec]:
-    """Whole prompts, and chunks of them behind a cached prefix."""
+    """Whole prompts, and chunks of prompts after a cached prefix."""
     pairs = [(4096, 4096), (2048, 4096), (2048, 8192), (512, 4096), (512, 16_384), (512, 32_768), (128, 8192)]
     return _spread(
         case
@@ -191,7 +191,7 @@ def full_cascade() -> list[CaseSpec]:
 
 
 def full_flex() -> list[CaseSpec]:
-    """A few shapes for a provider that compiles some ten seconds for each."""
+    """A few shapes for a provider that compiles each of them for about ten seconds."""
     wide = expand({"batch": [32], "context": [4096], "heads": [(32, 8)], **_BF16, "block_size": [16, 128]})
     return [
         *wide,
@@ -205,7 +205,7 @@ def _sharing(batches: Iterable[int], shared: int, own: int) -> list[CaseSpec]:
 
 
 def _spread(cases: Iterable[CaseSpec]) -> list[CaseSpec]:
-    """The cases that fit, each once, in an order of their names' digests."""
+    """The cases that fit, each once, ordered by the digest of their names, so that a cut-off run covers all axes."""
     fitting = [case for case in unique(cases) if _fits(case)]
     return sorted(fitting, key=lambda case: hashlib.blake2b(case.name.encode()).digest())
 
@@ -225,7 +225,7 @@ FULL: Mapping[str, Callable[[], list[CaseSpec]]] = {
 
 
 def cpu() -> list[CaseSpec]:
-    """A minute on two cores: the torch paths at sizes that a CPU serves."""
+    """The torch paths at sizes for a CPU; about a minute on two cores."""
     small: Axes = {"heads": [(16, 4)], "head_dim": [64], "dtype": ["fp32"]}
     return unique(
         [
@@ -241,7 +241,7 @@ def cpu() -> list[CaseSpec]:
 
 
 def gpu() -> list[CaseSpec]:
-    """Some minutes on one large GPU: every axis once around a case that fills its memory system."""
+    """Every axis once around a case that saturates the memory of a large GPU; takes some minutes."""
     model: Axes = {"heads": [GQA], "head_dim": [128], "dtype": ["bf16"]}
     wide: Axes = {"batch": [32], "context": [4096]}
     return unique(
@@ -263,7 +263,7 @@ def gpu() -> list[CaseSpec]:
 
 
 def gate() -> list[CaseSpec]:
-    """What the latency gate compares: large enough for the memory's speed, small ones for the launches."""
+    """The cases of the latency gate: large ones that memory limits, small ones that launches limit."""
     model: Axes = {"heads": [GQA], "head_dim": [128], "dtype": ["bf16"]}
     return unique(
         [
@@ -293,7 +293,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     axes = parser.add_argument_group("axes of the grid (lists with commas)")
     for option, field, _, what in _AXES:
         axes.add_argument(f"--{option}", dest=field, metavar="A,B", help=what)
-    parser.add_argument("--preset", choices=sorted(PRESETS), help="a ready-made grid; default: the device's")
+    parser.add_argument("--preset", choices=sorted(PRESETS), help="a prepared grid; default: the device's")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--provider", metavar="A,B", help="only these (our own always runs)")
     parser.add_argument("--function", metavar="MODULE:NAME", help="a function of yours as one more provider")

@@ -60,7 +60,7 @@ def build_page(
 
 
 def scope(table: "pd.DataFrame") -> str:
-    """What a time is, and what it says nothing about."""
+    """What the times mean, in a sentence."""
     return _CPU if bool((table["how"] == "CPU time").all()) else _CUDA
 
 

@@ -1,4 +1,4 @@
-"""The results of a run: one row for each case and provider, what went wrong, and what the run was made on.
+"""The results of a run: one row for each case and provider, the problems, and the device and versions.
 
 A case that a provider did not serve is kept with the reason, because a missing figure must be explained.
 """
@@ -17,10 +17,10 @@ from harness.cost.timings import OURS, Ceilings, MadeOn
 
 
 class ProblemKind(StrEnum):
-    """How grave it is."""
+    """The kind of a problem."""
 
-    unsupported = "unsupported"  # the provider said so; nothing is wrong
-    wrong = "wrong"  # it ran, and computed something else
+    unsupported = "unsupported"  # the provider refused the case; no error
+    wrong = "wrong"  # it ran, and its output is wrong
     failed = "failed"  # it raised an error of its own
 
 
@@ -35,7 +35,7 @@ class Problem:
 
 
 def kind_of(error: Exception) -> ProblemKind:
-    """What an error of a provider means."""
+    """The kind of problem that an error of a provider means."""
     from paged_kernels.providers import UnsupportedCaseError
     from paged_kernels.providers.verify import DisagreementError
 
@@ -59,13 +59,13 @@ def read_problems(file: Path) -> list[Problem]:
 
 
 def shortened(text: str, most: int = 600) -> str:
-    """A compiler's message in one line: its beginning says what was tried, its end what was wrong."""
+    """A compiler's message in one line. Its beginning names the attempt, its end the error; the middle is left out."""
     line = " ".join(text.split())
     return line if len(line) <= most else f"{line[: most // 3]} … {line[-2 * most // 3 :]}"
 
 
 def made_on(device: str, threads: int) -> MadeOn:
-    """This machine and this tree now; `device` is `cpu` or `cuda`."""
+    """Device, kernel sources and versions of this run. `device` is `cpu` or `cuda`."""
     from harness.environment import kernel_digest, versions
 
     found = versions()
@@ -80,13 +80,11 @@ def made_on(device: str, threads: int) -> MadeOn:
 
 
 def device_name(device: str) -> str:
-    """The name that a sweep's record would give what ran: the GPU's, or the CPU's with its cores."""
+    """The device's name as in the record of a sweep: the GPU's, or the CPU's with its number of cores."""
     from harness.config.schema import EngineDevice
     from harness.environment import device_identity, gpu_names
 
-    if (
-        device == "cuda" and not gpu_names()
-    ):  # some containers hide the driver's files and still have the device
+    if device == "cuda" and not gpu_names():  # some containers hide the driver's files but have the device
         import torch
 
         return str(torch.cuda.get_device_name())
@@ -126,10 +124,10 @@ class Row:
 
 
 def ceilings_of(timings: Iterable[Timing]) -> Ceilings:
-    """The device's ceilings, of the fastest round each.
+    """The device's ceilings, each from its fastest round.
 
     Raises:
-        KeyError: one was not timed.
+        KeyError: a ceiling was not timed.
     """
     found = {_parameter(one): one for one in timings if one.group == "ceiling"}
     copy, read, matmul = (found[name] for name in ("copy", "read", "matmul"))

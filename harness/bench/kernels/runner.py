@@ -1,4 +1,4 @@
-"""A run of `bench kernels`: time the cases, print the table, write the folder, say what went wrong."""
+"""A run of `bench kernels`: time the cases, print the table, write the folder, report problems."""
 
 import argparse
 import time
@@ -13,12 +13,12 @@ from harness.console import remark, say
 from harness.cost.timings import NATIVE, OURS
 
 TIMINGS = Path(__file__).parent / "benchmarks.py"
-SLOW_ON_CPU = ("flex",)  # a C++ compiler's run per case: only for who asks for it
+SLOW_ON_CPU = ("flex",)  # runs a C++ compiler for each case; used only when it is named
 CLOCK = "harness.bench.kernels.calls.seconds"
 
 
 def run_cases(cases: Sequence[CaseSpec], flags: argparse.Namespace) -> int:
-    """Time the cases and leave everything in `flags.out`; returns the exit code."""
+    """Time the cases and write everything to the folder `flags.out`; returns the exit code."""
     from harness.bench.kernels.page import write_run
 
     out, device = Path(flags.out), chosen_device(flags)
@@ -50,7 +50,7 @@ def run_cases(cases: Sequence[CaseSpec], flags: argparse.Namespace) -> int:
 
 
 def _providers(flags: argparse.Namespace, device: str) -> tuple[list[str], dict[str, str]]:
-    """(names to run, ours first; why others that were asked for cannot)."""
+    """The names of the providers to run, ours first; and for requested ones that cannot run, the reason."""
     import torch
 
     from harness.bench.kernels.calls import known_providers
@@ -75,7 +75,7 @@ def _providers(flags: argparse.Namespace, device: str) -> tuple[list[str], dict[
 
 
 def _say_problems(problems: Sequence[Problem]) -> None:
-    """What went wrong in full; what is merely not offered once per provider."""
+    """Print every error, and for each provider one line about the cases that it does not support."""
     for one in problems:
         if one.kind is not ProblemKind.unsupported:
             remark(f"{one.kind}: {one.case} by {one.provider}: {one.reason}")

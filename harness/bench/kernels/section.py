@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from harness.bench.kernels.results import Problem, ProblemKind, read_problems
 from harness.cost.timings import OURS, KernelRun, KernelRunError, read_run
-from harness.report.page import Addition, Adds
+from harness.report.page import ExtraSection, SectionMaker
 from harness.report.study import Study
 from harness.report.tables import Table
 
@@ -22,25 +22,25 @@ if TYPE_CHECKING:
 KEY, TITLE = "kernels", "Attention kernels, timed alone"
 
 
-def kernel_section(named: Path | str) -> Adds:
-    """The section for the run in a folder; a run that cannot be read costs the section, never the report."""
+def kernel_section(named: Path | str) -> SectionMaker:
+    """The section for the run in a folder. If the run cannot be read, the section says so and the report goes on."""
 
-    def make(study: Study) -> Addition:
+    def make(study: Study) -> ExtraSection:
         try:
             run = read_run(named)
         except KernelRunError as error:
-            return Addition(KEY, TITLE, warnings=[f"The kernel benchmark cannot be shown: {error}"])
+            return ExtraSection(KEY, TITLE, warnings=[f"The kernel benchmark cannot be shown: {error}"])
         return _section(run, study)
 
     return make
 
 
 def mismatches(run: KernelRun, study: Study) -> list[str]:
-    """Why the figures may say nothing about the sweep: another device, other kernel sources than this tree's."""
+    """Reasons why the figures may not apply to the sweep: another device, or other kernel sources than these."""
     return [*_elsewhere(run, study), *_stale(run)]
 
 
-def _section(run: KernelRun, study: Study) -> Addition:
+def _section(run: KernelRun, study: Study) -> ExtraSection:
     import pandas as pd
 
     from harness.bench.kernels.figures import pictures
@@ -49,11 +49,11 @@ def _section(run: KernelRun, study: Study) -> Addition:
     table = pd.DataFrame(list(run.rows))
     made_on, (wrong, lost) = run.made_on, _wrong(run)
     rows = [["device", made_on.device], *([key, value] for key, value in facts(run.ceilings, made_on))]
-    return Addition(
+    return ExtraSection(
         KEY,
         TITLE,
         warnings=[*mismatches(run, study), *lost, *(_line(one) for one in wrong if one.provider == OURS)],
-        text=[f"What bench kernels left in {_place(run, study)}. {scope(table)}"],
+        text=[f"Results of bench kernels in {_place(run, study)}. {scope(table)}"],
         pictures=list(pictures(table, run.ceilings)),
         tables=[Table(["", ""], rows, words=2), _cases(table)],
         notes=[_line(one) for one in wrong if one.provider != OURS],
@@ -61,7 +61,7 @@ def _section(run: KernelRun, study: Study) -> Addition:
 
 
 def _place(run: KernelRun, study: Study) -> str:
-    """The run's folder as seen from the results: the same wherever both are moved together."""
+    """The run's folder relative to the results. It stays valid if both are moved together."""
     return os.path.relpath(run.file.parent, study.root)
 
 
@@ -74,7 +74,7 @@ def _cases(table: "pd.DataFrame") -> Table:
 
 
 def _wrong(run: KernelRun) -> tuple[list[Problem], list[str]]:
-    """What providers did wrong, and what is to be said where that cannot be read."""
+    """The errors of the providers, and a warning if they cannot be read."""
     file = run.file.parent / "problems.jsonl"
     try:
         found = read_problems(file)
@@ -111,7 +111,7 @@ def _predicted(study: Study) -> list[str]:
 
 
 def _not_predicted(run: KernelRun, study: Study) -> list[str]:
-    """Devices of the run that no simulated device is named after: 'NVIDIA H200' is what `h200` stands for."""
+    """Devices of the run that no simulated device stands for. The option `h200` stands for 'NVIDIA H200'."""
     words = [re.split(r"[-_ ]", name.lower())[0] for name in _predicted(study)]
     on_cpu = {str(row["device"]) for row in run.rows if row["how"] == "CPU time"}
     known = {name for name in run.devices for word in words if word in name.lower()}

@@ -6,9 +6,9 @@ This module has the command line and imports nothing heavy.
 import argparse
 
 _MORE = """\
-Every figure is per CPU-second of one core (medians of pytest-benchmark, its garbage collection switched off), beside
-the least that PageTwin aims at and the published figure of vLLM 0.33's Python core. The yardstick is a fixed loop of
-plain Python, timed in the same process: divide by it to compare runs on machines of different speed or load.
+Every figure is per CPU-second of one core (medians of pytest-benchmark, with garbage collection off). Beside it stand
+PageTwin's goal and the published figure of vLLM 0.33's Python core. The yardstick is a fixed loop of plain Python,
+timed in the same process. Divide by it to compare runs on machines of different speed or load.
 Exit codes: 0 done, 1 an operation's cost grew with the pool or the queue (--curve), or memory went over 1 GB,
 2 the input was wrong.
 example:

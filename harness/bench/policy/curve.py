@@ -38,9 +38,10 @@ QUEUED_TOKENS = 512  # of every queued prompt, whose token ids are kept until it
 _BLOCK_SIZE = 16
 _MB = 1e6
 MAX_EXPONENT = 0.25
-"""Of cost ~ size^e, beyond the exponent of looking up a bare dictionary of as many names. O(n) has 1, O(sqrt n) 0.5.
+"""The largest allowed exponent e in cost ~ size^e, beyond that of looking up a plain dictionary of the same size.
 
-A large pool outgrows the processor's caches and page tables, and so does the dictionary: that part is not ours.
+O(n) has exponent 1, O(sqrt n) has 0.5. A large pool exceeds the processor's caches and page tables, and so does the
+dictionary. That part of the growth is not counted.
 """
 
 
@@ -55,13 +56,13 @@ class Cost:
 
 
 class Stopwatch:
-    """CPU time by operation, in passes: the fastest counts, because others on the machine only make one slower."""
+    """CPU time by operation, in passes. The fastest pass counts, because other processes only make a pass slower."""
 
     def __init__(self) -> None:
         self._passes: dict[str, list[float]] = {}
 
     def time(self, operation: str, count: int, run: Callable[[], object]) -> None:
-        """One pass: `run` does the operation `count` times, and no garbage collection of Python's falls into it."""
+        """Time one pass, in which `run` does the operation `count` times, without Python's garbage collection."""
         gc.disable()
         start = time.process_time_ns()
         run()
@@ -70,7 +71,7 @@ class Stopwatch:
         self._passes.setdefault(operation, []).append(spent / count)
 
     def costs(self, of: str, size: int) -> list[Cost]:
-        """The fastest passes."""
+        """The cost of each operation, from its fastest pass."""
         return [Cost(name, of, size, min(passes)) for name, passes in self._passes.items()]
 
 
@@ -118,7 +119,7 @@ def block_costs(blocks: int) -> list[Cost]:
 
 
 def _one_pass(full: FullPool, watch: Stopwatch, random: Random) -> None:
-    """Every operation on a window of tables; the pool is as full afterwards as it was before."""
+    """Time every operation on a window of tables. Afterwards the pool is as full as before."""
     pool, window = full.pool, full.window
     count, tables = window * TABLE, list[list[int]]()
     watch.time("take", count, lambda: _take(pool, window, tables))
@@ -148,7 +149,7 @@ def _each(operation: Callable[..., object], *arguments: Iterable[object]) -> Non
 
 
 def append_costs(blocks: int) -> list[Cost]:
-    """Nanoseconds that one more block costs a decoding sequence, with the pool three quarters full."""
+    """Nanoseconds to append one block to a decoding sequence, with the pool three quarters full."""
     manager, watch = PagedManager(blocks, TABLE), Stopwatch()
     group = Group(Request(0, TABLE, TABLE * blocks, identity=KeyIdentity(0, [(None, TABLE)])))
     manager.pool.take(blocks * 3 // 4)
@@ -161,7 +162,7 @@ def append_costs(blocks: int) -> list[Cost]:
 
 
 class Queue:
-    """A scheduler with room for one request at a time and a long queue, whose order we know."""
+    """A scheduler that runs one request at a time, with a long queue in a known order."""
 
     def __init__(self, queued: int) -> None:
         manager = PagedManager(64, TABLE, prefix_caching=False)
@@ -171,29 +172,29 @@ class Queue:
         self.submit(queued)
 
     def submit(self, count: int) -> None:
-        """`count` more requests wait."""
+        """Submit `count` more requests."""
         for number in range(self._submitted, self._submitted + count):
             self.scheduler.submit(Request(number, 32, 1))
         self.waiting.extend(range(self._submitted, self._submitted + count))
         self._submitted += count
 
     def choose(self, count: int, random: Random) -> list[int]:
-        """Requests out of the middle of the queue, which are about to be aborted."""
+        """Take `count` random requests of the queue, to be aborted."""
         return [self.waiting.pop(random.randrange(len(self.waiting))) for _ in range(count)]
 
     def abort(self, chosen: list[int]) -> None:
-        """They wait no more."""
+        """Abort the requests."""
         for number in chosen:
             self.scheduler.abort(number)
 
     def serve(self, count: int) -> None:
-        """Steps that each admit, compute and end one request."""
+        """Run `count` steps. Each admits, computes and finishes one request."""
         for _ in range(count):
             self.scheduler.commit(self.scheduler.schedule(), StepResult())
 
 
 def queue_costs(queued: int) -> list[Cost]:
-    """Nanoseconds a request with `queued` others waiting: to submit it, to abort it, to serve it."""
+    """Nanoseconds to submit, abort and serve one request, with `queued` others waiting."""
     queue, watch, random = Queue(queued), Stopwatch(), Random(0)
     window = min(256, queued // 4)
     for _ in range(_PASSES):
@@ -206,7 +207,7 @@ def queue_costs(queued: int) -> list[Cost]:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Peak resident memory of the process, and what a live block and a queued request add to it."""
+    """Peak resident memory of the process, and the bytes that a live block and a queued request add."""
 
     blocks: int
     queued: int
@@ -298,14 +299,14 @@ def exponents(costs: Sequence[Cost]) -> dict[str, float]:
 
 
 def growing_operations(costs: Sequence[Cost]) -> list[str]:
-    """Operations whose cost grows with the size, beyond what it does to a bare dictionary."""
+    """Operations whose cost grows faster with the size than that of a plain dictionary."""
     exponent = exponents(costs)
     allowed = MAX_EXPONENT + max(0.0, exponent.get(CONTROL, 0.0))
     return [name for name, found in exponent.items() if name != CONTROL and found > allowed]
 
 
 def curve_lines(costs: Sequence[Cost]) -> list[str]:
-    """The costs as text: a line an operation, a column a size, and how much the last is above the first."""
+    """The costs as text: one line per operation, one column per size, and the ratio of the last to the first."""
     lines, header = [], ""
     exponent = exponents(costs)
     for name, curve in sorted(by_operation(costs).items(), key=lambda pair: (pair[1][0].of, pair[0])):

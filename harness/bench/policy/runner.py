@@ -26,14 +26,14 @@ SIZES = {
     "steps": 400,
     "beam_steps": 256,
 }
-"""How much work a round is; tests take less."""
+"""The amount of work in one round. Tests use less."""
 SMALLEST = 256
-"""Blocks or requests from which a curve makes sense."""
+"""The smallest number of blocks or requests for a meaningful curve."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line of the table: `least` is what we aim at, `vllm` the published figure, both in `unit` a CPU-second."""
+    """One line of the table: `least` is our goal, `vllm` the published figure, both in `unit` per CPU-second."""
 
     key: str
     work: str
@@ -134,12 +134,12 @@ LINES = (
 
 
 def rates(timings: Sequence[Timing]) -> dict[str, float]:
-    """Units of work a CPU-second by line, from the medians."""
+    """Units of work per CPU-second by line, from the medians."""
     return {one.extra["line"]: one.extra["count"] / one.median_s for one in timings}
 
 
 def records(rate: Mapping[str, float]) -> list[dict[str, Any]]:
-    """Every line with its definition, for whoever reads the JSON."""
+    """Every line with its definition, for the JSON file."""
     return [
         {
             "line": line.key,

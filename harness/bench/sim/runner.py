@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 MILLION = 1_000_000
 
 
-_GENERATED = 20_000  # requests drawn, and then repeated: about as many as the public trace has
+_GENERATED = 20_000  # requests drawn and then repeated; about as many as the public trace has
 SETTINGS = (
     *("measure=false", "cost=roofline", "model=llama3_8b", "device=a100_80gb"),
     *("cache.block_size=16", "cache.pool_tokens=null", "cache.max_model_len=null"),
@@ -52,7 +52,7 @@ _WARM_UP = 200  # requests
 
 
 def bench_config(trace: str | None, rate: float) -> RunConfig:
-    """The benchmark's point; `trace` None generates requests of the same statistics."""
+    """The configuration of the benchmark. With `trace` None it generates requests of the same statistics."""
     source = (
         ("trace=azure", "workload.num_requests=null")
         if trace
@@ -60,9 +60,8 @@ def bench_config(trace: str | None, rate: float) -> RunConfig:
     )
     request = run_request((*SETTINGS, *source, f"workload.request_rate={rate}"))
     config = compose_config(axis.settings[0] for axis in request.axes)
-    return replace(
-        config, trace=replace(config.trace, path=trace)
-    )  # as an override it could not hold every name
+    # set here and not by an override, whose grammar does not allow every file name
+    return replace(config, trace=replace(config.trace, path=trace))
 
 
 def bench_workload(config: RunConfig) -> Workload:
@@ -71,7 +70,7 @@ def bench_workload(config: RunConfig) -> Workload:
 
 
 def endless(workload: Workload, count: int) -> Iterator[TimedRequest]:
-    """`count` requests: the workload's, again and again, each pass after the one before, under fresh ids."""
+    """`count` requests: those of the workload, repeated pass after pass, with new ids."""
     rows = workload.trace.requests
     period_us = _period_us(rows)
     for number in range(count):
@@ -83,7 +82,7 @@ def endless(workload: Workload, count: int) -> Iterator[TimedRequest]:
 
 
 def endless_lengths(workload: Workload, count: int) -> PlainRequests:
-    """The same requests as lengths."""
+    """The requests of `endless` as arrays of lengths."""
     rows = plain_requests(workload.trace.requests[:count])
     laps, numbers = -(-count // len(rows.request_id)), np.arange(count)
     lap_ns = numbers // len(rows.request_id) * _period_us(workload.trace.requests) * 1000
@@ -92,20 +91,20 @@ def endless_lengths(workload: Workload, count: int) -> PlainRequests:
 
 
 def _period_us(rows: Sequence[TraceRequest]) -> int:
-    """One pass, and one mean gap before the next."""
+    """Microseconds from the start of one pass to the next: its span and one mean gap."""
     span = rows[-1].arrival_us - rows[0].arrival_us
     return span + max(1, span // max(1, len(rows) - 1))
 
 
 def small(workload: Workload, requests: int) -> Workload:
-    """The beginning of the workload, to warm up with."""
+    """The first `requests` of the workload, for the warm-up."""
     trace = workload.trace
     return replace(workload, trace=replace(trace, requests=trace.requests[:requests]))
 
 
 @dataclass(frozen=True)
 class SimTiming:
-    """One simulation: what it did, its CPU-seconds without building the workload, and the process's peak memory."""
+    """One simulation: its counts, its CPU-seconds without building the workload, and the process's peak memory."""
 
     requests: int
     finished: int
@@ -117,17 +116,17 @@ class SimTiming:
 
     @property
     def requests_per_s(self) -> float:
-        """Requests a CPU-second."""
+        """Requests per CPU-second."""
         return self.requests / self.cpu_s
 
     @property
     def sequence_steps_per_s(self) -> float:
-        """Sequence-steps (rows of steps) a CPU-second."""
+        """Sequence-steps (rows of steps) per CPU-second."""
         return self.sequence_steps / self.cpu_s
 
 
 def bench(flags: argparse.Namespace) -> int:
-    """Measure every size, and say whether every request finished."""
+    """Measure and print every size; returns the exit code, which says whether every request finished."""
     sizes = sorted({*flags.requests, *([MILLION] if flags.million else [])})
     if min(sizes) < 1 or flags.repeats < 1 or not 0 < flags.rate < inf:
         raise UserError("bench sim: --requests and --repeats must be at least 1, --rate greater than 0")
@@ -164,7 +163,7 @@ def bench(flags: argparse.Namespace) -> int:
 
 
 def timed(trace: str | None, rate: float, requests: int, repeats: int, *, core: bool) -> list[SimTiming]:
-    """Runs in fresh processes, one after the other."""
+    """Run the simulations in new processes, one after the other."""
     found = []
     for _ in range(repeats):
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:

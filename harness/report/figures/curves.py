@@ -85,7 +85,7 @@ def _series(
 
 
 def _with_flat(study: Study, table: "pd.DataFrame", like: Record, axes: Axes, key: str) -> "pd.DataFrame":
-    """Adds points of the other policies that match in all settings that they have in common."""
+    """Add the points of the other policies that match in all settings they have in common."""
     import pandas as pd
 
     rest = [r for r in study.records if policy_of(r) != policy_of(like)]

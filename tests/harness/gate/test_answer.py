@@ -14,9 +14,9 @@ from harness.config.errors import UserError
 from harness.environment import digested_files, kernel_digest
 from harness.gate import latency
 from harness.gate import run as running
-from harness.gate.baseline import Measured, accepted, read_baseline, write_baseline
+from harness.gate.baseline import Measured, new_baseline, read_baseline, write_baseline
+from harness.gate.findings import Finding, LayerResult, Verdict, gravest, lines, markdown
 from harness.gate.latency import latency_name, write_record
-from harness.gate.verdict import Finding, LayerResult, Verdict, gravest, lines, markdown
 
 DEVICE = "NVIDIA H200"
 
@@ -34,19 +34,19 @@ def run_of(cases: dict[str, float], **other: Any) -> Measured:
 
 
 def compared(now: Measured, before: Measured) -> dict[str, Verdict]:
-    result = latency.judge(now, accepted(before, "test"))
+    result = latency.judge(now, new_baseline(before, "test"))
     return {finding.case: finding.verdict for finding in result.findings}
 
 
 def test_an_unchanged_run_passes_and_names_its_worst_case() -> None:
-    result = latency.judge(run_of({"a": 1.1, "b": 1.2}), accepted(run_of({"a": 1.1, "b": 1.2}), "test"))
+    result = latency.judge(run_of({"a": 1.1, "b": 1.2}), new_baseline(run_of({"a": 1.1, "b": 1.2}), "test"))
     assert result.verdict is Verdict.passed
     assert result.remarks[0].startswith("worst case: ")
 
 
 def test_one_slower_case_among_many_regresses_the_layer() -> None:
     cases = {f"case {number}": 1.1 for number in range(20)}
-    result = latency.judge(run_of(cases | {"case 7": 1.2}), accepted(run_of(cases), "test"))
+    result = latency.judge(run_of(cases | {"case 7": 1.2}), new_baseline(run_of(cases), "test"))
     assert result.verdict is Verdict.regressed
     assert [finding.case for finding in result.worst] == ["case 7"]
 
@@ -61,20 +61,20 @@ def test_a_renamed_case_fails_as_missing_and_shows_as_new() -> None:
 
 
 def test_a_run_without_cases_fails() -> None:
-    assert latency.judge(run_of({}), accepted(run_of({"a": 1.0}), "test")).verdict is Verdict.regressed
+    assert latency.judge(run_of({}), new_baseline(run_of({"a": 1.0}), "test")).verdict is Verdict.regressed
 
 
 def test_another_device_or_yardstick_is_no_comparison() -> None:
     for change in ({"device": "NVIDIA H100"}, {"torch": "2.12.0"}):
         before = run_of({"a": 1.0})
         now = replace(before, made_on={**before.made_on, **change})
-        assert latency.judge(now, accepted(before, "test")).verdict is Verdict.inconclusive
+        assert latency.judge(now, new_baseline(before, "test")).verdict is Verdict.inconclusive
 
 
 def test_a_throttled_device_makes_no_pass() -> None:
     now = run_of({"a": 1.0})
     slowed = {"a": {**now.cases["a"], "throttled": "thermal (hardware)"}}
-    result = latency.judge(replace(now, cases=slowed), accepted(now, "test"))
+    result = latency.judge(replace(now, cases=slowed), new_baseline(now, "test"))
     assert result.verdict is Verdict.inconclusive
     assert "thermal" in result.worst[0].reason
 
@@ -89,7 +89,7 @@ def test_noise_and_throttling_become_no_baseline() -> None:
 
 
 def test_a_baseline_comes_back_as_it_was_written(tmp_path: Path) -> None:
-    before = accepted(run_of({"a": 1.0}), "first figures")
+    before = new_baseline(run_of({"a": 1.0}), "first figures")
     write_baseline(tmp_path / "latency.json", before)
     assert read_baseline(tmp_path / "latency.json", "latency") == before
 
@@ -102,16 +102,16 @@ def test_a_file_that_is_no_baseline_is_refused_by_name(tmp_path: Path, text: str
 
 
 def test_a_baseline_of_another_layer_is_refused(tmp_path: Path) -> None:
-    write_baseline(tmp_path / "x.json", accepted(run_of({"a": 1.0}), "test"))
+    write_baseline(tmp_path / "x.json", new_baseline(run_of({"a": 1.0}), "test"))
     with pytest.raises(UserError, match="expected 'policy'"):
         read_baseline(tmp_path / "x.json", "policy")
 
 
 def test_a_baseline_needs_a_reason_and_a_case() -> None:
     with pytest.raises(UserError, match="needs a reason"):
-        accepted(run_of({"a": 1.0}), "  ")
+        new_baseline(run_of({"a": 1.0}), "  ")
     with pytest.raises(UserError, match="an empty baseline would pass everything"):
-        accepted(run_of({}), "test")
+        new_baseline(run_of({}), "test")
 
 
 def test_the_gravest_verdict_wins_and_nothing_is_inconclusive() -> None:
@@ -140,7 +140,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a baseline in `baselines/` and a record `latency.json` of the same figures."""
     monkeypatch.chdir(tmp_path)
     before = run_of({"a": 1.0, "b": 2.0})
-    write_baseline(before.file(tmp_path / "baselines"), accepted(before, "test"))
+    write_baseline(before.file(tmp_path / "baselines"), new_baseline(before, "test"))
     write_record(before, tmp_path / "latency.json")
     return tmp_path
 

@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.gate.baseline import Measured, accepted
+from harness.gate.baseline import Measured, new_baseline
+from harness.gate.findings import Verdict
 from harness.gate.policy import (
     ATTENTION,
     attention_pair,
@@ -17,7 +18,6 @@ from harness.gate.policy import (
     rounds,
     unfit,
 )
-from harness.gate.verdict import Verdict
 
 PYTHON = {"python": "3.11"}
 
@@ -42,24 +42,24 @@ def spread(level: float, noise: float = 0.03) -> list[float]:
 
 def test_equal_work_passes() -> None:
     before, now = (run_of(loop=rounds(work(30), work(20))) for _ in range(2))
-    assert judge(now, accepted(before, "test")).verdict is Verdict.passed
+    assert judge(now, new_baseline(before, "test")).verdict is Verdict.passed
 
 
 def test_twice_the_work_is_found() -> None:
     before, now = (run_of(loop=rounds(work(amount), work(20))) for amount in (30, 60))
-    assert judge(now, accepted(before, "test")).verdict is Verdict.regressed
+    assert judge(now, new_baseline(before, "test")).verdict is Verdict.regressed
 
 
 def test_two_thirds_more_is_found_for_the_scheduler_and_no_alarm_for_cpu_attention() -> None:
     before, now = (run_of(**{"scheduler": spread(level), ATTENTION: spread(level)}) for level in (1.0, 1.65))
-    found = {one.case: one.verdict for one in judge(now, accepted(before, "test")).findings}
+    found = {one.case: one.verdict for one in judge(now, new_baseline(before, "test")).findings}
     assert found == {"scheduler": Verdict.regressed, ATTENTION: Verdict.passed}
 
 
 def test_another_python_is_no_comparison() -> None:
     before = run_of(loop=spread(1.0))
     now = replace(before, made_on={"python": "3.12"})
-    assert judge(now, accepted(before, "test")).verdict is Verdict.inconclusive
+    assert judge(now, new_baseline(before, "test")).verdict is Verdict.inconclusive
 
 
 def test_figures_that_no_later_run_could_match_become_no_baseline() -> None:

@@ -10,12 +10,12 @@ from harness.config.errors import ConfigError, UnknownKeyError, UserError
 from harness.config.groups import gate_options, groups
 from harness.gate import latency, policy, settings
 from harness.gate import run as running
-from harness.gate.baseline import Measured, accepted
+from harness.gate.baseline import Measured, new_baseline
 from harness.gate.effect import Margins
+from harness.gate.findings import Verdict
 from harness.gate.resource import Resources
-from harness.gate.resource import judge_one as judge_kernel
+from harness.gate.resource import kernel_finding as judge_kernel
 from harness.gate.settings import default_settings, gate_settings
-from harness.gate.verdict import Verdict
 
 ROUNDS = 30
 
@@ -103,14 +103,14 @@ def test_a_file_that_is_incomplete_is_refused(
 def test_the_latency_layer_judges_by_its_margins(material: float, verdict: Verdict) -> None:
     chosen = gate_settings([f"gate.latency.material={material}", "gate.latency.negligible=0.049"])
     before, now = run_of("latency", "a", 1.0), run_of("latency", "a", 1.05)
-    assert latency.judge(now, accepted(before, "test"), chosen).verdict is verdict
+    assert latency.judge(now, new_baseline(before, "test"), chosen).verdict is verdict
 
 
 def test_the_policy_layer_judges_attention_by_margins_of_its_own() -> None:
     chosen = gate_settings(["gate.attention.negligible=0.1", "gate.attention.material=0.2"])
     for case, verdict in ((policy.ATTENTION, Verdict.regressed), ("a load", Verdict.passed)):
         before, now = run_of("policy", case, 1.0), run_of("policy", case, 1.4)
-        assert policy.judge(now, accepted(before, "test"), chosen).verdict is verdict
+        assert policy.judge(now, new_baseline(before, "test"), chosen).verdict is verdict
 
 
 def test_instructions_may_grow_by_the_margin() -> None:
@@ -123,9 +123,9 @@ def test_instructions_may_grow_by_the_margin() -> None:
 def test_changed_margins_are_named_in_the_answer(tmp_path: Path) -> None:
     before = run_of("latency", "a", 1.0)
     running.accept(before, tmp_path, "test")
-    changed = running.judged(before, tmp_path, gate_settings(["gate.latency.material=0.5"]))
+    changed = running.judge_layer(before, tmp_path, gate_settings(["gate.latency.material=0.5"]))
     assert "margins changed: gate.latency.material=0.5 (default 0.05)" in changed.remarks
-    plain = running.judged(before, tmp_path, gate_settings([]))
+    plain = running.judge_layer(before, tmp_path, gate_settings([]))
     assert not any("margins" in remark for remark in plain.remarks)
 
 

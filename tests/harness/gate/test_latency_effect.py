@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from harness.gate.effect import effect
+from harness.gate.findings import Verdict
 from harness.gate.settings import default_settings
-from harness.gate.verdict import Verdict
 
 ROUNDS, TRIALS, NOISE = 40, 400, 0.02
 

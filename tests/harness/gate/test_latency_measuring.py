@@ -23,7 +23,7 @@ def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("few_rounds")
 def test_decode_and_prefill_give_a_ratio_to_each_yardstick() -> None:
     decode, prefill = CaseSpec(**TINY), CaseSpec(**TINY, queries=32)
-    found = measure_cases([decode, prefill], torch.device("cpu"), "a CPU", lambda line: None)
+    found = measure_cases([decode, prefill], torch.device("cpu"), "a CPU")
     assert list(found.cases) == [
         *(f"{decode.name} / sdpa", f"{decode.name} / copy"),
         *(f"{prefill.name} / sdpa", f"{prefill.name} / matmul"),
@@ -46,7 +46,7 @@ def test_a_case_that_fails_is_left_out_and_the_others_go_on(monkeypatch: pytest.
 
     monkeypatch.setattr(Paged, "prepare", broken_for_blocks_of_8)
     bad, good = CaseSpec(**TINY, block_size=8), CaseSpec(**TINY)
-    found = measure_cases([bad, good], torch.device("cpu"), "a CPU", lambda line: None)
+    found = measure_cases([bad, good], torch.device("cpu"), "a CPU")
     assert list(found.cases) == [f"{good.name} / sdpa", f"{good.name} / copy"]
     assert found.remarks == (f"{bad.name} was not timed: RuntimeError: no such device function",)
 
@@ -57,6 +57,6 @@ def test_a_kernel_that_computes_something_else_is_not_timed(monkeypatch: pytest.
 
     prepare = Paged.prepare
     monkeypatch.setattr(Paged, "prepare", lambda self, case: lambda: prepare(self, case)() * 1.01)
-    found = measure_cases([CaseSpec(**TINY)], torch.device("cpu"), "a CPU", lambda line: None)
+    found = measure_cases([CaseSpec(**TINY)], torch.device("cpu"), "a CPU")
     assert found.cases == {}
     assert "DisagreementError" in found.remarks[0]

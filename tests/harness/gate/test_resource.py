@@ -7,18 +7,18 @@ from typing import Any
 import pytest
 
 from harness.gate.baseline import Baseline
+from harness.gate.findings import Finding, Verdict
 from harness.gate.resource import (
     Instructions,
     Resources,
-    case_of,
+    compiled_case,
     count,
     judge,
-    judge_one,
+    kernel_finding,
     measured,
     pipeline_depth,
     unfit,
 )
-from harness.gate.verdict import Finding, Verdict
 
 GOOD = Resources(
     registers=96, stack_bytes=0, shared_bytes=67_072, depth=2, instructions=1400,
@@ -41,7 +41,7 @@ def decode() -> Any:
 @pytest.fixture(scope="module")
 def before(decode: Any) -> Baseline:
     """A baseline of that kernel as it is."""
-    return baseline(dict([case_of(decode, 90)]))
+    return baseline(dict([compiled_case(decode, 90)]))
 
 
 def baseline(cases: dict[str, Any]) -> Baseline:
@@ -51,7 +51,7 @@ def baseline(cases: dict[str, Any]) -> Baseline:
 
 def judged(configuration: Any, before: Baseline) -> Finding:
     """The gate's finding on one compiled kernel."""
-    (finding,) = judge(measured(dict([case_of(configuration, 90)])), before).findings
+    (finding,) = judge(measured(dict([compiled_case(configuration, 90)])), before).findings
     return finding
 
 
@@ -111,19 +111,19 @@ def test_a_kernel_that_does_not_compile_is_a_finding_and_no_crash(decode: Any, b
     ],
 )
 def test_a_worse_figure_is_named(change: dict[str, int], reason: str) -> None:
-    finding = judge_one("kernel sm_90", 90, replace(GOOD, **change), GOOD, 0.10)
+    finding = kernel_finding("kernel sm_90", 90, replace(GOOD, **change), GOOD, 0.10)
     assert finding.verdict is Verdict.regressed
     assert reason in finding.reason
 
 
 def test_better_figures_and_slightly_more_code_pass() -> None:
     better = replace(GOOD, registers=90, shared_bytes=60_000, depth=3, wide_loads=60, instructions=1500)
-    assert judge_one("kernel sm_90", 90, better, GOOD, 0.10).verdict is Verdict.passed
+    assert kernel_finding("kernel sm_90", 90, better, GOOD, 0.10).verdict is Verdict.passed
 
 
 def test_a_baseline_with_spills_excuses_nothing() -> None:
     spilling = replace(GOOD, stack_bytes=64, local=16)
-    assert judge_one("kernel sm_80", 80, spilling, spilling, 0.10).verdict is Verdict.regressed
+    assert kernel_finding("kernel sm_80", 80, spilling, spilling, 0.10).verdict is Verdict.regressed
 
 
 def test_another_compilers_baseline_is_no_comparison() -> None:

@@ -6,7 +6,7 @@ from sim_cases import LinearCost, replay, request
 
 from harness.metrics import METRICS, compute_metrics
 from harness.metrics.comparison import comparison_error
-from harness.point.error_levels import ATTRIBUTED, attribution, divergence, retold, suspect
+from harness.point.error_levels import ATTRIBUTED, attribution, divergence, with_step_times, suspect
 from harness.replay.arrivals import TimedRequest
 from harness.replay.recorder import MeasuredRun
 from harness.report.attribution import (
@@ -73,7 +73,7 @@ def test_a_prediction_of_another_schedule_is_divergence() -> None:
 
 def test_a_run_told_again_with_its_own_times_is_the_run() -> None:
     log = measured_run().log
-    again = retold(log, log.steps["seconds"])
+    again = with_step_times(log, log.steps["seconds"])
     assert again.steps["start_s"].tolist() == log.steps["start_s"].tolist()
     for name in ("first_scheduled_s", "first_token_s", "finish_s"):
         assert again.requests[name].tolist() == log.requests[name].tolist()
@@ -81,7 +81,7 @@ def test_a_run_told_again_with_its_own_times_is_the_run() -> None:
 
 def test_a_run_told_slower_waits_for_no_arrival_that_has_come() -> None:
     log = measured_run().log
-    slow = retold(log, 3 * log.steps["seconds"])
+    slow = with_step_times(log, 3 * log.steps["seconds"])
     assert (np.diff(slow.steps["start_s"]) >= slow.steps["seconds"][:-1] - 1e-12).all()
     assert (slow.steps["start_s"] >= log.steps["start_s"]).all()
     assert (slow.requests["finish_s"] > log.requests["finish_s"]).all()

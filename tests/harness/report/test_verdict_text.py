@@ -57,7 +57,7 @@ def test_the_pace_of_the_device_is_said_with_what_following_it_was_worth(tmp_pat
         write_point(tmp_path, POINT | {"cache.block_size": size}, pace=pace, levels=levels)
     (line,) = [line for line in verdict_lines(tmp_path) if line.startswith("Pace")]
     assert line == (
-        "Pace: beside the runs the device took 1.30 times as long as at calibration (probes from 1.10 to 1.50, "
+        "Pace: during the runs the device took 1.30 times as long as at calibration (probes from 1.10 to 1.50, "
         "2 points), and the prediction was scaled by it; mean error of a step's time 5.0 % with it, 30.0 % without."
     )
 

@@ -1,6 +1,6 @@
-"""The verdict of the gate: the findings of each layer, and the answer as text for a terminal and a CI page.
+"""The findings of each layer, their verdicts, and the gate's answer as text for a terminal and a CI page.
 
-There are three verdicts. `inconclusive` is not a pass: nobody can know from this run.
+There are three verdicts. `inconclusive` is not a pass: this run cannot decide.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,7 +18,7 @@ _SCOPE = {
 
 
 class Verdict(StrEnum):
-    """Of a case, a layer or the whole gate. `inconclusive` is no pass: it says that nobody can know from this run."""
+    """The verdict on a case, a layer or the whole gate. `inconclusive` is no pass: this run cannot decide."""
 
     passed = "pass"
     inconclusive = "inconclusive"
@@ -26,12 +26,12 @@ class Verdict(StrEnum):
 
 
 _GRAVITY = (Verdict.passed, Verdict.inconclusive, Verdict.regressed)
-EXIT_CODES = {Verdict.passed: 0, Verdict.regressed: 1, Verdict.inconclusive: 3}  # 2 is the user's mistake
+EXIT_CODES = {Verdict.passed: 0, Verdict.regressed: 1, Verdict.inconclusive: 3}  # 2 means wrong input
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One case of a layer: its name, the verdict and, in a sentence with figures, why."""
+    """One case of a layer: its name, the verdict, and the reason in a sentence with figures."""
 
     case: str
     verdict: Verdict
@@ -40,7 +40,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class LayerResult:
-    """All findings of a layer, what they were made on, and remarks that change no verdict."""
+    """All findings of a layer, the device or versions they were made on, and remarks that change no verdict."""
 
     layer: str
     findings: tuple[Finding, ...]
@@ -49,7 +49,7 @@ class LayerResult:
 
     @property
     def verdict(self) -> Verdict:
-        """The gravest finding; a layer that looked at nothing has nothing to say."""
+        """The gravest verdict of the findings; inconclusive for a layer without findings."""
         return gravest(finding.verdict for finding in self.findings)
 
     @property
@@ -60,12 +60,12 @@ class LayerResult:
 
 
 def gravest(verdicts: Iterable[Verdict]) -> Verdict:
-    """The verdict of several together; of none it is inconclusive."""
+    """The gravest of several verdicts; inconclusive if there are none."""
     return max(verdicts, key=_GRAVITY.index, default=Verdict.inconclusive)
 
 
 def lines(results: Sequence[LayerResult]) -> Iterator[str]:
-    """The answer for a terminal, the whole verdict last."""
+    """The answer for a terminal. The verdict of the whole gate is the last line."""
     for result in results:
         passed = sum(finding.verdict is Verdict.passed for finding in result.findings)
         yield f"{result.layer}: {result.verdict} ({passed} of {len(result.findings)} pass; {result.made_on})"
@@ -78,7 +78,7 @@ def lines(results: Sequence[LayerResult]) -> Iterator[str]:
 
 
 def markdown(results: Sequence[LayerResult]) -> str:
-    """The answer for a job page: a table of layers, then what did not pass."""
+    """The answer for the page of a CI job: a table of layers, then the cases that did not pass."""
     whole = gravest(result.verdict for result in results)
     text = [
         f"## Regression gate: {whole}{_not_run(results)}",
