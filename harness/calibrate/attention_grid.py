@@ -8,7 +8,7 @@ from engine.core.options import CachePolicy, SchedulerLimits
 from harness.calibrate.design import SEED, Budget
 from harness.calibrate.store import GRID_BLOCK_SIZE as BLOCK_SIZE
 from harness.config.schema import RunConfig
-from harness.cost.grid import Grid, Point, grid_of
+from harness.cost.grid import Grid, GridPoint, grid_of
 from harness.measure.engine import measure
 from harness.replay.features import feature_index
 from harness.replay.recorder import MeasuredRun
@@ -34,20 +34,20 @@ def measure_grids(config: RunConfig, progress: Callable[[str], None], budget: Bu
     When the time is up, larger shapes are left out; the fitted model prices them.
     """
     longest = min(pool_shape(config).max_model_len, max(LENGTHS) + _STEPS)
-    decode: list[Point] = []
+    decode: list[GridPoint] = []
     for length in (length for length in LENGTHS if length + _STEPS <= longest):
         progress(f"grid: {length} KV slots a row")
         for place, rows in enumerate(rows for rows in ROWS if rows * length <= _MOST_TOKENS):
             if place < _CORNERS or budget.left():
                 decode.append(_decode_point(config, rows, length))
-    prefill: list[Point] = []
+    prefill: list[GridPoint] = []
     for chunk in CHUNKS:
         progress(f"grid: chunks of {chunk} tokens")
         prefill += _prefill_points(config, chunk, longest)
     return {"decode": grid_of(decode), "prefill": grid_of(prefill)}
 
 
-def _decode_point(config: RunConfig, rows: int, length: int) -> Point:
+def _decode_point(config: RunConfig, rows: int, length: int) -> GridPoint:
     """Median attention of steps in which `rows` sequences decode, scaled to `length` slots each."""
     half = _STEPS // 2
     run = _run(config, rows, max(1, length - half), _STEPS, budget=rows * length)
@@ -58,13 +58,13 @@ def _decode_point(config: RunConfig, rows: int, length: int) -> Point:
     return rows, length, float(np.median(nearest))
 
 
-def _prefill_points(config: RunConfig, chunk: int, longest: int) -> list[Point]:
+def _prefill_points(config: RunConfig, chunk: int, longest: int) -> list[GridPoint]:
     """Attention of one request's chunks of `chunk` tokens, at each of CONTEXTS that its prompt reaches."""
     prompt = min(longest - 1, max(CONTEXTS) + chunk)
     run = _run(config, 1, prompt, 1, budget=chunk)
     features, seconds = run.recorder.features, run.log.steps["attention_s"]
     context = features[:, _PREFILL_KV] - features[:, _TOKENS]
-    found: list[Point] = []
+    found: list[GridPoint] = []
     for wanted in CONTEXTS:
         at = (features[:, _PREFILLS] == 1) & (features[:, _TOKENS] == chunk) & (context == wanted)
         if at.any():

@@ -123,7 +123,7 @@ def _runs(config: RunConfig, row: Mapping[str, Any]) -> str:
 
 
 def _serves(row: Mapping[str, Any]) -> bool:
-    """What the compiled decode computes: see `engine.runtime.attention.metadata.native_supports`."""
+    """Whether the compiled decode can compute the row; see `engine.runtime.attention.metadata.native_supports`."""
     return row["dtype"] in ("fp32", "bf16") and row["head_dim"] % 16 == 0
 
 

@@ -36,7 +36,7 @@ class Pace:
     probes: int
 
     def section(self) -> dict[str, float]:
-        """As the record keeps it."""
+        """The section of the record."""
         return asdict(self)
 
 
@@ -74,11 +74,11 @@ class Stability:
         return max(self.load_before, self.load_after) > self.cores
 
     def section(self) -> dict[str, float | bool]:
-        """As the calibration file keeps it."""
+        """The section of the calibration file."""
         return {**asdict(self), "moved": self.moved, "crowded": self.crowded}
 
     def warnings(self) -> list[str]:
-        """What a user should know before trusting the calibration."""
+        """Warnings to print before a user trusts the calibration."""
         found = []
         if self.moved:
             found.append(

@@ -80,24 +80,24 @@ def gaps(state: ReplayState) -> tuple[FloatArray, FloatArray]:
 def request_columns(state: ReplayState, request_ids: IntArray, first: int, last: int) -> dict[str, Column]:
     """The requests that ended as number `first` to `last - 1`, sorted by arrival, as in `RunLog.requests`."""
     requests, inputs = state.requests, state.inputs
-    who = np.sort(requests.ended[first : min(last, state.at[ENDED])])
-    nothing = np.zeros(len(who), dtype=np.int64)
+    ended = np.sort(requests.ended[first : min(last, state.at[ENDED])])
+    nothing = np.zeros(len(ended), dtype=np.int64)
     found: dict[str, Column] = {
-        "request_id": request_ids[who],
-        "arrival_s": to_s(inputs.arrival_ns[who]),
-        "first_scheduled_s": _moment(requests.scheduled[who]),
-        "first_token_s": _moment(requests.first_token[who]),
-        "finish_s": _moment(requests.finish[who]),
-        "prompt_tokens": inputs.prompt[who],
-        "output_tokens": inputs.output[who],
+        "request_id": request_ids[ended],
+        "arrival_s": to_s(inputs.arrival_ns[ended]),
+        "first_scheduled_s": _moment(requests.scheduled[ended]),
+        "first_token_s": _moment(requests.first_token[ended]),
+        "finish_s": _moment(requests.finish[ended]),
+        "prompt_tokens": inputs.prompt[ended],
+        "output_tokens": inputs.output[ended],
         "width": nothing + 1,
-        "resumed_hit_tokens": requests.resumed_hits[who],
-        "recomputed_tokens": requests.recomputed[who],
-        "preemptions": requests.preemptions[who],
-        "outcome": np.where(inputs.fits[who] == 1, Outcome.FINISHED, Outcome.REJECTED),
+        "resumed_hit_tokens": requests.resumed_hits[ended],
+        "recomputed_tokens": requests.recomputed[ended],
+        "preemptions": requests.preemptions[ended],
+        "outcome": np.where(inputs.fits[ended] == 1, Outcome.FINISHED, Outcome.REJECTED),
     }
     table = {name: found.get(name, nothing) for name in REQUEST_COLUMNS}
-    return {**table, GENERATED: inputs.output[who]}
+    return {**table, GENERATED: inputs.output[ended]}
 
 
 def _moment(ns: IntArray) -> FloatArray:

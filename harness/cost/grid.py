@@ -22,7 +22,7 @@ from harness.replay.cost_model import Amount
 DECODE_AXES = ("rows", "KV slots a row")
 PREFILL_AXES = ("chunk", "context")
 Pair = tuple[float, float]
-Point = tuple[float, float, float]  # place on the first axis, place on the second, seconds
+GridPoint = tuple[float, float, float]  # place on the first axis, place on the second, seconds
 Profile = Mapping[int, float]  # seconds by block size
 Shape = TypeVar("Shape")
 _NODES_PER_OCTAVE = 4
@@ -297,7 +297,7 @@ def grid_errors(part: str, grid: Grid, names: tuple[str, str]) -> dict[str, dict
         for along, seconds in zip(grid.along, row, strict=True)
         if seconds == seconds
     ]
-    axes: dict[str, Callable[[Point], float]] = {
+    axes: dict[str, Callable[[GridPoint], float]] = {
         _error_name(part, names[0]): lambda point: point[0],
         _error_name(part, names[1]): lambda point: point[1],
     }
@@ -320,7 +320,7 @@ def _error_name(part: str, axis: str) -> str:
     return f"{part} grid along {axis}"
 
 
-def _predict_points(kept: Sequence[Point], out: Sequence[Point]) -> list[float]:
+def _predict_points(kept: Sequence[GridPoint], out: Sequence[GridPoint]) -> list[float]:
     try:
         grid = grid_of(kept)
     except ValueError:

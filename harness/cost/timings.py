@@ -91,7 +91,7 @@ class MadeOn:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the device reached in this run: bytes per second copied (read and written) and read, FLOP per second."""
+    """The rates that the device reached in this run: bytes/s copied (read and written), bytes/s read, FLOP/s."""
 
     copy_bytes_s: float
     read_bytes_s: float

@@ -60,7 +60,7 @@ def _row(
 
 
 def comparison_error(metric: Metric, predicted: float | None, measured: float | None) -> float | None:
-    """How far `predicted` is from `measured`: a ratio minus 1, for shares a difference.
+    """The error of `predicted`: its ratio to `measured` minus 1, for shares the difference.
 
     None where a side is missing, or where something is predicted and nothing was measured (no finite ratio).
     """

@@ -76,7 +76,7 @@ class RunLogError(ValueError):
 
 
 class Outcome(IntEnum):
-    """How a request ended."""
+    """The end of a request."""
 
     FINISHED = 0
     REJECTED = 1

@@ -33,7 +33,7 @@ class SplitMix64:
         return ((word ^ (word >> 31)) * limit) >> 64
 
     def happens(self, probability: float) -> bool:
-        """Whether something of this probability happens, to 2^-32."""
+        """True with this probability, to 2^-32."""
         return self.below(SCALE) < probability * SCALE
 
 

@@ -22,7 +22,7 @@ _NOTHING: Mapping[int, Any] = MappingProxyType({})
 
 
 class StepTiming(NamedTuple):
-    """How long the steps of a plan took, one entry a step: whole ns, attention seconds; phases in seconds if known.
+    """Durations of the steps of a plan, one entry per step: whole ns, attention seconds; phases in s where known.
 
     `features` are those of the plan's first step, where the executor needed them.
     """
@@ -153,7 +153,7 @@ def _whole_ns(seconds: float) -> int:
 
 
 def _begun_before(ns: Sequence[int], horizon_ns: int) -> int:
-    """How many of the steps start before the horizon; the first always does."""
+    """The number of steps that start before the horizon; the first always counts."""
     end = 0
     for taken, step_ns in enumerate(ns):
         if end >= horizon_ns and taken:

@@ -1,4 +1,4 @@
-"""Fast-forward: the features of many equal decode steps, from those of the first, one by one or as columns."""
+"""Fast-forward: the features of many consecutive decode steps, from the features of the first one."""
 
 from collections.abc import Iterator, Sequence
 
@@ -8,9 +8,28 @@ from engine.core.plan import StepPlan
 from harness.replay.cost_model import Amount
 from harness.replay.features import WARMING, distinct_share, feature_index
 
+_DECODE_KV, _PADDED_KV, _PADDED_BLOCKS, _BLOCKS, _NEW, _FREED, _AFTER = feature_index(
+    (
+        "decode_kv",
+        "decode_padded_kv",
+        "decode_padded_blocks",
+        "blocks",
+        "new_blocks",
+        "freed_slots",
+        "after_prefill",
+    )
+)
+_COPIED, _ADMITTED, _DRAFT_KV, _DISTINCT_KV = feature_index(
+    ("copied_slots", "admitted_tokens", "draft_kv", "decode_distinct_kv")
+)
+
 
 class FastForwardFeatures:
-    """Features of consecutive steps; all rows are steady decoders."""
+    """Features of the steps of a fast-forward, whose rows are all steady decoders.
+
+    `singles` gives them one by one as numbers, `columns` all at once as arrays. Both do the same operations in the same
+    order, so the results are equal to the bit. `first` are the features of the first step.
+    """
 
     def __init__(self, plan: StepPlan, first: Sequence[Amount], block_size: int) -> None:
         self._first = first
@@ -24,8 +43,8 @@ class FastForwardFeatures:
     def _crossings(self, plan: StepPlan) -> list[int]:
         """Blocks taken in step j, at index j modulo the block size: rows whose context is then a multiple of it.
 
-        With blocks of one token every row takes one a step, unless the rows are contiguous reservations: then not
-        even the first step took any.
+        With blocks of one token every row takes one block in each step. Contiguous reservations take none; the first
+        step shows it.
         """
         if self._block_size == 1 and not plan.new_blocks:
             return [0]
@@ -82,19 +101,3 @@ class FastForwardFeatures:
             features[once] = np.where(later == 0, first[once], 0.0) if first[once] else 0
         features[_AFTER] = np.cumprod(np.concatenate([[first[_AFTER]], np.full(steps - 1, WARMING)]))
         return features
-
-
-_DECODE_KV, _PADDED_KV, _PADDED_BLOCKS, _BLOCKS, _NEW, _FREED, _AFTER = feature_index(
-    (
-        "decode_kv",
-        "decode_padded_kv",
-        "decode_padded_blocks",
-        "blocks",
-        "new_blocks",
-        "freed_slots",
-        "after_prefill",
-    )
-)
-_COPIED, _ADMITTED, _DRAFT_KV, _DISTINCT_KV = feature_index(
-    ("copied_slots", "admitted_tokens", "draft_kv", "decode_distinct_kv")
-)

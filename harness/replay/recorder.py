@@ -211,7 +211,7 @@ class RequestTimes:
         self._arrived += 1
 
     def rejected(self, request_id: int) -> None:
-        """It can never be served."""
+        """A request that can never be served ends at once."""
         self._close(self._live.pop(request_id), Outcome.REJECTED, NEVER, _NO_STATS)
 
     def add(
@@ -323,7 +323,7 @@ class RequestTimes:
         return len(self._ended)
 
     def close(self, stats: Mapping[int, RequestStats]) -> None:
-        """The replay is over: whoever is left stays unfinished."""
+        """The replay is over: requests that have not ended are unfinished."""
         for request_id, live in self._live.items():
             self._close(live, Outcome.UNFINISHED, NEVER, stats.get(request_id, _NO_STATS))
         self._live = {}

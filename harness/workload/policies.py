@@ -1,4 +1,4 @@
-"""The policy core of a point, from its configuration: KV cache manager, limits, and a user's own policies."""
+"""The scheduler of a point, from its configuration: KV cache manager, limits, and a user's own policies."""
 
 import sys
 from collections.abc import Sequence
@@ -28,7 +28,11 @@ _METHODS = {
 def new_scheduler(
     pool: PoolShape, limits: SchedulerLimits, cache: CacheConfig, scheduler: SchedulerConfig
 ) -> Scheduler:
-    """A scheduler over an empty pool; raises ConfigError where a class of the user's cannot be had."""
+    """A scheduler over an empty pool.
+
+    Raises:
+        ConfigError: a class of the user cannot be imported or made, or lacks a method.
+    """
     return Scheduler(_manager(pool, cache), limits, _policies(limits, scheduler))
 
 
@@ -44,16 +48,16 @@ def _manager(pool: PoolShape, cache: CacheConfig) -> KVCacheManager:
         deduplicate=cache.deduplicate,
         copy_at_fork=cache.copy_at_fork,
         host_blocks=cache.host_tokens // pool.block_size,
-        eviction=_own("cache.eviction", cache.eviction),
+        eviction=_user_policy("cache.eviction", cache.eviction),
     )
 
 
 def _policies(limits: SchedulerLimits, scheduler: SchedulerConfig) -> Policies:
     builtin = Policies.of(limits.policy)
     return Policies(
-        order=_own("scheduler.order", scheduler.order) or builtin.order,
-        victim=_own("scheduler.victim", scheduler.victim) or builtin.victim,
-        admission=_own("scheduler.admission", scheduler.admission) or builtin.admission,
+        order=_user_policy("scheduler.order", scheduler.order) or builtin.order,
+        victim=_user_policy("scheduler.victim", scheduler.victim) or builtin.victim,
+        admission=_user_policy("scheduler.admission", scheduler.admission) or builtin.admission,
     )
 
 
@@ -63,7 +67,7 @@ def limits_of(scheduler: SchedulerConfig, max_model_len: int) -> SchedulerLimits
     return SchedulerLimits(**options, max_model_len=max_model_len)
 
 
-def _own(key: str, name: str | None) -> Any:
+def _user_policy(key: str, name: str | None) -> Any:
     """A new instance of the user's class; modules in the working directory are found too."""
     if name is None:
         return None
