@@ -98,13 +98,9 @@ class SchedulerOptions:
     watermark: float = 0.0  # share of the pool kept free when a request is admitted beside running ones
     policy: Scheduling = Scheduling.fcfs
     preemption: Preemption = Preemption.recompute
-    long_prefill_tokens: int | None = (
-        None  # largest chunk of one prompt while others compete; None: the budget
-    )
+    long_prefill_tokens: int | None = None  # largest prompt chunk while others compete; None: the budget
     admit_whole_prompt: bool = True  # False: a request enters as soon as its first chunk fits
-    static_batch: bool = (
-        False  # admit only into an empty batch; its requests free their memory together at its end
-    )
+    static_batch: bool = False  # admit only into an empty batch; all its memory is released at its end
 
 
 @dataclass

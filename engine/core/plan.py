@@ -15,6 +15,9 @@ import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
+CopyList = list[tuple[int, int]]  # (source, destination) blocks
+StaleList = list[tuple[int, int, int]]  # (block, first, end): slots of a block in use that became void
+SwapList = list[tuple[int, int]]  # (device, host) or (host, device) blocks
 
 
 class SlotUsage(NamedTuple):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from engine.core.errors import CoreError, InvariantError, UnknownSequenceError
 from engine.core.memory.block_pool import BlockPool
-from engine.core.plan import SlotUsage
+from engine.core.plan import CopyList, SlotUsage, StaleList
 from engine.core.request import Request
 from engine.core.sequence import SequenceState
 
@@ -47,10 +47,6 @@ class SlotCounters:
     def totals(self) -> tuple[int, int, int]:
         """Written slots, table entries, and unfillable slots (summed again), for `check()`."""
         return self.written, self.entries, sum(self._unfillable.values())
-
-
-CopyList = list[tuple[int, int]]
-StaleList = list[tuple[int, int, int]]
 
 
 class BlockTables:

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 from engine.core.calendar import DecodeCalendar
 from engine.core.errors import CoreError, InvariantError, OutOfBlocksError, UnknownSequenceError
-from engine.core.memory.manager import CopyList, FastForwardColumns, StaleList, SwapList, check_parents
+from engine.core.memory.manager import FastForwardColumns, check_parents
 from engine.core.memory.placement import runs_for
 from engine.core.options import Placement, Reservation
-from engine.core.plan import SlotUsage
+from engine.core.plan import CopyList, SlotUsage, StaleList, SwapList
 from engine.core.request import Request
 from engine.core.sequence import Group, ScheduledRow, SequenceState
 

@@ -11,13 +11,10 @@ import numpy as np
 
 from engine.core.calendar import DecodeCalendar
 from engine.core.errors import CoreError
-from engine.core.plan import IntArray, SlotUsage
+from engine.core.plan import CopyList, IntArray, SlotUsage, StaleList, SwapList
 from engine.core.request import Request
 from engine.core.sequence import Group, ScheduledRow, SequenceState
 
-CopyList = list[tuple[int, int]]
-StaleList = list[tuple[int, int, int]]
-SwapList = list[tuple[int, int]]
 BlocksTaken = tuple[int, int, int, int]
 """Step (1 is the first after the scheduled one), blocks allocated, blocks evicted for them, their unfillable slots."""
 

@@ -13,11 +13,11 @@ from engine.core.errors import CoreError
 from engine.core.memory.block_pool import BlockPool
 from engine.core.memory.block_tables import BlockTables
 from engine.core.memory.eviction import EvictionQueue
-from engine.core.memory.manager import CopyList, FastForwardColumns, StaleList, SwapList, check_parents
+from engine.core.memory.manager import FastForwardColumns, check_parents
 from engine.core.memory.prefix_cache import LookupRecord, PrefixCache
 from engine.core.memory.swap import HostPool, Swapper
 from engine.core.options import Retention, SpeculationMode
-from engine.core.plan import SlotUsage
+from engine.core.plan import CopyList, SlotUsage, StaleList, SwapList
 from engine.core.request import Request
 from engine.core.sequence import Group, ScheduledRow, SequenceState
 

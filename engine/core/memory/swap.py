@@ -6,9 +6,8 @@ A group is swapped completely or not at all. A block that several branches share
 from engine.core.errors import CoreError, OutOfBlocksError, UnknownSequenceError
 from engine.core.memory.block_tables import BlockTables
 from engine.core.memory.prefix_cache import PrefixCache
+from engine.core.plan import SwapList
 from engine.core.sequence import Group, SequenceState
-
-SwapList = list[tuple[int, int]]
 
 
 class HostPool:
@@ -92,9 +91,7 @@ class Swapper:
             self._hold(sequence, [device[block] for block in sequence.table], held)
             self._prefix_cache.recount(sequence)
             self._prefix_cache.cache_computed(sequence)
-            self._prefix_cache.forget(
-                sequence
-            )  # its content is not on the device yet, so its blocks cannot be replaced
+            self._prefix_cache.forget(sequence)  # its content is not on the device yet: replace no blocks
         del self._saved[group]
         self.host.give(list(saved.values()))
 

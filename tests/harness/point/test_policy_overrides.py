@@ -1,16 +1,28 @@
 """Every policy of the core can be asked for by override, in the simulator and on the engine, with equal plans."""
 
 from collections.abc import Callable
+from dataclasses import Field, fields
+from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import pytest
 from point_cases import azure_file, small_config, with_trace
 
-from engine.core.options import CachePolicy, HashAlgorithm, Placement, Preemption, Retention, Scheduling
+from engine.core.options import (
+    CachePolicy,
+    HashAlgorithm,
+    Placement,
+    Preemption,
+    Retention,
+    SchedulerOptions,
+    Scheduling,
+)
 from harness.config.checks import check_config
 from harness.config.errors import ConfigError
-from harness.config.schema import CostKind, DecodingMode, RunConfig, TraceFormat
+from harness.config.schema import CostKind, DecodingMode, RunConfig, SchedulerConfig, TraceFormat
 from harness.point import run_point
+from harness.workload.policies import limits_of
 from harness.workload.workload import build_workload
 
 
@@ -106,6 +118,22 @@ def test_tenants_and_priorities_of_a_trace_reach_the_scheduler(config: RunConfig
     with_trace(config, TraceFormat.simple, path)
     config.workload.request_rate = None
     requests = [timed.request for timed in build_workload(config).requests()]
-    names = [request.identity.prompt_names(16) for request in requests if request.identity]
+    names = [request.identity.prompt_hashes(16) for request in requests if request.identity]
     assert [request.priority for request in requests] == [2, 1, 0]
     assert names[0] == names[2] != names[1]
+
+
+@pytest.mark.parametrize("option", fields(SchedulerOptions), ids=lambda option: option.name)
+def test_every_scheduler_option_of_the_configuration_reaches_the_scheduler(option: Field[Any]) -> None:
+    config = SchedulerConfig()
+    default = getattr(config, option.name)
+    assert getattr(limits_of(config, 100), option.name) == default
+    if isinstance(default, Enum):
+        other: object = [*type(default)][-1]
+    elif isinstance(default, bool):
+        other = not default
+    else:
+        other = 0.5 if isinstance(default, float) else 8
+    assert other != default
+    setattr(config, option.name, other)
+    assert getattr(limits_of(config, 100), option.name) == other

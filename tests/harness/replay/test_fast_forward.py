@@ -31,7 +31,7 @@ from harness.metrics.log import RunLog
 from harness.replay.arrivals import Arrivals, ClosedLoop, OpenLoop, Sessions, TimedRequest, Turn
 from harness.replay.beams import BeamGenealogy
 from harness.replay.executors import RecordedExecutor, SimulatedExecutor
-from harness.replay.fast_forward import Stretch
+from harness.replay.fast_forward import FastForwardFeatures
 from harness.replay.loop import Replay
 from harness.replay.recorder import Recorder, digests_differ
 
@@ -55,7 +55,7 @@ LIMITS = st.builds(
     max_running=st.sampled_from([4, 8, 32]),
     max_model_len=st.just(LONGEST),
     watermark=st.sampled_from([0.0, 0.1]),
-    scheduling=st.sampled_from(Scheduling),
+    policy=st.sampled_from(Scheduling),
     preemption=st.sampled_from(Preemption),
     long_prefill_tokens=st.sampled_from([None, 16]),
     admit_whole_prompt=st.booleans(),
@@ -124,8 +124,8 @@ CASES = st.builds(
 @given(CASES)
 @settings(max_examples=80, deadline=None)
 def test_fast_forward_changes_no_record_under_any_policy(chosen: Case) -> None:
-    leaping, single = (chosen.play(fast_forward=leap)[0] for leap in (True, False))
-    assert fingerprint(leaping) == fingerprint(single)
+    together, single = (chosen.play(fast_forward=together)[0] for together in (True, False))
+    assert fingerprint(together) == fingerprint(single)
 
 
 @given(CASES)
@@ -139,18 +139,20 @@ def test_a_recording_plays_back_to_the_same_plans_under_any_policy(chosen: Case)
     assert digests_differ(first.digests, again.digests) is None
 
 
-def test_a_planted_difference_between_leaps_and_steps_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_difference_between_fast_forward_and_single_steps_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     rows = [(5, 30, 40, 2, Decoding.greedy, 0)] * 3
     chosen = case(rows, "paged", SchedulerLimits(512, 32, max_model_len=LONGEST), "open")
     right = fingerprint(chosen.play(fast_forward=True)[0])
     assert right == fingerprint(chosen.play(fast_forward=False)[0])
-    begin = Stretch.__init__
+    begin = FastForwardFeatures.__init__
 
-    def one_row_too_many(self: Stretch, *given: Any) -> None:
+    def one_row_too_many(self: FastForwardFeatures, *given: Any) -> None:
         begin(self, *given)
         self._rows += 1
 
-    monkeypatch.setattr(Stretch, "__init__", one_row_too_many)
+    monkeypatch.setattr(FastForwardFeatures, "__init__", one_row_too_many)
     assert fingerprint(chosen.play(fast_forward=True)[0]) != right
 
 
