@@ -54,12 +54,14 @@ class Audit(StrEnum):
 class EngineOptions:
     """Options of an engine.
 
-    The pool has `pool_tokens` slots, or as many as `kv_cache_memory_bytes` hold, or what `gpu_memory_utilization` of
-    the device leaves (on a CPU 1 GiB). A contiguous `cache` reserves single slots and ignores `block_size` and
-    `prefix_caching`. Without `limits` a step takes 512 tokens of 64 sequences, as long as model and pool allow.
+    The KV pool has `pool_tokens` slots. Without it, the pool takes `kv_cache_memory_bytes`, or else the part of the
+    share `gpu_memory_utilization` of the GPU's memory that is still free (on a CPU 1 GiB). A contiguous `cache`
+    reserves single slots and ignores `block_size` and `prefix_caching`. Without `limits`, a step takes at most 512
+    tokens of 64 sequences, and sequences are as long as model and pool allow.
 
-    `scheduler` makes the policy from the number of blocks and the limits in effect, in place of what `prefix_caching`,
-    `copy_at_fork` and `placement` say: any manager and policies of `engine.core` can be had so.
+    `scheduler` is a function that makes a scheduler from the number of blocks and the limits in effect, with any
+    manager and policies of `engine.core`. It replaces the scheduler that `prefix_caching`, `copy_at_fork` and
+    `placement` describe.
     """
 
     pool_tokens: int | None = None
@@ -78,18 +80,16 @@ class EngineOptions:
     backend: Backend | str = Backend.auto
     audit: Audit | str = Audit.sampled
     audit_every: int = 16
-    temperature: float = 1.0  # of requests that set none: those of a replay
+    temperature: float = 1.0  # of requests that set none, as in a replay
     seed: int = 0
-    cuda_graphs: bool = True  # decode steps as recorded graphs, where triton kernels run on a GPU
-    draft_tokens: int = 4  # proposed a step, where the engine has a draft model
+    cuda_graphs: bool = True  # run decode steps as recorded graphs, if Triton kernels run on a GPU
+    draft_tokens: int = 4  # proposed per step, if the engine has a draft model
     draft_mode: SpeculationMode | str = SpeculationMode.lookahead
-    pack_weights: bool | None = (
-        None  # CPU: keep linear weights in the order the matrix kernels read; None: if small
-    )
+    pack_weights: bool | None = None  # pack linear weights for a CPU's matrix kernels; None: if small
 
     @property
     def slots_per_block(self) -> int:
-        """The block size in effect."""
+        """The block size in effect: 1 for a contiguous cache."""
         return self.block_size if CachePolicy(self.cache) is CachePolicy.paged else 1
 
 

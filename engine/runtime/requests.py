@@ -135,13 +135,13 @@ def check_prompt(
             "and at least one token is generated"
         )
     _check_width(params, loaded, limits)
-    room = longest - len(ids)
-    if params.max_tokens is not None and params.max_tokens > room:
+    available = longest - len(ids)
+    if params.max_tokens is not None and params.max_tokens > available:
         raise PromptError(
             f"the prompt has {len(ids)} tokens and max_tokens is {params.max_tokens}; together they take "
             f"{longest} at most"
         )
-    return params.max_tokens or room
+    return params.max_tokens or available
 
 
 def _check_width(params: SamplingParams, loaded: LoadedModel, limits: SchedulerLimits) -> None:

@@ -1,4 +1,4 @@
-/* The largest number of every row and where it first stands; NaN, with some place, where a row has one. */
+/* The largest number of every row and its first index. For a row with a NaN: NaN and an undefined index. */
 #include "vectors.h"
 
 #define BEST(NAME, STORED, LOAD, WIDEN)                                                                   \

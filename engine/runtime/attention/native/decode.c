@@ -1,7 +1,7 @@
 /* Decode attention on a CPU, in float32 and in bfloat16 (sums in float32). */
 #include "vectors.h"
 
-enum { TILE = LANES, WIDTH = 4 }; /* tokens whose scores wait for their values; vectors of sums that stay in registers */
+enum { TILE = LANES, WIDTH = 4 }; /* tokens per tile; vectors of sums that stay in registers */
 
 #define NAME decode_f32
 #define STORED float

@@ -1,8 +1,8 @@
-/* Attention of one query per row over paged KV, for the element type that STORED, LOAD, STORE and NAME say.
+/* Attention of one query per row over paged KV. STORED, LOAD, STORE and NAME give the element type.
  *
- * Keys and values are read where they lie, once each, in the order of memory: what bounds decoding on a CPU is how fast
- * they come. A tile of tokens keeps its scores while its values are added; softmax is the running one of FlashAttention.
- * Nothing behind a sequence's length, before its window, or outside of its table is ever read. */
+ * Keys and values are read directly from the pool, once each and in memory order, because memory bandwidth limits decode
+ * on a CPU. The scores of a tile of tokens are kept until its values are added; the softmax is the online softmax of
+ * FlashAttention. Slots after a sequence's length, before its window, or outside of its block table are never read. */
 
 #define PASTE_(a, b) a##b
 #define PASTE(a, b) PASTE_(a, b)
@@ -72,8 +72,8 @@ __attribute__((always_inline)) static inline void PASTE(NAME, _row)(
         for (int i = 0; i < dv; i += LANES) STORE(out + h * dv + i, *(vec *)(sums + h * dv + i) / total[h]);
 }
 
-/* Rows `from` to `to` of q [rows, heads, dk] into out [rows, heads, dv]; tables [rows, width]; window 0 is none.
- * scratch holds heads * (dk + dv + TILE + 2) floats. */
+/* Attention of rows `from` to `to - 1` of q [rows, heads, dk], into out [rows, heads, dv]. Tables are [rows, width];
+ * window 0 means no window. scratch holds heads * (dk + dv + TILE + 2) floats. */
 void NAME(const STORED *q, const STORED *keys, const STORED *values, const int64_t *tables, const int64_t *lengths,
           int64_t from, int64_t to, int64_t width, int64_t block, int64_t heads, int64_t kv_heads, int64_t dk,
           int64_t dv, int64_t window, float scale, STORED *out, float *scratch) {
@@ -82,10 +82,10 @@ void NAME(const STORED *q, const STORED *keys, const STORED *values, const int64
         const STORED *mine = q + r * heads * dk;
         STORED *result = out + r * heads * dv;
         const int64_t *table = tables + r * width;
-        const int even = heads / kv_heads % 2 == 0; /* two heads of a group read a key once for both */
+        const int even = heads / kv_heads % 2 == 0; /* pairs of heads of a group read each key once */
 #define ROW(k, v, pair) \
     PASTE(NAME, _row)(mine, keys, values, table, first, length, block, heads, kv_heads, k, v, pair, scale, result, scratch)
-        if (dk == 64 && dv == 64 && even) ROW(64, 64, 2); /* what the compiler knows is a loop less */
+        if (dk == 64 && dv == 64 && even) ROW(64, 64, 2); /* constant sizes let the compiler unroll the loops */
         else if (dk == 64 && dv == 64) ROW(64, 64, 1);
         else if (dk == 128 && dv == 128 && even) ROW(128, 128, 2);
         else if (dk == 128 && dv == 128) ROW(128, 128, 1);

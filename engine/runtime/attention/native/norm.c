@@ -1,4 +1,4 @@
-/* Root-mean-square norm of rows, rounded where transformers' LlamaRMSNorm rounds: after the norm, after the weight. */
+/* Root-mean-square norm of rows. It rounds where transformers' LlamaRMSNorm does: after the norm, after the weight. */
 #include "vectors.h"
 
 #define RMS_NORM(NAME, STORED, LOAD, STORE, ROUNDED)                                                       \

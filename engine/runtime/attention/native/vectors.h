@@ -1,4 +1,4 @@
-/* Sixteen floats at a time, by the vector extensions of gcc and clang: the compiler lowers them to what the CPU has. */
+/* Vectors of sixteen floats by the vector extensions of gcc and clang. The compiler maps them to the CPU's vectors. */
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
@@ -15,7 +15,7 @@ static inline vec load_bf16(const uint16_t *from) {
     return (vec)(__builtin_convertvector(*(const halves *)from, words) << 16);
 }
 
-/* To nearest, ties to even, as torch does it: the upper half of every number; the lower halves are cleared. */
+/* Round to nearest, ties to even, as torch does. The result is the upper half of every number; the lower half is 0. */
 static inline vec rounded_bf16(vec v) {
     const words bits = (words)v, near = (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u;
     const words strange = (words)(v != v);
@@ -48,7 +48,7 @@ static inline float sum(vec v) {
     return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
-/* exp(x) for x <= 0 within 2 units of the last place (coefficients of Cephes' expf); NaN stays NaN. */
+/* exp(x) for x <= 0, exact to 2 units in the last place (coefficients of Cephes' expf). NaN stays NaN. */
 static inline vec exp_negative(vec x) {
     const vec zero = {0}, least = zero - 87.0f, magic = zero + 12582912.0f; /* 1.5 * 2^23 rounds to whole numbers */
     const ints below = x < least;
