@@ -11,7 +11,6 @@ from typing import Any
 
 from harness.config.errors import ConfigError, UnknownKeyError, UserError
 from harness.config.groups import GATE, gate_options, option_file
-from harness.config.overrides import nearest
 from harness.gate.effect import Margins
 
 DEFAULT = "default"
@@ -71,6 +70,8 @@ def keys() -> list[str]:
 def _split(text: str) -> tuple[str, str]:
     key, sign, value = text.partition("=")
     if not sign or (key != GATE and key not in keys()):
+        from harness.config.overrides import nearest  # imports Hydra, which only the hint needs
+
         near = nearest(key, [GATE, *keys()])
         raise UnknownKeyError(key, f"no such key of the gate; {_hint(near)}")
     return key, value

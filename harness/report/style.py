@@ -1,4 +1,4 @@
-"""How figures look, and how they get into the page.
+"""The style of figures, and their way into the page.
 
 Paper column widths, 8 pt, a colour-blind palette. The bytes of a figure depend on its data alone. `Drawing` is what a
 figure module returns; `Missing` says why there is none.
@@ -68,7 +68,7 @@ RC: dict[Any, Any] = {
 _PROLOGUE = re.compile(r"^.*?(?=<svg\b)", re.DOTALL)
 _METADATA = re.compile(r"\s*<metadata>.*?</metadata>", re.DOTALL)
 _PATH = re.compile(r'\bd="[^"]*"')
-_DIGITS = re.compile(r"(\.\d\d)\d+")  # a hundredth of a point is finer than any screen
+_DIGITS = re.compile(r"(\.\d\d)\d+")  # a hundredth of a point is fine enough for any screen
 _ID = re.compile(r'\bid="([^"]+)"')
 _USE = re.compile(r'(href="#|url\(#)([^")]+)')
 _SIZE = re.compile(r'(<svg\b[^>]*?)\s+width="[^"]*"', re.DOTALL)

@@ -31,7 +31,7 @@ def write_pictures(profile: Profile, folder: Path) -> list[Path]:
 
 def _write(figure: "Figure", svg: Path, png: Path, name: str) -> list[Path]:
     figure.savefig(png, dpi=_DPI)
-    figure.set_layout_engine("none")  # what was laid out once need not be again
+    figure.set_layout_engine("none")  # the second file keeps the layout of the first
     svg.write_bytes(svg_bytes(figure, name))
     return [svg, png]
 
@@ -60,7 +60,7 @@ def _arrivals(axes: "Axes", profile: Profile) -> bool:
 
 
 def _burstiness(axes: "Axes", profile: Profile) -> bool:
-    """The share of gaps that are longer, beside that of a Poisson process of the same rate."""
+    """The share of gaps longer than x, beside that of a Poisson process with the same rate."""
     burstiness = profile["burstiness"]
     mean, gaps = burstiness["mean_gap_s"], burstiness["gaps_s"]
     if not mean:

@@ -32,7 +32,7 @@ _CASE = ["batch", "context", "heads", "kv_heads", "head_dim", "dtype", "block_si
 
 
 def draw_roofline(table: "pd.DataFrame", limits: "Ceilings") -> Picture:
-    """TFLOP/s against operations per byte, providers by colour, decode and prefill by marker."""
+    """TFLOP/s against operations per byte; colours show providers, markers show decode and prefill."""
     if table.empty:
         return Missing(ROOFLINE_NAME, "No case was timed.")
     data = table[["name", "provider", "queries", "gbytes_s", "tflop_s"]].copy()
@@ -77,7 +77,7 @@ def _roof(panel: "Axes", limits: "Ceilings", least: float, most: float) -> None:
 
 
 def draw_block_sizes(table: "pd.DataFrame") -> Picture:
-    """A panel for each set of cases that differ in block size alone: the widest sets, of them the largest calls."""
+    """One panel for each set of cases that differ only in block size; sets with the most sizes, then largest calls."""
     sets = [part for _, part in table.groupby(_SAME, sort=True) if part["block_size"].nunique() > 1]
     sets.sort(key=lambda part: (-int(part["block_size"].nunique()), -int(part["flat_bytes"].max())))
     if not sets:
@@ -94,7 +94,7 @@ def draw_block_sizes(table: "pd.DataFrame") -> Picture:
     figure.legend([entries[name] for name in names], list(names), loc="outside upper center", ncols=4)
     caption = (
         "Time of one call by block size: median of the rounds, bars from the fastest to the slowest. Our GPU kernels "
-        "take as many keys per tile at every block size, so that the figure shows blocks and not tiles."
+        "take the same number of keys per tile at every block size, so the figure shows the effect of blocks alone."
     )
     import pandas as pd
 
@@ -136,7 +136,7 @@ def _panel(panel: "Axes", part: "pd.DataFrame", colours: Mapping[str, str]) -> N
 
 
 def draw_paging(table: "pd.DataFrame") -> Picture:
-    """Overhead in per cent by case, with the range that the spread of both sides allows."""
+    """The overhead of paging in per cent by case, with the range that the spreads of both sides allow."""
     other = CONTIGUOUS if (table["provider"] == CONTIGUOUS).any() else SDPA
     data = _overheads(table, other)
     if data.empty:
@@ -151,7 +151,7 @@ def draw_paging(table: "pd.DataFrame") -> Picture:
     panel.set(xlabel="time over contiguous KV, per cent")
     caption = f"{_CAPTIONS[other]} Bars: quartiles of one side against the opposite ones of the other."
     if len(shown) < len(data):
-        caption += f" Shown: the {len(shown)} longest of {len(data)} cases; the data hold all."
+        caption += f" Shown: the {len(shown)} longest of {len(data)} cases; the data file has all."
     return Drawing(PAGING_NAME, caption, figure, data)
 
 
@@ -167,7 +167,7 @@ def _overheads(table: "pd.DataFrame", other: str) -> "pd.DataFrame":
 
 
 def draw_shared_prefix(table: "pd.DataFrame") -> Picture:
-    """Speed-up over the flat kernel by the length of the shared prefix, beside what bytes alone would allow."""
+    """Speed-up over the flat kernel by length of the shared prefix, with the limit that the saved bytes set."""
     data = _gains(table)
     if data.empty:
         return Missing(
@@ -183,17 +183,17 @@ def draw_shared_prefix(table: "pd.DataFrame") -> Picture:
     panel.set(xlabel="shared prefix, tokens", ylabel="speed-up over flat")
     figure.legend(*panel.get_legend_handles_labels(), loc="outside right upper", title="sequences × tokens")
     caption = (
-        "Speed-up from reading a shared prefix once for all sequences: where our cost rule says that it pays (full), "
-        "always (hollow), and what the saved bytes would allow at most (dotted): "
+        "Speed-up from reading a shared prefix once for all sequences: where the cost rule decides so (full marks), always "
+        "(hollow marks), and the limit that the saved bytes set (dotted): "
         "context / (prefix / sequences + own tokens)."
     )
     if len(cases) > MOST_PREFIX_CASES:
-        caption += f" Shown: {MOST_PREFIX_CASES} of {len(cases)} cases, the largest; the data hold all."
+        caption += f" Shown: the {MOST_PREFIX_CASES} largest of {len(cases)} cases; the data file has all."
     return Drawing(SHARED_PREFIX_NAME, caption, figure, data)
 
 
 def _draw_case(panel: "Axes", case: "pd.DataFrame", colour: str) -> None:
-    """Full where the rule was asked, hollow always, dotted what bytes allow; a label for the first."""
+    """Draw one case: full marks by the cost rule, hollow marks always, a dotted limit; one label for all."""
     first = case.iloc[0]
     label = f"{first['batch']} × {first['context']:,}, blocks of {first['block_size']}"
     for rule, face, line in ((CASCADE, colour, "-"), (ALWAYS, "white", "--")):
@@ -229,8 +229,7 @@ def _gains(table: "pd.DataFrame") -> "pd.DataFrame":
 
 
 def pictures(table: "pd.DataFrame", limits: "Ceilings") -> "Iterator[Picture]":
-    """All figures of a run, each with its data or with the reason why there is none; call under `report.style`."""
-
+    """All figures of a run, each with its data or the reason why there is none; call it inside `style()`."""
     yield draw_roofline(table, limits)
     yield draw_block_sizes(table)
     yield draw_paging(table)

@@ -1,4 +1,4 @@
-"""The folder that a run of `bench kernels` leaves.
+"""The folder of results that a run of `bench kernels` writes.
 
 kernels.json       every raw sample, as pytest-benchmark writes it
 kernels.csv        one row for each case and provider (columns: `harness.cost.timings.COLUMNS`)
@@ -36,7 +36,7 @@ def build_page(
     absent: Mapping[str, str],
     made_on: MadeOn,
 ) -> str:
-    """The whole HTML document; `svgs` hold the bytes of every drawing among `drawn`."""
+    """The whole HTML document. `svgs` holds the bytes of every drawing in `drawn`."""
     from markupsafe import Markup
 
     import harness.report
@@ -75,7 +75,7 @@ def _template() -> Any:
 
 
 def facts(limits: Ceilings, made_on: MadeOn) -> list[tuple[str, str]]:
-    """What the device reached, and what the figures were made with."""
+    """The ceilings that the device reached, and the kernel sources and versions of the run."""
     return [
         ("copied", f"{limits.copy_bytes_s / 1e9:,.0f} GB/s"),
         ("read", f"{limits.read_bytes_s / 1e9:,.0f} GB/s"),
@@ -108,12 +108,12 @@ def _others(table: "pd.DataFrame") -> list[str]:
 
 
 def case_head(table: "pd.DataFrame") -> list[str]:
-    """Titles of the table of all cases."""
+    """The column titles of the table of all cases."""
     return ["case", "µs", "±", "GB/s", "TFLOP/s", "of copy", "of read", "of matmul", *_others(table)]
 
 
 def case_rows(table: "pd.DataFrame") -> Iterator[list[str]]:
-    """A row a case: our own figures, then every other provider's time over ours."""
+    """One row for each case: our own figures, then every other provider's time divided by ours."""
     for name, part in table.groupby("name", sort=False):
         found = {row["provider"]: row for _, row in part.iterrows()}
         yield [str(name), *_figures(found.get(OURS)), *(_ratio(found.get(other)) for other in _others(table))]
@@ -157,7 +157,7 @@ def write_run(
     facts: MadeOn,
     out: Path,
 ) -> Path:
-    """Write everything but the raw samples, which are there already; returns the page."""
+    """Write everything except the raw samples, which exist already; returns the page's path."""
     from harness.bench.kernels.figures import pictures
     from harness.report.style import Drawing, pdf_bytes, style, svg_bytes
 

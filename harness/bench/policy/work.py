@@ -33,12 +33,12 @@ def tokens_of(seed: int, count: int) -> IntArray:
 
 
 def token_request(number: int, tokens: int) -> Request:
-    """A request whose prompt nobody shares; 8 tokens of output."""
+    """A request with an unshared prompt and 8 output tokens."""
     return Request(number, tokens, 8, identity=TokenIdentity(number, tokens_of(number, tokens)))
 
 
 def prefill(manager: PagedManager, group: Group) -> None:
-    """Look nothing up; compute the whole prompt in one step."""
+    """Compute the whole prompt in one step, without a lookup in the prefix cache."""
     hits: list[int] = []
     if not manager.can_admit(group, hits, 0):
         raise RuntimeError(f"{group.request.request_id} does not fit: the benchmark's pool is too small")
@@ -79,7 +79,7 @@ class Allocation:
         return (groups,), {}
 
     def run(self, groups: list[Group]) -> None:
-        """Allocate all, then free all."""
+        """Allocate the blocks of all groups, then free them."""
         manager = self._manager
         for group in groups:
             prefill(manager, group)
@@ -88,7 +88,7 @@ class Allocation:
 
 
 class Prompts:
-    """Prompts of which the first half is one system prompt, one after the other."""
+    """Prompts served one after the other; the first half of each is a common system prompt."""
 
     def __init__(self, count: int, tokens: int, *, evicting: bool) -> None:
         self.count = count
@@ -102,7 +102,7 @@ class Prompts:
             self.run(*self.fresh()[0])
 
     def fresh(self) -> tuple[tuple[list[IntArray]], dict[str, object]]:
-        """Prompts with second halves that no round had before."""
+        """Prompts whose second halves are new in each round."""
         if not self._evicting:
             self._manager.reset_prefix_cache()
             self._serve(np.concatenate([self._shared, tokens_of(1, self._tokens // 2)]))
@@ -114,17 +114,17 @@ class Prompts:
         return ([np.concatenate([self._shared, half]) for half in own],), {}
 
     def fresh_lists(self) -> tuple[tuple[list[list[int]]], dict[str, object]]:
-        """The same as lists."""
+        """The prompts of `fresh` as lists."""
         (prompts,), _ = self.fresh()
         return ([prompt.tolist() for prompt in prompts],), {}
 
     def run(self, prompts: Sequence[IntArray]) -> None:
-        """Serve each from tokens to release."""
+        """Serve each prompt, from its tokens to the release of its blocks."""
         for prompt in prompts:
             self._serve(prompt)
 
     def run_lists(self, prompts: list[list[int]]) -> None:
-        """Serve each from a list of tokens to release."""
+        """Serve each prompt, from a list of tokens to the release of its blocks."""
         for prompt in prompts:
             self._serve(np.array(prompt, dtype=np.int64))
 
@@ -156,7 +156,7 @@ class Decoding256:
         self._running, self._hashed = running, hashed
 
     def fresh(self) -> tuple[tuple[_Decoders], dict[str, object]]:
-        """Every prompt computed, every sequence steady."""
+        """Compute every prompt, so that all sequences decode."""
         blocks = self._running * (2 + (100 + _SPREAD + self.steps) // BLOCK_SIZE)
         decoders = _Decoders(PagedManager(blocks, BLOCK_SIZE), DecodeCalendar(BLOCK_SIZE))
         for number in range(self._running):
@@ -169,7 +169,7 @@ class Decoding256:
         return (decoders,), {}
 
     def run(self, decoders: _Decoders) -> None:
-        """Decode."""
+        """Decode all sequences for `steps` steps."""
         manager, calendar = decoders.manager, decoders.calendar
         hashed, told = self._hashed, list(range(BLOCK_SIZE))
         for _ in range(self.steps):
@@ -197,7 +197,7 @@ class Scheduling:
         self._running, self._rows = running, rows
 
     def fresh(self) -> tuple[tuple[Scheduler], dict[str, object]]:
-        """Every request admitted and past its prompt."""
+        """Admit every request and compute its prompt."""
         blocks = self._running * (2 + (100 + _SPREAD + self.steps) // BLOCK_SIZE)
         scheduler = Scheduler(PagedManager(blocks, BLOCK_SIZE), SchedulerLimits(8192, self._running))
         for number in range(self._running):
@@ -212,7 +212,7 @@ class Scheduling:
         return (scheduler,), {}
 
     def run(self, scheduler: Scheduler) -> None:
-        """Schedule and commit."""
+        """Schedule and commit `steps` steps."""
         result, laid_out = StepResult(), self._rows
         for _ in range(self.steps):
             plan = scheduler.schedule()
@@ -231,7 +231,7 @@ class BeamChurn:
         self._parents = [[draw.randrange(width) for _ in range(width)] for _ in range(steps)]
 
     def fresh(self) -> tuple[tuple[PagedManager, Group], dict[str, object]]:
-        """The prompt computed and forked."""
+        """Compute the prompt and fork it into the beams."""
         blocks = self.width * (2 + (self._prompt + self.steps) // BLOCK_SIZE)
         manager = PagedManager(blocks, BLOCK_SIZE)
         identity = TokenIdentity(0, tokens_of(0, self._prompt))
@@ -241,7 +241,7 @@ class BeamChurn:
         return (manager, group), {}
 
     def run(self, manager: PagedManager, group: Group) -> None:
-        """Extend every beam, then re-parent all."""
+        """In every step, extend all beams and re-parent them."""
         for parents in self._parents:
             rows = [ScheduledRow(beam, 1, True) for beam in group.sequences]
             if not manager.can_extend(rows):
@@ -256,12 +256,12 @@ class BeamChurn:
 
 
 class Yardstick:
-    """Plain Python that no change of ours makes faster: what this machine does with a list and a dictionary."""
+    """Plain Python with a list and a dictionary. No change of our code makes it faster."""
 
     operations = 200_000
 
     def run(self) -> int:
-        """A fixed number of loop turns, each with an append, a dictionary entry and a sum."""
+        """Run a fixed number of loop turns, each with an append, a dictionary entry and a sum."""
         kept: list[int] = []
         index: dict[int, int] = {}
         total = 0

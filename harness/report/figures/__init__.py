@@ -1,1 +1,1 @@
-"""The figures, one in each module. Each takes the study and gives a drawing with its data, or the reason for none."""
+"""The figures, one in each module. Each takes the study and returns a drawing with its data, or why there is none."""

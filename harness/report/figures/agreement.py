@@ -25,11 +25,11 @@ _SHOWN = (
 
 
 def draw(study: Study, axes: Axes) -> Picture:
-    """A panel a metric; x measured with the range of its runs, y predicted."""
+    """One panel for each metric; x: measured, with the range of its runs; y: predicted."""
     table = comparison_table(study.records, axes, _SHOWN).dropna(subset=["measured", "simulated"])
     if table.empty:
         return Missing(
-            NAME, "No point was measured (measure=false), so there is nothing to set the prediction against."
+            NAME, "No point was measured (measure=false), so there is nothing to compare the prediction with."
         )
     figure, grid = panels(PAGE_IN, 4.4, 2, 3)
     for panel, name in zip(grid, _SHOWN, strict=True):
@@ -51,8 +51,7 @@ def _panel(panel: "Panel", name: str, found: "pd.DataFrame", names: list[str]) -
     low = scale * float(found[["low", "simulated"]].min().min())
     high = scale * float(found[["high", "simulated"]].max().max())
     wide = low > 0 and high > 12 * low
-    # a lone point, or points that agree to many digits, must not be blown up until noise looks like
-    # disagreement
+    # do not enlarge a single point, or points that agree to many digits, until noise looks like disagreement
     margin = max(0.06 * (high - low), 0.05 * abs(high), 1.0 if METRICS[name].is_share else 0.0)
     ends = (low / 1.3, high * 1.3) if wide else (low - margin, high + margin)
     panel.plot(ends, ends, color="#999999", linewidth=0.8, label="predicted = measured")

@@ -44,14 +44,14 @@ _DASHED: Any = (0, (4, 2))
 
 
 def draw(study: Study, axes: Axes, key: str) -> Picture:
-    """Six metrics along `key`; lines differ in a second setting, the others are held at their middle value."""
+    """Six metrics along `key`. Lines differ in a second setting; the others stay at their middle value."""
     name = "curve_" + key.replace(".", "_")
     main = [record for record in study.records if setting(record, key) is not None]
     policy = _main_policy(main, key)
     main = [record for record in main if policy_of(record) == policy]
     like = reference(main, axes, "middle")
     if like is None:
-        return Missing(name, f"No point says its {label(key)}.")
+        return Missing(name, f"No point has a value of {label(key)}.")
     second = next((other for other in axes.values if other != key), None)
     free = [key, second] if second else [key]
     table = _series(study, alike(main, like, axes, free=free), axes, key, second)
@@ -67,7 +67,7 @@ def draw(study: Study, axes: Axes, key: str) -> Picture:
 
 
 def _main_policy(records: Sequence[Record], key: str) -> str | None:
-    """The policy along which the setting varies most: block sizes vary only where memory is paged."""
+    """The policy in which the setting has the most values. Block sizes, for example, vary only with paged memory."""
     seen: dict[str, set[Any]] = {}
     for record in records:
         seen.setdefault(policy_of(record), set()).add(setting(record, key))

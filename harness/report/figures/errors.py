@@ -24,7 +24,7 @@ _CAPTION = (
 
 
 def draw(study: Study, axes: Axes) -> Picture:
-    """One dot a point and metric; a grey bar as wide as the median spread of repeats."""
+    """One dot for each point and metric; a grey bar as wide as the median spread of repeats."""
     table = comparison_table(study.records, axes, HEADLINE).dropna(subset=["error"])
     if table.empty:
         return Missing(NAME, "No point was measured (measure=false), so there is no error to show.")

@@ -34,7 +34,7 @@ _LOOKS: Mapping[str, dict[str, Any]] = {
 
 
 def draw(study: Study, axes: Axes) -> Picture:
-    """A panel a quantity; at each block size the median over points with their range, both sides."""
+    """One panel for each quantity: at each block size the median over points with their range, for both sides."""
     del axes  # block sizes come from the points, swept or not
     data = _table(study)
     shown = [name for name in _PANELS if (data["quantity"] == name).any()]
@@ -47,7 +47,7 @@ def draw(study: Study, axes: Axes) -> Picture:
     figure.legend(*grid[0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
     caption = (
         "Attention time over all layers by block size: median over the points of that size, bars from the smallest "
-        "to the largest point. Left, both sides have the very steps that the engine took (level 1 below); in the "
+        "to the largest point. Left, both sides have the steps that the engine took (level 1 below); in the "
         "others each side has the steps of its own replay."
     )
     return Drawing(NAME, caption, figure, data)

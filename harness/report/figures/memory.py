@@ -30,7 +30,7 @@ def draw(study: Study, axes: Axes) -> Picture:
     chosen = [record for policy in policies(study.records) for record in _of_policy(study, axes, policy)]
     table = comparison_table(chosen, axes, [*_POOL, *_ALLOCATED])
     if table.empty:
-        return Missing(NAME, "No point has figures about slots: nothing ran long enough to hold memory.")
+        return Missing(NAME, "No point has figures about slots: no request held memory long enough.")
     table = table.assign(allocator=table["point"].map({_label_key(r): _allocator(r) for r in chosen}))
     names = list(dict.fromkeys(table["allocator"]))
     figure, (left, right) = panels(PAGE_IN, 0.95 + 0.42 * len(names), 1, 2)
@@ -96,7 +96,7 @@ def _stack(
 
 
 def _bar(panel: "Panel", at: float, height: float, values: Mapping[str, float], absent: str) -> None:
-    """One stacked bar, or the reason for its absence; a NaN is a figure that this side does not have."""
+    """One stacked bar, or the reason why there is none. NaN marks a figure that this side does not have."""
     left = 0.0
     for state, value in values.items():
         if value > 0:

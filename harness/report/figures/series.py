@@ -1,4 +1,4 @@
-"""What the figures share: the styles of policies and values, units and ticks of axes."""
+"""Helpers that the figures share: styles of policies and values, units and ticks of axes."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ _POLICY_LOOKS = {
 }
 
 MOST_SERIES = 5
-"""More lines than these in one panel cannot be told apart."""
+"""The most lines in one panel; more cannot be distinguished."""
 
 
 def policies(records: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -81,7 +81,7 @@ def value_axis(panel: "Panel", key: str, values: Sequence[float]) -> None:
 
 
 def zero_based(panel: "Panel", low: float, high: float) -> None:
-    """Starts the y axis at zero, unless that would press the values into the upper half and hide the error."""
+    """Start the y axis at zero, unless that would push the values into the upper half and hide the error."""
     if 0 <= low < 0.5 * high:
         panel.set_ylim(0, 1.08 * high)
     elif high > low:
@@ -89,7 +89,7 @@ def zero_based(panel: "Panel", low: float, high: float) -> None:
 
 
 def side_legend(panel: "Panel", *, measured: bool) -> None:
-    """Legend entries that tell prediction from measurement, whatever the colour."""
+    """Add legend entries for prediction and measurement, which do not depend on the colour."""
     panel.plot([], [], color=GREY, label="predicted")
     if measured:
         panel.errorbar(

@@ -23,7 +23,7 @@ Float = npt.NDArray[np.float64]
 
 
 def draw(study: Study, axes: Axes) -> Picture:
-    """A stacked area a policy and side, at the point in the middle of every axis; gaps are idle time."""
+    """One stacked area for each policy and side, at the middle point of every axis. Gaps are idle time."""
     data = _binned(study, axes)
     if data is None:
         return Missing(NAME, "No point in the middle of the sweep has a readable step table (steps.parquet).")
@@ -77,7 +77,7 @@ def _bin(steps: "pd.DataFrame", end_s: float) -> "pd.DataFrame":
     columns = {"time_s": (edges[1:] + edges[:-1]) / 2}
     for state in SLOT_STATES:
         held = np.diff(_integral(edges, start, seconds, 100 * steps[state].to_numpy(np.float64) / capacity))
-        # a bin less than a tenth busy says more about rounding than about the pool
+        # in a bin that is busy for less than a tenth, rounding dominates
         columns[state] = np.divide(held, busy, out=np.full(_BINS, np.nan), where=busy > 0.1 * edges[1])
     return pd.DataFrame(columns)
 
