@@ -1,5 +1,6 @@
 """The policy gate: what it times does what it says, equal work passes, more work is found."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -22,13 +23,29 @@ from harness.gate.policy import (
 PYTHON = {"python": "3.11"}
 
 
-def work(amount: int) -> Any:
-    """A loop of some tenths of a millisecond for every ten of `amount`."""
+class Clock:
+    """CPU time as the work tells it, with noise; now and then a run is disturbed and takes half as long again."""
 
-    def run() -> int:
-        return sum(hash((number, number)) & 1 for number in range(100 * amount))
+    def __init__(self) -> None:
+        self.now, self._draw = 0.0, np.random.default_rng(0)
 
-    return run
+    def process_time(self) -> float:
+        return self.now
+
+    def work(self, amount: int) -> Callable[[], None]:
+        def run() -> None:
+            disturbed = 1.5 if self._draw.random() < 0.1 else 1.0
+            self.now += amount * 1e-5 * disturbed * np.exp(0.01 * abs(self._draw.standard_normal()))
+
+        return run
+
+
+@pytest.fixture(name="work")
+def work_fixture(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Callable[[], None]]:
+    """Makes work of a given amount."""
+    clock = Clock()
+    monkeypatch.setattr("harness.gate.policy.time", clock)
+    return clock.work
 
 
 def run_of(**cases: list[float]) -> Measured:
@@ -40,12 +57,12 @@ def spread(level: float, noise: float = 0.03) -> list[float]:
     return list(level * np.exp(noise * np.random.default_rng(0).standard_normal(30)))
 
 
-def test_equal_work_passes() -> None:
+def test_equal_work_passes(work: Any) -> None:
     before, now = (run_of(loop=rounds(work(30), work(20))) for _ in range(2))
     assert judge(now, new_baseline(before, "test")).verdict is Verdict.passed
 
 
-def test_twice_the_work_is_found() -> None:
+def test_twice_the_work_is_found(work: Any) -> None:
     before, now = (run_of(loop=rounds(work(amount), work(20))) for amount in (30, 60))
     assert judge(now, new_baseline(before, "test")).verdict is Verdict.regressed
 
