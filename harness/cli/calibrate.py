@@ -51,8 +51,10 @@ def run(arguments: "Arguments") -> int:
     from harness.calibrate.run import full_calibration
     from harness.calibrate.store import calibration_path
 
-    found = full_calibration(config, _tell, budget_s=arguments.flags.budget, grid=not arguments.flags.no_grid)
-    _say(found)
+    found = full_calibration(
+        config, _progress, budget_s=arguments.flags.budget, grid=not arguments.flags.no_grid
+    )
+    _print_errors(found)
     say(f"kept in {calibration_path(config)}")
     return 0
 
@@ -88,11 +90,11 @@ def _config(overrides: tuple[str, ...]) -> "RunConfig":
     return config
 
 
-def _tell(case: str, done: int, total: int) -> None:
+def _progress(case: str, done: int, total: int) -> None:
     remark(f"{done + 1}/{total} {case}")
 
 
-def _say(found: "Calibration") -> None:
+def _print_errors(found: "Calibration") -> None:
     source = found.fitted.source
     facts = source.provenance
     say(f"{source.name} on {facts['device']} ({facts['clock']} clock), {facts['seconds']:.0f} s")

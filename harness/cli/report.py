@@ -52,7 +52,7 @@ def finish(out: Path, manifest: Manifest, outcome: Outcome, report: ReportFuncti
             f"Go on with the same command: {manifest.command}"
         )
         return INTERRUPTED
-    written = not outcome.done or _reported(out, manifest, report)
+    written = not outcome.done or _try_to_report(out, manifest, report)
     if outcome.failed:
         say(f"{outcome.done} of {total} points are done, {len(outcome.failed)} failed:")
         _say_failures(outcome)
@@ -60,10 +60,10 @@ def finish(out: Path, manifest: Manifest, outcome: Outcome, report: ReportFuncti
     return 0 if written and not outcome.failed else 1
 
 
-def _reported(out: Path, manifest: Manifest, report: ReportFunctions | None) -> bool:
+def _try_to_report(out: Path, manifest: Manifest, report: ReportFunctions | None) -> bool:
     """Write the report; returns whether that was possible. The points are kept in any case."""
     try:
-        _report(out, manifest, report)
+        _report_if_outdated(out, manifest, report)
     except UserError as error:
         remark(f"error: {error}\nThe points are kept. Write the report elsewhere with:")
         remark(f"  python -m harness report {shlex.quote(str(out))} --out FOLDER")
@@ -127,7 +127,7 @@ def _additions(kernels: Path | None) -> list[Any]:
     return [with_warnings_printed]
 
 
-def _report(out: Path, manifest: Manifest, report: ReportFunctions | None) -> None:
+def _report_if_outdated(out: Path, manifest: Manifest, report: ReportFunctions | None) -> None:
     """Write the report, unless the existing one was written from exactly these points and kernels."""
     known, kernels = known_manifest(out), kernels_of(out, manifest)
     if known is not None and known.report and same_sweep(known, manifest):

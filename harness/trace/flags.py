@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from traces.arrivals import ArrivalProcess
     from traces.trace import Trace
 
-
-if TYPE_CHECKING:
     Actions: TypeAlias = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _ARRIVALS = ("even", "poisson", "gamma", "diurnal", "modulated")

@@ -183,8 +183,8 @@ def draw_shared_prefix(table: "pd.DataFrame") -> Picture:
     panel.set(xlabel="shared prefix, tokens", ylabel="speed-up over flat")
     figure.legend(*panel.get_legend_handles_labels(), loc="outside right upper", title="sequences × tokens")
     caption = (
-        "Speed-up from reading a shared prefix once for all sequences: where the cost rule decides so (full marks), always "
-        "(hollow marks), and the limit that the saved bytes set (dotted): "
+        "Speed-up from reading a shared prefix once for all sequences: by the cost rule (full marks), always (hollow "
+        "marks), and the limit that the saved bytes set (dotted): "
         "context / (prefix / sequences + own tokens)."
     )
     if len(cases) > MOST_PREFIX_CASES:

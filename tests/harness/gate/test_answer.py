@@ -191,8 +191,8 @@ def test_the_answer_is_appended_to_a_page(folder: Path) -> None:
 
 def test_layers_are_measured_judged_and_updated(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = run_of({"a": 1.0, "b": 2.0})
-    room = SimpleNamespace(measure=lambda: now, judge=latency.judge, unfit=latency.unfit)
-    monkeypatch.setattr(running, "_room", lambda layer: room)
+    layer_module = SimpleNamespace(measure=lambda: now, judge=latency.judge, unfit=latency.unfit)
+    monkeypatch.setattr(running, "_layer_module", lambda layer: layer_module)
     assert gate("--layer", "latency") == 0
     assert gate("--layer", "latency", "--update") == 2
     assert gate("--layer", "latency", "--update", "--reason", "test") == 0
