@@ -21,6 +21,7 @@ from engine.core.options import HashAlgorithm
 BlockHash = Hashable
 """An opaque value: equal hashes mean equal K and V. An `int` is private: only its own request can find the block."""
 
+_TOKEN_BYTES = 4
 _BRANCH_BITS = 12
 _INDEX_BITS = 32
 
@@ -67,10 +68,10 @@ class PrefixHasher:
 
     def copy(self) -> "PrefixHasher":
         """An independent hasher with the same state."""
-        twin = object.__new__(PrefixHasher)
-        twin.hashes, twin._running = list(self.hashes), self._running.copy()
-        twin._block_bytes, twin._rest = self._block_bytes, self._rest
-        return twin
+        copied = object.__new__(PrefixHasher)
+        copied.hashes, copied._running = list(self.hashes), self._running.copy()
+        copied._block_bytes, copied._rest = self._block_bytes, self._rest
+        return copied
 
 
 class BlockIdentity(Protocol):
@@ -131,21 +132,18 @@ class TokenIdentity:
 
     def extend(self, branch: int, token_ids: Sequence[int]) -> None:
         """Append tokens that `branch` generated."""
-        told = self._outputs.setdefault(branch, bytearray())
-        told += _token_bytes(self._request_id, np.asarray(token_ids, dtype=np.int64))
+        generated = self._outputs.setdefault(branch, bytearray())
+        generated += _token_bytes(self._request_id, np.asarray(token_ids, dtype=np.int64))
 
     def generated_hashes(self, branch: int, block_size: int) -> list[bytes]:
         """Hashes up to the end of each full block of the branch; empty unless outputs are shared."""
         if not self._share_outputs:
             return []
         hasher, hashed = self._hashers.get((branch, block_size)) or (self._prompt_hasher(block_size), 0)
-        told = self._outputs.get(branch, bytearray())
-        hasher.extend(bytes(told[hashed:]))
-        self._hashers[branch, block_size] = hasher, len(told)
+        generated = self._outputs.get(branch, bytearray())
+        hasher.extend(bytes(generated[hashed:]))
+        self._hashers[branch, block_size] = hasher, len(generated)
         return hasher.hashes
-
-
-_TOKEN_BYTES = 4
 
 
 def _token_bytes(request_id: int, token_ids: npt.NDArray[np.int64]) -> bytes:

@@ -249,9 +249,9 @@ class ContiguousManager(NeverSwaps):
         start = self._copies.first_target(run)
         if start is None:
             return run
-        heir, own = next(pair for pair in self._live.items() if pair[1].start == start)
+        taker, own = next(pair for pair in self._live.items() if pair[1].start == start)
         self._copies.drop_into(own)
-        self._own(heir, run)
+        self._own(taker, run)
         return own
 
     def preempt(self, group: Group) -> None:

@@ -350,10 +350,10 @@ class BranchSharing:
         """Give branch i the blocks of branch `parents[i]`. Tables of parents without a child are dropped last."""
         check_parents(branches, parents)
         tables = [self._tables.get(branch) for branch in branches]
-        named = [branch.cached_blocks for branch in branches]
+        cached = [branch.cached_blocks for branch in branches]
         taken_over: set[int] = set()
         for branch, parent in zip(branches, parents, strict=True):
-            branch.cached_blocks = named[parent]
+            branch.cached_blocks = cached[parent]
             if parent not in taken_over:
                 branch.table = tables[parent]
                 taken_over.add(parent)

@@ -38,16 +38,14 @@ class CommitReport:
     emitted: Sequence[int] = ()
     finished: list[int] = field(default_factory=list)
     fast_forward: FastForwardColumns | None = None  # the pool in the steps after the first of a fast-forward
-    tokens: Mapping[int, int] = field(
-        default_factory=dict
-    )  # of requests that got more than one token at once
+    tokens: Mapping[int, int] = field(default_factory=dict)  # by request, if more than one token per branch
 
 
 class Commit:
-    """Applies step results: advances the running groups, forks and re-parents branches, verifies draft tokens, and
-    releases what has ended.
+    """Applies step results to the running groups.
 
-    With `static`, ended requests keep their memory until the whole batch has ended.
+    It advances them, forks and re-parents branches, verifies draft tokens, and releases what has ended. With `static`,
+    ended requests keep their memory until the whole batch has ended.
     """
 
     def __init__(

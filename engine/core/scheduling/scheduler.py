@@ -218,19 +218,20 @@ class Scheduler:
             self._step,
             self.manager,
             calendar,
-            self._num_steps(step, max_steps) if max_steps > 1 else 1,
+            self._fast_forward_steps(step, max_steps) if max_steps > 1 else 1,
             len(self._batch),
             len(self.waiting) + len(self.swapped),
             head.request if head else None,
         )
 
-    def _num_steps(self, step: StepBuilder, max_steps: int) -> int:
+    def _fast_forward_steps(self, step: StepBuilder, max_steps: int) -> int:
         """How many identical decode steps the plan covers (fast-forward); the steps differ by one token per row.
 
         All running sequences decode. Nothing can change until a sequence finishes, blocks run out, or a request
         arrives; the caller shortens the fast-forward at an arrival. A waiting request that does not fit now will not
-        fit before then: free blocks only get fewer, and decoding makes no block that the request could hit. Only a
-        user's own admission policy may decide differently later, so there is no fast-forward beside one.
+        fit before then: free blocks only get fewer, and decoding makes no block that the request could hit. But a
+        user's own admission policy may decide differently later: with one, nothing is fast-forwarded while requests
+        wait.
         """
         calendar = self._batch.calendar
         if not step.only_steady or self._batch.others or not calendar.rows:
