@@ -165,7 +165,7 @@ def _tool(name: str, *words: str) -> str:
     return done.stdout
 
 
-def kernel_finding(case: str, capability: int, now: Resources, before: Resources, more: float) -> Finding:
+def compare_kernel(case: str, capability: int, now: Resources, before: Resources, more: float) -> Finding:
     """Compare one compiled kernel with its baseline; its instructions may grow by the share `more`."""
     wrong = [*broken(capability, now), *worse(now, before, more)]
     if wrong:
@@ -268,7 +268,7 @@ def _compared(now: Measured, baseline: Baseline, more: float) -> Iterable[Findin
             yield Finding(name, Verdict.regressed, f"does not compile: {values[_UNCOMPILED]}")
         else:
             before = Resources(**baseline.cases[name])
-            yield kernel_finding(name, _capability(name), Resources(**values), before, more)
+            yield compare_kernel(name, _capability(name), Resources(**values), before, more)
 
 
 def _capability(name: str) -> int:

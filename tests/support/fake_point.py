@@ -1,4 +1,4 @@
-"""A stand-in for harness.point and harness.report: light enough to kill, fail and count by the dozen.
+"""A light stand-in for harness.point and harness.report. A test passes this module to `harness.cli.main.main`.
 
 `trace.name` says what a point does; `cost.cache_dir`, which is no part of a point's identity, names a folder where
 each run leaves a line in `runs.txt`, where a file `fixed` makes failing points work, and where a file `limit` holds

@@ -13,8 +13,7 @@ from harness.gate import run as running
 from harness.gate.baseline import Measured, new_baseline
 from harness.gate.effect import Margins
 from harness.gate.findings import Verdict
-from harness.gate.resource import Resources
-from harness.gate.resource import kernel_finding as judge_kernel
+from harness.gate.resource import Resources, compare_kernel
 from harness.gate.settings import default_settings, gate_settings
 
 ROUNDS = 30
@@ -116,8 +115,8 @@ def test_the_policy_layer_judges_attention_by_margins_of_its_own() -> None:
 def test_instructions_may_grow_by_the_margin() -> None:
     before = Resources(32, 0, 1024, 2, 1000, 8, 0, 0, 16, 0)
     now = replace(before, instructions=1200)
-    assert judge_kernel("case", 90, now, before, 0.10).verdict is Verdict.regressed
-    assert judge_kernel("case", 90, now, before, 0.25).verdict is Verdict.passed
+    assert compare_kernel("case", 90, now, before, 0.10).verdict is Verdict.regressed
+    assert compare_kernel("case", 90, now, before, 0.25).verdict is Verdict.passed
 
 
 def test_changed_margins_are_named_in_the_answer(tmp_path: Path) -> None:

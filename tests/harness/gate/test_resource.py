@@ -11,10 +11,10 @@ from harness.gate.findings import Finding, Verdict
 from harness.gate.resource import (
     Instructions,
     Resources,
+    compare_kernel,
     compiled_case,
     count,
     judge,
-    kernel_finding,
     measured,
     pipeline_depth,
     unfit,
@@ -111,19 +111,19 @@ def test_a_kernel_that_does_not_compile_is_a_finding_and_no_crash(decode: Any, b
     ],
 )
 def test_a_worse_figure_is_named(change: dict[str, int], reason: str) -> None:
-    finding = kernel_finding("kernel sm_90", 90, replace(GOOD, **change), GOOD, 0.10)
+    finding = compare_kernel("kernel sm_90", 90, replace(GOOD, **change), GOOD, 0.10)
     assert finding.verdict is Verdict.regressed
     assert reason in finding.reason
 
 
 def test_better_figures_and_slightly_more_code_pass() -> None:
     better = replace(GOOD, registers=90, shared_bytes=60_000, depth=3, wide_loads=60, instructions=1500)
-    assert kernel_finding("kernel sm_90", 90, better, GOOD, 0.10).verdict is Verdict.passed
+    assert compare_kernel("kernel sm_90", 90, better, GOOD, 0.10).verdict is Verdict.passed
 
 
 def test_a_baseline_with_spills_excuses_nothing() -> None:
     spilling = replace(GOOD, stack_bytes=64, local=16)
-    assert kernel_finding("kernel sm_80", 80, spilling, spilling, 0.10).verdict is Verdict.regressed
+    assert compare_kernel("kernel sm_80", 80, spilling, spilling, 0.10).verdict is Verdict.regressed
 
 
 def test_another_compilers_baseline_is_no_comparison() -> None:
