@@ -1,14 +1,14 @@
 """When requests arrive: arrival processes, and finer times for traces with a coarse clock.
 
-An arrival process serves generators and traces without times. It is a stream of gaps from a counter-based source, so
-a shorter list of arrivals is the beginning of a longer one. All processes have the mean rate that they are given.
-They differ in how the arrivals cluster.
+An arrival process serves generators and traces without times. Its gaps come from a counter-based stream, so a shorter
+list of arrivals is the beginning of a longer one. All processes have the mean rate that they are given. They differ in
+how the arrivals cluster.
 
-`spread_ticks` is for traces whose clock puts many arrivals on one tick. Spreading them is an assumption, so the trace
-header says so. The order within a tick is the order of the file.
+`spread_ticks` is for traces whose clock records many arrivals with the same time. Spreading them is an assumption, so
+the trace header records it. The order within a tick is the order of the file.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby, islice
 from math import isfinite, pi
@@ -22,17 +22,20 @@ from traces.randomness import words
 KINDS = ("even", "poisson", "gamma", "diurnal", "modulated")
 _STREAM = 3  # changing it changes every generated trace
 _CHUNK = 4096
+TICKS = ("keep", "even", "random")
+_COARSE_US = 1_000_000
+_JITTER_US = 5_000  # arrivals this much before a tick of a second or more still belong to it
 Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class ArrivalProcess:
-    """Gaps with mean 1 / `rate_rps`.
+    """An arrival process whose gaps have the mean 1 / `rate_rps`.
 
-    even: all equal. poisson: exponential. gamma: of this `shape`, below 1 is burstier than Poisson.
-    diurnal: Poisson whose rate swings by `swing` (0 to 1) of its mean over `period_s`, lowest at the start.
-    modulated: two-state Markov-modulated Poisson; the busy state has `burst` times the mean rate, is entered with
-    mean length `busy_s`, and lasts for `busy_share` of the time.
+    even: all equal. poisson: exponential. gamma: gamma distributed with this `shape`; below 1 is burstier than Poisson.
+    diurnal: Poisson whose rate varies by `swing` (0 to 1) of its mean over `period_s`, lowest at the start.
+    modulated: two-state Markov-modulated Poisson. The busy state has `burst` times the mean rate, a mean length of
+    `busy_s`, and takes `busy_share` of the time.
     """
 
     kind: str
@@ -68,7 +71,7 @@ class ArrivalProcess:
         return list(islice(self.stream_us(seed), count))
 
     def stream_us(self, seed: int) -> Iterator[int]:
-        """Arrivals without end, in microseconds from 0; raises ParameterError on a seed out of range."""
+        """Endless arrivals, in microseconds from 0. Raises ParameterError on a seed out of range."""
         if not 0 <= seed < 2**64:
             raise ParameterError("seed", f"from 0 to 2^64 - 1 expected, found {seed}")
         yield 0
@@ -79,7 +82,7 @@ class ArrivalProcess:
             yield from np.rint(times * 1e6).astype(np.int64).tolist()
 
     def _gaps(self, source: np.random.Generator) -> Iterator[Floats]:
-        """Gaps in seconds, in chunks without end."""
+        """Endless gaps in seconds, in chunks."""
         if self.kind == "modulated":
             yield from self._modulated(source)
         at = 0.0
@@ -112,7 +115,7 @@ class ArrivalProcess:
         return self.rate_rps * (time_s - self.swing * np.sin(turn * time_s) / turn)
 
     def _modulated(self, source: np.random.Generator) -> Iterator[Floats]:
-        """One chunk for each visit to a state; the gap across a change of state is cut and drawn again."""
+        """One chunk of gaps for each visit to a state. A gap that crosses a change of state is cut and drawn again."""
         calm_s = self.busy_s * (1 - self.busy_share) / self.busy_share
         busy_rate = self.rate_rps * self.burst
         calm_rate = (self.rate_rps - busy_rate * self.busy_share) / (1 - self.busy_share)
@@ -139,17 +142,11 @@ def _check(name: str, value: float, holds: bool, allowed: str = "above 0") -> No
         raise ParameterError(name, f"{allowed} expected, found {value}")
 
 
-TICKS = ("keep", "even", "random")
-_COARSE_US = 1_000_000
-_JITTER_US = 5_000  # around a tick of a second or more, arrivals this much too early still belong to it
-
-Offsets = Callable[[int, int, int, int], list[int]]
-
-
 def spread_ticks(times_us: list[int], quantum_us: int, ticks: str, seed: int) -> list[int]:
-    """Arrival times in microseconds after spreading each tick's arrivals over the tick; raises ParameterError.
+    """Arrival times in microseconds, with each tick's arrivals spread over the tick of `quantum_us`.
 
-    `even` puts the i-th of n arrivals i/n of a tick after its start; `random` sorts n uniform draws.
+    `keep` changes nothing, `even` places the i-th of n arrivals i/n of a tick after its start, `random` sorts n
+    uniform draws. Raises ParameterError on another `ticks`.
     """
     if ticks not in TICKS:
         raise ParameterError("ticks", f'one of {", ".join(TICKS)} expected, found "{ticks}"')

@@ -1,4 +1,4 @@
-"""All traces that can be replayed: the built-in generators, and public traces with source, licence and checksums."""
+"""The catalogue: built-in generators, and public traces with source, licence and checksums."""
 
 import json
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from traces.synth.tables import TABLES, CalibrationTable, load_table
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file to download. `sha256` and `bytes` are None where the publisher's file has not been seen."""
+    """A file to download. `sha256` and `bytes` are None if the publisher's file is not known."""
 
     path: str  # its name in the trace's folder
     url: str
@@ -20,20 +20,20 @@ class RemoteFile:
 
 @dataclass(frozen=True)
 class CatalogueEntry:
-    """One trace: `rows` is None where it is not known; `sha256` is the one that its header will carry."""
+    """One trace. `rows` is None if not known. `sha256` is that of the trace's header."""
 
     name: str
     format: str  # 'generated', or the name of the reader
     rows: int | None
     licence: str
     sharing: str
-    where: str  # the publisher's page, or what the generator is calibrated on
+    where: str  # the publisher's page, or the data that the generator is calibrated on
     sha256: str | None = None
-    files: tuple[RemoteFile, ...] = ()  # empty: to be fetched by hand from the page
+    files: tuple[RemoteFile, ...] = ()  # empty: the user must fetch them from the page
 
     @property
     def bytes(self) -> int | None:
-        """Size of the download, where all sizes are known."""
+        """Size of the download, None if a size is not known."""
         sizes = [file.bytes for file in self.files]
         return None if not sizes or None in sizes else sum(size or 0 for size in sizes)
 
@@ -47,13 +47,13 @@ def catalogue() -> tuple[CatalogueEntry, ...]:
 
 
 def public_trace(name: str) -> CatalogueEntry | None:
-    """The public trace of that name."""
+    """The public trace of that name, or None."""
     entries = (entry for entry in catalogue() if entry.format != "generated")
     return next((entry for entry in entries if entry.name == name), None)
 
 
 def licence_of(sha256: str) -> str:
-    """Licence of a source that is known by its checksum."""
+    """The licence of the catalogue's trace with this checksum, or a sentence that it is not known."""
     known = (entry.licence for entry in catalogue() if entry.sha256 == sha256)
     return next(known, "not known: the checksum is not in the catalogue")
 

@@ -2,17 +2,19 @@
 
 
 class RowError(ValueError):
-    """A wrong value inside one row; `traces.reading` adds the file and the line, or counts and skips the row."""
+    """A wrong value in one row. `traces.reading` adds file and line, or skips and counts the row."""
 
     def __init__(self, field: str | None, reason: str, text_line: int = 1) -> None:
         super().__init__(reason if field is None else f"{field}: {reason}")
         self.field = field
         self.reason = reason
-        self.text_line = text_line  # within the text that was read: a line or a whole document
+        self.text_line = (
+            text_line  # line within the text that was read, which is one line or a whole document
+        )
 
 
 class TraceError(ValueError):
-    """A trace that cannot be read. Reads as `FILE:LINE: FIELD: REASON`; line and field are absent where none applies.
+    """A trace that cannot be read. Its text is `FILE:LINE: FIELD: REASON`, without a line or field that does not apply.
 
     `line` is the physical line, counted from 1 (a CSV header is line 1).
     """
@@ -30,7 +32,7 @@ class TraceError(ValueError):
 
 
 class ParameterError(ValueError):
-    """A parameter out of range, or a change that this trace does not allow; names the parameter and what is allowed."""
+    """A parameter out of range, or a change that the trace does not allow. Names the parameter and what is allowed."""
 
     def __init__(self, parameter: str, reason: str) -> None:
         super().__init__(parameter, reason)

@@ -1,6 +1,6 @@
-"""Counter-based random words: number j of stream (seed, key) is the same in every run, process and window of a trace.
+"""Counter-based random words: word j of stream (seed, key) is the same in every run, process and window of a trace.
 
-It is Philox4x64-10, as numpy's `random_raw` gives it. numpy keeps this stream stable.
+The generator is Philox4x64-10, as numpy's `random_raw` returns it. numpy keeps this stream stable.
 """
 
 import numpy as np
@@ -10,7 +10,7 @@ from traces.errors import ParameterError
 
 
 def words(seed: int, key: int, count: int) -> npt.NDArray[np.uint64]:
-    """The first `count` 64-bit words of stream (seed, key), both unsigned 64-bit; raises ParameterError on a seed."""
+    """The first `count` 64-bit words of stream (seed, key), both unsigned 64-bit. Raises ParameterError."""
     if not 0 <= seed < 2**64:
         raise ParameterError("seed", f"from 0 to 2^64 - 1 expected, found {seed}")
     source = np.random.Philox(key=np.array([seed, key], dtype=np.uint64))

@@ -1,10 +1,11 @@
 """Reading a trace: find the format of a file or folder, open it, and turn its rows into requests.
 
-`read_trace` gives a whole trace, `stream_trace` one request after the other in constant memory. The format is named,
-or found from the content (header names, JSON keys), never from the file name.
-A row has one of three results. It is refused: the file is wrong, so reading stops, or the row is skipped and counted.
-It is dropped: it is correct but cannot be replayed, and is counted by reason. Or it is kept. So rows read = rows kept +
-rows dropped. Small faults that a rule repairs are noted in the header.
+`read_trace` returns a whole trace, `stream_trace` gives one request after the other in constant memory. The user names
+the format, or it is found from the content (header names, JSON keys), never from the file name.
+
+A row has one of three results. It is kept. It is dropped: it is correct but cannot be replayed, and is counted by
+reason. Or it is refused: it is wrong, so reading stops, or the row is skipped and counted as dropped. So rows read =
+rows kept + rows dropped. Small faults that a rule repairs are noted in the header.
 """
 
 import json
@@ -38,17 +39,55 @@ from traces.trace import Trace, TraceHeader, TraceRequest
 
 ON_ERROR = ("stop", "skip")
 
+_LINE_READERS: dict[str, Callable[[SourceFile], RowReader]] = {
+    "azure": lambda file: AzureReader(),
+    "mooncake": lambda file: MooncakeReader(),
+    "vidur": lambda file: VidurReader(),
+    "burstgpt": lambda file: BurstGptReader(),
+    "bailian": lambda file: BailianReader(),
+    "ragpulse": lambda file: RagPulseReader(Path(file.path)),
+    "lengths": lambda file: LengthsReader(),
+    "lengths_chat": lambda file: ChatLengthsReader(),
+    "simple": lambda file: SimpleReader(file.first_line),
+}
+_DOCUMENTS = ("agentic", "sharegpt", "servegen", "servingsim", "pagetwin")
+READERS = (*_LINE_READERS, *_DOCUMENTS)
+FORMATS = ("auto", *READERS)
+
+_BY_COLUMN = {  # columns that only one format has
+    "TIMESTAMP": "azure",
+    "ContextTokens": "azure",
+    "arrived_at": "vidur",
+    "Log Type": "burstgpt",
+    "Request tokens": "burstgpt",
+    "pd_ratio": "lengths",
+    "num_total_tokens": "lengths",
+    "arrival_s": "simple",
+}
+_BY_KEY = {  # keys that only one format has; the first one found decides
+    "header": "pagetwin",
+    "pagetwin_trace": "pagetwin",
+    "hash_id_scope": "agentic",
+    "block_size": "agentic",
+    "parent_chat_id": "bailian",
+    "chat_id": "bailian",
+    "sub_requests": "servingsim",
+    "input_toks": "servingsim",
+    "arrival_s": "simple",
+}
+_LOOK = 1 << 16  # characters that are searched in a first line that is not complete JSON
+
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """How to read.
+    """Options of reading.
 
-    `ticks` (keep, even, random with `seed`) spreads arrivals that the recording clock lumps together. `on_error`
-    skip drops malformed rows and counts them, by field. `limit` stops after so many kept rows: the rest of the file
-    is then neither parsed nor checked, and the header's changes say so. (Spreading ticks and sorting need the whole
-    file, which is then read to its end, and cut afterwards.) `sort` allows rows out of order and sorts them by time,
-    stably. `arrivals` says when requests (for conversation files: conversations) arrive that have no clock.
-    `encode` is the tokenizer of formats that hold text; `vocab_size` bounds the ids of those that hold ids.
+    `ticks` (keep, even, random with `seed`) spreads arrivals that a coarse recording clock gave the same time.
+    `on_error` skip drops malformed rows and counts them by field. `limit` stops after so many kept rows: the rest of
+    the file is neither parsed nor checked, and the header's changes say so. (Spreading ticks and sorting need the
+    whole file, which is then read to its end and cut afterwards.) `sort` allows rows out of order and sorts them by
+    time, stably. `arrivals` gives arrival times to requests (in conversation files: to conversations) without a clock.
+    `encode` is the tokenizer for formats that hold text; `vocab_size` bounds the ids of formats that hold ids.
     """
 
     ticks: str = "keep"
@@ -69,9 +108,9 @@ class ReadOptions:
 
 
 class TraceStream:
-    """The requests of a source in constant memory; `header()` describes what was read so far.
+    """The requests of a source, in its order and in constant memory. `header()` describes what was read so far.
 
-    Order is the source's. Times are relative to the first kept row, as in a trace.
+    Times are relative to the first kept row, as in a trace.
     """
 
     def __init__(self, source: RowSource, path: str, name: str, options: ReadOptions) -> None:
@@ -113,7 +152,7 @@ class TraceStream:
             raise TraceError(self.path, 1, None, self.counts.why_nothing_kept())
 
     def header(self) -> TraceHeader:
-        """What is known of the source after the rows read so far."""
+        """The header after the rows read so far."""
         source, counts = self.source, self.counts
         if source.embedded is not None:
             return self._continued(source.embedded)
@@ -134,7 +173,7 @@ class TraceStream:
         )
 
     def _continued(self, embedded: TraceHeader) -> TraceHeader:
-        """The header that the source brings, with what was done on the way in."""
+        """The header that the file contains, with the drops and changes of this reading."""
         dropped = Counter(embedded.dropped) + Counter(self.counts.dropped)
         return replace(
             embedded,
@@ -162,7 +201,7 @@ class TraceStream:
 
 
 def stream_to_trace(stream: TraceStream) -> Trace:
-    """All requests of a stream, in order of arrival, their ticks spread as the options say."""
+    """All requests of a stream as a trace: sorted by arrival, ticks spread and cut as the options say."""
     rows = list(stream.timed())
     options, quantum_us = stream.options, stream.source.clock_quantum_us()
     recorded = [time_us for _, time_us, _ in rows]
@@ -187,7 +226,7 @@ def _check_choice(parameter: str, value: str, allowed: tuple[str, ...]) -> None:
 
 
 def _assumed_ns(clock: Iterator[int], row: Row, last: int | None) -> int:
-    """A later turn has no arrival of its own: it stands at the one before it, and is released after it."""
+    """The assumed arrival of a row. A later turn takes the time of the row before: it is released after that row."""
     is_later_turn = row.more is not None and (row.more.get("turn") or 1) > 1
     return last if is_later_turn and last is not None else next(clock) * 1000
 
@@ -205,47 +244,8 @@ def _request(number: int, arrival_us: int, row: Row) -> TraceRequest:
     return TraceRequest(number, arrival_us, row.prompt_tokens, row.output_tokens, row.segments, **more)
 
 
-_LINE_READERS: dict[str, Callable[[SourceFile], RowReader]] = {
-    "azure": lambda file: AzureReader(),
-    "mooncake": lambda file: MooncakeReader(),
-    "vidur": lambda file: VidurReader(),
-    "burstgpt": lambda file: BurstGptReader(),
-    "bailian": lambda file: BailianReader(),
-    "ragpulse": lambda file: RagPulseReader(Path(file.path)),
-    "lengths": lambda file: LengthsReader(),
-    "lengths_chat": lambda file: ChatLengthsReader(),
-    "simple": lambda file: SimpleReader(file.first_line),
-}
-_DOCUMENTS = ("agentic", "sharegpt", "servegen", "servingsim", "pagetwin")
-READERS = (*_LINE_READERS, *_DOCUMENTS)
-FORMATS = ("auto", *READERS)
-
-_BY_COLUMN = {  # a column that one format alone has
-    "TIMESTAMP": "azure",
-    "ContextTokens": "azure",
-    "arrived_at": "vidur",
-    "Log Type": "burstgpt",
-    "Request tokens": "burstgpt",
-    "pd_ratio": "lengths",
-    "num_total_tokens": "lengths",
-    "arrival_s": "simple",
-}
-_BY_KEY = {  # a key that one format alone has; the first that is found decides
-    "header": "pagetwin",
-    "pagetwin_trace": "pagetwin",
-    "hash_id_scope": "agentic",
-    "block_size": "agentic",
-    "parent_chat_id": "bailian",
-    "chat_id": "bailian",
-    "sub_requests": "servingsim",
-    "input_toks": "servingsim",
-    "arrival_s": "simple",
-}
-_LOOK = 1 << 16  # characters of a first line that are looked at where it is no JSON of its own
-
-
 def open_rows(format: str, path: str | Path, options: ReadOptions) -> RowSource:
-    """Open a source in a named format; raises TraceError."""
+    """Open a source in a format of `READERS`. Raises TraceError."""
     place = Path(path)
     if format == "agentic":
         return AgenticSource(place, options.arrivals, options.seed, options.expect_sha256)
@@ -266,7 +266,7 @@ def open_rows(format: str, path: str | Path, options: ReadOptions) -> RowSource:
 
 
 def detect_format(path: str | Path) -> str:
-    """The format's name; raises TraceError where the content belongs to no format that is read here."""
+    """The format's name. Raises TraceError if the content fits no known format."""
     place = Path(path)
     if place.is_dir():
         return _folder_format(place)
@@ -309,7 +309,7 @@ def _object_format(text: str) -> str | None:
 
 
 def _text_format(text: str) -> str:
-    """By the keys that occur in a text that cannot be parsed on its own."""
+    """The format by the keys that occur in a text that is not complete JSON."""
     if '"conversations"' in text:
         return "sharegpt"
     if '"sys_prompt"' in text:
@@ -347,7 +347,7 @@ def _is_parquet(place: Path) -> bool:
         with place.open("rb") as file:
             return file.read(len(MAGIC)) == MAGIC
     except OSError:
-        return False  # open_source says why
+        return False  # open_source reports the reason
 
 
 def _refuse_blank(file: SourceFile) -> None:
@@ -355,7 +355,7 @@ def _refuse_blank(file: SourceFile) -> None:
 
 
 class ReadKeywords(TypedDict, total=False):
-    """The fields of `ReadOptions`, which explains them."""
+    """The fields of `ReadOptions`; see there."""
 
     ticks: str
     on_error: str
@@ -371,17 +371,17 @@ class ReadKeywords(TypedDict, total=False):
 def read_trace(
     path: str | Path, format: str = "auto", *, name: str | None = None, **options: Unpack[ReadKeywords]
 ) -> Trace:
-    """Read a trace whole; raises TraceError with file, line, field and reason, ParameterError on wrong options."""
+    """Read a whole trace. Raises TraceError with file, line, field and reason, and ParameterError on wrong options."""
     return stream_to_trace(stream_trace(path, format, name=name, **options))
 
 
 def stream_trace(
     path: str | Path, format: str = "auto", *, name: str | None = None, **options: Unpack[ReadKeywords]
 ) -> TraceStream:
-    """Read a trace row by row: iterate over the requests, in the order of the source, then ask for the header.
+    """Read a trace row by row: iterate over the requests in the order of the source, then call `header()`.
 
-    What a row reader must remember to check a file (parents of ids, say) is all that stays in memory. Options that
-    need the whole trace (`ticks`, and formats whose order is free) are for `read_trace`.
+    Only what a row reader needs to check the file (such as parents of ids) stays in memory. `ticks`, and formats
+    whose rows may be unordered, need the whole trace and work with `read_trace` only.
     """
     chosen = ReadOptions(**options)
     if format not in FORMATS:

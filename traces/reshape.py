@@ -1,9 +1,9 @@
-"""Changes to a trace, as pure functions: each gives a new trace, and says in its header what was changed.
+"""Changes to a trace, as pure functions. Each returns a new trace, whose header says what was changed.
 
 The harness uses them in this order: take, scale_lengths, share_prefixes, set_rate, drop_oversize.
-`slice_rows` and `slice_time` cut a window: requests keep their ids and the times between them, and the first one
-arrives at 0. `Links` repairs `parent` and `after` when requests are left out: a request that waited for a removed
-one then waits for what that one waited for.
+`slice_rows` and `slice_time` cut a window. Requests keep their ids and the times between them, and the first arrives
+at 0. `Links` repairs `parent` and `after` when requests are dropped: a request that waited for a dropped one then waits
+for what that one waited for.
 """
 
 from collections import Counter
@@ -19,21 +19,24 @@ from traces.formats.rows import Row
 from traces.randomness import uniform
 from traces.trace import AFTER, AT, CONTENT, Segment, Trace, TraceRequest
 
+_FIRST_PREFIX_KEY = 2**63  # keys of shared prefixes start here; keys read from files lie below
+_CHOICE_STREAM = 4
+
 
 class Links:
     """Remembers dropped requests, and rewrites the links of those that come later."""
 
     def __init__(self) -> None:
-        self._gone: dict[int, tuple[int | None, tuple[int, ...]]] = {}
+        self._dropped: dict[int, tuple[int | None, tuple[int, ...]]] = {}
 
     def drop(self, request_id: int, more: Mapping[str, Any] | None) -> None:
-        """`request_id` is gone; its own links, already mended, stand in for it."""
+        """Remember that `request_id` is dropped, and its own links, which will replace it."""
         linked = more or {}
-        self._gone[request_id] = self._resolved(linked.get("parent"), linked.get("after", ()))
+        self._dropped[request_id] = self._resolved(linked.get("parent"), linked.get("after", ()))
 
     def relink(self, row: Row) -> Row:
-        """The row with links to requests that are there."""
-        if not self._gone or row.more is None or not row.more.keys() & {"parent", "after"}:
+        """The row with links to kept requests only."""
+        if not self._dropped or row.more is None or not row.more.keys() & {"parent", "after"}:
             return row
         parent, after = self._resolved(row.more.get("parent"), row.more.get("after", ()))
         more = {**row.more, "parent": parent, "after": after}
@@ -45,15 +48,15 @@ class Links:
         found: dict[int, None] = {}
         for request_id in after:
             found.update(
-                dict.fromkeys(self._gone[request_id][1] if request_id in self._gone else (request_id,))
+                dict.fromkeys(self._dropped[request_id][1] if request_id in self._dropped else (request_id,))
             )
-        if parent in self._gone:
-            parent = self._gone[parent][0]
+        if parent in self._dropped:
+            parent = self._dropped[parent][0]
         return parent, tuple(found)
 
 
 def keep_requests(requests: Iterable[TraceRequest], is_kept: Iterable[bool]) -> tuple[TraceRequest, ...]:
-    """The kept ones of `requests`, with their links mended."""
+    """The requests with a true flag in `is_kept`, with their links repaired."""
     links, kept = Links(), []
     for request, keep in zip(requests, is_kept, strict=True):
         linked = {"parent": request.parent, "after": request.after}
@@ -76,12 +79,8 @@ def _relinked(links: Links, request: TraceRequest) -> TraceRequest:
     return replace(request, parent=parent, after=after, release=release)
 
 
-_FIRST_PREFIX_KEY = 2**63  # keys of shared prefixes start here; keys read from files lie below
-_CHOICE_STREAM = 4
-
-
 def take(trace: Trace, num_requests: int) -> Trace:
-    """The first `num_requests` requests, or all where there are fewer; raises ParameterError below 1."""
+    """The first `num_requests` requests, or all if there are fewer. Raises ParameterError below 1."""
     if num_requests < 1:
         raise ParameterError("num_requests", f"at least 1 expected, found {num_requests}")
     if num_requests >= len(trace.requests):
@@ -91,10 +90,10 @@ def take(trace: Trace, num_requests: int) -> Trace:
 
 
 def scale_lengths(trace: Trace, factor: float) -> Trace:
-    """Multiply prompt and output lengths by `factor`, each at least 1 token; raises ParameterError.
+    """Multiply prompt and output lengths by `factor`. Each stays at least 1 token. Raises ParameterError.
 
     A segment's end moves to round(end * factor), so that equal chained prefixes keep equal boundaries. Segments
-    that shrink to nothing vanish.
+    that shrink to 0 tokens are removed.
     """
     if not (isfinite(factor) and factor > 0):
         raise ParameterError("factor", f"above 0 expected, found {factor}")
@@ -110,10 +109,10 @@ def scale_lengths(trace: Trace, factor: float) -> Trace:
 
 
 def share_prefixes(trace: Trace, share: float, num_prefixes: int, zipf: float, seed: int) -> Trace:
-    """Let the first round(share * prompt) tokens of each prompt come from one of `num_prefixes` shared prefixes.
+    """Replace the first round(share * prompt) tokens of each prompt by one of `num_prefixes` shared prefixes.
 
-    The rest of each prompt is unique, the trace's own sharing is gone. Prefix number k is drawn with probability
-    proportional to k^-zipf; the draw depends on (seed, request_id) alone, so a window of the trace draws the same.
+    The rest of each prompt is unique; the trace's own sharing is removed. Prefix k is drawn with a probability
+    proportional to k^-zipf. The draw depends on (seed, request_id) only, so a window of the trace draws the same.
     Raises ParameterError.
     """
     _check_sharing(share, num_prefixes, zipf)
@@ -132,7 +131,7 @@ def share_prefixes(trace: Trace, share: float, num_prefixes: int, zipf: float, s
 
 
 def set_rate(trace: Trace, requests_per_s: float) -> Trace:
-    """Scale time so that requests arrive at this mean rate, (requests - 1) / span; raises ParameterError."""
+    """Scale time so that requests arrive at this mean rate, (requests - 1) / span. Raises ParameterError."""
     if not (isfinite(requests_per_s) and requests_per_s > 0):
         raise ParameterError("requests_per_s", f"above 0 expected, found {requests_per_s}")
     if len(trace.requests) < 2:
@@ -157,7 +156,7 @@ def set_rate(trace: Trace, requests_per_s: float) -> Trace:
 
 
 def drop_oversize(trace: Trace, fits: Callable[[TraceRequest], str | None]) -> Trace:
-    """Leave out the requests for which `fits` gives a reason (None: it fits); counted in the header by reason."""
+    """Drop the requests for which `fits` returns a reason (None means it fits). The header counts them by reason."""
     verdicts = [fits(request) for request in trace.requests]
     reasons = Counter(verdict for verdict in verdicts if verdict is not None)
     if not reasons:
@@ -173,7 +172,7 @@ def drop_oversize(trace: Trace, fits: Callable[[TraceRequest], str | None]) -> T
 
 
 def _round(value: float) -> int:
-    """Nearest integer, halves up: unlike round(), never dependent on whether a neighbour is even."""
+    """Nearest integer, halves up. round() would round halves to the even neighbour."""
     return floor(value + 0.5)
 
 
@@ -203,7 +202,7 @@ def _check_sharing(share: float, num_prefixes: int, zipf: float) -> None:
 
 
 def _choices(trace: Trace, num_prefixes: int, zipf: float, seed: int) -> list[int]:
-    """The prefix number, from 0, of each request: word `request_id` of one stream through the Zipf CDF."""
+    """The prefix index of each request: number `request_id` of one random stream, mapped through the Zipf CDF."""
     numbers = np.array([request.request_id for request in trace.requests], dtype=np.int64)
     drawn = uniform(seed, _CHOICE_STREAM, int(numbers.max(initial=-1)) + 1)[numbers]
     weights = np.arange(1, num_prefixes + 1, dtype=np.float64) ** -zipf
@@ -219,16 +218,16 @@ def _with_prefix(request: TraceRequest, key: int, share: float) -> TraceRequest:
 
 
 def slice_rows(trace: Trace, first: float, last: float, *, whole_sessions: bool = False) -> Trace:
-    """Requests number `first` to before `last`, counted from 0 in order of arrival; raises ParameterError if none.
+    """Requests `first` to `last` - 1, counted from 0 in order of arrival. Raises ParameterError if there are none.
 
-    `whole_sessions` takes every turn of a conversation whose first turn is inside, and no turn of another.
+    `whole_sessions` keeps all turns of conversations whose first turn is inside, and no turn of others.
     """
     inside = [first <= number < last for number in range(len(trace.requests))]
     return _cut(trace, inside, whole_sessions, f"requests {first:g} to {last:g}")
 
 
 def slice_time(trace: Trace, first: float, last: float, *, whole_sessions: bool = False) -> Trace:
-    """Requests that arrive from `first` to before `last`, in seconds from the trace's start; otherwise the same."""
+    """Requests that arrive from `first` to before `last`, in seconds from the trace's start. Else as `slice_rows`."""
     start = trace.requests[0].arrival_us if trace.requests else 0
     inside = [first <= (request.arrival_us - start) / 1e6 < last for request in trace.requests]
     return _cut(trace, inside, whole_sessions, f"arrivals from {first:g} to {last:g} s")
@@ -254,7 +253,7 @@ def _cut(trace: Trace, inside: list[bool], whole_sessions: bool, window: str) ->
 
 
 def _whole(requests: tuple[TraceRequest, ...], inside: list[bool]) -> list[bool]:
-    """A conversation is what the first request at the root of its links belongs to."""
+    """For each request, whether the first request of its conversation is inside."""
     roots: dict[int, int] = {}
     sessions: dict[str, int] = {}
     chosen: dict[int, bool] = {}

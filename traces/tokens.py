@@ -1,8 +1,8 @@
 """Token ids made from segment keys, so that the real prefix cache finds exactly the sharing of the trace.
 
-Token j of a segment depends on (seed, key, j) only. Give these ids to the engine, never text made from them: decoding
-and encoding again does not give the same ids. `tests/traces/test_tokens.py` holds fixed vectors.
-`separating_tokens` checks for a whole trace after how many tokens two different keys can be told apart.
+Token j of a segment depends on (seed, key, j) only. Pass these ids to the engine, not text made from them: decoding and
+encoding again does not give the same ids. `tests/traces/test_tokens.py` holds fixed vectors.
+`separating_tokens` computes for a whole trace after how many tokens any two keys differ.
 """
 
 import hashlib
@@ -15,12 +15,13 @@ from traces.randomness import words
 from traces.trace import Trace, TraceRequest
 
 _LOW = np.uint64(32)
+_DEEPEST = 4096  # tokens that are compared at most
 
 
 def token_ids(request: TraceRequest, *, seed: int, vocab_size: int, first_id: int) -> npt.NDArray[np.int64]:
-    """The prompt's ids, shape [prompt_tokens], each in `first_id` .. `vocab_size - 1`; raises ParameterError.
+    """The prompt's ids, shape [prompt_tokens], each in `first_id` .. `vocab_size - 1`.
 
-    Ids below `first_id` are left to special tokens.
+    Ids below `first_id` are reserved for special tokens. Raises ParameterError.
     """
     if not 0 <= first_id < vocab_size <= 2**32:
         raise ParameterError(
@@ -36,13 +37,13 @@ def token_ids(request: TraceRequest, *, seed: int, vocab_size: int, first_id: in
 
 
 def segment_ids(stream: tuple[int, int], count: int, vocab_size: int, first_id: int) -> npt.NDArray[np.int64]:
-    """Scale the upper half of each word to the usable ids: multiply and shift, without a bias worth a draw again."""
+    """`count` ids of a stream. Multiply and shift scales the upper half of each word; its bias is negligible."""
     scaled = (words(*stream, count) >> _LOW) * np.uint64(vocab_size - first_id) >> _LOW
     return scaled.astype(np.int64) + first_id
 
 
 def stream_of(request_id: int, index: int, key: int | None, seed: int) -> tuple[int, int]:
-    """(seed, key) of a segment. Unique segments have another seed, so that no key of the trace can meet theirs."""
+    """(seed, key) of a segment. Unique segments use another seed, so they never collide with a key of the trace."""
     if key is not None:
         return seed, key
     return _digest64(f"unique/{seed}"), _digest64(f"{request_id}/{index}")
@@ -52,14 +53,11 @@ def _digest64(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-_DEEPEST = 4096
-
-
 def separating_tokens(trace: Trace, *, seed: int, vocab_size: int, first_id: int) -> int:
-    """The number of leading tokens within which all segments of different names differ (at least 1).
+    """The number of leading tokens (at least 1) after which all segments with different keys differ.
 
-    From that block size on two blocks agree only where the trace says so. Raises ParameterError where segments that
-    long agree and yet have different names, which a vocabulary of useful size does not let happen.
+    With blocks of this size or larger, two blocks are equal only if the trace says so. Raises ParameterError if
+    different keys still agree after 4,096 tokens, which happens only with a tiny vocabulary.
     """
     names: dict[tuple[int, int], int] = {}
     for request in trace.requests:

@@ -1,7 +1,7 @@
 """A trace: a header, and requests in order of arrival.
 
 All values are frozen. A change makes a new trace and adds a sentence to `TraceHeader.changes`.
-The tokens of a prompt are not stored. A prompt is a list of segments, and equal keys mean equal tokens.
+Prompt tokens are not stored. A prompt is a list of segments, and equal keys mean equal tokens.
 """
 
 import hashlib
@@ -13,16 +13,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-CHAINED = "chained"  # equal keys: the whole prefix up to and including the segment is equal
-CONTENT = "content"  # equal keys: this piece of text is equal, wherever it stands
+CHAINED = "chained"  # equal keys: the whole prefix is equal, the segment included
+CONTENT = "content"  # equal keys: this piece of text is equal, at any position
 AT = "at"  # released at its arrival time
 AFTER = "after"  # released when others have finished
 
 
 class Segment(NamedTuple):
-    """A run of prompt tokens. Equal keys hold equal tokens, a shorter run being a prefix of a longer one.
+    """Consecutive prompt tokens. Segments with equal keys have equal tokens; a shorter one is a prefix of a longer one.
 
-    `key` is an unsigned 64-bit name, or None for tokens that no other request has.
+    `key` is an unsigned 64-bit number, or None for tokens that no other request has.
     """
 
     key: int | None
@@ -33,12 +33,12 @@ class Segment(NamedTuple):
 class TraceRequest:
     """One request: `arrival_us` microseconds after the trace's start, and lengths in tokens.
 
-    `request_id` is the row number in the source, counted from 0, also in a window of the trace. The tokens of
-    `segments` sum to `prompt_tokens`. `output_tokens` is forced: the replay ignores end-of-sequence tokens.
+    `request_id` is the row number in the source, counted from 0; a window of the trace keeps it. The tokens of
+    `segments` sum to `prompt_tokens`. `output_tokens` is exact: the replay ignores end-of-sequence tokens.
 
-    A request is released at `arrival_us` (open loop), or, where `release` is AFTER, `think_us` after the last of
-    the requests in `after` has finished (closed loop); `arrival_us` is then what the source recorded or assumed, and
-    orders the file. The time that a client's tools take counts as thinking.
+    A request is released at `arrival_us` (open loop). If `release` is AFTER, it is released `think_us` after the last
+    of the requests in `after` has finished (closed loop); `arrival_us` is then recorded or assumed, and only orders
+    the file. The time that a client's tools take counts as think time.
     """
 
     request_id: int
@@ -49,16 +49,16 @@ class TraceRequest:
     session: str | None = None  # the conversation's name
     turn: int | None = None  # from 1 within the session
     parent: int | None = None  # the request whose context this one continues, or that launched it
-    after: tuple[int, ...] = ()  # requests to finish first; several where nested chains run
+    after: tuple[int, ...] = ()  # requests that must finish first; several if nested chains run
     think_us: int | None = None  # from the end of the last of `after` to this request
     release: str = AT  # 'at' or 'after'
     output_key: int | None = None  # key under which this output returns in a later prompt
-    n: int | None = None  # sequences wanted; None: the sweep decides, here and in the next two
+    n: int | None = None  # sequences returned; in this and the next two fields None leaves it to the sweep
     best_of: int | None = None  # sequences sampled, at least n
     beam_width: int | None = None
-    salt: str = ""  # tenant: prefixes are shared among requests of equal salt alone
+    salt: str = ""  # tenant: only requests of equal salt share prefixes
     priority: int = 0  # lower first
-    model: str | None = None  # which model the source asked
+    model: str | None = None  # the model that the source names
     kind: str | None = None  # the source's word for the request, e.g. 'search'
 
     @property
@@ -69,7 +69,7 @@ class TraceRequest:
 
 @dataclass(frozen=True)
 class TraceHeader:
-    """Where a trace comes from and what was done to it. Always `rows_read == rows_kept + sum(dropped.values())`."""
+    """Where a trace comes from, and how it was changed. Always `rows_read == rows_kept + sum(dropped.values())`."""
 
     name: str
     format: str
@@ -77,18 +77,16 @@ class TraceHeader:
     key_kind: str  # 'chained' or 'content'
     source_block_tokens: (
         int | None
-    )  # sharing is known only at multiples of it; None: token-exact, or no sharing
+    )  # sharing is known at multiples of it only; None: token-exact or no sharing
     clock_quantum_us: int  # resolution of the recorded arrivals
     sha256: str  # of the file's bytes, or of the generator's specification
     rows_read: int
     rows_kept: int
-    dropped: Mapping[str, int] = field(
-        default_factory=dict
-    )  # legitimate rows that cannot be replayed, by reason
-    noted: Mapping[str, int] = field(default_factory=dict)  # quirks handled by rule, by name
-    changes: tuple[str, ...] = ()  # one sentence for each reshaping, in order
+    dropped: Mapping[str, int] = field(default_factory=dict)  # rows that cannot be replayed, by reason
+    noted: Mapping[str, int] = field(default_factory=dict)  # small faults that a rule repaired, by name
+    changes: tuple[str, ...] = ()  # one sentence for each change, in order
     licence: str = "not stated"
-    calibration: Mapping[str, float | str] = field(default_factory=dict)  # generators: on what, how close
+    calibration: Mapping[str, float | str] = field(default_factory=dict)  # of a generator
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,7 @@ class Trace:
     def digest(self) -> str:
         """SHA-256 over the source's identity and every field of every request; the same in every process.
 
-        Names, counts and sentences are left out: two ways to the same requests give the same digest.
+        Names, counts and sentences are not part of it, so two ways to the same requests give the same digest.
         """
         header = self.header
         identity = [header.format, header.key_kind, header.source_block_tokens, header.sha256]
@@ -125,7 +123,7 @@ class Trace:
         return [np.array(rows, dtype=np.int64).ravel(), keys, lengths]
 
     def changed(self, requests: tuple[TraceRequest, ...], sentence: str, **header: object) -> "Trace":
-        """This trace with other requests, and the sentence that says why; `header` replaces header fields."""
+        """This trace with other requests, and a sentence that says what changed. `header` replaces header fields."""
         changes = (*self.header.changes, sentence)
         return Trace(replace(self.header, changes=changes, **header), requests)  # type: ignore[arg-type]
 
@@ -135,6 +133,9 @@ _OTHER_FIELDS = tuple((f.name, f.default) for f in fields(TraceRequest) if f.nam
 
 
 def _other_fields(request: TraceRequest) -> bytes:
-    """What a request says beside times and lengths, or nothing; so that a trace without it keeps its digest."""
+    """The fields beyond times and lengths that differ from their default, or nothing if none does.
+
+    So a trace that uses none of them keeps its digest when a field is added.
+    """
     said = {name: value for name, default in _OTHER_FIELDS if (value := getattr(request, name)) != default}
     return json.dumps([request.request_id, said], sort_keys=True).encode() if said else b""

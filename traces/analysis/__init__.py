@@ -1,1 +1,1 @@
-"""What is in a trace: statistics, distributions, and how much a prefix cache could reuse. No engine is needed."""
+"""The content of a trace: statistics, distributions, and how much a prefix cache could reuse. Needs no engine."""

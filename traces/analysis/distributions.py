@@ -1,7 +1,6 @@
 """The distributions of a trace as plain data, for pictures and `trace inspect`: lengths, arrivals, burstiness, reuse.
 
-`traces.analysis.statistics` gives counts and means; this file gives distributions. It builds the paths of the prompts once
-and asks them at several block sizes.
+Counts and means are in `traces.analysis.statistics`.
 """
 
 from collections.abc import Sequence
@@ -14,8 +13,8 @@ from traces.analysis.reuse import PrefixPaths, ReuseProfile, reuse_profile
 from traces.trace import Trace
 
 Profile = dict[str, Any]
-_TOKEN_EXACT = (16, 64, 256, 1024)  # block sizes where the source knows sharing to the token
-_COARSE = (1, 2, 4, 8)  # multiples of the source's block elsewhere: smaller ones cannot be had from it
+_TOKEN_EXACT = (16, 64, 256, 1024)  # block sizes if the source knows sharing to the token
+_COARSE = (1, 2, 4, 8)  # else multiples of the source's block: it records nothing below that size
 _WINDOWS_S = (1, 10, 60)
 _FIVE_MINUTES_S, _ENOUGH = 300, 30
 _CURVE_POINTS, _CDF_POINTS = 24, 200
@@ -23,7 +22,7 @@ _SHARES = (0.5, 0.9, 0.99)
 
 
 def trace_distributions(trace: Trace, block_sizes: Sequence[int] | None = None) -> Profile:
-    """Distributions of lengths, arrivals and reuse; JSON-ready. Block sizes default to what the trace can show."""
+    """Distributions of lengths, arrivals and reuse, ready for JSON. Block sizes default to what the trace can show."""
     sizes = tuple(block_sizes or _block_sizes(trace))
     times_s = np.array([request.arrival_us for request in trace.requests], dtype=np.float64) / 1e6
     return {
@@ -48,7 +47,7 @@ def _block_sizes(trace: Trace) -> tuple[int, ...]:
 
 
 def _cdf(values: Sequence[float]) -> Profile:
-    """Quantiles at evenly spaced shares, which draw the distribution function."""
+    """Quantiles at evenly spaced shares: points of the distribution function."""
     shares = np.linspace(0, 1, _CDF_POINTS + 1)
     return {"values": np.quantile(values, shares).tolist() if len(values) else [], "shares": shares.tolist()}
 
@@ -82,7 +81,7 @@ def _cv(gaps: npt.NDArray[np.float64]) -> float | None:
 
 
 def _local_cv(times_s: npt.NDArray[np.float64]) -> float | None:
-    """Median over windows of 300 s that hold at least 30 arrivals: what is left of bursts without slow drift."""
+    """Median CV of gaps over windows of 300 s with at least 30 arrivals: burstiness without slow drift."""
     if not times_s.size:
         return None
     windows = ((times_s - times_s[0]) // _FIVE_MINUTES_S).astype(np.int64)
@@ -94,7 +93,7 @@ def _local_cv(times_s: npt.NDArray[np.float64]) -> float | None:
 
 
 def _dispersion(times_s: npt.NDArray[np.float64], window_s: int) -> float | None:
-    """Variance / mean of the counts in windows; 1 for Poisson. Windows that the trace covers whole."""
+    """Variance / mean of the counts in full windows; 1 for Poisson."""
     if not times_s.size:
         return None
     counts = np.bincount(((times_s - times_s[0]) // window_s).astype(np.int64))

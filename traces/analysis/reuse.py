@@ -1,13 +1,14 @@
 """How many prompt tokens a prefix cache can reuse: exact, from the segment keys, without tokens or an engine.
 
-`shared_prefix_tokens` is for an unlimited cache and needs one pass. `reuse_profile` gives the hit ratio for every cache
-size at once, at one block size. Its cache holds full blocks in LRU order. A hit is the first run of blocks that are in
-the cache when the request arrives. Then all blocks of the request are touched, last to first, so a prefix stays longer
-than what follows it. Insertion takes no time and outputs are left out: this is a property of the trace alone.
+`shared_prefix_tokens` is for an unlimited cache and needs one pass. `reuse_profile` computes the hit ratio for all
+cache sizes at once, at one block size. Its cache holds full blocks in LRU order. The leading blocks of a prompt that
+are in the cache when the request arrives are hits. Then all blocks of the request are touched, last to first, so a
+prefix stays longer than its continuation. Insertion takes no time and outputs are not cached: the result depends on the
+trace only.
 
-Blocks that always stand together form one extent, so smaller blocks do not make more work. The stack distance of a
-block (Mattson et al. 1970) is the number of blocks touched since its last use, which gives every cache size at once.
-`PrefixPaths` holds the prompts as paths in a tree: build it once, then ask it at any block size.
+Blocks that always occur together form one extent, so smaller blocks need no more work. The stack distance of a block
+(Mattson et al. 1970) is the number of blocks touched since its last use; it gives the hits of every cache size.
+`PrefixPaths` holds the prompts as paths in a tree. It is built once and serves any block size.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,12 +19,19 @@ import numpy.typing as npt
 
 from traces.trace import Segment, Trace, TraceRequest
 
+_MANY_ENDS = 256  # a text used at more lengths than this is cut at multiples of _GRAIN tokens only
+_GRAIN = 16
+_Step = tuple[int, int, int, int]  # path before it, key, start, stop
+Extent = tuple[int, int]  # name, number of blocks; equal names hold equal prefixes
+Ints = npt.NDArray[np.int64]
+
 
 class PrefixTree:
     """All prompts seen so far, as paths of segments.
 
-    A node is a path of exact segments. Under a node, prompts that continue with one key agree over the shorter of
-    the two lengths, and part there: keys differ in their first token (but for chance in small vocabularies).
+    A node is a path of exact segments. Two prompts that continue from a node with the same key are equal over the
+    shorter of the two lengths, and differ after it: different keys differ in their first token (except by chance in
+    small vocabularies).
     """
 
     def __init__(self) -> None:
@@ -31,7 +39,7 @@ class PrefixTree:
         self._children: dict[tuple[int, int, int], int] = {}  # (node, key, tokens) -> node
 
     def seen_tokens(self, request: TraceRequest) -> int:
-        """Leading prompt tokens that an earlier prompt began with; then remembers this prompt."""
+        """Leading prompt tokens that an earlier prompt began with. Then remembers this prompt."""
         node, seen = 0, 0
         for key, tokens in request.segments:
             if key is None:
@@ -45,28 +53,22 @@ class PrefixTree:
 
 
 def shared_prefix_tokens(trace: Trace) -> list[int]:
-    """For each request the leading prompt tokens that some earlier request of the trace has too."""
+    """For each request, the leading prompt tokens that it shares with some earlier request of the trace."""
     tree = PrefixTree()
     return [tree.seen_tokens(request) for request in trace.requests]
 
 
 def realised_prefix_share(trace: Trace) -> float:
-    """Share of all prompt tokens that an unlimited, token-exact prefix cache would have seen before (0 to 1)."""
+    """Share of all prompt tokens (0 to 1) that an unlimited, token-exact prefix cache has seen before."""
     total = sum(request.prompt_tokens for request in trace.requests)
     return sum(shared_prefix_tokens(trace)) / total if total else 0.0
 
 
-_MANY_ENDS = 256  # one text used at more lengths than this is cut at multiples of _GRAIN tokens only
-_GRAIN = 16
-_Step = tuple[int, int, int, int]  # path before it, key, start, stop
-Extent = tuple[int, int]  # name, number of blocks; equal names hold equal prefixes
-
-
 class PrefixPaths:
-    """The paths of all prompts of a trace, built once and asked for extents at any block size.
+    """The paths of all prompts of a trace: built once, gives extents at any block size.
 
-    Two prompts share a path as far as an unlimited, token-exact prefix cache would find them equal. (A text that is
-    used at more than 256 lengths is compared in steps of 16 tokens.)
+    Two prompts share a path as far as an unlimited, token-exact prefix cache finds them equal. (A text that is used at
+    more than 256 lengths is compared in steps of 16 tokens.)
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -81,7 +83,7 @@ class PrefixPaths:
         self._ends = [self._merged(nodes, stops, request.prompt_tokens) for (nodes, stops), request in pairs]
 
     def extents(self, index: int, block_size: int, partial_block: bool = False) -> list[Extent]:
-        """The full blocks of request number `index`, in order; then its partial block if asked for."""
+        """The full blocks of request number `index`, in order, then its partial block if `partial_block`."""
         extents, done = [], 0
         prompt_tokens = self.trace.requests[index].prompt_tokens
         for name, stop in self._ends[index]:
@@ -94,7 +96,7 @@ class PrefixPaths:
         return extents
 
     def _path(self, walk: list[_Step]) -> tuple[list[int], list[int]]:
-        """Nodes of the keyed beginning, and where each ends in tokens."""
+        """Nodes of the leading keyed segments, and the token at which each ends."""
         nodes, stops, parent, ends = [], [], -1, self._cuts.ends
         for path, key, start, stop in walk:
             cuts = (*self._cuts.between(path, key, start, stop), stop) if (path, key) in ends else (stop,)
@@ -106,7 +108,7 @@ class PrefixPaths:
         return nodes, stops
 
     def _merged(self, nodes: list[int], stops: list[int], total: int) -> list[tuple[int, int]]:
-        """Nodes that the same requests pass are one extent; what one request alone has joins its unique end."""
+        """Nodes with the same requests become one extent. Nodes of one request only join its unique end."""
         uses, ends = self._uses, []
         for place, (node, stop) in enumerate(zip(nodes, stops, strict=True)):
             last = place + 1 == len(nodes)
@@ -125,7 +127,7 @@ class PrefixPaths:
 
 
 class _Cuts:
-    """Where segments of one key, behind one path, end: those that reach further are cut there."""
+    """The ends of segments with one key after one path. Longer segments are cut there."""
 
     def __init__(self) -> None:
         self.ends: dict[tuple[int, int], list[int]] = {}
@@ -158,7 +160,7 @@ def _cuts(walks: Iterable[list[_Step]]) -> _Cuts:
 def _walk(
     segments: Iterable[Segment], paths: dict[tuple[int, int, int], int]
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Leading keyed segments: (path before it, key, start, stop)."""
+    """The leading keyed segments as (path before the segment, key, start, stop)."""
     path, start = 0, 0
     for key, tokens in segments:
         if key is None:
@@ -169,15 +171,12 @@ def _walk(
         start = stop
 
 
-Ints = npt.NDArray[np.int64]
-
-
 @dataclass(frozen=True)
 class ReuseProfile:
-    """Accesses to blocks that were seen before: arrays of equal length, one entry for each extent and request.
+    """Accesses to blocks that were seen before: arrays of equal length, one entry per extent and request.
 
-    `distance` blocks of others were touched since; the extent has `blocks` blocks; `gap_us` passed. `prompt_tokens`
-    counts all prompts, `blocks_in_all` every block of every prompt.
+    Since the last access `distance` other blocks were touched and `gap_us` passed; the extent has `blocks` blocks.
+    `prompt_tokens` is the sum over all prompts, `blocks_in_all` the number of blocks of all prompts.
     """
 
     block_size: int
@@ -189,20 +188,20 @@ class ReuseProfile:
     gap_us: Ints
 
     def hit_tokens(self, capacity_blocks: float) -> int:
-        """Tokens hit by a cache of so many blocks; infinity for an unlimited one."""
-        room = np.clip(capacity_blocks - self.distance.astype(np.float64), 0, self.blocks)
-        return int(room.sum()) * self.block_size
+        """Tokens hit in a cache of `capacity_blocks` blocks; infinity means unlimited."""
+        hits = np.clip(capacity_blocks - self.distance.astype(np.float64), 0, self.blocks)
+        return int(hits.sum()) * self.block_size
 
     def hit_ratio(self, capacity_blocks: float) -> float:
-        """The same as a share of all prompt tokens."""
+        """The hit tokens as a share of all prompt tokens."""
         return self.hit_tokens(capacity_blocks) / max(self.prompt_tokens, 1)
 
     def curve(self, capacity_tokens: Iterable[float]) -> list[float]:
-        """Hit ratios at capacities given in tokens; only whole blocks count."""
+        """Hit ratios at capacities in tokens, rounded down to whole blocks."""
         return [self.hit_ratio(tokens // self.block_size) for tokens in capacity_tokens]
 
     def distances(self, shares: Sequence[float]) -> list[float]:
-        """Quantiles of the stack distance in blocks over all blocks seen before; empty where there is none."""
+        """Quantiles of the stack distance, in blocks, over all blocks seen before. Empty if there are none."""
         return _weighted_quantiles(self.distance + (self.blocks + 1) / 2, self.blocks, shares)
 
     def gaps_s(self, shares: Sequence[float]) -> list[float]:
@@ -217,10 +216,10 @@ def reuse_profile(
     spare_last_token: bool = False,
     partial_blocks: bool = False,
 ) -> ReuseProfile:
-    """The profile at one block size, in tokens; give `PrefixPaths(trace)` where several sizes are wanted.
+    """The profile at one block size, in tokens. Pass `PrefixPaths(trace)` to compute it at several sizes.
 
-    `spare_last_token` caps hits as an engine does, which computes at least the last token. `partial_blocks` lets a
-    partial last block occupy a block of the cache too, as published tables do; it never hits.
+    `spare_last_token` limits hits as an engine does, which always computes the last token. With `partial_blocks` a
+    partial last block also occupies a block of the cache, as in published tables; it is never hit.
     """
     paths = trace if isinstance(trace, PrefixPaths) else PrefixPaths(trace)
     requests = paths.trace.requests
@@ -230,14 +229,14 @@ def reuse_profile(
     distinct = 0
     last_us: dict[int, int] = {}
     for request, extents in zip(requests, rows, strict=True):
-        room = (request.prompt_tokens - spare_last_token) // block_size
+        left = (request.prompt_tokens - spare_last_token) // block_size
         for name, blocks in extents:
             place = stack.place(name)
             if place is None:
                 break
-            if room > 0:
-                found.append((stack.above(place), min(blocks, room), request.arrival_us - last_us[name]))
-            room -= blocks
+            if left > 0:
+                found.append((stack.above(place), min(blocks, left), request.arrival_us - last_us[name]))
+            left -= blocks
         distinct += sum(blocks for name, blocks in extents if stack.place(name) is None)
         for name, blocks in reversed(extents):
             stack.touch(name, blocks)

@@ -18,7 +18,7 @@ _WINDOW_US = 60_000_000
 
 
 def trace_statistics(trace: Trace) -> Statistics:
-    """Rows, lengths (tokens), arrivals (seconds), ideal sharing (0 to 1), and what this trace cannot show."""
+    """Rows, lengths (tokens), arrivals (seconds), ideal sharing (0 to 1), and remarks on what the trace cannot show."""
     prompts = np.array([request.prompt_tokens for request in trace.requests], dtype=np.int64)
     outputs = np.array([request.output_tokens for request in trace.requests], dtype=np.int64)
     return {
@@ -105,7 +105,7 @@ def _sharing(trace: Trace, prompts: npt.NDArray[np.int64]) -> Statistics:
 
 
 def _spearman(first: npt.NDArray[np.int64], second: npt.NDArray[np.int64]) -> float | None:
-    """Rank correlation with mean ranks for ties; None where one side does not vary."""
+    """Rank correlation with mean ranks for ties. None if one side does not vary."""
     ranks = _ranks(first), _ranks(second)
     if first.size < 2 or any(rank.std() == 0 for rank in ranks):
         return None

@@ -4,7 +4,7 @@ The files have no common clock, so the start of each conversation is an assumpti
 released `think_time` after the turn before it has finished, and after each nested agent that this turn started.
 The `t` of a nested entry is the time of its end, so it starts `duration_ms` earlier. (An entry without a duration was
 started without waiting for it: it starts at its `t`.) Ids are chained and local to the file, with 64 tokens per
-block. The partial last block has none.
+block. The partial last block has no id.
 """
 
 import hashlib
@@ -23,10 +23,16 @@ from traces.formats.segments import BlockSegments, ChainCheck
 from traces.trace import AFTER, CHAINED, TraceHeader
 
 Record = dict[str, object]
+_KEYS = ("id", "block_size", "requests")
+_TURN = ("t", "in", "out", "hash_ids")
+_NESTED = ("t", "requests", "status")
+_SCOPES = ("local", "global")
+_LOCAL_BITS = 32
+_STARTS = ArrivalProcess("poisson", 1 / 60)  # default: one conversation per minute
 
 
 def check_totals(record: Record, entries: list[Record]) -> None:
-    """The stated sums of input and output tokens, of the conversation and of its nested agents."""
+    """Check the stated sums of input and output tokens, of the conversation and of its nested agents."""
     totals = record.get("totals")
     if not isinstance(totals, dict):
         return
@@ -43,16 +49,9 @@ def check_totals(record: Record, entries: list[Record]) -> None:
                 raise RowError("totals", f"{group}.{side} states {stated[side]}, the requests sum to {found}")
 
 
-_KEYS = ("id", "block_size", "requests")
-_TURN = ("t", "in", "out", "hash_ids")
-_NESTED = ("t", "requests", "status")
-_SCOPES = ("local", "global")
-_LOCAL_BITS = 32
-
-
 @dataclass(frozen=True)
 class Conversation:
-    """What a file holds; times of `rows` are nanoseconds from the conversation's start."""
+    """The content of a file. Times of `rows` are nanoseconds from the start of the conversation."""
 
     name: str
     block_tokens: int
@@ -68,7 +67,7 @@ class _Timeline:
 
     name: str
     block: int
-    base: int  # added to ids, so that files do not meet
+    base: int  # added to ids, so that ids of different files differ
     highest: int
     first_id: int
     rows: list[Row] = field(default_factory=list)
@@ -84,7 +83,7 @@ class _Timeline:
 
 
 def read_conversation(document: str, file_number: int, first_id: int) -> Conversation:
-    """Read one file's text; its first request gets `first_id`. Raises RowError with the path inside as its field."""
+    """Read one file's text. Its first request gets `first_id`. RowError names the path in the document."""
     record = read_object(document)
     require_keys(record, _KEYS)
     name, block = text(record, "id"), _block_size(record)
@@ -119,7 +118,7 @@ def _block_size(record: Record) -> int:
 
 
 def _scope(record: Record) -> str:
-    scope = record.get("hash_id_scope", "local")  # an older form lacks the key, and its ids are local
+    scope = record.get("hash_id_scope", "local")  # older files have no such key, and their ids are local
     if scope not in _SCOPES:
         raise RowError("hash_id_scope", f"local or global expected, found {str(scope)[:40]}")
     return str(scope)
@@ -138,7 +137,7 @@ def _entries(record: Record, place: str) -> list[Record]:
 
 
 def _at(place: str, read: Any, entry: Record, key: str, *more: Any) -> Any:
-    """`read(entry, key, ...)`, its errors placed inside the document."""
+    """`read(entry, key, ...)`, with the place in the document in its errors."""
     try:
         return read(entry, key, *more)
     except RowError as error:
@@ -252,9 +251,8 @@ def _request(line: _Timeline, entry: Record, place: str, start_us: int, more: di
         raise RowError(f"{place}.hash_ids", error.reason) from error
     keys = np.array(ids, np.uint64) + np.uint64(line.base)
     arrival_us = start_us + _at(place, microseconds, entry, "t", line.noted)
-    for request_id in more.get(
-        "after", ()
-    ):  # recorded times are whole seconds: never before what it waits for
+    # Recorded times are whole seconds, so a request could seem earlier than those that it waits for.
+    for request_id in more.get("after", ()):
         earlier_ns = line.rows[request_id - line.first_id].time_ns
         arrival_us = max(arrival_us, (earlier_ns or 0) // 1000)
     model = entry.get("model")
@@ -267,11 +265,8 @@ def _request(line: _Timeline, entry: Record, place: str, start_us: int, more: di
     )
 
 
-_STARTS = ArrivalProcess("poisson", 1 / 60)  # one conversation a minute, unless the user says otherwise
-
-
 class AgenticSource:
-    """The requests of one conversation file, or of all in a folder, in the order of their names."""
+    """The requests of one conversation file, or of all files in a folder, in the order of their names."""
 
     format = "agentic"
     key_kind = CHAINED
@@ -297,11 +292,11 @@ class AgenticSource:
 
     @property
     def source_block_tokens(self) -> int | None:
-        """The block size, where all files have the same."""
+        """The block size if all files have the same, else None."""
         return next(iter(self._blocks)) if len(self._blocks) == 1 else None
 
     def clock_quantum_us(self) -> int:
-        """Whole seconds within a conversation."""
+        """One second, the resolution within a conversation."""
         return 1_000_000
 
     def rows(self, counts: RowCounts, sort: bool) -> Numbered:
@@ -338,7 +333,7 @@ class AgenticSource:
 
 
 def conversation_files(path: Path) -> list[Path]:
-    """The file itself, or the JSON files of a folder by name; raises TraceError where there is none."""
+    """The file itself, or the JSON files of a folder, sorted by name. Raises TraceError if there are none."""
     if not path.is_dir():
         return [path]
     found = sorted(path.glob("*.json"))

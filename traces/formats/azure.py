@@ -1,7 +1,7 @@
 """Azure LLM inference traces (CSV of 2023 and 2024): arrival time, prompt and output length, no sharing.
 
-The files of 2023 have seven fractional digits and no time zone. Those of 2024 have a zone and few or no digits. One
-rule reads both exactly.
+The files of 2023 have seven fractional digits and no time zone. Those of 2024 have a time zone and few or no fractional
+digits. One rule reads both exactly.
 """
 
 import re
@@ -20,7 +20,7 @@ _LIMITS = (("hours", 23), ("minutes", 59), ("seconds", 59))
 
 
 class AzureReader:
-    """Rows of an Azure CSV. A file carries a zone on all rows or on none."""
+    """Rows of an Azure CSV. All rows of a file have a time zone, or none has."""
 
     format = "azure"
     key_kind = CONTENT
@@ -37,17 +37,16 @@ class AzureReader:
         self._has_fraction = False
 
     def read_header(self, text: str) -> None:
-        """Find the three columns by name; the multimodal form of 2025 is refused."""
+        """Find the three columns by name. The multimodal form of 2025 is refused."""
         self._columns = Columns(_COLUMNS, text)
         if "NumImages" in self._columns.extra:
             raise RowError(
                 "NumImages", "not a text trace (column NumImages): remove the column to replay its text"
             )
-        for name in self._columns.extra:
-            self.noted[f"unknown column {name}"] = 1
+        self._columns.note_extra(self.noted)
 
     def read_row(self, text: str, line: int) -> Row:
-        """Time in nanoseconds since year 1, UTC where the file has zones."""
+        """Time in nanoseconds since year 1, in UTC if the file has time zones."""
         stamp, context, generated = self._columns.pick(text)
         prompt = plain_integer(context, "ContextTokens", 1)
         output = plain_integer(generated, "GeneratedTokens", 0)
@@ -58,7 +57,7 @@ class AzureReader:
         return row
 
     def clock_quantum_us(self) -> int:
-        """One microsecond; a second where no row carries a fraction."""
+        """One microsecond, or a second if no row has a fraction."""
         return 1 if self._has_fraction else 1_000_000
 
     def _time_ns(self, stamp: str) -> int:

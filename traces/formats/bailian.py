@@ -1,8 +1,8 @@
-"""Qwen-Bailian JSONL: seconds from the start, ids of 16-token blocks, and which chat continues which.
+"""Qwen-Bailian JSONL: seconds from the start, ids of 16-token blocks, and the chat that a chat continues.
 
-In some files the partial last block has an id, in others it has none. The first row that can tell decides, and all
-rows of the file must follow the same rule. Ids are read as hashes of content. If each id has one parent and one
-position in the whole file, they are chained, and the header says so.
+In some files the partial last block has an id, in others it has none. The first row that shows the rule decides, and
+all rows of the file must follow it. Ids are read as hashes of content. If each id has one parent and one position in
+the whole file, they are chained, and the header says so.
 """
 
 from dataclasses import dataclass
@@ -61,7 +61,7 @@ class BailianReader:
         """Never called: JSONL has no header."""
 
     def read_row(self, line_text: str, line: int) -> Row:
-        """Time in nanoseconds from the start; `more` holds the chat's own numbers until `accept` links them."""
+        """Time in nanoseconds from the start. `more` holds the chat ids until `accept` replaces them by links."""
         record = read_object(line_text)
         require_keys(record, _KEYS)
         time_us = microseconds(record, "timestamp", self.noted)
@@ -78,7 +78,7 @@ class BailianReader:
         return Row(time_us * 1_000, prompt, output, segments, {"kind": word, "turn": turn, **links})
 
     def accept(self, row: Row, line: int, request_id: int) -> Row:
-        """Link the chat to the one it continues."""
+        """Link the chat to the chat that it continues."""
         assert row.more is not None  # set by read_row
         more = dict(row.more)
         chat, parent, turn = more.pop("chat"), more.pop("parent"), more["turn"]
@@ -93,7 +93,7 @@ class BailianReader:
         )
 
     def clock_quantum_us(self) -> int:
-        """The documented record has milliseconds."""
+        """One millisecond, as in the documented record."""
         return 1_000
 
     def _parent(self, chat: int, parent: int, turn: int) -> _Chat | None:
@@ -113,7 +113,7 @@ class BailianReader:
         return before
 
     def _tail_rule(self, ids: list[int], prompt: int) -> str | None:
-        """Which rule this row follows, None where it follows both; raises RowError on neither or on the other one."""
+        """The rule that this row follows, None if both. Raises RowError if neither, or not the rule of the file."""
         full, begun = prompt // BLOCK_TOKENS, -(-prompt // BLOCK_TOKENS)
         if len(ids) not in (full, begun):
             expected = f"{full} (full) or {begun} (with tail) expected, found {len(ids)}"

@@ -6,7 +6,7 @@ request: it is dropped and counted.
 
 from traces.errors import RowError
 from traces.formats.parsing import Columns, plain_integer, seconds_us
-from traces.formats.rows import Row, note
+from traces.formats.rows import Row, SessionTurns, note
 from traces.trace import CONTENT, Segment
 
 _COLUMNS = ("Timestamp", "Model", "Request tokens", "Response tokens", "Total tokens", "Log Type")
@@ -16,7 +16,7 @@ _MODELS = ("ChatGPT", "GPT-4")
 
 
 class BurstGptReader:
-    """Rows of BurstGPT; a `Session ID` makes turns of the requests that carry it."""
+    """Rows of BurstGPT. Requests with the same `Session ID` are turns of a session."""
 
     format = "burstgpt"
     key_kind = CONTENT
@@ -28,16 +28,15 @@ class BurstGptReader:
 
     def __init__(self) -> None:
         self.noted: dict[str, int] = {}
-        self._turns: dict[str, tuple[int, int]] = {}  # session -> last turn and its request
+        self._turns = SessionTurns()
         self._has_fraction = False
 
     def read_header(self, text: str) -> None:
-        """Find the columns by name; those of version 2 where both are there."""
+        """Find the columns by name, with those of version 2 if both are present."""
         names = Columns((), text).extra
         self._has_sessions = all(name in names for name in _VERSION_2)
         self._columns = Columns(_COLUMNS + (_VERSION_2 if self._has_sessions else ()), text)
-        for name in self._columns.extra:
-            self.noted[f"unknown column {name}"] = 1
+        self._columns.note_extra(self.noted)
 
     def read_row(self, text: str, line: int) -> Row:
         """Time in nanoseconds since the first day began."""
@@ -65,17 +64,15 @@ class BurstGptReader:
         session = row.more["session"]
         if session is None:
             return row
-        turn, parent = self._turns.get(session, (0, None))
-        self._turns[session] = (turn + 1, request_id)
-        return row._replace(more={**row.more, "turn": turn + 1, "parent": parent})
+        return row._replace(more={**row.more, **self._turns.add(session, request_id)})
 
     def clock_quantum_us(self) -> int:
-        """A second, unless a row carries a fraction."""
+        """One second, or a microsecond if a row has a fraction."""
         return 1 if self._has_fraction else 1_000_000
 
 
 def _session(session: str, elapsed: str) -> str | None:
-    """The session's name, None where it is empty (API rows); the full response time is checked, not used."""
+    """The session's name, None if it is empty (API rows). `elapsed` is checked but not used."""
     if elapsed.startswith("-"):
         raise RowError("Elapsed time", f"{elapsed[:40]} is below 0")
     try:

@@ -1,7 +1,7 @@
 """Trace files as bytes: lines, whole documents, the items of one large JSON array, and checksums.
 
-Row readers see text only. What is visibly not a trace (an HTML page, a Git LFS pointer) is refused here, before the
-format is known. `ArrayItems` reads a file that is one JSON array and keeps only the current item in memory.
+Row readers see text only. Files that are clearly no trace (an HTML page, a Git LFS pointer) are refused here, before
+the format is known. `ArrayItems` reads a file that is one JSON array and keeps only the current item in memory.
 """
 
 import codecs
@@ -17,11 +17,14 @@ from typing import IO, cast
 
 from traces.errors import RowError, TraceError
 
-MAX_LINE_BYTES = 64 << 20  # the longest published row has 0.2 MB; a line beyond this is not a row
+MAX_LINE_BYTES = 64 << 20  # the longest published row has 0.2 MB; a longer line is no row
 _GZIP_MAGIC = b"\x1f\x8b"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
+_CHUNK = 1 << 20
+_NEAR = 64  # characters; a JSON error this close to the end may only mean that more must be read
+_SPACE = " \t\r\n"
 
 
 @dataclass(frozen=True)
@@ -33,8 +36,13 @@ class SourceFile:
     first_line: str
     has_byte_order_mark: bool
 
+    @property
+    def name(self) -> str:
+        """The file's name without folders."""
+        return self.path.replace("\\", "/").rpartition("/")[2]
+
     def lines(self) -> Iterator[tuple[int, bytes]]:
-        """Physical lines from 1, without line ends and byte-order mark; raises TraceError when bytes end early."""
+        """Physical lines, numbered from 1, without line ends and byte-order mark. Raises TraceError on a cut file."""
         number = 0
         try:
             with closing(open_bytes(self.path)) as stream:
@@ -49,7 +57,7 @@ class SourceFile:
 
 
 def open_source(path: str | Path, expect_sha256: str | None = None) -> SourceFile:
-    """Check a file and take its checksum; raises TraceError for what is missing, empty or not data."""
+    """Open a file: check it and compute its checksum. Raises TraceError if it is missing, empty or not data."""
     name = str(path)
     try:
         with open(path, "rb") as stream:
@@ -67,7 +75,7 @@ def open_source(path: str | Path, expect_sha256: str | None = None) -> SourceFil
 
 
 def decode(raw: bytes) -> str:
-    """A line's text; raises RowError for bytes that are not text."""
+    """A line's text. Raises RowError for bytes that are not UTF-8 text."""
     if b"\0" in raw:
         raise RowError("line", f"NUL byte at byte {raw.index(0) + 1}")
     try:
@@ -77,7 +85,7 @@ def decode(raw: bytes) -> str:
 
 
 def read_document(file: SourceFile) -> str:
-    """The whole text of a file that is one document; raises TraceError with the line of bytes that are not text."""
+    """The whole text of a file that is one document. Raises TraceError with the line of bytes that are not text."""
     texts = []
     for line, raw in file.lines():
         try:
@@ -88,7 +96,7 @@ def read_document(file: SourceFile) -> str:
 
 
 def open_bytes(path: str) -> IO[bytes]:
-    """The file's bytes, unpacked where its name ends in .gz."""
+    """The file's bytes, unpacked if its name ends in .gz."""
     return cast("IO[bytes]", gzip.open(path, "rb")) if path.endswith(".gz") else open(path, "rb")
 
 
@@ -122,13 +130,8 @@ def _first_text(name: str, first: bytes) -> str:
         raise TraceError(name, 1, error.field, error.reason) from error
 
 
-_CHUNK = 1 << 20
-_NEAR = 64  # an error this close to the end of what was read may only mean that more must be read
-_SPACE = " \t\r\n"
-
-
 class ArrayItems:
-    """Iterate over (line, value) of the array's items; raises TraceError where the text is no array."""
+    """Iterate over (line, value) of the array's items. Raises TraceError if the text is no JSON array."""
 
     def __init__(self, file: SourceFile) -> None:
         self._file = file
@@ -168,7 +171,7 @@ class ArrayItems:
             except ValueError as error:  # more digits than Python converts
                 raise self._error("integer too large") from error
             else:
-                if end < len(self._text) or self._ended:  # a number at the end may go on
+                if end < len(self._text) or self._ended:  # a number at the end may continue
                     self._advance(end)
                     return value
             self._more(size)
@@ -184,7 +187,7 @@ class ArrayItems:
         return sign
 
     def _sign(self) -> str:
-        """The next sign that is not white space; nothing at the end."""
+        """The next character that is not white space, "" at the end."""
         self._skip_space()
         return self._text[self._place : self._place + 1]
 
@@ -203,7 +206,7 @@ class ArrayItems:
         self._place = place
 
     def _more(self, size: int) -> None:
-        """Drop what was used and read on."""
+        """Drop the used text and read more."""
         try:
             raw = self._read(size)
             text = self._decode(raw, not raw)

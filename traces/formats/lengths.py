@@ -1,8 +1,8 @@
 """Tables of lengths without arrivals (etalon, Vidur): `num_prefill_tokens,num_decode_tokens,num_total_tokens,pd_ratio`.
 
 Such a table needs an arrival process. Read as `lengths_chat`, a heuristic finds conversations: a row continues the row
-before it if its prompt has room for that row's prompt and output. (ShareGPT-8k keeps the rows of a conversation
-together, and its prompts hold the history.)
+before it if its prompt is at least as long as that row's prompt and output. (ShareGPT-8k keeps the rows of a
+conversation together, and its prompts contain the history.)
 """
 
 from math import isclose
@@ -17,7 +17,7 @@ _RATIO_ERROR = 1e-6
 
 
 class LengthsReader:
-    """Rows of a table of lengths, each a request of its own."""
+    """Rows of a table of lengths. Each is an independent request."""
 
     format = "lengths"
     key_kind = CONTENT
@@ -33,11 +33,10 @@ class LengthsReader:
     def read_header(self, text: str) -> None:
         """Find the columns by name."""
         self._columns = Columns(_COLUMNS, text)
-        for name in self._columns.extra:
-            self.noted[f"unknown column {name}"] = 1
+        self._columns.note_extra(self.noted)
 
     def read_row(self, text: str, line: int) -> Row:
-        """Lengths whose sum and ratio are what the row says they are."""
+        """The lengths of a row, whose stated sum and ratio are checked."""
         fields = self._columns.pick(text)
         prompt = plain_integer(fields[0], _COLUMNS[0], 1)
         output = plain_integer(fields[1], _COLUMNS[1], 0)
@@ -57,7 +56,7 @@ class LengthsReader:
 
 
 class ChatLengthsReader(LengthsReader):
-    """The same table, its rows joined to conversations by the turn rule; an output returns in the next prompt."""
+    """The same table, with rows joined to conversations by the turn rule. An output returns in the next prompt."""
 
     format = "lengths_chat"
 
@@ -67,7 +66,7 @@ class ChatLengthsReader(LengthsReader):
         self._id = self._turn = self._session = 0
 
     def accept(self, row: Row, line: int, request_id: int) -> Row:
-        """The row as a turn: history segments as in the turn before, then its output, then what is new."""
+        """The row as a turn: the segments of the turn before, then its output, then new tokens."""
         before = self._row
         continues = before is not None and row.prompt_tokens >= before.prompt_tokens + before.output_tokens
         if continues and before is not None:
@@ -101,7 +100,7 @@ def _key(request_id: int, part: int) -> int:
 
 def _check_ratio(text: str, prompt: int, output: int) -> None:
     if not output:
-        return  # dropped later: nothing was generated, so there is no ratio
+        return  # such a row is dropped later; it has no ratio
     try:
         ratio = float(text) if text.isascii() else float("nan")
     except ValueError:

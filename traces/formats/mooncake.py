@@ -1,8 +1,8 @@
-"""Mooncake JSONL: arrivals in ms, lengths, and chained ids of 512-token blocks. Other tools read this form too.
+"""Mooncake JSONL: arrivals in ms, lengths, and chained ids of 512-token blocks. Other tools read this format too.
 
-The partial last block has an id of its own, so reuse is understated by up to one block per turn. The arrivals of the
-conversation trace are on ticks of 3 s with a few ms of jitter. `write_mooncake` writes the form: a block id then
-stands for the prompt from its start to the end of that block, so only the sharing of whole blocks is kept.
+The partial last block has its own id, so reuse is understated by up to one block per turn. The arrivals of the
+conversation trace are on ticks of 3 s with a few ms of jitter. `write_mooncake` writes this format: a block id then
+identifies the prompt from its start to the end of that block, so only the sharing of whole blocks is kept.
 """
 
 import json
@@ -21,13 +21,15 @@ from traces.trace import CHAINED, Trace, TraceRequest
 BLOCK_TOKENS = 512
 _KEYS = ("timestamp", "input_length", "output_length", "hash_ids")
 _NS_PER_MS = 1_000_000
-_JITTER_MS = 10  # ticks are looked for after rounding to it: the published jitter is 3 ms
+_JITTER_MS = 10  # times are rounded to it before ticks are looked for; the published jitter is 3 ms
 _SHORTEST_TICK_MS = 1_000
-_FEWEST_TICKS = 4  # by chance (10 ms / 1 s)^4 at most, so that a few round times are not taken for ticks
+_FEWEST_TICKS = 4  # chance at most (10 ms / 1 s)^4, so that a few round times are not taken for ticks
+Ints = npt.NDArray[np.int64]
+Piece = tuple[int | None, int, int]  # key, where in the segment, tokens
 
 
 class MooncakeReader:
-    """Rows of a Mooncake trace; ids are checked to be chained."""
+    """Rows of a Mooncake trace. The reader checks that ids are chained."""
 
     format = "mooncake"
     key_kind = CHAINED
@@ -60,19 +62,19 @@ class MooncakeReader:
         return Row(time_ms * _NS_PER_MS, prompt, output, segments)
 
     def accept(self, row: Row, line: int, request_id: int) -> Row:
-        """Every id keeps one parent and one position over the whole file."""
+        """Check that every id has one parent and one position in the whole file."""
         self._chain.check_row([key for key, _ in row.segments if key is not None], line)
         assert row.time_ns is not None  # every row of this format has a time
         self._ticks.add(np.array([row.time_ns // _NS_PER_MS]))
         return row
 
     def read_block(self, lines: list[bytes], first_line: int, last_ns: int | None) -> Rows | None:
-        """Many rows at once, parsed and checked as columns; None where any row is not plainly right."""
+        """Many rows at once, parsed and checked as columns. None if any row is doubtful."""
         columns = _columns(lines)
         if columns is None:
             return None
         times, prompts, outputs, ids, starts = columns
-        if not _plainly_right(columns, last_ns) or not self._chain.check_block(ids, starts, first_line):
+        if not _valid_columns(columns, last_ns) or not self._chain.check_block(ids, starts, first_line):
             return None
         self._ticks.add(times)
         ends = starts.tolist()
@@ -84,7 +86,7 @@ class MooncakeReader:
         return int(times[-1]) * _NS_PER_MS, rows
 
     def clock_quantum_us(self) -> int:
-        """The tick on which all arrivals stand, jitter aside; one millisecond where there is none."""
+        """The tick that all arrivals share, apart from jitter, or one millisecond if there is none."""
         return self._ticks.quantum_us()
 
 
@@ -107,11 +109,8 @@ class _TickFinder:
         return tick_ms * 1_000 if is_tick else 1_000
 
 
-Ints = npt.NDArray[np.int64]
-
-
 def _columns(lines: list[bytes]) -> tuple[Ints, Ints, Ints, Ints, Ints] | None:
-    """timestamp, input_length, output_length [rows], hash_ids laid end to end, and where each row's ids start.
+    """timestamp, input_length, output_length [rows], concatenated hash_ids, and the start of each row's ids.
 
     None unless every line is one object with exactly these keys, all of them integers.
     """
@@ -136,8 +135,8 @@ def _columns(lines: list[bytes]) -> tuple[Ints, Ints, Ints, Ints, Ints] | None:
     return times, prompts, outputs, ids, starts
 
 
-def _plainly_right(columns: tuple[Ints, Ints, Ints, Ints, Ints], last_ns: int | None) -> bool:
-    """The rules of single rows, over all rows; a wrong one is found and named when the rows are read one by one."""
+def _valid_columns(columns: tuple[Ints, Ints, Ints, Ints, Ints], last_ns: int | None) -> bool:
+    """Whether all rows pass the checks of a single row. Reading row by row then names the wrong one."""
     times, prompts, outputs, _, starts = columns
     floor_ms = 0 if last_ns is None else last_ns // _NS_PER_MS
     return bool(
@@ -151,7 +150,7 @@ def _plainly_right(columns: tuple[Ints, Ints, Ints, Ints, Ints], last_ns: int | 
 
 
 def block_ids(value: object, prompt_tokens: int) -> list[int]:
-    """The ids of one row, one for each begun block; raises RowError."""
+    """The ids of one row, one per full or partial block. Raises RowError."""
     ids = integers(value, "hash_ids")
     expected = -(-prompt_tokens // BLOCK_TOKENS)
     if len(ids) != expected:
@@ -164,11 +163,8 @@ def block_ids(value: object, prompt_tokens: int) -> list[int]:
     return ids
 
 
-Piece = tuple[int | None, int, int]  # key, where in the segment, tokens
-
-
 def write_mooncake(trace: Trace, path: str | Path) -> None:
-    """Write the fields that the form can hold; sessions and links are lost. Raises OSError."""
+    """Write the fields that this format has; sessions and links are lost. Raises OSError."""
     names: dict[tuple[int, tuple[Piece, ...]], int] = {}
     with Path(path).open("w", encoding="utf-8", newline="\n") as file:
         for request in trace.requests:
@@ -182,7 +178,7 @@ def write_mooncake(trace: Trace, path: str | Path) -> None:
 
 
 def _ids(request: TraceRequest, names: dict[tuple[int, tuple[Piece, ...]], int]) -> list[int]:
-    """One id a begun block; equal exactly where the prompt is equal up to and including the block."""
+    """One id per full or partial block. Two ids are equal if and only if the prompts are equal up to its end."""
     ids: list[int] = []
     parent = -1
     for pieces in _blocks(request):
@@ -195,15 +191,15 @@ def _ids(request: TraceRequest, names: dict[tuple[int, tuple[Piece, ...]], int])
 
 def _blocks(request: TraceRequest) -> list[tuple[Piece, ...]]:
     blocks: list[list[Piece]] = []
-    room = 0
+    left = 0  # tokens that still fit into the last block
     for key, tokens in request.segments:
         start = 0
         while start < tokens:
-            if not room:
+            if not left:
                 blocks.append([])
-                room = BLOCK_TOKENS
-            taken = min(room, tokens - start)
+                left = BLOCK_TOKENS
+            taken = min(left, tokens - start)
             blocks[-1].append((key, start, taken))
             start += taken
-            room -= taken
+            left -= taken
     return [tuple(block) for block in blocks]

@@ -1,8 +1,8 @@
-"""Our own form, as JSONL or Parquet: a header, then one request per record. Reading gives back what was written.
+"""PageTwin's own format, as JSONL or Parquet: a header, then one request per record. Reading returns what was written.
 
 JSONL: `{"header": {...}}` on line 1, then one request per line without default values. Parquet: one column per
 field, segments as two lists, and the header as JSON in the metadata. Both have the same fields and the same checks:
-types and ranges of a record, then ids, order and links across records.
+types and ranges within a record, then ids, order and links across records.
 """
 
 import gzip
@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 from traces.errors import RowError, TraceError
 from traces.formats.files import SourceFile, decode
-from traces.formats.parsing import MAX_INTEGER, kind, read_object, require_keys
+from traces.formats.parsing import MAX_INTEGER, check_best_of, kind, read_object, require_keys
 from traces.formats.rows import Numbered, Row, RowCounts
 from traces.trace import AFTER, AT, CHAINED, CONTENT, Segment, Trace, TraceHeader, TraceRequest
 
@@ -39,17 +39,21 @@ TEXTS = ("session", "salt", "model", "kind")
 DEFAULTS = {field.name: field.default for field in fields(TraceRequest) if field.name not in REQUIRED}
 _HEADER = {field.name for field in fields(TraceHeader)}
 _HEADER_COUNTS = ("rows_read", "rows_kept", "clock_quantum_us")
+MAGIC = b"PAR1"
+_METADATA = b"pagetwin_trace_header"
+_BATCH = 8192
+_KEYS, _TOKENS = "segment_keys", "segment_tokens"
 
 
 def header_record(header: TraceHeader) -> dict[str, Any]:
-    """The header as plain data, with the version of the form."""
+    """The header as plain data, with the version of the format."""
     plain = {field.name: getattr(header, field.name) for field in fields(header)}
     plain |= {name: dict(plain[name]) for name in ("dropped", "noted", "calibration")}
     return {"pagetwin_trace": VERSION, **plain, "changes": list(header.changes)}
 
 
 def read_header(record: dict[str, Any]) -> TraceHeader:
-    """The header of a record; raises RowError."""
+    """The header from plain data. Raises RowError."""
     values = dict(record)
     version = values.pop("pagetwin_trace", None)
     if version != VERSION:
@@ -78,12 +82,12 @@ def read_header(record: dict[str, Any]) -> TraceHeader:
 
 
 def plain_number(value: Any) -> Any:
-    """JSON decimals of a header are measurements: floats again."""
+    """Decimal numbers of a header as floats again."""
     return value if isinstance(value, (str, int)) else float(value)
 
 
 def make_request(record: dict[str, Any]) -> TraceRequest:
-    """A request from plain data, every field checked; raises RowError."""
+    """A request from plain data, with every field checked. Raises RowError."""
     require_keys(record, REQUIRED)
     unknown = record.keys() - DEFAULTS.keys() - set(REQUIRED)
     if unknown:
@@ -98,7 +102,7 @@ def make_request(record: dict[str, Any]) -> TraceRequest:
     more = {name: record[name] for name in DEFAULTS if record.get(name) is not None}
     more["after"] = _after(record.get("after", ()))
     _check_release(more)
-    _check_widths(record)
+    check_best_of(record)
     lengths = {name: record[name] for name in REQUIRED[:4]}
     return TraceRequest(**lengths, segments=segments, **more)
 
@@ -137,12 +141,6 @@ def _check_release(more: dict[str, Any]) -> None:
         raise RowError("after", "release after needs at least one request in after")
 
 
-def _check_widths(record: dict[str, Any]) -> None:
-    wanted, sampled = record.get("n"), record.get("best_of")
-    if wanted is not None and sampled is not None and sampled < wanted:
-        raise RowError("best_of", f"{sampled} is less than n {wanted}")
-
-
 def _check_integer(value: Any, name: str, lowest: int, highest: int) -> None:
     if type(value) is not int:
         raise RowError(name, f"integer expected, found {kind(value)}")
@@ -166,7 +164,7 @@ def _check_counts(values: dict[str, Any]) -> None:
 
 
 class OrderCheck:
-    """Fed with requests in the order of the file."""
+    """Checks ids, order and links of requests that are added in the order of the file."""
 
     def __init__(self, key_kind: str) -> None:
         self._is_chained = key_kind == CHAINED
@@ -175,7 +173,7 @@ class OrderCheck:
         self._parents: dict[int, tuple[int | None, int, int]] = {}  # key -> parent, start in tokens, line
 
     def add(self, request: TraceRequest, line: int) -> None:
-        """Check a request against all before it, and remember it; raises RowError, and then remembers nothing."""
+        """Check a request against all before it, and remember it. Raises RowError and then remembers nothing."""
         if request.request_id in self._lines:
             raise RowError(
                 "request_id", f"{request.request_id} already at line {self._lines[request.request_id]}"
@@ -210,7 +208,7 @@ class OrderCheck:
 
 
 class CanonicalSource:
-    """The facts of a row source, taken from the header that is embedded in the file."""
+    """The attributes of a row source, taken from the header in the file."""
 
     has_clock = True
     is_ordered = True
@@ -228,19 +226,19 @@ class CanonicalSource:
         self._quantum_us = header.clock_quantum_us
 
     def clock_quantum_us(self) -> int:
-        """As the header says."""
+        """The value in the header."""
         return self._quantum_us
 
 
 def write_jsonl(trace: Trace, path: str | Path) -> None:
-    """Write a trace; gzip where the name ends in .gz. Raises OSError."""
+    """Write a trace as JSONL, with gzip if the name ends in .gz. Raises OSError."""
     with _open_text(Path(path)) as file:
         file.write(json.dumps({"header": header_record(trace.header)}) + "\n")
         file.writelines(f"{line}\n" for line in _lines(trace.requests))
 
 
 def record_of(request: TraceRequest) -> dict[str, Any]:
-    """A request as plain data: the needed fields, and of the others what differs from its default."""
+    """A request as plain data: the required fields, and others that differ from their default."""
     record: dict[str, Any] = {name: getattr(request, name) for name in REQUIRED}
     record["segments"] = tuple(request.segments)
     for name, default in DEFAULTS.items():
@@ -285,7 +283,7 @@ class CanonicalRows(CanonicalSource):
 
 
 def row_of(request: TraceRequest) -> Row:
-    """A request as the row that gives it back."""
+    """The row that becomes this request again."""
     more = {name: getattr(request, name) for name in DEFAULTS}
     time_ns = request.arrival_us * 1000
     return Row(time_ns, request.prompt_tokens, request.output_tokens, request.segments, more)
@@ -301,14 +299,8 @@ def _open_text(path: Path) -> TextIO:
     return path.open("w", encoding="utf-8", newline="\n")
 
 
-MAGIC = b"PAR1"
-_METADATA = b"pagetwin_trace_header"
-_BATCH = 8192
-_KEYS, _TOKENS = "segment_keys", "segment_tokens"
-
-
 def write_parquet(trace: Trace, path: str | Path) -> None:
-    """Write a trace, Zstandard compressed. Raises OSError."""
+    """Write a trace as Parquet with Zstandard compression. Raises OSError."""
     import pyarrow as pa
     from pyarrow import parquet
 

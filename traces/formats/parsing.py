@@ -6,22 +6,21 @@ CSV: one record per line, and columns are found by name. JSON: no repeated keys,
 import csv
 import json
 import re
+from collections.abc import Mapping
 from decimal import Decimal
+from typing import Any
 
 from traces.errors import RowError
 from traces.formats.rows import note
 
 MAX_INTEGER = 2**53 - 1  # milliseconds up to it still fit 63 bits as microseconds
-
-
-_FLOAT_NOISE_US = Decimal("0.001")  # writers of shortest doubles stray by less than 1e-9 s
-
-
+_FLOAT_NOISE_US = Decimal("0.001")  # a double printed in full is less than 1e-9 s off
 _SECONDS = re.compile(r"\d+(?:\.\d+)?(?:[eE][+-]?\d{1,3})?", re.ASCII)
+_KINDS = {bool: "boolean", str: "string", list: "list", dict: "object", type(None): "null"}
 
 
 def plain_integer(text: str, field: str, lowest: int) -> int:
-    """An integer written in ASCII digits alone, as CSV fields must be; raises RowError."""
+    """An integer in plain ASCII digits, as CSV fields must have. Raises RowError."""
     if not text:
         raise RowError(field, "is empty")
     digits = text.removeprefix("-")
@@ -34,7 +33,7 @@ def plain_integer(text: str, field: str, lowest: int) -> int:
 
 
 def in_range(value: int, field: str, lowest: int, highest: int = MAX_INTEGER) -> int:
-    """The value itself, if it lies between `lowest` and `highest` (2^53 - 1); raises RowError."""
+    """The value, if it is from `lowest` to `highest` (default 2^53 - 1). Raises RowError."""
     if value < lowest:
         raise RowError(field, f"{value} is below {lowest}")
     if value > highest:
@@ -43,9 +42,9 @@ def in_range(value: int, field: str, lowest: int, highest: int = MAX_INTEGER) ->
 
 
 def seconds_us(text: str, field: str, noted: dict[str, int]) -> int:
-    """Seconds in decimal digits as whole microseconds, exactly; raises RowError.
+    """Seconds in decimal digits as whole microseconds, exactly. Raises RowError.
 
-    What a writer's binary floats added below a nanosecond (5.8926549999999995) is rounded away, and noted.
+    Errors of binary floats below a nanosecond (5.8926549999999995) are rounded away and noted.
     """
     if not _SECONDS.fullmatch(text):
         raise RowError(field, f'finite, not negative number expected, found "{text[:40]}"')
@@ -61,7 +60,7 @@ def seconds_us(text: str, field: str, noted: dict[str, int]) -> int:
 
 
 def split_fields(text: str) -> list[str]:
-    """The fields of one line; a quoted field may hold commas, never a line end. Raises RowError."""
+    """The fields of one line; a quoted field may contain commas, but no line end. Raises RowError."""
     if '"' not in text:
         return text.split(",")
     if text.count('"') % 2:
@@ -73,7 +72,7 @@ def split_fields(text: str) -> list[str]:
 
 
 class Columns:
-    """Positions of the columns that a format needs, learnt from the header line."""
+    """Positions of the columns that a format needs, found in the header line. Raises RowError."""
 
     def __init__(self, wanted: tuple[str, ...], header: str) -> None:
         names = split_fields(header)
@@ -87,8 +86,13 @@ class Columns:
         self._header = names
         self._positions = [names.index(name) for name in wanted]
 
+    def note_extra(self, noted: dict[str, int]) -> None:
+        """Note each column that the format does not use."""
+        for name in self.extra:
+            noted[f"unknown column {name}"] = 1
+
     def pick(self, text: str) -> list[str]:
-        """The wanted fields of one data line, in the order in which they were asked for; raises RowError."""
+        """The wanted fields of one data line, in the order of `wanted`. Raises RowError."""
         fields = split_fields(text)
         if len(fields) != len(self._header):
             raise RowError("line", f"{len(self._header)} fields expected, found {len(fields)}")
@@ -106,11 +110,8 @@ def _missing_reason(missing: list[str], names: list[str], header: str) -> str:
     return f"missing column{'s' if len(missing) > 1 else ''} {', '.join(missing)}{unknown}"
 
 
-_KINDS = {bool: "boolean", str: "string", list: "list", dict: "object", type(None): "null"}
-
-
 def read_object(text: str) -> dict[str, object]:
-    """The object on one line; raises RowError."""
+    """The JSON object in a text. Raises RowError."""
     value = read_value(text)
     if not isinstance(value, dict):
         raise RowError("line", f"expected an object, found {kind(value)}")
@@ -118,7 +119,7 @@ def read_object(text: str) -> dict[str, object]:
 
 
 def read_value(text: str) -> object:
-    """Any JSON value, its decimal numbers exact; raises RowError."""
+    """Any JSON value, with exact decimal numbers. Raises RowError."""
     try:
         value: object = json.loads(text, object_pairs_hook=_object, parse_float=Decimal)
     except json.JSONDecodeError as error:
@@ -129,34 +130,34 @@ def read_value(text: str) -> object:
         raise
     except ValueError as error:  # more digits than Python converts
         raise RowError("line", "integer too large") from error
-    except ArithmeticError as error:  # an exponent that no decimal has
+    except ArithmeticError as error:  # an exponent out of the range of Decimal
         raise RowError("line", "number out of range") from error
     return value
 
 
 def kind(value: object) -> str:
-    """What a JSON value is, in a reader's words: the number itself, or the name of its type."""
+    """A JSON value for a message: the number itself, or the name of its type."""
     return _KINDS.get(type(value), str(value))
 
 
 def integer(record: dict[str, object], key: str, unit: str = "") -> int:
-    """A JSON integer: no boolean, no 5.0; raises RowError."""
+    """A JSON integer, not a boolean and not 5.0. Raises RowError."""
     value = record[key]
     if type(value) is int:
         return value
-    if isinstance(value, float):  # NaN and the infinities: all others are read as exact decimals
+    if isinstance(value, float):  # NaN or infinity: all other decimals are read exactly
         raise RowError(key, f"not a finite number: {value}")
     wanted = f"integer {unit}" if unit and isinstance(value, Decimal) else "integer"
     raise RowError(key, f"{wanted} expected, found {kind(value)}")
 
 
 def count(record: dict[str, object], key: str, lowest: int = 0, highest: int = MAX_INTEGER) -> int:
-    """An integer of at least `lowest`; raises RowError."""
+    """An integer from `lowest` to `highest`. Raises RowError."""
     return in_range(integer(record, key), key, lowest, highest)
 
 
 def microseconds(record: dict[str, object], key: str, noted: dict[str, int]) -> int:
-    """A number of seconds, not negative, as exact microseconds; raises RowError."""
+    """A number of seconds, not negative, as exact microseconds. Raises RowError."""
     value = record[key]
     if type(value) is int or isinstance(value, Decimal):
         return seconds_us(str(value), key, noted)
@@ -166,7 +167,7 @@ def microseconds(record: dict[str, object], key: str, noted: dict[str, int]) -> 
 
 
 def text(record: dict[str, object], key: str) -> str:
-    """A string; raises RowError."""
+    """A string. Raises RowError."""
     value = record[key]
     if isinstance(value, str):
         return value
@@ -174,7 +175,7 @@ def text(record: dict[str, object], key: str) -> str:
 
 
 def integers(value: object, field: str, highest: int = 2**63 - 1) -> list[int]:
-    """A list of integers from 0 to `highest`; raises RowError naming the first wrong place."""
+    """A list of integers from 0 to `highest`. Raises RowError that names the first wrong item."""
     if not isinstance(value, list):
         raise RowError(field, f"list expected, found {kind(value)}")
     if set(map(type, value)) - {int}:
@@ -187,8 +188,15 @@ def integers(value: object, field: str, highest: int = 2**63 - 1) -> list[int]:
     return value
 
 
+def check_best_of(values: Mapping[str, Any]) -> None:
+    """Raise RowError if both `n` and `best_of` are given and `best_of` is less than `n`."""
+    wanted, sampled = values.get("n"), values.get("best_of")
+    if wanted is not None and sampled is not None and sampled < wanted:
+        raise RowError("best_of", f"{sampled} is less than n {wanted}")
+
+
 def require_keys(record: dict[str, object], wanted: tuple[str, ...]) -> None:
-    """Raise RowError for the first missing key, naming the keys that stand there instead."""
+    """Raise RowError if a key is missing. The message also names unknown keys."""
     missing = [key for key in wanted if key not in record]
     if missing:
         unknown = [key for key in record if key not in wanted]

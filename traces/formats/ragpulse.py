@@ -1,7 +1,7 @@
 """RAGPulse: a prompt is a list of segments (system, passages, history, web, user). Five other files hold their lengths.
 
-The clock starts again with each recorded week. The segments of a prompt stand in the order of the README's keys. The
-rest of a prompt (6 to 12 tokens of template) stands at its end and is unique.
+The clock restarts with each recorded week. The segments of a prompt are in the order of the keys in RAGPulse's README.
+The rest of a prompt (6 to 12 tokens of template) is at its end and is unique.
 """
 
 from pathlib import Path
@@ -9,7 +9,7 @@ from pathlib import Path
 from traces.errors import RowError, TraceError
 from traces.formats.files import decode, open_source
 from traces.formats.parsing import count, integers, kind, plain_integer, read_object, require_keys, text
-from traces.formats.rows import Row, note
+from traces.formats.rows import Row, SessionTurns, note
 from traces.trace import CONTENT, Segment
 
 TRACE_FILE = "0_trace.jsonl"
@@ -39,7 +39,7 @@ class RagPulseReader:
     def __init__(self, trace_file: Path) -> None:
         self.noted: dict[str, int] = {}
         self._lengths = read_tables(trace_file)
-        self._turns: dict[str, tuple[int, int]] = {}  # session -> last turn and its request
+        self._turns = SessionTurns()
         self._offset_s = 0
         self._last_s = 0
 
@@ -47,7 +47,7 @@ class RagPulseReader:
         """Never called: JSONL has no header."""
 
     def read_row(self, line_text: str, line: int) -> Row:
-        """Time in nanoseconds from the first week's start; segments in the order of the groups, then the template."""
+        """Time in nanoseconds from the start of the first week. Segments in the order of `GROUPS`, then template."""
         record = read_object(line_text)
         require_keys(record, _KEYS)
         time_s = _whole_seconds(record["timestamp"])
@@ -59,27 +59,25 @@ class RagPulseReader:
         if rest:
             segments.append(Segment(None, rest))
         session = text(record, "session_id")
-        more = {"session": session, "turn": time_s}  # the clock's own time until the row is accepted
+        more = {"session": session, "turn": time_s}  # until `accept`, `turn` holds the recorded time
         return Row(self._week_time_s(time_s) * 1_000_000_000, prompt, output, tuple(segments), more)
 
     def accept(self, row: Row, line: int, request_id: int) -> Row:
-        """Follow the clock over its restart, and number the turns of a session."""
+        """Detect a restart of the clock, and number the turns of a session."""
         assert row.more is not None  # set by read_row
         session, time_s = row.more["session"], row.more["turn"]
         if time_s < self._last_s:
             self._offset_s += _WEEK_S
             note(self.noted, "clock_restarts")
         self._last_s = time_s
-        turn, parent = self._turns.get(session, (0, None))
-        self._turns[session] = (turn + 1, request_id)
-        return row._replace(more={"session": session, "turn": turn + 1, "parent": parent})
+        return row._replace(more=self._turns.add(session, request_id))
 
     def clock_quantum_us(self) -> int:
         """Whole seconds."""
         return 1_000_000
 
     def _week_time_s(self, time_s: int) -> int:
-        """Seconds from the first week's start; raises RowError where time goes back without a restart."""
+        """Seconds from the start of the first week. Raises RowError if time goes back without a restart."""
         if time_s >= self._last_s:
             return self._offset_s + time_s
         if time_s >= _DAY_S:
@@ -105,7 +103,7 @@ class RagPulseReader:
 
 
 def read_tables(trace_file: Path) -> dict[str, dict[int, int]]:
-    """Token lengths by group and id, from the tables beside the trace or in the folder above; raises TraceError."""
+    """Token lengths by group and id, from the tables beside the trace or in the folder above. Raises TraceError."""
     return {group: _read_table(_table_path(trace_file, name), key) for group, (name, key) in _TABLES.items()}
 
 

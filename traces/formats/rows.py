@@ -15,12 +15,14 @@ from traces.formats.files import SourceFile, decode
 from traces.trace import Segment, TraceHeader
 
 Encode = Callable[[str], Sequence[int]]
+_BLOCK_LINES = 2048
+Line = tuple[int, bytes]
 
 
 class Row(NamedTuple):
     """One row of a source: time in nanoseconds since the format's own origin, lengths in tokens.
 
-    `time_ns` is None where the source has no clock. `more` holds further fields of `TraceRequest`, by name.
+    `time_ns` is None if the source has no clock. `more` holds further fields of `TraceRequest`, by name.
     """
 
     time_ns: int | None
@@ -30,32 +32,36 @@ class Row(NamedTuple):
     more: Mapping[str, Any] | None = None
 
 
+Rows = tuple[int, Iterator[Row]]
+Numbered = Iterator[tuple[int, Row]]  # a row with its request_id
+
+
 class RowReader(Protocol):
-    """Reads one line format, row by row: `read_row`, then `accept` once the order of times is known to be right."""
+    """Reads one line format, row by row: `read_row`, then `accept` after the order of times was checked."""
 
     format: str
     source_block_tokens: int | None
     time_field: str
     has_header: bool
     has_clock: bool
-    is_ordered: bool  # rows must come in order of time; otherwise they are sorted, stably, after reading
+    is_ordered: bool  # rows must be in order of time; if False, they are sorted stably after reading
     noted: dict[str, int]
 
     @property
     def key_kind(self) -> str:
-        """What equal keys mean, as far as the rows read so far say."""
+        """What equal keys mean, judged by the rows read so far."""
         ...
 
     def read_header(self, text: str) -> None:
-        """Learn the columns from line 1 of a format that has a header; raises RowError."""
+        """Find the columns in line 1 of a format with a header. Raises RowError."""
         ...
 
     def read_row(self, text: str, line: int) -> Row:
-        """The row on physical line `line`; raises RowError."""
+        """The row on physical line `line`. Raises RowError."""
         ...
 
     def accept(self, row: Row, line: int, request_id: int) -> Row:
-        """Check what spans rows, remember the row and complete it; raises RowError, and then remembers nothing."""
+        """Check the row against earlier rows, remember it and complete it. On RowError nothing is remembered."""
         ...
 
     def clock_quantum_us(self) -> int:
@@ -63,62 +69,65 @@ class RowReader(Protocol):
         ...
 
 
-Rows = tuple[int, Iterator[Row]]
-
-
 @runtime_checkable
 class BlockReader(Protocol):
-    """A line reader that can also take many lines at once."""
+    """A line reader that can also read many lines at once."""
 
     def read_block(self, lines: list[bytes], first_line: int, last_ns: int | None) -> Rows | None:
-        """The last time in ns and the rows of `lines`; None, and nothing remembered, where one is not plainly right."""
+        """The last time in ns and the rows of `lines`. None, with nothing remembered, if any line is doubtful."""
         ...
 
 
-Numbered = Iterator[tuple[int, Row]]  # a row with its request_id
-
-
 def note(noted: dict[str, int], name: str, count: int = 1) -> None:
-    """Count a quirk that was handled by rule."""
+    """Add to the count of a small fault that a rule repaired."""
     noted[name] = noted.get(name, 0) + count
+
+
+class SessionTurns:
+    """Numbers the turns of each session in the order of the file."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, tuple[int, int]] = {}  # session -> its last turn, and that turn's request
+
+    def add(self, session: str, request_id: int) -> dict[str, Any]:
+        """The fields `session`, `turn` (from 1) and `parent` of the session's next request."""
+        turn, parent = self._last.get(session, (0, None))
+        self._last[session] = (turn + 1, request_id)
+        return {"session": session, "turn": turn + 1, "parent": parent}
 
 
 @dataclass
 class RowCounts:
-    """Counts so far. A row is kept, dropped (by reason) or, where `on_error` is stop, refused."""
+    """Counts of the rows so far. A row is kept, dropped (by reason) or, if `on_error` is stop, refused."""
 
     file: str
     on_error: str = "stop"
     limit: int | None = None  # kept rows after which a source stops reading
-    more_follows: bool = False  # it stopped, and there was more
+    more_follows: bool = False  # the source stopped at the limit before its end
     read: int = 0
     kept: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
     noted: dict[str, int] = field(default_factory=dict)
 
     def limit_reached(self) -> bool:
-        """Whether a source must stop here; asked when another record is known to follow, which is then recorded."""
+        """Whether a source must stop. Call it when another record follows: then it also sets `more_follows`."""
         if self.limit is None or self.kept < self.limit:
             return False
         self.more_follows = True
         return True
 
     def refuse(self, line: int | None, error: RowError, file: str | None = None) -> None:
-        """Raise TraceError, or count the row as dropped by its field where malformed rows are skipped."""
+        """Raise TraceError, or count the row as dropped by its field if malformed rows are skipped."""
         if self.on_error == "stop":
             raise TraceError(file or self.file, line, error.field, error.reason) from error
         note(self.dropped, f"malformed {error.field}")
 
     def why_nothing_kept(self) -> str:
-        """Why there is no trace."""
+        """The reason why no row was kept."""
         if not self.read:
             return "no data rows"
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in self.dropped.items())
         return f"none of {self.read:,} rows can be replayed: {reasons}"
-
-
-_BLOCK_LINES = 2048
-Line = tuple[int, bytes]
 
 
 class LineRows:
@@ -130,7 +139,7 @@ class LineRows:
     def __init__(self, file: SourceFile, reader: RowReader) -> None:
         self.file = file
         self.reader = reader
-        self.source = file.path.replace("\\", "/").rpartition("/")[2]
+        self.source = file.name
         self.sha256 = file.sha256
         self.format = reader.format
         self.is_ordered = reader.is_ordered
@@ -145,7 +154,7 @@ class LineRows:
 
     @property
     def key_kind(self) -> str:
-        """What equal keys mean, as far as the rows read so far say."""
+        """What equal keys mean, judged by the rows read so far."""
         return self.reader.key_kind
 
     @property
@@ -158,7 +167,7 @@ class LineRows:
         return self.reader.clock_quantum_us()
 
     def rows(self, counts: RowCounts, sort: bool) -> Numbered:
-        """Accepted rows with their numbers. `sort` allows time to run backwards: the caller sorts then."""
+        """Accepted rows with their request ids. `sort` allows unordered times, which the caller then sorts."""
         lines = self._data_lines(counts)
         blocks = self.reader if isinstance(self.reader, BlockReader) and not sort else None
         if blocks is None or (counts.limit is not None and counts.limit < _BLOCK_LINES):
@@ -220,7 +229,7 @@ class LineRows:
             )
 
     def _data_lines(self, counts: RowCounts) -> Iterator[Line]:
-        """Lines that hold something. Blank ones may only trail."""
+        """The lines that are not blank. Blank lines are allowed at the end only."""
         blank = None
         for line, raw in self.file.lines():
             if self.reader.has_header and line == 1:
@@ -237,7 +246,7 @@ class LineRows:
 
 
 class RowSource(Protocol):
-    """A source that is open: where it comes from, and its rows."""
+    """An open source: its origin and its rows."""
 
     format: str
     source: str  # file name without folders
@@ -246,12 +255,12 @@ class RowSource(Protocol):
     is_ordered: bool
     noted: dict[str, int]
     assumed: list[str]  # sentences on what the source does not record
-    takes_arrivals: bool  # has times, but an arrival process says when its conversations start
-    embedded: TraceHeader | None  # of a trace of our own: it brings its header, and its times are not moved
+    takes_arrivals: bool  # it has times, but an arrival process gives the start of its conversations
+    embedded: TraceHeader | None  # header inside a file in PageTwin's own format, whose times are not shifted
 
     @property
     def key_kind(self) -> str:
-        """What equal keys mean; final when all rows are read."""
+        """What equal keys mean. Final after all rows are read."""
         ...
 
     @property
@@ -264,5 +273,5 @@ class RowSource(Protocol):
         ...
 
     def rows(self, counts: RowCounts, sort: bool) -> Numbered:
-        """Valid rows with their request ids, until the counts are full; malformed ones go to the counts."""
+        """Valid rows with their request ids, until `counts.limit_reached()`. Malformed rows go to `counts.refuse()`."""
         ...

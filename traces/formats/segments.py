@@ -1,6 +1,6 @@
-"""Segments from what a file records: block ids or token ids.
+"""Segments from the block ids or token ids of a file.
 
-`BlockSegments` holds the block ids of one prompt in an array: it needs an eighth of the memory of `Segment` values.
+`BlockSegments` holds the block ids of one prompt in an array, which needs an eighth of the memory of `Segment` values.
 `ChainCheck` checks that ids are chained: each id has one parent and one position in the whole file. `TokenTree` takes
 token ids and cuts them where two prompts differ, so the sharing is exact at any block size.
 """
@@ -17,14 +17,18 @@ import numpy.typing as npt
 from traces.errors import RowError
 from traces.trace import Segment
 
-_SEGMENT = partial(tuple.__new__, Segment)  # as Segment(*pair), in a third of the time
+_SEGMENT = partial(tuple.__new__, Segment)  # same as Segment(*pair), in a third of the time
+_DENSE = 1 << 26  # ids below it are looked up in arrays, larger ones in a dictionary
+_FIRST_SIZE = 1 << 16
+Ints = npt.NDArray[np.int64]
+Tokens = npt.NDArray[np.int64]
 
 
 class BlockSegments(Sequence[Segment]):
-    """`keys` name blocks of `block_tokens` each, in order; equal to the tuple of segments that it stands for.
+    """The segments of a prompt of `total` tokens: `keys` are its blocks of `block_tokens` tokens, in order.
 
-    Where the keys cover more than `total` tokens the last block is a shorter one; where they cover less, the rest is
-    unique to the request.
+    If the keys cover more than `total` tokens, the last block is shorter. If they cover less, the rest is unique to
+    the request. Equal to the tuple of its segments.
     """
 
     __slots__ = ("_block", "_keys", "_total")
@@ -73,24 +77,22 @@ class BlockSegments(Sequence[Segment]):
         return (Segment(None, self._total - covered),) if covered < self._total else ()
 
 
-_DENSE = 1 << 26  # ids below it are looked up in arrays, others in a dictionary
-_FIRST_SIZE = 1 << 16
-Ints = npt.NDArray[np.int64]
-
-
 class ChainCheck:
-    """Parent, position and first line of every id seen. Nothing is remembered of a row or block that is refused."""
+    """Checks that ids are chained, from the parent, position and first line of every id seen.
+
+    Nothing is remembered of a row or block that is refused.
+    """
 
     def __init__(self, field: str = "hash_ids", place: str = "line") -> None:
         self._field = field
-        self._place = place  # what the numbers given as lines count
+        self._place = place  # what `line` counts: lines or requests
         self._parents = np.zeros(_FIRST_SIZE, np.int64)  # parent id + 2; 1: no parent, 0: id not seen
         self._positions = np.zeros(_FIRST_SIZE, np.int32)
         self._lines = np.zeros(_FIRST_SIZE, np.int32)
         self._others: dict[int, tuple[int, int, int]] = {}  # the same for ids that are not dense
 
     def check_row(self, ids: list[int], line: int) -> None:
-        """Check one row's ids and remember them; raises RowError naming the line of the first sight."""
+        """Check one row's ids and remember them. Raises RowError that names the line where the id was first seen."""
         fresh = []
         parent = -1
         for position, key in enumerate(ids):
@@ -111,9 +113,9 @@ class ChainCheck:
             self._remember(key, parent, position, line)
 
     def check_block(self, ids: Ints, starts: Ints, first_line: int) -> bool:
-        """Check rows laid end to end (`starts` [rows + 1] into `ids`) and remember them all, or none of them.
+        """Check concatenated rows (`starts` [rows + 1] into `ids`), and remember all of them or none.
 
-        False where a row breaks the rule, repeats an id, or an id is not dense: then each row must be checked alone.
+        False if a row breaks the rule or repeats an id, or if an id is 2^26 or more. Then check each row alone.
         """
         if not ids.size or int(ids.max()) >= _DENSE or int(ids.min()) < 0:
             return not ids.size
@@ -123,7 +125,7 @@ class ChainCheck:
         positions = np.arange(ids.size) - starts[rows]
         parents = np.concatenate([[-1], ids[:-1]]) + 2
         parents[positions == 0] = 1
-        first = self._first_sights(ids)
+        first = self._first_places(ids)
         expected = self._parents[ids], self._positions[ids]
         seen = expected[0] > 0
         agree = (expected[0] == parents) & (expected[1] == positions)
@@ -136,8 +138,8 @@ class ChainCheck:
         self._lines[ids[new]] = first_line + rows[new]
         return True
 
-    def _first_sights(self, ids: Ints) -> Ints:
-        """For each place the first place in the block that holds the same id."""
+    def _first_places(self, ids: Ints) -> Ints:
+        """For each place, the first place in the block with the same id."""
         _, index, inverse = np.unique(ids, return_index=True, return_inverse=True)
         first: Ints = index[inverse]
         return first
@@ -172,12 +174,9 @@ class ChainCheck:
         return RowError(self._field, f"{reason}: ids are not chained")
 
 
-Tokens = npt.NDArray[np.int64]
-
-
 @dataclass
 class _Node:
-    """An edge's tokens and what follows it. `uses` counts sequences that pass."""
+    """An edge with its tokens and the edges after it. `uses` counts the sequences that contain it."""
 
     key: int
     tokens: Tokens
@@ -186,14 +185,14 @@ class _Node:
 
 
 class TokenTree:
-    """Insert every sequence first, then ask for their segments; a later insertion may cut a segment in two."""
+    """A prefix tree of token sequences. Insert all sequences first: an insertion may cut a segment in two."""
 
     def __init__(self) -> None:
         self._root = _Node(-1, np.empty(0, np.int64))
         self._keys = 0
 
     def insert(self, tokens: Tokens, cuts: tuple[int, ...]) -> None:
-        """Add a sequence. It is also cut at `cuts`, ascending positions that end with its length."""
+        """Add a sequence. It is also cut at `cuts`: ascending positions, the last of which is its length."""
         start = 0
         node = self._root
         for cut in cuts:
@@ -201,7 +200,7 @@ class TokenTree:
             start = cut
 
     def segments(self, tokens: Tokens) -> tuple[Segment, ...]:
-        """The path of a sequence that was inserted, up to a cut; parts that no other sequence has get no key."""
+        """The segments of an inserted sequence, up to one of its cuts. Parts that no other sequence has get no key."""
         node, start, path = self._root, 0, []
         while start < len(tokens):
             node = node.next[int(tokens[start])]
@@ -210,7 +209,7 @@ class TokenTree:
         return tuple(path)
 
     def _extend(self, node: _Node, tokens: Tokens) -> _Node:
-        """Walk or build the path of `tokens` from `node`; returns its last node."""
+        """Walk or build the path of `tokens` from `node`. Returns its last node."""
         while tokens.size:
             child = node.next.get(int(tokens[0]))
             if child is None:
@@ -223,7 +222,7 @@ class TokenTree:
         return node
 
     def _split(self, node: _Node, position: int) -> None:
-        """Cut an edge in two; the upper part is a new node in all but name."""
+        """Cut an edge in two. The upper part keeps the node, the lower part gets a new one."""
         lower = self._node(node.tokens[position:])
         lower.uses, lower.next = node.uses, node.next
         node.tokens, node.next = node.tokens[:position], {int(lower.tokens[0]): lower}

@@ -1,7 +1,7 @@
-"""ServeGen client models: a generator, not a log. Requests are drawn from what the files say about each client.
+"""ServeGen client models: a generator, not a log. Requests are drawn from the distributions of each client.
 
-`chunk-N-trace.csv` of a client gives its rate and the distribution of its gaps for windows of 600 s;
-`chunk-N-dataset.json` gives length distributions for windows of 6 h. The gaps are scaled to the rate of each window,
+A client's `chunk-N-trace.csv` has its rate and the distribution of its gaps for windows of 600 s;
+`chunk-N-dataset.json` has length distributions for windows of 6 h. The gaps are scaled to the rate of each window,
 because the published Weibull parameters do not give that rate.
 """
 
@@ -27,12 +27,16 @@ _PMF_WINDOW_S = 21_600
 _FAMILIES = ("Gamma", "Weibull")
 _SIDES = ("input_tokens", "output_tokens")
 _SUM_ERROR = 1e-6
-_SHAPES = (0.01, 10_000.0)  # outside, gaps of zero or all alike: no traffic looks so
+_SHAPES = (0.01, 10_000.0)  # outside this range gaps are 0 or all equal, unlike any traffic
+_NUMBERS = ((0, "window"), (1, "rate"), (2, "cv"), (4, "shape"), (5, "scale"))
+_PATTERN = "chunk-*-trace.csv"
+_CHUNK = 1024
+Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Window:
-    """600 s of a client: mean rate in requests/s, and the gaps' family with its parameters."""
+    """600 s of a client: mean rate in requests/s, and the family and parameters of the gaps."""
 
     start_s: int
     rate_rps: float
@@ -43,7 +47,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Lengths:
-    """A distribution of lengths in tokens: values and their cumulated probabilities."""
+    """A distribution of lengths in tokens: values and their cumulative probabilities."""
 
     tokens: tuple[int, ...]
     cumulated: tuple[float, ...]
@@ -57,7 +61,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Client:
-    """What the two files say about a client."""
+    """A client: the content of its two files."""
 
     name: str
     sha256: str
@@ -67,12 +71,12 @@ class Client:
     def lengths(self, start_s: int, source: np.random.Generator, count: int) -> tuple[list[int], list[int]]:
         """Prompt and output lengths of `count` requests in the window that starts at `start_s`."""
         pair = self.pmfs[start_s // _PMF_WINDOW_S * _PMF_WINDOW_S]
-        assert pair is not None  # read_client refuses an active window without distributions
+        assert pair is not None  # `read_client` refuses an active window without distributions
         return pair[0].draw(source, count), pair[1].draw(source, count)
 
 
 def read_client(trace_file: Path) -> Client:
-    """Read `chunk-N-trace.csv` and `chunk-N-dataset.json` beside it; raises TraceError."""
+    """Read `chunk-N-trace.csv` and `chunk-N-dataset.json` beside it. Raises TraceError."""
     file = open_source(trace_file)
     data = open_source(trace_file.with_name(trace_file.name.replace("-trace.csv", "-dataset.json")))
     windows, pmfs = _read_windows(file), _read_pmfs(data)
@@ -119,9 +123,6 @@ def _window(fields: list[str]) -> Window:
     return Window(int(start), rate, family, shape, scale)
 
 
-_NUMBERS = ((0, "window"), (1, "rate"), (2, "cv"), (4, "shape"), (5, "scale"))
-
-
 def _number(text: str, field: str) -> float:
     try:
         value = float(text) if text.isascii() and "_" not in text else float("nan")
@@ -146,7 +147,7 @@ def _read_pmfs(file: SourceFile) -> dict[int, tuple[Lengths, Lengths] | None]:
 
 
 def _pmf(value: object, place: str) -> Lengths | None:
-    """A literal dict of probabilities by length; None where it is empty."""
+    """A literal dict of probabilities by length, None if it is empty."""
     try:
         table = ast.literal_eval(value) if isinstance(value, str) else value
     except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
@@ -172,13 +173,8 @@ def _is_pair(length: object, probability: object) -> bool:
     )
 
 
-_PATTERN = "chunk-*-trace.csv"
-_CHUNK = 1024
-Floats = npt.NDArray[np.float64]
-
-
 class ServeGenSource:
-    """Requests of all clients in a folder (or of one client's trace file), in order of time, without end in memory."""
+    """Requests of all clients in a folder (or of one client's trace file), in order of time and in constant memory."""
 
     format = "servegen"
     key_kind = CONTENT
@@ -201,11 +197,11 @@ class ServeGenSource:
         self._seed = seed
 
     def clock_quantum_us(self) -> int:
-        """Drawn times have no coarser clock."""
+        """One microsecond."""
         return 1
 
     def rows(self, counts: RowCounts, sort: bool) -> Numbered:
-        """Requests window by window, the clients' streams merged by time."""
+        """Requests window by window, with the streams of all clients merged by time."""
         for number in range(max(len(client.windows) for client in self.clients)):
             streams = [self._window(index, number) for index in range(len(self.clients))]
             for time_us, prompt, output, client in heapq.merge(*streams):
@@ -216,7 +212,7 @@ class ServeGenSource:
                 yield counts.read - 1, Row(time_us * 1000, prompt, output, (Segment(None, prompt),), more)
 
     def _window(self, index: int, number: int) -> Iterator[tuple[int, int, int, int]]:
-        """(time in us, prompt, output, client) of one client in one window; the same draws in every run."""
+        """(time in us, prompt, output, client) of one client in one window. The draws are the same in every run."""
         client = self.clients[index]
         if number >= len(client.windows) or not client.windows[number].rate_rps:
             return
@@ -231,7 +227,7 @@ class ServeGenSource:
 
 
 def _arrivals(window: Window, source: np.random.Generator) -> Iterator[Floats]:
-    """Times within the window, in chunks: a renewal process that is caught somewhere inside its first gap."""
+    """Times within the window, in chunks: a renewal process whose first gap began before the window."""
     scale = 1 / (window.rate_rps * _mean_gap(window))
     last = -source.uniform() * float(_unit_gaps(window, source, 1)[0]) * scale
     while last < WINDOW_S:
@@ -252,7 +248,7 @@ def _mean_gap(window: Window) -> float:
 
 
 def client_files(path: Path) -> list[Path]:
-    """The trace files of all clients; raises TraceError where there is none."""
+    """The trace files of all clients. Raises TraceError if there are none."""
     if path.is_file():
         return [path]
     found = sorted(path.rglob(_PATTERN)) if path.is_dir() else []

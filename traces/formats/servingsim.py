@@ -1,7 +1,7 @@
 """LLMServingSim JSONL: times in ns, single requests or sessions of sub-requests, with token ids if they were recorded.
 
 Rows may be in any order. Token ids are cut where prompts differ, so their sharing is exact at any block size. A later
-prompt may hold an earlier output.
+prompt may contain an earlier output.
 """
 
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ class _Call(NamedTuple):
 
 
 class ServingSimSource:
-    """All requests of a file. It is held whole, because prompts are compared with each other."""
+    """All requests of a file. The whole file is in memory, because prompts are compared with each other."""
 
     format = "servingsim"
     key_kind = CHAINED
@@ -46,7 +46,7 @@ class ServingSimSource:
 
     def __init__(self, file: SourceFile, vocab_size: int | None) -> None:
         self.file = file
-        self.source = file.path.replace("\\", "/").rpartition("/")[2]
+        self.source = file.name
         self.sha256 = file.sha256
         self.noted: dict[str, int] = {}
         self.assumed: list[str] = []
@@ -54,7 +54,7 @@ class ServingSimSource:
         self._vocab_size = vocab_size
 
     def clock_quantum_us(self) -> int:
-        """Nanoseconds are cut to microseconds."""
+        """One microsecond: the recorded nanoseconds are cut."""
         return 1
 
     def rows(self, counts: RowCounts, sort: bool) -> Numbered:
@@ -115,7 +115,7 @@ class ServingSimSource:
         return calls
 
     def _chain(self, record: dict[str, object], session: str, first_id: int) -> Iterator[_Call]:
-        """The calls of a session. A later one is released when the one before ends; its arrival is a lower bound."""
+        """The calls of a session. A later call is released when the call before ends; its arrival is a lower bound."""
         time_ns = count(record, "arrival_time_ns", 0, 2**62)
         entries = record["sub_requests"]
         if not isinstance(entries, list):

@@ -1,7 +1,7 @@
-"""ShareGPT JSON: conversations as text in one array of objects. The user gives the tokenizer.
+"""ShareGPT JSON: conversations as text in one array of objects. The user provides the tokenizer.
 
 Each answer is a request, and its prompt is the conversation so far. Messages are tokenized one by one, without a chat
-template. Sharing between and within conversations is exact. The file is read in pieces, and only tokens are kept.
+template. Sharing between and within conversations is exact. The file is read in pieces; only tokens stay in memory.
 """
 
 from collections.abc import Iterator
@@ -22,11 +22,11 @@ _ASKS, _ANSWERS = ("human", "user"), ("gpt", "chatgpt", "assistant", "bard", "bi
 class _Dialogue(NamedTuple):
     name: str
     tokens: Tokens  # of the whole conversation
-    cuts: tuple[int, ...]  # ends of prompts and answers, in turn
+    cuts: tuple[int, ...]  # ends of prompts and answers, alternating
 
 
 class ShareGptSource:
-    """The requests of a ShareGPT file; conversations start with an arrival process, turns follow at once."""
+    """The requests of a ShareGPT file. An arrival process starts the conversations; turns follow without think time."""
 
     format = "sharegpt"
     key_kind = CHAINED
@@ -41,7 +41,7 @@ class ShareGptSource:
             reason = "text must be tokenised: give a tokenizer (trace.tokenizer=FOLDER)"
             raise TraceError(file.path, 1, None, reason)
         self.file = file
-        self.source = file.path.replace("\\", "/").rpartition("/")[2]
+        self.source = file.name
         self.sha256 = file.sha256
         self.noted: dict[str, int] = {}
         self.assumed = [
@@ -54,11 +54,13 @@ class ShareGptSource:
         return 1
 
     def rows(self, counts: RowCounts, sort: bool) -> Numbered:
-        """Requests, conversation by conversation, as many as the counts want."""
+        """Requests, conversation by conversation, until `counts.limit_reached()`."""
         tree = TokenTree()
         dialogues: list[tuple[int, _Dialogue]] = []
         for first_id, dialogue in self._dialogues(counts):
-            for end in range(2, len(dialogue.cuts) + 1, 2):  # each turn holds what was said before
+            for end in range(
+                2, len(dialogue.cuts) + 1, 2
+            ):  # the prompt of each turn contains the turns before
                 tree.insert(dialogue.tokens[: dialogue.cuts[end - 1]], dialogue.cuts[:end])
             dialogues.append((first_id, dialogue))
         for first_id, dialogue in dialogues:
@@ -124,7 +126,7 @@ class ShareGptSource:
 
 
 def _message(value: object, place: str) -> tuple[bool, str]:
-    """Whether it is an answer, and its text."""
+    """Whether the message is an answer, and its text. Raises RowError."""
     if not isinstance(value, dict):
         raise RowError(place, f"expected an object, found {kind(value)}")
     speaker, text = value.get("from"), value.get("value")

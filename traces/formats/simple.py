@@ -1,15 +1,23 @@
-"""A simple form for a trace written by hand or made from a log: CSV with a header, or JSONL with the same names.
+"""A simple format for traces written by hand or made from logs: CSV with a header, or JSONL with the same names.
 
-Needed are `arrival_s,prompt_tokens,output_tokens`. Optional are `session`, `prefix` with `prefix_tokens` (the prompt
-begins with that many tokens of a text of that name), `salt`, `n`, `best_of`, `beam_width`, `priority`, `model`, `kind`.
-An empty field means that the value is absent. The rows of a session are its turns, in order.
+Required are `arrival_s,prompt_tokens,output_tokens`. Optional are `session`, `prefix` with `prefix_tokens` (the prompt
+begins with that many tokens of the text with that name), `salt`, `n`, `best_of`, `beam_width`, `priority`, `model`,
+`kind`. An empty field means no value. The rows of a session are its turns, in order.
 """
 
 import hashlib
 
 from traces.errors import RowError
-from traces.formats.parsing import Columns, kind, plain_integer, read_object, require_keys, seconds_us
-from traces.formats.rows import Row, note
+from traces.formats.parsing import (
+    Columns,
+    check_best_of,
+    kind,
+    plain_integer,
+    read_object,
+    require_keys,
+    seconds_us,
+)
+from traces.formats.rows import Row, SessionTurns, note
 from traces.trace import CONTENT, Segment
 
 REQUIRED = ("arrival_s", "prompt_tokens", "output_tokens")
@@ -19,7 +27,7 @@ OPTIONAL = ("prefix", "prefix_tokens", "priority", *_COUNTS, *_WORDS)
 
 
 class SimpleReader:
-    """Rows of our own CSV or JSONL."""
+    """Rows of a simple CSV or JSONL."""
 
     format = "simple"
     key_kind = CONTENT
@@ -31,16 +39,15 @@ class SimpleReader:
     def __init__(self, first_line: str) -> None:
         self.has_header = not first_line.lstrip().startswith("{")
         self.noted: dict[str, int] = {}
-        self._names: dict[int, str] = {}  # key -> the prefix it stands for
-        self._turns: dict[str, tuple[int, int]] = {}  # session -> last turn and its request
+        self._names: dict[int, str] = {}  # key -> name of the prefix
+        self._turns = SessionTurns()
 
     def read_header(self, text: str) -> None:
         """Find the columns by name."""
         present = [name for name in OPTIONAL if name in Columns(REQUIRED, text).extra]
         self._wanted = (*REQUIRED, *present)
         self._columns = Columns(self._wanted, text)
-        for name in self._columns.extra:
-            self.noted[f"unknown column {name}"] = 1
+        self._columns.note_extra(self.noted)
 
     def read_row(self, text: str, line: int) -> Row:
         """Time in nanoseconds from the start."""
@@ -53,7 +60,7 @@ class SimpleReader:
         more |= {name: plain_integer(fields[name], name, 1) for name in _COUNTS if name in fields}
         if "priority" in fields:
             more["priority"] = plain_integer(fields["priority"], "priority", -(10**6))
-        _check_widths(more)
+        check_best_of(more)
         return Row(time_us * 1000, prompt, output, segments, more or None)
 
     def accept(self, row: Row, line: int, request_id: int) -> Row:
@@ -61,16 +68,14 @@ class SimpleReader:
         session = (row.more or {}).get("session")
         if session is None:
             return row
-        turn, parent = self._turns.get(session, (0, None))
-        self._turns[session] = (turn + 1, request_id)
-        return row._replace(more={**(row.more or {}), "turn": turn + 1, "parent": parent})
+        return row._replace(more={**(row.more or {}), **self._turns.add(session, request_id)})
 
     def clock_quantum_us(self) -> int:
         """One microsecond: finer digits are refused."""
         return 1
 
     def _fields(self, text: str) -> dict[str, str]:
-        """What the row says, as text, without empty fields."""
+        """The fields of the row as text, without empty ones."""
         if self.has_header:
             values = dict(zip(self._wanted, self._columns.pick(text), strict=True))
             return {name: value for name, value in values.items() if value or name in REQUIRED}
@@ -108,9 +113,3 @@ def _text(name: str, value: object) -> str:
     if name not in (*_WORDS, "prefix") and isinstance(value, str):
         raise RowError(name, "number expected, found string")
     return str(value)
-
-
-def _check_widths(more: dict[str, object]) -> None:
-    wanted, sampled = more.get("n"), more.get("best_of")
-    if isinstance(wanted, int) and isinstance(sampled, int) and sampled < wanted:
-        raise RowError("best_of", f"{sampled} is less than n {wanted}")

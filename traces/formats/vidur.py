@@ -1,6 +1,6 @@
 """Vidur's CSV of arrivals and lengths: seconds from the start, no sharing.
 
-Its `splitwise_*` files hold the Azure rows in another form. They are not new traces.
+Its `splitwise_*` files contain the Azure rows in another form. They are not new traces.
 """
 
 from traces.formats.parsing import Columns, plain_integer, seconds_us
@@ -27,8 +27,7 @@ class VidurReader:
     def read_header(self, text: str) -> None:
         """Find the three columns by name."""
         self._columns = Columns(_COLUMNS, text)
-        for name in self._columns.extra:
-            self.noted[f"unknown column {name}"] = 1
+        self._columns.note_extra(self.noted)
 
     def read_row(self, text: str, line: int) -> Row:
         """Time in nanoseconds from the start of the recording."""

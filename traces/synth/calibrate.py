@@ -1,7 +1,7 @@
-"""A generated trace that shares prefixes like a given trace: it finds the nearest hit-ratio curve.
+"""Generate a trace that shares prefixes like a given trace: its hit-ratio curve is the nearest one found.
 
-For each of a few popularities it finds the share of the prompt that gives the hit ratio of the given trace. It keeps
-the popularity whose whole curve is nearest.
+For each of a few Zipf exponents and numbers of texts, a search finds the share of the prompt that gives the hit ratio
+of the given trace. The combination whose whole curve is nearest is kept.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from traces.trace import Trace
 
 _EXPONENTS = (0.0, 0.8, 1.4)
 _COUNTS = (8, 64)
-_STEPS = 7  # halvings of the share: within 0.01
+_STEPS = 7  # halvings of the interval of shares: the result is within 0.01
 _BLOCK = 16
 _POINTS = 12
 
@@ -35,11 +35,11 @@ def calibrated_trace(
     seed: int,
     arrivals: ArrivalProcess | None = None,
 ) -> Trace:
-    """A generated trace that shares like `target`; its header says how near it comes.
+    """A generated trace that shares like `target`. Its header says how close it is.
 
-    For a few popularities the share is found by halving, so that the ideal hit ratio is that of the target's first
-    `num_requests` requests; the popularity whose whole curve is nearest is kept. Raises ParameterError where the
-    target shares nothing.
+    For each combination the share is found by bisection, so that the ideal hit ratio equals that of the target's first
+    `num_requests` requests. The combination whose whole curve is nearest is kept. Raises ParameterError if the target
+    shares nothing.
     """
     target = take(target, num_requests)
     wanted = reuse_profile(target, _BLOCK)
@@ -55,8 +55,8 @@ def calibrated_trace(
             error = _rms(profile.curve(capacities), wanted.curve(capacities))
             if best is None or error < best[0]:
                 best = error, sharing, trace, profile
-    assert best is not None  # there are exponents and counts
-    return _stated(best[2], target, wanted, best[3], best[0])
+    assert best is not None  # both lists have entries
+    return _with_quality(best[2], target, wanted, best[3], best[0])
 
 
 def _nearest(
@@ -81,7 +81,9 @@ def _capacities(profile: ReuseProfile) -> list[float]:
     return [float(size) for size in np.geomspace(max(tokens / 1000, profile.block_size), tokens, _POINTS)]
 
 
-def _stated(trace: Trace, target: Trace, wanted: ReuseProfile, found: ReuseProfile, error: float) -> Trace:
+def _with_quality(
+    trace: Trace, target: Trace, wanted: ReuseProfile, found: ReuseProfile, error: float
+) -> Trace:
     sides = {
         f"{side}_ks_to_target": round(ks_distance(_column(trace, side), _column(target, side)), 4)
         for side in ("prompt_tokens", "output_tokens")

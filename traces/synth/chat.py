@@ -1,7 +1,7 @@
-"""Generated conversations: the prompt of a turn is all earlier questions and answers, and then something new.
+"""Generated conversations: the prompt of a turn is all earlier questions and answers, and then a new question.
 
-They are drawn from the table `chat_turns`. A later turn waits for the answer and a pause. `output_key` says that the
-answer is part of the next prompt.
+They are drawn from the table `chat_turns`. A later turn waits for the answer and a pause. `output_key` is the key of
+the answer in the next prompt.
 """
 
 import json
@@ -15,29 +15,39 @@ import numpy as np
 import numpy.typing as npt
 
 from traces.arrivals import ArrivalProcess
-from traces.randomness import words
+from traces.randomness import uniform
 from traces.synth.sharing import FIRST_KEY, Sharing, text_tokens, zipf_place
 from traces.trace import AFTER, Segment, TraceRequest
 
 CHAT = "chat"
 _STARTS = ArrivalProcess("poisson", 0.2)
-_LONGEST = 8192  # tokens of prompt and answer; a conversation ends before it gets longer
+_LONGEST = 8192  # tokens of prompt and answer; a conversation ends before it exceeds them
 _MEAN_TURNS = 6
-_SESSION_STREAM, _DRAWS_A_TURN = 21, 4
+_SESSION_STREAM = 21
+_KEPT = (
+    "arrival_us",
+    "prompt_tokens",
+    "output_tokens",
+    "segments",
+    "session",
+    "turn",
+    "think_us",
+    "output_key",
+)
 
 
 def chat_source() -> str:
-    """What the conversations are calibrated on."""
+    """The data that the conversations are calibrated on."""
     return str(_table()["source"])
 
 
 def chat_requests(
     count: int, seed: int, starts: ArrivalProcess | None, system: Sharing | None
 ) -> tuple[tuple[TraceRequest, ...], dict[str, float | str], str]:
-    """`count` turns in order of arrival, what they are calibrated on, and the licence.
+    """`count` turns in order of arrival, the quality of their calibration, and the licence.
 
-    `starts` says when conversations begin (default: 0.2 a second). Arrivals of later turns leave out the time that
-    answers take: they order the trace, and the replay releases a turn by its answer.
+    `starts` gives the starts of conversations (default: 0.2 per second). Arrivals of later turns do not contain the
+    time of the answers. They only order the trace: the replay releases a turn after the answer before it.
     """
     process = starts or _STARTS
     sessions = zip(range(count), process.stream_us(seed), strict=False)
@@ -52,13 +62,13 @@ def chat_requests(
 
 
 def _settled(made: list[tuple[int, int, int, TraceRequest]], start_us: int) -> int:
-    """Turns that no later conversation can precede."""
+    """The number of turns that no later conversation can precede."""
     return sum(entry[0] <= start_us for entry in made)
 
 
 def _session(session: int, start_us: int, seed: int, system: Sharing | None) -> Iterator[TraceRequest]:
     table = _table()
-    drawn = _uniform(seed ^ _SESSION_STREAM, session)
+    drawn = _numbers(seed ^ _SESSION_STREAM, session)
     turns = max(1, round(_quantile(table, "turns", next(drawn))))
     history: list[Segment] = list(_opening(seed, next(drawn), system))
     before, arrival_us = None, start_us
@@ -96,7 +106,7 @@ def _opening(seed: int, drawn: float, system: Sharing | None) -> Iterator[Segmen
 
 
 def _numbered(turns: list[TraceRequest]) -> tuple[TraceRequest, ...]:
-    """Ids in order of arrival, and links to the turn before."""
+    """The turns with ids in order of arrival, and links to the turn before."""
     last: dict[str | None, int] = {}
     numbered = []
     for number, turn in enumerate(turns):
@@ -107,18 +117,6 @@ def _numbered(turns: list[TraceRequest]) -> tuple[TraceRequest, ...]:
         numbered.append(TraceRequest(request_id=number, **fields))
         last[turn.session] = number
     return tuple(numbered)
-
-
-_KEPT = (
-    "arrival_us",
-    "prompt_tokens",
-    "output_tokens",
-    "segments",
-    "session",
-    "turn",
-    "think_us",
-    "output_key",
-)
 
 
 def _quality(process: ArrivalProcess, system: Sharing | None) -> dict[str, float | str]:
@@ -157,9 +155,8 @@ def _table() -> dict[str, Any]:
     return table
 
 
-def _uniform(seed: int, session: int) -> Iterator[float]:
+def _numbers(seed: int, session: int) -> Iterator[float]:
     count = 64
     while True:
-        drawn = (words(seed, session, count) >> np.uint64(11)).astype(np.float64) * 2.0**-53
-        yield from islice(drawn.tolist(), count // 2 if count > 64 else 0, None)
+        yield from islice(uniform(seed, session, count).tolist(), count // 2 if count > 64 else 0, None)
         count *= 2

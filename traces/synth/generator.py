@@ -1,7 +1,7 @@
-"""Generated traces from a built-in table, so that a new machine needs no download.
+"""Generate traces from a built-in table, without any download.
 
-Lengths are drawn by inverse CDF. Where prompt and output lengths depend on each other in the data, they are drawn
-together with a Gaussian copula. Gaps are gamma distributed unless an arrival process is given. Prompts are unique
+Lengths are drawn by inverse CDF. If prompt and output lengths depend on each other in the data, they are drawn together
+with a Gaussian copula. Gaps are gamma distributed unless an arrival process is given. Prompts are unique
 unless a sharing model is given.
 """
 
@@ -24,6 +24,8 @@ from traces.synth.tables import TABLES, CalibrationTable, LengthTable, load_tabl
 from traces.trace import CONTENT, Segment, Trace, TraceHeader, TraceRequest
 
 Floats = npt.NDArray[np.float64]
+_PROMPTS, _OUTPUTS = 1, 2  # stream numbers; changing one changes every generated trace
+GENERATORS = (*TABLES, CHAT)
 
 
 def correlated(first: Floats, second: Floats, spearman: float) -> Floats:
@@ -40,10 +42,6 @@ def correlated(first: Floats, second: Floats, spearman: float) -> Floats:
     return np.array([(1 + erf(z / sqrt(2))) / 2 for z in mixed.tolist()])
 
 
-_PROMPTS, _OUTPUTS = 1, 2  # stream numbers; changing one changes every generated trace
-GENERATORS = (*TABLES, CHAT)
-
-
 def generate_trace(
     table: str,
     *,
@@ -54,8 +52,8 @@ def generate_trace(
 ) -> Trace:
     """`num_requests` requests of a generator (one of `GENERATORS`); raises ParameterError.
 
-    Without `arrivals` they come at the table's recorded rate. Without `sharing` every prompt is unique, but for what
-    the table itself describes.
+    Without `arrivals` they arrive at the table's recorded rate. Without `sharing` prompts share only what the table
+    itself describes.
     """
     if num_requests < 1:
         raise ParameterError("num_requests", f"at least 1 expected, found {num_requests}")

@@ -1,4 +1,4 @@
-"""Prefix sharing for generated prompts: which shared texts a prompt begins with. The lengths of prompts do not change.
+"""Prefix sharing for generated prompts: the shared texts that a prompt begins with. Prompt lengths do not change.
 
 Shared lengths are not rounded to any block size, so these traces show the effect of the block size on hits.
 """
@@ -11,25 +11,26 @@ import numpy as np
 import numpy.typing as npt
 
 from traces.errors import ParameterError
-from traces.randomness import uniform, words
+from traces.randomness import uniform
 from traces.trace import Segment, TraceRequest
 
 MODELS = ("system", "few_shot", "tree", "passages")
 FIRST_KEY = 2**63  # keys of generated texts start here; keys read from files lie below
-_CHOICE, _LENGTH, _WALK = 11, 12, 13  # streams; changing one changes every trace with sharing
+_CHOICE, _LENGTH, _WALK = 11, 12, 13  # stream numbers; changing one changes every trace with sharing
 _EXAMPLES, _DEPTH, _BRANCHES, _PASSAGES = 8, 6, 3, 5
 Pieces = list[Segment]
+_CDF: dict[tuple[int, float], npt.NDArray[np.float64]] = {}
 
 
 @dataclass(frozen=True)
 class Sharing:
     """How prompts share their beginnings.
 
-    system: one of `count` system prompts, popular by Zipf, of a length about `share` of the mean prompt.
+    system: one of `count` system prompts with Zipf popularity, about `share` of the mean prompt long.
     few_shot: one of `count` tasks, then as many of its 8 examples, in order, as fit in `share` of the prompt.
-    tree: a walk down one of `count` trees, 3 branches a node, 6 levels, until `share` of the prompt is shared.
+    tree: a walk down one of `count` trees (3 branches per node, 6 levels), until `share` of the prompt is shared.
     passages: one of 4 system prompts, then 5 of `count` passages by Zipf, together about `share` of the mean prompt.
-    `zipf` is the popularity's exponent; 0 is uniform.
+    `zipf` is the exponent of the popularity; 0 is uniform.
     """
 
     model: str
@@ -54,7 +55,7 @@ class Sharing:
 
 @dataclass(frozen=True)
 class FixedPrefix:
-    """Every prompt begins with the same text of so many tokens."""
+    """Every prompt begins with the same text of `tokens` tokens."""
 
     tokens: int
 
@@ -66,9 +67,9 @@ class FixedPrefix:
 def share_prompts(
     requests: tuple[TraceRequest, ...], sharing: Sharing | FixedPrefix, seed: int
 ) -> tuple[TraceRequest, ...]:
-    """The same requests with shared beginnings. Draws depend on (seed, request_id) alone.
+    """The same requests with shared beginnings. Draws depend on (seed, request_id) only.
 
-    Lengths of shared texts follow the mean prompt of the first 1,000 requests, so that more requests do not move them.
+    Lengths of shared texts follow the mean prompt of the first 1,000 requests, so more requests do not change them.
     """
     if isinstance(sharing, FixedPrefix):
         return tuple(_begun_with(request, [Segment(FIRST_KEY, sharing.tokens)]) for request in requests)
@@ -86,7 +87,7 @@ def share_prompts(
 
 
 def zipf_place(share: float, count: int, exponent: float) -> int:
-    """The place, from 0, below which `share` of the popularity lies."""
+    """The rank, from 0, of the text at quantile `share` of a Zipf popularity over `count` texts."""
     return min(int(np.searchsorted(_cumulative(count, exponent), share, "right")), count - 1)
 
 
@@ -115,7 +116,7 @@ def _few_shot(sharing: Sharing, seed: int, typical: float, request: TraceRequest
 
 def _tree(sharing: Sharing, seed: int, typical: float, request: TraceRequest, drawn: float) -> Pieces:
     root = zipf_place(drawn, sharing.count, sharing.zipf)
-    steps = _words(seed ^ _WALK, request.request_id, _DEPTH)
+    steps = uniform(seed ^ _WALK, request.request_id, _DEPTH)
     node, room, pieces = 1, sharing.share * request.prompt_tokens, []
     for level in range(_DEPTH):
         key = FIRST_KEY + (root << 20) + node
@@ -131,7 +132,7 @@ def _tree(sharing: Sharing, seed: int, typical: float, request: TraceRequest, dr
 def _passages(sharing: Sharing, seed: int, typical: float, request: TraceRequest, drawn: float) -> Pieces:
     system = FIRST_KEY + zipf_place(drawn, 4, sharing.zipf)
     pieces = [Segment(system, text_tokens(seed, system, typical / 3))]
-    steps = _words(seed ^ _WALK, request.request_id, _PASSAGES)
+    steps = uniform(seed ^ _WALK, request.request_id, _PASSAGES)
     for step in steps.tolist():
         key = FIRST_KEY + 4 + zipf_place(step, sharing.count, sharing.zipf)
         pieces.append(Segment(key, text_tokens(seed, key, typical * 2 / 3 / _PASSAGES)))
@@ -144,7 +145,6 @@ _MODELS: dict[str, Callable[[Sharing, int, float, TraceRequest, float], Pieces]]
     "tree": _tree,
     "passages": _passages,
 }
-_CDF: dict[tuple[int, float], npt.NDArray[np.float64]] = {}
 
 
 def _cumulative(count: int, exponent: float) -> npt.NDArray[np.float64]:
@@ -154,12 +154,8 @@ def _cumulative(count: int, exponent: float) -> npt.NDArray[np.float64]:
     return _CDF[count, exponent]
 
 
-def _words(seed: int, key: int, count: int) -> npt.NDArray[np.float64]:
-    return (words(seed, key, count) >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
 def _begun_with(request: TraceRequest, pieces: Pieces) -> TraceRequest:
-    """The pieces, cut so that at least the last token of the prompt is its own."""
+    """The request that begins with the pieces, cut so that at least its last token is unique."""
     kept, room = [], request.prompt_tokens - 1
     for key, tokens in pieces:
         if not room:

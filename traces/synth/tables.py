@@ -1,6 +1,6 @@
 """The built-in calibration tables: published quantiles and arrival figures of real traces, as JSON in `traces/data/`.
 
-A table holds figures only, no rows. Each file names its source, its licence, and how close draws from it come.
+A table has figures only, no rows. Each file names its source, its licence, and how close draws come to the data.
 """
 
 import json
@@ -42,14 +42,14 @@ POSITIONS = np.array([*_Q21[:-1], *_TAIL, 1.0])
 class LengthTable:
     """Quantiles of a length in tokens: `q21` at 0, 5, ... 100 %, `tail` at 96, 97, 98, 99, 99.5, 99.9 %.
 
-    The tail is needed: with `q21` alone the last piece inflates means up to 2.4 times. `ks` and `mean_ratio` say how
-    draws compare with the data behind the table (Kolmogorov-Smirnov distance; drawn mean / data mean).
+    The tail is needed: with `q21` alone, the last interval makes means up to 2.4 times too large. `ks` and `mean_ratio`
+    compare draws with the data of the table (Kolmogorov-Smirnov distance; drawn mean / data mean).
     """
 
     q21: tuple[float, ...]
     tail: tuple[float, ...]
     mean: float
-    ks: float | None  # None: no data to compare with, only published means
+    ks: float | None  # None: only means are published
     mean_ratio: float
 
     def quantile(self, share: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -74,7 +74,7 @@ class Arrivals:
 
     rate_rps: float
     gamma_shape: float
-    gamma_ks: float | None  # of the fit against recorded gaps; None where the recording clock hides them
+    gamma_ks: float | None  # of the fit to recorded gaps; None if the recording clock hides them
     recorded_gap_cv: float | None
     note: str
 
@@ -85,7 +85,7 @@ class Arrivals:
 
 @dataclass(frozen=True)
 class CalibrationTable:
-    """What a generated trace is calibrated on."""
+    """The published figures that a generated trace is calibrated on."""
 
     name: str
     title: str
@@ -100,11 +100,11 @@ class CalibrationTable:
     shared_prefix_tokens: int = 0  # all prompts begin with this text
 
     def sharing(self) -> "FixedPrefix | None":
-        """What the table says of sharing."""
+        """The sharing that the table describes, or None."""
         return FixedPrefix(self.shared_prefix_tokens) if self.shared_prefix_tokens else None
 
     def specification(self) -> dict[str, object]:
-        """All figures, for the digest of a generated trace; what a table does not use is left out of it."""
+        """All figures, for the digest of a generated trace, without fields that the table does not use."""
         plain = asdict(self)
         unused = [name for name in ("copula", "shared_prefix_tokens") if not plain[name]]
         return {name: value for name, value in plain.items() if name not in unused}
@@ -133,7 +133,7 @@ def _or_unknown(value: float | None) -> float | str:
 
 @lru_cache
 def load_table(name: str) -> CalibrationTable:
-    """The embedded table of that name; raises ParameterError naming the tables there are."""
+    """The embedded table of that name. Raises ParameterError that lists the tables."""
     if name not in TABLES:
         raise ParameterError("table", f'no table "{name}"; there are {", ".join(TABLES)}')
     raw: dict[str, Any] = json.loads((files("traces") / "data" / f"{name}.json").read_text("utf-8"))
