@@ -96,7 +96,7 @@ def test_every_config_file_starts_by_saying_what_it_is_for(file: Path) -> None:
 
 
 def test_the_purpose_of_an_option_is_its_first_line() -> None:
-    assert purpose("cache", "paged").startswith("Choose for blocks handed out on demand")
+    assert purpose("cache", "paged").startswith("Choose for blocks that are allocated on demand")
 
 
 def test_every_group_has_a_default_that_exists() -> None:

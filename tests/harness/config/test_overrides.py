@@ -74,7 +74,7 @@ def test_an_unknown_option_lists_the_options_and_when_to_choose_them() -> None:
     with pytest.raises(UnknownKeyError) as caught:
         parse_override("cache=pagd")
     assert "no option 'pagd'" in str(caught.value)
-    assert "paged              Choose for blocks handed out on demand" in str(caught.value)
+    assert "paged              Choose for blocks that are allocated on demand" in str(caught.value)
 
 
 def test_a_group_does_not_take_a_mapping() -> None:
