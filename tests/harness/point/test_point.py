@@ -194,7 +194,7 @@ def test_truncated_weights_are_refused_before_anything_runs(tmp_path: Path) -> N
 def test_a_checkpoint_without_a_language_model_head_is_refused(tmp_path: Path) -> None:
     config = small_config(tmp_path)
     config.model.path = str(checkpoint(tmp_path, architectures=["LlamaForSequenceClassification"]))
-    with pytest.raises(ConfigError, match="no causal language model"):
+    with pytest.raises(ConfigError, match="not a causal language model"):
         check_point(config)
 
 
