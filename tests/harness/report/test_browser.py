@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 pytestmark = pytest.mark.browser
+PATIENCE_MS = 300_000  # a safety net on a busy machine
 
 
 @pytest.fixture(scope="module")
@@ -16,7 +17,7 @@ def browser() -> Iterator[Any]:
     if path is None:
         pytest.skip("no Chromium on this machine")
     with playwright.sync_playwright() as driver:
-        chromium = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        chromium = driver.chromium.launch(executable_path=path, args=["--no-sandbox"], timeout=PATIENCE_MS)
         yield chromium
         chromium.close()
 
@@ -25,6 +26,7 @@ def browser() -> Iterator[Any]:
 def opened(browser, page) -> Iterator[Any]:
     """The report in a window of 1280 × 800, with what it asked for and what it complained about."""
     context = browser.new_context(offline=True, viewport={"width": 1280, "height": 800})
+    context.set_default_timeout(PATIENCE_MS)
     tab = context.new_page()
     tab.requested, tab.complaints = [], []
     tab.on("request", lambda request: tab.requested.append(request.url))
