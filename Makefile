@@ -9,7 +9,12 @@ STAMP  := $(VENV)/.ready
 OUT    ?=
 PART   ?=
 
-.PHONY: setup sweep test nightly lint gpu clean
+# what `make check` tests: the rules of the repository and the packages that need no torch
+FAST   := $(addprefix tests/e2e/test_,house_rules.py import_directions.py document_links.py) tests/traces tests/engine/core \
+          tests/harness/test_environment.py \
+          $(addprefix tests/harness/,config metrics store replay cost sweep gate trace)
+
+.PHONY: setup sweep check test nightly lint gpu clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
@@ -22,6 +27,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 sweep: $(STAMP)
 	$(PY) -m harness sweep $(ARGS)
+
+check: lint  # before every commit: about a minute
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n auto -q -m "not slow and not browser" $(FAST) $(ARGS)
 
 test: $(STAMP)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n auto $(ARGS)
