@@ -36,7 +36,7 @@ def make_record(
     runs: "Sequence[MeasuredRun]",
     seconds: Mapping[str, float],
 ) -> dict[str, Any]:
-    """All sections but those that the store adds (schema, fingerprint, overrides)."""
+    """All sections of a record, except those that the store adds (schema, fingerprint, overrides)."""
     analytic = _analytic(workload)
     predicted = simulated.metrics
     measured = [compute_metrics(run.log) for run in runs]
@@ -60,7 +60,7 @@ def make_record(
 
 
 def _environment(config: RunConfig, *, measured: bool) -> dict[str, Any]:
-    """The machine and, where something ran, what `engine.backend` stood for: attention first, then the other layers."""
+    """The machine and, for a measured point, the kernels that `engine.backend` chose: attention, then other layers."""
     ran = {"engine_kernels": engine_kernels(config.engine)} if measured else {}
     return {**environment(config.engine.device, str(clock_of(config))), **ran}
 
@@ -106,7 +106,7 @@ def _pool_section(workload: Workload) -> dict[str, Any]:
 def _outcome(
     workload: Workload, simulated: Mapping[str, int], runs: "Sequence[MeasuredRun]"
 ) -> dict[str, Any]:
-    """What became of the requests, of the measured runs the worst; dropped ones never entered either side."""
+    """Requests by outcome: simulated, of the worst measured run, and dropped ones, which entered neither side."""
     measured = [_counts(run.log) for run in runs]
     return {
         "simulated": dict(simulated),
@@ -141,7 +141,7 @@ def _analytic(workload: Workload) -> dict[str, float]:
 
 
 def _has_closed_forms(workload: Workload) -> bool:
-    """Whether all requests are alike in width, and what they generate is neither drafted nor cut short."""
+    """Whether all requests have the same width, without drafts and without branches that end early."""
     alike = workload.trace_decoding.uniform(workload.trace)
     return (
         alike and workload.trace_decoding.configured.speculation is None and workload.drawn.survival is None
@@ -159,7 +159,7 @@ def _measured_section(
 
 
 def tables_of(simulated: RunLog, runs: "Sequence[MeasuredRun]") -> dict[str, Table]:
-    """Steps and requests of both sides, with the columns `side` and `run`; and measured beams' parents, if any."""
+    """Steps and requests of both sides, with the columns `side` and `run`, and parents of measured beams, if any."""
     logs = [("simulated", 0, simulated), *(("measured", number, run.log) for number, run in enumerate(runs))]
     tables = {
         name: _stacked([(side, number, getattr(log, name)) for side, number, log in logs])
