@@ -50,7 +50,7 @@ UNITS = """
         harness.console harness.config harness.environment harness.metrics harness.store
         harness.replay harness.cost harness.compiled
         harness.workload harness.measure harness.calibrate harness.point harness.sweep
-    harness.report.style harness.report.axes harness.report.numbers harness.report.study
+    harness.report.style harness.report.study harness.report.axes harness.report.numbers
         harness.report.trace_pictures harness.report.figures harness.report.verdict_text harness.report.tables
         harness.report.attribution harness.report.provenance harness.report.page harness.report.write
     harness.report
