@@ -5,6 +5,7 @@ import threading
 import time
 from contextlib import contextmanager
 
+PATIENCE_S = 120.0  # a safety net: no test rests on it
 TEXT = "the cat sat on a mat and saw the quick brown fox jump over that lazy dog, again; naïve café 日本 🙂"
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
@@ -59,7 +60,7 @@ def served(engine, **options):
         thread.join(10)
 
 
-def wait_until(condition, seconds=120.0):
+def wait_until(condition, seconds=PATIENCE_S):
     """Whether `condition` comes true; the limit is a safety net and no part of what is tested."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import httpx
 import openai
 import pytest
-from serve_cases import build_engine, served, wait_until
+from serve_cases import PATIENCE_S, build_engine, served, wait_until
 
 LOADED = {}
 
@@ -188,9 +188,8 @@ def test_what_is_wrong_is_a_400_that_says_so(client, wrong, words):
 
 
 def test_a_body_that_is_no_json_is_a_400(address):
-    answer = httpx.post(
-        f"{address}/v1/completions", content=b"{", headers={"content-type": "application/json"}
-    )
+    head = {"content-type": "application/json"}
+    answer = httpx.post(f"{address}/v1/completions", content=b"{", headers=head, timeout=PATIENCE_S)
     assert answer.status_code == 400
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
@@ -201,15 +200,15 @@ def test_another_model_is_not_found(client):
 
 
 def test_an_unknown_address_is_not_found(address):
-    assert httpx.get(f"{address}/v2/completions").json()["error"]["code"] == 404
+    assert httpx.get(f"{address}/v2/completions", timeout=PATIENCE_S).json()["error"]["code"] == 404
 
 
 def test_health_and_metrics(client, address, engine):
     client.completions.create(model="tiny", prompt="metrics", max_tokens=5, temperature=0)
-    assert httpx.get(f"{address}/health").status_code == 200
+    assert httpx.get(f"{address}/health", timeout=PATIENCE_S).status_code == 200
 
     def page():
-        return httpx.get(f"{address}/metrics").text
+        return httpx.get(f"{address}/metrics", timeout=PATIENCE_S).text
 
     def value(name):
         lines = [line for line in page().splitlines() if line and not line.startswith("#")]
@@ -245,7 +244,7 @@ def unending(engine, monkeypatch):
 def test_a_client_that_goes_in_the_middle_of_a_stream_gives_its_blocks_back(address, engine):
     body = {"model": "tiny", "prompt": "the cat", "max_tokens": 120, "stream": True, "ignore_eos": True}
     aborted = engine.counters.finished["abort"]
-    with httpx.stream("POST", f"{address}/v1/completions", json=body) as answer:
+    with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=PATIENCE_S) as answer:
         assert next(answer.iter_lines()).startswith("data: ")
     assert wait_until(lambda: engine.counters.finished["abort"] == aborted + 1 and is_idle(engine))
 
@@ -283,7 +282,7 @@ def test_500_clients_at_once(address, engine):
 
     async def all_of_them():
         limits = httpx.Limits(max_connections=500, max_keepalive_connections=500)
-        async with httpx.AsyncClient(base_url=address, limits=limits, timeout=120) as client:
+        async with httpx.AsyncClient(base_url=address, limits=limits, timeout=PATIENCE_S) as client:
             return await asyncio.gather(*(ask(client, number) for number in range(500)))
 
     answers = asyncio.run(all_of_them())

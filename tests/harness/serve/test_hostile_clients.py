@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from serve_cases import build_engine, served, wait_until
+from serve_cases import PATIENCE_S, build_engine, served, wait_until
 from tiny_models import SHAPE
 
 
@@ -28,7 +28,7 @@ def address_fixture(engine):
 
 
 def post(address, body, path="/v1/completions"):
-    return httpx.post(f"{address}{path}", json=body, timeout=60)
+    return httpx.post(f"{address}{path}", json=body, timeout=PATIENCE_S)
 
 
 def serves(address):
@@ -109,7 +109,7 @@ RAW = {
 @pytest.mark.parametrize("name", RAW)
 def test_a_body_that_no_client_library_would_send_is_a_4xx(name, address):
     headers = {"content-type": "application/json"}
-    answer = httpx.post(f"{address}/v1/completions", content=RAW[name], headers=headers, timeout=60)
+    answer = httpx.post(f"{address}/v1/completions", content=RAW[name], headers=headers, timeout=PATIENCE_S)
     assert 400 <= answer.status_code < 500
     assert answer.json()["error"]["message"]
     assert serves(address)
@@ -165,7 +165,7 @@ def test_clients_that_come_and_go_leave_nothing_behind(address, engine):
             return
 
     async def all_of_them():
-        async with httpx.AsyncClient(base_url=address, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=address, timeout=PATIENCE_S) as client:
             await asyncio.gather(*(come_and_go(client, number) for number in range(120)))
 
     asyncio.run(all_of_them())
