@@ -12,7 +12,7 @@ PART   ?=
 # what `make check` tests: the rules of the repository and the packages that need no torch
 FAST   := $(addprefix tests/e2e/test_,house_rules.py import_directions.py document_links.py) tests/traces tests/engine/core \
           tests/harness/test_environment.py \
-          $(addprefix tests/harness/,config metrics store replay cost sweep gate trace)
+          $(addprefix tests/harness/,config metrics store replay cost sweep trace)
 
 .PHONY: setup sweep check test nightly lint gpu clean
 setup: $(STAMP)

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 MAX_FUNCTION_LINES = 80  # without the docstring; the norm is ten
 FOLDERS = ("traces", "engine", "harness", "kernels/paged_kernels")
@@ -63,6 +65,7 @@ def test_the_name_kernels_leads_to_no_file_of_ours() -> None:
     assert str(ROOT / "kernels") not in done.stdout
 
 
+@pytest.mark.slow
 def test_importing_transformers_imports_nothing_of_ours() -> None:
     script = (
         "import sys, transformers.models.llama.modeling_llama\n"

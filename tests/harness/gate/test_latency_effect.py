@@ -30,12 +30,14 @@ def share(found: list[Verdict], verdict: Verdict) -> float:
     return found.count(verdict) / len(found)
 
 
+@pytest.mark.slow
 def test_false_alarms_are_rarer_than_one_in_a_hundred_without_an_effect() -> None:
     found = verdicts(0.0, NOISE, seed=1)
     assert share(found, Verdict.regressed) < 0.01
     assert share(found, Verdict.passed) > 0.95
 
 
+@pytest.mark.slow
 def test_no_false_alarm_even_where_the_noise_is_high() -> None:
     assert share(verdicts(0.0, 0.10, seed=2), Verdict.regressed) < 0.01
 

@@ -21,11 +21,12 @@ from harness.config.schema import TraceFormat
 @pytest.mark.parametrize("format_", FORMATS)
 def test_fast_forward_changes_no_record(format_: TraceFormat, policy: str, mode: str, tmp_path: Path) -> None:
     case = Case(tmp_path, format_, policy, mode)
-    leaping, single = case.log(), case.log(fast_forward=False)
-    assert len(leaping.requests["request_id"]) > 10
-    assert fingerprint(leaping) == fingerprint(single)
+    together, single = case.log(), case.log(fast_forward=False)
+    assert len(together.requests["request_id"]) > 10
+    assert fingerprint(together) == fingerprint(single)
 
 
+@pytest.mark.slow
 def test_the_pools_of_these_points_are_too_small(tmp_path: Path) -> None:
     """Without preemption the cases above and below would say little."""
     preempted = {case.policy for case in cases(tmp_path) if case.log().steps["preempted"].sum()}
@@ -47,6 +48,7 @@ print(digest(Path(sys.argv[1])))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", ["0", "12345"])
 def test_every_process_and_hash_seed_gives_the_same_bytes(seed: str, tmp_path: Path) -> None:
     here = Path(__file__).resolve()

@@ -121,6 +121,7 @@ CASES = st.builds(
 )
 
 
+@pytest.mark.slow
 @given(CASES)
 @settings(max_examples=80, deadline=None)
 def test_fast_forward_changes_no_record_under_any_policy(chosen: Case) -> None:
@@ -167,6 +168,7 @@ print(json.dumps([fingerprint(case(rows, name, limits, "open").play(fast_forward
 """
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_bytes_in_every_process_and_hash_seed() -> None:
     here = Path(__file__).resolve()
     script = SCRIPT.format(tests=str(here.parent)) + "\n"

@@ -38,7 +38,9 @@ def test_streamed_metrics_equal_those_of_the_records() -> None:
 
 
 def test_fast_forward_changes_no_streamed_figure() -> None:
-    one, other = (metrics(stream(busy(), cost=COST, fast_forward=leap), 16_000) for leap in (True, False))
+    one, other = (
+        metrics(stream(busy(), cost=COST, fast_forward=together), 16_000) for together in (True, False)
+    )
     assert one == other
 
 

@@ -58,6 +58,7 @@ def test_a_failing_point_is_kept_with_its_traceback_and_others_run(plan: Callabl
     assert "FAILED: RuntimeError: the point is broken" in log
 
 
+@pytest.mark.slow
 def test_simulated_points_run_in_worker_processes(plan: Callable[..., SweepPlan]) -> None:
     sweep = plan("measure=false", "workers=2", "trace.name=ok,fail", "workload.seed=1,2")
     outcome, _ = run(sweep)
@@ -65,6 +66,7 @@ def test_simulated_points_run_in_worker_processes(plan: Callable[..., SweepPlan]
     assert {failed.error for failed in outcome.failed} == {"RuntimeError: the point is broken"}
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_fails_its_own_point_only(plan: Callable[..., SweepPlan]) -> None:
     sweep = plan("measure=false", "workers=2", "trace.name=die,ok", "workload.seed=1,2")
     outcome, _ = run(sweep)

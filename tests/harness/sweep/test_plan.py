@@ -87,6 +87,7 @@ def test_an_unknown_experiment_lists_the_experiments() -> None:
         sweep_request(["experiment=defualt"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", experiments())
 def test_every_experiment_plans(name: str, tmp_path: Path) -> None:
     file = tmp_path / "trace"
@@ -153,6 +154,7 @@ def test_a_fingerprint_is_the_same_in_every_process() -> None:
     assert re.fullmatch("[0-9a-f]{32}", fingerprint(RunConfig(), {}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text", ["cache.block_size=4", "measure=false", "workload.num_requests=3", "engine.threads=2"]
 )
