@@ -140,7 +140,9 @@ def test_too_few_requests_for_a_steady_state_are_noted(tmp_path: Path) -> None:
     config.workload.num_requests = 20
     trials = Trials(config, parse_slo("queue_mean<1"))
     answer = highest_rate(trials, 1, 0.1, lambda _: None)
-    study = CapacityStudy("q", [("model", "m")], parse_slo("queue_mean<1"), "rate", answer, trials.made, trials.made)
+    study = CapacityStudy(
+        "q", [("model", "m")], parse_slo("queue_mean<1"), "rate", answer, trials.made, trials.made
+    )
     assert any(note.startswith("Short:") for note in notes(study))
     page = write_study(study, tmp_path).read_text()
     assert "Every request of every simulation finished." in page

@@ -6,7 +6,7 @@ from sim_cases import LinearCost, replay, request
 
 from harness.metrics import METRICS, compute_metrics
 from harness.metrics.comparison import comparison_error
-from harness.point.error_levels import ATTRIBUTED, attribution, divergence, with_step_times, suspect
+from harness.point.error_levels import ATTRIBUTED, attribution, divergence, suspect, with_step_times
 from harness.replay.arrivals import TimedRequest
 from harness.replay.recorder import MeasuredRun
 from harness.report.attribution import (
