@@ -4,6 +4,7 @@ TRITON_INTERPRET is read when a kernel is defined, so this file is not collected
 program costs about 7 ms here and a tile 4 ms. What runs at full size and in all dtypes on a GPU is in `test_on_gpu.py`.
 """
 
+import numpy as np
 import pytest
 import torch
 
@@ -267,3 +268,87 @@ def test_the_engine_gives_the_same_tokens_on_both_backends():
     ]
     found, expected = ([done.outputs[0].token_ids for done in answer] for answer in answers)
     assert found == expected
+
+
+def strange(value, which, lengths=(300, 40), **options):
+    """A case with `value` in one element of one key or value of row 0, and its exact output and LSE."""
+    case = build_case(spec_of(lengths, block_size=16, **options))
+    cache = case.key_cache if which == "key" else case.value_cache
+    cache[case.block_table[0, 7], 5, 0, 3] = value  # token 117, KV head 0
+    return case, exact_attention(case)
+
+
+def assert_same(found, exact, *, atol=1e-5):
+    """Finite where `exact` is, and there equal; NaN and infinite where it is."""
+    assert torch.equal(found.isnan(), exact.isnan())
+    assert torch.allclose(found.double(), exact, atol=atol, equal_nan=True)
+
+
+@np.errstate(invalid="ignore", over="ignore")  # here they are meant
+@pytest.mark.parametrize("which", ["key", "value"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("num_splits", [1, 3, None])
+def test_a_strange_number_reaches_the_output_of_any_split(monkeypatch, which, value, num_splits):
+    monkeypatch.setattr(triton_config, "SPLIT_TOKENS", 64)
+    case, (exact, sums) = strange(value, which)
+    lse = torch.empty(2, 4)
+    assert not exact.isfinite().all()
+    assert_same(attend(case, num_splits=num_splits, lse=lse), exact)
+    assert torch.equal(lse.isfinite(), sums.isfinite())  # an infinite LSE may become NaN on the way
+
+
+@np.errstate(invalid="ignore", over="ignore")  # here they are meant
+@pytest.mark.parametrize("which", ["key", "value"])
+@pytest.mark.parametrize("shared", [64, 160])
+@pytest.mark.parametrize("options", [{}, {"sinks": True}])
+def test_nan_reaches_the_output_of_a_cascade(which, shared, options):
+    case, (exact, _) = strange(float("nan"), which, (300, 200), shared_tokens=shared, **options)
+    for backend in ("triton", "torch"):
+        found = cascade_attention_decode(
+            case.q,
+            case.key_cache,
+            case.value_cache,
+            *halves(case, shared),
+            **options_of(case),
+            backend=backend,
+        )
+        assert_same(found, exact)
+
+
+@np.errstate(invalid="ignore")
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+@pytest.mark.parametrize("side", ["a", "b"])
+def test_a_merge_keeps_the_nan_of_either_side(backend, side):
+    parts = {"a": torch.randn(2, 3, 8), "b": torch.randn(2, 3, 8)}
+    sums = {"a": torch.randn(2, 3), "b": torch.randn(2, 3)}
+    parts[side][0], sums[side][0] = float("nan"), float("nan")
+    merged, lse = merge_attn_states(parts["a"], sums["a"], parts["b"], sums["b"], backend=backend)
+    assert merged[0].isnan().all()
+    assert lse[0].isnan().all()
+    assert merged[1].isfinite().all()
+
+
+@np.errstate(invalid="ignore")
+@pytest.mark.parametrize("num_splits", [1, 4, None])
+def test_a_read_behind_the_end_would_be_seen(monkeypatch, num_splits):
+    """Slots behind a sequence are NaN, so a length that is one too long shows in the output."""
+    monkeypatch.setattr(triton_config, "SPLIT_TOKENS", 64)
+    case = build_case(spec_of((300, 40), block_size=16))
+    right = attend(case, num_splits=num_splits)
+    assert right.isfinite().all()
+    case.seq_lens[0] += 1
+    assert attend(case, num_splits=num_splits)[0].isnan().all()
+
+
+@pytest.mark.parametrize("num_splits", [1, 3, None])
+def test_blocks_freed_behind_the_window_are_not_read(num_splits):
+    case = build_case(spec_of((300,), block_size=16, window=40))
+    right = attend(case, num_splits=num_splits)
+    freed = case.block_table[0, : (300 - 40) // 16]
+    case.key_cache[freed.long()] = float("nan")
+    case.value_cache[freed.long()] = float("nan")
+    assert torch.equal(attend(case, num_splits=num_splits), right)
+
+
+def test_a_length_on_the_edge_of_a_split_is_exact():
+    check(spec_of((192, 128, 64), block_size=16), num_splits=3)

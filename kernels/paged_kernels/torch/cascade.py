@@ -94,10 +94,9 @@ def run_cascade(
         state = _prefix(q[rows], asked, key_cache, value_cache, blocks, length, plain, workspace)
         merged[rows], sums[rows] = merge_reference(merged[rows], sums[rows], *state)
     if scoring.sinks is not None:
-        with_sink = torch.logaddexp(sums, scoring.sinks.to(wide)).masked_fill(
-            sums == float("-inf"), float("-inf")
-        )
-        merged *= torch.exp(sums - with_sink).nan_to_num(0.0).unsqueeze(-1)
+        empty = sums == float("-inf")
+        with_sink = torch.logaddexp(sums, scoring.sinks.to(wide)).masked_fill(empty, float("-inf"))
+        merged *= torch.exp(sums - with_sink).masked_fill(empty, 0.0).unsqueeze(-1)
         sums = with_sink
     out.copy_(merged)
     if lse is not None:

@@ -19,7 +19,7 @@ def merge_reference(
     base = top.masked_fill(top == float("-inf"), 0.0)
     weight_a, weight_b = torch.exp(lse_a - base), torch.exp(lse_b - base)
     total = weight_a + weight_b
-    seen = total > 0
+    seen = total != 0  # not `> 0`: a NaN of either side must reach the output
     safe = total.masked_fill(~seen, 1.0)
     merged = _weighed(o_a, weight_a / safe) + _weighed(o_b, weight_b / safe)
     return merged, (base + safe.log()).masked_fill(~seen, float("-inf"))
@@ -27,7 +27,7 @@ def merge_reference(
 
 def _weighed(out: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """`out` x weight, and 0 where the weight is 0: the output of an empty side is undefined."""
-    return torch.where(weight.unsqueeze(-1) > 0, out * weight.unsqueeze(-1), 0.0)
+    return torch.where(weight.unsqueeze(-1) != 0, out * weight.unsqueeze(-1), 0.0)
 
 
 def gather_blocks(cache: torch.Tensor, blocks: torch.Tensor, name: str, workspace: Workspace) -> torch.Tensor:

@@ -101,16 +101,16 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     base = tl.where(top == float("-inf"), 0.0, top)
     weight_a, weight_b = tl.exp(a - base), tl.exp(b - base)
     total = weight_a + weight_b
-    seen = total > 0
+    seen = total != 0  # not `> 0`: a NaN of either side must reach the output
     safe = tl.where(seen, total, 1.0)
     side_a = tl.load(
         o_a + token * a_row + head[:, None] * a_head + column[None, :],
-        mask=inside & (weight_a > 0)[:, None],
+        mask=inside & (weight_a != 0)[:, None],
         other=0.0,
     ).to(tl.float32)
     side_b = tl.load(
         o_b + token * b_row + head[:, None] * b_head + column[None, :],
-        mask=inside & (weight_b > 0)[:, None],
+        mask=inside & (weight_b != 0)[:, None],
         other=0.0,
     ).to(tl.float32)
     merged = side_a * (weight_a / safe)[:, None] + side_b * (weight_b / safe)[:, None]

@@ -143,7 +143,7 @@ def merge_parts(  # type: ignore[no-untyped-def]
         index = begin + tl.arange(0, CHUNK)
         where = place + index * step
         sums = tl.load(part_lse + where, mask=index < count, other=float("-inf"))
-        filled = sums > float("-inf")
+        filled = sums != float("-inf")  # a part whose LSE is NaN takes part, so the NaN reaches the output
         pieces = tl.load(
             part + where[:, None] * DV + column[None, :],
             mask=filled[:, None] & (column < DV)[None, :],
@@ -188,7 +188,7 @@ def combine_kernel(  # type: ignore[no-untyped-def]
                 prefix, prefix_lse, row * PREFIX_SPLITS * HEADS + head, shared, HEADS, top, total, acc,
                 DV, DV_PAD, CHUNK,
             )  # fmt: skip
-        seen = total > 0
+        seen = total != 0
         if HAS_SINKS:
             sink = tl.load(sinks + head).to(tl.float32)
             base = tl.where(seen, top, 0.0)

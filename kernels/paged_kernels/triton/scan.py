@@ -135,7 +135,7 @@ def finished(top, total, acc, sink, v_scale, HAS_SINKS: tl.constexpr, LOG2E: tl.
 
     A sink is a key without a value: it counts in the denominator only.
     """
-    seen = total > 0
+    seen = total != 0  # not `> 0`: a NaN among the keys must reach the output
     base = tl.where(seen, top, 0.0)
     if HAS_SINKS:
         higher = tl.maximum(base, sink * LOG2E)
