@@ -6,19 +6,25 @@ from pathlib import Path
 from harness.config.errors import ConfigError
 from harness.config.schema import CostKind, RunConfig
 from harness.cost.roofline import RooflineCost
+from harness.environment import device_identity
 from harness.replay.cost_model import CostModel
+from harness.workload.devices import is_predicted_device
 from harness.workload.shapes import device_shape, draft_shape, model_shape
 
 
 def resolve_cost_kind(config: RunConfig) -> CostKind:
-    """The cost model's kind. `auto` is table with timed kernels, fitted if measured or calibrated, else roofline."""
+    """The cost model's kind. `auto` is table with timed kernels, fitted if measured or calibrated, else roofline.
+
+    A calibration of this machine prices no other device: for another `device`, `auto` is the roofline.
+    """
     from harness.calibrate.store import is_calibrated
 
     if config.cost.kind is not CostKind.auto:
         return config.cost.kind
     if config.cost.kernels is not None:
         return CostKind.table
-    return CostKind.fitted if config.measure or is_calibrated(config) else CostKind.roofline
+    fitted = is_predicted_device(config) and (config.measure or is_calibrated(config))
+    return CostKind.fitted if fitted else CostKind.roofline
 
 
 def takes_timed_kernels(config: RunConfig) -> bool:
@@ -36,6 +42,7 @@ def check_cost(config: RunConfig) -> None:
     from harness.calibrate.store import calibration_path, has_grid, is_calibrated
 
     kind = resolve_cost_kind(config)
+    _check_device(config, kind)
     _check_acceptance(config, kind)
     if takes_timed_kernels(config):
         from harness.calibrate.kernel_table import check_kernel_table
@@ -56,6 +63,25 @@ def check_cost(config: RunConfig) -> None:
             "cost.kind",
             f"{kind}, but this model and engine have not been calibrated on this device. Run 'python -m harness "
             "calibrate' with the same settings first, or the same with measure=true, or use cost=roofline",
+        )
+
+
+def _check_device(config: RunConfig, kind: CostKind) -> None:
+    """Raise ConfigError if seconds of this machine would be given out as those of another device."""
+    if is_predicted_device(config):
+        return
+    here = device_identity(config.engine.device)
+    if config.measure:
+        raise ConfigError(
+            "device.name",
+            f"{config.device.name} would be predicted, but the engine measures on {here}; use measure=false to predict "
+            f"{config.device.name}, or device=cpu, which stands for the machine at hand",
+        )
+    if kind is not CostKind.roofline:
+        raise ConfigError(
+            "cost.kind",
+            f"{kind} takes its seconds from {here} and cannot price device {config.device.name}; use cost=roofline, or "
+            "device=cpu, which stands for the machine at hand",
         )
 
 

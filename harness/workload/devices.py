@@ -6,7 +6,7 @@ from engine.runtime.attention.native.compile import why_unavailable
 from engine.runtime.options import Backend
 from harness.config.errors import ConfigError
 from harness.config.schema import Clock, EngineConfig, EngineDevice, RunConfig
-from harness.environment import engine_device, gpu_names
+from harness.environment import device_identity, engine_device, gpu_names
 
 
 def clock_of(config: RunConfig) -> Clock:
@@ -15,6 +15,20 @@ def clock_of(config: RunConfig) -> Clock:
         return config.replay.clock
     single = engine_device(config.engine.device) == "cpu" and config.engine.threads == 1
     return Clock.cpu if single else Clock.wall
+
+
+def is_predicted_device(config: RunConfig) -> bool:
+    """Whether `device`, which the simulation predicts, is the device that the engine runs on.
+
+    Only then do seconds measured here say anything about it. `device=cpu`, the default, stands for the machine at
+    hand. Any other name must be part of the GPU's: `h100_sxm` is an "NVIDIA H100 80GB HBM3".
+    """
+    name = config.device.name.lower()
+    if name == EngineDevice.cpu.value:
+        return True
+    if engine_device(config.engine.device) == "cpu":
+        return False
+    return name.split("_")[0] in device_identity(config.engine.device).lower()
 
 
 _SHARE = 0.8  # of the machine's memory: the model, its activations and Python need the rest

@@ -1,0 +1,55 @@
+"""Seconds measured on one device are never given out as those of another."""
+
+import pytest
+
+from harness.config.compose import compose_config
+from harness.config.errors import ConfigError
+from harness.config.schema import CostKind, RunConfig
+from harness.point.cost import check_cost, cost_model, resolve_cost_kind
+from harness.sweep.plan import run_request
+from harness.workload.devices import is_predicted_device
+
+
+def config(*overrides: str) -> RunConfig:
+    request = run_request(("engine.device=cpu", "decoding.beam_width=1", *overrides))
+    return compose_config(axis.settings[0] for axis in request.axes)
+
+
+@pytest.fixture
+def calibrated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine is calibrated for every model."""
+    monkeypatch.setattr("harness.calibrate.store.is_calibrated", lambda config: True)
+
+
+@pytest.mark.usefixtures("calibrated")
+@pytest.mark.parametrize("device", ["h100", "a100_80gb", "h200"])
+def test_a_calibration_of_this_machine_does_not_price_another_device(device: str) -> None:
+    other = config("measure=false", f"device={device}")
+    assert resolve_cost_kind(other) is CostKind.roofline
+    assert cost_model(other).source.name == device
+
+
+@pytest.mark.usefixtures("calibrated")
+def test_a_calibration_of_this_machine_prices_this_machine() -> None:
+    assert resolve_cost_kind(config("measure=false")) is CostKind.fitted
+
+
+@pytest.mark.usefixtures("calibrated")
+@pytest.mark.parametrize("kind", ["fitted", "table"])
+def test_measured_costs_of_another_device_are_refused(kind: str) -> None:
+    with pytest.raises(ConfigError, match="cannot price device h100; use cost=roofline"):
+        check_cost(config("measure=false", "device=h100", f"cost={kind}"))
+
+
+def test_measuring_here_what_is_predicted_for_another_device_is_refused() -> None:
+    with pytest.raises(ConfigError, match="h200 would be predicted, but the engine measures on"):
+        check_cost(config("device=h200", "model.dtype=bfloat16"))
+
+
+@pytest.mark.parametrize(("name", "same"), [("h100", True), ("h100_sxm", True), ("cpu", True), ("h200", False)])
+def test_a_gpu_is_known_by_the_first_part_of_its_name(
+    monkeypatch: pytest.MonkeyPatch, name: str, same: bool
+) -> None:
+    monkeypatch.setattr("harness.workload.devices.engine_device", lambda device: "cuda")
+    monkeypatch.setattr("harness.workload.devices.device_identity", lambda device: "NVIDIA H100 80GB HBM3")
+    assert is_predicted_device(config(f"device.name={name}")) is same
