@@ -137,7 +137,7 @@ def notes(study: CapacityStudy) -> list[str]:
         )
     if not any(trial.extrapolated for trial in study.trials):
         found.append(
-            "The cost model was not measured on a device: it is the datasheet's roofline, an upper bound."
+            "The cost model was not measured on a device: it is the datasheet's roofline plus assumed host times."
         )
     return found + _short(study)
 

@@ -5,10 +5,12 @@ configurations.
 """
 
 import copy
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from os.path import expanduser
+from pathlib import Path
 from typing import Any, cast
 
 from hydra import compose, initialize_config_dir
@@ -18,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from engine.core.options import CachePolicy
+from engine.runtime.options import Dtype
 from harness.config.errors import ConfigError
 from harness.config.groups import conf_dir
 from harness.config.overrides import Setting, config_keys
@@ -133,10 +136,35 @@ def compose_config(settings: Iterable[Setting]) -> RunConfig:
     for item in chosen:
         if not item.is_group:
             _apply(tree, item)
+    if "model.dtype" not in {item.key for item in chosen}:
+        _take_dtype_of_checkpoint(tree)
     try:
         return cast(RunConfig, OmegaConf.to_object(tree))
     except OmegaConfBaseException as error:
         raise ConfigError(error.full_key or "", str(error.msg or error).splitlines()[0]) from None
+
+
+def _take_dtype_of_checkpoint(tree: DictConfig) -> None:
+    """Set `model.dtype` to what the checkpoint at `model.path` says of itself; without a word it stays as it is."""
+    if not tree.model.path:
+        return
+    file = Path(expanduser(tree.model.path)) / "config.json"
+    try:
+        facts = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return  # the check of the model names the file and what is wrong with it
+    inner = facts.get("text_config") or {}
+    found = next(
+        (part[key] for part in (facts, inner) for key in ("dtype", "torch_dtype") if part.get(key)), None
+    )
+    if found is None:
+        return
+    if found not in Dtype.__members__:
+        allowed = ", ".join(Dtype.__members__)
+        raise ConfigError(
+            "model.dtype", f"found '{found}' in {file}; allowed: {allowed}. Name one of them to convert"
+        )
+    tree.model.dtype = found
 
 
 def compose_with_hydra(overrides: Sequence[str]) -> DictConfig:

@@ -267,7 +267,7 @@ class DeviceConfig:
     step_overhead_us: float = 1000.0  # host time of a step, added to the device's
     layer_overhead_us: float = 250.0  # host or launch time per layer
     memory_utilization: float = 0.9
-    bandwidth_efficiency: float = 1.0  # share of the bandwidth that kernels reach; 1: an upper bound on speed
+    bandwidth_efficiency: float = 1.0  # share of the bandwidth that kernels reach
     compute_efficiency: float = 1.0  # share of the peak FLOP/s that they reach
     tensor_parallel: int = 1  # number of devices that every layer is split among
     link_gbs: float = 300.0  # tensor_parallel > 1: 10^9 bytes per second that a device sends to the others

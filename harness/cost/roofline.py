@@ -30,6 +30,7 @@ class ModelShape:
     bytes_per_element: int
     mlp_matrices: int = 3
     kv_bytes_per_element: int | None = None  # None: as the weights
+    tied_embeddings: bool = False  # one matrix serves as input and as output embedding
 
     @property
     def layer_weights(self) -> int:
@@ -39,8 +40,17 @@ class ModelShape:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights, input and output embeddings counted separately."""
-        return (self.layers * self.layer_weights + 2 * self.hidden * self.vocab) * self.bytes_per_element
+        """Bytes of all weights in memory; tied embeddings count once."""
+        embeddings = (1 if self.tied_embeddings else 2) * self.hidden * self.vocab
+        return (self.layers * self.layer_weights + embeddings) * self.bytes_per_element
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes of the weights that a step reads: all layers and the output embedding.
+
+        Of the input embedding a step reads one row a token, which is left out.
+        """
+        return (self.layers * self.layer_weights + self.hidden * self.vocab) * self.bytes_per_element
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -79,8 +89,10 @@ class RooflineCost:
     each device holds and reads its share of weights and heads, and every layer ends in two all-reduces of the
     activations, in which a ring sends 2 (n - 1) / n of their bytes. A swapped block is 2 x layers transfers, K and V of
     each layer lying apart: the smaller the block, the more a byte costs (SOSP'23 paper on paged attention, section
-    7.3). `draft` is the model that proposes tokens, with its own KV. The roofline is an upper bound on speed, because
-    it models no loss beyond the given figures.
+    7.3). `draft` is the model that proposes tokens, with its own KV.
+
+    The bytes and operations alone are a bound; the sum is none, because the host times of a step and of a layer are
+    assumptions.
     """
 
     def __init__(self, model: ModelShape, device: DeviceShape, draft: ModelShape | None = None) -> None:
@@ -89,7 +101,7 @@ class RooflineCost:
         name = f"roofline:{device}:{model}" + (f":{draft}" if draft else "")
         self.source = CostSource("roofline", device.name, name, _provenance(device))
         share = 1.0 / device.parallel
-        self._weights_s = share * model.weight_bytes / device.bandwidth
+        self._weights_s = share * model.step_bytes / device.bandwidth
         self._token_s = share * 2.0 * model.layers * model.layer_weights / device.flops
         self._sample_s = share * 2.0 * model.hidden * model.vocab / device.flops
         self._kv_s = share * model.kv_bytes_per_token / device.bandwidth
@@ -136,7 +148,7 @@ class _Draft:
         link_s, reduce_s = _all_reduces(model, device)
         work = model.layers * model.layer_weights + model.hidden * model.vocab
         self._token_s = share * 2.0 * work / device.flops
-        self._weights_s = share * model.weight_bytes / device.bandwidth
+        self._weights_s = share * model.step_bytes / device.bandwidth
         self._kv_s = share * model.kv_bytes_per_token / device.bandwidth
         self._pass_s = model.layers * device.layer_overhead_s + reduce_s
         self._link_s = link_s
@@ -165,7 +177,7 @@ def _larger(one: Amount, other: Amount) -> Amount:
 
 def _provenance(device: DeviceShape) -> dict[str, object]:
     return {
-        "what": "datasheet roofline, not measured",
+        "what": "datasheet roofline plus assumed host times, not measured and no bound",
         "bandwidth_gbs": device.bandwidth / 1e9,
         "tflops": device.flops / 1e12,
         "step_overhead_us": device.step_overhead_s * 1e6,

@@ -9,7 +9,7 @@ from harness.cost.roofline import RooflineCost
 from harness.environment import device_identity
 from harness.replay.cost_model import CostModel
 from harness.workload.devices import is_predicted_device
-from harness.workload.shapes import device_shape, draft_shape, model_shape
+from harness.workload.shapes import device_shape, draft_shape, model_shape, unmodelled
 
 
 def resolve_cost_kind(config: RunConfig) -> CostKind:
@@ -43,6 +43,7 @@ def check_cost(config: RunConfig) -> None:
 
     kind = resolve_cost_kind(config)
     _check_device(config, kind)
+    _check_modelled(config, kind)
     _check_acceptance(config, kind)
     if takes_timed_kernels(config):
         from harness.calibrate.kernel_table import check_kernel_table
@@ -82,6 +83,17 @@ def _check_device(config: RunConfig, kind: CostKind) -> None:
             "cost.kind",
             f"{kind} takes its seconds from {here} and cannot price device {config.device.name}; use cost=roofline, or "
             "device=cpu, which stands for the machine at hand",
+        )
+
+
+def _check_modelled(config: RunConfig, kind: CostKind) -> None:
+    """Raise ConfigError if the roofline would price the model as something that it is not."""
+    unknown = unmodelled(config) if kind is CostKind.roofline else ""
+    if unknown:
+        raise ConfigError(
+            "cost.kind",
+            f"roofline, but {config.model.path or config.model.name} has {unknown}, which the roofline does not price. "
+            "Use cost=fitted on the device that runs it",
         )
 
 

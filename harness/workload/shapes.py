@@ -13,6 +13,13 @@ from harness.config.schema import ModelConfig, RunConfig
 from harness.cost.roofline import DeviceShape, ModelShape
 
 BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2, Dtype.float16: 2}
+# Families whose configuration in transformers ties input and output embeddings if the checkpoint does not say.
+_TIED = (
+    *("bloom", "cohere", "cohere2", "ernie4_5", "falcon", "gemma", "gemma2", "gemma3", "gemma3_text", "gpt2"),
+    *("gpt_bigcode", "gpt_neo", "mpt", "opt", "smollm3", "starcoder2", "xglm"),
+)
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_STATE = ("linear_attention", "mamba", "recurrent")  # kinds of layers that keep a state instead of K and V
 _UNGATED = ("gpt2", "opt", "gpt_neox", "gpt_bigcode")  # two MLP matrices instead of three
 
 
@@ -53,8 +60,32 @@ def model_shape(model: ModelConfig) -> ModelShape:
         vocab=facts.get("vocab_size") or model.vocab,
         bytes_per_element=BYTES[model.dtype],
         mlp_matrices=2 if family in _UNGATED else 3,
+        tied_embeddings=bool(facts.get("tie_word_embeddings", family in _TIED)),
         kv_bytes_per_element=1 if model.kv_dtype is KVDtype.fp8_e4m3 else None,
     )
+
+
+def unmodelled(config: RunConfig) -> str:
+    """What `ModelShape` does not know of the model, in words; empty if it knows all that the sequences can meet."""
+    model = config.model
+    facts = _checkpoint_facts(model) if model.path else {}
+    family = str(facts.get("model_type") or model.family)
+    found = [f"a mixture of experts ({key} = {facts[key]})" for key in _EXPERTS if (facts.get(key) or 0) > 1]
+    if not found and ("moe" in family or family == "mixtral"):
+        found.append(f"a mixture of experts (family {family})")
+    if facts.get("kv_lora_rank"):
+        found.append(f"latent K and V (kv_lora_rank = {facts['kv_lora_rank']})")
+    window = facts.get("sliding_window")
+    if (
+        window
+        and facts.get("use_sliding_window", True)
+        and window < (config.cache.max_model_len or max_position(model))
+    ):
+        found.append(f"sliding windows of {window} tokens")
+    states = sorted({kind for kind in facts.get("layer_types") or () if kind in _STATE})
+    if states:
+        found.append(f"layers with a state ({', '.join(states)})")
+    return " and ".join(found)
 
 
 def draft_of(model: ModelConfig, path: str) -> ModelConfig:
@@ -151,6 +182,13 @@ def pool_shape(config: RunConfig) -> PoolShape:
 
 
 def _tokens_beside_weights(config: RunConfig, model: ModelShape) -> int:
+    unknown = unmodelled(config)
+    if unknown:
+        raise ConfigError(
+            "cache.pool_tokens",
+            f"null, but the memory beside the weights of {config.model.path or config.model.name} is not known: it has "
+            f"{unknown}, which PageTwin does not model. Set the pool by hand",
+        )
     device = config.device
     memory_gb = device.memory_gb * device.tensor_parallel
     draft = draft_shape(config)

@@ -228,7 +228,7 @@ def test_kv_bytes_per_token_of_llama_3_8b() -> None:
 def test_a_decode_step_takes_at_least_the_time_to_read_weights_and_kv() -> None:
     cost = RooflineCost(LLAMA_8B, DeviceShape("h200", 4.8e12, 989e12, 0, 0))
     features = replay([request(0, 0, 1000, 2)], fast_forward=False, keep_plans=True)[1].features
-    read = (LLAMA_8B.weight_bytes + 1001 * LLAMA_8B.kv_bytes_per_token) / 4.8e12
+    read = (LLAMA_8B.step_bytes + 1001 * LLAMA_8B.kv_bytes_per_token) / 4.8e12
     assert price_table(cost, features)[0][-1] == pytest.approx(read)
 
 

@@ -127,7 +127,7 @@ def test_a_roofline_reads_the_draft_s_weights_once_a_pass() -> None:
     small = replace(MODEL, layers=4)
     with_draft = price_table(RooflineCost(MODEL, DEVICE, small), features)[0]
     without = price_table(RooflineCost(MODEL, DEVICE), features)[0]
-    passes = features[1:, PASSES] * (small.weight_bytes / 4.8e12 + 4 * 1e-6)
+    passes = features[1:, PASSES] * (small.step_bytes / 4.8e12 + 4 * 1e-6)
     read = features[1:, DRAFT_KV] * small.kv_bytes_per_token / 4.8e12
     assert (with_draft - without)[1:].tolist() == pytest.approx((passes + read).tolist())
 

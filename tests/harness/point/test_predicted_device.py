@@ -46,7 +46,9 @@ def test_measuring_here_what_is_predicted_for_another_device_is_refused() -> Non
         check_cost(config("device=h200", "model.dtype=bfloat16"))
 
 
-@pytest.mark.parametrize(("name", "same"), [("h100", True), ("h100_sxm", True), ("cpu", True), ("h200", False)])
+@pytest.mark.parametrize(
+    ("name", "same"), [("h100", True), ("h100_sxm", True), ("cpu", True), ("h200", False)]
+)
 def test_a_gpu_is_known_by_the_first_part_of_its_name(
     monkeypatch: pytest.MonkeyPatch, name: str, same: bool
 ) -> None:
