@@ -106,7 +106,7 @@ def test_every_change_of_the_trace_is_named(page):
 
 def test_a_single_point_says_that_nothing_was_swept(tmp_path):
     text = text_of(write_report(write_store(tmp_path, [ONE])))
-    assert "Nothing numeric was swept" in text
+    assert "No numeric setting was swept" in text
     assert "Only one allocator was run (paged)" in text
     assert "Everything finished: 1 point" in text
 
