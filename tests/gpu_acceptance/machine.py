@@ -49,11 +49,21 @@ def device_folder(names: Sequence[str]) -> str:
     return "-".join("".join(letter if letter.isalnum() else " " for letter in name.lower()).split())
 
 
-def device_option(names: Sequence[str]) -> str:
-    """The option of the config group `device` for this GPU. Its memory sizes the simulated pool."""
-    name = names[0].lower() if names else ""
+def device_overrides(names: Sequence[str]) -> tuple[str, ...]:
+    """The overrides that describe this GPU. Its memory sizes the simulated pool.
+
+    A GPU without a description of its own takes the H100's under its own name, so that no record calls it an H100.
+    Without a GPU they are the H100's, for a rehearsal.
+    """
+    name = names[0].lower() if names else "h100"
     known = {"h200": "h200", "h100": "h100", "a100": "a100_80gb"}
-    return next((option for word, option in known.items() if word in name), "h100")
+    option = next((option for word, option in known.items() if word in name), None)
+    if option:
+        return (f"device={option}",)
+    return (
+        "device=h100",
+        f"device.name={next((word for word in name.split() if any(map(str.isdigit, word))), name)}",
+    )
 
 
 def check_gpu() -> Sequence[str]:

@@ -119,17 +119,21 @@ def found_tool(name: str) -> str | None:
     return shutil.which(name) or next((path for path in beside if shutil.which(path)), None)
 
 
+REHEARSED = ("engine=auto", "device.name=cpu")
+"""Overrides of a rehearsal: the machine at hand takes the GPU's place, because it may have none."""
+
+
 @dataclass(frozen=True)
 class Setting:
     """What the steps of a part depend on.
 
-    `out` is the folder for everything that the part writes. `device` is the option of the config group `device` that
-    describes this machine; its memory sizes the simulated pool. `trace` is an Azure LLM inference CSV; None takes a
+    `out` is the folder for everything that the part writes. `device` holds the overrides that describe this
+    machine's GPU; its memory sizes the simulated pool. `trace` is an Azure LLM inference CSV; None takes a
     generated trace.
     """
 
     out: Path
-    device: str
+    device: tuple[str, ...]
     trace: str | None = None
 
 
@@ -193,13 +197,13 @@ def quick_steps(setting: Setting) -> list[Step]:
     )
     written = ("--save", str(out / "latency.json"), "--markdown", str(out / "gate.md"))
     gate = (*HARNESS, "gate", "--layer", "latency", *written)
-    same = ("experiment=gpu", f"device={setting.device}", f"cost.cache_dir={out / 'calibration'}")
+    same = ("experiment=gpu", *setting.device, f"cost.cache_dir={out / 'calibration'}")
     calibrate = (*_calibration(same, QUICK_CALIBRATION_S), "--no-grid")
     return [
         step("tests", (*tests, f"--junitxml={out / 'tests.xml'}"), (*tests, "--collect-only"), 140),
         step("kernels", kernels, (*kernels, "--dry-run"), 195),
         step("gate", gate, (*gate, "--dry-run"), 75, answers=(0, 1, 3)),
-        step("calibration", calibrate, (*calibrate, "engine=auto", "--dry-run"), 70),
+        step("calibration", calibrate, (*calibrate, *REHEARSED, "--dry-run"), 70),
         _sweep(setting, "sweep", same, 90),
     ]
 
@@ -272,13 +276,13 @@ def prediction_steps(setting: Setting) -> list[Step]:
     """The part `prediction`: a calibration, three sweeps that use it, and the trial of the latency gate."""
     same = (
         "engine=cuda",
-        f"device={setting.device}",
+        *setting.device,
         f"cost.cache_dir={setting.out / 'calibration'}",
         *_MODEL,
     )
     calibrate = _calibration(same, CALIBRATION_S)
     return [
-        step("calibration", calibrate, (*calibrate, "engine=auto", "--dry-run"), 100),
+        step("calibration", calibrate, (*calibrate, *REHEARSED, "--dry-run"), 100),
         _sweep(setting, "default", (*same, "experiment=default", "replay.repeats=2"), 150),
         _sweep(setting, "azure", (*_azure(setting.trace), *same), 75),
         _sweep(setting, "contiguous", (*_equal_memory(), *same), 70),
@@ -288,7 +292,7 @@ def prediction_steps(setting: Setting) -> list[Step]:
 
 def _sweep(setting: Setting, name: str, overrides: tuple[str, ...], limit: float) -> Step:
     command = (*HARNESS, "sweep", *overrides, f"out={setting.out / name}")
-    return step(name, command, (*command, "engine=auto", "--dry-run"), limit)
+    return step(name, command, (*command, *REHEARSED, "--dry-run"), limit)
 
 
 def _azure(trace: str | None) -> tuple[str, ...]:

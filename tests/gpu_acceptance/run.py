@@ -19,7 +19,7 @@ from gpu_acceptance.machine import (
     check_gpu,
     check_packages,
     device_folder,
-    device_option,
+    device_overrides,
     run_for,
     step_environment,
 )
@@ -82,7 +82,7 @@ def run_part(flags: argparse.Namespace) -> int:
     check_packages()
     names = gpu_names() if flags.dry_run else check_gpu()
     out = _folder(flags, names)
-    chosen = _chosen(steps_of(flags.part, Setting(out, device_option(names), flags.trace)), flags.only)
+    chosen = _chosen(steps_of(flags.part, Setting(out, device_overrides(names), flags.trace)), flags.only)
     if flags.dry_run:
         return _rehearse(chosen)
     try:

@@ -162,7 +162,9 @@ def test_a_bench_whose_time_is_over_keeps_what_it_has_and_says_what_it_left(
 
 
 def kernel_words(name: str) -> tuple[str, ...]:
-    return next(one.words for one in steps_of("kernels", Setting(Path("out"), "h200")) if one.name == name)
+    return next(
+        one.words for one in steps_of("kernels", Setting(Path("out"), ("device=h200",))) if one.name == name
+    )
 
 
 def test_every_test_that_the_memory_checker_is_given_exists() -> None:
@@ -173,7 +175,7 @@ def test_every_test_that_the_memory_checker_is_given_exists() -> None:
 
 def test_the_memory_checker_sees_every_tensor_as_an_allocation_of_its_own() -> None:
     memcheck = next(
-        one for one in steps_of("kernels", Setting(Path("out"), "h200")) if one.name == "memcheck"
+        one for one in steps_of("kernels", Setting(Path("out"), ("device=h200",))) if one.name == "memcheck"
     )
     assert ("PYTORCH_NO_CUDA_MEMORY_CACHING", "1") in memcheck.environment
 

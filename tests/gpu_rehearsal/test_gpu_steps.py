@@ -17,14 +17,16 @@ import pytest
 import harness.point
 from gpu_acceptance import machine as preflight
 from gpu_acceptance import run as running
-from gpu_acceptance.machine import check_packages, device_folder, device_option
-from gpu_acceptance.parts import PARTS, SECONDS, Setting, Step, steps_of
+from gpu_acceptance.machine import check_packages, device_folder, device_overrides
+from gpu_acceptance.parts import PARTS, REHEARSED, SECONDS, Setting, Step, steps_of
 from gpu_acceptance.run import MINUTES, main
 from harness.calibrate.store import calibration_path
 from harness.cli.calibrate import _config
 from harness.cli.main import main as harness_main
 from harness.config.errors import UserError
 from harness.sweep.plan import plan_sweep, sweep_request
+
+H200 = ("device=h200",)
 
 
 def step(name: str, code: str, limit_s: float = 300, answers: tuple[int, ...] = (0,)) -> Step:
@@ -84,11 +86,11 @@ def test_every_step_is_ready_for_a_gpu(
 
 @pytest.mark.parametrize("part", PARTS)
 def test_a_part_has_its_steps_in_order(part: str) -> None:
-    assert [one.name for one in steps_of(part, Setting(Path("out"), "h200"))] == STEPS[part]
+    assert [one.name for one in steps_of(part, Setting(Path("out"), H200))] == STEPS[part]
 
 
 def test_the_two_models_are_rehearsed_by_the_same_words() -> None:
-    small, large = (one.rehearsal for one in steps_of("engine", Setting(Path("out"), "h200")))
+    small, large = (one.rehearsal for one in steps_of("engine", Setting(Path("out"), H200)))
     assert [word.replace("1b", "8b") for word in small] == list(large)
 
 
@@ -105,14 +107,14 @@ def test_a_typo_in_a_step_is_found_by_the_rehearsal(
 
 @pytest.mark.parametrize("part", PARTS)
 def test_the_limits_of_all_steps_fill_the_time_and_no_more(part: str) -> None:
-    total = sum(one.limit_s for one in steps_of(part, Setting(Path("out"), "h200")))
+    total = sum(one.limit_s for one in steps_of(part, Setting(Path("out"), H200)))
     assert 0.98 * 60 * MINUTES <= total <= 60 * MINUTES
 
 
 def overrides_of(part: str, name: str, out: Path) -> list[str]:
     """The settings of a step as they are on a machine with an H200, but for the engine, which must run here."""
-    command = next(one for one in steps_of(part, Setting(out, "h200")) if one.name == name).command
-    return [word for word in command if "=" in word] + ["engine=auto"]
+    command = next(one for one in steps_of(part, Setting(out, H200)) if one.name == name).command
+    return [word for word in command if "=" in word] + [*REHEARSED]
 
 
 @pytest.mark.parametrize(
@@ -302,12 +304,14 @@ def test_all_missing_packages_are_named_at_once(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    ("name", "folder", "option"),
+    ("name", "folder", "overrides"),
     [
-        ("NVIDIA H200", "nvidia-h200", "h200"),
-        ("NVIDIA H100 80GB HBM3", "nvidia-h100-80gb-hbm3", "h100"),
-        ("NVIDIA A100-SXM4-80GB", "nvidia-a100-sxm4-80gb", "a100_80gb"),
+        ("NVIDIA H200", "nvidia-h200", ("device=h200",)),
+        ("NVIDIA H100 80GB HBM3", "nvidia-h100-80gb-hbm3", ("device=h100",)),
+        ("NVIDIA A100-SXM4-80GB", "nvidia-a100-sxm4-80gb", ("device=a100_80gb",)),
+        ("NVIDIA L40S", "nvidia-l40s", ("device=h100", "device.name=l40s")),
+        ("NVIDIA GeForce RTX 4090", "nvidia-geforce-rtx-4090", ("device=h100", "device.name=4090")),
     ],
 )
-def test_a_device_has_a_folder_and_a_description(name: str, folder: str, option: str) -> None:
-    assert (device_folder([name]), device_option([name])) == (folder, option)
+def test_a_device_has_a_folder_and_a_description(name: str, folder: str, overrides: tuple[str, ...]) -> None:
+    assert (device_folder([name]), device_overrides([name])) == (folder, overrides)
