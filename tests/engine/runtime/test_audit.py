@@ -1,4 +1,4 @@
-"""The tensors as an independent witness: they agree with the books at every step, and planted bugs are caught."""
+"""The tensors as an independent witness: they agree with the counters at every step, and planted bugs are caught."""
 
 from dataclasses import replace
 

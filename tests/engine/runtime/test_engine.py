@@ -338,7 +338,7 @@ def test_out_of_memory_ends_the_requests_of_the_step_and_the_engine_serves_on(
 def test_whatever_a_step_raises_ends_its_requests_and_no_others(error, model_of, prompts, monkeypatch):
     engine = make(
         model_of, audit="off"
-    )  # the books count what the step would have written until it is evicted
+    )  # the counters hold what the step would have written until it is evicted
     engine.add_request("lost", prompts[3], params())
 
     def fail(*_):

@@ -1,4 +1,4 @@
-"""Whatever bytes a file holds, reading gives a trace or a TraceError, and the books of rows balance.
+"""Whatever bytes a file holds, reading gives a trace or a TraceError, and the counts of rows agree.
 
 `PAGETWIN_FUZZ_EXAMPLES` sets the number of examples of each test.
 """
