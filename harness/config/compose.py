@@ -5,12 +5,10 @@ configurations.
 """
 
 import copy
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from os.path import expanduser
-from pathlib import Path
 from typing import Any, cast
 
 from hydra import compose, initialize_config_dir
@@ -21,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from engine.core.options import CachePolicy
 from engine.runtime.options import Dtype
+from harness.config.checkpoint import CheckpointFacts
 from harness.config.errors import ConfigError
 from harness.config.groups import conf_dir
 from harness.config.overrides import Setting, config_keys
@@ -148,23 +147,19 @@ def _take_dtype_of_checkpoint(tree: DictConfig) -> None:
     """Set `model.dtype` to what the checkpoint at `model.path` says of itself; without a word it stays as it is."""
     if not tree.model.path:
         return
-    file = Path(expanduser(tree.model.path)) / "config.json"
     try:
-        facts = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return  # the check of the model names the file and what is wrong with it
-    inner = facts.get("text_config") or {}
-    found = next(
-        (part[key] for part in (facts, inner) for key in ("dtype", "torch_dtype") if part.get(key)), None
-    )
-    if found is None:
+        facts = CheckpointFacts(tree.model.path)
+    except ConfigError:
+        return  # the check of the model says what is wrong with the file
+    if facts.dtype is None:
         return
-    if found not in Dtype.__members__:
+    if not isinstance(facts.dtype, str) or facts.dtype not in Dtype.__members__:
         allowed = ", ".join(Dtype.__members__)
         raise ConfigError(
-            "model.dtype", f"found '{found}' in {file}; allowed: {allowed}. Name one of them to convert"
+            "model.dtype",
+            f"found {facts.dtype!r} in {facts.file}; allowed: {allowed}. Name one of them to convert the weights",
         )
-    tree.model.dtype = found
+    tree.model.dtype = facts.dtype
 
 
 def compose_with_hydra(overrides: Sequence[str]) -> DictConfig:

@@ -9,7 +9,7 @@ from harness.cost.roofline import RooflineCost
 from harness.environment import device_identity
 from harness.replay.cost_model import CostModel
 from harness.workload.devices import is_predicted_device
-from harness.workload.shapes import device_shape, draft_shape, model_shape, unmodelled
+from harness.workload.shapes import device_shape, draft_of, draft_shape, model_shape, unmodelled
 
 
 def resolve_cost_kind(config: RunConfig) -> CostKind:
@@ -69,6 +69,11 @@ def check_cost(config: RunConfig) -> None:
 
 def _check_device(config: RunConfig, kind: CostKind) -> None:
     """Raise ConfigError if seconds of this machine would be given out as those of another device."""
+    if kind is not CostKind.roofline and config.device.tensor_parallel > 1:
+        raise ConfigError(
+            "device.tensor_parallel",
+            f"found {config.device.tensor_parallel}, but {kind} takes its seconds from one device; use cost=roofline",
+        )
     if is_predicted_device(config):
         return
     here = device_identity(config.engine.device)
@@ -88,13 +93,20 @@ def _check_device(config: RunConfig, kind: CostKind) -> None:
 
 def _check_modelled(config: RunConfig, kind: CostKind) -> None:
     """Raise ConfigError if the roofline would price the model as something that it is not."""
-    unknown = unmodelled(config) if kind is CostKind.roofline else ""
-    if unknown:
-        raise ConfigError(
-            "cost.kind",
-            f"roofline, but {config.model.path or config.model.name} has {unknown}, which the roofline does not price. "
-            "Use cost=fitted on the device that runs it",
-        )
+    if kind is not CostKind.roofline:
+        return
+    models = [(config.model, "model.path")]
+    if config.decoding.draft_tokens and config.decoding.draft_path:
+        models.append((draft_of(config.model, config.decoding.draft_path), "decoding.draft_path"))
+    for model, key in models:
+        model_shape(model, key)
+        unknown = unmodelled(config, model, key)
+        if unknown:
+            raise ConfigError(
+                "cost.kind",
+                f"roofline, but {model.path or model.name} has {unknown}, which the roofline does not price. Use "
+                "cost=fitted on the device that runs it",
+            )
 
 
 def _check_acceptance(config: RunConfig, kind: CostKind) -> None:

@@ -1,6 +1,7 @@
 """Checks that the engine can run on this machine as configured. They run before any point, and without torch."""
 
 import os
+import re
 
 from engine.runtime.attention.native.compile import why_unavailable
 from engine.runtime.options import Backend
@@ -21,14 +22,20 @@ def is_predicted_device(config: RunConfig) -> bool:
     """Whether `device`, which the simulation predicts, is the device that the engine runs on.
 
     Only then do seconds measured here say anything about it. `device=cpu`, the default, stands for the machine at
-    hand. Any other name must be part of the GPU's: `h100_sxm` is an "NVIDIA H100 80GB HBM3".
+    hand. Of any other name the first part must be a word of the GPU's: `h100_sxm` is an "NVIDIA H100 80GB HBM3". The
+    memory must be equal where both name it, and a PCIe card must be called one.
     """
     name = config.device.name.lower()
     if name == EngineDevice.cpu.value:
         return True
     if engine_device(config.engine.device) == "cpu":
         return False
-    return name.split("_")[0] in device_identity(config.engine.device).lower()
+    parts, words = name.split("_"), re.findall(r"[a-z0-9]+", device_identity(config.engine.device).lower())
+    sizes = [{word for word in some if re.fullmatch(r"\d+gb", word)} for some in (parts, words)]
+    same_memory = sizes[0] == sizes[1] or not all(sizes)
+    return (
+        parts[0] in words and parts[0] != "nvidia" and same_memory and ("pcie" in words) == ("pcie" in parts)
+    )
 
 
 _SHARE = 0.8  # of the machine's memory: the model, its activations and Python need the rest

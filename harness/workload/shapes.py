@@ -1,6 +1,5 @@
 """Model, device and pool of a point as numbers. Nothing here imports torch."""
 
-import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 from engine.core.options import CachePolicy
 from engine.runtime.models.spec import ModelSpec
 from engine.runtime.options import Dtype, KVDtype
+from harness.config.checkpoint import CheckpointFacts
 from harness.config.errors import ConfigError
 from harness.config.schema import ModelConfig, RunConfig
 from harness.cost.roofline import DeviceShape, ModelShape
@@ -15,12 +15,33 @@ from harness.cost.roofline import DeviceShape, ModelShape
 BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2, Dtype.float16: 2}
 # Families whose configuration in transformers ties input and output embeddings if the checkpoint does not say.
 _TIED = (
-    *("bloom", "cohere", "cohere2", "ernie4_5", "falcon", "gemma", "gemma2", "gemma3", "gemma3_text", "gpt2"),
-    *("gpt_bigcode", "gpt_neo", "mpt", "opt", "smollm3", "starcoder2", "xglm"),
+    *("bloom", "cohere", "cohere2", "ernie4_5", "falcon", "gemma", "gemma2", "gemma3_text", "gpt2"),
+    *("gpt_bigcode", "mpt", "opt", "smollm3", "starcoder2"),
+)
+# Families with two MLP matrices instead of three.
+_UNGATED = (
+    *(
+        "apertus",
+        "arcee",
+        "bloom",
+        "falcon",
+        "gpt2",
+        "gpt_bigcode",
+        "gpt_neox",
+        "gptj",
+        "mpt",
+        "nemotron",
+        "opt",
+    ),
+    *("phi", "starcoder2"),
+)
+# Families whose every layer is full or windowed attention and a dense MLP: what `ModelShape` describes.
+_DENSE = (
+    *(*_TIED, *_UNGATED),
+    *("llama", "mistral", "ministral", "qwen2", "qwen3", "phi3", "stablelm", "olmo", "olmo2", "granite"),
+    *("exaone4", "glm", "glm4", "helium", "seed_oss"),
 )
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_STATE = ("linear_attention", "mamba", "recurrent")  # kinds of layers that keep a state instead of K and V
-_UNGATED = ("gpt2", "opt", "gpt_neox", "gpt_bigcode")  # two MLP matrices instead of three
 
 
 @dataclass(frozen=True)
@@ -40,52 +61,84 @@ class PoolShape:
         return self.num_blocks * self.block_size
 
 
-def model_shape(model: ModelConfig) -> ModelShape:
-    """The shape of the model, from the configuration or from the checkpoint's config.json."""
-    facts = _checkpoint_facts(model) if model.path else {}
-    heads = facts.get("num_attention_heads") or facts.get("n_head") or model.heads
-    hidden = facts.get("hidden_size") or facts.get("n_embd") or model.hidden
-    family = facts.get("model_type") or model.family
-    derived = hidden // heads if facts else model.head_dim
+def model_shape(model: ModelConfig, key: str = "model.path") -> ModelShape:
+    """The shape of the model, from the configuration or from the checkpoint's config.json.
+
+    Raises:
+        ConfigError: the checkpoint's config.json does not give the shape; names `key`.
+    """
+    width = 1 if model.kv_dtype is KVDtype.fp8_e4m3 else None
+    size = BYTES[model.dtype]
+    if not model.path:
+        return ModelShape(
+            *(model.layers, model.hidden, model.heads, model.kv_heads, model.head_dim),
+            *(model.intermediate, model.vocab, size),
+            mlp_matrices=2 if model.family in _UNGATED else 3,
+            kv_bytes_per_element=width,
+            tied_embeddings=model.family in _TIED,
+        )
+    facts = CheckpointFacts(model.path, key)
+    heads = facts.number("num_attention_heads", "n_head", "n_heads")
+    hidden = facts.number("hidden_size", "n_embd", "d_model")
+    mlp = facts.maybe("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
+    tied = facts.get("tie_word_embeddings")
     return ModelShape(
-        layers=facts.get("num_hidden_layers") or facts.get("n_layer") or model.layers,
+        layers=facts.number("num_hidden_layers", "n_layer", "n_layers"),
         hidden=hidden,
         heads=heads,
-        kv_heads=facts.get("num_key_value_heads") or (heads if facts else model.kv_heads),
-        head_dim=facts.get("head_dim") or derived,
-        intermediate=facts.get("intermediate_size")
-        or facts.get("ffn_dim")
-        or facts.get("n_inner")
-        or _mlp(model, facts),
-        vocab=facts.get("vocab_size") or model.vocab,
-        bytes_per_element=BYTES[model.dtype],
-        mlp_matrices=2 if family in _UNGATED else 3,
-        tied_embeddings=bool(facts.get("tie_word_embeddings", family in _TIED)),
-        kv_bytes_per_element=1 if model.kv_dtype is KVDtype.fp8_e4m3 else None,
+        kv_heads=_kv_heads(facts, heads),
+        head_dim=facts.maybe("head_dim") or hidden // heads,
+        intermediate=mlp or (4 * hidden if facts.family in _UNGATED else facts.number("intermediate_size")),
+        vocab=facts.number("vocab_size"),
+        bytes_per_element=size,
+        mlp_matrices=2 if facts.family in _UNGATED else 3,
+        kv_bytes_per_element=width,
+        tied_embeddings=facts.family in _TIED if tied is None else bool(tied),
     )
 
 
-def unmodelled(config: RunConfig) -> str:
-    """What `ModelShape` does not know of the model, in words; empty if it knows all that the sequences can meet."""
-    model = config.model
-    facts = _checkpoint_facts(model) if model.path else {}
-    family = str(facts.get("model_type") or model.family)
-    found = [f"a mixture of experts ({key} = {facts[key]})" for key in _EXPERTS if (facts.get(key) or 0) > 1]
-    if not found and ("moe" in family or family == "mixtral"):
-        found.append(f"a mixture of experts (family {family})")
+def _kv_heads(facts: CheckpointFacts, heads: int) -> int:
+    """Grouped-query attention says how many; multi-query attention (gpt_bigcode, the first falcon) has one."""
+    if facts.get("multi_query") and not facts.get("new_decoder_architecture"):
+        return 1
+    return facts.maybe("num_key_value_heads", "num_kv_heads") or heads
+
+
+def unmodelled(config: RunConfig, model: ModelConfig, key: str = "model.path") -> str:
+    """What `ModelShape` does not know of `model`, in words; empty if it knows all that the sequences can meet."""
+    if not model.path:
+        moe = "moe" in model.family or model.family == "mixtral"
+        return f"a mixture of experts (family {model.family})" if moe else ""
+    facts = CheckpointFacts(model.path, key)
+    experts = [name for name in _EXPERTS if facts.get(name) not in (None, 0, 1)]
+    found = [f"a mixture of experts ({name} = {facts.get(name)})" for name in experts]
     if facts.get("kv_lora_rank"):
-        found.append(f"latent K and V (kv_lora_rank = {facts['kv_lora_rank']})")
-    window = facts.get("sliding_window")
-    if (
-        window
-        and facts.get("use_sliding_window", True)
-        and window < (config.cache.max_model_len or max_position(model))
-    ):
-        found.append(f"sliding windows of {window} tokens")
-    states = sorted({kind for kind in facts.get("layer_types") or () if kind in _STATE})
-    if states:
-        found.append(f"layers with a state ({', '.join(states)})")
+        found.append(f"latent K and V (kv_lora_rank = {facts.get('kv_lora_rank')})")
+    kinds = facts.get("layer_types")
+    kinds = kinds if isinstance(kinds, list) else []
+    other = sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"})
+    if other:
+        found.append(f"layers of other kinds ({', '.join(other)})")
+    if facts.get("quantization_config"):
+        found.append("quantised weights (quantization_config)")
+    window = _window(facts, kinds)
+    if window and window < (config.cache.max_model_len or max_position(model)):
+        found.append(
+            f"sliding windows of {window} tokens (cache.max_model_len={window} never reaches beyond one)"
+        )
+    if not found and facts.family not in _DENSE:
+        found.append(f"an architecture that it has not been taught (model_type {facts.family or 'missing'})")
     return " and ".join(found)
+
+
+def _window(facts: CheckpointFacts, kinds: list[Any]) -> int | None:
+    """The sliding window, or None where no layer slides."""
+    layers, first = facts.maybe("num_hidden_layers", "n_layer", "n_layers"), facts.get("max_window_layers")
+    if facts.get("use_sliding_window") is False or (kinds and "sliding_attention" not in kinds):
+        return None
+    if not kinds and layers and isinstance(first, int) and first >= layers:
+        return None
+    return facts.maybe("sliding_window")
 
 
 def draft_of(model: ModelConfig, path: str) -> ModelConfig:
@@ -98,31 +151,22 @@ def draft_shape(config: RunConfig) -> ModelShape | None:
     if not config.decoding.draft_tokens:
         return None
     path = config.decoding.draft_path
-    return model_shape(draft_of(config.model, path) if path else config.model)
-
-
-def _mlp(model: ModelConfig, facts: dict[str, Any]) -> int:
-    return 4 * int(facts["n_embd"]) if "n_embd" in facts else model.intermediate
-
-
-def _checkpoint_facts(model: ModelConfig) -> dict[str, Any]:
-    """The checkpoint's config.json; of a multi-part model its text part."""
-    path = Path(str(model.path)) / "config.json"
-    try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            "model.path", f"{path}: not a readable checkpoint configuration ({error})"
-        ) from error
-    return dict(facts.get("text_config") or facts)
+    return (
+        model_shape(draft_of(config.model, path), "decoding.draft_path")
+        if path
+        else model_shape(config.model)
+    )
 
 
 def max_position(model: ModelConfig) -> int:
     """The longest sequence that the model takes, in tokens."""
     if not model.path:
         return model.max_position
-    facts = _checkpoint_facts(model)
-    return int(facts.get("max_position_embeddings") or facts.get("n_positions") or model.max_position)
+    facts = CheckpointFacts(model.path)
+    return (
+        facts.maybe("max_position_embeddings", "n_positions", "seq_length", "max_seq_len")
+        or model.max_position
+    )
 
 
 def device_shape(config: RunConfig) -> DeviceShape:
@@ -182,7 +226,7 @@ def pool_shape(config: RunConfig) -> PoolShape:
 
 
 def _tokens_beside_weights(config: RunConfig, model: ModelShape) -> int:
-    unknown = unmodelled(config)
+    unknown = unmodelled(config, config.model)
     if unknown:
         raise ConfigError(
             "cache.pool_tokens",

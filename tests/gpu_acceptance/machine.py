@@ -5,6 +5,7 @@ When its time is over, the whole group is ended. Otherwise a benchmark would sti
 """
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -55,15 +56,13 @@ def device_overrides(names: Sequence[str]) -> tuple[str, ...]:
     A GPU without a description of its own takes the H100's under its own name, so that no record calls it an H100.
     Without a GPU they are the H100's, for a rehearsal.
     """
-    name = names[0].lower() if names else "h100"
-    known = {"h200": "h200", "h100": "h100", "a100": "a100_80gb"}
-    option = next((option for word, option in known.items() if word in name), None)
-    if option:
+    words = re.findall(r"[a-z0-9]+", names[0].lower()) if names else ["h100"]
+    known = {"h200": "h200", "h100": "h100", "a100": "a100_40gb" if "40gb" in words else "a100_80gb"}
+    option = next((option for word, option in known.items() if word in words), None)
+    if option and "pcie" not in words:
         return (f"device={option}",)
-    return (
-        "device=h100",
-        f"device.name={next((word for word in name.split() if any(map(str.isdigit, word))), name)}",
-    )
+    own = next((word for word in words if any(map(str.isdigit, word))), words[-1])
+    return ("device=h100", f"device.name={own}{'_pcie' if 'pcie' in words else ''}")
 
 
 def check_gpu() -> Sequence[str]:

@@ -1,4 +1,4 @@
-"""What the parts of `bench gpu` run beside the commands: tried without a GPU, on small or made-up inputs."""
+"""What the parts of `make gpu` run beside the commands: tried without a GPU, on small or made-up inputs."""
 
 import ast
 import re

@@ -73,7 +73,10 @@ class PagedManager:
         return f"needs {blocks} blocks of {self.block_size} tokens, the pool has {self.num_blocks}"
 
     def lookup(self, group: Group) -> list[int]:
-        """Blocks of the longest cached prefix. At least one token is left to compute. It changes nothing."""
+        """Blocks of the longest cached prefix. At least one token is left to compute.
+
+        It changes no block. It is noted in `lookups` where they are kept.
+        """
         asked = (group.root_target - 1) // self.block_size
         hits, missed = self.prefix_cache.find(group, asked)
         if self.lookups is not None and self.prefix_cache.serves(group.request):

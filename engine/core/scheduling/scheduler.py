@@ -1,9 +1,10 @@
 """Continuous batching: which rows run in the next step.
 
 There is one loop without separate prefill and decode phases, as in vLLM's v1 scheduler. Each request has computed
-tokens and known tokens, and each step computes more of them within a token budget. Running requests come first, in
-order of admission. When blocks run out, a group is preempted: it is recomputed later, or swapped to the host. Waiting
-requests are then admitted in queue order, but only if the step has preempted no group. A steady decoder costs
+tokens and known tokens, and each step computes more of them within a token budget. Running requests come first: steady
+decoders, then the others in order of admission. When blocks run out, a group is preempted: it is recomputed later, or
+swapped to the host. Waiting requests are then admitted in queue order, but only if the step has preempted no group and
+no group is swapped out. A steady decoder costs
 scheduling time only in a step in which it needs a block. Below `Scheduler` are the admission rules and preemption.
 """
 
@@ -31,8 +32,8 @@ class Scheduler:
             report = scheduler.commit(plan, executor.run(plan))
 
     vLLM's scheduler has the same interface: `add_request`, `schedule`, `update_from_output` (here `commit`) and
-    `finish_requests` (here `abort`). `policies` replaces what `limits.policy` means. `stats` has the counters of every
-    request that was submitted.
+    `finish_requests` (here `abort`). `policies` is used instead of the built-in policies that
+    `limits.policy` names. `stats` has the counters of every request that was submitted.
     """
 
     def __init__(

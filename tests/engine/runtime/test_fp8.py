@@ -1,4 +1,4 @@
-"""K and V in 8 bits: the tokens of rounding at the write, the counters of any pool, marks that tell what was written."""
+"""K and V in 8 bits: the tokens of rounding at the write, the counters of any pool, marks of what was written."""
 
 import pytest
 import torch

@@ -47,11 +47,31 @@ def test_measuring_here_what_is_predicted_for_another_device_is_refused() -> Non
 
 
 @pytest.mark.parametrize(
-    ("name", "same"), [("h100", True), ("h100_sxm", True), ("cpu", True), ("h200", False)]
+    ("name", "gpu", "same"),
+    [
+        ("h100", "NVIDIA H100 80GB HBM3", True),
+        ("h100_sxm", "NVIDIA H100 80GB HBM3", True),
+        ("cpu", "NVIDIA H100 80GB HBM3", True),
+        ("h200", "NVIDIA H100 80GB HBM3", False),
+        ("h200", "NVIDIA GH200 480GB", False),
+        ("h100", "NVIDIA H100 PCIe", False),
+        ("h100_pcie", "NVIDIA H100 PCIe", True),
+        ("a100_40gb", "NVIDIA A100-SXM4-80GB", False),
+        ("a100_80gb", "NVIDIA A100-SXM4-80GB", True),
+        ("l4", "NVIDIA L40S", False),
+        ("nvidia_x", "NVIDIA L40S", False),
+        ("''", "NVIDIA L40S", False),
+    ],
 )
-def test_a_gpu_is_known_by_the_first_part_of_its_name(
-    monkeypatch: pytest.MonkeyPatch, name: str, same: bool
+def test_a_gpu_is_known_by_whole_words_of_its_name(
+    monkeypatch: pytest.MonkeyPatch, name: str, gpu: str, same: bool
 ) -> None:
     monkeypatch.setattr("harness.workload.devices.engine_device", lambda device: "cuda")
-    monkeypatch.setattr("harness.workload.devices.device_identity", lambda device: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr("harness.workload.devices.device_identity", lambda device: gpu)
     assert is_predicted_device(config(f"device.name={name}")) is same
+
+
+@pytest.mark.usefixtures("calibrated")
+def test_seconds_of_one_device_are_not_those_of_several() -> None:
+    with pytest.raises(ConfigError, match="takes its seconds from one device"):
+        check_cost(config("measure=false", "device.tensor_parallel=4"))
