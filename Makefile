@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml constraints.txt
 sweep: $(STAMP)
 	$(PY) -m harness sweep $(ARGS)
 
-check: lint  # before every commit: about a minute
+check: lint  # before every commit: about two minutes
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n auto -q -m "not slow and not browser" $(FAST) $(ARGS)
 
 test: $(STAMP)
