@@ -178,6 +178,7 @@ def _larger(one: Amount, other: Amount) -> Amount:
 def _provenance(device: DeviceShape) -> dict[str, object]:
     return {
         "what": "datasheet roofline plus assumed host times, not measured and no bound",
+        "not priced": "block size: attention takes as long at any block size",
         "bandwidth_gbs": device.bandwidth / 1e9,
         "tflops": device.flops / 1e12,
         "step_overhead_us": device.step_overhead_s * 1e6,

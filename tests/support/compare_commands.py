@@ -3,9 +3,9 @@
 `run` gives a fixed list of command lines to `python -m harness` with the code of one checkout and writes down how each
 ended. `diff` compares two such lists.
 
-    python tests/support/compare_commands.py run /path/to/base --traces /path/to/traces --out /tmp/cli-base
-    python tests/support/compare_commands.py run . --traces /path/to/traces --out /tmp/cli-main
-    python tests/support/compare_commands.py diff /tmp/cli-base /tmp/cli-main
+    python tests/support/compare_commands.py run CHECKOUT --traces TRACES --out OLD
+    python tests/support/compare_commands.py run . --traces TRACES --out NEW
+    python tests/support/compare_commands.py diff OLD NEW
 
 Texts may be worded anew, so they are not compared. What is compared: the exit code; whether standard output is
 empty and, where a command refuses or fails, whether standard error is; and what `Answer` takes from standard output:

@@ -4,9 +4,9 @@
 stored. `diff` compares two such folders point by point. Points are matched by their group and overrides, never by
 their fingerprint, because a fingerprint contains a digest of the code.
 
-    python tests/support/compare_records.py run /path/to/base --traces /path/to/traces --out /tmp/base
-    python tests/support/compare_records.py run . --traces /path/to/traces --out /tmp/main
-    python tests/support/compare_records.py diff /tmp/base /tmp/main
+    python tests/support/compare_records.py run CHECKOUT --traces TRACES --out OLD
+    python tests/support/compare_records.py run . --traces TRACES --out NEW
+    python tests/support/compare_records.py diff OLD NEW
 
 `--traces` names the folder of published traces: the Azure CSV files are expected in `azure-llm-2023/mini/`, the
 Mooncake JSONL files in `mooncake-fast25/mini/`. `--only NAME ...` runs or compares some groups only.
