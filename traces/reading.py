@@ -179,6 +179,7 @@ class TraceStream:
             embedded,
             rows_kept=embedded.rows_kept - sum(self.counts.dropped.values()),
             dropped=dict(dropped),
+            noted={**embedded.noted, **self.source.noted},
             changes=(*embedded.changes, *self.changes),
         )
 

@@ -2,7 +2,8 @@
 
 JSONL: `{"header": {...}}` on line 1, then one request per line without default values. Parquet: one column per
 field, segments as two lists, and the header as JSON in the metadata. Both have the same fields and the same checks:
-types and ranges within a record, then ids, order and links across records.
+types and ranges within a record, then ids, order and links across records, then the number of records, which stands
+in the header: a file that was cut at the end of a line is refused.
 """
 
 import gzip
@@ -16,10 +17,11 @@ from typing import Any, TextIO
 from traces.errors import RowError, TraceError
 from traces.formats.files import SourceFile, decode
 from traces.formats.parsing import MAX_INTEGER, check_best_of, kind, read_object, require_keys
-from traces.formats.rows import Numbered, Row, RowCounts
+from traces.formats.rows import Numbered, Row, RowCounts, note
 from traces.trace import AFTER, AT, CHAINED, CONTENT, Segment, Trace, TraceHeader, TraceRequest
 
-VERSION = 1
+VERSION = 2
+_UNCOUNTED = 1  # the version before, whose header does not say how many requests follow
 REQUIRED = ("request_id", "arrival_us", "prompt_tokens", "output_tokens", "segments")
 INTEGERS: dict[str, tuple[int, int]] = {  # name -> lowest and highest value
     "request_id": (0, MAX_INTEGER),
@@ -42,22 +44,33 @@ _HEADER_COUNTS = ("rows_read", "rows_kept", "clock_quantum_us")
 MAGIC = b"PAR1"
 _METADATA = b"pagetwin_trace_header"
 _BATCH = 8192
+_REQUESTS = "requests"
 _KEYS, _TOKENS = "segment_keys", "segment_tokens"
 
 
-def header_record(header: TraceHeader) -> dict[str, Any]:
-    """The header as plain data, with the version of the format."""
+def header_record(trace: Trace) -> dict[str, Any]:
+    """The header as plain data, with the version of the format and the number of requests that follow."""
+    header = trace.header
     plain = {field.name: getattr(header, field.name) for field in fields(header)}
     plain |= {name: dict(plain[name]) for name in ("dropped", "noted", "calibration")}
-    return {"pagetwin_trace": VERSION, **plain, "changes": list(header.changes)}
+    stamp = {"pagetwin_trace": VERSION, _REQUESTS: len(trace.requests)}
+    return {**stamp, **plain, "changes": list(header.changes)}
 
 
-def read_header(record: dict[str, Any]) -> TraceHeader:
-    """The header from plain data. Raises RowError."""
+def read_header(record: dict[str, Any]) -> tuple[TraceHeader, int | None]:
+    """The header from plain data, and how many requests follow; None where that cannot be known. Raises RowError."""
     values = dict(record)
     version = values.pop("pagetwin_trace", None)
-    if version != VERSION:
-        raise RowError("pagetwin_trace", f"version {VERSION} expected, found {kind(version)}")
+    if type(version) is not int or version not in (_UNCOUNTED, VERSION):
+        raise RowError("pagetwin_trace", f"version {_UNCOUNTED} or {VERSION} expected, found {kind(version)}")
+    if version == VERSION:
+        require_keys(values, (_REQUESTS,))
+        _check_integer(values[_REQUESTS], _REQUESTS, 0, MAX_INTEGER)
+    header = _header({name: value for name, value in values.items() if name != _REQUESTS})
+    return header, values.get(_REQUESTS, None if header.changes else header.rows_kept)
+
+
+def _header(values: dict[str, Any]) -> TraceHeader:
     if values.get("key_kind") not in (CHAINED, CONTENT):
         raise RowError("key_kind", f"{CHAINED} or {CONTENT} expected, found {kind(values.get('key_kind'))}")
     unknown = values.keys() - _HEADER
@@ -214,7 +227,7 @@ class CanonicalSource:
     is_ordered = True
     takes_arrivals = False
 
-    def __init__(self, header: TraceHeader) -> None:
+    def __init__(self, header: TraceHeader, requests: int | None) -> None:
         self.embedded: TraceHeader | None = header
         self.format = header.format
         self.source = header.source
@@ -224,6 +237,19 @@ class CanonicalSource:
         self.noted: dict[str, int] = {}
         self.assumed: list[str] = []
         self._quantum_us = header.clock_quantum_us
+        self._requests = requests
+
+    def check_count(self, counts: RowCounts) -> None:
+        """Compare the records of the whole file with the header. Raises TraceError, or counts what is missing."""
+        found, expected = counts.read, self._requests
+        if expected is None:
+            note(self.noted, "an older file, whose header does not count its requests")
+        elif found < expected and counts.on_error == "skip":
+            note(counts.dropped, "missing from the file", expected - found)
+        elif found != expected:
+            happened = "is cut off" if found < expected else "has more than was written"
+            reason = f"{expected:,} by the header, but {found:,} follow: the file {happened}; make it again"
+            raise TraceError(counts.file, found + 1, _REQUESTS, reason)
 
     def clock_quantum_us(self) -> int:
         """The value in the header."""
@@ -233,7 +259,7 @@ class CanonicalSource:
 def write_jsonl(trace: Trace, path: str | Path) -> None:
     """Write a trace as JSONL, with gzip if the name ends in .gz. Raises OSError."""
     with _open_text(Path(path)) as file:
-        file.write(json.dumps({"header": header_record(trace.header)}) + "\n")
+        file.write(json.dumps({"header": header_record(trace)}) + "\n")
         file.writelines(f"{line}\n" for line in _lines(trace.requests))
 
 
@@ -253,7 +279,7 @@ class CanonicalRows(CanonicalSource):
 
     def __init__(self, file: SourceFile) -> None:
         self.file = file
-        super().__init__(self._header())
+        super().__init__(*self._header())
 
     def rows(self, counts: RowCounts, sort: bool) -> Numbered:
         """Requests under their own ids."""
@@ -271,8 +297,9 @@ class CanonicalRows(CanonicalSource):
                 counts.refuse(line, error)
                 continue
             yield request.request_id, row_of(request)
+        self.check_count(counts)
 
-    def _header(self) -> TraceHeader:
+    def _header(self) -> tuple[TraceHeader, int | None]:
         try:
             record = read_object(self.file.first_line).get("header")
             if not isinstance(record, dict):
@@ -304,9 +331,9 @@ def write_parquet(trace: Trace, path: str | Path) -> None:
     import pyarrow as pa
     from pyarrow import parquet
 
-    header = json.dumps(header_record(trace.header)).encode()
+    header = json.dumps(header_record(trace)).encode()
     schema = _schema().with_metadata({_METADATA: header})
-    with parquet.ParquetWriter(path, schema, compression="zstd") as writer:
+    with parquet.ParquetWriter(path, schema, compression="zstd", write_page_checksum=True) as writer:
         for start in range(0, len(trace.requests), _BATCH):
             writer.write_table(pa.table(_columns(trace, start), schema=schema))
 
@@ -336,7 +363,7 @@ class CanonicalParquet(CanonicalSource):
     def __init__(self, path: Path, expect_sha256: str | None = None) -> None:
         self.path = str(path)
         self._file = self._open(path, expect_sha256)
-        super().__init__(self._header())
+        super().__init__(*self._header())
 
     def rows(self, counts: RowCounts, sort: bool) -> Numbered:
         """Requests under their own ids."""
@@ -356,6 +383,7 @@ class CanonicalParquet(CanonicalSource):
                         counts.refuse(counts.read, error)
                         continue
                     yield request.request_id, row_of(request)
+            self.check_count(counts)
         except (pa.ArrowException, OSError) as error:
             raise TraceError(self.path, counts.read + 1, None, f"cannot be read on: {error}") from error
 
@@ -365,14 +393,14 @@ class CanonicalParquet(CanonicalSource):
 
         try:
             found = hashlib.file_digest(path.open("rb"), "sha256").hexdigest() if expect_sha256 else None
-            file = parquet.ParquetFile(path)
+            file = parquet.ParquetFile(path, page_checksum_verification=True)
         except (pa.ArrowException, OSError) as error:
             raise TraceError(self.path, None, None, f"not a readable Parquet file: {error}") from error
         if expect_sha256 is not None and found != expect_sha256.lower():
             raise TraceError(self.path, 1, "sha256", f"expected {expect_sha256}, found {found}")
         return file
 
-    def _header(self) -> TraceHeader:
+    def _header(self) -> tuple[TraceHeader, int | None]:
         text = (self._file.schema_arrow.metadata or {}).get(_METADATA)
         if text is None:
             reason = (

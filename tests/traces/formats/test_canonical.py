@@ -1,14 +1,17 @@
 """Our own form keeps every field of every request and the header, in JSONL and in Parquet."""
 
+import gzip
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pyarrow import parquet
 from trace_samples import CANONICAL, CONTENTS, jsonl
 
 from traces.analysis.reuse import shared_prefix_tokens
+from traces.errors import TraceError
 from traces.formats.mooncake import write_mooncake
 from traces.formats.pagetwin import write_jsonl, write_parquet
 from traces.reading import read_trace
@@ -142,3 +145,69 @@ def test_a_mooncake_export_keeps_sharing_to_whole_blocks(tmp_path: Path) -> None
     exact = shared_prefix_tokens(trace)
     assert exported == [tokens // 512 * 512 for tokens in exact]
     assert any(exported)
+
+
+def cut_short(trace: Trace, end: str, path: Path, records: int) -> None:
+    """Write a file whose header is that of `trace`, with its first `records` requests."""
+    if end == ".parquet":
+        write_parquet(trace, path)
+        table = parquet.read_table(path)
+        parquet.write_table(table.slice(0, records), path)
+        return
+    write_jsonl(trace, path)
+    packed = path.name.endswith(".gz")
+    lines = (gzip.decompress(path.read_bytes()) if packed else path.read_bytes()).splitlines(keepends=True)
+    kept = b"".join(lines[: 1 + records])
+    path.write_bytes(gzip.compress(kept) if packed else kept)
+
+
+@pytest.mark.parametrize("end", WRITERS)
+def test_a_file_cut_at_the_end_of_a_line_is_refused(end: str, tmp_path: Path) -> None:
+    path = tmp_path / f"t{end}"
+    cut_short(generate_trace("azure_conv", num_requests=50, seed=0), end, path, 30)
+    with pytest.raises(TraceError, match="requests: 50 by the header, but 30 follow: the file is cut off"):
+        read_trace(path)
+
+
+@pytest.mark.parametrize("end", WRITERS)
+def test_a_cut_file_is_counted_where_faults_are_skipped(end: str, tmp_path: Path) -> None:
+    path = tmp_path / f"t{end}"
+    cut_short(generate_trace("azure_conv", num_requests=50, seed=0), end, path, 30)
+    header = read_trace(path, on_error="skip").header
+    assert (header.rows_read, header.rows_kept, header.dropped) == (50, 30, {"missing from the file": 20})
+
+
+def test_a_file_with_more_requests_than_its_header_counts_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text(jsonl([*CANONICAL, {**CANONICAL[1], "request_id": 2, "arrival_us": 9}]))
+    with pytest.raises(TraceError, match="has more than was written"):
+        read_trace(path)
+
+
+def test_the_first_requests_of_a_cut_file_can_still_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    cut_short(generate_trace("azure_conv", num_requests=50, seed=0), ".jsonl", path, 30)
+    assert len(read_trace(path, limit=10).requests) == 10
+
+
+def test_a_window_is_complete_with_fewer_requests_than_the_source_kept(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    write_jsonl(take(generate_trace("azure_conv", num_requests=50, seed=0), 7), path)
+    assert len(read_trace(path).requests) == 7
+
+
+def test_an_older_window_says_that_it_cannot_be_counted(tmp_path: Path) -> None:
+    header = {**CANONICAL[0]["header"], "changes": ["requests 0 to 2: 2 of 3 requests"]}
+    path = tmp_path / "t.jsonl"
+    path.write_text(jsonl([{"header": header}, *CANONICAL[1:]]))
+    assert read_trace(path).header.noted == {"an older file, whose header does not count its requests": 1}
+
+
+def test_a_parquet_file_that_is_zeroed_inside_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "t.parquet"
+    write_parquet(generate_trace("azure_conv", num_requests=500, seed=0), path)
+    content = bytearray(path.read_bytes())
+    content[1000:1040] = bytes(40)
+    path.write_bytes(content)
+    with pytest.raises(TraceError, match="cannot be read on"):
+        read_trace(path)
