@@ -54,7 +54,7 @@ UNITS = """
         harness.report.trace_pictures harness.report.figures harness.report.verdict_text harness.report.tables
         harness.report.attribution harness.report.provenance harness.report.page harness.report.write
     harness.report
-    harness.capacity harness.serve harness.trace
+    harness.capacity harness.serve harness.trace harness.deployment
     harness.bench
         harness.bench.plugin harness.bench.session harness.bench.policy harness.bench.kernels harness.bench.engine
         harness.bench.sim

@@ -1,0 +1,205 @@
+"""A folder of log and settings becomes a deployment on one clock, and every malformed file is named."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from harness.deployment.errors import DeploymentError
+from harness.deployment.reading import read_deployment
+from harness.metrics.log import IntArray
+
+DATA = Path(__file__).resolve().parents[2] / "data" / "deployments"
+RECORDED = DATA / "servingsim-recorder"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of the recorded deployment that a test may change."""
+    return Path(shutil.copytree(RECORDED, tmp_path / "deployment"))
+
+
+def changed(path: Path, line: int, change: Callable[[dict[str, object]], object]) -> None:
+    """Change the object on a line (from 1) of a JSONL file."""
+    lines = path.read_text().splitlines()
+    record = json.loads(lines[line - 1])
+    change(record)
+    lines[line - 1] = json.dumps(record)
+    path.write_text("\n".join(lines) + "\n")
+
+
+def test_times_start_at_the_first_arrival() -> None:
+    requests = read_deployment(RECORDED).requests
+    assert requests.arrival_s[0] == 0
+    assert len(requests) == 20
+
+
+def test_the_wall_clock_of_arrivals_is_shifted_by_the_least_delay_to_the_queue() -> None:
+    requests = read_deployment(RECORDED).requests
+    assert requests.queued_s is not None
+    delays = requests.queued_s - requests.arrival_s
+    assert delays.min() == pytest.approx(0, abs=1e-6)
+    assert delays.max() < 0.2
+
+
+def test_the_shift_of_the_clock_is_said() -> None:
+    notes = read_deployment(RECORDED).notes
+    assert any("arrival_time is a wall clock" in note for note in notes)
+
+
+def test_time_to_first_token_counts_from_the_queue() -> None:
+    """`first_token_ts - queued_ts` of the first row of the file."""
+    requests = read_deployment(RECORDED).requests
+    assert requests.ttft_s[0] == pytest.approx(479748.510151426 - 479748.340626232, abs=1e-6)
+
+
+def test_tpot_is_the_mean_gap_between_the_tokens_of_a_request() -> None:
+    requests = read_deployment(RECORDED).requests
+    assert requests.tpot_s[0] == pytest.approx((479764.054028055 - 479748.510151426) / 530, abs=1e-9)
+
+
+def test_the_workload_arrives_when_the_requests_entered_the_queue() -> None:
+    deployment = read_deployment(RECORDED)
+    arrivals = [request.arrival_us for request in deployment.workload.requests]
+    assert arrivals == [round(1e6 * at) for at in deployment.requests.entered_s]
+
+
+def test_the_workload_keeps_the_sharing_of_its_prompts() -> None:
+    requests = read_deployment(RECORDED).workload.requests
+    assert requests[4].segments[:2] == ((8, 1), (23, 1))
+    assert requests[6].segments[:2] == ((8, 1), (23, 1))
+
+
+def test_without_a_workload_no_prompt_is_shared_and_the_notes_say_so(folder: Path) -> None:
+    (folder / "workload.jsonl").unlink()
+    deployment = read_deployment(folder)
+    assert all(segment.key is None for row in deployment.workload.requests for segment in row.segments)
+    assert any("none is assumed to" in note for note in deployment.notes)
+
+
+def test_kv_use_of_zero_throughout_was_not_recorded() -> None:
+    deployment = read_deployment(RECORDED)
+    assert deployment.series is not None
+    assert deployment.series.kv_use is None
+    assert any("KV use was not recorded" in note for note in deployment.notes)
+
+
+def test_the_series_is_moved_to_the_clock_of_the_requests(folder: Path) -> None:
+    """The counts of the requests themselves, logged by a clock that is 4.2 s ahead."""
+    (folder / "timeseries.csv").unlink()
+    requests = read_deployment(folder).requests
+    at_s = np.arange(0.5, 22, 0.5)
+    running, waiting = requests.under_way(at_s)
+    _write_series(folder / "timeseries.csv", at_s + 4.2, running, waiting)
+    series = read_deployment(folder).series
+    assert series is not None
+    assert series.at_s == pytest.approx(at_s, abs=0.011)
+
+
+def _write_series(path: Path, at_s: np.ndarray, running: IntArray, waiting: IntArray) -> None:
+    lines = ["t,prompt_throughput,gen_throughput,running,waiting,kv_cache_pct"]
+    lines += [f"{t},0,0,{r},{w},1" for t, r, w in zip(at_s, running, waiting, strict=True)]
+    path.write_text("\n".join(lines) + "\n")
+
+
+def test_a_request_without_a_first_token_is_dropped_and_counted(folder: Path) -> None:
+    (folder / "workload.jsonl").unlink()
+    changed(folder / "requests.jsonl", 3, lambda record: record.update(first_token_ts=None))
+    deployment = read_deployment(folder)
+    assert len(deployment.requests) == 19
+    assert deployment.dropped == {"no time of first_token_ts": 1}
+
+
+def test_a_file_of_unknown_content_is_named_in_the_notes(folder: Path) -> None:
+    (folder / "screen.txt").write_text("all is well\n")
+    assert any(note.startswith("screen.txt: not read") for note in read_deployment(folder).notes)
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "change", "said"),
+    [
+        (
+            "requests.jsonl",
+            4,
+            {"input_toks": "many"},
+            "requests.jsonl:4: input_toks: number expected, found string",
+        ),
+        ("requests.jsonl", 4, {"input_toks": 0}, "requests.jsonl:4: input_toks: 0 is below 1"),
+        ("requests.jsonl", 4, {"output_toks": 2.5}, "requests.jsonl:4: output_toks: whole number expected"),
+        ("requests.jsonl", 4, {"arrival_time": True}, "requests.jsonl:4: arrival_time: number expected"),
+        (
+            "requests.jsonl",
+            4,
+            {"last_token_ts": 1.0},
+            "requests.jsonl:4: request bench-3: the last token is 479748 s before the first token",
+        ),
+        (
+            "requests.jsonl",
+            4,
+            {"output_toks": 9},
+            "requests.jsonl:4: request bench-3: 685 prompt and 9 output tokens, but request 3 of the workload",
+        ),
+    ],
+)
+def test_a_wrong_row_is_named_by_file_line_and_field(
+    folder: Path, file: str, line: int, change: dict[str, object], said: str
+) -> None:
+    changed(folder / file, line, lambda record: record.update(change))
+    with pytest.raises(DeploymentError) as caught:
+        read_deployment(folder)
+    assert said in str(caught.value)
+
+
+def test_a_missing_key_is_named(folder: Path) -> None:
+    changed(folder / "requests.jsonl", 2, lambda record: record.pop("arrival_time"))
+    with pytest.raises(DeploymentError, match=r"requests\.jsonl:2: arrival_time: missing key"):
+        read_deployment(folder)
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ("3.0,1,1,x,0,0", "timeseries.csv:4: running: finite number expected"),
+        ("1.0,1,1,1,0,0", "timeseries.csv:4: t: 1 is not after 2"),
+        ("3.0,1,1,1,0", "timeseries.csv:4: line: 6 fields expected, found 5"),
+        ("3.0,1,1,1,0,101", "timeseries.csv:4: kv_cache_pct: 101 is above 100"),
+        ("3.0,1,1,-1,0,0", "timeseries.csv:4: running: is below 0"),
+    ],
+)
+def test_a_wrong_row_of_the_series_is_named(folder: Path, row: str, said: str) -> None:
+    with (folder / "timeseries.csv").open("a") as file:
+        file.write(row + "\n")
+    with pytest.raises(DeploymentError) as caught:
+        read_deployment(folder)
+    assert said in str(caught.value)
+
+
+def test_two_logs_of_requests_in_a_folder_are_refused(folder: Path) -> None:
+    shutil.copy(folder / "requests.jsonl", folder / "requests2.jsonl")
+    with pytest.raises(
+        DeploymentError, match=r"more than one log of requests: requests\.jsonl, requests2\.jsonl"
+    ):
+        read_deployment(folder)
+
+
+def test_a_folder_without_a_log_of_requests_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DeploymentError, match="no log of requests"):
+        read_deployment(tmp_path)
+
+
+def test_a_workload_of_another_length_is_refused(folder: Path) -> None:
+    lines = (folder / "requests.jsonl").read_text().splitlines()
+    (folder / "requests.jsonl").write_text("\n".join(lines[:19]) + "\n")
+    with pytest.raises(DeploymentError, match=r"20 requests, but requests\.jsonl has 19"):
+        read_deployment(folder)
+
+
+def test_a_slice_of_the_requests_keeps_their_clock() -> None:
+    requests = read_deployment(RECORDED).requests
+    later = requests.take(slice(15, None))
+    assert later.request_id == requests.request_id[15:]
+    assert later.arrival_s[0] == requests.arrival_s[15]
+    assert later.cached_tokens is None
