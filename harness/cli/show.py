@@ -6,6 +6,7 @@ from harness.config.checks import check_config
 from harness.config.compose import compose_config, normalise
 from harness.config.errors import UserError
 from harness.config.groups import EXPERIMENTS, conf_dir, default_choices, groups, list_options, purpose
+from harness.config.option_files import is_option_file
 from harness.console import Arguments, say
 from harness.sweep.plan import SweepRequest, run_request
 
@@ -31,7 +32,8 @@ def _say_origin(request: SweepRequest) -> None:
         axis.key: axis.settings[0].value for axis in request.axes if axis.settings[0].is_group
     }
     for group, option in chosen.items():
-        say(f"# {group}={option}: {purpose(group, option)}")
+        said = "a file of your own" if is_option_file(option) else purpose(group, option)
+        say(f"# {group}={option}: {said}")
     for axis in request.axes:
         if len(axis.settings) > 1:
             say(f"# sweep over {axis.text}; shown is {axis.settings[0].text}")

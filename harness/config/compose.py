@@ -22,6 +22,7 @@ from engine.runtime.options import Dtype
 from harness.config.checkpoint import CheckpointFacts
 from harness.config.errors import ConfigError
 from harness.config.groups import conf_dir
+from harness.config.option_files import apply_option_file
 from harness.config.overrides import Setting, config_keys
 from harness.config.schema import (
     CacheConfig,
@@ -128,10 +129,15 @@ def compose_config(settings: Iterable[Setting]) -> RunConfig:
     """Compose a run from group options and values. Types are checked here, ranges in `harness.config.checks`.
 
     Raises:
-        ConfigError: a value has the wrong type, or an interpolation cannot be resolved; names the key.
+        ConfigError: a value has the wrong type, or an interpolation cannot be resolved; names the key, and the line
+            where it stands in a file of the user's.
     """
     chosen = list(settings)
-    tree = copy.deepcopy(_composed(tuple(item.text for item in chosen if item.is_group)))
+    named = tuple(item.text for item in chosen if item.is_group and not item.is_file)
+    tree = copy.deepcopy(_composed(named))
+    for item in chosen:
+        if item.is_file:
+            apply_option_file(tree, item.key, item.value)
     for item in chosen:
         if not item.is_group:
             _apply(tree, item)

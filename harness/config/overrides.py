@@ -13,6 +13,7 @@ from enum import StrEnum
 from fnmatch import fnmatchcase
 from functools import cache, lru_cache
 from itertools import islice
+from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
@@ -22,6 +23,7 @@ from hydra.errors import HydraException
 
 from harness.config.errors import ConfigError, UnknownKeyError, UserError
 from harness.config.groups import EXPERIMENTS, groups, list_options
+from harness.config.option_files import is_option_file
 from harness.config.schema import RunConfig
 
 _NAMES: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
@@ -89,8 +91,13 @@ class Setting:
 
     @property
     def is_group(self) -> bool:
-        """Whether this chooses a file of a config group."""
+        """Whether this chooses an option of a config group, by name or as a file of the user's."""
         return self.key in groups()
+
+    @property
+    def is_file(self) -> bool:
+        """Whether this names a file of the user's as the option of a config group."""
+        return self.is_group and is_option_file(self.value)
 
 
 @dataclass(frozen=True)
@@ -233,7 +240,12 @@ def _matching(pattern: Glob, names: Sequence[str]) -> list[str]:
 
 
 def _check_option(setting: Setting) -> None:
-    if setting.value not in groups()[setting.key]:
+    if is_option_file(setting.value):
+        if not Path(setting.value).expanduser().is_file():
+            raise ConfigError(
+                setting.key, f"no such file: '{setting.value}' (looked for {Path(setting.value).absolute()})"
+            )
+    elif setting.value not in groups()[setting.key]:
         raise UnknownKeyError(
             setting.key, f"no option '{setting.value}'; the options are\n{list_options(setting.key)}"
         )

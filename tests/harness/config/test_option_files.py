@@ -1,0 +1,88 @@
+"""A device or a model from a file of the user's own: `device=./mine.yaml`."""
+
+from pathlib import Path
+
+import pytest
+
+from engine.runtime.options import Dtype
+from harness.config.compose import compose_config
+from harness.config.errors import ConfigError, UserError
+from harness.config.overrides import parse_overrides
+from harness.config.schema import RunConfig
+
+CARD = "name: mine\nmemory_gb: 25.25\nbandwidth_gbs: 1008\ntflops: 165.2\n"
+
+
+def composed(*texts: str) -> RunConfig:
+    return compose_config([axis.settings[0] for axis in parse_overrides(texts)])
+
+
+def written(folder: Path, text: str) -> Path:
+    file = folder / "mine.yaml"
+    file.write_text(text)
+    return file
+
+
+def test_a_device_comes_from_a_file(tmp_path: Path) -> None:
+    device = composed(f"device={written(tmp_path, CARD)}").device
+    assert (device.name, device.memory_gb, device.bandwidth_gbs, device.tflops) == (
+        "mine",
+        25.25,
+        1008,
+        165.2,
+    )
+
+
+def test_a_file_may_start_from_a_preset(tmp_path: Path) -> None:
+    file = written(tmp_path, "base: llama3_8b\nname: long\nmax_position: 131072\n")
+    model = composed(f"model={file}").model
+    assert (model.name, model.max_position, model.hidden, model.dtype) == (
+        "long",
+        131072,
+        4096,
+        Dtype.bfloat16,
+    )
+
+
+def test_a_key_on_the_command_line_counts_more_than_the_file(tmp_path: Path) -> None:
+    assert composed(f"device={written(tmp_path, CARD)}", "device.tflops=100").device.tflops == 100
+    assert composed("device.tflops=100", f"device={written(tmp_path, CARD)}").device.tflops == 100
+
+
+def test_files_and_presets_make_a_sweep(tmp_path: Path) -> None:
+    [axis] = parse_overrides([f"device=h100,{written(tmp_path, CARD)}"])
+    assert [compose_config([each]).device.name for each in axis.settings] == ["h100", "mine"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (CARD + "bandwith: 3\n", "mine.yaml:5: no key 'bandwith'; the keys are base, "),
+        (CARD + "tflops: 4\n", "mine.yaml:5: key 'tflops' stands twice"),
+        (CARD.replace("1008", "fast"), "device.bandwidth_gbs: {file}:3: found 'fast', must be a number"),
+        ("name: mine\n", "mine.yaml: missing: memory_gb, bandwidth_gbs, tflops; or name a preset"),
+        ("base: h101\n", "mine.yaml:1: base names no option ('h101'); the options are"),
+        ("- a\n", "mine.yaml:1: must be 'key: value' lines"),
+        ("name: [mine]\n", "mine.yaml:1: the value of 'name' must be one word or number"),
+        ("name: mine\n  tflops: 3\n", "mine.yaml:2: no YAML"),
+        ("", "mine.yaml:1: must be 'key: value' lines"),
+    ],
+)
+def test_a_wrong_file_is_named_with_line_and_key(tmp_path: Path, text: str, message: str) -> None:
+    file = written(tmp_path, text)
+    with pytest.raises(ConfigError) as refused:
+        composed(f"device={file}")
+    assert message.format(file=file) in str(refused.value)
+
+
+def test_a_word_that_is_none_of_the_choices_lists_them(tmp_path: Path) -> None:
+    file = written(tmp_path, "base: llama3_8b\ndtype: bf16\n")
+    with pytest.raises(
+        ConfigError, match=r"model\.dtype: .*mine\.yaml:2: found 'bf16', must be one of float32, bf"
+    ):
+        composed(f"model={file}")
+
+
+def test_a_missing_file_is_named_with_the_place_that_was_looked_at(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"device: no such file: 'no/such\.yaml' \(looked for /"):
+        composed("device=no/such.yaml")
