@@ -49,10 +49,16 @@ class Range(NamedTuple):
 
 
 def _number(value: float) -> str:
+    if isinstance(value, int):
+        return f"{value:,}"
     return f"{value:,.0f}" if value >= 1000 else f"{value:g}"
 
 
-_COUNT, _NOT_NEGATIVE, _POSITIVE, _SHARE = Range(1, 10**9), Range(0), Range(0, open_low=True), Range(0, 1)
+_COUNT, _SHARE = Range(1, 10**9), Range(0, 1)
+_SEED = Range(0, 2**63 - 1)  # tables keep whole numbers in 64 bits
+_MICROSECONDS = Range(0, 1e9)  # of one event
+_SECONDS = 1e9  # 32 years of virtual time, well within what the clock of a replay counts
+_LEAST_TEMPERATURE = 1e-5  # below, logits / temperature overflows
 _FIGURE = Range(1e-6, 1e9)  # of a datasheet; outside, a step would take years or no time
 _LISTED = Range(1, 10**7)  # number of items that are kept in memory one by one
 _SLOTS = Range(1, 10**9)  # KV slots, far beyond any device's memory
@@ -90,20 +96,21 @@ RANGES: dict[str, Range] = {
     "workload.length_scale": Range(1e-6, 1e6),
     "trace.arrival_rate": Range(1e-6, 1e9),
     "trace.arrival_shape": Range(0.01, 1000),
+    **dict.fromkeys(("workload.seed", "model.seed"), _SEED),
+    "cache.host_tokens": Range(0, 10**9),
+    "decoding.draft_tokens": Range(0, 10**9),
+    "workload.prefix_zipf": Range(0, 100),  # beyond, every prompt has the first prefix
+    "replay.think_s": Range(0, _SECONDS),
+    "replay.duration_s": Range(0, _SECONDS, open_low=True),
+    "decoding.temperature": Range(0, 1e6, open_low=True),
     **dict.fromkeys(
         (
-            "cache.host_tokens",
-            "workload.prefix_zipf",
-            "workload.seed",
-            "model.seed",
             "device.step_overhead_us",
             "device.layer_overhead_us",
             "device.link_latency_us",
             "device.host_link_latency_us",
-            "replay.think_s",
-            "decoding.draft_tokens",
         ),
-        _NOT_NEGATIVE,
+        _MICROSECONDS,
     ),
     **dict.fromkeys(
         (
@@ -115,7 +122,6 @@ RANGES: dict[str, Range] = {
         ),
         _FIGURE,
     ),
-    **dict.fromkeys(("decoding.temperature", "replay.duration_s"), _POSITIVE),
     **dict.fromkeys(
         ("workload.prefix_share", "trace.share", "decoding.beam_churn", "decoding.acceptance"), _SHARE
     ),
@@ -223,6 +229,12 @@ def _width(config: RunConfig) -> Iterator[ConfigError]:
         yield ConfigError(
             "decoding.n",
             f"found {decoding.n}, but greedy decoding has one sequence; use decoding.mode=sample",
+        )
+    if 0 < decoding.temperature < _LEAST_TEMPERATURE:
+        yield ConfigError(
+            "decoding.temperature",
+            f"found {decoding.temperature}, must be {_LEAST_TEMPERATURE:g} or greater; decoding=greedy takes the most "
+            "likely token",
         )
 
 

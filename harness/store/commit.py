@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from harness.store.atomic import write_files
+from harness.store.digests import digest_of, sealed
 
 Columns = Mapping[str, Any]  # one array or list a column, all of one length
 SCHEMA = (
@@ -66,8 +67,13 @@ def commit_point(
     """
     layout = Layout(root)
     files = {f"{name}.parquet": parquet_bytes(columns) for name, columns in tables.items()}
-    stamp = {"schema": SCHEMA, "fingerprint": fingerprint, "tables": sorted(tables)}
-    files["record.json"] = json_bytes({**stamp, **record, **stamp})
+    stamp = {
+        "schema": SCHEMA,
+        "fingerprint": fingerprint,
+        "tables": sorted(tables),
+        "digests": {name: digest_of(data) for name, data in files.items()},
+    }
+    files["record.json"] = sealed(_plain_object({**stamp, **record, **stamp}))
     write_files(layout.point(fingerprint), files, last="record.json")
     layout.failure(fingerprint).unlink(missing_ok=True)
 
@@ -79,7 +85,7 @@ def commit_failure(root: Path, fingerprint: str, failure: Mapping[str, Any]) -> 
         StoreError: the store cannot be written.
     """
     path = Layout(root).failure(fingerprint)
-    data = json_bytes({"schema": SCHEMA, "fingerprint": fingerprint, **failure})
+    data = sealed(_plain_object({"schema": SCHEMA, "fingerprint": fingerprint, **failure}))
     write_files(path.parent, {path.name: data})
     return path
 
@@ -97,6 +103,10 @@ def parquet_bytes(columns: Columns) -> bytes:
     sink = io.BytesIO()
     pq.write_table(pa.table(dict(columns)), sink, compression="zstd")
     return sink.getvalue()
+
+
+def _plain_object(value: Mapping[str, Any]) -> dict[str, Any]:
+    return {str(key): _plain(item) for key, item in value.items()}
 
 
 def _plain(value: object) -> object:

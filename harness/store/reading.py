@@ -3,7 +3,7 @@
 `summary.parquet` has one row for each point, with dotted columns. It is rebuilt from the records and is never a source.
 """
 
-import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,10 +11,11 @@ from typing import Any
 
 from harness.store.atomic import write_files
 from harness.store.commit import SCHEMA, Layout, parquet_bytes
+from harness.store.digests import read_sealed, table_fault
 from harness.store.errors import ForeignFileError, StoreVersionError
 
 Record = dict[str, Any]
-_PARQUET = b"PAR1"
+_DERIVED = ("digest", "digests")  # say nothing about a point
 _SECTIONS = (
     "trace",
     "pool",
@@ -28,7 +29,9 @@ _SECTIONS = (
     "audit",
     "pace",
     "seconds",
+    "digests",
 )
+_TABLE = re.compile(r"\w{1,64}")  # never a path
 _ROW = ("metric", "error", "spread")  # of `comparison`
 
 
@@ -36,6 +39,11 @@ def record_fault(record: Mapping[str, Any]) -> str | None:
     """The first reason why this is no record of a finished point, in words; None where it is one."""
     if not isinstance(record.get("config"), Mapping):
         return "its section 'config' is missing"
+    tables = record.get("tables") or []
+    if not (
+        isinstance(tables, list) and all(isinstance(name, str) and _TABLE.fullmatch(name) for name in tables)
+    ):
+        return "its section 'tables' is no list of names"
     for name in _SECTIONS:
         if not isinstance(record.get(name), Mapping | None):
             return f"its section '{name}' is no table of keys and values"
@@ -120,8 +128,8 @@ def read_columns(path: Path) -> dict[str, Any]:
 
 def _read_json(path: Path) -> Record:
     try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+        value = read_sealed(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
         raise ForeignFileError(f"{path}: truncated or not JSON ({error})") from None
     if not isinstance(value, dict):
         raise ForeignFileError(f"{path}: not a record")
@@ -133,21 +141,12 @@ def _point_fault(path: Path, value: Record) -> str | None:
     wrong = record_fault(value)
     if wrong:
         return f"not a record of a finished point: {wrong}"
-    for name in value.get("tables") or ():
-        table = path.with_name(f"{name}.parquet")
-        if not table.is_file():
-            return f"its table {table.name} is missing"
-        if not _is_whole(table):
-            return f"its table {table.name} is truncated"
-    return None
-
-
-def _is_whole(table: Path) -> bool:
-    """Whether the file ends as Parquet does (as it begins); a truncated one does not. The table itself is not read."""
-    with table.open("rb") as file:
-        head, size = file.read(len(_PARQUET)), file.seek(0, 2)
-        file.seek(max(0, size - len(_PARQUET)))
-        return size > 2 * len(_PARQUET) and head == file.read() == _PARQUET
+    digests = value.get("digests") or {}
+    faults = (
+        table_fault(path.with_name(f"{name}.parquet"), digests.get(f"{name}.parquet"))
+        for name in value.get("tables") or ()
+    )
+    return next(filter(None, faults), None)
 
 
 def _collect(path: Path, fingerprint: str, found: dict[str, Record], problems: list[str]) -> None:
@@ -182,7 +181,7 @@ def flatten(record: Record) -> dict[str, Any]:
     Rows of a list that name a `metric` become `section.<metric>.<field>`. Other lists (repeated runs) are left out,
     because the record also holds their median and spread.
     """
-    return dict(_leaves(record, ""))
+    return dict(_leaves({name: value for name, value in record.items() if name not in _DERIVED}, ""))
 
 
 def _leaves(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:

@@ -44,7 +44,7 @@ TRACES = {
     "mooncake_synthetic.jsonl": "mooncake-fast25/mini/synthetic.head400.jsonl",
 }
 IGNORED = (  # values that say which code, machine or moment it was; the keys themselves must be there on both sides
-    *("fingerprint", "*.fingerprint", "environment.code", "seconds.*"),
+    *("fingerprint", "*.fingerprint", "digest", "digests.*", "environment.code", "seconds.*"),
     *(
         f"environment.{name}"
         for name in ("python", "torch", "transformers", "triton", "numpy", "scipy", "simpy")

@@ -33,6 +33,11 @@ def test_every_number_of_the_schema_has_a_range() -> None:
     assert numbers == set(RANGES)
 
 
+@pytest.mark.parametrize("key", sorted(RANGES))
+def test_every_range_has_an_end_that_64_bits_hold(key: str) -> None:
+    assert RANGES[key].high < 2**63
+
+
 @pytest.mark.parametrize(
     ("texts", "message"),
     [
@@ -41,6 +46,13 @@ def test_every_number_of_the_schema_has_a_range() -> None:
             ["workload.prefix_share=1.5"],
             "workload.prefix_share: found 1.5, must be 0 or greater and at most 1",
         ),
+        (
+            ["model.seed=18446744073709551616"],
+            "model.seed: found 18446744073709551616, must be 0 or greater and at most 9,223,372,036,854,775,807",
+        ),
+        (["cache.host_tokens=99999999999999999999999"], "must be 0 or greater and at most 1,000,000,000"),
+        (["replay.duration_s=1e300"], "replay.duration_s: found 1e+300, must be greater than 0 and at most"),
+        (["decoding=sample", "decoding.temperature=1e-300"], "found 1e-300, must be 1e-05 or greater"),
         (["decoding.temperature=0"], "decoding.temperature: found 0.0, must be greater than 0"),
         (
             ["workload.request_rate=nan"],

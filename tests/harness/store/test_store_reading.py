@@ -55,6 +55,8 @@ def test_a_record_whose_table_is_gone_does_not_count(store: Path) -> None:
     [
         ({}, "its section 'config' is missing"),
         ({"config": {}, "measured": 3}, "its section 'measured' is no table of keys and values"),
+        ({"config": {}, "tables": ["../aa/steps"]}, "its section 'tables' is no list of names"),
+        ({"config": {}, "tables": 3}, "its section 'tables' is no list of names"),
         ({"config": {}, "overrides": "a=1"}, "its section 'overrides' is no list of texts"),
         (
             {"config": {}, "comparison": [1]},
@@ -79,6 +81,43 @@ def test_a_record_whose_table_was_cut_does_not_count(store: Path, kept: int) -> 
     content = read_store(store)
     assert set(content.records) == {"bb"}
     assert "its table steps.parquet is truncated" in content.problems[0]
+
+
+def test_a_table_that_was_zeroed_inside_does_not_count(store: Path) -> None:
+    file = store / "points/aa/steps.parquet"
+    data = bytearray(file.read_bytes())
+    data[40:60] = bytes(20)
+    file.write_bytes(data)
+    content = read_store(store)
+    assert set(content.records) == {"bb"}
+    assert "its table steps.parquet does not match its digest" in content.problems[0]
+
+
+def test_a_record_that_was_edited_does_not_count(store: Path) -> None:
+    file = store / "points/aa/record.json"
+    file.write_bytes(file.read_bytes().replace(b'"value": 1', b'"value": 7'))
+    content = read_store(store)
+    assert set(content.records) == {"bb"}
+    assert "so it was changed after it was written" in content.problems[0]
+
+
+@pytest.mark.parametrize("number", ["18446744073709551616", "NaN", "Infinity", "1" * 5000])
+def test_a_record_with_a_number_that_no_table_holds_is_skipped_and_the_others_are_reported(
+    store: Path, number: str
+) -> None:
+    (store / "points/bb/record.json").write_text(
+        f'{{"schema": 1, "fingerprint": "bb", "config": {{}}, "value": {number}}}'
+    )
+    content = read_store(store)
+    assert set(content.records) == {"aa"}
+    assert str(store / "points/bb/record.json") in content.problems[0]
+    assert pq.read_table(write_summary(store, content.records.values())).num_rows == 1
+
+
+def test_a_record_of_an_older_version_has_no_digest_and_counts(store: Path) -> None:
+    record = {"schema": 1, "fingerprint": "bb", "tables": ["steps"], "config": {}}
+    (store / "points/bb/record.json").write_text(json.dumps(record))
+    assert set(read_store(store).records) == {"aa", "bb"}
 
 
 def test_files_that_are_no_points_are_left_alone(store: Path) -> None:
