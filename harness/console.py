@@ -18,6 +18,8 @@ class Arguments:
     overrides: tuple[str, ...]
 
 
+MOST_LINES = 30  # of one message: more scrolls the cause out of sight
+_MOST_CHARACTERS = 1000  # of one line of a message
 _LARGE, _EVERY = 100, 20  # progress is shown from 100 points on, every 20 points
 _ASCII = str.maketrans({"−": "-", "–": "-", "µ": "u", "·": ","})  # for terminals without these characters
 
@@ -49,6 +51,22 @@ def remark(text: str) -> None:
         _write(sys.stderr, text + "\n")
     except OSError:
         return
+
+
+def shortened(text: str) -> str:
+    """A message with at most `MOST_LINES` lines, none of them endless; it says how much was left out."""
+    lines = [_cut(line) for line in text.splitlines()]
+    if len(lines) > MOST_LINES:
+        left = len(lines) - MOST_LINES + 1
+        lines = [*lines[: MOST_LINES - 1], f"... and {left:,} more lines like these"]
+    return "\n".join(lines)
+
+
+def _cut(line: str) -> str:
+    if len(line) <= _MOST_CHARACTERS:
+        return line
+    half = _MOST_CHARACTERS // 2
+    return f"{line[:half]} [... {len(line) - 2 * half:,} more characters ...] {line[-half:]}"
 
 
 def numbered(count: int, noun: str) -> str:

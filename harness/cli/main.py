@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from harness.config.errors import UserError
-from harness.console import Arguments, OutputError, remark
+from harness.console import Arguments, OutputError, remark, shortened
 
 if TYPE_CHECKING:
     from harness.cli.report import ReportFunctions
@@ -160,7 +160,7 @@ def main(
         arguments = parse_arguments(sys.argv[1:] if words is None else words)
         return _run(arguments, point, report)
     except UserError as error:
-        remark(f"error: {error}")
+        remark(shortened(f"error: {error}"))
         return WRONG_INPUT
     except KeyboardInterrupt:
         remark("interrupted")
@@ -170,7 +170,7 @@ def main(
         return FAILED
     except OutputError as error:
         _drop_output()
-        remark(f"error: {error}")
+        remark(shortened(f"error: {error}"))
         return FAILED
     except Exception as error:
         return _fault(error)
@@ -206,7 +206,7 @@ def _fault(error: Exception) -> int:
     from harness.store.errors import StoreError
 
     if isinstance(error, StoreError):
-        remark(f"error: {error}\nPoints that were committed before are kept.")
+        remark(shortened(f"error: {error}\nPoints that were committed before are kept."))
         return FAILED
     if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] not in _OUR_PACKAGES:
         remark(
@@ -215,8 +215,6 @@ def _fault(error: Exception) -> int:
         return FAILED
     with tempfile.NamedTemporaryFile("w", prefix="pagetwin-", suffix=".txt", delete=False) as file:
         traceback.print_exception(error, file=file)
-    remark(
-        f"internal error: {type(error).__name__}: {error}\n"
-        f"This is a bug in PageTwin, not a mistake of yours. The traceback is in {file.name}"
-    )
+    remark(shortened(f"internal error: {type(error).__name__}: {error}"))
+    remark(f"This is a bug in PageTwin, not a mistake of yours. The traceback is in {file.name}")
     return FAILED

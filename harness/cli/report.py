@@ -1,7 +1,7 @@
 """`report` and `status`, and the end of every sweep: summary, report, verdict, failures, exit code."""
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from harness.config.checks import NO_KERNELS, check_kernels
 from harness.config.errors import UserError
 from harness.config.overrides import parse_override
-from harness.console import Arguments, numbered, remark, say
+from harness.console import Arguments, numbered, remark, say, shortened
 from harness.store.commit import Layout
 from harness.store.errors import ForeignFileError
 from harness.store.manifest import Manifest, read_manifest, with_report, write_manifest
@@ -17,6 +17,7 @@ from harness.store.reading import StoreContent, read_store, write_summary
 from harness.sweep.execute import Outcome
 
 INTERRUPTED = 130
+MOST_LISTED = 10  # failed or damaged points that are named one by one
 RESULTS = Path("results")
 
 
@@ -177,8 +178,22 @@ def _say_report(path: Path, verdict: Sequence[str]) -> None:
 
 
 def _say_failures(outcome: Outcome) -> None:
-    for failed in outcome.failed:
-        say(f"  {failed.label}: {failed.error}\n    traceback: {failed.file}")
+    for failed in outcome.failed[:MOST_LISTED]:
+        say(shortened(f"  {failed.label}: {failed.error}\n    traceback: {failed.file}"))
+    _say_more(len(outcome.failed))
+
+
+def _say_more(failed: int) -> None:
+    if failed > MOST_LISTED:
+        say(f"  ... and {failed - MOST_LISTED:,} more, each with a failure.json in its folder under points/")
+
+
+def show_problems(problems: Sequence[str], write: Callable[[str], None] = remark) -> None:
+    """Print what was skipped in a store: the first few, and how many more there are."""
+    for problem in problems[:MOST_LISTED]:
+        write(shortened(problem))
+    if len(problems) > MOST_LISTED:
+        write(f"... and {len(problems) - MOST_LISTED:,} more; see: python -m harness doctor FOLDER")
 
 
 def report_command(arguments: Arguments, report: ReportFunctions | None = None) -> int:
@@ -204,8 +219,7 @@ def status_command(arguments: Arguments) -> int:
     """Print which points of a store are done, which failed and where the traceback is, and which are left."""
     root = _store(arguments.flags.store)
     manifest, content = _manifest(root), read_store(root)
-    for problem in content.problems:
-        say(problem)
+    show_problems(content.problems, say)
     if manifest is None:
         done, failed = numbered(len(content.records), "point"), len(content.failures)
         say(f"{root}: {done} done, {failed} failed; no sweep.json that says of which sweep")
@@ -222,10 +236,11 @@ def _say_status(root: Path, manifest: Manifest, content: StoreContent) -> None:
     say(f"{root}: sweep '{manifest.name}', {len(done)} of {len(names)} points done")
     if failed:
         say(f"{len(failed)} failed:")
-    for point in failed:
+    for point in failed[:MOST_LISTED]:
         failure = content.failures[point.fingerprint]
-        say(f"  {failure.get('label', ' '.join(point.overrides))}: {failure.get('error')}")
+        say(shortened(f"  {failure.get('label', ' '.join(point.overrides))}: {failure.get('error')}"))
         say(f"    traceback: {Layout(root).failure(point.fingerprint)}")
+    _say_more(len(failed))
     if left or failed:
         say(f"{left} not run yet. Go on with: {manifest.command}")
     others = len(content.records) - len(done)

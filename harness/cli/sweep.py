@@ -12,7 +12,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
-from harness.cli.report import INTERRUPTED, ReportFunctions, finish, known_manifest, same_sweep
+from harness.cli.report import (
+    INTERRUPTED,
+    ReportFunctions,
+    finish,
+    known_manifest,
+    same_sweep,
+    show_problems,
+)
 from harness.config.errors import ConfigError, UserError
 from harness.console import Arguments, counted, numbered, planning, remark, say
 from harness.store.atomic import check_writable, exclusive, remove_leftovers
@@ -116,8 +123,7 @@ def _finish(sweep: SweepPlan, manifest: Manifest, outcome: Outcome, report: Repo
 
 def _read(out: Path) -> StoreContent:
     content = read_store(out)
-    for problem in content.problems:
-        remark(problem)
+    show_problems(content.problems)
     return content
 
 

@@ -22,6 +22,7 @@ from harness.config.errors import ConfigError, UnknownKeyError, UserError
 from harness.config.groups import EXPERIMENTS, experiments, list_options, option_file
 from harness.config.overrides import MOST_POINTS, Axis, Setting, parse_overrides
 from harness.config.schema import RunConfig
+from harness.console import shortened
 from harness.store.commit import SCHEMA
 
 DEFAULT_EXPERIMENT = "default"
@@ -37,6 +38,7 @@ _NOT_IDENTITY = (
     *("cost.cache_dir", "cost.kernels", "replay.compiled"),
 )
 _FINGERPRINT_BYTES = 16
+_LISTED = 8  # bad points of one reason that are named one by one
 _TOO_LARGE = (
     "does not fit the memory: lower workload.num_requests, workload.num_prefixes or cache.pool_tokens"
 )
@@ -63,15 +65,21 @@ class SweepPlanError(UserError):
     def _message(self) -> str:
         if self.total == 1:
             return "\n".join(self.bad[0].reasons)
+        places: dict[str, list[str]] = {}
+        for point in self.bad:
+            for reason in point.reasons:
+                places.setdefault(reason, []).append(point.label)
         lines = [f"nothing was run: {len(self.bad)} of {self.total} points cannot run"]
-        reasons = dict.fromkeys(reason for point in self.bad for reason in point.reasons)
-        for reason in reasons:
-            labels = [point.label for point in self.bad if reason in point.reasons]
-            lines.append(reason)
-            lines += (
-                ["  (every point)"] if len(labels) == self.total else [f"  at {label}" for label in labels]
-            )
-        return "\n".join(lines)
+        for reason, labels in places.items():
+            lines += [reason, *self._where(labels)]
+        return shortened("\n".join(lines))
+
+    def _where(self, labels: list[str]) -> list[str]:
+        if len(labels) == self.total:
+            return ["  (every point)"]
+        if len(labels) > _LISTED:
+            return [f"  at {len(labels):,} points, for example {labels[0]}"]
+        return [f"  at {label}" for label in labels]
 
 
 def fingerprint(config: RunConfig, identity: Mapping[str, Any]) -> str:

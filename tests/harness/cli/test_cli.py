@@ -242,6 +242,19 @@ def test_status_counts_done_failed_and_left(cli: Cli) -> None:
     assert "Go on with: python -m harness sweep" in out
 
 
+def test_a_message_is_never_longer_than_thirty_lines(cli: Cli) -> None:
+    code, _, err = cli("sweep", *(f"no.such.key{number}=1" for number in range(100)))
+    assert code == 2
+    assert len(err.splitlines()) == 30
+
+
+def test_a_line_of_a_message_is_never_endless(cli: Cli) -> None:
+    code, _, err = cli("sweep", "name=" + "/" * 100_000)
+    assert code == 2
+    assert len(err) < 3_000
+    assert "more characters" in err
+
+
 def test_status_names_files_that_are_not_whole(cli: Cli, tmp_path: Path) -> None:
     cli(*sweep("workload.seed=1,2"))
     record = next(tmp_path.rglob("record.json"))

@@ -122,6 +122,24 @@ def test_every_bad_point_is_listed_under_its_reason() -> None:
     assert len(re.findall(r"  at .*beam_width=65", message)) == 4
 
 
+def test_a_value_that_many_points_have_is_named_once_with_their_number_and_an_example() -> None:
+    with pytest.raises(SweepPlanError) as caught:
+        planned("workload.prefix_share=2,0.5", "workload.seed=range(100)")
+    assert str(caught.value).splitlines() == [
+        "nothing was run: 100 of 200 points cannot run",
+        "workload.prefix_share: found 2.0, must be 0 or greater and at most 1",
+        "  at 100 points, for example workload.prefix_share=2 workload.seed=0",
+    ]
+
+
+def test_many_different_reasons_stay_within_thirty_lines() -> None:
+    with pytest.raises(SweepPlanError) as caught:
+        planned("workload.seed=range(-300,5)")
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 30
+    assert lines[-1] == "... and 572 more lines like these"
+
+
 def test_a_reason_that_holds_everywhere_is_given_once() -> None:
     with pytest.raises(SweepPlanError, match=r"trace.path: missing.*\n  \(every point\)$"):
         planned("trace=azure", "workload.seed=1,2")
