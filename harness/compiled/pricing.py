@@ -3,6 +3,8 @@
 It computes the features of `harness.replay.features` and prices them with the same operations in the same order.
 """
 
+from math import sqrt
+
 import numpy as np
 
 from harness.compiled.numba_edge import jitable
@@ -138,13 +140,27 @@ def price(state: ReplayState) -> tuple[float, float]:
 def roofline(state: ReplayState) -> tuple[float, float]:
     """`RooflineCost.price` where nothing is copied or swapped."""
     features = state.features
-    token_s, sample_s, weights_s, kv_s, pair_s, host_s, link_s, reduce_s = state.prices.rates
-    attention_s = max(
-        (features[DECODE_KV] + features[PREFILL_KV]) * kv_s, (features[DECODE_KV] + features[WORK]) * pair_s
+    rates = state.prices.rates
+    token_s, sample_s, weights_s, kv_s, pair_s = rates[0], rates[1], rates[2], rates[3], rates[4]
+    host_s, fixed_s, row_s, link_s, reduce_s, overlaps = (
+        rates[5],
+        rates[6],
+        rates[7],
+        rates[8],
+        rates[9],
+        rates[10],
     )
-    dense = max(features[TOKENS] * token_s + features[SAMPLED] * sample_s, weights_s)
+    prompts = max(features[PREFILL_KV] * kv_s, features[WORK] * pair_s)
+    decodes = max(features[DECODE_KV] * kv_s, features[DECODE_KV] * pair_s)
+    attention_s = decodes + prompts + (fixed_s + features[ROWS] * row_s)
+    dense = features[TOKENS] * token_s + features[SAMPLED] * sample_s
+    if overlaps:
+        square = dense * dense
+        dense = sqrt(sqrt(square * square + weights_s * weights_s * (weights_s * weights_s)))
+    else:
+        dense = max(dense, weights_s)
     seconds = dense + attention_s + host_s
-    if reduce_s:
+    if reduce_s or link_s:
         seconds = seconds + (features[TOKENS] * link_s + reduce_s)
     return seconds, attention_s
 

@@ -107,6 +107,8 @@ RANGES: dict[str, Range] = {
         (
             "device.step_overhead_us",
             "device.layer_overhead_us",
+            "device.attention_overhead_us",
+            "device.row_overhead_us",
             "device.link_latency_us",
             "device.host_link_latency_us",
         ),
@@ -129,7 +131,11 @@ RANGES: dict[str, Range] = {
     "scheduler.watermark": Range(0, 1, open_high=True),
     "replay.burstiness": Range(0.01, 100),
     **dict.fromkeys(
-        ("device.memory_utilization", "device.bandwidth_efficiency", "device.compute_efficiency"),
+        (
+            "device.memory_utilization",
+            *("device.bandwidth_efficiency", "device.kv_efficiency"),
+            *("device.compute_efficiency", "device.attention_efficiency"),
+        ),
         Range(0, 1, open_low=True),
     ),
 }

@@ -266,9 +266,13 @@ class DeviceConfig:
     tflops: float = 0.1  # dense, at the model's dtype
     step_overhead_us: float = 1000.0  # host time of a step, added to the device's
     layer_overhead_us: float = 250.0  # host or launch time per layer
+    attention_overhead_us: float = 0.0  # the shortest attention of a layer
+    row_overhead_us: float = 0.0  # of one sequence in one layer, beside its bytes and FLOP
     memory_utilization: float = 0.9
-    bandwidth_efficiency: float = 1.0  # share of the bandwidth that kernels reach
-    compute_efficiency: float = 1.0  # share of the peak FLOP/s that they reach
+    bandwidth_efficiency: float = 1.0  # share of the bandwidth that reading weights reaches
+    kv_efficiency: float = 1.0  # share of the bandwidth that reading KV in attention reaches
+    compute_efficiency: float = 1.0  # share of the peak FLOP/s that dense layers reach
+    attention_efficiency: float = 1.0  # share of the peak FLOP/s that attention of prompts reaches
     tensor_parallel: int = 1  # number of devices that every layer is split among
     link_gbs: float = 300.0  # tensor_parallel > 1: 10^9 bytes per second that a device sends to the others
     link_latency_us: float = 10.0  # of one all-reduce, beside its bytes

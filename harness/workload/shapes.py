@@ -184,8 +184,8 @@ def device_shape(config: RunConfig) -> DeviceShape:
         )
     return DeviceShape(
         name=device.name,
-        bandwidth=device.bandwidth_gbs * 1e9 * device.bandwidth_efficiency,
-        flops=device.tflops * 1e12 * device.compute_efficiency,
+        bandwidth=device.bandwidth_gbs * 1e9,
+        flops=device.tflops * 1e12,
         step_overhead_s=device.step_overhead_us * 1e-6,
         layer_overhead_s=device.layer_overhead_us * 1e-6,
         parallel=device.tensor_parallel,
@@ -193,6 +193,13 @@ def device_shape(config: RunConfig) -> DeviceShape:
         link_latency_s=device.link_latency_us * 1e-6,
         host_bandwidth=device.host_link_gbs * 1e9,
         host_latency_s=device.host_link_latency_us * 1e-6,
+        bandwidth_efficiency=device.bandwidth_efficiency,
+        kv_efficiency=device.kv_efficiency,
+        compute_efficiency=device.compute_efficiency,
+        attention_efficiency=device.attention_efficiency,
+        attention_overhead_s=device.attention_overhead_us * 1e-6,
+        row_overhead_s=device.row_overhead_us * 1e-6,
+        overlaps=True,
     )
 
 

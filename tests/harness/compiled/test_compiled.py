@@ -45,6 +45,19 @@ def fitted() -> FittedCost:
 COSTS: dict[str, CostModel] = {
     "roofline": RooflineCost(SHAPE, DEVICE),
     "parallel": RooflineCost(SHAPE, replace(DEVICE, parallel=4)),
+    "expected": RooflineCost(
+        SHAPE,
+        replace(
+            DEVICE,
+            attention_overhead_s=1e-5,
+            row_overhead_s=2e-7,
+            bandwidth_efficiency=0.85,
+            kv_efficiency=0.95,
+            compute_efficiency=0.65,
+            attention_efficiency=0.5,
+            overlaps=True,
+        ),
+    ),
     "fitted": fitted(),
     "paced": PacedCost(fitted(), 1.37),
 }

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from sim_cases import fingerprint, replay, request
@@ -204,13 +206,15 @@ def test_inside_its_grid_the_table_follows_the_measurements_and_not_the_fit() ->
     assert table.price(list(step)).attention_s == pytest.approx(4e-5 + 1e-7 * 4 * 64 + slope * 4 * 16)
 
 
-@pytest.mark.parametrize("kind", ["fitted", "roofline", "split", "table"])
+@pytest.mark.parametrize("kind", ["fitted", "roofline", "split", "expected", "table"])
 def test_numbers_and_arrays_are_priced_to_the_same_bits(kind: str) -> None:
     features = measured_features(0)
     fitted = fit_cost(features, *true_seconds(features), SOURCE)
     roofline = RooflineCost(LLAMA_8B, DeviceShape("h200", 4.8e12, 989e12, 1e-4, 1e-6))
     split = RooflineCost(LLAMA_8B, DeviceShape("h200", 4.8e12, 989e12, 1e-4, 1e-6, parallel=4))
-    models = {"fitted": fitted, "roofline": roofline, "split": split, "table": table_cost(features)}
+    expected = RooflineCost(LLAMA_8B, EXPECTED)
+    models = {"fitted": fitted, "roofline": roofline, "split": split, "expected": expected}
+    models["table"] = table_cost(features)
     cost: CostModel = models[kind]
     seconds, attention = price_table(cost, features)
     single = [cost.price(row) for row in features.tolist()]
@@ -219,6 +223,19 @@ def test_numbers_and_arrays_are_priced_to_the_same_bits(kind: str) -> None:
 
 
 LLAMA_8B = ModelShape(32, 4096, 32, 8, 128, 14336, 128256, 2)
+H200 = DeviceShape("h200", 4.8e12, 989e12, 0, 0)
+EXPECTED = replace(
+    H200,
+    step_overhead_s=4e-4,
+    layer_overhead_s=8e-6,
+    attention_overhead_s=1e-5,
+    row_overhead_s=2e-7,
+    bandwidth_efficiency=0.85,
+    kv_efficiency=0.95,
+    compute_efficiency=0.65,
+    attention_efficiency=0.5,
+    overlaps=True,
+)
 
 
 def test_kv_bytes_per_token_of_llama_3_8b() -> None:
@@ -230,6 +247,29 @@ def test_a_decode_step_takes_at_least_the_time_to_read_weights_and_kv() -> None:
     features = replay([request(0, 0, 1000, 2)], fast_forward=False, keep_plans=True)[1].features
     read = (LLAMA_8B.step_bytes + 1001 * LLAMA_8B.kv_bytes_per_token) / 4.8e12
     assert price_table(cost, features)[0][-1] == pytest.approx(read)
+
+
+def test_a_step_is_the_sum_of_its_fixed_times_its_dense_layers_and_its_attention() -> None:
+    """One request of 400 prompt tokens: its prompt in one step, then a step that decodes over 401 slots."""
+    features = replay([request(0, 0, 400, 2)], fast_forward=False, keep_plans=True)[1].features
+    seconds, attention = price_table(RooflineCost(LLAMA_8B, EXPECTED), features)
+    fixed, reading = 4e-4 + 32 * 8e-6, LLAMA_8B.step_bytes / (0.85 * 4.8e12)
+    per_token, row = 2 * 32 * LLAMA_8B.layer_weights / (0.65 * 989e12), 32 * (1e-5 + 2e-7)
+    sampling = 2 * 4096 * 128256 / (0.65 * 989e12)
+    pairs = 4 * 32 * 128 * 32 * 400 * 401 / 2 / (0.5 * 989e12)
+    prompt = (400 * per_token + sampling) ** 4 + reading**4
+    assert attention[0] == pytest.approx(row + pairs, rel=1e-12)
+    assert seconds[0] == pytest.approx(fixed + row + pairs + prompt**0.25, rel=1e-12)
+    kv = 401 * LLAMA_8B.kv_bytes_per_token / (0.95 * 4.8e12)
+    decode = (per_token + sampling) ** 4 + reading**4
+    assert seconds[1] == pytest.approx(fixed + row + kv + decode**0.25, rel=1e-12)
+
+
+def test_no_step_is_expected_to_take_less_than_its_bound() -> None:
+    features = measured_features(3)
+    bound = price_table(RooflineCost(LLAMA_8B, EXPECTED.bound), features)[0]
+    assert (price_table(RooflineCost(LLAMA_8B, EXPECTED), features)[0] > bound).all()
+    assert bound[-1] == pytest.approx(price_table(RooflineCost(LLAMA_8B, H200), features)[0][-1])
 
 
 def test_two_devices_halve_what_is_read_and_add_what_is_sent() -> None:
