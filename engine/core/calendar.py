@@ -36,6 +36,7 @@ class DecodeCalendar:
         self.clock = StepClock()
         self.groups: dict[Group, None] = {}
         self.rows = 0
+        self.sharing = 0  # groups whose outputs other requests may find in the prefix cache
         self._block_size = block_size or 1
         self._grows = block_size is not None
         self._due: list[dict[Group, None]] = [{} for _ in range(self._block_size)]
@@ -51,6 +52,7 @@ class DecodeCalendar:
         self.groups[group] = None
         width = len(group.sequences)
         self.rows += width
+        self.sharing += group.shares_outputs
         self._view = None
         bucket = -group.sequences[0].base % self._block_size
         self._due[bucket][group] = None
@@ -68,6 +70,7 @@ class DecodeCalendar:
         del self.groups[group], self._due[bucket][group]
         self._ends.get(end, {}).pop(group, None)
         self.rows -= width
+        self.sharing -= group.shares_outputs
         self._due_rows[bucket] -= width
         self._view = None
         group.follow(None)

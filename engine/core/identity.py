@@ -2,8 +2,8 @@
 
 The hash of a full block covers the block and all tokens before it. Two blocks with equal hashes hold equal K and V.
 The engine hashes token ids (`TokenIdentity`). The simulator hashes the prefix keys of the trace (`KeyIdentity`) and
-never makes tokens. `tests/engine/core/test_identity.py` shows that both find the same shared blocks.
-Blocks that cannot be shared are not hashed: they get a private integer, and only their own request finds them.
+never makes tokens. `tests/engine/core/test_identity.py` shows that both find the same shared blocks. Blocks that
+cannot be shared are not hashed: the pool gives them a private number, and only their own request finds them.
 """
 
 import hashlib
@@ -22,13 +22,6 @@ BlockHash = Hashable
 """An opaque value: equal hashes mean equal K and V. An `int` is private: only its own request can find the block."""
 
 _TOKEN_BYTES = 4
-_BRANCH_BITS = 12
-_INDEX_BITS = 32
-
-
-def private_hash(request_id: int, branch: int, index: int) -> int:
-    """A hash that no other request, branch or table position has. The private hashes of a table are consecutive."""
-    return (((request_id << _BRANCH_BITS) | branch) << _INDEX_BITS) + index
 
 
 class _RunningHash(Protocol):
@@ -75,7 +68,16 @@ class PrefixHasher:
 
 
 class BlockIdentity(Protocol):
-    """The hashes of one request's full blocks."""
+    """The hashes of one request's full blocks.
+
+    `shares_outputs`: whether `generated_hashes` may name blocks, so that a generated block is cached in the step that
+    fills it.
+    """
+
+    @property
+    def shares_outputs(self) -> bool:
+        """Whether other requests may find generated blocks."""
+        ...
 
     def prompt_hashes(self, block_size: int) -> Sequence[BlockHash]:
         """Hashes of the prompt's leading full blocks, as far as another request could have the same blocks."""
@@ -89,18 +91,19 @@ class BlockIdentity(Protocol):
         ...
 
 
-def _root(salt: str, adapter: str | None) -> bytes:
-    """The bytes that every hash chain of a tenant and an adapter starts with. A length separates the two keys."""
+def _root(salt: str, adapter: str | None, epoch: int = 0) -> bytes:
+    """The bytes that every hash chain of a tenant, an adapter and an epoch starts with. A length separates the keys."""
     adapter_key = b"-" if adapter is None else b"+" + adapter.encode()
-    return b"pagetwin:%d:" % len(adapter_key) + adapter_key + salt.encode()
+    return b"pagetwin:%d:%d:" % (epoch, len(adapter_key)) + adapter_key + salt.encode()
 
 
 class TokenIdentity:
     """Block hashes from token ids, which must be in [0, 2³¹); raises CoreError for others.
 
     `salt` isolates tenants and `adapter` isolates the K and V of different adapters: requests that differ in one of
-    them share no block. With `share_outputs`, generated tokens (given to `extend`) are hashed too, so that a later
-    turn of the conversation finds their blocks.
+    them share no block. A higher `epoch` gives no hits on blocks of an earlier one: it makes blocks void whose content
+    is in doubt, for all tenants at once. With `share_outputs`, generated tokens (given to `extend`) are hashed too, so
+    that a later turn of the conversation finds their blocks.
     """
 
     def __init__(
@@ -110,14 +113,15 @@ class TokenIdentity:
         salt: str = "",
         *,
         adapter: str | None = None,
+        epoch: int = 0,
         algorithm: HashAlgorithm = HashAlgorithm.sha256,
         share_outputs: bool = False,
     ) -> None:
         self._request_id = request_id
         self._tokens = _token_bytes(request_id, token_ids)
-        self._root = _root(salt, adapter)
+        self._root = _root(salt, adapter, epoch)
         self._algorithm = algorithm
-        self._share_outputs = share_outputs
+        self.shares_outputs = share_outputs
         self._outputs: dict[int, bytearray] = {}
         self._hashers: dict[tuple[int, int], tuple[PrefixHasher, int]] = {}
 
@@ -137,7 +141,7 @@ class TokenIdentity:
 
     def generated_hashes(self, branch: int, block_size: int) -> list[bytes]:
         """Hashes up to the end of each full block of the branch; empty unless outputs are shared."""
-        if not self._share_outputs:
+        if not self.shares_outputs:
             return []
         hasher, hashed = self._hashers.get((branch, block_size)) or (self._prompt_hasher(block_size), 0)
         generated = self._outputs.get(branch, bytearray())
@@ -161,6 +165,8 @@ class KeyIdentity:
     The hash of a block covers the pieces of segments that lie in it. From the first unique piece on, every block is
     private and is not hashed: so a million requests cost little.
     """
+
+    shares_outputs = False
 
     def __init__(
         self,

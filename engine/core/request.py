@@ -1,6 +1,6 @@
 """A request, as the scheduler gets it. All lengths are in tokens."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.core.errors import CoreError
 from engine.core.identity import BlockIdentity
@@ -25,7 +25,8 @@ class Request:
 
     Each of the `width` sequences generates `output_tokens` tokens; a replay fixes this number, so that both sides do
     the same work. `identity` gives the hashes of full blocks for the prefix cache; with None the request does not use
-    the cache. Requests are served in order of submission, or by `priority`, lower first.
+    the cache. Requests are served in order of submission, or by `priority`, lower first. `final_kv_tokens` follows from
+    the lengths: the KV slots that one finished sequence has written. The last generated token is never fed back.
     """
 
     request_id: int
@@ -36,8 +37,10 @@ class Request:
     identity: BlockIdentity | None = None
     priority: int = 0
     speculation: Speculation | None = None
+    final_kv_tokens: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "final_kv_tokens", self.prompt_tokens + self.output_tokens - 1)
         if min(self.prompt_tokens, self.output_tokens, self.width) < 1:
             for name in ("prompt_tokens", "output_tokens", "width"):
                 if getattr(self, name) < 1:
@@ -54,8 +57,3 @@ class Request:
             raise CoreError(
                 f"request {self.request_id}: speculation is for one sequence, found width {self.width}"
             )
-
-    @property
-    def final_kv_tokens(self) -> int:
-        """KV slots that one finished sequence has written. The last generated token is never fed back."""
-        return self.prompt_tokens + self.output_tokens - 1

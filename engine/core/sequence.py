@@ -11,6 +11,9 @@ from engine.core.identity import BlockHash
 from engine.core.options import Decoding
 from engine.core.request import Request
 
+PrivateBlocks = dict[int, dict[int, int]]
+"""By table index: blocks that only their own request can use, with their private hashes, the oldest first."""
+
 
 class StepClock:
     """The number of steps taken so far. A counter stored as `base` is `base + now`, so it needs no update."""
@@ -28,7 +31,16 @@ class SequenceState:
     calendar, `computed` advances with the calendar's clock and a step does not change the object.
     """
 
-    __slots__ = ("_base", "_clock", "block_hashes", "branch", "cached_blocks", "request", "table")
+    __slots__ = (
+        "_base",
+        "_clock",
+        "block_hashes",
+        "branch",
+        "cached_blocks",
+        "private_blocks",
+        "request",
+        "table",
+    )
 
     def __init__(self, request: Request, branch: int = 0, computed: int = 0) -> None:
         self.request = request
@@ -36,6 +48,7 @@ class SequenceState:
         self.table: Sequence[int] = ()
         self.block_hashes: Sequence[BlockHash] = ()  # of the leading full blocks that can be shared
         self.cached_blocks = 0  # leading blocks of the table that are in the prefix cache
+        self.private_blocks: PrivateBlocks | None = None  # the group's, where forks copy and this is its root
         self._base = computed
         self._clock: StepClock | None = None
 
@@ -108,9 +121,7 @@ class Group:
         self.block_hashes: Sequence[BlockHash] | None = (
             None  # of the prompt's full blocks; None until the first lookup
         )
-        self.private_blocks: dict[
-            int, list[int]
-        ] = {}  # by table index: private blocks that preemptions left in the cache
+        self.private_blocks: PrivateBlocks = {}  # that preemptions left in the cache
         self.forked = False
         self.lost = 0  # tokens whose KV a preemption dropped; set until the group is admitted again
         self.rows: list[ScheduledRow] = []  # what its sequences compute in the current step
@@ -153,6 +164,12 @@ class Group:
     def remaining(self) -> int:
         """Tokens that each branch must still generate."""
         return self.request.output_tokens - self.generated
+
+    @property
+    def shares_outputs(self) -> bool:
+        """Whether other requests may find generated blocks in the prefix cache."""
+        identity = self.request.identity
+        return identity is not None and identity.shares_outputs
 
     @property
     def is_beam(self) -> bool:

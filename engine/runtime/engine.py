@@ -71,15 +71,14 @@ class EngineCounters:
         if not metrics.steps:
             self.prompt_tokens += metrics.prompt_tokens
 
-    def note_request(self, output: RequestOutput, stats: RequestStats | None) -> None:
+    def note_request(self, output: RequestOutput, stats: RequestStats) -> None:
         """Count a finished request."""
         metrics = output.metrics
         if metrics.scheduled_s is not None:
             self.prefix_queries += metrics.prompt_tokens
             self.prefix_hits += metrics.cached_tokens
-        if stats is not None:
-            self.resumed_hits += stats.resumed_hit_tokens
-            self.swaps += stats.swaps
+        self.resumed_hits += stats.resumed_hit_tokens
+        self.swaps += stats.swaps
         reasons = [one.finish_reason for one in output.outputs] or ["error" if output.error else "abort"]
         self.finished[str(reasons[0])] += 1
 
@@ -153,9 +152,12 @@ class Engine:
         ids = encode_prompt(prompt, self.tokenizer)
         most = check_prompt(ids, params, self.loaded, self.limits)
         array, number = np.array(ids, dtype=np.int64), self._next
-        salt = f"epoch {self._epoch}" if self._epoch else ""
         identity = TokenIdentity(
-            number, array, salt, algorithm=self.options.hash, share_outputs=params.beam_width == 1
+            number,
+            array,
+            epoch=self._epoch,
+            algorithm=self.options.hash,
+            share_outputs=params.beam_width == 1,
         )
         request = Request(number, len(ids), most, params.width, params.decoding, identity, priority,
             self._speculation if params.width == 1 else None)  # fmt: skip
@@ -187,8 +189,8 @@ class Engine:
         state = self._states.get(request_id)
         if state is None:
             return False
-        self.scheduler.abort(state.number)
-        self._pending.append(self._close(state, "abort"))
+        stats = self.scheduler.abort(state.number)
+        self._pending.append(self._close(state, stats, "abort"))
         return True
 
     # -- a step --------------------------------------------------------------------------------------------
@@ -248,7 +250,9 @@ class Engine:
             if state.params.output_kind is not OutputKind.FINAL:
                 self._read(state)
                 outputs.append(state.output(finished=False))
-        outputs.extend(self._close(self._by_number[number]) for number in report.finished)
+        outputs.extend(
+            self._close(self._by_number[number], report.stats[number]) for number in report.finished
+        )
         return outputs
 
     def _read(self, state: RequestState) -> None:
@@ -268,10 +272,11 @@ class Engine:
             state.drop_text()
             return state.output(finished=True, reason="error")
 
-    def _close(self, state: RequestState, reason: FinishReason | None = None) -> RequestOutput:
+    def _close(
+        self, state: RequestState, stats: RequestStats, reason: FinishReason | None = None
+    ) -> RequestOutput:
         """Drop a request from the engine. Returns its last output."""
         number, metrics = state.number, state.metrics
-        stats = self.scheduler.stats.pop(number, None)
         state.error = self.runner.failures.pop(number, None) or state.error
         if state.error is None and reason is None:
             self._read(state)
@@ -280,9 +285,8 @@ class Engine:
         metrics.finished_s = self._clock()
         lengths = [len(ids) for ids in state.generation.outputs()]
         metrics.output_tokens, metrics.longest = sum(lengths), max(lengths, default=0)
-        if stats is not None:
-            metrics.preemptions = stats.preemptions
-            metrics.drafted_tokens, metrics.accepted_tokens = stats.drafted_tokens, stats.accepted_tokens
+        metrics.preemptions = stats.preemptions
+        metrics.drafted_tokens, metrics.accepted_tokens = stats.drafted_tokens, stats.accepted_tokens
         output = self._last_output(state, reason)
         self.runner.forget(number)
         self._by_number.pop(number, None)
@@ -301,11 +305,10 @@ class Engine:
         reason = StepError(f"step {plan.step} with {len(numbers)} requests failed: {error}")
         outputs = []
         for number in numbers:
-            if number not in report.finished:
-                self.scheduler.abort(number)
+            stats = report.stats[number] if number in report.stats else self.scheduler.abort(number)
             state = self._by_number[number]
             state.error = reason
-            outputs.append(self._close(state, "error"))
+            outputs.append(self._close(state, stats, "error"))
         if self.loaded.device.type == "cuda":
             torch.cuda.empty_cache()
         return outputs

@@ -7,7 +7,6 @@ import simpy
 
 from engine.core.errors import NeverFitsError
 from engine.core.request import Request
-from engine.core.scheduling.commit import RequestStats
 from engine.core.scheduling.scheduler import Scheduler
 from harness.replay.arrivals import Arrivals, OpenLoop, TimedRequest
 from harness.replay.executors import Executor
@@ -15,17 +14,15 @@ from harness.replay.recorder import Recorder
 from harness.replay.virtual_time import LATEST_NS, TimeSpanError
 
 Progress = Callable[[int, int], None]
-_FORGOTTEN = RequestStats()
 
 
 class Replay:
     """One run of a workload; call `run()` once. `arrivals` is a source, or a sequence of requests in order of arrival.
 
     The next step sees a request that arrives at the very end of a step. A request that can never be served is rejected
-    on arrival, and recorded as rejected. `live` holds the requests that have arrived and not ended; with `forget` the
-    scheduler's statistics of ended requests are dropped too. At `until_ns` the replay stops: no step begins then or
-    later, and requests that have not finished are recorded as unfinished. `progress(ended, total)` is called after
-    steps that end a request.
+    on arrival, and recorded as rejected. `live` holds the requests that have arrived and not ended. At `until_ns` the
+    replay stops: no step begins then or later, and requests that have not finished are recorded as unfinished.
+    `progress(ended, total)` is called after steps that end a request.
     """
 
     def __init__(
@@ -38,7 +35,6 @@ class Replay:
         *,
         live: dict[int, Request] | None = None,
         until_ns: int | None = None,
-        forget: bool = False,
     ) -> None:
         self._arrivals = OpenLoop(arrivals, len(arrivals)) if isinstance(arrivals, Sequence) else arrivals
         self._scheduler = scheduler
@@ -47,7 +43,6 @@ class Replay:
         self._progress = progress
         self._live = {} if live is None else live
         self._until_ns = until_ns
-        self._forget = forget
         self._ended = 0
         self._env = simpy.Environment(initial_time=0)
 
@@ -98,14 +93,10 @@ class Replay:
         timing = executor.end()
         if now + sum(timing.ns) > LATEST_NS:
             raise TimeSpanError
-        took = self._recorder.record(now, plan, result, report, timing, scheduler.stats)
+        took = self._recorder.record(now, plan, result, report, timing)
         if report.finished:
             for request_id in report.finished:
                 del self._live[request_id]
-                if self._forget:
-                    scheduler.stats[request_id] = (
-                        _FORGOTTEN  # the scheduler counts submissions by its entries
-                    )
                 self._end(request_id, now + took)
             if self._progress:
                 self._progress(self._ended, self._arrivals.total)

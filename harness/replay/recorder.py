@@ -221,7 +221,6 @@ class RequestTimes:
         report: CommitReport,
         ns: list[int],
         took_ns: int,
-        stats: Mapping[int, RequestStats],
     ) -> None:
         """A plan ran from `now_ns` on for `took_ns` in all, its steps taking `ns`."""
         for request_id in plan.admitted:
@@ -235,7 +234,7 @@ class RequestTimes:
             self._tokens(plan.steady_ids, report, now_ns + ns[0], ns)
             self._last_end = end
         if report.finished:
-            self._finish(report.finished, end, stats)
+            self._finish(report, end)
 
     def ended_early(self, plan: StepPlan, ended: Mapping[int, Collection[int]]) -> None:
         """Record the branches that end with the plan's only step; call it before `add`."""
@@ -290,10 +289,10 @@ class RequestTimes:
         self._gap_ns.append(ns)
         self._gap_weight.append(weight)
 
-    def _finish(self, finished: Sequence[int], end: int, stats: Mapping[int, RequestStats]) -> None:
-        for request_id in finished:
+    def _finish(self, report: CommitReport, end: int) -> None:
+        for request_id in report.finished:
             self._paused.pop(request_id, None)
-            self._close(self._live.pop(request_id), Outcome.FINISHED, end, stats[request_id])
+            self._close(self._live.pop(request_id), Outcome.FINISHED, end, report.stats[request_id])
 
     def _close(self, live: _LiveRequest, outcome: Outcome, end: int, stats: RequestStats) -> None:
         request = live.request
@@ -396,7 +395,6 @@ class Recorder:
         result: StepResult,
         report: CommitReport,
         timing: StepTiming,
-        stats: Mapping[int, RequestStats],
     ) -> int:
         """One plan, taken `result.num_steps` times, from `now_ns` on; returns how long all of it took, in ns."""
         features = timing.features or self._meter.first(plan, result.accepted)
@@ -404,7 +402,7 @@ class Recorder:
         self._steps.add(now_ns, plan, timing, report.fast_forward, features, took_ns)
         if result.ended:
             self._times.ended_early(plan, result.ended)
-        self._times.add(now_ns, plan, report, timing.ns, took_ns, stats)
+        self._times.add(now_ns, plan, report, timing.ns, took_ns)
         if timing.features is None:
             self._meter.took(features, len(timing.ns))
         if self._keep_plans:

@@ -186,10 +186,9 @@ class StreamingRecorder(Recorder):
         result: StepResult,
         report: CommitReport,
         timing: StepTiming,
-        stats: Mapping[int, RequestStats],
     ) -> int:
         """One plan; returns how long it took, in ns."""
-        took_ns = super().record(now_ns, plan, result, report, timing, stats)
+        took_ns = super().record(now_ns, plan, result, report, timing)
         if self._steps.pending >= CHUNK:
             self._hand_over()
         while self._times.ended >= CHUNK:

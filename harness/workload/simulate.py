@@ -221,7 +221,7 @@ def predict(
     scheduler = workload.scheduler()
     executor = simulated_executor(workload, cost, live, beam_churn, fast_forward=fast_forward)
     until_ns = workload.traffic.until_ns
-    Replay(arrivals, scheduler, executor, recorder, live=live, until_ns=until_ns, forget=True).run()
+    Replay(arrivals, scheduler, executor, recorder, live=live, until_ns=until_ns).run()
     recorder.finish(scheduler.stats)
     return _folded(workload, recorder.fold, recorder.span_s)
 

@@ -102,7 +102,7 @@ def stream(
         cost or LinearCost(), live, manager.block_size, genealogy, fast_forward=fast_forward
     )
     arrivals = OpenLoop(iter(requests), len(requests))
-    Replay(arrivals, scheduler, executor, recorder, live=live, forget=True).run()
+    Replay(arrivals, scheduler, executor, recorder, live=live).run()
     recorder.finish(scheduler.stats)
     return recorder
 

@@ -11,6 +11,7 @@ from engine.core.identity import TokenIdentity
 from engine.core.options import Decoding
 from engine.core.plan import Row, StepPlan, StepResult
 from engine.core.request import Request
+from engine.core.scheduling.commit import RequestStats
 from engine.core.scheduling.scheduler import Scheduler
 
 EMPTY = None
@@ -34,6 +35,7 @@ class SlotModel:
         self.plans: list[StepPlan] = []
         self.digests: list[str] = []
         self.finished: list[int] = []
+        self.stats: dict[int, RequestStats] = {}
 
     def submit(self, request: Request, prompt: list[int], adapter: str | None = None) -> None:
         assert len(prompt) == request.prompt_tokens
@@ -65,6 +67,7 @@ class SlotModel:
         report = self.scheduler.commit(plan, result)
         self.fast_forward(plan, lengths, num_steps)
         self.finished += report.finished
+        self.stats |= report.stats
         self.scheduler.manager.check()
         self.plans.append(plan)
         return plan

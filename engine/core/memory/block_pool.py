@@ -17,6 +17,10 @@ from engine.core.options import Retention
 NULL_BLOCK = 0
 """The block that is never given out; padding in a block table points to it."""
 
+_VOIDED_TIMES = (
+    4  # the list of void blocks is cut to one entry a block when it is so many times as long as the pool
+)
+
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
@@ -144,7 +148,9 @@ class BlockPool:
         self._evictable = LruQueue() if eviction is None else eviction
         self._hash_of: list[BlockHash | None] = [None] * (num_blocks + 1)
         self._index = HashIndex()
+        self._private_hashes = 0  # given out so far
         self._voided: list[int] = []
+        self._most_voided = _VOIDED_TIMES * num_blocks
 
     # -- counts --------------------------------------------------------------------------------------------
 
@@ -208,15 +214,18 @@ class BlockPool:
     def _evict(self, count: int) -> list[int]:
         victims = self._evictable.pop(count)
         self._remove_hashes(victims)
-        self._voided += victims
+        self._void(victims)
         return victims
 
     def share(self, blocks: Sequence[int]) -> int:
         """Add one reference to each of `blocks` (a cache hit or a fork); returns how many had reference count 0.
 
-        Raises CoreError, and changes nothing, if a block is free and not in the cache: it holds nothing.
+        Raises CoreError, and changes nothing, if a block is given twice, or is free and not in the cache: then it holds
+        nothing.
         """
         refs = self._refs
+        if len(set(blocks)) < len(blocks):
+            raise _twice("shared", blocks)
         revived = [block for block in blocks if not refs[block]]
         for block in revived:
             if self._hash_of[block] is None:
@@ -231,9 +240,11 @@ class BlockPool:
         """Drop one reference to each of a table's `blocks`, given in table order; returns those that are now free.
 
         A free block with a hash stays in the prefix cache. Raises CoreError, and changes nothing, if a block has no
-        reference.
+        reference or is given twice: a table has each block once.
         """
         refs = self._refs
+        if len(set(blocks)) < len(blocks):
+            raise _twice("released", blocks)
         counts = [refs[block] for block in blocks]
         if counts.count(1) == len(counts):
             for block in blocks:
@@ -264,7 +275,13 @@ class BlockPool:
         self._evictable.push(cached)
         uncached = [block for block in reversed(gone) if hash_of[block] is None]
         self._uncached += uncached
-        self._voided += uncached
+        self._void(uncached)
+
+    def _void(self, blocks: Sequence[int]) -> None:
+        """Note that the content of `blocks` is void. A caller that never drains the list does not make it grow."""
+        self._voided += blocks
+        if len(self._voided) > self._most_voided:
+            self._voided = list(dict.fromkeys(self._voided))
 
     def drain_voided(self) -> list[int]:
         """The blocks whose content became void since the last call, in order; their slots may be set to NaN."""
@@ -283,13 +300,17 @@ class BlockPool:
         if self.events is not None:
             self.events.append(BlocksStored(tuple(hashes), tuple(blocks)))
 
-    def cache_private_blocks(self, blocks: Sequence[int], first: int) -> None:
-        """Keep full blocks for their own request only; their private hashes are `first`, `first + 1`, and so on.
+    def cache_private_blocks(self, blocks: Sequence[int]) -> range:
+        """Keep full blocks for their own request only; returns their private hashes, numbers that were never used.
 
         They stay in the free queue's cached part when they are released, but no lookup by hash finds them: the request
-        remembers their ids.
+        remembers their ids and their private hashes.
         """
-        self._set_hashes(blocks, range(first, first + len(blocks)))
+        first = self._private_hashes
+        hashes = range(first, first + len(blocks))
+        self._set_hashes(blocks, hashes)
+        self._private_hashes = hashes.stop
+        return hashes
 
     def _set_hashes(self, blocks: Sequence[int], hashes: Sequence[BlockHash]) -> None:
         refs, hash_of = self._refs, self._hash_of
@@ -349,13 +370,18 @@ class BlockPool:
             self._hash_of[block] = None
         self._index.clear()
         self._uncached += reversed(cached)  # so that the order of eviction stays
-        self._voided += cached
+        self._void(cached)
         if self.events is not None:
             self.events.append(CacheCleared())
 
     def check(self, references: dict[int, int]) -> None:
         """Verify every invariant with `check_pool`; `references` has the table entries of each block."""
         check_pool(self._refs, self._uncached, self._evictable, self._hash_of, self._index, references)
+
+
+def _twice(verb: str, blocks: Sequence[int]) -> CoreError:
+    block = next(block for index, block in enumerate(blocks) if block in blocks[:index])
+    return CoreError(f"block {block} is {verb} twice in one call: a table has each block once")
 
 
 def check_pool(

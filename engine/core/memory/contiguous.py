@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from engine.core.calendar import DecodeCalendar
 from engine.core.errors import CoreError, InvariantError, OutOfBlocksError, UnknownSequenceError
-from engine.core.memory.manager import FastForwardColumns, check_parents
+from engine.core.memory.manager import FastForwardColumns, beyond_end, check_parents
 from engine.core.memory.placement import runs_for
 from engine.core.options import Placement, Reservation
 from engine.core.plan import CopyList, SlotUsage, StaleList, SwapList
@@ -168,8 +168,14 @@ class ContiguousManager(NeverSwaps):
         return True
 
     def extend(self, row: ScheduledRow) -> int:
-        """Count the row's tokens. The slots are reserved, so no new blocks are needed: always 0."""
+        """Count the row's tokens. The slots are reserved, so no new blocks are needed: always 0.
+
+        Raises CoreError, and changes nothing, beyond the last token that the sequence computes.
+        """
         self._run(row.sequence)
+        end = row.sequence.computed + row.query_len
+        if end > row.sequence.request.final_kv_tokens:
+            raise beyond_end(row.sequence, end)
         self._written += row.query_len
         return 0
 
@@ -181,9 +187,9 @@ class ContiguousManager(NeverSwaps):
         """Always 0: no new block is needed."""
         return 0
 
-    def advance(self, tokens: int) -> None:
-        """Count `tokens` tokens that steady groups write in the step that is being scheduled."""
-        self._written += tokens
+    def advance(self, calendar: DecodeCalendar) -> None:
+        """Count the tokens that steady groups write in the step that is being scheduled."""
+        self._written += calendar.rows
 
     # -- sharing -------------------------------------------------------------------------------------------
 

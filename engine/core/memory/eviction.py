@@ -4,6 +4,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
+from engine.core.errors import OutOfBlocksError
+
 
 class EvictionQueue(Protocol):
     """The cached blocks with reference count 0, in the order in which they are evicted.
@@ -64,7 +66,12 @@ class LruQueue:
             self._rewrite()
 
     def pop(self, count: int) -> list[int]:
-        """Remove and return blocks from the oldest runs."""
+        """Remove and return blocks from the oldest runs.
+
+        Raises OutOfBlocksError, and changes nothing, if the queue has fewer than `count` blocks.
+        """
+        if count > self._size:
+            raise OutOfBlocksError(f"{count} blocks to evict were asked for, {self._size} are in the queue")
         victims: list[int] = []
         while len(victims) < count:
             run = self._runs[0]

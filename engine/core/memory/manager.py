@@ -29,6 +29,15 @@ def check_parents(branches: Sequence[SequenceState], parents: Sequence[int]) -> 
         )
 
 
+def beyond_end(sequence: SequenceState, end: int) -> CoreError:
+    """The error for a `sequence` that would have K and V of `end` tokens, which is more than its request computes."""
+    request = sequence.request
+    return CoreError(
+        f"{sequence} is extended to {end} tokens, it computes {request.final_kv_tokens}: a prompt of "
+        f"{request.prompt_tokens} and {request.output_tokens} output tokens, of which the last is not computed"
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class FastForwardColumns:
     """The pool in the steps of a fast-forward after the first, int64 `[steps - 1]`; entry j is for step j + 1.
@@ -116,8 +125,11 @@ class KVCacheManager(Protocol):
         """Give every sequence of a steady group its next block. Returns the number of new blocks."""
         ...
 
-    def advance(self, tokens: int) -> None:
-        """Count `tokens` tokens that steady groups write in the step that is being scheduled."""
+    def advance(self, calendar: DecodeCalendar) -> None:
+        """Count the tokens that steady groups write in the step that is being scheduled, and cache blocks they fill.
+
+        Call it when no group can be preempted in this step any more, and before the first lookup.
+        """
         ...
 
     def fork(self, parent: SequenceState, children: Sequence[SequenceState]) -> None:

@@ -13,7 +13,7 @@ from engine.core.errors import CoreError
 from engine.core.memory.block_pool import BlockPool
 from engine.core.memory.block_tables import BlockTables
 from engine.core.memory.eviction import EvictionQueue
-from engine.core.memory.manager import FastForwardColumns, check_parents
+from engine.core.memory.manager import FastForwardColumns, beyond_end, check_parents
 from engine.core.memory.prefix_cache import LookupRecord, PrefixCache
 from engine.core.memory.swap import HostPool, Swapper
 from engine.core.options import Retention, SpeculationMode
@@ -62,6 +62,7 @@ class PagedManager:
         self.sharing = BranchSharing(self.tables, self._copying)
         self.sizing = PagedSizing(block_size, shares=not copy_at_fork)
         self.lookups: list[LookupRecord] | None = [] if keep_lookups else None
+        self._looked_up: dict[Group, LookupRecord] = {}  # the last lookup, until its group is admitted
 
     # -- admission -----------------------------------------------------------------------------------------
 
@@ -75,12 +76,12 @@ class PagedManager:
     def lookup(self, group: Group) -> list[int]:
         """Blocks of the longest cached prefix. At least one token is left to compute.
 
-        It changes no block. It is noted in `lookups` where they are kept.
+        It changes no block. Where lookups are kept, the last one before an admission is noted in `lookups`.
         """
         asked = (group.root_target - 1) // self.block_size
         hits, missed = self.prefix_cache.find(group, asked)
         if self.lookups is not None and self.prefix_cache.serves(group.request):
-            self.lookups.append(LookupRecord(group.request.request_id, asked, len(hits), missed))
+            self._looked_up = {group: LookupRecord(group.request.request_id, asked, len(hits), missed)}
         return hits
 
     def can_admit(
@@ -97,6 +98,8 @@ class PagedManager:
 
     def admit(self, group: Group, hits: Sequence[int]) -> None:
         """Open a table with the hits. They get a reference first, so that the request cannot evict its own hits."""
+        if self.lookups is not None and group in self._looked_up:
+            self.lookups.append(self._looked_up.pop(group))
         (root,) = group.sequences
         counters = self.tables.counters
         if hits:
@@ -125,9 +128,14 @@ class PagedManager:
         return sum(min(tails.count(block), self.pool.references(block) - 1) for block in set(tails))
 
     def extend(self, row: ScheduledRow) -> int:
-        """Allocate blocks for the row's tokens, and copy a shared partial last block. Returns how many blocks."""
+        """Allocate blocks for the row's tokens, and copy a shared partial last block. Returns how many blocks.
+
+        Raises CoreError, and changes nothing, beyond the last token that the sequence computes.
+        """
         sequence, query_len, _, drafts = row
         start, size, tables = sequence.computed, self.block_size, self.tables
+        if start + query_len > sequence.request.final_kv_tokens:
+            raise beyond_end(sequence, start + query_len)
         self.prefix_cache.deduplicate(sequence)
         taken = self._copying.copy_tables(sequence.request) if self._copying is not None else 0
         end, table = start + query_len, tables.get(sequence)
@@ -147,18 +155,33 @@ class PagedManager:
         return len(group.sequences) <= self.pool.free_blocks
 
     def append(self, group: Group) -> int:
-        """Append a block to every branch of a steady group, and cache the blocks that are now full."""
+        """Append a block to every branch of a steady group, whose last blocks are full.
+
+        Raises CoreError, and changes nothing, beyond the last token that the group computes.
+        """
         tables = self.tables
+        end = len(group.sequences[0].table) * self.block_size + 1
+        if end > group.request.final_kv_tokens:
+            raise beyond_end(group.sequences[0], end)
         for sequence in group.sequences:
             table = tables.get(sequence)
             self.prefix_cache.deduplicate(sequence)
-            self.prefix_cache.cache_full(sequence, len(table))
             tables.append(sequence.request, table, 1)
         return len(group.sequences)
 
-    def advance(self, tokens: int) -> None:
-        """Count `tokens` tokens that steady groups write in the step that is being scheduled."""
-        self.tables.counters.written += tokens
+    def advance(self, calendar: DecodeCalendar) -> None:
+        """Count the tokens that steady groups write in the step that is being scheduled, and cache blocks they fill.
+
+        Other requests hit these blocks in the same step, as they do those of prompts. Blocks of private outputs are
+        cached when they are released: only their own request could find them.
+        """
+        self.tables.counters.written += calendar.rows
+        if not calendar.sharing:
+            return
+        for group in calendar.due(1):
+            if group.shares_outputs:
+                for sequence in group.sequences:
+                    self.prefix_cache.cache_full(sequence, len(sequence.table))
 
     # -- sharing -------------------------------------------------------------------------------------------
 
@@ -396,5 +419,5 @@ def fast_forward_columns(
             cached, internal = pool.cached_blocks, counters.internal
             count = manager.append(group)
             taken.append((step, count, cached - pool.cached_blocks, counters.internal - internal))
-    manager.advance((steps - 1) * calendar.rows)
+    counters.written += (steps - 1) * calendar.rows
     return FastForwardColumns.of(first, steps - 1, manager.block_size, taken)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.core.identity import BlockHash, private_hash
+from engine.core.identity import BlockHash
 from engine.core.memory.block_tables import BlockTables
 from engine.core.options import Decoding
 from engine.core.request import Request
@@ -24,12 +24,13 @@ class PrefixCache:
     """Enters full blocks of sequences into the block pool's cache, and finds them for other requests.
 
     `find` looks up a request's prefix. `cache_full` is called when blocks are scheduled to be filled, so a second
-    request in the same step hits them already. `cache_computed` is called before a sequence releases its blocks.
+    request in the same step hits them already. `cache_computed` is called before a sequence releases its blocks. Only
+    then are the generated blocks of a steady decoder cached whose outputs no other request can use.
 
-    Blocks that only their own request can use get private hashes; a preempted request remembers the block ids. Blocks
-    that beams generated do not enter the cache: beams are replaced too often for their blocks to be found again.
-    `deduplicate`: if another block with the same hash is older, refer to it and free the new one.
-    `copying`: forks copy all blocks, so cached blocks may be in no table of their request.
+    Blocks that only their own request can use get private hashes; a preempted request remembers them. Blocks that
+    beams generated do not enter the cache: beams are replaced too often for their blocks to be found again.
+    `deduplicate`: if another block with the same hash is older, refer to it and free the new one. `copying`: forks
+    copy all blocks, so cached blocks may be in no table of their request.
     """
 
     def __init__(self, tables: BlockTables, enabled: bool, deduplicate: bool, copying: bool = False) -> None:
@@ -68,35 +69,27 @@ class PrefixCache:
 
     def _private_blocks(self, group: Group, index: int) -> list[int]:
         """The blocks that still hold block `index` of a preempted group, the oldest first."""
-        block_hash = private_hash(group.request.request_id, 0, index)
+        hash_of = self._pool.hash_of
         return [
-            block for block in group.private_blocks.get(index, ()) if self._pool.hash_of(block) == block_hash
+            block for block, known in group.private_blocks.get(index, {}).items() if hash_of(block) == known
         ]
 
     def remember_private_blocks(self, group: Group) -> None:
         """The group is preempted: remember the private blocks in the table of its first sequence."""
-        root = group.sequences[0]
+        root, hash_of = group.sequences[0], self._pool.hash_of
         for index in range(len(root.block_hashes), root.cached_blocks):
-            blocks = self._private_blocks(group, index)
-            group.private_blocks[index] = (
-                blocks if root.table[index] in blocks else [*blocks, root.table[index]]
-            )
-        if self._copying and self.serves(group.request):
-            self._remember_originals(group)
-
-    def _remember_originals(self, group: Group) -> None:
-        """Remember blocks of the prompt that are cached but in no table, because every branch has a copy."""
-        first = private_hash(group.request.request_id, 0, 0)
-        mine = range(first, first + group.request.prompt_tokens // self._size)
-        for block in range(1, self._pool.num_blocks + 1):
-            block_hash = self._pool.hash_of(block)
-            if isinstance(block_hash, int) and block_hash in mine:
-                known = group.private_blocks.setdefault(block_hash - first, [])
-                known += [] if block in known else [block]
+            blocks = [*self._private_blocks(group, index), root.table[index]]
+            known = ((block, hash_of(block)) for block in blocks)  # a copy of a cached block has no hash
+            group.private_blocks[index] = {block: own for block, own in known if isinstance(own, int)}
 
     def adopt(self, group: Group, root: SequenceState, hits: int) -> None:
-        """`root` starts with a cached prefix of `hits` blocks."""
+        """`root` starts with a cached prefix of `hits` blocks. The group need not have been looked up."""
+        identity = group.request.identity
+        if group.block_hashes is None and self._enabled and identity is not None:
+            group.block_hashes = identity.prompt_hashes(self._size)
         root.block_hashes, root.cached_blocks = group.block_hashes or (), hits
+        if self._copying:
+            root.private_blocks = group.private_blocks
 
     # -- entering ------------------------------------------------------------------------------------------
 
@@ -119,9 +112,17 @@ class PrefixCache:
                 self._fresh[sequence] = first, hashes[first:public]
         private = max(first, public)
         if private < blocks:
-            block_hash = private_hash(request.request_id, sequence.branch, private)
-            self._pool.cache_private_blocks(table[private:blocks], block_hash)
+            own = self._pool.cache_private_blocks(table[private:blocks])
+            if sequence.private_blocks is not None:
+                self._note_originals(sequence, private, own)
         sequence.cached_blocks = max(first, blocks)
+
+    def _note_originals(self, root: SequenceState, first: int, hashes: range) -> None:
+        """Note blocks of the prompt for the next preemption: by then each branch may have a copy, and none of them."""
+        assert root.private_blocks is not None
+        prompt_blocks = root.request.prompt_tokens // self._size
+        for index, own in zip(range(first, prompt_blocks), hashes, strict=False):
+            root.private_blocks.setdefault(index, {})[root.table[index]] = own
 
     def cache_computed(self, sequence: SequenceState) -> None:
         """Cache all full blocks of `sequence`. Call it before the sequence releases its blocks."""

@@ -32,13 +32,15 @@ class RequestStats:
 class CommitReport:
     """The outcome of a step: `emitted` are the requests whose branches each got a token, `finished` those that ended.
 
-    The first `len(plan.steady_ids)` entries of `emitted` are the plan's steady requests.
+    The first `len(plan.steady_ids)` entries of `emitted` are the plan's steady requests. `stats` has the counters of
+    the requests in `finished`; the scheduler does not keep them.
     """
 
     emitted: Sequence[int] = ()
     finished: list[int] = field(default_factory=list)
     fast_forward: FastForwardColumns | None = None  # the pool in the steps after the first of a fast-forward
     tokens: Mapping[int, int] = field(default_factory=dict)  # by request, if more than one token per branch
+    stats: dict[int, RequestStats] = field(default_factory=dict)
 
 
 class Commit:
@@ -186,9 +188,14 @@ class Commit:
         if self._static:
             self._held.append(group)
             return
+        self._close(group, report)
+
+    def _close(self, group: Group, report: CommitReport) -> None:
+        request_id = group.request.request_id
         self.release_group(group)
-        del self._groups[group.request.request_id]
-        report.finished.append(group.request.request_id)
+        del self._groups[request_id]
+        report.finished.append(request_id)
+        report.stats[request_id] = self._stats.pop(request_id)
 
     def release_group(self, group: Group) -> None:
         """Release all memory of the group."""
@@ -198,6 +205,4 @@ class Commit:
     def _return_batch(self, report: CommitReport) -> None:
         held, self._held = self._held, []
         for group in held:
-            self.release_group(group)
-            del self._groups[group.request.request_id]
-            report.finished.append(group.request.request_id)
+            self._close(group, report)

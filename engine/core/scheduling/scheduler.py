@@ -32,8 +32,9 @@ class Scheduler:
             report = scheduler.commit(plan, executor.run(plan))
 
     vLLM's scheduler has the same interface: `add_request`, `schedule`, `update_from_output` (here `commit`) and
-    `finish_requests` (here `abort`). `policies` is used instead of the built-in policies that
-    `limits.policy` names. `stats` has the counters of every request that was submitted.
+    `finish_requests` (here `abort`). `policies` is used instead of the built-in policies that `limits.policy` names.
+    `stats` has the counters of every request that has not ended; those of an ended request are in the `CommitReport`,
+    or returned by `abort`.
     """
 
     def __init__(
@@ -70,8 +71,8 @@ class Scheduler:
         reason = self.never_fits(request)
         if reason:
             raise NeverFitsError(f"request {request.request_id} can never be served: it {reason}")
-        if request.request_id in self.stats:
-            raise CoreError(f"request {request.request_id} was submitted before")
+        if request.request_id in self._groups:
+            raise CoreError(f"request {request.request_id} was submitted before and has not ended")
         group = Group(request, self.policies.order.key(request, self._submitted))
         self._submitted += 1
         self.stats[request.request_id] = RequestStats()
@@ -89,8 +90,11 @@ class Scheduler:
             return f"may prefill {request.final_kv_tokens} tokens at once, a step takes {limits.max_batched_tokens}"
         return self.manager.never_fits(request)
 
-    def abort(self, request_id: int) -> None:
-        """End a waiting, running or swapped request and release its memory. Raises CoreError if it is not there."""
+    def abort(self, request_id: int) -> RequestStats:
+        """End a waiting, running or swapped request and release its memory; returns its counters.
+
+        Raises CoreError if it is not there.
+        """
         group = self._groups.get(request_id)
         if group is None:
             raise CoreError(f"request {request_id} is neither waiting nor running: it cannot be aborted")
@@ -105,6 +109,7 @@ class Scheduler:
         else:
             raise CoreError(f"request {request_id} has ended: it waits for the rest of its batch")
         del self._groups[request_id]
+        return self.stats.pop(request_id)
 
     # -- a step --------------------------------------------------------------------------------------------
 
@@ -120,6 +125,7 @@ class Scheduler:
         if len(self._batch):
             self._continue_steady(step)
             self._continue_others(step)
+            self.manager.advance(self._batch.calendar)
         if not step.preempted:
             self._swap_in_groups(step)
             if not len(self.swapped):
@@ -213,7 +219,6 @@ class Scheduler:
 
     def _plan(self, step: StepBuilder, max_steps: int) -> StepPlan:
         calendar = self._batch.calendar
-        self.manager.advance(calendar.rows)
         head = self.waiting.head
         return step.plan(
             self._step,
@@ -230,12 +235,12 @@ class Scheduler:
 
         All running sequences decode. Nothing can change until a sequence finishes, blocks run out, or a request
         arrives; the caller shortens the fast-forward at an arrival. A waiting request that does not fit now will not
-        fit before then: free blocks only get fewer, and decoding makes no block that the request could hit. But a
-        user's own admission policy may decide differently later: with one, nothing is fast-forwarded while requests
-        wait.
+        fit before then: free blocks only get fewer, and decoding makes no block that the request could hit. Where
+        outputs are shared, decoding does, and where the admission policy is the user's own, it may decide differently
+        later: nothing is fast-forwarded beside shared outputs, or while requests wait for a user's policy.
         """
         calendar = self._batch.calendar
-        if not step.only_steady or self._batch.others or not calendar.rows:
+        if not step.only_steady or self._batch.others or not calendar.rows or calendar.sharing:
             return 1
         if len(self.waiting) and not self._admission.only_built_in:
             return 1

@@ -174,19 +174,20 @@ class Decoding256:
         hashed, told = self._hashed, list(range(BLOCK_SIZE))
         for _ in range(self.steps):
             for group in calendar.due():
-                if hashed:
-                    self._tell(group, told)
                 if not manager.can_append(group):
                     raise RuntimeError("no block is free: the benchmark's pool is too small")
                 manager.append(group)
-            manager.advance(calendar.rows)
+            if hashed:
+                for group in calendar.due(1):
+                    self._tell(group, told)
+            manager.advance(calendar)
             calendar.tick(1)
 
     def _tell(self, group: Group, tokens: list[int]) -> None:
         identity, root = group.request.identity, group.sequences[0]
         assert isinstance(identity, TokenIdentity)
-        first = root.computed <= group.request.prompt_tokens + BLOCK_SIZE
-        identity.extend(0, tokens[: root.computed - group.request.prompt_tokens] if first else tokens)
+        known = root.computed + 1 - group.request.prompt_tokens  # outputs, with the one that fills the block
+        identity.extend(0, tokens[:known] if known < BLOCK_SIZE else tokens)
 
 
 class Scheduling:

@@ -105,7 +105,7 @@ def running(request: Request, blocks: int = 40, steps: int = 1, **limits: int) -
         lambda it: it.manager.pool.uncache(it.root.table[:1]),
         lambda it: it.manager.pool.take(1),
         lambda it: it.manager.release(it.root),
-        lambda it: it.manager.advance(1),
+        lambda it: it.manager.extend(ScheduledRow(it.root, 1, True)),
         lambda it: it.manager.truncate(it.root, 9),
         lambda it: setattr(it.root, "computed", 9),
         lambda it: it.manager.tables.copies.append((1, 2)),

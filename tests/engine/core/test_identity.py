@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core.errors import CoreError
-from engine.core.identity import KeyIdentity, TokenIdentity, private_hash
+from engine.core.identity import KeyIdentity, TokenIdentity
 from engine.core.options import HashAlgorithm
 
 SEGMENTS = st.lists(
@@ -102,11 +102,8 @@ def test_a_salt_isolates_tenants() -> None:
     assert KeyIdentity(0, [(5, 8)], "a").prompt_hashes(4) != KeyIdentity(0, [(5, 8)], "b").prompt_hashes(4)
 
 
-def test_private_names_tell_request_branch_and_position_apart() -> None:
-    hashes = {
-        private_hash(request, branch, block)
-        for request in range(3)
-        for branch in range(3)
-        for block in range(3)
-    }
-    assert len(hashes) == 27
+def test_an_epoch_is_never_confused_with_a_salt() -> None:
+    tokens = np.arange(8)
+    pairs = [(0, ""), (1, ""), (0, "1"), (0, "epoch 1"), (1, "1:"), (11, ""), (2, "")]
+    hashes = {TokenIdentity(0, tokens, salt, epoch=epoch).prompt_hashes(4)[0] for epoch, salt in pairs}
+    assert len(hashes) == len(pairs)

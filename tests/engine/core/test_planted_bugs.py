@@ -26,6 +26,7 @@ SETUPS = [
         blocks=10,
         host_blocks=30,
         budget=200,
+        running=5,
         scheduling=Scheduling.priority,
     ),
     Setup(budget=5),
@@ -142,7 +143,7 @@ def need_no_copies(manager: PagedManager, rows: Any) -> int:
     return 0
 
 
-def ignore_the_adapter(salt: str, adapter: str | None) -> bytes:
+def ignore_the_adapter(salt: str, adapter: str | None, epoch: int) -> bytes:
     return salt.encode()
 
 

@@ -173,7 +173,7 @@ def test_folded_totals_metrics_and_outcomes_are_those_of_the_streamed_core() -> 
     recorder = StreamingRecorder(live, pool.block_size, {"rows": (2.0, 9.0)})
     scheduler, timed = core_parts(limits, pool), core_requests(requests)
     executor = SimulatedExecutor(COSTS["roofline"], live, pool.block_size, BeamGenealogy({}))
-    Replay(timed, scheduler, executor, recorder, live=live, forget=True).run()
+    Replay(timed, scheduler, executor, recorder, live=live).run()
     recorder.finish(scheduler.stats)
     fold = RunFold({"rows": (2.0, 9.0)})
     span_s = compiled_replay(requests, limits, pool, COSTS["roofline"], log_steps=1000).fold(fold)

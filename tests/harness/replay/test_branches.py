@@ -7,6 +7,7 @@ from sim_cases import LinearCost, request
 from engine.core.memory.paged import PagedManager
 from engine.core.options import Decoding, SchedulerLimits, SpeculationMode
 from engine.core.request import Request, Speculation
+from engine.core.scheduling.commit import CommitReport
 from engine.core.scheduling.scheduler import Scheduler
 from harness.metrics.log import Outcome, RunLog
 from harness.replay.arrivals import TimedRequest
@@ -21,6 +22,7 @@ def run(
     requests: list[TimedRequest],
     survival: BranchSurvival | None = None,
     acceptance: DraftAcceptance | None = None,
+    reports: list[CommitReport] | None = None,
 ) -> tuple[RunLog, Scheduler]:
     by_id = {timed.request.request_id: timed.request for timed in requests}
     recorder = Recorder(by_id, 16)
@@ -28,6 +30,9 @@ def run(
         LinearCost(1e-3, 1e-5), by_id, 16, BeamGenealogy({}), survival=survival, acceptance=acceptance
     )
     scheduler = Scheduler(PagedManager(2000, 16), SchedulerLimits(512, 64))
+    if reports is not None:
+        commit = scheduler.commit
+        scheduler.commit = lambda plan, result: (reports.append(commit(plan, result)), reports[-1])[1]
     Replay(requests, scheduler, executor, recorder).run()
     scheduler.manager.check()
     return recorder.log(scheduler.stats, 32_000, 1), scheduler
@@ -77,11 +82,12 @@ def drafting(rid: int, mode: SpeculationMode) -> TimedRequest:
 @pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
 def test_drafts_are_accepted_at_the_given_share(share: float, mode: SpeculationMode) -> None:
     requests = [drafting(rid, mode) for rid in range(12)]
-    log, scheduler = run(requests, acceptance=DraftAcceptance(share))
+    reports = list[CommitReport]()
+    log, _ = run(requests, acceptance=DraftAcceptance(share), reports=reports)
     assert (log.requests["outcome"] == Outcome.FINISHED).all()
     steps = log.steps["sampled_rows"].sum() - 12
     assert 12 * 199 / steps == pytest.approx(DraftAcceptance(share).tokens_per_step(4), rel=0.1)
-    accepted = sum(stats.accepted_tokens for stats in scheduler.stats.values())
+    accepted = sum(stats.accepted_tokens for report in reports for stats in report.stats.values())
     assert accepted == 12 * 199 - steps
 
 

@@ -2,6 +2,7 @@ import pytest
 
 from engine.core.errors import CoreError, OutOfBlocksError
 from engine.core.memory.block_pool import BlockPool
+from engine.core.memory.eviction import LruQueue
 
 
 def test_blocks_are_taken_in_id_order_and_the_null_block_never() -> None:
@@ -118,3 +119,52 @@ def test_voided_blocks_are_the_uncached_releases_and_the_evictions() -> None:
 def test_an_empty_pool_is_refused() -> None:
     with pytest.raises(CoreError, match="at least 1 block"):
         BlockPool(0)
+
+
+def test_a_block_released_twice_in_one_call_is_refused() -> None:
+    pool = BlockPool(3)
+    (block,) = pool.take(1)
+    with pytest.raises(CoreError, match="block 1 is released twice in one call"):
+        pool.release([block, block])
+    pool.release([block])
+    assert sorted(pool.take(3)) == [1, 2, 3]
+
+
+def test_a_shared_block_released_twice_in_one_call_is_refused() -> None:
+    pool = BlockPool(3)
+    blocks = pool.take(1)
+    pool.share(blocks)
+    with pytest.raises(CoreError, match="block 1 is released twice in one call"):
+        pool.release([1, 1])
+    assert pool.references(1) == 2
+
+
+def test_a_cached_block_shared_twice_in_one_call_is_refused() -> None:
+    pool = BlockPool(3)
+    (block,) = pool.take(1)
+    pool.cache_full_blocks([block], ["a"])
+    pool.release([block])
+    with pytest.raises(CoreError, match="block 1 is shared twice in one call"):
+        pool.share([block, block])
+    assert (pool.cached_blocks, pool.references(block)) == (1, 0)
+
+
+def test_an_eviction_queue_asked_for_more_than_it_has_keeps_all() -> None:
+    queue = LruQueue()
+    queue.push([1, 2])
+    with pytest.raises(OutOfBlocksError, match="3 blocks to evict were asked for, 2 are in the queue"):
+        queue.pop(3)
+    assert queue.blocks() == [2, 1]
+
+
+def test_private_hashes_are_never_used_twice() -> None:
+    pool = BlockPool(4)
+    one, other = pool.cache_private_blocks(pool.take(2)), pool.cache_private_blocks(pool.take(2))
+    assert len({*one, *other}) == 4
+
+
+def test_void_blocks_that_nobody_asks_for_take_bounded_memory() -> None:
+    pool = BlockPool(4)
+    for _ in range(1000):
+        pool.release(pool.take(4))
+    assert len(pool.drain_voided()) <= 4 * 4

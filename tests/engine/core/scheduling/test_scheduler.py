@@ -93,7 +93,7 @@ def test_a_resumed_request_hits_what_survived_apart_from_fresh_hits() -> None:
     submit(model, 0, prompt=8, output=9)
     submit(model, 1, prompt=8, output=9, first=100)
     model.run()
-    stats = model.scheduler.stats[1]
+    stats = model.stats[1]
     assert stats.preemptions == 1
     assert stats.hit_tokens == 0
     assert stats.resumed_hit_tokens + stats.recomputed_tokens >= 8
@@ -173,3 +173,28 @@ def test_a_watermark_keeps_blocks_free_beside_running_requests() -> None:
     submit(model, 0, prompt=16, output=4)
     submit(model, 1, prompt=16, output=4, first=100)
     assert model.step().admitted == [0]
+
+
+def test_the_counters_of_an_ended_request_come_with_the_report_and_are_not_kept() -> None:
+    model = model_of()
+    submit(model, 0, prompt=8, output=2)
+    submit(model, 1, prompt=8, output=2)
+    model.run()
+    assert model.stats[1].hit_tokens == 4
+    assert not model.scheduler.stats
+
+
+def test_the_counters_of_an_aborted_request_are_returned_and_not_kept() -> None:
+    model = model_of()
+    submit(model, 0, prompt=8, output=2)
+    assert model.scheduler.abort(0).hit_tokens == 0
+    assert not model.scheduler.stats
+
+
+def test_an_id_is_free_again_when_its_request_has_ended() -> None:
+    model = model_of()
+    submit(model, 0, prompt=8, output=2)
+    model.run()
+    submit(model, 0, prompt=8, output=2)
+    model.run()
+    assert model.finished == [0, 0]
