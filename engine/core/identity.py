@@ -98,7 +98,7 @@ def _root(salt: str, adapter: str | None, epoch: int = 0) -> bytes:
 
 
 class TokenIdentity:
-    """Block hashes from token ids, which must be in [0, 2³¹); raises CoreError for others.
+    """Block hashes from token ids, an int64 array or a sequence of integers in [0, 2³¹); raises CoreError for others.
 
     `salt` isolates tenants and `adapter` isolates the K and V of different adapters: requests that differ in one of
     them share no block. A higher `epoch` gives no hits on blocks of an earlier one: it makes blocks void whose content
@@ -109,7 +109,7 @@ class TokenIdentity:
     def __init__(
         self,
         request_id: int,
-        token_ids: npt.NDArray[np.int64],
+        token_ids: npt.NDArray[np.int64] | Sequence[int],
         salt: str = "",
         *,
         adapter: str | None = None,
@@ -118,7 +118,7 @@ class TokenIdentity:
         share_outputs: bool = False,
     ) -> None:
         self._request_id = request_id
-        self._tokens = _token_bytes(request_id, token_ids)
+        self._tokens = _token_bytes(request_id, np.asarray(token_ids, dtype=np.int64))
         self._root = _root(salt, adapter, epoch)
         self._algorithm = algorithm
         self.shares_outputs = share_outputs

@@ -119,11 +119,14 @@ class BlockPool:
     In vLLM this is `BlockPool`: `take` is `get_new_blocks`, `share` is `touch`, `release` is `free_blocks`, `find` is
     `get_cached_block`, and `cache_full_blocks` has the same name there. Typical use:
 
-        blocks = pool.take(2)                     # reference count 1
-        pool.cache_full_blocks(blocks, hashes)    # the blocks can be found from now on
-        pool.release(blocks)                      # they stay in the cache until they are evicted
-        hits = pool.find(hashes)                  # changes nothing
-        pool.share(hits)                          # reference count 1 again
+    >>> pool, hashes = BlockPool(4), [b"one", b"two"]
+    >>> blocks = pool.take(2)  # reference count 1
+    >>> pool.cache_full_blocks(blocks, hashes)  # the blocks can be found from now on
+    >>> pool.release(blocks)  # they stay in the cache until they are evicted
+    [1, 2]
+    >>> hits = pool.find(hashes)  # changes nothing
+    >>> pool.share(hits)  # reference count 1 again; two blocks had none
+    2
 
     The free queue has two parts: a stack of blocks without a hash, and an eviction queue of blocks with one. Every
     operation works on whole tables and costs O(1) per block; no cost depends on the size of the pool.

@@ -25,11 +25,16 @@ from engine.core.sequence import Group
 class Scheduler:
     """Plans steps over one KV cache manager. Call `schedule()` and `commit()` in turn:
 
-        scheduler = Scheduler(PagedManager(num_blocks=1000, block_size=16), SchedulerLimits())
-        scheduler.submit(request)
-        while scheduler.has_work:
-            plan = scheduler.schedule()
-            report = scheduler.commit(plan, executor.run(plan))
+    >>> from engine.core import PagedManager, Request, Scheduler, SchedulerLimits, StepResult
+    >>> scheduler = Scheduler(PagedManager(num_blocks=1000, block_size=16), SchedulerLimits())
+    >>> scheduler.submit(Request(7, prompt_tokens=40, output_tokens=3))
+    >>> while scheduler.has_work:
+    ...     plan = scheduler.schedule()
+    ...     report = scheduler.commit(plan, StepResult())  # what an executor answers
+    ...     print(plan.query_len, report.finished)
+    [40] []
+    [1] []
+    [1] [7]
 
     vLLM's scheduler has the same interface: `add_request`, `schedule`, `update_from_output` (here `commit`) and
     `finish_requests` (here `abort`). `policies` is used instead of the built-in policies that `limits.policy` names.
