@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.capacity.search import Answer
-from harness.capacity.trials import Goal, Slo, Trial
+from harness.capacity.trials import DROPPED, Goal, Slo, Trial
 from harness.metrics import METRICS
 from harness.report.style import GREY, PALETTE, inline, new_figure, style, svg_bytes
 from harness.store.atomic import write_files
@@ -108,24 +108,24 @@ def answer_text(answer: Answer) -> str:
     text = f"{answer.question}: {value.mean:,.4g} {answer.unit}"
     if value.low is not None and value.high is not None:
         text += f" (95 % interval {value.low:,.4g} to {value.high:,.4g}, {len(value.values)} seeds)"
-    return text
+    return f"{text}; {answer.reason}" if answer.reason else text
 
 
-def lost_text(trials: Sequence[Trial]) -> str:
-    """The requests that did not finish in the trials, in words; empty if all finished."""
-    lost: dict[str, int] = {}
-    for trial in trials:
-        for name, count in trial.outcome.items():
-            if name != "finished" and count:
-                lost[name] = lost.get(name, 0) + 1
-    return ", ".join(
-        f"{count:,} of {len(trials):,} simulations had {name} requests" for name, count in lost.items()
+def left_out_text(trials: Sequence[Trial]) -> str:
+    """The requests of the trace that the model does not take, in words; empty if there are none."""
+    most = max(trials, key=lambda trial: trial.outcome.get(DROPPED, 0), default=None)
+    if most is None or not (dropped := most.outcome.get(DROPPED, 0)):
+        return ""
+    whole = dropped + sum(count for name, count in most.outcome.items() if name != DROPPED)
+    return (
+        f"Left out: {dropped:,} of {whole:,} requests of the trace, because they are longer than the model takes or "
+        "their row was dropped by the reader. A server refuses them at any load."
     )
 
 
 def notes(study: CapacityStudy) -> list[str]:
     """Limits of the answer that the reader must know."""
-    found = []
+    found = [text] if (text := left_out_text(study.trials)) else []
     outside = [
         trial.extrapolated for trial in study.trials if trial.extrapolated and trial.extrapolated["steps"]
     ]
@@ -172,7 +172,6 @@ def _page(study: CapacityStudy, svg: bytes) -> str:
     return template.render(
         name=study.name,
         style=Markup(css),
-        lost=lost_text(study.trials),
         answer=answer_text(study.answer),
         found=study.answer.value is not None,
         slo=[str(goal) for goal in study.slo],

@@ -5,12 +5,13 @@ search: the highest rate, the smallest pool, the best block size.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from harness.capacity.trials import Trial, Trials
-from harness.config.errors import UserError
+from harness.capacity.trials import LOST, Trial, Trials
+from harness.config.errors import ConfigError, UserError
+from harness.config.schema import RunConfig
 from harness.workload.shapes import pool_shape
 
 Meets = Callable[[float], bool]
@@ -56,10 +57,22 @@ def highest(meets: Meets, start: float, *, precision: float, low: float, high: f
     return Edge(good, bad, tried)
 
 
-def smallest(meets: Callable[[int], bool], *, low: int, high: int) -> int | None:
-    """The smallest whole number from `low` to `high` for which `meets` holds, by bisection; None if `high` fails."""
-    if not meets(high):
-        return None
+def smallest(meets: Callable[[int], bool], *, start: int, high: int) -> int | None:
+    """The smallest whole number from 1 to `high` for which `meets` holds; None if `high` fails.
+
+    The number is doubled or halved from `start` until both kinds are seen, then bisected.
+    """
+    value = min(max(start, 1), high)
+    if meets(value):
+        while value > 1 and meets(value // 2):
+            value //= 2
+        low, high = value // 2 + 1, value
+    else:
+        while not meets(min(2 * value, high)):
+            if 2 * value >= high:
+                return None
+            value *= 2
+        low, high = value + 1, min(2 * value, high)
     while low < high:
         middle = (low + high) // 2
         if meets(middle):
@@ -133,7 +146,10 @@ def _rates(
 
         edge = highest(meets, start, precision=precision, low=LOWEST_RATE, high=HIGHEST_RATE)
         if edge.good is None:
-            return NoEdge(f"not even {LOWEST_RATE:g} requests/s meet the SLO (seed {seed})", endless=False)
+            reason = (
+                f"not even {LOWEST_RATE:g} requests/s meet the SLO (seed {seed}). {why_not(trials.made[-1])}"
+            )
+            return NoEdge(reason, endless=False)
         if edge.bad is None:
             return NoEdge(f"{HIGHEST_RATE:g} requests/s still meet the SLO (seed {seed})", endless=True)
         edges.append(edge.good)
@@ -142,23 +158,55 @@ def _rates(
     return estimate(edges)
 
 
+BEYOND = 8
+"""A pool search ends at so many times the larger of the configured pool and what the device's memory holds."""
+
+
+def device_blocks(config: RunConfig) -> int | None:
+    """Blocks that the device's memory holds beside the weights; None where that is not known."""
+    try:
+        return pool_shape(replace(config, cache=replace(config.cache, pool_tokens=None))).num_blocks
+    except ConfigError:
+        return None
+
+
 def smallest_pool(trials: Trials, seeds: int, tell: Tell) -> Answer:
-    """The smallest pool, in whole blocks, that meets the SLO at the configured rate."""
+    """The smallest pool, in whole blocks, that meets the SLO at the configured rate.
+
+    It may be larger than the configured pool, and larger than the device's memory; the answer says so then.
+    """
     question, unit = "smallest pool that meets the SLO", "tokens"
-    pool = pool_shape(trials.config)
-    found = []
+    pool, held = pool_shape(trials.config), device_blocks(trials.config)
+    largest = BEYOND * max(pool.num_blocks, held or 0)
+    start, found = pool.num_blocks, []
     for seed in range(seeds):
 
         def meets(blocks: int, seed: int = seed) -> bool:
             return trials.run(seed, pool_tokens=blocks * pool.block_size).met
 
-        blocks = smallest(meets, low=1, high=pool.num_blocks)
+        blocks = smallest(meets, start=start, high=largest)
         if blocks is None:
-            reason = f"not even the configured pool of {pool.tokens:,} tokens meets the SLO (seed {seed})"
-            return Answer(question, unit, None, reason)
+            tokens = largest * pool.block_size
+            reason = f"not even {tokens:,} tokens meet the SLO (seed {seed}), {BEYOND} times what is there. "
+            return Answer(question, unit, None, reason + why_not(trials.made[-1]))
         found.append(float(blocks * pool.block_size))
+        start = blocks
         tell(f"seed {seed}: {blocks:,} blocks of {pool.block_size}")
-    return Answer(question, unit, estimate(found))
+    beyond = held is not None and max(found) > held * pool.block_size
+    device = trials.config.device
+    reason = (
+        f"more than the {held * pool.block_size:,} tokens that {device.name} holds" if held and beyond else ""
+    )
+    return Answer(question, unit, estimate(found), reason)
+
+
+def why_not(trial: Trial) -> str:
+    """Why a trial does not meet the SLO: requests that did not finish, or the goals that it breaks, in words."""
+    lost = [
+        f"{count:,} requests {LOST[name]}" for name, count in trial.outcome.items() if count and name in LOST
+    ]
+    broken = [f"{goal.metric} is {trial.metrics[goal.metric]:.3g}" for goal in trial.broken]
+    return "There " + " and ".join([*lost, *broken]) if lost or broken else ""
 
 
 def best_block_size(trials: Trials, sizes: Sequence[int], seeds: int, precision: float, tell: Tell) -> Answer:
@@ -185,7 +233,8 @@ def best_block_size(trials: Trials, sizes: Sequence[int], seeds: int, precision:
     return Answer(question, "tokens", estimate([best]), choices=tuple(choices))
 
 
-def curve(trials: Trials, middle: float, seeds: int, points: int = 9) -> list[Trial]:
-    """Trials at rates from half to one and a half of `middle`, for the picture."""
+def curve(trials: Trials, middle: float, seeds: int, points: int = 7) -> list[Trial]:
+    """The trials made so far from half to one and a half of `middle`, and more between them, for the picture."""
     rates = [middle * (0.5 + place / (points - 1)) for place in range(points)]
-    return [trials.run(seed, rate=rate) for rate in rates for seed in range(seeds)]
+    near = [trial for trial in trials.made if rates[0] <= (trial.rate or 0.0) <= rates[-1]]
+    return near + [trials.run(seed, rate=rate) for rate in rates for seed in range(min(seeds, 2))]

@@ -10,15 +10,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from harness.config.errors import ConfigError, UserError
-from harness.config.schema import ReplayMode, RunConfig
+from harness.config.schema import Oversize, ReplayMode, RunConfig
 from harness.metrics import METRICS
 from harness.point.cost import cost_model
 from harness.workload.simulate import simulate_metrics
-from harness.workload.workload import build_workload
+from harness.workload.workload import NEVER_FITS, build_workload
 
 _GOAL = re.compile(r"\s*(\w+)\s*(<=|>=|<|>)\s*([-+.\deE]+)\s*")
 DROPPED = "dropped"
-"""Key for requests that the user or the trace reader left out. They never entered, so they break no goal."""
+"""Requests that were left out: by the trace reader, or longer than the model takes. They break no goal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,12 @@ class Goal:
 
 
 Slo = tuple[Goal, ...]
+LOST = {
+    "rejected": "were rejected",
+    "unfinished": "did not finish",
+    NEVER_FITS: "never fit the pool and the limits of the scheduler",
+}
+"""Outcomes that break every SLO, in words."""
 
 
 def parse_slo(text: str) -> Slo:
@@ -73,9 +79,9 @@ def _like(name: str) -> str:
     return f"did you mean {' or '.join(close)}?" if close else "see the report's section on metrics"
 
 
-def met(slo: Slo, metrics: Mapping[str, float]) -> bool:
-    """Whether a run meets every goal."""
-    return all(goal.holds(metrics) for goal in slo)
+def broken_goals(slo: Slo, metrics: Mapping[str, float]) -> Slo:
+    """The goals that a run does not meet."""
+    return tuple(goal for goal in slo if not goal.holds(metrics))
 
 
 @dataclass(frozen=True)
@@ -89,7 +95,17 @@ class Trial:
     metrics: Mapping[str, float]
     outcome: Mapping[str, int]
     extrapolated: Mapping[str, Any] | None
-    met: bool
+    broken: Slo
+
+    @property
+    def lost(self) -> int:
+        """Requests that did not finish, without those that were left out (`DROPPED`)."""
+        return sum(count for name, count in self.outcome.items() if name in LOST)
+
+    @property
+    def met(self) -> bool:
+        """Whether all requests finished, within every goal."""
+        return not self.lost and not self.broken
 
 
 class Trials:
@@ -113,21 +129,30 @@ class Trials:
         pool_tokens: int | None = None,
         block_size: int | None = None,
     ) -> Trial:
-        """Simulate one candidate. None leaves a value as configured. A request that can never fit breaks the SLO."""
+        """Simulate one candidate. None leaves a value as configured.
+
+        A request that is longer than the model takes is left out, as a server refuses it whatever its size. A request
+        that fits the model and not the pool breaks the SLO.
+        """
         config = _varied(self._config, seed, rate, pool_tokens, block_size)
+        trial = self._simulated(config)
+        self.made.append(trial)
+        return trial
+
+    def _simulated(self, config: RunConfig) -> Trial:
         try:
             workload = build_workload(config)
         except ConfigError as error:
-            if error.key != "workload.oversize":
+            if error.key not in ("workload.oversize", "cache.pool_tokens"):
                 raise
-            trial = self._trial(config, {}, {"rejected": 1}, None, fits=False)
-        else:
-            prediction = simulate_metrics(workload, cost_model(config), config.decoding.beam_churn)
-            outcome = {**prediction.outcome, DROPPED: sum(workload.trace.header.dropped.values())}
-            found = (prediction.metrics, outcome, prediction.extrapolated)
-            trial = self._trial(config, *found, fits=True)
-        self.made.append(trial)
-        return trial
+            return self._trial(config, {}, {NEVER_FITS: config.workload.num_requests or 1}, None)
+        dropped = dict(workload.trace.header.dropped)
+        outcome = {NEVER_FITS: dropped.pop(NEVER_FITS, 0), DROPPED: sum(dropped.values())}
+        if outcome[NEVER_FITS]:
+            return self._trial(config, {}, outcome, None)
+        prediction = simulate_metrics(workload, cost_model(config), config.decoding.beam_churn)
+        outcome = {**prediction.outcome, **outcome}
+        return self._trial(config, prediction.metrics, outcome, prediction.extrapolated)
 
     def _trial(
         self,
@@ -135,10 +160,7 @@ class Trials:
         metrics: Mapping[str, float],
         outcome: Mapping[str, int],
         extrapolated: Mapping[str, Any] | None,
-        *,
-        fits: bool,
     ) -> Trial:
-        lost = sum(count for name, count in outcome.items() if name not in ("finished", DROPPED))
         return Trial(
             config.workload.request_rate,
             config.cache.pool_tokens,
@@ -147,7 +169,7 @@ class Trials:
             metrics,
             outcome,
             extrapolated,
-            fits and not lost and met(self._slo, metrics),
+            broken_goals(self._slo, metrics),
         )
 
 
@@ -155,7 +177,7 @@ def with_drawn_arrivals(config: RunConfig) -> RunConfig:
     """The configuration with arrivals drawn for each seed: recorded arrivals, a single sample, become Poisson."""
     if config.replay.mode is ReplayMode.trace:
         config = replace(config, replay=replace(config.replay, mode=ReplayMode.poisson))
-    return replace(config, measure=False)
+    return replace(config, measure=False, workload=replace(config.workload, oversize=Oversize.drop))
 
 
 def _varied(

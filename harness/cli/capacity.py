@@ -54,7 +54,7 @@ def run(arguments: "Arguments") -> int:
         raise UserError("capacity: --seeds must be at least 1, --precision between 0 and 1")
     from pathlib import Path
 
-    from harness.capacity.page import CapacityStudy, answer_text, lost_text, notes, write_study
+    from harness.capacity.page import CapacityStudy, answer_text, notes, write_study
     from harness.capacity.trials import Trials, parse_slo
 
     for wrong in check_out(flags.out):
@@ -73,8 +73,6 @@ def run(arguments: "Arguments") -> int:
         trials.made,
         shown,
     )
-    if lost := lost_text(trials.made):
-        say(lost)
     say(answer_text(answer))
     for size, rate in answer.choices:
         say(f"  blocks of {size:g}: " + (f"{rate.mean:.4g} requests/s" if rate else "no edge found"))

@@ -25,7 +25,7 @@ from harness.console import Arguments, counted, numbered, planning, remark, say
 from harness.store.atomic import check_writable, exclusive, remove_leftovers
 from harness.store.commit import Layout
 from harness.store.errors import StoreError
-from harness.store.manifest import Manifest, SweepPoint, write_manifest
+from harness.store.manifest import Manifest, SweepPoint, keep_report, write_manifest
 from harness.store.reading import StoreContent, read_store
 from harness.sweep.execute import Outcome, PointRunner, execute
 from harness.sweep.plan import (
@@ -33,6 +33,7 @@ from harness.sweep.plan import (
     PointChecks,
     SweepPlan,
     SweepRequest,
+    in_its_own_place,
     plan_sweep,
     run_request,
     sweep_request,
@@ -101,7 +102,7 @@ def _run(
     manifest, known = _manifest(sweep, arguments), known_manifest(sweep.out)
     todo = _left(sweep, _read(sweep.out), arguments)
     if todo or not same_sweep(known, manifest):
-        _open_store(sweep.out, manifest)
+        _open_store(sweep.out, manifest, known)
     if not todo:
         say(f"nothing left to do: all {len(sweep.points)} points are in {sweep.out}")
         return _finish(sweep, manifest, Outcome(len(sweep.points), (), interrupted=False), report)
@@ -147,7 +148,7 @@ def _locked(out: Path) -> Iterator[None]:
 def _request(arguments: Arguments) -> SweepRequest:
     if arguments.command == "sweep":
         return sweep_request(arguments.overrides)
-    request = run_request(arguments.overrides)
+    request = in_its_own_place(run_request(arguments.overrides))
     if request.varying:
         raise UserError(
             f"'run' takes one point, but there are several values of {', '.join(request.varying)}; use 'sweep'"
@@ -190,12 +191,17 @@ def _manifest(sweep: SweepPlan, arguments: Arguments) -> Manifest:
     )
 
 
-def _open_store(out: Path, manifest: Manifest) -> None:
-    """Check that the folder can be written before any point costs time, and write the manifest into it."""
+def _open_store(out: Path, manifest: Manifest, known: Manifest | None) -> None:
+    """Check that the folder can be written before any point costs time, and write the manifest into it.
+
+    The report on another question that the store holds is moved aside, not replaced.
+    """
     try:
         check_writable(out)
         check_writable(Layout(out).points)
         remove_leftovers(out)
+        if known is not None and known.overrides != manifest.overrides and (kept := keep_report(out, known)):
+            remark(f"the report of '{known.command}' is kept in {kept}")
         write_manifest(out, manifest)
     except StoreError as error:
         raise ConfigError("out", str(error)) from error

@@ -35,6 +35,7 @@ from harness.compiled.state import (
 from harness.metrics.log import (
     GENERATED,
     REQUEST_COLUMNS,
+    RETURNED,
     STEP_COLUMNS,
     Column,
     FloatArray,
@@ -97,7 +98,7 @@ def request_columns(state: ReplayState, request_ids: IntArray, first: int, last:
         "outcome": np.where(inputs.fits[ended] == 1, Outcome.FINISHED, Outcome.REJECTED),
     }
     table = {name: found.get(name, nothing) for name in REQUEST_COLUMNS}
-    return {**table, GENERATED: inputs.output[ended]}
+    return {**table, GENERATED: inputs.output[ended], RETURNED: inputs.output[ended]}
 
 
 def _moment(ns: IntArray) -> FloatArray:

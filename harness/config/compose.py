@@ -5,7 +5,7 @@ configurations.
 """
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from os.path import expanduser
@@ -30,6 +30,7 @@ from harness.config.schema import (
     CostKind,
     DecodingConfig,
     DecodingMode,
+    EngineDevice,
     ReplayConfig,
     ReplayMode,
     RunConfig,
@@ -43,6 +44,21 @@ _WIDE = (
     TraceFormat.simple,
     TraceFormat.pagetwin,
 )  # formats whose rows may name their width
+
+
+CPU = "cpu"
+TOY_MODELS = ("tiny-llama", "small-llama", "tiny-gpt2", "tiny-opt", "tiny-qwen3")
+"""Models of `conf/model/` with random weights, made for the CPU."""
+
+# key: (values that the files of conf/ hold for a toy model on the CPU, value for a real deployment). A server takes
+# whole requests, fills the device's memory with KV, and has the limits that vLLM's `serve` has on a large GPU.
+_REAL_DEFAULTS: dict[str, tuple[tuple[Any, ...], Any]] = {
+    "workload.length_scale": ((0.1,), 1.0),
+    "cache.pool_tokens": ((8192,), None),
+    "cache.max_model_len": ((1024,), None),
+    "scheduler.max_batched_tokens": ((512, 2048), 8192),
+    "scheduler.max_running": ((64,), 256),
+}
 
 
 def normalise(config: RunConfig) -> RunConfig:
@@ -141,12 +157,35 @@ def compose_config(settings: Iterable[Setting]) -> RunConfig:
     for item in chosen:
         if not item.is_group:
             _apply(tree, item)
-    if "model.dtype" not in {item.key for item in chosen}:
+    asked = {item.key for item in chosen}
+    if "model.dtype" not in asked:
         _take_dtype_of_checkpoint(tree)
+    for key, value in real_defaults(tree, asked).items():
+        OmegaConf.update(tree, key, value, merge=False)
     try:
         return cast(RunConfig, OmegaConf.to_object(tree))
     except OmegaConfBaseException as error:
         raise ConfigError(error.full_key or "", str(error.msg or error).splitlines()[0]) from None
+
+
+def real_defaults(tree: DictConfig, named: Container[str]) -> dict[str, Any]:
+    """The settings that a point takes because it predicts a real deployment, by key; `named` are those of the user.
+
+    The files of `conf/` hold small values, so that a toy model answers in a second on the CPU. They make no sense for a
+    prediction (`measure=false`) of a GPU or of a real model, nor for a real model that is measured on CUDA. A value
+    that the user names stays, and so does `workload=small` where it is named.
+    """
+    model = bool(tree.model.path) or tree.model.name not in TOY_MODELS
+    on_cuda = tree.engine.device == EngineDevice.cuda
+    if not (model and on_cuda if tree.measure else model or tree.device.name != CPU):
+        return {}
+    return {
+        key: value
+        for key, (toy, value) in _REAL_DEFAULTS.items()
+        if key not in named
+        and OmegaConf.select(tree, key) in toy
+        and not (key.startswith("workload.") and "workload" in named)
+    }
 
 
 def _take_dtype_of_checkpoint(tree: DictConfig) -> None:

@@ -57,7 +57,8 @@ def _latencies(samples: Mapping[str, Samples]) -> NamedValues:
 def _throughput(totals: Totals, span_s: float) -> NamedValues:
     if span_s > 0:
         yield "request_throughput", totals["finished"] / span_s
-        yield "output_throughput", totals["generated"] / span_s
+        yield "output_throughput", totals["returned"] / span_s
+        yield "generated_throughput", totals["generated"] / span_s
         yield "total_throughput", (totals["generated"] + totals["prompt_finished"]) / span_s
         yield "span", span_s
 
@@ -103,6 +104,7 @@ def _times(totals: Totals, span_s: float) -> NamedValues:
     yield from _ratio("attention_per_step", attention, totals["steps"])
     yield from _ratio("attention_share", attention, seconds)
     yield from _ratio("attention_per_decode_step", totals["decode_attention"], totals["decode_steps"])
+    yield from _ratio("kv_read_per_decode_step", totals["decode_kv"], totals["decode_steps"])
     yield from _ratio("attention_per_kv_token", totals["decode_attention"], totals["decode_kv"])
 
 

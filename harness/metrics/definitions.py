@@ -86,8 +86,15 @@ _THROUGHPUT = (
         "output_throughput",
         "output throughput",
         "tokens/s",
-        "tokens generated in all sequences of the finished requests / span",
+        "tokens of the sequences that answer the finished requests / span; a beam search is answered by its best "
+        "sequence, parallel samples by all of them",
         "higher",
+    ),
+    Metric(
+        "generated_throughput",
+        "generated tokens",
+        "tokens/s",
+        "tokens generated in all sequences of the finished requests / span, those of beams that are not returned too",
     ),
     Metric(
         "total_throughput",
@@ -203,6 +210,12 @@ _TIME = (
         "s",
         "attention seconds over all layers of the steps that only decode / such steps",
         "lower",
+    ),
+    Metric(
+        "kv_read_per_decode_step",
+        "KV slots read per decode step",
+        "slots",
+        "KV slots that the rows of the steps that only decode read / such steps; the load of their attention",
     ),
     Metric(
         "attention_per_kv_token",

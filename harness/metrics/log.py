@@ -70,6 +70,10 @@ REQUEST_COLUMNS: Mapping[str, str] = {
 GENERATED = "generated"
 """A further column of `RunLog.requests`: tokens of all its sequences; where it is absent, output_tokens x width."""
 
+RETURNED = "returned"
+"""A further column of `RunLog.requests`: tokens of the sequences that answer the request. They are the best sequence of
+a beam search and every parallel sample. Where the column is absent, all generated tokens are returned."""
+
 
 class RunLogError(ValueError):
     """A log that cannot be measured: a column is missing or has the wrong length."""

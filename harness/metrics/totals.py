@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from harness.metrics.log import GENERATED, SLOT_STATES, Column, FloatArray, Outcome
+from harness.metrics.log import GENERATED, RETURNED, SLOT_STATES, Column, FloatArray, Outcome
 
 Totals = dict[str, float]
 PEAKS = ("peak_slots", "running_peak")
@@ -170,12 +170,14 @@ def request_totals(requests: Mapping[str, FloatArray]) -> Totals:
     """Sums over requests."""
     finished = requests["outcome"] == Outcome.FINISHED
     whole = requests["output_tokens"] * requests["width"]
-    generated = requests.get(GENERATED, whole)[finished]
+    generated = requests.get(GENERATED, whole)
+    returned = requests.get(RETURNED, generated)[finished]
     scheduled = np.isfinite(requests["first_scheduled_s"])
     totals = {name: float(requests[name].sum()) for name in _SUMMED}
     return totals | {
         "finished": float(finished.sum()),
-        "generated": float(generated.sum()),
+        "generated": float(generated[finished].sum()),
+        "returned": float(returned.sum()),
         "prompt_finished": float(requests["prompt_tokens"][finished].sum()),
         "prompt_scheduled": float(requests["prompt_tokens"][scheduled].sum()),
     }

@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 
 from engine.core.memory.manager import FastForwardColumns
+from engine.core.options import Decoding
 from engine.core.plan import StepPlan, StepResult
 from engine.core.request import Request
 from engine.core.scheduling.commit import CommitReport, RequestStats
 from harness.metrics.log import (
     GENERATED,
     REQUEST_COLUMNS,
+    RETURNED,
     STEP_COLUMNS,
     Column,
     FloatArray,
@@ -42,7 +44,7 @@ _CHANGING = (
 NEVER = -1
 _TIMES = ("arrival_s", "first_scheduled_s", "first_token_s", "finish_s")
 _NO_STATS = RequestStats()
-_COLUMNS = (*REQUEST_COLUMNS, GENERATED)
+_COLUMNS = (*REQUEST_COLUMNS, GENERATED, RETURNED)
 RequestTable = dict[str, np.ndarray[Any, np.dtype[Any]]]
 _UNKNOWN = (np.nan,) * len(PHASES)
 _ROWS, _DECODE, _PREFILL, _TOKENS, _DECODE_KV, _PREFILL_KV, _SAMPLED = feature_index(
@@ -296,6 +298,8 @@ class RequestTimes:
 
     def _close(self, live: _LiveRequest, outcome: Outcome, end: int, stats: RequestStats) -> None:
         request = live.request
+        generated = request.output_tokens * request.width - live.spared
+        best_alone = request.decoding is Decoding.beam
         self._ended.append(
             (
                 live.place,
@@ -312,7 +316,8 @@ class RequestTimes:
                 stats.recomputed_tokens,
                 stats.preemptions,
                 outcome,
-                request.output_tokens * request.width - live.spared,
+                generated,
+                request.output_tokens if best_alone else generated,
             )
         )
 

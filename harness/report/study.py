@@ -51,6 +51,19 @@ class Study:
         """The records that have a measured side."""
         return tuple(record for record in self.records if record.get("measured"))
 
+    @property
+    def not_priced(self) -> tuple[str, ...]:
+        """What the cost models of the points do not price, in their own words."""
+        facts = [(record.get("cost") or {}).get("provenance") or {} for record in self.records]
+        return tuple(dict.fromkeys(str(found["not priced"]) for found in facts if found.get("not priced")))
+
+    @property
+    def block_size_unpriced(self) -> str:
+        """The sentence for figures along the block size; empty where every cost model prices it."""
+        if any(text.startswith("block size") for text in self.not_priced):
+            return "The cost model does not price block size: equal predicted times are no finding."
+        return ""
+
     def steps(self, record: Record) -> "pd.DataFrame | None":
         """The step table of a point with both sides and all runs; None if it cannot be read."""
         import pandas as pd

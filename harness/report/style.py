@@ -25,6 +25,7 @@ PAGE_IN = 7.16
 # seaborn's "colorblind" palette, by name, so that a setting keeps its colour from figure to figure
 PALETTE = ("#0173b2", "#de8f05", "#029e73", "#d55e00", "#cc78bc", "#ca9161", "#949494")
 GREY = "#6f6f6f"
+WARNING = "#a8201a"
 
 STATE_COLOURS: Mapping[str, str] = {
     "token": "#0173b2",

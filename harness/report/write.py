@@ -92,7 +92,7 @@ def _pictures(study: Study, axes: Axes) -> Iterator[tuple[str, Picture]]:
         picture = draw(study, axes)
         yield picture.name, picture
     for key in axes.numeric[:_MOST_CURVES]:
-        picture = curves.draw(study, axes, key)
+        picture = curves.draw(study, axes, curves.layout_of(axes, key))
         yield picture.name, picture
 
 

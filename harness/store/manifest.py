@@ -11,7 +11,7 @@ from typing import Any
 
 from harness.store.atomic import write_files
 from harness.store.commit import SCHEMA, Layout, json_bytes
-from harness.store.errors import ForeignFileError, StoreVersionError
+from harness.store.errors import ForeignFileError, StoreError, StoreVersionError
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,28 @@ def read_manifest(root: Path) -> Manifest | None:
         if isinstance(error, StoreVersionError):
             raise
         raise ForeignFileError(f"{path}: truncated or not a PageTwin sweep ({error})") from None
+
+
+def keep_report(root: Path, manifest: Manifest) -> Path | None:
+    """Move the manifest's report, with the manifest, to the first free `earlier/N`; None if there is no report.
+
+    Raises:
+        StoreError: the folder cannot be written.
+    """
+    if manifest.report is None or not (root / manifest.report).exists():
+        return None
+    number = 1
+    while (root / "earlier" / str(number)).exists():
+        number += 1
+    place = root / "earlier" / str(number)
+    try:
+        place.mkdir(parents=True)
+        first = Path(manifest.report).parts[0]
+        (root / first).rename(place / first)
+    except OSError as error:
+        raise StoreError(f"cannot keep the earlier report in {place}: {error.strerror}") from error
+    write_manifest(place, manifest)
+    return place
 
 
 def with_report(manifest: Manifest, root: Path, report: Path, verdict: Sequence[str]) -> Manifest:

@@ -6,8 +6,9 @@ is a hash of everything that its result depends on.
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from math import prod
 from os.path import expanduser
@@ -39,6 +40,7 @@ _NOT_IDENTITY = (
 )
 _FINGERPRINT_BYTES = 16
 _LISTED = 8  # bad points of one reason that are named one by one
+_LONGEST_NAME = 80  # of a run's folder, in characters
 _TOO_LARGE = (
     "does not fit the memory: lower workload.num_requests, workload.num_prefixes or cache.pool_tokens"
 )
@@ -136,6 +138,24 @@ def run_request(overrides: Sequence[str]) -> SweepRequest:
         if axis.key in FIXED and len(axis.settings) > 1:
             raise ConfigError(axis.key, "one value for the whole sweep; run two sweeps instead")
     return request
+
+
+def in_its_own_place(request: SweepRequest) -> SweepRequest:
+    """The request of a `run`, written to a folder named after its overrides unless `out` or `name` is given.
+
+    The default sweep and every other run keep their reports then.
+    """
+    if any(axis.key in ("out", "name") for axis in request.axes):
+        return request
+    texts = [axis.text for axis in request.axes if axis.key not in UNLABELLED]
+    words = "_".join(["run", *texts])
+    plain = re.sub(r"[^\w=.,+-]+", "-", words)[:_LONGEST_NAME]
+    if plain != words:  # two questions must not share a folder
+        plain += "_" + hashlib.blake2b(words.encode(), digest_size=4).hexdigest()
+    out = f"results/{plain}"
+    return replace(
+        request, axes=(*request.axes, Axis("out", (Setting("out", out, f"out={out}"),), f"out={out}"))
+    )
 
 
 def experiment_overrides(name: str) -> list[str]:

@@ -120,7 +120,7 @@ def build_workload(config: RunConfig) -> Workload:
         return with_recorded_beams(config, whole)
     if config.workload.oversize is Oversize.error:
         raise ConfigError("workload.oversize", _refusal(whole, reasons))
-    trace = drop_oversize(whole.trace, lambda row: "never_fits" if row.request_id in reasons else None)
+    trace = drop_oversize(whole.trace, lambda row: _kind(whole, row) if row.request_id in reasons else None)
     if not trace.requests:
         raise ConfigError("workload.oversize", f"no request fits: {_refusal(whole, reasons)}")
     return with_recorded_beams(config, replace(whole, trace=trace))
@@ -151,6 +151,16 @@ def _oversize(workload: Workload) -> dict[int, str]:
         if reason:
             reasons[row.request_id] = reason
     return reasons
+
+
+TOO_LONG, NEVER_FITS = "longer_than_the_model", "never_fits"
+"""Why a request is dropped: the model (`cache.max_model_len`) takes no such sequence, or pool and limits do not."""
+
+
+def _kind(workload: Workload, row: TraceRequest) -> str:
+    longest = workload.limits.max_model_len
+    total = row.prompt_tokens + _output_tokens(workload, row, workload.trace_decoding.of(row))
+    return TOO_LONG if longest is not None and total > longest else NEVER_FITS
 
 
 def _refusal(workload: Workload, reasons: dict[int, str]) -> str:

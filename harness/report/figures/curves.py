@@ -1,6 +1,11 @@
-"""The sweep's curves: predicted lines and measured points along one swept setting."""
+"""The sweep's curves: predicted lines and measured points along one swept setting, for every point of the sweep.
+
+Rows are metrics, lines differ in a second setting and columns in a third. Settings beyond the third are held at the
+middle of their values, and the caption says how many points a figure shows then.
+"""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from harness.metrics import METRICS
@@ -17,53 +22,95 @@ from harness.report.axes import (
     short_label,
 )
 from harness.report.figures.series import (
+    MOST_SERIES,
     axis_scale,
     evenly,
+    policies,
+    policy_line,
     series_colours,
     side_legend,
     value_axis,
     zero_based,
 )
 from harness.report.study import Record, Study
-from harness.report.style import GREY, PAGE_IN, Drawing, Missing, Picture, panels
+from harness.report.style import GREY, PAGE_IN, WARNING, Drawing, Missing, Picture, panels
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes as Panel
 
 
-_SHOWN = (
+SHOWN = (
+    "request_throughput",
     "output_throughput",
     "ttft_p50",
     "tpot_p50",
     "internal_share",
     "sharing_saving",
-    "attention_per_decode_step",
 )
-_DASHED: Any = (0, (4, 2))
+_BLOCK = "cache.block_size"
+_MOST_COLUMNS = 4
 
 
-def draw(study: Study, axes: Axes, key: str) -> Picture:
-    """Six metrics along `key`. Lines differ in a second setting; the others stay at their middle value."""
-    name = "curve_" + key.replace(".", "_")
+@dataclass(frozen=True)
+class Layout:
+    """The settings along x, of the lines and of the columns, and the metrics of the rows."""
+
+    x: str
+    hue: str | None
+    col: str | None
+    metrics: Sequence[str] = SHOWN
+
+    @property
+    def free(self) -> list[str]:
+        """The settings that vary within the figure."""
+        return [key for key in (self.x, self.hue, self.col) if key]
+
+
+def layout_of(axes: Axes, key: str) -> Layout:
+    """The layout along `key`: of the other swept settings, the first makes the lines, the second the columns."""
+    others = [other for other in axes.values if other != key]
+    hue, col, *_ = [*others, None, None]
+    return Layout(key, hue, col)
+
+
+def draw(study: Study, axes: Axes, layout: Layout, *, name: str = "", like: Record | None = None) -> Picture:
+    """The metrics along `layout.x`; settings outside the layout are those of `like`, by default the middle point."""
+    key = layout.x
+    name = name or "curve_" + key.replace(".", "_")
     main = [record for record in study.records if setting(record, key) is not None]
     policy = _main_policy(main, key)
     main = [record for record in main if policy_of(record) == policy]
-    like = reference(main, axes, "middle")
+    like = like or reference(main, axes, "middle")
     if like is None:
         return Missing(name, f"No point has a value of {label(key)}.")
-    second = next((other for other in axes.values if other != key), None)
-    free = [key, second] if second else [key]
-    table = _series(study, alike(main, like, axes, free=free), axes, key, second)
+    table = _series(alike(main, like, axes, free=layout.free), axes, layout)
     if table["x"].nunique() < 2:
         return Missing(name, f"No two points differ in {label(key)} alone.")
-    table = _with_flat(study, table, like, axes, key)
-    figure, grid = panels(PAGE_IN, 4.3, 2, 3)
-    for panel, metric in zip(grid, _SHOWN, strict=True):
-        _panel(panel, metric, table[table["metric"] == metric], key)
-    _legend(grid[0], table, second)
+    shown = table["point"].nunique()
+    table = _with_others(study, table, like, axes, layout)
+    known = set(table["column"].dropna())
+    columns = [value for value in axes.values[layout.col] if value in known] if layout.col else [""]
+    figure, grid = panels(
+        PAGE_IN, 0.7 + 1.25 * len(layout.metrics), len(layout.metrics), max(1, len(columns))
+    )
+    cells = [(metric, column) for metric in layout.metrics for column in columns]
+    for panel, (metric, column) in zip(grid, cells, strict=True):
+        found = table[table["metric"] == metric]
+        unit = _panel(panel, metric, found, found[found["column"] == column], layout)
+        title = METRICS[metric].label + (f", {short_label(layout.col)} {column}" if layout.col else "")
+        panel.set_title(title, fontsize=6.5 if layout.col else 8)
+        panel.tick_params(labelsize=6.5)
+        if column == columns[0]:
+            panel.set_ylabel(unit)
+    for panel in grid[: -len(columns)]:
+        panel.set_xlabel("")
+    _legend(grid[0], table, layout)
     figure.legend(*grid[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
-    return Drawing(name, _caption(like, axes, free, table), figure, table)
+    warning = study.block_size_unpriced
+    if warning and _BLOCK in layout.free:
+        figure.supxlabel(warning, fontsize=7.5, color=WARNING)
+    return Drawing(name, _caption(study, like, axes, layout, table, shown), figure, table)
 
 
 def _main_policy(records: Sequence[Record], key: str) -> str | None:
@@ -74,90 +121,108 @@ def _main_policy(records: Sequence[Record], key: str) -> str | None:
     return max(seen, key=lambda policy: (len(seen[policy]), policy == "paged"), default=None)
 
 
-def _series(
-    study: Study, records: Sequence[Record], axes: Axes, key: str, second: str | None
+def _series(records: Sequence[Record], axes: Axes, layout: Layout) -> "pd.DataFrame":
+    table = comparison_table(records, axes, layout.metrics)
+    for key, most in ((layout.hue, MOST_SERIES), (layout.col, _MOST_COLUMNS)):
+        if key:
+            known = [value for value in axes.values[key] if (table[key] == value).any()]
+            table = table[table[key].isin(evenly(known, most))]
+    return table.assign(
+        x=table[layout.x].astype(float),
+        series=table[layout.hue].astype(str) if layout.hue else "",
+        column=table[layout.col] if layout.col else "",
+    )
+
+
+def _with_others(
+    study: Study, table: "pd.DataFrame", like: Record, axes: Axes, layout: Layout
 ) -> "pd.DataFrame":
-    table = comparison_table(records, axes, _SHOWN)
-    values = evenly([v for v in axes.values[second] if (table[second] == v).any()]) if second else []
-    if second:
-        table = table[table[second].isin(values)]
-    return table.assign(x=table[key].astype(float), series=table[second].astype(str) if second else "")
-
-
-def _with_flat(study: Study, table: "pd.DataFrame", like: Record, axes: Axes, key: str) -> "pd.DataFrame":
-    """Add the points of the other policies that match in all settings they have in common."""
+    """Add the points of the other policies that match in all settings that they have in common."""
     import pandas as pd
 
-    rest = [r for r in study.records if policy_of(r) != policy_of(like)]
+    fixed = [key for key in axes.values if key not in (layout.x, layout.col, _BLOCK)]
     same = [
-        r
-        for r in rest
-        if all(setting(r, k) == setting(like, k) for k in axes.values if k not in (key, "cache.block_size"))
+        record
+        for record in study.records
+        if policy_of(record) != policy_of(like)
+        and all(setting(record, key) == setting(like, key) for key in fixed)
     ]
     if not same:
         return table
-    flat = comparison_table(same, axes, _SHOWN)
-    flat = flat.assign(x=flat[key].astype(float), series=flat[POLICY])
-    if key == "cache.block_size":
-        flat = flat.assign(x=float("nan"))
-    return pd.concat([table, flat], ignore_index=True)
+    others = comparison_table(same, axes, layout.metrics)
+    x = float("nan") if layout.x == _BLOCK else others[layout.x].astype(float)
+    column = (others[layout.col] if layout.col != _BLOCK else None) if layout.col else ""
+    return pd.concat([table, others.assign(x=x, series=others[POLICY], column=column)], ignore_index=True)
 
 
-def _panel(panel: "Panel", metric: str, found: "pd.DataFrame", key: str) -> None:
+def _panel(panel: "Panel", metric: str, whole: "pd.DataFrame", found: "pd.DataFrame", layout: Layout) -> str:
+    """Draw one panel and return its unit; all panels of a row (`whole`) have one scale."""
+    unit = ""
     if found["simulated"].notna().any():
-        largest = float(found[["simulated", "high"]].max().max())
+        largest = float(whole[["simulated", "high"]].max().max())
         scale, unit = axis_scale(metric, largest)
-        for series, colour in _colours(found).items():
-            _line(panel, found[found["series"] == series].sort_values("x"), scale, colour, series)
-        panel.set_ylabel(unit)
-        zero_based(panel, scale * float(found[["simulated", "low"]].min().min()), scale * largest)
+        looks = _looks(whole)
+        for series in looks:
+            _line(panel, found[found["series"] == series].sort_values("x"), scale, looks[series])
+        zero_based(panel, scale * float(whole[["simulated", "low"]].min().min()), scale * largest)
     else:
         panel.text(0.5, 0.5, "no figure at these points", transform=panel.transAxes, ha="center", color=GREY)
-    if found["x"].notna().any():
-        value_axis(panel, key, sorted(found["x"].dropna().unique()))
-    panel.set_title(METRICS[metric].label)
+    if whole["x"].notna().any():
+        value_axis(panel, layout.x, sorted(whole["x"].dropna().unique()))
+    panel.locator_params(axis="y", nbins=4)
+    return unit
 
 
-def _line(panel: "Panel", mine: "pd.DataFrame", scale: float, colour: str, series: str) -> None:
-    other = series in set(mine[POLICY])
-    dashes: Any = _DASHED if other else "solid"
+def _line(panel: "Panel", mine: "pd.DataFrame", scale: float, look: Mapping[str, Any]) -> None:
+    if mine.empty:
+        return
+    colour, dashes, marker = look["color"], look["linestyle"], look["marker"]
     if mine["x"].isna().all():
         panel.axhline(scale * float(mine["simulated"].iloc[0]), color=colour, linestyle=dashes, zorder=1)
         panel.axhspan(
-            scale * float(mine["low"].iloc[0]), scale * float(mine["high"].iloc[0]), color=colour, alpha=0.3
+            scale * float(mine["low"].iloc[0]), scale * float(mine["high"].iloc[0]), color=colour, alpha=0.25
         )
         return
     panel.plot(mine["x"], scale * mine["simulated"], color=colour, linestyle=dashes, zorder=2)
     bars = scale * (mine["measured"] - mine["low"]), scale * (mine["high"] - mine["measured"])
     panel.errorbar(
-        mine["x"], scale * mine["measured"], yerr=bars, fmt="o", color=colour, capsize=2, elinewidth=0.8
+        mine["x"], scale * mine["measured"], yerr=bars, fmt=marker, color=colour, capsize=2, elinewidth=0.8
     )
 
 
-def _colours(table: "pd.DataFrame") -> Mapping[str, str]:
+def _looks(table: "pd.DataFrame") -> Mapping[str, Mapping[str, Any]]:
+    """Colour, dashes and marker of each line: the swept values of the main policy, and each other policy its own."""
     series = list(dict.fromkeys(table["series"]))
     others = [name for name in series if name in set(table[POLICY])]
-    swept = [name for name in series if name not in others]
-    return {**series_colours(swept), **dict.fromkeys(others, "#949494")}
+    colours = series_colours([name for name in series if name not in others])
+    found = {name: {"color": colour, "linestyle": "solid", "marker": "o"} for name, colour in colours.items()}
+    return found | {name: policy_line(name) for name in others}
 
 
-def _legend(panel: "Panel", table: "pd.DataFrame", second: str | None) -> None:
+def _legend(panel: "Panel", table: "pd.DataFrame", layout: Layout) -> None:
     side_legend(panel, measured=bool(table["measured"].notna().any()))
-    for series, colour in _colours(table).items():
+    for series, look in _looks(table).items():
         if series in set(table[POLICY]):
-            panel.plot([], [], color=colour, linestyle=_DASHED, label=series)
-        elif second:
-            panel.plot([], [], color=colour, linewidth=3, label=f"{short_label(second)} {series}")
+            panel.plot([], [], **look, label=series)
+        elif layout.hue:
+            panel.plot([], [], color=look["color"], linewidth=3, label=f"{short_label(layout.hue)} {series}")
 
 
-def _caption(like: Record, axes: Axes, free: Sequence[str], table: "pd.DataFrame") -> str:
-    fixed = held(like, axes, free=free)
-    sides = (
-        "Lines are predicted, marks measured" if table["measured"].notna().any() else "Lines are predicted"
-    )
-    text = f"{sides}; cache policy {policy_of(like)}" + (f", {fixed}." if fixed else ".")
-    others = [name for name in dict.fromkeys(table[POLICY]) if name != policy_of(like)]
+def _caption(
+    study: Study, like: Record, axes: Axes, layout: Layout, table: "pd.DataFrame", shown: int
+) -> str:
+    fixed = held(like, axes, free=layout.free)
+    measured = table["measured"].notna().any()
+    text = "Lines are predicted, marks measured" if measured else "Lines are predicted"
+    text += f"; cache policy {policy_of(like)}" + (f", {fixed}" if fixed else "")
+    same = [record for record in study.records if policy_of(record) == policy_of(like)]
+    text += f": {'all' if shown == len(same) else shown} of its {len(same):,} points."
+    others = [
+        name for name in policies(study.records) if name != policy_of(like) and (table[POLICY] == name).any()
+    ]
     if others:
-        text += f" In grey {', '.join(others)} with the same settings where they apply"
+        hue = layout.hue if layout.hue and layout.hue != _BLOCK else None
+        at = f" at {hue}={setting(like, hue)}" if hue else ""
+        text += f" Dashed: {', '.join(others)} with the same settings where they apply{at}"
         text += " (band: measured)." if table["x"].isna().any() else "."
     return text

@@ -1,13 +1,12 @@
-"""Attention latency, predicted and measured, for each block size: of the kernel alone and inside the replay."""
+"""Attention latency at equal load: time of a step against the KV slots that it reads, and the error of its price."""
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from harness.metrics.verdict import point_label
 from harness.report.axes import Axes, policy_of, setting
-from harness.report.figures.series import axis_scale
+from harness.report.figures.series import axis_scale, series_colours
 from harness.report.study import Record, Study
-from harness.report.style import PAGE_IN, PALETTE, Drawing, Missing, Picture, panels
+from harness.report.style import GREY, PAGE_IN, PALETTE, WARNING, Drawing, Missing, Picture, new_figure
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -15,50 +14,48 @@ if TYPE_CHECKING:
 
 
 NAME = "kernel"
-_PANELS: Mapping[str, str] = {
-    "kernel_call": "attention per step, same steps",
-    "attention_per_decode_step": "attention per decode step",
-    "attention_per_kv_token": "attention per KV slot read",
-}
-
-_LOOKS: Mapping[str, dict[str, Any]] = {
-    "predicted": {
-        "fmt": "D",
-        "color": PALETTE[0],
-        "markerfacecolor": "white",
-        "capsize": 2,
-        "elinewidth": 0.8,
-    },
-    "measured": {"fmt": "o", "color": PALETTE[3], "capsize": 2, "elinewidth": 0.8},
-}
+_LOAD, _TIME = "kv_read_per_decode_step", "attention_per_decode_step"
+_PER_SLOT = "attention_per_kv_token"
 
 
 def draw(study: Study, axes: Axes) -> Picture:
-    """One panel for each quantity: at each block size the median over points with their range, for both sides."""
+    """Left: attention of a decode step against its load, one mark a point; right: predicted / measured, same steps."""
     del axes  # block sizes come from the points, swept or not
     data = _table(study)
-    shown = [name for name in _PANELS if (data["quantity"] == name).any()]
-    if not shown:
+    if data.empty:
         return Missing(NAME, "No point has attention times.")
-    figure, grid = panels(PAGE_IN * (len(shown) + 0.3) / 3.3, 2.5, 1, len(shown))
-    for panel, name in zip(grid, shown, strict=True):
-        _panel(panel, name, data[data["quantity"] == name])
-    _legend(grid[0], measured=bool(data["measured"].notna().any()))
-    figure.legend(*grid[0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
+    figure = new_figure(PAGE_IN, 2.8)
+    ratios = data["ratio"].notna().any()
+    panels = figure.subplots(1, 2, width_ratios=(2, 1)) if ratios else [figure.subplots()]
+    layouts = sorted(dict.fromkeys(data["layout"]), key=lambda text: (not text.isdigit(), text.zfill(9)))
+    colours = series_colours([name for name in layouts if name.isdigit()])
+    colours |= {name: PALETTE[1] for name in layouts if not name.isdigit()}
+    _load(panels[0], data, colours)
+    if ratios:
+        _ratio(panels[1], data.dropna(subset=["ratio"]), colours)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=6)
+    if warning := study.block_size_unpriced:
+        figure.supxlabel(warning, fontsize=7.5, color=WARNING)
     caption = (
-        "Attention time over all layers by block size: median over the points of that size, bars from the smallest "
-        "to the largest point. Left, both sides have the steps that the engine took (level 1 below); in the "
-        "others each side has the steps of its own replay."
+        "Left: attention over all layers of a step that only decodes, against the KV slots that such a step reads; one "
+        "mark for each point. Block sizes are compared at equal load: marks above others at the same place are slower. "
     )
+    if ratios:
+        caption += (
+            "Right: the cost model's price of the attention of exactly the steps that the engine took, divided by the "
+            "measured time (level 1 below)."
+        )
     return Drawing(NAME, caption, figure, data)
 
 
 def _table(study: Study) -> "pd.DataFrame":
     import pandas as pd
 
-    columns = ["point", "policy", "layout", "quantity", "predicted", "measured"]
-    rows = [{**_identity(r), **values} for r in study.records for values in _quantities(r)]
-    return pd.DataFrame(rows, columns=columns).astype({"predicted": "float64", "measured": "float64"})
+    columns = ["point", "policy", "layout", "side", "kv_slots", "seconds", "ratio"]
+    rows = [{**_identity(r), **values} for r in study.records for values in _values(r)]
+    return pd.DataFrame(rows, columns=columns).astype(
+        dict.fromkeys(("kv_slots", "seconds", "ratio"), "float64")
+    )
 
 
 def _identity(record: Record) -> dict[str, Any]:
@@ -67,36 +64,55 @@ def _identity(record: Record) -> dict[str, Any]:
     return {"point": point_label(record), "policy": policy_of(record), "layout": layout}
 
 
-def _quantities(record: Record) -> list[dict[str, Any]]:
+def _values(record: Record) -> list[dict[str, Any]]:
+    rows = {row["metric"]: row for row in record.get("comparison") or ()}
     kernel = (record.get("levels") or {}).get("kernel") or {}
-    found = [
-        {"quantity": row["metric"], "predicted": row["simulated"], "measured": row["measured"]}
-        for row in record.get("comparison") or ()
-        if row["metric"] in _PANELS
-    ]
-    if kernel.get("measured_mean_s"):
-        measured, predicted = kernel["measured_mean_s"], kernel.get("predicted_mean_s")
-        found.append({"quantity": "kernel_call", "predicted": predicted, "measured": measured})
+    measured, predicted = kernel.get("measured_mean_s"), kernel.get("predicted_mean_s")
+    ratio = predicted / measured if measured and predicted is not None else None
+    found = []
+    for side, key in (("predicted", "simulated"), ("measured", "measured")):
+        seconds, load = (rows.get(name, {}).get(key) for name in (_TIME, _LOAD))
+        per_slot = rows.get(_PER_SLOT, {}).get(key)
+        if load is None and seconds and per_slot:
+            load = seconds / per_slot  # records without the metric of the load hold it as this quotient
+        if seconds is not None and load is not None:
+            found.append(
+                {
+                    "side": side,
+                    "kv_slots": load,
+                    "seconds": seconds,
+                    "ratio": ratio if side == "measured" else None,
+                }
+            )
     return found
 
 
-def _panel(panel: "Panel", name: str, data: "pd.DataFrame") -> None:
-    layouts = sorted(dict.fromkeys(data["layout"]), key=lambda text: (not text.isdigit(), text.zfill(9)))
-    largest = float(data[["predicted", "measured"]].max().max())
-    scale, unit = axis_scale("attention_per_step" if name == "kernel_call" else name, largest)
-    for side, offset in (("predicted", -0.1), ("measured", 0.1)):
-        groups = [scale * data[data["layout"] == layout][side].dropna() for layout in layouts]
-        known = [(index + offset, group) for index, group in enumerate(groups) if len(group)]
-        middle = [float(group.median()) for _, group in known]
-        below = [m - float(group.min()) for m, (_, group) in zip(middle, known, strict=True)]
-        above = [float(group.max()) - m for m, (_, group) in zip(middle, known, strict=True)]
-        panel.errorbar([at for at, _ in known], middle, yerr=(below, above), **_LOOKS[side])
-    panel.set_xticks(range(len(layouts)), [text.replace("contiguous", "contig.") for text in layouts])
-    panel.set(xlabel="block size (tokens)", ylabel=unit, title=_PANELS[name], xlim=(-0.5, len(layouts) - 0.5))
-    panel.set_ylim(0, 1.08 * scale * largest)
+def _load(panel: "Panel", data: "pd.DataFrame", colours: dict[str, str]) -> None:
+    scale, unit = axis_scale(_TIME, float(data["seconds"].max()))
+    for (side, layout), mine in data.groupby(["side", "layout"]):
+        filled = side == "measured"
+        panel.plot(
+            mine["kv_slots"], scale * mine["seconds"], linestyle="none", marker="o" if filled else "D", markersize=4,
+            color=colours[str(layout)], markerfacecolor=colours[str(layout)] if filled else "none", alpha=0.8,
+        )  # fmt: skip
+    for layout, colour in colours.items():
+        name = f"blocks of {layout}" if layout.isdigit() else layout
+        panel.plot([], [], linestyle="none", marker="s", color=colour, label=name)
+    panel.plot([], [], linestyle="none", marker="D", markerfacecolor="none", color=GREY, label="predicted")
+    if (data["side"] == "measured").any():
+        panel.plot([], [], linestyle="none", marker="o", color=GREY, label="measured")
+    panel.set(xlabel="KV slots read per decode step", ylabel=f"attention per decode step ({unit})")
+    panel.set_xlim(left=0)
+    panel.set_ylim(bottom=0)
+
+
+def _ratio(panel: "Panel", data: "pd.DataFrame", colours: dict[str, str]) -> None:
+    shown = [layout for layout in colours if (data["layout"] == layout).any()]
+    for at, layout in enumerate(shown):
+        values = data[data["layout"] == layout]["ratio"]
+        panel.scatter([at] * len(values), values, s=10, alpha=0.6, linewidths=0, color=colours[layout])
+        panel.hlines(float(values.median()), at - 0.3, at + 0.3, color="#222222", linewidth=1.2)
+    panel.axhline(1, color="#444444", linewidth=0.8)
+    panel.set_xticks(range(len(shown)), [text.replace("contiguous", "contig.") for text in shown])
+    panel.set(xlabel="block size (tokens)", ylabel="predicted / measured", xlim=(-0.6, len(shown) - 0.4))
     panel.grid(visible=False, axis="x")
-
-
-def _legend(panel: "Panel", *, measured: bool) -> None:
-    for side in ("predicted", "measured") if measured else ("predicted",):
-        panel.errorbar([], [], yerr=[], label=side, **_LOOKS[side])

@@ -33,6 +33,18 @@ def policy_style(policy: str) -> dict[str, Any]:
     return {"color": colour, "marker": marker}
 
 
+_POLICY_DASHES: Mapping[str, Any] = {
+    "contiguous_max": (0, (4, 2)),
+    "contiguous_pow2": (0, (1, 1)),
+    "contiguous_oracle": (0, (6, 2, 1, 2)),
+}
+
+
+def policy_line(policy: str) -> dict[str, Any]:
+    """Colour, marker and dashes of a cache policy among lines of another policy."""
+    return policy_style(policy) | {"linestyle": _POLICY_DASHES.get(policy, (0, (2, 2)))}
+
+
 def side_by_side(count: int, width: float) -> list[float]:
     """Offsets that set `count` marks beside each other, `width` from the first to the last."""
     return [width * (index / max(1, count - 1) - 0.5) if count > 1 else 0.0 for index in range(count)]

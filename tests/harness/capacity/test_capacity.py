@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.capacity.page import CapacityStudy, answer_text, lost_text, notes, write_study
+from harness.capacity.page import CapacityStudy, answer_text, left_out_text, notes, write_study
 from harness.capacity.search import best_block_size, estimate, highest, highest_rate, smallest, smallest_pool
-from harness.capacity.trials import Trials, met, parse_slo
+from harness.capacity.trials import Trials, broken_goals, parse_slo
 from harness.cli.main import main
 from harness.config.errors import UserError
 from harness.config.schema import CostKind, Oversize, ReplayMode, RunConfig
@@ -30,13 +30,14 @@ def test_a_search_that_never_fails_or_never_meets_says_so() -> None:
     assert highest(lambda value: False, 1.0, precision=0.1, low=0.1, high=100).good is None
 
 
-@given(st.integers(1, 1000))
-def test_the_smallest_that_meets_is_found(edge: int) -> None:
-    assert smallest(lambda value: value >= edge, low=1, high=1000) == edge
+@given(st.integers(1, 1000), st.integers(1, 1000))
+def test_the_smallest_that_meets_is_found_from_any_start(edge: int, start: int) -> None:
+    assert smallest(lambda value: value >= edge, start=start, high=1000) == edge
 
 
-def test_nothing_meets_where_the_largest_does_not() -> None:
-    assert smallest(lambda value: False, low=1, high=10) is None
+@given(st.integers(1, 12))
+def test_nothing_meets_where_the_largest_does_not(start: int) -> None:
+    assert smallest(lambda value: False, start=start, high=10) is None
 
 
 def test_the_interval_of_an_estimate_covers_the_mean_as_often_as_it_says() -> None:
@@ -52,9 +53,9 @@ def test_one_seed_has_no_interval() -> None:
 
 def test_goals_are_bounds_on_metrics() -> None:
     slo = parse_slo("ttft_p99<2, output_throughput>=100")
-    assert met(slo, {"ttft_p99": 1.9, "output_throughput": 100})
-    assert not met(slo, {"ttft_p99": 2.1, "output_throughput": 100})
-    assert not met(slo, {"ttft_p99": 1.9, "output_throughput": 99})
+    assert not broken_goals(slo, {"ttft_p99": 1.9, "output_throughput": 100})
+    assert broken_goals(slo, {"ttft_p99": 2.1, "output_throughput": 100}) == slo[:1]
+    assert broken_goals(slo, {"ttft_p99": 1.9, "output_throughput": 99}) == slo[1:]
 
 
 @pytest.mark.parametrize(
@@ -111,21 +112,48 @@ def test_the_smallest_pool_meets_and_one_block_less_does_not() -> None:
 def test_a_pool_that_no_size_helps_has_no_answer_but_a_reason() -> None:
     answer = smallest_pool(Trials(single_server(), parse_slo("ttft_mean<1e-6")), 1, lambda _: None)
     assert answer.value is None
-    assert "not even the configured pool" in answer_text(answer)
+    assert "8 times what is there. There ttft_mean is" in answer_text(answer)
 
 
-def test_a_request_that_cannot_fit_breaks_every_slo() -> None:
+def test_a_pool_is_sought_above_the_configured_one() -> None:
+    config = single_server()
+    config.scheduler.max_running, config.workload.request_rate, config.cache.pool_tokens = 16, 200.0, 256
+    config.workload.num_requests = 60
+    assert not Trials(config, parse_slo("preemptions<0.5")).run(0).met
+    answer = smallest_pool(Trials(config, parse_slo("preemptions<0.5")), 1, lambda _: None)
+    assert answer.value is not None
+    assert answer.value.mean > 256
+
+
+def test_a_pool_larger_than_the_devices_memory_is_an_answer_that_says_so() -> None:
+    config = single_server()
+    config.scheduler.max_running, config.workload.request_rate = 16, 200.0
+    config.workload.num_requests, config.cache.pool_tokens = 60, 256
+    config.device.memory_gb, config.device.memory_utilization = 0.02, 1.0
+    answer = smallest_pool(Trials(config, parse_slo("preemptions<0.5")), 1, lambda _: None)
+    assert answer.value is not None
+    assert "tokens that cpu holds" in answer_text(answer)
+
+
+def test_a_request_that_cannot_fit_the_pool_breaks_every_slo() -> None:
     trials = Trials(single_server(), parse_slo("queue_mean<1e9"))
     assert not trials.run(0, pool_tokens=16).met
-    assert "1 of 1 simulations had rejected requests" in lost_text(trials.made)
+    assert trials.made[0].lost
 
 
-def test_dropped_requests_are_named_and_break_no_goal() -> None:
+def test_requests_longer_than_the_model_are_left_out_named_and_break_no_goal() -> None:
     config = single_server()
-    config.workload.oversize, config.cache.max_model_len = Oversize.drop, 100
+    config.cache.max_model_len = 100
     trials = Trials(config, parse_slo("queue_mean<1e9"))
     assert trials.run(0).met
-    assert lost_text(trials.made) == "1 of 1 simulations had dropped requests"
+    assert left_out_text(trials.made).startswith("Left out: ")
+    assert not trials.made[0].lost
+
+
+def test_a_smaller_pool_never_meets_by_leaving_requests_out() -> None:
+    config = single_server()
+    config.workload.oversize = Oversize.drop
+    assert not Trials(config, parse_slo("queue_mean<1e9")).run(0, pool_tokens=64).met
 
 
 def test_block_sizes_are_compared_by_the_rates_that_they_hold() -> None:
@@ -145,7 +173,7 @@ def test_too_few_requests_for_a_steady_state_are_noted(tmp_path: Path) -> None:
     )
     assert any(note.startswith("Short:") for note in notes(study))
     page = write_study(study, tmp_path).read_text()
-    assert "Every request of every simulation finished." in page
+    assert "No answer: see the reason below." in page
     assert json.loads((tmp_path / "capacity.json").read_text())["simulations"] == len(trials.made)
     assert (tmp_path / "capacity.csv").read_text().count("\n") == len(trials.made) + 1
 

@@ -13,6 +13,7 @@ from fake_point import ReportError
 from harness.cli.main import main
 from harness.store import atomic
 from harness.store.atomic import exclusive
+from harness.sweep.plan import in_its_own_place, run_request
 
 Cli = Callable[..., tuple[int, str, str]]
 
@@ -322,9 +323,36 @@ def test_a_bug_of_ours_says_where_its_traceback_is(cli: Cli, monkeypatch: pytest
     assert "ZeroDivisionError" in Path(err.strip().rpartition(" ")[2]).read_text()
 
 
+def test_a_run_has_a_place_of_its_own_and_leaves_the_default_report(cli: Cli, tmp_path: Path) -> None:
+    cli(*sweep("workload.seed=1,2"))
+    before = (tmp_path / "results/default/report.html").read_bytes()
+    _, out, _ = cli("run", *sweep("workload.seed=3")[1:])
+    assert "report: results/run_workload.seed=3/report.html" in out
+    assert (tmp_path / "results/default/report.html").read_bytes() == before
+
+
+def test_runs_whose_settings_make_no_file_name_do_not_share_a_place() -> None:
+    places = {
+        next(
+            axis.settings[0].value for axis in in_its_own_place(run_request([text])).axes if axis.key == "out"
+        )
+        for text in ("trace.path=a/b", "trace.path=a:b")
+    }
+    assert len(places) == 2
+    assert all(place.count("/") == 1 for place in places)
+
+
+def test_a_report_on_another_question_is_moved_aside_and_named(cli: Cli, tmp_path: Path) -> None:
+    cli(*sweep("workload.seed=1,2"))
+    before = (tmp_path / "results/default/report.html").read_bytes()
+    _, _, err = cli(*sweep("workload.seed=2,3"))
+    assert "the report of 'python -m harness sweep cost.cache_dir=. workload.seed=1,2' is kept in" in err
+    assert (tmp_path / "results/default/earlier/1/report.html").read_bytes() == before
+
+
 def test_a_narrower_sweep_that_is_done_already_gets_a_report_of_its_own(cli: Cli, tmp_path: Path) -> None:
     cli(*sweep("workload.seed=1,2"))
-    code, out, _ = cli("run", *sweep("workload.seed=1")[1:])
+    code, out, _ = cli("run", *sweep("workload.seed=1", "out=results/default")[1:])
     assert code == 0
     asked = json.loads((tmp_path / "results/default/report.html").read_text())
     assert [point["overrides"] for point in asked] == [["workload.seed=1"]]

@@ -1,5 +1,6 @@
 """Every figure of merit on logs small enough to check by hand, and laws that hold on any log."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -33,8 +34,21 @@ def test_latencies_of_one_request(make_log):
 def test_throughput_counts_the_tokens_of_every_sequence(make_log):
     figures = compute_metrics(make_log(requests=ONE_REQUEST, span=4.0))
     assert figures["request_throughput"] == 0.25
-    assert figures["output_throughput"] == 2.5
+    assert figures["generated_throughput"] == 2.5
     assert figures["total_throughput"] == 5.0
+
+
+def test_output_throughput_counts_only_the_tokens_that_are_returned(make_log):
+    log = make_log(requests=ONE_REQUEST, span=4.0)
+    beam = dataclasses.replace(log, requests={**log.requests, "returned": np.array([5.0])})
+    figures = compute_metrics(beam)
+    assert figures["output_throughput"] == 1.25
+    assert figures["generated_throughput"] == 2.5
+
+
+def test_load_of_attention_is_the_slots_read_per_step_that_only_decodes(make_log):
+    steps = {"decode_rows": [2, 2, 2], "prefill_tokens": [0, 7, 0], "kv_read_tokens": [30, 99, 50]}
+    assert compute_metrics(make_log(steps=steps))["kv_read_per_decode_step"] == 40.0
 
 
 def test_quantiles_lie_between_order_statistics(make_log):

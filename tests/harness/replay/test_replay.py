@@ -102,6 +102,13 @@ def test_the_same_replay_gives_the_same_record() -> None:
     assert fingerprint(replay(requests)[0]) == fingerprint(replay(requests)[0])
 
 
+def test_a_beam_search_returns_one_sequence_and_parallel_samples_return_all() -> None:
+    requests = [request(0, 0, 30, 20, 4, Decoding.beam), request(1, 0, 30, 20, 3, Decoding.sample)]
+    log, _ = replay(requests)
+    assert log.requests["generated"].tolist() == [80, 60]
+    assert log.requests["returned"].tolist() == [20, 60]
+
+
 def test_slot_states_sum_to_the_capacity_at_every_step() -> None:
     requests = [request(rid, 0.002 * rid, 40, 30, shared=20) for rid in range(20)]
     log, _ = replay(requests, manager=PagedManager(30, 16))

@@ -1,0 +1,76 @@
+"""What the figures hold: every point, baselines that can be told apart, and warnings where they are read."""
+
+from pathlib import Path
+
+import pytest
+from synthetic_store import grid, write_point, write_store
+
+from harness.report.axes import find_axes
+from harness.report.figures import curves, kernel
+from harness.report.figures.series import policies, policy_line
+from harness.report.study import read_study
+from harness.report.style import Drawing, style
+
+ONE = {"cache.policy": "paged", "workload.prefix_share": 0.0, "decoding.beam_width": 1}
+UNPRICED = {
+    "kind": "roofline",
+    "provenance": {"not priced": "block size: attention takes as long at any block size"},
+}
+BASELINES = ("paged", "contiguous_max", "contiguous_pow2", "contiguous_oracle")
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    return read_study(write_store(tmp_path_factory.mktemp("curves"), grid(policies=BASELINES)))
+
+
+def drawing(study, key):
+    axes = find_axes(study.records)
+    with style():
+        found = curves.draw(study, axes, curves.layout_of(axes, key))
+    assert isinstance(found, Drawing)
+    return found
+
+
+@pytest.mark.parametrize("key", ["cache.block_size", "workload.prefix_share", "decoding.beam_width"])
+def test_every_paged_point_is_in_the_curves_along_each_setting(study, key):
+    found = drawing(study, key)
+    paged = found.data[found.data["cache.policy"] == "paged"]
+    assert paged["point"].nunique() == 27
+    assert "all of its 27 points" in found.caption
+
+
+def test_no_two_baselines_look_alike_in_the_curves(study):
+    looks = [tuple(policy_line(name).values()) for name in policies(study.records)]
+    for part in zip(*looks, strict=True):
+        assert len({str(value) for value in part}) == len(BASELINES)
+    labels = [text.get_text() for text in drawing(study, "cache.block_size").figure.legends[0].get_texts()]
+    assert set(BASELINES[1:]) <= set(labels)
+
+
+def test_attention_is_compared_at_equal_load(study):
+    with style():
+        found = kernel.draw(study, find_axes(study.records))
+    assert {"kv_slots", "seconds"} <= set(found.data.columns)
+    paged = found.data[(found.data["layout"] == "16") & (found.data["side"] == "predicted")]
+    per_slot = paged["seconds"] / paged["kv_slots"]
+    row = next(row for row in study.records[9]["comparison"] if row["metric"] == "attention_per_kv_token")
+    assert per_slot.min() <= row["simulated"] <= per_slot.max()
+
+
+@pytest.mark.parametrize("priced", [True, False])
+def test_a_figure_along_block_sizes_says_that_the_cost_model_does_not_price_them(
+    tmp_path: Path, priced: bool
+):
+    for size in (8, 16):
+        changes = {} if priced else {"cost": UNPRICED}
+        write_point(tmp_path, ONE | {"cache.block_size": size}, **changes)
+    study = read_study(tmp_path)
+    axes = find_axes(study.records)
+    with style():
+        found = [
+            curves.draw(study, axes, curves.layout_of(axes, "cache.block_size")),
+            kernel.draw(study, axes),
+        ]
+    said = ["does not price block size" in one.figure.get_supxlabel() for one in found]
+    assert said == [not priced] * 2
