@@ -309,6 +309,12 @@ def check_policy(config: RunConfig) -> Iterator[ConfigError]:
             "scheduler.long_prefill_tokens",
             f"found {scheduler.long_prefill_tokens}, but scheduler.chunked_prefill=false cuts no prompt; set null",
         )
+    if scheduler.async_scheduling and config.measure:
+        yield ConfigError(
+            "scheduler.async_scheduling",
+            "true, but the engine that measures schedules a step when the one before it has ended; set "
+            "measure=false to predict alone, or async_scheduling=false",
+        )
 
 
 def check_trace(config: RunConfig) -> Iterator[ConfigError]:

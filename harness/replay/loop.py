@@ -23,6 +23,9 @@ class Replay:
     on arrival, and recorded as rejected. `live` holds the requests that have arrived and not ended. At `until_ns` the
     replay stops: no step begins then or later, and requests that have not finished are recorded as unfinished.
     `progress(ended, total)` is called after steps that end a request.
+
+    With `asynchronous`, a step is scheduled while the step before it runs, as vLLM's async scheduling does: the
+    scheduler sees a request one step later, unless no step is running.
     """
 
     def __init__(
@@ -35,6 +38,7 @@ class Replay:
         *,
         live: dict[int, Request] | None = None,
         until_ns: int | None = None,
+        asynchronous: bool = False,
     ) -> None:
         self._arrivals = OpenLoop(arrivals, len(arrivals)) if isinstance(arrivals, Sequence) else arrivals
         self._scheduler = scheduler
@@ -43,6 +47,10 @@ class Replay:
         self._progress = progress
         self._live = {} if live is None else live
         self._until_ns = until_ns
+        self._asynchronous = asynchronous
+        self._began_ns: int | None = (
+            None  # when the last step began; None if none has since the engine was idle
+        )
         self._ended = 0
         self._env = simpy.Environment(initial_time=0)
 
@@ -56,16 +64,23 @@ class Replay:
     def _engine(self) -> Generator[Any, Any, None]:
         env, scheduler, arrivals = self._env, self._scheduler, self._arrivals
         while self._until_ns is None or env.now < self._until_ns:
-            due = arrivals.next_ns()
-            if due is not None and due <= env.now:
-                self._submit(arrivals.take(env.now))
+            due, seen = arrivals.next_ns(), self._seen_ns()
+            if due is not None and due <= seen:
+                self._submit(arrivals.take(seen))
             if scheduler.has_work:
                 yield env.timeout(self._step(env.now))
                 continue
+            self._began_ns = None
             due = arrivals.next_ns()
             if due is None:
                 return
             yield env.timeout(max(0, due - env.now))
+
+    def _seen_ns(self) -> int:
+        """The time up to which the next step knows of arrivals."""
+        if self._asynchronous and self._began_ns is not None:
+            return self._began_ns
+        return int(self._env.now)
 
     def _submit(self, arrived: Sequence[TimedRequest]) -> None:
         for timed in arrived:
@@ -94,6 +109,7 @@ class Replay:
         if now + sum(timing.ns) > LATEST_NS:
             raise TimeSpanError
         took = self._recorder.record(now, plan, result, report, timing)
+        self._began_ns = now + sum(timing.ns[:-1])
         if report.finished:
             for request_id in report.finished:
                 del self._live[request_id]

@@ -94,6 +94,8 @@ def _policy_obstacle(workload: Workload) -> str | None:
         return "preempted requests are swapped out (scheduler.preemption)"
     if workload.cache.eviction or batching.order or batching.victim or batching.admission:
         return "a policy of your own is configured, which runs in Python"
+    if batching.async_scheduling:
+        return "steps are scheduled ahead (scheduler.async_scheduling)"
     if workload.traffic.mode not in _OPEN_LOOP or workload.traffic.until_ns is not None:
         return "requests wait for others (replay.mode), or the replay stops early (replay.duration_s)"
     return "ends of sampled branches are drawn (decoding.branch_hazard)" if drawn.survival else None
@@ -157,7 +159,10 @@ def replay_workload(
     recorder = Recorder(by_id, workload.pool.block_size, keep_plans=keep_plans)
     scheduler = workload.scheduler()
     arrivals = workload.traffic.arrivals(workload.trace.requests, requests)
-    Replay(arrivals, scheduler, executor, recorder, progress, until_ns=workload.traffic.until_ns).run()
+    asynchronous, until_ns = workload.batching.async_scheduling, workload.traffic.until_ns
+    Replay(
+        arrivals, scheduler, executor, recorder, progress, until_ns=until_ns, asynchronous=asynchronous
+    ).run()
     return recorder.log(scheduler.stats, workload.pool.tokens, workload.pool.kv_bytes_per_token), recorder
 
 
@@ -220,8 +225,13 @@ def predict(
     recorder = StreamingRecorder(live, workload.pool.block_size, cost.source.hull)
     scheduler = workload.scheduler()
     executor = simulated_executor(workload, cost, live, beam_churn, fast_forward=fast_forward)
-    until_ns = workload.traffic.until_ns
-    Replay(arrivals, scheduler, executor, recorder, live=live, until_ns=until_ns).run()
+    asynchronous, until_ns = workload.batching.async_scheduling, workload.traffic.until_ns
+    Replay(
+        *(arrivals, scheduler, executor, recorder),
+        live=live,
+        until_ns=until_ns,
+        asynchronous=asynchronous,
+    ).run()
     recorder.finish(scheduler.stats)
     return _folded(workload, recorder.fold, recorder.span_s)
 

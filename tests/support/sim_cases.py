@@ -67,6 +67,7 @@ def replay(
     limits: SchedulerLimits | None = None,
     fast_forward: bool = True,
     keep_plans: bool = False,
+    asynchronous: bool = False,
 ) -> tuple[RunLog, Recorder]:
     manager = manager or PagedManager(1000, 16)
     scheduler = Scheduler(manager, limits or SchedulerLimits(512, 64))
@@ -80,7 +81,8 @@ def replay(
         fast_forward=fast_forward,
     )
     until_ns = None if until_s is None else to_ns(until_s)
-    Replay(arrivals or requests, scheduler, executor, recorder, until_ns=until_ns).run()
+    source = arrivals or requests
+    Replay(source, scheduler, executor, recorder, until_ns=until_ns, asynchronous=asynchronous).run()
     return recorder.log(scheduler.stats, manager.num_blocks * manager.block_size, 1), recorder
 
 

@@ -103,7 +103,8 @@ class Case:
             COST, by_id, manager.block_size, BeamGenealogy({4: 0.3}), fast_forward=fast_forward
         )
         scheduler = Scheduler(manager, self.limits)
-        Replay(self.arrivals(), scheduler, executor, recorder).run()
+        ahead = self.arriving == "ahead"
+        Replay(self.arrivals(), scheduler, executor, recorder, asynchronous=ahead).run()
         return recorder.log(scheduler.stats, 640, 1), recorder
 
 
@@ -117,7 +118,11 @@ def case(rows: list, manager: str, limits: SchedulerLimits, arriving: str) -> Ca
 
 
 CASES = st.builds(
-    case, ROWS, st.sampled_from(sorted(MANAGERS)), LIMITS, st.sampled_from(["open", "users", "sessions"])
+    case,
+    ROWS,
+    st.sampled_from(sorted(MANAGERS)),
+    LIMITS,
+    st.sampled_from(["open", "ahead", "users", "sessions"]),
 )
 
 
@@ -136,7 +141,8 @@ def test_a_recording_plays_back_to_the_same_plans_under_any_policy(chosen: Case)
     again = chosen.recorder()
     executor = RecordedExecutor(first.step_ns, first.results)
     scheduler = Scheduler(MANAGERS[chosen.manager](), chosen.limits)
-    Replay(chosen.arrivals(), scheduler, executor, again).run()
+    ahead = chosen.arriving == "ahead"
+    Replay(chosen.arrivals(), scheduler, executor, again, asynchronous=ahead).run()
     assert digests_differ(first.digests, again.digests) is None
 
 

@@ -34,6 +34,21 @@ def test_an_arrival_at_the_very_end_of_a_step_joins_the_next() -> None:
     assert log.requests["first_scheduled_s"][1] == pytest.approx(0.002)
 
 
+@pytest.mark.parametrize(("asynchronous", "scheduled_s"), [(False, 0.003), (True, 0.004)])
+def test_a_step_that_is_scheduled_ahead_sees_a_request_one_step_later(
+    asynchronous: bool, scheduled_s: float
+) -> None:
+    """Steps of 1 ms. The request arrives in the third; the fourth was scheduled when the third began."""
+    requests = [request(0, 0, 10, 9), request(1, 0.0025, 10, 1)]
+    log, _ = replay(requests, asynchronous=asynchronous)
+    assert log.requests["first_scheduled_s"][1] == pytest.approx(scheduled_s)
+
+
+def test_an_idle_engine_that_schedules_ahead_serves_a_request_at_once() -> None:
+    log, _ = replay([request(0, 0, 10, 2), request(1, 0.0015, 10, 1)], asynchronous=True)
+    assert log.requests["first_scheduled_s"].tolist() == pytest.approx([0, 0.002])
+
+
 def test_simultaneous_arrivals_share_their_first_step() -> None:
     log, _ = replay([request(rid, 1.0, 10, 2) for rid in range(5)])
     assert log.steps["admitted"].tolist() == [5, 0]
