@@ -24,6 +24,7 @@ from traces.formats.azure import AzureReader
 from traces.formats.bailian import BailianReader
 from traces.formats.burstgpt import BurstGptReader
 from traces.formats.files import SourceFile, open_source
+from traces.formats.kv_events import KvEventSource, is_events
 from traces.formats.lengths import ChatLengthsReader, LengthsReader
 from traces.formats.mooncake import MooncakeReader
 from traces.formats.pagetwin import MAGIC, CanonicalParquet, CanonicalRows
@@ -50,7 +51,7 @@ _LINE_READERS: dict[str, Callable[[SourceFile], RowReader]] = {
     "lengths_chat": lambda file: ChatLengthsReader(),
     "simple": lambda file: SimpleReader(file.first_line),
 }
-_DOCUMENTS = ("agentic", "sharegpt", "servegen", "servingsim", "pagetwin")
+_DOCUMENTS = ("agentic", "sharegpt", "servegen", "servingsim", "kv_events", "pagetwin")
 READERS = (*_LINE_READERS, *_DOCUMENTS)
 FORMATS = ("auto", *READERS)
 
@@ -252,6 +253,8 @@ def open_rows(format: str, path: str | Path, options: ReadOptions) -> RowSource:
         return AgenticSource(place, options.arrivals, options.seed, options.expect_sha256)
     if format == "servegen":
         return ServeGenSource(place, options.seed)
+    if format == "kv_events":
+        return KvEventSource(place, options.expect_sha256)
     if format == "pagetwin" and _is_parquet(place):
         return CanonicalParquet(place, options.expect_sha256)
     file = open_source(_inside(place) if format == "ragpulse" else path, options.expect_sha256)
@@ -273,6 +276,8 @@ def detect_format(path: str | Path) -> str:
         return _folder_format(place)
     if _is_parquet(place):
         return "pagetwin"
+    if is_events(place):
+        return "kv_events"
     file = open_source(path)
     found = line_format(file.first_line)
     if found is None and file.first_line.strip() == "[":  # an array spread over lines

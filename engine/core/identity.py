@@ -79,6 +79,20 @@ class BlockIdentity(Protocol):
         """Whether other requests may find generated blocks."""
         ...
 
+    @property
+    def salt(self) -> str:
+        """The tenant: only requests of equal salt share blocks."""
+        ...
+
+    @property
+    def adapter(self) -> str | None:
+        """The adapter (LoRA) whose K and V these are."""
+        ...
+
+    def token_ids(self, branch: int, first: int, end: int) -> Sequence[int]:
+        """Tokens `first` to `end - 1` of a branch, prompt included; empty where they are not known."""
+        ...
+
     def prompt_hashes(self, block_size: int) -> Sequence[BlockHash]:
         """Hashes of the prompt's leading full blocks, as far as another request could have the same blocks."""
         ...
@@ -117,6 +131,7 @@ class TokenIdentity:
         algorithm: HashAlgorithm = HashAlgorithm.sha256,
         share_outputs: bool = False,
     ) -> None:
+        self.salt, self.adapter = salt, adapter
         self._request_id = request_id
         self._tokens = _token_bytes(request_id, np.asarray(token_ids, dtype=np.int64))
         self._root = _root(salt, adapter, epoch)
@@ -133,6 +148,12 @@ class TokenIdentity:
         hasher = PrefixHasher(self._root, block_size * _TOKEN_BYTES, self._algorithm)
         hasher.extend(self._tokens)
         return hasher
+
+    def token_ids(self, branch: int, first: int, end: int) -> list[int]:
+        """Tokens `first` to `end - 1` of a branch, prompt included."""
+        whole = self._tokens + bytes(self._outputs.get(branch, b""))
+        tokens = np.frombuffer(whole[first * _TOKEN_BYTES : end * _TOKEN_BYTES], dtype="<i4")
+        return list(tokens.tolist())
 
     def extend(self, branch: int, token_ids: Sequence[int]) -> None:
         """Append tokens that `branch` generated."""
@@ -177,18 +198,22 @@ class KeyIdentity:
         adapter: str | None = None,
     ) -> None:
         self._segments = segments
-        self._salt, self._adapter = salt, adapter
+        self.salt, self.adapter = salt, adapter
 
     def prompt_hashes(self, block_size: int) -> list[bytes]:
         """Chained hashes of the leading blocks that lie completely in segments with a key."""
         keyed = self._leading_keyed()
         if sum(tokens for _, tokens in keyed) < block_size:
             return []
-        root = hashlib.blake2b(_root(self._salt, self._adapter), digest_size=16).digest()
+        root = hashlib.blake2b(_root(self.salt, self.adapter), digest_size=16).digest()
         return _segment_hashes(keyed, block_size, root)
 
     def generated_hashes(self, branch: int, block_size: int) -> list[bytes]:
         """Always empty: outputs are private."""
+        return []
+
+    def token_ids(self, branch: int, first: int, end: int) -> list[int]:
+        """Always empty: a trace names its texts and has no tokens."""
         return []
 
     def _leading_keyed(self) -> list[tuple[int, int]]:

@@ -35,6 +35,7 @@ class TraceFormat(StrEnum):
     sharegpt = "sharegpt"  # ShareGPT JSON (needs trace.tokenizer and trace.arrivals)
     servegen = "servegen"  # folder of ServeGen client models, to draw from
     servingsim = "servingsim"  # LLMServingSim JSONL
+    kv_events = "kv_events"  # KV cache events of vLLM or of a replay, as msgpack
     simple = "simple"  # our own CSV or JSONL: arrival_s, prompt_tokens, output_tokens, ...
     pagetwin = "pagetwin"  # PageTwin's own trace, JSONL or Parquet, as `trace convert` writes it
     generated = "generated"  # no file: a generator that is calibrated on published statistics
@@ -306,6 +307,10 @@ class ReplayConfig:
     burstiness: float = 2.0  # gamma: coefficient of variation of the gaps; 1 is Poisson
     duration_s: float | None = None  # stop then, in virtual time; null: when all requests have ended
     records: bool = True  # keep a row for every step and request; false: metrics alone, in constant memory
+    kv_events: bool = (
+        False  # keep each change of the prefix cache as a file in vLLM's format, one for each run
+    )
+    lookups: bool = False  # keep a table of the prefix cache's lookups
     compiled: Compiled = Compiled.auto  # machine code for plain requests (one sequence, nothing shared)
 
 

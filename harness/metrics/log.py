@@ -67,6 +67,13 @@ REQUEST_COLUMNS: Mapping[str, str] = {
 }
 """Columns of `RunLog.requests` with their meaning; one entry per request of the trace."""
 
+LOOKUP_COLUMNS: Mapping[str, str] = {
+    "request_id": "identity of the request in the trace",
+    "asked_blocks": "leading blocks of its prompt that were looked up, as many as leave a token to compute",
+    "hit_blocks": "how many of them the prefix cache had",
+}
+"""Columns of `RunLog.lookups` with their meaning; one entry for each admission of a request with a prefix cache."""
+
 GENERATED = "generated"
 """A further column of `RunLog.requests`: tokens of all its sequences; where it is absent, output_tokens x width."""
 
@@ -91,10 +98,11 @@ class Outcome(IntEnum):
 class RunLog:
     """One replay of a trace, simulated or measured.
 
-    `steps` has one entry per engine step in each of `STEP_COLUMNS`, `requests` one entry per request of the
-    trace in each of `REQUEST_COLUMNS`. `itl_s` holds inter-token gaps in seconds, each standing for
-    `itl_weight` gaps. `capacity_slots` is the pool in KV slots (tokens), `span_s` the virtual time at the end
-    of the last step.
+    `steps` has one entry per engine step in each of `STEP_COLUMNS`, `requests` one entry per request of the trace in
+    each of `REQUEST_COLUMNS`. `itl_s` holds inter-token gaps in seconds, each standing for `itl_weight` gaps.
+    `capacity_slots` is the pool in KV slots (tokens), `span_s` the virtual time at the end of the last step. Where
+    they are kept, `kv_events` are the changes of the prefix cache (`traces.formats.kv_events`) and `lookups` its
+    lookups, one entry per lookup in each of `LOOKUP_COLUMNS`.
 
     Raises `RunLogError` where a column is missing or columns differ in length.
     """
@@ -107,6 +115,8 @@ class RunLog:
     capacity_slots: int
     kv_bytes_per_token: int
     span_s: float
+    kv_events: bytes | None = None
+    lookups: Mapping[str, Column] | None = None
 
     def __post_init__(self) -> None:
         _check_columns("steps", self.steps, STEP_COLUMNS)

@@ -165,8 +165,19 @@ def tables_of(simulated: RunLog, runs: "Sequence[MeasuredRun]") -> dict[str, Tab
         name: _stacked([(side, number, getattr(log, name)) for side, number, log in logs])
         for name in ("steps", "requests")
     }
+    if simulated.lookups is not None:
+        found = [(side, number, log.lookups) for side, number, log in logs if log.lookups is not None]
+        tables["lookups"] = _stacked(found)
     parents = parents_table([run.recorder.parents for run in runs])
     return {**tables, TABLE: parents} if parents else tables
+
+
+def files_of(simulated: RunLog, runs: "Sequence[MeasuredRun]") -> dict[str, bytes]:
+    """Files that a point keeps beside its tables, by name: the KV events of each run where they were kept."""
+    logs = {"simulated": simulated, **{f"measured_{number}": run.log for number, run in enumerate(runs)}}
+    return {
+        f"kv_events_{name}.msgpack": log.kv_events for name, log in logs.items() if log.kv_events is not None
+    }
 
 
 def _stacked(parts: Sequence[tuple[str, int, Mapping[str, Any]]]) -> Table:

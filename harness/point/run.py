@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from harness.config.errors import ConfigError
 from harness.config.schema import RunConfig
 from harness.environment import code_version, device_identity
 from harness.point.cost import check_cost, cost_model
-from harness.point.record import make_record, tables_of
+from harness.point.record import files_of, make_record, tables_of
 from harness.replay.cost_model import CostModel, PacedCost
 from harness.workload.devices import check_engine, check_memory, check_weights, clock_of, engine_kernels
 from harness.workload.drawn import recording_stamp
@@ -61,10 +61,11 @@ def point_identity(config: RunConfig) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class PointResult:
-    """A finished point: its record, and its tables (`steps`, `requests`) as columns by name."""
+    """A finished point: its record, its tables (`steps`, `requests`) as columns by name, and files by name."""
 
     record: dict[str, Any]
     tables: dict[str, dict[str, np.ndarray[Any, np.dtype[Any]]]]
+    files: dict[str, bytes] = field(default_factory=dict)
 
 
 def check_point(config: RunConfig) -> None:
@@ -157,7 +158,7 @@ def run_point(config: RunConfig, *, progress: Progress | None = None) -> PointRe
     record = make_record(config, workload, paced, simulated, runs, seconds)
     if runs:
         record["pace"] = _pace_section(pace, runs, cost)
-    return PointResult(record, tables_of(simulated.log, runs))
+    return PointResult(record, tables_of(simulated.log, runs), files_of(simulated.log, runs))
 
 
 def _predicted(config: RunConfig, workload: Workload, cost: CostModel) -> Prediction:

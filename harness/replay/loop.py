@@ -25,7 +25,8 @@ class Replay:
     `progress(ended, total)` is called after steps that end a request.
 
     With `asynchronous`, a step is scheduled while the step before it runs, as vLLM's async scheduling does: the
-    scheduler sees a request one step later, unless no step is running.
+    scheduler sees a request one step later, unless no step is running. `after_step(now)` is called with the start of
+    each step after its commit, outside of the clock.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Replay:
         live: dict[int, Request] | None = None,
         until_ns: int | None = None,
         asynchronous: bool = False,
+        after_step: Callable[[int], None] | None = None,
     ) -> None:
         self._arrivals = OpenLoop(arrivals, len(arrivals)) if isinstance(arrivals, Sequence) else arrivals
         self._scheduler = scheduler
@@ -51,6 +53,7 @@ class Replay:
         self._began_ns: int | None = (
             None  # when the last step began; None if none has since the engine was idle
         )
+        self._after_step = after_step
         self._ended = 0
         self._env = simpy.Environment(initial_time=0)
 
@@ -110,6 +113,8 @@ class Replay:
             raise TimeSpanError
         took = self._recorder.record(now, plan, result, report, timing)
         self._began_ns = now + sum(timing.ns[:-1])
+        if self._after_step:
+            self._after_step(now)
         if report.finished:
             for request_id in report.finished:
                 del self._live[request_id]

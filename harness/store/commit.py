@@ -58,15 +58,22 @@ class Layout:
 
 
 def commit_point(
-    root: Path, fingerprint: str, record: Mapping[str, Any], tables: Mapping[str, Columns]
+    root: Path,
+    fingerprint: str,
+    record: Mapping[str, Any],
+    tables: Mapping[str, Columns],
+    more_files: Mapping[str, bytes] | None = None,
 ) -> None:
     """Store a finished point, whole or not at all; an earlier failure of the point is deleted.
+
+    `more_files` by name lie beside the tables.
 
     Raises:
         StoreError: the store cannot be written; its content is unchanged.
     """
     layout = Layout(root)
     files = {f"{name}.parquet": parquet_bytes(columns) for name, columns in tables.items()}
+    files |= more_files or {}
     stamp = {
         "schema": SCHEMA,
         "fingerprint": fingerprint,

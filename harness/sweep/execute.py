@@ -46,6 +46,11 @@ class PointResult(Protocol):
         """The tables `steps` and `requests`, each as columns by name."""
         ...
 
+    @property
+    def files(self) -> Mapping[str, bytes]:
+        """Further files by name."""
+        ...
+
 
 class PointRunner(Protocol):
     """A function that runs one point. Worker processes import it, so it must stand at the top level of a module."""
@@ -142,7 +147,7 @@ def run_and_commit(
         return _store_exception(point, out, error)
     seconds = {**result.record.get("seconds", {}), "point": time.perf_counter() - started}
     record = {**_identifying(point), **result.record, "seconds": seconds}
-    commit_point(out, point.fingerprint, record, result.tables)
+    commit_point(out, point.fingerprint, record, result.tables, result.files)
     return None
 
 

@@ -26,17 +26,24 @@ _METHODS = {
 
 
 def new_scheduler(
-    pool: PoolShape, limits: SchedulerLimits, cache: CacheConfig, scheduler: SchedulerConfig
+    pool: PoolShape,
+    limits: SchedulerLimits,
+    cache: CacheConfig,
+    scheduler: SchedulerConfig,
+    *,
+    keep_events: bool = False,
+    keep_lookups: bool = False,
 ) -> Scheduler:
-    """A scheduler over an empty pool.
+    """A scheduler over an empty pool; a paged one keeps changes and lookups of its prefix cache where asked.
 
     Raises:
         ConfigError: a class of the user cannot be imported or made, or lacks a method.
     """
-    return Scheduler(_manager(pool, cache), limits, _policies(limits, scheduler))
+    manager = _manager(pool, cache, keep_events=keep_events, keep_lookups=keep_lookups)
+    return Scheduler(manager, limits, _policies(limits, scheduler))
 
 
-def _manager(pool: PoolShape, cache: CacheConfig) -> KVCacheManager:
+def _manager(pool: PoolShape, cache: CacheConfig, *, keep_events: bool, keep_lookups: bool) -> KVCacheManager:
     if pool.policy is not CachePolicy.paged:
         reservation = pool.policy.reservation
         return ContiguousManager(pool.num_blocks, pool.max_model_len, reservation, cache.placement)
@@ -49,6 +56,8 @@ def _manager(pool: PoolShape, cache: CacheConfig) -> KVCacheManager:
         copy_at_fork=cache.copy_at_fork,
         host_blocks=cache.host_tokens // pool.block_size,
         eviction=_user_policy("cache.eviction", cache.eviction),
+        keep_events=keep_events,
+        keep_lookups=keep_lookups,
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from engine.core.memory.paged import PagedManager
 from engine.core.options import CachePolicy, Decoding, Preemption, Retention, Scheduling
 from engine.core.plan import StepPlan, StepResult
 from engine.core.request import Request
@@ -25,6 +26,7 @@ from harness.replay.arrivals import Arrivals, TimedRequest
 from harness.replay.branches import BranchEnds
 from harness.replay.cost_model import CostModel, CostSource
 from harness.replay.executors import Executor, RecordedExecutor, SimulatedExecutor, StepTiming
+from harness.replay.kv_events import KvEventRecorder, lookup_table
 from harness.replay.loop import Progress, Replay
 from harness.replay.recorder import Recorder
 from harness.replay.streaming import RunFold, StreamingRecorder, extrapolated
@@ -92,6 +94,8 @@ def _policy_obstacle(workload: Workload) -> str | None:
         return "the scheduler is not first come, first served with continuous batching"
     if limits.preemption is Preemption.swap:
         return "preempted requests are swapped out (scheduler.preemption)"
+    if workload.kv_events or workload.lookups:
+        return "events or lookups of the prefix cache are kept (replay.kv_events, replay.lookups)"
     if workload.cache.eviction or batching.order or batching.victim or batching.admission:
         return "a policy of your own is configured, which runs in Python"
     if batching.async_scheduling:
@@ -159,11 +163,23 @@ def replay_workload(
     recorder = Recorder(by_id, workload.pool.block_size, keep_plans=keep_plans)
     scheduler = workload.scheduler()
     arrivals = workload.traffic.arrivals(workload.trace.requests, requests)
-    asynchronous, until_ns = workload.batching.async_scheduling, workload.traffic.until_ns
+    manager = scheduler.manager
+    cached = manager if isinstance(manager, PagedManager) else None
+    events = KvEventRecorder(cached) if workload.kv_events and cached else None
     Replay(
-        arrivals, scheduler, executor, recorder, progress, until_ns=until_ns, asynchronous=asynchronous
+        arrivals,
+        scheduler,
+        executor,
+        recorder,
+        progress,
+        until_ns=workload.traffic.until_ns,
+        asynchronous=workload.batching.async_scheduling,
+        after_step=events.note if events else None,
     ).run()
-    return recorder.log(scheduler.stats, workload.pool.tokens, workload.pool.kv_bytes_per_token), recorder
+    log = recorder.log(scheduler.stats, workload.pool.tokens, workload.pool.kv_bytes_per_token)
+    if workload.lookups and cached:
+        log = replace(log, lookups=lookup_table(cached))
+    return replace(log, kv_events=events.file()) if events else log, recorder
 
 
 def simulate(

@@ -17,6 +17,8 @@ from harness.workload.policies import limits_of, new_scheduler
 from harness.workload.shapes import PoolShape, pool_shape
 from harness.workload.trace import reshaped_trace
 from harness.workload.traffic import Traffic, retimed, traffic_of
+from traces.errors import TraceError
+from traces.formats.kv_events import msgpack
 from traces.reshape import drop_oversize
 from traces.trace import Trace, TraceRequest
 
@@ -39,6 +41,8 @@ class Workload:
     batching: SchedulerConfig = field(default_factory=SchedulerConfig)  # a user's own policies
     drawn: DrawnOutcomes = DrawnOutcomes()  # noqa: RUF009  # frozen
     compiled: Compiled = Compiled.auto
+    kv_events: bool = False  # keep every change of the prefix cache
+    lookups: bool = False  # and every lookup
 
     @property
     def decoding(self) -> Decoding:
@@ -52,7 +56,8 @@ class Workload:
 
     def scheduler(self) -> Scheduler:
         """A scheduler over an empty pool."""
-        return new_scheduler(self.pool, self.limits, self.cache, self.batching)
+        kept = {"keep_events": self.kv_events, "keep_lookups": self.lookups}
+        return new_scheduler(self.pool, self.limits, self.cache, self.batching, **kept)
 
     def requests(self, identify: Identify | None = None) -> list[TimedRequest]:
         """The requests in order of arrival; blocks are identified by prefix keys, or as `identify` says."""
@@ -114,7 +119,10 @@ def build_workload(config: RunConfig) -> Workload:
         config.scheduler,
         drawn_outcomes_of(config),
         compiled=config.replay.compiled,
+        kv_events=config.replay.kv_events,
+        lookups=config.replay.lookups,
     )
+    _check_kept(config, pool)
     reasons = _oversize(whole)
     if not reasons:
         return with_recorded_beams(config, whole)
@@ -124,6 +132,23 @@ def build_workload(config: RunConfig) -> Workload:
     if not trace.requests:
         raise ConfigError("workload.oversize", f"no request fits: {_refusal(whole, reasons)}")
     return with_recorded_beams(config, replace(whole, trace=trace))
+
+
+def _check_kept(config: RunConfig, pool: PoolShape) -> None:
+    """Check that what is to be kept of the prefix cache exists, and that the run keeps rows; raises ConfigError."""
+    replay = config.replay
+    for key, wanted in (("replay.kv_events", replay.kv_events), ("replay.lookups", replay.lookups)):
+        if wanted and not pool.prefix_caching:
+            raise ConfigError(
+                key, "true, but there is no prefix cache; use cache.policy=paged cache.prefix_caching=true"
+            )
+        if wanted and not replay.records:
+            raise ConfigError(key, "true, but replay.records=false keeps no rows; use replay.records=true")
+    if replay.kv_events:
+        try:
+            msgpack()
+        except TraceError as error:
+            raise ConfigError("replay.kv_events", error.reason) from error
 
 
 def _check_span(trace: Trace) -> None:

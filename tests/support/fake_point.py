@@ -9,7 +9,7 @@ import json
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ LONGEST_WAIT_S = 120  # a safety net: no test rests on it
 class Result:
     record: dict[str, Any]
     tables: dict[str, dict[str, Any]]
+    files: dict[str, bytes] = field(default_factory=dict)
 
 
 class ReportError(ValueError):

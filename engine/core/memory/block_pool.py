@@ -8,6 +8,7 @@ blocks follow, in the order of the eviction queue. Block 0 is the null block: it
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.core.errors import CoreError, InvariantError, OutOfBlocksError
 from engine.core.identity import BlockHash
@@ -22,12 +23,22 @@ _VOIDED_TIMES = (
 )
 
 
+class BlockOrigin(NamedTuple):
+    """Where cached blocks come from: the block before them, their tokens (empty where unknown), adapter and tenant."""
+
+    parent: BlockHash | None = None
+    token_ids: Sequence[int] = ()
+    adapter: str | None = None
+    salt: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
     """Blocks entered the prefix cache under `hashes`, in prefix order. Private blocks are not reported."""
 
     hashes: tuple[BlockHash, ...]
     blocks: tuple[int, ...]
+    origin: BlockOrigin = BlockOrigin()  # noqa: RUF009  # a tuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +55,7 @@ class CacheCleared:
 
 
 CacheEvent = BlocksStored | BlocksRemoved | CacheCleared
+_UNKNOWN = BlockOrigin()
 
 
 class HashIndex:
@@ -130,7 +142,7 @@ class BlockPool:
 
     The free queue has two parts: a stack of blocks without a hash, and an eviction queue of blocks with one. Every
     operation works on whole tables and costs O(1) per block; no cost depends on the size of the pool.
-    `keep_events` collects a `CacheEvent` for each change of the cache in `events`.
+    `keep_events` collects a `CacheEvent` for each change of the cache; `drain_events` returns and forgets them.
     """
 
     def __init__(
@@ -291,17 +303,28 @@ class BlockPool:
         voided, self._voided = self._voided, []
         return voided
 
+    def drain_events(self) -> list[CacheEvent]:
+        """The changes of the prefix cache since the last call, in order; empty unless they are kept."""
+        if not self.events:
+            return []
+        events, self.events = self.events, []
+        return events
+
     # -- the prefix cache ----------------------------------------------------------------------------------
 
-    def cache_full_blocks(self, blocks: Sequence[int], hashes: Sequence[BlockHash]) -> None:
+    def cache_full_blocks(
+        self, blocks: Sequence[int], hashes: Sequence[BlockHash], origin: BlockOrigin = _UNKNOWN
+    ) -> None:
         """Enter full blocks with references into the prefix cache. Several blocks may have the same hash.
+
+        `origin` is for the event alone.
 
         Raises CoreError, and changes nothing, if a block has a hash already or no reference.
         """
         self._set_hashes(blocks, hashes)
         self._index.add(hashes, blocks)
         if self.events is not None:
-            self.events.append(BlocksStored(tuple(hashes), tuple(blocks)))
+            self.events.append(BlocksStored(tuple(hashes), tuple(blocks), origin))
 
     def cache_private_blocks(self, blocks: Sequence[int]) -> range:
         """Keep full blocks for their own request only; returns their private hashes, numbers that were never used.

@@ -31,7 +31,7 @@ class PagedManager:
     * `deduplicate`: replace a new block by an older one with the same hash.
     * `copy_at_fork`: branches never share a block. The comparison shows what copy-on-write saves.
     * `host_blocks`: blocks of host memory for swapped groups.
-    * `keep_events`, `keep_lookups`: record changes of the prefix cache in `pool.events`, and lookups in `lookups`.
+    * `keep_events`, `keep_lookups`: record changes of the prefix cache (`pool.drain_events`) and lookups (`lookups`).
     """
 
     def __init__(

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.core.identity import BlockHash
+from engine.core.memory.block_pool import BlockOrigin
 from engine.core.memory.block_tables import BlockTables
 from engine.core.options import Decoding
 from engine.core.request import Request
@@ -107,7 +108,11 @@ class PrefixCache:
             )
         table, public = sequence.table, min(blocks, len(hashes))
         if first < public:
-            self._pool.cache_full_blocks(table[first:public], hashes[first:public])
+            if self._pool.events is None:
+                self._pool.cache_full_blocks(table[first:public], hashes[first:public])
+            else:
+                origin = self._origin(sequence, first, public)
+                self._pool.cache_full_blocks(table[first:public], hashes[first:public], origin)
             if self._deduplicate:
                 self._fresh[sequence] = first, hashes[first:public]
         private = max(first, public)
@@ -116,6 +121,14 @@ class PrefixCache:
             if sequence.private_blocks is not None:
                 self._note_originals(sequence, private, own)
         sequence.cached_blocks = max(first, blocks)
+
+    def _origin(self, sequence: SequenceState, first: int, end: int) -> BlockOrigin:
+        """Parent, tokens, adapter and tenant of blocks `first` to `end - 1`, for the event that reports them."""
+        identity, size = sequence.request.identity, self._size
+        assert identity is not None
+        parent = sequence.block_hashes[first - 1] if first else None
+        tokens = identity.token_ids(sequence.branch, first * size, end * size)
+        return BlockOrigin(parent, tokens, identity.adapter, identity.salt)
 
     def _note_originals(self, root: SequenceState, first: int, hashes: range) -> None:
         """Note blocks of the prompt for the next preemption: by then each branch may have a copy, and none of them."""

@@ -6,6 +6,7 @@ from slot_model import SlotModel
 
 from engine.core.errors import CoreError
 from engine.core.identity import TokenIdentity
+from engine.core.memory.block_pool import BlockPool, BlocksStored, CacheEvent
 from engine.core.memory.contiguous import ContiguousManager
 from engine.core.memory.paged import PagedManager
 from engine.core.options import Decoding, SchedulerLimits
@@ -114,3 +115,35 @@ def test_originals_that_no_table_has_are_found_after_a_preemption() -> None:
     manager.preempt(group)
     group.restart()
     assert manager.lookup(group) == originals
+
+
+def events_of(salt: str = "", adapter: str | None = None) -> list[CacheEvent]:
+    """The events of a prompt of 6 blocks in two chunks."""
+    manager = PagedManager(16, 4, keep_events=True)
+    identity = TokenIdentity(0, np.arange(100, 125), salt, adapter=adapter)
+    scheduler = Scheduler(manager, SchedulerLimits(16, 4))
+    scheduler.submit(Request(0, 25, 2, identity=identity))
+    for _ in range(2):
+        scheduler.commit(scheduler.schedule(), StepResult())
+    return manager.pool.drain_events()
+
+
+def test_an_event_carries_the_parent_and_the_tokens_of_its_blocks() -> None:
+    one, other = events_of()
+    assert isinstance(one, BlocksStored)
+    assert isinstance(other, BlocksStored)
+    assert (one.origin.parent, list(one.origin.token_ids)) == (None, list(range(100, 116)))
+    assert (other.origin.parent, list(other.origin.token_ids)) == (one.hashes[-1], list(range(116, 124)))
+
+
+def test_an_event_carries_tenant_and_adapter() -> None:
+    (stored, _) = events_of("tenant", "lora")
+    assert isinstance(stored, BlocksStored)
+    assert (stored.origin.salt, stored.origin.adapter) == ("tenant", "lora")
+
+
+def test_events_are_drained_once() -> None:
+    pool = BlockPool(2, keep_events=True)
+    pool.cache_full_blocks(pool.take(1), ["a"])
+    assert len(pool.drain_events()) == 1
+    assert pool.drain_events() == []

@@ -1,0 +1,64 @@
+"""What a replay keeps of its prefix cache: every change as a file of KV events, and every lookup as a table."""
+
+import numpy as np
+
+from engine.core.identity import BlockHash
+from engine.core.memory.block_pool import BlocksRemoved, BlocksStored, CacheEvent
+from engine.core.memory.paged import PagedManager
+from harness.metrics.log import LOOKUP_COLUMNS, Column
+from harness.replay.virtual_time import NS_PER_S
+from traces.formats import kv_events as schema
+
+
+class KvEventRecorder:
+    """Collects the changes of one prefix cache as messages in vLLM's schema, one for each step that changed something.
+
+    The time of a message is the start of its step, in virtual seconds: the scheduler enters blocks when it plans them.
+    Requests that are identified by prefix keys have no tokens, so their events have none either.
+    """
+
+    def __init__(self, manager: PagedManager) -> None:
+        self._pool = manager.pool
+        self._block_size = manager.block_size
+        self._messages: list[bytes] = []
+
+    def note(self, now_ns: int) -> None:
+        """A step that began at `now_ns` is committed."""
+        events = [self._event(event) for event in self._pool.drain_events()]
+        if events:
+            self._messages.append(schema.encode(schema.EventBatch(now_ns / NS_PER_S, events)))
+
+    def file(self) -> bytes:
+        """All messages, one after the other."""
+        return b"".join(self._messages)
+
+    def _event(self, event: CacheEvent) -> schema.KvEvent:
+        if isinstance(event, BlocksRemoved):
+            return schema.BlockRemoved([_published(one) for one in event.hashes])
+        if not isinstance(event, BlocksStored):
+            return schema.AllBlocksCleared()
+        origin, extra = event.origin, None
+        if origin.adapter is not None or origin.salt:
+            own = [] if origin.adapter is None else [origin.adapter]
+            first = [*own, origin.salt] if origin.salt and origin.parent is None else own
+            extra = [first or None, *[own or None] * (len(event.hashes) - 1)]
+        return schema.BlockStored(
+            [_published(one) for one in event.hashes],
+            None if origin.parent is None else _published(origin.parent),
+            origin.token_ids,
+            self._block_size,
+            origin.adapter,
+            extra,
+        )
+
+
+def _published(block_hash: BlockHash) -> bytes:
+    assert isinstance(block_hash, bytes)  # private blocks, whose hashes are numbers, are not reported
+    return block_hash
+
+
+def lookup_table(manager: PagedManager) -> dict[str, Column]:
+    """The lookups that a manager has kept, in the columns of `LOOKUP_COLUMNS`."""
+    rows = [(one.request_id, one.asked_blocks, one.hit_blocks) for one in manager.lookups or ()]
+    columns = np.array(rows, dtype=np.int64).reshape(len(rows), len(LOOKUP_COLUMNS)).T
+    return dict(zip(LOOKUP_COLUMNS, columns, strict=True))
