@@ -5,6 +5,7 @@ with the sharing between prompts. Files that are none of these are named in the 
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -13,11 +14,25 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from harness.deployment.bench_result import KEYS, read_bench_result
+from harness.deployment.client_exports import PLAIN_COLUMNS, read_aiperf, read_guidellm, read_plain_csv
 from harness.deployment.errors import DeploymentError
 from harness.deployment.log import Deployment, FloatArray, RequestTimes, Timeseries
-from harness.deployment.recorder_log import read_recorded_requests, read_recorded_series
+from harness.deployment.recorder_log import SERIES_COLUMNS, read_recorded_requests, read_recorded_series
 from harness.deployment.rows import LoggedRequest, RequestLog
-from harness.deployment.settings import EngineSettings, settings_of
+from harness.deployment.server_log import is_server_log, read_server_log
+from harness.deployment.settings import EngineSettings
+from harness.deployment.settings_files import (
+    is_command,
+    is_json_settings,
+    read_command,
+    read_json_settings,
+    read_yaml_settings,
+)
+from harness.deployment.sglang_log import is_sglang_log, read_sglang_requests
+from harness.deployment.sglang_settings import with_sglang_defaults
+from harness.deployment.span_log import read_spans
+from harness.deployment.vllm_settings import with_vllm_defaults
 from traces.errors import TraceError
 from traces.formats.files import SourceFile, open_source
 from traces.reading import read_trace
@@ -25,7 +40,9 @@ from traces.trace import CHAINED, Segment, Trace, TraceHeader, TraceRequest
 
 T = TypeVar("T")
 _IGNORED = ("LICENSE", "LICENCE", "README", "README.md", "NOTICE")
-_FARTHEST_S = 30.0  # how far the clock of a series may be from that of the requests
+_COARSE_S, _FINE_S = 0.5, 0.01  # steps of the search for the clock of a series
+_LOOK_LINES, _LOOK_BYTES = 3000, 1 << 20  # the part of a file by which it is recognised
+_KEY = re.compile(r'"(\w+)"\s*:')
 
 
 @dataclass
@@ -33,6 +50,9 @@ class _Found:
     """What the files of a folder turned out to be."""
 
     requests: list[RequestLog] = field(default_factory=list)
+    printed: list[tuple[SourceFile, Timeseries]] = field(
+        default_factory=list
+    )  # by a server, every few seconds
     series: list[tuple[SourceFile, Timeseries]] = field(default_factory=list)
     workloads: list[tuple[SourceFile, Trace]] = field(default_factory=list)
     settings: list[tuple[SourceFile, EngineSettings]] = field(default_factory=list)
@@ -66,11 +86,11 @@ def _deployment(folder: Path) -> Deployment:
     notes = [*found.notes, *log.notes]
     workload = _only(folder, found.workloads, "workload")
     trace = _trace_of_log(log, rows, times) if workload is None else _matched(workload, log, rows, times)
-    series = _only(folder, found.series, "series")
+    series = _only(folder, found.series or found.printed, "series")
     if series is not None:
         series, note = _on_clock(series, times)
         notes.append(note)
-    settings = _only(folder, found.settings, "file of settings") or EngineSettings()
+    settings = _merged_settings(found, log)
     return Deployment(
         folder.resolve().name,
         settings,
@@ -108,31 +128,52 @@ _Reader = Callable[[SourceFile, _Found], None]
 
 
 def _read_file(file: SourceFile, found: _Found) -> None:
-    reader = _recognised(file)
-    if reader is None:
-        found.notes.append(f"{file.name}: not read, its content is of no known kind.")
-        return
-    reader(file, found)
+    head = _Head(file)
+    for recognises, read in _READERS.values():
+        if recognises(head):
+            read(file, found)
+            return
+    found.notes.append(f"{file.name}: not read, its content is of no known kind.")
 
 
-def _recognised(file: SourceFile) -> _Reader | None:
-    head = file.first_line.strip()
-    return next((read for recognise, read in _READERS.values() if recognise(file, head)), None)
+class _Head:
+    """The beginning of a file, by which its kind is recognised."""
+
+    def __init__(self, file: SourceFile) -> None:
+        self.name = file.name
+        self.first = file.first_line.strip()
+        raw = b"\n".join(line for _, (_, line) in zip(range(_LOOK_LINES), file.lines(), strict=False))
+        self.text = raw[:_LOOK_BYTES].decode("utf-8", "replace")
+
+    @property
+    def object(self) -> Mapping[str, Any]:
+        """The object on the first line, or its outermost keys where the object is cut or spread over lines."""
+        try:
+            record = json.loads(self.first)
+        except (ValueError, RecursionError):
+            return dict.fromkeys(_KEY.findall(self.text)) if self.first.startswith("{") else {}
+        return record if isinstance(record, dict) else {}
+
+    def has(self, *keys: str) -> bool:
+        """Whether the first object has all keys."""
+        return set(keys) <= self.object.keys()
 
 
-def _first_object(head: str) -> Mapping[str, Any]:
-    try:
-        record = json.loads(head)
-    except (ValueError, RecursionError):
-        return {}
-    return record if isinstance(record, dict) else {}
+def _log(read: Callable[[SourceFile], RequestLog]) -> _Reader:
+    def add(file: SourceFile, found: _Found) -> None:
+        found.requests.append(read(file))
+
+    return add
 
 
-def _recorded(file: SourceFile, found: _Found) -> None:
-    found.requests.append(read_recorded_requests(file))
+def _settings(read: Callable[[SourceFile], EngineSettings]) -> _Reader:
+    def add(file: SourceFile, found: _Found) -> None:
+        found.settings.append((file, read(file)))
+
+    return add
 
 
-def _series(file: SourceFile, found: _Found) -> None:
+def _recorded_series(file: SourceFile, found: _Found) -> None:
     series, notes = read_recorded_series(file)
     found.series.append((file, series))
     found.notes += notes
@@ -142,21 +183,52 @@ def _workload(file: SourceFile, found: _Found) -> None:
     found.workloads.append((file, read_trace(file.path, "pagetwin")))
 
 
-def _settings(file: SourceFile, found: _Found) -> None:
-    found.settings.append((file, settings_of(file)))
+def _server_log(file: SourceFile, found: _Found) -> None:
+    settings, series, notes = read_server_log(file)
+    found.settings.append((file, settings))
+    found.notes += notes
+    if series is not None:
+        found.printed.append((file, series))
 
 
-_READERS: dict[str, tuple[Callable[[SourceFile, str], bool], _Reader]] = {
+_READERS: dict[str, tuple[Callable[[_Head], bool], _Reader]] = {
     "requests.jsonl of LLMServingSim's recorder": (
-        lambda file, head: {"input_toks", "queued_ts"} <= _first_object(head).keys(),
-        _recorded,
+        lambda head: head.has("input_toks", "queued_ts"),
+        _log(read_recorded_requests),
     ),
-    "its timeseries.csv": (lambda file, head: head.startswith("t,prompt_throughput,"), _series),
-    "a trace of PageTwin": (lambda file, head: "header" in _first_object(head), _workload),
-    "engine.json or meta.json": (
-        lambda file, head: file.name.endswith(".json") and head == "{",
-        _settings,
+    "its timeseries.csv": (
+        lambda head: head.first.startswith(",".join(SERIES_COLUMNS[:2])),
+        _recorded_series,
     ),
+    "a trace of PageTwin": (lambda head: head.has("header"), _workload),
+    "the result of `vllm bench serve --save-detailed`": (
+        lambda head: head.has(*KEYS),
+        _log(read_bench_result),
+    ),
+    "OpenTelemetry spans (OTLP JSON, Jaeger)": (
+        lambda head: "resourceSpans" in head.object or ("data" in head.object and '"spans"' in head.text),
+        _log(read_spans),
+    ),
+    "GuideLLM's JSON": (lambda head: head.has("benchmarks"), _log(read_guidellm)),
+    "AIPerf's profile_export.jsonl": (
+        lambda head: head.has("metadata", "metrics") and '"request_start_ns"' in head.text,
+        _log(read_aiperf),
+    ),
+    "SGLang's request log": (lambda head: is_sglang_log(head.text), _log(read_sglang_requests)),
+    "a CSV of " + ", ".join(PLAIN_COLUMNS): (
+        lambda head: {"arrival_s", "first_token_s"} <= set(head.first.split(",")),
+        _log(read_plain_csv),
+    ),
+    "the engine's arguments as JSON": (
+        lambda head: head.first.startswith("{") and is_json_settings(head.object),
+        _settings(read_json_settings),
+    ),
+    "vLLM's YAML for --config": (
+        lambda head: head.name.endswith((".yaml", ".yml")),
+        _settings(read_yaml_settings),
+    ),
+    "a server's log": (lambda head: is_server_log(head.text), _server_log),
+    "a command line": (lambda head: is_command(head.text), _settings(read_command)),
 }
 
 
@@ -253,15 +325,45 @@ def _matched(workload: Trace, log: RequestLog, rows: Sequence[LoggedRequest], ti
 
 
 def _on_clock(series: Timeseries, times: RequestTimes) -> tuple[Timeseries, str]:
-    """The series on the clock of the requests: shifted to where the requests' own times give its running counts."""
-    shifts = np.arange(-_FARTHEST_S, _FARTHEST_S + 0.005, 0.01)
-    errors = [np.abs(times.under_way(series.at_s + shift)[0] - series.running).mean() for shift in shifts]
+    """The series on the clock of the requests: shifted to where the requests' own times give its running counts.
+
+    Its clock has another origin, and often another zone, so that only the counts can tell. A constant count, or a
+    series beside the requests, cannot: then the error in the note is large, or the shift is one of many.
+    """
+
+    def error(shift: float) -> float:
+        return float(np.abs(times.under_way(series.at_s + shift)[0] - series.running).mean())
+
+    first, last = float(times.entered_s.min()), float(times.last_token_s.max())
+    coarse = np.arange(first - series.at_s[-1], last - series.at_s[0] + _COARSE_S, _COARSE_S)
+    near = float(coarse[int(np.argmin([error(shift) for shift in coarse]))])
+    fine = near + np.arange(-2 * _COARSE_S, 2 * _COARSE_S + _FINE_S / 2, _FINE_S)
+    errors = [error(shift) for shift in fine]
     best = int(np.argmin(errors))
     note = (
-        f"series: shifted by {shifts[best]:+.2f} s, where the running requests counted from the times of the requests "
+        f"series: shifted by {fine[best]:+.2f} s, where the running requests counted from the times of the requests "
         f"differ least from the logged ones, by {errors[best]:.2f} in the mean."
     )
-    return replace(series, at_s=series.at_s + shifts[best]), note
+    return replace(series, at_s=series.at_s + fine[best]), note
+
+
+def _merged_settings(found: _Found, log: RequestLog) -> EngineSettings:
+    """The settings of all files. What an engine printed or found out wins over what it was told.
+
+    Raises:
+        TraceError: two files contradict each other.
+    """
+    merged = EngineSettings()
+    for file, settings in found.settings:
+        known, said = merged.given(), settings.given()
+        for name in known.keys() & said.keys():
+            if known[name] != said[name] and name not in ("model", "version"):
+                reason = f"{said[name]}, but {merged.origin.get(name, 'another file')} says {known[name]}"
+                raise TraceError(file.path, None, name, reason)
+        merged = merged.filled(settings)
+    if merged.model is None and "model_id" in log.facts:
+        merged = merged.changed(log.file.name, model=str(log.facts["model_id"]))
+    return with_sglang_defaults(with_vllm_defaults(merged))
 
 
 def _assumptions(times: RequestTimes, has_workload: bool) -> list[str]:

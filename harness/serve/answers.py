@@ -22,6 +22,7 @@ from engine.runtime.errors import EngineDeadError, ParamsError, RequestError
 from engine.runtime.params import SamplingParams
 from engine.runtime.requests import CompletionOutput, RequestOutput
 from engine.runtime.text import Tokenizer
+from harness.serve.protocol import StreamOptions
 
 CLIENT_GONE = 499  # nginx's status for a client that closed the connection
 Choice = dict[str, Any]
@@ -188,21 +189,24 @@ async def events(
     first: NumberedOutput,
     envelope: Envelope,
     width: int,
-    *,
-    with_usage: bool,
+    asked: StreamOptions,
 ) -> AsyncGenerator[str, None]:
     """Server-sent events of a stream. After the first event, an error ends the stream with a body that names it."""
     ends: dict[int, RequestOutput] = {}
     opened: set[int] = set()
+    generated: dict[int, int] = {}  # tokens of all sequences of a prompt so far
+    always = asked.include_usage and asked.continuous_usage_stats
 
     def lines(number: int, output: RequestOutput) -> list[str]:
         bodies = []
+        generated[number] = generated.get(number, 0) + sum(len(one.token_ids) for one in output.outputs)
+        usage = usage_of([output], lambda _: generated[number]) if always else None
         for one in output.outputs:
             index = number * width + one.index
             if envelope.chat and index not in opened:
                 opened.add(index)
                 bodies.append(envelope.body([envelope.opening(index)], None, chunk=True))
-            bodies.append(envelope.body([envelope.choice(one, index, chunk=True)], None, chunk=True))
+            bodies.append(envelope.body([envelope.choice(one, index, chunk=True)], usage, chunk=True))
         if output.finished:
             ends[number] = output
         return [_event(body) for body in bodies]
@@ -213,7 +217,7 @@ async def events(
         async for number, output in stream:
             for line in lines(number, output):
                 yield line
-        if with_usage:
+        if asked.include_usage:
             usage = usage_of(list(ends.values()), lambda output: output.metrics.output_tokens)
             yield _event(envelope.body([], usage, chunk=True))
     except Exception as error:

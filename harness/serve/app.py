@@ -32,7 +32,7 @@ from harness.serve.answers import (
     usage_of,
 )
 from harness.serve.metrics import ServerMetrics
-from harness.serve.protocol import ChatRequest, CompletionRequest, chat_prompt
+from harness.serve.protocol import ChatRequest, CompletionRequest, StreamOptions, chat_prompt
 
 OutputStream = AsyncGenerator[NumberedOutput, None]
 
@@ -75,8 +75,8 @@ class Server:
             return JSONResponse(_whole(envelope, done, params.width))
         # errors of the request appear here, while the status can still be a 4xx
         first = await unless_disconnected(request, anext(stream))
-        usage = body.stream_options is not None and body.stream_options.include_usage
-        lines = events(stream, first, envelope, params.width, with_usage=usage)
+        asked = body.stream_options or StreamOptions()
+        lines = events(stream, first, envelope, params.width, asked)
         return StreamingResponse(lines, media_type="text/event-stream")
 
     async def _counted(self, stream: OutputStream, prompts: int) -> OutputStream:

@@ -38,7 +38,8 @@ class StreamOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    include_usage: bool = False
+    include_usage: bool = False  # a last chunk without choices has the usage of the whole request
+    continuous_usage_stats: bool = False  # as in vLLM: with `include_usage`, every chunk has the usage so far
 
 
 class _Sampling(BaseModel):

@@ -76,6 +76,14 @@ def test_a_stream_adds_up_to_the_whole(client):
     assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "length"
 
 
+def test_a_stream_can_have_the_usage_so_far_in_every_chunk(client):
+    """GuideLLM and `vllm bench` ask for it."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    asked = {"model": "tiny", "prompt": "quick brown", "max_tokens": 6, "temperature": 0}
+    chunks = list(client.completions.create(**asked, stream=True, stream_options=options))
+    assert [chunk.usage.completion_tokens for chunk in chunks] == [1, 2, 3, 4, 5, 6, 6]
+
+
 def test_a_chat_uses_the_template(client, engine):
     messages = [{"role": "system", "content": "sit"}, {"role": "user", "content": "the fox"}]
     answer = client.chat.completions.create(model="tiny", messages=messages, max_tokens=9, temperature=0)
