@@ -98,8 +98,8 @@ def _output_tokens(workload: Workload, row: TraceRequest, decoding: RequestDecod
     return max(survival.length(row.request_id, branch, row.output_tokens) for branch in branches)
 
 
-def build_workload(config: RunConfig) -> Workload:
-    """The point's workload.
+def build_workload(config: RunConfig, recorded: Trace | None = None) -> Workload:
+    """The point's workload; `recorded` replaces the trace that the configuration names, and is not reshaped.
 
     Raises:
         ConfigError: a request can never fit and `workload.oversize` is `error`, or settings do not fit together.
@@ -107,7 +107,7 @@ def build_workload(config: RunConfig) -> Workload:
     pool = pool_shape(config)
     trace_decoding, traffic = trace_decoding_of(config), traffic_of(config)
     limits = limits_of(config.scheduler, pool.max_model_len)
-    trace = trace_decoding.noted(retimed(reshaped_trace(config), config))
+    trace = trace_decoding.noted(recorded or retimed(reshaped_trace(config), config))
     _check_span(trace)
     whole = Workload(
         trace,

@@ -1,0 +1,256 @@
+"""Fit the constants of a device to a deployment's log, by running the simulator until its times are the log's.
+
+The constants are those of the roofline's expected value: shares of the datasheet's rates, and fixed times. One log
+cannot tell all of them apart (a plain least-squares fit puts the weights' time into the constant of a step), so each
+has bounds and a weak prior: the value that the device's description gives, with a spread on the logarithm.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+from scipy.optimize import least_squares
+
+from harness.config.errors import UserError
+from harness.config.schema import DeviceConfig, RunConfig
+from harness.deployment.log import Deployment, FloatArray
+from harness.deployment.prediction import Errors, Predict, Prediction, errors_of, predictor
+
+Progress = Callable[[int, float], None]
+"""Called after each simulation with how many there were and the cost so far."""
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A constant of the device that a log can teach: its key, spread of the prior's logarithm, and bounds.
+
+    `centre` replaces the description's value where that is 0, which has no logarithm.
+    """
+
+    key: str
+    spread: float
+    low: float
+    high: float
+    centre: float
+
+
+CONSTANTS = (
+    Constant("bandwidth_efficiency", 0.1, 0.4, 1.0, 0.85),
+    Constant("kv_efficiency", 0.1, 0.4, 1.0, 0.85),
+    Constant("compute_efficiency", 0.25, 0.15, 1.0, 0.6),
+    Constant("attention_efficiency", 0.25, 0.1, 1.0, 0.5),
+    Constant("step_overhead_us", 0.7, 30.0, 20_000.0, 500.0),
+    Constant("layer_overhead_us", 0.5, 0.5, 200.0, 8.0),
+    Constant("row_overhead_us", 0.7, 0.01, 10.0, 0.2),
+)
+LINK_CONSTANTS = (
+    Constant("link_gbs", 0.5, 1.0, 2_000.0, 50.0),
+    Constant("link_latency_us", 0.7, 1.0, 500.0, 10.0),
+)
+"""Only a log of several devices says anything about their link."""
+
+_PRIOR_WEIGHT = 3.0  # a prior counts as this many requests at their tolerance
+_EFFECTIVE = (
+    75  # more requests than this do not make the fit surer: what is left is the form's error, not noise
+)
+_TPOT_TOLERANCE, _TTFT_TOLERANCE = (
+    0.03,
+    0.2,
+)  # of a logarithm; beyond it a request counts by its distance alone
+_STEP = 0.2  # of a spread: a smaller change moves too few steps for a derivative
+_ROUNDS = 12
+
+
+@dataclass(frozen=True)
+class FittedConstant:
+    """One constant before and after. `spread` is that of its logarithm, given the log; `learned` if the log narrowed it
+    to less than half of the prior's."""
+
+    key: str
+    prior: float
+    value: float
+    spread: float
+    learned: bool
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The device as a log shows it, and how well it predicts the part of the log that the fit has not seen."""
+
+    device: DeviceConfig
+    constants: tuple[FittedConstant, ...]
+    fitted_on: int
+    requests: int
+    before: Errors  # on the held-out part, with the description's constants
+    fitted: Errors  # on the part that was fitted
+    held_out: Errors
+    simulations: int
+    cpu_s: float
+    prediction: Prediction
+
+
+def requests_to_fit(requests: int, share: float = 0.25) -> int:
+    """How many of the first requests a fit takes: a share of them, at least 30, at most 400, never all.
+
+    Raises:
+        UserError: there are fewer than 40 requests, or the share is not between 0 and 1.
+    """
+    if not 0 < share < 1:
+        raise UserError(f"the share of the log to fit is {share:g}, must be between 0 and 1")
+    if requests < 40:
+        raise UserError(
+            f"the log has {requests} finished requests; a fit needs 40, and holds some of them out"
+        )
+    return min(max(round(share * requests), 30), 400, requests - 10)
+
+
+def fit_device(
+    deployment: Deployment, config: RunConfig, *, first: int | None = None, progress: Progress | None = None
+) -> Fit:
+    """Fit the constants of `config.device` to the first requests of the log, and judge them on the others.
+
+    `first` is how many requests are fitted, in order of their entry; None takes a quarter. Of later requests the fit
+    sees arrivals and lengths, while the first are running, and no time. The result is deterministic.
+
+    Raises:
+        ConfigError: the settings are not those of an engine that could have served the log.
+        UserError: the log has too few requests.
+    """
+    began = time.process_time()
+    count = len(deployment.requests)
+    first = requests_to_fit(count) if first is None else first
+    if not 1 <= first < count:
+        raise UserError(
+            f"the fit takes {first} of {count} requests, must be at least 1 and leave some for the test"
+        )
+    problem = _Problem(deployment, config, first, progress)
+    zero = np.zeros(len(problem.constants))
+    found = least_squares(
+        problem.residuals,
+        zero,
+        jac=problem.jacobian,
+        bounds=(problem.scaled_low, problem.scaled_high),
+        max_nfev=_ROUNDS,
+        ftol=1e-4,
+    )
+    whole = predictor(config, deployment.workload)
+    device = problem.device(found.x)
+    before, after = whole(problem.device(zero)), whole(device)
+    rest = slice(first, None)
+    return Fit(
+        device,
+        problem.described(found.x),
+        first,
+        count,
+        errors_of(before, deployment, rest),
+        errors_of(after, deployment, slice(0, first)),
+        errors_of(after, deployment, rest),
+        problem.simulations + 2,
+        time.process_time() - began,
+        after,
+    )
+
+
+class _Problem:
+    """The residuals of a fit over the constants' logarithms, in units of their priors' spreads."""
+
+    def __init__(
+        self, deployment: Deployment, config: RunConfig, first: int, progress: Progress | None
+    ) -> None:
+        self._base = config.device
+        self.constants = CONSTANTS + (LINK_CONSTANTS if config.device.tensor_parallel > 1 else ())
+        self._spread = np.array([constant.spread for constant in self.constants])
+        self._centre = np.log([self._prior(constant) for constant in self.constants])
+        self.scaled_low = (
+            np.log([constant.low for constant in self.constants]) - self._centre
+        ) / self._spread
+        self.scaled_high = (
+            np.log([constant.high for constant in self.constants]) - self._centre
+        ) / self._spread
+        self._measured = deployment.requests.take(slice(0, first))
+        self._predict = _predictor_of_first(deployment, config, float(self._measured.last_token_s.max()))
+        tpot = self._measured.tpot_s
+        self._several = ~np.isnan(tpot)
+        if self._several.any():
+            self._floor_s = float(np.median(tpot[self._several]))
+        else:
+            self._floor_s = 0.1 * float(np.median(self._measured.ttft_s))
+        self._weight = float(np.sqrt(min(1.0, _EFFECTIVE / first)))
+        self._known: dict[bytes, FloatArray] = {}
+        self._progress = progress
+        self.simulations = 0
+
+    def _prior(self, constant: Constant) -> float:
+        value = float(getattr(self._base, constant.key)) or constant.centre
+        return min(max(value, constant.low * 1.001), constant.high * 0.999)
+
+    def device(self, scaled: FloatArray) -> DeviceConfig:
+        """The device at a place of the search."""
+        values = np.exp(self._centre + scaled * self._spread)
+        found = replace(self._base)
+        for constant, value in zip(self.constants, values, strict=True):
+            setattr(found, constant.key, min(max(float(value), constant.low), constant.high))
+        return found
+
+    def residuals(self, scaled: FloatArray) -> FloatArray:
+        """Of each request's TPOT and TTFT, and of each prior; TTFT beside one step's time, so that none is 0."""
+        key = scaled.tobytes()
+        if key not in self._known:
+            predicted = self._predict(self.device(scaled))
+            self.simulations += 1
+            count, several = len(self._measured), self._several
+            tpot = np.log(predicted.tpot_s[:count][several] / self._measured.tpot_s[several])
+            floor = self._floor_s
+            ttft = np.log((predicted.ttft_s(self._measured) + floor) / (self._measured.ttft_s + floor))
+            self._known[key] = np.concatenate(
+                [
+                    self._weight * _robust(tpot, _TPOT_TOLERANCE),
+                    self._weight * _robust(ttft, _TTFT_TOLERANCE),
+                    _PRIOR_WEIGHT * scaled,
+                ]
+            )
+            if self._progress:
+                self._progress(self.simulations, 0.5 * float(self._known[key] @ self._known[key]))
+        return self._known[key]
+
+    def jacobian(self, scaled: FloatArray) -> FloatArray:
+        """Differences over a fifth of a spread: a simulation is a step function of its constants."""
+        here = self.residuals(scaled)
+        columns = np.empty((len(here), len(scaled)))
+        for i in range(len(scaled)):
+            step = _STEP if scaled[i] + _STEP < self.scaled_high[i] else -_STEP
+            moved = scaled.copy()
+            moved[i] += step
+            columns[:, i] = (self.residuals(moved) - here) / step
+        return columns
+
+    def described(self, scaled: FloatArray) -> tuple[FittedConstant, ...]:
+        """The constants before and after, with the spread that the log leaves them."""
+        slopes = self.jacobian(scaled) / _PRIOR_WEIGHT  # in units in which the prior has the variance 1
+        left = np.sqrt(np.diag(np.linalg.inv(slopes.T @ slopes)))
+        before, after = self.device(np.zeros_like(scaled)), self.device(scaled)
+        return tuple(
+            FittedConstant(
+                constant.key,
+                float(getattr(before, constant.key)),
+                float(getattr(after, constant.key)),
+                float(share * constant.spread),
+                bool(share < 0.5),
+            )
+            for constant, share in zip(self.constants, left, strict=True)
+        )
+
+
+def _predictor_of_first(deployment: Deployment, config: RunConfig, last_s: float) -> Predict:
+    """A predictor for the requests that entered before the last of the first ones had ended."""
+    workload = deployment.workload
+    rows = tuple(row for row in workload.requests if row.arrival_us / 1e6 <= last_s)
+    return predictor(config, workload.changed(rows, f"the {len(rows)} requests until {last_s:.3f} s"))
+
+
+def _robust(errors: FloatArray, tolerance: float) -> FloatArray:
+    """Residuals whose squares grow linearly beyond the tolerance (pseudo-Huber), with the errors' signs."""
+    loss = np.sqrt(1 + (errors / tolerance) ** 2) - 1
+    rooted: FloatArray = np.sign(errors) * np.sqrt(2 * loss)
+    return rooted

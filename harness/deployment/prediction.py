@@ -1,0 +1,153 @@
+"""What the simulation says of a deployment: the times of each request and the engine's state, in the log's terms."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from harness.config.errors import ConfigError
+from harness.config.schema import DeviceConfig, RunConfig
+from harness.deployment.log import Deployment, FloatArray, RequestTimes, Timeseries
+from harness.metrics.log import Outcome, RunLog
+from harness.point.cost import cost_model
+from harness.workload.simulate import simulate
+from harness.workload.workload import Workload, build_workload
+from traces.trace import Trace
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The simulated run of a deployment's requests. Request i is the i-th of the deployment; times in seconds."""
+
+    seen_s: FloatArray  # when the first step began after the arrival: what an engine logs as the entry to its queue
+    arrival_s: FloatArray
+    first_token_s: FloatArray
+    last_token_s: FloatArray
+    output_tokens: FloatArray
+    log: RunLog
+
+    def ttft_s(self, measured: RequestTimes) -> FloatArray:
+        """Seconds to the first token, from where `measured` counts: the entry to the queue, or the arrival."""
+        begin = self.arrival_s if measured.queued_s is None else self.seen_s
+        return self.first_token_s[: len(measured)] - begin[: len(measured)]
+
+    @property
+    def tpot_s(self) -> FloatArray:
+        """Mean seconds between the tokens of each request; nan for a request of one token."""
+        gaps = self.output_tokens - 1
+        spans = self.last_token_s - self.first_token_s
+        return np.where(gaps > 0, spans / np.maximum(gaps, 1), np.nan)
+
+    def series(self, at_s: FloatArray) -> Timeseries:
+        """Running and waiting requests and the share of the pool in use, at each instant."""
+        steps = self.log.steps
+        start = np.asarray(steps["start_s"], dtype=np.float64)
+        place = np.searchsorted(start, at_s, side="right") - 1
+        known = (place >= 0) & (at_s < self.log.span_s)
+
+        def at(column: FloatArray) -> FloatArray:
+            return np.where(known, column[np.maximum(place, 0)], 0.0)
+
+        used = np.sum([np.asarray(steps[state], dtype=np.float64) for state in _IN_USE], axis=0)
+        return Timeseries(
+            at_s,
+            at(np.asarray(steps["running"], dtype=np.float64)),
+            at(np.asarray(steps["waiting"], dtype=np.float64)),
+            at(used / self.log.capacity_slots),
+        )
+
+
+_IN_USE = ("token", "internal", "reserved", "external")  # slots of blocks that some request holds
+Predict = Callable[[DeviceConfig], Prediction]
+
+
+def predictor(config: RunConfig, workload: Trace) -> Predict:
+    """A function from a device to the prediction for the requests of `workload`.
+
+    The workload is built once: a device that differs in its rates and times alone changes nothing else. `config` gives
+    model, engine settings and the pool.
+
+    Raises:
+        ConfigError: a request of the log can never be served with these settings.
+    """
+    built = build_workload(config, workload)
+    if len(built.trace.requests) != len(workload.requests):
+        missing = len(workload.requests) - len(built.trace.requests)
+        raise ConfigError(
+            "workload.oversize",
+            f"{missing} of {len(workload.requests)} requests of the log can never be served with these settings, but "
+            "the engine served them; check cache.max_model_len, the pool and scheduler.max_batched_tokens",
+        )
+
+    def predict(device: DeviceConfig) -> Prediction:
+        return _prediction(built, replace(config, device=device))
+
+    return predict
+
+
+def _prediction(workload: Workload, config: RunConfig) -> Prediction:
+    log = simulate(workload, cost_model(config), None)
+    rows = log.requests
+    place = {int(name): at for at, name in enumerate(rows["request_id"])}
+    order = np.array([place[row.request_id] for row in workload.trace.requests])
+    columns = {name: np.asarray(rows[name], dtype=np.float64)[order] for name in _COLUMNS}
+    if (columns["outcome"] != Outcome.FINISHED).any():
+        raise ConfigError(
+            "scheduler", "the simulation rejects requests that the engine served; check the engine's settings"
+        )
+    start = np.asarray(log.steps["start_s"], dtype=np.float64)
+    began = start[np.minimum(np.searchsorted(start, columns["arrival_s"] - _NS), len(start) - 1)]
+    return Prediction(
+        seen_s=np.minimum(began, columns["first_scheduled_s"]),
+        arrival_s=columns["arrival_s"],
+        first_token_s=columns["first_token_s"],
+        last_token_s=columns["finish_s"],
+        output_tokens=columns["output_tokens"],
+        log=log,
+    )
+
+
+_NS = 1e-9
+_COLUMNS = ("arrival_s", "first_scheduled_s", "first_token_s", "finish_s", "output_tokens", "outcome")
+
+
+@dataclass(frozen=True)
+class Errors:
+    """How a prediction differs from a log. Signed shares: -0.1 is 10 % too low. `requests` counts those compared."""
+
+    requests: int
+    ttft_p50: float
+    ttft_p90: float
+    tpot_p50: float
+    tpot_p90: float
+    ttft_each: float  # median over the requests of the absolute error of each
+    tpot_each: float
+
+    def worst_p50(self) -> float:
+        """The larger absolute error of both medians."""
+        return max(abs(self.ttft_p50), abs(self.tpot_p50))
+
+
+def errors_of(predicted: Prediction, deployment: Deployment, chosen: slice) -> Errors:
+    """The errors over the requests of a slice, in order of their entry."""
+    measured = deployment.requests
+    ttft, tpot = predicted.ttft_s(measured)[chosen], predicted.tpot_s[chosen]
+    true_ttft, true_tpot = measured.ttft_s[chosen], measured.tpot_s[chosen]
+    several = ~np.isnan(true_tpot)
+    return Errors(
+        requests=len(true_ttft),
+        ttft_p50=_quantile_error(ttft, true_ttft, 0.5),
+        ttft_p90=_quantile_error(ttft, true_ttft, 0.9),
+        tpot_p50=_quantile_error(tpot[several], true_tpot[several], 0.5),
+        tpot_p90=_quantile_error(tpot[several], true_tpot[several], 0.9),
+        ttft_each=float(np.median(np.abs(ttft / true_ttft - 1))),
+        tpot_each=float(np.median(np.abs(tpot[several] / true_tpot[several] - 1)))
+        if several.any()
+        else float("nan"),
+    )
+
+
+def _quantile_error(predicted: FloatArray, measured: FloatArray, share: float) -> float:
+    if not len(measured):
+        return float("nan")
+    return float(np.quantile(predicted, share) / np.quantile(measured, share) - 1)
