@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from engine.core.options import CachePolicy, Preemption, SpeculationMode
 from engine.runtime.options import Backend, KVDtype
 from harness.config.errors import ConfigError
+from harness.config.memory import check_memory
 from harness.config.schema import DecodingMode, RunConfig, SharingModel, TraceArrivals, TraceFormat
 
 NO_KERNELS = "none"
@@ -69,23 +70,22 @@ RANGES: dict[str, Range] = {
             "scheduler.max_batched_tokens",
             "scheduler.max_running",
             "scheduler.long_prefill_tokens",
-            "decoding.beam_width",
-            "decoding.n",
-            "model.layers",
-            "model.hidden",
-            "model.heads",
-            "model.kv_heads",
-            "model.head_dim",
-            "model.intermediate",
             "engine.audit_every",
-            "replay.repeats",
-            "replay.users",
-            "device.tensor_parallel",
         ),
         _COUNT,
     ),
+    **dict.fromkeys(
+        ("decoding.beam_width", "decoding.n", "model.layers", "replay.repeats", "device.tensor_parallel"),
+        Range(1, 10**4),
+    ),
+    **dict.fromkeys(
+        ("model.hidden", "model.heads", "model.kv_heads", "model.head_dim", "model.intermediate"),
+        Range(1, 10**6),
+    ),
+    "replay.users": _LISTED,
     **dict.fromkeys(("workload.num_requests", "workload.num_prefixes"), _LISTED),
-    **dict.fromkeys(("cache.block_size", "cache.pool_tokens"), _SLOTS),
+    "cache.block_size": Range(1, 10**6),  # tables of one entry for each slot of a block
+    "cache.pool_tokens": _SLOTS,
     **dict.fromkeys(("cache.max_model_len", "model.max_position"), Range(2, 10**9)),
     "model.vocab": Range(
         8, 10**9
@@ -98,7 +98,7 @@ RANGES: dict[str, Range] = {
     "trace.arrival_shape": Range(0.01, 1000),
     **dict.fromkeys(("workload.seed", "model.seed"), _SEED),
     "cache.host_tokens": Range(0, 10**9),
-    "decoding.draft_tokens": Range(0, 10**9),
+    "decoding.draft_tokens": Range(0, 10**4),
     "workload.prefix_zipf": Range(0, 100),  # beyond, every prompt has the first prefix
     "replay.think_s": Range(0, _SECONDS),
     "replay.duration_s": Range(0, _SECONDS, open_low=True),
@@ -381,6 +381,7 @@ def check_config(config: RunConfig) -> list[ConfigError]:
         _pool,
         check_decoding,
         _model,
+        check_memory,
     )
     found = [error for rule in rules for error in rule(config)]
     paths = (

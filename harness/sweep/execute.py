@@ -24,7 +24,9 @@ from typing import Any, Protocol
 from rich.console import Console
 
 from harness.config.errors import UserError
+from harness.config.memory import point_memory, workers_that_fit
 from harness.config.schema import RunConfig
+from harness.console import remark
 from harness.store.commit import commit_failure, commit_point
 from harness.sweep.plan import PlannedPoint, SweepPlan
 from harness.sweep.progress import Failed, Reporter, reporting
@@ -116,12 +118,26 @@ def _run(
     sweep: SweepPlan, todo: Sequence[PlannedPoint], runner: PointRunner, reporter: Reporter
 ) -> Iterator[Done]:
     simulated = [point for point in todo if not point.config.measure]
-    workers = min(sweep.workers or os.cpu_count() or 1, len(simulated))
+    workers = min(_workers(sweep, simulated), len(simulated))
     if workers > 1:
         yield from run_in_workers(simulated, sweep.out, runner, workers)
         simulated = []
     measured = [point for point in todo if point.config.measure]
     yield from _run_here([*simulated, *measured], sweep.out, runner, reporter)
+
+
+def _workers(sweep: SweepPlan, simulated: Sequence[PlannedPoint]) -> int:
+    """The worker processes that were asked for (0: one a core), and no more than the largest point lets fit."""
+    wanted = sweep.workers or os.cpu_count() or 1
+    if wanted == 1 or not simulated:
+        return wanted
+    largest = max((point.config for point in simulated), key=point_memory)
+    fitting = workers_that_fit(largest, wanted)
+    if fitting < wanted:
+        remark(
+            f"{fitting} of {wanted} worker processes: a point takes about {point_memory(largest) / 1e9:,.1f} GB"
+        )
+    return fitting
 
 
 def _run_here(

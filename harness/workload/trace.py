@@ -3,6 +3,7 @@
 Points with the same trace settings share one trace in memory.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,7 @@ def reshaped_trace(config: RunConfig) -> Trace:
     """
     trace, workload = config.trace, config.workload
     try:
-        return _reshaped(
+        reshaping = (
             _source_key(config),
             workload.num_requests,
             workload.length_scale,
@@ -84,6 +85,7 @@ def reshaped_trace(config: RunConfig) -> Trace:
             workload.request_rate,
             workload.seed,
         )
+        return _RESHAPED.get(reshaping, lambda: _reshaped(*reshaping))
     except TraceError as error:
         raise ConfigError("trace.path" if trace.path else "trace.name", str(error)) from error
     except ParameterError as error:
@@ -129,7 +131,27 @@ def _sharing(config: RunConfig) -> Sharing | None:
     return Sharing(str(trace.sharing), trace.share, workload.num_prefixes, workload.prefix_zipf)
 
 
-@lru_cache(maxsize=64)
+class RecentTraces:
+    """The traces that were used last: at most `traces`, and as many as have `requests` requests together."""
+
+    def __init__(self, traces: int, requests: int) -> None:
+        self._most = traces, requests
+        self._kept: dict[Any, Trace] = {}
+        self.requests = 0  # of all kept traces
+
+    def get(self, key: Any, make: Callable[[], Trace]) -> Trace:
+        """The trace of `key`, made where it is not kept. The last one is kept however large it is."""
+        known = self._kept.pop(key, None)
+        trace = self._kept[key] = make() if known is None else known
+        self.requests += len(trace.requests) if known is None else 0
+        while len(self._kept) > 1 and (len(self._kept) > self._most[0] or self.requests > self._most[1]):
+            self.requests -= len(self._kept.pop(next(iter(self._kept))).requests)
+        return trace
+
+
+_SOURCES, _RESHAPED = RecentTraces(8, 200_000), RecentTraces(64, 200_000)  # some 400 MB
+
+
 def _reshaped(
     source: tuple[Any, ...],
     num_requests: int | None,
@@ -140,13 +162,13 @@ def _reshaped(
     rate: float | None,
     seed: int,
 ) -> Trace:
-    trace = scale_lengths(_taken(source, num_requests), length_scale)
+    taken = _SOURCES.get((source, num_requests), lambda: _taken(source, num_requests))
+    trace = scale_lengths(taken, length_scale)
     if prefix_share is not None:
         trace = share_prefixes(trace, prefix_share, num_prefixes, zipf, seed)
     return set_rate(trace, rate) if rate is not None else trace
 
 
-@lru_cache(maxsize=8)
 def _taken(source: tuple[Any, ...], num_requests: int | None) -> Trace:
     format_, name, path, _, (ticks, on_error, sort, tokenizer, seed), arrivals, sharing = source
     if format_ is TraceFormat.generated:

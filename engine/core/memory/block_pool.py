@@ -18,6 +18,8 @@ from engine.core.options import Retention
 NULL_BLOCK = 0
 """The block that is never given out; padding in a block table points to it."""
 
+_CHUNK = 65_536  # blocks that enter the stack at once
+
 _VOIDED_TIMES = (
     4  # the list of void blocks is cut to one entry a block when it is so many times as long as the pool
 )
@@ -141,7 +143,9 @@ class BlockPool:
     2
 
     The free queue has two parts: a stack of blocks without a hash, and an eviction queue of blocks with one. Every
-    operation works on whole tables and costs O(1) per block; no cost depends on the size of the pool.
+    operation works on whole tables and costs O(1) per block; no cost depends on the size of the pool. Blocks enter the
+    stack in chunks, when all earlier ones are given out or cached: a pool of a million blocks, of which a replay uses a
+    thousand, takes the memory of one chunk.
     `keep_events` collects a `CacheEvent` for each change of the cache; `drain_events` returns and forgets them.
     """
 
@@ -158,10 +162,11 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.retention = retention
         self.events: list[CacheEvent] | None = [] if keep_events else None
-        self._refs = [0] * (num_blocks + 1)
-        self._uncached = list(range(num_blocks, 0, -1))
+        self._refs = [0]  # of the null block and of the blocks that entered the stack
+        self._uncached: list[int] = []
         self._evictable = LruQueue() if eviction is None else eviction
-        self._hash_of: list[BlockHash | None] = [None] * (num_blocks + 1)
+        self._hash_of: list[BlockHash | None] = [None]
+        self._extend(0)
         self._index = HashIndex()
         self._private_hashes = 0  # given out so far
         self._voided: list[int] = []
@@ -172,7 +177,7 @@ class BlockPool:
     @property
     def free_blocks(self) -> int:
         """The number of blocks with reference count 0, cached blocks included."""
-        return len(self._uncached) + len(self._evictable)
+        return self.num_blocks + 1 - len(self._refs) + len(self._uncached) + len(self._evictable)
 
     @property
     def cached_blocks(self) -> int:
@@ -186,7 +191,7 @@ class BlockPool:
 
     def references(self, block: int) -> int:
         """The reference count of `block`: how many tables refer to it."""
-        return self._refs[block]
+        return self._refs[block] if block < len(self._refs) else 0
 
     def unreferenced(self, blocks: Sequence[int]) -> int:
         """How many of `blocks` have reference count 0. A hit on such a block takes it out of the free queue."""
@@ -208,6 +213,8 @@ class BlockPool:
                 f"{count} blocks asked for, {self.free_blocks} of {self.num_blocks} are free"
             )
         stack = self._uncached
+        if count > len(stack) and len(self._refs) <= self.num_blocks:
+            self._extend(count - len(stack))
         fresh = min(count, len(stack))
         blocks = stack[: -fresh - 1 : -1]
         del stack[len(stack) - fresh :]
@@ -225,6 +232,14 @@ class BlockPool:
         block = self._uncached.pop()
         self._refs[block] = 1
         return block
+
+    def _extend(self, count: int) -> None:
+        """Put the next blocks under the stack: `count`, or a chunk where that is more, as far as there are any."""
+        first = len(self._refs)
+        last = min(self.num_blocks, first - 1 + max(count, _CHUNK))
+        self._uncached[:0] = range(last, first - 1, -1)
+        self._refs += [0] * (last - first + 1)
+        self._hash_of += [None] * (last - first + 1)
 
     def _evict(self, count: int) -> list[int]:
         victims = self._evictable.pop(count)
@@ -377,7 +392,7 @@ class BlockPool:
 
     def hash_of(self, block: int) -> BlockHash | None:
         """The hash of `block`, None if it is not in the prefix cache."""
-        return self._hash_of[block]
+        return self._hash_of[block] if block < len(self._hash_of) else None
 
     def find(self, hashes: Sequence[BlockHash]) -> list[int]:
         """The blocks of the longest prefix of `hashes` that is in the cache. Changes nothing."""

@@ -17,24 +17,32 @@ class HostPool:
         if num_blocks < 0:
             raise CoreError(f"a host pool cannot have {num_blocks} blocks")
         self.num_blocks = num_blocks
-        self._free = list(range(num_blocks - 1, -1, -1))
+        self._free: list[int] = []  # freed blocks; those from `_next` on were never given out
+        self._next = 0
+        self._taken: set[int] = set()
 
     @property
     def free_blocks(self) -> int:
         """The number of free host blocks."""
-        return len(self._free)
+        return self.num_blocks - len(self._taken)
 
     def take(self, count: int) -> list[int]:
         """Allocate `count` host blocks. Raises OutOfBlocksError, and changes nothing, when fewer are free."""
-        if count > len(self._free):
-            raise OutOfBlocksError(f"{count} host blocks asked for, {len(self._free)} are free")
-        return [self._free.pop() for _ in range(count)]
+        if count > self.free_blocks:
+            raise OutOfBlocksError(f"{count} host blocks asked for, {self.free_blocks} are free")
+        again = min(count, len(self._free))
+        blocks = [self._free.pop() for _ in range(again)]
+        blocks += range(self._next, self._next + count - again)
+        self._next += count - again
+        self._taken.update(blocks)
+        return blocks
 
     def give(self, blocks: list[int]) -> None:
         """Free allocated blocks. Raises CoreError, and changes nothing, if one is free already."""
-        twice = set(blocks) & set(self._free)
-        if twice or len(set(blocks)) < len(blocks):
-            raise CoreError(f"host blocks {sorted(twice) or blocks} are freed, but are not allocated")
+        foreign = set(blocks) - self._taken
+        if foreign or len(set(blocks)) < len(blocks):
+            raise CoreError(f"host blocks {sorted(foreign) or blocks} are freed, but are not allocated")
+        self._taken.difference_update(blocks)
         self._free += reversed(blocks)
 
 

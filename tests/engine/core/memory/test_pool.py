@@ -1,8 +1,11 @@
+import tracemalloc
+
 import pytest
 
 from engine.core.errors import CoreError, OutOfBlocksError
 from engine.core.memory.block_pool import BlockPool
 from engine.core.memory.eviction import LruQueue
+from engine.core.memory.swap import HostPool
 
 
 def test_blocks_are_taken_in_id_order_and_the_null_block_never() -> None:
@@ -168,3 +171,43 @@ def test_void_blocks_that_nobody_asks_for_take_bounded_memory() -> None:
     for _ in range(1000):
         pool.release(pool.take(4))
     assert len(pool.drain_voided()) <= 4 * 4
+
+
+def test_a_large_pool_takes_the_memory_of_the_blocks_that_are_used() -> None:
+    tracemalloc.start()
+    pool = BlockPool(10**9)
+    pool.release(pool.take(1000))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 10 * 10**6
+    assert pool.free_blocks == 10**9
+
+
+def test_blocks_of_a_large_pool_are_taken_in_id_order_across_chunks() -> None:
+    pool = BlockPool(200_000)
+    first = pool.take(65_000)
+    assert [*first, *pool.take(100_000), pool.take_one()] == list(range(1, 165_002))
+    assert pool.live_blocks == 165_001
+
+
+def test_a_freed_block_is_taken_before_one_that_was_never_used() -> None:
+    pool = BlockPool(200_000)
+    blocks = pool.take(65_536)
+    pool.release(blocks[-1:])
+    assert pool.take(2) == [65_536, 65_537]
+
+
+def test_a_block_that_was_never_taken_has_no_reference_and_no_hash() -> None:
+    pool = BlockPool(200_000)
+    assert (pool.references(150_000), pool.hash_of(150_000)) == (0, None)
+
+
+def test_a_large_host_pool_takes_the_memory_of_the_blocks_that_are_used() -> None:
+    tracemalloc.start()
+    host = HostPool(10**9)
+    host.give(host.take(1000))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 10**6
+    assert host.free_blocks == 10**9
+    assert host.take(1) == [0]

@@ -1,0 +1,61 @@
+"""The memory of a point is estimated before anything is read or drawn, and a point that cannot fit is refused."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from harness.config import memory
+from harness.config.memory import check_memory, machine_memory, point_memory, workers_that_fit
+from harness.config.schema import RunConfig, TraceFormat, WorkloadConfig
+
+GB = 10**9
+
+
+def point(requests: int, **changes: object) -> RunConfig:
+    return replace(RunConfig(workload=WorkloadConfig(num_requests=requests)), **changes)  # type: ignore[arg-type]
+
+
+def test_the_memory_of_a_point_grows_with_its_requests() -> None:
+    assert 5 * GB < point_memory(point(10**6)) < 10 * GB
+
+
+def test_a_point_without_rows_takes_less() -> None:
+    rows = point(10**6)
+    assert point_memory(replace(rows, replay=replace(rows.replay, records=False))) < point_memory(rows) / 2
+
+
+def test_a_point_that_cannot_fit_is_refused_with_both_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "machine_memory", lambda: 24 * GB)
+    (error,) = check_memory(point(10**7))
+    assert str(error) == (
+        "workload.num_requests: found 10,000,000, which take about 71 GB; this machine has 24 GB, of which 80% may be "
+        "used; take fewer, or set replay.records=false"
+    )
+
+
+def test_a_point_that_fits_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "machine_memory", lambda: 24 * GB)
+    assert list(check_memory(point(10**6))) == []
+
+
+def test_a_limit_above_the_rows_of_a_file_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "machine_memory", lambda: 24 * GB)
+    config = point(10**7)
+    assert list(check_memory(replace(config, trace=replace(config.trace, format=TraceFormat.azure)))) == []
+
+
+def test_no_more_workers_start_than_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "machine_memory", lambda: 24 * GB)
+    assert workers_that_fit(point(64), 8) == 8
+    assert workers_that_fit(point(10**6), 8) == 1
+    assert workers_that_fit(point(300_000), 8) == 7
+
+
+def test_a_control_group_lowers_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = tmp_path / "limit"
+    limit.write_text("1000000000\n")
+    monkeypatch.setattr(memory, "_LIMITS", (limit, tmp_path / "none"))
+    assert machine_memory() == GB
+    limit.write_text("max\n")
+    assert machine_memory() > GB
