@@ -188,7 +188,11 @@ def _varied(
     if rate is not None:
         workload = replace(workload, request_rate=rate)
     if pool_tokens is not None:
-        cache = replace(cache, pool_tokens=pool_tokens)
+        cache = replace(cache, pool_tokens=pool_tokens, pool_blocks=None)
+    elif (
+        block_size is not None and cache.pool_blocks is not None
+    ):  # blocks of another size, in the same memory
+        cache = replace(cache, pool_tokens=cache.pool_blocks * cache.block_size, pool_blocks=None)
     if block_size is not None:
         cache = replace(cache, block_size=block_size)
     return replace(config, workload=workload, cache=cache)

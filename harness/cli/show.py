@@ -7,6 +7,7 @@ from harness.config.compose import compose_config, normalise
 from harness.config.errors import UserError
 from harness.config.groups import EXPERIMENTS, conf_dir, default_choices, groups, list_options, purpose
 from harness.config.option_files import is_option_file
+from harness.config.schema import RunConfig
 from harness.console import Arguments, say
 from harness.sweep.plan import SweepRequest, run_request
 
@@ -22,8 +23,20 @@ def show_command(arguments: Arguments) -> int:
     if errors:
         raise UserError("\n".join(map(str, errors)))
     _say_origin(request)
+    say(_pool(normalise(config)))
     say(OmegaConf.to_yaml(OmegaConf.structured(normalise(config))).rstrip())
     return 0
+
+
+def _pool(config: RunConfig) -> str:
+    """The size of the pool and where it comes from; or why it is not known."""
+    from harness.workload.shapes import pool_shape
+
+    try:
+        pool = pool_shape(config)
+    except UserError as error:
+        return f"# pool: {error}"
+    return f"# pool: {pool.num_blocks:,} blocks of {pool.block_size}, {pool.origin}"
 
 
 def _say_origin(request: SweepRequest) -> None:

@@ -25,6 +25,8 @@ def prices_of(cost: CostModel) -> Prices | None:
         paced = prices_of(cost.cost)
         return None if paced is None else paced._replace(ratio=paced.ratio * cost.ratio)
     if type(cost) is RooflineCost:
+        if not cost.is_plain:
+            return None
         return Prices(ROOFLINE, np.array(cost.rates), np.zeros(0, dtype=np.int64), 0, 1.0)
     if type(cost) is FittedCost:
         terms = [*cost.attention_terms, *cost.rest_terms]

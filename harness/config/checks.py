@@ -16,7 +16,15 @@ from engine.core.options import CachePolicy, Preemption, SpeculationMode
 from engine.runtime.options import Backend, KVDtype
 from harness.config.errors import ConfigError
 from harness.config.memory import check_memory
-from harness.config.schema import DecodingMode, RunConfig, SharingModel, TraceArrivals, TraceFormat
+from harness.config.schema import (
+    DecodingMode,
+    ModelConfig,
+    RunConfig,
+    SharingModel,
+    TraceArrivals,
+    TraceFormat,
+    WeightDtype,
+)
 
 NO_KERNELS = "none"
 """`report.kernels=none`: no kernel section, even where timings lie beside the results."""
@@ -85,7 +93,7 @@ RANGES: dict[str, Range] = {
     "replay.users": _LISTED,
     **dict.fromkeys(("workload.num_requests", "workload.num_prefixes"), _LISTED),
     "cache.block_size": Range(1, 10**6),  # tables of one entry for each slot of a block
-    "cache.pool_tokens": _SLOTS,
+    **dict.fromkeys(("cache.pool_tokens", "cache.pool_blocks"), _SLOTS),
     **dict.fromkeys(("cache.max_model_len", "model.max_position"), Range(2, 10**9)),
     "model.vocab": Range(
         8, 10**9
@@ -124,6 +132,24 @@ RANGES: dict[str, Range] = {
         ),
         _FIGURE,
     ),
+    **dict.fromkeys(
+        ("device.activation_gb", "device.other_memory_gb", "device.graph_memory_gb"), Range(0, 1e9)
+    ),
+    **dict.fromkeys(
+        (
+            *(
+                "model.experts",
+                "model.expert_intermediate",
+                "model.shared_intermediate",
+                "model.dense_layers",
+            ),
+            *("model.windowed_layers", "model.latent_rank", "model.rope_dim", "model.value_dim"),
+            "model.query_rank",
+        ),
+        Range(0, 10**9),
+    ),
+    **dict.fromkeys(("model.experts_per_token", "model.weight_group", "model.window"), _COUNT),
+    "model.expert_skew": Range(0, 10),
     **dict.fromkeys(
         ("workload.prefix_share", "trace.share", "decoding.beam_churn", "decoding.acceptance"), _SHARE
     ),
@@ -413,6 +439,16 @@ def _names(config: RunConfig) -> Iterator[ConfigError]:
 def _pool(config: RunConfig) -> Iterator[ConfigError]:
     cache = config.cache
     pool, longest = cache.pool_tokens, cache.max_model_len
+    if pool is not None and cache.pool_blocks is not None:
+        yield ConfigError(
+            "cache.pool_blocks",
+            f"found {cache.pool_blocks}, but cache.pool_tokens={pool} sets the pool too; set one of them to null",
+        )
+    if cache.pool_blocks is not None and cache.policy is not CachePolicy.paged:
+        yield ConfigError(
+            "cache.pool_blocks",
+            f"found {cache.pool_blocks}, but cache.policy={cache.policy} has no blocks; use cache.pool_tokens",
+        )
     if pool is not None and cache.policy is CachePolicy.paged and pool < cache.block_size:
         yield ConfigError(
             "cache.pool_tokens",
@@ -434,6 +470,7 @@ def _model(config: RunConfig) -> Iterator[ConfigError]:
             f"found native, whose attention reads no 8-bit cache (model.kv_dtype={model.kv_dtype}); use auto: torch "
             "widens it, and what else is compiled stays so",
         )
+    yield from _predicted_only(config)
     if model.path is not None:
         return  # the checkpoint's own config decides; harness.point checks it
     if model.heads > 0 and model.kv_heads > 0 and model.heads % model.kv_heads:
@@ -445,3 +482,50 @@ def _model(config: RunConfig) -> Iterator[ConfigError]:
             "cache.max_model_len",
             f"found {longest}, more than model.max_position={model.max_position}; lower it or set null",
         )
+    yield from _experts(model)
+    if model.latent_rank and not (model.rope_dim and model.value_dim):
+        yield ConfigError(
+            "model.latent_rank",
+            f"found {model.latent_rank}, but model.rope_dim or model.value_dim is 0; set both",
+        )
+    if model.windowed_layers > model.layers or bool(model.windowed_layers) != bool(model.window):
+        yield ConfigError(
+            "model.windowed_layers",
+            f"found {model.windowed_layers} with model.window={model.window}; must be 1 to model.layers={model.layers} "
+            "with a window, and 0 without",
+        )
+
+
+def _experts(model: ModelConfig) -> Iterator[ConfigError]:
+    if not model.experts:
+        return
+    if model.experts_per_token > model.experts:
+        yield ConfigError(
+            "model.experts_per_token",
+            f"found {model.experts_per_token}, more than model.experts={model.experts}",
+        )
+    if not model.expert_intermediate:
+        yield ConfigError("model.expert_intermediate", "found 0, but there are experts; set the width of one")
+    if model.dense_layers > model.layers:
+        yield ConfigError(
+            "model.dense_layers", f"found {model.dense_layers}, more than model.layers={model.layers}"
+        )
+
+
+def _predicted_only(config: RunConfig) -> Iterator[ConfigError]:
+    """What a prediction knows and the measured engine does not run."""
+    model = config.model
+    if not config.measure:
+        return
+    if model.weight_dtype is not WeightDtype.model:
+        yield ConfigError(
+            "model.weight_dtype",
+            f"found {model.weight_dtype}, but the measured engine does not quantise weights; use measure=false",
+        )
+    for name in ("experts", "latent_rank"):
+        if model.path is None and getattr(model, name):
+            yield ConfigError(
+                f"model.{name}",
+                f"found {getattr(model, name)}, but the measured engine cannot build such a model from a shape; use "
+                "measure=false, or name a checkpoint (model.path)",
+            )

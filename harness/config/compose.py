@@ -158,6 +158,8 @@ def compose_config(settings: Iterable[Setting]) -> RunConfig:
         if not item.is_group:
             _apply(tree, item)
     asked = {item.key for item in chosen}
+    if tree.cache.pool_blocks is not None and "cache.pool_tokens" not in asked:
+        tree.cache.pool_tokens = None  # that of the group's file; a pool that the user names counts
     if "model.dtype" not in asked:
         _take_dtype_of_checkpoint(tree)
     for key, value in real_defaults(tree, asked).items():

@@ -1,7 +1,8 @@
 """An option of a group from a file of the user's own: `device=./mine.yaml`, `model=~/shapes/mine.yaml`.
 
 The file is YAML, one key and value a line, with the keys that the group's files under `conf/` have. A key that it
-leaves out has the value of the option named by `base`, or else the default of the schema.
+leaves out has the value of the option named by `base`, or else the default of the schema. The shares of a device's
+rates and its overheads are then those that the presets of GPUs assume.
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,6 +29,23 @@ _NEEDED: Mapping[str, tuple[str, ...]] = {
     ),
 }
 
+# What every preset of a GPU assumes, and a PCIe Gen4 x16 link, 32 GB/s one way. A file without `base` gets these.
+_ASSUMED: Mapping[str, Mapping[str, float]] = {
+    "device": {
+        "step_overhead_us": 500.0,
+        "layer_overhead_us": 8.0,
+        "attention_overhead_us": 10.0,
+        "row_overhead_us": 0.2,
+        "bandwidth_efficiency": 0.85,
+        "kv_efficiency": 0.92,
+        "compute_efficiency": 0.65,
+        "attention_efficiency": 0.5,
+        "link_gbs": 32.0,
+        "host_link_gbs": 32.0,
+        "host_link_latency_us": 2.0,
+    }
+}
+
 
 def is_option_file(value: Any) -> bool:
     """Whether the value of a group names a file, and not an option: it ends as YAML files do."""
@@ -45,7 +63,7 @@ def apply_option_file(tree: DictConfig, group: str, named: str) -> None:
     found = dict(_entries(file, group))
     section = tree[group]
     base = found.pop(BASE, None)
-    start = _base_values(file, group, base) if base else {}
+    start = _base_values(file, group, base) if base else dict(_ASSUMED.get(group, {}))
     known = set(section)
     for key, (value, line) in found.items():
         if key not in known:

@@ -132,6 +132,16 @@ class EngineDevice(StrEnum):
     cuda = "cuda"
 
 
+class WeightDtype(StrEnum):
+    """How the matrices of the layers are stored, for a prediction. Embeddings stay in the model's element type."""
+
+    model = "model"
+    fp8 = "fp8"  # 8 bits; scales per tensor or per channel take less than a thousandth
+    int8 = "int8"  # the same
+    int4 = "int4"  # 4 bits, and 16 for the scale of each model.weight_group of them
+    mxfp4 = "mxfp4"  # 4 bits, and 8 for the scale of each 32 of them (Open Compute Project, MX 1.0)
+
+
 @dataclass
 class ModelConfig:
     """Shape of the model; `path` loads a local checkpoint directory instead."""
@@ -150,6 +160,24 @@ class ModelConfig:
     dtype: Dtype = Dtype.float32
     kv_dtype: KVDtype = KVDtype.model
     seed: int = 0
+    tied_embeddings: bool | None = None  # one matrix for input and output; null: as the family has it
+    weight_dtype: WeightDtype = WeightDtype.model  # for predictions; the measured engine has none of these
+    weight_group: int = 128  # weight_dtype=int4: elements that share a scale
+    experts_only: bool = False  # weight_dtype applies to routed experts alone
+    experts: int = 0  # routed experts of a layer; 0: a dense model
+    experts_per_token: int = 1
+    expert_intermediate: int = 0  # width of one of them
+    shared_intermediate: int = 0  # width of all shared experts together
+    dense_layers: int = 0  # first layers, which have a dense MLP instead
+    expert_skew: float = 0.0  # popularity of the i-th expert is i^-skew; 0: all alike
+    window: int | None = None  # tokens that a windowed layer attends to
+    windowed_layers: int = 0
+    latent_rank: int = (
+        0  # latent attention (MLA): width of the latent vector; 0: none, and the next three do not apply
+    )
+    rope_dim: int = 0  # width of its rotary key; head_dim is the other part
+    value_dim: int = 0  # width of a head's value
+    query_rank: int = 0  # width of its compressed query; 0: not compressed
 
 
 @dataclass
@@ -181,6 +209,7 @@ class CacheConfig:
     policy: CachePolicy = CachePolicy.paged
     block_size: int = 16  # tokens per block; the contiguous policies reserve single slots and ignore it
     pool_tokens: int | None = None  # KV slots in the pool; null: what memory holds beside the weights
+    pool_blocks: int | None = None  # the same in blocks, as vLLM's log has it; not together with pool_tokens
     prefix_caching: bool = True  # paged only
     retention: Retention = Retention.lru
     hash: HashAlgorithm = HashAlgorithm.sha256
@@ -265,23 +294,30 @@ class DeviceConfig:
     """
 
     name: str = "cpu"
-    memory_gb: float = 8.0  # 10^9 bytes
+    memory_gb: float = 8.0  # 10^9 bytes, as the driver reports them to an engine
     bandwidth_gbs: float = 20.0  # 10^9 bytes per second
     tflops: float = 0.1  # dense, at the model's dtype
     step_overhead_us: float = 1000.0  # host time of a step, added to the device's
     layer_overhead_us: float = 250.0  # host or launch time per layer
     attention_overhead_us: float = 0.0  # the shortest attention of a layer
     row_overhead_us: float = 0.0  # of one sequence in one layer, beside its bytes and FLOP
-    memory_utilization: float = 0.9
+    memory_utilization: float = 0.9  # share of the memory that the engine may take, as in vLLM
+    activation_gb: float | None = None  # 10^9 bytes: peak of vLLM's profile run; null: by formula
+    other_memory_gb: float = 0.16  # 10^9 bytes: what libraries hold beside it
+    graph_memory_gb: float = (
+        0.0  # 10^9 bytes: CUDA graphs; vLLM subtracts them from 0.21 on, its log says how much
+    )
     bandwidth_efficiency: float = 1.0  # share of the bandwidth that reading weights reaches
     kv_efficiency: float = 1.0  # share of the bandwidth that reading KV in attention reaches
     compute_efficiency: float = 1.0  # share of the peak FLOP/s that dense layers reach
     attention_efficiency: float = 1.0  # share of the peak FLOP/s that attention of prompts reaches
     tensor_parallel: int = 1  # number of devices that every layer is split among
+    expert_parallel: bool = False  # whole experts on each of them, instead of a slice of every expert
     link_gbs: float = 300.0  # tensor_parallel > 1: 10^9 bytes per second that a device sends to the others
     link_latency_us: float = 10.0  # of one all-reduce, beside its bytes
     host_link_gbs: float = 10.0  # 10^9 bytes/s one way between a device and its host, for swapped blocks
     host_link_latency_us: float = 0.2  # of one transfer, beside its bytes; a swapped block has 2 x layers
+    fitted_from: str | None = None  # the log that shares and overheads were fitted to; null: they are assumed
 
 
 @dataclass
@@ -292,6 +328,7 @@ class CostConfig:
     recalibrate: bool = False  # measure again, even if a calibration exists
     follow_pace: bool = True  # scale a fitted prediction by the device's pace now, from a fixed probe
     cache_dir: str | None = None  # where calibrations are kept; null: the user's cache directory
+    bounds: bool = True  # roofline: also replay at the datasheet's bound and at the ends of assumed ranges
     kernels: str | None = None  # table: folder (or table) of bench kernels; null: calibrate's grid
 
 

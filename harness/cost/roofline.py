@@ -1,11 +1,12 @@
 """A cost model for devices that are not available: bytes moved, operations, and fixed times."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import sqrt
 
 import numpy as np
 
+from harness.cost.model_shape import ModelShape
 from harness.metrics.log import FloatArray
 from harness.replay.cost_model import Amount, CostSource, Price
 from harness.replay.features import feature_index
@@ -13,52 +14,12 @@ from harness.replay.features import feature_index
 TOKENS, ROWS, SAMPLED, DECODE_KV, PREFILL_KV, PREFILL_WORK, COPIED = feature_index(
     ("tokens", "rows", "sampled_rows", "decode_kv", "prefill_kv", "prefill_work", "copied_slots")
 )
+DECODE_UNSEEN, PREFILL_UNSEEN, WORK_UNSEEN = feature_index(
+    ("decode_unseen_kv", "prefill_unseen_kv", "prefill_unseen_work")
+)
 SWAPPED, SWAPPED_BLOCKS, DRAFT_PASSES, DRAFT_TOKENS, DRAFT_KV = feature_index(
     ("swapped_slots", "swapped_blocks", "draft_passes", "draft_tokens", "draft_kv")
 )
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """The shape of a decoder. `mlp_matrices` is 3 with a gate (Llama, Qwen), 2 without."""
-
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
-    vocab: int
-    bytes_per_element: int
-    mlp_matrices: int = 3
-    kv_bytes_per_element: int | None = None  # None: as the weights
-    tied_embeddings: bool = False  # one matrix serves as input and as output embedding
-
-    @property
-    def layer_weights(self) -> int:
-        """Elements of one layer's matrices."""
-        query, key_value = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        return self.hidden * (2 * query + 2 * key_value) + self.mlp_matrices * self.hidden * self.intermediate
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of all weights in memory; tied embeddings count once."""
-        embeddings = (1 if self.tied_embeddings else 2) * self.hidden * self.vocab
-        return (self.layers * self.layer_weights + embeddings) * self.bytes_per_element
-
-    @property
-    def step_bytes(self) -> int:
-        """Bytes of the weights that a step reads: all layers and the output embedding.
-
-        Of the input embedding a step reads one row a token, which is left out.
-        """
-        return (self.layers * self.layer_weights + self.hidden * self.vocab) * self.bytes_per_element
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """2 x layers x kv_heads x head_dim x bytes."""
-        width = self.kv_bytes_per_element or self.bytes_per_element
-        return 2 * self.layers * self.kv_heads * self.head_dim * width
 
 
 @dataclass(frozen=True)
@@ -72,6 +33,8 @@ class DeviceShape:
     `row_overhead_s` per layer. With `overlaps` false the dense layers take the larger of reading and computing, as on a
     datasheet; with true the fourth root of the sum of their fourth powers, because near the balance of both neither is
     hidden whole.
+
+    With `expert_parallel` each device holds whole experts, else a slice of every expert.
 
     `link_bandwidth` is the rate at which one device sends to the others in bytes/s, `link_latency_s` the cost of an
     all-reduce beside its bytes. `host_bandwidth` is the rate of the link between each device and the host, one way,
@@ -95,6 +58,7 @@ class DeviceShape:
     attention_overhead_s: float = 0.0
     row_overhead_s: float = 0.0
     overlaps: bool = False
+    expert_parallel: bool = False
 
     @property
     def bound(self) -> "DeviceShape":
@@ -102,6 +66,7 @@ class DeviceShape:
         return DeviceShape(
             *(self.name, self.bandwidth, self.flops, 0.0, 0.0, self.parallel),
             *(self.link_bandwidth, 0.0, self.host_bandwidth, 0.0),
+            expert_parallel=self.expert_parallel,
         )
 
 
@@ -122,6 +87,10 @@ class RooflineCost:
     transfers, K and V of each layer lying apart: the smaller the block, the more a byte costs (SOSP'23 paper on paged
     attention, section 7.3). `draft` is the model that proposes tokens, with its own KV.
 
+    Of a mixture of experts a step reads the experts that its tokens are expected to touch, if they choose independently
+    of one another; on whole experts per device the expected load of the busiest device counts. Windowed layers read and
+    compute inside their window alone. Each device reads the whole latent vector of latent attention.
+
     On `DeviceShape.bound` the price is a lower bound. On any other device it is an expected value: efficiencies and
     fixed times are assumed or fitted.
     """
@@ -129,19 +98,32 @@ class RooflineCost:
     def __init__(self, model: ModelShape, device: DeviceShape, draft: ModelShape | None = None) -> None:
         self.model = model
         self.device = device
+        self.draft = draft
         name = f"roofline:{device}:{model}" + (f":{draft}" if draft else "")
-        self.source = CostSource("roofline", device.name, name, _provenance(device))
-        share = 1.0 / device.parallel
+        self.source = CostSource("roofline", device.name, name, _provenance(model, device))
+        share, kv_share = 1.0 / device.parallel, model.kv_share(device.parallel)
         compute = device.flops * device.compute_efficiency
-        self._weights_s = share * model.step_bytes / (device.bandwidth * device.bandwidth_efficiency)
-        self._token_s = share * 2.0 * model.layers * model.layer_weights / compute
+        reading = device.bandwidth * device.bandwidth_efficiency
+        reading_kv = device.bandwidth * device.kv_efficiency
+        pairs = device.flops * device.attention_efficiency / model.layers
+        self._weights_s = share * model.step_bytes / reading
+        self._token_s = share * 2.0 * model.token_weights / compute
         self._sample_s = share * 2.0 * model.hidden * model.vocab / compute
-        self._kv_s = share * model.kv_bytes_per_token / (device.bandwidth * device.kv_efficiency)
-        pair_flops = 4.0 * model.heads * model.head_dim * model.layers
-        self._pair_s = share * pair_flops / (device.flops * device.attention_efficiency)
+        self._kv_s = kv_share * model.kv_bytes_per_token / reading_kv
+        self._pair_s = share * model.prompt_pair_flops / pairs
+        self._decode_pair_s = share * model.decode_pair_flops / pairs
+        self._windowed = model.windowed_layers / model.layers if model.window else 0.0
+        self._experts_s: FloatArray | None = None
+        if model.experts:
+            groups = device.parallel if device.expert_parallel else 1
+            each = model.expert_bytes / reading * (1.0 if device.expert_parallel else share)
+            self._experts_s = model.experts.touched(groups) * each
+            extra = model.experts.busiest(groups) - 1.0
+            routed = model.expert_layers * model.experts.active * model.expert_weights
+            self._token_s += share * 2.0 * routed * extra / compute
         lanes = [shape for shape in (model, draft) if shape]
-        lanes_bytes = share * sum(shape.kv_bytes_per_token for shape in lanes)
-        self._copy_s = 2.0 * lanes_bytes / (device.bandwidth * device.bandwidth_efficiency)
+        lanes_bytes = sum(shape.kv_share(device.parallel) * shape.kv_bytes_per_token for shape in lanes)
+        self._copy_s = 2.0 * lanes_bytes / reading
         self._swap_s = lanes_bytes / device.host_bandwidth
         self._transfer_s = 2.0 * sum(shape.layers for shape in lanes) * device.host_latency_s
         self._draft = _Draft(draft, device) if draft else None
@@ -149,6 +131,11 @@ class RooflineCost:
         self._attention_s = model.layers * device.attention_overhead_s
         self._row_s = model.layers * device.row_overhead_s
         self._link_s, self._reduce_s = _all_reduces(model, device)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether `rates` say all: no experts, no windows, and decoding costs per pair what prompts cost."""
+        return not self.model.experts and not self._windowed and self._decode_pair_s == self._pair_s
 
     @property
     def rates(self) -> tuple[float, ...]:
@@ -166,11 +153,17 @@ class RooflineCost:
     def price(self, features: Sequence[Amount]) -> Price:
         """Seconds of the step and of its attention."""
         tokens, rows = features[TOKENS], features[ROWS]
-        prompts = _larger(features[PREFILL_KV] * self._kv_s, features[PREFILL_WORK] * self._pair_s)
-        decodes = _larger(features[DECODE_KV] * self._kv_s, features[DECODE_KV] * self._pair_s)
+        decode_kv, prompt_kv, pairs = features[DECODE_KV], features[PREFILL_KV], features[PREFILL_WORK]
+        if self._windowed:
+            decode_kv = decode_kv - features[DECODE_UNSEEN] * self._windowed
+            prompt_kv = prompt_kv - features[PREFILL_UNSEEN] * self._windowed
+            pairs = pairs - features[WORK_UNSEEN] * self._windowed
+        prompts = _larger(prompt_kv * self._kv_s, pairs * self._pair_s)
+        decodes = _larger(decode_kv * self._kv_s, decode_kv * self._decode_pair_s)
         attention = decodes + prompts + (self._attention_s + rows * self._row_s)
         computing = tokens * self._token_s + features[SAMPLED] * self._sample_s
-        dense = (_smoothly_larger if self.device.overlaps else _larger)(computing, self._weights_s)
+        reading = self._weights_s if self._experts_s is None else self._reading(tokens)
+        dense = (_smoothly_larger if self.device.overlaps else _larger)(computing, reading)
         seconds = dense + attention + features[COPIED] * self._copy_s + self._host_s
         if self._reduce_s or self._link_s:
             seconds = seconds + (tokens * self._link_s + self._reduce_s)
@@ -179,6 +172,14 @@ class RooflineCost:
             seconds = seconds + self._draft.seconds(features)
         return Price(seconds, attention)
 
+    def _reading(self, tokens: Amount) -> Amount:
+        """Seconds of reading the common weights, and the experts that so many tokens are expected to touch."""
+        assert self._experts_s is not None
+        last = len(self._experts_s) - 1
+        if isinstance(tokens, np.ndarray):
+            return self._weights_s + self._experts_s[np.minimum(tokens, last).astype(np.int64)]
+        return self._weights_s + float(self._experts_s[int(min(tokens, last))])
+
 
 class _Draft:
     """The draft model's passes: each reads its weights and costs its layers' fixed times."""
@@ -186,10 +187,11 @@ class _Draft:
     def __init__(self, model: ModelShape, device: DeviceShape) -> None:
         share = 1.0 / device.parallel
         link_s, reduce_s = _all_reduces(model, device)
-        work = model.layers * model.layer_weights + model.hidden * model.vocab
+        work = model.token_weights + model.hidden * model.vocab
         self._token_s = share * 2.0 * work / (device.flops * device.compute_efficiency)
         self._weights_s = share * model.step_bytes / (device.bandwidth * device.bandwidth_efficiency)
-        self._kv_s = share * model.kv_bytes_per_token / (device.bandwidth * device.kv_efficiency)
+        kv_bytes = model.kv_share(device.parallel) * model.kv_bytes_per_token
+        self._kv_s = kv_bytes / (device.bandwidth * device.kv_efficiency)
         self._pass_s = model.layers * (device.layer_overhead_s + device.attention_overhead_s) + reduce_s
         self._link_s = link_s
 
@@ -215,7 +217,7 @@ def _larger(one: Amount, other: Amount) -> Amount:
     return np.maximum(one, other)
 
 
-def _smoothly_larger(one: Amount, other: float) -> Amount:
+def _smoothly_larger(one: Amount, other: Amount) -> Amount:
     """(one^4 + other^4)^(1/4): at least the larger of both, 19 % more where they are equal.
 
     Square roots are rounded alike everywhere, so that numbers, arrays and compiled code give the same bits.
@@ -228,10 +230,21 @@ def _smoothly_larger(one: Amount, other: float) -> Amount:
     return roots
 
 
-def _provenance(device: DeviceShape) -> dict[str, object]:
+def _not_priced(model: ModelShape, device: DeviceShape) -> Iterator[str]:
+    """What the price leaves out, each in words."""
+    yield "block size: attention takes as long at any block size"
+    if model.layer_bits is not None or model.expert_bits is not None:
+        yield "arithmetic of quantised weights: it runs at device.tflops, as that of the model's element type"
+    if model.experts and device.expert_parallel:
+        yield "chance imbalance among devices: each has its expected load"
+    if model.latent:
+        yield "unpacking latent keys of a prompt's earlier chunks"
+
+
+def _provenance(model: ModelShape, device: DeviceShape) -> dict[str, object]:
     return {
         "what": "datasheet rates times efficiencies, plus fixed times; an expected value and no bound",
-        "not priced": "block size: attention takes as long at any block size",
+        "not priced": "; ".join(_not_priced(model, device)),
         "bandwidth_gbs": device.bandwidth / 1e9,
         "tflops": device.flops / 1e12,
         **{name: getattr(device, name) for name in _EFFICIENCIES},

@@ -1,12 +1,14 @@
 """Choose the cost model of a point, check that it is available, and load it."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from harness.config.errors import ConfigError
 from harness.config.schema import CostKind, RunConfig
 from harness.cost.roofline import RooflineCost
 from harness.environment import device_identity
+from harness.point.bounds import origins
 from harness.replay.cost_model import CostModel
 from harness.workload.devices import is_predicted_device
 from harness.workload.shapes import device_shape, draft_of, draft_shape, model_shape, unmodelled
@@ -99,14 +101,25 @@ def _check_modelled(config: RunConfig, kind: CostKind) -> None:
     if config.decoding.draft_tokens and config.decoding.draft_path:
         models.append((draft_of(config.model, config.decoding.draft_path), "decoding.draft_path"))
     for model, key in models:
-        model_shape(model, key)
-        unknown = unmodelled(config, model, key)
+        shape = model_shape(model, key)
+        unknown = unmodelled(model, key)
         if unknown:
             raise ConfigError(
                 "cost.kind",
                 f"roofline, but {model.path or model.name} has {unknown}, which the roofline does not price. Use "
                 "cost=fitted on the device that runs it",
             )
+        proposes = config.decoding.draft_tokens and (len(models) == 1 or key == "decoding.draft_path")
+        if proposes and (shape.experts or shape.window):
+            raise ConfigError(
+                key,
+                f"{model.path or model.name} proposes tokens and has {'experts' if shape.experts else 'windows'}, "
+                "which the roofline does not price in a draft pass; name a dense model (decoding.draft_path)",
+            )
+    if config.device.expert_parallel and not model_shape(config.model).experts:
+        raise ConfigError(
+            "device.expert_parallel", f"true, but {config.model.name} has no experts; set it to false"
+        )
 
 
 def _check_acceptance(config: RunConfig, kind: CostKind) -> None:
@@ -133,7 +146,10 @@ def cost_model(config: RunConfig) -> CostModel:
     """The point's cost model. A fitted one must have been calibrated before."""
     kind = resolve_cost_kind(config)
     if kind is CostKind.roofline:
-        return RooflineCost(model_shape(config.model), device_shape(config), draft_shape(config))
+        cost = RooflineCost(model_shape(config.model), device_shape(config), draft_shape(config))
+        provenance = {**cost.source.provenance, "model": config.model.name, "from": origins(config.device)}
+        cost.source = replace(cost.source, provenance=provenance)
+        return cost
     from harness.calibrate.store import load_calibration, load_table
 
     if takes_timed_kernels(config):

@@ -11,6 +11,7 @@ from engine.runtime.models.spec import checkpoint_stamp
 from harness.config.errors import ConfigError
 from harness.config.schema import RunConfig
 from harness.environment import code_version, device_identity
+from harness.point.bounds import bounds_of
 from harness.point.cost import check_cost, cost_model
 from harness.point.record import files_of, make_record, tables_of
 from harness.replay.cost_model import CostModel, PacedCost
@@ -156,6 +157,7 @@ def run_point(config: RunConfig, *, progress: Progress | None = None) -> PointRe
     simulated = _predicted(config, workload, paced)
     seconds = {"simulate": time.perf_counter() - predicted_from, "all": time.perf_counter() - started}
     record = make_record(config, workload, paced, simulated, runs, seconds)
+    record["bounds"] = bounds_of(config, workload, paced)
     if runs:
         record["pace"] = _pace_section(pace, runs, cost)
     return PointResult(record, tables_of(simulated.log, runs), files_of(simulated.log, runs))

@@ -60,7 +60,7 @@ class SimulatedExecutor:
 
     `requests` by id may grow while the replay runs. `survival` lets branches of sampled requests end before their
     pinned length; their ends are drawn step by step, so there is no fast-forward. `acceptance` draws the accepted
-    drafts (None: all are rejected).
+    drafts (None: all are rejected). `window` is that of the model's windowed layers, in tokens.
     """
 
     def __init__(
@@ -73,13 +73,15 @@ class SimulatedExecutor:
         fast_forward: bool = True,
         survival: BranchSurvival | None = None,
         acceptance: DraftAcceptance | None = None,
+        window: int | None = None,
     ) -> None:
         self.max_steps = 1 << 30 if fast_forward and survival is None else 1
         self._ends = BranchEnds(survival, requests) if survival else None
         self._acceptance = acceptance
         self._cost = cost
         self._block_size = block_size
-        self._meter = FeatureMeter(requests, block_size)
+        self._window = window
+        self._meter = FeatureMeter(requests, block_size, window)
         self._parents = SimulatedParents(requests, genealogy)
         self._timing = StepTiming([], [])
 
@@ -118,7 +120,7 @@ class SimulatedExecutor:
             return ns, attention
         if horizon_ns is not None:
             left = min(left, -(-horizon_ns // ns[0]) + 1)
-        ahead = FastForwardFeatures(plan, first, self._block_size)
+        ahead = FastForwardFeatures(plan, first, self._block_size, self._window)
         more = self._singly if left <= _ONE_BY_ONE else self._together
         ns, attention = more(ahead, left + 1, ns, attention)
         if horizon_ns is None:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from engine.core.plan import StepPlan
+from harness.metrics.log import FloatArray
 from harness.replay.cost_model import Amount
 from harness.replay.features import WARMING, distinct_share, feature_index
 
@@ -19,8 +20,8 @@ _DECODE_KV, _PADDED_KV, _PADDED_BLOCKS, _BLOCKS, _NEW, _FREED, _AFTER = feature_
         "after_prefill",
     )
 )
-_COPIED, _ADMITTED, _DRAFT_KV, _DISTINCT_KV = feature_index(
-    ("copied_slots", "admitted_tokens", "draft_kv", "decode_distinct_kv")
+_COPIED, _ADMITTED, _DRAFT_KV, _DISTINCT_KV, _UNSEEN_KV = feature_index(
+    ("copied_slots", "admitted_tokens", "draft_kv", "decode_distinct_kv", "decode_unseen_kv")
 )
 
 
@@ -31,7 +32,9 @@ class FastForwardFeatures:
     order, so the results are equal to the bit. `first` are the features of the first step.
     """
 
-    def __init__(self, plan: StepPlan, first: Sequence[Amount], block_size: int) -> None:
+    def __init__(
+        self, plan: StepPlan, first: Sequence[Amount], block_size: int, window: int | None = None
+    ) -> None:
         self._first = first
         self._block_size = block_size
         self._rows = plan.steady
@@ -39,6 +42,8 @@ class FastForwardFeatures:
         self._unnamed = plan.usage.free // block_size
         self._physical, self._logical = plan.usage.physical_blocks, plan.usage.logical_blocks
         self._residues = self._crossings(plan)
+        # By row the first step after which one more of its slots lies outside of the window in each step.
+        self._leaving = None if window is None else np.maximum(window - plan.context_len, 0)
 
     def _crossings(self, plan: StepPlan) -> list[int]:
         """Blocks taken in step j, at index j modulo the block size: rows whose context is then a multiple of it.
@@ -57,6 +62,7 @@ class FastForwardFeatures:
         entries = gone = 0
         features = list(self._first)
         kv, blocks, draft_kv = features[_DECODE_KV], features[_BLOCKS], features[_DRAFT_KV]
+        unseen = self._unseen(steps)
         for step in range(1, steps):
             taken = residues[step % size]
             entries += taken
@@ -73,7 +79,17 @@ class FastForwardFeatures:
             features[_FREED] = (gone - before) * size
             features[_COPIED] = features[_ADMITTED] = 0
             features[_AFTER] = features[_AFTER] * WARMING
+            if unseen is not None:
+                features[_UNSEEN_KV] = float(unseen[step])
             yield features
+
+    def _unseen(self, steps: int) -> FloatArray | None:
+        """KV slots outside of the window in steps 0 … `steps - 1`; None without a window."""
+        if self._leaving is None:
+            return None
+        growth = np.cumsum(np.bincount(np.minimum(self._leaving, steps), minlength=steps + 1))[:steps]
+        growth[0] = 0
+        return float(self._first[_UNSEEN_KV]) + np.cumsum(growth).astype(np.float64)
 
     def columns(self, steps: int) -> list[Amount]:
         """Features of steps 0 … `steps - 1`, those that change as arrays `[steps]`."""
@@ -99,5 +115,8 @@ class FastForwardFeatures:
             features[_DRAFT_KV] = first[_DRAFT_KV] + grown
         for once in (_COPIED, _ADMITTED):
             features[once] = np.where(later == 0, first[once], 0.0) if first[once] else 0
+        unseen = self._unseen(steps)
+        if unseen is not None:
+            features[_UNSEEN_KV] = unseen
         features[_AFTER] = np.cumprod(np.concatenate([[first[_AFTER]], np.full(steps - 1, WARMING)]))
         return features

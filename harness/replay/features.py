@@ -42,6 +42,9 @@ FEATURES: dict[str, str] = {
     "draft_passes": "forward passes of the draft model",
     "draft_tokens": "tokens that run through it",
     "draft_kv": "KV slots of its lane that those read",
+    "decode_unseen_kv": "of decode_kv the slots outside of the model's window, which windowed layers do not read",
+    "prefill_unseen_kv": "of prefill_kv the same",
+    "prefill_unseen_work": "of prefill_work the same",
 }
 """Feature names with their meaning; the order is the column order."""
 
@@ -81,12 +84,13 @@ class FeatureMeter:
 
     It remembers how long ago the last large prefill was. On a CPU a prefill of a hundred tokens or more evicts the
     model's weights and the interpreter from the caches, and the next decode steps take up to twice their time.
-    `requests` by request id may grow while the replay runs.
+    `requests` by request id may grow while the replay runs. `window` is that of the model's windowed layers, in tokens.
     """
 
-    def __init__(self, requests: Mapping[int, Request], block_size: int) -> None:
+    def __init__(self, requests: Mapping[int, Request], block_size: int, window: int | None = None) -> None:
         self._requests = requests
         self._block_size = block_size
+        self._window = window
         self._after_prefill = 0.0
         self._beams: set[int] = set()  # beam requests admitted so far
         self._drafting = (
@@ -116,6 +120,7 @@ class FeatureMeter:
             admitted,
             self._after_prefill,
             *(_draft_features(rows, others, accepted) if self._drafting else (0, 0, 0)),
+            *(_unseen_features(plan, self._window) if self._window else (0, 0, 0)),
         ]
 
     def _beam_rows(self, others: Sequence[Row]) -> int:
@@ -188,6 +193,26 @@ def distinct_share(physical: Amount, logical: Amount) -> Amount:
     if isinstance(logical, np.ndarray):
         return physical / logical
     return physical / logical if logical else 1.0
+
+
+def _unseen_features(plan: StepPlan, window: int) -> tuple[Amount, Amount, Amount]:
+    """Slots of decode rows, slots of chunks, and query-key pairs of chunks, that lie outside of the window.
+
+    A query at position p sees the last `window` of its p keys. The queries of a chunk together read the slots from the
+    first one's window to the last one's position.
+    """
+    decode = chunk_kv = work = 0
+    if plan.steady:
+        decode = int(_add(np.maximum(plan.context_len[: plan.steady] + 1 - window, 0)))
+    for _, _, held, query, _, _, _ in plan.other_rows:
+        beyond = max(0, held + query - window)
+        if query == 1:
+            decode += beyond
+        else:
+            chunk_kv += max(0, beyond - (query - 1))
+            before = max(0, held - window)
+            work += (beyond * (beyond + 1) - before * (before + 1)) // 2
+    return decode, chunk_kv, work
 
 
 def _draft_features(

@@ -356,12 +356,19 @@ class Recorder:
 
     With `keep_plans` it also keeps each step plan's digest, features and draft tokens by request, and the step result.
     They serve to compare two replays step by step, to price a measured run's plans, and to calibrate. `keep_plans` is
-    only for replays without fast-forward.
+    only for replays without fast-forward. `window` is that of the model's windowed layers, in tokens.
     """
 
-    def __init__(self, requests: Mapping[int, Request], block_size: int, *, keep_plans: bool = False) -> None:
+    def __init__(
+        self,
+        requests: Mapping[int, Request],
+        block_size: int,
+        *,
+        keep_plans: bool = False,
+        window: int | None = None,
+    ) -> None:
         self._block_size = block_size
-        self._meter = FeatureMeter(requests, block_size)
+        self._meter = FeatureMeter(requests, block_size, window)
         self._steps = StepTable()
         self._times = RequestTimes()
         self._keep_plans = keep_plans

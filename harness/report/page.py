@@ -234,11 +234,12 @@ def _cost_section(study: Study) -> Section:
     heldout = provenance.heldout_table(study.records)
     facts = provenance.facts_table("cost", study.records, without=("heldout", "validation"))
     if heldout is None:
+        bounds = provenance.bounds_table(study.records)
         return Section(
             "cost",
             "Cost model",
             ["The cost model was not fitted, so it has no held-out error."],
-            tables=[facts],
+            tables=[bounds, facts] if bounds else [facts],
             notes=notes,
         )
     text = [

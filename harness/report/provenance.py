@@ -4,11 +4,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from harness.metrics import METRICS
+from harness.metrics.verdict import point_label
 from harness.report import numbers
 from harness.report.study import Record
 from harness.report.tables import Table
 
 _MOST_VALUES = 4
+_MOST_ROWS = 40
 
 
 def facts_table(section: str, records: Sequence[Record], *, without: Sequence[str] = ()) -> Table:
@@ -22,6 +25,33 @@ def facts_table(section: str, records: Sequence[Record], *, without: Sequence[st
             if key.partition(".")[0] not in without:
                 found.setdefault(key, {})[tuple(value) if isinstance(value, list) else value] = None
     return Table(["", ""], [[key, _together(list(values))] for key, values in found.items()], words=2)
+
+
+def bounds_table(records: Sequence[Record]) -> Table | None:
+    """Each point's expected values between the datasheet's bound and the ends of assumed ranges; None without any."""
+    rows = [row for record in records for row in _bounds_rows(record)]
+    if not rows:
+        return None
+    head = [
+        "point",
+        "metric",
+        "datasheet's bound",
+        "expected",
+        "if all that is assumed is fast",
+        "... is slow",
+    ]
+    return Table(
+        head, rows, words=2, title="Datasheet's bound and expected value", folded=len(rows) > _MOST_ROWS
+    )
+
+
+def _bounds_rows(record: Record) -> Iterable[list[str]]:
+    bounds = record.get("bounds") or {}
+    for name, bound in (bounds.get("datasheet") or {}).items():
+        metric = METRICS[name]
+        ends = [(bounds.get(end) or {}).get(name) for end in ("fast_end", "slow_end")]
+        values = [bound, (record.get("simulated") or {}).get(name), *ends]
+        yield [point_label(record), metric.label, *(numbers.figure(metric, value) for value in values)]
 
 
 def heldout_table(records: Sequence[Record]) -> Table | None:

@@ -84,6 +84,7 @@ def pools_table(records: Sequence[Record]) -> Table:
         "memory",
         "per token",
         "longest request",
+        "size from",
         "points",
     ]
     rows: dict[tuple[str, ...], int] = {}
@@ -103,7 +104,17 @@ def _pool_cells(record: Record) -> tuple[str, ...]:
         *(numbers.NONE if value is None else f"{value:,}" for value in whole),
         *(numbers.NONE if value is None else numbers.size(value) for value in sizes),
         str(pool.get("max_model_len", numbers.NONE)),
+        _sized_by(pool),
     )
+
+
+def _sized_by(pool: Mapping[str, Any]) -> str:
+    """The key that set the pool's size, or the memory that it was taken from."""
+    memory = pool.get("memory_per_device")
+    if not memory:
+        return str(pool.get("sized_by", numbers.NONE))
+    less = " - ".join(f"{memory[name] / 1e9:.2f} {name}" for name in memory if name != "usable")
+    return f"{memory['usable'] / 1e9:.2f} GB - {less}"
 
 
 def points_table(records: Sequence[Record], axes: Axes) -> Table:

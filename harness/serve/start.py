@@ -113,7 +113,7 @@ def build_engine(config: RunConfig) -> "Engine":
     except ModelError as error:
         raise ConfigError("model", str(error)) from error
     options = EngineOptions(
-        pool_tokens=config.cache.pool_tokens,
+        pool_tokens=pool.tokens if config.cache.pool_blocks else config.cache.pool_tokens,
         block_size=pool.block_size,
         cache=config.cache.policy,
         backend=config.engine.backend,

@@ -1,8 +1,7 @@
 """Model, device and pool of a point as numbers. Nothing here imports torch."""
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
 from engine.core.options import CachePolicy
 from engine.runtime.models.spec import ModelSpec
@@ -10,43 +9,22 @@ from engine.runtime.options import Dtype, KVDtype
 from harness.config.checkpoint import CheckpointFacts
 from harness.config.errors import ConfigError
 from harness.config.schema import ModelConfig, RunConfig
-from harness.cost.roofline import DeviceShape, ModelShape
+from harness.cost.model_shape import Experts, LatentKV, ModelShape
+from harness.cost.roofline import DeviceShape
+from harness.workload.architecture import TIED, UNGATED, bits_of, checkpoint_shape, unknown_parts
+from harness.workload.memory import DeviceMemory, device_memory
 
 BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2, Dtype.float16: 2}
-# Families whose configuration in transformers ties input and output embeddings if the checkpoint does not say.
-_TIED = (
-    *("bloom", "cohere", "cohere2", "ernie4_5", "falcon", "gemma", "gemma2", "gemma3_text", "gpt2"),
-    *("gpt_bigcode", "mpt", "opt", "smollm3", "starcoder2"),
-)
-# Families with two MLP matrices instead of three.
-_UNGATED = (
-    *(
-        "apertus",
-        "arcee",
-        "bloom",
-        "falcon",
-        "gpt2",
-        "gpt_bigcode",
-        "gpt_neox",
-        "gptj",
-        "mpt",
-        "nemotron",
-        "opt",
-    ),
-    *("phi", "starcoder2"),
-)
-# Families whose every layer is full or windowed attention and a dense MLP: what `ModelShape` describes.
-_DENSE = (
-    *(*_TIED, *_UNGATED),
-    *("llama", "mistral", "ministral", "qwen2", "qwen3", "phi3", "stablelm", "olmo", "olmo2", "granite"),
-    *("exaone4", "glm", "glm4", "helium", "seed_oss"),
-)
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 @dataclass(frozen=True)
 class PoolShape:
-    """KV memory of a point. A contiguous policy has blocks of one token."""
+    """KV memory of a point. A contiguous policy has blocks of one token.
+
+    `sized_by` is the key that set the size, `device.memory_gb` where nothing did; then `memory` has the parts. `window`
+    is that of the model's windowed layers. The pool keeps their blocks as long as those of the others, as vLLM does
+    with `--disable-hybrid-kv-cache-manager`.
+    """
 
     policy: CachePolicy
     num_blocks: int
@@ -54,11 +32,25 @@ class PoolShape:
     kv_bytes_per_token: int
     max_model_len: int
     prefix_caching: bool
+    sized_by: str = "cache.pool_tokens"
+    memory: DeviceMemory | None = None
+    window: int | None = None
 
     @property
     def tokens(self) -> int:
         """KV slots of the pool."""
         return self.num_blocks * self.block_size
+
+    @property
+    def origin(self) -> str:
+        """In words where the size comes from."""
+        if self.memory is None:
+            return f"set by {self.sized_by}"
+        parts = {name: f"{size / 1e9:.2f}" for name, size in asdict(self.memory).items()}
+        return (
+            f"automatic, on each device {parts['usable']} GB usable - {parts['weights']} weights - "
+            f"{parts['activations']} activations - {parts['other']} other - {parts['graphs']} graphs"
+        )
 
 
 def model_shape(model: ModelConfig, key: str = "model.path") -> ModelShape:
@@ -69,76 +61,54 @@ def model_shape(model: ModelConfig, key: str = "model.path") -> ModelShape:
     """
     width = 1 if model.kv_dtype is KVDtype.fp8_e4m3 else None
     size = BYTES[model.dtype]
-    if not model.path:
-        return ModelShape(
-            *(model.layers, model.hidden, model.heads, model.kv_heads, model.head_dim),
-            *(model.intermediate, model.vocab, size),
-            mlp_matrices=2 if model.family in _UNGATED else 3,
-            kv_bytes_per_element=width,
-            tied_embeddings=model.family in _TIED,
-        )
-    facts = CheckpointFacts(model.path, key)
-    heads = facts.number("num_attention_heads", "n_head", "n_heads")
-    hidden = facts.number("hidden_size", "n_embd", "d_model")
-    mlp = facts.maybe("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
-    tied = facts.get("tie_word_embeddings")
+    bits = bits_of(model.weight_dtype, model.weight_group)
+    if model.path:
+        shape = checkpoint_shape(CheckpointFacts(model.path, key), size, width)
+        if shape.experts:
+            shape = replace(shape, experts=replace(shape.experts, skew=model.expert_skew))
+        if bits is not None:  # an engine can quantise while it loads
+            shape = replace(shape, layer_bits=None if model.experts_only else bits, expert_bits=bits)
+        return shape
     return ModelShape(
-        layers=facts.number("num_hidden_layers", "n_layer", "n_layers"),
-        hidden=hidden,
-        heads=heads,
-        kv_heads=_kv_heads(facts, heads),
-        head_dim=facts.maybe("head_dim") or hidden // heads,
-        intermediate=mlp or (4 * hidden if facts.family in _UNGATED else facts.number("intermediate_size")),
-        vocab=facts.number("vocab_size"),
-        bytes_per_element=size,
-        mlp_matrices=2 if facts.family in _UNGATED else 3,
+        *(model.layers, model.hidden, model.heads, model.kv_heads, model.head_dim),
+        *(model.intermediate, model.vocab, size),
+        mlp_matrices=2 if model.family in UNGATED else 3,
         kv_bytes_per_element=width,
-        tied_embeddings=facts.family in _TIED if tied is None else bool(tied),
+        tied_embeddings=model.family in TIED if model.tied_embeddings is None else model.tied_embeddings,
+        experts=_experts(model),
+        latent=_latent(model),
+        window=model.window if model.windowed_layers else None,
+        windowed_layers=model.windowed_layers if model.window else 0,
+        layer_bits=None if model.experts_only else bits,
+        expert_bits=bits,
     )
 
 
-def _kv_heads(facts: CheckpointFacts, heads: int) -> int:
-    """Grouped-query attention says how many; multi-query attention (gpt_bigcode, the first falcon) has one."""
-    if facts.get("multi_query") and not facts.get("new_decoder_architecture"):
-        return 1
-    return facts.maybe("num_key_value_heads", "num_kv_heads") or heads
-
-
-def unmodelled(config: RunConfig, model: ModelConfig, key: str = "model.path") -> str:
-    """What `ModelShape` does not know of `model`, in words; empty if it knows all that the sequences can meet."""
-    if not model.path:
-        moe = "moe" in model.family or model.family == "mixtral"
-        return f"a mixture of experts (family {model.family})" if moe else ""
-    facts = CheckpointFacts(model.path, key)
-    experts = [name for name in _EXPERTS if facts.get(name) not in (None, 0, 1)]
-    found = [f"a mixture of experts ({name} = {facts.get(name)})" for name in experts]
-    if facts.get("kv_lora_rank"):
-        found.append(f"latent K and V (kv_lora_rank = {facts.get('kv_lora_rank')})")
-    kinds = facts.get("layer_types")
-    kinds = kinds if isinstance(kinds, list) else []
-    other = sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"})
-    if other:
-        found.append(f"layers of other kinds ({', '.join(other)})")
-    if facts.get("quantization_config"):
-        found.append("quantised weights (quantization_config)")
-    window = _window(facts, kinds)
-    if window and window < (config.cache.max_model_len or max_position(model)):
-        found.append(
-            f"sliding windows of {window} tokens (cache.max_model_len={window} never reaches beyond one)"
-        )
-    if not found and facts.family not in _DENSE:
-        found.append(f"an architecture that it has not been taught (model_type {facts.family or 'missing'})")
-    return " and ".join(found)
-
-
-def _window(facts: CheckpointFacts, kinds: list[Any]) -> int | None:
-    """The sliding window, or None where no layer slides."""
-    layers, first = facts.maybe("num_hidden_layers", "n_layer", "n_layers"), facts.get("max_window_layers")
-    if facts.get("use_sliding_window") is False or (kinds and "sliding_attention" not in kinds):
+def _experts(model: ModelConfig) -> Experts | None:
+    if not model.experts:
         return None
-    if not kinds and layers and isinstance(first, int) and first >= layers:
+    return Experts(
+        count=model.experts,
+        active=model.experts_per_token,
+        intermediate=model.expert_intermediate,
+        shared=model.shared_intermediate,
+        dense_layers=model.dense_layers,
+        skew=model.expert_skew,
+    )
+
+
+def _latent(model: ModelConfig) -> LatentKV | None:
+    if not model.latent_rank:
         return None
-    return facts.maybe("sliding_window")
+    return LatentKV(model.latent_rank, model.rope_dim, model.value_dim, model.query_rank)
+
+
+def unmodelled(model: ModelConfig, key: str = "model.path") -> str:
+    """What `ModelShape` does not know of `model`, in words; empty if it knows all."""
+    if model.path:
+        return " and ".join(unknown_parts(CheckpointFacts(model.path, key)))
+    moe = ("moe" in model.family or model.family == "mixtral") and not model.experts
+    return f"a mixture of experts (family {model.family}), but model.experts is 0" if moe else ""
 
 
 def draft_of(model: ModelConfig, path: str) -> ModelConfig:
@@ -200,11 +170,12 @@ def device_shape(config: RunConfig) -> DeviceShape:
         attention_overhead_s=device.attention_overhead_us * 1e-6,
         row_overhead_s=device.row_overhead_us * 1e-6,
         overlaps=True,
+        expert_parallel=device.expert_parallel,
     )
 
 
 def pool_shape(config: RunConfig) -> PoolShape:
-    """The pool: `cache.pool_tokens`, or the tokens that the device's memory holds beside the weights.
+    """The pool: `cache.pool_blocks` or `cache.pool_tokens`, or what the devices' memory holds beside the weights.
 
     Raises:
         ConfigError: the pool holds no block, or the sequences are longer than the model allows.
@@ -216,8 +187,8 @@ def pool_shape(config: RunConfig) -> PoolShape:
             "cache.max_model_len",
             f"{cache.max_model_len} tokens, but {config.model.name} takes {longest} at most",
         )
-    tokens = cache.pool_tokens or _tokens_beside_weights(config, model)
     size = cache.block_size if cache.policy is CachePolicy.paged else 1
+    tokens, sized_by, memory = _size(config, model, size)
     if tokens < size:
         raise ConfigError(
             "cache.pool_tokens", f"{tokens} tokens hold no block of {size}; allowed: {size} or more"
@@ -229,35 +200,61 @@ def pool_shape(config: RunConfig) -> PoolShape:
         kv_bytes_per_token=model.kv_bytes_per_token,
         max_model_len=cache.max_model_len or longest,
         prefix_caching=cache.prefix_caching and cache.policy is CachePolicy.paged,
+        sized_by=sized_by,
+        memory=memory,
+        window=model.window,
     )
 
 
-def _tokens_beside_weights(config: RunConfig, model: ModelShape) -> int:
-    unknown = unmodelled(config, config.model)
+def _size(config: RunConfig, model: ModelShape, size: int) -> tuple[int, str, DeviceMemory | None]:
+    """Tokens of the pool, the key that says so, and the memory that they were taken from."""
+    cache = config.cache
+    if cache.pool_blocks:
+        return cache.pool_blocks * size, "cache.pool_blocks", None
+    if cache.pool_tokens:
+        return cache.pool_tokens, "cache.pool_tokens", None
+    tokens, memory = _tokens_beside_weights(config, model)
+    return tokens, "device.memory_gb", memory
+
+
+def _tokens_beside_weights(config: RunConfig, model: ModelShape) -> tuple[int, DeviceMemory]:
+    unknown = unmodelled(config.model)
+    if not unknown and _slides(config, model):
+        unknown = (
+            f"windows of {model.window} tokens, beyond which vLLM frees blocks (cache.max_model_len={model.window} "
+            "never reaches beyond one)"
+        )
     if unknown:
         raise ConfigError(
             "cache.pool_tokens",
             f"null, but the memory beside the weights of {config.model.path or config.model.name} is not known: it has "
-            f"{unknown}, which PageTwin does not model. Set the pool by hand",
+            f"{unknown}, which PageTwin does not model. Set the pool by hand (cache.pool_blocks or pool_tokens)",
         )
     device = config.device
-    memory_gb = device.memory_gb * device.tensor_parallel
     draft = draft_shape(config)
     own = draft is not None and config.decoding.draft_path is not None
     weights = model.weight_bytes + (draft.weight_bytes if draft and own else 0)
-    token_bytes = model.kv_bytes_per_token + (draft.kv_bytes_per_token if draft else 0)
-    free = memory_gb * 1e9 * device.memory_utilization - weights
-    if free < token_bytes:
+    lanes = [model, draft] if draft else [model]
+    token_bytes = sum(shape.kv_bytes_per_token * shape.kv_share(device.tensor_parallel) for shape in lanes)
+    memory = device_memory(device, config.scheduler, model, weights)
+    if memory.kv < token_bytes:
         raise ConfigError(
             "cache.pool_tokens",
-            f"{device.tensor_parallel} x {device.name} has {memory_gb:g} GB, the weights of {config.model.name} take "
-            f"{weights / 1e9:.1f} GB, so that no KV fits. Choose another device, or set the pool by hand",
+            f"no KV fits beside {config.model.name}: each {device.name} has {memory.usable / 1e9:.1f} GB usable "
+            f"(memory_gb x memory_utilization), weights take {memory.weights / 1e9:.1f} GB and all else "
+            f"{(memory.usable - memory.weights - memory.kv) / 1e9:.1f} GB. Choose another device, more devices "
+            "(device.tensor_parallel), or set the pool by hand",
         )
-    return int(free // token_bytes)
+    return int(memory.kv // token_bytes), memory
+
+
+def _slides(config: RunConfig, model: ModelShape) -> bool:
+    """Whether sequences may be longer than the window of some layers."""
+    longest = config.cache.max_model_len or max_position(config.model)
+    return model.window is not None and model.window < longest
 
 
 def model_spec(model: ModelConfig) -> ModelSpec:
     """The engine's description of `model`."""
-    fields = {**asdict(model), "dtype": str(model.dtype)}
-    del fields["kv_dtype"]  # the pool's, not the model's
-    return ModelSpec(**fields)
+    known = {each.name: getattr(model, each.name) for each in fields(ModelSpec) if hasattr(model, each.name)}
+    return ModelSpec(**known | {"dtype": str(model.dtype)})

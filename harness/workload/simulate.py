@@ -160,7 +160,8 @@ def replay_workload(
 ) -> tuple[RunLog, Recorder]:
     """Replay `requests` through a new scheduler over an empty pool; returns the run log and the recorder."""
     by_id = {timed.request.request_id: timed.request for timed in requests}
-    recorder = Recorder(by_id, workload.pool.block_size, keep_plans=keep_plans)
+    pool = workload.pool
+    recorder = Recorder(by_id, pool.block_size, keep_plans=keep_plans, window=pool.window)
     scheduler = workload.scheduler()
     arrivals = workload.traffic.arrivals(workload.trace.requests, requests)
     manager = scheduler.manager
@@ -293,6 +294,7 @@ def simulated_executor(
         fast_forward=fast_forward,
         survival=drawn.survival,
         acceptance=drawn.accepted(cost.source),
+        window=workload.pool.window,
     )
 
 

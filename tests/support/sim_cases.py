@@ -16,7 +16,7 @@ from engine.core.scheduling.scheduler import Scheduler
 from harness.metrics.log import RunLog
 from harness.replay.arrivals import Arrivals, OpenLoop, TimedRequest
 from harness.replay.beams import BeamGenealogy
-from harness.replay.cost_model import Amount, CostSource, Price
+from harness.replay.cost_model import Amount, CostModel, CostSource, Price
 from harness.replay.executors import SimulatedExecutor
 from harness.replay.features import feature_index
 from harness.replay.loop import Replay
@@ -62,23 +62,25 @@ def replay(
     arrivals: Arrivals | None = None,
     *,
     until_s: float | None = None,
-    cost: LinearCost | None = None,
+    cost: CostModel | None = None,
     manager: KVCacheManager | None = None,
     limits: SchedulerLimits | None = None,
     fast_forward: bool = True,
     keep_plans: bool = False,
     asynchronous: bool = False,
+    window: int | None = None,
 ) -> tuple[RunLog, Recorder]:
     manager = manager or PagedManager(1000, 16)
     scheduler = Scheduler(manager, limits or SchedulerLimits(512, 64))
     by_id = {timed.request.request_id: timed.request for timed in requests}
-    recorder = Recorder(by_id, manager.block_size, keep_plans=keep_plans)
+    recorder = Recorder(by_id, manager.block_size, keep_plans=keep_plans, window=window)
     executor = SimulatedExecutor(
         cost or LinearCost(),
         by_id,
         manager.block_size,
         BeamGenealogy({4: 0.3}),
         fast_forward=fast_forward,
+        window=window,
     )
     until_ns = None if until_s is None else to_ns(until_s)
     source = arrivals or requests

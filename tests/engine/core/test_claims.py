@@ -21,7 +21,7 @@ from engine.core.plan import SlotUsage, StepPlan
 from engine.core.request import Request, Speculation
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.sequence import Group, ScheduledRow
-from harness.cost.roofline import ModelShape
+from harness.cost.model_shape import ModelShape
 
 GIB = 1 << 30
 CONF = Path(__file__).resolve().parents[3] / "conf" / "model"

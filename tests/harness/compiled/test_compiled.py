@@ -16,7 +16,8 @@ from harness.compiled import pool as compiled_pool
 from harness.compiled.pricing import prices_of
 from harness.compiled.replay import CompiledReplay, PlainPool, PlainRequests, advance
 from harness.cost.fitted import FittedCost
-from harness.cost.roofline import DeviceShape, ModelShape, RooflineCost
+from harness.cost.model_shape import ModelShape
+from harness.cost.roofline import DeviceShape, RooflineCost
 from harness.metrics.log import RunLog
 from harness.replay.arrivals import TimedRequest
 from harness.replay.beams import BeamGenealogy

@@ -33,6 +33,14 @@ def test_a_device_comes_from_a_file(tmp_path: Path) -> None:
     )
 
 
+def test_a_device_of_datasheet_figures_alone_has_the_assumptions_of_the_presets(tmp_path: Path) -> None:
+    mine, preset = composed(f"device={written(tmp_path, CARD)}").device, composed("device=h100").device
+    assumed = ("step_overhead_us", "layer_overhead_us", "attention_overhead_us", "row_overhead_us")
+    shares = ("bandwidth_efficiency", "kv_efficiency", "compute_efficiency", "attention_efficiency")
+    for name in (*assumed, *shares):
+        assert getattr(mine, name) == getattr(preset, name), name
+
+
 def test_a_file_may_start_from_a_preset(tmp_path: Path) -> None:
     file = written(tmp_path, "base: llama3_8b\nname: long\nmax_position: 131072\n")
     model = composed(f"model={file}").model

@@ -8,7 +8,8 @@ from engine.core.memory.paged import PagedManager
 from engine.core.options import Decoding
 from harness.cost.fitted import ATTENTION, REST, FittedCost, fit_cost, held_out_error
 from harness.cost.grid import grid_of
-from harness.cost.roofline import DeviceShape, ModelShape, RooflineCost
+from harness.cost.model_shape import ModelShape
+from harness.cost.roofline import DeviceShape, RooflineCost
 from harness.cost.table import TableCost
 from harness.replay.beams import BeamGenealogy, churn_of_run
 from harness.replay.cost_model import CostModel, CostSource, PacedCost, price_table

@@ -12,7 +12,8 @@ from engine.core.options import Preemption, SchedulerLimits
 from engine.core.request import Request, Speculation
 from engine.core.scheduling.scheduler import Scheduler
 from harness.cost.fitted import fit_cost
-from harness.cost.roofline import DeviceShape, ModelShape, RooflineCost
+from harness.cost.model_shape import ModelShape
+from harness.cost.roofline import DeviceShape, RooflineCost
 from harness.replay.arrivals import TimedRequest
 from harness.replay.beams import BeamGenealogy
 from harness.replay.branches import DraftAcceptance

@@ -10,6 +10,7 @@ from engine.runtime.options import Dtype
 from harness.config.compose import compose_config
 from harness.config.errors import ConfigError
 from harness.config.schema import RunConfig
+from harness.cost.model_shape import Experts, LatentKV
 from harness.point.cost import check_cost
 from harness.sweep.plan import run_request
 from harness.workload.shapes import model_shape, pool_shape, unmodelled
@@ -42,12 +43,19 @@ def config(folder: Path, facts: dict[str, Any], *overrides: str) -> RunConfig:
 
 
 NOT_MODELLED = [
-    ({"model_type": "mixtral", "num_local_experts": 8}, "a mixture of experts (num_local_experts = 8)"),
-    ({"model_type": "qwen3_moe", "num_experts": 128}, "a mixture of experts (num_experts = 128)"),
+    ({"model_type": "olmoe", "num_experts": 64}, "a mixture of experts (num_experts = 64)"),
+    (
+        {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "decoder_sparse_step": 2},
+        "experts in some layers only (decoder_sparse_step = 2)",
+    ),
+    (
+        {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "mlp_only_layers": [1]},
+        "experts in some layers only (mlp_only_layers = [1])",
+    ),
     ({"kv_lora_rank": 512}, "latent K and V (kv_lora_rank = 512)"),
-    ({"sliding_window": 4096}, "sliding windows of 4096 tokens"),
     ({"moe_num_experts": [64, 64]}, "a mixture of experts (moe_num_experts = [64, 64])"),
-    ({"quantization_config": {"quant_method": "gptq"}}, "quantised weights"),
+    ({"quantization_config": {"quant_method": "gptq"}}, "quantised weights of a kind that it does not know"),
+    ({"quantization_config": {"quant_method": "vptq"}}, "quantised weights of a kind that it does not know"),
     ({"model_type": "falcon_h1"}, "an architecture that it has not been taught (model_type falcon_h1)"),
     ({"layer_types": ["linear_attention", "full_attention"]}, "layers of other kinds (linear_attention)"),
 ]
@@ -83,7 +91,7 @@ def test_its_pool_must_be_set_by_hand(tmp_path: Path, facts: dict[str, Any], wor
 )
 def test_a_dense_model_is_priced(tmp_path: Path, facts: dict[str, Any], longest: str) -> None:
     dense = config(tmp_path, facts, f"cache.max_model_len={longest}")
-    assert unmodelled(dense, dense.model) == ""
+    assert unmodelled(dense.model) == ""
     check_cost(dense)
 
 
@@ -176,10 +184,152 @@ def test_a_draft_that_is_not_modelled_is_not_priced(tmp_path: Path) -> None:
     model, draft = tmp_path / "model", tmp_path / "draft"
     model.mkdir()
     draft.mkdir()
-    config(draft, {"model_type": "mixtral", "num_local_experts": 8})
+    config(draft, {"model_type": "olmoe", "num_experts": 8})
     drafting = ("decoding=speculative", "decoding.acceptance=0.7", f"decoding.draft_path={draft}")
     with pytest.raises(ConfigError, match="a mixture of experts"):
         check_cost(config(model, {}, *drafting))
     (draft / "config.json").unlink()
     with pytest.raises(ConfigError, match=r"decoding\.draft_path"):
         check_cost(config(model, {}, *drafting))
+
+
+MIXTRAL = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 96}
+QWEN2_MOE = {
+    "model_type": "qwen2_moe",
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 96,
+}
+QWEN3_MOE = {
+    "model_type": "qwen3_moe",
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 24,
+}
+DEEPSEEK = {
+    "model_type": "deepseek_v2",
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 6,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 32,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "num_key_value_heads": 4,
+}
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "intermediate_size": 48,
+    "quantization_config": {"quant_method": "mxfp4"},
+}
+
+
+@pytest.mark.parametrize(
+    ("facts", "experts"),
+    [
+        (MIXTRAL, Experts(8, 2, 96)),
+        (QWEN2_MOE, Experts(60, 4, 24, shared=96)),
+        (QWEN3_MOE, Experts(16, 4, 24)),
+        (DEEPSEEK, Experts(16, 6, 24, shared=48, dense_layers=1)),
+        (GPT_OSS, Experts(32, 4, 48)),
+    ],
+    ids=["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "gpt_oss"],
+)
+def test_experts_are_read_under_the_names_of_their_family(
+    tmp_path: Path, facts: dict[str, Any], experts: Experts
+) -> None:
+    sparse = config(tmp_path, facts)
+    assert model_shape(sparse.model).experts == experts
+    assert unmodelled(sparse.model) == ""
+    check_cost(sparse)
+
+
+def test_latent_attention_is_read_and_keeps_one_vector_and_one_key(tmp_path: Path) -> None:
+    shape = model_shape(config(tmp_path, DEEPSEEK | {"dtype": "bfloat16"}).model)
+    assert shape.latent == LatentKV(rank=32, rope_dim=8, value_dim=12)
+    assert shape.kv_bytes_per_token == 2 * (32 + 8) * 2  # layers, elements, bytes
+    by_hand = 64 * 4 * 24 + 64 * 40 + 32 * 4 * (16 + 12) + 4 * 12 * 64
+    assert shape.attention_weights == by_hand
+
+
+@pytest.mark.parametrize(
+    ("facts", "layers"),
+    [
+        ({"model_type": "mistral", "sliding_window": 4096}, 2),
+        ({"model_type": "gemma2", "sliding_window": 4096}, 1),
+        ({"model_type": "gemma3_text", "sliding_window": 512, "num_hidden_layers": 62}, 52),
+        ({"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]}, 1),
+        ({"model_type": "qwen3", "sliding_window": 64, "max_window_layers": 1}, 1),
+        ({"model_type": "qwen3", "sliding_window": 64, "use_sliding_window": False}, 0),
+    ],
+)
+def test_windowed_layers_are_counted_as_the_family_has_them(
+    tmp_path: Path, facts: dict[str, Any], layers: int
+) -> None:
+    shape = model_shape(config(tmp_path, facts).model)
+    assert (shape.window, shape.windowed_layers) == (facts["sliding_window"] if layers else None, layers)
+
+
+def test_the_pool_of_a_model_with_windows_must_be_set_by_hand(tmp_path: Path) -> None:
+    facts = {"model_type": "mistral", "sliding_window": 4096}
+    with pytest.raises(ConfigError, match="windows of 4096 tokens, beyond which vLLM frees blocks"):
+        pool_shape(config(tmp_path, facts, "cache.pool_tokens=null", "device=h100"))
+    short = config(tmp_path, facts, "cache.pool_tokens=null", "device=h100", "cache.max_model_len=4096")
+    assert pool_shape(short).tokens > 4096
+
+
+@pytest.mark.parametrize(
+    ("section", "bits"),
+    [
+        ({"quant_method": "fp8"}, 8.0),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, 4 + 20 / 128),
+        ({"quant_method": "awq", "bits": 4, "group_size": 64}, 4 + 20 / 64),
+    ],
+)
+def test_quantised_weights_count_with_their_scales(
+    tmp_path: Path, section: dict[str, Any], bits: float
+) -> None:
+    plain = model_shape(config(tmp_path, {"dtype": "bfloat16"}).model)
+    shape = model_shape(config(tmp_path, {"dtype": "bfloat16", "quantization_config": section}).model)
+    embeddings = 2 * 64 * 1000 * 2
+    assert shape.weight_bytes - embeddings == pytest.approx((plain.weight_bytes - embeddings) * bits / 16)
+
+
+def test_mxfp4_is_the_width_of_routed_experts_alone(tmp_path: Path) -> None:
+    shape = model_shape(config(tmp_path, GPT_OSS).model)
+    assert (shape.layer_bits, shape.expert_bits) == (None, 4.25)
+
+
+PUBLISHED = [  # 10^9 parameters: all, and those that a token meets, from the model cards
+    ("llama31_8b", 8.03, 8.03),
+    ("llama31_70b", 70.6, 70.6),
+    ("qwen3_8b", 8.2, 8.2),
+    ("qwen3_32b", 32.8, 32.8),
+    ("qwen3_30b_a3b", 30.5, 3.3),
+    ("mistral_7b", 7.25, 7.25),
+    ("mixtral_8x7b", 46.7, 12.9),
+    ("gemma2_9b", 9.24, 9.24),
+    ("gemma3_12b", 11.8, 11.8),
+    ("gemma3_27b", 27.0, 27.0),
+    ("deepseek_v2_lite", 15.7, 2.4),
+    ("gpt_oss_20b", 20.9, 3.6),
+]
+
+
+@pytest.mark.parametrize(("name", "everything", "met"), PUBLISHED)
+def test_a_preset_has_the_published_number_of_parameters(name: str, everything: float, met: float) -> None:
+    """Two cards count the parameters that a token meets without the input embedding, the others with it."""
+    request = run_request((f"model={name}", "model.weight_dtype=model"))
+    shape = model_shape(compose_config(axis.settings[0] for axis in request.axes).model)
+    without = name in ("gpt_oss_20b", "deepseek_v2_lite")
+    inputs = 0 if shape.tied_embeddings or without else shape.hidden * shape.vocab
+    active = shape.token_weights + shape.hidden * shape.vocab + inputs
+    assert shape.weight_bytes / 2e9 == pytest.approx(everything, rel=0.01)
+    assert active / 1e9 == pytest.approx(met, rel=0.03)

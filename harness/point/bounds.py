@@ -1,0 +1,83 @@
+"""What a roofline's prediction lies between: the datasheet's bound, and the ends of the ranges of what is assumed.
+
+The bound replays the workload on the device at its datasheet's rates, without any fixed time. It is no prediction, and
+the expected value is no bound: each stands in the record under its own name.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from harness.config.schema import DeviceConfig, EngineDevice, RunConfig
+from harness.cost.roofline import DeviceShape, RooflineCost
+from harness.replay.cost_model import CostModel
+from harness.workload.shapes import device_shape
+from harness.workload.simulate import simulate_metrics
+from harness.workload.workload import Workload
+
+METRICS = ("ttft_p50", "ttft_p99", "tpot_p50", "e2e_p50", "output_throughput")
+DATASHEET = ("memory_gb", "bandwidth_gbs", "tflops", "link_gbs", "host_link_gbs")
+ASSUMED: Mapping[str, tuple[float, float]] = {
+    "bandwidth_efficiency": (0.75, 0.95),
+    "kv_efficiency": (0.8, 1.0),
+    "compute_efficiency": (0.5, 0.8),
+    "attention_efficiency": (0.4, 0.6),
+    "step_overhead_us": (200.0, 1500.0),
+    "layer_overhead_us": (2.0, 15.0),
+    "attention_overhead_us": (8.0, 16.0),
+    "row_overhead_us": (0.1, 0.25),
+    "link_latency_us": (5.0, 20.0),
+}
+"""Keys of `device` that no datasheet gives, with the range in which they lie for GPUs from Ampere to Blackwell.
+
+Shares and times of attention: published kernel timings of A100, H100 and H200. Shares of dense layers and times of a
+step: fits to public logs of vLLM on RTX 4090 and RTX PRO 6000, widened to both sides.
+"""
+
+
+def origins(device: DeviceConfig) -> dict[str, str]:
+    """Where each constant of a device's prices comes from, by key."""
+    if device.name == EngineDevice.cpu.value:
+        return dict.fromkeys((*DATASHEET, *ASSUMED), "assumed for one core of a server CPU")
+    known = dict.fromkeys(DATASHEET, "datasheet, or set by the user")
+    if device.fitted_from is not None:
+        return known | dict.fromkeys(ASSUMED, f"fitted to {device.fitted_from}")
+    return known | {name: f"assumed, usually {low:g} to {high:g}" for name, (low, high) in ASSUMED.items()}
+
+
+def bounds_of(config: RunConfig, workload: Workload, cost: CostModel) -> dict[str, Any] | None:
+    """Metrics of the same workload at the datasheet's bound, and at both ends of the ranges of what is assumed.
+
+    None where `cost` is no roofline of a GPU's datasheet, or `cost.bounds` is off. The ends are left out where the
+    assumed constants were fitted to a log. A value of the configuration that lies outside its range widens the range.
+    """
+    if not config.cost.bounds or not isinstance(cost, RooflineCost):
+        return None
+    if config.device.name == EngineDevice.cpu.value:
+        return None
+    shape = device_shape(config)
+    found: dict[str, Any] = {"datasheet": _metrics(config, workload, cost, shape.bound)}
+    if config.device.fitted_from is None:
+        fast, slow = (_at_end(config, fastest) for fastest in (True, False))
+        found["fast_end"] = _metrics(config, workload, cost, fast)
+        found["slow_end"] = _metrics(config, workload, cost, slow)
+    return found
+
+
+def _at_end(config: RunConfig, fastest: bool) -> DeviceShape:
+    """The device with every assumed constant at the end of its range where steps are shortest, or longest."""
+    device = config.device
+    ends: dict[str, Any] = {}
+    for name, (low, high) in ASSUMED.items():
+        value = getattr(device, name)
+        larger_is_faster = name.endswith("efficiency")
+        ends[name] = max(high, value) if larger_is_faster == fastest else min(low, value)
+    return device_shape(replace(config, device=replace(device, **ends)))
+
+
+def _metrics(
+    config: RunConfig, workload: Workload, cost: RooflineCost, device: DeviceShape
+) -> dict[str, float]:
+    other = RooflineCost(cost.model, device, cost.draft)
+    metrics = simulate_metrics(workload, other, config.decoding.beam_churn).metrics
+    return {name: metrics[name] for name in METRICS if name in metrics}

@@ -1,0 +1,187 @@
+"""What a checkpoint's config.json says of its shape: families and their names, experts, latent KV, windows, widths.
+
+`checkpoint_shape` reads what `ModelShape` can describe, and `unknown_parts` names what it cannot.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from harness.config.checkpoint import CheckpointFacts
+from harness.config.schema import WeightDtype
+from harness.cost.model_shape import Experts, LatentKV, ModelShape
+
+# Families whose configuration in transformers ties input and output embeddings if the checkpoint does not say.
+TIED = (
+    *("bloom", "cohere", "cohere2", "ernie4_5", "falcon", "gemma", "gemma2", "gemma3_text", "gpt2"),
+    *("gpt_bigcode", "mpt", "opt", "smollm3", "starcoder2"),
+)
+# Families with two MLP matrices instead of three.
+UNGATED = (
+    *("apertus", "arcee", "bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "mpt", "nemotron"),
+    *("opt", "phi", "starcoder2"),
+)
+_WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss")
+_LATENT = ("deepseek_v2", "deepseek_v3")
+# Families whose every layer is full or windowed attention and an MLP or experts: what `ModelShape` describes.
+_KNOWN = (
+    *(*TIED, *UNGATED, *_WITH_EXPERTS),
+    *("llama", "mistral", "ministral", "qwen2", "qwen3", "phi3", "stablelm", "olmo", "olmo2", "granite"),
+    *("exaone4", "glm", "glm4", "helium", "seed_oss"),
+)
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_SLIDING = "sliding_attention"
+_EVERY_EIGHT_BITS = ("fp8", "fbgemm_fp8")
+_GROUPED = ("gptq", "awq")
+
+
+def bits_of(kind: WeightDtype, group: int) -> float | None:
+    """Bits of an element with its share of the scales; None: as the model's element type."""
+    if kind is WeightDtype.int4:
+        return 4 + 16 / group
+    return {WeightDtype.fp8: 8.0, WeightDtype.int8: 8.0, WeightDtype.mxfp4: 4.25}.get(kind)
+
+
+def checkpoint_shape(facts: CheckpointFacts, element_bytes: int, kv_bytes: int | None) -> ModelShape:
+    """The shape that the checkpoint describes.
+
+    Raises:
+        ConfigError: a number that it needs is missing or impossible.
+    """
+    heads = facts.number("num_attention_heads", "n_head", "n_heads")
+    hidden = facts.number("hidden_size", "n_embd", "d_model")
+    layers = facts.number("num_hidden_layers", "n_layer", "n_layers")
+    mlp = facts.maybe("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
+    tied = facts.get("tie_word_embeddings")
+    latent = _latent(facts)
+    window, windowed = _windows(facts, layers)
+    layer_bits, expert_bits = _widths(facts)
+    return ModelShape(
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=_kv_heads(facts, heads),
+        head_dim=facts.number("qk_nope_head_dim") if latent else facts.maybe("head_dim") or hidden // heads,
+        intermediate=mlp or (4 * hidden if facts.family in UNGATED else facts.number("intermediate_size")),
+        vocab=facts.number("vocab_size"),
+        bytes_per_element=element_bytes,
+        mlp_matrices=2 if facts.family in UNGATED else 3,
+        kv_bytes_per_element=kv_bytes,
+        tied_embeddings=facts.family in TIED if tied is None else bool(tied),
+        experts=_experts(facts),
+        latent=latent,
+        window=window,
+        windowed_layers=windowed,
+        layer_bits=layer_bits,
+        expert_bits=expert_bits,
+    )
+
+
+def unknown_parts(facts: CheckpointFacts) -> list[str]:
+    """What the checkpoint has that `ModelShape` does not describe, each in words."""
+    found = [*_unknown_experts(facts)]
+    if facts.get("kv_lora_rank") and facts.family not in _LATENT:
+        found.append(f"latent K and V (kv_lora_rank = {facts.get('kv_lora_rank')})")
+    other = sorted({str(kind) for kind in _layer_types(facts)} - {"full_attention", _SLIDING})
+    if other:
+        found.append(f"layers of other kinds ({', '.join(other)})")
+    quantised = facts.get("quantization_config")
+    if quantised and _quantised_bits(facts) is None:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+        found.append(f"quantised weights of a kind that it does not know (quant_method = {method})")
+    if not found and facts.family not in _KNOWN:
+        found.append(f"an architecture that it has not been taught (model_type {facts.family or 'missing'})")
+    return found
+
+
+def _unknown_experts(facts: CheckpointFacts) -> Iterator[str]:
+    named = [name for name in _EXPERTS if facts.get(name) not in (None, 0, 1)]
+    if facts.family not in _WITH_EXPERTS:
+        yield from (f"a mixture of experts ({name} = {facts.get(name)})" for name in named)
+        return
+    for name in ("decoder_sparse_step", "moe_layer_freq"):
+        if facts.get(name) not in (None, 1):
+            yield f"experts in some layers only ({name} = {facts.get(name)})"
+    if facts.get("mlp_only_layers"):
+        yield f"experts in some layers only (mlp_only_layers = {facts.get('mlp_only_layers')})"
+
+
+def _experts(facts: CheckpointFacts) -> Experts | None:
+    if facts.family not in _WITH_EXPERTS:
+        return None
+    width = facts.maybe("moe_intermediate_size") or facts.number("intermediate_size")
+    shared = facts.maybe("shared_expert_intermediate_size") or width * (facts.maybe("n_shared_experts") or 0)
+    return Experts(
+        count=facts.number(*_EXPERTS),
+        active=facts.number("num_experts_per_tok", "experts_per_token"),
+        intermediate=width,
+        shared=shared,
+        dense_layers=facts.get("first_k_dense_replace") or 0,
+    )
+
+
+def _latent(facts: CheckpointFacts) -> LatentKV | None:
+    if facts.family not in _LATENT or not facts.get("kv_lora_rank"):
+        return None
+    return LatentKV(
+        rank=facts.number("kv_lora_rank"),
+        rope_dim=facts.number("qk_rope_head_dim"),
+        value_dim=facts.number("v_head_dim"),
+        query_rank=facts.maybe("q_lora_rank") or 0,
+    )
+
+
+def _kv_heads(facts: CheckpointFacts, heads: int) -> int:
+    """Grouped-query attention says how many; multi-query attention (gpt_bigcode, the first falcon) has one."""
+    if facts.get("multi_query") and not facts.get("new_decoder_architecture"):
+        return 1
+    return facts.maybe("num_key_value_heads", "num_kv_heads") or heads
+
+
+def _layer_types(facts: CheckpointFacts) -> list[Any]:
+    kinds = facts.get("layer_types")
+    return kinds if isinstance(kinds, list) else []
+
+
+def _windows(facts: CheckpointFacts, layers: int) -> tuple[int | None, int]:
+    """The window and the number of layers that have it, by `layer_types` or by the rule of the family."""
+    window = facts.maybe("sliding_window")
+    if window is None or facts.get("use_sliding_window") is False:
+        return None, 0
+    kinds = _layer_types(facts)
+    if kinds:
+        count = kinds.count(_SLIDING)
+    elif facts.family in ("gemma2", "gpt_oss"):  # every other layer, from the first on
+        count = (layers + 1) // 2
+    elif facts.family == "gemma3_text":
+        count = layers - layers // (facts.maybe("sliding_window_pattern") or 6)
+    else:
+        first = facts.get("max_window_layers")
+        count = max(0, layers - first) if isinstance(first, int) else layers
+    return (window, count) if count else (None, 0)
+
+
+def _widths(facts: CheckpointFacts) -> tuple[float | None, float | None]:
+    """Bits of an element of the layers, and of routed experts."""
+    bits = _quantised_bits(facts)
+    only_experts = _method(facts) == "mxfp4"
+    return (None, bits) if only_experts else (bits, bits)
+
+
+def _quantised_bits(facts: CheckpointFacts) -> float | None:
+    """Bits with scales, of the kinds whose files say them; None without quantisation, or of another kind."""
+    section, method = facts.get("quantization_config"), _method(facts)
+    if method in _EVERY_EIGHT_BITS:
+        return 8.0
+    if method == "mxfp4":
+        return 4.25
+    if method in _GROUPED and isinstance(section, dict):
+        bits, group = section.get("bits"), section.get("group_size")
+        # A group has a scale of 16 bits and a zero of as many bits as an element.
+        if isinstance(bits, int) and isinstance(group, int) and group > 0:
+            return bits + (16 + bits) / group
+    return None
+
+
+def _method(facts: CheckpointFacts) -> str:
+    section = facts.get("quantization_config")
+    return str(section.get("quant_method") or "") if isinstance(section, dict) else ""

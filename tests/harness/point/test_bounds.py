@@ -1,0 +1,71 @@
+"""The datasheet's bound and the expected value stand side by side, each under its own name."""
+
+from typing import Any
+
+import pytest
+
+from harness.config.compose import compose_config, normalise
+from harness.config.overrides import parse_overrides
+from harness.point.bounds import ASSUMED, METRICS
+from harness.point.run import run_point
+from harness.report.provenance import bounds_table
+
+
+def record_of(*texts: str) -> dict[str, Any]:
+    texts = (
+        *("measure=false", "cost=roofline", "workload.num_requests=12", "model=llama31_8b", "device=h100"),
+        *("cache.pool_blocks=2000", "cache.max_model_len=2048", "workload.length_scale=0.1", *texts),
+    )
+    return run_point(normalise(compose_config([each.settings[0] for each in parse_overrides(texts)]))).record
+
+
+@pytest.fixture(scope="module")
+def record() -> dict[str, Any]:
+    return record_of()
+
+
+def test_the_expected_value_lies_between_its_ends_and_beyond_the_bound(record: dict[str, Any]) -> None:
+    expected, bounds = record["simulated"], record["bounds"]
+    for name in ("ttft_p50", "tpot_p50"):
+        values = [
+            bounds["datasheet"][name],
+            bounds["fast_end"][name],
+            expected[name],
+            bounds["slow_end"][name],
+        ]
+        assert values == sorted(values), name
+        assert values[0] < values[2]
+
+
+def test_the_bound_of_a_decode_step_is_its_bytes_over_the_datasheets_bandwidth(
+    record: dict[str, Any],
+) -> None:
+    """One token of Llama 3.1 8B reads 15.0 GB of weights and little KV: 4.5 ms at 3,350 GB/s."""
+    weights = 2 * (32 * (4096 * 10_240 + 3 * 4096 * 14_336) + 4096 * 128_256)
+    assert record["bounds"]["datasheet"]["tpot_p50"] == pytest.approx(weights / 3.35e12, rel=0.05)
+
+
+def test_each_constant_says_where_it_comes_from(record: dict[str, Any]) -> None:
+    provenance = record["cost"]["provenance"]
+    assert provenance["model"] == "llama-3.1-8b"
+    assert provenance["from"]["bandwidth_gbs"] == "datasheet, or set by the user"
+    assert provenance["from"]["kv_efficiency"] == "assumed, usually 0.8 to 1"
+    assert set(ASSUMED) < set(provenance["from"])
+
+
+def test_constants_that_were_fitted_name_their_log_and_have_no_ends() -> None:
+    fitted = record_of("device.fitted_from=my-log.jsonl")
+    assert fitted["cost"]["provenance"]["from"]["compute_efficiency"] == "fitted to my-log.jsonl"
+    assert set(fitted["bounds"]) == {"datasheet"}
+
+
+@pytest.mark.parametrize("texts", [("cost.bounds=false",), ("device=cpu", "model=tiny_llama")])
+def test_there_is_no_bound_where_none_is_asked_for_or_known(texts: tuple[str, ...]) -> None:
+    assert record_of(*texts)["bounds"] is None
+
+
+def test_the_report_has_a_row_for_each_metric(record: dict[str, Any]) -> None:
+    table = bounds_table([{**record, "overrides": ["device=h100"], "fingerprint": "x"}])
+    assert table is not None
+    assert len(table.rows) == len(METRICS)
+    assert bounds_table([{**record, "bounds": None}]) is None

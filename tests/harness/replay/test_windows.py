@@ -1,0 +1,67 @@
+"""KV slots and query-key pairs outside of a model's window, against counting them one by one; fast-forward included."""
+
+import numpy as np
+import pytest
+from sim_cases import replay, request
+
+from engine.core.options import SchedulerLimits
+from harness.compiled.pricing import prices_of
+from harness.cost.model_shape import ModelShape
+from harness.cost.roofline import DeviceShape, RooflineCost
+from harness.replay.cost_model import price_table
+from harness.replay.features import feature_index
+
+UNSEEN = feature_index(("decode_unseen_kv", "prefill_unseen_kv", "prefill_unseen_work"))
+GEMMA = ModelShape(42, 3584, 16, 8, 256, 14336, 256000, 2, window=64, windowed_layers=21)
+DEVICE = DeviceShape("h100", 3.35e12, 989e12, 1e-4, 1e-6)
+
+
+def counted(first: int, last: int, window: int) -> tuple[int, int]:
+    """Of queries at positions `first` to `last`: slots that none of them sees, and pairs outside of the window."""
+    seen: set[int] = set()
+    for position in range(first, last + 1):
+        seen.update(range(max(1, position - window + 1), position + 1))
+    pairs = sum(max(0, position - window) for position in range(first, last + 1))
+    return last - len(seen), pairs
+
+
+@pytest.mark.parametrize("window", [1, 16, 50, 1000])
+def test_what_a_chunk_does_not_see_is_what_counting_gives(window: int) -> None:
+    """A prompt of 100 tokens in chunks of 40."""
+    limits = SchedulerLimits(40, 4)
+    log = replay([request(0, 0, 100, 2)], limits=limits, fast_forward=False, keep_plans=True, window=window)[
+        1
+    ]
+    chunks = [counted(1, 40, window), counted(41, 80, window), counted(81, 100, window)]
+    assert log.features[:3][:, UNSEEN[1:]].tolist() == [list(map(float, chunk)) for chunk in chunks]
+
+
+def test_what_decode_rows_do_not_see_grows_from_the_window_on() -> None:
+    log = replay([request(0, 0, 10, 20)], fast_forward=False, keep_plans=True, window=16)[1]
+    assert log.features[1:, UNSEEN[0]].tolist() == [float(max(0, 10 + n - 16)) for n in range(1, 20)]
+
+
+def test_without_a_window_nothing_is_unseen() -> None:
+    log = replay([request(0, 0, 100, 20)], fast_forward=False, keep_plans=True)[1]
+    assert not log.features[:, UNSEEN].any()
+
+
+def test_a_fast_forward_costs_to_the_bit_what_its_steps_cost() -> None:
+    requests = [request(n, 0.001 * n, 20 + 31 * n, 40 + 7 * n) for n in range(6)]
+    cost = RooflineCost(GEMMA, DEVICE)
+    slow = replay(requests, cost=cost, fast_forward=False, window=64)[0]
+    fast = replay(requests, cost=cost, fast_forward=True, window=64)[0]
+    assert np.array_equal(slow.steps["seconds"], fast.steps["seconds"])
+    for name, column in slow.requests.items():
+        assert np.array_equal(column, fast.requests[name], equal_nan=column.dtype.kind == "f"), name
+
+
+def test_a_decode_step_reads_the_window_in_windowed_layers_and_all_in_the_others() -> None:
+    features = replay([request(0, 0, 300, 3)], fast_forward=False, keep_plans=True, window=64)[1].features
+    attention = price_table(RooflineCost(GEMMA, DEVICE), features)[1]
+    layer = 2 * 8 * 256 * 2
+    assert attention[1] == pytest.approx((21 * 301 + 21 * 64) * layer / 3.35e12, rel=1e-8)
+
+
+def test_compiled_code_declines_a_model_with_windows() -> None:
+    assert prices_of(RooflineCost(GEMMA, DEVICE)) is None
