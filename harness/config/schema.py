@@ -257,6 +257,9 @@ class CostKind(StrEnum):
     fitted = "fitted"
     table = "table"  # attention interpolated in a measured grid, all else fitted
     roofline = "roofline"
+    operators = (
+        "operators"  # attention and matrix products from a CSV of timed operators, all else as roofline
+    )
 
 
 class ReplayMode(StrEnum):
@@ -329,6 +332,7 @@ class CostConfig:
     follow_pace: bool = True  # scale a fitted prediction by the device's pace now, from a fixed probe
     cache_dir: str | None = None  # where calibrations are kept; null: the user's cache directory
     bounds: bool = True  # roofline: also replay at the datasheet's bound and at the ends of assumed ranges
+    operators: str | None = None  # operators: the CSV, with rows of the predicted device (device.name)
     kernels: str | None = None  # table: folder (or table) of bench kernels; null: calibrate's grid
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import sqrt
+from typing import NamedTuple
 
 import numpy as np
 
@@ -71,6 +72,14 @@ class DeviceShape:
 
 
 _EFFICIENCIES = ("bandwidth_efficiency", "kv_efficiency", "compute_efficiency", "attention_efficiency")
+
+
+class Parts(NamedTuple):
+    """Seconds of the parts of a step that a table of timed operators can replace."""
+
+    dense: Amount
+    decodes: Amount
+    prompts: Amount
 
 
 class RooflineCost:
@@ -152,7 +161,13 @@ class RooflineCost:
 
     def price(self, features: Sequence[Amount]) -> Price:
         """Seconds of the step and of its attention."""
-        tokens, rows = features[TOKENS], features[ROWS]
+        parts = self.parts(features)
+        attention = parts.decodes + parts.prompts + self.attention_fixed(features[ROWS])
+        return Price(self.total(features, parts.dense, attention), attention)
+
+    def parts(self, features: Sequence[Amount]) -> Parts:
+        """Seconds of dense layers, and of attention over decode rows and over prompts without its fixed times."""
+        tokens = features[TOKENS]
         decode_kv, prompt_kv, pairs = features[DECODE_KV], features[PREFILL_KV], features[PREFILL_WORK]
         if self._windowed:
             decode_kv = decode_kv - features[DECODE_UNSEEN] * self._windowed
@@ -160,17 +175,25 @@ class RooflineCost:
             pairs = pairs - features[WORK_UNSEEN] * self._windowed
         prompts = _larger(prompt_kv * self._kv_s, pairs * self._pair_s)
         decodes = _larger(decode_kv * self._kv_s, decode_kv * self._decode_pair_s)
-        attention = decodes + prompts + (self._attention_s + rows * self._row_s)
         computing = tokens * self._token_s + features[SAMPLED] * self._sample_s
         reading = self._weights_s if self._experts_s is None else self._reading(tokens)
         dense = (_smoothly_larger if self.device.overlaps else _larger)(computing, reading)
+        return Parts(dense, decodes, prompts)
+
+    def attention_fixed(self, rows: Amount) -> Amount:
+        """Seconds of attention in all layers that depend on the number of rows alone."""
+        return self._attention_s + rows * self._row_s
+
+    def total(self, features: Sequence[Amount], dense: Amount, attention: Amount) -> Amount:
+        """Seconds of a step whose dense layers and attention take so long."""
+        tokens = features[TOKENS]
         seconds = dense + attention + features[COPIED] * self._copy_s + self._host_s
         if self._reduce_s or self._link_s:
             seconds = seconds + (tokens * self._link_s + self._reduce_s)
         seconds = seconds + (features[SWAPPED] * self._swap_s + features[SWAPPED_BLOCKS] * self._transfer_s)
         if self._draft:
             seconds = seconds + self._draft.seconds(features)
-        return Price(seconds, attention)
+        return seconds
 
     def _reading(self, tokens: Amount) -> Amount:
         """Seconds of reading the common weights, and the experts that so many tokens are expected to touch."""

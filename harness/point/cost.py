@@ -13,6 +13,9 @@ from harness.replay.cost_model import CostModel
 from harness.workload.devices import is_predicted_device
 from harness.workload.shapes import device_shape, draft_of, draft_shape, model_shape, unmodelled
 
+_PREDICTED = (CostKind.roofline, CostKind.operators)
+"""The kinds that need no calibration of this machine."""
+
 
 def resolve_cost_kind(config: RunConfig) -> CostKind:
     """The cost model's kind. `auto` is table with timed kernels, fitted if measured or calibrated, else roofline.
@@ -25,6 +28,8 @@ def resolve_cost_kind(config: RunConfig) -> CostKind:
         return config.cost.kind
     if config.cost.kernels is not None:
         return CostKind.table
+    if config.cost.operators is not None:
+        return CostKind.operators
     fitted = is_predicted_device(config) and (config.measure or is_calibrated(config))
     return CostKind.fitted if fitted else CostKind.roofline
 
@@ -47,7 +52,13 @@ def check_cost(config: RunConfig) -> None:
     _check_device(config, kind)
     _check_modelled(config, kind)
     _check_acceptance(config, kind)
-    if takes_timed_kernels(config):
+    if kind is CostKind.operators:
+        if config.cost.operators is None:
+            raise ConfigError(
+                "cost.operators", "missing: cost=operators reads a table; add cost.operators=FILE.csv"
+            )
+        cost_model(config)
+    elif takes_timed_kernels(config):
         from harness.calibrate.kernel_table import check_kernel_table
 
         check_kernel_table(config)
@@ -71,7 +82,7 @@ def check_cost(config: RunConfig) -> None:
 
 def _check_device(config: RunConfig, kind: CostKind) -> None:
     """Raise ConfigError if seconds of this machine would be given out as those of another device."""
-    if kind is not CostKind.roofline and config.device.tensor_parallel > 1:
+    if kind not in _PREDICTED and config.device.tensor_parallel > 1:
         raise ConfigError(
             "device.tensor_parallel",
             f"found {config.device.tensor_parallel}, but {kind} takes its seconds from one device; use cost=roofline",
@@ -85,7 +96,7 @@ def _check_device(config: RunConfig, kind: CostKind) -> None:
             f"{config.device.name} would be predicted, but the engine measures on {here}; use measure=false to predict "
             f"{config.device.name}, or device=cpu, which stands for the machine at hand",
         )
-    if kind is not CostKind.roofline:
+    if kind not in _PREDICTED:
         raise ConfigError(
             "cost.kind",
             f"{kind} takes its seconds from {here} and cannot price device {config.device.name}; use cost=roofline, or "
@@ -95,7 +106,7 @@ def _check_device(config: RunConfig, kind: CostKind) -> None:
 
 def _check_modelled(config: RunConfig, kind: CostKind) -> None:
     """Raise ConfigError if the roofline would price the model as something that it is not."""
-    if kind is not CostKind.roofline:
+    if kind not in _PREDICTED:
         return
     models = [(config.model, "model.path")]
     if config.decoding.draft_tokens and config.decoding.draft_path:
@@ -124,7 +135,7 @@ def _check_modelled(config: RunConfig, kind: CostKind) -> None:
 
 def _check_acceptance(config: RunConfig, kind: CostKind) -> None:
     """Raise ConfigError if the acceptance of drafts is unknown. Only a calibration measures it."""
-    if config.decoding.draft_tokens and config.decoding.acceptance is None and kind is CostKind.roofline:
+    if config.decoding.draft_tokens and config.decoding.acceptance is None and kind in _PREDICTED:
         raise ConfigError(
             "decoding.acceptance",
             "missing: decoding.draft_tokens proposes tokens, and a roofline does not know the share of accepted ones; "
@@ -145,11 +156,15 @@ def _check_writable(folder: Path) -> None:
 def cost_model(config: RunConfig) -> CostModel:
     """The point's cost model. A fitted one must have been calibrated before."""
     kind = resolve_cost_kind(config)
-    if kind is CostKind.roofline:
+    if kind in _PREDICTED:
         cost = RooflineCost(model_shape(config.model), device_shape(config), draft_shape(config))
         provenance = {**cost.source.provenance, "model": config.model.name, "from": origins(config.device)}
         cost.source = replace(cost.source, provenance=provenance)
-        return cost
+        if kind is CostKind.roofline:
+            return cost
+        from harness.cost.operators import OperatorCost, read_operators
+
+        return OperatorCost(cost, read_operators(str(config.cost.operators), cost.device))
     from harness.calibrate.store import load_calibration, load_table
 
     if takes_timed_kernels(config):

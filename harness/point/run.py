@@ -9,7 +9,7 @@ import numpy as np
 
 from engine.runtime.models.spec import checkpoint_stamp
 from harness.config.errors import ConfigError
-from harness.config.schema import RunConfig
+from harness.config.schema import CostKind, RunConfig
 from harness.environment import code_version, device_identity
 from harness.point.bounds import bounds_of
 from harness.point.cost import check_cost, cost_model
@@ -48,6 +48,10 @@ def point_identity(config: RunConfig) -> dict[str, str]:
         from harness.calibrate.kernel_table import kernels_digest
 
         identity["kernels"] = kernels_digest(config)
+    if kind is CostKind.operators:
+        from harness.cost.operators import operators_digest
+
+        identity["operators"] = operators_digest(str(config.cost.operators))
     if config.model.path:
         identity["checkpoint"] = checkpoint_stamp(config.model.path)
     if config.decoding.draft_path:

@@ -36,7 +36,7 @@ UNLABELLED = (*FIXED, "cost.cache_dir", "cost.recalibrate", "cost.kernels", "rep
 # Settings that do not change a point's result.
 _NOT_IDENTITY = (
     *("name", "out", "workers", "report", "trace.path"),
-    *("cost.cache_dir", "cost.kernels", "replay.compiled"),
+    *("cost.cache_dir", "cost.kernels", "cost.operators", "replay.compiled"),
 )
 _FINGERPRINT_BYTES = 16
 _LISTED = 8  # bad points of one reason that are named one by one

@@ -76,7 +76,7 @@ def obstacle(workload: Workload, cost: CostModel) -> str | None:
     from harness.compiled.pricing import prices_of
 
     if prices_of(cost) is None:
-        return f"cost={cost.source.kind} is neither a roofline nor linear"
+        return f"cost={cost.source.kind} has prices that the compiled code does not know (experts, windows, tables)"
     return _obstacle(workload)
 
 
