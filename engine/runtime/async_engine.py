@@ -67,7 +67,13 @@ class AsyncEngine:
         return self._thread.is_alive() and not self._stopping
 
     async def generate(
-        self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
     ) -> AsyncGenerator[RequestOutput, None]:
         """Queue one request and yield its outputs until it has finished.
 
@@ -78,7 +84,15 @@ class AsyncEngine:
                 f"the engine does not run: {self.death or 'it was stopped, or never started'}"
             )
         stream = _Stream()
-        self._inbox.put(lambda: self._add(stream, request_id, prompt, params, priority))
+        self._inbox.put(
+            lambda: self._add(
+                stream,
+                request_id,
+                lambda: self.engine.add_request(
+                    request_id, prompt, params, priority=priority, cache_salt=cache_salt
+                ),
+            )
+        )
         finished = False
         try:
             while not finished:
@@ -93,13 +107,15 @@ class AsyncEngine:
             if not finished:
                 self._inbox.put(lambda: self._abort(stream, request_id))
 
+    def reset_prefix_cache(self) -> None:
+        """As `Engine.reset_prefix_cache`, between two steps."""
+        self._inbox.put(self.engine.reset_prefix_cache)
+
     # -- in the thread -------------------------------------------------------------------------------------
 
-    def _add(
-        self, stream: _Stream, request_id: str, prompt: Prompt, params: SamplingParams | None, priority: int
-    ) -> None:
+    def _add(self, stream: _Stream, request_id: str, add: Callable[[], None]) -> None:
         try:
-            self.engine.add_request(request_id, prompt, params, priority=priority)
+            add()
         except Exception as error:
             self._send({stream.loop: [(stream, error)]})
         else:

@@ -13,7 +13,7 @@ import torch
 
 from engine.core.plan import IntArray, Row
 from engine.runtime.attention.metadata import PrefillRow, StepLayout
-from engine.runtime.decoding.generation import Generation
+from engine.runtime.decoding.generation import Generation, ScoredSpan
 
 Generations = Mapping[int, Generation]
 
@@ -31,7 +31,10 @@ class StepBatch:
     slots: torch.Tensor  # [tokens], the KV slot of each token
     layout: StepLayout
     sampled: tuple[Row, ...]
-    logit_index: torch.Tensor  # [sampled], the flat position of the last token of each sampled row
+    logit_index: (
+        torch.Tensor
+    )  # [sampled + scored], the flat position of the last token of each sampled row, and scored
+    scored: tuple[ScoredSpan, ...] = ()  # parts of prompts whose log-probabilities are wanted
 
 
 def build_batch(
@@ -49,6 +52,8 @@ def build_batch(
         parts.append(columns)
         start += row.query_len
     sampled, positions_of_logits = _sampled_rows([*singles, *chunks])
+    scored, positions_of_scores = _scored_spans([*singles, *chunks], generations)
+    positions_of_logits += positions_of_scores
     ids, positions, slots = torch.from_numpy(np.concatenate(parts, axis=1)).to(device)
     return StepBatch(
         input_ids=ids.unsqueeze(0),
@@ -57,6 +62,7 @@ def build_batch(
         layout=StepLayout(tables, lengths, prefills),
         sampled=tuple(sampled),
         logit_index=torch.tensor(positions_of_logits, dtype=torch.int64, device=device),
+        scored=tuple(scored),
     )
 
 
@@ -73,6 +79,26 @@ def _sampled_rows(ordered: Sequence[Row]) -> tuple[list[Row], list[int]]:
             sampled.append(row)
             positions.append(end - 1)
     return sampled, positions
+
+
+def _scored_spans(ordered: Sequence[Row], generations: Generations) -> tuple[list[ScoredSpan], list[int]]:
+    """The prompt tokens that these rows score, and the positions in the flat batch of the logits that do it.
+
+    The logits of a token score the next one. What was scored before a preemption is not scored again.
+    """
+    spans: list[ScoredSpan] = []
+    positions: list[int] = []
+    start = 0
+    for row in ordered:
+        generation = generations[row.request_id]
+        if generation.rules.prompt_logprobs is not None:
+            first = max(row.context_len, len(generation.prompt_logprobs))
+            last = min(row.context_len + row.query_len, generation.request.prompt_tokens - 1)
+            if first < last:
+                spans.append(ScoredSpan(row.request_id, first + 1, last - first))
+                positions += range(start + first - row.context_len, start + last - row.context_len)
+        start += row.query_len
+    return spans, positions
 
 
 def _context_len(row: Row) -> int:

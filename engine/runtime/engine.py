@@ -16,21 +16,24 @@ import torch
 from engine.core.errors import CoreError
 from engine.core.identity import TokenIdentity
 from engine.core.options import SpeculationMode
-from engine.core.plan import StepPlan, StepResult
+from engine.core.plan import SlotUsage, StepPlan, StepResult
 from engine.core.request import Request, Speculation
 from engine.core.scheduling.commit import CommitReport, RequestStats
 from engine.runtime.build import build_parts
-from engine.runtime.errors import AuditError, RequestError, RunError, StepError
+from engine.runtime.errors import AuditError, ParamsError, RequestError, RunError, StepError
 from engine.runtime.models.load import LoadedModel
 from engine.runtime.options import EngineOptions
-from engine.runtime.params import OutputKind, SamplingParams
+from engine.runtime.params import OutputKind, SamplingParams, is_whole
 from engine.runtime.requests import (
     FinishReason,
     RequestMetrics,
     RequestOutput,
     RequestState,
+    check_choices,
     check_prompt,
+    encode_bad_words,
     encode_prompt,
+    truncated,
 )
 from engine.runtime.text import Tokenizer
 
@@ -61,7 +64,10 @@ class EngineCounters:
         self.preemptions += len(plan.preempted)
         self.copies += len(plan.copies)
         self.running, self.waiting = plan.running - len(report.finished), plan.waiting
-        use = plan.usage
+        self.note_usage(plan.usage)
+
+    def note_usage(self, use: SlotUsage) -> None:
+        """Set the share of the pool in use. Without a running request it is 0."""
         held = use.token + use.reserved + use.internal if self.running else 0
         self.usage = held / max(1, use.capacity)
 
@@ -140,21 +146,33 @@ class Engine:
         *,
         priority: int = 0,
         arrival_s: float | None = None,
+        cache_salt: str = "",
     ) -> None:
         """Queue a prompt, text or token ids, under a `request_id` that no unfinished request has.
 
-        `arrival_s` is a time of the engine's clock (default: now). Raises RequestError (also its subclasses
-        ParamsError, PromptError, TokenizerError) or NeverFitsError; then nothing is queued.
+        `arrival_s` is a time of the engine's clock (default: now). Requests find each other's blocks in the prefix
+        cache only if they have the same `cache_salt`: one for each tenant keeps tenants apart. Raises RequestError
+        (also its subclasses ParamsError, PromptError, TokenizerError) or NeverFitsError; then nothing is queued.
         """
         params = params or SamplingParams()
+        if not isinstance(request_id, str):
+            raise RequestError(f"a request id is a string, not {request_id!r}")
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"request {request_id}: params are SamplingParams, not {params!r}")
+        if not is_whole(priority):
+            raise ParamsError("priority", f"{priority!r} is not a whole number")
         if request_id in self._states:
             raise RequestError(f"a request with the id {request_id!r} is already running or waiting")
-        ids = encode_prompt(prompt, self.tokenizer)
+        ids = truncated(encode_prompt(prompt, self.tokenizer), params, self.limits)
         most = check_prompt(ids, params, self.loaded, self.limits)
+        bad_words = encode_bad_words(params.bad_words, self.tokenizer)
+        check_choices(params, bad_words, self.loaded)
         array, number = np.array(ids, dtype=np.int64), self._next
+        salt = self._salt(params, cache_salt)
         identity = TokenIdentity(
             number,
             array,
+            salt,
             epoch=self._epoch,
             algorithm=self.options.hash,
             share_outputs=params.beam_width == 1,
@@ -163,7 +181,7 @@ class Engine:
             self._speculation if params.width == 1 else None)  # fmt: skip
         self.scheduler.submit(request)
         self._next += 1
-        self.runner.add(request, array, params.rules(self.loaded.end_ids))
+        self.runner.add(request, array, params.rules(self.loaded.end_ids, bad_words))
         now = self._clock() if arrival_s is None else arrival_s
         self._register(
             RequestState(
@@ -179,6 +197,21 @@ class Engine:
             )
         )
 
+    def _salt(self, params: SamplingParams, cache_salt: str) -> str:
+        """What keeps a request's blocks apart from those of other tenants.
+
+        A request that wants log-probabilities of its prompt computes all of it, so it has a salt of its own.
+        """
+        if not isinstance(cache_salt, str):
+            raise ParamsError("cache_salt", f"{cache_salt!r} is not a string")
+        if params.prompt_logprobs is None:
+            return cache_salt
+        return f"{cache_salt}\nrequest {self._next}"
+
+    def reset_prefix_cache(self) -> None:
+        """Let no later request find a block that was filled before now. Running requests go on."""
+        self._epoch += 1
+
     def _register(self, state: RequestState) -> None:
         self._states[state.request_id] = self._by_number[state.number] = state
         if state.params.stops:
@@ -191,7 +224,15 @@ class Engine:
             return False
         stats = self.scheduler.abort(state.number)
         self._pending.append(self._close(state, stats, "abort"))
+        self._note_load()
         return True
+
+    def _note_load(self) -> None:
+        """Take the gauges from the scheduler: after an abort there may be no step that would."""
+        scheduler, counters = self.scheduler, self.counters
+        counters.running = len(scheduler.running)
+        counters.waiting = len(scheduler.waiting) + len(scheduler.swapped)
+        counters.note_usage(scheduler.manager.usage(None))
 
     # -- a step --------------------------------------------------------------------------------------------
 
@@ -309,6 +350,7 @@ class Engine:
             state = self._by_number[number]
             state.error = reason
             outputs.append(self._close(state, stats, "error"))
+        self._note_load()
         if self.loaded.device.type == "cuda":
             torch.cuda.empty_cache()
         return outputs

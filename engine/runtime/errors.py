@@ -5,6 +5,10 @@ class ModelError(ValueError):
     """A model cannot be built, found, or run on paged KV; names the model and the reason."""
 
 
+class EngineOptionError(ValueError):
+    """An option of an engine does not exist, or has a value that it must not have; names the option."""
+
+
 class RequestError(ValueError):
     """Base class of errors of one request; the engine continues with the other requests."""
 

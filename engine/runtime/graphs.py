@@ -202,6 +202,8 @@ class DecodeGraphs:
     def fits(self, batch: StepBatch) -> bool:
         """Whether every row of a batch has one token and is sampled, and no more rows than were recorded."""
         rows = len(batch.layout.lengths)
+        if batch.scored:
+            return False
         return not batch.layout.prefills and 0 < rows <= self._sizes[-1] and len(batch.sampled) == rows
 
     def run(self, batch: StepBatch) -> ForwardOutput:

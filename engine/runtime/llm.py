@@ -1,18 +1,18 @@
 """The Python interface for batches: give `LLM` a model and prompts, and get text and tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from engine.runtime.engine import Engine, Prompt
-from engine.runtime.errors import RequestError
+from engine.runtime.errors import PromptError, RequestError
 from engine.runtime.models.load import LoadedModel, load_model
-from engine.runtime.models.spec import ModelSpec
-from engine.runtime.options import EngineOptions
-from engine.runtime.params import OutputKind, SamplingParams
+from engine.runtime.models.spec import ModelSpec, checkpoint_dtype
+from engine.runtime.params import OutputKind, SamplingParams, is_whole
 from engine.runtime.requests import RequestOutput
 from engine.runtime.text import Tokenizer, load_tokenizer
+from engine.runtime.vllm_names import options_of
 
 
 class LLM:
@@ -23,9 +23,10 @@ class LLM:
         print(outputs[0].outputs[0].text)
 
     `model` is a checkpoint directory, a `ModelSpec` (random weights of a given shape), or a loaded model. `dtype` holds
-    for checkpoint directories. Without `tokenizer`, the checkpoint's own is loaded; without any, prompts are lists of
-    token ids. A `draft` model proposes tokens that the model verifies (speculative decoding). All other keywords are
-    fields of `EngineOptions`. The prefix cache is kept between calls. Raises ModelError for a model that cannot run.
+    for checkpoint directories; `auto` is the checkpoint's own. Without `tokenizer`, the checkpoint's own is loaded;
+    without any, prompts are lists of token ids. A `draft` model proposes tokens that the model verifies (speculative
+    decoding). All other keywords are fields of `EngineOptions`, or vLLM's names for them (`vllm_names.py`). The prefix
+    cache is kept between calls. Raises ModelError for a model that cannot run, EngineOptionError for an option.
     """
 
     def __init__(
@@ -35,10 +36,13 @@ class LLM:
         tokenizer: Tokenizer | None = None,
         draft: ModelSpec | LoadedModel | None = None,
         device: str = "cpu",
-        dtype: str = "float32",
+        dtype: str = "auto",
         **options: Any,
     ) -> None:
+        engine_options = options_of(options)
         if isinstance(model, str | Path):
+            if dtype == "auto":
+                dtype = checkpoint_dtype(str(model))
             model = ModelSpec(name=Path(model).name, path=str(model), dtype=dtype)
         if isinstance(model, ModelSpec):
             if tokenizer is None and model.path is not None and has_tokenizer(model.path):
@@ -47,7 +51,7 @@ class LLM:
         self.loaded = model
         if isinstance(draft, ModelSpec):
             draft = load_model(draft, device=device)
-        self.engine = Engine(model, EngineOptions(**options), tokenizer=tokenizer, draft=draft)
+        self.engine = Engine(model, engine_options, tokenizer=tokenizer, draft=draft)
         self.scheduler = self.engine.scheduler
         self.runner = self.engine.runner
         self._next_id = 0
@@ -103,10 +107,19 @@ def has_tokenizer(path: str) -> bool:
 
 
 def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A single prompt becomes a list of one prompt."""
+    """A single prompt becomes a list of one prompt. Raises PromptError for anything else than prompts."""
     if isinstance(prompts, str):
         return [prompts]
-    ids = [one for one in prompts if isinstance(one, int)]
-    if ids and len(ids) == len(prompts):
+    if isinstance(prompts, bytes | Mapping) or not isinstance(prompts, Iterable):
+        raise PromptError(f"prompts are texts or lists of token ids, not {prompts!r}")
+    each: list[Any] = list(prompts)
+    ids = [one for one in each if is_whole(one)]
+    if ids and len(ids) == len(each):
         return [ids]
-    return [one for one in prompts if not isinstance(one, int)]
+    for number, one in enumerate(each):
+        if isinstance(one, bytes | Mapping) or not isinstance(one, str | Iterable):
+            raise PromptError(
+                f"prompt {number} is {one!r}: a prompt is a text or a list of token ids, and a list of prompts holds "
+                "nothing else"
+            )
+    return each

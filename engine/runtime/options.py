@@ -7,9 +7,11 @@ the KV cache manager that the options describe.
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from numbers import Integral
 from typing import TYPE_CHECKING
 
 from engine.core.options import CachePolicy, HashAlgorithm, Placement, SchedulerLimits, SpeculationMode
+from engine.runtime.errors import EngineOptionError
 
 if TYPE_CHECKING:
     from engine.core.memory.manager import KVCacheManager
@@ -87,10 +89,46 @@ class EngineOptions:
     draft_mode: SpeculationMode | str = SpeculationMode.lookahead
     pack_weights: bool | None = None  # pack linear weights for a CPU's matrix kernels; None: if small
 
+    def __post_init__(self) -> None:
+        """Raise EngineOptionError for a value that is out of range."""
+        for name, least in (
+            ("pool_tokens", 1),
+            ("kv_cache_memory_bytes", 1),
+            ("host_blocks", 0),
+            ("block_size", 1),
+            ("audit_every", 1),
+            ("draft_tokens", 1),
+        ):
+            value = getattr(self, name)
+            if value is None and name in ("pool_tokens", "kv_cache_memory_bytes"):
+                continue
+            if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+                raise EngineOptionError(f"{name}: {value!r} is not a whole number of at least {least}")
+        if (
+            not isinstance(self.gpu_memory_utilization, int | float)
+            or not 0 < self.gpu_memory_utilization <= 1
+        ):
+            raise EngineOptionError(
+                f"gpu_memory_utilization: {self.gpu_memory_utilization!r} is not above 0 and at most 1"
+            )
+        for name, kind in _CHOICES:
+            if getattr(self, name) not in set(kind):
+                raise EngineOptionError(f"{name}: {getattr(self, name)!r} is not one of {', '.join(kind)}")
+
     @property
     def slots_per_block(self) -> int:
         """The block size in effect: 1 for a contiguous cache."""
         return self.block_size if CachePolicy(self.cache) is CachePolicy.paged else 1
+
+
+_CHOICES: tuple[tuple[str, type[StrEnum]], ...] = (
+    ("cache", CachePolicy),
+    ("placement", Placement),
+    ("kv_dtype", KVDtype),
+    ("hash", HashAlgorithm),
+    ("audit", Audit),
+    ("draft_mode", SpeculationMode),
+)
 
 
 def build_manager(options: EngineOptions, num_blocks: int, max_model_len: int) -> "KVCacheManager":

@@ -4,9 +4,10 @@ Users set `SamplingParams`, whose fields have the same names as in vLLM. `Sampli
 `DecodingRules`, and the code in `decoding/` reads only these.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from numbers import Integral
 from typing import Literal
 
 from engine.core.options import Decoding
@@ -17,7 +18,26 @@ MAX_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_COUNT = 2**31 - 1  # of any count: larger numbers overflow in tensors
 MIN_TEMPERATURE = 1e-5  # below, logits / temperature overflows
+MAX_REPETITION_PENALTY = 1e3
+MAX_BIAS = 100
+MAX_BAD_WORDS = 128
 MAX_LENGTH_PENALTY = 30.0  # length to this power does not overflow
+
+
+@dataclass(frozen=True, slots=True)
+class LogitChanges:
+    """How the logits of one request are changed before a token is chosen. Reported log-probabilities are unchanged.
+
+    In this order, as in vLLM: tokens that are not allowed, end tokens before `min_tokens`, bias, bad words, penalties.
+    """
+
+    allowed: tuple[int, ...] = ()  # (): all tokens
+    min_tokens: int = 0  # before so many tokens no token of `end_ids` is chosen
+    bias: tuple[tuple[int, float], ...] = ()  # (token, number that is added)
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not appear in the output
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +58,8 @@ class DecodingRules:
     logprobs: int | None = None
     length_penalty: float = 1.0
     early_stopping: EarlyStopping = False
+    changes: LogitChanges | None = None  # of the logits, before a token is chosen
+    prompt_logprobs: int | None = None  # as `logprobs`, for each token of the prompt but the first
 
     @property
     def restricted(self) -> bool:
@@ -80,14 +102,27 @@ class SamplingParams:
     logprobs: int | None = None  # how many of the most likely tokens to report at each position
     length_penalty: float = 1.0  # of beam search
     early_stopping: EarlyStopping = False  # of beam search
+    min_tokens: int = 0  # before so many tokens a sequence does not end
+    repetition_penalty: float = 1.0  # above 1: tokens of prompt and output become less likely
+    frequency_penalty: float = 0.0  # subtracted from a logit for each time its token was generated
+    presence_penalty: float = 0.0  # subtracted once for a token that was generated
+    logit_bias: Mapping[int, float] | None = None  # added to logits, by token id
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] = ()  # texts that must not appear in the output
+    prompt_logprobs: int | None = None  # as `logprobs`, for the tokens of the prompt
+    truncate_prompt_tokens: int | None = (
+        None  # keep only so many last tokens of the prompt; -1: as many as fit
+    )
     skip_special_tokens: bool = True
     detokenize: bool = True
     output_kind: OutputKind = OutputKind.CUMULATIVE
     stops: tuple[str, ...] = field(init=False, repr=False)  # `stop` as a tuple
 
     def __post_init__(self) -> None:
-        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        object.__setattr__(self, "stops", stops)
+        check_types(self)
+        object.__setattr__(self, "stops", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "output_kind", OutputKind(self.output_kind))
         self._check_ranges()
         self._check_combinations()
 
@@ -101,9 +136,15 @@ class SamplingParams:
             ("max_tokens", 1, MAX_COUNT),
             ("logprobs", 0, MAX_LOGPROBS),
             ("length_penalty", -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY),
+            ("min_tokens", 0, MAX_COUNT),
+            ("repetition_penalty", 1 / MAX_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
+            ("frequency_penalty", -2, 2),
+            ("presence_penalty", -2, 2),
+            ("prompt_logprobs", 0, MAX_LOGPROBS),
+            ("truncate_prompt_tokens", -1, MAX_COUNT),
         ):
             value = getattr(self, name)
-            if value is None and name in ("max_tokens", "logprobs"):
+            if value is None and name in _OPTIONAL:
                 continue
             if not low <= value <= high:  # NaN is refused too
                 raise ParamsError(name, f"{value} is not {_range(low, high, value)}")
@@ -118,7 +159,34 @@ class SamplingParams:
         if len(self.stops) > MAX_STOPS or not all(isinstance(stop, str) and stop for stop in self.stops):
             raise ParamsError("stop", f"must be at most {MAX_STOPS} strings, none of them empty")
 
+    def _check_lists(self) -> None:
+        for token, bias in (self.logit_bias or {}).items():
+            if not is_whole(token) or not _is_number(bias) or not -MAX_BIAS <= bias <= MAX_BIAS:
+                raise ParamsError(
+                    "logit_bias",
+                    f"{token!r}: {bias!r} is not a token id and a number from -{MAX_BIAS} to {MAX_BIAS}",
+                )
+        if self.allowed_token_ids is not None and not len(self.allowed_token_ids):
+            raise ParamsError(
+                "allowed_token_ids", "is empty: no token could be chosen; leave it out to allow all"
+            )
+        if len(self.bad_words) > MAX_BAD_WORDS or not all(self.bad_words):
+            raise ParamsError("bad_words", f"must be at most {MAX_BAD_WORDS} texts, none of them empty")
+        if self.truncate_prompt_tokens == 0:
+            raise ParamsError(
+                "truncate_prompt_tokens", "0 would leave no prompt; give -1 or a number of at least 1"
+            )
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ParamsError("min_tokens", f"{self.min_tokens} is more than max_tokens {self.max_tokens}")
+
     def _check_combinations(self) -> None:
+        self._check_lists()
+        if self.beam_width > 1 and (self.changes(()) is not None or self.prompt_logprobs is not None):
+            raise ParamsError(
+                "beam_width",
+                "beam search supports no penalties, min_tokens, logit_bias, allowed_token_ids, bad_words and "
+                "prompt_logprobs",
+            )
         if self.beam_width > 1 and self.n > 1:
             raise ParamsError("n", "beam search returns beam_width sequences: set beam_width or n, not both")
         if self.beam_width > 1 and (self.stops or self.logprobs is not None):
@@ -140,8 +208,21 @@ class SamplingParams:
         """Sequences per request."""
         return max(self.beam_width, self.n)
 
-    def rules(self, model_ends: Sequence[int]) -> DecodingRules:
-        """The decoding rules for a model with these end tokens."""
+    def changes(self, bad_words: Sequence[Sequence[int]]) -> LogitChanges | None:
+        """What is changed in the logits, with the token ids of the bad words; None if nothing is."""
+        found = LogitChanges(
+            allowed=tuple(int(token) for token in self.allowed_token_ids or ()),
+            min_tokens=self.min_tokens,
+            bias=tuple((int(token), float(bias)) for token, bias in (self.logit_bias or {}).items()),
+            bad_words=tuple(map(tuple, bad_words)),
+            repetition_penalty=self.repetition_penalty,
+            frequency_penalty=self.frequency_penalty,
+            presence_penalty=self.presence_penalty,
+        )
+        return None if found == LogitChanges() and not self.bad_words else found
+
+    def rules(self, model_ends: Sequence[int], bad_words: Sequence[Sequence[int]] = ()) -> DecodingRules:
+        """The decoding rules for a model with these end tokens, and with the token ids of the bad words."""
         ends = [] if self.ignore_eos else list(model_ends)
         return DecodingRules(
             temperature=self.temperature if self.temperature > 0 else None,
@@ -153,7 +234,62 @@ class SamplingParams:
             logprobs=self.logprobs,
             length_penalty=self.length_penalty,
             early_stopping=self.early_stopping,
+            changes=self.changes(bad_words),
+            prompt_logprobs=self.prompt_logprobs,
         )
+
+
+_WHOLE = (
+    *("n", "beam_width", "top_k", "seed", "max_tokens", "logprobs"),
+    *("min_tokens", "prompt_logprobs", "truncate_prompt_tokens"),
+)
+_REAL = (
+    *("temperature", "top_p", "min_p", "length_penalty"),
+    *("repetition_penalty", "frequency_penalty", "presence_penalty"),
+)
+_FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize")
+_OPTIONAL = ("seed", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
+
+
+def check_types(params: SamplingParams) -> None:
+    """Raise ParamsError for a field of a wrong type. A bool is no number, and 2.0 is no whole number."""
+    for name in (*_WHOLE, *_REAL, *_FLAGS):
+        value = getattr(params, name)
+        if value is None and name in _OPTIONAL:
+            continue
+        if name in _FLAGS:
+            wanted, fits = "True or False", isinstance(value, bool)
+        elif name in _WHOLE:
+            wanted, fits = "a whole number", is_whole(value)
+        else:
+            wanted, fits = "a number", _is_number(value)
+        if not fits:
+            raise ParamsError(name, f"{value!r} is not {wanted}")
+    if not isinstance(params.stop, str) and not _is_list_of(params.stop, lambda one: isinstance(one, str)):
+        raise ParamsError("stop", f"{params.stop!r} is not a string or a list of strings")
+    if not _is_list_of(params.stop_token_ids, is_whole):
+        raise ParamsError("stop_token_ids", f"{params.stop_token_ids!r} is not a list of whole numbers")
+    if params.logit_bias is not None and not isinstance(params.logit_bias, Mapping):
+        raise ParamsError("logit_bias", f"{params.logit_bias!r} is not a mapping from token ids to numbers")
+    if params.allowed_token_ids is not None and not _is_list_of(params.allowed_token_ids, is_whole):
+        raise ParamsError("allowed_token_ids", f"{params.allowed_token_ids!r} is not a list of whole numbers")
+    if not _is_list_of(params.bad_words, lambda one: isinstance(one, str)):
+        raise ParamsError("bad_words", f"{params.bad_words!r} is not a list of strings")
+    if params.output_kind not in set(OutputKind):
+        raise ParamsError("output_kind", f"{params.output_kind!r} is not one of {', '.join(OutputKind)}")
+
+
+def is_whole(value: object) -> bool:
+    """Whether a value is a whole number, NumPy's included, and no bool."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_list_of(values: object, fits: Callable[[object], bool]) -> bool:
+    return isinstance(values, Collection) and not isinstance(values, str | bytes) and all(map(fits, values))
 
 
 def _range(low: float, high: float, found: float) -> str:

@@ -4,7 +4,7 @@
 and how much was already reported. `RequestOutput` is what the user gets.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -13,7 +13,7 @@ from engine.core.options import Decoding, SchedulerLimits
 from engine.runtime.decoding.generation import Generation, TokenLogprobs
 from engine.runtime.errors import ParamsError, PromptError, TokenizerError
 from engine.runtime.models.load import LoadedModel
-from engine.runtime.params import OutputKind, SamplingParams
+from engine.runtime.params import OutputKind, SamplingParams, is_whole
 from engine.runtime.text import Detokenizer, Tokenizer, find_stop
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -99,18 +99,28 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics
     error: Exception | None = field(default=None)
+    prompt_logprobs: Sequence[TokenLogprobs | None] | None = None  # one per prompt token, None for the first
 
 
 def encode_prompt(prompt: str | Sequence[int], tokenizer: Tokenizer | None) -> list[int]:
-    """The token ids of a prompt. Raises TokenizerError."""
+    """The token ids of a prompt. Raises PromptError, or TokenizerError if the tokenizer fails on a text."""
     if not isinstance(prompt, str):
-        return [int(token) for token in prompt]
+        return _token_ids(prompt)
     if tokenizer is None:
         raise TokenizerError("this engine has no tokenizer: give the prompt as token ids")
     try:
         return list(tokenizer.encode(prompt))
     except Exception as error:
         raise TokenizerError(f"the tokenizer cannot encode the prompt: {error}") from error
+
+
+def _token_ids(prompt: Sequence[int]) -> list[int]:
+    if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
+        raise PromptError(f"a prompt is a text or a list of token ids, not {prompt!r}")
+    for token in prompt:
+        if not is_whole(token):
+            raise PromptError(f"{token!r} in the prompt is not a token id")
+    return [int(token) for token in prompt]
 
 
 def check_prompt(
@@ -142,6 +152,57 @@ def check_prompt(
             f"{longest} at most"
         )
     return params.max_tokens or available
+
+
+def truncated(ids: list[int], params: SamplingParams, limits: SchedulerLimits) -> list[int]:
+    """The last tokens of a prompt, as many as `truncate_prompt_tokens` says; -1: as many as leave room for a token."""
+    most = params.truncate_prompt_tokens
+    if most is None:
+        return ids
+    longest = limits.max_model_len
+    if most == -1:
+        most = max(1, longest - (params.max_tokens or 1)) if longest else len(ids)
+    return ids[-most:] if ids else ids
+
+
+def encode_bad_words(words: Sequence[str], tokenizer: Tokenizer | None) -> list[list[int]]:
+    """The token ids of each bad word, at the begin of a text and after a space. Raises TokenizerError."""
+    if words and tokenizer is None:
+        raise TokenizerError("bad_words: this engine has no tokenizer")
+    found: list[list[int]] = []
+    for word in words:
+        for text in (word, f" {word.lstrip()}"):
+            try:
+                assert tokenizer is not None
+                ids = list(tokenizer.encode(text, add_special_tokens=False))
+            except Exception as error:
+                raise TokenizerError(f"bad_words: the tokenizer cannot encode {text!r}: {error}") from error
+            if ids and ids not in found:
+                found.append(ids)
+    return found
+
+
+def check_choices(params: SamplingParams, bad_words: Sequence[Sequence[int]], loaded: LoadedModel) -> None:
+    """Raise ParamsError for tokens outside of the vocabulary, and where no token might be left to choose."""
+    changes = params.changes(bad_words)
+    if changes is None:
+        return
+    named = (("logit_bias", [token for token, _ in changes.bias]), ("allowed_token_ids", changes.allowed))
+    for field_name, tokens in named:
+        for token in tokens:
+            if not 0 <= token < loaded.vocab_size:
+                raise ParamsError(
+                    field_name, f"{token} is outside of the vocabulary (0 to {loaded.vocab_size - 1})"
+                )
+    hidden = {word[-1] for word in bad_words}  # at the worst moment
+    if changes.min_tokens:
+        hidden |= params.rules(loaded.end_ids).end_ids
+    choices = set(changes.allowed) if changes.allowed else set(range(loaded.vocab_size))
+    if choices <= hidden:
+        raise ParamsError(
+            "allowed_token_ids" if changes.allowed else "bad_words",
+            "bad_words and min_tokens may leave no token to choose",
+        )
 
 
 def _check_width(params: SamplingParams, loaded: LoadedModel, limits: SchedulerLimits) -> None:
@@ -220,7 +281,8 @@ class RequestState:
                 return  # the end token does not belong to the text
             before = len(text.text)
             text.add([token])
-            found = find_stop(text.text, self.params.stops, before) if self.params.stops else None
+            watched = self.params.stops and self._read[branch] > self.params.min_tokens
+            found = find_stop(text.text, self.params.stops, before) if watched else None
             if found:
                 self._stop(branch, *found)
                 return
@@ -252,8 +314,11 @@ class RequestState:
     def output(self, *, finished: bool, reason: FinishReason | None = None) -> RequestOutput:
         """The output of the request now. Give `reason` if the tokens do not show why it ended."""
         outputs = self._beams(finished, reason) if self._is_beam else self._branches(finished, reason)
+        scored: list[TokenLogprobs | None] | None = None
+        if self.params.prompt_logprobs is not None:
+            scored = [None, *self.generation.prompt_logprobs]
         return RequestOutput(
-            self.request_id, self.prompt, self.prompt_ids, outputs, finished, self.metrics, self.error
+            self.request_id, self.prompt, self.prompt_ids, outputs, finished, self.metrics, self.error, scored
         )
 
     def _beams(self, finished: bool, reason: FinishReason | None) -> list[CompletionOutput]:

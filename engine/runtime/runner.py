@@ -14,7 +14,13 @@ from engine.runtime.attention.layer import AttentionTimer, ClockTimer, CudaTimer
 from engine.runtime.attention.metadata import AttentionMetadata
 from engine.runtime.attention.select import attention_metadata, check_kv_dtype, engine_backend
 from engine.runtime.batch import StepBatch, build_batch
-from engine.runtime.decoding.choose import Choice, ForwardOutput, TokenChooser, forward_output
+from engine.runtime.decoding.choose import (
+    Choice,
+    ForwardOutput,
+    TokenChooser,
+    forward_output,
+    note_prompt_logprobs,
+)
 from engine.runtime.decoding.generation import Generation
 from engine.runtime.drafts import Drafter
 from engine.runtime.errors import AuditError, NaNLogitsError
@@ -197,9 +203,11 @@ class Runner:
         return forward_output(self._loaded.logits(ids, positions, paged, batch.logit_index))
 
     def _choose(self, plan: StepPlan, batch: StepBatch, output: ForwardOutput) -> Choice:
-        if not batch.sampled:
+        rows = len(batch.sampled)
+        note_prompt_logprobs(batch.scored, output.logits[rows:], self._generations)
+        if not rows:
             return Choice()
-        choice = self._chooser.choose(plan.step, batch.sampled, output, self._generations)
+        choice = self._chooser.choose(plan.step, batch.sampled, output.first(rows), self._generations)
         if choice.failed and not self._isolate:
             raise next(iter(choice.failed.values()))
         self.failures.update(choice.failed)

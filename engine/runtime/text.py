@@ -11,8 +11,8 @@ _UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # decoded from a character whose byte
 class Tokenizer(Protocol):
     """The methods of a tokenizer that the engine uses. The tokenizers of transformers have them."""
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text."""
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, with the special tokens that the tokenizer puts around every text."""
         ...
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
@@ -28,7 +28,7 @@ class ByteTokenizer:
     def __init__(self, first_id: int = 0) -> None:
         self._first = first_id
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """One id per byte of the text in UTF-8."""
         return [self._first + byte for byte in text.encode()]
 

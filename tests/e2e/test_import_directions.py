@@ -44,7 +44,8 @@ UNITS = """
         engine.runtime.attention.layer engine.runtime.attention.select
     engine.runtime.models engine.runtime.decoding
         engine.runtime.batch engine.runtime.graphs engine.runtime.drafts engine.runtime.runner engine.runtime.build
-        engine.runtime.requests engine.runtime.engine engine.runtime.llm engine.runtime.async_engine
+        engine.runtime.requests engine.runtime.engine engine.runtime.vllm_names engine.runtime.llm
+        engine.runtime.async_engine
 
     harness
         harness.console harness.config harness.environment harness.metrics harness.store

@@ -20,7 +20,8 @@ from engine.core.options import Decoding
 from engine.core.plan import Row
 from engine.runtime.attention.native.compile import library, why_unavailable
 from engine.runtime.decoding.beams import best_continuations, candidates_of
-from engine.runtime.decoding.generation import Generation, TokenLogprobs
+from engine.runtime.decoding.change import change_logits
+from engine.runtime.decoding.generation import Generation, ScoredSpan, TokenLogprobs
 from engine.runtime.decoding.sample import Draw, draw_all
 from engine.runtime.errors import NaNLogitsError
 
@@ -81,16 +82,39 @@ def note_logprobs(
     if not wanted:
         return
     rows = torch.tensor([draw.row for draw, _, _ in wanted], device=logits.device)
-    logprobs = torch.log_softmax(logits[rows].float(), dim=-1)
-    chosen = torch.tensor([token for _, token, _ in wanted], device=logits.device).unsqueeze(1)
+    found = token_logprobs(logits[rows], [token for _, token, _ in wanted], [count for _, _, count in wanted])
+    for (draw, _, _), entry in zip(wanted, found, strict=True):
+        generations[draw.request_id].logprobs[draw.branch].append(entry)
+
+
+def token_logprobs(logits: torch.Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
+    """Log-probabilities of a token per row of logits `[rows, vocab]`, and of the row's `counts` most likely ones."""
+    logprobs = torch.log_softmax(logits.float(), dim=-1)
+    chosen = torch.tensor(tokens, device=logits.device).unsqueeze(1)
     own = logprobs.gather(1, chosen)
     ranks = (logprobs > own).sum(dim=1) + 1
-    widest = min(max(count for _, _, count in wanted), logits.shape[1])
+    widest = min(max(counts), logits.shape[1])
     best, ids = logprobs.topk(widest, dim=1) if widest else (logprobs[:, :0], chosen[:, :0])
-    columns = zip(wanted, own.flatten().tolist(), ranks.tolist(), ids.tolist(), best.tolist(), strict=True)
-    for (draw, token, count), logprob, rank, top, values in columns:
-        pairs = tuple(zip(top[:count], values[:count], strict=True))
-        generations[draw.request_id].logprobs[draw.branch].append(TokenLogprobs(token, logprob, rank, pairs))
+    columns = zip(
+        tokens, counts, own.flatten().tolist(), ranks.tolist(), ids.tolist(), best.tolist(), strict=True
+    )
+    return [
+        TokenLogprobs(token, logprob, rank, tuple(zip(top[:count], values[:count], strict=True)))
+        for token, count, logprob, rank, top, values in columns
+    ]
+
+
+def note_prompt_logprobs(
+    spans: Sequence[ScoredSpan], logits: torch.Tensor, generations: Mapping[int, Generation]
+) -> None:
+    """Record the log-probabilities of prompt tokens; logits `[tokens of all spans, vocab]`."""
+    start = 0
+    for span in spans:
+        generation = generations[span.request_id]
+        tokens = generation.tokens[0, span.position : span.position + span.tokens].tolist()
+        counts = [generation.rules.prompt_logprobs or 0] * span.tokens
+        generation.prompt_logprobs += token_logprobs(logits[start : start + span.tokens], tokens, counts)
+        start += span.tokens
 
 
 def advance_searches(
@@ -184,7 +208,7 @@ class TokenChooser:
             Draw(index, rows[index].request_id, 0, rows[index].context_len + rows[index].query_len)
             for index in kinds[Decoding.greedy]
         ]
-        chosen = [tokens[draw.row] for draw in draws]
+        chosen = [_greedy(draw, tokens, logits, generations) for draw in draws]
         if kinds[Decoding.sample]:
             sampled, drawn = draw_all(
                 self.seed, self.temperature, kinds[Decoding.sample], rows, logits, generations
@@ -220,6 +244,18 @@ class TokenChooser:
                 choice.finished.add(draw.request_id)
             else:
                 choice.ended[draw.request_id].append(draw.branch)
+
+
+def _greedy(
+    draw: Draw, tokens: Sequence[int], logits: torch.Tensor, generations: Mapping[int, Generation]
+) -> int:
+    """The best token of a row, after the changes that its request asks for."""
+    generation = generations[draw.request_id]
+    if generation.rules.changes is None:
+        return tokens[draw.row]
+    own = logits[draw.row].float().clone()
+    change_logits(own, generation, draw.branch, draw.position)
+    return int(own.argmax())
 
 
 def _verified(

@@ -25,6 +25,14 @@ class TokenLogprobs(NamedTuple):
     best: tuple[tuple[int, float], ...]  # (token, log-probability), best first
 
 
+class ScoredSpan(NamedTuple):
+    """Prompt tokens of a request whose log-probabilities are wanted: their number, and the position of the first."""
+
+    request_id: int
+    position: int
+    tokens: int
+
+
 class Generation:
     """Token ids `[width, prompt + output]` of one request. The first `known[branch]` ids of a branch are valid.
 
@@ -44,6 +52,9 @@ class Generation:
         self.known = [request.prompt_tokens] * request.width
         self.ends: list[int | None] = [None] * request.width
         self.proposed: list[int] = []  # draft tokens of the current step, after the last known token
+        self.prompt_logprobs: list[
+            TokenLogprobs
+        ] = []  # of the second prompt token on, where the rules ask for them
         self.logprobs: list[list[TokenLogprobs]] = [[] for _ in range(request.width)]
         is_beam = request.decoding is Decoding.beam
         self.search = BeamSearch(request.width, request.output_tokens, rules) if is_beam else None

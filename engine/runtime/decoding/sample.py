@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from engine.core.plan import Row
+from engine.runtime.decoding.change import change_logits
 from engine.runtime.decoding.generation import Generation
 from engine.runtime.params import DecodingRules
 
@@ -97,6 +98,8 @@ def draw_all(
     draws = list(_draws(wanted, rows, generations))
     rules = [generations[draw.request_id].rules for draw in draws]
     source = logits[torch.tensor([draw.row for draw in draws], device=logits.device)].float()
+    for row, drawn in zip(source, draws, strict=True):
+        change_logits(row, generations[drawn.request_id], drawn.branch, drawn.position)
     values = [temperature if rule.temperature is None else rule.temperature for rule in rules]
     temperatures = torch.tensor(values, dtype=torch.float64, device=logits.device).unsqueeze(1)
     _restrict_rows(source, temperatures, rules)

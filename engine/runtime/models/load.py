@@ -1,11 +1,11 @@
 """Loads the model of a `ModelSpec` onto the paged KV cache, or raises a `ModelError` that says why it cannot run.
 
-transformers replaces the attention of a model by name, and a model that ignores the name only logs a warning. So one
-token is run through the model after the replacement: every layer must call our function exactly once. The same token
-shows the K and V shapes that each layer really sends, because configs often state them wrongly.
+transformers replaces the attention of a model by name, and a model that ignores the name only logs a warning. So the
+replaced attention is probed with one token (`probe.py`), and a small copy of the architecture must compute on paged KV
+what it computes natively (`guard.py`).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,13 +16,11 @@ from engine.runtime.attention.layer import PagedStep, use_paged_attention
 from engine.runtime.errors import ModelError
 from engine.runtime.kv_pool import LayerShape
 from engine.runtime.models.cpu_layers import original_layers
+from engine.runtime.models.guard import check_architecture
+from engine.runtime.models.probe import check_masks, probe_layers, run_flat, said
+from engine.runtime.models.small_copy import longest_sequence
 from engine.runtime.models.spec import ModelSpec, check_config, check_model, config_values
-from paged_kernels import Scoring, Workspace
-
-# keywords that layers may send beside q, k, v and the paged kernels' arguments; they do not change the attention
-_IGNORED_KEYWORDS = frozenset(
-    {"position_ids", "use_cache", "dropout", "is_causal", "cache_position", "layer_type"}
-)
+from paged_kernels import Workspace
 
 
 @dataclass(frozen=True)
@@ -51,10 +49,7 @@ class LoadedModel:
 
         `paged` says where K and V are stored and read; `keep` are the flat positions whose logits are wanted.
         """
-        kept = {} if keep is None else {"logits_to_keep": keep}
-        output = self.model(input_ids=ids, position_ids=positions, use_cache=False, paged=paged, **kept)
-        logits: torch.Tensor = output.logits[0]
-        return logits
+        return run_flat(self.model, ids, positions, paged, keep)
 
 
 def load_model(spec: ModelSpec, *, device: str = "cpu") -> LoadedModel:
@@ -68,23 +63,36 @@ def load_model(spec: ModelSpec, *, device: str = "cpu") -> LoadedModel:
 def wrap_model(model: Any, *, name: str) -> LoadedModel:
     """Put a causal language model of transformers on paged KV. Raises ModelError, and the model stays as it was."""
     model.eval()
+    original = model.config._attn_implementation
+    try:
+        return _on_paged_kv(model, name, original)
+    except Exception as error:
+        model.set_attn_implementation(original)
+        if isinstance(error, ModelError):
+            raise
+        raise ModelError(
+            f"model {name}: {model.config.model_type} cannot be put on paged KV: {said(error)}"
+        ) from error
+
+
+def _on_paged_kv(model: Any, name: str, original: str) -> LoadedModel:
     config = model.config.get_text_config()
     check_config(name, config.to_dict())
-    original = model.config._attn_implementation
+    longest = longest_sequence(config)
+    if longest is None:
+        raise ModelError(f"model {name}: the config of {config.model_type} names no longest sequence")
     first = _first_token_id(config)
-    try:
-        use_paged_attention(model, name)
-        shapes = probe_layers(model, name, first)
-    except ModelError:
-        model.set_attn_implementation(original)
-        raise
+    use_paged_attention(model, name)
+    shapes = probe_layers(model, name, first)
+    check_masks(model, name, first)
+    check_architecture(model, name)
     width = sum(heads * dim for layer in shapes for heads, dim in layer)
     return LoadedModel(
         name=name,
         model=model,
         kv_shapes=shapes,
         vocab_size=config.vocab_size,
-        max_position=config.max_position_embeddings,
+        max_position=longest,
         kv_bytes_per_token=width * model.dtype.itemsize,
         device=model.device,
         dtype=model.dtype,
@@ -153,58 +161,3 @@ def _first_token_id(config: Any) -> int:
         special.extend(value if isinstance(value, list) else [] if value is None else [value])
     low = [token for token in special if token < config.vocab_size // 2]
     return max(low) + 1 if low else 0
-
-
-def _is_ignored(name: str) -> bool:
-    return name in _IGNORED_KEYWORDS or name.startswith("output_")  # `output_*`: what the model returns
-
-
-class ShapeProbe:
-    """Takes the place of the `PagedStep` in a test pass: records the shapes of K and V, and returns zeros."""
-
-    def __init__(self) -> None:
-        self.shapes: dict[int, LayerShape] = {}
-        self.calls = 0
-        self.unsupported: set[str] = set()
-
-    def attend(
-        self,
-        module: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scoring: Scoring,
-        rest: Mapping[str, Any],
-    ) -> torch.Tensor:
-        """Record one layer's call."""
-        self.calls += 1
-        if rest.get("is_causal", getattr(module, "is_causal", True)) is False:
-            self.unsupported.add("keys to the right of a query")
-        self.shapes[module.layer_idx] = ((key.shape[1], key.shape[3]), (value.shape[1], value.shape[3]))
-        self.unsupported |= {
-            name for name, sent in rest.items() if sent is not None and not _is_ignored(name)
-        }
-        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
-
-
-def probe_layers(model: Any, name: str, token: int) -> tuple[LayerShape, ...]:
-    """Run one token through the model and return the KV shapes of its layers.
-
-    Raises ModelError unless every layer called `paged_attention` exactly once, with arguments that the kernels support.
-    """
-    probe = ShapeProbe()
-    ids = torch.tensor([[token]], device=model.device)
-    with torch.inference_mode():
-        model(input_ids=ids, position_ids=torch.zeros_like(ids), use_cache=False, paged=probe)
-    layers = model.config.get_text_config().num_hidden_layers
-    if probe.calls != layers or sorted(probe.shapes) != list(range(layers)):
-        raise ModelError(
-            f"model {name}: {len(probe.shapes)} of {layers} layers ran on paged attention ({probe.calls} calls): "
-            f"{model.config.model_type} has layers without a KV cache per token"
-        )
-    if probe.unsupported:
-        raise ModelError(
-            f"model {name}: {model.config.model_type} asks its attention for {', '.join(sorted(probe.unsupported))}, "
-            "which the paged kernels do not support"
-        )
-    return tuple(probe.shapes[layer] for layer in range(layers))

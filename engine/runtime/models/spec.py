@@ -171,6 +171,17 @@ def read_config(path: str) -> dict[str, Any]:
     return config
 
 
+def checkpoint_dtype(path: str) -> str:
+    """The element type of a checkpoint's weights as its config.json names it; float32 if it names none of `Dtype`."""
+    config = read_config(path)
+    for part in (config, config.get("text_config")):
+        for key in ("dtype", "torch_dtype"):
+            value = part.get(key) if isinstance(part, Mapping) else None
+            if isinstance(value, str) and value.removeprefix("torch.") in set(Dtype):
+                return value.removeprefix("torch.")
+    return Dtype.float32
+
+
 def checkpoint_stamp(path: str) -> str:
     """Names, sizes and times of the checkpoint's files. They tell whether the weights at a path have changed."""
     files = sorted(file for file in Path(path).expanduser().glob("*") if file.is_file())

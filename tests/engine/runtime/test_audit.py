@@ -89,6 +89,35 @@ def test_a_block_freed_too_early_is_caught_as_nan(model_of, prompts):
         drive(model_of(), prompts[1:2], free_early, audit="sampled")
 
 
+@pytest.mark.parametrize("backend", ["torch", "native"])
+@pytest.mark.parametrize("block", [0, 1, -2])
+@pytest.mark.parametrize("what", ["keys", "values"])
+def test_nan_anywhere_in_a_sequence_ends_its_request_alone(model_of, backend, block, what):
+    from engine.runtime.attention.native.compile import why_unavailable
+    from engine.runtime.errors import NaNLogitsError
+    from engine.runtime.params import SamplingParams
+
+    if backend == "native" and why_unavailable():
+        pytest.skip("no compiled kernels")
+    engine = make_llm(model_of(), block_size=4, backend=backend, audit="off").engine
+    params = SamplingParams(max_tokens=6, temperature=0)
+    for name, size in (("hit", 22), ("other", 13)):
+        engine.add_request(name, list(range(size, 2 * size)), params)
+    execute = engine.runner.execute
+
+    def with_nan(plan):
+        if plan.step == 2:
+            (table,) = [row.table for row in plan.rows if row.request_id == 0]
+            for cache in getattr(engine.runner.pool, what):
+                cache[table[block], 1] = float("nan")
+        return execute(plan)
+
+    engine.runner.execute = with_nan
+    errors = {output.request_id: output.error for output in engine.run() if output.finished}
+    assert isinstance(errors["hit"], NaNLogitsError)
+    assert errors["other"] is None
+
+
 def test_a_missing_copy_is_caught(model_of, prompts):
     from engine.runtime.errors import RunError
 

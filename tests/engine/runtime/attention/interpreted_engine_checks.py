@@ -169,3 +169,40 @@ def test_a_recording_refuses_more_rows_than_its_scratch_was_made_for():
     workspace = runner.graphs._workspace
     with pytest.raises(WorkspaceError, match="frozen workspace"):
         workspace.take("decode_parts", 10**9, torch.empty(0), torch.float32)
+
+
+def decode_beside_nan(block, *, splits=None, width=1, monkeypatch):
+    """Run a long prompt, make one block of its K and V NaN, and run a decode step; `splits` parts per row."""
+    if splits is not None:
+        monkeypatch.setattr(kernels.TritonMetadata, "_one_part", lambda self, kv_heads: splits)
+    scheduler = Scheduler(PagedManager(120, 4), SchedulerLimits(256, 32, max_model_len=64))
+    runner = Runner(model(), num_blocks=120, block_size=4, audit="off", backend="triton")
+    prompt = list(range(3, 14))
+    scheduler.submit(Request(0, len(prompt), 4, width, Decoding.beam if width > 1 else Decoding.greedy))
+    runner.add(
+        Request(0, len(prompt), 4, width, Decoding.beam if width > 1 else Decoding.greedy), np.array(prompt)
+    )
+    plan = scheduler.schedule()
+    result, _ = runner.execute(plan)
+    scheduler.commit(plan, result)
+    plan = scheduler.schedule()
+    for layer in range(SHAPE["layers"]):
+        runner.pool.keys[layer][plan.rows[0].table[block]] = float("nan")
+    return runner.execute(plan)
+
+
+@pytest.mark.parametrize("block", [0, 2])
+def test_nan_in_any_part_of_a_split_row_reaches_the_logits(block, monkeypatch):
+    from engine.runtime.errors import NaNLogitsError
+
+    with pytest.raises(NaNLogitsError, match="request 0 branch 0: NaN in the logits"):
+        decode_beside_nan(block, splits=3, monkeypatch=monkeypatch)
+
+
+def test_nan_in_a_shared_prefix_reaches_the_logits(cascades, monkeypatch):
+    from engine.runtime.errors import NaNLogitsError
+
+    price(monkeypatch, ALWAYS)
+    with pytest.raises(NaNLogitsError, match="request 0 branch 0: NaN in the logits"):
+        decode_beside_nan(1, width=2, monkeypatch=monkeypatch)
+    assert cascades

@@ -2,21 +2,18 @@
 
 `make test` runs every pair of (family, block size, tokens a step, prefix caching, preemption, lengths) for the families
 that differ most, a row for each of the others, and a reservation policy for all; `PAGETWIN_GRID=1` runs the whole grid.
-The table of families in the documents is this test's.
+`test_every_type.py` runs every other type.
 """
 
 import functools
 import os
-from pathlib import Path
 
 import pytest
 from families import (
     BUDGETS,
     CONTIGUOUS,
     FAMILIES,
-    LONG,
     NEW,
-    SHORT,
     all_runs,
     build,
     pairwise,
@@ -25,8 +22,6 @@ from families import (
 )
 
 from engine.core.options import Preemption, SchedulerLimits
-
-DOCUMENT = Path(__file__).resolve().parents[4] / "engine" / "MODELS.md"
 
 
 @functools.cache
@@ -118,48 +113,6 @@ def test_rows_hold_every_pair():
     assert {(row[0], row[1]) for row in rows} == {(one, two) for one in (1, 2, 3) for two in "ab"}
     assert {(row[1], row[2]) for row in rows} == {(one, two) for one in "ab" for two in (True, False)}
     assert len(rows) <= 7
-
-
-def document():
-    """The table of families as the documents show it."""
-    from engine.runtime.models.spec import REFUSED_ROPE, REFUSED_TYPES
-
-    lines = [
-        "# Models",
-        "",
-        "`tests/engine/runtime/models/test_families.py` writes this file and tests what it says. To write it again: "
-        "`PAGETWIN_WRITE=1 python -m pytest tests/engine/runtime/models/test_families.py`.",
-        "",
-        f"{len(FAMILIES)} families give the same tokens as transformers' `generate()` in float32: prompts of "
-        f"{', '.join(map(str, sorted({*SHORT, *LONG})))} tokens, cut into chunks, "
-        "block sizes 1 to 128, prefix caching on and off, preemption by recomputation and "
-        "by swapping, paged and contiguous memory. Any other family whose attention "
-        "goes through transformers' AttentionInterface is checked with one token when it is loaded.",
-        "",
-        "| family | K and V of a layer (heads x width) | special |",
-        "|---|---|---|",
-    ]
-    for family, (special, _) in FAMILIES.items():
-        (keys, values), *_ = loaded(family).kv_shapes
-        lines.append(f"| {family} | {keys[0]} x {keys[1]}, {values[0]} x {values[1]} | {special} |")
-    lines += [
-        "",
-        "These model types are refused before anything is loaded:",
-        "",
-        "| model type | reason |",
-        "|---|---|",
-    ]
-    lines += [f"| {name} | {reason} |" for name, reason in REFUSED_TYPES.items()]
-    lines += [f"| any, with RoPE type {name} | {reason} |" for name, reason in REFUSED_ROPE.items()]
-    return "\n".join(lines) + "\n"
-
-
-def test_the_documents_name_these_families():
-    text = document()
-    if "PAGETWIN_WRITE" in os.environ:
-        DOCUMENT.parent.mkdir(exist_ok=True)
-        DOCUMENT.write_text(text, encoding="utf-8")
-    assert DOCUMENT.read_text(encoding="utf-8") == text
 
 
 def test_layers_with_unequal_widths_get_the_widths_they_send():

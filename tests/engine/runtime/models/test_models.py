@@ -202,17 +202,17 @@ def test_a_model_object_that_ignores_our_attention_is_refused(family, monkeypatc
 
 
 def test_layers_without_a_kv_cache_are_noticed(model_of, monkeypatch):
-    from engine.runtime.models.load import probe_layers
+    from engine.runtime.models.probe import probe_layers
 
     monkeypatch.setattr(model_of().model.config, "num_hidden_layers", 3)
-    with pytest.raises(ModelError, match="layers ran on paged attention"):
+    with pytest.raises(ModelError, match="called paged attention"):
         probe_layers(model_of().model, "test", 0)
 
 
 def test_an_option_that_the_kernels_do_not_know_is_refused(model_of):
     import torch
 
-    from engine.runtime.models.load import ShapeProbe
+    from engine.runtime.models.probe import ShapeProbe
 
     probe = ShapeProbe()
     layer = model_of().model.model.layers[0].self_attn

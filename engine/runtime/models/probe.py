@@ -1,0 +1,203 @@
+"""What the layers of a model send to their attention, found by running one token through the model.
+
+The token shows the K and V shapes that each layer really sends, because configs often state them wrongly, and whether
+every layer calls our function exactly once. In a second pass transformers is asked for masks: a layer may hide keys by
+a mask alone, and on paged KV there are no masks. Both passes refuse with a `ModelError` what they find wrong.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from engine.runtime.attention.layer import IMPLEMENTATION
+from engine.runtime.errors import ModelError
+from engine.runtime.kv_pool import LayerShape
+from engine.runtime.models.small_copy import longest_sequence
+from paged_kernels import Scoring
+
+# keywords that layers may send beside q, k, v and the paged kernels' arguments; they do not change the attention
+_IGNORED_KEYWORDS = frozenset(
+    {"position_ids", "use_cache", "dropout", "is_causal", "cache_position", "layer_type"}
+)
+_FARTHEST = 1 << 17  # masks are looked at for a query at most this far from the first token
+
+
+def run_flat(
+    model: Any, ids: torch.Tensor, positions: torch.Tensor, paged: Any, keep: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Run a model over a flat batch `[1, tokens]`: logits `[tokens, vocab]`, or `[len(keep), vocab]`.
+
+    `paged` is what the attention of every layer calls; `keep` are the flat positions whose logits are wanted.
+    """
+    kept = {} if keep is None else {"logits_to_keep": keep}
+    output = model(input_ids=ids, position_ids=positions, use_cache=False, paged=paged, **kept)
+    logits: torch.Tensor = output.logits[0]
+    return logits
+
+
+def _is_ignored(name: str) -> bool:
+    return name in _IGNORED_KEYWORDS or name.startswith("output_")  # `output_*`: what the model returns
+
+
+class ShapeProbe:
+    """Takes the place of the `PagedStep` in a test pass: records the shapes of K and V, and returns zeros."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[int, LayerShape] = {}
+        self.calls = 0
+        self.unsupported: set[str] = set()
+
+    def attend(
+        self,
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scoring: Scoring,
+        rest: Mapping[str, Any],
+    ) -> torch.Tensor:
+        """Record one layer's call."""
+        self.calls += 1
+        if rest.get("is_causal", getattr(module, "is_causal", True)) is False:
+            self.unsupported.add("keys to the right of a query")
+        self.shapes[module.layer_idx] = ((key.shape[1], key.shape[3]), (value.shape[1], value.shape[3]))
+        self.unsupported |= {
+            name for name, sent in rest.items() if sent is not None and not _is_ignored(name)
+        }
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+
+
+def probe_layers(model: Any, name: str, token: int) -> tuple[LayerShape, ...]:
+    """Run one token through the model and return the KV shapes of its layers.
+
+    Raises ModelError unless every layer called `paged_attention` exactly once, with arguments that the kernels support.
+    """
+    probe = ShapeProbe()
+    try:
+        _run_token(model, token, probe)
+    except ModelError as error:
+        raise ModelError(f"model {name}: {error}") from error
+    except Exception as error:
+        why = (
+            "its code computes on attention masks, and paged KV has none"
+            if _runs_on_masks(model, token)
+            else "its code fails"
+        )
+        raise ModelError(
+            f"model {name}: {model.config.model_type} on paged KV: {why} ({said(error)})"
+        ) from error
+    layers = model.config.get_text_config().num_hidden_layers
+    called = sorted(probe.shapes)
+    if probe.calls != len(called) or called != list(range(len(called))) or len(called) < layers:
+        raise ModelError(
+            f"model {name}: {model.config.model_type} has {layers} layers, and {len(called)} of them called paged "
+            f"attention, {probe.calls} times in all: not every layer has one KV cache per token"
+        )
+    if probe.unsupported:
+        raise ModelError(
+            f"model {name}: {model.config.model_type} asks its attention for {', '.join(sorted(probe.unsupported))}, "
+            "which the paged kernels do not support"
+        )
+    return tuple(probe.shapes[layer] for layer in called)
+
+
+def said(error: Exception) -> str:
+    """An error of someone else's code in one line."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:300]
+
+
+def _run_token(model: Any, token: int, probe: Any) -> None:
+    ids = torch.tensor([[token]], device=model.device)
+    with torch.inference_mode():
+        run_flat(model, ids, torch.zeros_like(ids), probe)
+
+
+_MaskFunction = Callable[..., torch.Tensor]
+
+
+class MaskProbe:
+    """Takes the place of the `PagedStep` while masks are made, and notes layers whose mask hides more than they say.
+
+    `hidden` holds these layers. A layer tells its attention a sliding window or nothing; its mask must hide the same.
+    """
+
+    def __init__(self, farthest: int) -> None:
+        self.hidden: list[int] = []
+        self._query = farthest
+        self._masks: dict[int, tuple[torch.Tensor, _MaskFunction]] = {}
+
+    def make(self, *, mask_function: _MaskFunction, **rest: Any) -> torch.Tensor:
+        """A mask function as transformers calls it: a mask that hides nothing, and stands for `mask_function`."""
+        shape = (rest["batch_size"], 1, rest["q_length"], rest["kv_length"])
+        mask = torch.ones(shape, dtype=torch.bool, device=rest.get("device"))
+        self._masks[id(mask)] = mask, mask_function
+        return mask
+
+    def attend(
+        self,
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scoring: Scoring,
+        rest: Mapping[str, Any],
+    ) -> torch.Tensor:
+        """Compare the mask of one layer with the window that it sends."""
+        _, mask_function = self._masks.get(id(rest.get("attention_mask")), (None, None))
+        if mask_function is not None:
+            visible = self._visible(mask_function)
+            window = scoring.window or self._query + 1
+            told = torch.arange(self._query + 1) > self._query - window
+            if visible is not None and not torch.equal(visible, told):
+                self.hidden.append(module.layer_idx)
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+
+    def _visible(self, mask_function: _MaskFunction) -> torch.Tensor | None:
+        """Which keys `[positions]` the farthest query sees; None if the mask depends on more than positions."""
+        zero, keys = torch.tensor(0), torch.arange(self._query + 1)
+        try:
+            seen = mask_function(zero, zero, torch.tensor(self._query), keys)
+        except (IndexError, RuntimeError, TypeError):
+            return None  # it looks something up by position: the comparison in guard.py decides
+        return torch.as_tensor(seen).expand(len(keys)) if torch.as_tensor(seen).dim() < 2 else None
+
+
+def check_masks(model: Any, name: str, token: int) -> None:
+    """Raise ModelError if a mask of the model hides keys that its layers do not hide by a sliding window."""
+    longest = longest_sequence(model.config.get_text_config()) or _FARTHEST
+    probe = MaskProbe(min(longest, _FARTHEST) - 1)
+    with _masks_by(probe):
+        try:
+            _run_token(model, token, probe)
+        except Exception:  # it works on its mask: without masks, as it will run, it has passed `probe_layers`
+            return
+    if probe.hidden:
+        raise ModelError(
+            f"model {name}: the masks of {model.config.model_type} hide keys (a sliding window or chunks) that its "
+            f"layers do not tell their attention, for example layer {probe.hidden[0]}; paged KV has no masks"
+        )
+
+
+def _runs_on_masks(model: Any, token: int) -> bool:
+    probe = MaskProbe(farthest=1)
+    with _masks_by(probe):
+        try:
+            _run_token(model, token, probe)
+        except Exception:
+            return False
+    return True
+
+
+@contextmanager
+def _masks_by(probe: MaskProbe) -> Iterator[None]:
+    """Let transformers make its masks with the probe. Without a registered function it makes none."""
+    from transformers import AttentionMaskInterface
+
+    AttentionMaskInterface.register(IMPLEMENTATION, probe.make)
+    try:
+        yield
+    finally:
+        AttentionMaskInterface._global_mapping.pop(IMPLEMENTATION)

@@ -1,0 +1,102 @@
+"""Every causal type of the installed transformers equals `generate()` on paged KV, or is refused with a reason.
+
+`engine/MODELS.md` says which, and this file writes it: `PAGETWIN_WRITE=1`. `make test` runs a type of each kind of
+answer, `make nightly` (`PAGETWIN_NIGHTLY=1`) all of them.
+"""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+from causal_types import QUICK, answer, names
+from families import FAMILIES
+
+DOCUMENT = Path(__file__).resolve().parents[4] / "engine" / "MODELS.md"
+WRITES = "PAGETWIN_WRITE" in os.environ
+NIGHTLY = "PAGETWIN_NIGHTLY" in os.environ or WRITES
+UNTESTED = "not built: "
+
+
+def documented():
+    """What the document says of each type."""
+    rows = re.findall(r"^\| (\S+) \| (.*) \|$", DOCUMENT.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return dict(rows)
+
+
+def said(name):
+    found = answer(name)
+    if found != "equal":
+        return found
+    kind = name.partition("+")[0]
+    special = FAMILIES[kind][0] if kind in FAMILIES else None
+    return "equal" if special is None else f"equal, whole grid{f': {special}' if special else ''}"
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_type_is_what_the_document_says(name):
+    assert said(name) == documented()[name]
+
+
+def test_the_document_names_every_causal_type_that_transformers_has():
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    assert set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - set(documented()) == set()
+
+
+def test_no_type_fails_with_an_error_that_names_no_reason():
+    assert [name for name, text in documented().items() if not text or "!!!" in text] == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not NIGHTLY, reason="every type: make nightly")
+def test_every_type_is_what_the_document_says():
+    found = {name: said(name) for name in names()}
+    if WRITES:
+        DOCUMENT.write_text(document(found), encoding="utf-8")
+    assert DOCUMENT.read_text(encoding="utf-8") == document(found)
+
+
+def document(found):
+    import transformers
+
+    from engine.runtime.models.spec import REFUSED_ROPE
+
+    equal = {name: text for name, text in found.items() if text.startswith("equal")}
+    untested = {name: text for name, text in found.items() if text.startswith(UNTESTED)}
+    refused = {name: text for name, text in found.items() if name not in equal and name not in untested}
+    return "\n".join(
+        [
+            "# Models",
+            "",
+            "`tests/engine/runtime/models/test_every_type.py` writes this file and tests what it says. To write it "
+            "again: `PAGETWIN_WRITE=1 python -m pytest tests/engine/runtime/models/test_every_type.py`.",
+            "",
+            f"These are all causal types of transformers {transformers.__version__}: {len(equal)} rows are equal, "
+            f"{len(refused)} are refused, {len(untested)} could not be built. Each row is a small random model with "
+            "the values that its configuration has by default. `+window` switches on a sliding window that the defaults "
+            "leave out, `+decoder` makes a decoder of an encoder.",
+            "",
+            "*Equal*: tokens and log-probabilities are those of transformers' `generate()` in float32, in chunks and "
+            "with preemption. *Whole grid*: so also with block sizes 1 to 128, prompts of 1 to 512 tokens, prefix "
+            "caching on and off, recomputation and swapping, paged and contiguous memory (`test_families.py`).",
+            "",
+            "A model is judged when it is loaded, by what it computes and not by its name: a small copy of it runs "
+            "natively and on paged KV (`engine/runtime/models/guard.py`). So a type that is not in this list, or has "
+            "other values, is refused too where it would give wrong tokens.",
+            "",
+            *_table("Equal", "answer", equal),
+            *_table("Refused", "reason", refused),
+            *_table("Not built", "transformers says to its default configuration", untested),
+            *_table(
+                "Refused RoPE types, in any model",
+                "reason",
+                REFUSED_ROPE,
+            ),
+        ]
+    )
+
+
+def _table(title, column, rows):
+    lines = [f"| {name} | {text} |" for name, text in rows.items()]
+    return [f"## {title}", "", f"| model type | {column} |", "|---|---|", *lines, ""]

@@ -1,0 +1,174 @@
+"""A value of a wrong type is refused where it is given, by name, and no other request notices."""
+
+import numpy as np
+import pytest
+import torch
+from serve_cases import build_engine
+
+WRONG = [
+    ("max_tokens", 2.5),
+    ("max_tokens", "3"),
+    ("max_tokens", True),
+    ("n", 1.0),
+    ("beam_width", "2"),
+    ("top_k", 3.5),
+    ("seed", 1.5),
+    ("seed", "a"),
+    ("logprobs", True),
+    ("temperature", "0"),
+    ("temperature", None),
+    ("temperature", 1j),
+    ("top_p", [0.5]),
+    ("min_p", torch.tensor([0.1, 0.2])),
+    ("length_penalty", {}),
+    ("stop", 5),
+    ("stop", [5]),
+    ("stop", None),
+    ("stop", ""),
+    ("stop", b"x"),
+    ("stop_token_ids", 5),
+    ("stop_token_ids", [1.5]),
+    ("stop_token_ids", "12"),
+    ("ignore_eos", "yes"),
+    ("detokenize", 1),
+    ("skip_special_tokens", None),
+    ("early_stopping", "sometimes"),
+    ("output_kind", "now"),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), WRONG, ids=[f"{field}-{value!r}" for field, value in WRONG])
+def test_a_parameter_of_a_wrong_type_is_refused_by_name(field, value):
+    from engine.runtime.errors import ParamsError
+    from engine.runtime.params import SamplingParams
+
+    with pytest.raises(ParamsError) as refused:
+        SamplingParams(**{field: value})
+    assert refused.value.field == field
+
+
+def test_numbers_of_numpy_are_numbers():
+    from engine.runtime.params import SamplingParams
+
+    params = SamplingParams(max_tokens=np.int64(3), seed=np.uint32(5), stop_token_ids=np.array([3, 4]))
+    assert (params.max_tokens, params.stop_token_ids) == (3, (3, 4))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "names"),
+    [
+        ([5, "a", 6], "prompt 0 is 5"),
+        (["a", 5], "prompt 1 is 5"),
+        ([[1, 2], 3.5], "prompt 1 is 3.5"),
+        (7, "not 7"),
+        (b"abc", "not b'abc'"),
+        ([[1, 2.5]], "2.5 in the prompt is not a token id"),
+        ([[True]], "True in the prompt is not a token id"),
+        ([{"prompt": "a"}], "prompt 0 is {'prompt': 'a'}"),
+        ([None], "prompt 0 is None"),
+    ],
+)
+def test_what_is_no_prompt_is_refused_and_not_left_out(prompts, names, model_of):
+    from engine.runtime.errors import PromptError
+    from engine.runtime.llm import LLM
+
+    llm = LLM(model_of(), pool_tokens=256)
+    with pytest.raises(PromptError) as refused:
+        llm.generate(prompts)
+    assert names in str(refused.value)
+    assert not llm.engine.has_unfinished_requests
+
+
+def test_an_array_is_one_prompt(model_of):
+    from engine.runtime.llm import LLM
+    from engine.runtime.params import SamplingParams
+
+    llm, params = LLM(model_of(), pool_tokens=256), SamplingParams(max_tokens=3, temperature=0)
+    ours, theirs = llm.generate([5, 6, 7], params), llm.generate(np.array([5, 6, 7]), params)
+    assert ours[0].outputs[0].token_ids == theirs[0].outputs[0].token_ids
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"params": {"max_tokens": 3}}, {"priority": "high"}, {"priority": 1.5}, {"request_id": 5}]
+)
+def test_a_wrong_request_ends_nobody_elses(wrong, model_of, prompts):
+    from engine.runtime.errors import RequestError
+    from engine.runtime.params import SamplingParams
+
+    engine = build_engine(model_of())
+    engine.add_request("a", prompts[0], SamplingParams(max_tokens=4, temperature=0))
+    engine.step()
+    with pytest.raises(RequestError):
+        engine.add_request(**{"request_id": "b", "prompt": prompts[1]} | wrong)
+    assert [output.request_id for output in engine.run() if output.finished] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("block_size", 0),
+        ("block_size", 2.5),
+        ("pool_tokens", 0),
+        ("pool_tokens", "many"),
+        ("kv_cache_memory_bytes", -1),
+        ("host_blocks", -1),
+        ("gpu_memory_utilization", 0),
+        ("gpu_memory_utilization", 90),
+        ("cache", "unpaged"),
+        ("audit", "always"),
+        ("kv_dtype", "int4"),
+        ("draft_tokens", 0),
+        ("hash", "md5"),
+        ("no_such_option", 1),
+        ("max_num_seqs", 0),
+        ("max_num_batched_tokens", 2.5),
+        ("tensor_parallel_size", 2),
+        ("quantization", "awq"),
+        ("scheduling_policy", "random"),
+    ],
+)
+def test_an_option_that_cannot_be_is_refused_by_name(option, value, model_of):
+    from engine.runtime.errors import EngineOptionError
+    from engine.runtime.llm import LLM
+
+    with pytest.raises(EngineOptionError, match=option):
+        LLM(model_of(), **{option: value})
+
+
+def test_vllms_names_of_options_are_understood(model_of):
+    from engine.runtime.llm import LLM
+
+    llm = LLM(
+        model_of(),
+        max_num_seqs=3,
+        max_num_batched_tokens=40,
+        max_model_len=64,
+        enable_prefix_caching=False,
+        enable_chunked_prefill=True,
+        num_gpu_blocks_override=20,
+        block_size=8,
+        enforce_eager=True,
+        tensor_parallel_size=1,
+        swap_space=4,
+    )
+    limits = llm.engine.limits
+    assert (limits.max_running, limits.max_batched_tokens, limits.max_model_len) == (3, 40, 64)
+    assert (llm.engine.capacity.blocks, llm.engine.options.block_size) == (20, 8)
+    assert (llm.engine.options.prefix_caching, llm.engine.options.cuda_graphs) == (False, False)
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_a_checkpoints_own_element_type_is_the_default(key, tmp_path, model_of):
+    import json
+
+    from engine.runtime.llm import LLM
+    from engine.runtime.models.load import original_model
+
+    with original_model(model_of()) as model:
+        model.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    config.pop("dtype", None)
+    file.write_text(json.dumps(config | {key: "bfloat16"}))
+    assert LLM(tmp_path).loaded.dtype is torch.bfloat16
+    assert LLM(tmp_path, dtype="float32").loaded.dtype is torch.float32
