@@ -97,7 +97,7 @@ class EngineOptions:
             ("host_blocks", 0),
             ("block_size", 1),
             ("audit_every", 1),
-            ("draft_tokens", 1),
+            ("draft_tokens", 0),
         ):
             value = getattr(self, name)
             if value is None and name in ("pool_tokens", "kv_cache_memory_bytes"):

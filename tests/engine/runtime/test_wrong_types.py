@@ -117,7 +117,7 @@ def test_a_wrong_request_ends_nobody_elses(wrong, model_of, prompts):
         ("cache", "unpaged"),
         ("audit", "always"),
         ("kv_dtype", "int4"),
-        ("draft_tokens", 0),
+        ("draft_tokens", -1),
         ("hash", "md5"),
         ("no_such_option", 1),
         ("max_num_seqs", 0),

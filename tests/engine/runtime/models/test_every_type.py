@@ -74,8 +74,8 @@ def document(found):
             "",
             f"These are all causal types of transformers {transformers.__version__}: {len(equal)} rows are equal, "
             f"{len(refused)} are refused, {len(untested)} could not be built. Each row is a small random model with "
-            "the values that its configuration has by default. `+window` switches on a sliding window that the defaults "
-            "leave out, `+decoder` makes a decoder of an encoder.",
+            "the values that its configuration has by default. `+window` switches on a sliding window that the "
+            "defaults leave out, `+decoder` makes a decoder of an encoder.",
             "",
             "*Equal*: tokens and log-probabilities are those of transformers' `generate()` in float32, in chunks and "
             "with preemption. *Whole grid*: so also with block sizes 1 to 128, prompts of 1 to 512 tokens, prefix "
