@@ -79,7 +79,8 @@ def document(found):
             "",
             "*Equal*: tokens and log-probabilities are those of transformers' `generate()` in float32, in chunks and "
             "with preemption. *Whole grid*: so also with block sizes 1 to 128, prompts of 1 to 512 tokens, prefix "
-            "caching on and off, recomputation and swapping, paged and contiguous memory (`test_families.py`).",
+            "caching on and off, recomputation and swapping, paged and contiguous memory "
+            "(`tests/engine/runtime/models/test_families.py`).",
             "",
             "A model is judged when it is loaded, by what it computes and not by its name: a small copy of it runs "
             "natively and on paged KV (`engine/runtime/models/guard.py`). So a type that is not in this list, or has "
