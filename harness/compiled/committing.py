@@ -12,6 +12,7 @@ from harness.compiled.state import (
     CACHED,
     EMPTY,
     ENDED,
+    ENTRIES,
     GAPS,
     HEAD,
     HITS,
@@ -40,7 +41,7 @@ def log_step(state: ReplayState, num_blocks: int, took_ns: int, attention_s: flo
         *(int(features[TOKENS]), int(features[DECODE_KV] + features[PREFILL_KV]), int(features[SAMPLED])),
         *(at[TAKEN], at[VOIDED], at[ADMITTED], at[PREEMPTED], at[HITS], at[RUNNING], at[TAIL] - at[HEAD]),
         *(at[WRITTEN], at[CACHED] * size, at[INTERNAL], at[EMPTY] * size),
-        num_blocks - at[EMPTY] - at[CACHED],
+        *(num_blocks - at[EMPTY] - at[CACHED], at[ENTRIES]),
     )
     for column in range(len(counts)):
         state.log.counts[at[STEPS], column] = counts[column]
@@ -98,7 +99,7 @@ def log_gap(state: ReplayState, ns: int, weight: int) -> None:
 @jitable
 def finish(state: ReplayState, row: int, end: int) -> None:
     """`row` has all its tokens."""
-    release(state, row, NEVER)
+    release(state, row)
     state.requests.finish[state.batch.request[row]] = end
     state.requests.ended[state.at[ENDED]] = state.batch.request[row]
     state.at[ENDED] += 1
@@ -114,6 +115,7 @@ def move(state: ReplayState, row: int, place: int) -> None:
         state.batch.computed,
         state.batch.generated,
         state.batch.blocks,
+        state.batch.named,
         state.batch.last_token,
     ):
         column[place] = column[row]

@@ -1,85 +1,176 @@
-"""The block pool as numbers of free, cached and held blocks. It does what `engine.core.memory.block_pool` does.
+"""The block pool: numbers of free, cached and held blocks. It does what `engine.core.memory.block_pool` does.
 
-Cached blocks have one entry for each released block table. The oldest entry is evicted first.
+Which block a sequence gets changes no count. So only blocks that several requests may share have an identity, their
+number; all others are counted. Cached blocks are evicted in the order of `EvictionList`: the table that was released
+first, and from its end.
 """
 
 from harness.compiled.numba_edge import jitable
 from harness.compiled.state import (
     CACHED,
     EMPTY,
+    ENTRIES,
     INTERNAL,
     NEVER,
-    NEWEST,
-    OLDEST,
+    SPARE,
     TAKEN,
     VOIDED,
     WRITTEN,
     ReplayState,
 )
 
-
-@jitable
-def keep(state: ReplayState, owner: int, blocks: int) -> None:
-    """Keep `blocks` blocks of a released table cached; `owner` is the request that may come back for them, or NEVER."""
-    if not blocks:
-        return
-    if state.at[NEWEST] == len(state.cached.blocks):
-        close_gaps(state)
-    place = state.at[NEWEST]
-    state.cached.owner[place], state.cached.blocks[place] = owner, blocks
-    if owner != NEVER:
-        state.requests.cached_entry[owner] = place
-    state.at[NEWEST] += 1
-    state.at[CACHED] += blocks
+# -- the order of eviction ---------------------------------------------------------------------------------------------
 
 
 @jitable
-def close_gaps(state: ReplayState) -> None:
-    """Move the entries that hold a block to the front; there are at most as many as blocks, or as requests."""
-    kept, (owner, blocks) = 0, state.cached
-    for place in range(state.at[OLDEST], state.at[NEWEST]):
-        if not blocks[place]:
-            continue
-        owner[kept], blocks[kept] = owner[place], blocks[place]
-        if owner[kept] != NEVER:
-            state.requests.cached_entry[owner[kept]] = kept
-        kept += 1
-    state.at[OLDEST], state.at[NEWEST] = 0, kept
+def append_node(state: ReplayState, node: int) -> None:
+    """Let `node` be evicted last."""
+    after, before = state.evictable
+    end = len(after) - 1
+    last = before[end]
+    after[last], before[node] = node, last
+    after[node], before[end] = end, node
+
+
+@jitable
+def remove_node(state: ReplayState, node: int) -> None:
+    """Take `node` out of the order."""
+    after, before = state.evictable
+    after[before[node]], before[after[node]] = after[node], before[node]
+
+
+@jitable
+def own_node(state: ReplayState, request: int) -> int:
+    """The node of the blocks that only `request` can use."""
+    return len(state.named.name) + request
 
 
 @jitable
 def evict(state: ReplayState, count: int) -> None:
-    """Evict `count` blocks, from the oldest entries first."""
-    owner, blocks = state.cached
+    """Evict `count` blocks."""
+    after, named = state.evictable.after, len(state.named.name)
     state.at[CACHED] -= count
     while count:
-        place = state.at[OLDEST]
-        gone = min(count, blocks[place])
-        blocks[place] -= gone
+        node = after[len(after) - 1]
+        gone = 1
+        if node < named:
+            forget_name(state, node)
+        else:
+            own = state.requests.own_cached
+            gone = min(count, own[node - named])
+            own[node - named] -= gone
+        if node < named or not own[node - named]:
+            remove_node(state, node)
         count -= gone
-        if not blocks[place]:
-            if owner[place] != NEVER:
-                state.requests.cached_entry[owner[place]] = NEVER
-            state.at[OLDEST] += 1
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
 
 
 @jitable
-def cached_blocks(state: ReplayState, request: int) -> int:
-    """Blocks of a preempted request that are still cached."""
-    place = state.requests.cached_entry[request]
-    return 0 if place == NEVER else int(state.cached.blocks[place])
+def give_name(state: ReplayState, name: int) -> int:
+    """A number for a block that is about to be filled, under `name`, with one reference."""
+    blocks = state.named
+    state.at[SPARE] -= 1
+    block = blocks.spare[state.at[SPARE]]
+    newest = blocks.newest[name]
+    blocks.name[block], blocks.references[block] = name, 1
+    blocks.older[block], blocks.newer[block] = newest, NEVER
+    if newest == NEVER:
+        blocks.oldest[name] = block
+    else:
+        blocks.newer[newest] = block
+    blocks.newest[name] = block
+    return int(block)
 
 
 @jitable
-def revive(state: ReplayState, request: int) -> int:
-    """Give a preempted request its cached blocks back; returns how many there are."""
-    found = cached_blocks(state, request)
-    if found:
-        place = state.requests.cached_entry[request]
-        state.cached.owner[place], state.cached.blocks[place] = NEVER, 0
-        state.requests.cached_entry[request] = NEVER
-        state.at[CACHED] -= found
-    return found
+def forget_name(state: ReplayState, block: int) -> None:
+    """`block` has no name any more, and its number is free."""
+    blocks = state.named
+    name, older, newer = blocks.name[block], blocks.older[block], blocks.newer[block]
+    if older == NEVER:
+        blocks.oldest[name] = newer
+    else:
+        blocks.newer[older] = newer
+    if newer == NEVER:
+        blocks.newest[name] = older
+    else:
+        blocks.older[newer] = older
+    blocks.spare[state.at[SPARE]] = block
+    state.at[SPARE] += 1
+
+
+@jitable
+def names_of(state: ReplayState, request: int) -> int:
+    """How many leading blocks of `request` others may share."""
+    return int(state.inputs.first_name[request + 1] - state.inputs.first_name[request])
+
+
+@jitable
+def name_blocks(state: ReplayState, row: int, tokens: int) -> None:
+    """Name the blocks of `row` that are full with its first `tokens` tokens."""
+    request, batch = state.batch.request[row], state.batch
+    full = min(tokens // state.rules.block_size, names_of(state, request))
+    first = state.inputs.first_name[request]
+    for place in range(first + batch.named[row], first + full):
+        state.named.held[place] = give_name(state, state.inputs.names[place])
+    batch.named[row] = max(batch.named[row], full)
+
+
+# -- lookups -----------------------------------------------------------------------------------------------------------
+
+
+@jitable
+def named_hits(state: ReplayState, request: int, asked: int) -> int:
+    """How many of the first `asked` blocks the cache has under their names."""
+    first = state.inputs.first_name[request]
+    names, oldest = state.inputs.names, state.named.oldest
+    for place in range(first, first + min(asked, names_of(state, request))):
+        if oldest[names[place]] == NEVER:
+            return int(place - first)
+    return min(asked, names_of(state, request))
+
+
+@jitable
+def own_hits(state: ReplayState, request: int, hits: int) -> int:
+    """Cached blocks behind `hits` named ones that only `request` can use, because a preemption left them."""
+    return int(state.requests.own_cached[request]) if hits == names_of(state, request) else 0
+
+
+@jitable
+def unused_hits(state: ReplayState, request: int, hits: int) -> int:
+    """How many of the first `hits` named blocks no row refers to."""
+    first, unused = state.inputs.first_name[request], 0
+    for place in range(first, first + hits):
+        unused += not state.named.references[state.named.oldest[state.inputs.names[place]]]
+    return unused
+
+
+@jitable
+def share(state: ReplayState, row: int, hits: int, own: int) -> None:
+    """Let the table of `row` begin with `hits` named blocks and `own` ones of its request."""
+    request, blocks, revived = state.batch.request[row], state.named, own
+    first = state.inputs.first_name[request]
+    for place in range(first, first + hits):
+        block = blocks.oldest[state.inputs.names[place]]
+        if not blocks.references[block]:
+            remove_node(state, block)
+            revived += 1
+        blocks.references[block] += 1
+        blocks.held[place] = block
+    if own:
+        remove_node(state, own_node(state, request))
+        state.requests.own_cached[request] = 0
+    state.batch.named[row] = hits
+    state.batch.blocks[row] = hits + own
+    state.batch.computed[row] = (hits + own) * state.rules.block_size
+    state.at[CACHED] -= revived
+    state.at[ENTRIES] += hits + own
+    state.at[WRITTEN] += revived * state.rules.block_size
+
+
+# -- allocation --------------------------------------------------------------------------------------------------------
 
 
 @jitable
@@ -110,18 +201,48 @@ def take(state: ReplayState, row: int, count: int) -> None:
         evict(state, evicted)
     at[VOIDED] += evicted
     at[TAKEN] += count
+    at[ENTRIES] += count
     batch.blocks[row] += count
     at[INTERNAL] += max(0, batch.blocks[row] * size - final_tokens(state, batch.request[row]))
 
 
 @jitable
-def release(state: ReplayState, row: int, owner: int) -> None:
-    """Release all blocks of `row`; where full ones stay cached, `owner` (NEVER: none) may come back for them."""
+def release(state: ReplayState, row: int) -> None:
+    """Release all blocks of `row`. Full ones stay cached; only the request itself can come back for those unnamed."""
     at, batch, size = state.at, state.batch, state.rules.block_size
-    blocks, computed = batch.blocks[row], batch.computed[row]
-    kept = computed // size if state.rules.keeps else 0
-    keep(state, owner, kept)
-    at[EMPTY] += blocks - kept
-    at[VOIDED] += blocks - kept
-    at[WRITTEN] -= computed
-    at[INTERNAL] -= max(0, blocks * size - final_tokens(state, batch.request[row]))
+    blocks, computed, request = batch.blocks[row], batch.computed[row], batch.request[row]
+    unnamed = blocks - batch.named[row]
+    kept = max(0, computed // size - batch.named[row]) if state.rules.keeps else 0
+    if kept:
+        state.requests.own_cached[request] = kept
+        append_node(state, own_node(state, request))
+        at[CACHED] += kept
+    at[EMPTY] += unnamed - kept
+    at[VOIDED] += unnamed - kept
+    gone, last_is_gone = release_named(state, row)
+    gone, last_is_gone = gone + unnamed, unnamed > 0 or last_is_gone
+    at[ENTRIES] -= blocks
+    at[WRITTEN] -= gone * size - (blocks * size - computed if last_is_gone else 0)
+    at[INTERNAL] -= max(0, blocks * size - final_tokens(state, request))
+
+
+@jitable
+def release_named(state: ReplayState, row: int) -> tuple[int, bool]:
+    """Drop the references of `row`; returns how many blocks have none any more, and whether the last one has none."""
+    at, named = state.at, state.named
+    first, gone, last_is_gone = state.inputs.first_name[state.batch.request[row]], 0, False
+    for index in range(state.batch.named[row] - 1, -1, -1):
+        block = named.held[first + index]
+        named.references[block] -= 1
+        if named.references[block]:
+            continue
+        gone += 1
+        last_is_gone = last_is_gone or index == state.batch.named[row] - 1
+        if state.rules.keeps:
+            append_node(state, block)
+            at[CACHED] += 1
+        else:
+            forget_name(state, block)
+            at[EMPTY] += 1
+            at[VOIDED] += 1
+    return gone, last_is_gone

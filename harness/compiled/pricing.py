@@ -10,7 +10,17 @@ import numpy as np
 from harness.compiled.numba_edge import jitable
 from harness.compiled.pool import blocks_of
 from harness.compiled.scheduling import lacking_tokens
-from harness.compiled.state import ADMITTED, RUNNING, TAKEN, VOIDED, Prices, ReplayState
+from harness.compiled.state import (
+    ADMITTED,
+    CACHED,
+    EMPTY,
+    ENTRIES,
+    RUNNING,
+    TAKEN,
+    VOIDED,
+    Prices,
+    ReplayState,
+)
 from harness.cost.fitted import FittedCost
 from harness.cost.roofline import RooflineCost
 from harness.replay.cost_model import CostModel, PacedCost
@@ -69,10 +79,13 @@ def prices_of(cost: CostModel) -> Prices | None:
 
 
 @jitable
-def write_features(state: ReplayState) -> None:
+def write_features(state: ReplayState, num_blocks: int) -> None:
     """Write the features of the step under way into `state.features`. Features of other requests stay 0."""
     add_rows(state)
     features, size = state.features, state.rules.block_size
+    if state.at[ENTRIES]:
+        physical = num_blocks - state.at[EMPTY] - state.at[CACHED]
+        features[DISTINCT_KV] *= physical / state.at[ENTRIES]
     features[NEW] = state.at[TAKEN]
     features[FREED] = state.at[VOIDED] * size
     features[ADMITTED_TOKENS] = 0

@@ -10,6 +10,7 @@ import numpy as np
 
 from engine.core.options import SchedulerLimits
 from harness.compiled.committing import commit, log_step
+from harness.compiled.names import BlockNames
 from harness.compiled.numba_edge import compiled, jitable
 from harness.compiled.pricing import note_prefill, price, write_features
 from harness.compiled.scheduling import admit, continue_running, take_arrivals
@@ -66,7 +67,6 @@ def step_columns(state: ReplayState, before: int, capacity_slots: int) -> dict[s
     found["step"] = before + np.arange(count)
     found["start_s"], found["seconds"] = to_s(counts[:, 0]), to_s(counts[:, 1])
     found["attention_s"] = state.log.attention_s[:count].copy()
-    found["logical_blocks"] = found["physical_blocks"]
     found["reserved"] = capacity_slots - np.sum([found[name] for name in _STATES], axis=0)
     nothing = np.zeros(count, dtype=np.int64)
     return {name: found.get(name, nothing) for name in STEP_COLUMNS}
@@ -92,6 +92,7 @@ def request_columns(state: ReplayState, request_ids: IntArray, first: int, last:
         "prompt_tokens": inputs.prompt[ended],
         "output_tokens": inputs.output[ended],
         "width": nothing + 1,
+        "hit_tokens": requests.hits[ended],
         "resumed_hit_tokens": requests.resumed_hits[ended],
         "recomputed_tokens": requests.recomputed[ended],
         "preemptions": requests.preemptions[ended],
@@ -126,7 +127,7 @@ def step(state: ReplayState, num_blocks: int) -> bool:
     budget = continue_running(state)
     if not state.at[PREEMPTED]:
         admit(state, budget)
-    write_features(state)
+    write_features(state, num_blocks)
     seconds, attention_s = price(state)
     if not state.at[NOW] + seconds * _NS <= _LATEST_NS:
         return False
@@ -140,17 +141,24 @@ def step(state: ReplayState, num_blocks: int) -> bool:
 
 @dataclass(frozen=True)
 class PlainRequests:
-    """Requests without content, int64 `[requests]` each, in order of arrival; lengths in tokens."""
+    """Requests of one sequence, int64 `[requests]` each, in order of arrival; lengths in tokens.
+
+    `first_name` and `names` say which leading blocks are shared (`harness.compiled.names`); without them, none.
+    """
 
     request_id: IntArray
     arrival_ns: IntArray
     prompt_tokens: IntArray
     output_tokens: IntArray
+    names: BlockNames | None = None
 
 
 @dataclass(frozen=True)
 class PlainPool:
-    """A paged pool; `keeps` says whether released blocks stay cached until they are evicted."""
+    """A paged pool; `keeps` says whether released blocks stay cached until they are evicted.
+
+    Without a prefix cache, give requests without names.
+    """
 
     num_blocks: int
     block_size: int
@@ -184,7 +192,10 @@ class CompiledReplay:
         self._pool = pool
         rules = _rules(limits, pool, len(requests.request_id))
         fits = _fits(requests, limits, pool)
-        inputs = RequestInputs(requests.arrival_ns, requests.prompt_tokens, requests.output_tokens, fits)
+        names = requests.names or BlockNames.none(len(fits))
+        inputs = RequestInputs(
+            requests.arrival_ns, requests.prompt_tokens, requests.output_tokens, fits, *names
+        )
         self._state = new_state(inputs, rules, prices, pool.num_blocks, len(FEATURES), log_steps)
         self._advance = advance_with or compiled(advance)
 

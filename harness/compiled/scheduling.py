@@ -4,7 +4,17 @@ It does what `engine.core.scheduling.scheduler` does, for requests that are rows
 """
 
 from harness.compiled.numba_edge import jitable
-from harness.compiled.pool import blocks_of, cached_blocks, free_blocks, release, revive, take
+from harness.compiled.pool import (
+    blocks_of,
+    free_blocks,
+    name_blocks,
+    named_hits,
+    own_hits,
+    release,
+    share,
+    take,
+    unused_hits,
+)
 from harness.compiled.state import (
     ADMITTED,
     ARRIVED,
@@ -82,6 +92,7 @@ def extend(state: ReplayState, row: int, query: int, blocks: int) -> None:
     """`row` computes `query` tokens in this step, with `blocks` more blocks, which are free."""
     if blocks > 0:
         take(state, row, blocks)
+    name_blocks(state, row, state.batch.computed[row] + query)
     state.batch.query[row] = query
     state.at[WRITTEN] += query
 
@@ -94,7 +105,7 @@ def preempt_last(state: ReplayState) -> None:
     at[STEADY] = min(at[STEADY], at[RUNNING])
     row = at[RUNNING]
     request = batch.request[row]
-    release(state, row, request)
+    release(state, row)
     requests.generated[request] = batch.generated[row]
     requests.last_token[request] = batch.last_token[row]
     requests.lost[request] = batch.computed[row]
@@ -131,14 +142,18 @@ def may_enter(state: ReplayState, budget: int) -> bool:
     """Whether the head of the queue fits the batch, the token budget and the free blocks."""
     at, rules = state.at, state.rules
     request = state.requests.queue[at[HEAD]]
+    if at[RUNNING] >= rules.max_running:
+        return False
     tokens = state.inputs.prompt[request] + state.requests.generated[request]
-    cached = cached_blocks(state, request) * rules.block_size
-    if at[RUNNING] >= rules.max_running or (not rules.chunked and tokens - cached > budget):
+    hits = named_hits(state, request, (tokens - 1) // rules.block_size)
+    cached = (hits + own_hits(state, request, hits)) * rules.block_size
+    if not rules.chunked and tokens - cached > budget:
         return False
     if not rules.whole_prompt:
         tokens = min(tokens, cached + budget)
     spare = rules.watermark_blocks if at[RUNNING] else 0
-    return bool(blocks_of(tokens, rules.block_size) + spare <= free_blocks(state))
+    needed = blocks_of(tokens, rules.block_size) - hits + unused_hits(state, request, hits)
+    return bool(needed + spare <= free_blocks(state))
 
 
 @jitable
@@ -152,9 +167,8 @@ def enter(state: ReplayState, budget: int) -> int:
     batch.request[row] = request
     batch.generated[row] = state.requests.generated[request]
     batch.last_token[row] = state.requests.last_token[request]
-    batch.blocks[row] = revive(state, request)
-    batch.computed[row] = batch.blocks[row] * state.rules.block_size
-    at[WRITTEN] += batch.computed[row]
+    hits = named_hits(state, request, (known_tokens(state, row) - 1) // state.rules.block_size)
+    share(state, row, hits, own_hits(state, request, hits))
     note_entry(state, request, batch.computed[row])
     query = min(known_tokens(state, row) - batch.computed[row], budget, cap)
     extend(
@@ -165,11 +179,13 @@ def enter(state: ReplayState, budget: int) -> int:
 
 @jitable
 def note_entry(state: ReplayState, request: int, cached: int) -> None:
-    """Record that `request` enters the batch, with `cached` tokens of its own that it found in the cache."""
+    """Record that `request` enters the batch, with `cached` tokens that it found in the cache."""
     requests = state.requests
     if requests.scheduled[request] == NEVER:
         requests.scheduled[request] = state.at[NOW]
-    if requests.preemptions[request]:
+    if not requests.preemptions[request]:
+        requests.hits[request] += cached
+    else:
         requests.resumed_hits[request] += cached
         requests.recomputed[request] += max(0, requests.lost[request] - cached)
     state.at[HITS] += cached

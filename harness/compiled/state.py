@@ -6,6 +6,7 @@ import numpy as np
 
 from harness.metrics.log import FloatArray, IntArray
 
+NameArray = np.ndarray[Any, np.dtype[np.int32]]
 NEVER = -1
 
 # -- entries of `ReplayState.at` ---------------------------------------------------------------------------------------
@@ -24,8 +25,8 @@ LAST_END = 11  # ns at which the last step ended
 ENDED = 12  # requests that have ended
 STEPS = 13  # steps in the log
 GAPS = 14  # gaps in the log
-OLDEST = 15  # the entry of `cached` that is evicted next
-NEWEST = 16  # one past the entry that was released last
+ENTRIES = 15  # table entries: a block that several rows share counts once for each
+SPARE = 16  # numbers of named blocks that no block has
 TAKEN = 17  # blocks taken in the step under way
 ADMITTED = 18  # requests admitted in it
 PREEMPTED = 19  # requests that lost their blocks in it
@@ -45,7 +46,7 @@ COUNTS = (
         "sampled_rows",
     ),
     *("new_blocks", "frees", "admitted", "preempted", "hit_tokens", "running", "waiting"),
-    *("token", "cached", "internal", "free", "physical_blocks"),
+    *("token", "cached", "internal", "free", "physical_blocks", "logical_blocks"),
 )
 
 
@@ -53,18 +54,25 @@ _COUNTED = (
     "generated",
     "lost",
     "preemptions",
+    "own_cached",
+    "hits",
     "resumed_hits",
     "recomputed",
 )  # of `RequestStates`; they start at 0
 
 
 class RequestInputs(NamedTuple):
-    """The requests in order of arrival, each int64 `[requests]`; `fits` is 0 for those that can never be served."""
+    """The requests in order of arrival, each int64 `[requests]`; `fits` is 0 for those that can never be served.
+
+    `names[first_name[r] : first_name[r + 1]]` are the names of the leading blocks of request r that others may share.
+    """
 
     arrival_ns: IntArray
     prompt: IntArray
     output: IntArray
     fits: IntArray
+    first_name: IntArray  # int64 [requests + 1]
+    names: NameArray  # int32
 
 
 class Rules(NamedTuple):
@@ -100,6 +108,7 @@ class Batch(NamedTuple):
     computed: IntArray
     generated: IntArray
     blocks: IntArray
+    named: IntArray  # leading blocks that have a name
     query: IntArray  # query tokens in the step under way
     last_token: IntArray  # ns
 
@@ -107,9 +116,9 @@ class Batch(NamedTuple):
 class RequestStates(NamedTuple):
     """The state of each request, int64 `[requests]`; times are in ns. `queue` and `ended` list requests in order.
 
-    The fields from `last_token` to `lost` keep what a preempted request had: the time of its last token, the entry of
-    `CachedTables` that holds its remaining KV, tokens generated, tokens whose KV was lost. The last three count what
-    preemptions cost.
+    The fields from `last_token` to `lost` keep what a preempted request had: the time of its last token, tokens
+    generated, tokens whose KV was lost. `own_cached` counts the cached blocks that only the request can use, behind its
+    named ones. The last fields count preemptions, what they cost, and hits.
     """
 
     scheduled: IntArray
@@ -118,22 +127,41 @@ class RequestStates(NamedTuple):
     queue: IntArray
     ended: IntArray
     last_token: IntArray
-    cached_entry: IntArray
     generated: IntArray
     lost: IntArray
+    own_cached: IntArray
     preemptions: IntArray
+    hits: IntArray
     resumed_hits: IntArray
     recomputed: IntArray
 
 
-class CachedTables(NamedTuple):
-    """Cached blocks, one entry for each released block table in order of release.
+class NamedBlocks(NamedTuple):
+    """Blocks with a name, by a number of their own, int64 `[blocks]`; NEVER is none.
 
-    `owner` is the request that may come back for the blocks (NEVER: none), `blocks` their number.
+    Blocks of equal name are linked in the order in which they got it. `oldest` and `newest` are the ends of that list
+    by name, int32 `[names]`. `held[i]` is the block of entry i of `RequestInputs.names` in the table of a running
+    request.
     """
 
-    owner: IntArray
-    blocks: IntArray
+    name: IntArray
+    references: IntArray
+    older: IntArray
+    newer: IntArray
+    spare: IntArray  # a stack of free numbers
+    oldest: NameArray
+    newest: NameArray
+    held: NameArray
+
+
+class EvictionList(NamedTuple):
+    """A circle of nodes in order of eviction, int64 `[nodes]`; the last node is its beginning and end.
+
+    A node is a named block, by its number, or, behind those, the `own_cached` blocks of a request.
+    """
+
+    after: IntArray
+    before: IntArray
 
 
 class StepLog(NamedTuple):
@@ -156,7 +184,8 @@ class ReplayState(NamedTuple):
     features: FloatArray
     batch: Batch
     requests: RequestStates
-    cached: CachedTables
+    named: NamedBlocks
+    evictable: EvictionList
     log: StepLog
 
 
@@ -165,9 +194,12 @@ def new_state(
 ) -> ReplayState:
     """A replay at its beginning, over an empty pool; its log holds `log_steps` steps."""
     num_requests, rows = len(inputs.prompt), rules.max_running
+    numbers = _numbers(inputs, rules, num_blocks)
     firsts = [0 if name in _COUNTED else NEVER for name in RequestStates._fields]
     at = np.zeros(NUM_SCALARS, dtype=np.int64)
     at[EMPTY] = num_blocks
+    at[SPARE] = numbers
+    first_node = numbers + num_requests
     gaps = 2 * log_steps + rows
     return ReplayState(
         inputs,
@@ -178,12 +210,33 @@ def new_state(
         np.zeros(features),
         Batch(*_columns(len(Batch._fields), rows)),
         RequestStates(*(np.full(num_requests, first, dtype=np.int64) for first in firsts)),
-        CachedTables(*_columns(2, 2 * min(num_blocks, num_requests) + 2)),
+        _named_blocks(numbers, inputs.names),
+        EvictionList(*(np.full(first_node + 1, first_node, dtype=np.int64) for _ in range(2))),
         StepLog(
             np.zeros((log_steps, len(COUNTS)), dtype=np.int64),
             np.zeros(log_steps),
             *_columns(2, gaps),
         ),
+    )
+
+
+def _numbers(inputs: RequestInputs, rules: Rules, num_blocks: int) -> int:
+    """The most blocks that have a name at once. Where the pool holds all requests, none names a block a second time."""
+    most = -((1 - inputs.prompt - inputs.output) // rules.block_size)
+    return num_blocks if num_blocks <= int(most.sum()) else min(num_blocks, len(inputs.names))
+
+
+def _named_blocks(numbers: int, names: NameArray) -> NamedBlocks:
+    distinct = int(names.max()) + 1 if len(names) else 0
+    return NamedBlocks(
+        name=np.full(numbers, NEVER, dtype=np.int64),
+        references=np.zeros(numbers, dtype=np.int64),
+        older=np.full(numbers, NEVER, dtype=np.int64),
+        newer=np.full(numbers, NEVER, dtype=np.int64),
+        spare=np.arange(numbers, dtype=np.int64),
+        oldest=np.full(distinct, NEVER, dtype=np.int32),
+        newest=np.full(distinct, NEVER, dtype=np.int32),
+        held=np.zeros(len(names), dtype=np.int32),
     )
 
 

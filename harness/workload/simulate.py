@@ -1,7 +1,7 @@
 """Replaying a workload: the free-running prediction, and the replay of a measured run's recording.
 
-Requests without shared content can be replayed by compiled code (`harness.compiled`). All others run through the
-scheduler and cache of `engine.core`. Outcomes that depend on token values come from `harness.workload.drawn`.
+Requests of one sequence can be replayed by compiled code (`harness.compiled`). All others run through the scheduler and
+cache of `engine.core`. Outcomes that depend on token values come from `harness.workload.drawn`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,6 +15,7 @@ from engine.core.memory.paged import PagedManager
 from engine.core.options import CachePolicy, Decoding, Preemption, Retention, Scheduling
 from engine.core.plan import StepPlan, StepResult
 from engine.core.request import Request
+from harness.compiled.names import BlockNames
 from harness.compiled.numba_edge import is_available
 from harness.compiled.replay import CompiledReplay, PlainPool, PlainRequests
 from harness.config.errors import ConfigError
@@ -36,6 +37,7 @@ from traces.trace import TraceRequest
 COMPILED_FROM = (
     5_000  # requests; loading the compiled code takes a second, and compiling it once takes some more
 )
+SHARING_FROM = 1_000  # the same where prompts may share blocks, which take the policy core longer
 _OPEN_LOOP = (ReplayMode.trace, ReplayMode.poisson, ReplayMode.gamma, ReplayMode.offline)
 
 
@@ -46,14 +48,20 @@ def compiled_replay(workload: Workload, cost: CostModel) -> CompiledReplay | Non
         ConfigError: `replay.compiled=always`, but the point cannot be replayed by compiled code.
     """
     mode, rows = workload.compiled, workload.trace.requests
-    if mode is Compiled.never or (mode is Compiled.auto and len(rows) < COMPILED_FROM):
+    if mode is Compiled.never or (mode is Compiled.auto and _is_small(workload)):
         return None
     reason = obstacle(workload, cost)
     if reason is None:
-        return replay_of(workload, plain_requests(rows), cost)
+        return replay_of(workload, plain_requests(rows, _named_blocks(workload)), cost)
     if mode is Compiled.always:
         raise _refusal(reason)
     return None
+
+
+def _is_small(workload: Workload) -> bool:
+    """Whether `engine.core` replays the workload before the compiled code is loaded."""
+    count = len(workload.trace.requests)
+    return count < SHARING_FROM or (count < COMPILED_FROM and not _may_share(workload))
 
 
 def check_compiled(workload: Workload) -> None:
@@ -110,9 +118,24 @@ def _request_obstacle(workload: Workload) -> str | None:
     decodings = {workload.trace_decoding.of(row) for row in rows}
     if any(each.width > 1 or each.mode is Decoding.beam or each.speculation for each in decodings):
         return "requests have beams, several samples or drafts"
-    if workload.pool.prefix_caching and any(map(partial(_shares, workload.pool.block_size), rows)):
-        return "prompts may share prefixes"
+    if workload.cache.deduplicate and _may_share(workload):
+        return "prompts may share prefixes, and equal blocks are merged (cache.deduplicate)"
     return None
+
+
+def _may_share(workload: Workload) -> bool:
+    """Whether two prompts may share a block."""
+    rows = workload.trace.requests
+    return workload.pool.prefix_caching and any(map(partial(_shares, workload.pool.block_size), rows))
+
+
+def _named_blocks(workload: Workload) -> BlockNames | None:
+    """Names for the blocks that several requests may share; None where none may."""
+    if not _may_share(workload):
+        return None
+    return BlockNames.of(
+        ((row.segments, row.salt) for row in workload.trace.requests), workload.pool.block_size
+    )
 
 
 def _shares(block_size: int, row: TraceRequest) -> bool:
@@ -125,13 +148,14 @@ def _shares(block_size: int, row: TraceRequest) -> bool:
     return keyed >= block_size
 
 
-def plain_requests(rows: Sequence[TraceRequest]) -> PlainRequests:
-    """Ids, arrivals and lengths of `rows` as arrays."""
+def plain_requests(rows: Sequence[TraceRequest], names: BlockNames | None = None) -> PlainRequests:
+    """Ids, arrivals and lengths of `rows` as arrays, with the names of their shared blocks."""
     return PlainRequests(
         _column([row.request_id for row in rows]),
         _column([row.arrival_us for row in rows]) * 1000,
         _column([row.prompt_tokens for row in rows]),
         _column([row.output_tokens for row in rows]),
+        names,
     )
 
 

@@ -1,6 +1,6 @@
 """The compiled replay says to the bit what the policy core says."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -13,6 +13,7 @@ from engine.core.options import Retention, SchedulerLimits
 from engine.core.request import Request
 from engine.core.scheduling.scheduler import Scheduler
 from harness.compiled import pool as compiled_pool
+from harness.compiled.names import BlockNames
 from harness.compiled.pricing import prices_of
 from harness.compiled.replay import CompiledReplay, PlainPool, PlainRequests, advance
 from harness.cost.fitted import FittedCost
@@ -72,6 +73,46 @@ def workloads(draw: st.DrawFn) -> PlainRequests:
     return PlainRequests(np.arange(len(rows)) * 3 + 7, np.cumsum(gaps), prompt, output)
 
 
+@dataclass(frozen=True)
+class Sharing:
+    """Requests with the segments of their prompts and their tenants."""
+
+    requests: PlainRequests
+    segments: list[list[tuple[int | None, int]]]
+    salts: list[str]
+
+    def named(self, block_size: int) -> PlainRequests:
+        names = BlockNames.of(zip(self.segments, self.salts, strict=True), block_size)
+        return replace(self.requests, names=names)
+
+
+@st.composite
+def sharing(draw: st.DrawFn) -> Sharing:
+    """Prompts of keyed segments, of which a few texts are shared, and unique ends."""
+    keyed = st.tuples(st.sampled_from([1, 2, 3]), st.integers(1, 45))
+    rows = draw(
+        st.lists(
+            st.tuples(
+                st.integers(0, 30_000_000),
+                st.lists(keyed, max_size=3),
+                st.integers(0, 30),
+                st.integers(1, 40),
+                st.sampled_from(["", "", "t"]),
+            ),
+            min_size=1,
+            max_size=25,
+        )
+    )
+    segments: list[list[tuple[int | None, int]]] = [
+        [*texts, (None, own)] if own or not texts else [*texts] for _, texts, own, _, _ in rows
+    ]
+    segments = [[(key, max(1, tokens)) for key, tokens in prompt] for prompt in segments]
+    prompt = np.array([sum(tokens for _, tokens in prompt) for prompt in segments], dtype=np.int64)
+    gaps, output = (np.array([row[place] for row in rows], dtype=np.int64) for place in (0, 3))
+    requests = PlainRequests(np.arange(len(rows)) * 3 + 7, np.cumsum(gaps), prompt, output)
+    return Sharing(requests, segments, [row[4] for row in rows])
+
+
 LIMITS = st.builds(
     SchedulerLimits,
     max_batched_tokens=st.integers(4, 64),
@@ -96,9 +137,15 @@ POOLS = st.builds(
 )
 
 
-def core_requests(requests: PlainRequests) -> list[TimedRequest]:
+def core_requests(requests: PlainRequests, shared: Sharing | None = None) -> list[TimedRequest]:
     columns = (requests.request_id, requests.arrival_ns, requests.prompt_tokens, requests.output_tokens)
     rows = zip(*(column.tolist() for column in columns), strict=True)
+    if shared is not None:
+        found = zip(rows, shared.segments, shared.salts, strict=True)
+        return [
+            TimedRequest(Request(i, p, o, identity=KeyIdentity(i, s, salt)), at)
+            for (i, at, p, o), s, salt in found
+        ]
     return [TimedRequest(Request(i, p, o, identity=KeyIdentity(i, [(None, p)])), at) for i, at, p, o in rows]
 
 
@@ -107,8 +154,14 @@ def core_parts(limits: SchedulerLimits, pool: PlainPool) -> Scheduler:
     return Scheduler(PagedManager(pool.num_blocks, pool.block_size, retention=retention), limits)
 
 
-def core_log(requests: PlainRequests, limits: SchedulerLimits, pool: PlainPool, cost: CostModel) -> RunLog:
-    timed, scheduler = core_requests(requests), core_parts(limits, pool)
+def core_log(
+    requests: PlainRequests,
+    limits: SchedulerLimits,
+    pool: PlainPool,
+    cost: CostModel,
+    shared: Sharing | None = None,
+) -> RunLog:
+    timed, scheduler = core_requests(requests, shared), core_parts(limits, pool)
     by_id = {each.request.request_id: each.request for each in timed}
     recorder = Recorder(by_id, pool.block_size)
     executor = SimulatedExecutor(cost, by_id, pool.block_size, BeamGenealogy({}))
@@ -146,6 +199,32 @@ def test_every_step_request_and_gap_is_the_core_s(
         compiled_replay(requests, limits, pool, COSTS[cost]).log(),
         core_log(requests, limits, pool, COSTS[cost]),
     )
+
+
+@settings(deadline=None, max_examples=400)
+@given(sharing(), LIMITS, POOLS, st.sampled_from(["expected", "fitted"]))
+def test_shared_prefixes_are_replayed_as_the_core_does(
+    shared: Sharing, limits: SchedulerLimits, pool: PlainPool, cost: str
+) -> None:
+    requests = shared.named(pool.block_size)
+    assert_same(
+        compiled_replay(requests, limits, pool, COSTS[cost]).log(),
+        core_log(requests, limits, pool, COSTS[cost], shared),
+    )
+
+
+@settings(deadline=None)
+@given(sharing(), st.sampled_from([1, 3, 8, 16]))
+def test_names_are_equal_exactly_where_the_hashes_are(shared: Sharing, block_size: int) -> None:
+    names = shared.named(block_size).names
+    assert names is not None
+    hashes = [
+        block_hash
+        for segments, salt in zip(shared.segments, shared.salts, strict=True)
+        for block_hash in KeyIdentity(0, segments, salt).prompt_hashes(block_size)
+    ]
+    pairs = set(zip(hashes, names.names.tolist(), strict=True))
+    assert len(pairs) == len({one for one, _ in pairs}) == len({other for _, other in pairs})
 
 
 @pytest.mark.parametrize("keeps", [False, True])
@@ -203,8 +282,8 @@ def test_what_is_compiled_is_what_python_says() -> None:
 def test_a_miscounted_block_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     from harness.compiled import committing
 
-    def forgets_one(run: object, row: int, owner: int) -> None:
-        compiled_pool.release(run, row, owner)  # type: ignore[arg-type]
+    def forgets_one(run: object, row: int) -> None:
+        compiled_pool.release(run, row)  # type: ignore[arg-type]
         run.at[6] -= 1  # type: ignore[attr-defined]  # EMPTY
 
     monkeypatch.setattr(committing, "release", forgets_one)

@@ -40,6 +40,9 @@ def point(*settings: str) -> tuple[Workload, CostModel]:
         ("scheduler=whole_prompt",),
         ("replay.mode=offline", "cache.pool_tokens=20000", "cache.max_model_len=8192"),
         ("replay.mode=gamma", "workload.request_rate=40", "scheduler.watermark=0.1"),
+        ("workload.prefix_share=0.5", "cache.pool_tokens=20000", "cache.max_model_len=8192"),
+        ("workload.prefix_share=0.5", "cache.retention=none"),
+        ("trace=prefix_tree", "cache.block_size=8"),
     ],
 )
 def test_records_are_those_of_the_core(settings: tuple[str, ...]) -> None:
@@ -57,7 +60,10 @@ def test_records_are_those_of_the_core(settings: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("setting", "reason"),
     [
-        (("workload.prefix_share=0.5",), "prompts may share prefixes"),
+        (
+            ("workload.prefix_share=0.5", "cache.deduplicate=true"),
+            "prompts may share prefixes, and equal blocks",
+        ),
         (("decoding.beam_width=2",), "beams, several samples or drafts"),
         (("cache=contiguous_max",), "cache.policy=contiguous_max is not paged"),
         (("scheduler=static",), "not first come, first served with continuous batching"),
@@ -86,12 +92,23 @@ def test_auto_leaves_few_requests_to_the_core() -> None:
 
 def test_auto_replays_many_requests_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "COMPILED_FROM", 20)
+    monkeypatch.setattr(compiled, "SHARING_FROM", 10)
     workload, cost = point()
     assert compiled.compiled_replay(workload, cost) is not None
 
 
+def test_auto_replays_fewer_requests_compiled_where_they_share_prefixes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(compiled, "SHARING_FROM", 20)
+    plain, sharing = point(), point("workload.prefix_share=0.5")
+    assert compiled.compiled_replay(*plain) is None
+    assert compiled.compiled_replay(*sharing) is not None
+
+
 def test_auto_leaves_to_the_core_what_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "COMPILED_FROM", 1)
+    monkeypatch.setattr(compiled, "SHARING_FROM", 1)
     workload, cost = point("decoding.beam_width=2")
     assert compiled.compiled_replay(workload, cost) is None
 
