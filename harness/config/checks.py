@@ -83,7 +83,14 @@ RANGES: dict[str, Range] = {
         _COUNT,
     ),
     **dict.fromkeys(
-        ("decoding.beam_width", "decoding.n", "model.layers", "replay.repeats", "device.tensor_parallel"),
+        (
+            "decoding.beam_width",
+            "decoding.n",
+            "model.layers",
+            "replay.repeats",
+            "device.tensor_parallel",
+            "device.data_parallel",
+        ),
         Range(1, 10**4),
     ),
     **dict.fromkeys(

@@ -315,6 +315,7 @@ class DeviceConfig:
     compute_efficiency: float = 1.0  # share of the peak FLOP/s that dense layers reach
     attention_efficiency: float = 1.0  # share of the peak FLOP/s that attention of prompts reaches
     tensor_parallel: int = 1  # number of devices that every layer is split among
+    data_parallel: int = 1  # replicas of all this behind one queue, balanced as vLLM does
     expert_parallel: bool = False  # whole experts on each of them, instead of a slice of every expert
     link_gbs: float = 300.0  # tensor_parallel > 1: 10^9 bytes per second that a device sends to the others
     link_latency_us: float = 10.0  # of one all-reduce, beside its bytes

@@ -20,7 +20,8 @@ def compute_metrics(log: RunLog) -> dict[str, float]:
     requests = as_floats(log.requests)
     totals = step_totals(as_floats(log.steps)) | request_totals(requests)
     samples = exact_samples(requests, log.itl_s, log.itl_weight)
-    return metrics_of_totals(totals, samples, log.span_s, log.capacity_slots, log.kv_bytes_per_token)
+    sizes = (log.span_s, log.capacity_slots, log.kv_bytes_per_token)
+    return metrics_of_totals(totals, samples, *sizes, replicas=log.replicas)
 
 
 def metrics_of_totals(
@@ -29,8 +30,10 @@ def metrics_of_totals(
     span_s: float,
     capacity_slots: int,
     kv_bytes_per_token: int,
+    *,
+    replicas: int = 1,
 ) -> dict[str, float]:
-    """The metrics of a run from its sums and distributions; `capacity_slots` is the pool in KV slots."""
+    """The metrics of a run from its sums and distributions; `capacity_slots` is the pool of a replica in KV slots."""
     found = {
         **dict(_latencies(samples)),
         **dict(_throughput(totals, span_s)),
@@ -38,7 +41,7 @@ def metrics_of_totals(
         **dict(_cache(totals)),
         "finished": totals["finished"],
         **dict(_counts(totals)),
-        **dict(_times(totals, span_s)),
+        **dict(_times(totals, span_s * replicas)),
     }
     return {name: value for name, value in found.items() if np.isfinite(value)}
 

@@ -102,7 +102,8 @@ class RunLog:
     each of `REQUEST_COLUMNS`. `itl_s` holds inter-token gaps in seconds, each standing for `itl_weight` gaps.
     `capacity_slots` is the pool in KV slots (tokens), `span_s` the virtual time at the end of the last step. Where
     they are kept, `kv_events` are the changes of the prefix cache (`traces.formats.kv_events`) and `lookups` its
-    lookups, one entry per lookup in each of `LOOKUP_COLUMNS`.
+    lookups, one entry per lookup in each of `LOOKUP_COLUMNS`. With several `replicas` the steps are those of all of
+    them, and slots and `capacity_slots` those of the replica that ran the step.
 
     Raises `RunLogError` where a column is missing or columns differ in length.
     """
@@ -117,6 +118,7 @@ class RunLog:
     span_s: float
     kv_events: bytes | None = None
     lookups: Mapping[str, Column] | None = None
+    replicas: int = 1
 
     def __post_init__(self) -> None:
         _check_columns("steps", self.steps, STEP_COLUMNS)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from harness.config.errors import ConfigError
-from harness.config.schema import CostKind, RunConfig
+from harness.config.schema import CostKind, ReplayMode, RunConfig
 from harness.cost.roofline import RooflineCost
 from harness.environment import device_identity
 from harness.point.bounds import origins
@@ -51,6 +51,7 @@ def check_cost(config: RunConfig) -> None:
     kind = resolve_cost_kind(config)
     _check_device(config, kind)
     _check_modelled(config, kind)
+    _check_replicas(config)
     _check_acceptance(config, kind)
     if kind is CostKind.operators:
         if config.cost.operators is None:
@@ -101,6 +102,33 @@ def _check_device(config: RunConfig, kind: CostKind) -> None:
             "cost.kind",
             f"{kind} takes its seconds from {here} and cannot price device {config.device.name}; use cost=roofline, or "
             "device=cpu, which stands for the machine at hand",
+        )
+
+
+def _check_replicas(config: RunConfig) -> None:
+    """Raise ConfigError if data-parallel replicas are asked for where they are not modelled."""
+    if config.device.data_parallel == 1:
+        return
+    found = f"found {config.device.data_parallel}, but"
+    if config.measure:
+        raise ConfigError(
+            "device.data_parallel", f"{found} the engine measures one replica; use measure=false"
+        )
+    if config.replay.mode in (ReplayMode.closed, ReplayMode.sessions):
+        raise ConfigError(
+            "device.data_parallel",
+            f"{found} in replay.mode={config.replay.mode} requests wait for others, which may run on another replica; "
+            "use an open loop (trace, poisson, gamma, offline)",
+        )
+    if model_shape(config.model).experts:
+        raise ConfigError(
+            "device.data_parallel",
+            f"{found} replicas of a mixture of experts run in lockstep in vLLM, which is not modelled; predict one of "
+            "them at its share of the request rate",
+        )
+    if config.replay.kv_events or config.replay.lookups:
+        raise ConfigError(
+            "device.data_parallel", f"{found} KV events and lookups are kept for one replica alone"
         )
 
 

@@ -100,6 +100,7 @@ def _pool_section(workload: Workload) -> dict[str, Any]:
         "bytes": pool.tokens * pool.kv_bytes_per_token,
         "kv_bytes_per_token": pool.kv_bytes_per_token,
         "max_model_len": pool.max_model_len,
+        "replicas": workload.replicas,
         "sized_by": pool.sized_by,
         "memory_per_device": asdict(pool.memory) if pool.memory else None,
     }

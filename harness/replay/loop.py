@@ -26,7 +26,7 @@ class Replay:
 
     With `asynchronous`, a step is scheduled while the step before it runs, as vLLM's async scheduling does: the
     scheduler sees a request one step later, unless no step is running. `after_step(now)` is called with the start of
-    each step after its commit, outside of the clock.
+    each step after its commit, outside of the clock. Replays that share `env` run on one clock (`start`, `close`).
     """
 
     def __init__(
@@ -41,6 +41,7 @@ class Replay:
         until_ns: int | None = None,
         asynchronous: bool = False,
         after_step: Callable[[int], None] | None = None,
+        env: simpy.Environment | None = None,
     ) -> None:
         self._arrivals = OpenLoop(arrivals, len(arrivals)) if isinstance(arrivals, Sequence) else arrivals
         self._scheduler = scheduler
@@ -55,12 +56,20 @@ class Replay:
         )
         self._after_step = after_step
         self._ended = 0
-        self._env = simpy.Environment(initial_time=0)
+        self._env = env or simpy.Environment(initial_time=0)
 
     def run(self) -> None:
         """Replay the whole trace; returns when every request has ended, or at `until_ns`."""
-        self._env.process(self._engine())
+        self.start()
         self._env.run()
+        self.close()
+
+    def start(self) -> None:
+        """Begin, without running the clock: for replays that share `env`."""
+        self._env.process(self._engine())
+
+    def close(self) -> None:
+        """Record the requests that never arrived; the clock has stopped."""
         for request in self._arrivals.left():
             self._recorder.never_arrived(request)
 

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import simpy
 
 from engine.core.memory.paged import PagedManager
 from engine.core.options import CachePolicy, Decoding, Preemption, Retention, Scheduling
@@ -30,6 +31,7 @@ from harness.replay.executors import Executor, RecordedExecutor, SimulatedExecut
 from harness.replay.kv_events import KvEventRecorder, lookup_table
 from harness.replay.loop import Progress, Replay
 from harness.replay.recorder import Recorder
+from harness.replay.replicas import Balancer, merged, run_together
 from harness.replay.streaming import RunFold, StreamingRecorder, extrapolated
 from harness.workload.workload import Workload
 from traces.trace import TraceRequest
@@ -91,6 +93,8 @@ def obstacle(workload: Workload, cost: CostModel) -> str | None:
 def _obstacle(workload: Workload) -> str | None:
     if not is_available():
         return "numba is not installed, or cannot be imported (pip install numba)"
+    if workload.replicas > 1:
+        return "there are several replicas (device.data_parallel)"
     return _policy_obstacle(workload) or _request_obstacle(workload)
 
 
@@ -214,10 +218,45 @@ def simulate(
     compiled = compiled_replay(workload, cost)
     if compiled is not None:
         return compiled.log()
+    if workload.replicas > 1:
+        return _simulate_replicas(workload, cost, beam_churn, fast_forward)
     requests = workload.requests()
     by_id = {timed.request.request_id: timed.request for timed in requests}
     executor = simulated_executor(workload, cost, by_id, beam_churn, fast_forward=fast_forward)
     return replay_workload(workload, requests, executor)[0]
+
+
+def _simulate_replicas(
+    workload: Workload, cost: CostModel, beam_churn: float | None, fast_forward: bool
+) -> RunLog:
+    """The same for data-parallel replicas on one clock."""
+    requests, pool = workload.requests(), workload.pool
+    by_id = {timed.request.request_id: timed.request for timed in requests}
+    schedulers = [workload.scheduler() for _ in range(workload.replicas)]
+    balancer = Balancer(workload.traffic.arrivals(workload.trace.requests, requests), schedulers)
+    recorders = [Recorder(by_id, pool.block_size, window=pool.window) for _ in schedulers]
+    env = simpy.Environment(initial_time=0)
+    replays = [
+        Replay(
+            *(
+                lane,
+                scheduler,
+                simulated_executor(workload, cost, by_id, beam_churn, fast_forward=fast_forward),
+            ),
+            recorder,
+            until_ns=workload.traffic.until_ns,
+            asynchronous=workload.batching.async_scheduling,
+            env=env,
+        )
+        for lane, scheduler, recorder in zip(balancer.lanes, schedulers, recorders, strict=True)
+    ]
+    run_together(replays, env)
+    return merged(
+        [
+            recorder.log(scheduler.stats, pool.tokens, pool.kv_bytes_per_token)
+            for recorder, scheduler in zip(recorders, schedulers, strict=True)
+        ]
+    )
 
 
 @dataclass(frozen=True)
@@ -249,6 +288,10 @@ def simulate_metrics(
     compiled = compiled_replay(workload, cost)
     if compiled is not None:
         return predict_compiled(workload, compiled, cost.source)
+    if workload.replicas > 1:
+        log = _simulate_replicas(workload, cost, beam_churn, fast_forward)
+        none = empty_log(log.block_size, log.capacity_slots, log.kv_bytes_per_token)
+        return replace(prediction_of(log, cost.source), log=none)
     arrivals = workload.traffic.arrivals(workload.trace.requests, workload.stream())
     return predict(workload, arrivals, cost, beam_churn, fast_forward=fast_forward)
 

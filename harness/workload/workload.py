@@ -41,6 +41,7 @@ class Workload:
     batching: SchedulerConfig = field(default_factory=SchedulerConfig)  # a user's own policies
     drawn: DrawnOutcomes = DrawnOutcomes()  # noqa: RUF009  # frozen
     compiled: Compiled = Compiled.auto
+    replicas: int = 1  # data-parallel engines, each with its own pool
     kv_events: bool = False  # keep every change of the prefix cache
     lookups: bool = False  # and every lookup
 
@@ -119,6 +120,7 @@ def build_workload(config: RunConfig, recorded: Trace | None = None) -> Workload
         config.scheduler,
         drawn_outcomes_of(config),
         compiled=config.replay.compiled,
+        replicas=config.device.data_parallel,
         kv_events=config.replay.kv_events,
         lookups=config.replay.lookups,
     )

@@ -1,0 +1,120 @@
+"""Data-parallel replicas of one engine behind one queue, balanced as vLLM balances them.
+
+Source: `DPLBAsyncMPClient.get_core_engine_for_request` in vllm/v1/engine/core_client.py. A request goes to the replica
+with the lowest 4 x waiting + running, the first of equals. The counts are refreshed every 100 ms at most; between, one
+API server counts each request that it sent as waiting. A replica keeps its own pool, and never gives a request away.
+
+Not modelled: several API servers, and replicas that run in lockstep, as mixtures of experts do.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import simpy
+
+from engine.core.request import Request
+from engine.core.scheduling.scheduler import Scheduler
+from harness.metrics.log import Column, RunLog
+from harness.replay.arrivals import Arrivals, TimedRequest
+from harness.replay.loop import Replay
+
+REFRESH_NS = 100_000_000
+"""How old the counts may be: vLLM's coordinator publishes them at most every 100 ms."""
+WAITING_WEIGHT = 4
+
+
+class Balancer:
+    """Takes requests from `arrivals`, which must be an open loop, and puts each into the lane of one replica."""
+
+    def __init__(self, arrivals: Arrivals, schedulers: Sequence[Scheduler]) -> None:
+        self.arrivals = arrivals
+        self._schedulers = schedulers
+        self.lanes = [Lane(self) for _ in schedulers]
+        self._waiting, self._running = [0] * len(schedulers), [0] * len(schedulers)
+        self._refresh_ns = 0
+
+    def route(self, now_ns: int) -> None:
+        """Put the requests that have arrived by now into the lanes."""
+        for timed in self.arrivals.take(now_ns):
+            self._refresh(timed.arrival_ns)
+            scores = [
+                WAITING_WEIGHT * waiting + running
+                for waiting, running in zip(self._waiting, self._running, strict=True)
+            ]
+            best = scores.index(min(scores))
+            self._waiting[best] += 1
+            self.lanes[best].queue.append(timed)
+
+    def _refresh(self, at_ns: int) -> None:
+        if at_ns < self._refresh_ns:
+            return
+        self._waiting = [len(each.waiting) + len(each.swapped) for each in self._schedulers]
+        self._running = [len(each.running) for each in self._schedulers]
+        self._refresh_ns = at_ns + REFRESH_NS
+
+
+class Lane:
+    """The requests of one replica, as a source of arrivals."""
+
+    def __init__(self, balancer: Balancer) -> None:
+        self._balancer = balancer
+        self.queue: deque[TimedRequest] = deque()
+        self.total = balancer.arrivals.total
+
+    def next_ns(self) -> int | None:
+        """When the next request may come: the first of the lane, or the next of all, whose lane is not known yet."""
+        return self.queue[0].arrival_ns if self.queue else self._balancer.arrivals.next_ns()
+
+    def take(self, now_ns: int) -> list[TimedRequest]:
+        """The lane's requests that have arrived by now."""
+        self._balancer.route(now_ns)
+        due: list[TimedRequest] = []
+        while self.queue and self.queue[0].arrival_ns <= now_ns:
+            due.append(self.queue.popleft())
+        return due
+
+    def ended(self, request_id: int, now_ns: int) -> None:
+        """A request of the lane ended."""
+        self._balancer.arrivals.ended(request_id, now_ns)
+
+    def left(self) -> list[Request]:
+        """The requests that the replica did not take; the first lane that is asked has those without a lane too."""
+        mine = [timed.request for timed in self.queue]
+        self.queue.clear()
+        return [*mine, *self._balancer.arrivals.left()]
+
+
+def run_together(replays: Sequence[Replay], env: simpy.Environment) -> None:
+    """Run replays that share `env` until all have ended."""
+    for each in replays:
+        each.start()
+    env.run()
+    for each in replays:
+        each.close()
+
+
+def merged(logs: Sequence[RunLog]) -> RunLog:
+    """The logs of the replicas as one: steps in the order in which they began, requests in that of their arrival.
+
+    `capacity_slots` stays that of one replica, as the slot states of each step are.
+    """
+    steps = _sorted([log.steps for log in logs], "start_s")
+    values, inverse = np.unique(np.concatenate([log.itl_s for log in logs]), return_inverse=True)
+    weights = np.concatenate([log.itl_weight for log in logs])
+    return replace(
+        logs[0],
+        steps={**steps, "step": np.arange(len(steps["step"]))},
+        requests=_sorted([log.requests for log in logs], "arrival_s"),
+        itl_s=values,
+        itl_weight=np.bincount(inverse, weights=weights, minlength=len(values)).astype(np.float64),
+        span_s=max(log.span_s for log in logs),
+        replicas=len(logs),
+    )
+
+
+def _sorted(tables: Sequence[Mapping[str, Column]], key: str) -> dict[str, Column]:
+    joined = {name: np.concatenate([table[name] for table in tables]) for name in tables[0]}
+    order = np.argsort(joined[key], kind="stable")
+    return {name: column[order] for name, column in joined.items()}

@@ -1,0 +1,153 @@
+"""Data-parallel replicas behind one queue: who gets which request, and what the merged log says."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from sim_cases import request
+
+from engine.core.memory.paged import PagedManager
+from engine.core.options import SchedulerLimits
+from engine.core.scheduling.scheduler import Scheduler
+from harness.config.compose import compose_config, normalise
+from harness.config.errors import ConfigError
+from harness.config.overrides import parse_overrides
+from harness.config.schema import RunConfig
+from harness.metrics import compute_metrics
+from harness.metrics.log import RunLog
+from harness.point.cost import check_cost, cost_model
+from harness.replay.arrivals import OpenLoop
+from harness.replay.replicas import Balancer
+from harness.workload.simulate import simulate, simulate_metrics
+from harness.workload.workload import Workload, build_workload
+from traces.trace import Trace
+
+TEXTS = (
+    *("measure=false", "cost=roofline", "model=llama31_8b", "device=h100", "workload.num_requests=60"),
+    *(
+        "workload.length_scale=0.1",
+        "workload.request_rate=30",
+        "cache.pool_blocks=2000",
+        "cache.max_model_len=2048",
+    ),
+)
+
+
+def config(*texts: str) -> RunConfig:
+    return normalise(compose_config([axis.settings[0] for axis in parse_overrides((*TEXTS, *texts))]))
+
+
+def run(*texts: str, fast_forward: bool = True) -> RunLog:
+    point = config(*texts)
+    return simulate(build_workload(point), cost_model(point), None, fast_forward=fast_forward)
+
+
+def twice(workload: Workload) -> Workload:
+    """Every request of the trace twice, at the same time; no request of this trace shares content."""
+    trace = workload.trace
+    rows = [
+        replace(row, request_id=2 * number + copy)
+        for number, row in enumerate(trace.requests)
+        for copy in (0, 1)
+    ]
+    return replace(workload, trace=Trace(trace.header, tuple(rows)))
+
+
+def lane_of(counts: list[tuple[int, int]]) -> list[int]:
+    """Lanes of six requests that arrive together, where replicas begin with (waiting, running) requests."""
+    schedulers = []
+    for waiting, running in counts:
+        scheduler = Scheduler(PagedManager(1000, 16), SchedulerLimits(512, running or 1))
+        for number in range(running):
+            scheduler.submit(request(100 + number, 0, 10, 50).request)
+        if running:
+            plan = scheduler.schedule()
+            scheduler.commit(plan, _result())
+        for number in range(waiting):
+            scheduler.submit(request(200 + number, 0, 10, 50).request)
+        schedulers.append(scheduler)
+    arrived = [request(number, 0, 10, 5) for number in range(6)]
+    balancer = Balancer(OpenLoop(arrived, 6), schedulers)
+    balancer.route(0)
+    lanes = {
+        timed.request.request_id: index for index, lane in enumerate(balancer.lanes) for timed in lane.queue
+    }
+    return [lanes[number] for number in range(6)]
+
+
+def _result() -> Any:
+    from engine.core.plan import StepResult
+
+    return StepResult(num_steps=1)
+
+
+def test_equal_replicas_take_turns_in_rank_order() -> None:
+    assert lane_of([(0, 0), (0, 0), (0, 0)]) == [0, 1, 2, 0, 1, 2]
+
+
+def test_a_waiting_request_counts_as_four_running_ones() -> None:
+    """Scores 0 + 6 and 4 + 1: the second takes one, which makes it 9, then the first, which makes it 10, and so on."""
+    assert lane_of([(0, 6), (1, 1)]) == [1, 0, 1, 0, 1, 0]
+
+
+def test_two_replicas_serve_every_request_once() -> None:
+    log = run("device.data_parallel=2")
+    assert sorted(log.requests["request_id"].tolist()) == list(range(60))
+    assert (log.requests["outcome"] == 0).all()
+    assert (np.diff(log.steps["start_s"]) >= 0).all()
+    assert log.replicas == 2
+
+
+def test_pairs_of_equal_requests_wait_as_one_of_them_waits_for_one_replica() -> None:
+    """Closed form: two replicas that each get one of every pair are two copies of the system with one replica."""
+    one, two = (
+        config("cache.prefix_caching=false"),
+        config("cache.prefix_caching=false", "device.data_parallel=2"),
+    )
+    single = simulate(build_workload(one), cost_model(one), None)
+    double = simulate(twice(build_workload(two)), cost_model(two), None)
+    by_id = dict(
+        zip(double.requests["request_id"].tolist(), double.requests["finish_s"].tolist(), strict=True)
+    )
+    ids = single.requests["request_id"].tolist()
+    for number, request_id in enumerate(sorted(ids)):
+        expected = single.requests["finish_s"][ids.index(request_id)]
+        assert by_id[2 * number] == pytest.approx(expected, rel=1e-8)
+        assert by_id[2 * number + 1] == pytest.approx(expected, rel=1e-8)
+
+
+def test_a_fast_forward_changes_no_time() -> None:
+    fast, slow = (run("device.data_parallel=3", fast_forward=each) for each in (True, False))
+    for name in ("request_id", "first_token_s", "finish_s"):
+        assert np.array_equal(fast.requests[name], slow.requests[name]), name
+
+
+def test_replicas_shorten_the_wait_and_are_busy_for_a_share_of_the_time() -> None:
+    one, four = (
+        compute_metrics(run(f"device.data_parallel={n}", "workload.request_rate=200")) for n in (1, 4)
+    )
+    assert four["ttft_p50"] < one["ttft_p50"]
+    assert 0 < four["busy_share"] <= 1
+    assert 0 < four["utilisation"] <= 1
+
+
+def test_metrics_without_rows_are_those_of_the_rows() -> None:
+    point = config("device.data_parallel=2")
+    workload, cost = build_workload(point), cost_model(point)
+    prediction = simulate_metrics(workload, cost)
+    assert prediction.metrics == compute_metrics(simulate(workload, cost, None))
+    assert not len(prediction.log.steps["step"])
+
+
+@pytest.mark.parametrize(
+    ("texts", "words"),
+    [
+        (("replay.mode=closed",), "requests wait for others"),
+        (("model=qwen3_30b_a3b",), "run in lockstep in vLLM"),
+        (("replay.kv_events=true",), "are kept for one replica alone"),
+    ],
+)
+def test_what_replicas_do_not_model_is_refused_by_name(texts: tuple[str, ...], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_cost(config("device.data_parallel=2", *texts))
