@@ -5,6 +5,7 @@ than a thousandth of the weights of the models that PageTwin has presets for.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -47,6 +48,7 @@ class Experts:
             certain += 1
         return chances
 
+    @lru_cache(maxsize=64)  # noqa: B019  # equal values of this class share the entry
     def touched(self, groups: int = 1) -> FloatArray:
         """The expected number of distinct experts that 0, 1, 2, ... tokens go to, until it no longer grows.
 
@@ -64,6 +66,7 @@ class Experts:
         for tokens in range(steps + 1):
             table[tokens] = max(len(part) - left[part].sum() for part in parts)
             left *= missed
+        table.flags.writeable = False
         return table
 
     def busiest(self, groups: int) -> float:

@@ -102,6 +102,7 @@ def _pool_section(workload: Workload) -> dict[str, Any]:
         "max_model_len": pool.max_model_len,
         "replicas": workload.replicas,
         "sized_by": pool.sized_by,
+        "note": pool.note,
         "memory_per_device": asdict(pool.memory) if pool.memory else None,
     }
 

@@ -114,7 +114,8 @@ def _sized_by(pool: Mapping[str, Any]) -> str:
     if not memory:
         return str(pool.get("sized_by", numbers.NONE))
     less = " - ".join(f"{memory[name] / 1e9:.2f} {name}" for name in memory if name != "usable")
-    return f"{memory['usable'] / 1e9:.2f} GB - {less}"
+    words = f"{memory['usable'] / 1e9:.2f} GB - {less}"
+    return f"{words}; {pool['note']}" if pool.get("note") else words
 
 
 def points_table(records: Sequence[Record], axes: Axes) -> Table:

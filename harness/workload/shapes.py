@@ -17,13 +17,19 @@ from harness.workload.memory import DeviceMemory, device_memory
 BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2, Dtype.float16: 2}
 
 
+_WINDOWS_KEPT = (
+    "windowed layers keep every block, as in vLLM with --disable-hybrid-kv-cache-manager; by default vLLM frees blocks "
+    "beyond a window, so its pool holds more (cache.pool_tokens sets what its log says)"
+)
+
+
 @dataclass(frozen=True)
 class PoolShape:
     """KV memory of a point. A contiguous policy has blocks of one token.
 
     `sized_by` is the key that set the size, `device.memory_gb` where nothing did; then `memory` has the parts. `window`
     is that of the model's windowed layers. The pool keeps their blocks as long as those of the others, as vLLM does
-    with `--disable-hybrid-kv-cache-manager`.
+    with `--disable-hybrid-kv-cache-manager`; `note` says so where the size was taken from the memory.
     """
 
     policy: CachePolicy
@@ -35,6 +41,7 @@ class PoolShape:
     sized_by: str = "cache.pool_tokens"
     memory: DeviceMemory | None = None
     window: int | None = None
+    note: str = ""
 
     @property
     def tokens(self) -> int:
@@ -47,10 +54,11 @@ class PoolShape:
         if self.memory is None:
             return f"set by {self.sized_by}"
         parts = {name: f"{size / 1e9:.2f}" for name, size in asdict(self.memory).items()}
-        return (
+        words = (
             f"automatic, on each device {parts['usable']} GB usable - {parts['weights']} weights - "
             f"{parts['activations']} activations - {parts['other']} other - {parts['graphs']} graphs"
         )
+        return f"{words}; {self.note}" if self.note else words
 
 
 def model_shape(model: ModelConfig, key: str = "model.path") -> ModelShape:
@@ -203,6 +211,7 @@ def pool_shape(config: RunConfig) -> PoolShape:
         sized_by=sized_by,
         memory=memory,
         window=model.window,
+        note=_WINDOWS_KEPT if memory is not None and _slides(config, model) else "",
     )
 
 
@@ -219,11 +228,6 @@ def _size(config: RunConfig, model: ModelShape, size: int) -> tuple[int, str, De
 
 def _tokens_beside_weights(config: RunConfig, model: ModelShape) -> tuple[int, DeviceMemory]:
     unknown = unmodelled(config.model)
-    if not unknown and _slides(config, model):
-        unknown = (
-            f"windows of {model.window} tokens, beyond which vLLM frees blocks (cache.max_model_len={model.window} "
-            "never reaches beyond one)"
-        )
     if unknown:
         raise ConfigError(
             "cache.pool_tokens",

@@ -277,12 +277,15 @@ def test_windowed_layers_are_counted_as_the_family_has_them(
     assert (shape.window, shape.windowed_layers) == (facts["sliding_window"] if layers else None, layers)
 
 
-def test_the_pool_of_a_model_with_windows_must_be_set_by_hand(tmp_path: Path) -> None:
+def test_the_automatic_pool_of_a_model_with_windows_says_which_vllm_it_is_like(tmp_path: Path) -> None:
     facts = {"model_type": "mistral", "sliding_window": 4096}
-    with pytest.raises(ConfigError, match="windows of 4096 tokens, beyond which vLLM frees blocks"):
-        pool_shape(config(tmp_path, facts, "cache.pool_tokens=null", "device=h100"))
+    long = pool_shape(config(tmp_path, facts, "cache.pool_tokens=null", "device=h100"))
+    assert (
+        "windowed layers keep every block, as in vLLM with --disable-hybrid-kv-cache-manager" in long.origin
+    )
     short = config(tmp_path, facts, "cache.pool_tokens=null", "device=h100", "cache.max_model_len=4096")
-    assert pool_shape(short).tokens > 4096
+    assert pool_shape(short).note == ""
+    assert pool_shape(config(tmp_path, facts, "cache.pool_tokens=8192")).origin == "set by cache.pool_tokens"
 
 
 @pytest.mark.parametrize(
