@@ -16,6 +16,8 @@ _MORE = """\
 Overrides (key=value) choose the model, the engine and the scheduler, as for `run`. The coefficients are stored under a
 fingerprint of model, engine, device, versions and code. Every sweep with cost=fitted or cost=table finds them there.
 The printed errors are those on steps and whole workloads that the fit never saw.
+With --from-log FOLDER the constants of a device elsewhere are fitted to the log of its engine, by simulation. The first
+requests are fitted, the others judge. The file that is written is a device: device=FILE.
 Exit codes: 0 done, 1 it could not be measured, 2 the input was wrong."""
 
 
@@ -38,11 +40,28 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     )
     parser.add_argument("--no-grid", action="store_true", help="leave out the grid that cost=table needs")
     parser.add_argument("--dry-run", action="store_true", help="check and print the plan, measure nothing")
+    parser.add_argument(
+        "--from-log",
+        metavar="FOLDER",
+        help="fit a device to the log of an engine that ran on it, and measure nothing here; see twin --help",
+    )
+    parser.add_argument(
+        "--first", type=int, metavar="N", help="--from-log: requests to fit; default: a quarter"
+    )
+    parser.add_argument(
+        "--out",
+        metavar="FILE",
+        help="--from-log: where the device is written; default: results/devices/NAME.yaml",
+    )
     parser.set_defaults(takes_overrides=True)
 
 
 def run(arguments: "Arguments") -> int:
     """Calibrate and print; returns the exit code."""
+    if arguments.flags.from_log:
+        from harness.cli.twin import calibrate_from_log
+
+        return calibrate_from_log(arguments)
     if not arguments.flags.budget >= 1:  # nan is refused too
         raise UserError(f"calibrate: --budget is {arguments.flags.budget:g}, must be at least 1 second")
     config = _config(arguments.overrides)

@@ -87,7 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _command_modules() -> dict[str, ModuleType]:
     """The commands that have a module with `add` and `run`, in the order of `--help`. None imports anything heavy."""
-    from harness.cli import bench, calibrate, capacity, gate, serve, trace
+    from harness.cli import bench, calibrate, capacity, gate, serve, trace, twin
 
     return {
         "trace": trace,
@@ -96,6 +96,7 @@ def _command_modules() -> dict[str, ModuleType]:
         "gate": gate,
         "calibrate": calibrate,
         "capacity": capacity,
+        "twin": twin,
     }
 
 

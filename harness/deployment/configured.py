@@ -1,0 +1,217 @@
+"""The configuration that simulates a deployment: its settings under our keys, a preset of its model, and its device."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.config.checks import check_config
+from harness.config.compose import compose_config, normalise
+from harness.config.errors import UserError
+from harness.config.groups import groups
+from harness.config.schema import RunConfig
+from harness.deployment.log import Deployment
+from harness.deployment.settings import EngineSettings
+from harness.deployment.vllm_settings import with_vllm_defaults
+from harness.point.cost import check_cost
+from harness.sweep.plan import run_request
+
+# The name of a model on the hub, without its owner and in lower case, and the preset that describes its shape.
+PRESETS = {
+    "llama-2-7b": "llama2_7b",
+    "meta-llama-3-8b": "llama3_8b",
+    "meta-llama-3-70b": "llama3_70b",
+    "llama-3-8b": "llama3_8b",
+    "llama-3-70b": "llama3_70b",
+    "llama-3.1-8b": "llama31_8b",
+    "llama-3.1-70b": "llama31_70b",
+    "llama-3.3-70b": "llama31_70b",
+    "meta-llama-3.1-8b": "llama31_8b",
+    "meta-llama-3.1-70b": "llama31_70b",
+    "mistral-7b-v0.3": "mistral_7b",
+    "mixtral-8x7b-v0.1": "mixtral_8x7b",
+    "qwen3-8b": "qwen3_8b",
+    "qwen3-32b": "qwen3_32b",
+    "qwen3-30b-a3b": "qwen3_30b_a3b",
+    "gemma-2-9b": "gemma2_9b",
+    "gemma-3-12b": "gemma3_12b",
+    "gemma-3-27b": "gemma3_27b",
+    "deepseek-v2-lite": "deepseek_v2_lite",
+    "gpt-oss-20b": "gpt_oss_20b",
+    "opt-13b": "opt_13b",
+    "opt-66b": "opt_66b",
+    "opt-175b": "opt_175b",
+}
+_TUNED = ("-instruct", "-chat", "-it", "-hf", "-base", "-2507", "-thinking")  # of the same shape
+# A word of a device's name as a driver gives it, and the preset that describes the device.
+DEVICES = {
+    "rtx pro 6000": "rtx_pro_6000",
+    "rtx 4090": "rtx4090",
+    "l40s": "l40s",
+    "a10g": "a10g",
+    "a100-sxm4-40gb": "a100_40gb",
+    "a100-sxm4-80gb": "a100_80gb",
+    "h100 80gb hbm3": "h100",
+    "h200": "h200",
+    "b200": "b200",
+}
+_WEIGHTS = {
+    "fp8": "fp8",
+    "awq": "int4",
+    "awq_marlin": "int4",
+    "gptq": "int4",
+    "gptq_marlin": "int4",
+    "mxfp4": "mxfp4",
+}
+_SAMPLE = "model=llama3_8b, model=./mine.yaml or model.path=FOLDER"
+
+
+@dataclass(frozen=True)
+class Configured:
+    """The configuration of a deployment, the settings with the defaults that it fills in, and what to know of it."""
+
+    config: RunConfig
+    settings: EngineSettings
+    notes: tuple[str, ...]
+    overrides: tuple[str, ...]  # all of it as overrides, in the order in which they apply
+
+
+def configured(deployment: Deployment, overrides: Sequence[str]) -> Configured:
+    """Compose the configuration of a deployment; `overrides` of the user win over what its files say.
+
+    Raises:
+        UserError: model or device are not known, a setting is not simulated, or a value is not allowed.
+    """
+    settings = deployment.settings
+    _check_simulated(settings)
+    chosen = {word.lstrip("+").partition("=")[0] for word in overrides}
+    device = () if "device" in chosen else (f"device={_device(settings)}",)
+    model = () if chosen & {"model", "model.path"} else _model(settings)
+    first = _composed(("measure=false", *device, *overrides))
+    settings = with_vllm_defaults(settings, memory_gb=first.device.memory_gb, device=first.device.name)
+    own = [word for word in _own(settings) if word.partition("=")[0] not in chosen]
+    words = ("measure=false", "cost=roofline", *device, *model, *own, *overrides)
+    config = normalise(_composed(words))
+    errors = check_config(config)
+    if errors:
+        raise UserError("\n".join(map(str, errors)))
+    check_cost(config)
+    return Configured(config, settings, tuple(_notes(settings, chosen, config)), words)
+
+
+def _composed(words: Sequence[str]) -> RunConfig:
+    last: dict[str, str] = {word.partition("=")[0]: word for word in words}
+    request = run_request(tuple(last.values()))
+    several = [axis.text for axis in request.axes if len(axis.settings) > 1]
+    if several:
+        raise UserError(f"one setting at a time; '{several[0]}' makes a sweep")
+    return compose_config(axis.settings[0] for axis in request.axes)
+
+
+def _own(settings: EngineSettings) -> list[str]:
+    words = list(settings.overrides())
+    words.append(f"device.tensor_parallel={settings.tensor_parallel or 1}")
+    if settings.expert_parallel and (settings.tensor_parallel or 1) > 1:
+        words.append("device.expert_parallel=true")
+    if settings.quantization is not None:
+        words.append(f"model.weight_dtype={_weight_dtype(settings.quantization)}")
+    return words
+
+
+def _weight_dtype(name: str) -> str:
+    if name not in _WEIGHTS:
+        raise UserError(
+            f"the engine's quantization is {name}, which does not say how wide the weights are; name it, as "
+            "model.weight_dtype=fp8 (or int4, int8, mxfp4)"
+        )
+    return _WEIGHTS[name]
+
+
+def _model(settings: EngineSettings) -> tuple[str, ...]:
+    """The override that chooses the model. Raises UserError where nothing is known of it."""
+    name = settings.model
+    if name is None:
+        raise UserError(f"the log does not say which model ran; add it, as {_SAMPLE}")
+    if (Path(name).expanduser() / "config.json").is_file():
+        return (f"model.path={name}",)
+    preset = preset_of(name)
+    if preset is None:
+        raise UserError(
+            f"no preset describes the model {name}; add its shape, as {_SAMPLE}. The presets are "
+            f"{', '.join(groups()['model'])}"
+        )
+    return (f"model={preset}",)
+
+
+def preset_of(name: str) -> str | None:
+    """The preset of a model by its name on the hub, or None. Tuned variants have the shape of their base."""
+    short = name.rstrip("/").rpartition("/")[2].lower()
+    while short not in PRESETS:
+        suffix = next((one for one in _TUNED if short.endswith(one)), None)
+        if suffix is None:
+            return None
+        short = short.removesuffix(suffix)
+    found = PRESETS[short]
+    return found if found in groups()["model"] else None
+
+
+def _device(settings: EngineSettings) -> str:
+    known = ", ".join(name for name in groups()["device"] if name != "cpu")
+    if settings.device is None:
+        raise UserError(
+            f"the log does not say on which device it ran; add it, as device=h100 (presets: {known}) or "
+            "device=./mine.yaml"
+        )
+    words = settings.device.lower()
+    found = next((preset for word, preset in DEVICES.items() if word in words), None)
+    if found is None or found not in groups()["device"]:
+        raise UserError(
+            f"no preset describes the device {settings.device}; add it, as device=./mine.yaml, or take the nearest "
+            f"of {known}"
+        )
+    return found
+
+
+def _check_simulated(settings: EngineSettings) -> None:
+    if settings.unmodelled:
+        said = ", ".join(f"{name} = {value}" for name, value in settings.unmodelled.items())
+        raise UserError(
+            f"the engine ran with {said}, which changes its schedule or its memory and is not simulated: a fit would "
+            "put its effect into other constants"
+        )
+    if (settings.data_parallel or 1) > 1:
+        raise UserError(
+            f"the engine ran {settings.data_parallel} data-parallel replicas; a simulation has one. Give the log of "
+            "one replica, with data_parallel_size 1"
+        )
+
+
+def _notes(settings: EngineSettings, chosen: set[str], config: RunConfig) -> list[str]:
+    found = [f"{name} = {value}: no key of ours, not simulated." for name, value in settings.unmapped.items()]
+    if settings.host_memory_gb:
+        found.append(
+            f"{settings.host_memory_gb:.3g} GB of host memory for KV blocks: reuse from there is not simulated."
+        )
+    missing = [
+        key
+        for key, value in (
+            ("scheduler.max_running", settings.max_running),
+            ("scheduler.max_batched_tokens", settings.max_batched_tokens),
+            ("cache.block_size", settings.block_size),
+        )
+        if value is None and key not in chosen
+    ]
+    if missing:
+        values = {
+            "scheduler.max_running": config.scheduler.max_running,
+            "scheduler.max_batched_tokens": config.scheduler.max_batched_tokens,
+            "cache.block_size": config.cache.block_size,
+        }
+        said = ", ".join(f"{key}={values[key]}" for key in missing)
+        found.append(
+            f"The log does not give {', '.join(missing)}: PageTwin's own default is simulated ({said})."
+        )
+    if settings.tokens_of_pool is None and not chosen & {"cache.pool_tokens", "cache.pool_blocks"}:
+        found.append(
+            "The log does not give the pool: it is what the device's memory holds beside the weights."
+        )
+    return found

@@ -1,0 +1,118 @@
+"""A twin: a deployment beside its simulation, with the errors that were found and the what-ifs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from harness.config.schema import RunConfig
+from harness.deployment.configured import Configured
+from harness.deployment.fit import Fit
+from harness.deployment.log import Deployment, FloatArray, Timeseries
+from harness.deployment.prediction import Errors, Prediction, errors_of
+from harness.deployment.what_ifs import WhatIf, base_of, measured_figures
+
+_TICK_S = 1.0
+
+
+@dataclass(frozen=True)
+class Twin:
+    """A deployment, its configuration and its prediction. Without a `fit` the device's own constants predicted it."""
+
+    deployment: Deployment
+    configured: Configured
+    config: RunConfig  # with the device that predicted
+    prediction: Prediction
+    fit: Fit | None
+    changes: Sequence[WhatIf]
+    command: str
+
+    @property
+    def errors(self) -> Errors:
+        """On the requests that the fit had not seen; without a fit on all."""
+        if self.fit is not None:
+            return self.fit.held_out
+        return errors_of(self.prediction, self.deployment, slice(0, None))
+
+    @property
+    def first_held_out(self) -> int:
+        """The place of the first request that was not fitted."""
+        return 0 if self.fit is None else self.fit.fitted_on
+
+    @property
+    def base(self) -> WhatIf:
+        """The deployment's own settings, as predicted."""
+        return base_of(self.deployment, self.prediction)
+
+    @property
+    def measured(self) -> dict[str, float]:
+        """The figures of the log."""
+        return measured_figures(self.deployment)
+
+    @property
+    def series(self) -> Timeseries:
+        """The measured series; where none was logged, running and waiting counted from the times of the requests."""
+        if self.deployment.series is not None:
+            return self.deployment.series
+        requests = self.deployment.requests
+        at_s: FloatArray = np.arange(0.0, float(requests.last_token_s.max()) + _TICK_S, _TICK_S).astype(
+            np.float64
+        )
+        running, waiting = requests.under_way(at_s)
+        return Timeseries(at_s, running.astype(np.float64), waiting.astype(np.float64))
+
+    def series_errors(self) -> dict[str, tuple[float, float, float]]:
+        """Mean absolute error, signed mean error and measured maximum of each state; KV use in points of 100."""
+        measured = self.series
+        predicted = self.prediction.series(measured.at_s)
+        pairs: dict[str, tuple[FloatArray | None, FloatArray | None, float]] = {
+            "running": (predicted.running, measured.running, 1.0),
+            "waiting": (predicted.waiting, measured.waiting, 1.0),
+            "kv_use": (predicted.kv_use, measured.kv_use, 100.0),
+        }
+        found = {}
+        for name, (ours, theirs, scale) in pairs.items():
+            if ours is not None and theirs is not None:
+                off = scale * (ours - theirs)
+                found[name] = (float(np.abs(off).mean()), float(off.mean()), float(scale * theirs.max()))
+        return found
+
+
+def verdict(twin: Twin) -> str:
+    """The answer in one sentence."""
+    errors = twin.errors
+    which = "requests that the fit had not seen" if twin.fit is not None else "requests, without a fit"
+    return (
+        f"On {errors.requests:,} {which}: the predicted median TPOT is {_signed(errors.tpot_p50)}, and the predicted "
+        f"median TTFT {_signed(errors.ttft_p50)} the measured one."
+    )
+
+
+def _signed(error: float) -> str:
+    if abs(error) < 0.0005:
+        return "within 0.1 % of"
+    return f"{100 * abs(error):.1f} % {'above' if error > 0 else 'below'}"
+
+
+def grade(twin: Twin) -> str:
+    """good, fair or bad, by the goals for a fitted deployment: TPOT 3 % and TTFT 5 %, and three times that."""
+    errors = twin.errors
+    worst = max(abs(errors.tpot_p50) / 0.03, abs(errors.ttft_p50) / 0.05)
+    return "good" if worst <= 1 else "fair" if worst <= 3 else "bad"
+
+
+def change_of(change: WhatIf, base: WhatIf, name: str) -> float | None:
+    """The relative change of a figure from the base; None where it was refused or is not known."""
+    if change.figures is None or base.figures is None:
+        return None
+    before, after = base.figures[name], change.figures[name]
+    return after / before - 1 if before and np.isfinite(before) and np.isfinite(after) else None
+
+
+def trust(twin: Twin, change: WhatIf) -> str:
+    """How far an answer can be trusted, in words."""
+    if change.figures is None:
+        return "no answer"
+    if change.outside >= 0.005:
+        return f"extrapolated: {100 * change.outside:.0f} % of the time in steps larger than any in the log"
+    return "inside the log's range" if twin.fit is not None else "inside the log's range, not fitted"
