@@ -53,16 +53,25 @@ class EngineCounters:
     preemptions: int = 0
     swaps: int = 0  # preemptions that saved the blocks in host memory, of finished requests
     copies: int = 0  # blocks copied
+    step_tokens: int = 0  # of the last step, prompt and generated ones
+    drafts: int = 0  # rows that verified drafts
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0  # of the drafted ones
     running: int = 0
     waiting: int = 0
     usage: float = 0.0  # share of the pool's slots in blocks with a refcount above 0
     finished: Counter[str] = field(default_factory=Counter)  # requests by finish reason
 
-    def note_step(self, plan: StepPlan, report: CommitReport) -> None:
-        """Count a step that has been committed."""
+    def note_step(self, plan: StepPlan, report: CommitReport, accepted: int) -> None:
+        """Count a step that has been committed; `accepted` are the draft tokens that were right."""
         self.steps += 1
         self.preemptions += len(plan.preempted)
         self.copies += len(plan.copies)
+        self.step_tokens = sum(row.query_len for row in plan.rows)
+        drafting = [row.drafts for row in plan.rows if row.drafts]
+        self.drafts += len(drafting)
+        self.drafted_tokens += sum(drafting)
+        self.accepted_tokens += accepted
         self.running, self.waiting = plan.running - len(report.finished), plan.waiting
         self.note_usage(plan.usage)
 
@@ -251,7 +260,7 @@ class Engine:
             return outputs + self._fail_step(plan, error)
         result = self._apply_stops(result)
         report = self.scheduler.commit(plan, result)
-        self.counters.note_step(plan, report)
+        self.counters.note_step(plan, report, sum(result.accepted.values()))
         return outputs + self._outputs(report)
 
     def _note_admitted(self, plan: StepPlan) -> None:

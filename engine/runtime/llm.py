@@ -11,7 +11,7 @@ from engine.runtime.models.load import LoadedModel, load_model
 from engine.runtime.models.spec import ModelSpec, checkpoint_dtype
 from engine.runtime.params import OutputKind, SamplingParams, is_whole
 from engine.runtime.requests import RequestOutput
-from engine.runtime.text import Tokenizer, load_tokenizer
+from engine.runtime.text import Tokenizer, chat_prompt, load_tokenizer
 from engine.runtime.vllm_names import options_of
 
 
@@ -78,6 +78,33 @@ class LLM:
                 raise output.error
         return outputs
 
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, str]] | Sequence[Sequence[Mapping[str, str]]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or several: messages with `role` and `content`, written by the model's chat template.
+
+        Raises TokenizerError if the template cannot write them, and what `generate` raises.
+        """
+        return self.generate(
+            [
+                chat_prompt(
+                    self.engine.tokenizer,
+                    conversation,
+                    add_generation_prompt=add_generation_prompt and not continue_final_message,
+                    continue_final_message=continue_final_message,
+                    template_values=chat_template_kwargs,
+                )
+                for conversation in _conversations(messages)
+            ],
+            params,
+        )
+
     def _submit(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[str]:
         """Queue all requests, or none if one is refused. Returns their ids."""
         ids: list[str] = []
@@ -104,6 +131,30 @@ def has_tokenizer(path: str) -> bool:
     """Whether a checkpoint directory contains a tokenizer."""
     folder = Path(path).expanduser()
     return any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
+
+
+def _conversations(
+    messages: Sequence[Mapping[str, str]] | Sequence[Sequence[Mapping[str, str]]],
+) -> list[Sequence[Mapping[str, str]]]:
+    """A single conversation becomes a list of one. Raises PromptError for what is none."""
+    each: list[Any] = list(messages) if isinstance(messages, list | tuple) else []
+    found: list[Any] = [each] if each and all(isinstance(one, Mapping) for one in each) else each
+    for conversation in found or [None]:
+        if (
+            not isinstance(conversation, list | tuple)
+            or not conversation
+            or not all(map(_is_message, conversation))
+        ):
+            raise PromptError(
+                f"a conversation is a list of messages with the texts `role` and `content`, not {conversation!r}"
+            )
+    return found
+
+
+def _is_message(message: object) -> bool:
+    return isinstance(message, Mapping) and all(
+        isinstance(message.get(key), str) for key in ("role", "content")
+    )
 
 
 def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -1,6 +1,6 @@
 """Incremental detokenization, and the search for stop strings in the text."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from engine.runtime.errors import ModelError, TokenizerError
@@ -49,6 +49,92 @@ def load_tokenizer(path: str) -> Any:
         return AutoTokenizer.from_pretrained(path, local_files_only=True)
     except Exception as error:
         raise ModelError(f"{path}: no tokenizer can be loaded from it ({error})") from error
+
+
+_TEMPLATE_RESERVED = frozenset(
+    (
+        *(
+            "conversation",
+            "tools",
+            "documents",
+            "chat_template",
+            "add_generation_prompt",
+            "continue_final_message",
+        ),
+        *(
+            "tokenize",
+            "padding",
+            "truncation",
+            "max_length",
+            "return_tensors",
+            "return_dict",
+            "tokenizer_kwargs",
+        ),
+        "return_assistant_tokens_mask",
+    )
+)
+
+
+def chat_prompt(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, str]],
+    *,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    template_values: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """Token ids of a conversation and of the opening of the answer. Raises TokenizerError.
+
+    `continue_final_message` lets the last message go on instead. `template_values` are variables of the chat template.
+    """
+    if tokenizer is None:
+        raise TokenizerError("there is no tokenizer: only prompts of token ids are taken")
+    if add_generation_prompt and continue_final_message:
+        raise TokenizerError(
+            "continue_final_message goes on with the last message: set add_generation_prompt to false"
+        )
+    reserved = sorted(_TEMPLATE_RESERVED & set(template_values or ()))
+    if reserved:
+        raise TokenizerError(f"chat_template_kwargs: {', '.join(reserved)} cannot be set there")
+    if isinstance(tokenizer, ByteTokenizer):
+        if template_values:
+            raise TokenizerError("chat_template_kwargs: this model has no chat template")
+        text = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
+        text = text[:-1] if continue_final_message else text
+        return tokenizer.encode(f"{text}assistant: " if add_generation_prompt else text)
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise TokenizerError("the model's tokenizer has no chat template: give a prompt instead of messages")
+    try:
+        ids = tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            return_dict=False,
+            **template_values or {},
+        )
+    except Exception as error:
+        raise TokenizerError(f"the chat template cannot render these messages: {error}") from error
+    return [int(token) for token in ids]
+
+
+def encode_text(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    """The token ids of a text. Raises TokenizerError."""
+    if tokenizer is None:
+        raise TokenizerError("there is no tokenizer: give the prompt as token ids")
+    try:
+        return [int(token) for token in tokenizer.encode(text, add_special_tokens=add_special_tokens)]
+    except Exception as error:
+        raise TokenizerError(f"the tokenizer cannot encode the text: {error}") from error
+
+
+def decode_ids(tokenizer: Any, token_ids: Sequence[int]) -> str:
+    """The text of token ids. Raises TokenizerError."""
+    if tokenizer is None:
+        raise TokenizerError("there is no tokenizer: token ids have no text")
+    try:
+        return str(tokenizer.decode(list(token_ids)))
+    except Exception as error:
+        raise TokenizerError(f"the tokenizer cannot decode these ids: {error}") from error
 
 
 class Detokenizer:

@@ -19,7 +19,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         "serve",
         help="answer OpenAI clients: completions, chat, metrics",
         description="Serve completions and chat completions as OpenAI's API does, until Ctrl-C.",
-        usage="python -m harness serve [--host H] [--port P] [key=value ...]",
+        usage="python -m harness serve [--host H] [--port P] [--api-key KEY] [key=value ...]",
         epilog=_MORE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -28,9 +28,16 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         "--host", default="127.0.0.1", help="address to listen on; default: this machine alone"
     )
     parser.add_argument("--port", type=int, default=8000, help="port to listen on; default: 8000")
-    parser.add_argument("--model-name", metavar="NAME", help="name for clients; default: model.name")
+    parser.add_argument(
+        "--model-name",
+        metavar="NAME",
+        help="name for clients; default: the directory of model.path, or model.name",
+    )
     parser.add_argument("--max-requests", type=int, default=1024, metavar="N",
                         help="requests under way at once, more get 503; default: 1024")  # fmt: skip
+    parser.add_argument("--api-key", metavar="KEY", action="append", default=[],
+                        help="ask clients for this key; may be given several times; default: the "
+                        "environment variable PAGETWIN_API_KEY, or none")  # fmt: skip
     parser.set_defaults(takes_overrides=True)
 
 

@@ -9,7 +9,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -18,11 +18,11 @@ from engine.core.errors import NeverFitsError
 from engine.runtime.async_engine import AsyncEngine
 from engine.runtime.decoding.generation import TokenLogprobs
 from engine.runtime.engine import Prompt
-from engine.runtime.errors import EngineDeadError, ParamsError, RequestError
+from engine.runtime.errors import EngineDeadError, ParamsError, PromptError, RequestError
 from engine.runtime.params import SamplingParams
 from engine.runtime.requests import CompletionOutput, RequestOutput
 from engine.runtime.text import Tokenizer
-from harness.serve.protocol import StreamOptions
+from harness.serve.protocol import AnswerOptions, StreamOptions
 
 CLIENT_GONE = 499  # nginx's status for a client that closed the connection
 Choice = dict[str, Any]
@@ -43,12 +43,17 @@ def error_body(message: str, status: int, kind: str, param: str | None = None) -
     return {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
 
+_API_NAMES = {"beam_width": "n"}
+
+
 def status_of(error: Exception) -> tuple[int, str, str | None]:
     """HTTP status, kind, and the wrong parameter, if any."""
     if isinstance(error, ServeError):
         return error.status, error.kind, error.param
     if isinstance(error, ParamsError):
-        return 400, "invalid_request_error", error.field
+        return 400, "invalid_request_error", _API_NAMES.get(error.field, error.field)
+    if isinstance(error, PromptError):
+        return 400, "invalid_request_error", "prompt"
     if isinstance(error, RequestError | NeverFitsError):
         return 400, "invalid_request_error", None
     if isinstance(error, EngineDeadError):
@@ -69,6 +74,7 @@ class Envelope:
     model: str
     chat: bool
     tokenizer: Tokenizer | None
+    options: AnswerOptions = field(default_factory=AnswerOptions)
     answer_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -87,14 +93,64 @@ class Envelope:
             body["usage"] = usage
         return body
 
-    def choice(self, output: CompletionOutput, index: int, *, chunk: bool) -> Choice:
-        """The choice of one sequence."""
-        reason = output.finish_reason
-        choice: Choice = {"index": index, "finish_reason": reason, "stop_reason": output.stop_reason}
+    def choice(
+        self, request: RequestOutput, output: CompletionOutput, index: int, *, chunk: bool, opens: bool = True
+    ) -> Choice:
+        """The choice of one sequence of a request. With `opens` it is whole, or the first chunk of its sequence."""
+        if self.options.hides_output:
+            output = replace(
+                output,
+                text="",
+                token_ids=[],
+                logprobs=None if output.logprobs is None else [],
+                finish_reason="length" if output.finish_reason else None,
+                stop_reason=None,
+            )
+        choice: Choice = {
+            "index": index,
+            "finish_reason": output.finish_reason,
+            "stop_reason": output.stop_reason,
+        }
+        if self.options.token_ids:
+            choice["token_ids"] = output.token_ids
         if not self.chat:
-            return choice | {"text": output.text, "logprobs": self._completion_logprobs(output)}
+            echoes = opens and self.options.echo
+            text = (self._prompt_text(request) if echoes else "") + output.text
+            choice |= self.prompt_fields(request) if opens else {}
+            return choice | {
+                "text": text,
+                "logprobs": self._completion_logprobs(request if echoes else None, output),
+            }
         said = {"role": "assistant", "content": output.text} if not chunk else {"content": output.text}
         return choice | {"delta" if chunk else "message": said, "logprobs": self._chat_logprobs(output)}
+
+    def prompt_fields(self, request: RequestOutput) -> dict[str, Any]:
+        """Token ids and log-probabilities of the prompt, where they were asked for."""
+        fields: dict[str, Any] = {}
+        if self.options.token_ids:
+            fields["prompt_token_ids"] = list(request.prompt_token_ids)
+        if self.options.prompt_logprobs:
+            fields["prompt_logprobs"] = [
+                None if entry is None else self._ranked(entry) for entry in request.prompt_logprobs or ()
+            ]
+        return fields
+
+    def _ranked(self, entry: TokenLogprobs) -> dict[str, Any]:
+        """The log-probabilities at one position of the prompt, by token id, in vLLM's form."""
+        found = [(token, value, rank) for rank, (token, value) in enumerate(entry.best, start=1)]
+        if entry.token not in dict(entry.best):
+            found.append((entry.token, entry.logprob, entry.rank))
+        return {
+            str(token): {"logprob": value, "rank": rank, "decoded_token": self._text([token])}
+            for token, value, rank in found
+        }
+
+    def _prompt_text(self, request: RequestOutput) -> str:
+        return request.prompt if request.prompt is not None else self._text(list(request.prompt_token_ids))
+
+    def shown_tokens(self, request: RequestOutput) -> int:
+        """Tokens of all sequences of a request that the answer shows."""
+        return 0 if self.options.hides_output else request.metrics.output_tokens
 
     def opening(self, index: int) -> Choice:
         """The first chunk of a chat answer, which names the role."""
@@ -103,20 +159,33 @@ class Envelope:
 
     # -- log-probabilities ---------------------------------------------------------------------------------
 
-    def _token(self, token: int) -> str:
-        return self.tokenizer.decode([token]) if self.tokenizer is not None else f"token_id:{token}"
+    def _text(self, tokens: list[int]) -> str:
+        return self.tokenizer.decode(tokens) if self.tokenizer is not None else ""
 
-    def _completion_logprobs(self, output: CompletionOutput) -> dict[str, Any] | None:
+    def _token(self, token: int) -> str:
+        if self.tokenizer is None or self.options.tokens_as_ids:
+            return f"token_id:{token}"
+        return self._text([token])
+
+    def _completion_logprobs(
+        self, echoed: RequestOutput | None, output: CompletionOutput
+    ) -> dict[str, Any] | None:
+        """Log-probabilities of the output, and in front of them those of an echoed prompt."""
         if output.logprobs is None:
             return None
-        names = [self._token(entry.token) for entry in output.logprobs]
+        entries: list[TokenLogprobs | None] = list(output.logprobs)
+        tokens = [entry.token for entry in output.logprobs]
+        if echoed is not None:
+            entries = [*(echoed.prompt_logprobs or ()), *entries]
+            tokens = [*echoed.prompt_token_ids, *tokens]
+        names = [self._token(token) for token in tokens]
         ends = [0]
         for name in names:
             ends.append(ends[-1] + len(name))
         return {
             "tokens": names,
-            "token_logprobs": [entry.logprob for entry in output.logprobs],
-            "top_logprobs": [self._best(entry) for entry in output.logprobs],
+            "token_logprobs": [entry and entry.logprob for entry in entries],
+            "top_logprobs": [entry and self._best(entry) for entry in entries],
             "text_offset": ends[:-1],
         }
 
@@ -152,13 +221,19 @@ def usage_of(outputs: Sequence[RequestOutput], token_count: Callable[[RequestOut
 
 
 async def merged(
-    engine: AsyncEngine, name: str, prompts: Sequence[Prompt], params: SamplingParams, priority: int
+    engine: AsyncEngine,
+    name: str,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    *,
+    priority: int,
+    cache_salt: str,
 ) -> AsyncGenerator[NumberedOutput, None]:
     """(number of the prompt, output) of all prompts, as outputs arrive. Closing it aborts unfinished requests."""
     news: asyncio.Queue[NumberedOutput | Exception | None] = asyncio.Queue()
 
     async def follow(number: int, prompt: Prompt) -> None:
-        stream = engine.generate(f"{name}-{number}", prompt, params, priority=priority)
+        stream = engine.generate(f"{name}-{number}", prompt, params, priority=priority, cache_salt=cache_salt)
         try:
             async for output in stream:
                 news.put_nowait((number, output))
@@ -199,14 +274,18 @@ async def events(
 
     def lines(number: int, output: RequestOutput) -> list[str]:
         bodies = []
-        generated[number] = generated.get(number, 0) + sum(len(one.token_ids) for one in output.outputs)
-        usage = usage_of([output], lambda _: generated[number]) if always else None
+        if not envelope.options.hides_output:
+            generated[number] = generated.get(number, 0) + sum(len(one.token_ids) for one in output.outputs)
+        usage = usage_of([output], lambda _: generated.get(number, 0)) if always else None
         for one in output.outputs:
             index = number * width + one.index
-            if envelope.chat and index not in opened:
-                opened.add(index)
-                bodies.append(envelope.body([envelope.opening(index)], None, chunk=True))
-            bodies.append(envelope.body([envelope.choice(one, index, chunk=True)], usage, chunk=True))
+            opens = index not in opened
+            opened.add(index)
+            if envelope.chat and opens:
+                first_body = envelope.body([envelope.opening(index)], None, chunk=True)
+                bodies.append(first_body | envelope.prompt_fields(output))
+            choice = envelope.choice(output, one, index, chunk=True, opens=opens)
+            bodies.append(envelope.body([choice], usage, chunk=True))
         if output.finished:
             ends[number] = output
         return [_event(body) for body in bodies]
@@ -218,7 +297,7 @@ async def events(
             for line in lines(number, output):
                 yield line
         if asked.include_usage:
-            usage = usage_of(list(ends.values()), lambda output: output.metrics.output_tokens)
+            usage = usage_of(list(ends.values()), envelope.shown_tokens)
             yield _event(envelope.body([], usage, chunk=True))
     except Exception as error:
         yield _event(body_of(error)[1])

@@ -6,6 +6,7 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -20,6 +21,7 @@ from engine.runtime.async_engine import AsyncEngine
 from engine.runtime.engine import Engine, Prompt
 from engine.runtime.errors import EngineDeadError, RequestError
 from engine.runtime.requests import RequestOutput
+from engine.runtime.text import decode_ids, encode_text
 from harness.serve.answers import (
     Envelope,
     NumberedOutput,
@@ -31,8 +33,16 @@ from harness.serve.answers import (
     unless_disconnected,
     usage_of,
 )
+from harness.serve.keys import ApiKeys
 from harness.serve.metrics import ServerMetrics
-from harness.serve.protocol import ChatRequest, CompletionRequest, StreamOptions, chat_prompt
+from harness.serve.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    FieldError,
+    StreamOptions,
+    TokenizeRequest,
+)
 
 OutputStream = AsyncGenerator[NumberedOutput, None]
 
@@ -47,15 +57,31 @@ class Server:
     started: int
     under_way: int = 0
 
+    def check_model(self, name: str | None) -> None:
+        """Raise ServeError (404) for a name that is not this model's."""
+        if name is not None and name != self.model:
+            raise ServeError(
+                404, f"the model {name!r} does not exist; this server has {self.model!r}", kind="not_found_error",
+                param="model",
+            )  # fmt: skip
+
+    def card(self) -> dict[str, Any]:
+        """The model in OpenAI's form."""
+        return {
+            "id": self.model,
+            "object": "model",
+            "created": self.started,
+            "owned_by": "pagetwin",
+            "root": self.engine.engine.loaded.name,
+            "parent": None,
+            "max_model_len": self.engine.engine.limits.max_model_len,
+        }
+
     async def answer(
         self, request: Request, body: CompletionRequest | ChatRequest, prompts: Sequence[Prompt]
     ) -> Response:
         """Complete the prompts, as a whole answer or as a stream."""
-        if body.model is not None and body.model != self.model:
-            raise ServeError(
-                404, f"the model {body.model!r} does not exist; this server has {self.model!r}", kind="not_found_error",
-                param="model",
-            )  # fmt: skip
+        self.check_model(body.model)
         if not prompts:
             raise ServeError(
                 400, "prompt: at least one is needed", kind="invalid_request_error", param="prompt"
@@ -66,9 +92,18 @@ class Server:
                 kind="invalid_request_error", param="priority",
             )  # fmt: skip
         params = body.sampling_params()
-        envelope = Envelope(self.model, isinstance(body, ChatRequest), self.engine.engine.tokenizer)
+        is_chat, options = isinstance(body, ChatRequest), body.answer_options()
+        envelope = Envelope(self.model, is_chat, self.engine.engine.tokenizer, options)
         stream = self._counted(
-            merged(self.engine, f"http-{uuid.uuid4().hex}", prompts, params, body.priority), len(prompts)
+            merged(
+                self.engine,
+                f"http-{uuid.uuid4().hex}",
+                prompts,
+                params,
+                priority=body.priority,
+                cache_salt=body.cache_salt or "",
+            ),
+            len(prompts),
         )
         if not body.stream:
             done = await unless_disconnected(request, _collect(stream))
@@ -111,16 +146,21 @@ async def _collect(stream: OutputStream) -> list[RequestOutput]:
 
 def _whole(envelope: Envelope, done: Sequence[RequestOutput], width: int) -> dict[str, Any]:
     choices = [
-        envelope.choice(one, number * width + one.index, chunk=False)
+        envelope.choice(output, one, number * width + one.index, chunk=False)
         for number, output in enumerate(done)
         for one in output.outputs
     ]
-    usage = usage_of(done, lambda output: output.metrics.output_tokens)
-    return envelope.body(choices, usage, chunk=False)
+    body = envelope.body(choices, usage_of(done, envelope.shown_tokens), chunk=False)
+    return body | envelope.prompt_fields(done[0]) if envelope.chat else body
 
 
-def build_app(engine: Engine, *, model: str, most_requests: int = 1024) -> FastAPI:
-    """The application for an engine. The application owns the engine: it starts and stops it."""
+def build_app(
+    engine: Engine, *, model: str, most_requests: int = 1024, api_keys: Sequence[str] = ()
+) -> FastAPI:
+    """The application for an engine. The application owns the engine: it starts and stops it.
+
+    With `api_keys` every address but those of health and metrics asks for one of them.
+    """
     metrics = ServerMetrics(engine, model)
     server = Server(AsyncEngine(engine, observe=metrics.observe), model, most_requests, int(time.time()))
 
@@ -133,27 +173,56 @@ def build_app(engine: Engine, *, model: str, most_requests: int = 1024) -> FastA
     app = FastAPI(title="PageTwin", lifespan=lifespan)
     app.state.server = server
     install_error_handlers(app)
+    if api_keys:
+        app.add_middleware(ApiKeys, keys=tuple(api_keys))
 
     @app.post("/v1/completions")
     async def completions(request: Request, body: CompletionRequest) -> Response:
-        return await server.answer(request, body, body.prompts)
+        prompts = body.prompts
+        if not body.add_special_tokens:
+            prompts = [
+                encode_text(engine.tokenizer, one, add_special_tokens=False) if isinstance(one, str) else one
+                for one in prompts
+            ]
+        return await server.answer(request, body, prompts)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request, body: ChatRequest) -> Response:
-        prompt = chat_prompt(engine.tokenizer, [message.plain() for message in body.messages])
-        return await server.answer(request, body, [prompt])
+        return await server.answer(request, body, [body.prompt_ids(engine.tokenizer)])
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        card = {
-            "id": model,
-            "object": "model",
-            "created": server.started,
-            "owned_by": "pagetwin",
-            "max_model_len": engine.limits.max_model_len,
-        }
-        return {"object": "list", "data": [card]}
+        return {"object": "list", "data": [server.card()]}
 
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> dict[str, Any]:
+        server.check_model(name)
+        return server.card()
+
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        server.check_model(body.model)
+        ids = body.token_ids(engine.tokenizer)
+        answer = {"count": len(ids), "max_model_len": engine.limits.max_model_len, "tokens": ids}
+        names = [engine.tokenizer.decode([token]) for token in ids] if engine.tokenizer else None
+        return answer | {"token_strs": names if body.return_token_strs else None}
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
+        server.check_model(body.model)
+        return {"prompt": decode_ids(engine.tokenizer, body.tokens)}
+
+    @app.post("/reset_prefix_cache")
+    async def reset_prefix_cache() -> Response:
+        server.engine.reset_prefix_cache()
+        return Response(status_code=200)
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": metadata.version("pagetwin")}
+
+    @app.get("/ping")
+    @app.post("/ping")
     @app.get("/health")
     async def health() -> Response:
         if server.engine.alive:
@@ -167,15 +236,28 @@ def build_app(engine: Engine, *, model: str, most_requests: int = 1024) -> FastA
     return app
 
 
+def _first_mistake(error: RequestValidationError) -> tuple[str, str | None]:
+    """What is wrong in a body, and the field that is wrong."""
+    first = error.errors()[0]
+    cause = first.get("ctx", {}).get("error")
+    if first["type"] == "json_invalid":
+        return f"the body is no JSON: {cause}", None
+    if isinstance(cause, FieldError):
+        return str(cause), cause.field
+    places = [str(part) for part in first["loc"][1:]]
+    message = str(cause) if isinstance(cause, ValueError) else str(first["msg"])
+    if not places:
+        return message, None
+    return f"{'.'.join(places)}: {message}", places[0]
+
+
 def install_error_handlers(app: FastAPI) -> None:
     """Make the application answer every error in OpenAI's format."""
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"] if part != "body")
-        message = f"{place}: {first['msg']}" if place else str(first["msg"])
-        return JSONResponse(error_body(message, 400, "invalid_request_error", place or None), 400)
+        message, param = _first_mistake(error)
+        return JSONResponse(error_body(message, 400, "invalid_request_error", param), 400)
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> JSONResponse:

@@ -38,6 +38,9 @@ class _Totals(Collector):
             ("generation_tokens", "Tokens generated", counters.generation_tokens),
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", counters.prefix_queries),
             ("prefix_cache_hits", "Prompt tokens found in the prefix cache", counters.prefix_hits),
+            ("spec_decode_num_drafts", "Drafts that were verified", counters.drafts),
+            ("spec_decode_num_draft_tokens", "Tokens that the draft model proposed", counters.drafted_tokens),
+            ("spec_decode_num_accepted_tokens", "Proposed tokens that were right", counters.accepted_tokens),
         ):
             counter = CounterMetricFamily(f"vllm:{name}", text, labels=_LABELS)
             counter.add_metric(self._labels, value)
@@ -64,6 +67,11 @@ class _Totals(Collector):
         return family
 
 
+def between(begin_s: float | None, end_s: float | None) -> float | None:
+    """Seconds between two times, None if one of them has not happened."""
+    return None if begin_s is None or end_s is None else end_s - begin_s
+
+
 class ServerMetrics:
     """The metrics of one server. Each server has its own registry, so that one process can have several."""
 
@@ -86,10 +94,24 @@ class ServerMetrics:
         self._e2e = histogram("e2e_request_latency_seconds", "From arrival to the end", _SECONDS)
         self._queue = histogram("request_queue_time_seconds", "From arrival to the first batch", _SECONDS)
         self._prompt = histogram("request_prompt_tokens", "Prompt tokens of a request", _TOKENS)
+        self._inference = histogram(
+            "request_inference_time_seconds", "From the first batch to the last token", _SECONDS
+        )
+        self._prefill = histogram(
+            "request_prefill_time_seconds", "From the first batch to the first token", _SECONDS
+        )
+        self._decode = histogram(
+            "request_decode_time_seconds", "From the first token to the last token", _SECONDS
+        )
+        self._step_tokens = histogram("iteration_tokens_total", "Tokens of an engine step", _TOKENS)
+        self._counters, self._steps = engine.counters, 0
         self._generated = histogram("request_generation_tokens", "Tokens generated for a request", _TOKENS)
 
     def observe(self, outputs: list[RequestOutput]) -> None:
         """Add the outputs of one step to the histograms."""
+        if self._counters.steps != self._steps:
+            self._steps = self._counters.steps
+            self._step_tokens.observe(self._counters.step_tokens)
         for output in outputs:
             metrics = output.metrics
             if metrics.gap_s is not None and output.outputs:
@@ -106,6 +128,9 @@ class ServerMetrics:
             (self._tpot, metrics.tpot_s),
             (self._queue, metrics.queue_s),
             (self._e2e, metrics.e2e_s),
+            (self._inference, between(metrics.scheduled_s, metrics.last_token_s)),
+            (self._prefill, between(metrics.scheduled_s, metrics.first_token_s)),
+            (self._decode, between(metrics.first_token_s, metrics.last_token_s)),
         ):
             if seconds is not None:
                 family.observe(seconds)

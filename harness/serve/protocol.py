@@ -4,30 +4,63 @@ Unknown fields are refused. A known field is refused if its value asks for somet
 silently ignored option would make a measurement worthless.
 """
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, Strict, model_validator
 
-from engine.runtime.errors import TokenizerError
-from engine.runtime.params import MAX_LOGPROBS, OutputKind, SamplingParams
-from engine.runtime.text import ByteTokenizer
+from engine.runtime.errors import ParamsError
+from engine.runtime.params import MAX_COUNT, MAX_LOGPROBS, OutputKind, SamplingParams
+from engine.runtime.text import chat_prompt, encode_text
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {  # fields with the values that ask for nothing
-    "presence_penalty": (None, 0, 0.0),
-    "frequency_penalty": (None, 0, 0.0),
-    "repetition_penalty": (None, 1, 1.0),
-    "logit_bias": (None, {}),
     "best_of": (None, 1),
     "suffix": (None, ""),
-    "echo": (None, False),
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),
     "response_format": (None, {"type": "text"}),
     "modalities": (None, ["text"]),
     "store": (None, False),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "parallel_tool_calls": (None, True, False),  # says nothing without tools
+    "structured_outputs": (None,),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "guided_choice": (None,),
+    "guided_grammar": (None,),
+    "documents": (None, []),
+    "chat_template": (None,),
+    "logits_processors": (None, []),
+    "kv_transfer_params": (None,),
+    "audio": (None,),
+    "prediction": (None,),
+    "reasoning_effort": (None, "none"),
+    "verbosity": (None,),
+    "web_search_options": (None,),
 }
+MAX_DIGITS = 18  # of a token id in text
+MAX_SHOWN = 80  # characters of a wrong value in a message
 _WITHOUT_EFFECT = ("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key")
+
+
+class FieldError(ValueError):
+    """A field of a request is wrong; `field` names it."""
+
+    def __init__(self, field: str, reason: str) -> None:
+        super().__init__(f"{field}: {reason}")
+        self.field = field
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerOptions:
+    """What an answer shows beside the new text."""
+
+    echo: bool = False  # the prompt in front of the text
+    hides_output: bool = False  # max_tokens=0: one token is computed, and none is shown
+    token_ids: bool = False
+    prompt_logprobs: bool = False
+    tokens_as_ids: bool = False  # tokens of log-probabilities are called token_id:N
 
 
 TokenId = Annotated[int, Strict()]  # refuses true, which would count as 1
@@ -63,6 +96,18 @@ class _Sampling(BaseModel):
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False
     priority: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
+    logit_bias: dict[str, float] | None = None
+    bad_words: list[str] = Field(default_factory=list)
+    allowed_token_ids: list[TokenId] | None = None
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+    cache_salt: str | None = Field(default=None, min_length=1)
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
 
@@ -74,7 +119,9 @@ class _Sampling(BaseModel):
             return values
         for name, neutral in _NEUTRAL.items():
             if name in values and values[name] not in neutral:
-                raise ValueError(f"{name}: this server knows only {neutral[-1]!r}, found {values[name]!r}")
+                raise FieldError(
+                    name, f"this server knows only {neutral[-1]!r}, found {_short(values[name])}"
+                )
         dropped = {*_NEUTRAL, *_WITHOUT_EFFECT}
         given = {key: value for key, value in values.items() if key not in dropped}
         return {key: value for key, value in given.items() if value is not None or key == "max_tokens"}
@@ -82,10 +129,22 @@ class _Sampling(BaseModel):
     @model_validator(mode="after")
     def _check_stream(self) -> "_Sampling":
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options: only with stream=true")
+            raise FieldError("stream_options", "only with stream=true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise FieldError("prompt_logprobs", "only without stream")
         return self
 
-    def _sampling_params(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    def _bias(self) -> dict[int, float] | None:
+        if self.logit_bias is None:
+            return None
+        for token in self.logit_bias:
+            if not token.isascii() or not token.isdigit() or len(token) > MAX_DIGITS:
+                raise ParamsError("logit_bias", f"{_short(token)} is not a token id")
+        return {int(token): bias for token, bias in self.logit_bias.items()}
+
+    def _sampling_params(
+        self, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
+    ) -> SamplingParams:
         """Raises ParamsError."""
         return SamplingParams(
             n=1 if self.use_beam_search else self.n,
@@ -96,7 +155,7 @@ class _Sampling(BaseModel):
             min_p=self.min_p,
             seed=self.seed,
             max_tokens=max_tokens,
-            stop=self.stop or (),
+            stop=() if self.stop is None else self.stop,
             stop_token_ids=self.stop_token_ids,
             include_stop_str_in_output=self.include_stop_str_in_output,
             ignore_eos=self.ignore_eos,
@@ -104,6 +163,15 @@ class _Sampling(BaseModel):
             length_penalty=self.length_penalty,
             early_stopping=self.early_stopping,
             skip_special_tokens=self.skip_special_tokens,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            min_tokens=self.min_tokens,
+            logit_bias=self._bias(),
+            bad_words=self.bad_words,
+            allowed_token_ids=self.allowed_token_ids,
+            prompt_logprobs=prompt_logprobs,
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
             output_kind=OutputKind.DELTA if self.stream else OutputKind.FINAL,
         )
 
@@ -114,6 +182,8 @@ class CompletionRequest(_Sampling):
     prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
     max_tokens: int | None = 16
     logprobs: Annotated[int, Field(le=MAX_LOGPROBS)] | None = None
+    echo: bool = False
+    add_special_tokens: bool = True
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -125,7 +195,20 @@ class CompletionRequest(_Sampling):
 
     def sampling_params(self) -> SamplingParams:
         """The engine's parameters. Raises ParamsError."""
-        return self._sampling_params(self.max_tokens, self.logprobs)
+        scores = self.prompt_logprobs
+        if self.echo and self.logprobs is not None:
+            scores = max(self.logprobs, scores or 0)
+        return self._sampling_params(1 if self.max_tokens == 0 else self.max_tokens, self.logprobs, scores)
+
+    def answer_options(self) -> AnswerOptions:
+        """What the answer shows."""
+        return AnswerOptions(
+            echo=self.echo,
+            hides_output=self.max_tokens == 0,
+            token_ids=self.return_token_ids,
+            prompt_logprobs=self.prompt_logprobs is not None,
+            tokens_as_ids=self.return_tokens_as_token_ids,
+        )
 
 
 class TextPart(BaseModel):
@@ -161,30 +244,83 @@ class ChatRequest(_Sampling):
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> "ChatRequest":
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs: only with logprobs=true")
+            raise FieldError("top_logprobs", "only with logprobs=true")
         return self
+
+    def prompt_ids(self, tokenizer: Any) -> list[int]:
+        """Token ids of the conversation. Raises TokenizerError."""
+        return chat_prompt(
+            tokenizer,
+            [message.plain() for message in self.messages],
+            add_generation_prompt=self.add_generation_prompt and not self.continue_final_message,
+            continue_final_message=self.continue_final_message,
+            template_values=self.chat_template_kwargs,
+        )
 
     def sampling_params(self) -> SamplingParams:
         """The engine's parameters. Raises ParamsError."""
-        most = self.max_completion_tokens or self.max_tokens
-        return self._sampling_params(most, (self.top_logprobs or 0) if self.logprobs else None)
+        most = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return self._sampling_params(most, logprobs, self.prompt_logprobs)
+
+    def answer_options(self) -> AnswerOptions:
+        """What the answer shows."""
+        return AnswerOptions(
+            token_ids=self.return_token_ids,
+            prompt_logprobs=self.prompt_logprobs is not None,
+            tokens_as_ids=self.return_tokens_as_token_ids,
+        )
 
 
-def chat_prompt(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
-    """Token ids of the conversation and the opening of the answer. Raises TokenizerError."""
-    if tokenizer is None:
-        raise TokenizerError("this server has no tokenizer: it takes only completions of token ids")
-    if isinstance(tokenizer, ByteTokenizer):
-        text = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
-        return tokenizer.encode(f"{text}assistant: ")
-    if getattr(tokenizer, "chat_template", None) is None:
-        raise TokenizerError("the model's tokenizer has no chat template: use /v1/completions")
-    try:
-        ids = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
-    except Exception as error:
-        raise TokenizerError(f"the chat template cannot render these messages: {error}") from error
-    return [int(token) for token in ids]
+class TokenizeRequest(BaseModel):
+    """POST /tokenize: a prompt, or messages with the fields of a chat."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _check_one(self) -> "TokenizeRequest":
+        if (self.prompt is None) == (self.messages is None):
+            raise FieldError("prompt", "give either a prompt or messages")
+        return self
+
+    def token_ids(self, tokenizer: Any) -> list[int]:
+        """The token ids. Raises TokenizerError."""
+        if self.messages is not None:
+            return ChatRequest(
+                messages=self.messages,
+                add_generation_prompt=self.add_generation_prompt,
+                continue_final_message=self.continue_final_message,
+                chat_template_kwargs=self.chat_template_kwargs,
+            ).prompt_ids(tokenizer)
+        return encode_text(tokenizer, self.prompt or "", add_special_tokens=self.add_special_tokens)
+
+
+class DetokenizeRequest(BaseModel):
+    """POST /detokenize."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str | None = None
+    tokens: list[Annotated[int, Strict(), Field(ge=0, le=MAX_COUNT)]]
+
+
+def _short(value: Any) -> str:
+    """A value in an error message."""
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"

@@ -3,8 +3,10 @@
 `build_engine` makes the engine of a configuration, with its tokenizer.
 """
 
+import os
 import socket
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.core.options import SchedulerLimits
@@ -38,13 +40,24 @@ def serve(arguments: Arguments) -> int:
     engine = build_engine(config)
     from harness.serve.app import build_app
 
-    app = build_app(engine, model=flags.model_name or config.model.name, most_requests=flags.max_requests)
+    app = build_app(
+        engine,
+        model=flags.model_name or served_name(config),
+        most_requests=flags.max_requests,
+        api_keys=flags.api_key or [key for key in (os.environ.get("PAGETWIN_API_KEY"),) if key],
+    )
     host, port = listener.getsockname()[:2]
     say(str(engine.capacity))
     say(f"listening on http://{host}:{port}/v1")
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2))
     server.run(sockets=[listener])
     return 0
+
+
+def served_name(config: RunConfig) -> str:
+    """The name that clients use: that of the checkpoint's directory, or of the model with random weights."""
+    path = config.model.path
+    return config.model.name if path is None else Path(path).expanduser().resolve().name
 
 
 def _config(overrides: tuple[str, ...]) -> RunConfig:

@@ -61,7 +61,6 @@ WRONG = {
     "an over-long prompt": {"prompt": [5] * 4000},
     "more tokens than there is room for": {"prompt": [5], "max_tokens": 100_000},
     "tokens without end": {"prompt": [5], "max_tokens": HUGE},
-    "no tokens": {"prompt": [5], "max_tokens": 0},
     "fewer than none": {"prompt": [5], "max_tokens": -1},
     "more samples than run": {"prompt": [5], "n": 1000},
     "samples without end": {"prompt": [5], "n": HUGE},
