@@ -21,6 +21,8 @@ from traces.trace import AFTER, AT, CONTENT, Segment, Trace, TraceRequest
 
 _FIRST_PREFIX_KEY = 2**63  # keys of shared prefixes start here; keys read from files lie below
 _CHOICE_STREAM = 4
+_LONGEST = 10**12  # tokens of one request; digests hold twice a length in 64 bits
+_LEAST_RATE, _MOST_RATE = 1e-6, 1e9  # arrivals are whole microseconds in 64 bits
 
 
 class Links:
@@ -97,6 +99,12 @@ def scale_lengths(trace: Trace, factor: float) -> Trace:
     """
     if not (isfinite(factor) and factor > 0):
         raise ParameterError("factor", f"above 0 expected, found {factor}")
+    longest = max((max(r.prompt_tokens, r.output_tokens) for r in trace.requests), default=0)
+    if longest * factor > _LONGEST:
+        raise ParameterError(
+            "factor",
+            f"{factor:g} makes a request of {longest:,} tokens longer than {_LONGEST:,}; take a smaller one",
+        )
     requests = tuple(_scaled(request, factor) for request in trace.requests)
     if requests == trace.requests:
         return trace
@@ -143,6 +151,9 @@ def set_rate(trace: Trace, requests_per_s: float) -> Trace:
             "all requests arrive at one instant, so time cannot be scaled to a rate; take more requests, spread the "
             "clock's ticks (ticks=even), or keep the recorded times (null)",
         )
+    if not _LEAST_RATE <= requests_per_s <= _MOST_RATE:
+        reason = f"from {_LEAST_RATE:g} to {_MOST_RATE:,.0f} expected, found {requests_per_s:g}"
+        raise ParameterError("requests_per_s", reason)
     target_us = _round((len(trace.requests) - 1) / requests_per_s * 1e6)
     span_us = last - first
     if target_us == span_us and first == 0:

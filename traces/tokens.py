@@ -23,10 +23,7 @@ def token_ids(request: TraceRequest, *, seed: int, vocab_size: int, first_id: in
 
     Ids below `first_id` are reserved for special tokens. Raises ParameterError.
     """
-    if not 0 <= first_id < vocab_size <= 2**32:
-        raise ParameterError(
-            "vocab_size", f"above first_id {first_id} and at most 2^32 expected, found {vocab_size}"
-        )
+    _check_ids(vocab_size, first_id)
     pieces = [
         segment_ids(
             stream_of(request.request_id, index, segment.key, seed), segment.tokens, vocab_size, first_id
@@ -34,6 +31,15 @@ def token_ids(request: TraceRequest, *, seed: int, vocab_size: int, first_id: in
         for index, segment in enumerate(request.segments)
     ]
     return np.concatenate(pieces) if pieces else np.empty(0, dtype=np.int64)
+
+
+def _check_ids(vocab_size: int, first_id: int) -> None:
+    if first_id < 0:
+        raise ParameterError("first_id", f"at least 0 expected, found {first_id}")
+    if not first_id < vocab_size <= 2**32:
+        raise ParameterError(
+            "vocab_size", f"above first_id {first_id} and at most 2^32 expected, found {vocab_size}"
+        )
 
 
 def segment_ids(stream: tuple[int, int], count: int, vocab_size: int, first_id: int) -> npt.NDArray[np.int64]:
@@ -59,6 +65,7 @@ def separating_tokens(trace: Trace, *, seed: int, vocab_size: int, first_id: int
     With blocks of this size or larger, two blocks are equal only if the trace says so. Raises ParameterError if
     different keys still agree after 4,096 tokens, which happens only with a tiny vocabulary.
     """
+    _check_ids(vocab_size, first_id)
     names: dict[tuple[int, int], int] = {}
     for request in trace.requests:
         for index, (key, tokens) in enumerate(request.segments):

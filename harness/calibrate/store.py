@@ -70,8 +70,22 @@ def calibration_path(config: RunConfig) -> Path:
 
 
 def is_calibrated(config: RunConfig) -> bool:
-    """Whether a calibration for this model, engine and device exists."""
+    """Whether a calibration for this model, engine and device exists, damaged or not."""
     return calibration_path(config).exists()
+
+
+def set_aside_damaged(config: RunConfig) -> str | None:
+    """Rename a calibration that cannot be read, so that it is made anew; returns what was wrong, or None."""
+    path = calibration_path(config)
+    if not path.exists():
+        return None
+    try:
+        load_calibration(config)
+    except CalibrationError as error:
+        aside = path.with_name(f"{path.name}.damaged")
+        path.replace(aside)
+        return f"{str(error).partition('; ')[0]}; it is now {aside.name}, and this device is calibrated anew"
+    return None
 
 
 def save_calibration(config: RunConfig, cost: FittedCost, grids: Mapping[str, Grid]) -> Path:
@@ -147,6 +161,8 @@ def load_calibration(config: RunConfig) -> FittedCost:
         document = json.loads(path.read_text(encoding="utf-8"))
         coefficients = document["coefficients_s"]
         values = np.array([float(coefficients[name]) for name in FEATURES])
+        if not (np.isfinite(values).all() and (values >= 0).all()):
+            raise ValueError("a coefficient is negative or no number: seconds per unit are 0 or more")
         source = CostSource(
             kind="fitted",
             name=document["name"],
@@ -161,8 +177,8 @@ def load_calibration(config: RunConfig) -> FittedCost:
         )
     except FileNotFoundError as error:
         raise CalibrationError(f"{path}: this device is not calibrated for {config.model.name}") from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CalibrationError(
-            f"{path}: damaged calibration ({error}); delete it, the next run makes it anew"
+            f"{path}: damaged calibration ({error}); a measured run sets it aside and calibrates anew"
         ) from error
     return FittedCost(values[ATTENTION], values[REST], source)

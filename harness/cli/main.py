@@ -8,6 +8,7 @@ with Ctrl-C. 130 is the shell's own code for Ctrl-C, so a script can tell it fro
 """
 
 import argparse
+import errno
 import os
 import sys
 import tempfile
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
     from harness.cli.sweep import PointFunctions
 
 FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 130
+_WRONG_NAMES = (
+    *(errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR),
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP),
+)
 _OUR_PACKAGES = ("harness", "engine", "traces", "paged_kernels")
 _OVERRIDES = """\
 An override is key=value; `show` prints every key, `show --groups` every option of every group.
@@ -203,9 +208,15 @@ def _drop_output() -> None:
 
 
 def _fault(error: Exception) -> int:
-    """Report a full or broken store, or a missing package. Any other error is a bug; its traceback goes to a file."""
+    """Report an unusable file, a full store or a missing package. Any other error is a bug; its traceback is filed."""
     from harness.store.errors import StoreError
 
+    if isinstance(error, OSError) and error.filename is not None:  # a file that the user named, or the disk
+        remark(shortened(f"error: cannot use '{error.filename}': {error.strerror or error}"))
+        return WRONG_INPUT if error.errno in _WRONG_NAMES else FAILED
+    if isinstance(error, MemoryError):
+        remark("error: the machine's memory is full; take fewer requests, a smaller model or a smaller pool")
+        return FAILED
     if isinstance(error, StoreError):
         remark(shortened(f"error: {error}\nPoints that were committed before are kept."))
         return FAILED

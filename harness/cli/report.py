@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 from harness.config.checks import NO_KERNELS, check_kernels
 from harness.config.errors import UserError
-from harness.config.overrides import parse_override
+from harness.config.overrides import parse_override, quoted
+from harness.config.schema import RunConfig
 from harness.console import Arguments, numbered, remark, say, shortened
 from harness.store.commit import Layout
 from harness.store.errors import ForeignFileError
@@ -94,7 +95,7 @@ def write_report(
     report = report or _report_functions()
     content = read_store(out)
     asked = [point.fingerprint for point in manifest.points] if manifest else list(content.records)
-    write_summary(out, [content.records[name] for name in asked if name in content.records])
+    write_summary(target or out, [content.records[name] for name in asked if name in content.records])
     try:
         path = report.write_report(out, out=target, additions=_additions(kernels))
         verdict = report.verdict_lines(out)
@@ -242,12 +243,22 @@ def _say_status(root: Path, manifest: Manifest, content: StoreContent) -> None:
         say(f"    traceback: {Layout(root).failure(point.fingerprint)}")
     _say_more(len(failed))
     if left or failed:
-        say(f"{left} not run yet. Go on with: {manifest.command}")
+        say(f"{left} not run yet. Go on with: {command_for(root, manifest)}")
     others = len(content.records) - len(done)
     if others:
         say(f"{numbered(others, 'other point')} of earlier sweeps kept in the same folder")
     if manifest.report:
         say(f"report: {root / manifest.report}")
+
+
+def command_for(root: Path, manifest: Manifest) -> str:
+    """The command that goes on with a store where it lies now, which may be a copy of where it was written."""
+    recorded = [text.partition("=")[2] for text in manifest.overrides if text.startswith("out=")]
+    written = parse_override(f"out={recorded[-1]}").settings[0].value if recorded else RunConfig().out
+    if Path(str(written)).expanduser().resolve() == root.resolve():
+        return manifest.command
+    words = [word for word in shlex.split(manifest.command) if not word.startswith("out=")]
+    return shlex.join([*words, f"out={quoted(str(root))}"])
 
 
 def _has_failed(name: str, content: StoreContent) -> bool:

@@ -86,7 +86,6 @@ RANGES: dict[str, Range] = {
         (
             "decoding.beam_width",
             "decoding.n",
-            "model.layers",
             "replay.repeats",
             "device.tensor_parallel",
             "device.data_parallel",
@@ -94,7 +93,14 @@ RANGES: dict[str, Range] = {
         Range(1, 10**4),
     ),
     **dict.fromkeys(
-        ("model.hidden", "model.heads", "model.kv_heads", "model.head_dim", "model.intermediate"),
+        (
+            "model.layers",
+            "model.hidden",
+            "model.heads",
+            "model.kv_heads",
+            "model.head_dim",
+            "model.intermediate",
+        ),
         Range(1, 10**6),
     ),
     "replay.users": _LISTED,

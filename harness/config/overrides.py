@@ -30,6 +30,7 @@ _NAMES: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true 
 _LIKE_ENOUGH = 0.6
 MOST_POINTS = 100_000  # of a sweep; more is most likely a typing error, and would fill the memory
 _PLAIN = re.compile(r"""[^=,()\[\]{}"'\\$]+""")  # one plain value of a list
+_SAFE = re.compile(r"[\w./@%+-]+", re.ASCII)  # read by Hydra as they stand
 _EMPTY_PLACE = re.compile(r"^\s*,|,\s*(,|$)")
 
 
@@ -160,6 +161,14 @@ def _parse(text: str) -> Override:
         raise UserError(_unreadable(text, str(error))) from None
 
 
+def quoted(value: str) -> str:
+    """A text as the value of an override: in quotes where the grammar would read it otherwise."""
+    if _SAFE.fullmatch(value):
+        return value
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
 def _unreadable(text: str, reason: str) -> str:
     key, _, value = text.partition("=")
     if _EMPTY_PLACE.search(value):
@@ -191,7 +200,12 @@ def _check_key(override: Override, key: str, text: str) -> None:
 def _values(override: Override, key: str) -> list[tuple[Any, str]]:
     """(value, text) of each value that an override asks for."""
     if isinstance(override._value, Glob) and key in groups():
-        return [(name, f"{key}={name}") for name in _matching(override._value, groups()[key])]
+        found = _matching(override._value, groups()[key])
+        if not found:
+            raise ConfigError(
+                key, f"no option fits '{_shown(override)}'; the options are\n{list_options(key)}"
+            )
+        return [(name, f"{key}={name}") for name in found]
     if isinstance(override._value, Glob):
         raise ConfigError(key, f"'{_shown(override)}' chooses among the files of a group, and {key} is none")
     if not override.is_sweep_override():

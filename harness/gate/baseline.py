@@ -35,7 +35,9 @@ class Baseline:
     format: int = FORMAT
 
 
-def read_baseline(file: Path, layer: str) -> Baseline | None:
+def read_baseline(
+    file: Path, layer: str, remedy: str = "write it again with gate --update"
+) -> Baseline | None:
     """The baseline in `file`; None if the file does not exist.
 
     Raises:
@@ -47,10 +49,10 @@ def read_baseline(file: Path, layer: str) -> Baseline | None:
         content = json.loads(file.read_text(encoding="utf-8"))
         found = Baseline(**content)
     except (ValueError, TypeError) as error:
-        raise UserError(f"{file} is no baseline: {error}; write it again with gate --update") from error
+        raise UserError(f"{file} is no baseline: {error}; {remedy}") from error
     if (found.layer, found.format) != (layer, FORMAT):
         held = f"layer {found.layer!r}, format {found.format}"
-        raise UserError(f"{file} holds a baseline of {held}; expected {layer!r}, format {FORMAT}")
+        raise UserError(f"{file} holds a baseline of {held}; expected {layer!r}, format {FORMAT}; {remedy}")
     return found
 
 

@@ -120,7 +120,8 @@ def read_record(file: Path) -> Measured:
     Raises:
         UserError: the file does not exist, or is not a latency record.
     """
-    found = read_baseline(file, "latency")
+    remedy = "name a record of the latency layer: make gpu writes one as latency.json"
+    found = read_baseline(file, "latency", remedy)
     if found is None:
         raise UserError(f"there is no record {file}; make gpu writes one as latency.json")
     return Measured(

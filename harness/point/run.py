@@ -10,6 +10,7 @@ import numpy as np
 from engine.runtime.models.spec import checkpoint_stamp
 from harness.config.errors import ConfigError
 from harness.config.schema import CostKind, RunConfig
+from harness.console import remark
 from harness.environment import code_version, device_identity
 from harness.point.bounds import bounds_of
 from harness.point.cost import check_cost, cost_model
@@ -183,9 +184,12 @@ def _pace_section(pace: "Pace | None", runs: "list[MeasuredRun]", cost: CostMode
 
 def _cost(config: RunConfig, progress: Progress | None) -> CostModel:
     """The point's cost model. A measured point first calibrates its device, once."""
-    from harness.calibrate.store import is_calibrated
+    from harness.calibrate.store import is_calibrated, set_aside_damaged
     from harness.point.cost import needs_fit
 
+    damaged = set_aside_damaged(config) if config.measure and needs_fit(config) else None
+    if damaged:
+        remark(damaged)
     if config.measure and needs_fit(config) and _must_calibrate(config, is_calibrated(config)):
         from harness.calibrate.run import calibrate
 

@@ -34,8 +34,12 @@ def serve(arguments: Arguments) -> int:
     """Load the model, print the capacity of the pool, and listen until stopped. Raises UserError before loading."""
     import uvicorn
 
-    config = _config(arguments.overrides)
     flags = arguments.flags
+    if flags.max_requests < 1:
+        raise UserError(
+            f"--max-requests is {flags.max_requests}, must be at least 1, or every request gets 503"
+        )
+    config = _config(arguments.overrides)
     listener = _listen(flags.host, flags.port)
     engine = build_engine(config)
     from harness.serve.app import build_app

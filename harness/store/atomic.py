@@ -6,6 +6,7 @@ time in a store: two sweeps would run the same points twice and overwrite each o
 
 import fcntl
 import os
+import platform
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -14,7 +15,9 @@ from pathlib import Path
 from harness.store.errors import BusyStoreError, write_failed
 
 _LOCK = ".lock"
-_TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<pid>\d{1,9})\.tmp")
+_TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<owner>[\w-]+)\.tmp")
+_PROBE = re.compile(r"probe-(?P<owner>[\w-]+)")
+_OWNER = re.compile(r"(?:(?P<host>\w+)-)?(?P<pid>\d{1,9})(?:-(?P<start>\d+))?")
 
 
 def write_files(folder: Path, files: Mapping[str, bytes], *, last: str | None = None) -> None:
@@ -30,7 +33,7 @@ def write_files(folder: Path, files: Mapping[str, bytes], *, last: str | None = 
         StoreError: a write failed (disk full, no permission); the folder is as it was, without temporary files.
     """
     fresh = not folder.exists()
-    staged = {name: folder / f".{name}.{os.getpid()}.tmp" for name in files}
+    staged = {name: folder / f".{name}.{_owner()}.tmp" for name in files}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, data in files.items():
@@ -56,14 +59,14 @@ def check_writable(folder: Path) -> None:
     Raises:
         StoreError: it cannot be written; says why.
     """
-    probe = f"probe-{os.getpid()}"
+    probe = f"probe-{_owner()}"
     write_files(folder, {probe: b"pagetwin"})
     (folder / probe).unlink()
 
 
 def remove_leftovers(folder: Path) -> int:
-    """Delete temporary files of processes that were killed while writing; returns their number."""
-    gone = [path for path in folder.rglob(".*.tmp") if _is_abandoned(path)]
+    """Delete the files that processes left behind when they were killed while writing; returns their number."""
+    gone = [path for path in (*folder.rglob(".*.tmp"), *folder.rglob("probe-*")) if _is_abandoned(path)]
     for path in gone:
         path.unlink(missing_ok=True)
     return len(gone)
@@ -93,17 +96,38 @@ def _discard(folder: Path, temporaries: Iterable[Path], fresh: bool) -> None:
             folder.rmdir()
 
 
-def _is_abandoned(path: Path) -> bool:
-    match = _TEMPORARY.fullmatch(path.name)
-    if match is None:
-        return False
+def _owner() -> str:
+    """This process as part of a file name: machine, process id and start, so that a later process is not mistaken."""
+    return f"{_host()}-{os.getpid()}-{_start_of(os.getpid())}"
+
+
+def _host() -> str:
+    return re.sub(r"\W", "", platform.node()) or "here"
+
+
+def _start_of(pid: int) -> int:
+    """When a process started, in clock ticks since boot; 0 where the system does not say."""
     try:
-        os.kill(int(match["pid"]), 0)
-    except ProcessLookupError:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0
+    return int(stat.rpartition(")")[2].split()[19])  # field 22; the name in brackets may hold spaces
+
+
+def _is_abandoned(path: Path) -> bool:
+    """Whether nobody writes this file any more: its process has ended, or is this one. Other machines are let alone."""
+    named = _TEMPORARY.fullmatch(path.name) or _PROBE.fullmatch(path.name)
+    owner = _OWNER.fullmatch(named["owner"]) if named else None
+    if owner is None or owner["host"] not in (None, _host()):
+        return False
+    pid = int(owner["pid"])
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
         return True
     except PermissionError:
         return False
-    return int(match["pid"]) == os.getpid()
+    return pid == os.getpid() or (owner["start"] is not None and int(owner["start"]) != _start_of(pid))
 
 
 @contextmanager

@@ -60,16 +60,17 @@ def _no_number(text: str) -> None:
     raise ValueError(f"{text} is no number")
 
 
-def table_fault(table: Path, digest: str | None) -> str | None:
-    """Why a table is not as it was committed, in words; None where it is. `digest` is None in older records."""
+def file_fault(file: Path, digest: str | None) -> str | None:
+    """Why a file beside a record is not as it was committed, or None; an older record has no digest of it."""
+    kind = "table" if file.suffix == ".parquet" else "file"
     try:
-        data = table.read_bytes()
+        data = file.read_bytes()
     except FileNotFoundError:
-        return f"its table {table.name} is missing"
+        return f"its {kind} {file.name} is missing"
     except OSError as error:
-        return f"its table {table.name} cannot be read: {error.strerror}"
-    if len(data) <= 2 * len(_PARQUET) or not data[:4] == _PARQUET == data[-4:]:
-        return f"its table {table.name} is truncated"
+        return f"its {kind} {file.name} cannot be read: {error.strerror}"
+    if kind == "table" and (len(data) <= 2 * len(_PARQUET) or not data[:4] == _PARQUET == data[-4:]):
+        return f"its table {file.name} is truncated"
     if digest is not None and digest_of(data) != digest:
-        return f"its table {table.name} does not match its digest, so it was changed after it was written"
+        return f"its {kind} {file.name} does not match its digest, so it was changed after it was written"
     return None

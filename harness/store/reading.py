@@ -11,7 +11,7 @@ from typing import Any
 
 from harness.store.atomic import write_files
 from harness.store.commit import SCHEMA, Layout, parquet_bytes
-from harness.store.digests import read_sealed, table_fault
+from harness.store.digests import file_fault, read_sealed
 from harness.store.errors import ForeignFileError, StoreVersionError
 
 Record = dict[str, Any]
@@ -31,7 +31,7 @@ _SECTIONS = (
     "seconds",
     "digests",
 )
-_TABLE = re.compile(r"\w{1,64}")  # never a path
+_TABLE, _FILE = re.compile(r"\w{1,64}"), re.compile(r"\w[\w.-]{0,80}")  # names, never paths
 _ROW = ("metric", "error", "spread")  # of `comparison`
 
 
@@ -50,6 +50,8 @@ def record_fault(record: Mapping[str, Any]) -> str | None:
     words, rows = record.get("overrides") or [], record.get("comparison") or []
     if not (isinstance(words, list) and all(isinstance(word, str) for word in words)):
         return "its section 'overrides' is no list of texts"
+    if not all(_FILE.fullmatch(name) for name in record.get("digests") or ()):
+        return "its section 'digests' is no table of file names"
     if not (isinstance(rows, list) and all(_is_row(row) for row in rows)):
         return f"its section 'comparison' is no list of rows with {', '.join(_ROW)}"
     return None
@@ -142,10 +144,8 @@ def _point_fault(path: Path, value: Record) -> str | None:
     if wrong:
         return f"not a record of a finished point: {wrong}"
     digests = value.get("digests") or {}
-    faults = (
-        table_fault(path.with_name(f"{name}.parquet"), digests.get(f"{name}.parquet"))
-        for name in value.get("tables") or ()
-    )
+    names = dict.fromkeys([*(f"{name}.parquet" for name in value.get("tables") or ()), *digests])
+    faults = (file_fault(path.with_name(name), digests.get(name)) for name in names)
     return next(filter(None, faults), None)
 
 

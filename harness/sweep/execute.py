@@ -17,6 +17,7 @@ from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
@@ -243,6 +244,7 @@ def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
     and also when this process ends for any reason.
     """
     context = multiprocessing.get_context("spawn")
+    _start_tracker()
     theirs, ours = context.Pipe(duplex=False)
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker, initargs=(theirs,))
     try:
@@ -254,9 +256,22 @@ def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
         pool.shutdown(cancel_futures=True)
 
 
+def _start_tracker() -> None:
+    """Start multiprocessing's helper process deaf to SIGHUP, which a closed terminal sends to the whole group.
+
+    Without it every worker prints a traceback when it ends. A signal that comes meanwhile is delivered afterwards.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _start_worker(pipe: Connection) -> None:
-    """Prepare a worker: it ignores Ctrl-C, which the parent handles, and exits when the parent's pipe closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Prepare a worker: it ignores the signals that the parent handles, and exits when the parent's pipe closes."""
+    for name in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(name, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, args=(pipe,), daemon=True).start()
 
 

@@ -80,6 +80,7 @@ def checked_output(name: str, overwrite: bool) -> Path:
 
 def write_trace(trace: Trace, path: Path, writer: Write | None = None) -> None:
     """Write through a temporary file and a rename, and print what was written. Raises UserError."""
+    digest = trace.digest  # before a file is written: a trace without one is no trace
     end = next((end for end in (".jsonl.gz", ".jsonl", ".parquet") if path.name.endswith(end)), path.suffix)
     write = writer or _writers()[end]
     try:
@@ -92,6 +93,6 @@ def write_trace(trace: Trace, path: Path, writer: Write | None = None) -> None:
             temporary.unlink(missing_ok=True)
     except OSError as error:
         raise UserError(f"--out: cannot write '{path}': {error.strerror or error}") from error
-    say(f"{path}: {len(trace.requests):,} requests, digest {trace.digest}")
+    say(f"{path}: {len(trace.requests):,} requests, digest {digest}")
     for change in trace.header.changes:
         say(f"  {change}")

@@ -27,13 +27,15 @@ _FLAGS = {
     "num_requests": "--requests",
     "arrivals": "--arrivals",
     "rate_rps": "--rate",
-    "requests_per_s": "--rate",
+    "requests_per_s": "--to-rate",
     "shape": "--shape",
     "tokenizer": "--tokenizer",
     "share": "--share",
     "num_prefixes": "--count",
     "zipf": "--zipf",
     "factor": "--lengths",
+    "vocab_size": "--vocab",
+    "first_id": "--first-id",
 }
 
 

@@ -150,7 +150,9 @@ def run_validate(flags: argparse.Namespace) -> int:
     from traces.tokens import separating_tokens
 
     trace = chosen_trace(flags)
-    header = trace.header
+    header, depth = trace.header, None
+    if flags.vocab is not None:
+        depth = separating_tokens(trace, seed=flags.seed, vocab_size=flags.vocab, first_id=flags.first_id)
     say(f"{flags.trace}: valid ({header.format}, keys {header.key_kind})")
     say(
         f"rows read {header.rows_read:,} = kept {header.rows_kept:,} + dropped {header.rows_read - header.rows_kept:,}"
@@ -160,8 +162,7 @@ def run_validate(flags: argparse.Namespace) -> int:
             say(f"  {title}: {name}: {count:,}")
     for change in header.changes:
         say(f"  {change}")
-    if flags.vocab is not None:
-        depth = separating_tokens(trace, seed=flags.seed, vocab_size=flags.vocab, first_id=flags.first_id)
+    if depth is not None:
         say(
             f"different keys make different tokens within {depth} tokens: exact sharing from that block size on"
         )

@@ -211,7 +211,7 @@ class LineRows:
                 self._check_order(row, sort)
                 row = self.reader.accept(row, line, counts.read - 1)
             except RowError as error:
-                counts.refuse(line, error)
+                counts.refuse(line, error, self.file.path)  # which may lie in the folder that was named
                 continue
             if row.time_ns is not None:
                 self._last = line, row.time_ns

@@ -28,6 +28,9 @@ _PROMPTS, _OUTPUTS = 1, 2  # stream numbers; changing one changes every generate
 GENERATORS = (*TABLES, CHAT)
 
 
+MOST_REQUESTS = 10**7  # of one trace, which is in memory as a whole: about a kilobyte each
+
+
 def correlated(first: Floats, second: Floats, spearman: float) -> Floats:
     """Uniform numbers whose rank correlation with `first` is `spearman`, made of `first` and an independent `second`.
 
@@ -57,6 +60,8 @@ def generate_trace(
     """
     if num_requests < 1:
         raise ParameterError("num_requests", f"at least 1 expected, found {num_requests}")
+    if num_requests > MOST_REQUESTS:
+        raise ParameterError("num_requests", f"at most {MOST_REQUESTS:,} expected, found {num_requests:,}")
     if table not in GENERATORS:
         raise ParameterError("table", f'no table "{table}"; there are {", ".join(GENERATORS)}')
     if table == CHAT:

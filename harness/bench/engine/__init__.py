@@ -4,10 +4,12 @@ This module has the command line and imports nothing heavy.
 """
 
 import argparse
+from pathlib import Path
 
 from engine.runtime.options import Dtype
 from harness.bench.engine.workload import PEERS, chosen_peers
 from harness.config.errors import UserError
+from harness.environment import gpu_names
 
 DEVICES = ("cpu", "cuda")
 
@@ -59,6 +61,16 @@ def run(flags: argparse.Namespace) -> int:
         raise UserError(f"--device {flags.device} does not exist; choose {', '.join(DEVICES)}")
     if flags.dtype not in set(Dtype):
         raise UserError(f"--dtype {flags.dtype} does not exist; choose {', '.join(Dtype)}")
+    if flags.device == "cuda" and not gpu_names():
+        raise UserError(
+            "--device cuda, but the NVIDIA driver shows no device on this machine; use --device cpu"
+        )
+    if flags.pool_tokens < flags.block_size:
+        raise UserError(
+            f"--pool-tokens is {flags.pool_tokens}, less than one block of --block-size {flags.block_size}; enlarge it"
+        )
+    if flags.out and (Path(flags.out).is_dir() or not Path(flags.out).absolute().parent.is_dir()):
+        raise UserError(f"--out: '{flags.out}' is no file in a folder that exists; name one, like bench.json")
     from harness.bench.engine.runner import run_bench
 
     return run_bench(flags)

@@ -1,6 +1,7 @@
 """Calibration: a plan within its budget, a device that moved is noticed, and what is stored comes back."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,11 @@ from harness.calibrate.store import (
     CalibrationError,
     calibration_path,
     has_grid,
+    is_calibrated,
     load_calibration,
     load_table,
     save_calibration,
+    set_aside_damaged,
 )
 from harness.calibrate.validate import HELD_OUT, held_out_workload
 from harness.cli.main import main
@@ -160,6 +163,38 @@ def test_a_calibration_comes_back_as_it_was_stored(tmp_path: Path) -> None:
     assert table.source.kind == "table"
     assert np.isnan(table.decode.seconds[1][1])
     assert table.decode.seconds[0] == (1e-5, 2e-5)
+
+
+@pytest.mark.parametrize("damage", [lambda text: text[:100], lambda text: "[]", lambda text: "null"])
+def test_a_damaged_calibration_is_set_aside_so_that_it_is_made_anew(
+    tmp_path: Path, damage: Callable[[str], str]
+) -> None:
+    config = small_config(tmp_path)
+    file = save_calibration(config, fitted_cost(), {})
+    file.write_text(damage(file.read_text()))
+    told = set_aside_damaged(config)
+    assert told is not None
+    assert "damaged calibration" in told
+    assert not is_calibrated(config)
+    assert file.with_name(f"{file.name}.damaged").exists()
+
+
+def test_a_calibration_with_a_negative_coefficient_is_damaged(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    file = save_calibration(config, fitted_cost(), {})
+    document = json.loads(file.read_text())
+    name = next(iter(document["coefficients_s"]))
+    document["coefficients_s"][name] = -1.0
+    file.write_text(json.dumps(document))
+    with pytest.raises(CalibrationError, match="a coefficient is negative or no number"):
+        load_calibration(config)
+
+
+def test_a_whole_calibration_is_not_set_aside(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    save_calibration(config, fitted_cost(), {})
+    assert set_aside_damaged(config) is None
+    assert is_calibrated(config)
 
 
 def test_a_calibration_without_grid_makes_no_table(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 import errno
 import json
 import os
+import shlex
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -281,6 +283,27 @@ def test_a_report_can_go_elsewhere(cli: Cli) -> None:
     assert Path("paper/report.html").exists()
 
 
+def test_a_report_that_goes_elsewhere_changes_nothing_in_the_store(cli: Cli, tmp_path: Path) -> None:
+    cli(*sweep("workload.seed=1,2"))
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "results").rglob("*")}
+    assert cli("report", "results/default", "--out", "paper")[0] == 0
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "results").rglob("*")} == before
+    assert Path("paper/summary.parquet").exists()
+
+
+@pytest.mark.parametrize("name", ["copy", "a copy, with (signs)"])
+def test_the_status_of_a_copied_store_goes_on_in_the_copy(cli: Cli, tmp_path: Path, name: str) -> None:
+    cli(*sweep("workload.seed=1,2", "out=first"))
+    shutil.copytree("first", name)
+    shutil.rmtree(next(Path(name, "points").iterdir()))
+    _, out, _ = cli("status", name)
+    (line,) = [line for line in out.splitlines() if "Go on with: " in line]
+    words = shlex.split(line.partition("python -m harness ")[2])
+    assert "out=first" not in words
+    code, out, _ = cli(*words)
+    assert (code, len(runs(tmp_path))) == (0, 3)
+
+
 def test_show_prints_the_configuration_and_where_it_came_from(cli: Cli) -> None:
     code, out, _ = cli("show", "cache=contiguous_max", "workload.seed=3,4")
     assert code == 0
@@ -487,3 +510,37 @@ def test_a_setting_that_means_something_at_one_point_is_not_named(cli: Cli) -> N
     )
     _, _, err = cli(*sweep(*words, "--dry-run"))
     assert "without effect" not in err
+
+
+def test_a_glob_that_fits_no_option_is_refused(cli: Cli) -> None:
+    code, _, err = cli("sweep", "cache=glob(zzz*)")
+    assert code == 2
+    assert "cache: no option fits 'glob(zzz*)'; the options are" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["serve", "--max-requests", "0"], "--max-requests is 0, must be at least 1"),
+        (
+            ["bench", "engine", "--pool-tokens", "1"],
+            "--pool-tokens is 1, less than one block of --block-size 16",
+        ),
+        (
+            ["bench", "engine", "--out", "no/such/file.json"],
+            "--out: 'no/such/file.json' is no file in a folder",
+        ),
+        (["bench", "policy", "--out", "file"], "cannot use 'file'"),
+    ],
+)
+def test_a_senseless_flag_is_refused(cli: Cli, tmp_path: Path, words: list[str], message: str) -> None:
+    (tmp_path / "file").touch()
+    code, _, err = cli(*words)
+    assert (code, message in err) == (2, True), err
+
+
+def test_a_missing_gpu_is_named(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harness.bench.engine.gpu_names", list)
+    code, _, err = cli("bench", "engine", "--device", "cuda")
+    assert code == 2
+    assert "the NVIDIA driver shows no device" in err

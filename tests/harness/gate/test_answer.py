@@ -183,6 +183,16 @@ def test_a_missing_record_is_the_users_mistake(folder: Path) -> None:
     assert gate("--record", "nowhere.json") == 2
 
 
+def test_a_wrong_record_is_told_apart_from_a_wrong_baseline(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "other.json").write_text("[]")
+    assert gate("--record", "other.json") == 2
+    err = capsys.readouterr().err
+    assert "make gpu writes one as latency.json" in err
+    assert "--update" not in err
+
+
 def test_the_answer_is_appended_to_a_page(folder: Path) -> None:
     (folder / "page.md").write_text("before\n")
     gate("--record", "latency.json", "--markdown", "page.md")

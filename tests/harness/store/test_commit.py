@@ -130,3 +130,30 @@ def test_success_forgets_an_earlier_failure(tmp_path: Path) -> None:
     commit_point(tmp_path, "abc", {"config": {}}, TABLES)
     content = read_store(tmp_path)
     assert (set(content.records), set(content.failures)) == ({"abc"}, set())
+
+
+def test_what_a_dead_process_left_is_removed_even_if_its_number_lives_again(tmp_path: Path) -> None:
+    owner = (
+        f"{atomic._host()}-{os.getppid()}-1"  # a process that started long before the one of that number now
+    )
+    (tmp_path / f".record.json.{owner}.tmp").touch()
+    (tmp_path / f"probe-{owner}").touch()
+    assert remove_leftovers(tmp_path) == 2
+    assert everything(tmp_path) == {}
+
+
+def test_what_a_living_process_writes_stays(tmp_path: Path) -> None:
+    owner = f"{atomic._host()}-{os.getppid()}-{atomic._start_of(os.getppid())}"
+    (tmp_path / f".record.json.{owner}.tmp").touch()
+    (tmp_path / f"probe-{owner}").touch()
+    assert remove_leftovers(tmp_path) == 0
+
+
+def test_what_another_machine_writes_stays(tmp_path: Path) -> None:
+    (tmp_path / ".record.json.elsewhere-999999999-1.tmp").touch()
+    assert remove_leftovers(tmp_path) == 0
+
+
+def test_the_probe_of_a_dead_process_of_an_older_version_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "probe-999999999").touch()
+    assert remove_leftovers(tmp_path) == 1

@@ -149,3 +149,37 @@ def test_lengths_without_a_clock_say_which_flags_to_add(run: Run, tmp_path: Path
 )
 def test_wrong_wishes_are_refused_before_any_work(run: Run, words: list[str]) -> None:
     assert run(*words)[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["scale", "talk.json", "--lengths", "1e30"], "--lengths: 1e+30 makes a request of"),
+        (["scale", "talk.json", "--to-rate", "1e-300"], "--to-rate: from 1e-06 to 1,000,000,000 expected"),
+        (["scale", "talk.json", "--to-rate", "1e300"], "--to-rate: from 1e-06 to 1,000,000,000 expected"),
+        (["synth", "azure_conv", "--requests", "99999999999"], "--requests: at most 10,000,000 expected"),
+    ],
+)
+def test_a_change_that_no_file_can_hold_is_refused_and_leaves_no_file(
+    run: Run, talk: str, tmp_path: Path, words: list[str], message: str
+) -> None:
+    code, _, err = run(*words, "--out", "new.jsonl")
+    assert (code, message in err) == (2, True), err
+    assert sorted(file.name for file in tmp_path.iterdir()) == [talk]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--vocab", "0"], "--vocab: above first_id 0 and at most 2^32 expected, found 0"),
+        (
+            ["--vocab", "5", "--first-id", "10"],
+            "--vocab: above first_id 10 and at most 2^32 expected, found 5",
+        ),
+        (["--vocab", "5", "--first-id", "-1"], "--first-id: at least 0 expected, found -1"),
+    ],
+)
+def test_a_vocabulary_without_tokens_is_refused(run: Run, talk: str, words: list[str], message: str) -> None:
+    code, out, err = run("validate", talk, *words)
+    assert (code, out) == (2, "")
+    assert message in err

@@ -492,3 +492,10 @@ def test_skip_leaves_out_a_malformed_conversation_and_counts_it(tmp_path: Path) 
     trace = read_trace(tmp_path, "agentic", on_error="skip")
     assert trace.header.dropped == {"malformed block_size": 1}
     assert trace.header.rows_read == trace.header.rows_kept + 1
+
+
+def test_an_error_in_a_ragpulse_folder_names_the_file_in_it(tmp_path: Path) -> None:
+    path = write_ragpulse(tmp_path, [RAG[0], {**RAG[1], "input_length": -1}])
+    with pytest.raises(TraceError) as caught:
+        read_trace(tmp_path)
+    assert (caught.value.file, caught.value.line) == (str(path), 2)
