@@ -132,7 +132,8 @@ def _cost(cost: CostConfig) -> CostConfig:
     """Timed kernels apply to the table model alone, which `auto` chooses where they are named."""
     kernels = _home(cost.kernels) if cost.kind in (CostKind.auto, CostKind.table) else None
     operators = _home(cost.operators) if cost.kind in (CostKind.auto, CostKind.operators) else None
-    return replace(cost, kernels=kernels, operators=operators, cache_dir=_home(cost.cache_dir))
+    engine = cost.engine if cost.kind is CostKind.published else CostConfig().engine
+    return replace(cost, kernels=kernels, operators=operators, engine=engine, cache_dir=_home(cost.cache_dir))
 
 
 def _home(path: str | None) -> str | None:

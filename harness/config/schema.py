@@ -260,6 +260,15 @@ class CostKind(StrEnum):
     operators = (
         "operators"  # attention and matrix products from a CSV of timed operators, all else as roofline
     )
+    published = "published"  # whole steps from published timings of operators on GPUs (pagetwin[gpu-tables])
+
+
+class TableEngine(StrEnum):
+    """The engine whose kernels the published timings are of."""
+
+    vllm = "vllm"
+    sglang = "sglang"
+    trtllm = "trtllm"
 
 
 class ReplayMode(StrEnum):
@@ -335,6 +344,7 @@ class CostConfig:
     bounds: bool = True  # roofline: also replay at the datasheet's bound and at the ends of assumed ranges
     operators: str | None = None  # operators: the CSV, with rows of the predicted device (device.name)
     kernels: str | None = None  # table: folder (or table) of bench kernels; null: calibrate's grid
+    engine: TableEngine = TableEngine.vllm  # published: whose kernels
 
 
 @dataclass

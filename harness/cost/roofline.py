@@ -190,10 +190,17 @@ class RooflineCost:
         seconds = dense + attention + features[COPIED] * self._copy_s + self._host_s
         if self._reduce_s or self._link_s:
             seconds = seconds + (tokens * self._link_s + self._reduce_s)
-        seconds = seconds + (features[SWAPPED] * self._swap_s + features[SWAPPED_BLOCKS] * self._transfer_s)
+        seconds = seconds + self._swapping(features)
         if self._draft:
             seconds = seconds + self._draft.seconds(features)
         return seconds
+
+    def moving(self, features: Sequence[Amount]) -> Amount:
+        """Seconds of copied slots and swapped blocks alone."""
+        return features[COPIED] * self._copy_s + self._swapping(features)
+
+    def _swapping(self, features: Sequence[Amount]) -> Amount:
+        return features[SWAPPED] * self._swap_s + features[SWAPPED_BLOCKS] * self._transfer_s
 
     def _reading(self, tokens: Amount) -> Amount:
         """Seconds of reading the common weights, and the experts that so many tokens are expected to touch."""

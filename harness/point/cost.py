@@ -13,7 +13,7 @@ from harness.replay.cost_model import CostModel
 from harness.workload.devices import is_predicted_device
 from harness.workload.shapes import device_shape, draft_of, draft_shape, model_shape, unmodelled
 
-_PREDICTED = (CostKind.roofline, CostKind.operators)
+_PREDICTED = (CostKind.roofline, CostKind.operators, CostKind.published)
 """The kinds that need no calibration of this machine."""
 
 
@@ -59,6 +59,10 @@ def check_cost(config: RunConfig) -> None:
                 "cost.operators", "missing: cost=operators reads a table; add cost.operators=FILE.csv"
             )
         cost_model(config)
+    elif kind is CostKind.published:
+        from harness.point.published import check_published
+
+        check_published(config)
     elif takes_timed_kernels(config):
         from harness.calibrate.kernel_table import check_kernel_table
 
@@ -134,7 +138,7 @@ def _check_replicas(config: RunConfig) -> None:
 
 def _check_modelled(config: RunConfig, kind: CostKind) -> None:
     """Raise ConfigError if the roofline would price the model as something that it is not."""
-    if kind not in _PREDICTED:
+    if kind not in _PREDICTED or kind is CostKind.published:
         return
     models = [(config.model, "model.path")]
     if config.decoding.draft_tokens and config.decoding.draft_path:
@@ -184,6 +188,10 @@ def _check_writable(folder: Path) -> None:
 def cost_model(config: RunConfig) -> CostModel:
     """The point's cost model. A fitted one must have been calibrated before."""
     kind = resolve_cost_kind(config)
+    if kind is CostKind.published:
+        from harness.point.published import published_cost
+
+        return published_cost(config)
     if kind in _PREDICTED:
         cost = RooflineCost(model_shape(config.model), device_shape(config), draft_shape(config))
         provenance = {**cost.source.provenance, "model": config.model.name, "from": origins(config.device)}
