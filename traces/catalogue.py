@@ -63,6 +63,12 @@ def _public(entry: dict[str, object]) -> CatalogueEntry:
     return CatalogueEntry(**entry, files=remote)  # type: ignore[arg-type]
 
 
+def _where(table: CalibrationTable) -> str:
+    """What a generator is calibrated on; titles of tables that follow published means say it themselves."""
+    verb = "" if table.title.startswith("calibrated to") else "calibrated on "
+    return f"{verb}{table.title}: {table.source}"
+
+
 def _generated(table: CalibrationTable) -> CatalogueEntry:
     shared = table.sharing()
     return CatalogueEntry(
@@ -71,5 +77,5 @@ def _generated(table: CalibrationTable) -> CatalogueEntry:
         rows=None,
         licence=table.licence,
         sharing=shared.describe() if shared else "none; add it with trace.sharing or workload.prefix_share",
-        where=f"calibrated on {table.title}: {table.source}",
+        where=_where(table),
     )

@@ -21,7 +21,9 @@ layers:
   resource  every kernel compiled for sm_80 and sm_90: registers, spills, shared memory, 16-byte loads,
             instructions, pipeline depth. Needs no GPU and times nothing.
   latency   kernels on a GPU, as ratios to a copy and to contiguous attention timed in the same rounds.
-  policy    block manager, scheduler and CPU attention, as ratios to loops timed in the same process.
+  policy    block manager and scheduler, as ratios to loops timed in the same process.
+  cpu       attention on this CPU (compiled decode, torch decode and prefill), as ratios to the accepted version
+            of the same code, compiled and timed beside it.
 Without --layer, all layers run that can run here. Overrides change the margins: with gate.latency.material=0.03
 nothing that is 3 % slower passes; gate=NAME takes another file of conf/gate. --dry-run prints every margin.
 Exit codes: 0 pass, 1 regressed, 2 the input was wrong, 3 inconclusive."""

@@ -13,7 +13,8 @@ SHOWN = 40  # findings of a layer that a page lists; the rest are counted
 _SCOPE = {
     "resource": "what the compiler makes of each kernel; nothing was timed",
     "latency": "kernels on a GPU, as ratios to yardsticks of the same rounds",
-    "policy": "block manager, scheduler and CPU attention, as ratios to loops of the same process",
+    "policy": "block manager and scheduler, as ratios to loops of the same process",
+    "cpu": "attention on this CPU, as ratios to the accepted code in the same process; no GPU figure",
 }
 
 
@@ -58,6 +59,14 @@ class LayerResult:
         found = [finding for finding in self.findings if finding.verdict is not Verdict.passed]
         return tuple(sorted(found, key=lambda finding: -_GRAVITY.index(finding.verdict)))
 
+    @property
+    def shown(self) -> tuple[Finding, ...]:
+        """The findings to list: of a layer that times, every ratio with its bounds; else those that did not pass."""
+        if self.layer == "resource":
+            return self.worst
+        passed = [finding for finding in self.findings if finding.verdict is Verdict.passed]
+        return (*self.worst, *passed)
+
 
 def gravest(verdicts: Iterable[Verdict]) -> Verdict:
     """The gravest of several verdicts; inconclusive if there are none."""
@@ -70,7 +79,7 @@ def lines(results: Sequence[LayerResult]) -> Iterator[str]:
         passed = sum(finding.verdict is Verdict.passed for finding in result.findings)
         yield f"{result.layer}: {result.verdict} ({passed} of {len(result.findings)} pass; {result.made_on})"
         yield from (
-            f"  {finding.verdict}: {finding.case}: {finding.reason}" for finding in result.worst[:SHOWN]
+            f"  {finding.verdict}: {finding.case}: {finding.reason}" for finding in result.shown[:SHOWN]
         )
         yield from _rest(result, "  ")
         yield from (f"  {remark}" for remark in result.remarks)
@@ -78,7 +87,7 @@ def lines(results: Sequence[LayerResult]) -> Iterator[str]:
 
 
 def markdown(results: Sequence[LayerResult]) -> str:
-    """The answer for the page of a CI job: a table of layers, then the cases that did not pass."""
+    """The answer for the page of a CI job: a table of layers, then the cases: every ratio, and what did not pass."""
     whole = gravest(result.verdict for result in results)
     text = [
         f"## Regression gate: {whole}{_not_run(results)}",
@@ -99,16 +108,16 @@ def _details(result: LayerResult) -> list[str]:
     text = [f"* {remark}" for remark in result.remarks]
     if text:
         text.insert(0, "")
-    if not result.worst:
+    if not result.shown:
         return text
     text += ["", f"### {result.layer}", "", "| case | verdict | why |", "| --- | --- | --- |"]
-    text += [_row(finding) for finding in result.worst[:SHOWN]]
+    text += [_row(finding) for finding in result.shown[:SHOWN]]
     return [*text, *_rest(result, "\n")]
 
 
 def _rest(result: LayerResult, before: str) -> Iterator[str]:
-    if len(result.worst) > SHOWN:
-        yield f"{before}… and {len(result.worst) - SHOWN} more"
+    if len(result.shown) > SHOWN:
+        yield f"{before}… and {len(result.shown) - SHOWN} more"
 
 
 def _row(finding: Finding) -> str:

@@ -1,10 +1,8 @@
-"""The policy layer: CPU time of block manager, scheduler and CPU attention, as ratios to a loop of the same rounds.
+"""The policy layer: CPU time of block manager and scheduler, as ratios to a loop of the same rounds.
 
 Never change `reference_loop`: every baseline is a multiple of its time. The loop does the same kinds of work as the
 policy, a fixed number of times: attribute and method calls, lists, dictionaries, integers, small arrays. A faster or a
 busier machine changes both in the same way. The loads are small replays through the public interface of the scheduler.
-CPU attention is compared with gathering the blocks into one buffer and attending over it, which moves the same bytes
-and runs the same product.
 """
 
 import gc
@@ -12,7 +10,6 @@ import platform
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -27,14 +24,8 @@ from harness.gate.effect import Margins, effect
 from harness.gate.findings import Finding, LayerResult, Verdict
 from harness.gate.settings import GateSettings, default_settings
 
-if TYPE_CHECKING:
-    import torch
-
-
 LOOP_TURNS = 800
 LOAD_BLOCK_SIZE = 16
-ATTENTION = "CPU attention: decode over paged KV"
-ROWS, HEADS, KV_HEADS, DIM, CONTEXT, BLOCK_SIZE = 8, 16, 4, 64, 512, 16  # of the case ATTENTION
 ROUNDS, MOST_ROUNDS = 20, 80
 SETTLED = 1 / 6  # no more rounds are needed once the bounds of a ratio are closer than this
 
@@ -135,82 +126,21 @@ def _half(width: int, step: int) -> list[int]:
     return [2 * (place // 2) + step % 2 for place in range(width)]
 
 
-@dataclass(frozen=True)
-class _Inputs:
-    q: "torch.Tensor"
-    keys: "torch.Tensor"
-    values: "torch.Tensor"
-    table: "torch.Tensor"
-    lengths: "torch.Tensor"
-
-
-def attention_pair() -> tuple[Callable[[], object], Callable[[], object]]:
-    """Our decode over paged KV and its yardstick, in float32 on one thread."""
-    import torch
-
-    torch.set_num_threads(1)
-    inputs = _inputs()
-    return _ours(inputs), _gather_and_attend(inputs)
-
-
-def _inputs() -> _Inputs:
-    import torch
-
-    generator = torch.Generator().manual_seed(0)
-    per_row = CONTEXT // BLOCK_SIZE
-    table = torch.randperm(ROWS * per_row, generator=generator).view(ROWS, per_row) + 1
-    shape = (ROWS * per_row + 1, BLOCK_SIZE, KV_HEADS, DIM)
-    keys, values = (torch.randn(shape, generator=generator) for _ in range(2))
-    q = torch.randn(ROWS, HEADS, DIM, generator=generator)
-    return _Inputs(q, keys, values, table.int(), torch.full((ROWS,), CONTEXT, dtype=torch.int32))
-
-
-def _ours(inputs: _Inputs) -> Callable[[], object]:
-    import torch
-
-    from paged_kernels import Workspace, paged_attention_decode
-
-    workspace, out = Workspace(), torch.empty_like(inputs.q)
-    caches = inputs.keys, inputs.values, inputs.table, inputs.lengths
-    return lambda: paged_attention_decode(
-        inputs.q, *caches, scale=DIM**-0.5, out=out, workspace=workspace, backend="torch"
-    )
-
-
-def _gather_and_attend(inputs: _Inputs) -> Callable[[], object]:
-    import torch
-    from torch.nn.functional import scaled_dot_product_attention
-
-    buffers = [torch.empty(inputs.table.numel(), BLOCK_SIZE, KV_HEADS, DIM) for _ in range(2)]
-    blocks = inputs.table.flatten().long()
-    q = inputs.q.view(ROWS, KV_HEADS, HEADS // KV_HEADS, DIM)
-
-    def run() -> object:
-        for buffer, cache in zip(buffers, (inputs.keys, inputs.values), strict=True):
-            torch.index_select(cache, 0, blocks, out=buffer)
-        k, v = (buffer.view(ROWS, CONTEXT, KV_HEADS, DIM).transpose(1, 2) for buffer in buffers)
-        return scaled_dot_product_attention(q, k, v)
-
-    return run
-
-
 def case_names() -> list[str]:
-    """The names of the loads, and of attention on the CPU."""
-    return [*loads(), ATTENTION]
+    """The names of the loads."""
+    return [*loads()]
 
 
 def measure() -> Measured:
-    """Time every load, and attention on the CPU."""
+    """Time every load."""
     cases = {name: {"ratios": rounds(load.run, reference_loop)} for name, load in loads().items()}
-    cases[ATTENTION] = {"ratios": rounds(*attention_pair())}
     python = ".".join(platform.python_version_tuple()[:2])
     return Measured("policy", f"policy-python-{python}", {"python": python}, None, cases)
 
 
-def margins_of(case: str, settings: GateSettings | None = None) -> Margins:
-    """The margins of a case."""
-    chosen = settings or default_settings()
-    return chosen.attention if case == ATTENTION else chosen.policy
+def margins(settings: GateSettings | None = None) -> Margins:
+    """The margins of the layer."""
+    return (settings or default_settings()).policy
 
 
 def rounds(work: Work, yardstick: Work) -> list[float]:
@@ -259,13 +189,13 @@ def unfit(now: Measured, settings: GateSettings | None = None) -> Iterator[str]:
     """The reasons why these figures cannot become a baseline: a spread so wide that no later run could pass."""
     for case, values in now.cases.items():
         found = effect(values["ratios"], values["ratios"])
-        if found.upper - found.lower > margins_of(case, settings).widest:
+        if found.upper - found.lower > margins(settings).widest:
             yield f"{case}: too much noise ({found}); try again on a quieter machine"
 
 
 def _compare(case: str, now: Measured, baseline: Baseline, settings: GateSettings | None) -> Finding:
     found = effect(now.cases[case]["ratios"], baseline.cases[case]["ratios"])
-    return Finding(case, found.verdict(margins_of(case, settings)), f"{found}")
+    return Finding(case, found.verdict(margins(settings)), f"{found}")
 
 
 def _seconds(work: Work) -> float:

@@ -27,7 +27,7 @@ def run_layers(
     """
     results = []
     for layer in layers:
-        measured = _layer_module(layer).measure()
+        measured = _measure(layer, folder)
         if layer == "latency" and save is not None and measured.cases:
             from harness.gate.latency import write_record
 
@@ -62,7 +62,7 @@ def update_layers(
     """
     if not reason.strip():  # checked before minutes of measuring
         raise UserError("a new baseline needs a reason: gate --update --reason 'why the figures may change'")
-    return [accept(_layer_module(layer).measure(), folder, reason, settings) for layer in layers]
+    return [accept(_measure(layer, folder), folder, reason, settings) for layer in layers]
 
 
 def accept(measured: Measured, folder: Path, reason: str, settings: GateSettings | None = None) -> Path:
@@ -80,8 +80,18 @@ def accept(measured: Measured, folder: Path, reason: str, settings: GateSettings
     return measured.file(folder)
 
 
+def _measure(layer: str, folder: Path) -> Measured:
+    """One run of a layer. The CPU layer runs the baseline's code too, so it must know where the baseline is."""
+    if layer == "cpu":
+        from harness.gate import cpu
+
+        return cpu.measure(folder)
+    measured: Measured = _layer_module(layer).measure()
+    return measured
+
+
 def _layer_module(layer: str) -> ModuleType:
     """The module of a layer, with `case_names`, `measure`, `judge` and `unfit`."""
-    from harness.gate import latency, policy, resource
+    from harness.gate import cpu, latency, policy, resource
 
-    return {"resource": resource, "latency": latency, "policy": policy}[layer]
+    return {"resource": resource, "latency": latency, "policy": policy, "cpu": cpu}[layer]

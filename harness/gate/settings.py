@@ -26,7 +26,7 @@ class ResourceMargins:
 
 @dataclass(frozen=True)
 class GateSettings:
-    """Margins by layer (`attention`: the policy layer's CPU attention), and overrides that differ from the default."""
+    """Margins by layer (`attention`: the layer `cpu`), and overrides that differ from the default."""
 
     latency: Margins
     policy: Margins

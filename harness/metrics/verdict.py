@@ -1,24 +1,71 @@
-"""Can the prediction be trusted? The errors of every point of a sweep against the spread of repeated measured runs."""
+"""Can the prediction be trusted? A verdict on each class of figures, from an equivalence test against repeated runs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from statistics import median
 from typing import Any
 
 import numpy as np
 
-from harness.metrics.definitions import HEADLINE, METRICS, Metric
+from harness.metrics.comparison import comparison_error
+from harness.metrics.definitions import METRICS, Metric
+from harness.metrics.equivalence import PointError, error_bounds, noise_floor
 
 Record = Mapping[str, Any]
 
 RELATIVE_BAND = 0.10
-"""An error up to this ratio counts as close; it is printed wherever it is used."""
+"""The band that figures of errors draw for the eye; no verdict depends on it."""
 
-SHARE_BAND = 0.02
-"""An error up to this difference counts as close, for metrics that are shares."""
+FLOOR_FACTOR = 1.2
+"""A typical error up to so many times the noise floor is trusted: no better model could be told from it."""
+
+WORST_FACTOR, WORST_SPREADS = 2.5, 2.0
+"""In a trusted class no point is off by more than so many margins, or so many times its own spread of repeats."""
+
+CEILING, SHARE_CEILING = 0.25, 0.10
+"""Errors beyond this (for shares: this difference) at nine of ten points are not trusted at all."""
 
 _RESAMPLES = 2000
 _SEED = 0  # the same records give the same report
+
+
+class Trust(StrEnum):
+    """The verdict on a metric or a class."""
+
+    trusted = "trusted"
+    within = "trusted within"
+    not_trusted = "not trusted"
+    untested = "not tested"
+
+
+_GRAVITY = (Trust.trusted, Trust.untested, Trust.within, Trust.not_trusted)
+
+
+@dataclass(frozen=True, slots=True)
+class MetricClass:
+    """Metrics that one verdict covers; `margin` is the typical error up to which they are trusted."""
+
+    name: str
+    metrics: tuple[str, ...]
+    margin: float
+
+
+CLASSES = (
+    MetricClass("memory", ("utilisation", "internal_share", "sharing_saving", "hit_ratio"), 0.02),
+    MetricClass("throughput", ("request_throughput", "output_throughput"), 0.02),
+    MetricClass("time per output token", ("tpot_p50", "norm_latency_mean"), 0.05),
+    MetricClass("time to first token", ("ttft_p50",), 0.08),
+    MetricClass("tails of latency", ("ttft_p99", "itl_p99"), 0.15),
+    MetricClass("attention time", ("attention_per_decode_step",), 0.10),
+)
+"""The classes beside `counts`, which must be identical."""
+
+COUNTS = "counts"
+TIMES = frozenset({"throughput", "time per output token", "time to first token"})
+"""The classes whose predictions rest on the cost model and that a user asks for first."""
+
+JUDGED = tuple(name for group in CLASSES for name in group.metrics)
 
 
 def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
@@ -28,42 +75,50 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[
     """
     if len(values) < 3:
         return None
-    if len(set(values)) == 1:
-        return values[0], values[0]
-    from scipy import stats  # imported here, since it takes two seconds
-
-    result = stats.bootstrap(
-        (np.asarray(values),),
-        np.median,
-        n_resamples=_RESAMPLES,
-        confidence_level=confidence,
-        method="percentile",
-        rng=np.random.default_rng(_SEED),
-    )
-    return float(result.confidence_interval.low), float(result.confidence_interval.high)
+    found = np.asarray(values, dtype=np.float64)
+    draws = min(_RESAMPLES, max(200, 4_000_000 // len(found)))
+    chosen = np.random.default_rng(_SEED).integers(len(found), size=(draws, len(found)))
+    medians = np.median(found[chosen], axis=1)
+    low, high = np.quantile(medians, ((1 - confidence) / 2, (1 + confidence) / 2))
+    return float(low), float(high)
 
 
 @dataclass(frozen=True, slots=True)
 class MetricVerdict:
     """One metric over all measured points; errors and spreads on the scale of `harness.metrics.comparison.Row`.
 
-    `close` counts the points whose |error| is within the band or within the point's own spread of repeats.
+    `bound` is the upper confidence bound of the typical error and `reach` of the errors of nine in ten points, None
+    where chance cannot be judged. `floor` is the noise floor: half of the repeats predict the other half.
     """
 
     metric: Metric
     points: int
-    close: int
     median_error: float
     interval: tuple[float, float] | None
     worst_error: float
     worst_point: str
     median_spread: float | None
     worst_spread: float | None
+    bound: float | None
+    reach: float | None
+    floor: float | None
+    trust: Trust
+
+
+@dataclass(frozen=True, slots=True)
+class ClassVerdict:
+    """A class of metrics with the gravest verdict of them. `within` is the error that holds at nine of ten points."""
+
+    name: str
+    trust: Trust
+    metrics: tuple[MetricVerdict, ...] = ()
+    within: float | None = None
 
     @property
-    def holds(self) -> bool:
-        """Whether every point is close."""
-        return self.close == self.points
+    def worst(self) -> MetricVerdict | None:
+        """The metric that decided the verdict."""
+        graded = sorted(self.metrics, key=lambda one: (_GRAVITY.index(one.trust), one.reach or 0.0))
+        return graded[-1] if graded else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +144,23 @@ class Verdict:
         """Whether counts agree wherever they were compared, and the counters agree with the tensors."""
         return not self.different and self.audit_mismatches == 0
 
+    @property
+    def classes(self) -> tuple[ClassVerdict, ...]:
+        """The verdict on each class that was measured, counts first."""
+        exact = Trust.trusted if self.sound else Trust.not_trusted
+        counts = ClassVerdict(COUNTS, exact if self.counted or self.audit_checks else Trust.untested)
+        found = (_judge_class(group, self.metrics) for group in CLASSES)
+        return (counts, *(one for one in found if one is not None)) if self.measured else ()
 
-def judge(records: Sequence[Record], names: Sequence[str] = HEADLINE) -> Verdict:
+
+def judge(records: Sequence[Record], names: Sequence[str] = JUDGED) -> Verdict:
     """The verdict over the records of a sweep, for the metrics `names` that were measured at some point."""
     measured = [record for record in records if record.get("measured")]
     levels = {point_label(r): (r.get("levels") or {}).get("counts") for r in measured}
     counts = {label: level for label, level in levels.items() if level}
     audits = [record.get("audit") or {} for record in measured]
-    verdicts = (_judge_metric(METRICS[name], measured) for name in names)
+    found = _point_errors(measured, frozenset(names))
+    verdicts = (_judge_metric(METRICS[name], *found[name]) for name in names if name in found)
     return Verdict(
         points=len(records),
         measured=len(measured),
@@ -105,7 +169,7 @@ def judge(records: Sequence[Record], names: Sequence[str] = HEADLINE) -> Verdict
         different={k: v.get("first_difference") or "" for k, v in counts.items() if not v["identical"]},
         audit_checks=sum(audit.get("checks") or 0 for audit in audits),
         audit_mismatches=sum(audit.get("mismatches") or 0 for audit in audits),
-        metrics=tuple(verdict for verdict in verdicts if verdict),
+        metrics=tuple(verdicts),
     )
 
 
@@ -126,31 +190,80 @@ def unfinished_text(record: Record) -> str:
     return ", ".join([*parts, f"{dropped} dropped before the replay"] if dropped else parts)
 
 
-def _judge_metric(metric: Metric, records: Sequence[Record]) -> MetricVerdict | None:
-    found = [
-        (point_label(record), row["error"], row["spread"])
-        for record in records
-        for row in record.get("comparison") or ()
-        if row["metric"] == metric.name and row["error"] is not None
-    ]
-    if not found:
-        return None
-    sizes = [abs(error) for _, error, _ in found]
-    spreads = [spread for _, _, spread in found if spread is not None]
-    worst_point, worst_error, _ = max(found, key=lambda point: abs(point[1]))
+_Found = tuple[list[PointError], list[list[float]]]
+
+
+def _point_errors(records: Sequence[Record], names: frozenset[str]) -> dict[str, _Found]:
+    """For each metric the errors of its points, and the measured values of their runs."""
+    found: dict[str, _Found] = {}
+    for record in records:
+        runs = (record.get("measured") or {}).get("runs") or ()
+        for row in record.get("comparison") or ():
+            name = row["metric"]
+            if name not in names or row["error"] is None:
+                continue
+            values = [float(run[name]) for run in runs if name in run] or [row["measured"]]
+            errors = [comparison_error(METRICS[name], row["simulated"], value) for value in values]
+            known = tuple(row["error"] if error is None else error for error in errors)
+            points, measured = found.setdefault(name, ([], []))
+            points.append(PointError(point_label(record), row["error"], known, row["spread"]))
+            measured.append(values)
+    return found
+
+
+def _judge_metric(
+    metric: Metric, found: Sequence[PointError], runs: Sequence[Sequence[float]]
+) -> MetricVerdict:
+    sizes = [abs(point.error) for point in found]
+    spreads = [point.spread for point in found if point.spread is not None]
+    worst = max(found, key=lambda point: abs(point.error))
+    bounds, floor = error_bounds(found), noise_floor(runs, share=metric.is_share)
+    bound, reach = (bounds.typical, bounds.reach) if bounds else (None, None)
     return MetricVerdict(
         metric=metric,
         points=len(found),
-        close=sum(abs(error) <= max(band(metric), spread or 0.0) for _, error, spread in found),
         median_error=median(sizes),
         interval=median_interval(sizes),
-        worst_error=worst_error,
-        worst_point=worst_point,
+        worst_error=worst.error,
+        worst_point=worst.label,
         median_spread=median(spreads) if spreads else None,
         worst_spread=max(spreads, default=None),
+        bound=bound,
+        reach=reach,
+        floor=floor,
+        trust=_trust(metric, found, bound, reach, floor),
     )
 
 
-def band(metric: Metric) -> float:
-    """The |error| that counts as close for this metric."""
-    return SHARE_BAND if metric.is_share else RELATIVE_BAND
+def margin(name: str) -> float:
+    """The typical error up to which a metric is trusted."""
+    return next((group.margin for group in CLASSES if name in group.metrics), RELATIVE_BAND)
+
+
+def _trust(
+    metric: Metric,
+    found: Sequence[PointError],
+    bound: float | None,
+    reach: float | None,
+    floor: float | None,
+) -> Trust:
+    if bound is None or reach is None:
+        return Trust.untested
+    ceiling, allowed = SHARE_CEILING if metric.is_share else CEILING, margin(metric.name)
+    typical = max(allowed, FLOOR_FACTOR * min(floor or 0.0, ceiling / 2))  # noise is no excuse without end
+    close = all(
+        abs(point.error) <= max(WORST_FACTOR * allowed, WORST_SPREADS * (point.spread or 0.0))
+        for point in found
+    )
+    if bound <= typical and close:
+        return Trust.trusted
+    return Trust.within if reach <= ceiling else Trust.not_trusted
+
+
+def _judge_class(group: MetricClass, metrics: Sequence[MetricVerdict]) -> ClassVerdict | None:
+    mine = tuple(one for one in metrics if one.metric.name in group.metrics)
+    if not mine:
+        return None
+    trust = max((one.trust for one in mine), key=_GRAVITY.index)
+    reaches = [one.reach for one in mine if one.reach is not None]
+    return ClassVerdict(group.name, trust, mine, max(reaches, default=None))

@@ -21,6 +21,21 @@ POLICY = "cache.policy"
 _NOT_SETTINGS = frozenset({"out", "name", "workers", "measure"})
 
 LABELS: Mapping[str, str] = {
+    "cache.policy": "cache policy",
+    "cache.prefix_caching": "prefix cache",
+    "cache.max_model_len": "longest sequence (tokens)",
+    "cache": "cache",
+    "workload.num_requests": "requests",
+    "workload.length_scale": "length scale",
+    "workload.seed": "seed",
+    "scheduler.max_running": "most running requests",
+    "scheduler.max_batched_tokens": "tokens of a step",
+    "device": "device",
+    "model": "model",
+    "model.name": "model",
+    "device.name": "device",
+    "trace.name": "trace",
+    "device.tensor_parallel": "tensor parallel",
     "cache.block_size": "block size (tokens)",
     "cache.pool_tokens": "pool (KV slots)",
     "workload.prefix_share": "shared prefix (share of prompt)",
@@ -129,6 +144,20 @@ def label(key: str) -> str:
 def short_label(key: str) -> str:
     """The label without its unit, for legends and table heads."""
     return label(key).partition(" (")[0]
+
+
+def plain_point(record: Record) -> str:
+    """The point's name in words: 'paged, block size 16, beam width 2'."""
+    return plain_words(point_label(record))
+
+
+def plain_words(text: str) -> str:
+    """A label of overrides in words; a label without overrides stays."""
+    words = [part.partition("=") for part in text.split(" ")]
+    if not all(sign for _, sign, _ in words):
+        return text
+    bare = ("cache", POLICY, "model", "device", "trace")
+    return ", ".join(value if key in bare else f"{short_label(key)} {value}" for key, _, value in words)
 
 
 def reference(records: Sequence[Record], axes: Axes, prefer: Literal["low", "middle"]) -> Record | None:

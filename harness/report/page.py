@@ -8,13 +8,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.metrics.verdict import Verdict, judge
+from harness.metrics.verdict import CLASSES, FLOOR_FACTOR, TIMES, WORST_FACTOR, Trust, Verdict, judge
 from harness.report import attribution, provenance, tables
+from harness.report.answers import answers
 from harness.report.axes import Axes, label, policy_of, reference
+from harness.report.points import points_json
 from harness.report.study import Study
 from harness.report.style import Drawing, Picture, inline
 from harness.report.tables import Table
-from harness.report.verdict_text import BAND, answer, completeness, pace_lines, soundness
+from harness.report.verdict_text import answer, completeness, pace_lines, soundness
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -76,26 +78,41 @@ def build_page(
 
     verdict = judge(study.records)
     shown = {name: _shown(picture, svgs) for name, picture in pictures.items()}
+    sections = _sections(study, axes, shown, added)
+    points = points_json(study, axes)
     return _template().render(
         name=study.name,
         style=Markup((_FOLDER / "page.css").read_text(encoding="utf-8")),
+        script=Markup((_FOLDER / "explorer.js").read_text(encoding="utf-8")),
+        points_data=Markup(points),
         complete=not (study.failures or study.absent or study.problems or verdict.unfinished),
         completeness=completeness(study, verdict),
-        answer=answer(verdict),
-        tone=_tone(verdict),
-        band=BAND,
-        checks=[
-            *soundness(verdict),
-            *pace_lines(study.records),
+        cautions=[
+            *provenance.cautions(study),
             *(f"{one.title}: {line}" for one in added for line in one.warnings),
         ],
+        answer=answer(verdict),
+        answers=answers(study, axes, verdict),
+        tone=_tone(verdict),
+        margins=", ".join(f"{one.name} {100 * one.margin:g} %" for one in CLASSES),
+        floor_factor=f"{FLOOR_FACTOR:g}",
+        worst_factor=f"{WORST_FACTOR:g}",
+        checks=[*soundness(verdict), *pace_lines(study.records)],
         verdict_table=tables.verdict_table(verdict),
         errors=shown["errors"],
         changes=provenance.trace_changes(study.records),
-        facts=_facts(study, verdict),
-        sections=_sections(study, axes, shown, added),
+        facts=provenance.headline(study),
+        contents=_contents(sections, explored=bool(points)),
+        sections=sections,
         command=study.command,
     )
+
+
+def _contents(sections: "Sequence[Section]", *, explored: bool) -> list[tuple[str, str]]:
+    first = [("answers", "What the sweep says"), ("verdict", "The verdict, by class of figures")]
+    if explored:
+        first.append(("explore", "Explore the points"))
+    return [*first, *((one.key, one.title) for one in sections), ("again", "Make it again")]
 
 
 def _template() -> "Template":
@@ -124,20 +141,11 @@ def _shown(picture: Picture, svgs: Svgs) -> Shown:
 def _tone(verdict: Verdict) -> str:
     if not verdict.measured:
         return "neutral"
-    if not verdict.sound:
+    classes = verdict.classes
+    times = [one for one in classes if one.name in TIMES]
+    if not verdict.sound or (times and all(one.trust is Trust.not_trusted for one in times)):
         return "bad"
-    return "good" if all(item.holds for item in verdict.metrics) else "fair"
-
-
-def _facts(study: Study, verdict: Verdict) -> list[tuple[str, str]]:
-    clocks = {str((r.get("environment") or {}).get("clock")) for r in study.measured}
-    facts = [("points", f"{verdict.points:,}"), ("measured", f"{verdict.measured:,}")]
-    if study.failures:
-        facts.append(("failed", f"{len(study.failures):,}"))
-    if clocks:
-        words = {"cpu": "CPU seconds of the engine's thread", "wall": "wall time"}
-        facts.append(("a measured second is", ", ".join(sorted(words.get(clock, clock) for clock in clocks))))
-    return facts
+    return "good" if all(one.trust is Trust.trusted for one in classes) else "fair"
 
 
 def _sections(
@@ -161,7 +169,8 @@ def _sections(
         ),
         Section("agreement", "Predicted against measured", figures=[shown["agreement"]]),
         Section("curves", "Along the swept settings", [f"Swept: {swept}."] if swept else [no_curves], curves),
-        Section("memory", "Memory by allocator", _memory_text(study), [shown["memory"]]),
+        Section("trade", "Throughput against latency", figures=[shown["tradeoff"], shown["heat"]]),
+        Section("memory", "Memory by allocator", _memory_text(study), [shown["memory"], shown["waste"]]),
         Section("pool", "The pool over time", figures=[shown["pool_over_time"]]),
         Section("kernel", "Attention latency", figures=[shown["kernel"]]),
         _levels_section(study, shown["levels"]),

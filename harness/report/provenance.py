@@ -7,11 +7,39 @@ from typing import Any
 from harness.metrics import METRICS
 from harness.metrics.verdict import point_label
 from harness.report import numbers
-from harness.report.study import Record
+from harness.report.study import Record, Study
 from harness.report.tables import Table
 
 _MOST_VALUES = 4
 _MOST_ROWS = 40
+_HELD_OUT = (
+    0.15  # a mean error of held-out steps, or an error of a held-out workload, beyond this is a caution
+)
+_MOVED = (0.8, 1.25)  # pace of the device during the runs, relative to its calibration
+_OUTSIDE = 0.05  # share of the predicted time outside the range of the calibration
+WORDS: Mapping[str, str] = {
+    "kind": "cost model",
+    "name": "calibrated model",
+    "what": "fit",
+    "load_average": "load average",
+    "gpu": "GPU",
+    "cpu": "CPU",
+    "cores": "CPU cores",
+    "code": "digest of the code",
+    "clock": "a measured second is",
+    "probe_s": "time of the probe (s)",
+    "mape": "mean |error|",
+    "ratio": "pace, median",
+    "low": "lowest",
+    "high": "highest",
+    "n": "steps",
+    "p95": "95th percentile of |error|",
+    "max": "largest |error|",
+    "hull": "measured range",
+    "extrapolated": "outside the measured range",
+    "provenance": "origin",
+}
+_CLOCKS = {"cpu": "CPU seconds of the engine's thread", "wall": "wall time"}
 
 
 def facts_table(section: str, records: Sequence[Record], *, without: Sequence[str] = ()) -> Table:
@@ -24,7 +52,121 @@ def facts_table(section: str, records: Sequence[Record], *, without: Sequence[st
         for key, value in map(_dated, _leaves(record.get(section) or {})):
             if key.partition(".")[0] not in without:
                 found.setdefault(key, {})[tuple(value) if isinstance(value, list) else value] = None
-    return Table(["", ""], [[key, _together(list(values))] for key, values in found.items()], words=2)
+    return Table(["", ""], [[_words(key), _together(list(values))] for key, values in found.items()], words=2)
+
+
+def _words(key: str) -> str:
+    """A dotted key in words: 'origin: steps fitted'."""
+    return ": ".join(WORDS.get(part, part.replace("_", " ")) for part in key.split("."))
+
+
+def headline(study: Study) -> list[tuple[str, str]]:
+    """What the report is about: date, models, devices, traces, requests, points."""
+    records = study.records
+    facts = [("date", study.date)] if study.date else []
+    facts.append(("model", _several(str(record["config"]["model"]["name"]) for record in records)))
+    measured_on = _several((r.get("environment") or {}).get("gpu") or _device(r) for r in study.measured)
+    predicted_for = _several(_predicted(record) for record in records)
+    facts += [("measured on", measured_on)] if study.measured else []
+    facts += [("predicted for", predicted_for)]
+    facts.append(("trace", _several(str((record.get("trace") or {}).get("name")) for record in records)))
+    requests = sorted({int(n) for r in records if (n := (r.get("trace") or {}).get("requests")) is not None})
+    if requests:
+        few = f"{requests[0]:,}" if len(requests) == 1 else f"{requests[0]:,} to {requests[-1]:,}"
+        facts.append(("requests a point", few))
+    facts.append(("points", f"{len(records):,}, {len(study.measured):,} of them measured"))
+    if study.failures:
+        facts.append(("failed", f"{len(study.failures):,}"))
+    clocks = {str((r.get("environment") or {}).get("clock")) for r in study.measured}
+    if clocks:
+        facts.append(
+            ("a measured second is", ", ".join(sorted(_CLOCKS.get(clock, clock) for clock in clocks)))
+        )
+    return [(key, value) for key, value in facts if value]
+
+
+def _device(record: Record) -> str:
+    found = record.get("environment") or {}
+    return str(found.get("device") or found.get("cpu") or "")
+
+
+def _predicted(record: Record) -> str:
+    """The device that a cost model knows: the calibrated one, or the one of the datasheet."""
+    cost = record.get("cost") or {}
+    device = (cost.get("provenance") or {}).get("device")
+    return str(device or record["config"]["device"]["name"])
+
+
+def _several(values: Iterable[str]) -> str:
+    found = [value for value in dict.fromkeys(values) if value]
+    rest = f" and {len(found) - _MOST_VALUES} more" if len(found) > _MOST_VALUES else ""
+    return ", ".join(found[:_MOST_VALUES]) + rest
+
+
+def cautions(study: Study) -> list[str]:
+    """What a reader must know before believing a figure: the cost model's errors, and what it does not know."""
+    costs = [record.get("cost") or {} for record in study.records]
+    found = [*_heldout_cautions(costs), *_moved(study), *_outside(study)]
+    if study.not_priced:
+        found += [f"Not priced: {text}." for text in study.not_priced]
+    if costs and all(cost.get("kind") == "roofline" for cost in costs):
+        found.append(
+            "The prediction comes from a datasheet and assumed host times; nothing of it was measured."
+        )
+    return list(dict.fromkeys(found))
+
+
+def _heldout_cautions(costs: Sequence[Mapping[str, Any]]) -> Iterable[str]:
+    worst: tuple[float, str] = (_HELD_OUT, "")
+    for cost in costs:
+        for part, errors in (cost.get("heldout") or {}).items():
+            size = abs(errors.get("mape") or 0.0)
+            worst = max(worst, (size, f"steps of the calibration (mean error of {part})"))
+        for workload, metrics in (cost.get("validation") or {}).items():
+            for name, errors in metrics.items():
+                words = f"{METRICS[name].label if name in METRICS else name} of '{workload}'"
+                worst = max(worst, (abs(errors.get("error") or 0.0), words))
+    if worst[1]:
+        yield (
+            f"Held-out error: the cost model is off by {100 * worst[0]:.0f} % on {worst[1]}, which it was "
+            "not fitted to."
+        )
+
+
+def _moved(study: Study) -> Iterable[str]:
+    paces = [
+        (pace["ratio"], record) for record in study.records if (pace := record.get("pace") or {}).get("ratio")
+    ]
+    off = [ratio for ratio, _ in paces if not _MOVED[0] <= ratio <= _MOVED[1]]
+    if off:
+        yield (
+            f"The device moved: at {len(off):,} of {len(paces):,} points it ran at {min(off):.2f} to "
+            f"{max(off):.2f} times its "
+            "calibrated step time. The prediction was scaled by that, and the scaling is an estimate."
+        )
+    unsteady = [
+        r
+        for r in study.records
+        if ((r.get("cost") or {}).get("provenance") or {}).get("stability", {}).get("moved")
+    ]
+    if unsteady:
+        yield (
+            "The device changed its pace while it was calibrated; a calibration on a quiet machine is "
+            "better (cost.recalibrate=true)."
+        )
+
+
+def _outside(study: Study) -> Iterable[str]:
+    shares = [
+        ((r.get("cost") or {}).get("extrapolated") or {}).get("share_of_time") or 0.0 for r in study.records
+    ]
+    over = [share for share in shares if share > _OUTSIDE]
+    if over:
+        yield (
+            f"Extrapolation: at {len(over):,} points up to {100 * max(over):.0f} % of the predicted time "
+            "lies outside the range "
+            "that the cost model was measured on."
+        )
 
 
 def bounds_table(records: Sequence[Record]) -> Table | None:

@@ -2,9 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from harness.store.commit import Layout
 from harness.store.errors import ForeignFileError
 from harness.store.manifest import Manifest, read_manifest
 from harness.store.reading import read_store, read_table
@@ -45,6 +47,7 @@ class Study:
     problems: tuple[str, ...] = ()
     absent: int = 0
     others: int = 0
+    date: str = ""  # of the newest record, UTC
 
     @property
     def measured(self) -> tuple[Record, ...]:
@@ -60,7 +63,7 @@ class Study:
     @property
     def block_size_unpriced(self) -> str:
         """The sentence for figures along the block size; empty where every cost model prices it."""
-        if any(text.startswith("block size") for text in self.not_priced):
+        if any("block size" in text for text in self.not_priced):
             return "The cost model does not price block size: equal predicted times are no finding."
         return ""
 
@@ -100,7 +103,15 @@ def read_study(root: Path) -> Study:
         problems=tuple(problems),
         absent=len(asked.keys() - seen),
         others=len(seen - asked.keys()),
+        date=_date(root, [str(record["fingerprint"]) for record in records]),
     )
+
+
+def _date(root: Path, fingerprints: list[str]) -> str:
+    """The day on which the newest record was written; records themselves hold no date, so that equal runs are equal."""
+    files = [Layout(root).record(name) for name in fingerprints]
+    newest = max((file.stat().st_mtime for file in files), default=None)
+    return "" if newest is None else datetime.fromtimestamp(newest, UTC).date().isoformat()
 
 
 def _manifest(root: Path) -> tuple[Manifest | None, list[str]]:

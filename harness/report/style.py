@@ -104,6 +104,9 @@ def svg_bytes(figure: "Figure", name: str) -> bytes:
     buffer = io.BytesIO()
     with mpl.rc_context({**RC, "svg.hashsalt": name}):
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": "PageTwin"})
+    figure.set_layout_engine(
+        "none"
+    )  # its parts have their places; to solve for them again takes as long as drawing
     return buffer.getvalue()
 
 

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.metrics import METRICS
-from harness.metrics.verdict import Verdict, point_label
+from harness.metrics.verdict import MetricVerdict, Trust, Verdict, point_label
 from harness.report import numbers
-from harness.report.axes import POLICY, Axes, policy_of, setting, short_label
-from harness.report.figures.series import axis_scale
+from harness.report.axes import POLICY, Axes, plain_words, policy_of, setting, short_label
+from harness.report.figures.series import axis_scale, evenly
+from harness.report.points import MOST_POINTS
 from harness.report.study import Record, Study
 
 _FOLD = 40
@@ -31,46 +32,53 @@ class Table:
     folded: bool = False
     groups: Sequence[tuple[str, int]] = ()
     last_is_point: bool = False
+    sortable: bool = False
 
 
 def verdict_table(verdict: Verdict) -> Table:
-    """Each headline metric: median and worst error, and the spread of repeats.
+    """Each class and metric: its verdict, typical and worst error, their bounds, and the noise of the repeats.
 
     The worst point is named only if there are several points and its error is not zero.
     """
     rows = [
         [
+            group.name if item is group.metrics[0] else "",
             item.metric.label,
+            str(item.trust)
+            + (f" {numbers.error_size(item.metric, item.reach)}" if item.trust is Trust.within else ""),
             numbers.error_size(item.metric, item.median_error),
-            _interval(item.metric.name, item.interval),
+            numbers.error_size(item.metric, item.bound),
+            numbers.error_size(item.metric, item.floor),
+            _beyond(item),
             numbers.error(item.metric, item.worst_error),
-            numbers.error_size(item.metric, item.median_spread),
             numbers.error_size(item.metric, item.worst_spread),
-            f"{item.close} of {item.points}",
-            item.worst_point if numbers.shows(item.worst_error) else numbers.NONE,
+            plain_words(item.worst_point) if numbers.shows(item.worst_error) else numbers.NONE,
         ]
-        for item in verdict.metrics
+        for group in verdict.classes
+        for item in group.metrics
     ]
     head = [
+        "class",
         "metric",
-        "median |error|",
-        "95 % interval",
+        "verdict",
+        "typical error",
+        "its bound",
+        "noise floor",
+        "beyond it",
         "worst",
-        "median spread",
         "widest spread",
-        "close at",
         "worst point",
     ]
     if verdict.measured == 1:
-        return Table(head[:-1], [row[:-1] for row in rows])
-    return Table(head, rows, last_is_point=True)
+        return Table(head[:-1], [row[:-1] for row in rows], words=3)
+    return Table(head, rows, words=3, last_is_point=True)
 
 
-def _interval(name: str, interval: tuple[float, float] | None) -> str:
-    if interval is None:
+def _beyond(item: MetricVerdict) -> str:
+    """The typical error beyond the noise floor."""
+    if item.floor is None:
         return numbers.NONE
-    low, high = (numbers.error_size(METRICS[name], end) for end in interval)
-    return f"{low.split()[0]} – {high}"
+    return numbers.error_size(item.metric, max(0.0, item.median_error - item.floor))
 
 
 def pools_table(records: Sequence[Record]) -> Table:
@@ -132,8 +140,11 @@ def points_table(records: Sequence[Record], axes: Axes) -> Table:
     ]
     ordered = sorted(records, key=lambda record: _sort_key(record, axes))
     rows = [[*_settings(record, axes), *_figures(record, sides, scales)] for record in ordered]
-    title, folded = f"All {len(rows):,} points", len(rows) > _FOLD
-    return Table(head, rows, 1 + len(axes.values), title, folded, groups)
+    title = f"All {len(rows):,} points"
+    if len(rows) > MOST_POINTS:
+        rows = evenly(rows, MOST_POINTS)
+        title = f"{MOST_POINTS:,} of {len(ordered):,} points, spread evenly; figures/points.csv has all"
+    return Table(head, rows, 1 + len(axes.values), title, len(rows) > _FOLD, groups, sortable=True)
 
 
 def _settings(record: Record, axes: Axes) -> list[str]:
@@ -183,7 +194,9 @@ def detail_table(record: Record) -> Table:
                 numbers.error_size(metric, row["spread"]),
             ]
         )
-    return Table(head, rows, title=f"All metrics of one point: {point_label(record)}", folded=True)
+    return Table(
+        head, rows, title=f"All metrics of one point: {plain_words(point_label(record))}", folded=True
+    )
 
 
 def failures_table(study: Study) -> Table:

@@ -5,12 +5,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from harness.metrics.verdict import RELATIVE_BAND, SHARE_BAND, MetricVerdict, Verdict, judge
+from harness.metrics.verdict import TIMES, ClassVerdict, Trust, Verdict, judge
 from harness.report import numbers
+from harness.report.answers import answers
+from harness.report.axes import find_axes
 from harness.report.study import Record, Study, read_study
-
-BAND = f"{100 * RELATIVE_BAND:g} % ({100 * SHARE_BAND:g} points for shares) or the spread of repeated runs"
-"""The errors that count as close."""
 
 
 def verdict_lines(store_root: Path) -> list[str]:
@@ -22,7 +21,11 @@ def verdict_lines(store_root: Path) -> list[str]:
         answer(verdict),
         *soundness(verdict),
         *pace_lines(study.records),
-        *map(metric_line, verdict.metrics),
+        *(
+            line
+            for found in answers(study, find_axes(study.records), verdict)
+            for line in (found.text, *found.items)
+        ),
     ]
 
 
@@ -45,23 +48,40 @@ def completeness(study: Study, verdict: Verdict) -> list[str]:
 
 
 def answer(verdict: Verdict) -> str:
-    """Whether the prediction can be trusted, in one sentence."""
+    """Whether the prediction can be trusted, in one sentence; `Verdict.classes` has the verdict on each class."""
     if not verdict.points:
         return "No point has a record, so there is nothing to judge."
     if not verdict.measured:
         return "Simulation only: nothing was measured, so the prediction is not judged here."
     if not verdict.sound:
         return "No: the two sides did different work, or the counters differ from the tensors. That is a bug."
-    close = [item for item in verdict.metrics if item.holds]
-    far = [item for item in verdict.metrics if not item.holds]
-    if not far:
-        return f"Yes: all {len(close)} headline metrics are within {BAND} at every measured point."
-    worst = max(far, key=lambda item: (item.points - item.close) / item.points)
-    off = f"the worst is {worst.metric.label}, close at {worst.close} of {worst.points}"
-    return (
-        f"{'Partly' if close or worst.close else 'No'}: {len(close)} of {len(verdict.metrics)} headline metrics are"
-        f" within {BAND} at every measured point; {off}."
-    )
+    by_trust = {trust: [one for one in verdict.classes if one.trust is trust] for trust in Trust}
+    trusted, within, bad, untested = (by_trust[trust] for trust in Trust)
+    times = [one for one in verdict.classes if one.name in TIMES]
+    parts = [
+        _listed("trusted", trusted),
+        _within(within),
+        _listed("not trusted", bad),
+        _listed("not tested", untested),
+    ]
+    text = "; ".join(part for part in parts if part)
+    if bad:
+        return f"{'No' if times and all(one in bad for one in times) else 'Partly'}: {text}."
+    if within or untested:
+        return f"{'Yes, within limits' if not untested else 'Partly'}: {text}."
+    return f"Yes: {text}."
+
+
+def _listed(word: str, found: Sequence[ClassVerdict]) -> str:
+    return f"{word}: {', '.join(one.name for one in found)}" if found else ""
+
+
+def _within(found: Sequence[ClassVerdict]) -> str:
+    limits = [
+        f"{one.name} (within {numbers.error_size(one.metrics[0].metric, one.within)} at nine of ten points)"
+        for one in found
+    ]
+    return f"trusted within a limit: {', '.join(limits)}" if limits else ""
 
 
 def soundness(verdict: Verdict) -> list[str]:
@@ -85,20 +105,6 @@ def _audit_line(verdict: Verdict) -> str:
         return "The tensors were not audited."
     found = f"{verdict.audit_mismatches:,} mismatches" if verdict.audit_mismatches else "no mismatch"
     return f"Audit: written slots counted in the tensors {verdict.audit_checks:,} times, {found} with the counters."
-
-
-def metric_line(item: MetricVerdict) -> str:
-    """One metric: its error, the worst point, and the spread of repeats. A single point has no separate worst point."""
-    spread = numbers.error_size(item.metric, item.median_spread)
-    worst = numbers.error(item.metric, item.worst_error)
-    if item.points == 1:
-        close = "close" if item.close else "not close"
-        return f"{item.metric.label}: error {worst}; spread of repeats {spread}; {close}"
-    where = f" at {item.worst_point}" if numbers.shows(item.worst_error) else ""
-    return (
-        f"{item.metric.label}: median error {numbers.error_size(item.metric, item.median_error)}, "
-        f"worst {worst}{where}; spread of repeats {spread}; close at {item.close} of {item.points}"
-    )
 
 
 def _points(count: int) -> str:

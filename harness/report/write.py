@@ -26,8 +26,8 @@ def write_report(
 
     `additions` make further sections, which other packages provide.
 
-    The page needs no other file and no network. The folder `figures` beside it holds each figure as SVG, as PDF at
-    paper column width, and its data as CSV. Equal stores give equal bytes.
+    The page needs no other file and no network. The folder `figures` beside it holds each figure as SVG, as PDF at the
+    width of a page, and its data as CSV. Equal stores give equal bytes.
 
     Raises:
         ReportError: the store has no point, or the report cannot be written. An earlier report then stays.
@@ -78,7 +78,18 @@ def _remove_old_figures(folder: Path, names: Container[str], files: Container[st
 
 
 def _pictures(study: Study, axes: Axes) -> Iterator[tuple[str, Picture]]:
-    from harness.report.figures import agreement, curves, errors, kernel, levels, memory, timeline
+    from harness.report.figures import (
+        agreement,
+        curves,
+        errors,
+        heat,
+        kernel,
+        levels,
+        memory,
+        timeline,
+        tradeoff,
+        waste,
+    )
 
     draws: tuple[Callable[[Study, Axes], Picture], ...] = (
         errors.draw,
@@ -87,6 +98,9 @@ def _pictures(study: Study, axes: Axes) -> Iterator[tuple[str, Picture]]:
         timeline.draw,
         kernel.draw,
         levels.draw,
+        tradeoff.draw,
+        heat.draw,
+        waste.draw,
     )
     for draw in draws:
         picture = draw(study, axes)

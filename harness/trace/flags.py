@@ -98,6 +98,8 @@ def chosen_trace(flags: argparse.Namespace) -> "Trace":
         return generate_trace(
             flags.trace, num_requests=count, seed=flags.seed, arrivals=chosen_arrivals(flags)
         )
+    if flags.trace in trace_options() and not Path(flags.trace).exists():
+        return _of_option(flags)
     path = cached_trace(flags.trace)
     return read_trace(
         path,
@@ -110,6 +112,31 @@ def chosen_trace(flags: argparse.Namespace) -> "Trace":
         arrivals=chosen_arrivals(flags),
         encode=encoder(flags.tokenizer) if flags.tokenizer else None,
     )
+
+
+def trace_options() -> list[str]:
+    """The generated traces of `conf/trace/` that a sweep takes as `trace=NAME`."""
+    import yaml
+
+    from harness.config.groups import groups, option_file
+
+    files = {name: option_file("trace", name) for name in groups()["trace"]}
+    kinds = {
+        name: yaml.safe_load(file.read_text(encoding="utf-8")).get("format") for name, file in files.items()
+    }
+    return [name for name, kind in kinds.items() if kind == "generated"]
+
+
+def _of_option(flags: argparse.Namespace) -> "Trace":
+    """The generated trace of an option of `conf/trace/`, as a sweep with `workload=as_recorded` has it."""
+    from harness.config.compose import compose_config
+    from harness.config.overrides import parse_overrides
+    from harness.workload.trace import reshaped_trace
+
+    count = 1000 if flags.requests is None else flags.requests
+    texts = [f"trace={flags.trace}", "workload=as_recorded"]
+    texts += [f"workload.num_requests={count}", f"workload.seed={flags.seed}"]
+    return reshaped_trace(compose_config(axis.settings[0] for axis in parse_overrides(texts)))
 
 
 def chosen_arrivals(flags: argparse.Namespace) -> "ArrivalProcess | None":

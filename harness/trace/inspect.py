@@ -26,6 +26,9 @@ def add_inspect(actions: "Actions") -> None:
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--block-sizes", metavar="B,B", help="in tokens; default: what the trace can show")
     parser.add_argument(
+        "--model", metavar="M", help="also say how much KV memory this model needs (conf/model)"
+    )
+    parser.add_argument(
         "--through-cache",
         action="store_true",
         help="also replay all prompts through the engine's prefix cache, and compare its hits with the trace's keys",
@@ -43,6 +46,7 @@ def run_inspect(flags: argparse.Namespace) -> int:
     trace = chosen_trace(flags)
     profile = trace_distributions(trace, sizes)
     statistics = trace_statistics(trace)
+    statistics |= memory_answers(trace, sizes or [8, 16, 32, 64, 128], flags.model)
     if flags.through_cache:
         statistics["through_cache"] = _through_cache(trace, profile["reuse"]["block_sizes"])
     if flags.json:
@@ -55,6 +59,57 @@ def run_inspect(flags: argparse.Namespace) -> int:
         for path in write_pictures(profile, folder):
             remark(f"wrote {path}")
     return 0
+
+
+def memory_answers(trace: "Trace", sizes: list[int], model: str | None) -> dict[str, Any]:
+    """Closed forms over the trace's lengths: waste by block size and by reservation, and what one sequence needs.
+
+    Shares are of the allocated slots over all decode steps of each request alone, without shared prefixes. With a
+    model of `conf/model/`, also the KV memory of a sequence, and of all requests at their ends together.
+
+    Raises:
+        UserError: there is no such model.
+    """
+    import numpy as np
+
+    from harness.metrics.analytic import Lengths, paged_split, reserved_split
+
+    rows = trace.requests
+    lengths = Lengths(
+        np.array([row.prompt_tokens for row in rows], dtype=np.int64),
+        np.array([row.output_tokens for row in rows], dtype=np.int64),
+    )
+    longest = int(lengths.final_tokens.max(initial=0))
+    if not lengths.decode_steps.any():
+        return {}
+    found: dict[str, Any] = {
+        "share of allocated slots that is never filled, paged": {
+            f"blocks of {size}": f"{100 * paged_split(lengths, size)['internal_of_allocated']:.2f} %"
+            for size in sizes
+        },
+        "share of allocated slots that is never filled, contiguous": {
+            f"reserving {tokens:,} tokens": f"{100 * reserved_split(lengths, tokens)['internal_of_allocated']:.2f} %"
+            for tokens in sorted({longest, 1 << (longest - 1).bit_length()})
+        },
+    }
+    if model is not None:
+        each = _kv_bytes(model)
+        found[f"KV memory, {model}"] = {
+            "a token": f"{each:,} bytes",
+            "a sequence at its end, mean": f"{each * float(lengths.final_tokens.mean()) / 1e9:.3f} GB",
+            "the longest sequence": f"{each * longest / 1e9:.3f} GB",
+            "all requests at their ends": f"{each * int(lengths.final_tokens.sum()) / 1e9:.1f} GB",
+        }
+    return found
+
+
+def _kv_bytes(model: str) -> int:
+    from harness.config.compose import compose_config
+    from harness.config.overrides import parse_overrides
+    from harness.workload.shapes import model_shape
+
+    axes = parse_overrides([f"model={model}"])
+    return model_shape(compose_config(axis.settings[0] for axis in axes).model).kv_bytes_per_token
 
 
 def _sizes(text: str | None) -> list[int] | None:

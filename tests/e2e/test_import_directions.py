@@ -52,7 +52,8 @@ UNITS = """
         harness.replay harness.cost harness.compiled
         harness.workload harness.measure harness.calibrate harness.point harness.sweep
     harness.report.style harness.report.study harness.report.axes harness.report.numbers
-        harness.report.trace_pictures harness.report.figures harness.report.verdict_text harness.report.tables
+        harness.report.trace_pictures harness.report.figures harness.report.answers harness.report.verdict_text
+        harness.report.points harness.report.tables
         harness.report.attribution harness.report.provenance harness.report.page harness.report.write
     harness.report
     harness.capacity harness.serve harness.trace harness.deployment

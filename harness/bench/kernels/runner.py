@@ -8,6 +8,7 @@ from pathlib import Path
 from harness.bench.kernels.cases import CaseSpec, chosen_device
 from harness.bench.kernels.results import Problem, ProblemKind, made_on, read_problems, rows_of, table_lines
 from harness.bench.session import run_session
+from harness.config.checks import check_out
 from harness.config.errors import UserError
 from harness.console import remark, say
 from harness.cost.timings import NATIVE, OURS
@@ -21,6 +22,8 @@ def run_cases(cases: Sequence[CaseSpec], flags: argparse.Namespace) -> int:
     """Time the cases and write everything to the folder `flags.out`; returns the exit code."""
     from harness.bench.kernels.page import write_run
 
+    for wrong in check_out(flags.out):
+        raise UserError(f"--out {flags.out}: {wrong}")
     out, device = Path(flags.out), chosen_device(flags)
     providers, absent = _providers(flags, device)
     for name, reason in absent.items():
@@ -42,11 +45,31 @@ def run_cases(cases: Sequence[CaseSpec], flags: argparse.Namespace) -> int:
     problems = read_problems(notes)
     for line in table_lines(rows_of(timings)):
         say(line)
+    for line in legend(device, providers):
+        say(line)
     _say_problems(problems)
     say(f"written: {write_run(timings, problems, absent, made_on(device, flags.threads), out)}")
     return (
         1 if any(one.provider == OURS and one.kind is not ProblemKind.unsupported for one in problems) else 0
     )
+
+
+def legend(device: str, providers: Sequence[str]) -> list[str]:
+    """What the columns of the table mean, and which of them the engine runs on this device."""
+    lines = [
+        "µs, ±: our median time of a call and the spread of rounds. copy, read: share of the bandwidth "
+        "that a copy and a "
+        "read of memory reach in this run. matmul: share of the speed of a matrix product.",
+    ]
+    others = [name for name in providers if name != OURS]
+    if others:
+        lines.append(
+            f"{', '.join(others)}: time divided by ours ('{OURS}'). 2.00× is twice as slow as ours, 0.50× "
+            "twice as fast."
+        )
+    if device == "cpu" and NATIVE in providers:
+        lines.append(f"On a CPU the engine decodes with '{NATIVE}' (C); '{OURS}' is the torch path.")
+    return [*lines, "CPU figures." if device == "cpu" else "GPU figures."]
 
 
 def _providers(flags: argparse.Namespace, device: str) -> tuple[list[str], dict[str, str]]:

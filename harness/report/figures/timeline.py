@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 NAME = "pool_over_time"
-_BINS = 200
+_BINS = 120
 _SIDES = ("simulated", "measured")
 Float = npt.NDArray[np.float64]
 

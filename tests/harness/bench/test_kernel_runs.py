@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from harness.bench.kernels.results import read_problems, shortened
+from harness.bench.kernels.runner import legend
 from harness.cli.main import main
 
 USERS = "user_attention:sometimes_right"
@@ -131,3 +132,20 @@ def test_the_engines_compiled_decode_is_timed_beside_ours(tmp_path: Path) -> Non
     assert {
         one.reason.partition(";")[0].rpartition(" ")[2] for one in read_problems(tmp_path / "problems.jsonl")
     } == {"decode"}
+
+
+def test_a_file_in_the_place_of_the_folder_is_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "there").write_text("")
+    assert (
+        main(["bench", "kernels", "--device", "cpu", "--batch", "1", "--out", str(tmp_path / "there")]) == 2
+    )
+    assert "is not a folder" in capsys.readouterr().err
+
+
+def test_the_columns_and_the_engines_own_path_are_explained() -> None:
+    text = " ".join(legend("cpu", ["paged", "native", "sdpa"]))
+    assert "0.50× twice as fast" in text
+    assert "the engine decodes with 'native'" in text
+    assert "native'" not in " ".join(legend("cuda", ["paged", "sdpa"]))

@@ -123,7 +123,7 @@ def test_a_page_lists_what_did_not_pass_and_says_what_was_not_run() -> None:
     bad = Finding("decode|16", Verdict.regressed, "registers 96 → 97\nand more")
     result = LayerResult("resource", (bad, Finding("b", Verdict.passed, "")), "Triton 3.6.0")
     page = markdown([result])
-    assert "## Regression gate: regressed (not run: latency, policy)" in page
+    assert "## Regression gate: regressed (not run: latency, policy, cpu)" in page
     assert "| decode\\|16 | regressed | registers 96 → 97 and more |" in page
     assert "| resource | regressed | 1/2 | Triton 3.6.0 |" in page
 

@@ -3,7 +3,7 @@
 import pytest
 
 from harness.metrics.comparison import compare
-from harness.metrics.verdict import judge, median_interval
+from harness.metrics.verdict import Trust, judge, median_interval
 
 
 def record(name, simulated=1.0, runs=(1.0,), **changes):
@@ -27,10 +27,36 @@ def test_worst_and_median_error_over_the_points():
     assert verdict.worst_point == "workload.seed=c"
 
 
-def test_within_the_band_or_within_the_spread_is_close():
-    verdict = judge([record("a", 1.09), record("b", 1.3, (1.0, 0.6, 1.2)), record("c", 1.3)]).metrics[0]
-    assert (verdict.close, verdict.points) == (2, 3)
-    assert not verdict.holds
+def test_small_errors_and_errors_within_the_noise_are_trusted():
+    near = [record(name, 1.01, (0.999, 1.0, 1.001)) for name in "abcd"]
+    noisy = [record(name, 1.085, (0.9, 1.0, 1.12)) for name in "abcdefghijkl"]
+    far = [record(name, 1.1, (0.999, 1.0, 1.001)) for name in "abcd"]
+    lost = [record(name, 1.4, (0.999, 1.0, 1.001)) for name in "abcd"]
+    found = [judge(records).metrics[0].trust for records in (near, noisy, far, lost)]
+    assert found == [Trust.trusted, Trust.trusted, Trust.within, Trust.not_trusted]
+
+
+def test_one_point_far_off_keeps_a_class_from_being_trusted():
+    records = [record(name, 1.01, (0.999, 1.0, 1.001)) for name in "abcdefghijk"]
+    one_off = judge([*records, record("z", 1.5, (0.999, 1.0, 1.001))]).metrics[0]
+    assert judge(records).metrics[0].trust is Trust.trusted
+    assert one_off.trust is not Trust.trusted
+    assert one_off.worst_point == "workload.seed=z"
+
+
+def test_noise_without_end_is_no_excuse():
+    records = [record(name, 2.0, (0.5, 1.0, 3.0)) for name in "abcd"]
+    assert judge(records).metrics[0].trust is Trust.not_trusted
+
+
+def test_one_run_of_one_point_is_not_tested():
+    assert judge([record("a")]).metrics[0].trust is Trust.untested
+
+
+def test_differing_counts_are_a_verdict_of_their_own():
+    counts = {"identical": False, "steps": 9, "first_difference": "step 3: rows"}
+    found = judge([record("a", levels={"counts": counts})]).classes
+    assert (found[0].name, found[0].trust) == ("counts", Trust.not_trusted)
 
 
 def test_spread_of_repeats_stands_beside_the_error():

@@ -20,3 +20,10 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def page(store: Path) -> Path:
     """The report on `store`."""
     return write_report(store)
+
+
+@pytest.fixture(autouse=True)
+def _no_pdf(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests that write a report of their own look at the page alone; the PDFs take half of the time."""
+    if "page" not in request.fixturenames:
+        monkeypatch.setattr("harness.report.write.pdf_bytes", lambda figure: b"%PDF-none")

@@ -54,7 +54,7 @@ def test_figures_hold_selectable_text(opened):
 
 
 def test_tables_have_their_rows(opened):
-    assert opened.locator("#tables .scroll").first.locator("tbody tr").count() == 12
+    assert opened.locator("table.sortable tbody tr").count() == 12
 
 
 def test_nothing_is_asked_of_the_network(opened):
@@ -66,7 +66,7 @@ def test_the_console_stays_silent(opened):
     assert opened.complaints == []
 
 
-@pytest.mark.parametrize("width", [800, 1280])
+@pytest.mark.parametrize("width", [400, 800, 1280])
 def test_no_horizontal_overflow(opened, width):
     opened.set_viewport_size({"width": width, "height": 800})
     opened.locator("details").evaluate_all("all => all.forEach(one => one.open = true)")
@@ -86,3 +86,111 @@ def test_no_text_leaves_its_figure(opened):
         })"""
     )
     assert outside == []
+
+
+def column(tab: Any, name: str) -> list[str]:
+    """The shown cells of a column of the table of points."""
+    return tab.evaluate(
+        """name => { const table = document.querySelector('table.sortable');
+            const heads = [...table.tHead.rows[table.tHead.rows.length - 1].cells];
+            const place = heads.findIndex(head => head.textContent === name);
+            return [...table.tBodies[0].rows].filter(row => !row.hidden).map(row => row.cells[place].textContent); }""",
+        name,
+    )
+
+
+def test_a_click_on_a_head_sorts_the_points_and_a_second_one_turns_the_order(opened):
+    opened.get_by_role("button", name="block size", exact=True).click()
+    once = [int(text) for text in column(opened, "block size")]
+    opened.get_by_role("button", name="block size", exact=True).click()
+    twice = [int(text) for text in column(opened, "block size")]
+    assert once == sorted(once)
+    assert twice == sorted(once, reverse=True)
+
+
+def test_the_filter_leaves_the_points_that_have_all_words(opened):
+    opened.get_by_role("searchbox").fill("paged 16")
+    assert set(column(opened, "cache")) == {"paged"}
+    assert set(column(opened, "block size")) == {"16"}
+    assert "4 of 12 points" in opened.locator(".count").inner_text()
+
+
+def test_a_held_value_leaves_its_points_in_the_chart(opened):
+    before = opened.locator(".chart circle").count()
+    opened.get_by_label("beam width").select_option("1")
+    assert 0 < opened.locator(".chart circle").count() < before
+
+
+def test_axes_can_be_chosen_and_name_their_units(opened):
+    opened.get_by_label("y", exact=True).select_option(label="TTFT p50")
+    opened.get_by_label("x", exact=True).select_option(label="request throughput")
+    said = opened.locator(".chart").inner_text() or opened.locator(".chart").text_content()
+    assert "TTFT p50 (" in said
+    assert "request throughput (requests/s)" in said
+
+
+def test_a_point_shows_its_values_under_the_mouse_and_all_figures_on_the_keyboard(opened):
+    dot = opened.locator(".chart circle").first
+    dot.hover(force=True)
+    assert "predicted" in opened.locator(".tip").inner_text()
+    dot.focus()
+    opened.keyboard.press("Enter")
+    assert opened.locator(".detail tbody tr").count() > 10
+
+
+def test_a_drag_zooms_and_a_button_resets(opened):
+    chart = opened.locator(".chart")
+    chart.scroll_into_view_if_needed()
+    before, box = opened.locator(".chart circle").count(), chart.bounding_box()
+    opened.mouse.move(box["x"] + 0.3 * box["width"], box["y"] + 0.02 * box["height"])
+    opened.mouse.down()
+    opened.mouse.move(box["x"] + 0.95 * box["width"], box["y"] + 0.6 * box["height"])
+    opened.mouse.up()
+    assert opened.locator(".chart circle").count() < before
+    opened.get_by_role("button", name="Reset zoom").click()
+    assert opened.locator(".chart circle").count() == before
+
+
+def context_of(browser: Any, page: Any, **options: Any) -> Any:
+    context = browser.new_context(offline=True, **options)
+    context.set_default_timeout(PATIENCE_MS)
+    tab = context.new_page()
+    tab.goto(page.as_uri())
+    return tab
+
+
+def test_a_dark_theme_is_followed(browser, page):
+    tab = context_of(browser, page, color_scheme="dark")
+    shades = tab.evaluate(
+        "['color', 'background-color'].map(name => getComputedStyle(document.body)[name].match(/\\d+/g).map(Number)[0])"
+    )
+    assert shades[0] > 180 > 60 > shades[1]
+    tab.context.close()
+
+
+def test_without_script_every_point_is_in_the_table_and_the_figures(browser, page):
+    tab = context_of(browser, page, java_script_enabled=False)
+    assert tab.locator("table.sortable tbody tr").count() == 12
+    assert tab.locator("figure svg").count() > 8
+    assert "needs JavaScript" in tab.locator("#explore").inner_text()
+    tab.context.close()
+
+
+def test_a_word_of_a_table_is_not_broken_on_a_phone(browser, page):
+    """Letter-by-letter breaks made cells that are many lines high and one letter wide."""
+    tab = context_of(browser, page, viewport={"width": 400, "height": 900})
+    narrow = tab.evaluate(
+        """() => [...document.querySelectorAll('#verdict td')].filter(cell => cell.textContent.trim().length > 8
+            && cell.getBoundingClientRect().width < 40).map(cell => cell.textContent)"""
+    )
+    assert narrow == []
+    tab.context.close()
+
+
+def test_print_leaves_controls_out_and_keeps_headings_with_what_follows(browser, page):
+    tab = context_of(browser, page)
+    tab.emulate_media(media="print")
+    assert not tab.locator("#explore").is_visible()
+    assert tab.evaluate("getComputedStyle(document.querySelector('h2')).breakAfter") == "avoid"
+    assert tab.pdf(format="A4").startswith(b"%PDF")
+    tab.context.close()

@@ -92,7 +92,7 @@ def test_time_bins_weight_steps_by_their_overlap_and_leave_idle_time_out():
     table = pd.DataFrame(steps | {"start_s": [0.0, 150.5], "seconds": [100.5, 49.5]})
     binned = _bin(table, 200.0)
     assert binned["token"].iloc[0] == pytest.approx(100.0)
-    assert np.isnan(binned["token"].iloc[120])
+    assert np.isnan(binned["token"].iloc[72])
     assert binned["token"].iloc[-1] == pytest.approx(50.0)
     assert binned["free"].iloc[-1] == pytest.approx(50.0)
 

@@ -13,38 +13,53 @@ def row(error, spread=0.01, metric="ttft_p50"):
     return {"metric": metric, "unit": "s", **sides, "error": error, "spread": spread}
 
 
+def runs_of(rows):
+    """Three runs of each metric that lie closely together; they fit `row(...)`."""
+    return {"runs": [{one["metric"]: value for one in rows} for value in (0.999, 1.0, 1.001)]}
+
+
+TIMES = ("request_throughput", "tpot_p50", "ttft_p50")
+
+
+def said(tmp_path, errors):
+    rows = [row(error, 0.001, metric=name) for name, error in zip(TIMES, errors, strict=True)]
+    write_point(tmp_path, POINT, comparison=rows, measured=runs_of(rows))
+    return next(line for line in verdict_lines(tmp_path) if line.startswith(("Yes", "No", "Partly")))
+
+
 @pytest.mark.parametrize(
-    ("rows", "start"),
+    ("errors", "start"),
     [
-        ([row(0.02)], "Yes: all 1 headline metrics are within 10 %"),
-        ([row(0.5)], "No: 0 of 1 headline metrics"),
-        ([row(0.5), row(0.01, metric="tpot_p50")], "Partly: 1 of 2 headline metrics"),
-        ([row(0.5, spread=0.6)], "Yes"),
+        ((0.0, 0.0, 0.0), "Yes: trusted: counts, throughput, time per output token, time to first token"),
+        (
+            (0.0, 0.1, 0.0),
+            "Yes, within limits: trusted: counts, throughput, time to first token; trusted within a",
+        ),
+        (
+            (0.0, 0.0, 0.6),
+            "Partly: trusted: counts, throughput, time per output token; not trusted: time to first",
+        ),
+        (
+            (0.6, 0.7, 0.8),
+            "No: trusted: counts; not trusted: throughput, time per output token, time to first",
+        ),
     ],
 )
-def test_the_answer_follows_from_errors_and_spreads(tmp_path, rows, start):
-    write_point(tmp_path, POINT, comparison=rows)
-    assert any(line.startswith(start) for line in verdict_lines(tmp_path))
+def test_the_answer_follows_from_the_verdicts_of_the_classes(tmp_path, errors, start):
+    assert said(tmp_path, errors).startswith(start)
 
 
-def test_a_metric_line_sets_the_error_beside_the_spread(tmp_path):
-    write_point(tmp_path, POINT, comparison=[row(-0.034, spread=0.012)])
-    write_point(tmp_path, POINT | {"cache.block_size": 8}, comparison=[row(-0.03, spread=0.012)])
-    assert verdict_lines(tmp_path)[-1] == (
-        "TTFT p50: median error 3.2 %, worst −3.4 % at cache.block_size=16; "
-        "spread of repeats 1.2 %; close at 2 of 2"
+def test_a_limit_is_said_as_a_number(tmp_path):
+    assert "time per output token (within 10.1 % at nine of ten points)" in said(tmp_path, (0.0, 0.1, 0.0))
+
+
+def test_a_class_is_described_by_its_errors_and_the_noise(tmp_path):
+    said(tmp_path, (0.0, 0.0, 0.6))
+    (line,) = [line for line in verdict_lines(tmp_path) if line.startswith("Time to first token")]
+    assert (
+        line
+        == "Time to first token: not trusted (TTFT p50: typical error 60.0 %, noise floor 0.1 %, worst +60.0 %)."
     )
-
-
-def test_a_single_point_is_not_called_the_worst(tmp_path):
-    write_point(tmp_path, POINT, comparison=[row(-0.134, spread=0.012)])
-    assert verdict_lines(tmp_path)[-1] == "TTFT p50: error −13.4 %; spread of repeats 1.2 %; not close"
-
-
-def test_no_point_is_blamed_for_an_error_of_nothing(tmp_path):
-    for size in (8, 16):
-        write_point(tmp_path, POINT | {"cache.block_size": size}, comparison=[row(0.0)])
-    assert "worst 0.0 %; spread" in verdict_lines(tmp_path)[-1]
 
 
 UNSCALED = {"n": 9, "mape": 0.3, "bias": -0.3, "total_error": -0.25}

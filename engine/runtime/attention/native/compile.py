@@ -46,13 +46,30 @@ def load_library() -> ctypes.CDLL | str:
     if os.environ.get(SWITCH) == "0":
         return f"{SWITCH}=0 leaves compiled kernels out"
     try:
+        return _loaded(_compiler())
+    except NativeUnavailableError as error:
+        return str(error)
+
+
+def _compiler() -> list[str]:
+    """The C compiler with its options. Raises NativeUnavailableError."""
+    try:
         compiler, *options = shlex.split(os.environ.get("CC") or "cc")
     except ValueError as error:
-        return f"CC={os.environ['CC']!r} is not a command: {error}"
+        raise NativeUnavailableError(f"CC={os.environ['CC']!r} is not a command: {error}") from error
     path = shutil.which(compiler)
     if path is None:
-        return "there is no C compiler (cc, or the command in CC)"
-    return _loaded([path, *options])
+        raise NativeUnavailableError("there is no C compiler (cc, or the command in CC)")
+    return [path, *options]
+
+
+def compile_command(sources: list[Path], target: Path) -> list[str]:
+    """The command that compiles C files into the library `target` as ours are. Raises NativeUnavailableError."""
+    return _command(_compiler(), sources, target)
+
+
+def _command(compiler: list[str], sources: list[Path], target: Path) -> list[str]:
+    return [*compiler, *_FLAGS, *map(str, sources), "-o", str(target), "-lm"]
 
 
 def _loaded(compiler: list[str]) -> ctypes.CDLL | str:
@@ -74,8 +91,7 @@ def _compile(compiler: list[str], target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         built = Path(folder) / target.name
-        sources = [str(source) for source in sorted(_HERE.glob("*.c"))]
-        command = [*compiler, *_FLAGS, *sources, "-o", str(built), "-lm"]
+        command = _command(compiler, sorted(_HERE.glob("*.c")), built)
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=_TIMEOUT_S)
         built.replace(target)
 

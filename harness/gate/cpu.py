@@ -1,0 +1,234 @@
+"""The CPU layer: time of the engine's attention on a CPU, relative to the accepted version of the same code.
+
+The baseline holds the accepted sources: the C kernel of decode, and the torch paths of decode and prefill. The gate
+compiles and loads them beside today's, and times both in turns in one process. So a faster, slower or busier machine
+changes both alike, and the ratio of unchanged code is 1 on every machine. Every figure is a CPU figure; none says
+anything about a GPU.
+"""
+
+import ctypes
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from harness.config.errors import UserError
+from harness.gate.baseline import Baseline, Measured, coverage, read_baseline
+from harness.gate.effect import effect
+from harness.gate.findings import Finding, LayerResult, Verdict
+from harness.gate.policy import rounds
+from harness.gate.settings import GateSettings, default_settings
+
+if TYPE_CHECKING:
+    import torch
+
+
+NAME = "cpu-attention"
+NATIVE, DECODE, PREFILL = "CPU: compiled decode (C)", "CPU: torch decode", "CPU: torch prefill"
+ROWS, HEADS, KV_HEADS, DIM, CONTEXT, BLOCK = 8, 16, 4, 64, 512, 16
+QUERIES = 128  # of the prefill case
+CALLS = {NATIVE: 12, DECODE: 4, PREFILL: 4}  # calls of a timed block, so that it takes some milliseconds
+C_FILES = ("decode.c", "decode.h", "vectors.h")
+TORCH_FILES = ("gathered.py", "decode.py", "prefill.py")  # each imports only those before it
+_TOLERANCE = 1e-4
+Work = Callable[[], object]
+
+
+def case_names() -> list[str]:
+    """The names of the cases."""
+    return [NATIVE, DECODE, PREFILL]
+
+
+def sources() -> dict[str, str]:
+    """Today's sources of the timed code, by file name."""
+    import engine.runtime.attention.native
+    import paged_kernels.torch
+
+    native = Path(engine.runtime.attention.native.__file__).parent
+    torch_paths = Path(paged_kernels.torch.__file__).parent
+    files = [*(native / name for name in C_FILES), *(torch_paths / name for name in TORCH_FILES)]
+    return {file.name: file.read_text(encoding="utf-8") for file in files}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Queries, caches, block tables and lengths of the cases, in float32 on one thread."""
+
+    q: "torch.Tensor"
+    keys: "torch.Tensor"
+    values: "torch.Tensor"
+    table: "torch.Tensor"
+    lengths: "torch.Tensor"
+
+
+def inputs() -> Inputs:
+    """The same inputs in every run."""
+    import torch
+
+    torch.set_num_threads(1)
+    generator = torch.Generator().manual_seed(0)
+    per_row = CONTEXT // BLOCK
+    table = torch.randperm(ROWS * per_row, generator=generator).view(ROWS, per_row) + 1
+    shape = (ROWS * per_row + 1, BLOCK, KV_HEADS, DIM)
+    keys, values = (torch.randn(shape, generator=generator) for _ in range(2))
+    q = torch.randn(max(ROWS, QUERIES), HEADS, DIM, generator=generator)
+    return Inputs(q, keys, values, table, torch.full((ROWS,), CONTEXT))
+
+
+def works(version: Mapping[str, str] | None, data: Inputs, folder: Path) -> dict[str, Work]:
+    """The calls of a version of the code by case; None is today's. A call returns its output, made anew in place.
+
+    Raises:
+        UserError: the version cannot be compiled or loaded here; the message says why.
+    """
+    if version is None:
+        from engine.runtime.attention.native.compile import library
+        from paged_kernels.torch import decode, prefill
+
+        return _works(library(), decode, prefill, data)
+    modules = _load_torch(version)
+    return _works(_compile(version, folder), modules["decode.py"], modules["prefill.py"], data)
+
+
+def _works(native: ctypes.CDLL, decode: ModuleType, prefill: ModuleType, data: Inputs) -> dict[str, Work]:
+    from paged_kernels import Scoring, Workspace
+
+    scoring, q = Scoring(DIM**-0.5), data.q
+    table, lengths = data.table.numpy(), data.lengths.numpy()
+    metadata = decode.decode_metadata(table, lengths, BLOCK, token_bytes=2 * KV_HEADS * DIM * 4)
+    chunk = prefill.prefill_metadata(table[0], 0, QUERIES, CONTEXT, BLOCK)
+    decode_out, prefill_out, space = q[:ROWS].clone(), q[:QUERIES].clone(), Workspace()
+    caches = data.keys, data.values
+
+    def torch_decode() -> object:
+        decode.run_decode(metadata, q[:ROWS], *caches, scoring, decode_out, space)
+        return decode_out
+
+    def torch_prefill() -> object:
+        prefill.run_prefill(chunk, q[:QUERIES], *caches, scoring, prefill_out, space)
+        return prefill_out
+
+    return {NATIVE: _native(native, data), DECODE: torch_decode, PREFILL: torch_prefill}
+
+
+def _native(library: ctypes.CDLL, data: Inputs) -> Work:
+    """The C kernel as `NativeMetadata` of the engine calls it."""
+    import torch
+
+    run = ctypes.CFUNCTYPE(
+        None, *[ctypes.c_void_p] * 5, *[ctypes.c_int64] * 9, ctypes.c_float, *[ctypes.c_void_p] * 2
+    )(("decode_f32", library))
+    q, out = data.q[:ROWS].contiguous(), torch.empty(ROWS, HEADS, DIM)
+    scratch = torch.empty(HEADS * (2 * DIM + 16 + 2))
+    pointers = [tensor.data_ptr() for tensor in (q, data.keys, data.values, data.table, data.lengths)]
+    shape = (data.table.shape[1], BLOCK, HEADS, KV_HEADS, DIM, DIM, 0)
+
+    def call() -> object:
+        run(*pointers, 0, ROWS, *shape, DIM**-0.5, out.data_ptr(), scratch.data_ptr())
+        return out
+
+    return call
+
+
+def _compile(version: Mapping[str, str], folder: Path) -> ctypes.CDLL:
+    from engine.runtime.attention.native.compile import NativeUnavailableError, compile_command
+
+    for name in C_FILES:
+        (folder / name).write_text(version[name], encoding="utf-8")
+    target = folder / "accepted.so"
+    try:
+        command = compile_command([folder / "decode.c"], target)
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+        return ctypes.CDLL(str(target))
+    except (OSError, NativeUnavailableError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None) or str(error)
+        raise UserError(f"the accepted decode.c does not compile here: {said.strip()[:300]}") from error
+
+
+def _load_torch(version: Mapping[str, str]) -> dict[str, ModuleType]:
+    """The accepted modules, which import each other and not today's."""
+    package = "paged_kernels_accepted"
+    found: dict[str, ModuleType] = {}
+    for name in TORCH_FILES:
+        full = f"{package}_{name.removesuffix('.py')}"
+        text = version[name]
+        for other in TORCH_FILES:
+            stem = other.removesuffix(".py")
+            text = text.replace(f"paged_kernels.torch.{stem} import", f"{package}_{stem} import")
+        module = ModuleType(full)
+        sys.modules[full] = module  # before it runs: its dataclasses look their module up
+        try:
+            exec(compile(text, f"<accepted {name}>", "exec"), module.__dict__)
+        except Exception as error:
+            raise UserError(f"the accepted {name} cannot be loaded beside today's code: {error}") from error
+        found[name] = module
+    return found
+
+
+def measure(folder: Path | None = None) -> Measured:
+    """Time today's code and the accepted one in turns; without a baseline in `folder`, today's against itself."""
+    today = sources()
+    baseline = _accepted(folder)
+    accepted = today if baseline is None else baseline.environment["sources"]
+    cases: dict[str, dict[str, Any]] = {}
+    remarks = ["CPU figures: time of today's code / time of the accepted code, in turns in one process"]
+    data = inputs()
+    with tempfile.TemporaryDirectory() as place:
+        ours, theirs = works(None, data, Path(place)), works(accepted, data, Path(place))
+        for name in case_names():
+            cases[name] = {"difference": _difference(ours[name], theirs[name])}
+            cases[name]["ratios"] = rounds(_times(ours[name], CALLS[name]), _times(theirs[name], CALLS[name]))
+    made_on = {"machine": platform.machine(), "files": sorted(today)}
+    return Measured("cpu", NAME, made_on, None, cases, {"sources": today}, tuple(remarks))
+
+
+def _accepted(folder: Path | None) -> Baseline | None:
+    if folder is None:
+        return None
+    found = read_baseline(folder / f"{NAME}.json", "cpu")
+    if found is not None and not isinstance(found.environment.get("sources"), dict):
+        raise UserError(
+            f"{folder / NAME}.json holds no sources; write it again with gate --layer cpu --update"
+        )
+    return found
+
+
+def _times(work: Work, calls: int) -> Work:
+    def run() -> None:
+        for _ in range(calls):
+            work()
+
+    return run
+
+
+def _difference(ours: Work, theirs: Work) -> float:
+    """The largest difference of the two results."""
+    one, other = ours(), theirs()
+    return float((one - other).abs().max())  # type: ignore[operator]
+
+
+def judge(now: Measured, baseline: Baseline, settings: GateSettings | None = None) -> LayerResult:
+    """A case regresses if even the lower bound of its ratio is above 1 by more than the negligible margin."""
+    margins = (settings or default_settings()).attention
+    findings = []
+    for case in sorted(set(now.cases) & set(baseline.cases)):
+        found, difference = now.cases[case], float(now.cases[case]["difference"])
+        bounds = effect(found["ratios"], [1.0] * len(found["ratios"]))
+        if difference > _TOLERANCE:
+            text = f"its results differ from the accepted code's by {difference:.1e}; accept them if that is meant"
+            findings.append(Finding(case, Verdict.regressed, text))
+        else:
+            findings.append(Finding(case, bounds.verdict(margins), f"{bounds}"))
+    made_on = f"CPU, {platform.machine()}, accepted {baseline.date}"
+    return LayerResult("cpu", (*coverage(now, baseline), *findings), made_on, now.remarks)
+
+
+def unfit(now: Measured, settings: GateSettings | None = None) -> Iterator[str]:
+    """Nothing: the baseline holds sources, and no figure that noise could spoil."""
+    del now, settings
+    return iter(())

@@ -1,0 +1,390 @@
+"""What the sweep says, in sentences: each is computed from the points, has its uncertainty, and names its figure.
+
+A sentence compares points that differ in one setting alone. It gives the median of their ratios with a 95 % bootstrap
+interval over the matched points; of fewer than three it gives their range. Measured values are used where there are
+any.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from math import log
+from statistics import median
+from typing import Any
+
+from harness.metrics import METRICS
+from harness.metrics.verdict import COUNTS, ClassVerdict, Trust, Verdict, median_interval
+from harness.report import numbers
+from harness.report.axes import POLICY, Axes, policy_of, setting
+from harness.report.study import Record, Study
+
+BLOCK, SHARE, BEAMS, SAMPLES = (
+    *("cache.block_size", "workload.prefix_share"),
+    *("decoding.beam_width", "decoding.n"),
+)
+RATE = "workload.request_rate"
+RATES, LATENCY = "request_throughput", "norm_latency_mean"
+_FEW = 1 / 3  # of the differences exceed the spread: below, a setting does not matter
+_SAME = 0.01  # differences below this are none, where nothing was repeated
+_WAITING = 0.5  # requests in the queue, on average: memory or the batch is short
+_KNEE = 2.0  # the load at which normalized latency is so many times that of the lowest load
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A question of the reader, the sentences that answer it, and the figure that shows it (empty: none)."""
+
+    key: str
+    question: str
+    text: str
+    figure: str = ""
+    items: tuple[str, ...] = ()  # further sentences, one by one
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """The median of matched ratios with its interval or range."""
+
+    middle: float
+    low: float
+    high: float
+    pairs: int
+
+    @property
+    def sure(self) -> bool:
+        """Whether the interval leaves out 1."""
+        return self.low > 1 or self.high < 1
+
+    def __str__(self) -> str:
+        return f"{self.middle:.2f} times (95 % interval {self.low:.2f} to {self.high:.2f})"
+
+
+def answers(study: Study, axes: Axes, verdict: Verdict) -> list[Answer]:
+    """The answers that these points can give, in the order in which a reader asks."""
+    found = [
+        *_against_baselines(study, axes),
+        *_block_size(study, axes),
+        *_along(study, axes, SHARE, "What does sharing save?", _sharing_text),
+        *_along(study, axes, BEAMS, "What do beams cost?", _width_text),
+        *_along(study, axes, SAMPLES, "What do parallel samples cost?", _width_text),
+        *_load(study, axes),
+    ]
+    return [*found, *_trust(study, axes, verdict)]
+
+
+def value(record: Record, metric: str) -> float | None:
+    """A metric of a point: measured (median of the runs) if the point was measured, else simulated."""
+    row = _row(record, metric)
+    found = row.get("measured") if record.get("measured") else row.get("simulated")
+    return None if found is None else float(found)
+
+
+def _row(record: Record, metric: str) -> Mapping[str, Any]:
+    return next((row for row in record.get("comparison") or () if row["metric"] == metric), {})
+
+
+def _side(records: Sequence[Record]) -> str:
+    measured = sum(bool(record.get("measured")) for record in records)
+    if not measured:
+        return "predicted"
+    return "measured" if measured == len(records) else "measured where it was"
+
+
+def ratio(pairs: Sequence[tuple[Record, Record]], metric: str) -> Ratio | None:
+    """The ratios of a metric over pairs of points, first to second; None where no pair has both values."""
+    values = [(value(one, metric), value(other, metric)) for one, other in pairs]
+    found = [one / other for one, other in values if one is not None and other]
+    if not found:
+        return None
+    low, high = median_interval(found) or (min(found), max(found))
+    return Ratio(median(found), low, high, len(found))
+
+
+def matched(records: Sequence[Record], axes: Axes, *, free: Sequence[str]) -> list[list[Record]]:
+    """Groups of points that are alike in every swept setting and the policy, except in `free`."""
+    fixed = [key for key in (POLICY, *axes.values) if key not in free]
+    groups: dict[tuple[Any, ...], list[Record]] = {}
+    for record in records:
+        groups.setdefault(tuple(setting(record, key) for key in fixed), []).append(record)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def _against_baselines(study: Study, axes: Axes) -> Iterator[Answer]:
+    """Paging against each contiguous policy, at equal settings; every block size counts."""
+    for name in sorted({policy_of(record) for record in study.records} - {"paged"}):
+        pairs = [
+            (one, other)
+            for group in matched(study.records, axes, free=[POLICY, BLOCK])
+            for one in group
+            for other in group
+            if policy_of(one) == "paged" and policy_of(other) == name
+        ]
+        served, held = ratio(pairs, RATES), ratio(pairs, "utilisation")
+        if served is None:
+            continue
+        text = f"Against {name}, paging serves {_more(served)} requests per second"
+        if held is not None:
+            memory = Ratio(1 / held.middle, 1 / held.high, 1 / held.low, held.pairs)
+            text += f", and allocates {memory} the memory for the same tokens"
+        text += f" (medians over {_matched(served.pairs)}, {_side([one for pair in pairs for one in pair])})."
+        yield Answer(f"against_{name}", f"What does paging save against {name}?", text, "memory")
+
+
+def _more(found: Ratio) -> str:
+    if not found.sure:
+        return f"as many ({found}: no difference is shown)"
+    return f"{'more' if found.middle > 1 else 'FEWER'}: {found} the"
+
+
+def _matched(count: int) -> str:
+    return "1 matched pair of points" if count == 1 else f"{count:,} matched pairs of points"
+
+
+def _block_size(study: Study, axes: Axes) -> Iterator[Answer]:
+    if BLOCK not in axes.values:
+        return
+    groups = matched([r for r in study.records if policy_of(r) == "paged"], axes, free=[BLOCK])
+    pairs = [pair for group in groups for pair in combinations(group, 2)]
+    if not pairs:
+        return
+    figure, question = "curve_cache_block_size", "Which block size is best?"
+    if study.block_size_unpriced and not study.measured:
+        text = f"{study.block_size_unpriced} Blocks differ in memory alone: {_waste(groups)}."
+        yield Answer("block_size", question, text, figure)
+        return
+    clear = {metric: sum(differs(*pair, metric) for pair in pairs) for metric in (RATES, LATENCY)}
+    shown = " and ".join(
+        f"{count:,} of {len(pairs):,} differences in {METRICS[metric].label}"
+        for metric, count in clear.items()
+    )
+    limit = "the run-to-run spread" if study.measured else f"{100 * _SAME:g} %"
+    best = best_value(groups, BLOCK, LATENCY, higher=False)
+    few = max(clear.values()) < _FEW * len(pairs)
+    if few or best is None:
+        verdict = "Block size does not matter here" if few else "No block size is the best everywhere"
+    elif best[1].sure:
+        verdict = f"Blocks of {best[0]} are best: the next best size has {best[1]} their normalized latency"
+    else:
+        verdict = "Block size matters at some points, but no size is the best everywhere"
+    yield Answer("block_size", question, f"{verdict}: {shown} exceed {limit}.", figure)
+
+
+def _waste(groups: Sequence[Sequence[Record]]) -> str:
+    sizes: dict[Any, list[float]] = {}
+    for record in (record for group in groups for record in group):
+        if (found := value(record, "internal_of_allocated")) is not None:
+            sizes.setdefault(setting(record, BLOCK), []).append(found)
+    return ", ".join(f"{size} wastes {100 * median(found):.1f} %" for size, found in sorted(sizes.items()))
+
+
+def differs(one: Record, other: Record, metric: str) -> bool:
+    """Whether two points differ by more than both their spreads of repeats, or by 1 % where nothing was repeated."""
+    first, second = value(one, metric), value(other, metric)
+    if not first or not second:
+        return False
+    spreads = [_row(record, metric).get("spread") for record in (one, other)]
+    noise = max([_SAME, *(spread for spread in spreads if spread is not None)])
+    return bool(abs(log(first / second)) > noise)
+
+
+def best_value(
+    groups: Sequence[Sequence[Record]], key: str, metric: str, *, higher: bool
+) -> tuple[Any, Ratio] | None:
+    """The value of `key` with the best metric, and the ratio of the metric at the next best value to it."""
+    relative: dict[Any, list[float]] = {}
+    for group in groups:
+        known = [(setting(record, key), found) for record in group if (found := value(record, metric))]
+        mean = median(found for _, found in known) if known else 0.0
+        for place, found in known:
+            relative.setdefault(place, []).append(found / mean)
+    ranked = sorted(relative, key=lambda place: median(relative[place]), reverse=higher)
+    if len(ranked) < 2:
+        return None
+    pairs = [
+        (one, other)
+        for group in groups
+        for one in group
+        for other in group
+        if (setting(one, key), setting(other, key)) == (ranked[1], ranked[0])
+    ]
+    lead = ratio(pairs, metric)
+    return (ranked[0], lead) if lead else None
+
+
+def _along(
+    study: Study,
+    axes: Axes,
+    key: str,
+    question: str,
+    words: Callable[[Sequence[tuple[Record, Record]], Any, Any], str],
+) -> Iterator[Answer]:
+    """Compare the lowest with the highest value of a swept setting, on the paged points."""
+    known = [v for v in axes.values.get(key, ()) if isinstance(v, int | float)]
+    if len(known) < 2:
+        return
+    low, high = known[0], known[-1]
+    groups = matched([r for r in study.records if policy_of(r) == "paged"], axes, free=[key])
+    pairs = [
+        (one, other)
+        for group in groups
+        for one in group
+        for other in group
+        if (setting(one, key), setting(other, key)) == (high, low)
+    ]
+    text = words(pairs, low, high) if pairs else ""
+    if text:
+        text += f" ({_matched(len(pairs))}, {_side([one for pair in pairs for one in pair])})."
+        yield Answer(key, question, text, "curve_" + key.replace(".", "_"))
+
+
+def _sharing_text(pairs: Sequence[tuple[Record, Record]], low: Any, high: Any) -> str:
+    hits = [found for one, _ in pairs if (found := value(one, "hit_ratio")) is not None]
+    saved = [found for one, _ in pairs if (found := value(one, "sharing_saving")) is not None]
+    first, served = ratio(pairs, "ttft_p50"), ratio(pairs, RATES)
+    if first is None or served is None:
+        return ""
+    text = f"With {100 * high:g} % of each prompt shared instead of {100 * low:g} %"
+    if hits:
+        text += f", {100 * median(hits):.0f} % of the prompt tokens come from the cache"
+    if saved:
+        text += f", {100 * median(saved):.0f} % of the blocks are saved by sharing"
+    return text + f"; the median time to first token is {first}, requests per second are {served}"
+
+
+def _width_text(pairs: Sequence[tuple[Record, Record]], low: Any, high: Any) -> str:
+    served, made = ratio(pairs, RATES), ratio(pairs, "generated_throughput")
+    saved = [found for one, _ in pairs if (found := value(one, "sharing_saving")) is not None]
+    if served is None:
+        return ""
+    text = f"With {high} sequences for each request instead of {low}, requests per second are {served}"
+    if made is not None:
+        text += f", generated tokens per second {made}"
+    if saved:
+        text += f"; sharing saves {100 * median(saved):.0f} % of their blocks"
+    return text
+
+
+def _load(study: Study, axes: Axes) -> Iterator[Answer]:
+    question, figure = "Where does it saturate?", "pool_over_time"
+    if len([v for v in axes.values.get(RATE, ()) if isinstance(v, int | float)]) > 1:
+        yield Answer("load", question, " ".join(_knees(study, axes)), "curve_workload_request_rate")
+        return
+    waits = [record for record in study.records if (value(record, "waiting_mean") or 0.0) > _WAITING]
+    lost = [record for record in study.records if (value(record, "preemptions") or 0.0) > 0]
+    free = [found for record in study.records if (found := value(record, "free_share")) is not None]
+    if not free:
+        return
+    total = len(study.records)
+    text = (
+        f"Requests queued at {len(waits):,} of {total:,} points and lost their blocks (preemption) at {len(lost):,}; "
+        f"between {100 * min(free):.0f} and {100 * max(free):.0f} % of the pool's slots were free."
+    )
+    if not waits and not lost:
+        text += (
+            " The pool was never short, so this sweep says little about memory pressure: raise the load or "
+            "shrink the pool."
+        )
+    yield Answer("load", question, text, figure)
+
+
+def _knees(study: Study, axes: Axes) -> Iterator[str]:
+    for policy in sorted(
+        {policy_of(record) for record in study.records}, key=lambda name: (name != "paged", name)
+    ):
+        mine = [record for record in study.records if policy_of(record) == policy]
+        knees, last = [], max(v for v in axes.values[RATE] if isinstance(v, int | float))
+        for group in matched(mine, axes, free=[RATE]):
+            ordered = sorted(
+                (r for r in group if setting(r, RATE) is not None), key=lambda r: float(setting(r, RATE))
+            )
+            base = value(ordered[0], LATENCY) if ordered else None
+            over = [r for r in ordered if base and (value(r, LATENCY) or 0.0) > _KNEE * base]
+            knees.append(float(setting(over[0], RATE)) if over else None)
+        found = [knee for knee in knees if knee is not None]
+        if not knees:
+            continue
+        if not found:
+            yield f"{policy}: normalized latency does not double up to {last:g} requests/s."
+            continue
+        span = f"{min(found):g}" if min(found) == max(found) else f"{min(found):g} to {max(found):g}"
+        rest = f"; at {len(knees) - len(found)} it does not" if len(found) < len(knees) else ""
+        yield (
+            f"{policy}: normalized latency doubles at {span} requests/s at {len(found)} of {len(knees)} "
+            f"settings{rest}."
+        )
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """How often the simulation orders two points as measured, of all pairs and of those that clearly differ."""
+
+    agree: int
+    pairs: int
+    clear_agree: int
+    clear: int
+
+
+def ranking(pairs: Sequence[tuple[Record, Record]], metric: str) -> Ranking:
+    """The order of measured pairs against their predicted order; a predicted tie is no agreement."""
+    agree = total = clear_agree = clear = 0
+    for one, other in pairs:
+        rows = _row(one, metric), _row(other, metric)
+        measured = [row.get("measured") for row in rows]
+        predicted = [row.get("simulated") for row in rows]
+        if None in measured or None in predicted:
+            continue
+        same = (measured[0] - measured[1]) * (predicted[0] - predicted[1]) > 0  # type: ignore[operator]
+        total, agree = total + 1, agree + same
+        if differs(one, other, metric):
+            clear, clear_agree = clear + 1, clear_agree + same
+    return Ranking(agree, total, clear_agree, clear)
+
+
+def _trust(study: Study, axes: Axes, verdict: Verdict) -> Iterator[Answer]:
+    if not verdict.measured:
+        return
+    lines = []
+    paged = [record for record in study.measured if policy_of(record) == "paged"]
+    pairs = [pair for group in matched(paged, axes, free=[BLOCK]) for pair in combinations(group, 2)]
+    for metric in (RATES, LATENCY):
+        found = ranking(pairs, metric)
+        if found.pairs:
+            lines.append(
+                f"The simulation orders block sizes by {METRICS[metric].label} as measured in {found.agree} of "
+                f"{found.pairs} pairs, and in {found.clear_agree} of the {found.clear} that differ by more than "
+                "the spread."
+            )
+    everywhere = ranking(_some(list(combinations(study.measured, 2))), RATES)
+    if everywhere.clear:
+        lines.append(
+            f"Of any two points it orders {everywhere.clear_agree:,} of {everywhere.clear:,} that clearly differ in "
+            "requests per second as measured."
+        )
+    items = tuple(class_text(one) for one in verdict.classes)
+    yield Answer("trust", "How far can it be trusted?", " ".join(lines), "errors", items)
+
+
+def _some(pairs: list[tuple[Record, Record]], most: int = 20_000) -> list[tuple[Record, Record]]:
+    """At most `most` of the pairs, evenly spread over them."""
+    return pairs[:: max(1, len(pairs) // most)]
+
+
+def class_text(one: ClassVerdict) -> str:
+    """The verdict on a class in a sentence, with the figures that it rests on."""
+    name = one.name.capitalize()
+    worst = one.worst
+    if one.name == COUNTS or worst is None:
+        words = {Trust.trusted: "trusted: identical", Trust.not_trusted: "not trusted: they DIFFER"}
+        return f"{name}: {words.get(one.trust, 'not compared')}."
+    metric = worst.metric
+    verdict = str(one.trust)
+    if one.trust is Trust.within and one.within is not None:
+        verdict += f" {numbers.error_size(metric, one.within)} at nine of ten points"
+    if one.trust is Trust.untested:
+        verdict += ": a single run of a single point says nothing about chance"
+    typical = numbers.error_size(metric, worst.median_error)
+    floor = f", noise floor {numbers.error_size(metric, worst.floor)}" if worst.floor is not None else ""
+    return (
+        f"{name}: {verdict} ({metric.label}: typical error {typical}{floor}, worst "
+        f"{numbers.error(metric, worst.worst_error)})."
+    )

@@ -1,0 +1,145 @@
+"""The sentences change when the data do: stores in which another allocator, a block size or the noise wins."""
+
+import copy
+
+import pytest
+from synthetic_store import grid, write_store
+
+from harness.metrics.comparison import compare
+from harness.metrics.verdict import Trust, judge
+from harness.report.answers import answers
+from harness.report.axes import find_axes
+from harness.report.study import read_study
+
+SMALL = {
+    "cache.block_size": (8, 16, 32),
+    "workload.prefix_share": (0.0, 0.5, 0.9),
+    "decoding.beam_width": (1, 2),
+}
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory):
+    return read_study(write_store(tmp_path_factory.mktemp("answers"), grid(SMALL))).records
+
+
+class Changed:
+    """A study whose measured and simulated values are the original's times factors."""
+
+    def __init__(self, records, measured=lambda point, metric: 1.0, simulated=lambda point, metric: 1.0):
+        self.records = tuple(self._changed(record, measured, simulated) for record in records)
+        self.measured, self.block_size_unpriced = self.records, ""
+        self.axes = find_axes(self.records)
+        self.verdict = judge(self.records)
+
+    @staticmethod
+    def _changed(record, measured, simulated):
+        record = copy.deepcopy(dict(record))
+        point = {
+            "policy": record["config"]["cache"]["policy"],
+            "block": record["config"]["cache"]["block_size"],
+        }
+        runs = record["measured"]["runs"]
+        truth = runs[0]
+        noise = (0.999, 1.0, 1.002)
+        record["measured"]["runs"] = [
+            {
+                name: value * measured(point, name) * (1.0 if "share" in name else shake)
+                for name, value in truth.items()
+            }
+            for shake in noise
+        ]
+        predicted = {
+            name: value * measured(point, name) * simulated(point, name) for name, value in truth.items()
+        }
+        record["comparison"] = compare(record["analytic"], predicted, record["measured"]["runs"])
+        return record
+
+    def text(self, key):
+        found = {one.key: " ".join([one.text, *one.items]) for one in answers(self, self.axes, self.verdict)}
+        return found[key]
+
+
+def only(metrics, factor):
+    return lambda point, metric: factor(point) if metric in metrics else 1.0
+
+
+def test_paging_that_serves_more_is_said_with_its_interval(records):
+    study = Changed(
+        records, only({"request_throughput"}, lambda point: 2.0 if point["policy"] == "paged" else 1.0)
+    )
+    text = study.text("against_contiguous_max")
+    assert "paging serves more: " in text
+    assert "95 % interval" in text
+    assert "matched pairs of points, measured" in text
+
+
+def test_contiguous_that_wins_is_said_as_plainly(records):
+    study = Changed(
+        records, only({"request_throughput"}, lambda point: 0.2 if point["policy"] == "paged" else 1.0)
+    )
+    assert "paging serves FEWER: " in study.text("against_contiguous_max")
+
+
+def test_a_block_size_that_matters_is_named_as_the_best(records):
+    study = Changed(
+        records,
+        only(
+            {"norm_latency_mean", "request_throughput"},
+            lambda point: {8: 1.0, 16: 1.5, 32: 2.0}.get(point["block"], 1.0),
+        ),
+    )
+    text = study.text("block_size")
+    assert text.startswith("Blocks of 8 are best: the next best size has 1.4")
+    assert "differences in normalized latency mean exceed the run-to-run spread" in text
+
+
+def test_block_sizes_within_the_spread_do_not_matter(records):
+    same = {
+        name: records[0]["measured"]["runs"][0][name] for name in ("norm_latency_mean", "request_throughput")
+    }
+    study = Changed(records)
+    for record in study.records:
+        for row in record["comparison"]:
+            if row["metric"] in same:
+                row["measured"] = same[row["metric"]]
+    assert study.text("block_size").startswith("Block size does not matter here: 0 of 18 differences")
+
+
+def test_a_perfect_model_is_trusted_in_every_class_and_the_answer_is_yes(records):
+    study = Changed(records)
+    assert {one.trust for one in study.verdict.classes} == {Trust.trusted}
+    assert "Throughput: trusted (" in study.text("trust")
+
+
+def test_a_bad_model_is_not_trusted_and_the_answer_is_no(records):
+    study = Changed(
+        records, simulated=lambda point, metric: 1.6 if metric.endswith(("_p50", "_mean")) else 0.5
+    )
+    found = {one.name: one.trust for one in study.verdict.classes}
+    assert found["throughput"] is found["time per output token"] is Trust.not_trusted
+    assert found["counts"] is Trust.trusted
+    assert "Throughput: not trusted" in study.text("trust")
+
+
+def test_a_model_that_is_off_by_a_tenth_is_trusted_within_a_stated_error(records):
+    study = Changed(records, simulated=lambda point, metric: 1.1 if metric == "request_throughput" else 1.0)
+    assert "Throughput: trusted within 10." in study.text("trust")
+
+
+def test_a_simulation_that_orders_block_sizes_the_other_way_round_agrees_in_no_pair(records):
+    slow = only({"request_throughput"}, lambda point: {8: 1.0, 16: 1.5, 32: 2.0}.get(point["block"], 1.0))
+    turned = only({"request_throughput"}, lambda point: {8: 4.0, 16: 1.5, 32: 0.5}.get(point["block"], 1.0))
+    assert "by request throughput as measured in 0 of 18 pairs" in Changed(records, slow, turned).text(
+        "trust"
+    )
+    assert "by request throughput as measured in 18 of 18 pairs" in Changed(records, slow).text("trust")
+
+
+def test_a_pool_that_is_never_short_is_called_so(records):
+    study = Changed(records)
+    for record in study.records:
+        for row in record["comparison"]:
+            if row["metric"] in ("waiting_mean", "preemptions"):
+                row["measured"] = 0.0
+    assert "The pool was never short" in study.text("load")
