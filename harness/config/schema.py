@@ -341,7 +341,9 @@ class CostConfig:
     recalibrate: bool = False  # measure again, even if a calibration exists
     follow_pace: bool = True  # scale a fitted prediction by the device's pace now, from a fixed probe
     cache_dir: str | None = None  # where calibrations are kept; null: the user's cache directory
-    bounds: bool = True  # roofline: also replay at the datasheet's bound and at the ends of assumed ranges
+    bounds: bool | None = (
+        None  # roofline: replay at the bound and at the ends too; null: up to 2,000 requests
+    )
     operators: str | None = None  # operators: the CSV, with rows of the predicted device (device.name)
     kernels: str | None = None  # table: folder (or table) of bench kernels; null: calibrate's grid
     engine: TableEngine = TableEngine.vllm  # published: whose kernels

@@ -15,6 +15,7 @@ from harness.workload.shapes import device_shape
 from harness.workload.simulate import simulate_metrics
 from harness.workload.workload import Workload
 
+MOST_REQUESTS = 2_000
 METRICS = ("ttft_p50", "ttft_p99", "tpot_p50", "e2e_p50", "output_throughput")
 DATASHEET = ("memory_gb", "bandwidth_gbs", "tflops", "link_gbs", "host_link_gbs")
 ASSUMED: Mapping[str, tuple[float, float]] = {
@@ -48,10 +49,14 @@ def origins(device: DeviceConfig) -> dict[str, str]:
 def bounds_of(config: RunConfig, workload: Workload, cost: CostModel) -> dict[str, Any] | None:
     """Metrics of the same workload at the datasheet's bound, and at both ends of the ranges of what is assumed.
 
-    None where `cost` is no roofline of a GPU's datasheet, or `cost.bounds` is off. The ends are left out where the
+    None where `cost` is no roofline of a GPU's datasheet, or `cost.bounds` is off. Without a word it is off for more
+    than `MOST_REQUESTS` requests, because it takes three more simulations. The ends are left out where the
     assumed constants were fitted to a log. A value of the configuration that lies outside its range widens the range.
     """
-    if not config.cost.bounds or not isinstance(cost, RooflineCost):
+    wanted = config.cost.bounds
+    if wanted is None:
+        wanted = len(workload.trace.requests) <= MOST_REQUESTS
+    if not wanted or not isinstance(cost, RooflineCost):
         return None
     if config.device.name == EngineDevice.cpu.value:
         return None

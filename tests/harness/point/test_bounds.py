@@ -69,3 +69,9 @@ def test_the_report_has_a_row_for_each_metric(record: dict[str, Any]) -> None:
     assert table is not None
     assert len(table.rows) == len(METRICS)
     assert bounds_table([{**record, "bounds": None}]) is None
+
+
+def test_many_requests_are_replayed_once_unless_bounds_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harness.point.bounds.MOST_REQUESTS", 10)
+    assert record_of()["bounds"] is None
+    assert record_of("cost.bounds=true")["bounds"] is not None
