@@ -35,14 +35,15 @@ def prices_of(cost: CostModel) -> Prices | None:
         paced = prices_of(cost.cost)
         return None if paced is None else paced._replace(ratio=paced.ratio * cost.ratio)
     if type(cost) is RooflineCost:
-        if not cost.is_plain:
+        if cost.has_windows:
             return None
-        return Prices(ROOFLINE, np.array(cost.rates), np.zeros(0, dtype=np.int64), 0, 1.0)
+        none = np.zeros(0, dtype=np.int64)
+        return Prices(ROOFLINE, np.array(cost.rates), none, 0, 1.0, cost.reading)
     if type(cost) is FittedCost:
         terms = [*cost.attention_terms, *cost.rest_terms]
         columns = np.array([column for column, _ in terms], dtype=np.int64)
         rates = np.array([seconds for _, seconds in terms], dtype=np.float64)
-        return Prices(LINEAR, rates, columns, len(cost.attention_terms), 1.0)
+        return Prices(LINEAR, rates, columns, len(cost.attention_terms), 1.0, np.zeros(1))
     return None
 
 
@@ -156,7 +157,7 @@ def roofline(state: ReplayState) -> tuple[float, float]:
     """`RooflineCost.price` where nothing is copied or swapped."""
     features = state.features
     rates = state.prices.rates
-    token_s, sample_s, weights_s, kv_s, pair_s = rates[0], rates[1], rates[2], rates[3], rates[4]
+    token_s, sample_s, decode_pair_s, kv_s, pair_s = rates[0], rates[1], rates[2], rates[3], rates[4]
     host_s, fixed_s, row_s, link_s, reduce_s, overlaps = (
         rates[5],
         rates[6],
@@ -166,8 +167,10 @@ def roofline(state: ReplayState) -> tuple[float, float]:
         rates[10],
     )
     prompts = max(features[PREFILL_KV] * kv_s, features[WORK] * pair_s)
-    decodes = max(features[DECODE_KV] * kv_s, features[DECODE_KV] * pair_s)
+    decodes = max(features[DECODE_KV] * kv_s, features[DECODE_KV] * decode_pair_s)
     attention_s = decodes + prompts + (fixed_s + features[ROWS] * row_s)
+    reading = state.prices.reading
+    weights_s = reading[min(int(features[TOKENS]), len(reading) - 1)]
     dense = features[TOKENS] * token_s + features[SAMPLED] * sample_s
     if overlaps:
         square = dense * dense

@@ -91,7 +91,8 @@ class Rules(NamedTuple):
 class Prices(NamedTuple):
     """A cost model as numbers: `rates` of the kind `kind`, for a linear one over the features `columns`.
 
-    The first `attention` terms are the attention's; everything is scaled by `ratio`.
+    The first `attention` terms are the attention's; everything is scaled by `ratio`. `reading` are a roofline's seconds
+    of reading weights for 0, 1, 2, ... tokens; more tokens take as long as the last.
     """
 
     kind: int
@@ -99,6 +100,7 @@ class Prices(NamedTuple):
     columns: IntArray
     attention: int
     ratio: float
+    reading: FloatArray
 
 
 class Batch(NamedTuple):

@@ -142,19 +142,25 @@ class RooflineCost:
         self._link_s, self._reduce_s = _all_reduces(model, device)
 
     @property
-    def is_plain(self) -> bool:
-        """Whether `rates` say all: no experts, no windows, and decoding costs per pair what prompts cost."""
-        return not self.model.experts and not self._windowed and self._decode_pair_s == self._pair_s
+    def has_windows(self) -> bool:
+        """Whether some layers see a window alone, which the compiled replay does not price."""
+        return bool(self._windowed)
+
+    @property
+    def reading(self) -> FloatArray:
+        """Seconds of reading the weights of a step of 0, 1, 2, ... tokens; more tokens take as long as the last."""
+        experts = np.zeros(1) if self._experts_s is None else self._experts_s
+        return self._weights_s + experts
 
     @property
     def rates(self) -> tuple[float, ...]:
-        """What the compiled replay prices with, in seconds.
+        """What the compiled replay prices with beside `reading`, in seconds.
 
-        Per token, sampled row, all weights, KV slot, query-key pair; host, attention's fixed time, per row; link per
-        token, all-reduces; 1 if the dense layers overlap.
+        Per token, sampled row, pair of a decode row, KV slot, pair of a prompt; host, attention's fixed time, per row;
+        link per token, all-reduces; 1 if the dense layers overlap.
         """
         return (
-            *(self._token_s, self._sample_s, self._weights_s, self._kv_s, self._pair_s),
+            *(self._token_s, self._sample_s, self._decode_pair_s, self._kv_s, self._pair_s),
             *(self._host_s, self._attention_s, self._row_s, self._link_s, self._reduce_s),
             float(self.device.overlaps),
         )

@@ -17,7 +17,7 @@ from harness.compiled.names import BlockNames
 from harness.compiled.pricing import prices_of
 from harness.compiled.replay import CompiledReplay, PlainPool, PlainRequests, advance
 from harness.cost.fitted import FittedCost
-from harness.cost.model_shape import ModelShape
+from harness.cost.model_shape import Experts, LatentKV, ModelShape
 from harness.cost.roofline import DeviceShape, RooflineCost
 from harness.metrics.log import RunLog
 from harness.replay.arrivals import TimedRequest
@@ -60,6 +60,8 @@ COSTS: dict[str, CostModel] = {
             overlaps=True,
         ),
     ),
+    "experts": RooflineCost(replace(SHAPE, experts=Experts(16, 2, 96, shared=32, dense_layers=1)), DEVICE),
+    "latent": RooflineCost(replace(SHAPE, latent=LatentKV(64, 16, 32)), DEVICE),
     "fitted": fitted(),
     "paced": PacedCost(fitted(), 1.37),
 }

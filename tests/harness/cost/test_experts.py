@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from sim_cases import replay, request
 
-from harness.compiled.pricing import prices_of
 from harness.cost.model_shape import Experts, LatentKV, ModelShape
 from harness.cost.roofline import DeviceShape, RooflineCost
 from harness.replay.cost_model import price_table
@@ -131,8 +130,3 @@ def test_numbers_and_arrays_are_priced_to_the_same_bits(shape: ModelShape) -> No
     cost = RooflineCost(shape, replace(H100, overlaps=True, compute_efficiency=0.6))
     seconds = price_table(cost, features)[0]
     assert seconds.tolist() == [float(cost.price(row).seconds) for row in features.tolist()]
-
-
-@pytest.mark.parametrize("shape", [QWEN3_30B_A3B, DEEPSEEK], ids=["experts", "latent"])
-def test_compiled_code_declines_what_it_does_not_price(shape: ModelShape) -> None:
-    assert prices_of(RooflineCost(shape, H100)) is None
