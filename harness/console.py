@@ -4,6 +4,7 @@
 """
 
 import argparse
+import os
 import sys
 from dataclasses import dataclass
 from typing import TextIO
@@ -95,7 +96,12 @@ def _write(stream: TextIO | None, text: str) -> None:
 
 
 def planning(done: int, total: int) -> None:
-    """Show progress while a large sweep is planned: a line that is redrawn on a terminal, and nothing elsewhere."""
-    if sys.stderr is not None and sys.stderr.isatty() and total >= _LARGE and done % _EVERY == 0:
-        sys.stderr.write(f"\rplanning {done}/{total}" if done < total else "\r\x1b[K")
-        sys.stderr.flush()
+    """Show progress while a large sweep is planned: a line that is redrawn on a terminal, a few lines elsewhere."""
+    if sys.stderr is None or total < _LARGE:
+        return
+    if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
+        if done % _EVERY == 0 or done == total:
+            sys.stderr.write(f"\rplanning {done}/{total}" if done < total else "\r\x1b[K")
+            sys.stderr.flush()
+    elif done == 1 or (total >= 10 * _LARGE and done % (total // 10) == 0):
+        remark(f"planning: {done:,} of {total:,} points")

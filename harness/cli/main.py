@@ -92,9 +92,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _command_modules() -> dict[str, ModuleType]:
     """The commands that have a module with `add` and `run`, in the order of `--help`. None imports anything heavy."""
-    from harness.cli import bench, calibrate, capacity, gate, serve, trace, twin
+    from harness.cli import bench, calibrate, capacity, doctor, gate, serve, trace, twin
 
     return {
+        "doctor": doctor,
         "trace": trace,
         "serve": serve,
         "bench": bench,
@@ -198,6 +199,10 @@ def _run(arguments: Arguments, point: "PointFunctions | None", report: "ReportFu
         return (
             status_command(arguments) if arguments.command == "status" else report_command(arguments, report)
         )
+    if arguments.command == "doctor":
+        from harness.cli.doctor import run
+
+        return run(arguments, point, report)
     code: int = _command_modules()[arguments.command].run(arguments)
     return code
 

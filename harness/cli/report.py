@@ -199,7 +199,7 @@ def show_problems(problems: Sequence[str], write: Callable[[str], None] = remark
 
 def report_command(arguments: Arguments, report: ReportFunctions | None = None) -> int:
     """Write the report of a store again, from its records. `report` takes the place of `harness.report`."""
-    root = _store(arguments.flags.store)
+    root = named_store(arguments.flags.store)
     target = Path(arguments.flags.out) if arguments.flags.out else None
     manifest = _manifest(root)
     write_report(root, manifest, report, target, _kernels(arguments.flags.kernels, root, manifest))
@@ -218,7 +218,7 @@ def _kernels(named: str | None, root: Path, manifest: Manifest | None) -> Path |
 
 def status_command(arguments: Arguments) -> int:
     """Print which points of a store are done, which failed and where the traceback is, and which are left."""
-    root = _store(arguments.flags.store)
+    root = named_store(arguments.flags.store)
     manifest, content = _manifest(root), read_store(root)
     show_problems(content.problems, say)
     if manifest is None:
@@ -265,7 +265,7 @@ def _has_failed(name: str, content: StoreContent) -> bool:
     return name in content.failures and name not in content.records
 
 
-def _store(named: str | None) -> Path:
+def named_store(named: str | None) -> Path:
     """The named store, or the newest one under `results/`, whose name is then printed."""
     if named is not None:
         root = Path(named)

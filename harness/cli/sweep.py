@@ -79,17 +79,18 @@ def sweep_command(
 
     `point` and `report` take the place of `harness.point` and `harness.report`, which are imported only when needed.
     """
-    request, point = _request(arguments), point or _point_functions()
+    request, point = _request(arguments), point or point_functions()
     sweep = plan_sweep(request, point, progress=planning)
     _announce(sweep)
     if arguments.flags.dry_run:
         content = _read(sweep.out)
         return _dry_run(sweep, _left(sweep, content, arguments), content)
-    with stoppable(), _locked(sweep.out):
+    with stoppable(), locked(sweep.out):
         return _run(sweep, arguments, point, report)
 
 
-def _point_functions() -> PointFunctions:
+def point_functions() -> PointFunctions:
+    """`harness.point`, which is imported when it is needed."""
     from harness import point
 
     return point
@@ -135,7 +136,7 @@ def _left(sweep: SweepPlan, content: StoreContent, arguments: Arguments) -> list
 
 
 @contextmanager
-def _locked(out: Path) -> Iterator[None]:
+def locked(out: Path) -> Iterator[None]:
     """Create the results folder if needed, and lock it against other sweeps inside the block."""
     with ExitStack() as stack:
         try:

@@ -6,7 +6,7 @@ It holds the last sweep of the store, so that `status` and `report` know which p
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from harness.store.atomic import write_files
@@ -56,6 +56,8 @@ def read_manifest(root: Path) -> Manifest | None:
     try:
         value = json.loads(path.read_bytes())
         _check_version(path, value["schema"])
+        if value["report"] is not None and not _is_inside(value["report"]):
+            raise ValueError(f"its report {value['report']!r} lies outside the store")
         return Manifest(
             name=value["name"],
             command=value["command"],
@@ -95,6 +97,12 @@ def keep_report(root: Path, manifest: Manifest) -> Path | None:
 def with_report(manifest: Manifest, root: Path, report: Path, verdict: Sequence[str]) -> Manifest:
     """The manifest after its report was written."""
     return replace(manifest, report=str(report.relative_to(root)), verdict=tuple(verdict))
+
+
+def _is_inside(name: str) -> bool:
+    """Whether a relative path stays in the folder that it starts from."""
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts
 
 
 def _check_version(path: Path, version: object) -> None:

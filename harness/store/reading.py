@@ -138,7 +138,7 @@ def _read_json(path: Path) -> Record:
     return value
 
 
-def _point_fault(path: Path, value: Record) -> str | None:
+def point_fault(path: Path, value: Record) -> str | None:
     """The first reason why the point in the folder of `path` is not finished; None where it is."""
     wrong = record_fault(value)
     if wrong:
@@ -152,7 +152,7 @@ def _point_fault(path: Path, value: Record) -> str | None:
 def _collect(path: Path, fingerprint: str, found: dict[str, Record], problems: list[str]) -> None:
     try:
         value = read_record(path)
-        wrong = _point_fault(path, value) if path.name == "record.json" else None
+        wrong = point_fault(path, value) if path.name == "record.json" else None
         if wrong:
             raise ForeignFileError(f"{path}: {wrong}")
     except ForeignFileError as error:

@@ -1,6 +1,7 @@
-"""Progress of a sweep: one live line on a terminal, one line for each point everywhere else."""
+"""Progress of a sweep: one live line on a terminal, one line for each stage and each point everywhere else."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from rich.table import Column
 
 from harness.sweep.plan import PlannedPoint
 
+_WORTH_SAYING_S = 30  # of time left, on a line of a log
 _LEAST_COLUMNS_FOR_BAR = 60  # a narrower terminal gets no bar
 
 
@@ -51,7 +53,7 @@ class Reporter(Protocol):
 @contextmanager
 def reporting(total: int, done: int, console: Console) -> Iterator[Reporter]:
     """A reporter for `total` points, of which `done` were finished by earlier runs."""
-    if not console.is_terminal:
+    if not console.is_terminal or console.is_dumb_terminal:  # a dumb one cannot redraw a line
         yield PlainReporter(total, done, console)
         return
     with Progress(*_columns(console.width), console=console, transient=True, expand=True) as bar:
@@ -94,20 +96,42 @@ class LiveReporter:
 
 
 class PlainReporter:
-    """One line for each point, for logs."""
+    """One line for each point and each stage of a measured one, for logs and for terminals that cannot redraw."""
 
-    def __init__(self, total: int, done: int, console: Console) -> None:
+    def __init__(
+        self, total: int, done: int, console: Console, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._total, self._done, self._console = total, done, console
+        self._clock, self._begun, self._finished = clock, clock(), 0
+        self._label, self._phase = "", ""
 
     def starts(self, point: PlannedPoint) -> None:
-        """Print nothing. The line is printed when the point ends."""
+        """Remember the point for the lines of its stages."""
+        self._label, self._phase = point.label, ""
 
     def request(self, phase: str, done: int, total: int) -> None:
-        """Print nothing. A log does not show a changing count."""
+        """Print a line when a stage begins, with what is left of it."""
+        if phase != self._phase:
+            self._phase = phase
+            self._print(f"[{self._done + 1}/{self._total}] {self._label}  {phase}, {done:,} of {total:,}")
 
     def ends(self, point: PlannedPoint, failed: Failed | None) -> None:
-        """Print the point's line."""
-        self._done += 1
+        """Print the point's line, and how long the rest will take if that is long."""
+        self._done, self._finished = self._done + 1, self._finished + 1
         outcome = "done" if failed is None else f"FAILED: {failed.error}"
-        line = f"[{self._done}/{self._total}] {point.label}  {outcome}"
+        self._print(f"[{self._done}/{self._total}] {point.label}  {outcome}{self._left()}")
+
+    def _left(self) -> str:
+        """The time left, from the mean of the points that ended so far."""
+        seconds = (self._clock() - self._begun) / self._finished * (self._total - self._done)
+        return f"  (about {duration(seconds)} left)" if seconds >= _WORTH_SAYING_S else ""
+
+    def _print(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def duration(seconds: float) -> str:
+    """A time as people say it: 40 s, 5 min, 3.2 h."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:,.1f} h"

@@ -5,11 +5,13 @@ Points with the same trace settings share one trace in memory.
 
 from collections.abc import Callable
 from functools import lru_cache
+from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any
 
 from harness.config.errors import ConfigError
 from harness.config.schema import RunConfig, SharingModel, TraceArrivals, TraceFormat
+from harness.console import remark
 from traces.arrivals import ArrivalProcess
 from traces.errors import ParameterError, TraceError
 from traces.formats.rows import Encode
@@ -64,6 +66,7 @@ _KEYS = {
     "sharing": "trace.sharing",
     "tokenizer": "trace.tokenizer",
 }
+_SLOW_TO_DRAW, _SECONDS_TO_DRAW = 200_000, 6e-5  # seconds a request: 6 CPU-seconds for 100,000
 _GENERATED = 1000  # requests of a generated trace where `workload.num_requests` is null
 
 
@@ -173,6 +176,8 @@ def _taken(source: tuple[Any, ...], num_requests: int | None) -> Trace:
     format_, name, path, _, (ticks, on_error, sort, tokenizer, seed), arrivals, sharing = source
     if format_ is TraceFormat.generated:
         count = num_requests or _GENERATED
+        if count >= _SLOW_TO_DRAW and parent_process() is None:  # a worker draws what was announced before
+            remark(f"drawing {count:,} requests of {name}: about {count * _SECONDS_TO_DRAW:,.0f} s")
         return generate_trace(name, num_requests=count, seed=seed, arrivals=arrivals, sharing=sharing)
     return read_trace(
         path,

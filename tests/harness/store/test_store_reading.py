@@ -1,6 +1,7 @@
 """Reading skips and names what is not whole; derived files are rebuilt from what is."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -163,6 +164,13 @@ def test_a_store_without_manifest_has_none(tmp_path: Path) -> None:
 def test_a_broken_manifest_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "sweep.json").write_text(text)
     with pytest.raises(ForeignFileError, match=r"sweep\.json: truncated or not a PageTwin sweep"):
+        read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize("report", ["/etc/passwd", "../other/index.html", "report/../../x"])
+def test_a_manifest_whose_report_lies_outside_the_store_is_refused(tmp_path: Path, report: str) -> None:
+    write_manifest(tmp_path, replace(Manifest("x", "python -m harness sweep", (), ()), report=report))
+    with pytest.raises(ForeignFileError, match="lies outside the store"):
         read_manifest(tmp_path)
 
 

@@ -121,9 +121,14 @@ def test_a_full_disk_stops_the_sweep_and_keeps_the_points_before(
     assert list(read_store(sweep.out).records) == [sweep.points[0].fingerprint]
 
 
-def test_the_log_has_a_line_a_point(plan: Callable[..., SweepPlan]) -> None:
+def test_the_log_has_a_line_a_stage_and_a_point(plan: Callable[..., SweepPlan]) -> None:
     _, log = run(plan("workload.seed=1,2"))
-    assert log == "[1/2] workload.seed=1  done\n[2/2] workload.seed=2  done\n"
+    assert log.splitlines() == [
+        "[1/2] workload.seed=1  measuring, 1 of 2",
+        "[1/2] workload.seed=1  done",
+        "[2/2] workload.seed=2  measuring, 1 of 2",
+        "[2/2] workload.seed=2  done",
+    ]
 
 
 def test_a_terminal_shows_points_done_and_the_running_points_requests(plan: Callable[..., SweepPlan]) -> None:
