@@ -17,8 +17,8 @@ _MORE = """\
 The workload is fixed by --requests and --seed: prompts of 32 to 512 tokens, 16 to 128 output tokens each, all at once,
 greedy, no end token, on a random Llama of 8 layers (or --model-path). Without options it is the reference workload of
 the documentation (20,202 prompt and 4,583 output tokens). Rates are requested output tokens per second of CPU time, or
-of wall time on a GPU, from the median round. In float32 the outputs must be equal token for token; in lower precision
-only the number of equal outputs is printed.
+of wall time on a GPU, from the median round. CPU time of vLLM is that of its whole process tree. In float32 the
+outputs must be equal token for token; in lower precision only the number of equal outputs is printed.
 Exit codes: 0 done, 1 a peer failed or its float32 outputs differ, 2 the input was wrong.
 example:
   python -m harness bench engine --peers transformers,transformers_cb --requests 16"""

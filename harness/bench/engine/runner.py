@@ -7,7 +7,7 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
@@ -27,6 +27,7 @@ from engine.runtime.models.load import LoadedModel, load_model, original_model
 from engine.runtime.models.spec import ModelSpec
 from engine.runtime.options import EngineOptions
 from engine.runtime.params import OutputKind, SamplingParams
+from harness.bench.engine.process_time import tree_seconds
 from harness.bench.engine.workload import BenchRequest, bench_requests, chosen_peers
 from harness.config.errors import UserError
 from harness.config.schema import EngineDevice
@@ -38,7 +39,7 @@ Outputs = list[list[int]]
 Serve = Callable[[Sequence[BenchRequest]], Outputs]
 
 MAX_TOKENS, MAX_RUNNING, MAX_LEN = 512, 64, 1024
-OURS = "pagetwin"
+OURS, VLLM = "pagetwin", "vllm"
 
 
 class PeerError(Exception):
@@ -142,6 +143,8 @@ def vllm_offline(loaded: LoadedModel, *, block_size: int) -> Serve:
     """vLLM on a saved copy of the model. Raises PeerError if it is not installed."""
     if find_spec("vllm") is None:
         raise PeerError("vllm is not installed")
+    if find_spec("psutil") is None and loaded.device.type == "cpu":
+        raise PeerError("it works in a process of its own, whose CPU time psutil reads: pip install psutil")
     vllm = import_module("vllm")
 
     folder = TemporaryDirectory(prefix="pagetwin-vllm-")
@@ -169,7 +172,11 @@ def vllm_offline(loaded: LoadedModel, *, block_size: int) -> Serve:
         outputs = engine.generate(
             [{"prompt_token_ids": list(request.prompt)} for request in requests], params
         )
-        return [list(output.outputs[0].token_ids) for output in outputs]
+        found = [list(output.outputs[0].token_ids) for output in outputs]
+        for request, ids in zip(requests, found, strict=True):
+            if len(ids) != request.output_tokens:
+                raise PeerError(f"a request gave {len(ids)} tokens, {request.output_tokens} were asked for")
+        return found
 
     return serve
 
@@ -198,8 +205,11 @@ def run_bench(flags: argparse.Namespace) -> int:
     requests = bench_requests(flags.requests, loaded.vocab_size, flags.seed)
     serve, capacity = ours(loaded, block_size=flags.block_size, pool_tokens=flags.pool_tokens)
     engines = {OURS: serve, **{name: _lazy(name, loaded, flags) for name in chosen_peers(flags.peers)}}
-    clock = time.process_time if flags.device == "cpu" else time.perf_counter
-    figures = compare(engines, requests, flags.repeats, clock)
+    on_cpu = flags.device == "cpu"
+    clocks = dict.fromkeys(engines, time.process_time if on_cpu else time.perf_counter)
+    if on_cpu and VLLM in clocks:
+        clocks[VLLM] = tree_seconds
+    figures = compare(engines, requests, flags.repeats, clocks)
     tokens = sum(request.output_tokens for request in requests)
     exact = flags.dtype == "float32"
     _print(figures, requests, tokens, capacity, flags)
@@ -253,9 +263,16 @@ def _peer(name: str, loaded: LoadedModel, flags: argparse.Namespace) -> Serve:
 
 
 def compare(
-    engines: dict[str, Serve], requests: Sequence[BenchRequest], repeats: int, clock: Callable[[], float]
+    engines: dict[str, Serve],
+    requests: Sequence[BenchRequest],
+    repeats: int,
+    clocks: Mapping[str, Callable[[], float]],
 ) -> list[Figures]:
-    """Rounds of all engines in turn, after a warm-up of two requests each. Outputs are compared with the first."""
+    """Rounds of all engines in turn, after a warm-up of two requests each. Outputs are compared with the first.
+
+    `clocks` has the clock of each engine. That of an engine with child processes sees them too; the others' do not,
+    so that what an idle peer burns in its processes is not charged to the engine whose turn it is.
+    """
     figures = {name: Figures(name) for name in engines}
     said: dict[str, Outputs] = {}
     for number in range(-1, repeats):
@@ -263,13 +280,13 @@ def compare(
             if figures[name].error is not None:
                 continue
             try:
-                began = clock()
+                began = clocks[name]()
                 outputs = serve(requests if number >= 0 else requests[:2])
             except Exception as error:  # any error of a peer's library is that peer's result
                 figures[name].error = f"{type(error).__name__}: {error}"
                 continue
             if number >= 0:
-                figures[name].seconds.append(clock() - began)
+                figures[name].seconds.append(clocks[name]() - began)
                 said[name] = outputs
     reference = said.get(next(iter(engines)), [])
     for name, outputs in said.items():
