@@ -112,7 +112,7 @@ class EngineOptions:
                 f"gpu_memory_utilization: {self.gpu_memory_utilization!r} is not above 0 and at most 1"
             )
         for name, kind in _CHOICES:
-            if getattr(self, name) not in set(kind):
+            if getattr(self, name) not in tuple(kind):
                 raise EngineOptionError(f"{name}: {getattr(self, name)!r} is not one of {', '.join(kind)}")
 
     @property

@@ -275,7 +275,7 @@ def check_types(params: SamplingParams) -> None:
         raise ParamsError("allowed_token_ids", f"{params.allowed_token_ids!r} is not a list of whole numbers")
     if not _is_list_of(params.bad_words, lambda one: isinstance(one, str)):
         raise ParamsError("bad_words", f"{params.bad_words!r} is not a list of strings")
-    if params.output_kind not in set(OutputKind):
+    if params.output_kind not in tuple(OutputKind):
         raise ParamsError("output_kind", f"{params.output_kind!r} is not one of {', '.join(OutputKind)}")
 
 

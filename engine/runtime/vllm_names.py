@@ -57,7 +57,8 @@ def options_of(given: Mapping[str, Any]) -> EngineOptions:
         elif name in _LIMITS:
             limits[_LIMITS[name]] = value
         elif name in _RENAMED:
-            ours[_RENAMED[name]] = _VALUES.get(_RENAMED[name], {}).get(value, value)
+            renamed = _VALUES.get(_RENAMED[name], {})
+            ours[_RENAMED[name]] = renamed.get(value, value) if isinstance(value, str) else value
         elif name == "enforce_eager":
             ours["cuda_graphs"] = not value
         elif name == "num_gpu_blocks_override":
@@ -83,7 +84,7 @@ def _limits(options: EngineOptions, given: dict[str, Any]) -> SchedulerLimits:
         if value is None:
             given.pop(field, None)
         elif field == "policy":
-            if value not in set(Scheduling):
+            if value not in tuple(Scheduling):
                 raise EngineOptionError(f"{name}: {value!r} is not one of {', '.join(Scheduling)}")
             given[field] = Scheduling(value)
         elif field == "chunked_prefill":

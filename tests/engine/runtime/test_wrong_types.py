@@ -34,6 +34,7 @@ WRONG = [
     ("skip_special_tokens", None),
     ("early_stopping", "sometimes"),
     ("output_kind", "now"),
+    ("output_kind", {}),
 ]
 
 
@@ -119,6 +120,7 @@ def test_a_wrong_request_ends_nobody_elses(wrong, model_of, prompts):
         ("kv_dtype", "int4"),
         ("draft_tokens", -1),
         ("hash", "md5"),
+        ("hash", {}),
         ("no_such_option", 1),
         ("max_num_seqs", 0),
         ("max_num_batched_tokens", 2.5),
