@@ -10,7 +10,7 @@ from harness.deployment.documents import JsonDocument
 from harness.deployment.rows import LoggedRequest, RequestLog, as_number
 from traces.errors import RowError
 from traces.formats.files import SourceFile
-from traces.formats.parsing import kind
+from traces.formats.parsing import MAX_INTEGER, kind
 
 KEYS = ("input_lens", "output_lens", "ttfts", "itls")
 _FACTS = ("model_id", "backend", "request_rate", "max_concurrency")
@@ -56,7 +56,7 @@ def _row(document: JsonDocument, columns: dict[str, list[Any]], index: int) -> L
     lengths = []
     for name, lowest in (("input_lens", 1), ("output_lens", 0)):
         value = number(name)
-        if value != int(value) or value < lowest:
+        if value != int(value) or not lowest <= value <= MAX_INTEGER:
             reason = f"whole number of at least {lowest} expected, found {value:g}"
             raise document.error((name, index), RowError(None, reason))
         lengths.append(int(value))

@@ -24,7 +24,7 @@ from harness.deployment.rows import (
 )
 from traces.errors import RowError
 from traces.formats.files import SourceFile
-from traces.formats.parsing import kind, plain_integer, split_fields
+from traces.formats.parsing import MAX_INTEGER, kind, plain_integer, split_fields
 
 PLAIN_COLUMNS = ("arrival_s", "prompt_tokens", "output_tokens", "first_token_s", "last_token_s")
 _PLAIN_MORE = ("request_id", "queued_s", "scheduled_s", "cached_tokens")
@@ -140,8 +140,10 @@ def _aiperf_row(record: dict[str, Any], line: int) -> LoggedRequest | str:
 def _tokens(metrics: dict[str, Any], name: str, other: str) -> int:
     chosen = name if name in metrics else other
     found = _metric(metrics, chosen, "tokens")
-    if found != int(found) or found < 0:
-        raise RowError(f"metrics.{chosen}.value", f"whole number expected, found {found:g}")
+    if found != int(found) or not 0 <= found <= MAX_INTEGER:
+        raise RowError(
+            f"metrics.{chosen}.value", f"whole number up to {MAX_INTEGER} expected, found {found:g}"
+        )
     return int(found)
 
 

@@ -110,6 +110,7 @@ def _composed(words: Sequence[str]) -> RunConfig:
 def _own(settings: EngineSettings) -> list[str]:
     words = list(settings.overrides())
     words.append(f"device.tensor_parallel={settings.tensor_parallel or 1}")
+    words.append(f"device.data_parallel={settings.data_parallel or 1}")
     if settings.expert_parallel and (settings.tensor_parallel or 1) > 1:
         words.append("device.expert_parallel=true")
     if settings.quantization is not None:
@@ -177,11 +178,6 @@ def _check_simulated(settings: EngineSettings) -> None:
         raise UserError(
             f"the engine ran with {said}, which changes its schedule or its memory and is not simulated: a fit would "
             "put its effect into other constants"
-        )
-    if (settings.data_parallel or 1) > 1:
-        raise UserError(
-            f"the engine ran {settings.data_parallel} data-parallel replicas; a simulation has one. Give the log of "
-            "one replica, with data_parallel_size 1"
         )
 
 

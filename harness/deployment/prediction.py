@@ -40,6 +40,8 @@ class Prediction:
 
     def series(self, at_s: FloatArray) -> Timeseries:
         """Running and waiting requests and the share of the pool in use, at each instant."""
+        if self.log.replicas > 1:
+            return self._series_of_replicas(at_s)
         steps = self.log.steps
         start = np.asarray(steps["start_s"], dtype=np.float64)
         place = np.searchsorted(start, at_s, side="right") - 1
@@ -55,6 +57,19 @@ class Prediction:
             at(np.asarray(steps["waiting"], dtype=np.float64)),
             at(used / self.log.capacity_slots),
         )
+
+    def _series_of_replicas(self, at_s: FloatArray) -> Timeseries:
+        """The same for all replicas together, counted from the times of the requests: a step shows one replica alone.
+
+        A preempted request counts as running, and the use of the pools is not known.
+        """
+
+        def before(column: str) -> FloatArray:
+            times = np.sort(np.asarray(self.log.requests[column], dtype=np.float64))
+            return np.searchsorted(times, at_s, side="right").astype(np.float64)
+
+        started = before("first_scheduled_s")
+        return Timeseries(at_s, started - before("finish_s"), before("arrival_s") - started)
 
 
 _IN_USE = ("token", "internal", "reserved", "external")  # slots of blocks that some request holds

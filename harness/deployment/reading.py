@@ -32,15 +32,19 @@ from harness.deployment.settings_files import (
 from harness.deployment.sglang_log import is_sglang_log, read_sglang_requests
 from harness.deployment.sglang_settings import with_sglang_defaults
 from harness.deployment.span_log import read_spans
+from harness.deployment.vllm_request_log import is_request_log, read_vllm_requests
 from harness.deployment.vllm_settings import with_vllm_defaults
 from traces.errors import TraceError
 from traces.formats.files import SourceFile, open_source
+from traces.formats.kv_events import is_events
+from traces.formats.segments import Tokens, TokenTree
 from traces.reading import read_trace
 from traces.trace import CHAINED, Segment, Trace, TraceHeader, TraceRequest
 
 T = TypeVar("T")
 _IGNORED = ("LICENSE", "LICENCE", "README", "README.md", "NOTICE")
 _COARSE_S, _FINE_S = 0.5, 0.01  # steps of the search for the clock of a series
+_MOST_SHIFTS = 10_000
 _LOOK_LINES, _LOOK_BYTES = 3000, 1 << 20  # the part of a file by which it is recognised
 _KEY = re.compile(r'"(\w+)"\s*:')
 
@@ -56,6 +60,8 @@ class _Found:
     series: list[tuple[SourceFile, Timeseries]] = field(default_factory=list)
     workloads: list[tuple[SourceFile, Trace]] = field(default_factory=list)
     settings: list[tuple[SourceFile, EngineSettings]] = field(default_factory=list)
+    printed_requests: list[RequestLog] = field(default_factory=list)  # the same of requests
+    prompts: dict[str, tuple[int, ...]] = field(default_factory=dict)  # token ids by request
     notes: list[str] = field(default_factory=list)
 
 
@@ -74,9 +80,11 @@ def read_deployment(folder: Path) -> Deployment:
 
 def _deployment(folder: Path) -> Deployment:
     found = _Found()
-    for path in _files(folder):
-        _read_file(open_source(path), found)
-    log = _only(folder, [(log.file, log) for log in found.requests], "log of requests")
+    files = _files(folder)
+    for path in files:
+        _read_path(path, found, alone=len(files) == 1)
+    logs = found.requests or found.printed_requests
+    log = _only(folder, [(log.file, log) for log in logs], "log of requests")
     if log is None:
         raise DeploymentError(
             str(folder), None, None, f"no log of requests in it; a reader knows {', '.join(_READERS)}"
@@ -85,7 +93,10 @@ def _deployment(folder: Path) -> Deployment:
     times = _times(log, rows, origin)
     notes = [*found.notes, *log.notes]
     workload = _only(folder, found.workloads, "workload")
-    trace = _trace_of_log(log, rows, times) if workload is None else _matched(workload, log, rows, times)
+    if workload is None:
+        trace, shared = _trace_of_log(log, rows, times, found.prompts)
+    else:
+        trace, shared = _matched(workload, log, rows, times), "known"
     series = _only(folder, found.series or found.printed, "series")
     if series is not None:
         series, note = _on_clock(series, times)
@@ -99,7 +110,7 @@ def _deployment(folder: Path) -> Deployment:
         series,
         tuple(_names(found)),
         log.dropped,
-        tuple(notes + _assumptions(times, workload is not None)),
+        tuple(notes + _assumptions(times, shared)),
     )
 
 
@@ -112,9 +123,9 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _names(found: _Found) -> list[str]:
-    files = [log.file for log in found.requests]
+    files = [log.file for log in found.requests or found.printed_requests]
     files += [file for group in (found.settings, found.series, found.workloads) for file, _ in group]
-    return [file.name for file in files]
+    return list(dict.fromkeys(file.name for file in files))
 
 
 def _only(folder: Path, found: Sequence[tuple[SourceFile, T]], what: str) -> T | None:
@@ -125,6 +136,24 @@ def _only(folder: Path, found: Sequence[tuple[SourceFile, T]], what: str) -> T |
 
 
 _Reader = Callable[[SourceFile, _Found], None]
+
+
+def _read_path(path: Path, found: _Found, *, alone: bool) -> None:
+    """Read a file. What is no text is named in the notes, unless it is all there is."""
+    if is_events(path):
+        found.notes.append(
+            f"{path.name}: KV events, which do not say to which request a block belongs: not read here. As a trace of "
+            "blocks they are trace=kv_events."
+        )
+        return
+    try:
+        file = open_source(path)
+    except TraceError as error:
+        if alone:
+            raise
+        found.notes.append(f"{path.name}: not read: {error.reason}.")
+        return
+    _read_file(file, found)
 
 
 def _read_file(file: SourceFile, found: _Found) -> None:
@@ -185,7 +214,12 @@ def _workload(file: SourceFile, found: _Found) -> None:
 
 def _server_log(file: SourceFile, found: _Found) -> None:
     settings, series, notes = read_server_log(file)
-    found.settings.append((file, settings))
+    requests, prompts = read_vllm_requests(file)
+    found.prompts |= prompts
+    if requests.rows:
+        found.printed_requests.append(requests)
+    if settings.given():
+        found.settings.append((file, settings))
     found.notes += notes
     if series is not None:
         found.printed.append((file, series))
@@ -227,7 +261,7 @@ _READERS: dict[str, tuple[Callable[[_Head], bool], _Reader]] = {
         lambda head: head.name.endswith((".yaml", ".yml")),
         _settings(read_yaml_settings),
     ),
-    "a server's log": (lambda head: is_server_log(head.text), _server_log),
+    "a server's log": (lambda head: is_server_log(head.text) or is_request_log(head.text), _server_log),
     "a command line": (lambda head: is_command(head.text), _settings(read_command)),
 }
 
@@ -280,12 +314,28 @@ def _arrivals_us(times: RequestTimes) -> list[int]:
     return [round(value * 1e6) for value in times.entered_s]
 
 
-def _trace_of_log(log: RequestLog, rows: Sequence[LoggedRequest], times: RequestTimes) -> Trace:
-    """The requests as a trace without shared prompts."""
+def _trace_of_log(
+    log: RequestLog,
+    rows: Sequence[LoggedRequest],
+    times: RequestTimes,
+    prompts: Mapping[str, tuple[int, ...]],
+) -> tuple[Trace, str]:
+    """The requests as a trace, and how much is known of what their prompts share: known, a count, or nothing.
+
+    Prompts whose token ids a log has are cut where they differ. Ids that a log cut short are the prompt's beginning.
+    """
+    tree, ids = TokenTree(), [_ids_of(row, prompts) for row in rows]
+    for tokens in ids:
+        if len(tokens):
+            tree.insert(tokens, (len(tokens),))
     requests = tuple(
-        TraceRequest(i, at_us, row.prompt_tokens, row.output_tokens, (Segment(None, row.prompt_tokens),))
-        for i, (row, at_us) in enumerate(zip(rows, _arrivals_us(times), strict=True))
+        TraceRequest(
+            i, at_us, row.prompt_tokens, row.output_tokens, _segments(tree, tokens, row.prompt_tokens)
+        )
+        for i, (row, at_us, tokens) in enumerate(zip(rows, _arrivals_us(times), ids, strict=True))
     )
+    count = sum(bool(len(tokens)) for tokens in ids)
+    shared = "known" if count == len(rows) else f"{count:,} of {len(rows):,} requests" if count else ""
     header = TraceHeader(
         log.file.name,
         log.format,
@@ -298,7 +348,19 @@ def _trace_of_log(log: RequestLog, rows: Sequence[LoggedRequest], times: Request
         len(rows),
         log.dropped,
     )
-    return Trace(header, requests)
+    return Trace(header, requests), shared
+
+
+def _ids_of(row: LoggedRequest, prompts: Mapping[str, tuple[int, ...]]) -> Tokens:
+    """The token ids of a request, which a log may hold under its name with the number of the prompt behind it."""
+    found = row.prompt_ids or prompts.get(row.request_id) or prompts.get(f"{row.request_id}-0") or ()
+    return np.array(found[: row.prompt_tokens], np.int64)
+
+
+def _segments(tree: TokenTree, tokens: Tokens, length: int) -> tuple[Segment, ...]:
+    known = tree.segments(tokens) if len(tokens) else ()
+    rest = length - len(tokens)
+    return (*known, Segment(None, rest)) if rest else known
 
 
 def _matched(workload: Trace, log: RequestLog, rows: Sequence[LoggedRequest], times: RequestTimes) -> Trace:
@@ -335,9 +397,10 @@ def _on_clock(series: Timeseries, times: RequestTimes) -> tuple[Timeseries, str]
         return float(np.abs(times.under_way(series.at_s + shift)[0] - series.running).mean())
 
     first, last = float(times.entered_s.min()), float(times.last_token_s.max())
-    coarse = np.arange(first - series.at_s[-1], last - series.at_s[0] + _COARSE_S, _COARSE_S)
+    low, high = first - float(series.at_s[-1]), last - float(series.at_s[0])
+    coarse = np.linspace(low, high, min(_MOST_SHIFTS, int((high - low) / _COARSE_S) + 2))
     near = float(coarse[int(np.argmin([error(shift) for shift in coarse]))])
-    fine = near + np.arange(-2 * _COARSE_S, 2 * _COARSE_S + _FINE_S / 2, _FINE_S)
+    fine = near + np.linspace(-2 * _COARSE_S, 2 * _COARSE_S, int(4 * _COARSE_S / _FINE_S) + 1)
     errors = [error(shift) for shift in fine]
     best = int(np.argmin(errors))
     note = (
@@ -366,13 +429,17 @@ def _merged_settings(found: _Found, log: RequestLog) -> EngineSettings:
     return with_sglang_defaults(with_vllm_defaults(merged))
 
 
-def _assumptions(times: RequestTimes, has_workload: bool) -> list[str]:
+def _assumptions(times: RequestTimes, shared: str) -> list[str]:
     found = []
     if times.queued_s is None:
         found.append(
             "requests: the log has no time of the scheduler's queue, so the time to first token counts from the "
             "arrival and includes what the server does before."
         )
-    if not has_workload:
+    if not shared:
         found.append("requests: the log does not say which prompts share a beginning; none is assumed to.")
+    elif shared != "known":
+        found.append(
+            f"requests: token ids of prompts are known of {shared}; the others are taken to share nothing."
+        )
     return found

@@ -12,7 +12,7 @@ from typing import Any
 
 from traces.errors import RowError, TraceError
 from traces.formats.files import SourceFile, decode
-from traces.formats.parsing import Columns, kind, read_object
+from traces.formats.parsing import Columns, in_range, kind, read_object
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +113,7 @@ def whole(record: Mapping[str, Any], key: str, lowest: int = 0) -> int:
     found = number(record, key)
     if found != int(found):
         raise RowError(key, f"whole number expected, found {found:g}")
-    if found < lowest:
-        raise RowError(key, f"{int(found)} is below {lowest}")
-    return int(found)
+    return in_range(int(found), key, lowest)
 
 
 def maybe_whole(record: Mapping[str, Any], key: str, lowest: int = 0) -> int | None:

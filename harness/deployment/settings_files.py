@@ -35,6 +35,8 @@ def read_json_settings(file: SourceFile) -> EngineSettings:
     if not isinstance(args, dict):
         raise document.error(("engine_kwargs",), RowError(None, f"object expected, found {kind(args)}"))
     version = record.get("vllm_version")
+    if not isinstance(version, str | None):
+        raise document.error((), RowError("vllm_version", f"string expected, found {kind(version)}"))
     place = ("engine_kwargs",) if wrapped else ()
     try:
         found = vllm_settings.vllm_settings(

@@ -13,6 +13,7 @@ from harness.deployment.prediction import Errors, Prediction, errors_of
 from harness.deployment.what_ifs import WhatIf, base_of, measured_figures
 
 _TICK_S = 1.0
+_MOST_TICKS = 5000
 
 
 @dataclass(frozen=True)
@@ -55,9 +56,8 @@ class Twin:
         if self.deployment.series is not None:
             return self.deployment.series
         requests = self.deployment.requests
-        at_s: FloatArray = np.arange(0.0, float(requests.last_token_s.max()) + _TICK_S, _TICK_S).astype(
-            np.float64
-        )
+        end = float(requests.last_token_s.max())
+        at_s: FloatArray = np.linspace(0.0, end, min(_MOST_TICKS, int(end / _TICK_S) + 2))
         running, waiting = requests.under_way(at_s)
         return Timeseries(at_s, running.astype(np.float64), waiting.astype(np.float64))
 

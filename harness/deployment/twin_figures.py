@@ -31,7 +31,8 @@ def state(twin: Twin) -> Drawing:
             panel.plot(
                 data["time_s"], scale * data[f"measured_{name}"], color=GREY, linewidth=2.2, label="measured"
             )
-        panel.plot(data["time_s"], scale * data[f"predicted_{name}"], color=PALETTE[0], label="predicted")
+        if f"predicted_{name}" in data:
+            panel.plot(data["time_s"], scale * data[f"predicted_{name}"], color=PALETTE[0], label="predicted")
         note = f"mean absolute error {errors[name][0]:.2f}" if name in errors else "not logged by the engine"
         panel.set_title(note, loc="right")
         panel.set(ylabel=label, xlim=(float(data["time_s"].min()), float(data["time_s"].max())))
@@ -56,7 +57,8 @@ def state_table(twin: Twin) -> "pd.DataFrame":
         theirs, ours = getattr(measured, name), getattr(predicted, name)
         if theirs is not None:
             columns[f"measured_{name}"] = theirs
-        columns[f"predicted_{name}"] = ours
+        if ours is not None:
+            columns[f"predicted_{name}"] = ours
     return pd.DataFrame(columns)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from harness.deployment.settings import EngineSettings
 from traces.errors import RowError
+from traces.formats.parsing import MAX_INTEGER
 
 _GIB = 2**30
 _BLOCK = 16  # CacheConfig.DEFAULT_BLOCK_SIZE
@@ -155,7 +156,7 @@ def count(value: Any, name: str) -> int:
     )
     factors = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
     number = float(found[1]) * factors[found[2]] if found else 0.0
-    if number < 1 or number != int(number):
+    if not 1 <= number <= MAX_INTEGER or number != int(number):
         raise RowError(name, f"whole number of at least 1 expected, found {value}")
     return int(number)
 

@@ -66,6 +66,13 @@ def test_a_default_of_our_own_is_said(recorded: Deployment) -> None:
     assert any("does not give scheduler.max_running: PageTwin's own default" in note for note in notes)
 
 
+def test_replicas_of_a_dense_model_are_configured(recorded: Deployment) -> None:
+    assert (
+        configured(with_settings(recorded, data_parallel=4), ("device=h100",)).config.device.data_parallel
+        == 4
+    )
+
+
 def test_tensor_parallel_and_quantised_weights_are_configured(recorded: Deployment) -> None:
     found = configured(
         with_settings(recorded, tensor_parallel=2, quantization="fp8"), ("device=h100",)
@@ -82,7 +89,11 @@ def test_tensor_parallel_and_quantised_weights_are_configured(recorded: Deployme
         ({"model": "org/novel-9b"}, ("device=h100",), "no preset describes the model org/novel-9b"),
         ({"model": None}, ("device=h100",), "does not say which model ran"),
         ({"unmodelled": {"pipeline_parallel_size": "2"}}, ("device=h100",), "pipeline_parallel_size = 2"),
-        ({"data_parallel": 4}, ("device=h100",), "4 data-parallel replicas"),
+        (
+            {"data_parallel": 4, "model": "Qwen/Qwen3-30B-A3B"},
+            ("device=h100",),
+            "found 4, but replicas of a mixture of experts",
+        ),
         ({"quantization": "bitsandbytes"}, ("device=h100",), "quantization is bitsandbytes"),
         ({}, ("device=h100,a100_80gb",), "makes a sweep"),
         ({}, ("device=h100", "cache.block_size=0"), "cache.block_size"),

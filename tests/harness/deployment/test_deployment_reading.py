@@ -118,6 +118,22 @@ def test_a_file_of_unknown_content_is_named_in_the_notes(folder: Path) -> None:
     assert any(note.startswith("screen.txt: not read") for note in read_deployment(folder).notes)
 
 
+def test_kv_events_are_named_in_the_notes(folder: Path) -> None:
+    (folder / "kv.events").write_bytes(b"\x93\xcb" + bytes(9))
+    assert any(note.startswith("kv.events: KV events") for note in read_deployment(folder).notes)
+
+
+def test_a_file_that_is_no_text_is_named_in_the_notes(folder: Path) -> None:
+    (folder / "shot.png").write_bytes(b"\x89PNG\r\n\xff\xff")
+    assert any(note.startswith("shot.png: not read: not UTF-8") for note in read_deployment(folder).notes)
+
+
+def test_a_series_of_a_century_is_placed_in_bounded_time(folder: Path) -> None:
+    lines = (folder / "timeseries.csv").read_text().splitlines()
+    (folder / "timeseries.csv").write_text("\n".join([*lines, "3e9,0,0,0,0,0"]) + "\n")
+    assert read_deployment(folder).series is not None
+
+
 @pytest.mark.parametrize(
     ("file", "line", "change", "said"),
     [

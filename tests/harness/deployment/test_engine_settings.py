@@ -81,6 +81,11 @@ def test_a_yaml_for_vllm_is_mapped(tmp_path: Path) -> None:
             "model: m\nmax-num-seqs: lots\n",
             "config.yaml:2: max-num-seqs: whole number of at least 1 expected",
         ),
+        (
+            "model: m\nmax-num-seqs: .inf\n",
+            "config.yaml:2: max-num-seqs: whole number of at least 1 expected",
+        ),
+        ("model: m\nmax-num-seqs: 1" + 40 * "0" + "\n", "config.yaml:2: max-num-seqs: whole number"),
         ("model: m\ngpu-memory-utilization: 90\n", "config.yaml:2: gpu-memory-utilization: number above 0"),
         ("model: m\nkv-cache-dtype: int3\n", "config.yaml:2: kv-cache-dtype: int3 is not known here"),
         ("- a\n- b\n", "config.yaml:1: names and values expected, found list"),
@@ -117,6 +122,12 @@ def test_a_wrong_value_in_a_dump_is_named_by_line_and_path(tmp_path: Path) -> No
     record["engine_kwargs"]["max_num_seqs"] = "all"
     said = refusal(tmp_path, "engine.json", json.dumps(record, indent=2))
     assert "engine.json:10: engine_kwargs.max_num_seqs: whole number of at least 1 expected" in said
+
+
+def test_a_version_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    record = json.loads((DATA / "servingsim-recorder" / "engine.json").read_text()) | {"vllm_version": 0.19}
+    said = refusal(tmp_path, "engine.json", json.dumps(record, indent=2))
+    assert "engine.json:4: vllm_version: string expected, found 0.19" in said
 
 
 # -- the log of a server ------------------------------------------------------------------------------------------

@@ -204,6 +204,10 @@ def test_a_request_of_aiperf_that_did_not_end_is_dropped(
             "profile_export.jsonl:3: request_start_ns: missing key",
         ),
         (lambda r: r.update(metrics=[]), "profile_export.jsonl:3: metrics: object expected, found list"),
+        (
+            lambda r: r["metrics"]["usage_prompt_tokens"].update(value=10**30),
+            "profile_export.jsonl:3: metrics.usage_prompt_tokens.value: whole number up to",
+        ),
     ],
 )
 def test_a_wrong_record_of_aiperf_is_named(tmp_path: Path, change: Callable[[Any], None], said: str) -> None:
@@ -347,6 +351,7 @@ def test_a_column_of_a_plain_csv_that_is_not_read_is_named(tmp_path: Path) -> No
     [
         ("0,5,2,1,soon", "requests.csv:2: last_token_s: finite number expected"),
         ("0,5.5,2,1,2", "requests.csv:2: prompt_tokens:"),
+        ("0,99999999999999999,2,1,2", "requests.csv:2: prompt_tokens: integer too large"),
         ("0,5,2,3,2", "requests.csv:2: request 0: the last token is 1 s before the first token"),
         ("0,5,2,1", "requests.csv:2: line: 5 fields expected, found 4"),
     ],
@@ -356,6 +361,77 @@ def test_a_wrong_row_of_a_plain_csv_is_named(tmp_path: Path, row: str, said: str
         f"arrival_s,prompt_tokens,output_tokens,first_token_s,last_token_s\n{row}\n"
     )
     assert said in refusal(tmp_path)
+
+
+# -- vLLM's request log -------------------------------------------------------------------------------------------
+
+
+def chat(name: str, at: str, ids: list[int], chunks: list[str]) -> str:
+    """The lines of a streamed chat, after the format strings of `vllm/entrypoints/logger.py` of vLLM 0.19.0."""
+    stamp = "(APIServer pid=7) DEBUG 11-20 14:02:{} [logger.py:53] "
+    lines = [
+        stamp.format(at)
+        + f"Request {name} details: prompt: 'prompt_token_ids: [1]', prompt_token_ids: {ids}, "
+        "prompt_embeds shape: None."
+    ]
+    lines += [
+        f"(APIServer pid=7) INFO 11-20 14:02:{chunk} [logger.py:98] Generated response {name} (streaming delta): "
+        "output: 'a, b', output_token_ids: [5, 6], finish_reason: None"
+        for chunk in chunks
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def test_the_chunks_of_a_chat_give_its_times(tmp_path: Path) -> None:
+    (tmp_path / "vllm.log").write_text(chat("chatcmpl-a", "01.5", [7, 8, 9], ["02.0", "02.25", "04.0"]))
+    requests = read_deployment(tmp_path).requests
+    assert requests.ttft_s.tolist() == [0.5]
+    assert requests.latency_s.tolist() == [2.5]
+    assert (requests.prompt_tokens[0], requests.output_tokens[0]) == (3, 6)
+
+
+def test_token_ids_of_prompts_give_what_they_share(tmp_path: Path) -> None:
+    one, other = [1, 2, 3, 4], [1, 2, 9]
+    text = chat("chatcmpl-a", "01.5", one, ["02.0"]) + chat("chatcmpl-b", "03.5", other, ["04.0"])
+    (tmp_path / "vllm.log").write_text(text)
+    first, second = (row.segments for row in read_deployment(tmp_path).workload.requests)
+    assert first[0] == second[0]
+    assert first[0].tokens == 2
+    assert first[0].key is not None
+
+
+def test_whole_seconds_of_a_log_are_said(tmp_path: Path) -> None:
+    (tmp_path / "vllm.log").write_text(chat("chatcmpl-a", "01", [7], ["02", "03"]))
+    assert any("its clock has whole seconds" in note for note in read_deployment(tmp_path).notes)
+
+
+def test_prompts_of_a_server_log_join_the_times_of_spans(tmp_path: Path) -> None:
+    """Ids of a prompt that the log cut short are its beginning."""
+    (tmp_path / "spans.jsonl").write_text(SPANS.read_text())
+    lines = [chat(f"cmpl-{i:08x}-0", "01.5", [1, 2, 3], []) for i in range(4)]
+    (tmp_path / "vllm.log").write_text("".join(lines))
+    deployment = read_deployment(tmp_path)
+    shared = [row.segments[0] for row in deployment.workload.requests[:4]]
+    assert len(set(shared)) == 1
+    assert shared[0].tokens == 3
+    assert any("known of 4 of 6 requests" in note for note in deployment.notes)
+
+
+@pytest.mark.parametrize("ids", ["[1,, 2]", "[1 2]", "[99999999999999999999]"])
+def test_wrong_token_ids_are_named(tmp_path: Path, ids: str) -> None:
+    text = chat("chatcmpl-a", "01.5", [1], ["02.0"]).replace(
+        "prompt_token_ids: [1], prompt_e", f"prompt_token_ids: {ids}, prompt_e"
+    )
+    (tmp_path / "vllm.log").write_text(text)
+    assert "vllm.log:1: prompt_token_ids: " in refusal(tmp_path)
+
+
+def test_a_request_without_chunks_is_dropped(tmp_path: Path) -> None:
+    text = chat("chatcmpl-a", "01.5", [1], ["02.0"]) + chat("chatcmpl-b", "03.5", [2], [])
+    (tmp_path / "vllm.log").write_text(text)
+    reasons = read_deployment(tmp_path).dropped
+    assert list(reasons.values()) == [1]
+    assert "no times of its tokens" in next(iter(reasons))
 
 
 # -- damage of any format -----------------------------------------------------------------------------------------

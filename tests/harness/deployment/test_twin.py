@@ -133,6 +133,18 @@ def test_a_pool_smaller_than_what_is_used_preempts(twin: Twin) -> None:
     assert smallest.preemptions > 0 or (change_of(smallest, twin.base, "ttft_p50") or 0) > 0
 
 
+def test_the_state_of_replicas_is_that_of_all_together(twin: Twin) -> None:
+    """Until the first request ends, those that run and wait are those that have arrived."""
+    config = replace(twin.config, device=replace(twin.config.device, data_parallel=2))
+    run = predictor(config, twin.deployment.workload)(config.device)
+    at_s = np.array([0.5, 1.0, 1.5])
+    assert run.last_token_s.min() > 1.5
+    series = run.series(at_s)
+    arrived = [(run.arrival_s <= at).sum() for at in at_s]
+    assert (series.running + series.waiting).tolist() == arrived
+    assert series.kv_use is None
+
+
 def test_an_answer_beyond_the_log_is_marked(twin: Twin) -> None:
     change = WhatIf("g", "s", twin.base.figures, 0.5, 0, 0.0, 0.25, "")
     assert trust(twin, change) == "extrapolated: 25 % of the time in steps larger than any in the log"
