@@ -7,6 +7,7 @@ cannot be shared are not hashed: the pool gives them a private number, and only 
 """
 
 import hashlib
+from array import array
 from collections.abc import Callable, Hashable, Sequence
 from itertools import pairwise
 from typing import Protocol, Self
@@ -133,7 +134,7 @@ class TokenIdentity:
     ) -> None:
         self.salt, self.adapter = salt, adapter
         self._request_id = request_id
-        self._tokens = _token_bytes(request_id, np.asarray(token_ids, dtype=np.int64))
+        self._tokens = _token_bytes(request_id, token_ids)
         self._root = _root(salt, adapter, epoch)
         self._algorithm = algorithm
         self.shares_outputs = share_outputs
@@ -158,7 +159,7 @@ class TokenIdentity:
     def extend(self, branch: int, token_ids: Sequence[int]) -> None:
         """Append tokens that `branch` generated."""
         generated = self._outputs.setdefault(branch, bytearray())
-        generated += _token_bytes(self._request_id, np.asarray(token_ids, dtype=np.int64))
+        generated += _token_bytes(self._request_id, token_ids)
 
     def generated_hashes(self, branch: int, block_size: int) -> list[bytes]:
         """Hashes up to the end of each full block of the branch; empty unless outputs are shared."""
@@ -171,13 +172,21 @@ class TokenIdentity:
         return hasher.hashes
 
 
-def _token_bytes(request_id: int, token_ids: npt.NDArray[np.int64]) -> bytes:
+def _token_bytes(request_id: int, token_ids: npt.NDArray[np.int64] | Sequence[int]) -> bytes:
+    if not isinstance(token_ids, np.ndarray):
+        try:
+            token_ids = np.frombuffer(array("i", token_ids), dtype=np.int32)  # quicker than np.array
+        except OverflowError:
+            raise _out_of_range(request_id, min(token_ids), max(token_ids)) from None
     if (token_ids >> 31).any():  # negative, or too large: one pass finds both
-        raise CoreError(
-            f"request {request_id}: token ids run from {token_ids.min()} to {token_ids.max()}, "
-            f"must be at least 0 and below 2^31"
-        )
+        raise _out_of_range(request_id, token_ids.min(), token_ids.max())
     return token_ids.astype("<i4").tobytes()
+
+
+def _out_of_range(request_id: int, lowest: int, highest: int) -> CoreError:
+    return CoreError(
+        f"request {request_id}: token ids run from {lowest} to {highest}, must be at least 0 and below 2^31"
+    )
 
 
 class KeyIdentity:

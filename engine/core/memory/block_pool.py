@@ -250,13 +250,13 @@ class BlockPool:
     def share(self, blocks: Sequence[int]) -> int:
         """Add one reference to each of `blocks` (a cache hit or a fork); returns how many had reference count 0.
 
-        Raises CoreError, and changes nothing, if a block is given twice, or is free and not in the cache: then it holds
+        Raises CoreError, and changes nothing, if a free block is given twice, or is not in the cache: then it holds
         nothing.
         """
         refs = self._refs
-        if len(set(blocks)) < len(blocks):
-            raise _twice("shared", blocks)
         revived = [block for block in blocks if not refs[block]]
+        if revived and len(set(revived)) < len(revived):
+            raise _twice("shared", blocks)
         for block in revived:
             if self._hash_of[block] is None:
                 raise CoreError(f"block {block} is free and holds nothing: it cannot be shared")

@@ -126,9 +126,9 @@ class Prompts:
     def run_lists(self, prompts: list[list[int]]) -> None:
         """Serve each prompt, from a list of tokens to the release of its blocks."""
         for prompt in prompts:
-            self._serve(np.array(prompt, dtype=np.int64))
+            self._serve(prompt)
 
-    def _serve(self, prompt: IntArray) -> int:
+    def _serve(self, prompt: IntArray | list[int]) -> int:
         manager = self._manager
         group = Group(Request(0, self._tokens, 1, identity=TokenIdentity(0, prompt)))
         hits = manager.lookup(group)

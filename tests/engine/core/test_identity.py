@@ -107,3 +107,14 @@ def test_an_epoch_is_never_confused_with_a_salt() -> None:
     pairs = [(0, ""), (1, ""), (0, "1"), (0, "epoch 1"), (1, "1:"), (11, ""), (2, "")]
     hashes = {TokenIdentity(0, tokens, salt, epoch=epoch).prompt_hashes(4)[0] for epoch, salt in pairs}
     assert len(hashes) == len(pairs)
+
+
+def test_a_list_of_tokens_has_the_hashes_of_the_array() -> None:
+    tokens = [5, 2**31 - 1, 0, 7]
+    assert TokenIdentity(0, tokens).prompt_hashes(2) == TokenIdentity(0, np.array(tokens)).prompt_hashes(2)
+
+
+@pytest.mark.parametrize("tokens", [[-1, 2], [0, 2**31], [0, 2**70]])
+def test_token_ids_of_a_list_beyond_the_range_are_refused(tokens: list[int]) -> None:
+    with pytest.raises(CoreError, match=f"run from {min(tokens)} to {max(tokens)}, must be at least 0"):
+        TokenIdentity(7, tokens)
