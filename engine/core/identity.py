@@ -7,8 +7,11 @@ cannot be shared are not hashed: the pool gives them a private number, and only 
 """
 
 import hashlib
+import os
 from array import array
 from collections.abc import Callable, Hashable, Sequence
+from functools import cache
+from importlib import import_module
 from itertools import pairwise
 from typing import Protocol, Self
 
@@ -66,6 +69,64 @@ class PrefixHasher:
         copied.hashes, copied._running = list(self.hashes), self._running.copy()
         copied._block_bytes, copied._rest = self._block_bytes, self._rest
         return copied
+
+
+@cache
+def process_seed() -> str | bytes:
+    """What seeds hashes that a client could collide on purpose: 32 random bytes of this process.
+
+    Where PYTHONHASHSEED is a number, it is the seed instead, as in vLLM, so that several processes agree.
+    """
+    named = os.environ.get("PYTHONHASHSEED", "random")
+    return named if named.isdecimal() else os.urandom(32)
+
+
+_DIGESTS: dict[HashAlgorithm, Callable[[bytes], bytes]] = {
+    HashAlgorithm.sha256_cbor: lambda data: hashlib.sha256(data).digest(),
+    HashAlgorithm.xxh3_128_cbor: lambda data: bytes(xxhash.xxh3_128_digest(data)),
+}
+
+
+class CborHasher:
+    """vLLM's hashes: a block hashes (hash before, token ids, extra keys) as CBOR, so that others can compute it too.
+
+    The extra keys are those of vLLM: the adapter in every block, the salt in the first one. So, as in vLLM, a salt that
+    is also the name of an adapter gives the first block the same hash. An epoch is one more key. The hash before the
+    first block is that of the seed (`init_none_hash` in vLLM's kv_cache_utils.py).
+    """
+
+    def __init__(
+        self, algorithm: HashAlgorithm, block_bytes: int, salt: str, adapter: str | None, epoch: int
+    ) -> None:
+        self.hashes: list[bytes] = []
+        seed = process_seed()
+        self._digest = _DIGESTS[algorithm]
+        self._dumps = _cbor()
+        self._before = seed if isinstance(seed, bytes) else self._digest(self._dumps(seed, canonical=True))
+        always = [*([] if adapter is None else [adapter]), *([("epoch", epoch)] if epoch else [])]
+        self._extra = tuple(always) or None
+        self._first = (*always, salt) if salt else self._extra
+        self._block_bytes = block_bytes
+        self._rest = b""
+
+    def extend(self, data: bytes) -> None:
+        """Append `data`, and a hash for every block that it fills."""
+        data, width = self._rest + data, self._block_bytes
+        whole = len(data) - len(data) % width
+        for start in range(0, whole, width):
+            tokens = tuple(np.frombuffer(data[start : start + width], dtype="<i4").tolist())
+            extra = self._extra if self.hashes else self._first
+            self._before = self._digest(self._dumps((self._before, tokens, extra), canonical=True))
+            self.hashes.append(self._before)
+        self._rest = data[whole:]
+
+
+def _cbor() -> Callable[..., bytes]:
+    try:
+        dumps: Callable[..., bytes] = import_module("cbor2").dumps
+    except ImportError as error:
+        raise CoreError("hashes of CBOR need cbor2; pip install 'pagetwin[events]'") from error
+    return dumps
 
 
 class BlockIdentity(Protocol):
@@ -135,18 +196,26 @@ class TokenIdentity:
         self.salt, self.adapter = salt, adapter
         self._request_id = request_id
         self._tokens = _token_bytes(request_id, token_ids)
-        self._root = _root(salt, adapter, epoch)
+        self._root, self._epoch = _root(salt, adapter, epoch), epoch
+        if algorithm is HashAlgorithm.xxh3_128:
+            seed = process_seed()
+            self._root = (seed if isinstance(seed, bytes) else seed.encode()) + self._root
         self._algorithm = algorithm
         self.shares_outputs = share_outputs
         self._outputs: dict[int, bytearray] = {}
-        self._hashers: dict[tuple[int, int], tuple[PrefixHasher, int]] = {}
+        self._hashers: dict[tuple[int, int], tuple[PrefixHasher | CborHasher, int]] = {}
 
     def prompt_hashes(self, block_size: int) -> list[bytes]:
         """Hashes of the prompt up to the end of each full block."""
         return self._prompt_hasher(block_size).hashes
 
-    def _prompt_hasher(self, block_size: int) -> PrefixHasher:
-        hasher = PrefixHasher(self._root, block_size * _TOKEN_BYTES, self._algorithm)
+    def _prompt_hasher(self, block_size: int) -> PrefixHasher | CborHasher:
+        width = block_size * _TOKEN_BYTES
+        hasher: PrefixHasher | CborHasher
+        if self._algorithm in _HASH_FUNCTIONS:
+            hasher = PrefixHasher(self._root, width, self._algorithm)
+        else:
+            hasher = CborHasher(self._algorithm, width, self.salt, self.adapter, self._epoch)
         hasher.extend(self._tokens)
         return hasher
 

@@ -39,7 +39,9 @@ class HashAlgorithm(StrEnum):
     """The hash function for token blocks."""
 
     sha256 = "sha256"  # safe against crafted collisions
-    xxh3_128 = "xxh3_128"  # twice as fast, not safe against crafted prompts
+    xxh3_128 = "xxh3_128"  # twice as fast, not safe against crafted prompts; seeded in each process
+    sha256_cbor = "sha256_cbor"  # vLLM's hashes of the same name; slower, needs pagetwin[events]
+    xxh3_128_cbor = "xxh3_128_cbor"  # vLLM's xxhash_cbor
 
 
 class Reservation(StrEnum):
@@ -96,6 +98,7 @@ class SchedulerOptions:
     max_running: int = 64  # sequences (every beam and sample counts) that may run at once
     chunked_prefill: bool = True  # False: a prompt must fit the budget of one step
     watermark: float = 0.0  # share of the pool kept free when a request is admitted beside running ones
+    adaptive_watermark: bool = False  # keep more free for a while after a preemption
     policy: Scheduling = Scheduling.fcfs
     preemption: Preemption = Preemption.recompute
     long_prefill_tokens: int | None = None  # largest prompt chunk while others compete; None: the budget

@@ -104,6 +104,8 @@ def _policy_obstacle(workload: Workload) -> str | None:
         return f"cache.policy={workload.pool.policy} is not paged"
     if limits.policy is not Scheduling.fcfs or limits.static_batch:
         return "the scheduler is not first come, first served with continuous batching"
+    if limits.adaptive_watermark:
+        return "the watermark is adaptive (scheduler.adaptive_watermark)"
     if limits.preemption is Preemption.swap:
         return "preempted requests are swapped out (scheduler.preemption)"
     if workload.kv_events or workload.lookups:

@@ -43,6 +43,7 @@ class Setup:
     running: int = 8
     chunked: bool = True
     watermark: float = 0.0
+    adaptive: bool = False
     scheduling: Scheduling = Scheduling.fcfs
     preemption: Preemption = Preemption.recompute
     cap: int | None = None
@@ -71,6 +72,7 @@ class Setup:
             max_model_len=64,
             chunked_prefill=self.chunked,
             watermark=self.watermark,
+            adaptive_watermark=self.adaptive,
             policy=self.scheduling,
             preemption=self.preemption,
             long_prefill_tokens=self.cap if self.chunked else None,

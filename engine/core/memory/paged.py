@@ -14,7 +14,7 @@ from engine.core.memory.block_pool import BlockPool
 from engine.core.memory.block_tables import BlockTables
 from engine.core.memory.eviction import EvictionQueue
 from engine.core.memory.manager import FastForwardColumns, beyond_end, check_parents
-from engine.core.memory.prefix_cache import LookupRecord, PrefixCache
+from engine.core.memory.prefix_cache import LookupRecord, PrefixCache, RecentHits
 from engine.core.memory.swap import HostPool, Swapper
 from engine.core.options import Retention, SpeculationMode
 from engine.core.plan import CopyList, SlotUsage, StaleList, SwapList
@@ -62,6 +62,7 @@ class PagedManager:
         self.sharing = BranchSharing(self.tables, self._copying)
         self.sizing = PagedSizing(block_size, shares=not copy_at_fork)
         self.lookups: list[LookupRecord] | None = [] if keep_lookups else None
+        self.recent_hits = RecentHits()
         self._looked_up: dict[Group, LookupRecord] = {}  # the last lookup, until its group is admitted
 
     # -- admission -----------------------------------------------------------------------------------------
@@ -98,8 +99,6 @@ class PagedManager:
 
     def admit(self, group: Group, hits: Sequence[int]) -> None:
         """Open a table with the hits. They get a reference first, so that the request cannot evict its own hits."""
-        if self.lookups is not None and group in self._looked_up:
-            self.lookups.append(self._looked_up.pop(group))
         (root,) = group.sequences
         counters = self.tables.counters
         if hits:
@@ -108,6 +107,10 @@ class PagedManager:
         root.computed = len(hits) * self.block_size
         self.prefix_cache.adopt(group, root, len(hits))
         self.tables.open(root, list(hits))
+        if self.lookups is not None and group in self._looked_up:
+            self.lookups.append(self._looked_up.pop(group))
+        if self.prefix_cache.serves(group.request):
+            self.recent_hits.note(group.tokens, len(hits) * self.block_size)
 
     # -- growth --------------------------------------------------------------------------------------------
 

@@ -1,5 +1,6 @@
 """The prefix cache of requests: which full blocks enter it, under which hash, and how a lookup finds them."""
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,29 @@ class LookupRecord:
     asked_blocks: int
     hit_blocks: int
     missed: BlockHash | None
+
+
+class RecentHits:
+    """The share of tokens that the last `requests` admitted requests found in the prefix cache, like vLLM's metric."""
+
+    def __init__(self, requests: int = 1000) -> None:
+        self._recent: deque[tuple[int, int]] = deque(maxlen=requests)
+        self._asked = self._hit = 0
+
+    def note(self, asked: int, hit: int) -> None:
+        """A request of `asked` tokens found `hit` of them."""
+        recent = self._recent
+        if len(recent) == recent.maxlen:
+            self._asked -= recent[0][0]
+            self._hit -= recent[0][1]
+        recent.append((asked, hit))
+        self._asked += asked
+        self._hit += hit
+
+    @property
+    def rate(self) -> float:
+        """Hit tokens over tokens, 0 before the first request."""
+        return self._hit / self._asked if self._asked else 0.0
 
 
 class PrefixCache:

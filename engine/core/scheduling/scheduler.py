@@ -21,6 +21,8 @@ from engine.core.scheduling.queues import RunningBatch, WaitingQueue
 from engine.core.scheduling.step import RowScheduler, StepBuilder
 from engine.core.sequence import Group
 
+_FALLING = 0.99  # what one step leaves of the adaptive watermark
+
 
 class Scheduler:
     """Plans steps over one KV cache manager. Call `schedule()` and `commit()` in turn:
@@ -131,7 +133,9 @@ class Scheduler:
             self._continue_steady(step)
             self._continue_others(step)
             self.manager.advance(self._batch.calendar)
-        if not step.preempted:
+        if step.preempted:
+            self._admission.raise_floor()
+        else:
             self._swap_in_groups(step)
             if not len(self.swapped):
                 self._admit_waiting(step)
@@ -242,19 +246,20 @@ class Scheduler:
         arrives; the caller shortens the fast-forward at an arrival. A waiting request that does not fit now will not
         fit before then: free blocks only get fewer, and decoding makes no block that the request could hit. Where
         outputs are shared, decoding does, and where the admission policy is the user's own, it may decide differently
-        later: nothing is fast-forwarded beside shared outputs, or while requests wait for a user's policy.
+        later: nothing is fast-forwarded beside shared outputs, or while requests wait for a user's policy or for the
+        adaptive watermark to fall.
         """
         calendar = self._batch.calendar
         if not step.only_steady or self._batch.others or not calendar.rows or calendar.sharing:
             return 1
-        if len(self.waiting) and not self._admission.only_built_in:
+        if len(self.waiting) and not self._admission.is_steady:
             return 1
         steps = min(max_steps, calendar.steps_to_end())
         return self.manager.fast_forward_limit(calendar, steps) if steps > 1 else 1
 
 
 class AdmissionRules:
-    """Decides whether a waiting or a swapped group may join the batch now. No method changes anything."""
+    """Decides whether a waiting or a swapped group may join the batch now. No decision changes anything."""
 
     def __init__(
         self, manager: KVCacheManager, batch: RunningBatch, limits: SchedulerLimits, policy: Admission
@@ -264,14 +269,37 @@ class AdmissionRules:
         self._limits = limits
         self._policy = policy
         self._watermark = int(limits.watermark * manager.num_blocks)
+        self._raised, self._raised_at = (
+            0.0,
+            0,
+        )  # the adaptive floor in blocks after the last preemption, and its step
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether a group that is refused now stays refused until memory is released."""
+        return self.only_built_in and not self._raised_blocks()
+
+    def raise_floor(self) -> None:
+        """A step preempted a group: keep two blocks free for each running sequence, or twice what was kept, up to half
+        of the pool. This adaptive watermark then falls by 1 % a step.
+        """
+        if self._limits.adaptive_watermark:
+            most = self._manager.num_blocks // 2
+            self._raised = min(most, 2 * max(self._spare_blocks(), self._batch.sequences))
+            self._raised_at = self._batch.calendar.clock.now
 
     @property
     def only_built_in(self) -> bool:
-        """Whether no policy of the user's is asked: then a refused group stays refused until memory is released."""
+        """Whether no policy of the user's is asked."""
         return isinstance(self._policy, AdmitWhatFits)
 
     def _spare_blocks(self) -> int:
-        return self._watermark if len(self._batch) else 0
+        return max(self._watermark, self._raised_blocks()) if len(self._batch) else 0
+
+    def _raised_blocks(self) -> int:
+        """The adaptive watermark in blocks, 0 where it has fallen."""
+        steps = self._batch.calendar.clock.now - self._raised_at
+        return int(self._raised * _FALLING**steps) if self._raised else 0
 
     def _has_room(self, group: Group) -> bool:
         return self._batch.sequences + group.width <= self._limits.max_running

@@ -1,10 +1,14 @@
+import hashlib
+import sys
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core.errors import CoreError
-from engine.core.identity import KeyIdentity, TokenIdentity
+from engine.core.identity import KeyIdentity, TokenIdentity, process_seed
 from engine.core.options import HashAlgorithm
 
 SEGMENTS = st.lists(
@@ -118,3 +122,59 @@ def test_a_list_of_tokens_has_the_hashes_of_the_array() -> None:
 def test_token_ids_of_a_list_beyond_the_range_are_refused(tokens: list[int]) -> None:
     with pytest.raises(CoreError, match=f"run from {min(tokens)} to {max(tokens)}, must be at least 0"):
         TokenIdentity(7, tokens)
+
+
+@pytest.fixture
+def seeded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    process_seed.cache_clear()
+    yield
+    process_seed.cache_clear()
+
+
+def test_hashes_that_are_not_cryptographic_differ_in_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    found = set()
+    for _ in range(2):
+        process_seed.cache_clear()
+        found.add(TokenIdentity(0, range(4), algorithm=HashAlgorithm.xxh3_128).prompt_hashes(4)[0])
+    process_seed.cache_clear()
+    assert len(found) == 2
+
+
+@pytest.mark.usefixtures("seeded")
+def test_processes_with_the_same_seed_agree() -> None:
+    one = TokenIdentity(0, range(4), algorithm=HashAlgorithm.xxh3_128).prompt_hashes(4)
+    process_seed.cache_clear()
+    assert TokenIdentity(1, range(4), algorithm=HashAlgorithm.xxh3_128).prompt_hashes(4) == one
+
+
+@pytest.mark.usefixtures("seeded")
+def test_cbor_hashes_are_those_of_vllm() -> None:
+    cbor2 = pytest.importorskip("cbor2", reason="hashes of CBOR need pagetwin[events]")
+    before = hashlib.sha256(cbor2.dumps("0", canonical=True)).digest()
+    assert before.hex().startswith("4e1195df020d")  # vLLM's NONE_HASH for PYTHONHASHSEED=0
+    expected = []
+    for tokens, extra in (((7, 300), ("lora", "salt")), ((70_000, 1), ("lora",))):
+        before = hashlib.sha256(cbor2.dumps((before, tokens, extra), canonical=True)).digest()
+        expected.append(before)
+    identity = TokenIdentity(
+        0, [7, 300, 70_000, 1, 5], "salt", adapter="lora", algorithm=HashAlgorithm.sha256_cbor
+    )
+    assert identity.prompt_hashes(2) == expected
+
+
+@pytest.mark.parametrize("algorithm", HashAlgorithm)
+def test_generated_tokens_continue_the_hashes_of_the_prompt(algorithm: HashAlgorithm) -> None:
+    pytest.importorskip("cbor2", reason="hashes of CBOR need pagetwin[events]")
+    growing = TokenIdentity(0, [1, 2, 3], algorithm=algorithm, share_outputs=True)
+    growing.extend(0, [4, 5, 6])
+    whole = TokenIdentity(1, range(1, 7), algorithm=algorithm)
+    assert growing.generated_hashes(0, 2) == whole.prompt_hashes(2)
+
+
+def test_cbor_hashes_without_cbor2_say_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cbor2", None)
+    identity = TokenIdentity(0, range(4), algorithm=HashAlgorithm.sha256_cbor)
+    with pytest.raises(CoreError, match="need cbor2; pip install"):
+        identity.prompt_hashes(4)

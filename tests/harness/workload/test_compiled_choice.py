@@ -70,6 +70,8 @@ def test_records_are_those_of_the_core(settings: tuple[str, ...]) -> None:
         (("replay.mode=closed",), "requests wait for others"),
         (("replay.duration_s=5",), "stops early"),
         (("scheduler=swap", "cache.host_tokens=100000"), "swapped out"),
+        (("scheduler.adaptive_watermark=true",), "the watermark is adaptive"),
+        (("replay.lookups=true", "replay.records=true"), "lookups of the prefix cache are kept"),
         (("scheduler.victim=own_policies:LongestFirst",), "a policy of your own"),
     ],
 )

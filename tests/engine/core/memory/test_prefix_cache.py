@@ -9,6 +9,7 @@ from engine.core.identity import TokenIdentity
 from engine.core.memory.block_pool import BlockPool, BlocksStored, CacheEvent
 from engine.core.memory.contiguous import ContiguousManager
 from engine.core.memory.paged import PagedManager
+from engine.core.memory.prefix_cache import RecentHits
 from engine.core.options import Decoding, SchedulerLimits
 from engine.core.plan import StepPlan, StepResult
 from engine.core.request import Request
@@ -147,3 +148,20 @@ def test_events_are_drained_once() -> None:
     pool.cache_full_blocks(pool.take(1), ["a"])
     assert len(pool.drain_events()) == 1
     assert pool.drain_events() == []
+
+
+def test_the_hit_rate_is_that_of_the_recent_requests() -> None:
+    recent = RecentHits(requests=2)
+    assert recent.rate == 0
+    for asked, hit in ((100, 100), (10, 0), (30, 10)):
+        recent.note(asked, hit)
+    assert recent.rate == 10 / 40
+
+
+def test_an_admission_counts_for_the_recent_hit_rate() -> None:
+    manager = PagedManager(16, 4)
+    scheduler = Scheduler(manager, SchedulerLimits(64, 4))
+    for rid in range(2):
+        scheduler.submit(Request(rid, 10, 2, identity=TokenIdentity(rid, np.arange(10))))
+    scheduler.schedule()
+    assert manager.recent_hits.rate == 8 / 20

@@ -198,3 +198,44 @@ def test_an_id_is_free_again_when_its_request_has_ended() -> None:
     submit(model, 0, prompt=8, output=2)
     model.run()
     assert model.finished == [0, 0]
+
+
+def contended(*, adaptive: bool) -> SlotModel:
+    """Six requests of which one or two fit until their ends."""
+    limits = SchedulerLimits(64, 8, adaptive_watermark=adaptive)
+    model = SlotModel(Scheduler(PagedManager(12, 4), limits))
+    for rid in range(6):
+        submit(model, rid, prompt=8, output=30, first=100 * rid)
+    return model
+
+
+def test_an_adaptive_watermark_keeps_requests_out_after_a_preemption() -> None:
+    preemptions = []
+    for adaptive in (False, True):
+        model = contended(adaptive=adaptive)
+        model.run()
+        assert sorted(model.finished) == list(range(6))
+        preemptions.append(sum(len(plan.preempted) for plan in model.plans))
+    assert preemptions[1] < preemptions[0]
+
+
+def test_an_adaptive_watermark_falls_with_the_steps() -> None:
+    model = contended(adaptive=True)
+    while not any(plan.preempted for plan in model.plans):
+        model.step()
+    rules = model.scheduler._admission
+    kept = [rules._spare_blocks()]
+    for _ in range(300):
+        model.scheduler._batch.calendar.clock.now += 1
+        kept.append(rules._spare_blocks())
+    assert kept[0] > 0
+    assert kept == sorted(kept, reverse=True)
+    assert kept[-1] == 0
+
+
+def test_nothing_is_fast_forwarded_while_requests_wait_for_the_watermark_to_fall() -> None:
+    model = contended(adaptive=True)
+    while not any(plan.preempted for plan in model.plans):
+        model.step()
+    assert len(model.scheduler.waiting)
+    assert model.step(max_steps=30).num_steps == 1
