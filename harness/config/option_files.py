@@ -30,7 +30,7 @@ _NEEDED: Mapping[str, tuple[str, ...]] = {
 }
 
 # What every preset of a GPU assumes, and a PCIe Gen4 x16 link, 32 GB/s one way. A file without `base` gets these.
-_ASSUMED: Mapping[str, Mapping[str, float]] = {
+_ASSUMED: Mapping[str, Mapping[str, float | None]] = {
     "device": {
         "step_overhead_us": 500.0,
         "layer_overhead_us": 8.0,
@@ -40,6 +40,8 @@ _ASSUMED: Mapping[str, Mapping[str, float]] = {
         "kv_efficiency": 0.92,
         "compute_efficiency": 0.65,
         "attention_efficiency": 0.5,
+        "activation_gb": None,
+        "other_memory_gb": 0.16,
         "link_gbs": 32.0,
         "host_link_gbs": 32.0,
         "host_link_latency_us": 2.0,
@@ -63,7 +65,7 @@ def apply_option_file(tree: DictConfig, group: str, named: str) -> None:
     found = dict(_entries(file, group))
     section = tree[group]
     base = found.pop(BASE, None)
-    start = _base_values(file, group, base) if base else dict(_ASSUMED.get(group, {}))
+    start: dict[str, Any] = _base_values(file, group, base) if base else dict(_ASSUMED.get(group, {}))
     known = set(section)
     for key, (value, line) in found.items():
         if key not in known:

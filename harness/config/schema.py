@@ -314,8 +314,8 @@ class DeviceConfig:
     attention_overhead_us: float = 0.0  # the shortest attention of a layer
     row_overhead_us: float = 0.0  # of one sequence in one layer, beside its bytes and FLOP
     memory_utilization: float = 0.9  # share of the memory that the engine may take, as in vLLM
-    activation_gb: float | None = None  # 10^9 bytes: peak of vLLM's profile run; null: by formula
-    other_memory_gb: float = 0.16  # 10^9 bytes: what libraries hold beside it
+    activation_gb: float | None = 0.0  # 10^9 bytes: peak of vLLM's profile run; null: by formula
+    other_memory_gb: float = 0.0  # 10^9 bytes: what libraries hold beside it
     graph_memory_gb: float = (
         0.0  # 10^9 bytes: CUDA graphs; vLLM subtracts them from 0.21 on, its log says how much
     )
