@@ -3,6 +3,7 @@
 SIGTERM and SIGHUP stop a sweep as Ctrl-C does: finished points are kept, and a message says how to continue.
 """
 
+import os
 import shlex
 import signal
 import threading
@@ -21,12 +22,14 @@ from harness.cli.report import (
     show_problems,
 )
 from harness.config.errors import ConfigError, UserError
+from harness.config.memory import point_memory
 from harness.console import Arguments, counted, numbered, planning, remark, say
 from harness.store.atomic import check_writable, exclusive, remove_leftovers
 from harness.store.commit import Layout
 from harness.store.errors import StoreError
 from harness.store.manifest import Manifest, SweepPoint, keep_report, write_manifest
 from harness.store.reading import StoreContent, read_store
+from harness.sweep.estimate import pace_of
 from harness.sweep.execute import Outcome, PointRunner, execute
 from harness.sweep.plan import (
     PlannedPoint,
@@ -38,6 +41,7 @@ from harness.sweep.plan import (
     run_request,
     sweep_request,
 )
+from harness.sweep.progress import duration
 
 _STOPPING = (signal.SIGTERM, signal.SIGHUP)
 
@@ -179,7 +183,21 @@ def _dry_run(sweep: SweepPlan, todo: list[PlannedPoint], content: StoreContent) 
             state = "failed before"
         say(f"{planned.fingerprint[:12]}  {state:<13}  {planned.label}")
     say(f"{numbered(len(sweep.points), 'point')}, {len(todo)} to run, results in {sweep.out}")
+    if todo:
+        say(_how_long(sweep, todo, content))
     return 0
+
+
+def _how_long(sweep: SweepPlan, todo: list[PlannedPoint], content: StoreContent) -> str:
+    """The time and memory that the points will take, as far as earlier points and the settings tell."""
+    workers = sweep.workers or os.cpu_count() or 1
+    pace = pace_of(content.records.values())
+    seconds = pace.duration_s(todo, min(workers, len(todo)))
+    memory = max(point_memory(point.config) for point in todo) / 1e9
+    if seconds is None:
+        return f"time: not known before such a point has run in this folder; memory: about {memory:,.1f} GB a process"
+    source = f"learned from {numbered(pace.points, 'earlier point')}"
+    return f"time: about {duration(seconds)}, {source}; memory: about {memory:,.1f} GB a process"
 
 
 def _manifest(sweep: SweepPlan, arguments: Arguments) -> Manifest:
