@@ -9,6 +9,7 @@ import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 PRINTS = {
+    "engine_as_a_library.py": "prompt tokens from the cache: 32",
     "own_policy.py": "CheapestToRepeat",
     "own_trace.py": "60 requests",
     "read_the_store.py": "TTFT p99",
