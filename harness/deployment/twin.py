@@ -81,11 +81,24 @@ class Twin:
 def verdict(twin: Twin) -> str:
     """The answer in one sentence."""
     errors = twin.errors
-    which = "requests that the fit had not seen" if twin.fit is not None else "requests, without a fit"
+    which = "requests that the fit had not seen"
+    if twin.fit is None:
+        which = f"requests, with {constants_of(twin)}"
     return (
         f"On {errors.requests:,} {which}: the predicted median TPOT is {_signed(errors.tpot_p50)}, and the predicted "
         f"median TTFT {_signed(errors.ttft_p50)} the measured one."
     )
+
+
+def constants_of(twin: Twin) -> str:
+    """Where the device's constants come from, in words."""
+    fitted_from = twin.config.device.fitted_from
+    if twin.fit is not None:
+        return "constants fitted to this log"
+    if fitted_from is None:
+        return "the constants of the device's description"
+    same = fitted_from.startswith(f"{twin.deployment.name}, ")
+    return f"constants fitted to {fitted_from}" + (", which are among these requests" if same else "")
 
 
 def _signed(error: float) -> str:
@@ -115,4 +128,4 @@ def trust(twin: Twin, change: WhatIf) -> str:
         return "no answer"
     if change.outside >= 0.005:
         return f"extrapolated: {100 * change.outside:.0f} % of the time in steps larger than any in the log"
-    return "inside the log's range" if twin.fit is not None else "inside the log's range, not fitted"
+    return "inside the log's range"

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from harness.deployment.device_file import errors_text
-from harness.deployment.twin import Twin, change_of, grade, trust, verdict
+from harness.deployment.twin import Twin, change_of, constants_of, grade, trust, verdict
 from harness.deployment.twin_figures import changes, latency, state
 from harness.deployment.what_ifs import WhatIf
 from harness.report.numbers import digits, seconds
@@ -137,7 +137,9 @@ def _cells(twin: Twin, one: WhatIf) -> Iterator[str]:
 
 
 def _change(change: float) -> str:
-    return f"{100 * change:+.1f} %" if abs(change) < 9.995 else f"x {1 + change:.0f}"
+    if abs(change) < 0.0005:
+        return "0.0\u00a0%"
+    return f"{100 * change:+.1f}\u00a0%" if abs(change) < 9.995 else f"x {1 + change:.0f}"
 
 
 def _shown(name: str, value: float | None) -> str:
@@ -164,6 +166,7 @@ def _page(twin: Twin, drawings: list[Drawing], files: dict[str, bytes]) -> str:
         grade=grade(twin),
         fit=twin.fit,
         errors=twin.errors,
+        constants=constants_of(twin),
         before=errors_text(twin.fit.before) if twin.fit else "",
         held_out=errors_text(twin.errors),
         facts=facts(twin),

@@ -60,7 +60,7 @@ def test_the_page_has_every_section(report: Path) -> None:
 
 
 def test_the_page_says_that_nothing_was_fitted(report: Path) -> None:
-    assert "Not fitted: the constants of the device" in (report / "index.html").read_text()
+    assert "Not fitted here: the constants of the device" in (report / "index.html").read_text()
 
 
 def test_every_request_is_in_the_table_of_latencies(report: Path) -> None:
@@ -155,6 +155,14 @@ def test_steps_larger_than_any_of_the_base_are_outside(twin: Twin) -> None:
     small = predictor(config, twin.deployment.workload)(config.device)
     assert outside_of(twin.prediction, small) > 0
     assert outside_of(small, small) == 0
+
+
+def test_a_device_that_was_fitted_to_the_same_log_is_said(twin: Twin) -> None:
+    device = replace(twin.config.device, fitted_from=f"{twin.deployment.name}, first 5 of 20 requests")
+    fitted = replace(twin, config=replace(twin.config, device=device))
+    assert "first 5 of 20 requests, which are among these requests" in verdict(fitted)
+    other = replace(fitted, deployment=replace(twin.deployment, name="another"))
+    assert "among these" not in verdict(other)
 
 
 def test_the_base_has_no_change(twin: Twin) -> None:
