@@ -83,6 +83,12 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="show this run of bench kernels too; default: the sweep's, or one beside the results; none: leave out",
     )
+    report.add_argument(
+        "--against", metavar="FOLDER", help="also say what changed from this store, with bounds"
+    )
+    report.add_argument(
+        "--markdown", metavar="FILE", help="append the answers to FILE as Markdown, e.g. for a pull request"
+    )
     status = _add(commands, "status", "say what a store has done, and what is left", "status [FOLDER]", "")
     _add_store(status)
     for command in _command_modules().values():

@@ -203,7 +203,28 @@ def report_command(arguments: Arguments, report: ReportFunctions | None = None) 
     target = Path(arguments.flags.out) if arguments.flags.out else None
     manifest = _manifest(root)
     write_report(root, manifest, report, target, _kernels(arguments.flags.kernels, root, manifest))
+    _summarise(root, arguments.flags.against, arguments.flags.markdown)
     return 0
+
+
+def _summarise(root: Path, against: str | None, markdown: str | None) -> None:
+    """Print what changed against another store, and append the answers to a Markdown file, where that is asked for."""
+    if against is None and markdown is None:
+        return
+    from harness.report import ReportError
+    from harness.report.summary import change_lines, summary_markdown
+
+    other = None if against is None else _store(against)
+    try:
+        for line in change_lines(root, other) if other else ():
+            say(line)
+        if markdown is not None:
+            with Path(markdown).open("a", encoding="utf-8") as file:
+                file.write(summary_markdown(root, other))
+    except ReportError as error:
+        raise UserError(str(error)) from error
+    except OSError as error:
+        raise UserError(f"--markdown: cannot write '{markdown}': {error.strerror or error}") from error
 
 
 def _kernels(named: str | None, root: Path, manifest: Manifest | None) -> Path | None:

@@ -27,6 +27,7 @@ RATES, LATENCY = "request_throughput", "norm_latency_mean"
 _FEW = 1 / 3  # of the differences exceed the spread: below, a setting does not matter
 _SAME = 0.01  # differences below this are none, where nothing was repeated
 _WAITING = 0.5  # requests in the queue, on average: memory or the batch is short
+_PAIRED = 200  # points that are compared two by two, at most
 _KNEE = 2.0  # the load at which normalized latency is so many times that of the lowest load
 
 
@@ -354,7 +355,7 @@ def _trust(study: Study, axes: Axes, verdict: Verdict) -> Iterator[Answer]:
                 f"{found.pairs} pairs, and in {found.clear_agree} of the {found.clear} that differ by more than "
                 "the spread."
             )
-    everywhere = ranking(_some(list(combinations(study.measured, 2))), RATES)
+    everywhere = ranking(_any_pairs(study.measured), RATES)
     if everywhere.clear:
         lines.append(
             f"Of any two points it orders {everywhere.clear_agree:,} of {everywhere.clear:,} that clearly differ in "
@@ -364,9 +365,10 @@ def _trust(study: Study, axes: Axes, verdict: Verdict) -> Iterator[Answer]:
     yield Answer("trust", "How far can it be trusted?", " ".join(lines), "errors", items)
 
 
-def _some(pairs: list[tuple[Record, Record]], most: int = 20_000) -> list[tuple[Record, Record]]:
-    """At most `most` of the pairs, evenly spread over them."""
-    return pairs[:: max(1, len(pairs) // most)]
+def _any_pairs(records: Sequence[Record]) -> list[tuple[Record, Record]]:
+    """All pairs of points; of many points, those of an evenly spread part of them."""
+    step = -(-len(records) // _PAIRED)
+    return list(combinations(records[:: max(1, step)], 2))
 
 
 def class_text(one: ClassVerdict) -> str:

@@ -74,9 +74,10 @@
   const data = JSON.parse(source.textContent);
   place.hidden = false;
   const controls = html("div", { className: "controls" }, place);
-  const choose = (title, options, first, change) => {
+  const choose = (title, name, options, first, change) => {
     const label = html("label", {}, controls, title + " ");
     const select = html("select", {}, label);
+    select.setAttribute("aria-label", name);
     for (const [value, text] of options) html("option", { value, selected: value === first }, select, text);
     select.onchange = change;
     return select;
@@ -88,10 +89,10 @@
   let zoom = null, shown = null;  // the ranges asked for, and those of the chart as it stands
   const again = () => { zoom = null; draw(); };
   const startX = settings.find(([value]) => swept.find((one) => "a:" + one.key === value).values.every((v) => typeof v === "number"));
-  const x = choose("x", [...settings, ...names], startX ? startX[0] : "m:" + data.metrics[0].name, again);
-  const y = choose("y", names, names[0][0], again);
-  const colour = choose("colour", [["", "none"], ...settings], has("a:cache.policy") ? "a:cache.policy" : (settings[0] || [""])[0], again);
-  const held = swept.map((one) => [one, choose(one.label, [["", "all"], ...one.values.map((v) => [String(v), String(v)])], "", again)]);
+  const x = choose("x", "x axis", [...settings, ...names], startX ? startX[0] : "m:" + data.metrics[0].name, again);
+  const y = choose("y", "y axis", names, names[0][0], again);
+  const colour = choose("colour", "colour by", [["", "none"], ...settings], has("a:cache.policy") ? "a:cache.policy" : (settings[0] || [""])[0], again);
+  const held = swept.map((one) => [one, choose(one.label, "hold " + one.label, [["", "all"], ...one.values.map((v) => [String(v), String(v)])], "", again)]);
   html("button", { type: "button", onclick: again }, controls, "Reset zoom");
   const W = 960, H = 420, L = 70, R = 16, T = 14, B = 46;
   const svg = create("svg", { viewBox: `0 0 ${W} ${H}`, role: "group", "aria-label": "Chart of the points", class: "chart" }, place);

@@ -1,0 +1,50 @@
+"""The Markdown summary, and what changed between two stores."""
+
+from pathlib import Path
+
+import pytest
+from synthetic_store import write_point, write_store
+
+from harness.report import ReportError
+from harness.report.summary import change_lines, summary_markdown
+
+POINTS = [{"cache.policy": "paged", "cache.block_size": size} for size in (8, 16, 32)]
+
+
+def row(value: float, spread: float = 0.01) -> dict[str, object]:
+    sides = {"analytic": None, "simulated": value, "measured": value, "low": value, "high": value}
+    return {"metric": "request_throughput", "unit": "requests/s", **sides, "error": 0.0, "spread": spread}
+
+
+def store(folder: Path, value: float, spread: float = 0.01) -> Path:
+    for point in POINTS:
+        write_point(folder, point, comparison=[row(value, spread)])
+    return folder
+
+
+def test_a_change_beyond_the_spread_is_counted_with_its_bounds(tmp_path: Path) -> None:
+    text = "\n".join(change_lines(store(tmp_path / "new", 12.0), store(tmp_path / "old", 10.0)))
+    assert "| request throughput | +20.0 % | +20.0 % to +20.0 % | 3 of 3 | measured |" in text
+    assert "request throughput +20.0 % at paged, block size" in text or "+20.0 % at cache.policy" in text
+
+
+def test_a_change_within_the_spread_is_no_change(tmp_path: Path) -> None:
+    text = "\n".join(change_lines(store(tmp_path / "new", 12.0, 0.5), store(tmp_path / "old", 10.0, 0.5)))
+    assert "| 0 of 3 |" in text
+
+
+def test_equal_stores_show_no_change(tmp_path: Path) -> None:
+    same = store(tmp_path / "one", 10.0)
+    assert "| 0.0 % | 0.0 % to 0.0 % | 0 of 3 |" in "\n".join(change_lines(same, same))
+
+
+def test_stores_without_a_common_point_are_refused(tmp_path: Path) -> None:
+    write_point(tmp_path / "other", {"cache.policy": "paged", "cache.block_size": 64})
+    with pytest.raises(ReportError, match="no point in common"):
+        change_lines(store(tmp_path / "new", 1.0), tmp_path / "other")
+
+
+def test_the_summary_begins_with_the_verdict_and_holds_the_answers(tmp_path: Path) -> None:
+    text = summary_markdown(write_store(tmp_path, POINTS))
+    assert text.startswith("## PageTwin: synthetic")
+    assert text.index("Can the prediction be trusted?") < text.index("Which block size is best?")
