@@ -126,6 +126,11 @@ def left_out_text(trials: Sequence[Trial]) -> str:
 def notes(study: CapacityStudy) -> list[str]:
     """Limits of the answer that the reader must know."""
     found = [text] if (text := left_out_text(study.trials)) else []
+    unpriced = dict(study.settings).get("not priced", "")
+    if study.axis == "block" and "block size" in unpriced:
+        found.append(
+            "The cost model does not price block size: sizes differ here by the memory that they waste alone."
+        )
     outside = [
         trial.extrapolated for trial in study.trials if trial.extrapolated and trial.extrapolated["steps"]
     ]

@@ -4,7 +4,7 @@ Every seed searches on its own; `estimate` gives the mean over the seeds and its
 search: the highest rate, the smallest pool, the best block size.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -230,7 +230,22 @@ def best_block_size(trials: Trials, sizes: Sequence[int], seeds: int, precision:
         reason = "; ".join(f"blocks of {size}: {edge.reason}" for size, edge in failed.items())
         return Answer(question, "tokens", None, reason, tuple(choices))
     best = max(rates, key=lambda size: (rates[size].mean, -size))
-    return Answer(question, "tokens", estimate([best]), choices=tuple(choices))
+    return Answer(question, "tokens", estimate([best]), _lead(rates, best), tuple(choices))
+
+
+def _lead(rates: Mapping[int, Estimate], best: int) -> str:
+    """A warning that the best size is not clearly better than some others, or an empty string."""
+    top = rates[best]
+    alike = [
+        size
+        for size, rate in rates.items()
+        if size != best and (rate.high or rate.mean) >= (top.low if top.low is not None else top.mean)
+    ]
+    return (
+        f"not clearly better than {', '.join(map(str, sorted(alike)))}: the intervals overlap"
+        if alike
+        else ""
+    )
 
 
 def curve(trials: Trials, middle: float, seeds: int, points: int = 7) -> list[Trial]:

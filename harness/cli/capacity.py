@@ -136,6 +136,7 @@ def _settings(trials: "Trials", overrides: Sequence[str], flags: argparse.Namesp
         ("model", config.model.name),
         ("device", f"{config.device.tensor_parallel} x {config.device.name}"),
         ("cost model", f"{source.kind}: {source.name}"),
+        ("not priced", str(source.provenance.get("not priced") or "nothing known")),
         ("pool", f"{pool.num_blocks:,} blocks of {pool.block_size} ({pool.policy})"),
         ("arrivals", f"{config.replay.mode}, {config.workload.num_requests or 'all'} requests a simulation"),
         ("trace", config.trace.name),

@@ -217,3 +217,18 @@ def test_a_file_in_the_place_of_the_results_folder_is_refused_before_the_search(
     (tmp_path / "there").write_text("")
     assert main(["capacity", "cost=roofline", "--out", str(tmp_path / "there")]) == 2
     assert "is not a folder" in capsys.readouterr().err
+
+
+def test_a_best_block_size_without_a_clear_lead_says_so() -> None:
+    trials = Trials(single_server(), parse_slo("queue_mean<1"))
+    answer = best_block_size(trials, [16, 32], 2, 0.2, lambda _: None)
+    assert answer.value is not None
+    assert "not clearly better than 32: the intervals overlap" in answer_text(answer)
+
+
+def test_a_choice_of_blocks_that_the_cost_model_does_not_price_is_noted() -> None:
+    trials = Trials(single_server(), parse_slo("queue_mean<1"))
+    answer = best_block_size(trials, [16, 32], 1, 0.3, lambda _: None)
+    said = [("not priced", "block size: attention takes as long at any block size")]
+    study = CapacityStudy("q", said, parse_slo("queue_mean<1"), "block", answer, trials.made, trials.made)
+    assert any("does not price block size" in note for note in notes(study))
