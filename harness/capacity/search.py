@@ -233,7 +233,7 @@ def best_block_size(trials: Trials, sizes: Sequence[int], seeds: int, precision:
     return Answer(question, "tokens", estimate([best]), _lead(rates, best), tuple(choices))
 
 
-def _lead(rates: Mapping[int, Estimate], best: int) -> str:
+def _lead(rates: Mapping[float, Estimate], best: float) -> str:
     """A warning that the best size is not clearly better than some others, or an empty string."""
     top = rates[best]
     alike = [
@@ -242,7 +242,7 @@ def _lead(rates: Mapping[int, Estimate], best: int) -> str:
         if size != best and (rate.high or rate.mean) >= (top.low if top.low is not None else top.mean)
     ]
     return (
-        f"not clearly better than {', '.join(map(str, sorted(alike)))}: the intervals overlap"
+        f"not clearly better than {', '.join(f'{size:g}' for size in sorted(alike))}: the intervals overlap"
         if alike
         else ""
     )
