@@ -214,7 +214,7 @@ def _summarise(root: Path, against: str | None, markdown: str | None) -> None:
     from harness.report import ReportError
     from harness.report.summary import change_lines, summary_markdown
 
-    other = None if against is None else _store(against)
+    other = None if against is None else named_store(against)
     try:
         for line in change_lines(root, other) if other else ():
             say(line)
