@@ -269,14 +269,14 @@ class BlockPool:
     def release(self, blocks: Sequence[int]) -> list[int]:
         """Drop one reference to each of a table's `blocks`, given in table order; returns those that are now free.
 
-        A free block with a hash stays in the prefix cache. Raises CoreError, and changes nothing, if a block has no
-        reference or is given twice: a table has each block once.
+        A free block with a hash stays in the prefix cache. Raises CoreError, and changes nothing, if a block has fewer
+        references than are dropped, or loses the last one in two entries: a table has each block once.
         """
         refs = self._refs
-        if len(set(blocks)) < len(blocks):
-            raise _twice("released", blocks)
         counts = [refs[block] for block in blocks]
         if counts.count(1) == len(counts):
+            if len(counts) > 1 and len(set(blocks)) < len(counts):
+                raise _twice("released", blocks)
             for block in blocks:
                 refs[block] = 0
             gone = list(blocks)
@@ -288,7 +288,11 @@ class BlockPool:
                 )
             for block in blocks:
                 refs[block] -= 1
-            gone = [block for block, count in zip(blocks, counts, strict=True) if count == 1]
+            gone = [block for block in blocks if refs[block] < 1]
+            if len(gone) != counts.count(1):
+                for block in blocks:
+                    refs[block] += 1
+                raise _twice("released", blocks)
         self._free(gone)
         return gone
 

@@ -294,7 +294,9 @@ class AdmissionRules:
         return isinstance(self._policy, AdmitWhatFits)
 
     def _spare_blocks(self) -> int:
-        return max(self._watermark, self._raised_blocks()) if len(self._batch) else 0
+        if not len(self._batch):
+            return 0
+        return max(self._watermark, self._raised_blocks()) if self._raised else self._watermark
 
     def _raised_blocks(self) -> int:
         """The adaptive watermark in blocks, 0 where it has fallen."""

@@ -133,13 +133,14 @@ def test_a_block_released_twice_in_one_call_is_refused() -> None:
     assert sorted(pool.take(3)) == [1, 2, 3]
 
 
-def test_a_shared_block_released_twice_in_one_call_is_refused() -> None:
+@pytest.mark.parametrize("released", [[1, 1], [1, 1, 1], [1, 2, 1]])
+def test_a_shared_block_that_loses_its_last_reference_twice_is_refused(released: list[int]) -> None:
     pool = BlockPool(3)
-    blocks = pool.take(1)
-    pool.share(blocks)
+    blocks = pool.take(2)
+    pool.share(blocks[:1])
     with pytest.raises(CoreError, match="block 1 is released twice in one call"):
-        pool.release([1, 1])
-    assert pool.references(1) == 2
+        pool.release(released)
+    assert [pool.references(block) for block in blocks] == [2, 1]
 
 
 def test_a_cached_block_shared_twice_in_one_call_is_refused() -> None:
