@@ -5,7 +5,7 @@ import torch
 
 from engine.core.options import Preemption, SchedulerLimits
 from engine.runtime.attention.select import check_kv_dtype
-from engine.runtime.errors import ModelError
+from engine.runtime.errors import EngineOptionError, ModelError
 from engine.runtime.kv_pool import kv_dtype_of
 
 FP8 = torch.float8_e4m3fn
@@ -162,7 +162,7 @@ def test_recorded_decode_steps_mark_no_slot_for_their_padding(model_of, prompts)
 
 
 def test_a_type_that_does_not_exist_is_refused_with_those_that_do(model_of, prompts):
-    with pytest.raises(ModelError, match="'int4' does not exist; choose model, fp8_e4m3"):
+    with pytest.raises(EngineOptionError, match="kv_dtype: 'int4' is not one of model, fp8_e4m3"):
         run(model_of(), prompts, kv_dtype="int4")
     assert kv_dtype_of("model", torch.bfloat16) is torch.bfloat16
 
