@@ -33,6 +33,8 @@ def entries(root):
         if id(one) in seen or isinstance(one, type | torch.Tensor | torch.nn.Module) or callable(one):
             continue
         seen.add(id(one))
+        if isinstance(one, deque) and one.maxlen is not None:
+            continue  # it cannot grow without end
         if isinstance(one, dict | list | set | deque):
             count += len(one)
         elif not type(one).__module__.startswith(("engine.", "collections", "builtins")):
