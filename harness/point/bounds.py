@@ -36,14 +36,22 @@ step: fits to public logs of vLLM on RTX 4090 and RTX PRO 6000, widened to both 
 """
 
 
+FITTED = tuple(name for name in ASSUMED if name not in ("attention_overhead_us", "link_latency_us"))
+"""The keys that a fit to the log of one device moves (`harness.deployment.fit.CONSTANTS`)."""
+
+
 def origins(device: DeviceConfig) -> dict[str, str]:
     """Where each constant of a device's prices comes from, by key."""
     if device.name == EngineDevice.cpu.value:
         return dict.fromkeys((*DATASHEET, *ASSUMED), "assumed for one core of a server CPU")
     known = dict.fromkeys(DATASHEET, "datasheet, or set by the user")
+    known |= {name: f"assumed, usually {low:g} to {high:g}" for name, (low, high) in ASSUMED.items()}
     if device.fitted_from is not None:
-        return known | dict.fromkeys(ASSUMED, f"fitted to {device.fitted_from}")
-    return known | {name: f"assumed, usually {low:g} to {high:g}" for name, (low, high) in ASSUMED.items()}
+        known |= dict.fromkeys(FITTED, f"fitted to {device.fitted_from}")
+        if device.tensor_parallel > 1:
+            link = f"fitted to {device.fitted_from} if its engine had several devices, else as in its description"
+            known |= dict.fromkeys(("link_gbs", "link_latency_us"), link)
+    return known
 
 
 def bounds_of(config: RunConfig, workload: Workload, cost: CostModel) -> dict[str, Any] | None:

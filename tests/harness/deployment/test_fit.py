@@ -5,10 +5,11 @@ import pytest
 
 from harness.config.errors import ConfigError, UserError
 from harness.config.schema import CostKind, DeviceConfig, RunConfig
-from harness.deployment.fit import Fit, fit_device, requests_to_fit
+from harness.deployment.fit import CONSTANTS, Fit, fit_device, requests_to_fit
 from harness.deployment.log import Deployment, RequestTimes
 from harness.deployment.prediction import errors_of, predictor
 from harness.deployment.settings import EngineSettings
+from harness.point.bounds import FITTED, origins
 from traces.trace import CHAINED, Segment, Trace, TraceHeader, TraceRequest
 
 GPU = DeviceConfig(
@@ -102,6 +103,12 @@ def test_the_times_of_requests_that_are_held_out_do_not_change_the_fit(fit: Fit)
     other = fit_device(replace(honest, requests=moved), config(), first=40)
     assert fit.device == other.device
     assert other.held_out.ttft_p50 < -0.9
+
+
+def test_the_record_calls_fitted_what_the_fit_moves_and_nothing_else() -> None:
+    assert set(FITTED) == {constant.key for constant in CONSTANTS}
+    moved = origins(replace(GPU, fitted_from="my log"))
+    assert {key for key, words in moved.items() if "my log" in words} == set(FITTED)
 
 
 def test_only_a_log_of_several_devices_says_anything_about_their_link() -> None:
