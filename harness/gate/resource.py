@@ -1,7 +1,7 @@
 """The resource layer: every kernel configuration, compiled for every architecture that it supports.
 
 No GPU is needed: Triton contains its compiler and NVIDIA's tools. The disassembly gives registers, spills, wide loads
-and instructions. `SHARED_LIMIT_BYTES`, `broken` and `worse` define a regression.
+and instructions. `broken` and `worse` define a regression.
 """
 
 import multiprocessing
@@ -30,7 +30,8 @@ _BUFFER = re.compile(
     r"local_alloc : \(\) -> !ttg\.memdesc<(?P<depth>\d+)x(?P<keys>\d+)x(?P<width>\d+)x[^>]*mutable>"
 )
 _USAGE = re.compile(r"REG:(?P<registers>\d+) STACK:(?P<stack>\d+)")
-SHARED_LIMIT_BYTES = {80: 166_912, 90: 232_448}  # of one program; the compiler does not check this limit
+_LABEL = re.compile(r"^\s*(?P<label>\.L_\w+):")
+_BACK = re.compile(r"\bBRA\b.*`\((?P<label>\.L_\w+)\)")
 _UNCOMPILED = "error"  # the key under which a case keeps the compiler's refusal
 
 
@@ -40,7 +41,9 @@ class Instructions:
 
     `wide_loads` and `narrow_loads` are loads from global memory of 16 bytes and of fewer bytes per thread, including
     asynchronous copies to shared memory (LDGSTS). `local` are accesses to local memory, which only spills and arrays
-    indexed at run time need. `hmma` and `hgmma` are matrix instructions of a warp and, on sm_90, of a warp group.
+    indexed at run time need. `hmma` and `hgmma` are matrix instructions of a warp and of a warp group (sm_90, sm_100).
+    `conversions` (F2F) change the type of one number at a quarter of the usual rate. `loop` is the length of the loop
+    that loads tiles of K and V, 0 where none does.
     """
 
     total: int
@@ -49,11 +52,14 @@ class Instructions:
     local: int
     hmma: int
     hgmma: int
+    conversions: int = 0
+    loop: int = 0
 
 
 def count(text: str) -> Instructions:
     """Count the instructions of a disassembly. The total includes the padding at the end (NOP, BRA to itself)."""
-    opcodes = list(_opcodes(text.splitlines()))
+    lines = text.splitlines()
+    opcodes = list(_opcodes(lines))
     loads = [opcode for opcode in opcodes if opcode.startswith("LDG")]
     wide = [opcode for opcode in loads if ".128" in opcode]
     return Instructions(
@@ -62,8 +68,34 @@ def count(text: str) -> Instructions:
         narrow_loads=len(loads) - len(wide),
         local=sum(opcode.partition(".")[0] in ("LDL", "STL") for opcode in opcodes),
         hmma=sum(opcode.startswith("HMMA") for opcode in opcodes),
-        hgmma=sum(opcode.startswith(("HGMMA", "QGMMA")) for opcode in opcodes),
+        hgmma=sum(opcode.startswith(("HGMMA", "QGMMA", "UTCHMMA", "UTCQMMA")) for opcode in opcodes),
+        conversions=sum(opcode.partition(".")[0] == "F2F" for opcode in opcodes),
+        loop=_tile_loop(lines),
     )
+
+
+def _tile_loop(lines: list[str]) -> int:
+    """Instructions from the target of a backward branch to the branch: of the loop with most asynchronous loads.
+
+    A branch from behind the loop into it (waiting, sm_100) seems to be a loop with as many loads and more code.
+    """
+    starts: dict[str, int] = {}
+    copies: list[int] = []  # before each instruction, the asynchronous loads so far
+    found = (0, 0)
+    for line in lines:
+        label, instruction = _LABEL.match(line), _INSTRUCTION.match(line)
+        if label:
+            starts[label["label"]] = len(copies)
+        if not instruction:
+            continue
+        copies.append((copies[-1] if copies else 0) + instruction["opcode"].startswith("LDGSTS"))
+        back = _BACK.search(line)
+        if back and back["label"] in starts:
+            start = starts[back["label"]]
+            loads = copies[-1] - (copies[start - 1] if start else 0)
+            if loads:
+                found = max(found, (loads, start - len(copies)))
+    return -found[1]
 
 
 def _opcodes(lines: Iterable[str]) -> Iterable[str]:
@@ -79,7 +111,8 @@ class Resources:
 
     `depth` is the number of tiles in each K and V buffer (the smaller of the two). With 2 or more, the next tile loads
     while the present one is computed; 0 means that no tile is staged in shared memory. Spilled registers appear as a
-    stack and as accesses to local memory.
+    stack and as accesses to local memory. `per_byte` are the instructions of all warps in the loop per byte of K and V
+    (decode; else 0), `most_per_byte` what is promised of them (0: nothing).
     """
 
     registers: int
@@ -92,6 +125,10 @@ class Resources:
     local: int
     hmma: int
     hgmma: int
+    conversions: int = 0
+    loop: int = 0
+    per_byte: float = 0.0
+    most_per_byte: float = 0.0
 
 
 def refuse_interpreter() -> None:
@@ -105,7 +142,7 @@ def refuse_interpreter() -> None:
 
 
 def resources(configuration: "KernelConfiguration", capability: int) -> Resources:
-    """Compile for compute capability `capability` (80, 90) and read the resources.
+    """Compile for compute capability `capability` (such as 90) and read the resources.
 
     Raises:
         RuntimeError: the compiler refused the kernel; the message is the compiler's.
@@ -130,7 +167,18 @@ def resources(configuration: "KernelConfiguration", capability: int) -> Resource
         local=code.local,
         hmma=code.hmma,
         hgmma=code.hgmma,
+        conversions=code.conversions,
+        loop=code.loop,
+        per_byte=_per_byte(configuration, code.loop),
+        most_per_byte=configuration.most_per_byte,
     )
+
+
+def _per_byte(configuration: "KernelConfiguration", loop: int) -> float:
+    """Instructions of all warps per byte of K and V, from those of one warp per tile."""
+    if not configuration.kv_bytes:
+        return 0.0
+    return round(loop * configuration.num_warps / configuration.kv_bytes, 4)
 
 
 def compiled(configuration: "KernelConfiguration", capability: int) -> Any:
@@ -179,9 +227,11 @@ def broken(capability: int, now: Resources) -> Iterator[str]:
     """Faults that are regressions whatever the baseline says."""
     if now.stack_bytes or now.local:
         yield f"spills: {now.stack_bytes} B of stack and {now.local} accesses to local memory"
-    if now.shared_bytes > SHARED_LIMIT_BYTES[capability]:
-        limit = SHARED_LIMIT_BYTES[capability]
+    limit = _shared_limit(capability)
+    if now.shared_bytes > limit:
         yield f"shared memory {now.shared_bytes:,} B does not fit sm_{capability} ({limit:,} B): it cannot launch"
+    if now.most_per_byte and not 0 < now.per_byte <= now.most_per_byte:
+        yield f"{now.per_byte} instructions per byte of K and V; {now.most_per_byte} are promised"
 
 
 def worse(now: Resources, before: Resources, more: float) -> Iterator[str]:
@@ -195,6 +245,10 @@ def worse(now: Resources, before: Resources, more: float) -> Iterator[str]:
         yield f"16-byte loads {before.wide_loads} → {now.wide_loads} (narrow ones {narrow})"
     if now.instructions > (1 + more) * before.instructions:
         yield f"instructions {before.instructions} → {now.instructions}, more than {more:.0%} on top"
+    if now.loop > (1 + more) * before.loop:
+        yield f"instructions per tile {before.loop} → {now.loop}, more than {more:.0%} on top"
+    if now.conversions > before.conversions:
+        yield f"conversions through the slow pipe {before.conversions} → {now.conversions}"
     if now.depth < before.depth:
         yield f"pipeline depth {before.depth} → {now.depth}"
     if before.hgmma and not now.hgmma:
@@ -269,6 +323,13 @@ def _compared(now: Measured, baseline: Baseline, more: float) -> Iterable[Findin
         else:
             before = Resources(**baseline.cases[name])
             yield compare_kernel(name, _capability(name), Resources(**values), before, more)
+
+
+def _shared_limit(capability: int) -> int:
+    """Bytes of shared memory that one program may use; the compiler does not check them."""
+    from paged_kernels.triton.launch import shared_bytes
+
+    return shared_bytes(capability)
 
 
 def _capability(name: str) -> int:

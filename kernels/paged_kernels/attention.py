@@ -208,13 +208,19 @@ def paged_attention_prefill(
     """Ragged queries over paged KV, causal: sequence i owns rows `cu_seqlens_q[i] : cu_seqlens_q[i + 1]` of q.
 
     q `[tokens, heads, dk]` holds the last positions of each sequence's `seq_lens` cached tokens, so that a chunk of
-    a prompt sees the whole prefix. `max_seqlen_q` is an upper bound of the queries of any sequence; None reads it from
-    the device. Returns, fills, checks and raises as `paged_attention_decode`.
+    a prompt sees the whole prefix. `max_seqlen_q` is an upper bound of the queries of any sequence. None reads it from
+    the device, which waits for it; during graph capture None takes the rows of q, which bound every sequence. Returns,
+    fills, checks and raises as `paged_attention_decode`.
     """
-    widest = max_seqlen_q or max(1, int(cu_seqlens_q.diff().max()))
+    widest = max_seqlen_q or _most_queries(q, cu_seqlens_q)
     batch = PagedBatch(q, key_cache, value_cache, block_table, seq_lens, cu_seqlens_q, widest)
     scoring = Scoring(scale, window, softcap, sinks, alibi, k_scale, v_scale)
     return _dispatch(batch, scoring, out, lse, workspace, backend, None, validate=validate)
+
+
+def _most_queries(q: torch.Tensor, bounds: torch.Tensor) -> int:
+    """An upper bound of the queries of any sequence; the largest number where the host may read the bounds."""
+    return max(1, int(bounds.diff().max())) if can_read_values(bounds) else max(1, len(q))
 
 
 def _dispatch(

@@ -31,7 +31,7 @@ class Demand(NamedTuple):
     kv_dtype: torch.dtype
     group: int
     head_dim: int  # the wider of K's and V's
-    aligned: bool = True  # strides and addresses in whole 16 bytes
+    aligned: bool = True  # addresses in whole 16 bytes, strides in whole 16 elements
 
     @classmethod
     def of(cls, q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> "Demand":
@@ -93,7 +93,10 @@ def _unserved(device: torch.device, demand: Demand) -> str:
     if demand.kv_dtype.itemsize == 1 and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
         return f"needs sm_89 or newer for a cache of {demand.kv_dtype}"
     if not demand.aligned:
-        return "reads rows in wide loads and needs strides and addresses in whole 16 bytes (head_dim 64, 80, 96 ...)"
+        return (
+            "reads rows in wide loads and needs addresses that are multiples of 16 bytes and "
+            "strides that are multiples of 16 elements (head_dim 64, 80, 96 ...)"
+        )
     return ""
 
 

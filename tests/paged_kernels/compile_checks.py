@@ -1,13 +1,20 @@
-"""Compile the Triton kernels for A100 and H100/H200 without a GPU. Run by `test_triton.py` in a process of its own."""
+"""Compile the Triton kernels without a GPU. Run by `test_triton.py` in a process of its own."""
 
 import pytest
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from paged_kernels.triton.configurations import kernel_configurations
+from paged_kernels.triton.launch import (
+    AttentionShape,
+    chunks_of,
+    decode_config,
+    prefill_config,
+    shared_bytes,
+)
 
-SHARED_BYTES = {80: 166_912, 90: 232_448}  # what one program may use; the compiler does not check it
 CONFIGURATIONS = {configuration.key: configuration for configuration in kernel_configurations()}
 # Every configuration compiles in the resource gate; these are the shapes that differ most.
 SAMPLE = (
@@ -32,7 +39,7 @@ def compiled(key, capability):
 
 @pytest.mark.parametrize("key", SAMPLE)
 def test_kernels_compile_within_shared_memory(key):
-    assert compiled(key, 90).metadata.shared <= SHARED_BYTES[90]
+    assert compiled(key, 90).metadata.shared <= shared_bytes(90)
 
 
 def test_bfloat16_keys_are_loaded_sixteen_bytes_at_a_time_and_two_tiles_ahead():
@@ -50,3 +57,26 @@ def test_every_key_is_unique_and_every_argument_is_typed():
     for case in CONFIGURATIONS.values():
         assert list(case.signature) == case.kernel.arg_names
         assert set(case.constants) <= set(case.signature)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("capability", [86, 89, 120])
+def test_without_warp_groups_prefill_has_the_tile_of_sm_80(dim, capability):
+    shape = AttentionShape(torch.bfloat16, torch.bfloat16, 32, 8, dim, dim, 16)
+    assert prefill_config(shape, capability)[:3] == prefill_config(shape, 80)[:3]
+
+
+def test_an_architecture_without_a_figure_gets_the_smallest_shared_memory():
+    assert shared_bytes(130) == min(map(shared_bytes, (80, 86, 89, 90, 100, 120)))
+
+
+@pytest.mark.parametrize("kind", ["prefill", "prefix"])
+def test_wide_heads_fit_the_smaller_shared_memories(kind):
+    key = f"{kind}/bf16/d256/g4/bs16/vector/sm_86"
+    assert compiled(key, 86).metadata.shared <= shared_bytes(86)
+
+
+def test_a_large_group_takes_several_programs():
+    for group, programs in ((32, 1), (33, 2), (128, 4)):
+        shape = AttentionShape(torch.bfloat16, torch.bfloat16, group, 1, 128, 128, 16)
+        assert chunks_of(shape, decode_config(shape)) == programs

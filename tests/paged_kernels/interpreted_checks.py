@@ -4,9 +4,9 @@ TRITON_INTERPRET is read when a kernel is defined, so this file is not collected
 program costs about 7 ms here and a tile 4 ms. What runs at full size and in all dtypes on a GPU is in `test_on_gpu.py`.
 """
 
-import numpy as np
 import pytest
 import torch
+from interpreted_cases import attend, check, halves, options_of, spec_of
 
 from paged_kernels import (
     Workspace,
@@ -14,11 +14,9 @@ from paged_kernels import (
     cascade_attention_decode,
     copy_blocks,
     merge_attn_states,
-    paged_attention_decode,
-    paged_attention_prefill,
     reshape_and_cache,
 )
-from paged_kernels.providers.build import CaseSpec, build_case
+from paged_kernels.providers.build import build_case
 from paged_kernels.providers.verify import TOLERANCE, exact_attention, relative_error
 from paged_kernels.triton import launch as triton_config
 
@@ -32,36 +30,6 @@ OPTIONS = [
     {"sinks": True, "window": 20, "softcap": 2.0, "alibi": True},
 ]
 pytestmark = pytest.mark.filterwarnings("error:invalid value")
-
-
-def spec_of(lengths, queries=(), **options):
-    """A small case: float32, 4 query and 2 KV heads of 16."""
-    small = {"heads": 4, "kv_heads": 2, "dk": 16, "dtype": FP32}
-    return CaseSpec(tuple(lengths), tuple(queries), **(small | options))
-
-
-def options_of(case):
-    """The scoring of a case as keyword arguments."""
-    return case.scoring._asdict()
-
-
-def attend(case, *, num_splits=None, workspace=None, lse=None):
-    """The case through the Triton kernels."""
-    common = options_of(case) | {"lse": lse, "workspace": workspace, "backend": "triton"}
-    inputs = (case.q, case.key_cache, case.value_cache, case.block_table, case.seq_lens)
-    if case.decode:
-        return paged_attention_decode(*inputs, num_splits=num_splits, **common)
-    return paged_attention_prefill(*inputs, case.cu_seqlens_q, **common)
-
-
-def check(spec, **arguments):
-    """Output and LSE of the kernels against float64, under poison and garbage."""
-    case = build_case(spec)
-    lse = torch.full(case.q.shape[:2], float("nan"))
-    found = attend(case, lse=lse, **arguments)
-    exact, sums = exact_attention(case)
-    assert relative_error(found, exact) < TOLERANCE[spec.dtype]
-    assert torch.allclose(lse.double(), sums, atol=1e-5 if spec.dtype == FP32 else 2e-2)
 
 
 @pytest.mark.parametrize("block_size", [1, 8, 16, 32, 64, 128, 256])
@@ -141,13 +109,6 @@ def test_prefill_of_any_dtype(dtype, kv_dtype):
 
 def test_prefill_of_a_group_that_is_no_power_of_two():
     check(spec_of((20, 33), (20, 7), heads=3, kv_heads=1, dk=24, dv=16))
-
-
-def halves(case, shared):
-    """Tables and lengths of what the rows share and of what is their own."""
-    blocks = shared // case.block_size
-    lens = torch.tensor([shared], dtype=torch.int32)
-    return case.block_table[:1, :blocks], lens, case.block_table[:, blocks:], case.seq_lens - shared
 
 
 @pytest.mark.parametrize("options", [{}, *OPTIONS[1:3], {"sinks": True}, {"kv_dtype": E5M2}])
@@ -268,87 +229,3 @@ def test_the_engine_gives_the_same_tokens_on_both_backends():
     ]
     found, expected = ([done.outputs[0].token_ids for done in answer] for answer in answers)
     assert found == expected
-
-
-def strange(value, which, lengths=(300, 40), **options):
-    """A case with `value` in one element of one key or value of row 0, and its exact output and LSE."""
-    case = build_case(spec_of(lengths, block_size=16, **options))
-    cache = case.key_cache if which == "key" else case.value_cache
-    cache[case.block_table[0, 7], 5, 0, 3] = value  # token 117, KV head 0
-    return case, exact_attention(case)
-
-
-def assert_same(found, exact, *, atol=1e-5):
-    """Finite where `exact` is, and there equal; NaN and infinite where it is."""
-    assert torch.equal(found.isnan(), exact.isnan())
-    assert torch.allclose(found.double(), exact, atol=atol, equal_nan=True)
-
-
-@np.errstate(invalid="ignore", over="ignore")  # here they are meant
-@pytest.mark.parametrize("which", ["key", "value"])
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("num_splits", [1, 3, None])
-def test_a_strange_number_reaches_the_output_of_any_split(monkeypatch, which, value, num_splits):
-    monkeypatch.setattr(triton_config, "SPLIT_TOKENS", 64)
-    case, (exact, sums) = strange(value, which)
-    lse = torch.empty(2, 4)
-    assert not exact.isfinite().all()
-    assert_same(attend(case, num_splits=num_splits, lse=lse), exact)
-    assert torch.equal(lse.isfinite(), sums.isfinite())  # an infinite LSE may become NaN on the way
-
-
-@np.errstate(invalid="ignore", over="ignore")  # here they are meant
-@pytest.mark.parametrize("which", ["key", "value"])
-@pytest.mark.parametrize("shared", [64, 160])
-@pytest.mark.parametrize("options", [{}, {"sinks": True}])
-def test_nan_reaches_the_output_of_a_cascade(which, shared, options):
-    case, (exact, _) = strange(float("nan"), which, (300, 200), shared_tokens=shared, **options)
-    for backend in ("triton", "torch"):
-        found = cascade_attention_decode(
-            case.q,
-            case.key_cache,
-            case.value_cache,
-            *halves(case, shared),
-            **options_of(case),
-            backend=backend,
-        )
-        assert_same(found, exact)
-
-
-@np.errstate(invalid="ignore")
-@pytest.mark.parametrize("backend", ["triton", "torch"])
-@pytest.mark.parametrize("side", ["a", "b"])
-def test_a_merge_keeps_the_nan_of_either_side(backend, side):
-    parts = {"a": torch.randn(2, 3, 8), "b": torch.randn(2, 3, 8)}
-    sums = {"a": torch.randn(2, 3), "b": torch.randn(2, 3)}
-    parts[side][0], sums[side][0] = float("nan"), float("nan")
-    merged, lse = merge_attn_states(parts["a"], sums["a"], parts["b"], sums["b"], backend=backend)
-    assert merged[0].isnan().all()
-    assert lse[0].isnan().all()
-    assert merged[1].isfinite().all()
-
-
-@np.errstate(invalid="ignore")
-@pytest.mark.parametrize("num_splits", [1, 4, None])
-def test_a_read_behind_the_end_would_be_seen(monkeypatch, num_splits):
-    """Slots behind a sequence are NaN, so a length that is one too long shows in the output."""
-    monkeypatch.setattr(triton_config, "SPLIT_TOKENS", 64)
-    case = build_case(spec_of((300, 40), block_size=16))
-    right = attend(case, num_splits=num_splits)
-    assert right.isfinite().all()
-    case.seq_lens[0] += 1
-    assert attend(case, num_splits=num_splits)[0].isnan().all()
-
-
-@pytest.mark.parametrize("num_splits", [1, 3, None])
-def test_blocks_freed_behind_the_window_are_not_read(num_splits):
-    case = build_case(spec_of((300,), block_size=16, window=40))
-    right = attend(case, num_splits=num_splits)
-    freed = case.block_table[0, : (300 - 40) // 16]
-    case.key_cache[freed.long()] = float("nan")
-    case.value_cache[freed.long()] = float("nan")
-    assert torch.equal(attend(case, num_splits=num_splits), right)
-
-
-def test_a_length_on_the_edge_of_a_split_is_exact():
-    check(spec_of((192, 128, 64), block_size=16), num_splits=3)

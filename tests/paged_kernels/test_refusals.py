@@ -199,7 +199,10 @@ def test_auto_says_why_it_fell_back():
         (Demand(torch.bfloat16, torch.bfloat16, 4, 576), "up to 256, not 576"),
         (Demand(torch.bfloat16, torch.bfloat16, 256, 128), "up to 128 query heads per KV head, not 256"),
         (Demand(torch.bfloat16, torch.float8_e4m3fn, 4, 128), "needs sm_89"),
-        (Demand(torch.bfloat16, torch.bfloat16, 4, 72, aligned=False), "whole 16 bytes"),
+        (
+            Demand(torch.bfloat16, torch.bfloat16, 4, 72, aligned=False),
+            "strides that are multiples of 16 elements",
+        ),
     ],
 )
 def test_what_the_kernels_do_not_serve_falls_back_by_name_or_is_refused(monkeypatch, demand, reason):

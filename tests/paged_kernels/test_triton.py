@@ -25,8 +25,9 @@ def run_checks(name, **environment):
 
 
 @pytest.mark.slow
-def test_interpreted_kernels_equal_the_reference():
-    done = run_checks("interpreted_checks.py", TRITON_INTERPRET="1")
+@pytest.mark.parametrize("name", ["interpreted_checks.py", "interpreted_extremes.py"])
+def test_interpreted_kernels_equal_the_reference(name):
+    done = run_checks(name, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 

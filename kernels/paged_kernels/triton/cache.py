@@ -21,7 +21,7 @@ def write_row(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Copy one token's [HEADS, DIM] to its slot. An 8-bit cache stores it times `inverse`, clamped to LIMIT."""
     element = tl.arange(0, PAD)
-    head, column = element // DIM, element % DIM
+    head, column = (element // DIM).to(tl.int64), element % DIM
     inside = element < HEADS * DIM
     values = tl.load(rows + token * row_token + head * row_head + column, mask=inside)
     if LIMIT > 0:
@@ -91,7 +91,7 @@ def merge_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """One token: weight two partial attentions by exp(LSE). An empty side has LSE -inf and is ignored."""
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * HEADS_PAD + tl.arange(0, HEADS_PAD)
+    head = (tl.program_id(1) * HEADS_PAD + tl.arange(0, HEADS_PAD)).to(tl.int64)
     column = tl.arange(0, DV_PAD)
     real = head < HEADS
     inside = real[:, None] & (column < DV)[None, :]

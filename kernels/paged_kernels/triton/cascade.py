@@ -17,32 +17,43 @@ import triton.language as tl
 
 from paged_kernels.memory import Workspace
 from paged_kernels.scoring import Scoring
-from paged_kernels.triton.decode import DecodeLaunch, launch_combine, launch_decode, or_any, prepare_launch
+from paged_kernels.triton.decode import (
+    DecodeLaunch,
+    item_of_program,
+    launch_combine,
+    launch_decode,
+    or_any,
+    prepare_launch,
+)
 from paged_kernels.triton.launch import (
     MAX_SPLITS,
     SPLIT_TOKENS,
     LaunchConfig,
+    capability_of,
+    chunks_of,
     multiprocessors,
     prefix_config,
     prefix_constants,
+    tokens_of,
 )
 from paged_kernels.triton.prefill import tile_of_rows
-from paged_kernels.triton.scan import finished, scan_keys
+from paged_kernels.triton.scan import as_operand, finished, scan_keys
 
 
 @triton.jit(do_not_specialize=["window", "groups", "table_row"])
 def prefix_kernel(  # type: ignore[no-untyped-def]
     q, key_cache, value_cache, table, bounds, order, prefix_lens, suffix_lens, alibi, part, part_lse,
     scale, softcap, v_scale, window, groups,
-    q_row, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, table_row,
+    q_row, q_head, k_head, v_head, table_row,
+    K_BLOCK: tl.constexpr, K_SLOT: tl.constexpr, V_BLOCK: tl.constexpr, V_SLOT: tl.constexpr,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DK: tl.constexpr, DK_PAD: tl.constexpr,
     DV: tl.constexpr, DV_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, PATH: tl.constexpr,
     GROUPS_PAD: tl.constexpr, SPLITS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    HAS_ALIBI: tl.constexpr, DOT_F32: tl.constexpr, LOG2E: tl.constexpr,
+    HAS_ALIBI: tl.constexpr, FOLD: tl.constexpr, DOT_F32: tl.constexpr, LOG2E: tl.constexpr,
 ):  # fmt: skip
     """Part [rows, SPLITS, heads, DV] of one tile of a group's rows; group g owns `order[bounds[g] : bounds[g + 1]]`."""
-    TOKENS: tl.constexpr = ROWS // GROUP
-    item, kv_head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
+    TOKENS: tl.constexpr = ROWS // GROUP if ROWS > GROUP else 1
+    item, kv_head, chunk = item_of_program(KV_HEADS, GROUP, ROWS)
     split = tl.program_id(1)
     group, tile = tile_of_rows(bounds, groups, item, TOKENS, GROUPS_PAD)
     if group < groups:
@@ -52,9 +63,9 @@ def prefix_kernel(  # type: ignore[no-untyped-def]
         begin = split * share
         end = tl.minimum(begin + share, tiles)
 
-        member, column = tl.arange(0, ROWS), tl.arange(0, DK_PAD)
+        member, column = chunk * ROWS + tl.arange(0, ROWS), tl.arange(0, DK_PAD)
         place, stop = tl.load(bounds + group) + tile * TOKENS + member // GROUP, tl.load(bounds + group + 1)
-        head = kv_head * GROUP + member % GROUP
+        head = (kv_head * GROUP + member % GROUP).to(tl.int64)
         real = (member < TOKENS * GROUP) & (place < stop)
         row = tl.load(order + place, mask=real, other=0).to(tl.int64)
         own = tl.load(suffix_lens + row, mask=real, other=2**30)
@@ -67,15 +78,16 @@ def prefix_kernel(  # type: ignore[no-untyped-def]
         slope = tl.zeros([ROWS], tl.float32)
         if HAS_ALIBI:
             slope = tl.load(alibi + head, mask=real, other=0.0).to(tl.float32)
+        query, power = as_operand(query, key_cache)
         top = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, DV_PAD], tl.float32)
         top, total, acc = scan_keys(
-            query, asked, slope, key_cache + kv_head * k_head, value_cache + kv_head * v_head,
+            query, power, asked, slope, key_cache + kv_head * k_head, value_cache + kv_head * v_head,
             table + group.to(tl.int64) * table_row, top, total, acc,
-            begin, end, length, scale, softcap, window, k_block, k_slot, v_block, v_slot,
+            begin, end, length, scale, softcap, window, K_BLOCK, K_SLOT, V_BLOCK, V_SLOT,
             DK, DK_PAD, DV, DV_PAD, BLOCK_SIZE, TILE, PATH, True, False, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI,
-            DOT_F32, LOG2E,
+            FOLD, DOT_F32, LOG2E,
         )  # fmt: skip
         piece, piece_lse = finished(top, total, acc, top, v_scale, False, LOG2E)
         wide = tl.arange(0, DV_PAD)
@@ -133,8 +145,8 @@ def run_cascade(
         path=path,
     )
     sums = suffix_lens if lse is None else lse
-    config = prefix_config(launch.shape, len(q))
-    tiles = triton.cdiv(len(q), config.rows // launch.shape.group) + len(shared.lens) - 1
+    config = prefix_config(launch.shape, len(q), capability_of(q.device))
+    tiles = triton.cdiv(len(q), tokens_of(launch.shape, config)) + len(shared.lens) - 1
     splits = prefix_splits or pick_prefix_splits(
         tiles * launch.shape.kv_heads, shared.tables.shape[1] * launch.shape.block_size, q.device
     )
@@ -170,10 +182,10 @@ def _launch_prefix(
     constants = prefix_constants(
         shape, config, launch.features, groups=groups, splits=splits, path=launch.path
     )
-    prefix_kernel[(tiles * shape.kv_heads, splits)](
+    prefix_kernel[(tiles * shape.kv_heads * chunks_of(shape, config), splits)](
         q, launch.key_cache, launch.value_cache, shared.tables, shared.bounds, shared.order, shared.lens,
         launch.seq_lens, or_any(scoring.alibi, q), part, part_lse,
         scoring.scale * scoring.k_scale, scoring.softcap, scoring.v_scale, scoring.window, groups,
-        q.stride(0), q.stride(1), *launch.key_cache.stride()[:3], *launch.value_cache.stride()[:3],
+        q.stride(0), q.stride(1), launch.key_cache.stride(2), launch.value_cache.stride(2),
         shared.tables.stride(0), **constants, num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip

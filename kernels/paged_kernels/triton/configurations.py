@@ -3,7 +3,7 @@
 A `KernelConfiguration` is a kernel with every constant fixed. The gate compiles it. Its key names it in a baseline.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,6 +30,11 @@ from paged_kernels.triton.launch import (
 )
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
+ARCHITECTURES = (80, 86, 89, 90, 100, 120)  # compute capabilities
+TUNED = (
+    80,
+    90,
+)  # where every configuration is compiled; elsewhere those that need most registers or shared memory
 ELEMENTS = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
@@ -38,6 +43,9 @@ ELEMENTS = {
     torch.float8_e5m2: "fp8e5",
 }
 PLAIN = Features()
+# Instructions of a warp per byte of K and V that the loop of decode may take, by bytes per element. An H200 delivers
+# about 20 bytes per clock to each multiprocessor, which issues 4 instructions: above 0.2 instructions limit the speed.
+MOST_PER_BYTE = {2: 0.060, 1: 0.175}
 SMALL = LaunchConfig(0, 0, 4, 3)  # Triton's defaults
 FULL = Features(window=True, softcap=True, sinks=True, alibi=True, lse=True)
 # Element types of pointers that point neither to queries nor to a cache.
@@ -82,7 +90,9 @@ class KernelConfiguration:
         None  # [keys, width] of a staged K tile; its buffers show the pipeline depth
     )
     matrix: bool = False  # whether its products must use warp-group instructions (HGMMA) on sm_90
-    capabilities: tuple[int, ...] = field(default=(80, 90))  # architectures that it runs on
+    kv_bytes: int = 0  # K and V of one tile, of a decode kernel
+    most_per_byte: float = 0.0  # instructions of a warp per byte of K and V that are promised; 0: no promise
+    capabilities: tuple[int, ...] = field(default=TUNED)  # architectures that the gate compiles it for
 
     @property
     def fixed(self) -> dict[tuple[int], Any]:
@@ -107,47 +117,56 @@ class KernelConfiguration:
 
 def kernel_configurations() -> tuple[KernelConfiguration, ...]:
     """All configurations, each with a unique key."""
-    return (*_decodes(), *_prefills(90), *_prefills(80), *_cascades(), *_writes())
+    return (*_decodes(), *_prefills(), *_cascades(), *_writes())
 
 
 def _decodes() -> Iterator[KernelConfiguration]:
-    for dim in HEAD_DIMS:
-        yield decode(_shape(dim))
-    for block_size in (1, 8, 32, 64, 128, 256):
-        yield decode(_shape(128, block_size=block_size))
-    for dtype in (torch.float16, torch.float32):
-        yield decode(_shape(128, dtype))
-    for kv_dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
-        yield decode(_shape(128, kv_dtype=kv_dtype))
-    for group in (1, 3, 8, 16):
-        yield decode(_shape(128, group=group))
+    narrow = [_shape(128, kv_dtype=kv_dtype) for kv_dtype in (torch.float8_e4m3fn, torch.float8_e5m2)]
+    widest = [_shape(256, torch.float32), _shape(256, torch.float32, group=128), _shape(256, group=128)]
+    yield from (
+        everywhere(decode(shape))
+        for shape in (_shape(64), _shape(128), _shape(256), _shape(128, group=128), *widest, *narrow)
+    )
+    yield everywhere(decode(_shape(256, kv_dtype=torch.float8_e4m3fn, group=64)))
+    yield from (everywhere(decode(_shape(dim), FULL)) for dim in (128, 256))
+    for shape in (
+        *(_shape(dim) for dim in (80, 96)),
+        *(_shape(128, block_size=block_size) for block_size in (1, 8, 32, 48, 64, 128, 256)),
+        *(_shape(128, dtype) for dtype in (torch.float16, torch.float32)),
+        *(_shape(128, group=group) for group in (1, 3, 8, 16, 32, 64)),
+    ):
+        yield decode(shape)
     yield decode(_shape(128), path="contiguous")
     yield decode(_shape(128), splits=1)
-    yield decode(_shape(128), FULL)
     shape = _shape(128)
     constants = combine_constants(shape, decode_config(shape), PLAIN, splits=0, rows=64)
     yield configuration("combine/bf16/d128", triton_decode_kernel.combine_kernel, shape, constants, SMALL)
 
 
-def _prefills(capability: int) -> Iterator[KernelConfiguration]:
-    for dim in HEAD_DIMS:
-        yield prefill(_shape(dim), capability=capability)
-    for dtype in (torch.float16, torch.float32):
-        yield prefill(_shape(128, dtype), capability=capability)
-    if capability >= 90:
-        yield prefill(_shape(128, kv_dtype=torch.float8_e4m3fn), capability=capability)
-    yield prefill(_shape(128, group=1), capability=capability)
-    yield prefill(_shape(128, block_size=128), capability=capability)
-    yield prefill(_shape(128), FULL, capability=capability)
+def _prefills() -> Iterator[KernelConfiguration]:
+    for shape, features in (
+        *((_shape(dim), PLAIN) for dim in (64, 128, 256)),
+        *((_shape(dim), FULL) for dim in (64, 128, 256)),
+        *((_shape(256, torch.float32, group=group), PLAIN) for group in (4, 128)),
+        *((_shape(dim, kv_dtype=torch.float8_e4m3fn), PLAIN) for dim in (128, 256)),
+        *((_shape(dim, group=128), PLAIN) for dim in (128, 256)),
+    ):
+        yield from prefill(shape, features, capabilities=ARCHITECTURES)
+    for shape in (
+        *(_shape(dim) for dim in (80, 96)),
+        *(_shape(128, dtype) for dtype in (torch.float16, torch.float32)),
+        *(_shape(128, group=group) for group in (1, 3)),
+        *(_shape(128, block_size=block_size) for block_size in (48, 128)),
+    ):
+        yield from prefill(shape)
 
 
 def _cascades() -> Iterator[KernelConfiguration]:
-    for shape in (_shape(64), _shape(128), _shape(256), _shape(128, torch.float32), _shape(128, group=1)):
-        config = prefix_config(shape, rows=64)
-        constants = prefix_constants(shape, config, PLAIN, groups=1, splits=4, path="auto")
-        key = f"prefix/{_name(shape, PLAIN)}/{constants['PATH']}"
-        matrix = config.rows >= 64
-        yield configuration(key, triton_prefix_kernel.prefix_kernel, shape, constants, config, matrix=matrix)
+    narrow = _shape(256, kv_dtype=torch.float8_e4m3fn)
+    for shape in (_shape(128), _shape(256), _shape(256, torch.float32), _shape(256, group=128), narrow):
+        yield from prefix(shape, ARCHITECTURES)
+    for shape in (_shape(64), _shape(128, torch.float32), _shape(128, group=1)):
+        yield from prefix(shape)
     shape = _shape(128)
     constants = combine_constants(shape, decode_config(shape), PLAIN, splits=0, rows=64, prefix_splits=4)
     yield configuration(
@@ -173,19 +192,60 @@ def decode(
     config = decode_config(shape)
     constants = decode_constants(shape, config, features, splits=splits, rows=rows, direct=True, path=path)
     key = f"decode/{_name(shape, features)}/{constants['PATH']}" + (f"/splits{splits}" if splits else "")
-    return configuration(key, triton_decode_kernel.decode_kernel, shape, constants, config)
+    made = configuration(key, triton_decode_kernel.decode_kernel, shape, constants, config)
+    kv_bytes = config.tile * (shape.dk + shape.dv) * shape.kv_dtype.itemsize
+    promised = features == PLAIN and shape.dtype != torch.float32 and shape.dk == 128 and shape.group <= 16
+    most = MOST_PER_BYTE[shape.kv_dtype.itemsize] if promised and shape.block_size % 16 == 0 else 0.0
+    return replace(made, kv_bytes=kv_bytes, most_per_byte=most)
 
 
 def prefill(
-    shape: AttentionShape, features: Features = PLAIN, *, capability: int = 90, path: str = "auto"
-) -> KernelConfiguration:
-    """The prefill kernel for one shape, as launched on an architecture."""
-    config = prefill_config(shape, capability)
-    constants = prefill_constants(shape, config, features, sequences=64, path=path)
-    key = f"prefill/{_name(shape, features)}/{constants['PATH']}/sm_{capability}"
-    kernel, matrix = triton_prefill_kernel.prefill_kernel, capability >= 90 and shape.dtype != torch.float32
-    made = configuration(key, kernel, shape, constants, config, matrix=matrix)
-    return replace(made, capabilities=(capability,))
+    shape: AttentionShape,
+    features: Features = PLAIN,
+    *,
+    capabilities: tuple[int, ...] = TUNED,
+    path: str = "auto",
+) -> Iterator[KernelConfiguration]:
+    """The prefill kernel for one shape: one configuration for all architectures that are launched alike."""
+    for config, alike in _alike(lambda capability: prefill_config(shape, capability), capabilities):
+        constants = prefill_constants(shape, config, features, sequences=64, path=path)
+        key = f"prefill/{_name(shape, features)}/{constants['PATH']}/sm_{alike[0]}"
+        kernel, matrix = triton_prefill_kernel.prefill_kernel, config.rows >= 64
+        made = configuration(key, kernel, shape, constants, config, matrix=matrix)
+        yield from _on(made, alike)
+
+
+def prefix(shape: AttentionShape, capabilities: tuple[int, ...] = TUNED) -> Iterator[KernelConfiguration]:
+    """The prefix kernel for one shape, as `prefill`."""
+    for config, alike in _alike(lambda capability: prefix_config(shape, 64, capability), capabilities):
+        constants = prefix_constants(shape, config, PLAIN, groups=1, splits=4, path="auto")
+        key = f"prefix/{_name(shape, PLAIN)}/{constants['PATH']}/sm_{alike[0]}"
+        kernel, matrix = triton_prefix_kernel.prefix_kernel, config.rows >= 64
+        made = configuration(key, kernel, shape, constants, config, matrix=matrix)
+        yield from _on(made, alike)
+
+
+def everywhere(made: KernelConfiguration) -> KernelConfiguration:
+    """The configuration for all architectures that can run it."""
+    (one,) = _on(made, ARCHITECTURES)
+    return one
+
+
+def _alike(
+    config_of: Callable[[int], LaunchConfig], capabilities: tuple[int, ...]
+) -> Iterator[tuple[LaunchConfig, tuple[int, ...]]]:
+    """The launches of the architectures, each with the architectures that have it."""
+    launches = {capability: config_of(capability) for capability in capabilities}
+    for config in dict.fromkeys(launches.values()):
+        yield config, tuple(capability for capability in capabilities if launches[capability] == config)
+
+
+def _on(made: KernelConfiguration, capabilities: tuple[int, ...]) -> Iterator[KernelConfiguration]:
+    """The configuration for those of the architectures that can run it: 8-bit floats need sm_89."""
+    least = 89 if "fp8" in made.key else 80
+    able = tuple(capability for capability in capabilities if capability >= least)
+    if able:
+        yield replace(made, capabilities=able)
 
 
 def configuration(
@@ -218,7 +278,7 @@ def configuration(
         num_stages=config.stages,
         kv_tile=(config.tile, constants["DK_PAD"]) if "DK_PAD" in constants else None,
         matrix=matrix,
-        capabilities=(90,) if narrow else (80, 90),
+        capabilities=(90,) if narrow else TUNED,
     )
 
 
@@ -230,7 +290,8 @@ def _shape(
     group: int = 4,
     block_size: int = 16,
 ) -> AttentionShape:
-    return AttentionShape(dtype, kv_dtype or dtype, 8 * group, 8, dim, dim, block_size)
+    strides = (block_size * 8 * dim, 8 * dim) * 2
+    return AttentionShape(dtype, kv_dtype or dtype, 8 * group, 8, dim, dim, block_size, strides)
 
 
 def _name(shape: AttentionShape, features: Features) -> str:

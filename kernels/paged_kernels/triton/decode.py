@@ -10,7 +10,7 @@ The same kernel runs over contiguous KV (`run_contiguous_decode`), to measure th
 
 # Triton types the arguments of kernels itself, and its decorators have no types.
 # mypy: disable-error-code="untyped-decorator"
-# ruff: noqa: N803
+# ruff: noqa: N803, N806
 
 from typing import Any, NamedTuple
 
@@ -24,12 +24,13 @@ from paged_kernels.triton.launch import (
     AttentionShape,
     Features,
     LaunchConfig,
+    chunks_of,
     combine_constants,
     decode_config,
     decode_constants,
     target_parts,
 )
-from paged_kernels.triton.scan import finished, scan_keys
+from paged_kernels.triton.scan import as_operand, finished, scan_keys
 
 MAX_ROWS = 4096  # rows per launch: every program reads the lengths of all of them
 
@@ -55,30 +56,43 @@ def parts_of_rows(  # type: ignore[no-untyped-def]
     return tl.where(index < rows, tl.maximum(tl.cdiv(tiles, share), 1), 0)
 
 
+@triton.jit
+def item_of_program(KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Work item, KV head (int64: strides of heads may be large) and chunk of ROWS of the head's group of queries."""
+    CHUNKS: tl.constexpr = (GROUP + ROWS - 1) // ROWS
+    program = tl.program_id(0)
+    slot = program % (KV_HEADS * CHUNKS)
+    return program // (KV_HEADS * CHUNKS), (slot // CHUNKS).to(tl.int64), slot % CHUNKS
+
+
 @triton.jit(do_not_specialize=["window", "rows", "target", "table_row"])
 def decode_kernel(  # type: ignore[no-untyped-def]
     q, key_cache, value_cache, table, lengths, sinks, alibi, out, lse, part, part_lse,
     scale, softcap, v_scale, window, rows, target,
-    q_row, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, table_row, out_row, out_head,
+    q_row, q_head, k_head, v_head, table_row, out_row, out_head,
+    K_BLOCK: tl.constexpr, K_SLOT: tl.constexpr, V_BLOCK: tl.constexpr, V_SLOT: tl.constexpr,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DK: tl.constexpr, DK_PAD: tl.constexpr,
     DV: tl.constexpr, DV_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, PATH: tl.constexpr,
     SPLITS: tl.constexpr, ROWS_PAD: tl.constexpr, MIN_TILES: tl.constexpr, DIRECT: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_ALIBI: tl.constexpr,
-    HAS_LSE: tl.constexpr, DOT_F32: tl.constexpr, LOG2E: tl.constexpr,
+    FOLD: tl.constexpr, HAS_LSE: tl.constexpr, DOT_F32: tl.constexpr, LOG2E: tl.constexpr,
 ):  # fmt: skip
     """One part of one row and KV head. `SPLITS` 0 cuts by `parts_of_rows`; `DIRECT` writes rows of one part to `out`.
 
     Parts are stored normalised, [parts, heads, DV], with their natural-log LSE [parts, heads].
     """
-    item, kv_head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
+    HEADS: tl.constexpr = KV_HEADS * GROUP
+    item, kv_head, chunk = item_of_program(KV_HEADS, GROUP, ROWS)
     if SPLITS > 0:
         row, split, parts = item // SPLITS, item % SPLITS, SPLITS
     else:
         counts = parts_of_rows(lengths, rows, window, target, ROWS_PAD, TILE, MIN_TILES, HAS_WINDOW)
-        row = tl.sum((tl.cumsum(counts, 0) <= item).to(tl.int32), 0)
-        index = tl.arange(0, ROWS_PAD)
-        split = item - tl.sum(tl.where(index < row, counts, 0), 0)
-        parts = tl.sum(tl.where(index == row, counts, 0), 0)
+        through = tl.cumsum(counts, 0)  # parts of a row and of those before it
+        passed = through <= item
+        row = tl.sum(passed.to(tl.int32), 0)
+        start = tl.max(tl.where(passed, through, 0), 0)
+        parts = tl.min(tl.where(passed, 2**30, through), 0) - start
+        split = item - start
     if row < rows:
         length = tl.load(lengths + row)
         first = length * 0
@@ -90,9 +104,9 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         end = tl.minimum(begin + share, last)
 
         wide_row = row.to(tl.int64)
-        member, column = tl.arange(0, ROWS), tl.arange(0, DK_PAD)
+        member, column = chunk * ROWS + tl.arange(0, ROWS), tl.arange(0, DK_PAD)
         real = member < GROUP
-        head = kv_head * GROUP + member
+        head = (kv_head * GROUP + member).to(tl.int64)
         query = tl.load(
             q + wide_row * q_row + head[:, None] * q_head + column[None, :],
             mask=real[:, None] & (column < DK)[None, :],
@@ -101,18 +115,19 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         slope = tl.zeros([ROWS], tl.float32)
         if HAS_ALIBI:
             slope = tl.load(alibi + head, mask=real, other=0.0).to(tl.float32)
+        query, power = as_operand(query, key_cache)
         keys, values = key_cache + kv_head * k_head, value_cache + kv_head * v_head
         if PATH == "contiguous":
-            keys, values = keys + wide_row * k_block, values + wide_row * v_block
+            keys, values = keys + wide_row * K_BLOCK, values + wide_row * V_BLOCK
         top = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, DV_PAD], tl.float32)
         asked = tl.zeros([ROWS], tl.int32) + (length - 1).to(tl.int32)
         top, total, acc = scan_keys(
-            query, asked, slope, keys, values, table + wide_row * table_row, top, total, acc,
-            begin, end, length, scale, softcap, window, k_block, k_slot, v_block, v_slot,
+            query, power, asked, slope, keys, values, table + wide_row * table_row, top, total, acc,
+            begin, end, length, scale, softcap, window, K_BLOCK, K_SLOT, V_BLOCK, V_SLOT,
             DK, DK_PAD, DV, DV_PAD, BLOCK_SIZE, TILE, PATH, True, False, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI,
-            DOT_F32, LOG2E,
+            FOLD, DOT_F32, LOG2E,
         )  # fmt: skip
 
         wide = tl.arange(0, DV_PAD)
@@ -124,10 +139,10 @@ def decode_kernel(  # type: ignore[no-untyped-def]
             whole, whole_lse = finished(top, total, acc, sink, v_scale, HAS_SINKS, LOG2E)
             tl.store(out + wide_row * out_row + head[:, None] * out_head + wide[None, :], whole, mask=kept)
             if HAS_LSE:
-                tl.store(lse + wide_row * KV_HEADS * GROUP + head, whole_lse, mask=real)
+                tl.store(lse + wide_row * HEADS + head, whole_lse, mask=real)
         else:
             piece, piece_lse = finished(top, total, acc, top, v_scale, False, LOG2E)
-            place = item.to(tl.int64) * KV_HEADS * GROUP + head
+            place = item.to(tl.int64) * HEADS + head
             tl.store(part + place[:, None] * DV + wide[None, :], piece, mask=kept)
             tl.store(part_lse + place, piece_lse, mask=real)
 
@@ -167,7 +182,7 @@ def combine_kernel(  # type: ignore[no-untyped-def]
     HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
 ):  # fmt: skip
     """One row and head: merge its parts, and those of a shared prefix ([rows, PREFIX_SPLITS, heads, DV]) if any."""
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     if SPLITS > 0:
         start, count = row * SPLITS, SPLITS
     else:
@@ -309,8 +324,9 @@ def prepare_launch(
 def shape_of(q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> AttentionShape:
     """The shape that the kernels are compiled for."""
     block_size, kv_heads, dk = key_cache.shape[1:]
+    strides = (key_cache.stride(0), key_cache.stride(1), value_cache.stride(0), value_cache.stride(1))
     return AttentionShape(
-        q.dtype, key_cache.dtype, q.shape[1], kv_heads, dk, value_cache.shape[3], block_size
+        q.dtype, key_cache.dtype, q.shape[1], kv_heads, dk, value_cache.shape[3], block_size, strides
     )
 
 
@@ -328,11 +344,11 @@ def launch_decode(launch: DecodeLaunch, out: torch.Tensor, lse: torch.Tensor, *,
         direct=direct,
         path=launch.path,
     )
-    decode_kernel[(parts * shape.kv_heads,)](
+    decode_kernel[(parts * shape.kv_heads * chunks_of(shape, launch.config),)](
         q, launch.key_cache, launch.value_cache, launch.block_table, launch.seq_lens,
         or_any(scoring.sinks, q), or_any(scoring.alibi, q), out, lse, launch.part, launch.part_lse,
         scoring.scale * scoring.k_scale, scoring.softcap, scoring.v_scale, scoring.window, rows, launch.target,
-        q.stride(0), q.stride(1), *launch.key_cache.stride()[:3], *launch.value_cache.stride()[:3],
+        q.stride(0), q.stride(1), launch.key_cache.stride(2), launch.value_cache.stride(2),
         launch.block_table.stride(0), out.stride(0), out.stride(1),
         **constants, num_warps=launch.config.warps, num_stages=launch.config.stages,
     )  # fmt: skip

@@ -16,6 +16,10 @@ from paged_kernels.scoring import Scoring
 LOG2E = math.log2(math.e)
 SPLIT_TOKENS = 256  # keys that a part has at least; merging smaller parts costs more than it gains
 MAX_SPLITS = 32
+# Shared memory that one program may use, by compute capability. Source: CUDA C++ Programming Guide, Technical
+# Specifications per Compute Capability. The compiler does not check it.
+SHARED_BYTES = {80: 166_912, 86: 101_376, 87: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 103: 232_448}
+SHARED_BYTES |= {120: 101_376, 121: 101_376}
 WAVES = 6  # parts per multiprocessor of a batch: three run at a time, and two rounds even out their lengths
 
 
@@ -38,6 +42,7 @@ class AttentionShape(NamedTuple):
     dk: int
     dv: int
     block_size: int
+    strides: tuple[int, int, int, int] = (0, 0, 0, 0)  # elements: K's block and slot, V's block and slot
 
     @property
     def group(self) -> int:
@@ -63,36 +68,73 @@ def interpreted() -> bool:
     return not isinstance(finished, triton.JITFunction)
 
 
+def shared_bytes(capability: int) -> int:
+    """Bytes of shared memory that one program may use; the least of all for an architecture that is not listed."""
+    return SHARED_BYTES.get(capability, min(SHARED_BYTES.values()))
+
+
 def decode_config(shape: AttentionShape) -> LaunchConfig:
-    """The decode kernel's launch. The tile depends on the bytes of one key, not on the block size."""
+    """The decode kernel's launch. The tile depends on the bytes of one key, not on the block size.
+
+    A group of more than 32 heads (float32: 16) takes several programs: more rows spill registers.
+    """
     rows = triton.next_power_of_2(shape.group)
-    tile = 16 if _scalar(shape) and rows >= 16 else _tile(shape.row_bytes)
-    return LaunchConfig(tile, rows, 4, 3)
+    if _scalar(shape):
+        return LaunchConfig(16 if rows >= 16 else _tile(shape), min(rows, 16), 4, 3)
+    return LaunchConfig(_tile(shape), max(16, min(rows, 32)), 4, 3)
 
 
 def prefill_config(shape: AttentionShape, capability: int = 90) -> LaunchConfig:
     """The prefill kernel's launch. Its rows are (rows // group) whole tokens x group heads.
 
-    `capability` is 10 x major + minor. None of these spills registers on sm_80 or sm_90. Without warp-group products
-    (before sm_90) an accumulator of 128 x 128 leaves registers for 32 keys only.
+    `capability` is 10 x major + minor. Tiles are the largest that spill in no configuration of the resource gate.
     """
     width, whole_group = padded(max(shape.dk, shape.dv)), triton.next_power_of_2(shape.group)
     if interpreted():
-        return LaunchConfig(_tile(shape.row_bytes), max(32, whole_group), 8, 3)
+        return LaunchConfig(_tile(shape), min(64, max(32, whole_group)), 8, 3)
     if _scalar(shape):
-        return LaunchConfig(16, max(16, min(32, 4096 // width), whole_group), 8, 3)
+        return LaunchConfig(16, max(16, min(32, 4096 // width)), 8, 3)
     if width > 128:
-        return LaunchConfig(32, max(64, whole_group), 8, 3)
-    return LaunchConfig(64 if capability >= 90 or width <= 64 else 32, max(128, whole_group), 8, 3)
+        # wgmma takes 8-bit keys, widened, from shared memory: with 64 rows, for which it is used, they spill
+        narrow = shape.kv_dtype.itemsize == 1 and 90 <= capability < 100
+        return LaunchConfig(32, 32 if narrow else 64, 8, _stages(width, capability))
+    if not warp_groups(capability):  # the sums of 128 x 128 are in the registers and leave room for 32 keys
+        return LaunchConfig(64 if width <= 64 else 32, 128, 8, 3)
+    return LaunchConfig(128, 128, 8, 2) if width <= 64 else LaunchConfig(64, 128, 8, 3)
 
 
-def prefix_config(shape: AttentionShape, rows: int) -> LaunchConfig:
+def prefix_config(shape: AttentionShape, rows: int, capability: int = 90) -> LaunchConfig:
     """The prefix kernel's launch: as decode, with (sequence, head) rows, as many as the registers hold."""
     most = 16 if _scalar(shape) or interpreted() else 64
     wanted = triton.next_power_of_2(rows * triton.next_power_of_2(shape.group))
-    packed = max(16, min(most, wanted), triton.next_power_of_2(shape.group))
-    warps = 8 if padded(max(shape.dk, shape.dv)) > 128 else 4
-    return LaunchConfig(16 if _scalar(shape) else _tile(shape.row_bytes), packed, warps, 3)
+    packed, width = max(16, min(most, wanted)), padded(max(shape.dk, shape.dv))
+    if _scalar(shape):
+        return LaunchConfig(16, packed, 4, 3)
+    warps = 4 if width <= 128 and warp_groups(capability) else 8
+    return LaunchConfig(_tile(shape), packed, warps, _stages(width, capability))
+
+
+def _stages(width: int, capability: int) -> int:
+    """Stages of a tile of 64 rows. At a width of 256, three stages take 102,400 bytes of shared memory, two 69,632."""
+    return 2 if width > 128 and shared_bytes(capability) < 102_400 else 3
+
+
+def warp_groups(capability: int) -> bool:
+    """Whether the matrix instructions of an architecture take operands from shared memory, for 64 rows at a time.
+
+    sm_90 has wgmma and sm_100 tcgen05. sm_120 has neither, but the instructions of sm_80.
+    """
+    return 90 <= capability < 120
+
+
+def tokens_of(shape: AttentionShape, config: LaunchConfig) -> int:
+    """Tokens (of prefill) or sequences (of a prefix) in one tile of rows."""
+    return max(1, config.rows // shape.group)
+
+
+def chunks_of(shape: AttentionShape, config: LaunchConfig) -> int:
+    """Programs that the query heads of one KV head take."""
+    return int(triton.cdiv(shape.group, config.rows))
 
 
 def _scalar(shape: AttentionShape) -> bool:
@@ -100,9 +142,13 @@ def _scalar(shape: AttentionShape) -> bool:
     return shape.dtype == torch.float32
 
 
-def _tile(row_bytes: int) -> int:
-    """Keys per tile. More than three stages of 64 x 256 bytes of K and V do not fit in an A100's shared memory."""
-    return 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16
+def _tile(shape: AttentionShape) -> int:
+    """Keys per tile. More than three stages of 64 x 256 bytes of K and V do not fit in an A100's shared memory.
+
+    8-bit rows of 256 are widened in registers, where 64 of them do not fit.
+    """
+    wide = max(shape.row_bytes, 2 * padded(max(shape.dk, shape.dv)))
+    return 64 if wide <= 256 else 32 if wide <= 512 else 16
 
 
 def id_path(block_size: int, tile: int, wanted: str = "auto") -> str:
@@ -163,13 +209,13 @@ class Features(NamedTuple):
     sinks: bool = False
     alibi: bool = False
     lse: bool = False
+    any_scale: bool = False  # the scale is not above 0
 
     @classmethod
     def of(cls, scoring: Scoring, *, lse: bool) -> "Features":
         """The features that `scoring` asks for."""
-        return cls(
-            scoring.window > 0, scoring.softcap > 0, scoring.sinks is not None, scoring.alibi is not None, lse
-        )
+        sinks, alibi = scoring.sinks is not None, scoring.alibi is not None
+        return cls(scoring.window > 0, scoring.softcap > 0, sinks, alibi, lse, not scoring.scale > 0)
 
 
 def decode_constants(
@@ -270,6 +316,7 @@ def rows_pad(rows: int) -> int:
 
 def _common(shape: AttentionShape, config: LaunchConfig, features: Features) -> dict[str, Any]:
     return {
+        **dict(zip(("K_BLOCK", "K_SLOT", "V_BLOCK", "V_SLOT"), shape.strides, strict=True)),
         "KV_HEADS": shape.kv_heads,
         "GROUP": shape.group,
         "ROWS": config.rows,
@@ -282,6 +329,7 @@ def _common(shape: AttentionShape, config: LaunchConfig, features: Features) -> 
         "HAS_WINDOW": features.window,
         "HAS_SOFTCAP": features.softcap,
         "HAS_ALIBI": features.alibi,
+        "FOLD": not (features.softcap or features.alibi or features.any_scale),
         "DOT_F32": interpreted(),
         "LOG2E": LOG2E,
     }

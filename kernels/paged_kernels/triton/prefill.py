@@ -14,9 +14,16 @@ import triton
 import triton.language as tl
 
 from paged_kernels.scoring import Scoring
-from paged_kernels.triton.decode import MAX_ROWS, or_any, shape_of
-from paged_kernels.triton.launch import Features, capability_of, prefill_config, prefill_constants
-from paged_kernels.triton.scan import finished, scan_keys
+from paged_kernels.triton.decode import MAX_ROWS, item_of_program, or_any, shape_of
+from paged_kernels.triton.launch import (
+    Features,
+    capability_of,
+    chunks_of,
+    prefill_config,
+    prefill_constants,
+    tokens_of,
+)
+from paged_kernels.triton.scan import as_operand, finished, scan_keys
 
 
 @triton.jit
@@ -38,23 +45,27 @@ def tile_of_rows(bounds, count, item, TOKENS: tl.constexpr, COUNT_PAD: tl.conste
 def prefill_kernel(  # type: ignore[no-untyped-def]
     q, key_cache, value_cache, table, lengths, bounds, sinks, alibi, out, lse,
     scale, softcap, v_scale, window, sequences,
-    q_row, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, table_row, out_row, out_head,
+    q_row, q_head, k_head, v_head, table_row, out_row, out_head,
+    K_BLOCK: tl.constexpr, K_SLOT: tl.constexpr, V_BLOCK: tl.constexpr, V_SLOT: tl.constexpr,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DK: tl.constexpr, DK_PAD: tl.constexpr,
     DV: tl.constexpr, DV_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, PATH: tl.constexpr,
     ROWS_PAD: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
-    HAS_ALIBI: tl.constexpr, HAS_LSE: tl.constexpr, DOT_F32: tl.constexpr, LOG2E: tl.constexpr,
+    HAS_ALIBI: tl.constexpr, FOLD: tl.constexpr, HAS_LSE: tl.constexpr, DOT_F32: tl.constexpr, LOG2E: tl.constexpr,
 ):  # fmt: skip
     """Output rows and natural-log LSE of one tile. The last tiles see the most keys, so they start first."""
-    TOKENS: tl.constexpr = ROWS // GROUP
-    item, kv_head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
-    item = tl.num_programs(0) // KV_HEADS - 1 - item
+    HEADS: tl.constexpr = KV_HEADS * GROUP
+    TOKENS: tl.constexpr = (
+        ROWS // GROUP if ROWS > GROUP else 1
+    )  # a group of more than ROWS takes several programs
+    item, kv_head, chunk = item_of_program(KV_HEADS, GROUP, ROWS)
+    item = tl.num_programs(0) // (KV_HEADS * ((GROUP + ROWS - 1) // ROWS)) - 1 - item
     sequence, tile = tile_of_rows(bounds, sequences, item, TOKENS, ROWS_PAD)
     if sequence < sequences:
         start, length = tl.load(bounds + sequence), tl.load(lengths + sequence)
         queries = tl.load(bounds + sequence + 1) - start
         first_token = tile * TOKENS
-        member, column = tl.arange(0, ROWS), tl.arange(0, DK_PAD)
-        token, head = first_token + member // GROUP, kv_head * GROUP + member % GROUP
+        member, column = chunk * ROWS + tl.arange(0, ROWS), tl.arange(0, DK_PAD)
+        token, head = first_token + member // GROUP, (kv_head * GROUP + member % GROUP).to(tl.int64)
         real = (member < TOKENS * GROUP) & (token < queries)
         context = length - queries
         last_key = tl.minimum(length, context + first_token + TOKENS)
@@ -71,6 +82,7 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
         top = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, DV_PAD], tl.float32)
+        query, power = as_operand(query, key_cache)
         keys, values = key_cache + kv_head * k_head, value_cache + kv_head * v_head
         my_table = table + sequence.to(tl.int64) * table_row
         begin, end = length * 0, tl.cdiv(last_key, TILE)
@@ -79,17 +91,17 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
         else:
             open_to_all = tl.maximum(tl.minimum(context + first_token + 1, last_key), 0) // TILE
             top, total, acc = scan_keys(
-                query, asked, slope, keys, values, my_table, top, total, acc,
-                begin, open_to_all, last_key, scale, softcap, window, k_block, k_slot, v_block, v_slot,
+                query, power, asked, slope, keys, values, my_table, top, total, acc,
+                begin, open_to_all, last_key, scale, softcap, window, K_BLOCK, K_SLOT, V_BLOCK, V_SLOT,
                 DK, DK_PAD, DV, DV_PAD, BLOCK_SIZE, TILE, PATH, False, False, False, HAS_SOFTCAP, HAS_ALIBI,
-                DOT_F32, LOG2E,
+                FOLD, DOT_F32, LOG2E,
             )  # fmt: skip
             begin = open_to_all
         top, total, acc = scan_keys(
-            query, asked, slope, keys, values, my_table, top, total, acc,
-            begin, end, last_key, scale, softcap, window, k_block, k_slot, v_block, v_slot,
+            query, power, asked, slope, keys, values, my_table, top, total, acc,
+            begin, end, last_key, scale, softcap, window, K_BLOCK, K_SLOT, V_BLOCK, V_SLOT,
             DK, DK_PAD, DV, DV_PAD, BLOCK_SIZE, TILE, PATH, True, True, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI,
-            DOT_F32, LOG2E,
+            FOLD, DOT_F32, LOG2E,
         )  # fmt: skip
         sink = tl.zeros([ROWS], tl.float32)
         if HAS_SINKS:
@@ -99,7 +111,7 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
         place = out + flat[:, None] * out_row + head[:, None] * out_head + wide[None, :]
         tl.store(place, result, mask=real[:, None] & (wide < DV)[None, :])
         if HAS_LSE:
-            tl.store(lse + flat * KV_HEADS * GROUP + head, logsum, mask=real)
+            tl.store(lse + flat * HEADS + head, logsum, mask=real)
 
 
 def run_prefill(
@@ -147,14 +159,14 @@ def _launch(
         prefill_config(shape, capability_of(q.device)),
         Features.of(scoring, lse=lse is not None),
     )
-    tokens = config.rows // shape.group
+    tokens = tokens_of(shape, config)
     # Each span ends in at most one partly filled tile.
     tiles = min(triton.cdiv(len(q), tokens) + sequences, sequences * triton.cdiv(max_seqlen_q, tokens))
-    prefill_kernel[(tiles * shape.kv_heads,)](
+    prefill_kernel[(tiles * shape.kv_heads * chunks_of(shape, config),)](
         q, key_cache, value_cache, block_table, seq_lens, bounds,
         or_any(scoring.sinks, q), or_any(scoring.alibi, q), out, or_any(lse, q),
         scoring.scale * scoring.k_scale, scoring.softcap, scoring.v_scale, scoring.window, sequences,
-        q.stride(0), q.stride(1), *key_cache.stride()[:3], *value_cache.stride()[:3],
+        q.stride(0), q.stride(1), key_cache.stride(2), value_cache.stride(2),
         block_table.stride(0), out.stride(0), out.stride(1),
         **prefill_constants(shape, config, features, sequences=sequences, path=path),
         num_warps=config.warps, num_stages=config.stages,

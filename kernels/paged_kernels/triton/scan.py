@@ -20,12 +20,16 @@ def block_ids(table, tile, limit, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, 
 
     Entries after the end are garbage and are not read.
     """
+    key = tl.arange(0, TILE)
     if PATH == "contiguous":
         return tile * 0
     elif PATH == "scalar":  # TILE divides BLOCK_SIZE
         return tl.load(table + tile * TILE // BLOCK_SIZE, mask=tile * TILE < limit, other=0)
+    elif TILE % BLOCK_SIZE == 0:  # the same as below, with a division that the compiler can do
+        entry = table + tile * (TILE // BLOCK_SIZE) + key // BLOCK_SIZE
+        return tl.load(entry, mask=tile * TILE + key < limit, other=0)
     else:
-        position = tile * TILE + tl.arange(0, TILE)
+        position = tile * TILE + key
         return tl.load(table + position // BLOCK_SIZE, mask=position < limit, other=0)
 
 
@@ -33,21 +37,25 @@ def block_ids(table, tile, limit, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, 
 def slot_offsets(
     block,
     tile,
-    block_stride,
-    slot_stride,
+    BLOCK_STRIDE: tl.constexpr,
+    SLOT_STRIDE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     PATH: tl.constexpr,
 ):
     """Offsets of the tile's keys, int64 [TILE], relative to the head's first key."""
-    key = tile * TILE + tl.arange(0, TILE)
+    key = tl.arange(0, TILE)
     if PATH == "contiguous":
-        return key.to(tl.int64) * slot_stride
+        return (tile * TILE + key).to(tl.int64) * SLOT_STRIDE
     elif PATH == "scalar":
-        inner = tile * TILE % BLOCK_SIZE + tl.arange(0, TILE)
-        return block.to(tl.int64) * block_stride + inner * slot_stride
+        inner = tile * TILE % BLOCK_SIZE + key
+        return block.to(tl.int64) * BLOCK_STRIDE + inner.to(tl.int64) * SLOT_STRIDE
+    elif TILE % BLOCK_SIZE == 0:
+        inner = key % BLOCK_SIZE
+        return block.to(tl.int64) * BLOCK_STRIDE + inner.to(tl.int64) * SLOT_STRIDE
     else:
-        return block.to(tl.int64) * block_stride + key % BLOCK_SIZE * slot_stride
+        inner = (tile * TILE + key) % BLOCK_SIZE
+        return block.to(tl.int64) * BLOCK_STRIDE + inner.to(tl.int64) * SLOT_STRIDE
 
 
 @triton.jit
@@ -77,27 +85,56 @@ def matmul(a, b, DOT_F32: tl.constexpr):
 
 
 @triton.jit
-def capped(scores, softcap, HAS_SOFTCAP: tl.constexpr):
-    """tanh(scores / softcap) x softcap, with tanh from the sigmoid: the interpreter has no libdevice."""
-    if HAS_SOFTCAP:
-        return softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
-    return scores
+def as_operand(query, cache):
+    """The query as the products take it, [ROWS, DK_PAD], and the factor by which that is too small, [ROWS].
+
+    8-bit keys become float16 in one instruction for two, but bfloat16 in two each, through a pipe with a quarter of the
+    rate. So bfloat16 queries become float16 as well. They are exact there but for their range, which a power of two
+    per row brings below 2; what underflows is less than 2^-24 of the row's largest element.
+    """
+    if cache.dtype.element_ty.primitive_bitwidth == 8 and query.dtype == tl.bfloat16:
+        wide = query.to(tl.float32)
+        largest = tl.max(tl.abs(wide), 1)
+        power = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        power = tl.where((power > 0) & (power < float("inf")), power, 1.0)
+        return (wide / power[:, None]).to(tl.float16), power
+    else:
+        return query, tl.full([query.shape[0]], 1.0, tl.float32)
+
+
+@triton.jit
+def tanh(x):
+    """tanh without cancellation, for the interpreter too, which has no libdevice.
+
+    1 - 2 / (exp(2x) + 1) cancels near 0. There it is the polynomial of tanhf in Moshier's Cephes library.
+    """
+    y = tl.abs(x)
+    square = x * x
+    near = -5.70498872745e-3 * square + 2.06390887954e-2
+    near = near * square - 5.37397155531e-2
+    near = near * square + 1.33314422036e-1
+    near = near * square - 3.33332819422e-1
+    far = 1.0 - 2.0 / (tl.exp(2.0 * y) + 1.0)
+    return tl.where(y < 0.625, near * square * x + x, tl.where(x < 0, -far, far))
 
 
 @triton.jit
 def scan_keys(
-    query, asked, slope, keys, values, table, top, total, acc,
-    begin, end, limit, scale, softcap, window, k_block, k_slot, v_block, v_slot,
+    query, power, asked, slope, keys, values, table, top, total, acc,
+    begin, end, limit, scale, softcap, window,
+    K_BLOCK: tl.constexpr, K_SLOT: tl.constexpr, V_BLOCK: tl.constexpr, V_SLOT: tl.constexpr,
     DK: tl.constexpr, DK_PAD: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, PATH: tl.constexpr,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    HAS_ALIBI: tl.constexpr, DOT_F32: tl.constexpr, LOG2E: tl.constexpr,
+    HAS_ALIBI: tl.constexpr, FOLD: tl.constexpr, DOT_F32: tl.constexpr, LOG2E: tl.constexpr,
 ):  # fmt: skip
     """Carry the softmax state (top in base 2, total, acc) of `query` [ROWS, DK_PAD] over tiles `begin` to `end`.
 
     `asked` [ROWS] are the rows' positions; padding rows have a large one. Keys from `limit` on are not read; MASKED is
-    False if no tile reaches `limit`. CAUSAL hides keys after a row's own position.
+    False if no tile reaches `limit`. CAUSAL hides keys after a row's own position. FOLD multiplies the products by the
+    scale inside the exponent, one instruction for both. It needs a scale above 0 and products that are the scores.
     """
+    factor = power * (scale * LOG2E)
     block = block_ids(table, begin, limit, BLOCK_SIZE, TILE, PATH)
     for tile in range(begin, end):
         ahead = block_ids(table, tile + 1, limit, BLOCK_SIZE, TILE, PATH)
@@ -105,11 +142,15 @@ def scan_keys(
         inside = position < limit
         if HAS_WINDOW:  # keys that no row may see are not loaded: their block may be freed
             inside = inside & (position > tl.min(asked, 0) - window)
-        k_place = slot_offsets(block, tile, k_block, k_slot, BLOCK_SIZE, TILE, PATH)
-        v_place = slot_offsets(block, tile, v_block, v_slot, BLOCK_SIZE, TILE, PATH)
+        k_place = slot_offsets(block, tile, K_BLOCK, K_SLOT, BLOCK_SIZE, TILE, PATH)
+        v_place = slot_offsets(block, tile, V_BLOCK, V_SLOT, BLOCK_SIZE, TILE, PATH)
         k = load_tile(keys, k_place, inside, DK, DK_PAD, MASKED, TILE)
         v = load_tile(values, v_place, inside, DV, DV_PAD, MASKED, TILE)
-        scores = capped(matmul(query, tl.trans(k), DOT_F32) * scale, softcap, HAS_SOFTCAP) * LOG2E
+        scores = matmul(query, tl.trans(k), DOT_F32)
+        if HAS_SOFTCAP:
+            scores = tanh(scores * (power * (scale / softcap))[:, None]) * (softcap * LOG2E)
+        elif not FOLD:
+            scores = scores * factor[:, None]
         if HAS_ALIBI:
             scores += slope[:, None] * (position[None, :] - asked[:, None]) * LOG2E
         if MASKED:
@@ -118,9 +159,15 @@ def scan_keys(
             scores = tl.where(position[None, :] <= asked[:, None], scores, float("-inf"))
         if HAS_WINDOW:
             scores = tl.where(position[None, :] > asked[:, None] - window, scores, float("-inf"))
-        higher = tl.maximum(top, tl.max(scores, 1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        weight = tl.exp2(scores - base[:, None])
+        highest = tl.max(scores, 1)
+        if FOLD:
+            higher = tl.maximum(top, highest * factor)
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+            weight = tl.exp2(scores * factor[:, None] - base[:, None])
+        else:
+            higher = tl.maximum(top, highest)
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+            weight = tl.exp2(scores - base[:, None])
         keep = tl.exp2(top - base)
         total = total * keep + tl.sum(weight, 1)
         acc = acc * keep[:, None] + matmul(weight.to(query.dtype), v, DOT_F32)

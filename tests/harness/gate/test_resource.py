@@ -11,6 +11,7 @@ from harness.gate.findings import Finding, Verdict
 from harness.gate.resource import (
     Instructions,
     Resources,
+    case_names,
     compare_kernel,
     compiled_case,
     count,
@@ -23,19 +24,30 @@ from harness.gate.resource import (
 GOOD = Resources(
     registers=96, stack_bytes=0, shared_bytes=67_072, depth=2, instructions=1400,
     wide_loads=48, narrow_loads=41, local=0, hmma=32, hgmma=12,
+    conversions=0, loop=400, per_byte=0.05, most_per_byte=0.06,
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def decode() -> Any:
-    """The decode kernel of a common shape, as its launcher would compile it."""
+def configuration(key: str) -> Any:
+    """A kernel as its launcher would compile it."""
     pytest.importorskip("triton")
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("kernels of this process are the interpreter's")
     from paged_kernels.triton.configurations import kernel_configurations
 
-    wanted = "decode/bf16/d128/g4/bs16/vector"
-    return next(one for one in kernel_configurations() if one.key == wanted)
+    return next(one for one in kernel_configurations() if one.key == key)
+
+
+def faults(planted: Any, capability: int) -> str:
+    """What is wrong with a kernel whatever its baseline says."""
+    name, values = compiled_case(planted, capability)
+    return " ".join(unfit(measured({name: values})))
+
+
+@pytest.fixture(scope="module")
+def decode() -> Any:
+    """The decode kernel of a common shape."""
+    return configuration("decode/bf16/d128/g4/bs16/vector")
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +72,10 @@ def test_an_unchanged_kernel_passes(decode: Any, before: Baseline) -> None:
 
 
 def test_a_non_contiguous_cache_is_found(decode: Any, before: Baseline) -> None:
-    strides = {name for name in decode.aligned if name.startswith(("k_", "v_"))}
-    finding = judged(replace(decode, aligned=decode.aligned - strides), before)
+    odd = {name: decode.constants[name] + 1 for name in ("K_SLOT", "V_SLOT")}
+    finding = judged(replace(decode, constants={**decode.constants, **odd}), before)
     assert finding.verdict is Verdict.regressed
-    assert "16-byte loads 48 → 0" in finding.reason
+    assert "16-byte loads 49 → 1 " in finding.reason  # the queries
 
 
 def test_a_lost_divisibility_hint_is_found(decode: Any, before: Baseline) -> None:
@@ -90,6 +102,52 @@ def test_a_kernel_that_cannot_launch_is_found(decode: Any, before: Baseline) -> 
     assert "does not fit sm_90 (232,448 B): it cannot launch" in finding.reason
 
 
+def test_the_tile_of_warp_groups_spills_where_there_are_none() -> None:
+    wrong = faults(configuration("prefill/bf16/d128/g4/bs16/vector/sm_90"), 120)
+    assert "spills: " in wrong
+
+
+def test_three_stages_of_wide_heads_do_not_fit_the_smaller_shared_memories() -> None:
+    fitting = configuration("prefill/bf16/d256/g4/bs16/vector/sm_86")
+    assert not faults(fitting, 86)
+    wrong = faults(replace(fitting, num_stages=3), 86)
+    assert "shared memory 102,400 B does not fit sm_86 (101,376 B): it cannot launch" in wrong
+
+
+def test_a_group_of_128_heads_in_one_program_spills() -> None:
+    split = configuration("decode/bf16/d128/g128/bs16/vector")
+    assert not faults(split, 80)
+    wrong = faults(replace(split, constants={**split.constants, "ROWS": 128}), 80)
+    assert "spills: " in wrong
+
+
+def test_a_loop_that_takes_more_instructions_than_promised_is_found(decode: Any) -> None:
+    assert not faults(decode, 90)
+    wrong = faults(replace(decode, constants={**decode.constants, "HAS_SOFTCAP": True, "FOLD": False}), 90)
+    assert "instructions per byte of K and V; 0.06 are promised" in wrong
+
+
+def test_conversions_of_eight_bit_keys_to_bfloat16_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    eight_bits = configuration("decode/bf16-kv-fp8e4nv/d128/g4/bs16/vector")
+    import planted_kernels
+    import triton
+
+    from paged_kernels.triton import decode as module
+
+    before = baseline(dict([compiled_case(eight_bits, 90)]))
+    monkeypatch.setattr(module, "as_operand", planted_kernels.as_it_is)
+    planted = replace(eight_bits, kernel=triton.jit(module.decode_kernel.fn))
+    finding = judged(planted, before)
+    assert finding.verdict is Verdict.regressed
+    assert "conversions through the slow pipe 0 → 128" in finding.reason
+
+
+def test_every_architecture_is_compiled() -> None:
+    pytest.importorskip("triton")
+    compiled = {int(name.rpartition("sm_")[2]) for name in case_names()}
+    assert compiled == {80, 86, 89, 90, 100, 120}
+
+
 def test_a_kernel_that_does_not_compile_is_a_finding_and_no_crash(decode: Any, before: Baseline) -> None:
     wrong = replace(decode, constants={**decode.constants, "TILE": 48})
     finding = judged(wrong, before)
@@ -108,6 +166,10 @@ def test_a_kernel_that_does_not_compile_is_a_finding_and_no_crash(decode: Any, b
         ({"wide_loads": 47}, "16-byte loads 48 → 47"),
         ({"local": 1}, "1 accesses to local memory"),
         ({"depth": 1}, "pipeline depth 2 → 1"),
+        ({"loop": 441}, "instructions per tile 400 → 441"),
+        ({"conversions": 8}, "conversions through the slow pipe 0 → 8"),
+        ({"per_byte": 0.061}, "0.061 instructions per byte of K and V; 0.06 are promised"),
+        ({"per_byte": 0.0}, "0.0 instructions per byte"),
     ],
 )
 def test_a_worse_figure_is_named(change: dict[str, int], reason: str) -> None:
@@ -156,6 +218,28 @@ def test_instructions_are_counted_from_a_disassembly() -> None:
         /*0080*/                   BRA `(.L_x_1) ;
 """
     assert count(text) == Instructions(total=9, wide_loads=2, narrow_loads=1, local=2, hmma=1, hgmma=1)
+
+
+def test_the_loop_is_the_one_that_loads_tiles() -> None:
+    text = """
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+    .L_x_1:
+        /*0010*/                   IADD3 R4, R4, 0x1, RZ ;
+        /*0020*/               @P0 BRA `(.L_x_1) ;
+    .L_x_2:
+        /*0030*/                   LDGSTS.E.BYPASS.LTC128B.128 [R9], desc[UR4][R2.64] ;
+        /*0040*/                   F2F.BF16.F16 R4, R4 ;
+        /*0050*/              @!P0 BRA `(.L_x_3) ;
+    .L_x_4:
+        /*0060*/               @P0 BRA `(.L_x_2) ;
+        /*0070*/                   EXIT ;
+    .L_x_3:
+        /*0080*/                   NOP ;
+        /*0090*/                   BRA `(.L_x_4) ;
+        /*00a0*/                   BRA `(.L_x_2) ;
+"""
+    assert count(text).loop == 4
+    assert count(text).conversions == 1
 
 
 def test_the_depth_is_the_smaller_of_both_buffers() -> None:

@@ -1,0 +1,215 @@
+"""The Triton kernels in Triton's interpreter at their limits: NaN, freed blocks, far strides, large groups and scales.
+
+Run by `test_triton.py` in a process of its own, beside `interpreted_checks.py`.
+"""
+
+import tempfile
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from interpreted_cases import attend, check, halves, options_of, spec_of
+
+from paged_kernels import (
+    cascade_attention_decode,
+    merge_attn_states,
+    paged_attention_prefill,
+    reshape_and_cache,
+)
+from paged_kernels.memory import storable
+from paged_kernels.providers.build import build_case
+from paged_kernels.providers.case import contiguous_kv
+from paged_kernels.providers.verify import TOLERANCE, exact_attention, relative_error
+from paged_kernels.triton import launch as triton_config
+from paged_kernels.triton.decode import run_contiguous_decode
+
+BF16, FP32 = torch.bfloat16, torch.float32
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+pytestmark = pytest.mark.filterwarnings("error:invalid value")
+
+
+def strange(value, which, lengths=(300, 40), **options):
+    """A case with `value` in one element of one key or value of row 0, and its exact output and LSE."""
+    case = build_case(spec_of(lengths, block_size=16, **options))
+    cache = case.key_cache if which == "key" else case.value_cache
+    cache[case.block_table[0, 7], 5, 0, 3] = value  # token 117, KV head 0
+    return case, exact_attention(case)
+
+
+def assert_same(found, exact, *, atol=1e-5):
+    """Finite where `exact` is, and there equal; NaN and infinite where it is."""
+    assert torch.equal(found.isnan(), exact.isnan())
+    assert torch.allclose(found.double(), exact, atol=atol, equal_nan=True)
+
+
+@np.errstate(invalid="ignore", over="ignore")  # here they are meant
+@pytest.mark.parametrize("which", ["key", "value"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("num_splits", [1, 3, None])
+def test_a_strange_number_reaches_the_output_of_any_split(monkeypatch, which, value, num_splits):
+    monkeypatch.setattr(triton_config, "SPLIT_TOKENS", 64)
+    case, (exact, sums) = strange(value, which)
+    lse = torch.empty(2, 4)
+    assert not exact.isfinite().all()
+    assert_same(attend(case, num_splits=num_splits, lse=lse), exact)
+    assert torch.equal(lse.isfinite(), sums.isfinite())  # an infinite LSE may become NaN on the way
+
+
+@np.errstate(invalid="ignore", over="ignore")  # here they are meant
+@pytest.mark.parametrize("which", ["key", "value"])
+@pytest.mark.parametrize("shared", [64, 160])
+@pytest.mark.parametrize("options", [{}, {"sinks": True}])
+def test_nan_reaches_the_output_of_a_cascade(which, shared, options):
+    case, (exact, _) = strange(float("nan"), which, (300, 200), shared_tokens=shared, **options)
+    for backend in ("triton", "torch"):
+        found = cascade_attention_decode(
+            case.q,
+            case.key_cache,
+            case.value_cache,
+            *halves(case, shared),
+            **options_of(case),
+            backend=backend,
+        )
+        assert_same(found, exact)
+
+
+@np.errstate(invalid="ignore")
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+@pytest.mark.parametrize("side", ["a", "b"])
+def test_a_merge_keeps_the_nan_of_either_side(backend, side):
+    parts = {"a": torch.randn(2, 3, 8), "b": torch.randn(2, 3, 8)}
+    sums = {"a": torch.randn(2, 3), "b": torch.randn(2, 3)}
+    parts[side][0], sums[side][0] = float("nan"), float("nan")
+    merged, lse = merge_attn_states(parts["a"], sums["a"], parts["b"], sums["b"], backend=backend)
+    assert merged[0].isnan().all()
+    assert lse[0].isnan().all()
+    assert merged[1].isfinite().all()
+
+
+@np.errstate(invalid="ignore")
+@pytest.mark.parametrize("num_splits", [1, 4, None])
+def test_a_read_behind_the_end_would_be_seen(monkeypatch, num_splits):
+    """Slots behind a sequence are NaN, so a length that is one too long shows in the output."""
+    monkeypatch.setattr(triton_config, "SPLIT_TOKENS", 64)
+    case = build_case(spec_of((300, 40), block_size=16))
+    right = attend(case, num_splits=num_splits)
+    assert right.isfinite().all()
+    case.seq_lens[0] += 1
+    assert attend(case, num_splits=num_splits)[0].isnan().all()
+
+
+@pytest.mark.parametrize("num_splits", [1, 3, None])
+def test_blocks_freed_behind_the_window_are_not_read(num_splits):
+    case = build_case(spec_of((300,), block_size=16, window=40))
+    right = attend(case, num_splits=num_splits)
+    freed = case.block_table[0, : (300 - 40) // 16]
+    case.key_cache[freed.long()] = float("nan")
+    case.value_cache[freed.long()] = float("nan")
+    assert torch.equal(attend(case, num_splits=num_splits), right)
+
+
+def test_a_length_on_the_edge_of_a_split_is_exact():
+    check(spec_of((192, 128, 64), block_size=16), num_splits=3)
+
+
+def heads_outermost(cache, apart):
+    """A cache of 8-bit floats as `[kv_heads, blocks, block_size, dim]` in memory, heads `apart` bytes from one another.
+
+    The memory is a sparse file, which takes no space. An offset that wraps at 32 bits points into the part before the
+    first head, and reads zeros.
+    """
+    _, size, heads, dim = cache.shape
+    held = 2**31 + heads * apart
+    with tempfile.NamedTemporaryFile() as file:
+        file.truncate(held)
+        memory = torch.from_file(file.name, shared=True, size=held, dtype=torch.uint8)
+    far = memory.view(cache.dtype).as_strided(cache.shape, (size * dim, dim, apart, 1), 2**31)
+    storable(far).copy_(storable(cache))
+    return far
+
+
+@pytest.mark.parametrize("queries", [(), (9, 3)])
+def test_heads_may_be_outermost_and_further_apart_than_32_bits_count(queries):
+    spec = spec_of((40, 9), queries, heads=3, kv_heads=3, kv_dtype=E5M2, block_size=8)
+    case = build_case(spec)
+    exact, _ = exact_attention(case)
+    far = [heads_outermost(cache, 2**30 + 2**20) for cache in (case.key_cache, case.value_cache)]
+    assert (spec.kv_heads - 1) * far[0].stride(2) > 2**31
+    case = replace(case, key_cache=far[0], value_cache=far[1])
+    assert relative_error(attend(case), exact) < TOLERANCE[FP32]
+
+
+def test_rows_are_written_to_heads_further_apart_than_32_bits_count():
+    near = torch.zeros(2, 4, 3, 16, dtype=E5M2)
+    far, rows = heads_outermost(near, 2**30 + 2**20), torch.randint(-3, 4, (2, 3, 16)).float()
+    reshape_and_cache(rows, rows, near, near, torch.tensor([1, 6]), backend="triton")
+    reshape_and_cache(rows, rows, far, far, torch.tensor([1, 6]), backend="triton")
+    assert torch.equal(storable(far), storable(near))
+    assert near.float().abs().sum() > 0
+
+
+@pytest.mark.parametrize("softcap", [50.0, 300.0])
+@pytest.mark.parametrize("queries", [(), (9, 3)])
+def test_a_large_softcap_is_as_exact_as_none(softcap, queries):
+    check(spec_of((40, 70), queries, block_size=8, softcap=softcap))
+
+
+@pytest.mark.parametrize("queries", [(), (9, 3)])
+def test_tables_and_lengths_may_be_int64(queries):
+    case = build_case(spec_of((40, 70), queries, block_size=8))
+    wide = {name: getattr(case, name).long() for name in ("block_table", "seq_lens", "cu_seqlens_q")}
+    assert torch.equal(attend(replace(case, **wide)), attend(case))
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("queries", [(), (3, 1)])
+def test_large_groups(group, queries):
+    check(spec_of((20, 5), queries, heads=group, kv_heads=1, block_size=8))
+
+
+def test_a_cascade_of_a_large_group_equals_the_whole():
+    case = build_case(spec_of((20, 25), heads=40, kv_heads=1, shared_tokens=16, block_size=8))
+    inputs = (case.q, case.key_cache, case.value_cache, *halves(case, 16))
+    found = cascade_attention_decode(*inputs, **options_of(case), backend="triton")
+    assert relative_error(found, exact_attention(case)[0]) < TOLERANCE[FP32]
+
+
+def test_during_graph_capture_no_bound_of_the_queries_is_read(monkeypatch):
+    case = build_case(spec_of((40, 70), (9, 3), block_size=8))
+    expected = attend(case)
+
+    def refuse(tensor, *arguments):
+        raise RuntimeError("the host waits for the device")
+
+    monkeypatch.setattr("paged_kernels.attention.can_read_values", lambda tensor: False)
+    monkeypatch.setattr(torch.Tensor, "diff", refuse)
+    inputs = (case.q, case.key_cache, case.value_cache, case.block_table, case.seq_lens, case.cu_seqlens_q)
+    found = paged_attention_prefill(*inputs, **options_of(case), validate=False, backend="triton")
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("scale", [-0.25, 0.0])
+@pytest.mark.parametrize("queries", [(), (9, 3)])
+def test_a_scale_need_not_be_positive(scale, queries):
+    case = build_case(spec_of((40, 70), queries, block_size=8))
+    case = replace(case, scoring=case.scoring._replace(scale=scale))
+    assert relative_error(attend(case), exact_attention(case)[0]) < TOLERANCE[FP32]
+
+
+@pytest.mark.parametrize("factor", [1e-30, 1.0, 3e7])
+@pytest.mark.parametrize("queries", [(), (9, 3)])
+def test_queries_of_any_size_meet_an_eight_bit_cache(factor, queries):
+    """They are multiplied as float16, whose range is smaller than bfloat16's."""
+    case = build_case(spec_of((40, 70), queries, block_size=8, dtype=BF16, kv_dtype=E4M3))
+    case = replace(case, q=case.q * factor, scoring=case.scoring._replace(scale=0.25 / factor))
+    assert relative_error(attend(case), exact_attention(case)[0]) < TOLERANCE[BF16]
+
+
+@pytest.mark.parametrize("num_splits", [1, None])
+def test_decode_over_contiguous_keys_equals_the_paged_one(num_splits):
+    case = build_case(spec_of((40, 9), block_size=8))
+    keys, values = contiguous_kv(case)
+    out, paged = torch.empty(2, 4, 16), attend(case, num_splits=num_splits)
+    run_contiguous_decode(case.q, keys, values, case.seq_lens, case.scoring, out, None, num_splits)
+    assert torch.equal(out, paged)
