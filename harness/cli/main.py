@@ -98,7 +98,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _command_modules() -> dict[str, ModuleType]:
     """The commands that have a module with `add` and `run`, in the order of `--help`. None imports anything heavy."""
-    from harness.cli import bench, calibrate, capacity, doctor, gate, serve, trace, twin
+    from harness.cli import bench, calibrate, capacity, doctor, gate, scoreboard, serve, trace, twin
 
     return {
         "doctor": doctor,
@@ -109,6 +109,7 @@ def _command_modules() -> dict[str, ModuleType]:
         "calibrate": calibrate,
         "capacity": capacity,
         "twin": twin,
+        "scoreboard": scoreboard,
     }
 
 

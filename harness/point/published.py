@@ -69,16 +69,20 @@ def table_setup(config: RunConfig) -> TableSetup:
     )
 
 
-def published_cost(config: RunConfig) -> PublishedCost:
-    """The cost model. The tables of a setup are made once in a process."""
-    check_published(config)
-    setup = table_setup(config)
+def published_cost(config: RunConfig, setup: TableSetup | None = None) -> PublishedCost:
+    """The cost model. The tables of a setup are made once in a process, up to the next powers of two of its limits.
+
+    `setup` names a quantisation that no key of the configuration has; None: the configuration's.
+    """
+    if setup is None:
+        check_published(config)
+        setup = table_setup(config)
     longest = config.cache.max_model_len or max_position(config.model)
     scheduler = config.scheduler
     limits = Limits(
-        rows=scheduler.max_running,
-        tokens=max(scheduler.max_batched_tokens, scheduler.max_running),
-        sequence=longest,
+        rows=_power_of_two(scheduler.max_running),
+        tokens=_power_of_two(max(scheduler.max_batched_tokens, scheduler.max_running)),
+        sequence=_power_of_two(longest),
     )
     device = device_shape(config)
     step_us = config.device.step_overhead_us
@@ -89,6 +93,11 @@ def published_cost(config: RunConfig) -> PublishedCost:
         {**described(setup), "model": config.model.name, **_residual(config)},
     )
     return PublishedCost(step_tables(setup, limits), RooflineCost(model_shape(config.model), device), source)
+
+
+def _power_of_two(number: int) -> int:
+    """The next power of two: points of about the same limits share their tables."""
+    return 1 << (number - 1).bit_length()
 
 
 def _residual(config: RunConfig) -> dict[str, Any]:

@@ -1,0 +1,147 @@
+"""The scoreboard's choice of runs, its page and its command."""
+
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from harness.cli.main import main
+from harness.config.schema import CostKind
+from harness.scoreboard.board import counted, write_csv
+from harness.scoreboard.page import write_page
+from harness.scoreboard.published_runs import PublishedRun, read_runs, sample, simulated
+
+
+def run(name: str, users: int, parallel: int = 1, model: str = "a/model") -> PublishedRun:
+    return PublishedRun(
+        name=name,
+        model=model,
+        engine="vllm",
+        system="h100_sxm",
+        precision="bf16",
+        isl=1024,
+        osl=1024,
+        users=users,
+        parallel=parallel,
+        expert_parallel=False,
+        weights=None,
+        expert_weights=None,
+        kv=None,
+        drawn=True,
+        ttft_ms=100.0,
+        tpot_ms=10.0,
+    )
+
+
+RUNS = [run(f"r{users}", users) for users in (64, 4, 16, 32, 8)] + [run("wide", 4, parallel=8)]
+
+
+def test_the_sample_takes_the_most_frequent_number_of_devices_and_spans_the_users() -> None:
+    assert [row.users for row in sample(RUNS, 3)] == [4, 16, 64]
+
+
+def test_the_sample_does_not_depend_on_the_order_of_the_file() -> None:
+    assert sample(RUNS, 2) == sample(RUNS[::-1], 2)
+
+
+def test_every_group_is_sampled() -> None:
+    assert {row.model for row in sample([*RUNS, run("other", 4, model="b/model")], 1)} == {
+        "a/model",
+        "b/model",
+    }
+
+
+def test_a_sample_of_0_is_all_runs() -> None:
+    assert len(sample(RUNS, 0)) == len(RUNS)
+
+
+def row(name: str, cost: str, tpot: float) -> dict[str, object]:
+    return {
+        "run": name,
+        "model": "a/model",
+        "engine": "vllm",
+        "device": "h100_sxm",
+        "precision": "bf16",
+        "cost": cost,
+        "ttft_ms": 1.0,
+        "tpot_ms": 1.0,
+        "ttft_error": -0.5,
+        "tpot_error": tpot,
+    }
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> str:
+    runs = [row("x", "roofline", -0.1), row("y", "roofline", 0.3), row("z", "roofline", -0.2)]
+    runs.append(row("x", "published", 0.04))
+    runs.append(
+        {"run": "y", "model": "a/model", "device": "h100_sxm", "cost": "published", "not priced": "no table"}
+    )
+    written = write_page(
+        tmp_path,
+        command="python -m harness scoreboard --each 2",
+        version="0.12.0",
+        each=2,
+        runs=runs,
+        reasons=list(counted({"disaggregated": 7, "never": 0})),
+        attention=[],
+        deployments=[],
+    )
+    assert (tmp_path / "tpot.svg").stat().st_size > 1000
+    return written.read_text(encoding="utf-8")
+
+
+def test_the_page_has_median_bias_and_worst_of_each_cost_model(page: str) -> None:
+    assert "| roofline | 3 | 0 | 20.0 % | -10.0 % | +30.0 % |" in page
+
+
+def test_the_page_compares_both_models_on_the_runs_that_both_price(page: str) -> None:
+    assert "| roofline, runs that both price | 1 |  | 10.0 % | -10.0 % | -10.0 % |" in page
+
+
+def test_the_page_says_what_is_not_priced_and_why(page: str) -> None:
+    assert "| published on a/model, h100_sxm: no table | 1 |" in page
+    assert "| disaggregated | 7 |" in page
+
+
+def test_the_page_counts_the_rows_of_the_file(page: str) -> None:
+    assert "has 10 runs of a closed loop" in page
+
+
+def test_a_csv_has_the_columns_of_all_rows(tmp_path: Path) -> None:
+    write_csv(tmp_path / "a.csv", [{"a": 1}, {"a": 2, "b": "x"}])
+    assert (tmp_path / "a.csv").read_text() == "a,b\n1,\n2,x\n"
+
+
+def test_without_the_extra_the_command_says_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def version(package: str) -> str:
+        raise metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr("harness.cost.aiconfigurator.metadata.version", version)
+    assert main(["scoreboard", "--out", str(tmp_path)]) == 2
+    assert "pip install 'pagetwin[gpu-tables]'" in capsys.readouterr().err
+
+
+class TestInstalled:
+    """Against the package itself; it is an optional extra."""
+
+    @pytest.fixture(autouse=True)
+    def _needed(self) -> None:
+        pytest.importorskip("aiconfigurator_core", reason="needs pagetwin[gpu-tables]")
+
+    def test_every_row_of_the_file_is_a_run_or_has_a_reason(self) -> None:
+        runs, reasons = read_runs()
+        assert len(runs) + sum(reasons.values()) == 5221  # rows of silicon_sample.csv in 0.12.0
+
+    def test_a_published_run_is_predicted_within_a_fifth(self) -> None:
+        chosen = [
+            row
+            for row in read_runs()[0]
+            if row.model == "meta-llama/Llama-3.1-70B"
+            and (row.engine, row.system, row.parallel) == ("vllm", "h100_sxm", 2)
+            and (row.isl, row.osl, row.users) == (1024, 1024, 4)
+        ]
+        assert chosen
+        assert simulated(chosen[0], CostKind.published).tpot_ms == pytest.approx(chosen[0].tpot_ms, rel=0.2)
