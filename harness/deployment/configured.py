@@ -1,7 +1,7 @@
 """The configuration that simulates a deployment: its settings under our keys, a preset of its model, and its device."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from harness.config.checks import check_config
@@ -62,6 +62,7 @@ _WEIGHTS = {
     "gptq_marlin": "int4",
     "mxfp4": "mxfp4",
 }
+_POOL = {"cache.pool_blocks", "cache.pool_tokens"}
 _SAMPLE = "model=llama3_8b, model=./mine.yaml or model.path=FOLDER"
 
 
@@ -73,6 +74,7 @@ class Configured:
     settings: EngineSettings
     notes: tuple[str, ...]
     overrides: tuple[str, ...]  # all of it as overrides, in the order in which they apply
+    replaced: Mapping[str, str] = field(default_factory=dict)  # keys that the user set otherwise than the log
 
 
 def configured(deployment: Deployment, overrides: Sequence[str]) -> Configured:
@@ -88,14 +90,17 @@ def configured(deployment: Deployment, overrides: Sequence[str]) -> Configured:
     model = () if chosen & {"model", "model.path"} else _model(settings)
     first = _composed(("measure=false", *device, *overrides))
     settings = with_vllm_defaults(settings, memory_gb=first.device.memory_gb, device=first.device.name)
-    own = [word for word in _own(settings) if word.partition("=")[0] not in chosen]
+    pool = _POOL if chosen & _POOL else set()  # one key of the pool replaces the other
+    own = [word for word in _own(settings) if word.partition("=")[0] not in chosen | pool]
     words = ("measure=false", "cost=roofline", *device, *model, *own, *overrides)
     config = normalise(_composed(words))
     errors = check_config(config)
     if errors:
         raise UserError("\n".join(map(str, errors)))
     check_cost(config)
-    return Configured(config, settings, tuple(_notes(settings, chosen, config)), words)
+    replaced = _replaced(settings, overrides, own)
+    notes = [*_contradictions(settings, replaced, config, chosen), *_notes(settings, chosen, config)]
+    return Configured(config, settings, tuple(notes), words, replaced)
 
 
 def _composed(words: Sequence[str]) -> RunConfig:
@@ -116,6 +121,31 @@ def _own(settings: EngineSettings) -> list[str]:
     if settings.quantization is not None:
         words.append(f"model.weight_dtype={_weight_dtype(settings.quantization)}")
     return words
+
+
+def _replaced(settings: EngineSettings, overrides: Sequence[str], own: Sequence[str]) -> dict[str, str]:
+    """What the user set otherwise than the log: the log's value by key."""
+    said = {word.lstrip("+") for word in overrides}
+    gone = [word for word in _own(settings) if word not in own and word not in said]
+    return {key: value for key, _, value in (word.partition("=") for word in gone)}
+
+
+def _contradictions(
+    settings: EngineSettings, replaced: Mapping[str, str], config: RunConfig, chosen: set[str]
+) -> list[str]:
+    found = [
+        f"{key}: the log says {value}; what you set instead is simulated." for key, value in replaced.items()
+    ]
+    model = preset_of(settings.model or "")
+    if chosen & {"model", "model.path"} and model and _named(model) != config.model.name:
+        found.append(
+            f"The log says that {settings.model} ran; {config.model.name} is simulated, as you set it."
+        )
+    return found
+
+
+def _named(preset: str) -> str:
+    return _composed(("measure=false", f"model={preset}")).model.name
 
 
 def _weight_dtype(name: str) -> str:

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import fields, replace
+from math import isfinite
 from pathlib import Path
 
 from harness.config.schema import DeviceConfig
@@ -61,7 +62,10 @@ def errors_text(errors: object) -> str:
         "TPOT p90": getattr(errors, "tpot_p90"),  # noqa: B009
         "TTFT p90": getattr(errors, "ttft_p90"),  # noqa: B009
     }
-    return ", ".join(f"{name} {100 * value:+.1f} %" for name, value in shown.items())
+    return ", ".join(
+        f"{name} {100 * value:+.1f} %" if isfinite(value) else f"{name} unknown"
+        for name, value in shown.items()
+    )
 
 
 def _written(value: object) -> str:

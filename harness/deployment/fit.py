@@ -171,11 +171,17 @@ class _Problem:
         self._measured = deployment.requests.take(slice(0, first))
         self._predict = _predictor_of_first(deployment, config, float(self._measured.last_token_s.max()))
         tpot = self._measured.tpot_s
-        self._several = ~np.isnan(tpot)
+        # An engine that gives all tokens at once leaves 0 between them, which has no logarithm.
+        self._several = np.nan_to_num(tpot) > 0
         if self._several.any():
             self._floor_s = float(np.median(tpot[self._several]))
         else:
             self._floor_s = 0.1 * float(np.median(self._measured.ttft_s))
+        if self._floor_s <= 0:
+            raise UserError(
+                f"of most of the first {first} requests the first token comes at the arrival and the last with it: "
+                "the log has no durations that a fit could learn from"
+            )
         self._weight = float(np.sqrt(min(1.0, _EFFECTIVE / first)))
         self._known: dict[bytes, FloatArray] = {}
         self._progress = progress

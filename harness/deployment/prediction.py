@@ -128,7 +128,10 @@ _COLUMNS = ("arrival_s", "first_scheduled_s", "first_token_s", "finish_s", "outp
 
 @dataclass(frozen=True)
 class Errors:
-    """How a prediction differs from a log. Signed shares: -0.1 is 10 % too low. `requests` counts those compared."""
+    """How a prediction differs from a log. Signed shares: -0.1 is 10 % too low. `requests` counts those compared.
+
+    nan: the log's value is 0, or no request has one. The median over requests leaves out those with a 0 in the log.
+    """
 
     requests: int
     ttft_p50: float
@@ -148,21 +151,22 @@ def errors_of(predicted: Prediction, deployment: Deployment, chosen: slice) -> E
     measured = deployment.requests
     ttft, tpot = predicted.ttft_s(measured)[chosen], predicted.tpot_s[chosen]
     true_ttft, true_tpot = measured.ttft_s[chosen], measured.tpot_s[chosen]
-    several = ~np.isnan(true_tpot)
+    several, timed, waited = ~np.isnan(true_tpot), np.nan_to_num(true_tpot) > 0, true_ttft > 0
     return Errors(
         requests=len(true_ttft),
         ttft_p50=_quantile_error(ttft, true_ttft, 0.5),
         ttft_p90=_quantile_error(ttft, true_ttft, 0.9),
         tpot_p50=_quantile_error(tpot[several], true_tpot[several], 0.5),
         tpot_p90=_quantile_error(tpot[several], true_tpot[several], 0.9),
-        ttft_each=float(np.median(np.abs(ttft / true_ttft - 1))),
-        tpot_each=float(np.median(np.abs(tpot[several] / true_tpot[several] - 1)))
-        if several.any()
-        else float("nan"),
+        ttft_each=_error_of_each(ttft[waited], true_ttft[waited]),
+        tpot_each=_error_of_each(tpot[timed], true_tpot[timed]),
     )
 
 
 def _quantile_error(predicted: FloatArray, measured: FloatArray, share: float) -> float:
-    if not len(measured):
-        return float("nan")
-    return float(np.quantile(predicted, share) / np.quantile(measured, share) - 1)
+    true = float(np.quantile(measured, share)) if len(measured) else 0.0
+    return float(np.quantile(predicted, share)) / true - 1 if true > 0 else float("nan")
+
+
+def _error_of_each(predicted: FloatArray, measured: FloatArray) -> float:
+    return float(np.median(np.abs(predicted / measured - 1))) if len(measured) else float("nan")

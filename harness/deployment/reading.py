@@ -6,7 +6,7 @@ with the sharing between prompts. Files that are none of these are named in the 
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -45,6 +45,8 @@ T = TypeVar("T")
 _IGNORED = ("LICENSE", "LICENCE", "README", "README.md", "NOTICE")
 _COARSE_S, _FINE_S = 0.5, 0.01  # steps of the search for the clock of a series
 _MOST_SHIFTS = 10_000
+_LONGEST_S = 86_400.0  # of a request; a longer one is a mix of clocks or of units
+_LATEST_S = 1e11  # the year 5138 of a wall clock in seconds; a wall clock in milliseconds is beyond
 _LOOK_LINES, _LOOK_BYTES = 3000, 1 << 20  # the part of a file by which it is recognised
 _KEY = re.compile(r'"(\w+)"\s*:')
 
@@ -87,7 +89,10 @@ def _deployment(folder: Path) -> Deployment:
     log = _only(folder, [(log.file, log) for log in logs], "log of requests")
     if log is None:
         raise DeploymentError(
-            str(folder), None, None, f"no log of requests in it; a reader knows {', '.join(_READERS)}"
+            str(folder),
+            None,
+            None,
+            " ".join([f"no log of requests in it; a reader knows {', '.join(_READERS)}.", *found.notes[:3]]),
         )
     rows, origin = _sorted_rows(log)
     times = _times(log, rows, origin)
@@ -271,10 +276,23 @@ def _sorted_rows(log: RequestLog) -> tuple[list[LoggedRequest], float]:
     if not log.rows:
         counted = ", ".join(f"{count:,} {reason}" for reason, count in log.dropped.items()) or "none at all"
         raise TraceError(log.file.path, None, None, f"no finished request: {counted}")
+    log.rows = list(_once(log))
     for row in log.rows:
         _check_order(log.file, row)
     rows = sorted(log.rows, key=lambda row: row.arrival_s if row.queued_s is None else row.queued_s)
     return rows, min(row.arrival_s for row in rows)
+
+
+def _once(log: RequestLog) -> Iterator[LoggedRequest]:
+    """The rows without those that stand in the file again under the same name and with the same times."""
+    seen: set[tuple[str, float, float, float]] = set()
+    for row in log.rows:
+        key = (row.request_id, row.arrival_s, row.first_token_s, row.last_token_s)
+        if row.request_id and key in seen:
+            log.drop("written twice, with the same times")
+            continue
+        seen.add(key)
+        yield row
 
 
 def _check_order(file: SourceFile, row: LoggedRequest) -> None:
@@ -285,6 +303,18 @@ def _check_order(file: SourceFile, row: LoggedRequest) -> None:
         if after < before:
             reason = f"the {later} is {before - after:.6g} s before the {earlier}"
             raise TraceError(file.path, row.line, f"request {row.request_id}", reason)
+    place = f"request {row.request_id}"
+    if max(abs(row.arrival_s), abs(row.last_token_s)) > _LATEST_S:
+        reason = (
+            f"the arrival {row.arrival_s:.6g} is no time in seconds; convert milliseconds or less to seconds"
+        )
+        raise TraceError(file.path, row.line, place, reason)
+    if row.last_token_s - row.arrival_s > _LONGEST_S:
+        reason = (
+            f"its last token is {row.last_token_s - row.arrival_s:.6g} s after its arrival, more than a day; all times "
+            "must be seconds of one clock"
+        )
+        raise TraceError(file.path, row.line, place, reason)
 
 
 def _times(log: RequestLog, rows: Sequence[LoggedRequest], origin: float) -> RequestTimes:
@@ -370,7 +400,7 @@ def _matched(workload: Trace, log: RequestLog, rows: Sequence[LoggedRequest], ti
         reason = f"{len(workload.requests):,} requests, but {log.file.name} has {read:,}"
         raise TraceError(workload.header.source, None, None, reason)
     if log.dropped:
-        reason = f"{sum(log.dropped.values())} rows of {log.file.name} did not finish, so that they cannot be matched"
+        reason = f"{sum(log.dropped.values())} rows of {log.file.name} are left out, so that they cannot be matched"
         raise TraceError(workload.header.source, None, None, reason)
     place = {id(row): index for index, row in enumerate(log.rows)}
     requests = []

@@ -97,9 +97,12 @@ def as_number(value: object, key: str) -> float:
     """A finite number from a JSON value. Raises RowError."""
     if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
         raise RowError(key, f"number expected, found {kind(value)}")
-    found = float(value)
+    try:
+        found = float(value)
+    except OverflowError:  # a whole number of more than 308 digits
+        found = float("inf")
     if not isfinite(found):
-        raise RowError(key, f"finite number expected, found {value}")
+        raise RowError(key, f"finite number expected, found {str(value)[:40]}")
     return found
 
 

@@ -84,10 +84,18 @@ def verdict(twin: Twin) -> str:
     which = "requests that the fit had not seen"
     if twin.fit is None:
         which = f"requests, with {constants_of(twin)}"
-    return (
-        f"On {errors.requests:,} {which}: the predicted median TPOT is {_signed(errors.tpot_p50)}, and the predicted "
-        f"median TTFT {_signed(errors.ttft_p50)} the measured one."
-    )
+    known = {"TPOT": errors.tpot_p50, "TTFT": errors.ttft_p50}
+    missing = [name for name, error in known.items() if not np.isfinite(error)]
+    said = [
+        f"the predicted median {name} {'is ' if index == 0 else ''}{_signed(error)}"
+        for index, (name, error) in enumerate(one for one in known.items() if one[0] not in missing)
+    ]
+    parts = [", and ".join(said) + " the measured one"] if said else []
+    parts += [
+        f"the median {name} cannot be compared, because the log's is 0 or no request has one"
+        for name in missing
+    ]
+    return f"On {errors.requests:,} {which}: {'; '.join(parts)}."
 
 
 def constants_of(twin: Twin) -> str:
@@ -108,10 +116,15 @@ def _signed(error: float) -> str:
 
 
 def grade(twin: Twin) -> str:
-    """good, fair or bad, by the goals for a fitted deployment: TPOT 3 % and TTFT 5 %, and three times that."""
+    """good, fair or bad, by the goals for a fitted deployment: TPOT 3 % and TTFT 5 %, and three times that.
+
+    With one of both unknown it is fair at best.
+    """
     errors = twin.errors
-    worst = max(abs(errors.tpot_p50) / 0.03, abs(errors.ttft_p50) / 0.05)
-    return "good" if worst <= 1 else "fair" if worst <= 3 else "bad"
+    shares = (abs(errors.tpot_p50) / 0.03, abs(errors.ttft_p50) / 0.05)
+    known = [share for share in shares if np.isfinite(share)]
+    worst = max(known, default=np.inf)
+    return "bad" if worst > 3 else "fair" if worst > 1 or len(known) < len(shares) else "good"
 
 
 def change_of(change: WhatIf, base: WhatIf, name: str) -> float | None:

@@ -15,6 +15,7 @@ from harness.workload.shapes import pool_shape
 from traces.formats.pagetwin import write_jsonl
 
 PAGE = "index.html"
+_REPLACED = "; the user set another value, which was simulated"
 _FOLDER = Path(__file__).parent
 _LABELS = {
     "ttft_p50": "TTFT p50",
@@ -58,19 +59,30 @@ def facts(twin: Twin) -> list[tuple[str, str]]:
     """What was simulated, and where each setting comes from."""
     config, settings = twin.config, twin.configured.settings
     pool = pool_shape(config)
-    own_pool = settings.tokens_of_pool is not None
+    replaced = twin.configured.replaced
+    if pool.memory is not None:
+        source = "computed"
+    else:
+        own = settings.tokens_of_pool is not None and "cache.pool_tokens" not in replaced
+        source = "as the log has it" if own else "as the user set it"
     origin = settings.origin
+    gone = {key.rpartition(".")[2] for key in replaced}
+    gone |= {"pool_blocks"} if "pool_tokens" in gone else set()
+    gone |= {"quantization"} if "weight_dtype" in gone else set()
     rows = [
         ("engine", " ".join(filter(None, (settings.engine, settings.version)))),
         ("model", f"{config.model.name} ({settings.model or 'named by the user'})"),
         ("device", f"{config.device.tensor_parallel} x {config.device.name}"),
         (
             "pool",
-            f"{pool.num_blocks:,} blocks of {pool.block_size}, {'as the log has it' if own_pool else 'computed'}",
+            f"{pool.num_blocks:,} blocks of {pool.block_size}, {source}",
         ),
     ]
-    rows += [(name, f"{value} ({origin.get(name, 'not said')})") for name, value in settings.given().items()
-             if name not in ("engine", "version", "model", "device")]  # fmt: skip
+    rows += [
+        (name, f"{value} ({origin.get(name, 'not said')}{_REPLACED if name in gone else ''})")
+        for name, value in settings.given().items()
+        if name not in ("engine", "version", "model", "device")
+    ]
     return rows
 
 

@@ -6,6 +6,7 @@ Source: `vllm/engine/arg_utils.py` and `vllm/config/` of vLLM 0.8.5, 0.10.2 and 
 
 import re
 from collections.abc import Callable, Mapping
+from math import isfinite, nan
 from typing import Any
 
 from harness.deployment.settings import EngineSettings
@@ -210,9 +211,12 @@ def _dtype(value: Any, name: str) -> str | None:
 
 def _host_gb(value: Any, name: str) -> float:
     try:
-        return float(value) * _GIB / 1e9
-    except (TypeError, ValueError):
-        raise RowError(name, f"number of GiB expected, found {value}") from None
+        found = float(value)
+    except (TypeError, ValueError, OverflowError):
+        found = nan
+    if isinstance(value, bool) or not (isfinite(found) and found >= 0):
+        raise RowError(name, f"number of GiB of at least 0 expected, found {value}")
+    return found * _GIB / 1e9
 
 
 def _threshold(value: Any, name: str) -> int | None:

@@ -10,6 +10,7 @@ from harness.config.errors import UserError
 from harness.deployment.configured import configured, preset_of
 from harness.deployment.log import Deployment
 from harness.deployment.reading import read_deployment
+from harness.workload.shapes import pool_shape
 
 RECORDED = Path(__file__).resolve().parents[2] / "data" / "deployments" / "servingsim-recorder"
 
@@ -120,3 +121,29 @@ def test_what_cannot_be_simulated_is_refused_by_name(
 )
 def test_a_name_on_the_hub_has_a_preset(name: str, preset: str | None) -> None:
     assert preset_of(name) == preset
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "blocks"), [("pool_blocks", 3000, 3000), ("pool_tokens", 1600, 100)]
+)
+def test_either_key_of_the_pool_wins_over_the_log(
+    recorded: Deployment, key: str, value: int, blocks: int
+) -> None:
+    found = configured(
+        with_settings(recorded, pool_blocks=5000), ("device=rtx_pro_6000", f"cache.{key}={value}")
+    )
+    assert pool_shape(found.config).num_blocks == blocks
+
+
+def test_a_setting_that_replaces_that_of_the_log_is_said(recorded: Deployment) -> None:
+    found = configured(recorded, ("device=rtx_pro_6000", "scheduler.max_running=7"))
+    assert "scheduler.max_running: the log says 128; what you set instead is simulated." in found.notes
+
+
+def test_a_setting_that_repeats_the_log_is_no_contradiction(recorded: Deployment) -> None:
+    assert not configured(recorded, ("device=rtx_pro_6000", "scheduler.max_running=128")).replaced
+
+
+def test_a_model_other_than_that_of_the_log_is_said(recorded: Deployment) -> None:
+    notes = configured(recorded, ("device=rtx_pro_6000", "model=qwen3_8b")).notes
+    assert any("meta-llama/Llama-3.1-8B ran; qwen3-8b is simulated" in note for note in notes)

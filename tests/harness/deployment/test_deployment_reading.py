@@ -219,3 +219,42 @@ def test_a_slice_of_the_requests_keeps_their_clock() -> None:
     assert later.request_id == requests.request_id[15:]
     assert later.arrival_s[0] == requests.arrival_s[15]
     assert later.cached_tokens is None
+
+
+_PLAIN = "request_id,arrival_s,prompt_tokens,output_tokens,first_token_s,last_token_s\n"
+
+
+def test_a_row_that_is_written_twice_counts_once(tmp_path: Path) -> None:
+    row = "a,0.0,10,5,0.1,0.5\n"
+    (tmp_path / "log.csv").write_text(_PLAIN + row + "b,0.2,10,5,0.3,0.7\n" + row)
+    found = read_deployment(tmp_path)
+    assert (len(found.requests), dict(found.dropped)) == (2, {"written twice, with the same times": 1})
+
+
+def test_two_requests_of_one_name_at_other_times_both_count(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text(_PLAIN + "a,0.0,10,5,0.1,0.5\na,0.2,10,5,0.3,0.7\n")
+    assert len(read_deployment(tmp_path).requests) == 2
+
+
+def test_times_of_two_clocks_in_a_row_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text(_PLAIN + "a,0.0,10,5,1700000000.1,1700000000.5\n")
+    with pytest.raises(DeploymentError, match=r"log\.csv:2: request a: .*more than a day"):
+        read_deployment(tmp_path)
+
+
+def test_a_wall_clock_in_milliseconds_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text(_PLAIN + "a,1700000000000,10,5,1700000000100,1700000000500\n")
+    with pytest.raises(DeploymentError, match=r"log\.csv:2: request a: .*no time in seconds"):
+        read_deployment(tmp_path)
+
+
+def test_a_time_beyond_every_float_is_named(folder: Path) -> None:
+    changed(folder / "requests.jsonl", 3, lambda record: record.update(last_token_ts=10**400))
+    with pytest.raises(DeploymentError, match=r"requests\.jsonl:3: last_token_ts: finite number expected"):
+        read_deployment(folder)
+
+
+def test_a_file_that_was_not_read_is_named_where_there_is_no_log(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text("\n" + _PLAIN)
+    with pytest.raises(DeploymentError, match=r"log\.csv: not read, its content is of no known kind"):
+        read_deployment(tmp_path)

@@ -9,7 +9,8 @@ import pytest
 from harness.deployment.errors import DeploymentError
 from harness.deployment.reading import read_deployment
 from harness.deployment.settings import EngineSettings
-from harness.deployment.vllm_settings import with_vllm_defaults
+from harness.deployment.vllm_settings import vllm_settings, with_vllm_defaults
+from traces.errors import RowError
 
 DATA = Path(__file__).resolve().parents[2] / "data" / "deployments"
 CSV = "arrival_s,prompt_tokens,output_tokens,first_token_s,last_token_s\n0,5,2,1,2\n"
@@ -287,3 +288,9 @@ def test_the_pool_in_the_log_of_sglang_keeps_what_was_given(tmp_path: Path) -> N
     assert (found.settings.tokens_of_pool, found.settings.max_batched_tokens) == (55000, 8192)
     assert found.series is not None
     assert (found.series.running.tolist(), found.series.waiting.tolist()) == ([5], [1])
+
+
+@pytest.mark.parametrize("value", ["nan", -1, True])
+def test_host_memory_that_is_no_size_is_refused(value: object) -> None:
+    with pytest.raises(RowError, match="number of GiB of at least 0"):
+        vllm_settings({"kv_offloading_size": value}, "engine.json")

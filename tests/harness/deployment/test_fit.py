@@ -154,3 +154,20 @@ def test_the_series_of_a_prediction_counts_as_the_times_of_its_requests_do() -> 
     assert np.abs(series.running + series.waiting - (ran + waited)).max() <= 1
     assert series.kv_use is not None
     assert 0 < series.kv_use.max() < 1
+
+
+def test_requests_whose_tokens_came_at_once_do_not_stop_the_fit() -> None:
+    """Their time between tokens is 0, which has no logarithm."""
+    found = planted(TRUE, 44)
+    ends = found.requests.last_token_s.copy()
+    ends[3] = found.requests.first_token_s[3]
+    fit = fit_device(replace(found, requests=replace(found.requests, last_token_s=ends)), config(), first=30)
+    assert np.isfinite(fit.held_out.tpot_p50)
+
+
+def test_a_log_without_any_duration_is_refused() -> None:
+    found = planted(TRUE, 44)
+    requests = found.requests
+    instant = replace(requests, first_token_s=requests.entered_s, last_token_s=requests.entered_s)
+    with pytest.raises(UserError, match="no durations"):
+        fit_device(replace(found, requests=instant), config(), first=30)

@@ -14,7 +14,8 @@ from harness.config.schema import CostKind, DeviceConfig, RunConfig
 from harness.deployment.configured import configured
 from harness.deployment.prediction import Prediction, errors_of, predictor
 from harness.deployment.reading import read_deployment
-from harness.deployment.twin import Twin, change_of, trust, verdict
+from harness.deployment.twin import Twin, change_of, grade, trust, verdict
+from harness.deployment.twin_page import facts
 from harness.deployment.what_ifs import WhatIf, base_of, outside_of, what_ifs
 from traces.reading import read_trace
 from traces.trace import CHAINED, Segment, Trace, TraceHeader, TraceRequest
@@ -308,3 +309,44 @@ def test_the_page_opens_offline_without_an_error(report: Path) -> None:
     assert troubles == []
     assert width <= 1100
     assert figures == 3
+
+
+def of_one_token(twin: Twin) -> Twin:
+    """The twin with a log whose requests have one output token each."""
+    requests = twin.deployment.requests
+    short = replace(requests, output_tokens=np.ones_like(requests.output_tokens))
+    return replace(twin, deployment=replace(twin.deployment, requests=short))
+
+
+def test_a_log_without_times_between_tokens_has_no_error_of_tpot(twin: Twin) -> None:
+    said = verdict(of_one_token(twin))
+    assert "nan" not in said
+    assert "the median TPOT cannot be compared" in said
+
+
+def test_a_measured_tpot_of_zero_gives_no_infinite_error(twin: Twin) -> None:
+    requests = twin.deployment.requests
+    at_once = replace(requests, last_token_s=requests.first_token_s)
+    errors = errors_of(twin.prediction, replace(twin.deployment, requests=at_once), slice(0, None))
+    assert np.isnan(errors.tpot_p50)
+
+
+def test_a_twin_of_which_one_error_is_unknown_is_not_good(twin: Twin) -> None:
+    unknown = of_one_token(twin)
+    predicted = replace(unknown.prediction, first_token_s=unknown.deployment.requests.first_token_s.copy())
+    ttft = unknown.deployment.requests.ttft_s
+    exact = replace(predicted, seen_s=predicted.first_token_s - ttft)
+    assert grade(replace(unknown, prediction=exact)) == "fair"
+
+
+def test_the_page_does_not_claim_the_logs_pool_where_the_user_set_one(twin: Twin) -> None:
+    deployment = replace(twin.deployment, settings=replace(twin.deployment.settings, pool_blocks=5000))
+    found = configured(deployment, ("device=rtx_pro_6000", "cache.pool_blocks=4000"))
+    shown = dict(facts(replace(twin, deployment=deployment, configured=found, config=found.config)))
+    assert shown["pool"] == "4,000 blocks of 16, as the user set it"
+
+
+def test_the_page_says_which_setting_of_the_log_was_not_simulated(twin: Twin) -> None:
+    found = configured(twin.deployment, ("device=rtx_pro_6000", "scheduler.max_running=7"))
+    shown = dict(facts(replace(twin, configured=found, config=found.config)))
+    assert shown["max_running"].endswith("the user set another value, which was simulated)")
