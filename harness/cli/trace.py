@@ -14,7 +14,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     """Describe `trace` and everything that it can do."""
     parser = commands.add_parser(
         "trace",
-        help="list, fetch, look into, convert, cut, scale, make or check traces",
+        help="list, fetch, look into, convert, cut, scale, capture, make or check traces",
         description="Work on request traces.",
         usage="python -m harness trace ACTION ...",
         allow_abbrev=False,
@@ -34,7 +34,7 @@ def run(arguments: "Arguments") -> int:
 
 def _actions() -> "dict[str, tuple[Callable[[Actions], None], Callable[[argparse.Namespace], int]]]":
     """How each action describes itself and how it runs, in the order of `trace --help`."""
-    from harness.trace import catalogue, inspect, make
+    from harness.trace import capture, catalogue, inspect, make
 
     return {
         "ls": (catalogue.add_ls, catalogue.run_ls),
@@ -43,6 +43,7 @@ def _actions() -> "dict[str, tuple[Callable[[Actions], None], Callable[[argparse
         "convert": (make.add_convert, make.run_convert),
         "slice": (make.add_slice, make.run_slice),
         "scale": (make.add_scale, make.run_scale),
+        "capture": (capture.add_capture, capture.run_capture),
         "synth": (make.add_synth, make.run_synth),
         "validate": (inspect.add_validate, inspect.run_validate),
     }
