@@ -59,6 +59,10 @@ class CheckpointFacts:
             return None
         return found.removeprefix("torch.") if isinstance(found, str) else found
 
+    def wrong(self, name: str, allowed: str) -> ConfigError:
+        """The error of the value under `name`; `allowed` says what it must be."""
+        return ConfigError(self._key, f"{self.file}: {name} is {self.get(name)!r}, must be {allowed}")
+
     def number(self, *names: str) -> int:
         """The first of `names` that is given: a whole number of at least 1.
 

@@ -54,12 +54,15 @@ def checkpoint_shape(facts: CheckpointFacts, element_bytes: int, kv_bytes: int |
     tied = facts.get("tie_word_embeddings")
     latent = _latent(facts)
     window, windowed = _windows(facts, layers)
+    kv_heads = _kv_heads(facts, heads)
+    if heads % kv_heads:
+        raise facts.wrong("num_key_value_heads", f"a divisor of the number of heads, {heads}")
     layer_bits, expert_bits = _widths(facts)
     return ModelShape(
         layers=layers,
         hidden=hidden,
         heads=heads,
-        kv_heads=_kv_heads(facts, heads),
+        kv_heads=kv_heads,
         head_dim=facts.number("qk_nope_head_dim") if latent else facts.maybe("head_dim") or hidden // heads,
         intermediate=mlp or (4 * hidden if facts.family in UNGATED else facts.number("intermediate_size")),
         vocab=facts.number("vocab_size"),
@@ -67,7 +70,7 @@ def checkpoint_shape(facts: CheckpointFacts, element_bytes: int, kv_bytes: int |
         mlp_matrices=2 if facts.family in UNGATED else 3,
         kv_bytes_per_element=kv_bytes,
         tied_embeddings=facts.family in TIED if tied is None else bool(tied),
-        experts=_experts(facts),
+        experts=_experts(facts, layers),
         latent=latent,
         window=window,
         windowed_layers=windowed,
@@ -105,18 +108,21 @@ def _unknown_experts(facts: CheckpointFacts) -> Iterator[str]:
         yield f"experts in some layers only (mlp_only_layers = {facts.get('mlp_only_layers')})"
 
 
-def _experts(facts: CheckpointFacts) -> Experts | None:
+def _experts(facts: CheckpointFacts, layers: int) -> Experts | None:
     if facts.family not in _WITH_EXPERTS:
         return None
     width = facts.maybe("moe_intermediate_size") or facts.number("intermediate_size")
     shared = facts.maybe("shared_expert_intermediate_size") or width * (facts.maybe("n_shared_experts") or 0)
-    return Experts(
-        count=facts.number(*_EXPERTS),
-        active=facts.number("num_experts_per_tok", "experts_per_token"),
-        intermediate=width,
-        shared=shared,
-        dense_layers=facts.get("first_k_dense_replace") or 0,
-    )
+    count, active = facts.number(*_EXPERTS), facts.number("num_experts_per_tok", "experts_per_token")
+    if active > count:
+        name = next(
+            name for name in ("num_experts_per_tok", "experts_per_token") if facts.get(name) is not None
+        )
+        raise facts.wrong(name, f"at most the number of experts, {count}")
+    dense = facts.get("first_k_dense_replace") or 0
+    if not isinstance(dense, int) or isinstance(dense, bool) or not 0 <= dense <= layers:
+        raise facts.wrong("first_k_dense_replace", f"a whole number from 0 to the number of layers, {layers}")
+    return Experts(count=count, active=active, intermediate=width, shared=shared, dense_layers=dense)
 
 
 def _latent(facts: CheckpointFacts) -> LatentKV | None:
@@ -148,6 +154,8 @@ def _windows(facts: CheckpointFacts, layers: int) -> tuple[int | None, int]:
     if window is None or facts.get("use_sliding_window") is False:
         return None, 0
     kinds = _layer_types(facts)
+    if kinds and len(kinds) != layers:
+        raise facts.wrong("layer_types", f"a list of {layers} kinds, one for each layer")
     if kinds:
         count = kinds.count(_SLIDING)
     elif facts.family in ("gemma2", "gpt_oss"):  # every other layer, from the first on
@@ -177,7 +185,7 @@ def _quantised_bits(facts: CheckpointFacts) -> float | None:
     if method in _GROUPED and isinstance(section, dict):
         bits, group = section.get("bits"), section.get("group_size")
         # A group has a scale of 16 bits and a zero of as many bits as an element.
-        if isinstance(bits, int) and isinstance(group, int) and group > 0:
+        if isinstance(bits, int) and isinstance(group, int) and 1 <= bits <= 16 and group > 0:
             return bits + (16 + bits) / group
     return None
 

@@ -336,3 +336,35 @@ def test_a_preset_has_the_published_number_of_parameters(name: str, everything: 
     active = shape.token_weights + shape.hidden * shape.vocab + inputs
     assert shape.weight_bytes / 2e9 == pytest.approx(everything, rel=0.01)
     assert active / 1e9 == pytest.approx(met, rel=0.03)
+
+
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_LATENT = {
+    "model_type": "deepseek_v2",
+    "n_routed_experts": 8,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ({"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 9}, "num_experts_per_tok is 9"),
+        (_LATENT | _EXPERTS | {"first_k_dense_replace": 3}, "first_k_dense_replace is 3"),
+        (_LATENT | _EXPERTS | {"first_k_dense_replace": -1}, "first_k_dense_replace is -1"),
+        (_LATENT | _EXPERTS | {"first_k_dense_replace": "one"}, "first_k_dense_replace is 'one'"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads is 3"),
+        ({"layer_types": ["sliding_attention"], "sliding_window": 64}, "layer_types is"),
+    ],
+)
+def test_a_shape_that_no_model_can_have_is_refused(tmp_path: Path, facts: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        model_shape(config(tmp_path, facts).model)
+
+
+def test_weights_of_fewer_than_one_bit_are_not_priced(tmp_path: Path) -> None:
+    quantised = {"quantization_config": {"quant_method": "awq", "bits": -4, "group_size": 128}}
+    assert "quantised weights of a kind" in unmodelled(config(tmp_path, quantised).model)
