@@ -193,7 +193,12 @@ def real_defaults(tree: DictConfig, named: Container[str]) -> dict[str, Any]:
 
 
 def _take_dtype_of_checkpoint(tree: DictConfig) -> None:
-    """Set `model.dtype` to what the checkpoint at `model.path` says of itself; without a word it stays as it is."""
+    """Set `model.dtype` to what the checkpoint at `model.path` says of itself; without a word it stays as it is.
+
+    Raises:
+        ConfigError: the checkpoint says none of our types; or it says nothing, and a GPU is predicted. Our engine loads
+            such weights as float32, which would silently double the bytes of what other engines load in 16 bits.
+    """
     if not tree.model.path:
         return
     try:
@@ -201,6 +206,12 @@ def _take_dtype_of_checkpoint(tree: DictConfig) -> None:
     except ConfigError:
         return  # the check of the model says what is wrong with the file
     if facts.dtype is None:
+        if not tree.measure and tree.device.name != CPU and tree.model.dtype == Dtype.float32:
+            raise ConfigError(
+                "model.dtype",
+                f"{facts.file} does not say the element type of the weights (dtype or torch_dtype), and a prediction "
+                "for a GPU needs it; add model.dtype=bfloat16 (or float16, float32)",
+            )
         return
     if not isinstance(facts.dtype, str) or facts.dtype not in Dtype.__members__:
         allowed = ", ".join(Dtype.__members__)

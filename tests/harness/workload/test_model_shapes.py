@@ -73,7 +73,7 @@ def test_a_model_that_is_not_modelled_is_not_priced(
 @pytest.mark.parametrize(("facts", "words"), NOT_MODELLED)
 def test_its_pool_must_be_set_by_hand(tmp_path: Path, facts: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        pool_shape(config(tmp_path, facts, "cache.pool_tokens=null", "device=h100"))
+        pool_shape(config(tmp_path, facts, "cache.pool_tokens=null", "device=h100", "model.dtype=bfloat16"))
     assert words in str(refused.value)
     assert pool_shape(config(tmp_path, facts, "cache.pool_tokens=4096")).tokens == 4096
 
@@ -277,13 +277,29 @@ def test_windowed_layers_are_counted_as_the_family_has_them(
     assert (shape.window, shape.windowed_layers) == (facts["sliding_window"] if layers else None, layers)
 
 
+def test_the_element_type_of_a_checkpoint_that_does_not_say_is_not_guessed_for_a_gpu(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not say the element type of the weights"):
+        config(tmp_path, {}, "device=h100")
+    assert config(tmp_path, {}, "device=h100", "model.dtype=float32").model.dtype is Dtype.float32
+    assert config(tmp_path, {}, "device=cpu").model.dtype is Dtype.float32
+
+
 def test_the_automatic_pool_of_a_model_with_windows_says_which_vllm_it_is_like(tmp_path: Path) -> None:
     facts = {"model_type": "mistral", "sliding_window": 4096}
-    long = pool_shape(config(tmp_path, facts, "cache.pool_tokens=null", "device=h100"))
+    long = pool_shape(
+        config(tmp_path, facts, "cache.pool_tokens=null", "device=h100", "model.dtype=bfloat16")
+    )
     assert (
         "windowed layers keep every block, as in vLLM with --disable-hybrid-kv-cache-manager" in long.origin
     )
-    short = config(tmp_path, facts, "cache.pool_tokens=null", "device=h100", "cache.max_model_len=4096")
+    short = config(
+        tmp_path,
+        facts,
+        "cache.pool_tokens=null",
+        "device=h100",
+        "model.dtype=bfloat16",
+        "cache.max_model_len=4096",
+    )
     assert pool_shape(short).note == ""
     assert pool_shape(config(tmp_path, facts, "cache.pool_tokens=8192")).origin == "set by cache.pool_tokens"
 
