@@ -95,7 +95,11 @@ def test_an_interrupt_does_not_wait_for_workers(plan: Callable[..., SweepPlan]) 
         return len(line)
 
     text.write = interrupt_soon  # type: ignore[method-assign]
-    outcome = execute(sweep, sweep.points, runner=fake_point.run_point, console=console)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        outcome = execute(sweep, sweep.points, runner=fake_point.run_point, console=console)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert outcome.interrupted
     assert outcome.done <= 3
     assert len(read_store(sweep.out).records) == 3
