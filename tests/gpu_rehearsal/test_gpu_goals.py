@@ -284,7 +284,7 @@ def test_the_trial_of_the_gate_is_judged_by_alarms_and_catches(tmp_path: Path) -
 
 def sweep(folder: Path, error: float) -> None:
     rows = [
-        {"metric": name, "error": error, "spread": 0.0}
+        {"metric": name, "simulated": 1.0 + error, "measured": 1.0, "error": error, "spread": 0.0}
         for name in ("output_throughput", "tpot_mean", "ttft_p50")
     ]
     for number, size in enumerate((8, 16, 32)):

@@ -60,9 +60,9 @@ def test_points_are_the_product_of_the_axes() -> None:
 def test_without_an_axis_the_default_sweep_is_planned() -> None:
     plan = planned()
     assert plan.experiment == "default"
-    assert len(plan.points) == 36
+    assert len(plan.points) == 16
     policies = [point.config.cache.policy for point in plan.points]
-    assert policies.count("paged") == 27
+    assert policies.count("paged") == 12
 
 
 def test_a_setting_narrows_the_default_sweep() -> None:
