@@ -66,6 +66,8 @@ def apply_option_file(tree: DictConfig, group: str, named: str) -> None:
     section = tree[group]
     base = found.pop(BASE, None)
     start: dict[str, Any] = _base_values(file, group, base) if base else dict(_ASSUMED.get(group, {}))
+    if base and found:
+        start["name"] = file.stem  # what differs from a preset does not go by its name
     known = set(section)
     for key, (value, line) in found.items():
         if key not in known:

@@ -111,7 +111,7 @@ def read_operators(path: str, device: DeviceShape) -> OperatorTable:
         raise ConfigError(KEY, f"{file}: no row of device {device.name}; its devices are: {found}")
     fast = [row for row in mine if row.beats(device)]
     dropped = {op: count for op in _SHAPES if (count := sum(row.op == op for row in fast))}
-    kept = tuple(row for row in mine if not row.beats(device))
+    kept = _once(file, [row for row in mine if not row.beats(device)])
     return OperatorTable(str(file), _digest(text), device.name, kept, dropped)
 
 
@@ -123,7 +123,7 @@ def operators_digest(path: str) -> str:
 def _text(path: str) -> tuple[Path, str]:
     file = Path(path).expanduser()
     try:
-        return file, file.read_text(encoding="utf-8")
+        return file, file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(KEY, f"cannot read '{file}': {error}") from None
 
@@ -137,8 +137,28 @@ def _rows(file: Path, text: str) -> Iterator[OperatorRow]:
     missing = {"device", "op", "us"} - set(reader.fieldnames or ())
     if missing:
         raise ConfigError(KEY, f"{file}:1: no column {', '.join(sorted(missing))}")
-    for row in reader:
-        yield _row(file, reader.line_num, {key: (value or "").strip() for key, value in row.items() if key})
+    for cells in reader:
+        line = reader.line_num
+        if None in cells:
+            raise _error(
+                file, line, "row", f"longer than the header's {len(reader.fieldnames or ())} columns"
+            )
+        yield _row(file, line, {key: (value or "").strip() for key, value in cells.items()})
+
+
+def _once(file: Path, rows: Sequence[OperatorRow]) -> tuple[OperatorRow, ...]:
+    """The rows without repetitions; raises ConfigError where two give one operator different times."""
+    known: dict[tuple[object, ...], OperatorRow] = {}
+    for row in rows:
+        first = known.setdefault((row.op, row.dtype, *row.shape.values()), row)
+        if first.seconds != row.seconds:
+            raise _error(
+                file,
+                row.line,
+                "us",
+                f"{row.seconds * 1e6:g}, but line {first.line} gives the same operator {first.seconds * 1e6:g}",
+            )
+    return tuple(known.values())
 
 
 def _row(file: Path, line: int, row: Mapping[str, str]) -> OperatorRow:

@@ -1,5 +1,6 @@
 """The configuration that simulates a deployment: its settings under our keys, a preset of its model, and its device."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -144,6 +145,14 @@ def _contradictions(
     return found
 
 
+def _device_note(settings: EngineSettings, config: RunConfig) -> list[str]:
+    """What to know where another device is simulated than the log names."""
+    preset = None if settings.device is None else preset_of_device(settings.device)
+    if preset is None or config.device.name == _composed(("measure=false", f"device={preset}")).device.name:
+        return []
+    return [f"The log says that {settings.device} ran; {config.device.name} is simulated, as you set it."]
+
+
 def _named(preset: str) -> str:
     return _composed(("measure=false", f"model={preset}")).model.name
 
@@ -185,6 +194,14 @@ def preset_of(name: str) -> str | None:
     return found if found in groups()["model"] else None
 
 
+def preset_of_device(name: str) -> str | None:
+    """The preset of a device by the name that its driver gives, or None. A GB200 is no B200."""
+    found = next(
+        (DEVICES[one] for one in DEVICES if re.search(rf"(?<!\w){re.escape(one)}", name.lower())), None
+    )
+    return found if found in groups()["device"] else None
+
+
 def _device(settings: EngineSettings) -> str:
     known = ", ".join(name for name in groups()["device"] if name != "cpu")
     if settings.device is None:
@@ -192,9 +209,8 @@ def _device(settings: EngineSettings) -> str:
             f"the log does not say on which device it ran; add it, as device=h100 (presets: {known}) or "
             "device=./mine.yaml"
         )
-    words = settings.device.lower()
-    found = next((preset for word, preset in DEVICES.items() if word in words), None)
-    if found is None or found not in groups()["device"]:
+    found = preset_of_device(settings.device)
+    if found is None:
         raise UserError(
             f"no preset describes the device {settings.device}; add it, as device=./mine.yaml, or take the nearest "
             f"of {known}"

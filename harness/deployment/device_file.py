@@ -21,8 +21,9 @@ def write_device(
 
 def fitted_device(fit: Fit, deployment: Deployment) -> DeviceConfig:
     """The device of a fit, with the name of the log that it was fitted to."""
+    ran = f" of {deployment.settings.model}" if deployment.settings.model else ""
     return replace(
-        fit.device, fitted_from=f"{deployment.name}, first {fit.fitted_on} of {fit.requests} requests"
+        fit.device, fitted_from=f"{deployment.name}, first {fit.fitted_on} of {fit.requests} requests{ran}"
     )
 
 

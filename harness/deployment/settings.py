@@ -6,7 +6,8 @@ has no key of ours stands in `unmapped`; what changes the engine's schedule in a
 `unmodelled`. Nothing is left out.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -95,6 +96,57 @@ class EngineSettings:
             origin={**origin, **self.origin},
             unmapped={**other.unmapped, **self.unmapped},
             unmodelled={**other.unmodelled, **self.unmodelled},
+        )
+
+
+Read = Callable[[Any, str], Any]
+"""Reads the value of an option, which it names in errors; None says nothing. Raises RowError."""
+
+_SECRET = re.compile(r"key|token$|password|secret|header", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What the options of an engine mean, by their names with `_`.
+
+    `mapped` gives our field, and how its value is read. `unmodelled` options change the schedule or the memory in a way
+    that is not simulated, unless they have one of the values given here. `silent` ones say nothing of time or memory.
+    """
+
+    engine: str
+    mapped: Mapping[str, tuple[str, Read]]
+    unmodelled: Mapping[str, tuple[object, ...]]
+    silent: Collection[str]
+
+    def read(self, args: Mapping[str, Any], where: str, version: str | None) -> EngineSettings:
+        """The settings that `args` gives, by name with `_` or `-`; `where` is the file they stand in.
+
+        The value of an option that looks like a secret is kept nowhere.
+
+        Raises:
+            RowError: a value has the wrong type, or names something that we do not know.
+        """
+        values: dict[str, Any] = {"engine": self.engine}
+        if version is not None:
+            values["version"] = version
+        unmapped: dict[str, str] = {}
+        unmodelled: dict[str, str] = {}
+        for raw, value in args.items():
+            name = raw.replace("-", "_")
+            if value is None:
+                continue
+            if name in self.mapped:
+                key, read = self.mapped[name]
+                found = read(value, raw)
+                if found is not None:
+                    values[key] = found
+            elif name in self.unmodelled:
+                if str(value) not in map(str, self.unmodelled[name]):
+                    unmodelled[name] = str(value)
+            elif name not in self.silent:
+                unmapped[name] = "given" if _SECRET.search(name) else str(value)
+        return EngineSettings(
+            **values, origin=dict.fromkeys(values, where), unmapped=unmapped, unmodelled=unmodelled
         )
 
 

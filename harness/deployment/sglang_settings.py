@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from harness.deployment.settings import EngineSettings
+from harness.deployment.settings import EngineOptions, EngineSettings
 from harness.deployment.vllm_settings import count, named, share, text, yes_or_no
 from traces.errors import RowError
 
@@ -41,35 +41,19 @@ _UNMODELLED = (
     "pipeline_parallel_size",
     "cpu_offload_gb",
 )
-_NEUTRAL = (None, "null", 1, "1", 0, "0", "")
+_NEUTRAL = (None, "null", 1, 0, 0.0, "")
 
 
 def sglang_settings(args: Mapping[str, Any], where: str, version: str | None = None) -> EngineSettings:
     """The settings that SGLang's options give, by name with `_` or `-`. Raises RowError."""
-    values: dict[str, Any] = {"engine": "sglang"}
-    if version is not None:
-        values["version"] = version
-    unmapped: dict[str, str] = {}
-    unmodelled: dict[str, str] = {}
-    for raw, value in args.items():
-        name = raw.replace("-", "_")
-        if value is None:
-            continue
-        if name in _MAPPED:
-            field, read = _MAPPED[name]
-            found = read(value, raw)
-            if found is not None:
-                values[field] = found
-        elif name in _UNMODELLED:
-            if value not in _NEUTRAL:
-                unmodelled[name] = str(value)
-        elif name not in _SILENT:
-            unmapped[name] = str(value)
+    found = EngineOptions("sglang", _MAPPED, dict.fromkeys(_UNMODELLED, _NEUTRAL), _SILENT).read(
+        args, where, version
+    )
     policy = str(args.get("schedule_policy", args.get("schedule-policy", "fcfs")))
-    if policy not in ("fcfs", "priority"):
-        unmapped["schedule_policy"] = f"{policy}; simulated as fcfs"
-    origin = dict.fromkeys(values, where)
-    return EngineSettings(**values, origin=origin, unmapped=unmapped, unmodelled=unmodelled)
+    if policy in ("fcfs", "priority"):
+        return found
+    unmapped = {**found.unmapped, "schedule_policy": f"{policy}; simulated as fcfs"}
+    return replace(found, unmapped=unmapped)
 
 
 def with_sglang_defaults(settings: EngineSettings) -> EngineSettings:

@@ -95,7 +95,12 @@ def verdict(twin: Twin) -> str:
         f"the median {name} cannot be compared, because the log's is 0 or no request has one"
         for name in missing
     ]
-    return f"On {errors.requests:,} {which}: {'; '.join(parts)}."
+    few = " So few requests prove little." if errors.requests < FEWEST else ""
+    return f"On {errors.requests:,} {which}: {'; '.join(parts)}.{few}"
+
+
+FEWEST = 30
+"""Fewer requests than this give no median to rely on."""
 
 
 def constants_of(twin: Twin) -> str:

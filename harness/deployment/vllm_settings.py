@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from math import isfinite, nan
 from typing import Any
 
-from harness.deployment.settings import EngineSettings
+from harness.deployment.settings import EngineOptions, EngineSettings
 from traces.errors import RowError
 from traces.formats.parsing import MAX_INTEGER
 
@@ -24,7 +24,6 @@ _DTYPES = {
 }
 _KV_DTYPES = {"auto": "model", "bfloat16": "model", "float16": "model", "half": "model"}
 _KV_DTYPES |= dict.fromkeys(("fp8", "fp8_e4m3", "fp8_e5m2"), "fp8_e4m3")  # one byte an element in either form
-_SECRET = re.compile(r"key|token$|password|secret|header", re.IGNORECASE)
 # Options that say nothing of time or memory of the KV cache: how clients reach the server, and what it prints.
 _SILENT = {
     *("host", "port", "uvicorn_log_level", "served_model_name", "seed", "trust_remote_code", "tokenizer"),
@@ -76,28 +75,7 @@ def vllm_settings(args: Mapping[str, Any], where: str, version: str | None = Non
     Raises:
         RowError: a value has the wrong type, or names something that we do not know.
     """
-    values: dict[str, Any] = {"engine": "vllm"}
-    if version is not None:
-        values["version"] = version
-    unmapped: dict[str, str] = {}
-    unmodelled: dict[str, str] = {}
-    for raw, value in args.items():
-        name = raw.replace("-", "_")
-        if value is None:
-            continue
-        if name in _MAPPED:
-            field, read = _MAPPED[name]
-            found = read(value, raw)
-            if found is not None:
-                values[field] = found
-        elif name in _UNMODELLED:
-            if str(value) not in map(str, _UNMODELLED[name]):
-                unmodelled[name] = str(value)
-        elif name not in _SILENT:
-            unmapped[name] = "given" if _SECRET.search(name) else str(value)
-    return EngineSettings(
-        **values, origin=dict.fromkeys(values, where), unmapped=unmapped, unmodelled=unmodelled
-    )
+    return EngineOptions("vllm", _MAPPED, _UNMODELLED, _SILENT).read(args, where, version)
 
 
 def with_vllm_defaults(

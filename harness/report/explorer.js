@@ -164,7 +164,8 @@
     create("text", { x: (L + W - R) / 2, y: H - 8, "text-anchor": "middle" }, svg, title(x.value));
     create("text", { x: 16, y: (T + H - B) / 2, "text-anchor": "middle", transform: `rotate(-90 16 ${(T + H - B) / 2})` }, svg, title(y.value));
     const groups = colour.value ? axisOf(colour.value).values : [""];
-    const tone = (point) => COLOURS[Math.max(0, groups.indexOf(read(point, colour.value, 0))) % COLOURS.length];
+    const palette = (colour.value && axisOf(colour.value).colours) || COLOURS;
+    const tone = (point) => palette[Math.max(0, groups.indexOf(read(point, colour.value, 0))) % palette.length];
     const inside = marks.filter((m) => m.x >= x0 && m.x <= x1 && m.y >= y0 && m.y <= y1);
     for (const mark of inside) {
       const { point, side } = mark;
@@ -191,7 +192,7 @@
     }
     if (colour.value) groups.forEach((value, index) => {
       const one = html("span", {}, legend, String(value));
-      one.style.setProperty("--tone", COLOURS[index % COLOURS.length]);
+      one.style.setProperty("--tone", palette[index % palette.length]);
     });
     html("span", { className: "plain" }, legend, "○ predicted  ● measured, with the range of runs");
   }

@@ -6,7 +6,7 @@ from typing import Any
 
 from harness.metrics import METRICS
 from harness.report.axes import POLICY, Axes, plain_point, setting, short_label
-from harness.report.figures.series import axis_scale, evenly
+from harness.report.figures.series import axis_scale, evenly, policy_style
 from harness.report.study import Record, Study
 
 MOST_POINTS = 1000
@@ -68,7 +68,7 @@ def points_json(study: Study, axes: Axes) -> str:
     known = [name for name in EXPLORED if any(row.get(name, {}).get("simulated") is not None for row in rows)]
     scales = {name: _scale(name, rows) for name in known}
     content = {
-        "axes": [{"key": key, "label": short_label(key), "values": _values(records, key)} for key in keys],
+        "axes": [_axis(records, key) for key in keys],
         "metrics": [
             {"name": name, "label": METRICS[name].label, "unit": unit} for name, (_, unit) in scales.items()
         ],
@@ -83,6 +83,13 @@ def points_json(study: Study, axes: Axes) -> str:
     }
     text = json.dumps(content, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace("&", "\\u0026")
+
+
+def _axis(records: Sequence[Record], key: str) -> dict[str, Any]:
+    """A setting and its values. Cache policies bring the colours that they have in the figures."""
+    values = _values(records, key)
+    axis = {"key": key, "label": short_label(key), "values": values}
+    return axis | ({"colours": [policy_style(value)["color"] for value in values]} if key == POLICY else {})
 
 
 def _scale(name: str, rows: Sequence[Mapping[str, Mapping[str, Any]]]) -> tuple[float, str]:

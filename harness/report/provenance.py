@@ -109,11 +109,28 @@ def cautions(study: Study) -> list[str]:
     found = [*_heldout_cautions(costs), *_moved(study), *_outside(study)]
     if study.not_priced:
         found += [f"Not priced: {text}." for text in study.not_priced]
-    if costs and all(cost.get("kind") == "roofline" for cost in costs):
-        found.append(
-            "The prediction comes from a datasheet and assumed host times; nothing of it was measured."
-        )
+    for record, cost in zip(study.records, costs, strict=True):
+        config = record.get("config") or {}
+        if cost.get("kind") == "roofline":
+            found.append(_of_roofline(config.get("device") or {}))
+        if cost.get("kind") in _NOT_MEASURED_HERE and not (config.get("scheduler") or {}).get(
+            "async_scheduling"
+        ):
+            found.append(
+                "A step is scheduled when the step before it has ended. vLLM schedules ahead from 0.19 on, and its "
+                "first tokens come up to a step later (scheduler.async_scheduling=true)."
+            )
     return list(dict.fromkeys(found))
+
+
+_NOT_MEASURED_HERE = ("roofline", "operators", "published")
+
+
+def _of_roofline(device: Mapping[str, Any]) -> str:
+    fitted = device.get("fitted_from")
+    if fitted:
+        return f"The device's constants were fitted to {fitted}. For another model, engine or load they are less sure."
+    return "The prediction comes from a datasheet and assumed host times; nothing of it was measured."
 
 
 def _heldout_cautions(costs: Sequence[Mapping[str, Any]]) -> Iterable[str]:
