@@ -142,7 +142,7 @@ def _contradictions(
         found.append(
             f"The log says that {settings.model} ran; {config.model.name} is simulated, as you set it."
         )
-    return found
+    return found + _device_note(settings, config)
 
 
 def _device_note(settings: EngineSettings, config: RunConfig) -> list[str]:
