@@ -94,3 +94,12 @@ def test_a_word_that_is_none_of_the_choices_lists_them(tmp_path: Path) -> None:
 def test_a_missing_file_is_named_with_the_place_that_was_looked_at(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"device: no such file: 'no/such\.yaml' \(looked for /"):
         composed("device=no/such.yaml")
+
+
+def test_what_differs_from_a_preset_does_not_go_by_its_name(tmp_path: Path) -> None:
+    assert composed(f"device={written(tmp_path, 'base: h100')}").device.name == "h100"
+    assert (
+        composed(f"device={written(tmp_path, 'base: h100' + chr(10) + 'tflops: 500')}").device.name == "mine"
+    )
+    kept = written(tmp_path, "base: h100\nname: h100\nstep_overhead_us: 300\n")
+    assert composed(f"device={kept}").device.name == "h100"

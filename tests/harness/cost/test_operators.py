@@ -172,3 +172,30 @@ def test_a_table_of_other_heads_is_refused_with_its_heads(tmp_path: Path) -> Non
         ConfigError, match=r"no grid of decodes of 16/4 heads of 64, bf16 .* It has: 32/8 heads of 128"
     ):
         OperatorCost(RooflineCost(other, H200), read_operators(str(table(tmp_path)), H200))
+
+
+def test_two_times_for_one_operator_are_refused(tmp_path: Path) -> None:
+    file = table(tmp_path, "h200,decode,bf16,1,,16,32,8,128,,,,50")
+    with pytest.raises(
+        ConfigError, match=r"operators.csv:62: us is 50, but line 2 gives the same operator 9.2"
+    ):
+        read_operators(str(file), H200)
+
+
+def test_a_row_that_stands_twice_counts_once(tmp_path: Path) -> None:
+    once = read_operators(str(table(tmp_path)), H200).rows
+    again = read_operators(
+        str(table(tmp_path, f"h200,decode,bf16,1,,16,32,8,128,,,,{decode_us(1, 16)}")), H200
+    ).rows
+    assert len(again) == len(once)
+
+
+def test_a_row_longer_than_the_header_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"operators.csv:62: row is longer than the header's 13 columns"):
+        read_operators(str(table(tmp_path, "h200,decode,bf16,1,,16,32,8,128,,,,50,7")), H200)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_column(tmp_path: Path) -> None:
+    file = table(tmp_path)
+    file.write_text(file.read_text(), encoding="utf-8-sig")
+    assert read_operators(str(file), H200).rows

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from harness.config.errors import UserError
-from harness.deployment.configured import configured, preset_of
+from harness.deployment.configured import configured, preset_of, preset_of_device
 from harness.deployment.log import Deployment
 from harness.deployment.reading import read_deployment
 from harness.workload.shapes import pool_shape
@@ -147,3 +147,16 @@ def test_a_setting_that_repeats_the_log_is_no_contradiction(recorded: Deployment
 def test_a_model_other_than_that_of_the_log_is_said(recorded: Deployment) -> None:
     notes = configured(recorded, ("device=rtx_pro_6000", "model=qwen3_8b")).notes
     assert any("meta-llama/Llama-3.1-8B ran; qwen3-8b is simulated" in note for note in notes)
+
+
+def test_a_gb200_is_no_b200(recorded: Deployment) -> None:
+    assert preset_of_device("NVIDIA B200") == "b200"
+    with pytest.raises(UserError, match="no preset describes the device NVIDIA GB200"):
+        configured(with_settings(recorded, device="NVIDIA GB200"), ())
+
+
+@pytest.mark.parametrize(("device", "noted"), [("device=h100", True), ("device=rtx4090", False)])
+def test_a_device_other_than_the_log_s_is_noted(recorded: Deployment, device: str, noted: bool) -> None:
+    found = configured(with_settings(recorded, device="NVIDIA GeForce RTX 4090"), (device,))
+    words = "The log says that NVIDIA GeForce RTX 4090 ran; h100 is simulated, as you set it."
+    assert (words in found.notes) is noted

@@ -9,6 +9,7 @@ import pytest
 from harness.deployment.errors import DeploymentError
 from harness.deployment.reading import read_deployment
 from harness.deployment.settings import EngineSettings
+from harness.deployment.sglang_settings import sglang_settings
 from harness.deployment.vllm_settings import vllm_settings, with_vllm_defaults
 from traces.errors import RowError
 
@@ -294,3 +295,11 @@ def test_the_pool_in_the_log_of_sglang_keeps_what_was_given(tmp_path: Path) -> N
 def test_host_memory_that_is_no_size_is_refused(value: object) -> None:
     with pytest.raises(RowError, match="number of GiB of at least 0"):
         vllm_settings({"kv_offloading_size": value}, "engine.json")
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_secret_is_kept_nowhere(engine: str) -> None:
+    options = {"hf_token": "s3cret", "ssl-keyfile-password": "s3cret"}
+    found = (vllm_settings if engine == "vllm" else sglang_settings)(options, "file")
+    assert found.unmapped.get("hf_token") == "given"
+    assert "s3cret" not in repr(found)

@@ -1,5 +1,7 @@
 """Axes, numbers and time bins: the small decisions behind the figures."""
 
+from pathlib import Path
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -9,7 +11,8 @@ from harness.report import numbers
 from harness.report.axes import alike, find_axes, reference
 from harness.report.figures.series import evenly
 from harness.report.figures.timeline import _bin
-from harness.report.provenance import facts_table, heldout_table
+from harness.report.provenance import cautions, facts_table, heldout_table
+from harness.report.study import Study
 
 
 def point(**settings):
@@ -112,3 +115,21 @@ def test_facts_that_differ_are_ranges_or_lists():
         {"environment": {"load": load, "host": host}} for load, host in ((1.5, "a"), (0.5, "b"), (1.0, "a"))
     ]
     assert facts_table("environment", records).rows == [["load", "0.5 – 1.5"], ["host", "a · b"]]
+
+
+def study_of(cost: str, **settings):
+    record = point(**settings) | {"cost": {"kind": cost}}
+    return Study(Path("s"), "s", "", (record,))
+
+
+def test_a_prediction_from_a_fitted_device_is_not_called_a_datasheet_s():
+    (fitted, *_) = cautions(study_of("roofline", device__fitted_from="a log"))
+    assert "fitted to a log" in fitted
+    assert "nothing of it was measured" in " ".join(cautions(study_of("roofline", device__fitted_from=None)))
+
+
+def test_steps_that_are_not_scheduled_ahead_are_said_of_predicted_devices_alone():
+    words = "A step is scheduled when the step before it has ended."
+    assert words in " ".join(cautions(study_of("published", scheduler__async_scheduling=False)))
+    assert words not in " ".join(cautions(study_of("published", scheduler__async_scheduling=True)))
+    assert words not in " ".join(cautions(study_of("fitted", scheduler__async_scheduling=False)))
