@@ -89,6 +89,20 @@ def build_parser() -> argparse.ArgumentParser:
     report.add_argument(
         "--markdown", metavar="FILE", help="append the answers to FILE as Markdown, e.g. for a pull request"
     )
+    figure = report.add_argument_group("one figure of your own choice, instead of the report")
+    figure.add_argument("--x", metavar="KEY", help="swept setting along x; writes this figure alone")
+    figure.add_argument("--hue", metavar="KEY", help="swept setting whose values are lines")
+    figure.add_argument("--col", metavar="KEY", help="swept setting whose values are columns")
+    figure.add_argument(
+        "--where",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="only points of this value; repeatable",
+    )
+    figure.add_argument(
+        "--metric", metavar="NAME,...", help="rows of the figure; default: the six of the report"
+    )
     status = _add(commands, "status", "say what a store has done, and what is left", "status [FOLDER]", "")
     _add_store(status)
     for command in _command_modules().values():

@@ -201,9 +201,53 @@ def report_command(arguments: Arguments, report: ReportFunctions | None = None) 
     """Write the report of a store again, from its records. `report` takes the place of `harness.report`."""
     root = named_store(arguments.flags.store)
     target = Path(arguments.flags.out) if arguments.flags.out else None
+    if _asks_for_a_figure(arguments):
+        return _write_figure(arguments, root, target)
     manifest = _manifest(root)
     write_report(root, manifest, report, target, _kernels(arguments.flags.kernels, root, manifest))
     _summarise(root, arguments.flags.against, arguments.flags.markdown)
+    return 0
+
+
+def _asks_for_a_figure(arguments: Arguments) -> bool:
+    """Whether `--x` is there.
+
+    Raises:
+        UserError: another option of the figure is there without it, or one of the report beside it.
+    """
+    flags = arguments.flags
+    parts = {"--hue": flags.hue, "--col": flags.col, "--where": flags.where, "--metric": flags.metric}
+    given = [name for name, value in parts.items() if value]
+    if flags.x is None and given:
+        raise UserError(f"{given[0]} needs --x KEY: the setting along the figure's x axis")
+    report = {"--kernels": flags.kernels, "--against": flags.against, "--markdown": flags.markdown}
+    others = [name for name, value in report.items() if value is not None]
+    if flags.x is not None and others:
+        raise UserError(f"{others[0]} belongs to the whole report; --x writes one figure alone")
+    return flags.x is not None
+
+
+def _write_figure(arguments: Arguments, root: Path, target: Path | None) -> int:
+    from harness.report import ReportError
+    from harness.report.chosen_figure import FigureChoice, write_chosen_figure
+
+    flags = arguments.flags
+    where: dict[str, str] = {}
+    for text in flags.where:
+        key, sign, value = text.partition("=")
+        if not sign or not key or not value:
+            raise UserError(f"--where: '{text}' is not KEY=VALUE")
+        if where.setdefault(key, value) != value:
+            raise UserError(f"--where: '{key}' is named twice, as {where[key]} and {value}")
+    choice = FigureChoice(flags.x, flags.hue, flags.col, where)
+    if flags.metric is not None:
+        metrics = tuple(dict.fromkeys(name.strip() for name in flags.metric.split(",") if name.strip()))
+        choice = replace(choice, metrics=metrics)
+    try:
+        for path in write_chosen_figure(root, choice, out=target):
+            say(f"figure: {path}")
+    except ReportError as error:
+        raise UserError(str(error)) from error
     return 0
 
 

@@ -38,9 +38,7 @@ def write_report(
     try:
         return _write(study, folder, additions)
     except StoreError as error:
-        cause = error.__cause__
-        reason = cause.strerror if isinstance(cause, OSError) else None
-        raise ReportError(f"cannot write the report to {folder}: {reason or error}") from error
+        raise _unwritable(folder, error) from error
 
 
 def _write(study: Study, folder: Path, additions: Sequence[SectionMaker]) -> Path:
@@ -67,6 +65,26 @@ def _figure_files(picture: Picture) -> dict[str, bytes]:
         f"{picture.name}.pdf": pdf_bytes(picture.figure),
         f"{picture.name}.csv": _csv_bytes(picture.data),
     }
+
+
+def write_figure_files(folder: Path, drawing: Drawing) -> list[Path]:
+    """Write one figure as SVG, PDF and CSV; call under `style()`. Returns the files.
+
+    Raises:
+        ReportError: the folder cannot be written.
+    """
+    files = _figure_files(drawing)
+    try:
+        write_files(folder, files)
+    except StoreError as error:
+        raise _unwritable(folder, error) from error
+    return [folder / name for name in files]
+
+
+def _unwritable(folder: Path, error: StoreError) -> ReportError:
+    cause = error.__cause__
+    reason = cause.strerror if isinstance(cause, OSError) else None
+    return ReportError(f"cannot write the report to {folder}: {reason or error}")
 
 
 def _remove_old_figures(folder: Path, names: Container[str], files: Container[str]) -> None:

@@ -55,7 +55,7 @@ UNITS = """
         harness.report.trace_pictures harness.report.figures harness.report.answers harness.report.verdict_text
         harness.report.points harness.report.tables
         harness.report.attribution harness.report.provenance harness.report.page harness.report.write
-        harness.report.summary harness.report
+        harness.report.chosen_figure harness.report.summary harness.report
     harness.capacity harness.serve harness.trace harness.deployment harness.scoreboard
     harness.bench
         harness.bench.plugin harness.bench.session harness.bench.policy harness.bench.kernels harness.bench.engine

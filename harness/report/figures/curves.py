@@ -48,7 +48,7 @@ SHOWN = (
     "internal_share",
     "sharing_saving",
 )
-_BLOCK = "cache.block_size"
+BLOCK = "cache.block_size"
 _MOST_COLUMNS = 4
 
 
@@ -79,7 +79,7 @@ def draw(study: Study, axes: Axes, layout: Layout, *, name: str = "", like: Reco
     key = layout.x
     name = name or "curve_" + key.replace(".", "_")
     main = [record for record in study.records if setting(record, key) is not None]
-    policy = _main_policy(main, key)
+    policy = main_policy(main, key)
     main = [record for record in main if policy_of(record) == policy]
     like = like or reference(main, axes, "middle")
     if like is None:
@@ -108,12 +108,12 @@ def draw(study: Study, axes: Axes, layout: Layout, *, name: str = "", like: Reco
     _legend(grid[0], table, layout)
     figure.legend(*grid[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
     warning = study.block_size_unpriced
-    if warning and _BLOCK in layout.free:
+    if warning and BLOCK in layout.free:
         figure.supxlabel(warning, fontsize=7.5, color=WARNING)
     return Drawing(name, _caption(study, like, axes, layout, table, shown), figure, table)
 
 
-def _main_policy(records: Sequence[Record], key: str) -> str | None:
+def main_policy(records: Sequence[Record], key: str) -> str | None:
     """The policy in which the setting has the most values. Block sizes, for example, vary only with paged memory."""
     seen: dict[str, set[Any]] = {}
     for record in records:
@@ -140,7 +140,7 @@ def _with_others(
     """Add the points of the other policies that match in all settings that they have in common."""
     import pandas as pd
 
-    fixed = [key for key in axes.values if key not in (layout.x, layout.col, _BLOCK)]
+    fixed = [key for key in axes.values if key not in (layout.x, layout.col, BLOCK)]
     same = [
         record
         for record in study.records
@@ -150,8 +150,8 @@ def _with_others(
     if not same:
         return table
     others = comparison_table(same, axes, layout.metrics)
-    x = float("nan") if layout.x == _BLOCK else others[layout.x].astype(float)
-    column = (others[layout.col] if layout.col != _BLOCK else None) if layout.col else ""
+    x = float("nan") if layout.x == BLOCK else others[layout.x].astype(float)
+    column = (others[layout.col] if layout.col != BLOCK else None) if layout.col else ""
     return pd.concat([table, others.assign(x=x, series=others[POLICY], column=column)], ignore_index=True)
 
 
@@ -221,7 +221,7 @@ def _caption(
         name for name in policies(study.records) if name != policy_of(like) and (table[POLICY] == name).any()
     ]
     if others:
-        hue = layout.hue if layout.hue and layout.hue != _BLOCK else None
+        hue = layout.hue if layout.hue and layout.hue != BLOCK else None
         at = f" at {hue}={setting(like, hue)}" if hue else ""
         text += f" Dashed: {', '.join(others)} with the same settings where they apply{at}"
         text += " (band: measured)." if table["x"].isna().any() else "."
