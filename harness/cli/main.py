@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from harness.cli import completion
 from harness.config.errors import UserError
 from harness.console import Arguments, OutputError, remark, shortened
 
@@ -124,6 +125,7 @@ def _command_modules() -> dict[str, ModuleType]:
         "capacity": capacity,
         "twin": twin,
         "scoreboard": scoreboard,
+        "completion": completion,
     }
 
 
@@ -184,6 +186,8 @@ def main(
         point: plans and runs the points of a sweep; None takes `harness.point`.
         report: writes reports; None takes `harness.report`.
     """
+    if completion.asked():
+        completion.answer(build_parser())
     try:
         arguments = parse_arguments(sys.argv[1:] if words is None else words)
         return _run(arguments, point, report)

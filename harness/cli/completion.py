@@ -1,0 +1,148 @@
+"""`completion`: the shell code that completes commands, options and overrides with the Tab key.
+
+The library argcomplete reads the parser. It knows no overrides, so they become an argument with a completer of ours.
+"""
+
+import argparse
+import os
+from collections.abc import Iterator
+
+from harness.console import Arguments, say
+
+SHELLS = ("bash", "zsh", "fish")
+_ASKED = "_ARGCOMPLETE"  # set by the shell code: print what can follow, and do nothing else
+_MODULE = {
+    "bash": r"""
+_pagetwin_module() {
+    [[ "${COMP_WORDS[1]-}" == -m && "${COMP_WORDS[2]-}" == harness ]] || return
+    local IFS=$'\013'
+    COMPREPLY=($(IFS="$IFS" COMP_LINE="$COMP_LINE" COMP_POINT="$COMP_POINT" COMP_TYPE="$COMP_TYPE" \
+        _ARGCOMPLETE_COMP_WORDBREAKS="$COMP_WORDBREAKS" _ARGCOMPLETE=3 _ARGCOMPLETE_SHELL=bash \
+        _ARGCOMPLETE_SUPPRESS_SPACE=1 __python_argcomplete_run "$1" -m harness))
+    [[ "${COMPREPLY-}" =~ [=/:,.]$ ]] || compopt +o nospace
+}
+complete -o nospace -o default -o bashdefault -F _pagetwin_module python python3
+""",
+    "zsh": r"""
+_pagetwin_module() {
+    if [[ "${words[2]-}" != -m || "${words[3]-}" != harness ]]; then
+        _files
+        return
+    fi
+    local IFS=$'\013'
+    local completions
+    completions=($(IFS="$IFS" COMP_LINE="$BUFFER" COMP_POINT="$CURSOR" _ARGCOMPLETE=3 _ARGCOMPLETE_SHELL=zsh \
+        _ARGCOMPLETE_SUPPRESS_SPACE=1 __python_argcomplete_run "${words[1]}" -m harness))
+    _describe harness completions -S ''
+}
+compdef _pagetwin_module python python3
+""",
+    "fish": r"""
+function __pagetwin_module
+    set -lx _ARGCOMPLETE 3
+    set -lx _ARGCOMPLETE_DFS \t
+    set -lx _ARGCOMPLETE_IFS \n
+    set -lx _ARGCOMPLETE_SUPPRESS_SPACE 1
+    set -lx _ARGCOMPLETE_SHELL fish
+    set -lx COMP_LINE (commandline -p)
+    set -lx COMP_POINT (string length (commandline -cp))
+    set -l words (commandline -opc)
+    $words[1] -m harness 8>&1 9>&2 1>/dev/null 2>&1
+end
+function __pagetwin_is_module
+    set -l words (commandline -opc)
+    test "$words[2]" = -m -a "$words[3]" = harness
+end
+complete -c python -c python3 -n __pagetwin_is_module -f -a '(__pagetwin_module)'
+""",
+}
+
+
+def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the command's parser."""
+    parser = commands.add_parser(
+        "completion",
+        help="print the shell code for completion with the Tab key",
+        description="Print the shell code that completes commands, options and overrides with the Tab key.",
+        epilog="""\
+It serves `pagetwin` and `python -m harness`.
+  bash   eval "$(python -m harness completion bash)"      in ~/.bashrc
+  zsh    eval "$(python -m harness completion zsh)"       in ~/.zshrc, after compinit
+  fish   python -m harness completion fish | source       in ~/.config/fish/config.fish""",
+        usage="python -m harness completion {bash,zsh,fish}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("shell", choices=SHELLS, metavar="shell", help="bash, zsh or fish")
+
+
+def run(arguments: Arguments) -> int:
+    """Print the shell code."""
+    import argcomplete
+
+    shell = arguments.flags.shell
+    say(argcomplete.shellcode(["pagetwin"], shell=shell).rstrip() + "\n" + _MODULE[shell].rstrip())
+    return 0
+
+
+def asked() -> bool:
+    """Whether the shell code asks what can follow the words on the command line."""
+    return _ASKED in os.environ
+
+
+def answer(parser: argparse.ArgumentParser) -> None:
+    """Tell the shell what can follow the words on its command line. The process ends here."""
+    import argcomplete
+
+    _add_overrides(parser)
+    argcomplete.autocomplete(parser, always_complete_options=False)
+
+
+def _add_overrides(parser: argparse.ArgumentParser, name: str = "") -> None:
+    """Give each command that takes overrides an argument for them."""
+    groups = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    for group in groups:
+        for inner, command in group.choices.items():
+            _add_overrides(command, inner)
+    if name in ("run", "sweep", "show") or parser.get_default("takes_overrides"):
+        words = parser.add_argument("overrides", nargs="*")
+        words.completer = lambda prefix, **_: list(matching(prefix))  # type: ignore[attr-defined]
+
+
+def matching(word: str) -> Iterator[str]:
+    """The overrides that begin with `word`: keys up to their sign, then the values that can be listed.
+
+    Values are completed one by one behind commas: `cache=paged,cont` gives `cache=paged,contiguous_max` and so on.
+    """
+    from harness.config.groups import EXPERIMENTS, groups
+    from harness.config.overrides import config_keys
+
+    key, sign, text = word.partition("=")
+    if not sign:
+        names = [*groups(), EXPERIMENTS, *config_keys()]
+        yield from (f"{name}=" for name in names if name.startswith(word))
+        return
+    before, comma, last = text.rpartition(",")
+    for value in _values(key):
+        if value.startswith(last):
+            yield f"{key}={before}{comma}{value}"
+
+
+def _values(key: str) -> tuple[str, ...]:
+    """The values of a key that can be listed: options of a group, members of an enumeration, true and false."""
+    from enum import StrEnum
+
+    from harness.config.groups import EXPERIMENTS, experiments, groups
+    from harness.config.overrides import config_keys
+
+    if key == EXPERIMENTS:
+        return experiments()
+    if key in groups():
+        return groups()[key]
+    found = config_keys().get(key)
+    if found is None:
+        return ()
+    values: tuple[str, ...] = ("true", "false") if found.kind is bool else ()
+    if issubclass(found.kind, StrEnum):
+        values = tuple(str(member) for member in found.kind)
+    return (*values, "null") if found.optional and values else values
