@@ -194,3 +194,26 @@ def test_print_leaves_controls_out_and_keeps_headings_with_what_follows(browser,
     assert tab.evaluate("getComputedStyle(document.querySelector('h2')).breakAfter") == "avoid"
     assert tab.pdf(format="A4").startswith(b"%PDF")
     tab.context.close()
+
+
+def axe_faults(opened) -> list[str]:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe is not installed")
+    found = axe.Axe().run(opened, options={"resultTypes": ["violations"]}).response["violations"]
+    return [f"{one['id']}: {one['help']}: {node['html'][:120]}" for one in found for node in one["nodes"]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 400)])
+def test_axe_finds_no_fault(opened, scheme, width):
+    """Contrast, names, landmarks, order of headings and what else axe-core checks, with every fold open."""
+    opened.set_viewport_size({"width": width, "height": 800})
+    opened.emulate_media(color_scheme=scheme)
+    opened.locator("details").evaluate_all("all => all.forEach(one => one.open = true)")
+    assert axe_faults(opened) == []
+
+
+def test_axe_notices_a_planted_fault(opened):
+    opened.set_content(
+        "<html lang=en><title>x</title><main><h1>x</h1><p style='color:#ccc'>pale</p><img src=a></main>"
+    )
+    assert {fault.partition(":")[0] for fault in axe_faults(opened)} >= {"color-contrast", "image-alt"}
