@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from harness.config.checks import NO_KERNELS, check_kernels
 from harness.config.errors import UserError
 from harness.config.overrides import parse_override, quoted
+from harness.config.paths import NO_KERNELS, check_kernels
 from harness.config.schema import RunConfig
 from harness.console import Arguments, numbered, remark, say, shortened
 from harness.store.commit import Layout

@@ -5,8 +5,8 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.config.checks import check_out
 from harness.config.errors import UserError
+from harness.config.paths import check_out
 from harness.console import remark, say
 
 if TYPE_CHECKING:

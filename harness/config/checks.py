@@ -1,21 +1,19 @@
-"""Which values are valid: a range for each key, rules between keys, and files that must be readable.
+"""Which combinations of settings are valid: rules between keys.
 
-`check_config` is called for every point before any point runs. A new key with a range gets a line in `RANGES`.
+`check_config` is called for every point before any point runs. The range of each number is in `harness.config.ranges`,
+files and folders are checked in `harness.config.paths`.
 """
 
-import os
 import re
 from collections.abc import Callable, Iterator
-from functools import reduce
-from math import inf
 from os.path import exists, expanduser
-from pathlib import Path
-from typing import Any, NamedTuple
 
 from engine.core.options import CachePolicy, Preemption, SpeculationMode
 from engine.runtime.options import Backend, KVDtype
 from harness.config.errors import ConfigError
 from harness.config.memory import check_memory
+from harness.config.paths import check_paths, check_trace_file
+from harness.config.ranges import check_ranges
 from harness.config.schema import (
     DecodingMode,
     ModelConfig,
@@ -26,227 +24,32 @@ from harness.config.schema import (
     WeightDtype,
 )
 
-NO_KERNELS = "none"
-"""`report.kernels=none`: no kernel section, even where timings lie beside the results."""
-
 OWN_POLICIES = ("cache.eviction", "scheduler.order", "scheduler.victim", "scheduler.admission")
 _CLASS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 FOLDER_FORMATS = (TraceFormat.auto, TraceFormat.agentic, TraceFormat.ragpulse, TraceFormat.servegen)
 _WITHOUT_ARRIVALS = (TraceFormat.lengths, TraceFormat.lengths_chat, TraceFormat.sharegpt)
 _ARRIVALS_ALLOWED = (TraceFormat.generated, TraceFormat.auto, TraceFormat.agentic, *_WITHOUT_ARRIVALS)
-
-
-class Range(NamedTuple):
-    """Allowed numbers: `low` to `high`; `open_low` and `open_high` exclude the end itself."""
-
-    low: float
-    high: float = inf
-    open_low: bool = False
-    open_high: bool = False
-
-    def holds(self, value: float) -> bool:
-        """Whether a value is allowed; NaN and infinity are not."""
-        above = self.low < value if self.open_low else self.low <= value
-        below = value < self.high if self.open_high or self.high == inf else value <= self.high
-        return above and below
-
-    def __str__(self) -> str:
-        low = f"greater than {self.low:g}" if self.open_low else f"{self.low:g} or greater"
-        if self.high == inf:
-            return low
-        return f"{low} and {'less than' if self.open_high else 'at most'} {_number(self.high)}"
-
-
-def _number(value: float) -> str:
-    if isinstance(value, int):
-        return f"{value:,}"
-    return f"{value:,.0f}" if value >= 1000 else f"{value:g}"
-
-
-_COUNT, _SHARE = Range(1, 10**9), Range(0, 1)
-_SEED = Range(0, 2**63 - 1)  # tables keep whole numbers in 64 bits
-_MICROSECONDS = Range(0, 1e9)  # of one event
-_SECONDS = 1e9  # 32 years of virtual time, well within what the clock of a replay counts
 _LEAST_TEMPERATURE = 1e-5  # below, logits / temperature overflows
-_FIGURE = Range(1e-6, 1e9)  # of a datasheet; outside, a step would take years or no time
-_LISTED = Range(1, 10**7)  # number of items that are kept in memory one by one
-_SLOTS = Range(1, 10**9)  # KV slots, far beyond any device's memory
-
-RANGES: dict[str, Range] = {
-    **dict.fromkeys(
-        (
-            "scheduler.max_batched_tokens",
-            "scheduler.max_running",
-            "scheduler.long_prefill_tokens",
-            "engine.audit_every",
-        ),
-        _COUNT,
-    ),
-    **dict.fromkeys(
-        (
-            "decoding.beam_width",
-            "decoding.n",
-            "replay.repeats",
-            "device.tensor_parallel",
-            "device.data_parallel",
-        ),
-        Range(1, 10**4),
-    ),
-    **dict.fromkeys(
-        (
-            "model.layers",
-            "model.hidden",
-            "model.heads",
-            "model.kv_heads",
-            "model.head_dim",
-            "model.intermediate",
-        ),
-        Range(1, 10**6),
-    ),
-    "replay.users": _LISTED,
-    **dict.fromkeys(("workload.num_requests", "workload.num_prefixes"), _LISTED),
-    "cache.block_size": Range(1, 10**6),  # tables of one entry for each slot of a block
-    **dict.fromkeys(("cache.pool_tokens", "cache.pool_blocks"), _SLOTS),
-    **dict.fromkeys(("cache.max_model_len", "model.max_position"), Range(2, 10**9)),
-    "model.vocab": Range(
-        8, 10**9
-    ),  # calibration searches with a few beams, which need as many tokens to choose from
-    "engine.threads": Range(1, 256),
-    "workers": Range(0, 1024),
-    "workload.request_rate": Range(1e-6, 1e9),  # arrivals are whole microseconds in 64 bits
-    "workload.length_scale": Range(1e-6, 1e6),
-    "trace.arrival_rate": Range(1e-6, 1e9),
-    "trace.arrival_shape": Range(0.01, 1000),
-    **dict.fromkeys(("workload.seed", "model.seed"), _SEED),
-    "cache.host_tokens": Range(0, 10**9),
-    "decoding.draft_tokens": Range(0, 10**4),
-    "workload.prefix_zipf": Range(0, 100),  # beyond, every prompt has the first prefix
-    "replay.think_s": Range(0, _SECONDS),
-    "replay.duration_s": Range(0, _SECONDS, open_low=True),
-    "decoding.temperature": Range(0, 1e6, open_low=True),
-    **dict.fromkeys(
-        (
-            "device.step_overhead_us",
-            "device.layer_overhead_us",
-            "device.attention_overhead_us",
-            "device.row_overhead_us",
-            "device.link_latency_us",
-            "device.host_link_latency_us",
-        ),
-        _MICROSECONDS,
-    ),
-    **dict.fromkeys(
-        (
-            "device.memory_gb",
-            "device.bandwidth_gbs",
-            "device.tflops",
-            "device.link_gbs",
-            "device.host_link_gbs",
-        ),
-        _FIGURE,
-    ),
-    **dict.fromkeys(
-        ("device.activation_gb", "device.other_memory_gb", "device.graph_memory_gb"), Range(0, 1e9)
-    ),
-    **dict.fromkeys(
-        (
-            *(
-                "model.experts",
-                "model.expert_intermediate",
-                "model.shared_intermediate",
-                "model.dense_layers",
-            ),
-            *("model.windowed_layers", "model.latent_rank", "model.rope_dim", "model.value_dim"),
-            "model.query_rank",
-        ),
-        Range(0, 10**9),
-    ),
-    **dict.fromkeys(("model.experts_per_token", "model.weight_group", "model.window"), _COUNT),
-    "model.expert_skew": Range(0, 10),
-    **dict.fromkeys(
-        ("workload.prefix_share", "trace.share", "decoding.beam_churn", "decoding.acceptance"), _SHARE
-    ),
-    "decoding.branch_hazard": Range(0, 1, open_high=True),
-    "scheduler.watermark": Range(0, 1, open_high=True),
-    "replay.burstiness": Range(0.01, 100),
-    **dict.fromkeys(
-        (
-            "device.memory_utilization",
-            *("device.bandwidth_efficiency", "device.kv_efficiency"),
-            *("device.compute_efficiency", "device.attention_efficiency"),
-        ),
-        Range(0, 1, open_low=True),
-    ),
-}
 
 
-def check_trace_file(path: str, may_be_folder: bool = False) -> Iterator[ConfigError]:
-    """Errors if a trace is absent, is no file (or folder) or cannot be read; `traces` checks its content."""
-    file = Path(path).expanduser()
-    try:
-        exists = file.exists()
-    except OSError as error:
-        yield ConfigError("trace.path", f"cannot use '{path}': {error.strerror}")
-        return
-    if not exists:
-        yield ConfigError("trace.path", f"no such file: '{path}' (looked for {file.absolute()})")
-    elif not file.is_file() and not (may_be_folder and file.is_dir()):
-        yield ConfigError("trace.path", f"'{path}' is not a file; name one trace file")
-    elif not os.access(file, os.R_OK):
-        yield ConfigError("trace.path", f"'{path}' cannot be read: permission denied")
+def check_config(config: RunConfig) -> list[ConfigError]:
+    """All errors of a composed configuration; empty if it is valid."""
+    return [*check_settings(config), *check_paths(config)]
 
 
-def check_out(out: str) -> Iterator[ConfigError]:
-    """Errors if the results folder cannot be created or written; it is not created here."""
-    if not out.strip():
-        yield ConfigError("out", "is empty; name the results folder, like out=results/mine")
-    else:
-        yield from _check_folder("out", out)
-
-
-def check_cache_dir(folder: str | None) -> Iterator[ConfigError]:
-    """Errors if the folder for calibrations cannot be created or written; null is checked when it is used."""
-    if folder is not None:
-        yield from _check_folder("cost.cache_dir", folder)
-
-
-def check_kernels(key: str, named: str | None) -> Iterator[ConfigError]:
-    """Errors if a named run of `bench kernels` does not exist; its content is checked when it is read."""
-    if named is None or (key, named) == ("report.kernels", NO_KERNELS):
-        return
-    path = Path(named).expanduser()
-    file = path / "kernels.parquet" if path.is_dir() else path
-    if not named.strip() or not file.is_file():
-        yield ConfigError(
-            key,
-            f"no kernels.parquet in '{named}' (looked for {file.absolute()}); name the folder that "
-            "'python -m harness bench kernels --out FOLDER' wrote",
-        )
-    elif not os.access(file, os.R_OK):
-        yield ConfigError(key, f"'{file}' cannot be read: permission denied")
-    elif not _is_parquet(file):
-        yield ConfigError(
-            key, f"'{file}' is no Parquet table; name what 'python -m harness bench kernels' wrote"
-        )
-
-
-def _is_parquet(file: Path) -> bool:
-    """Whether the first bytes are those of Parquet, so that a wrong file is refused before hours of points."""
-    with file.open("rb") as content:
-        return content.read(4) == b"PAR1"
-
-
-def _check_folder(key: str, name: str) -> Iterator[ConfigError]:
-    folder = Path(name).expanduser().absolute()
-    try:
-        existing = next(path for path in (folder, *folder.parents) if path.exists())
-    except OSError as error:  # a name that is too long, or a folder above it that may not be looked into
-        yield ConfigError(key, f"cannot use '{name}': {error.strerror}")
-        return
-    if not existing.is_dir():
-        yield ConfigError(key, f"cannot use '{name}': {existing} is not a folder")
-    elif not os.access(existing, os.W_OK | os.X_OK):
-        yield ConfigError(key, f"cannot write to '{name}': no permission in {existing}")
+def check_settings(config: RunConfig) -> list[ConfigError]:
+    """The errors of one point, without those of the folders that a sweep shares."""
+    rules: tuple[Callable[[RunConfig], Iterator[ConfigError]], ...] = (
+        check_ranges,
+        _names,
+        check_trace,
+        check_policy,
+        _pool,
+        check_decoding,
+        _model,
+        check_memory,
+    )
+    return [error for rule in rules for error in rule(config)]
 
 
 def check_decoding(config: RunConfig) -> Iterator[ConfigError]:
@@ -408,40 +211,6 @@ def _arrivals(config: RunConfig) -> Iterator[ConfigError]:
             f"found {trace.arrival_rate}, but trace.arrivals=recorded has its own rate; choose trace.arrivals=poisson, "
             "or scale time with workload.request_rate",
         )
-
-
-def check_config(config: RunConfig) -> list[ConfigError]:
-    """All errors of a composed configuration; empty if it is valid."""
-    rules: tuple[Callable[[RunConfig], Iterator[ConfigError]], ...] = (
-        _ranges,
-        _names,
-        check_trace,
-        check_policy,
-        _pool,
-        check_decoding,
-        _model,
-        check_memory,
-    )
-    found = [error for rule in rules for error in rule(config)]
-    paths = (
-        check_out(config.out),
-        check_cache_dir(config.cost.cache_dir),
-        check_kernels("cost.kernels", config.cost.kernels),
-        check_kernels("report.kernels", config.report.kernels),
-    )
-    return [*found, *(error for errors in paths for error in errors)]
-
-
-def value_of(config: RunConfig, key: str) -> Any:
-    """The value at a dotted key."""
-    return reduce(getattr, key.split("."), config)
-
-
-def _ranges(config: RunConfig) -> Iterator[ConfigError]:
-    for key, allowed in RANGES.items():
-        value = value_of(config, key)
-        if value is not None and not allowed.holds(value):
-            yield ConfigError(key, f"found {value}, must be {allowed}")
 
 
 def _names(config: RunConfig) -> Iterator[ConfigError]:

@@ -8,6 +8,7 @@ pool: the policy core keeps blocks that were given out at least once, and the en
 
 import os
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from harness.config.errors import ConfigError
@@ -20,7 +21,13 @@ _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory
 _SHARE = 0.8  # of the machine's memory; the system and the page cache need the rest
 
 
+@cache
 def machine_memory() -> int:
+    """Bytes that this process may use, looked up once: every point of a sweep asks."""
+    return usable_memory()
+
+
+def usable_memory() -> int:
     """Bytes that this process may use: the machine's memory, or the limit of its control group where that is lower."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limits = [limit for limit in map(_limit, _LIMITS) if limit is not None]

@@ -4,25 +4,30 @@ If any point is invalid, nothing runs: `SweepPlanError` lists all of them, group
 is a hash of everything that its result depends on.
 """
 
+import gc
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, is_dataclass, replace
 from itertools import product
 from math import prod
 from os.path import expanduser
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, get_type_hints
 
 import yaml
 
-from harness.config.checks import check_config, value_of
+from harness.config.checks import check_settings
 from harness.config.compose import compose_config, normalise
 from harness.config.errors import ConfigError, UnknownKeyError, UserError
 from harness.config.groups import EXPERIMENTS, experiments, list_options, option_file
 from harness.config.overrides import MOST_POINTS, Axis, Setting, parse_overrides
-from harness.config.schema import RunConfig
+from harness.config.paths import check_paths
+from harness.config.ranges import value_of
+from harness.config.schema import DecodingConfig, ModelConfig, RunConfig
+from harness.config.values import PerObject
 from harness.console import shortened
 from harness.store.commit import SCHEMA
 
@@ -38,6 +43,13 @@ _NOT_IDENTITY = (
     *("name", "out", "workers", "report", "trace.path"),
     *("cost.cache_dir", "cost.kernels", "cost.operators", "replay.compiled"),
 )
+_SECTIONS = get_type_hints(RunConfig)
+_IDENTIFYING = tuple(
+    (name, kind if is_dataclass(kind) else None)
+    for name, kind in sorted(_SECTIONS.items())
+    if name not in _NOT_IDENTITY
+)
+_PATHS = {ModelConfig: ("path",), DecodingConfig: ("draft_path", "beam_parents")}  # absolute in a fingerprint
 _FINGERPRINT_BYTES = 16
 _LISTED = 8  # bad points of one reason that are named one by one
 _LONGEST_NAME = 80  # of a run's folder, in characters
@@ -46,6 +58,7 @@ _TOO_LARGE = (
 )
 
 Settings = tuple[Setting, ...]
+SharedErrors = dict[tuple[str | None, ...], list[ConfigError]]  # by the paths that were checked
 
 
 @dataclass(frozen=True)
@@ -92,15 +105,39 @@ def fingerprint(config: RunConfig, identity: Mapping[str, Any]) -> str:
             of workers, and the paths of traces and timed kernels. `identity` holds the digests of their content.
         identity: trace digest, code version, device and cost model, from `harness.point.point_identity`.
     """
-    content = asdict(config)
-    for key in _NOT_IDENTITY:
-        section, _, name = key.rpartition(".")
-        del (content[section] if section else content)[name]
-    for section, key in (("model", "path"), ("decoding", "draft_path"), ("decoding", "beam_parents")):
-        if content[section][key] is not None:
-            content[section][key] = str(Path(content[section][key]).resolve())
-    text = json.dumps([SCHEMA, content, identity], sort_keys=True, default=str)
+    parts = [
+        f'"{name}": {_section_text(getattr(config, name)) if kind is not None else _json(getattr(config, name))}'
+        for name, kind in _IDENTIFYING
+    ]
+    text = f"[{SCHEMA}, {{{', '.join(parts)}}}, {_json(identity)}]"  # as JSON with sorted keys
     return hashlib.blake2b(text.encode(), digest_size=_FINGERPRINT_BYTES).hexdigest()
+
+
+def _identity_text(section: Any) -> str:
+    """The settings of a section on which a result depends, as JSON with sorted keys."""
+    content, kind = dict(vars(section)), type(section)
+    for key in _NOT_IDENTITY:
+        name, _, inner = key.rpartition(".")
+        if name and kind is _SECTIONS[name]:
+            del content[inner]
+    for inner in _PATHS.get(kind, ()):
+        if content[inner] is not None:
+            content[inner] = str(Path(content[inner]).resolve())
+    return _json(content)
+
+
+_identity_texts = PerObject(_identity_text, 1 << 12)
+
+
+def _section_text(section: Any) -> str:
+    """The text of a section, which points share; not remembered where it depends on the working directory."""
+    for inner in _PATHS.get(type(section), ()):
+        if getattr(section, inner) is not None:
+            return _identity_text(section)
+    return _identity_texts(section)
+
+
+_json = json.JSONEncoder(sort_keys=True, default=str).encode
 
 
 @dataclass(frozen=True)
@@ -239,37 +276,52 @@ def plan_sweep(
     Raises:
         SweepPlanError: lists every point that cannot run.
     """
-    _check_size(request)
-    combinations = list(product(*(axis.settings for axis in request.axes)))
+    total = _check_size(request)
+    shared: SharedErrors = {}
     points: dict[str, PlannedPoint] = {}
     same: list[tuple[str, str]] = []
     bad: list[BadPoint] = []
-    for number, settings in enumerate(combinations, start=1):
-        varying = _varying(settings, request)
-        point = _plan_point(settings, varying, checks)
-        if isinstance(point, BadPoint):
-            bad.append(point)
-        elif points.setdefault(point.fingerprint, point) is not point:
-            same.append((_label(varying), points[point.fingerprint].label))
-        if progress is not None:
-            progress(number, len(combinations))
+    with _rare_collections():
+        for number, settings in enumerate(product(*(axis.settings for axis in request.axes)), start=1):
+            varying = _varying(settings, request)
+            point = _plan_point(settings, varying, checks, shared)
+            if isinstance(point, BadPoint):
+                bad.append(point)
+            elif points.setdefault(point.fingerprint, point) is not point:
+                same.append((_label(varying), points[point.fingerprint].label))
+            if progress is not None:
+                progress(number, total)
     if bad:
-        raise SweepPlanError(tuple(bad), len(combinations))
+        raise SweepPlanError(tuple(bad), total)
     return _sweep_plan(request, tuple(points.values()), tuple(same))
 
 
-def _check_size(request: SweepRequest) -> None:
+@contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Let the garbage collector look less often: it would look through all planned points again and again."""
+    before = gc.get_threshold()
+    gc.set_threshold(100_000, 50, 1000)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+def _check_size(request: SweepRequest) -> int:
     size = prod(len(axis.settings) for axis in request.axes)
     if size > MOST_POINTS:
         raise UserError(
             f"{size:,} points asked for, at most {MOST_POINTS:,} are allowed; use fewer values or axes"
         )
+    return size
 
 
-def _plan_point(settings: Settings, varying: Settings, checks: PointChecks) -> PlannedPoint | BadPoint:
+def _plan_point(
+    settings: Settings, varying: Settings, checks: PointChecks, shared: SharedErrors
+) -> PlannedPoint | BadPoint:
     try:
         asked = compose_config(settings)
-        errors = check_config(asked)
+        errors = [*check_settings(asked), *_path_errors(asked, shared)]
         if errors:
             return BadPoint(_label(varying), tuple(map(str, errors)))
         config = normalise(asked)
@@ -284,6 +336,14 @@ def _plan_point(settings: Settings, varying: Settings, checks: PointChecks) -> P
     return PlannedPoint(name, tuple(item.text for item in settings), applies, config, idle)
 
 
+def _path_errors(config: RunConfig, known: SharedErrors) -> list[ConfigError]:
+    """The errors of files and folders, which are looked at once in a sweep and not at each of its points."""
+    named = (config.out, config.cost.cache_dir, config.cost.kernels, config.report.kernels)
+    if named not in known:
+        known[named] = check_paths(config)
+    return known[named]
+
+
 def _varying(settings: Settings, request: SweepRequest) -> Settings:
     """The settings that differ between points. A single point gets all its settings."""
     keys = request.varying or tuple(axis.key for axis in request.axes if axis.key not in UNLABELLED)
@@ -292,7 +352,8 @@ def _varying(settings: Settings, request: SweepRequest) -> Settings:
 
 def _applies(item: Setting, asked: RunConfig, normal: RunConfig) -> bool:
     """Whether a setting has an effect at this point: normalisation left its value unchanged."""
-    if item.is_group:
+    section = item.key.rpartition(".")[0]
+    if item.is_group or (section and getattr(asked, section) is getattr(normal, section)):
         return True
     found, kept = value_of(asked, item.key), value_of(normal, item.key)
     return bool(found == kept or (isinstance(found, str) and expanduser(found) == kept))

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from engine.core.options import Decoding
 from engine.core.request import Speculation
 from harness.config.schema import DecodingMode, RunConfig, Widths
+from harness.config.values import PerObject
 from traces.trace import Trace, TraceRequest
 
+SHORT = 2_000  # requests; the replay of more takes so long that looking through them does not count
 _WORDS = {Decoding.greedy: "of one sequence", Decoding.sample: "of {} samples", Decoding.beam: "of {} beams"}
 
 
@@ -54,9 +56,9 @@ class TraceDecoding:
 
     def noted(self, trace: Trace) -> Trace:
         """The trace with a note on what became of the widths that its rows name; unchanged where no row names one."""
-        found = Counter(self.of(row) for row in trace.requests if states_width(row))
-        if not found:
+        if not names_widths(trace.requests):
             return trace
+        found = Counter(self.of(row) for row in trace.requests if states_width(row))
         if not self.recorded:
             sentence = f"widths of {found.total():,} requests replaced: every request has the configured one"
             return trace.changed(trace.requests, sentence)
@@ -64,9 +66,17 @@ class TraceDecoding:
         return trace.changed(trace.requests, "widths as recorded: " + ", ".join(parts))
 
 
+def names_widths(requests: tuple[TraceRequest, ...]) -> bool:
+    """Whether a row names a width of its own; remembered for the traces of small points, of which sweeps have many."""
+    return _names_widths(requests) if len(requests) <= SHORT else any(map(states_width, requests))
+
+
 def states_width(row: TraceRequest) -> bool:
     """Whether the row names a width of its own."""
     return (row.n, row.best_of, row.beam_width) != (None, None, None)
+
+
+_names_widths = PerObject[tuple[TraceRequest, ...], bool](lambda rows: any(map(states_width, rows)), most=64)
 
 
 def trace_decoding_of(config: RunConfig) -> TraceDecoding:

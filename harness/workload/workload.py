@@ -9,9 +9,10 @@ from engine.core.request import Request
 from engine.core.scheduling.scheduler import Scheduler
 from harness.config.errors import ConfigError
 from harness.config.schema import CacheConfig, Compiled, Oversize, RunConfig, SchedulerConfig
+from harness.config.values import PerObject
 from harness.replay.arrivals import TimedRequest
 from harness.replay.virtual_time import LATEST_NS
-from harness.workload.decoding import RequestDecoding, TraceDecoding, trace_decoding_of
+from harness.workload.decoding import SHORT, RequestDecoding, TraceDecoding, names_widths, trace_decoding_of
 from harness.workload.drawn import DrawnOutcomes, drawn_outcomes_of, recorded_parents
 from harness.workload.policies import limits_of, new_scheduler
 from harness.workload.shapes import PoolShape, pool_shape
@@ -166,6 +167,8 @@ def _check_span(trace: Trace) -> None:
 
 def _oversize(workload: Workload) -> dict[int, str]:
     """Reasons by request id. Requests of equal lengths and decoding are checked once."""
+    if workload.trace_decoding.configured == RequestDecoding() and _all_fit(workload):
+        return {}
     scheduler = workload.scheduler()
     known: dict[tuple[int, int, RequestDecoding], str | None] = {}
     reasons: dict[int, str] = {}
@@ -178,6 +181,46 @@ def _oversize(workload: Workload) -> dict[int, str]:
         if reason:
             reasons[row.request_id] = reason
     return reasons
+
+
+def _all_fit(workload: Workload) -> bool:
+    """Whether it is known, without a look at every request, that all fit; each has one sequence."""
+    hardest = _hardest(workload.trace.requests)
+    lengths = tuple((row.prompt_tokens, row.output_tokens) for row in hardest)
+    asked = (workload.pool, id(workload.cache), id(workload.batching), lengths)
+    if not hardest or asked in _FITTING:
+        return bool(hardest)
+    scheduler = workload.scheduler()
+    fits = all(scheduler.never_fits(_request(workload, row)) is None for row in hardest)
+    if fits:
+        if len(_FITTING) >= _MOST_REMEMBERED:
+            _FITTING.clear()
+        _FITTING[asked] = workload.cache, workload.batching
+    return fits
+
+
+# What fits: pool, options and lengths of the hardest requests; the options are held, so that their ids stay their own.
+_FITTING: dict[
+    tuple[PoolShape, int, int, tuple[tuple[int, int], ...]], tuple[CacheConfig, SchedulerConfig]
+] = {}
+_MOST_REMEMBERED = 1 << 12
+
+
+def _front(requests: tuple[TraceRequest, ...]) -> tuple[TraceRequest, ...]:
+    """The requests that no other exceeds in both prompt and output; none of a long trace or of rows with own widths.
+
+    Where every request has one sequence, each needs no more tokens, blocks and slots than one of these.
+    """
+    if len(requests) > SHORT or names_widths(requests):
+        return ()
+    front: list[TraceRequest] = []
+    for row in sorted(requests, key=lambda row: (-row.prompt_tokens, -row.output_tokens)):
+        if not front or row.output_tokens > front[-1].output_tokens:
+            front.append(row)
+    return tuple(front)
+
+
+_hardest = PerObject(_front, most=64)
 
 
 TOO_LONG, NEVER_FITS = "longer_than_the_model", "never_fits"

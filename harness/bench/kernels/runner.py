@@ -8,8 +8,8 @@ from pathlib import Path
 from harness.bench.kernels.cases import CaseSpec, chosen_device
 from harness.bench.kernels.results import Problem, ProblemKind, made_on, read_problems, rows_of, table_lines
 from harness.bench.session import run_session
-from harness.config.checks import check_out
 from harness.config.errors import UserError
+from harness.config.paths import check_out
 from harness.console import remark, say
 from harness.cost.timings import NATIVE, OURS
 

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from harness.config.checks import RANGES, check_config, value_of
+from harness.config.checks import check_config
 from harness.config.compose import compose_config, normalise
 from harness.config.overrides import config_keys, parse_overrides
+from harness.config.ranges import RANGES, value_of
 from harness.config.schema import DecodingMode, RunConfig
 
 
@@ -118,14 +119,14 @@ def test_a_trace_file_that_may_not_be_read_is_refused(
 ) -> None:
     file = tmp_path / "trace.csv"
     file.touch()
-    monkeypatch.setattr("harness.config.checks.os.access", lambda path, mode: Path(path) != file)
+    monkeypatch.setattr("harness.config.paths.os.access", lambda path, mode: Path(path) != file)
     assert "cannot be read" in messages("trace.format=azure", f"trace.path='{file}'")[0]
 
 
 def test_a_results_folder_without_permission_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("harness.config.checks.os.access", lambda path, mode: False)
+    monkeypatch.setattr("harness.config.paths.os.access", lambda path, mode: False)
     assert messages(f"out='{tmp_path}/a/b'") == [
         f"out: cannot write to '{tmp_path}/a/b': no permission in {tmp_path}"
     ]

@@ -1,5 +1,7 @@
 """Composition: the cached one equals Hydra's own, types are checked, and every file under conf/ composes."""
 
+from collections.abc import Callable, Sequence
+from enum import StrEnum
 from pathlib import Path
 
 import pytest
@@ -8,10 +10,16 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from engine.core.options import CachePolicy
-from harness.config.compose import compose_config, compose_with_hydra, real_defaults
+from harness.config.compose import (
+    compose_as_tree,
+    compose_config,
+    compose_with_hydra,
+    normalise,
+    real_defaults,
+)
 from harness.config.errors import ConfigError
 from harness.config.groups import EXPERIMENTS, conf_dir, default_choices, groups, option_file, purpose
-from harness.config.overrides import parse_overrides
+from harness.config.overrides import Setting, config_keys, parse_overrides
 from harness.config.schema import RunConfig
 
 
@@ -110,3 +118,92 @@ def test_every_group_has_a_default_that_exists() -> None:
 
 def test_experiments_are_no_hydra_group() -> None:
     assert EXPERIMENTS not in groups()
+
+
+def both_ways(*texts: str) -> tuple[object, object]:
+    """The configuration, or the error, by values and by OmegaConf's trees; without the files of parsed overrides."""
+
+    def answer(compose: Callable[[Sequence[Setting]], RunConfig]) -> object:
+        try:
+            return repr(compose(settings_of))  # which shows every type, and -0.0
+        except ConfigError as error:
+            return str(error)
+
+    settings_of = [axis.settings[0] for axis in parse_overrides(texts)]
+    return answer(compose_config), answer(compose_as_tree)
+
+
+def words_of(kind: object) -> st.SearchStrategy[str]:
+    """Values that a user may write for a key, right and wrong ones."""
+    odd = [
+        "null",
+        "abc",
+        "1.5",
+        "-0.0",
+        "1e3",
+        "true",
+        "no",
+        "0x10",
+        "'12'",
+        "' 7'",
+        "1_000",
+        "inf",
+        "nan",
+        "???",
+    ]
+    odd += ["[1,2]", "{a: 1}", "${name}", "${cache.block_size}", "${nowhere}", "'a, b'", "ä"]
+    own = list(kind) if isinstance(kind, type) and issubclass(kind, StrEnum) else []
+    return st.one_of(st.sampled_from([*odd, *map(str, own)]), st.integers(-3, 10**12).map(str))
+
+
+ANY_KEY = st.sampled_from(sorted(config_keys())).flatmap(
+    lambda key: words_of(config_keys()[key].kind).map(lambda word: f"{key}={word}")
+)
+ANY_GROUP = st.sampled_from(sorted(groups())).flatmap(
+    lambda group: st.sampled_from(groups()[group]).map(lambda option: f"{group}={option}")
+)
+
+
+@given(st.lists(st.one_of(ANY_KEY, ANY_KEY, ANY_GROUP), max_size=6))
+@settings(max_examples=60, deadline=None)
+def test_composition_by_values_equals_composition_by_trees(texts: list[str]) -> None:
+    by_values, by_trees = both_ways(*texts)
+    assert by_values == by_trees
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        ("device=h100", "measure=false"),
+        ("device=h100", "measure=false", "workload=small"),
+        ("measure=false", "device=h100", "cache.pool_blocks=100"),
+        ("name=mine", "cache.block_size=32"),
+        ("name=mine", "out='x/${name}'"),
+        ("cache.max_model_len=${cache.pool_tokens}", "cache.pool_tokens=512"),
+        ("model.path=/nowhere", "measure=false"),
+        ("replay.think_s=-0.0",),
+    ],
+)
+def test_what_follows_from_other_settings_is_the_same_by_values_and_by_trees(texts: tuple[str, ...]) -> None:
+    by_values, by_trees = both_ways(*texts)
+    assert by_values == by_trees
+
+
+def test_a_file_that_changes_is_read_again(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    found = []
+    for memory in (80, 4000):
+        file.write_text(f"base: h100\nmemory_gb: {memory}\n")
+        found.append(composed(f"device={file}").device.memory_gb)
+    assert found == [80, 4000]
+
+
+def test_points_share_the_sections_that_are_equal() -> None:
+    one, other = composed("cache.block_size=8", "workload.seed=1"), composed("cache.block_size=8")
+    assert one.cache is other.cache
+
+
+def test_normalising_shares_the_sections_that_it_makes() -> None:
+    one, other = (normalise(composed("cache=contiguous_max", f"workload.seed={seed}")) for seed in (1, 2))
+    assert one.cache is other.cache
+    assert one.replay is other.replay

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from harness.config import memory
-from harness.config.memory import check_memory, machine_memory, point_memory, workers_that_fit
+from harness.config.memory import check_memory, point_memory, usable_memory, workers_that_fit
 from harness.config.schema import RunConfig, TraceFormat, WorkloadConfig
 
 GB = 10**9
@@ -56,6 +56,6 @@ def test_a_control_group_lowers_the_memory(tmp_path: Path, monkeypatch: pytest.M
     limit = tmp_path / "limit"
     limit.write_text("1000000000\n")
     monkeypatch.setattr(memory, "_LIMITS", (limit, tmp_path / "none"))
-    assert machine_memory() == GB
+    assert usable_memory() == GB
     limit.write_text("max\n")
-    assert machine_memory() > GB
+    assert usable_memory() > GB

@@ -1,16 +1,22 @@
 """Plans: every point once, every bad one named, nothing run."""
 
+import hashlib
+import json
+import os
 import re
-from dataclasses import replace
+import subprocess
+import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from harness.config.checks import value_of
 from harness.config.errors import ConfigError, UnknownKeyError, UserError
 from harness.config.groups import experiments
+from harness.config.ranges import value_of
 from harness.config.schema import RunConfig
+from harness.store.commit import SCHEMA
 from harness.sweep.plan import (
     SweepPlan,
     SweepPlanError,
@@ -20,6 +26,10 @@ from harness.sweep.plan import (
     run_request,
     sweep_request,
 )
+
+NIGHTLY = os.environ.get("PAGETWIN_NIGHTLY") == "1"
+ROOT = Path(__file__).resolve().parents[3]
+PATHS = {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "kernels")))}
 
 
 class Anything:
@@ -215,3 +225,56 @@ def test_values_arrive_in_the_configuration() -> None:
         "decoding.beam_width=2",
     ).points
     assert value_of(point.config, "cache.block_size") == 4
+
+
+def test_the_folders_of_a_sweep_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[str] = []
+
+    def look(config: RunConfig) -> list[ConfigError]:
+        looked.append(config.out)
+        return []
+
+    monkeypatch.setattr("harness.sweep.plan.check_paths", look)
+    planned("cache.block_size=8,16,32", "decoding.beam_width=1,2")
+    assert looked == ["results/default"]
+
+
+def test_points_of_a_sweep_share_equal_sections() -> None:
+    points = planned("cache.block_size=8,16", "workload.seed=1,2").points
+    assert points[0].config.cache is points[1].config.cache
+    assert points[0].config.model is points[3].config.model
+
+
+def test_a_fingerprint_is_that_of_the_whole_configuration_as_sorted_json() -> None:
+    config = planned("cache.block_size=8", "workload.request_rate=2.5", "device.name=ä").points[0].config
+    content = asdict(config)
+    for key in ("name", "out", "workers", "report"):
+        del content[key]
+    for section, key in (
+        *(("trace", "path"), ("cost", "cache_dir"), ("cost", "kernels"), ("cost", "operators")),
+        ("replay", "compiled"),
+    ):
+        del content[section][key]
+    text = json.dumps([SCHEMA, content, {"trace": "abc"}], sort_keys=True, default=str)
+    expected = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    assert fingerprint(config, {"trace": "abc"}) == expected
+
+
+@pytest.mark.skipif(not NIGHTLY, reason="PAGETWIN_NIGHTLY=1 plans 100,000 points")
+def test_a_hundred_thousand_points_are_planned_in_60_cpu_seconds_and_1_gb() -> None:
+    script = (
+        "import resource, sys\n"
+        "from harness.cli.sweep import point_functions\n"
+        "from harness.sweep.plan import plan_sweep, sweep_request\n"
+        "plan = plan_sweep(sweep_request(sys.argv[1:]), point_functions())\n"
+        "used = resource.getrusage(resource.RUSAGE_SELF)\n"
+        "print(len(plan.points), used.ru_utime + used.ru_stime, used.ru_maxrss / 1e6)\n"
+    )
+    axes = ["cache.pool_tokens=range(8192,40192,64)", "cache.block_size=8,16"]
+    axes += ["workload.request_rate=range(1,26)", "scheduler.max_running=8,16,32,64"]
+    words = [sys.executable, "-c", script, "measure=false", "cost=roofline", *axes]
+    done = subprocess.run(words, cwd=ROOT, env=os.environ | PATHS, capture_output=True, text=True, check=True)
+    points, seconds, gigabytes = map(float, done.stdout.split())
+    assert points == 100_000
+    assert seconds < 60
+    assert gigabytes < 1

@@ -1,0 +1,91 @@
+"""Files and folders that a configuration names: whether they exist and can be read or written."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from harness.config.errors import ConfigError
+from harness.config.schema import RunConfig
+
+NO_KERNELS = "none"
+"""`report.kernels=none`: no kernel section, even where timings lie beside the results."""
+
+
+def check_trace_file(path: str, may_be_folder: bool = False) -> Iterator[ConfigError]:
+    """Errors if a trace is absent, is no file (or folder) or cannot be read; `traces` checks its content."""
+    file = Path(path).expanduser()
+    try:
+        exists = file.exists()
+    except OSError as error:
+        yield ConfigError("trace.path", f"cannot use '{path}': {error.strerror}")
+        return
+    if not exists:
+        yield ConfigError("trace.path", f"no such file: '{path}' (looked for {file.absolute()})")
+    elif not file.is_file() and not (may_be_folder and file.is_dir()):
+        yield ConfigError("trace.path", f"'{path}' is not a file; name one trace file")
+    elif not os.access(file, os.R_OK):
+        yield ConfigError("trace.path", f"'{path}' cannot be read: permission denied")
+
+
+def check_out(out: str) -> Iterator[ConfigError]:
+    """Errors if the results folder cannot be created or written; it is not created here."""
+    if not out.strip():
+        yield ConfigError("out", "is empty; name the results folder, like out=results/mine")
+    else:
+        yield from _check_folder("out", out)
+
+
+def check_cache_dir(folder: str | None) -> Iterator[ConfigError]:
+    """Errors if the folder for calibrations cannot be created or written; null is checked when it is used."""
+    if folder is not None:
+        yield from _check_folder("cost.cache_dir", folder)
+
+
+def check_kernels(key: str, named: str | None) -> Iterator[ConfigError]:
+    """Errors if a named run of `bench kernels` does not exist; its content is checked when it is read."""
+    if named is None or (key, named) == ("report.kernels", NO_KERNELS):
+        return
+    path = Path(named).expanduser()
+    file = path / "kernels.parquet" if path.is_dir() else path
+    if not named.strip() or not file.is_file():
+        yield ConfigError(
+            key,
+            f"no kernels.parquet in '{named}' (looked for {file.absolute()}); name the folder that "
+            "'python -m harness bench kernels --out FOLDER' wrote",
+        )
+    elif not os.access(file, os.R_OK):
+        yield ConfigError(key, f"'{file}' cannot be read: permission denied")
+    elif not _is_parquet(file):
+        yield ConfigError(
+            key, f"'{file}' is no Parquet table; name what 'python -m harness bench kernels' wrote"
+        )
+
+
+def _is_parquet(file: Path) -> bool:
+    """Whether the first bytes are those of Parquet, so that a wrong file is refused before hours of points."""
+    with file.open("rb") as content:
+        return content.read(4) == b"PAR1"
+
+
+def _check_folder(key: str, name: str) -> Iterator[ConfigError]:
+    folder = Path(name).expanduser().absolute()
+    try:
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+    except OSError as error:  # a name that is too long, or a folder above it that may not be looked into
+        yield ConfigError(key, f"cannot use '{name}': {error.strerror}")
+        return
+    if not existing.is_dir():
+        yield ConfigError(key, f"cannot use '{name}': {existing} is not a folder")
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        yield ConfigError(key, f"cannot write to '{name}': no permission in {existing}")
+
+
+def check_paths(config: RunConfig) -> list[ConfigError]:
+    """Errors in the files and folders that all points of a sweep share."""
+    paths = (
+        check_out(config.out),
+        check_cache_dir(config.cost.cache_dir),
+        check_kernels("cost.kernels", config.cost.kernels),
+        check_kernels("report.kernels", config.report.kernels),
+    )
+    return [error for errors in paths for error in errors]

@@ -1,0 +1,193 @@
+"""The range of each number. A new key with a range gets a line in `RANGES`."""
+
+from collections.abc import Iterator
+from functools import reduce
+from math import inf
+from typing import Any, NamedTuple, get_type_hints
+
+from harness.config.errors import ConfigError
+from harness.config.schema import RunConfig
+from harness.config.values import PerObject
+
+
+class Range(NamedTuple):
+    """Allowed numbers: `low` to `high`; `open_low` and `open_high` exclude the end itself."""
+
+    low: float
+    high: float = inf
+    open_low: bool = False
+    open_high: bool = False
+
+    def holds(self, value: float) -> bool:
+        """Whether a value is allowed; NaN and infinity are not."""
+        above = self.low < value if self.open_low else self.low <= value
+        below = value < self.high if self.open_high or self.high == inf else value <= self.high
+        return above and below
+
+    def __str__(self) -> str:
+        low = f"greater than {self.low:g}" if self.open_low else f"{self.low:g} or greater"
+        if self.high == inf:
+            return low
+        return f"{low} and {'less than' if self.open_high else 'at most'} {_number(self.high)}"
+
+
+def _number(value: float) -> str:
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:,.0f}" if value >= 1000 else f"{value:g}"
+
+
+_COUNT, _SHARE = Range(1, 10**9), Range(0, 1)
+_SEED = Range(0, 2**63 - 1)  # tables keep whole numbers in 64 bits
+_MICROSECONDS = Range(0, 1e9)  # of one event
+_SECONDS = 1e9  # 32 years of virtual time, well within what the clock of a replay counts
+_FIGURE = Range(1e-6, 1e9)  # of a datasheet; outside, a step would take years or no time
+_LISTED = Range(1, 10**7)  # number of items that are kept in memory one by one
+_SLOTS = Range(1, 10**9)  # KV slots, far beyond any device's memory
+
+RANGES: dict[str, Range] = {
+    **dict.fromkeys(
+        (
+            "scheduler.max_batched_tokens",
+            "scheduler.max_running",
+            "scheduler.long_prefill_tokens",
+            "engine.audit_every",
+        ),
+        _COUNT,
+    ),
+    **dict.fromkeys(
+        (
+            "decoding.beam_width",
+            "decoding.n",
+            "replay.repeats",
+            "device.tensor_parallel",
+            "device.data_parallel",
+        ),
+        Range(1, 10**4),
+    ),
+    **dict.fromkeys(
+        (
+            "model.layers",
+            "model.hidden",
+            "model.heads",
+            "model.kv_heads",
+            "model.head_dim",
+            "model.intermediate",
+        ),
+        Range(1, 10**6),
+    ),
+    "replay.users": _LISTED,
+    **dict.fromkeys(("workload.num_requests", "workload.num_prefixes"), _LISTED),
+    "cache.block_size": Range(1, 10**6),  # tables of one entry for each slot of a block
+    **dict.fromkeys(("cache.pool_tokens", "cache.pool_blocks"), _SLOTS),
+    **dict.fromkeys(("cache.max_model_len", "model.max_position"), Range(2, 10**9)),
+    "model.vocab": Range(
+        8, 10**9
+    ),  # calibration searches with a few beams, which need as many tokens to choose from
+    "engine.threads": Range(1, 256),
+    "workers": Range(0, 1024),
+    "workload.request_rate": Range(1e-6, 1e9),  # arrivals are whole microseconds in 64 bits
+    "workload.length_scale": Range(1e-6, 1e6),
+    "trace.arrival_rate": Range(1e-6, 1e9),
+    "trace.arrival_shape": Range(0.01, 1000),
+    **dict.fromkeys(("workload.seed", "model.seed"), _SEED),
+    "cache.host_tokens": Range(0, 10**9),
+    "decoding.draft_tokens": Range(0, 10**4),
+    "workload.prefix_zipf": Range(0, 100),  # beyond, every prompt has the first prefix
+    "replay.think_s": Range(0, _SECONDS),
+    "replay.duration_s": Range(0, _SECONDS, open_low=True),
+    "decoding.temperature": Range(0, 1e6, open_low=True),
+    **dict.fromkeys(
+        (
+            "device.step_overhead_us",
+            "device.layer_overhead_us",
+            "device.attention_overhead_us",
+            "device.row_overhead_us",
+            "device.link_latency_us",
+            "device.host_link_latency_us",
+        ),
+        _MICROSECONDS,
+    ),
+    **dict.fromkeys(
+        (
+            "device.memory_gb",
+            "device.bandwidth_gbs",
+            "device.tflops",
+            "device.link_gbs",
+            "device.host_link_gbs",
+        ),
+        _FIGURE,
+    ),
+    **dict.fromkeys(
+        ("device.activation_gb", "device.other_memory_gb", "device.graph_memory_gb"), Range(0, 1e9)
+    ),
+    **dict.fromkeys(
+        (
+            *(
+                "model.experts",
+                "model.expert_intermediate",
+                "model.shared_intermediate",
+                "model.dense_layers",
+            ),
+            *("model.windowed_layers", "model.latent_rank", "model.rope_dim", "model.value_dim"),
+            "model.query_rank",
+        ),
+        Range(0, 10**9),
+    ),
+    **dict.fromkeys(("model.experts_per_token", "model.weight_group", "model.window"), _COUNT),
+    "model.expert_skew": Range(0, 10),
+    **dict.fromkeys(
+        ("workload.prefix_share", "trace.share", "decoding.beam_churn", "decoding.acceptance"), _SHARE
+    ),
+    "decoding.branch_hazard": Range(0, 1, open_high=True),
+    "scheduler.watermark": Range(0, 1, open_high=True),
+    "replay.burstiness": Range(0.01, 100),
+    **dict.fromkeys(
+        (
+            "device.memory_utilization",
+            *("device.bandwidth_efficiency", "device.kv_efficiency"),
+            *("device.compute_efficiency", "device.attention_efficiency"),
+        ),
+        Range(0, 1, open_low=True),
+    ),
+}
+
+
+def value_of(config: RunConfig, key: str) -> Any:
+    """The value at a dotted key."""
+    return reduce(getattr, key.split("."), config)
+
+
+def check_ranges(config: RunConfig) -> Iterator[ConfigError]:
+    """An error for each number outside its range."""
+    sections = (value for name, value in vars(config).items() if name in _BY_SECTION)
+    if all(map(_holds, sections)) and RANGES["workers"].holds(config.workers):
+        return
+    for key, allowed in RANGES.items():
+        value = value_of(config, key)
+        if value is not None and not allowed.holds(value):
+            yield ConfigError(key, f"found {value}, must be {allowed}")
+
+
+def _by_section() -> dict[str, list[tuple[str, Range]]]:
+    found: dict[str, list[tuple[str, Range]]] = {}
+    for key, allowed in RANGES.items():
+        section, _, name = key.rpartition(".")
+        if section:
+            found.setdefault(section, []).append((name, allowed))
+    return found
+
+
+_BY_SECTION = _by_section()
+_KINDS = {kind: name for name, kind in get_type_hints(RunConfig).items()}
+
+
+def _all_hold(section: Any) -> bool:
+    values = vars(section)
+    return all(
+        values[name] is None or allowed.holds(values[name])
+        for name, allowed in _BY_SECTION[_KINDS[type(section)]]
+    )
+
+
+_holds = PerObject(_all_hold, 1 << 12)  # the points of a sweep share most of their sections

@@ -1,0 +1,57 @@
+"""Requests that never fit are found by the hardest ones alone, with the answer that a look at every one gives."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.config.compose import compose_config
+from harness.config.errors import ConfigError
+from harness.config.overrides import parse_overrides
+from harness.config.schema import RunConfig
+from harness.workload import workload
+from harness.workload.workload import build_workload
+from traces.errors import TraceError
+
+POLICIES = ["paged", "contiguous_max", "contiguous_pow2", "contiguous_oracle"]
+
+
+def composed(*texts: str) -> RunConfig:
+    return compose_config([axis.settings[0] for axis in parse_overrides(("measure=false", *texts))])
+
+
+def answer(config: RunConfig) -> str:
+    try:
+        built = build_workload(config)
+    except (ConfigError, TraceError) as error:
+        return str(error)
+    return f"{len(built.trace.requests)} requests, {built.trace.header.dropped}"
+
+
+@given(
+    policy=st.sampled_from(POLICIES),
+    pool=st.integers(64, 2000),
+    block=st.sampled_from([1, 8, 16, 48]),
+    chunked=st.booleans(),
+    oversize=st.sampled_from(["error", "drop"]),
+    seed=st.integers(0, 3),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_hardest_requests_give_the_answer_of_all(
+    policy: str, pool: int, block: int, chunked: bool, oversize: str, seed: int
+) -> None:
+    config = composed(
+        *(f"cache={policy}", f"cache.pool_tokens={pool}", f"cache.block_size={block}"),
+        *(f"scheduler.chunked_prefill={str(chunked).lower()}", "scheduler.max_batched_tokens=300"),
+        *("workload.num_requests=24", f"workload.oversize={oversize}", f"workload.seed={seed}"),
+    )
+    quick = answer(config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workload, "_all_fit", lambda whole: False)
+        assert quick == answer(config)
+
+
+def test_a_smaller_pool_is_not_taken_for_one_that_fits() -> None:
+    texts = ("workload.num_requests=24", "cache.max_model_len=null")
+    build_workload(composed(*texts, "cache.pool_tokens=4096"))
+    with pytest.raises(ConfigError, match="can never fit"):
+        build_workload(composed(*texts, "cache.pool_tokens=64"))
