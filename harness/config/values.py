@@ -16,7 +16,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from harness.config.schema import RunConfig
 
-T, V = TypeVar("T"), TypeVar("V")
+T = TypeVar("T")
+V = TypeVar("V")
 _SCALARS = (str, int, float, bool, NoneType)
 
 
