@@ -119,8 +119,11 @@ RANGES: dict[str, Range] = {
         _FIGURE,
     ),
     **dict.fromkeys(
-        ("device.activation_gb", "device.other_memory_gb", "device.graph_memory_gb"), Range(0, 1e9)
+        ("device.activation_gb", "device.other_memory_gb", "device.graph_memory_gb", "device.l2_mib"),
+        Range(0, 1e9),
     ),
+    "device.multiprocessors": Range(0, 10**6),
+    "device.clock_ghz": Range(0, 1e3),
     **dict.fromkeys(
         (
             *(

@@ -309,6 +309,9 @@ class DeviceConfig:
     memory_gb: float = 8.0  # 10^9 bytes, as the driver reports them to an engine
     bandwidth_gbs: float = 20.0  # 10^9 bytes per second
     tflops: float = 0.1  # dense, at the model's dtype
+    multiprocessors: int = 0  # of the datasheet, as the next two; 0: not known. For timed operators alone
+    l2_mib: float = 0.0  # 2^20 bytes of the last cache before the memory; 0: not known
+    clock_ghz: float = 0.0  # boost clock; 0: not known
     step_overhead_us: float = 1000.0  # host time of a step, added to the device's
     layer_overhead_us: float = 250.0  # host or launch time per layer
     attention_overhead_us: float = 0.0  # the shortest attention of a layer

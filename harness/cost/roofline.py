@@ -37,6 +37,9 @@ class DeviceShape:
 
     With `expert_parallel` each device holds whole experts, else a slice of every expert.
 
+    `multiprocessors`, `cache` (bytes of the L2) and `clock_ghz` are the datasheet's, 0 where they are not known. The
+    roofline does not use them; the interpolation of timed operators does.
+
     `link_bandwidth` is the rate at which one device sends to the others in bytes/s, `link_latency_s` the cost of an
     all-reduce beside its bytes. `host_bandwidth` is the rate of the link between each device and the host, one way,
     `host_latency_s` the cost of a transfer over it beside its bytes.
@@ -60,6 +63,9 @@ class DeviceShape:
     row_overhead_s: float = 0.0
     overlaps: bool = False
     expert_parallel: bool = False
+    multiprocessors: int = 0
+    cache: float = 0.0
+    clock_ghz: float = 0.0
 
     @property
     def bound(self) -> "DeviceShape":

@@ -43,6 +43,7 @@ from traces.trace import CHAINED, Segment, Trace, TraceHeader, TraceRequest
 
 T = TypeVar("T")
 _IGNORED = ("LICENSE", "LICENCE", "README", "README.md", "NOTICE")
+_JSON = (".json", ".jsonl")  # such a file must be what its name says
 _COARSE_S, _FINE_S = 0.5, 0.01  # steps of the search for the clock of a series
 _MOST_SHIFTS = 10_000
 _LONGEST_S = 86_400.0  # of a request; a longer one is a mix of clocks or of units
@@ -154,7 +155,7 @@ def _read_path(path: Path, found: _Found, *, alone: bool) -> None:
     try:
         file = open_source(path)
     except TraceError as error:
-        if alone:
+        if alone or path.suffix in _JSON:
             raise
         found.notes.append(f"{path.name}: not read: {error.reason}.")
         return
@@ -167,7 +168,26 @@ def _read_file(file: SourceFile, found: _Found) -> None:
         if recognises(head):
             read(file, found)
             return
+    _check_json(file)
     found.notes.append(f"{file.name}: not read, its content is of no known kind.")
+
+
+def _check_json(file: SourceFile) -> None:
+    """Raise TraceError if a file that is called .json or .jsonl holds something else, as one that was cut short."""
+    if not file.name.endswith(_JSON):
+        return
+    lines = list(file.lines())
+    parts = [(number, line) for number, line in lines if line.strip()]
+    if file.name.endswith(".json"):
+        parts = [(1, b"\n".join(line for _, line in lines))]
+    for number, part in parts:
+        try:
+            json.loads(part)
+        except (ValueError, RecursionError) as error:
+            line = number + getattr(error, "lineno", 1) - 1
+            raise TraceError(
+                file.path, line, None, f"is no JSON ({error}); mend it or take it out of the folder"
+            ) from None
 
 
 class _Head:

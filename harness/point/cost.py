@@ -198,7 +198,8 @@ def cost_model(config: RunConfig) -> CostModel:
         cost.source = replace(cost.source, provenance=provenance)
         if kind is CostKind.roofline:
             return cost
-        from harness.cost.operators import OperatorCost, read_operators
+        from harness.cost.operator_table import read_operators
+        from harness.cost.operators import OperatorCost
 
         return OperatorCost(cost, read_operators(str(config.cost.operators), cost.device))
     from harness.calibrate.store import load_calibration, load_table

@@ -50,7 +50,7 @@ def point_identity(config: RunConfig) -> dict[str, str]:
 
         identity["kernels"] = kernels_digest(config)
     if kind is CostKind.operators:
-        from harness.cost.operators import operators_digest
+        from harness.cost.operator_table import operators_digest
 
         identity["operators"] = operators_digest(str(config.cost.operators))
     if config.model.path:

@@ -14,13 +14,12 @@ from harness.deployment.fit import fit_device
 from harness.deployment.prediction import Errors, errors_of, predictor
 from harness.deployment.reading import read_deployment
 from harness.scoreboard.attention import (
-    FORMS,
     GPUS,
-    TRANSFERS,
-    Timings,
+    OTHER_KERNELS,
+    SAME_KERNELS,
     held_out,
     read_timings,
-    transfer_error,
+    transfer_errors,
 )
 from harness.scoreboard.published_runs import read_runs, reason_of, sample, simulated
 
@@ -73,18 +72,16 @@ def run_rows(each: int, say: Say) -> tuple[list[Row], Counter[str]]:
 
 def attention_rows() -> list[Row]:
     """Held-out errors of tables by GPU and axis, and errors of the forms on GPUs that their fit has not seen."""
-    tables: dict[str, Timings] = {gpu.system: read_timings(gpu) for gpu in GPUS}
+    tables = {gpu.system: read_timings(gpu) for gpu in GPUS}
     rows: list[Row] = []
     for system, table in tables.items():
-        for axis in ("rows", "slots"):
-            for form in (None, *FORMS):
-                error = held_out(table, axis, form)
-                how = f"ratio to the {form}" if form else "time on logarithms"
+        for by_ratio, how in ((True, "ratio to the form"), (False, "time on logarithms")):
+            for axis, error in held_out(table, by_ratio=by_ratio).items():
                 rows.append(_attention_row("held out", system, f"{axis}; {how}", error))
-    for known, other in TRANSFERS:
-        for form in FORMS:
-            error = transfer_error(form, [tables[name] for name in known], tables[other])
-            rows.append(_attention_row("another GPU", other, f"{form}, from {' + '.join(known)}", error))
+    for test, transfers in (("another GPU", SAME_KERNELS), ("other kernels", OTHER_KERNELS)):
+        for known, other in transfers:
+            for form, error in transfer_errors([tables[name] for name in known], tables[other]).items():
+                rows.append(_attention_row(test, other, f"{form}, from {' + '.join(known)}", error))
     return rows
 
 

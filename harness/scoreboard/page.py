@@ -36,9 +36,12 @@ _ATTENTION = """\
 ## Decode attention from tables
 
 vLLM's kernels, bfloat16, 32 query heads and 8 KV heads of 128. *Held out*: every other inner value of an axis is
-left out whole, then the others; what is kept lies four-fold apart. *Another GPU*: constants of `a0 + a1 rows +
-bytes / (eta bandwidth)` fitted to the GPUs named and tested on one that was not among them. The form with cache
-knows that a table's KV is read from the L2 cache where it fits.
+left out whole, then the others; what is kept lies four-fold apart. *Ratio to the form* is how `cost=operators`
+interpolates (`harness/cost/decode_form.py`). *Another GPU*: constants fitted to the GPUs named and tested on one that
+was not among them and runs the same kernels (FlashAttention 2 on A100, L40S, RTX PRO 6000; 3 on Hopper). *Other
+kernels*: the same where it does not, or where those of the fit differ. The plain form, `a0 + a1 rows + bytes /
+(eta bandwidth)`, is the roofline's. The form was written with all six tables in view; its constants were fitted
+without the GPU that is tested.
 
 """
 

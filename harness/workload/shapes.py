@@ -179,6 +179,9 @@ def device_shape(config: RunConfig) -> DeviceShape:
         row_overhead_s=device.row_overhead_us * 1e-6,
         overlaps=True,
         expert_parallel=device.expert_parallel,
+        multiprocessors=device.multiprocessors,
+        cache=device.l2_mib * 2**20,
+        clock_ghz=device.clock_ghz,
     )
 
 

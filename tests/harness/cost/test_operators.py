@@ -8,7 +8,8 @@ from sim_cases import replay, request
 
 from harness.config.errors import ConfigError
 from harness.cost.model_shape import ModelShape
-from harness.cost.operators import OperatorCost, read_operators
+from harness.cost.operator_table import read_operators
+from harness.cost.operators import OperatorCost
 from harness.cost.roofline import DeviceShape, RooflineCost
 from harness.replay.cost_model import price_table
 from harness.replay.features import FEATURES, feature_index
@@ -125,6 +126,42 @@ def test_rows_that_are_faster_than_the_device_are_left_out_and_counted(tmp_path:
     assert cost_of(table(tmp_path, *fast)).source.provenance["rows faster than the device"] == (
         "1 decode; 1 prefill; 1 gemm"
     )
+
+
+def test_a_kernel_of_less_than_half_a_microsecond_is_too_fast(tmp_path: Path) -> None:
+    read = read_operators(str(table(tmp_path, "h200,decode,bf16,3,,16,32,8,128,,,,0.4")), H200)
+    assert dict(read.dropped) == {"decode": 1}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "h200,decode,bf16,3,,16,32,8,128,,,,60000",  # microseconds for nanoseconds
+        "h200,decode,bf16,3,,64,32,8,128,,,,80",  # 8 and more rows of 256 slots take 15
+        "h200,prefill,bf16,,32,1024,32,8,128,,,,900",
+    ],
+)
+def test_a_row_that_is_absurdly_slow_is_left_out_and_counted(tmp_path: Path, line: str) -> None:
+    read = read_operators(str(table(tmp_path, line)), H200)
+    assert dict(read.slow) == {line.split(",")[1]: 1}
+    assert len(read.rows) == 48 + 12
+
+
+def test_the_record_says_how_many_rows_were_absurdly_slow(tmp_path: Path) -> None:
+    cost = cost_of(table(tmp_path, "h200,decode,bf16,3,,16,32,8,128,,,,60000"))
+    assert cost.source.provenance["rows absurdly slow"] == "1 decode"
+
+
+def test_a_slow_row_with_one_faster_larger_row_is_kept(tmp_path: Path) -> None:
+    """One larger row that is faster may itself be the wrong one."""
+    read = read_operators(str(table(tmp_path, "h200,decode,bf16,128,,8192,32,8,128,,,,7000")), H200)
+    assert not read.slow
+
+
+def test_one_row_of_one_head_may_be_as_slow_as_one_multiprocessor(tmp_path: Path) -> None:
+    """131,072 slots of one KV head of 64 took 1,346 us on an RTX PRO 6000."""
+    read = read_operators(str(table(tmp_path, "h200,decode,bf16,1,,131072,1,1,64,,,,1346")), H200)
+    assert not read.slow
 
 
 def test_kv_that_fits_the_caches_may_be_read_faster_than_the_memory(tmp_path: Path) -> None:

@@ -258,3 +258,28 @@ def test_a_file_that_was_not_read_is_named_where_there_is_no_log(tmp_path: Path)
     (tmp_path / "log.csv").write_text("\n" + _PLAIN)
     with pytest.raises(DeploymentError, match=r"log\.csv: not read, its content is of no known kind"):
         read_deployment(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "line"),
+    [
+        ("engine.json", "max_num_seqs: 128\n", 1),
+        ("engine.json", "[\n  1,\n  oops\n]\n", 3),
+        ("extra.jsonl", '{"a": 1}\n\n{"b": \n', 3),
+    ],
+)
+def test_a_json_file_that_is_none_is_named(folder: Path, name: str, text: str, line: int) -> None:
+    (folder / name).write_text(text)
+    with pytest.raises(DeploymentError, match=rf"{name}:{line}: is no JSON"):
+        read_deployment(folder)
+
+
+def test_an_empty_json_file_is_named(folder: Path) -> None:
+    (folder / "engine.json").write_text("")
+    with pytest.raises(DeploymentError, match=r"engine\.json:1: empty file"):
+        read_deployment(folder)
+
+
+def test_a_json_file_of_another_kind_is_a_note(folder: Path) -> None:
+    (folder / "prices.json").write_text('{"usd": 3}\n')
+    assert any("prices.json: not read" in note for note in read_deployment(folder).notes)
