@@ -19,8 +19,8 @@ Everything that a user of the core needs is here; a scheduler runs with one impo
 >>> report.stats[1].hit_tokens  # the second prompt shares two blocks with the first
 32
 
-Inside, each file imports only files named before it: errors, options, identity, request, sequence, plan, calendar,
-policies. Then come `memory` (block pool, KV cache managers) and `scheduling` (the scheduler). Read first:
+Inside, each file imports only files named before it: errors, options, hashing, identity, request, sequence, plan,
+calendar, policies. Then come `memory` (block pool, KV cache managers) and `scheduling` (the scheduler). Read first:
 `scheduling/scheduler.py`, `memory/paged.py`, `memory/block_pool.py`.
 """
 

@@ -6,8 +6,9 @@ sequences that need something in it, not for all that run.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from heapq import heappop, heappush
-from typing import NamedTuple
 
 import numpy as np
 
@@ -15,13 +16,20 @@ from engine.core.plan import IntArray
 from engine.core.sequence import Group, SequenceState, StepClock
 
 
-class SteadyRows(NamedTuple):
+@dataclass
+class SteadyRows:
     """The rows of the calendar in running order. `bases` are their computed tokens minus the clock, int64 `[rows]`."""
 
     request_ids: list[int]  # one entry per group
     sequences: list[SequenceState]
     tables: list[Sequence[int]]  # references to the tables, so that they outlive their sequences
     bases: IntArray
+
+    @cached_property
+    def labels(self) -> tuple[list[int], list[int]]:
+        """Requests and branches of the sequences; made when rows are laid out, and kept for the next steps."""
+        found = self.sequences
+        return [sequence.request.request_id for sequence in found], [sequence.branch for sequence in found]
 
 
 class DecodeCalendar:

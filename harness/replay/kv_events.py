@@ -3,7 +3,7 @@
 import numpy as np
 
 from engine.core.identity import BlockHash
-from engine.core.memory.block_pool import BlocksRemoved, BlocksStored, CacheEvent
+from engine.core.memory.cache_events import BlocksRemoved, BlocksStored, CacheEvent
 from engine.core.memory.paged import PagedManager
 from harness.metrics.log import LOOKUP_COLUMNS, Column
 from harness.replay.virtual_time import NS_PER_S

@@ -26,8 +26,9 @@ UNITS = """
         traces.analysis traces.synth traces.catalogue traces.reading
 
     engine
-        engine.core.errors engine.core.options engine.core.identity engine.core.request engine.core.sequence
-        engine.core.plan engine.core.calendar engine.core.policies engine.core.memory engine.core.scheduling
+        engine.core.errors engine.core.options engine.core.hashing engine.core.identity engine.core.request
+        engine.core.sequence engine.core.plan engine.core.calendar engine.core.policies engine.core.memory
+        engine.core.scheduling
     engine.core
 
     paged_kernels.errors paged_kernels.memory paged_kernels.scoring paged_kernels.checks paged_kernels.backends

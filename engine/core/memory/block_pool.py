@@ -3,16 +3,25 @@
 It follows the block pool of vLLM's v1 core. A block whose reference count falls to 0 keeps its hash and can be found
 until it is allocated again (lazy eviction). Free blocks without a hash are allocated first, last in first out. Cached
 blocks follow, in the order of the eviction queue. Block 0 is the null block: it is never given out and never counted.
-`check_pool` recounts everything and verifies the invariants. Events report which blocks entered and left the cache.
+`check_pool` recounts everything and verifies the invariants.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from operator import itemgetter
+from typing import TypeVar
 
 from engine.core.errors import CoreError, InvariantError, OutOfBlocksError
 from engine.core.identity import BlockHash
+from engine.core.memory.cache_events import (
+    UNKNOWN_ORIGIN,
+    BlockOrigin,
+    BlocksRemoved,
+    BlocksStored,
+    CacheCleared,
+    CacheEvent,
+)
 from engine.core.memory.eviction import EvictionQueue, LruQueue
+from engine.core.memory.hash_index import HashIndex
 from engine.core.options import Retention
 
 NULL_BLOCK = 0
@@ -24,107 +33,15 @@ _VOIDED_TIMES = (
     4  # the list of void blocks is cut to one entry a block when it is so many times as long as the pool
 )
 
-
-class BlockOrigin(NamedTuple):
-    """Where cached blocks come from: the block before them, their tokens (empty where unknown), adapter and tenant."""
-
-    parent: BlockHash | None = None
-    token_ids: Sequence[int] = ()
-    adapter: str | None = None
-    salt: str = ""
+_Value = TypeVar("_Value")
 
 
-@dataclass(frozen=True, slots=True)
-class BlocksStored:
-    """Blocks entered the prefix cache under `hashes`, in prefix order. Private blocks are not reported."""
-
-    hashes: tuple[BlockHash, ...]
-    blocks: tuple[int, ...]
-    origin: BlockOrigin = BlockOrigin()  # noqa: RUF009  # a tuple
-
-
-@dataclass(frozen=True, slots=True)
-class BlocksRemoved:
-    """Blocks left the prefix cache: they were evicted, or their hashes were removed."""
-
-    hashes: tuple[BlockHash, ...]
-    blocks: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class CacheCleared:
-    """The whole prefix cache was emptied."""
-
-
-CacheEvent = BlocksStored | BlocksRemoved | CacheCleared
-_UNKNOWN = BlockOrigin()
-
-
-class HashIndex:
-    """A map from block hash to blocks. Several blocks may have the same hash; a lookup finds the oldest entry."""
-
-    def __init__(self) -> None:
-        self._first: dict[BlockHash, int] = {}
-        self._others: dict[BlockHash, list[int]] = {}
-
-    def add(self, hashes: Sequence[BlockHash], blocks: Sequence[int]) -> None:
-        """Add `blocks` under `hashes`, which must differ from each other."""
-        if self._first.keys().isdisjoint(hashes):
-            self._first.update(zip(hashes, blocks, strict=True))
-            return
-        for block_hash, block in zip(hashes, blocks, strict=True):
-            if self._first.setdefault(block_hash, block) != block:
-                self._others.setdefault(block_hash, []).append(block)
-
-    def drop(self, hashes: Sequence[BlockHash], blocks: Sequence[int]) -> None:
-        """Remove `blocks`. A hash is removed with its last block."""
-        first = self._first
-        if not self._others:
-            for block_hash in hashes:
-                del first[block_hash]
-            return
-        for block_hash, block in zip(hashes, blocks, strict=True):
-            self._drop_one(block_hash, block)
-
-    def _drop_one(self, block_hash: BlockHash, block: int) -> None:
-        others = self._others.get(block_hash)
-        if others is None:
-            del self._first[block_hash]
-            return
-        if self._first[block_hash] == block:
-            self._first[block_hash] = others.pop(0)
-        else:
-            others.remove(block)
-        if not others:
-            del self._others[block_hash]
-
-    def first(self, block_hash: BlockHash) -> int | None:
-        """The block that was added first under `block_hash`, or None."""
-        return self._first.get(block_hash)
-
-    def find(self, hashes: Sequence[BlockHash]) -> list[int]:
-        """The blocks of the longest prefix of `hashes` that is in the index. Changes nothing."""
-        blocks: list[int] = []
-        first = self._first
-        for block_hash in hashes:
-            block = first.get(block_hash)
-            if block is None:
-                break
-            blocks.append(block)
-        return blocks
-
-    def clear(self) -> None:
-        """Remove every hash."""
-        self._first.clear()
-        self._others.clear()
-
-    def pairs(self) -> list[tuple[int, BlockHash]]:
-        """Every (block, hash) pair, sorted by block."""
-        more = [(block, block_hash) for block_hash, blocks in self._others.items() for block in blocks]
-        return sorted(
-            [*((block, block_hash) for block_hash, block in self._first.items()), *more],
-            key=lambda pair: pair[0],
-        )
+def _each(values: Sequence[_Value], blocks: Sequence[int]) -> Sequence[_Value]:
+    """The values of `blocks`; of many, in one call."""
+    if len(blocks) > 1:
+        found: tuple[_Value, ...] = itemgetter(*blocks)(values)
+        return found
+    return [values[block] for block in blocks]
 
 
 class BlockPool:
@@ -160,6 +77,7 @@ class BlockPool:
         if num_blocks < 1:
             raise CoreError(f"a pool needs at least 1 block, found {num_blocks}")
         self.num_blocks = num_blocks
+        self.free_blocks = num_blocks  # with reference count 0, cached blocks included; do not set it
         self.retention = retention
         self.events: list[CacheEvent] | None = [] if keep_events else None
         self._refs = [0]  # of the null block and of the blocks that entered the stack
@@ -173,11 +91,6 @@ class BlockPool:
         self._most_voided = _VOIDED_TIMES * num_blocks
 
     # -- counts --------------------------------------------------------------------------------------------
-
-    @property
-    def free_blocks(self) -> int:
-        """The number of blocks with reference count 0, cached blocks included."""
-        return self.num_blocks + 1 - len(self._refs) + len(self._uncached) + len(self._evictable)
 
     @property
     def cached_blocks(self) -> int:
@@ -195,8 +108,7 @@ class BlockPool:
 
     def unreferenced(self, blocks: Sequence[int]) -> int:
         """How many of `blocks` have reference count 0. A hit on such a block takes it out of the free queue."""
-        refs = self._refs
-        return [refs[block] for block in blocks].count(0)
+        return _each(self._refs, blocks).count(0)
 
     # -- reference counts ----------------------------------------------------------------------------------
 
@@ -220,6 +132,7 @@ class BlockPool:
         del stack[len(stack) - fresh :]
         if fresh < count:
             blocks += self._evict(count - fresh)
+        self.free_blocks -= count
         refs = self._refs
         for block in blocks:
             refs[block] = 1
@@ -230,6 +143,7 @@ class BlockPool:
         if not self._uncached:
             return self.take(1)[0]
         block = self._uncached.pop()
+        self.free_blocks -= 1
         self._refs[block] = 1
         return block
 
@@ -257,14 +171,29 @@ class BlockPool:
         revived = [block for block in blocks if not refs[block]]
         if revived and len(set(revived)) < len(revived):
             raise _twice("shared", blocks)
-        for block in revived:
-            if self._hash_of[block] is None:
-                raise CoreError(f"block {block} is free and holds nothing: it cannot be shared")
-        for block in revived:
-            self._evictable.remove(block)
+        if None in _each(self._hash_of, revived):
+            block = next(block for block in revived if self._hash_of[block] is None)
+            raise CoreError(f"block {block} is free and holds nothing: it cannot be shared")
+        if type(self._evictable) is LruQueue:  # a subclass may have its own `remove`
+            self._evictable.remove_all(revived)
+        else:
+            for block in revived:
+                self._evictable.remove(block)
+        self.free_blocks -= len(revived)
         for block in blocks:
             refs[block] += 1
         return len(revived)
+
+    def leave(self, block: int) -> None:
+        """Drop one of several references to `block`: the same as `release([block])`, but faster.
+
+        Raises CoreError, and changes nothing, if the block has no other reference.
+        """
+        if self._refs[block] < 2:
+            raise CoreError(
+                f"block {block} has {self._refs[block]} references: it cannot be left to another table"
+            )
+        self._refs[block] -= 1
 
     def release(self, blocks: Sequence[int]) -> list[int]:
         """Drop one reference to each of a table's `blocks`, given in table order; returns those that are now free.
@@ -273,7 +202,7 @@ class BlockPool:
         references than are dropped, or loses the last one in two entries: a table has each block once.
         """
         refs = self._refs
-        counts = [refs[block] for block in blocks]
+        counts = _each(refs, blocks)
         if counts.count(1) == len(counts):
             if len(counts) > 1 and len(set(blocks)) < len(counts):
                 raise _twice("released", blocks)
@@ -298,7 +227,8 @@ class BlockPool:
 
     def _free(self, gone: list[int]) -> None:
         hash_of = self._hash_of
-        hashes = [hash_of[block] for block in gone]
+        self.free_blocks += len(gone)
+        hashes = _each(hash_of, gone)
         if None not in hashes and self.retention is Retention.lru:
             self._evictable.push(gone)
             return
@@ -332,7 +262,7 @@ class BlockPool:
     # -- the prefix cache ----------------------------------------------------------------------------------
 
     def cache_full_blocks(
-        self, blocks: Sequence[int], hashes: Sequence[BlockHash], origin: BlockOrigin = _UNKNOWN
+        self, blocks: Sequence[int], hashes: Sequence[BlockHash], origin: BlockOrigin = UNKNOWN_ORIGIN
     ) -> None:
         """Enter full blocks with references into the prefix cache. Several blocks may have the same hash.
 
@@ -382,7 +312,7 @@ class BlockPool:
     def _remove_hashes(self, blocks: Sequence[int]) -> None:
         """Remove the hashes of `blocks`. Private hashes are not in the index."""
         hash_of = self._hash_of
-        hashes = [hash_of[block] for block in blocks]
+        hashes = _each(hash_of, blocks)
         for block in blocks:
             hash_of[block] = None
         if len(hashes) == 1 and type(hashes[0]) is int:
@@ -422,6 +352,9 @@ class BlockPool:
     def check(self, references: dict[int, int]) -> None:
         """Verify every invariant with `check_pool`; `references` has the table entries of each block."""
         check_pool(self._refs, self._uncached, self._evictable, self._hash_of, self._index, references)
+        free = self.num_blocks + 1 - len(self._refs) + len(self._uncached) + len(self._evictable)
+        if self.free_blocks != free:
+            raise InvariantError(f"{free} blocks have reference count 0, {self.free_blocks} were counted")
 
 
 def _twice(verb: str, blocks: Sequence[int]) -> CoreError:

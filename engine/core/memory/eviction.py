@@ -59,9 +59,18 @@ class LruQueue:
 
     def remove(self, block: int) -> None:
         """Mark the block's oldest entry as stale."""
-        self._stale[block] = self._stale.get(block, 0) + 1
-        self._stale_entries += 1
-        self._size -= 1
+        self.remove_all((block,))
+
+    def remove_all(self, blocks: Sequence[int]) -> None:
+        """Mark the oldest entry of each of `blocks`, which are different, as stale."""
+        stale = self._stale
+        if stale.keys().isdisjoint(blocks):
+            stale.update(dict.fromkeys(blocks, 1))
+        else:
+            for block in blocks:
+                stale[block] = stale.get(block, 0) + 1
+        self._stale_entries += len(blocks)
+        self._size -= len(blocks)
         if self._stale_entries > 64 + 2 * self._size:
             self._rewrite()
 

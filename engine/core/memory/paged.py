@@ -54,6 +54,7 @@ class PagedManager:
         self.block_size = block_size
         self.growth: int | None = block_size
         self.prefix_caching = prefix_caching
+        self._deduplicate = deduplicate
         self.pool = BlockPool(num_blocks, retention=retention, eviction=eviction, keep_events=keep_events)
         self.tables = BlockTables(self.pool, block_size)
         self.prefix_cache = PrefixCache(self.tables, prefix_caching, deduplicate, copying=copy_at_fork)
@@ -139,7 +140,8 @@ class PagedManager:
         start, size, tables = sequence.computed, self.block_size, self.tables
         if start + query_len > sequence.request.final_kv_tokens:
             raise beyond_end(sequence, start + query_len)
-        self.prefix_cache.deduplicate(sequence)
+        if self._deduplicate:
+            self.prefix_cache.deduplicate(sequence)
         taken = self._copying.copy_tables(sequence.request) if self._copying is not None else 0
         end, table = start + query_len, tables.get(sequence)
         if start % size and self.pool.references(table[-1]) > 1:
@@ -162,15 +164,16 @@ class PagedManager:
 
         Raises CoreError, and changes nothing, beyond the last token that the group computes.
         """
-        tables = self.tables
-        end = len(group.sequences[0].table) * self.block_size + 1
-        if end > group.request.final_kv_tokens:
-            raise beyond_end(group.sequences[0], end)
-        for sequence in group.sequences:
+        tables, request, sequences = self.tables, group.request, group.sequences
+        end = len(sequences[0].table) * self.block_size + 1
+        if end > request.final_kv_tokens:
+            raise beyond_end(sequences[0], end)
+        for sequence in sequences:
             table = tables.get(sequence)
-            self.prefix_cache.deduplicate(sequence)
-            tables.append(sequence.request, table, 1)
-        return len(group.sequences)
+            if self._deduplicate:
+                self.prefix_cache.deduplicate(sequence)
+            tables.append_one(request, table)
+        return len(sequences)
 
     def advance(self, calendar: DecodeCalendar) -> None:
         """Count the tokens that steady groups write in the step that is being scheduled, and cache blocks they fill.

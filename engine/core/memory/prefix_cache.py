@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.core.identity import BlockHash
-from engine.core.memory.block_pool import BlockOrigin
 from engine.core.memory.block_tables import BlockTables
+from engine.core.memory.cache_events import BlockOrigin
 from engine.core.options import Decoding
 from engine.core.request import Request
 from engine.core.sequence import Group, SequenceState

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core.errors import CoreError
-from engine.core.identity import KeyIdentity, TokenIdentity, process_seed
+from engine.core.hashing import process_seed
+from engine.core.identity import KeyIdentity, TokenIdentity
 from engine.core.options import HashAlgorithm
 
 SEGMENTS = st.lists(
@@ -178,3 +179,30 @@ def test_cbor_hashes_without_cbor2_say_what_is_missing(monkeypatch: pytest.Monke
     identity = TokenIdentity(0, range(4), algorithm=HashAlgorithm.sha256_cbor)
     with pytest.raises(CoreError, match="need cbor2; pip install"):
         identity.prompt_hashes(4)
+
+
+@pytest.mark.parametrize("tokens", [511, 512, 513, 1400])
+def test_a_prompt_that_begins_like_an_earlier_one_has_the_hashes_of_a_fresh_process(tokens: int) -> None:
+    system = list(range(900))
+    TokenIdentity(0, [*system, *range(5_000, 5_700)]).prompt_hashes(16)  # its pieces are remembered
+    prompt = [*system, *range(9_000, 9_500)][:tokens]
+    root = b"pagetwin:0:1:-"
+    data = np.array(prompt, dtype="<i4").tobytes()
+    expected = [hashlib.sha256(root + data[:end]).digest() for end in range(64, len(data) + 1, 64)]
+    assert TokenIdentity(1, prompt).prompt_hashes(16) == expected
+
+
+def test_remembered_prefixes_are_kept_apart_by_tenant_and_by_block_size() -> None:
+    prompt = range(600)
+    one, other = TokenIdentity(0, prompt, "a"), TokenIdentity(0, prompt, "b")
+    assert set(one.prompt_hashes(16)).isdisjoint(other.prompt_hashes(16))
+    assert len(one.prompt_hashes(8)) == 75
+    assert one.prompt_hashes(8)[1::2] == one.prompt_hashes(16)
+
+
+def test_hashes_of_generated_tokens_leave_those_of_the_prompt_as_they_are() -> None:
+    identity = TokenIdentity(0, range(16), share_outputs=True)
+    prompt = identity.prompt_hashes(16)
+    identity.extend(0, range(16))
+    assert len(identity.generated_hashes(0, 16)) == 2
+    assert len(prompt) == len(identity.prompt_hashes(16)) == 1

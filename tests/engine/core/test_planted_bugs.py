@@ -161,8 +161,8 @@ def merge_with_anyone(buddy: BuddyRuns, run: range) -> None:
     buddy._free.setdefault(size, []).append(start & ~(size - 1))
 
 
-def stay_in_the_queue(queue: LruQueue, block: int) -> None:
-    queue._size -= 1
+def stay_in_the_queue(queue: LruQueue, blocks: list[int]) -> None:
+    queue._size -= len(blocks)
 
 
 def miscount_written(real: Callable[..., int]) -> Callable[..., int]:
@@ -211,7 +211,7 @@ PLANTED: dict[str, tuple[object, str, Any]] = {
     "adapters share a cache": (identity, "_root", ignore_the_adapter),
     "a partial block cached": (PrefixCache, "cache_full", cache_too_much(PrefixCache.cache_full)),
     "buddies merged without asking": (BuddyRuns, "give", merge_with_anyone),
-    "a hit block left in the eviction queue": (LruQueue, "remove", stay_in_the_queue),
+    "a hit block left in the eviction queue": (LruQueue, "remove_all", stay_in_the_queue),
     "rejected drafts counted as written": (BlockTables, "truncate", miscount_written(BlockTables.truncate)),
     "an unwritten block saved": (BlockTables, "trim", trim_nothing),
 }

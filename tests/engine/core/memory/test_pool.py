@@ -2,7 +2,7 @@ import tracemalloc
 
 import pytest
 
-from engine.core.errors import CoreError, OutOfBlocksError
+from engine.core.errors import CoreError, InvariantError, OutOfBlocksError
 from engine.core.memory.block_pool import BlockPool
 from engine.core.memory.eviction import LruQueue
 from engine.core.memory.swap import HostPool
@@ -212,3 +212,36 @@ def test_a_large_host_pool_takes_the_memory_of_the_blocks_that_are_used() -> Non
     assert peak < 10**6
     assert host.free_blocks == 10**9
     assert host.take(1) == [0]
+
+
+def test_a_block_of_one_table_is_not_left_to_another() -> None:
+    pool = BlockPool(2)
+    (block,) = pool.take(1)
+    with pytest.raises(CoreError, match=f"block {block} has 1 references: it cannot be left"):
+        pool.leave(block)
+    pool.share([block])
+    pool.leave(block)
+    assert pool.references(block) == 1
+
+
+def test_an_eviction_order_with_a_remove_of_its_own_is_asked_for_each_hit() -> None:
+    removed: list[int] = []
+
+    class Watched(LruQueue):
+        def remove(self, block: int) -> None:
+            removed.append(block)
+            super().remove(block)
+
+    pool = BlockPool(4, eviction=Watched())
+    blocks = pool.take(2)
+    pool.cache_full_blocks(blocks, [b"one", b"two"])
+    pool.release(blocks)
+    pool.share(blocks)
+    assert removed == blocks
+
+
+def test_a_wrong_count_of_free_blocks_is_noticed() -> None:
+    pool = BlockPool(4)
+    pool.free_blocks -= 1
+    with pytest.raises(InvariantError, match="4 blocks have reference count 0, 3 were counted"):
+        pool.check({})
