@@ -32,6 +32,7 @@ class Demand(NamedTuple):
     group: int
     head_dim: int  # the wider of K's and V's
     aligned: bool = True  # addresses in whole 16 bytes, strides in whole 16 elements
+    paired: bool = True  # caches that can be read in pairs of 8-bit numbers: even widths and strides
 
     @classmethod
     def of(cls, q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> "Demand":
@@ -39,7 +40,8 @@ class Demand(NamedTuple):
         width = max(key_cache.shape[3], value_cache.shape[3])
         tensors = (q, key_cache, value_cache)
         aligned = all(tensor.data_ptr() % 16 == 0 and _whole(tensor) for tensor in tensors)
-        return cls(q.dtype, key_cache.dtype, q.shape[1] // key_cache.shape[2], width, aligned)
+        paired = all(_even(cache) for cache in (key_cache, value_cache))
+        return cls(q.dtype, key_cache.dtype, q.shape[1] // key_cache.shape[2], width, aligned, paired)
 
 
 def resolve_backend(name: str, device: torch.device | str) -> str:
@@ -88,6 +90,8 @@ def _unserved(device: torch.device, demand: Demand) -> str:
         return f"serves a head_dim up to {MAX_HEAD_DIM}, not {demand.head_dim}"
     if demand.group > MAX_GROUP:
         return f"serves up to {MAX_GROUP} query heads per KV head, not {demand.group}"
+    if demand.kv_dtype.itemsize == 1 and demand.dtype != torch.float32 and not demand.paired:
+        return "reads 8-bit caches in pairs and needs an even head_dim and even strides"
     if device.type != "cuda":
         return ""
     if demand.kv_dtype.itemsize == 1 and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
@@ -107,6 +111,12 @@ def _whole(tensor: torch.Tensor) -> bool:
         for stride, size in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True)
         if size > 1
     )
+
+
+def _even(cache: torch.Tensor) -> bool:
+    """Whether pairs of numbers of a row lie at even places."""
+    numbers = (*cache.stride()[:-1], cache.shape[-1], cache.storage_offset())
+    return all(number % 2 == 0 for number in numbers)
 
 
 def _log_once(reason: str) -> None:

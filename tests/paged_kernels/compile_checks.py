@@ -48,6 +48,15 @@ def test_bfloat16_keys_are_loaded_sixteen_bytes_at_a_time_and_two_tiles_ahead():
     assert "memdesc<2x64x128xbf16" in text["ttgir"]
 
 
+@pytest.mark.parametrize("element", ["fp8e4nv", "fp8e5"])
+def test_eight_bit_keys_go_through_shared_memory_in_pairs(element):
+    """Operands of the products are read from shared memory in matrices, not byte by byte, and 128 keys are staged."""
+    text = compiled(f"decode/bf16-kv-{element}/d128/g4/bs16/vector", 90).asm
+    assert "ld.shared.b8" not in text["ptx"]
+    assert "ldmatrix" in text["ptx"]
+    assert "memdesc<2x128x64xi16" in text["ttgir"]
+
+
 def test_prefill_multiplies_in_warp_groups():
     assert "wgmma" in compiled("prefill/bf16/d128/g4/bs16/vector/sm_90", 90).asm["ptx"]
 

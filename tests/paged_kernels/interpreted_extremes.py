@@ -9,6 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from interpreted_cases import attend, check, halves, options_of, spec_of
 
 from paged_kernels import (
@@ -23,6 +25,8 @@ from paged_kernels.providers.case import contiguous_kv
 from paged_kernels.providers.verify import TOLERANCE, exact_attention, relative_error
 from paged_kernels.triton import launch as triton_config
 from paged_kernels.triton.decode import run_contiguous_decode
+from paged_kernels.triton.launch import PAIRS
+from paged_kernels.triton.scan import widened
 
 BF16, FP32 = torch.bfloat16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -54,6 +58,40 @@ def test_a_strange_number_reaches_the_output_of_any_split(monkeypatch, which, va
     assert not exact.isfinite().all()
     assert_same(attend(case, num_splits=num_splits, lse=lse), exact)
     assert torch.equal(lse.isfinite(), sums.isfinite())  # an infinite LSE may become NaN on the way
+
+
+@np.errstate(invalid="ignore")  # here it is meant
+@pytest.mark.parametrize("which", ["key", "value"])
+@pytest.mark.parametrize("column", [6, 7])
+@pytest.mark.parametrize("kv_dtype", [E4M3, E5M2])
+def test_an_eight_bit_nan_reaches_the_output_from_either_place_of_a_pair(which, column, kv_dtype):
+    case = build_case(spec_of((150, 40), block_size=16, dtype=BF16, kv_dtype=kv_dtype))
+    clean = attend(case, num_splits=2)
+    cache = case.key_cache if which == "key" else case.value_cache
+    storable(cache)[case.block_table[0, 7], 5, 0, column] = 0x7F  # NaN in both formats
+    found = attend(case, num_splits=2)
+    touched = torch.zeros_like(found, dtype=torch.bool)
+    touched[0, :2, slice(None) if which == "key" else column] = True
+    assert torch.equal(found.isnan(), touched)
+    assert torch.equal(found[~touched], clean[~touched])
+
+
+@pytest.mark.parametrize("kv_dtype", [E4M3, E5M2])
+def test_every_pair_of_eight_bit_numbers_is_widened_exactly(kv_dtype):
+    pairs = torch.arange(-(2**15), 2**15, dtype=torch.int16)
+    even, odd = torch.empty(2**16), torch.empty(2**16)
+    widen_all[(1,)](pairs, even, odd, PAIRS[kv_dtype])
+    exact = pairs.view(kv_dtype).float().view(-1, 2)
+    assert torch.equal(even.nan_to_num(1e9), exact[:, 0].nan_to_num(1e9))
+    assert torch.equal(odd.nan_to_num(1e9), exact[:, 1].nan_to_num(1e9))
+
+
+@triton.jit
+def widen_all(pairs, even, odd, kind: tl.constexpr):
+    place = tl.arange(0, 65536)
+    first, second = widened(tl.load(pairs + place), kind, True)
+    tl.store(even + place, first)
+    tl.store(odd + place, second)
 
 
 @np.errstate(invalid="ignore", over="ignore")  # here they are meant

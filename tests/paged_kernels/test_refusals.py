@@ -199,6 +199,7 @@ def test_auto_says_why_it_fell_back():
         (Demand(torch.bfloat16, torch.bfloat16, 4, 576), "up to 256, not 576"),
         (Demand(torch.bfloat16, torch.bfloat16, 256, 128), "up to 128 query heads per KV head, not 256"),
         (Demand(torch.bfloat16, torch.float8_e4m3fn, 4, 128), "needs sm_89"),
+        (Demand(torch.bfloat16, torch.float8_e4m3fn, 4, 15, paired=False), "even head_dim and even strides"),
         (
             Demand(torch.bfloat16, torch.bfloat16, 4, 72, aligned=False),
             "strides that are multiples of 16 elements",

@@ -37,7 +37,7 @@ from paged_kernels.triton.launch import (
     tokens_of,
 )
 from paged_kernels.triton.prefill import tile_of_rows
-from paged_kernels.triton.scan import as_operand, finished, scan_keys
+from paged_kernels.triton.scan import as_operands, finished, joined, nothing_seen, scan_keys
 
 
 @triton.jit(do_not_specialize=["window", "groups", "table_row"])
@@ -49,7 +49,7 @@ def prefix_kernel(  # type: ignore[no-untyped-def]
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DK: tl.constexpr, DK_PAD: tl.constexpr,
     DV: tl.constexpr, DV_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, PATH: tl.constexpr,
     GROUPS_PAD: tl.constexpr, SPLITS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    HAS_ALIBI: tl.constexpr, FOLD: tl.constexpr, DOT_F32: tl.constexpr, LOG2E: tl.constexpr,
+    HAS_ALIBI: tl.constexpr, FOLD: tl.constexpr, PAIRS: tl.constexpr, DOT_F32: tl.constexpr, LOG2E: tl.constexpr,
 ):  # fmt: skip
     """Part [rows, SPLITS, heads, DV] of one tile of a group's rows; group g owns `order[bounds[g] : bounds[g + 1]]`."""
     TOKENS: tl.constexpr = ROWS // GROUP if ROWS > GROUP else 1
@@ -78,18 +78,17 @@ def prefix_kernel(  # type: ignore[no-untyped-def]
         slope = tl.zeros([ROWS], tl.float32)
         if HAS_ALIBI:
             slope = tl.load(alibi + head, mask=real, other=0.0).to(tl.float32)
-        query, power = as_operand(query, key_cache)
-        top = tl.full([ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        acc = tl.zeros([ROWS, DV_PAD], tl.float32)
-        top, total, acc = scan_keys(
-            query, power, asked, slope, key_cache + kv_head * k_head, value_cache + kv_head * v_head,
-            table + group.to(tl.int64) * table_row, top, total, acc,
+        query, odd_query, power = as_operands(query, PAIRS)
+        top, total, acc, odd_acc = nothing_seen(ROWS, DV_PAD, PAIRS)
+        top, total, acc, odd_acc = scan_keys(
+            query, odd_query, power, asked, slope,
+            key_cache + kv_head * k_head, value_cache + kv_head * v_head,
+            table + group.to(tl.int64) * table_row, top, total, acc, odd_acc,
             begin, end, length, scale, softcap, window, K_BLOCK, K_SLOT, V_BLOCK, V_SLOT,
             DK, DK_PAD, DV, DV_PAD, BLOCK_SIZE, TILE, PATH, True, False, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI,
-            FOLD, DOT_F32, LOG2E,
+            FOLD, PAIRS, DOT_F32, LOG2E,
         )  # fmt: skip
-        piece, piece_lse = finished(top, total, acc, top, v_scale, False, LOG2E)
+        piece, piece_lse = finished(top, total, joined(acc, odd_acc, PAIRS), top, v_scale, False, LOG2E)
         wide = tl.arange(0, DV_PAD)
         where = (row * SPLITS + split) * KV_HEADS * GROUP + head
         tl.store(part + where[:, None] * DV + wide[None, :], piece, mask=real[:, None] & (wide < DV)[None, :])
@@ -179,13 +178,14 @@ def _launch_prefix(
 ) -> None:
     q, scoring, shape = launch.q, launch.scoring, launch.shape
     groups, (tiles, splits) = len(shared.lens), grid
+    caches = [shape.as_read(cache) for cache in (launch.key_cache, launch.value_cache)]
     constants = prefix_constants(
         shape, config, launch.features, groups=groups, splits=splits, path=launch.path
     )
     prefix_kernel[(tiles * shape.kv_heads * chunks_of(shape, config), splits)](
-        q, launch.key_cache, launch.value_cache, shared.tables, shared.bounds, shared.order, shared.lens,
+        q, *caches, shared.tables, shared.bounds, shared.order, shared.lens,
         launch.seq_lens, or_any(scoring.alibi, q), part, part_lse,
         scoring.scale * scoring.k_scale, scoring.softcap, scoring.v_scale, scoring.window, groups,
-        q.stride(0), q.stride(1), launch.key_cache.stride(2), launch.value_cache.stride(2),
+        q.stride(0), q.stride(1), *(cache.stride(2) for cache in caches),
         shared.tables.stride(0), **constants, num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip

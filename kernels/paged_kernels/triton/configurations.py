@@ -45,7 +45,7 @@ ELEMENTS = {
 PLAIN = Features()
 # Instructions of a warp per byte of K and V that the loop of decode may take, by bytes per element. An H200 delivers
 # about 20 bytes per clock to each multiprocessor, which issues 4 instructions: above 0.2 instructions limit the speed.
-MOST_PER_BYTE = {2: 0.060, 1: 0.175}
+MOST_PER_BYTE = {2: 0.060, 1: 0.085}
 SMALL = LaunchConfig(0, 0, 4, 3)  # Triton's defaults
 FULL = Features(window=True, softcap=True, sinks=True, alibi=True, lse=True)
 # Element types of pointers that point neither to queries nor to a cache.
@@ -259,6 +259,8 @@ def configuration(
 ) -> KernelConfiguration:
     """A kernel with its constants fixed; types and known facts follow from the arguments' names."""
     element, cached = (f"*{ELEMENTS[dtype]}" for dtype in (shape.dtype, shape.kv_dtype))
+    if constants.get("PAIRS"):
+        cached = "*i16"
     pointers = POINTERS | dict.fromkeys(QUERIES, element) | dict.fromkeys(CACHES, cached)
     signature = {
         name: "constexpr"
@@ -276,10 +278,16 @@ def configuration(
         aligned=aligned,
         num_warps=config.warps,
         num_stages=config.stages,
-        kv_tile=(config.tile, constants["DK_PAD"]) if "DK_PAD" in constants else None,
+        kv_tile=_kv_tile(constants),
         matrix=matrix,
         capabilities=(90,) if narrow else TUNED,
     )
+
+
+def _kv_tile(constants: Mapping[str, Any]) -> tuple[int, int] | None:
+    if "DK_PAD" not in constants:
+        return None
+    return constants["TILE"], constants["DK_PAD"] // (2 if constants["PAIRS"] else 1)
 
 
 def _shape(

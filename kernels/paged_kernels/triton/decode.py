@@ -30,7 +30,7 @@ from paged_kernels.triton.launch import (
     decode_constants,
     target_parts,
 )
-from paged_kernels.triton.scan import as_operand, finished, scan_keys
+from paged_kernels.triton.scan import as_operands, finished, joined, nothing_seen, scan_keys
 
 MAX_ROWS = 4096  # rows per launch: every program reads the lengths of all of them
 
@@ -75,7 +75,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     DV: tl.constexpr, DV_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, PATH: tl.constexpr,
     SPLITS: tl.constexpr, ROWS_PAD: tl.constexpr, MIN_TILES: tl.constexpr, DIRECT: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_ALIBI: tl.constexpr,
-    FOLD: tl.constexpr, HAS_LSE: tl.constexpr, DOT_F32: tl.constexpr, LOG2E: tl.constexpr,
+    FOLD: tl.constexpr, HAS_LSE: tl.constexpr, PAIRS: tl.constexpr, DOT_F32: tl.constexpr, LOG2E: tl.constexpr,
 ):  # fmt: skip
     """One part of one row and KV head. `SPLITS` 0 cuts by `parts_of_rows`; `DIRECT` writes rows of one part to `out`.
 
@@ -115,21 +115,21 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         slope = tl.zeros([ROWS], tl.float32)
         if HAS_ALIBI:
             slope = tl.load(alibi + head, mask=real, other=0.0).to(tl.float32)
-        query, power = as_operand(query, key_cache)
+        query, odd_query, power = as_operands(query, PAIRS)
         keys, values = key_cache + kv_head * k_head, value_cache + kv_head * v_head
         if PATH == "contiguous":
             keys, values = keys + wide_row * K_BLOCK, values + wide_row * V_BLOCK
-        top = tl.full([ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        acc = tl.zeros([ROWS, DV_PAD], tl.float32)
+        top, total, acc, odd_acc = nothing_seen(ROWS, DV_PAD, PAIRS)
         asked = tl.zeros([ROWS], tl.int32) + (length - 1).to(tl.int32)
-        top, total, acc = scan_keys(
-            query, power, asked, slope, keys, values, table + wide_row * table_row, top, total, acc,
+        top, total, acc, odd_acc = scan_keys(
+            query, odd_query, power, asked, slope, keys, values, table + wide_row * table_row,
+            top, total, acc, odd_acc,
             begin, end, length, scale, softcap, window, K_BLOCK, K_SLOT, V_BLOCK, V_SLOT,
             DK, DK_PAD, DV, DV_PAD, BLOCK_SIZE, TILE, PATH, True, False, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI,
-            FOLD, DOT_F32, LOG2E,
+            FOLD, PAIRS, DOT_F32, LOG2E,
         )  # fmt: skip
 
+        acc = joined(acc, odd_acc, PAIRS)
         wide = tl.arange(0, DV_PAD)
         kept = real[:, None] & (wide < DV)[None, :]
         if DIRECT & (parts == 1):
@@ -333,7 +333,7 @@ def shape_of(q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor
 def launch_decode(launch: DecodeLaunch, out: torch.Tensor, lse: torch.Tensor, *, direct: bool) -> None:
     """Launch the first kernel. Rows of one part are written to `out` if `direct`, all others to the scratch buffers."""
     q, scoring, shape = launch.q, launch.scoring, launch.shape
-    rows = len(q)
+    rows, caches = len(q), [shape.as_read(cache) for cache in (launch.key_cache, launch.value_cache)]
     parts = rows * launch.splits if launch.splits else rows + launch.target
     constants = decode_constants(
         shape,
@@ -345,10 +345,10 @@ def launch_decode(launch: DecodeLaunch, out: torch.Tensor, lse: torch.Tensor, *,
         path=launch.path,
     )
     decode_kernel[(parts * shape.kv_heads * chunks_of(shape, launch.config),)](
-        q, launch.key_cache, launch.value_cache, launch.block_table, launch.seq_lens,
+        q, *caches, launch.block_table, launch.seq_lens,
         or_any(scoring.sinks, q), or_any(scoring.alibi, q), out, lse, launch.part, launch.part_lse,
         scoring.scale * scoring.k_scale, scoring.softcap, scoring.v_scale, scoring.window, rows, launch.target,
-        q.stride(0), q.stride(1), launch.key_cache.stride(2), launch.value_cache.stride(2),
+        q.stride(0), q.stride(1), *(cache.stride(2) for cache in caches),
         launch.block_table.stride(0), out.stride(0), out.stride(1),
         **constants, num_warps=launch.config.warps, num_stages=launch.config.stages,
     )  # fmt: skip

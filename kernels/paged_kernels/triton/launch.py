@@ -20,6 +20,7 @@ MAX_SPLITS = 32
 # Specifications per Compute Capability. The compiler does not check it.
 SHARED_BYTES = {80: 166_912, 86: 101_376, 87: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 103: 232_448}
 SHARED_BYTES |= {120: 101_376, 121: 101_376}
+PAIRS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 WAVES = 6  # parts per multiprocessor of a batch: three run at a time, and two rounds even out their lengths
 
 
@@ -53,6 +54,18 @@ class AttentionShape(NamedTuple):
     def row_bytes(self) -> int:
         """Bytes that one staged key or value takes, whichever is wider."""
         return padded(max(self.dk, self.dv)) * self.kv_dtype.itemsize
+
+    @property
+    def pairs(self) -> str:
+        """How 8-bit numbers are read in pairs ("e4m3", "e5m2"), or "" where numbers are read one by one.
+
+        They need even widths and strides. float32 products take no operands of 16 bits.
+        """
+        return PAIRS.get(self.kv_dtype, "") if self.dtype != torch.float32 else ""
+
+    def as_read(self, cache: torch.Tensor) -> torch.Tensor:
+        """The cache as the kernels take it: in elements of 16 bits where they read `pairs`."""
+        return cache.view(torch.int16) if self.pairs else cache
 
 
 def padded(dim: int) -> int:
@@ -143,12 +156,8 @@ def _scalar(shape: AttentionShape) -> bool:
 
 
 def _tile(shape: AttentionShape) -> int:
-    """Keys per tile. More than three stages of 64 x 256 bytes of K and V do not fit in an A100's shared memory.
-
-    8-bit rows of 256 are widened in registers, where 64 of them do not fit.
-    """
-    wide = max(shape.row_bytes, 2 * padded(max(shape.dk, shape.dv)))
-    return 64 if wide <= 256 else 32 if wide <= 512 else 16
+    """Keys per tile. More than three stages of 64 x 256 bytes of K and V do not fit in an A100's shared memory."""
+    return min(128 if shape.pairs else 64, max(16, 16_384 // shape.row_bytes))
 
 
 def id_path(block_size: int, tile: int, wanted: str = "auto") -> str:
@@ -315,21 +324,24 @@ def rows_pad(rows: int) -> int:
 
 
 def _common(shape: AttentionShape, config: LaunchConfig, features: Features) -> dict[str, Any]:
+    each, narrowest = (2, 32) if shape.pairs else (1, 16)
+    strides = (stride // each for stride in shape.strides)
     return {
-        **dict(zip(("K_BLOCK", "K_SLOT", "V_BLOCK", "V_SLOT"), shape.strides, strict=True)),
+        **dict(zip(("K_BLOCK", "K_SLOT", "V_BLOCK", "V_SLOT"), strides, strict=True)),
         "KV_HEADS": shape.kv_heads,
         "GROUP": shape.group,
         "ROWS": config.rows,
         "DK": shape.dk,
-        "DK_PAD": padded(shape.dk),
+        "DK_PAD": max(narrowest, padded(shape.dk)),
         "DV": shape.dv,
-        "DV_PAD": padded(shape.dv),
+        "DV_PAD": max(narrowest, padded(shape.dv)),
         "BLOCK_SIZE": shape.block_size,
         "TILE": config.tile,
         "HAS_WINDOW": features.window,
         "HAS_SOFTCAP": features.softcap,
         "HAS_ALIBI": features.alibi,
         "FOLD": not (features.softcap or features.alibi or features.any_scale),
+        "PAIRS": shape.pairs,
         "DOT_F32": interpreted(),
         "LOG2E": LOG2E,
     }

@@ -23,7 +23,7 @@ from paged_kernels.triton.launch import (
     prefill_constants,
     tokens_of,
 )
-from paged_kernels.triton.scan import as_operand, finished, scan_keys
+from paged_kernels.triton.scan import as_operands, finished, joined, nothing_seen, scan_keys
 
 
 @triton.jit
@@ -50,7 +50,8 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DK: tl.constexpr, DK_PAD: tl.constexpr,
     DV: tl.constexpr, DV_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, PATH: tl.constexpr,
     ROWS_PAD: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
-    HAS_ALIBI: tl.constexpr, FOLD: tl.constexpr, HAS_LSE: tl.constexpr, DOT_F32: tl.constexpr, LOG2E: tl.constexpr,
+    HAS_ALIBI: tl.constexpr, FOLD: tl.constexpr, HAS_LSE: tl.constexpr, PAIRS: tl.constexpr, DOT_F32: tl.constexpr,
+    LOG2E: tl.constexpr,
 ):  # fmt: skip
     """Output rows and natural-log LSE of one tile. The last tiles see the most keys, so they start first."""
     HEADS: tl.constexpr = KV_HEADS * GROUP
@@ -79,10 +80,8 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
         slope = tl.zeros([ROWS], tl.float32)
         if HAS_ALIBI:
             slope = tl.load(alibi + head, mask=real, other=0.0).to(tl.float32)
-        top = tl.full([ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        acc = tl.zeros([ROWS, DV_PAD], tl.float32)
-        query, power = as_operand(query, key_cache)
+        top, total, acc, odd_acc = nothing_seen(ROWS, DV_PAD, PAIRS)
+        query, odd_query, power = as_operands(query, PAIRS)
         keys, values = key_cache + kv_head * k_head, value_cache + kv_head * v_head
         my_table = table + sequence.to(tl.int64) * table_row
         begin, end = length * 0, tl.cdiv(last_key, TILE)
@@ -90,23 +89,23 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
             begin = tl.maximum(context + first_token - window + 1, 0) // TILE
         else:
             open_to_all = tl.maximum(tl.minimum(context + first_token + 1, last_key), 0) // TILE
-            top, total, acc = scan_keys(
-                query, power, asked, slope, keys, values, my_table, top, total, acc,
+            top, total, acc, odd_acc = scan_keys(
+                query, odd_query, power, asked, slope, keys, values, my_table, top, total, acc, odd_acc,
                 begin, open_to_all, last_key, scale, softcap, window, K_BLOCK, K_SLOT, V_BLOCK, V_SLOT,
                 DK, DK_PAD, DV, DV_PAD, BLOCK_SIZE, TILE, PATH, False, False, False, HAS_SOFTCAP, HAS_ALIBI,
-                FOLD, DOT_F32, LOG2E,
+                FOLD, PAIRS, DOT_F32, LOG2E,
             )  # fmt: skip
             begin = open_to_all
-        top, total, acc = scan_keys(
-            query, power, asked, slope, keys, values, my_table, top, total, acc,
+        top, total, acc, odd_acc = scan_keys(
+            query, odd_query, power, asked, slope, keys, values, my_table, top, total, acc, odd_acc,
             begin, end, last_key, scale, softcap, window, K_BLOCK, K_SLOT, V_BLOCK, V_SLOT,
             DK, DK_PAD, DV, DV_PAD, BLOCK_SIZE, TILE, PATH, True, True, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI,
-            FOLD, DOT_F32, LOG2E,
+            FOLD, PAIRS, DOT_F32, LOG2E,
         )  # fmt: skip
         sink = tl.zeros([ROWS], tl.float32)
         if HAS_SINKS:
             sink = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32)
-        result, logsum = finished(top, total, acc, sink, v_scale, HAS_SINKS, LOG2E)
+        result, logsum = finished(top, total, joined(acc, odd_acc, PAIRS), sink, v_scale, HAS_SINKS, LOG2E)
         wide = tl.arange(0, DV_PAD)
         place = out + flat[:, None] * out_row + head[:, None] * out_head + wide[None, :]
         tl.store(place, result, mask=real[:, None] & (wide < DV)[None, :])
@@ -159,14 +158,14 @@ def _launch(
         prefill_config(shape, capability_of(q.device)),
         Features.of(scoring, lse=lse is not None),
     )
-    tokens = tokens_of(shape, config)
+    tokens, caches = tokens_of(shape, config), [shape.as_read(cache) for cache in (key_cache, value_cache)]
     # Each span ends in at most one partly filled tile.
     tiles = min(triton.cdiv(len(q), tokens) + sequences, sequences * triton.cdiv(max_seqlen_q, tokens))
     prefill_kernel[(tiles * shape.kv_heads * chunks_of(shape, config),)](
-        q, key_cache, value_cache, block_table, seq_lens, bounds,
+        q, *caches, block_table, seq_lens, bounds,
         or_any(scoring.sinks, q), or_any(scoring.alibi, q), out, or_any(lse, q),
         scoring.scale * scoring.k_scale, scoring.softcap, scoring.v_scale, scoring.window, sequences,
-        q.stride(0), q.stride(1), key_cache.stride(2), value_cache.stride(2),
+        q.stride(0), q.stride(1), *(cache.stride(2) for cache in caches),
         block_table.stride(0), out.stride(0), out.stride(1),
         **prefill_constants(shape, config, features, sequences=sequences, path=path),
         num_warps=config.warps, num_stages=config.stages,

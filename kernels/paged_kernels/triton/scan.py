@@ -8,7 +8,7 @@ address in the same iteration, the compiler would keep one buffer of K and V ins
 # This file holds kernels alone. Triton types their arguments itself, and its decorators have no types.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # Code after an early return inside an `if` on a constant would be compiled too, so each return has its `else`.
-# ruff: noqa: N803, RET505
+# ruff: noqa: N803, N806, RET505
 
 import triton
 import triton.language as tl
@@ -77,29 +77,98 @@ def load_tile(
 
 
 @triton.jit
-def matmul(a, b, DOT_F32: tl.constexpr):
-    """a @ b in float32. The interpreter multiplies bfloat16 wrongly, so both become float32 there."""
+def matmul(a, b, acc, DOT_F32: tl.constexpr):
+    """a @ b + acc in float32. The interpreter multiplies bfloat16 wrongly, so both become float32 there."""
     if DOT_F32:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
-    return tl.dot(a, b.to(a.dtype), input_precision="ieee")
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    return tl.dot(a, b.to(a.dtype), acc, input_precision="ieee")
 
 
 @triton.jit
-def as_operand(query, cache):
-    """The query as the products take it, [ROWS, DK_PAD], and the factor by which that is too small, [ROWS].
+def as_operands(query, PAIRS: tl.constexpr):
+    """The `halves` of the query as the products take them, and the factor by which they are too small, [ROWS].
 
     8-bit keys become float16 in one instruction for two, but bfloat16 in two each, through a pipe with a quarter of the
     rate. So bfloat16 queries become float16 as well. They are exact there but for their range, which a power of two
     per row brings below 2; what underflows is less than 2^-24 of the row's largest element.
     """
-    if cache.dtype.element_ty.primitive_bitwidth == 8 and query.dtype == tl.bfloat16:
+    power = tl.full([query.shape[0]], 1.0, tl.float32)
+    if PAIRS != "" and query.dtype == tl.bfloat16:
         wide = query.to(tl.float32)
         largest = tl.max(tl.abs(wide), 1)
         power = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
         power = tl.where((power > 0) & (power < float("inf")), power, 1.0)
-        return (wide / power[:, None]).to(tl.float16), power
+        query = (wide / power[:, None]).to(tl.float16)
+    even, odd = halves(query, PAIRS)
+    return even, odd, power
+
+
+@triton.jit
+def widened(pair, PAIRS: tl.constexpr, DOT_F32: tl.constexpr):
+    """The two 8-bit numbers of each 16-bit element, as float16: those at even places of the row, those at odd ones.
+
+    The shared memory of a GPU delivers operands of matrix products in elements of 16 bits. Single bytes are read one by
+    one there, so pairs are read, and widened in the registers in which the products need them. A word holds the bytes
+    b0 b1 b2 b3 of two elements; b0 and b2 become the first result. One instruction converts two numbers of e4m3, NaN
+    included. A number of e5m2 is the upper half of a float16.
+    """
+    if DOT_F32:  # the interpreter knows no PTX
+        return decoded(pair & 255, PAIRS), decoded((pair >> 8) & 255, PAIRS)
+    elif PAIRS == "e4m3":
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 sorted;
+            .reg .b16 even, odd;
+            prmt.b32 sorted, $2, 0, 0x3120;
+            mov.b32 {even, odd}, sorted;
+            cvt.rn.f16x2.e4m3x2 $0, even;
+            cvt.rn.f16x2.e4m3x2 $1, odd;
+            }
+            """,
+            "=r,=r,r", [pair], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
     else:
-        return query, tl.full([query.shape[0]], 1.0, tl.float32)
+        return tl.inline_asm_elementwise(
+            """
+            prmt.b32 $0, $2, 0, 0x2404;
+            prmt.b32 $1, $2, 0, 0x3414;
+            """,
+            "=&r,=r,r", [pair], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+
+
+@triton.jit
+def decoded(code, KIND: tl.constexpr):
+    """The numbers of 8-bit codes (int16), float32, for the interpreter: its own conversion makes 480 of e4m3's NaN.
+
+    Moved to the right place, the bits are a float16. The bias of e4m3's exponent is 7, of float16's 15.
+    """
+    if KIND == "e4m3":
+        number = (((code & 128) << 8) | ((code & 127) << 7)).to(tl.float16, bitcast=True).to(
+            tl.float32
+        ) * 256.0
+        return tl.where((code & 127) == 127, float("nan"), number)
+    else:
+        return (code << 8).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def halves(rows, PAIRS: tl.constexpr):
+    """The numbers at even and at odd places of `rows` [ROWS, PAD], each [ROWS, PAD / 2]; without PAIRS twice `rows`."""
+    if PAIRS != "":
+        return tl.split(tl.reshape(rows, [rows.shape[0], rows.shape[1] // 2, 2]))
+    else:
+        return rows, rows
+
+
+@triton.jit
+def joined(even, odd, PAIRS: tl.constexpr):
+    """The opposite of `halves`."""
+    if PAIRS != "":
+        return tl.reshape(tl.join(even, odd), [even.shape[0], even.shape[1] * 2])
+    else:
+        return even
 
 
 @triton.jit
@@ -119,21 +188,34 @@ def tanh(x):
 
 
 @triton.jit
+def nothing_seen(ROWS: tl.constexpr, DV_PAD: tl.constexpr, PAIRS: tl.constexpr):
+    """The state that `scan_keys` starts from: top, total, acc, odd_acc."""
+    EACH: tl.constexpr = 2 if PAIRS != "" else 1
+    top, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, DV_PAD // EACH], tl.float32)
+    return top, total, acc, acc
+
+
+@triton.jit
 def scan_keys(
-    query, power, asked, slope, keys, values, table, top, total, acc,
+    query, odd_query, power, asked, slope, keys, values, table, top, total, acc, odd_acc,
     begin, end, limit, scale, softcap, window,
     K_BLOCK: tl.constexpr, K_SLOT: tl.constexpr, V_BLOCK: tl.constexpr, V_SLOT: tl.constexpr,
     DK: tl.constexpr, DK_PAD: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, PATH: tl.constexpr,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    HAS_ALIBI: tl.constexpr, FOLD: tl.constexpr, DOT_F32: tl.constexpr, LOG2E: tl.constexpr,
+    HAS_ALIBI: tl.constexpr, FOLD: tl.constexpr, PAIRS: tl.constexpr, DOT_F32: tl.constexpr, LOG2E: tl.constexpr,
 ):  # fmt: skip
     """Carry the softmax state (top in base 2, total, acc) of `query` [ROWS, DK_PAD] over tiles `begin` to `end`.
+
+    With PAIRS (8-bit caches, read as `widened`; their strides count pairs) `query` and `acc` are the `halves` at even
+    places, `odd_query` and `odd_acc` those at odd places. Without, these two are not used.
 
     `asked` [ROWS] are the rows' positions; padding rows have a large one. Keys from `limit` on are not read; MASKED is
     False if no tile reaches `limit`. CAUSAL hides keys after a row's own position. FOLD multiplies the products by the
     scale inside the exponent, one instruction for both. It needs a scale above 0 and products that are the scores.
     """
+    EACH: tl.constexpr = 2 if PAIRS != "" else 1  # numbers per element that is loaded
     factor = power * (scale * LOG2E)
     block = block_ids(table, begin, limit, BLOCK_SIZE, TILE, PATH)
     for tile in range(begin, end):
@@ -144,9 +226,13 @@ def scan_keys(
             inside = inside & (position > tl.min(asked, 0) - window)
         k_place = slot_offsets(block, tile, K_BLOCK, K_SLOT, BLOCK_SIZE, TILE, PATH)
         v_place = slot_offsets(block, tile, V_BLOCK, V_SLOT, BLOCK_SIZE, TILE, PATH)
-        k = load_tile(keys, k_place, inside, DK, DK_PAD, MASKED, TILE)
-        v = load_tile(values, v_place, inside, DV, DV_PAD, MASKED, TILE)
-        scores = matmul(query, tl.trans(k), DOT_F32)
+        k = load_tile(keys, k_place, inside, DK // EACH, DK_PAD // EACH, MASKED, TILE)
+        v = load_tile(values, v_place, inside, DV // EACH, DV_PAD // EACH, MASKED, TILE)
+        scores = tl.zeros([query.shape[0], TILE], tl.float32)
+        if PAIRS != "":
+            k, odd_k = widened(k, PAIRS, DOT_F32)
+            scores = matmul(odd_query, tl.trans(odd_k), scores, DOT_F32)
+        scores = matmul(query, tl.trans(k), scores, DOT_F32)
         if HAS_SOFTCAP:
             scores = tanh(scores * (power * (scale / softcap))[:, None]) * (softcap * LOG2E)
         elif not FOLD:
@@ -170,10 +256,13 @@ def scan_keys(
             weight = tl.exp2(scores - base[:, None])
         keep = tl.exp2(top - base)
         total = total * keep + tl.sum(weight, 1)
-        acc = acc * keep[:, None] + matmul(weight.to(query.dtype), v, DOT_F32)
+        if PAIRS != "":
+            v, odd_v = widened(v, PAIRS, DOT_F32)
+            odd_acc = matmul(weight.to(query.dtype), odd_v, odd_acc * keep[:, None], DOT_F32)
+        acc = matmul(weight.to(query.dtype), v, acc * keep[:, None], DOT_F32)
         top = higher
         block = ahead
-    return top, total, acc
+    return top, total, acc, odd_acc
 
 
 @triton.jit
