@@ -35,6 +35,7 @@ from engine.runtime.requests import (
     encode_prompt,
     truncated,
 )
+from engine.runtime.structured import Grammars
 from engine.runtime.text import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -138,6 +139,7 @@ class Engine:
         ] = {}  # requests whose text is read in every step, before the commit
         self._next = 0
         self._epoch = 0  # part of every block hash: a higher epoch gives no hits on blocks of an earlier one
+        self._grammars = Grammars(tokenizer, loaded.vocab_size, self.loaded.end_ids)
         self._pending: list[RequestOutput] = []  # outputs of requests that ended outside of a step
 
     # -- requests ------------------------------------------------------------------------------------------
@@ -178,6 +180,9 @@ class Engine:
         check_choices(params, bad_words, self.loaded)
         array, number = np.array(ids, dtype=np.int64), self._next
         salt = self._salt(params, cache_salt)
+        form = params.structured_outputs
+        constraint = None if form is None else self._grammars.constraint(form)
+        ends = self.loaded.end_ids if form is None else self._grammars.end_ids
         identity = TokenIdentity(
             number,
             array,
@@ -190,7 +195,7 @@ class Engine:
             self._speculation if params.width == 1 else None)  # fmt: skip
         self.scheduler.submit(request)
         self._next += 1
-        self.runner.add(request, array, params.rules(self.loaded.end_ids, bad_words))
+        self.runner.add(request, array, params.rules(ends, bad_words, constraint))
         now = self._clock() if arrival_s is None else arrival_s
         self._register(
             RequestState(
@@ -223,7 +228,7 @@ class Engine:
 
     def _register(self, state: RequestState) -> None:
         self._states[state.request_id] = self._by_number[state.number] = state
-        if state.params.stops:
+        if state.params.stops or state.params.structured_outputs is not None:
             self._watched[state.number] = state
 
     def abort(self, request_id: str) -> bool:
@@ -309,6 +314,7 @@ class Engine:
         """Extend the text of a request. If the tokenizer fails, only this request ends."""
         try:
             state.read()
+            state.check_form()
         except RequestError as error:
             state.error = state.error or error
             state.drop_text()

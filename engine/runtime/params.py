@@ -12,6 +12,7 @@ from typing import Literal
 
 from engine.core.options import Decoding
 from engine.runtime.errors import ParamsError
+from engine.runtime.structured import Constraint, StructuredOutputsParams
 
 EarlyStopping = bool | Literal["never"]
 MAX_LOGPROBS = 20
@@ -28,7 +29,8 @@ MAX_LENGTH_PENALTY = 30.0  # length to this power does not overflow
 class LogitChanges:
     """How the logits of one request are changed before a token is chosen. Reported log-probabilities are unchanged.
 
-    In this order, as in vLLM: tokens that are not allowed, end tokens before `min_tokens`, bias, bad words, penalties.
+    In this order, as in vLLM: what cannot follow in the form of the output, tokens that are not allowed, end tokens
+    before `min_tokens`, bias, bad words, penalties.
     """
 
     allowed: tuple[int, ...] = ()  # (): all tokens
@@ -38,6 +40,7 @@ class LogitChanges:
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
+    constraint: Constraint | None = None  # of the form of the output
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +112,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None  # added to logits, by token id
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] = ()  # texts that must not appear in the output
+    structured_outputs: StructuredOutputsParams | None = None  # the form that the output must have
     prompt_logprobs: int | None = None  # as `logprobs`, for the tokens of the prompt
     truncate_prompt_tokens: int | None = (
         None  # keep only so many last tokens of the prompt; -1: as many as fit
@@ -181,12 +185,15 @@ class SamplingParams:
 
     def _check_combinations(self) -> None:
         self._check_lists()
-        if self.beam_width > 1 and (self.changes(()) is not None or self.prompt_logprobs is not None):
+        changed = self.changes(()) is not None or self.structured_outputs is not None
+        if self.beam_width > 1 and (changed or self.prompt_logprobs is not None):
             raise ParamsError(
                 "beam_width",
-                "beam search supports no penalties, min_tokens, logit_bias, allowed_token_ids, bad_words and "
-                "prompt_logprobs",
+                "beam search supports no penalties, min_tokens, logit_bias, allowed_token_ids, bad_words, "
+                "structured_outputs and prompt_logprobs",
             )
+        if self.structured_outputs is not None:
+            self._check_structured()
         if self.beam_width > 1 and self.n > 1:
             raise ParamsError("n", "beam search returns beam_width sequences: set beam_width or n, not both")
         if self.beam_width > 1 and (self.stops or self.logprobs is not None):
@@ -195,6 +202,12 @@ class SamplingParams:
             raise ParamsError("n", f"{self.n} samples at temperature 0 would all be the same")
         if self.stops and not self.detokenize:
             raise ParamsError("stop", "stop strings need the text: set detokenize")
+
+    def _check_structured(self) -> None:
+        """Refuse what could leave no token to choose, or no end."""
+        for name in ("allowed_token_ids", "bad_words", "min_tokens", "ignore_eos"):
+            if getattr(self, name):
+                raise ParamsError("structured_outputs", f"cannot be combined with {name}")
 
     @property
     def decoding(self) -> Decoding:
@@ -208,8 +221,13 @@ class SamplingParams:
         """Sequences per request."""
         return max(self.beam_width, self.n)
 
-    def changes(self, bad_words: Sequence[Sequence[int]]) -> LogitChanges | None:
-        """What is changed in the logits, with the token ids of the bad words; None if nothing is."""
+    def changes(
+        self, bad_words: Sequence[Sequence[int]], constraint: Constraint | None = None
+    ) -> LogitChanges | None:
+        """What is changed in the logits, with the token ids of the bad words; None if nothing is.
+
+        `constraint` is that of `structured_outputs`, made for the engine's tokenizer.
+        """
         found = LogitChanges(
             allowed=tuple(int(token) for token in self.allowed_token_ids or ()),
             min_tokens=self.min_tokens,
@@ -218,11 +236,17 @@ class SamplingParams:
             repetition_penalty=self.repetition_penalty,
             frequency_penalty=self.frequency_penalty,
             presence_penalty=self.presence_penalty,
+            constraint=constraint,
         )
         return None if found == LogitChanges() and not self.bad_words else found
 
-    def rules(self, model_ends: Sequence[int], bad_words: Sequence[Sequence[int]] = ()) -> DecodingRules:
-        """The decoding rules for a model with these end tokens, and with the token ids of the bad words."""
+    def rules(
+        self,
+        model_ends: Sequence[int],
+        bad_words: Sequence[Sequence[int]] = (),
+        constraint: Constraint | None = None,
+    ) -> DecodingRules:
+        """The decoding rules for a model with these end tokens; bad words and constraint as in `changes`."""
         ends = [] if self.ignore_eos else list(model_ends)
         return DecodingRules(
             temperature=self.temperature if self.temperature > 0 else None,
@@ -234,7 +258,7 @@ class SamplingParams:
             logprobs=self.logprobs,
             length_penalty=self.length_penalty,
             early_stopping=self.early_stopping,
-            changes=self.changes(bad_words),
+            changes=self.changes(bad_words, constraint),
             prompt_logprobs=self.prompt_logprobs,
         )
 
@@ -275,6 +299,9 @@ def check_types(params: SamplingParams) -> None:
         raise ParamsError("allowed_token_ids", f"{params.allowed_token_ids!r} is not a list of whole numbers")
     if not _is_list_of(params.bad_words, lambda one: isinstance(one, str)):
         raise ParamsError("bad_words", f"{params.bad_words!r} is not a list of strings")
+    form = params.structured_outputs
+    if form is not None and not isinstance(form, StructuredOutputsParams):
+        raise ParamsError("structured_outputs", f"{form!r} is not StructuredOutputsParams")
     if params.output_kind not in tuple(OutputKind):
         raise ParamsError("output_kind", f"{params.output_kind!r} is not one of {', '.join(OutputKind)}")
 

@@ -270,6 +270,12 @@ class RequestState:
             if branch not in self._stopped_by:
                 self._read_branch(branch, text)
 
+    def check_form(self) -> None:
+        """Raise GrammarError if the grammar of the output became too large."""
+        changes = self.generation.rules.changes
+        if changes is not None and changes.constraint is not None and changes.constraint.failure is not None:
+            raise changes.constraint.failure
+
     def _read_branch(self, branch: int, text: Detokenizer) -> None:
         generation = self.generation
         ended = generation.ends[branch]

@@ -28,6 +28,11 @@ class ByteTokenizer:
     def __init__(self, first_id: int = 0) -> None:
         self._first = first_id
 
+    @property
+    def first_id(self) -> int:
+        """The id of byte 0."""
+        return self._first
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """One id per byte of the text in UTF-8."""
         return [self._first + byte for byte in text.encode()]

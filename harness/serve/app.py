@@ -55,6 +55,7 @@ class Server:
     model: str
     most_requests: int  # in progress at once; further ones are refused
     started: int
+    root: str | None = None
     under_way: int = 0
 
     def check_model(self, name: str | None) -> None:
@@ -72,7 +73,7 @@ class Server:
             "object": "model",
             "created": self.started,
             "owned_by": "pagetwin",
-            "root": self.engine.engine.loaded.name,
+            "root": self.root or self.engine.engine.loaded.name,
             "parent": None,
             "max_model_len": self.engine.engine.limits.max_model_len,
         }
@@ -155,14 +156,22 @@ def _whole(envelope: Envelope, done: Sequence[RequestOutput], width: int) -> dic
 
 
 def build_app(
-    engine: Engine, *, model: str, most_requests: int = 1024, api_keys: Sequence[str] = ()
+    engine: Engine,
+    *,
+    model: str,
+    root: str | None = None,
+    most_requests: int = 1024,
+    api_keys: Sequence[str] = (),
 ) -> FastAPI:
     """The application for an engine. The application owns the engine: it starts and stops it.
 
-    With `api_keys` every address but those of health and metrics asks for one of them.
+    `root` is the directory of the checkpoint; without one the name of the model takes its place. With `api_keys` every
+    address but those of health and metrics asks for one of them.
     """
     metrics = ServerMetrics(engine, model)
-    server = Server(AsyncEngine(engine, observe=metrics.observe), model, most_requests, int(time.time()))
+    server = Server(
+        AsyncEngine(engine, observe=metrics.observe), model, most_requests, int(time.time()), root
+    )
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

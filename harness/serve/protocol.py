@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, Strict, model_validator
 
 from engine.runtime.errors import ParamsError
 from engine.runtime.params import MAX_COUNT, MAX_LOGPROBS, OutputKind, SamplingParams
+from engine.runtime.structured import StructuredOutputsParams
 from engine.runtime.text import chat_prompt, encode_text
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {  # fields with the values that ask for nothing
@@ -18,13 +19,11 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {  # fields with the values that ask for 
     "suffix": (None, ""),
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),
-    "response_format": (None, {"type": "text"}),
     "modalities": (None, ["text"]),
     "store": (None, False),
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
     "parallel_tool_calls": (None, True, False),  # says nothing without tools
-    "structured_outputs": (None,),
     "guided_json": (None,),
     "guided_regex": (None,),
     "guided_choice": (None,),
@@ -75,6 +74,60 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool = False  # as in vLLM: with `include_usage`, every chunk has the usage so far
 
 
+class StructuredForm(BaseModel):
+    """vLLM's field `structured_outputs`: exactly one of these."""
+
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+
+    schema_: str | dict[str, Any] | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    def params(self) -> StructuredOutputsParams:
+        """The engine's form. Raises ParamsError."""
+        return StructuredOutputsParams(
+            json=self.schema_,
+            regex=self.regex,
+            choice=self.choice,
+            grammar=self.grammar,
+            json_object=self.json_object,
+        )
+
+
+class JsonSchema(BaseModel):
+    """OpenAI's name for a schema with its description. `strict` says nothing here: every output follows the schema."""
+
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+
+    name: str
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    """OpenAI's field `response_format`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> "ResponseFormat":
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise FieldError("response_format", "the type json_schema and a json_schema belong together")
+        return self
+
+    def params(self) -> StructuredOutputsParams | None:
+        """The engine's form; None for text."""
+        if self.json_schema is not None:
+            return StructuredOutputsParams(json=self.json_schema.schema_)
+        return StructuredOutputsParams(json_object=True) if self.type == "json_object" else None
+
+
 class _Sampling(BaseModel):
     """The fields that completions and chat have in common."""
 
@@ -105,6 +158,8 @@ class _Sampling(BaseModel):
     allowed_token_ids: list[TokenId] | None = None
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredForm | None = None
     cache_salt: str | None = Field(default=None, min_length=1)
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
@@ -133,6 +188,15 @@ class _Sampling(BaseModel):
         if self.prompt_logprobs is not None and self.stream:
             raise FieldError("prompt_logprobs", "only without stream")
         return self
+
+    def _form(self) -> StructuredOutputsParams | None:
+        """The form of the output. Raises ParamsError."""
+        asked = None if self.response_format is None else self.response_format.params()
+        if self.structured_outputs is None:
+            return asked
+        if asked is not None:
+            raise ParamsError("structured_outputs", "cannot be combined with response_format")
+        return self.structured_outputs.params()
 
     def _bias(self) -> dict[int, float] | None:
         if self.logit_bias is None:
@@ -172,6 +236,7 @@ class _Sampling(BaseModel):
             allowed_token_ids=self.allowed_token_ids,
             prompt_logprobs=prompt_logprobs,
             truncate_prompt_tokens=self.truncate_prompt_tokens,
+            structured_outputs=self._form(),
             output_kind=OutputKind.DELTA if self.stream else OutputKind.FINAL,
         )
 

@@ -47,6 +47,7 @@ def serve(arguments: Arguments) -> int:
     app = build_app(
         engine,
         model=flags.model_name or served_name(config),
+        root=config.model.path,
         most_requests=flags.max_requests,
         api_keys=flags.api_key or [key for key in (os.environ.get("PAGETWIN_API_KEY"),) if key],
     )

@@ -38,8 +38,8 @@ UNITS = """
         paged_kernels.providers
 
     engine.runtime
-        engine.runtime.errors engine.runtime.huge_pages engine.runtime.text engine.runtime.params
-        engine.runtime.options engine.runtime.kv_pool
+        engine.runtime.errors engine.runtime.huge_pages engine.runtime.text
+        engine.runtime.structured engine.runtime.params engine.runtime.options engine.runtime.kv_pool
     engine.runtime.attention
         engine.runtime.attention.native engine.runtime.attention.cascade engine.runtime.attention.metadata
         engine.runtime.attention.layer engine.runtime.attention.select

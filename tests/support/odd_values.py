@@ -51,6 +51,7 @@ FIELDS = (
         "suffix",
     ),
     *("continue_final_message", "chat_template_kwargs", "tools", "response_format", "user", "unheard_of"),
+    *("structured_outputs",),
 )
 PARAMETERS = (
     *(
@@ -82,6 +83,7 @@ PARAMETERS = (
         "bad_words",
     ),
     *("prompt_logprobs", "truncate_prompt_tokens", "skip_special_tokens", "detokenize", "output_kind"),
+    *("structured_outputs",),
 )
 NUMBERS = (
     0,
@@ -157,6 +159,13 @@ def fitting(rng, name):
         "stop_token_ids": ([3, 41], []),
         "stream_options": ({"include_usage": True, "continuous_usage_stats": True},),
         "cache_salt": ("tenant",),
+        "structured_outputs": (
+            {"regex": "a+"},
+            {"choice": ["a", "b"]},
+            {"json_object": True},
+            {"regex": "["},
+        ),
+        "response_format": ({"type": "json_object"}, {"type": "text"}),
         "chat_template_kwargs": ({"mood": "merry"}, {"tokenize": True}),
     }
     return (

@@ -1,4 +1,4 @@
-"""Changes of the logits of single requests, before a token is chosen: penalties, bias, tokens that must not come."""
+"""Changes of the logits of single requests, before a token is chosen: form, penalties, bias, forbidden tokens."""
 
 from collections.abc import Sequence
 
@@ -24,6 +24,8 @@ def change_logits(logits: torch.Tensor, generation: Generation, branch: int, pos
         return
     start = generation.request.prompt_tokens
     prompt, output = generation.tokens[branch, :start], generation.tokens[branch, start:position]
+    if changes.constraint is not None:
+        changes.constraint.hide(logits, branch, output.tolist())
     if changes.allowed:
         kept = logits[list(changes.allowed)].clone()
         logits.fill_(_NEVER)

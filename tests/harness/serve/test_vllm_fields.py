@@ -209,10 +209,16 @@ def test_a_conversation_is_gone_on_with(engine, address):
         ({"stop": ""}, "stop", "stop: must be at most 16 strings, none of them empty"),
         ({"best_of": 3}, "best_of", "best_of: this server knows only 1, found 3"),
         (
-            {"structured_outputs": {"json": {}}},
+            {"structured_outputs": {"regex": "a", "choice": ["b"]}},
             "structured_outputs",
-            "structured_outputs: this server knows only",
+            "structured_outputs: set exactly one of json, regex, choice, grammar, json_object; found regex and",
         ),
+        (
+            {"response_format": {"type": "json_schema"}},
+            "response_format",
+            "response_format: the type json_schema and a json_schema belong together",
+        ),
+        ({"response_format": {"type": "structural_tag"}}, "response_format", "response_format.type: Input"),
         ({"stream_options": {}}, "stream_options", "stream_options: only with stream=true"),
         ({"temperature": "hot"}, "temperature", "temperature: Input should be"),
         ({"prompt": 5}, "prompt", "prompt.str: Input should be"),
@@ -336,3 +342,39 @@ def test_what_is_no_conversation_is_refused(wrong, engine):
     llm = LLM(engine.loaded, tokenizer=engine.tokenizer, pool_tokens=512)
     with pytest.raises(PromptError, match="a conversation is a list of messages"):
         llm.chat(wrong)
+
+
+def test_the_output_has_the_form_that_is_asked_for(address):
+    pytest.importorskip("llguidance", reason="llguidance is not installed")
+    texts = ["yes", "no"]
+    schema = {
+        "type": "json_schema",
+        "json_schema": {"name": "answer", "schema": {"enum": [5]}, "strict": True},
+    }
+    assert choice(address, structured_outputs={"choice": texts})["text"] in texts
+    assert choice(address, response_format=schema)["text"].strip() == "5"
+
+
+def test_the_openai_client_parses_an_answer_by_its_own_schema(address):
+    pytest.importorskip("llguidance", reason="llguidance is not installed")
+    from typing import Literal
+
+    from pydantic import BaseModel
+
+    class Answer(BaseModel):
+        colour: Literal["red", "blue"]
+
+    client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", timeout=PATIENCE_S)
+    messages = [{"role": "user", "content": "the cat"}]
+    found = client.chat.completions.parse(
+        model="tiny", messages=messages, response_format=Answer, max_tokens=100, seed=1, temperature=1.5
+    )
+    assert found.choices[0].message.parsed.colour in ("red", "blue")
+
+
+def test_a_form_that_cannot_be_compiled_is_refused_with_the_reason(address):
+    pytest.importorskip("llguidance", reason="llguidance is not installed")
+    answer = post(address, "/v1/completions", prompt="a", structured_outputs={"regex": "[ab"})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "structured_outputs"
+    assert "invalid regex" in answer.json()["error"]["message"]
