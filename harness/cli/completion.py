@@ -98,13 +98,13 @@ def answer(parser: argparse.ArgumentParser) -> None:
     argcomplete.autocomplete(parser, always_complete_options=False)
 
 
-def _add_overrides(parser: argparse.ArgumentParser, name: str = "") -> None:
+def _add_overrides(parser: argparse.ArgumentParser) -> None:
     """Give each command that takes overrides an argument for them."""
     groups = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     for group in groups:
-        for inner, command in group.choices.items():
-            _add_overrides(command, inner)
-    if name in ("run", "sweep", "show") or parser.get_default("takes_overrides"):
+        for command in group.choices.values():
+            _add_overrides(command)
+    if parser.get_default("takes_overrides"):
         words = parser.add_argument("overrides", nargs="*")
         words.completer = lambda prefix, **_: list(matching(prefix))  # type: ignore[attr-defined]
 

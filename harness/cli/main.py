@@ -14,6 +14,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -51,10 +52,15 @@ def parse_arguments(words: Sequence[str]) -> Arguments:
         SystemExit: after `--help` (0), or when an option is used wrongly (2).
     """
     flags, rest = build_parser().parse_known_args(list(words))
-    takes_overrides = flags.command in ("run", "sweep", "show") or getattr(flags, "takes_overrides", False)
+    takes_overrides = getattr(flags, "takes_overrides", False)
     for word in rest:
         if not takes_overrides or not _is_override(word):
             raise UserError(_refusal(word, flags.command, takes_overrides))
+    folder = getattr(flags, "config_dir", None)
+    if folder is not None:
+        from harness.config.overrides import with_own_options
+
+        rest = with_own_options(rest, Path(folder))
     return Arguments(flags.command, flags, tuple(rest))
 
 
@@ -75,6 +81,7 @@ def build_parser() -> argparse.ArgumentParser:
     show = _add(
         commands, "show", "print the composed, checked configuration", "show [key=value ...]", _OVERRIDES
     )
+    show.set_defaults(takes_overrides=True)
     show.add_argument("--groups", action="store_true", help="list the options of every group instead")
     report = _add(commands, "report", "write the report of a store", "report [FOLDER]", "")
     _add_store(report)
@@ -108,6 +115,13 @@ def build_parser() -> argparse.ArgumentParser:
     _add_store(status)
     for command in _command_modules().values():
         command.add(commands)
+    for taking in commands.choices.values():
+        if taking.get_default("takes_overrides"):
+            taking.add_argument(
+                "--config-dir",
+                metavar="DIR",
+                help="options of your own: device=mine chooses DIR/device/mine.yaml, and so for each group",
+            )
     return parser
 
 
@@ -151,6 +165,7 @@ def _add_running(
     commands: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, what: str, usage: str
 ) -> None:
     parser = _add(commands, name, what, f"{usage} [--dry-run] [--force]", _OVERRIDES)
+    parser.set_defaults(takes_overrides=True)
     parser.add_argument("--dry-run", action="store_true", help="check and list the points, run nothing")
     parser.add_argument("--force", action="store_true", help="run points again that are done already")
 

@@ -5,7 +5,7 @@ suggestion.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, is_dataclass
 from difflib import SequenceMatcher
@@ -22,7 +22,7 @@ from hydra.core.override_parser.types import Glob, Override, OverrideType
 from hydra.errors import HydraException
 
 from harness.config.errors import ConfigError, UnknownKeyError, UserError
-from harness.config.groups import EXPERIMENTS, groups, list_options
+from harness.config.groups import EXPERIMENTS, experiments, groups, list_options
 from harness.config.option_files import is_option_file
 from harness.config.schema import RunConfig
 
@@ -167,6 +167,37 @@ def quoted(value: str) -> str:
         return value
     escaped = value.replace("\\", "\\\\").replace('"', '\\"')
     return f'"{escaped}"'
+
+
+def with_own_options(words: Sequence[str], folder: Path) -> list[str]:
+    """Overrides in which a name of the user's own becomes the file that holds it.
+
+    `device=mine,h100` becomes `device=FOLDER/device/mine.yaml,h100` if that file exists. So the command that a sweep
+    records needs no folder.
+
+    Raises:
+        UserError: the folder does not exist, holds a folder that is no group, or an option with a shipped name.
+    """
+    if not folder.expanduser().is_dir():
+        raise UserError(f"--config-dir: no such folder: '{folder}'")
+    own = {(file.parent.name, file.stem): file for file in sorted(folder.expanduser().glob("*/*.yaml"))}
+    shipped = {**groups(), EXPERIMENTS: experiments()}
+    for (group, name), file in own.items():
+        if group not in shipped:
+            raise UserError(
+                f"--config-dir: {file}: '{group}' is no group; the groups are {', '.join(shipped)}"
+            )
+        if name in shipped[group]:
+            raise UserError(f"--config-dir: {file}: '{name}' is the name of a shipped option; choose another")
+    return [_with_files(word, own) for word in words]
+
+
+def _with_files(word: str, own: Mapping[tuple[str, str], Path]) -> str:
+    key, sign, value = word.partition("=")
+    if not sign or not any(group == key for group, _ in own):
+        return word
+    names = [quoted(str(own[key, name])) if (key, name) in own else name for name in value.split(",")]
+    return f"{key}={','.join(names)}"
 
 
 def _unreadable(text: str, reason: str) -> str:

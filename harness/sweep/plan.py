@@ -23,6 +23,7 @@ from harness.config.checks import check_settings
 from harness.config.compose import compose_config, normalise
 from harness.config.errors import ConfigError, UnknownKeyError, UserError
 from harness.config.groups import EXPERIMENTS, experiments, list_options, option_file
+from harness.config.option_files import is_option_file
 from harness.config.overrides import MOST_POINTS, Axis, Setting, parse_overrides
 from harness.config.paths import check_paths
 from harness.config.ranges import value_of
@@ -196,12 +197,20 @@ def in_its_own_place(request: SweepRequest) -> SweepRequest:
 
 
 def experiment_overrides(name: str) -> list[str]:
-    """The overrides of an experiment, read from the YAML list in `conf/experiment/<name>.yaml`."""
-    content = yaml.safe_load(option_file(EXPERIMENTS, name).read_text(encoding="utf-8"))
+    """The overrides of an experiment: a YAML list in `conf/experiment/<name>.yaml`, or in a file of the user's own.
+
+    Raises:
+        UserError: the file cannot be read, or is no list of overrides.
+    """
+    file = Path(name).expanduser() if is_option_file(name) else option_file(EXPERIMENTS, name)
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(EXPERIMENTS, f"cannot read '{file}': {error}") from None
     if not isinstance(content, list) or not all(isinstance(item, str) for item in content):
-        raise UserError(
-            f"{option_file(EXPERIMENTS, name)}: must be a list of overrides, one '- key=value' a line"
-        )
+        raise UserError(f"{file}: must be a list of overrides, one '- key=value' a line")
+    if any(item.lstrip().startswith(f"{EXPERIMENTS}=") for item in content):
+        raise UserError(f"{file}: an experiment cannot choose another experiment")
     return content
 
 
@@ -214,6 +223,8 @@ def _merge(experiment: str, own: Iterable[Axis]) -> SweepRequest:
 
 def _chosen(axis: Axis) -> str:
     names = [str(setting.value) for setting in axis.settings]
+    if len(names) == 1 and is_option_file(names[0]):
+        return names[0]
     if len(names) != 1 or names[0] not in experiments():
         raise UnknownKeyError(
             EXPERIMENTS, f"no experiment '{','.join(names)}'; choose one of\n{list_options(EXPERIMENTS)}"
