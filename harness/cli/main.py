@@ -127,10 +127,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _command_modules() -> dict[str, ModuleType]:
     """The commands that have a module with `add` and `run`, in the order of `--help`. None imports anything heavy."""
-    from harness.cli import bench, calibrate, capacity, doctor, gate, scoreboard, serve, trace, twin
+    from harness.cli import bench, calibrate, capacity, doctor, gate, logs, scoreboard, serve, trace, twin
 
     return {
         "doctor": doctor,
+        "logs": logs,
         "trace": trace,
         "serve": serve,
         "bench": bench,

@@ -21,6 +21,7 @@ from harness.cli.report import (
     same_sweep,
     show_problems,
 )
+from harness.cluster import backend_for
 from harness.config.errors import ConfigError, UserError
 from harness.config.memory import point_memory
 from harness.console import Arguments, counted, numbered, planning, remark, say
@@ -106,13 +107,14 @@ def _run(
     """Execute the points that are left and report. The caller holds the lock of the store."""
     manifest, known = _manifest(sweep, arguments), known_manifest(sweep.out)
     todo = _left(sweep, _read(sweep.out), arguments)
+    backend = backend_for(sweep, point, force=arguments.flags.force) if todo else None
     if todo or not same_sweep(known, manifest):
         _open_store(sweep.out, manifest, known)
     if not todo:
         say(f"nothing left to do: all {len(sweep.points)} points are in {sweep.out}")
         return _finish(sweep, manifest, Outcome(len(sweep.points), (), interrupted=False), report)
     try:
-        outcome = execute(sweep, todo, runner=point.run_point)
+        outcome = execute(sweep, todo, runner=point.run_point, backend=backend)
     finally:
         remove_leftovers(sweep.out)
     return _finish(sweep, manifest, outcome, report)

@@ -11,6 +11,7 @@ from os.path import exists, expanduser
 from engine.core.options import CachePolicy, Preemption, SpeculationMode
 from engine.runtime.options import Backend, KVDtype
 from harness.config.errors import ConfigError
+from harness.config.execution import check_execution
 from harness.config.memory import check_memory
 from harness.config.paths import check_paths, check_trace_file
 from harness.config.ranges import check_ranges
@@ -48,6 +49,7 @@ def check_settings(config: RunConfig) -> list[ConfigError]:
         check_decoding,
         _model,
         check_memory,
+        check_execution,
     )
     return [error for rule in rules for error in rule(config)]
 

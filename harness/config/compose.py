@@ -23,6 +23,7 @@ from engine.core.options import CachePolicy
 from engine.runtime.options import Dtype
 from harness.config.checkpoint import CheckpointFacts
 from harness.config.errors import ConfigError
+from harness.config.execution import applicable
 from harness.config.groups import conf_dir
 from harness.config.option_files import apply_option_file
 from harness.config.overrides import Setting, config_keys
@@ -101,6 +102,7 @@ def normalise(config: RunConfig) -> RunConfig:
         else with_values(config.workload, widths=_NEUTRAL.workload.widths),
         "decoding": _decoding(config.decoding, wide and config.workload.widths is Widths.recorded),
         "replay": _replay(config.replay),
+        "execute": applicable(config.execute),
     }
     alike = all(getattr(config, name) is value for name, value in changes.items())
     return config if alike else replace(config, **changes)

@@ -86,6 +86,14 @@ RANGES: dict[str, Range] = {
     ),  # calibration searches with a few beams, which need as many tokens to choose from
     "engine.threads": Range(1, 256),
     "workers": Range(0, 1024),
+    "execute.cpus": Range(1, 1024),
+    "execute.gpus": Range(0, 64),
+    "execute.memory_gb": Range(0.1, 1e5),
+    "execute.attempts": Range(1, 100),
+    "execute.jobs": Range(1, 1000),  # clusters limit the tasks of an array, Slurm's default is 1,000
+    "execute.job_min_s": Range(0, 1e6),
+    "execute.minutes": Range(3, 525_600),  # Slurm may warn a job up to a minute early
+    "execute.poll_s": Range(0.1, 3600),
     "workload.request_rate": Range(1e-6, 1e9),  # arrivals are whole microseconds in 64 bits
     "workload.length_scale": Range(1e-6, 1e6),
     "trace.arrival_rate": Range(1e-6, 1e9),

@@ -378,6 +378,52 @@ class ReportConfig:
     kernels: str | None = None  # folder or table of `bench kernels`; null: beside the results; none: omit
 
 
+class Place(StrEnum):
+    """Where the points of a sweep run."""
+
+    local = "local"  # in this process, simulation-only ones in `workers` processes
+    slurm = "slurm"  # in jobs of Slurm on a shared file system (pagetwin[cluster])
+    ray = "ray"  # in tasks of a Ray cluster, which needs no shared file system (pagetwin[ray])
+
+
+@dataclass
+class ExecuteConfig:
+    """Where and how points run. It changes no result, and is no part of a point."""
+
+    place: Place = Place.local
+    cpus: int = (
+        1  # cores of a job (of a task in Ray); a job of Slurm runs as many simulation-only points at once
+    )
+    gpus: int = 0  # GPUs of a job or task
+    memory_gb: float | None = (
+        None  # 10^9 bytes of a job or task; null: the cluster's default, in Ray no limit
+    )
+    attempts: int = 3  # jobs or tasks that may die with a point before the point has failed
+    jobs: int = 32  # slurm: most jobs of one submission; the points are shared among them by their cost
+    job_min_s: float = (
+        60.0  # slurm: no job shorter than this, as far as earlier points tell how long they take
+    )
+    minutes: int = 60  # slurm: time limit of a job; it is requeued shortly before, and goes on
+    partition: str | None = None  # slurm: one or several, with commas; null: the cluster's default
+    options: str | None = (
+        None  # slurm: further options of sbatch, as on its command line: --account=... --qos=...
+    )
+    setup: str | None = None  # slurm: a line of shell that runs in each job before Python: module load ...
+    python: str | None = (
+        None  # slurm: command that starts Python, for containers: apptainer exec F.sif python3
+    )
+    srun: str | None = (
+        None  # slurm: further options of srun, for containers by a plugin: --container-image=...
+    )
+    folder: str | None = (
+        None  # slurm: private folder of job files, on all nodes; null: the user's state folder
+    )
+    poll_s: float = 5.0  # slurm: seconds between two looks at the queue
+    address: str | None = (
+        None  # ray: HOST:PORT of the cluster, auto or local; null: RAY_ADDRESS, or else local
+    )
+
+
 @dataclass
 class RunConfig:
     """One point of a sweep."""
@@ -397,3 +443,4 @@ class RunConfig:
     cost: CostConfig = field(default_factory=CostConfig)
     replay: ReplayConfig = field(default_factory=ReplayConfig)
     report: ReportConfig = field(default_factory=ReportConfig)
+    execute: ExecuteConfig = field(default_factory=ExecuteConfig)

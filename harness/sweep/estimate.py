@@ -29,7 +29,7 @@ class Pace:
             measured = point.config.measure
             if measured not in self.seconds:
                 return None
-            took[measured] += self.seconds[measured] * _work(point.config)
+            took[measured] += self.seconds[measured] * work_of(point.config)
         return took[True] + took[False] / workers
 
 
@@ -56,6 +56,6 @@ def _runs(config: Mapping[str, Any]) -> int:
     return 1 + repeats if config.get("measure") and isinstance(repeats, int) else 1
 
 
-def _work(config: RunConfig) -> int:
-    """Requests times runs; a trace in a file without a limit counts as 1,000 requests."""
+def work_of(config: RunConfig) -> int:
+    """The size of a point: requests times runs; a trace in a file without a limit counts as 1,000 requests."""
     return (config.workload.num_requests or 1000) * (1 + config.replay.repeats if config.measure else 1)

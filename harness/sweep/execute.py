@@ -63,6 +63,16 @@ class PointRunner(Protocol):
         ...
 
 
+class Backend(Protocol):
+    """Runs points somewhere: here, or on a cluster (`harness.cluster`)."""
+
+    def __call__(
+        self, sweep: SweepPlan, todo: Sequence[PlannedPoint], runner: PointRunner, reporter: Reporter
+    ) -> Iterator[Done]:
+        """Run the points; yield each when it is committed or has failed."""
+        ...
+
+
 @dataclass(frozen=True)
 class Outcome:
     """The outcome of a sweep: how many points are committed, which failed, and whether the user stopped it."""
@@ -78,6 +88,7 @@ def execute(
     *,
     runner: PointRunner | None = None,
     console: Console | None = None,
+    backend: Backend | None = None,
 ) -> Outcome:
     """Run the points in `todo`: measured ones here, one at a time; simulation-only ones in worker processes.
 
@@ -86,6 +97,7 @@ def execute(
         todo: its points without a record.
         runner: runs a point; None takes `harness.point.run_point`.
         console: where progress is shown; None takes standard error.
+        backend: runs all points somewhere else; None runs them on this machine.
 
     Raises:
         StoreError: the store cannot be written any more. Committed points are kept.
@@ -95,7 +107,7 @@ def execute(
     before = len(sweep.points) - len(todo)
     with reporting(len(sweep.points), before, console or _console()) as reporter:
         try:
-            for point, failure in _run(sweep, todo, runner or _point_runner(), reporter):
+            for point, failure in (backend or run_here)(sweep, todo, runner or _point_runner(), reporter):
                 reporter.ends(point, failure)
                 finished += failure is None
                 failed += [] if failure is None else [failure]
@@ -115,16 +127,17 @@ def _console() -> Console:
     return Console(stderr=True) if sys.stderr is not None else Console(quiet=True, file=io.StringIO())
 
 
-def _run(
+def run_here(
     sweep: SweepPlan, todo: Sequence[PlannedPoint], runner: PointRunner, reporter: Reporter
 ) -> Iterator[Done]:
+    """The backend of this machine."""
     simulated = [point for point in todo if not point.config.measure]
     workers = min(_workers(sweep, simulated), len(simulated))
     if workers > 1:
         yield from run_in_workers(simulated, sweep.out, runner, workers)
         simulated = []
     measured = [point for point in todo if point.config.measure]
-    yield from _run_here([*simulated, *measured], sweep.out, runner, reporter)
+    yield from _run_in_turn([*simulated, *measured], sweep.out, runner, reporter)
 
 
 def _workers(sweep: SweepPlan, simulated: Sequence[PlannedPoint]) -> int:
@@ -141,7 +154,7 @@ def _workers(sweep: SweepPlan, simulated: Sequence[PlannedPoint]) -> int:
     return fitting
 
 
-def _run_here(
+def _run_in_turn(
     points: Sequence[PlannedPoint], out: Path, runner: PointRunner, reporter: Reporter
 ) -> Iterator[Done]:
     for point in points:
@@ -161,11 +174,20 @@ def run_and_commit(
     try:
         result = runner(point.config, progress=progress)
     except Exception as error:  # a failing point must not stop the others
-        return _store_exception(point, out, error)
-    seconds = {**result.record.get("seconds", {}), "point": time.perf_counter() - started}
+        return store_failure(point, out, *described(error))
+    commit_result(point, out, result, time.perf_counter() - started)
+    return None
+
+
+def commit_result(point: PlannedPoint, out: Path, result: PointResult, took_s: float) -> None:
+    """Store the record of a point that has run, for `took_s` seconds.
+
+    Raises:
+        StoreError: the store cannot be written.
+    """
+    seconds = {**result.record.get("seconds", {}), "point": took_s}
     record = {**_identifying(point), **result.record, "seconds": seconds}
     commit_point(out, point.fingerprint, record, result.tables, result.files)
-    return None
 
 
 def store_failure(point: PlannedPoint, out: Path, error: str, lines: list[str]) -> Failed:
@@ -174,24 +196,22 @@ def store_failure(point: PlannedPoint, out: Path, error: str, lines: list[str]) 
     return Failed(point.label, error, file)
 
 
-def _store_exception(point: PlannedPoint, out: Path, error: Exception) -> Failed:
+def described(error: Exception) -> tuple[str, list[str]]:
+    """An exception of a point as one line, since a list of failures has one line for each, and its traceback."""
     lines = "".join(traceback.format_exception(error)).splitlines()
     message = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-    return store_failure(point, out, _one_line(message), lines)
-
-
-def _one_line(message: str) -> str:
-    """The message on one line, since a list of failures has one line for each point."""
-    return " ".join(message.split())
+    return " ".join(message.split()), lines
 
 
 def _identifying(point: PlannedPoint) -> dict[str, Any]:
-    """The sections of a record that say which point it is."""
+    """The sections of a record that say which point it is. Where it ran says nothing about it."""
+    config = asdict(point.config)
+    del config["execute"]
     return {
         "name": point.config.name,
         "label": point.label,
         "overrides": list(point.overrides),
-        "config": asdict(point.config),
+        "config": config,
     }
 
 
@@ -269,8 +289,11 @@ def _start_tracker() -> None:
 
 
 def _start_worker(pipe: Connection) -> None:
-    """Prepare a worker: it ignores the signals that the parent handles, and exits when the parent's pipe closes."""
-    for name in (signal.SIGINT, signal.SIGHUP):
+    """Prepare a worker: it ignores the signals that the parent handles, and exits when the parent's pipe closes.
+
+    SIGUSR2 goes to every process of a job of Slurm, shortly before the job has to end.
+    """
+    for name in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):
         signal.signal(name, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, args=(pipe,), daemon=True).start()
 

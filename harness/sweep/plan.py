@@ -22,6 +22,7 @@ import yaml
 from harness.config.checks import check_settings
 from harness.config.compose import compose_config, normalise
 from harness.config.errors import ConfigError, UnknownKeyError, UserError
+from harness.config.execution import EXECUTION_KEYS
 from harness.config.groups import EXPERIMENTS, experiments, list_options, option_file
 from harness.config.option_files import is_option_file
 from harness.config.overrides import MOST_POINTS, Axis, Setting, parse_overrides
@@ -36,12 +37,12 @@ DEFAULT_EXPERIMENT = "default"
 DEFAULT_LABEL = "the default point"
 
 # Settings of a whole sweep: where it is written, how it runs and what it reports. All its points share them.
-FIXED = ("name", "out", "workers", "report.kernels")
+FIXED = ("name", "out", "workers", "report.kernels", *EXECUTION_KEYS)
 # Settings that do not belong in a point's label.
 UNLABELLED = (*FIXED, "cost.cache_dir", "cost.recalibrate", "cost.kernels", "replay.compiled")
 # Settings that do not change a point's result.
 _NOT_IDENTITY = (
-    *("name", "out", "workers", "report", "trace.path"),
+    *("name", "out", "workers", "report", "execute", "trace.path"),
     *("cost.cache_dir", "cost.kernels", "cost.operators", "replay.compiled"),
 )
 _SECTIONS = get_type_hints(RunConfig)

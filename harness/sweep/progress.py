@@ -49,6 +49,10 @@ class Reporter(Protocol):
         """A point is committed or has failed."""
         ...
 
+    def says(self, text: str) -> None:
+        """Something about the whole sweep, such as why nothing runs."""
+        ...
+
 
 @contextmanager
 def reporting(total: int, done: int, console: Console) -> Iterator[Reporter]:
@@ -94,6 +98,10 @@ class LiveReporter:
             self._bar.console.print(f"[red]failed[/red]  {escape(point.label)}: {escape(failed.error)}")
         self._bar.update(self._task, advance=1)
 
+    def says(self, text: str) -> None:
+        """Print the text above the live line."""
+        self._bar.console.print(escape(text), highlight=False)
+
 
 class PlainReporter:
     """One line for each point and each stage of a measured one, for logs and for terminals that cannot redraw."""
@@ -120,6 +128,10 @@ class PlainReporter:
         self._done, self._finished = self._done + 1, self._finished + 1
         outcome = "done" if failed is None else f"FAILED: {failed.error}"
         self._print(f"[{self._done}/{self._total}] {point.label}  {outcome}{self._left()}")
+
+    def says(self, text: str) -> None:
+        """Print the text as a line."""
+        self._print(text)
 
     def _left(self) -> str:
         """The time left, from the mean of the points that ended so far."""

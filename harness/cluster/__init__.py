@@ -1,0 +1,60 @@
+"""Clusters: the points of a sweep in jobs of Slurm or in tasks of Ray, by `execute=slurm` and `execute=ray`."""
+
+from functools import partial
+from pathlib import Path
+
+from harness.cluster.book import Book
+from harness.config.errors import ConfigError
+from harness.config.schema import Place
+from harness.sweep.execute import Backend
+from harness.sweep.plan import PointChecks, SweepPlan
+
+
+def backend_for(sweep: SweepPlan, checks: PointChecks, *, force: bool = False) -> Backend | None:
+    """The backend that `execute` asks for; None for this machine. The caller holds the lock of the store.
+
+    Args:
+        sweep: the whole sweep.
+        checks: plans and identifies points; nodes check by it that a point is what its name says.
+        force: points are run although they have records.
+
+    Raises:
+        ConfigError: the cluster's programs or packages are missing, or it does not answer; or jobs of an earlier run
+            still work on this store, and would do the same points.
+    """
+    place = sweep.points[0].config.execute.place
+    book = Book.read(sweep.out)
+    if book.open_submissions() and (place is not Place.slurm or force):
+        _refuse_beside_jobs(sweep.out, book, "--force" if force else f"execute={place}")
+    if place is Place.slurm:
+        from harness.cluster.slurm import check_installed, run_on_slurm
+
+        check_installed()
+        return partial(run_on_slurm, checks=checks, force=force)
+    if place is Place.ray:
+        from harness.cluster.ray_tasks import check_ray, run_on_ray
+
+        check_ray(sweep)
+        return partial(run_on_ray, checks=checks)
+    return None
+
+
+def _refuse_beside_jobs(out: Path, book: Book, what: str) -> None:
+    """Raise ConfigError if jobs of an earlier run may still commit points into this store."""
+    from harness.cluster.slurm_queue import QueueError, look
+
+    try:
+        states = look()
+    except QueueError as error:
+        raise ConfigError(
+            "execute",
+            f"an earlier run of '{out}' left jobs in Slurm, and whether they have ended cannot be asked from here "
+            f"({error}); go on with execute=slurm on the cluster, or delete {book.path} if they have ended",
+        ) from None
+    jobs = sorted({job.name for job in states.values() if job.lives} & set(book.open_submissions()))
+    if jobs:
+        raise ConfigError(
+            "execute",
+            f"jobs of an earlier run still work on '{out}', and {what} would run their points twice; go on with "
+            f"execute=slurm, wait, or stop them with: scancel --name={','.join(jobs)}",
+        )

@@ -1,0 +1,139 @@
+"""What Slurm's commands print, read by us; and places that are missing, refused by name. Needs no Slurm."""
+
+from pathlib import Path
+
+import fake_point
+import pytest
+
+from harness.cli.main import main
+from harness.cluster import slurm_queue
+from harness.cluster.book import Book, Submission
+from harness.cluster.slurm_queue import Queued, QueueError, end_of, look
+
+
+def program(folder: Path, name: str, text: str, code: int = 0) -> None:
+    file = folder / name
+    file.write_text(f"#!/bin/sh\nprintf '%b' '{text}'\nexit {code}\n")
+    file.chmod(0o755)
+
+
+@pytest.fixture
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder, the only one that is searched for programs."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))
+    return folder
+
+
+def test_each_task_of_an_array_has_its_state_and_reason(commands: Path) -> None:
+    program(
+        commands, "squeue", "7_0|pagetwin-a|RUNNING|None\\n7_1|pagetwin-a|PENDING|Nodes are DOWN, DRAINED\\n"
+    )
+    assert look() == {
+        "7_0": Queued("pagetwin-a", "RUNNING", "None"),
+        "7_1": Queued("pagetwin-a", "PENDING", "Nodes are DOWN, DRAINED"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("state", "lives"),
+    [
+        ("PENDING", True),
+        ("COMPLETING", True),
+        ("REQUEUE_HOLD", True),
+        ("CANCELLED", False),
+        ("OUT_OF_MEMORY", False),
+    ],
+)
+def test_a_task_that_is_being_ended_or_requeued_still_lives(state: str, lives: bool) -> None:
+    assert Queued("a", state, "").lives is lives
+
+
+def test_a_name_with_the_separator_is_read_whole(commands: Path) -> None:
+    program(commands, "squeue", "9|my|job|RUNNING|None\\n")
+    assert look()["9"] == Queued("my|job", "RUNNING", "None")
+
+
+def test_a_command_that_fails_is_no_empty_queue(commands: Path) -> None:
+    program(commands, "squeue", "", 1)
+    with pytest.raises(QueueError, match="squeue: exit code 1"):
+        look()
+
+
+def test_without_accounting_the_end_of_a_forgotten_task_is_unknown(commands: Path) -> None:
+    program(commands, "sacct", "", 1)
+    assert end_of("7_0") is None
+    program(commands, "sacct", "CANCELLED by 0\\n")
+    assert end_of("7_0") == "CANCELLED"
+
+
+def run(tmp_path: Path, *words: str) -> int:
+    return main(
+        ["sweep", "trace.name=any", "measure=false", "workload.seed=1,2", f"out={tmp_path}/store", *words],
+        point=fake_point,
+        report=fake_point,
+    )
+
+
+def test_slurm_is_refused_where_it_is_not_installed(
+    commands: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("harness.cluster.slurm.find_spec", lambda name: name)
+    assert run(tmp_path, "execute=slurm") == 2
+    assert "slurm needs sbatch, squeue, scancel, srun, not found here" in capsys.readouterr().err
+
+
+def test_slurm_is_refused_without_its_package(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("harness.cluster.slurm.find_spec", lambda name: None)
+    assert run(tmp_path, "execute=slurm") == 2
+    assert "pip install 'pagetwin[cluster]'" in capsys.readouterr().err
+
+
+def test_a_local_run_is_refused_where_jobs_may_be_at_work_and_cannot_be_asked(
+    commands: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "store").mkdir()
+    Book(
+        tmp_path / "store" / "jobs.json", [Submission("pagetwin-a", "/private", [["p"]], number="7")]
+    ).write()
+    assert run(tmp_path) == 2
+    assert (
+        "whether they have ended cannot be asked from here ('squeue' is not installed here)"
+        in capsys.readouterr().err
+    )
+
+
+def test_a_local_run_goes_on_where_all_jobs_have_ended(commands: Path, tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    Book(
+        tmp_path / "store" / "jobs.json", [Submission("pagetwin-a", "/private", [["p"]], number="7")]
+    ).write()
+    program(commands, "squeue", "7|pagetwin-a|COMPLETED|None\\n")
+    assert run(tmp_path) == 0
+
+
+def test_the_log_of_a_point_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(tmp_path) == 0
+    names = [file.parent.name for file in sorted((tmp_path / "store").rglob("record.json"))]
+    Book(
+        tmp_path / "store" / "jobs.json",
+        [Submission("a", "/private/a", [[names[0]], [names[1]]], number="7")],
+    ).write()
+    capsys.readouterr()
+    assert main(["logs", f"{tmp_path}/store", "--point", names[1][:9]]) == 0
+    assert capsys.readouterr().out.startswith(
+        f"{names[1][:12]}  job 7_1  /private/a/7_1_0_log.out  workload.seed="
+    )
+
+
+def test_a_store_without_jobs_has_no_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(tmp_path) == 0
+    assert main(["logs", f"{tmp_path}/store"]) == 2
+    assert "ran in Slurm (no jobs.json)" in capsys.readouterr().err
+
+
+def test_the_command_timeout_is_beyond_slurms_own() -> None:
+    assert slurm_queue._TIMEOUT_S > 10
