@@ -167,7 +167,7 @@ def roofline(state: ReplayState) -> tuple[float, float]:
         rates[10],
     )
     prompts = max(features[PREFILL_KV] * kv_s, features[WORK] * pair_s)
-    decodes = max(features[DECODE_KV] * kv_s, features[DECODE_KV] * decode_pair_s)
+    decodes = max(features[DECODE_KV] * rates[11], features[DECODE_KV] * decode_pair_s)
     attention_s = decodes + prompts + (fixed_s + features[ROWS] * row_s)
     reading = state.prices.reading
     weights_s = reading[min(int(features[TOKENS]), len(reading) - 1)]

@@ -95,7 +95,7 @@ def normalise(config: RunConfig) -> RunConfig:
         "out": expanduser(config.out),
         "trace": with_values(config.trace, path=_home(config.trace.path)),
         "model": with_values(config.model, path=_home(config.model.path)),
-        "cost": _cost(config.cost),
+        "cost": _cost(config.cost, paged=cache.policy is CachePolicy.paged),
         "cache": cache,
         "workload": config.workload
         if wide
@@ -137,13 +137,18 @@ def _replay(replay: ReplayConfig) -> ReplayConfig:
     return with_values(replay, **unused)
 
 
-def _cost(cost: CostConfig) -> CostConfig:
-    """Timed kernels apply to the table model alone, which `auto` chooses where they are named."""
+def _cost(cost: CostConfig, paged: bool) -> CostConfig:
+    """Timed kernels apply to the table model alone, which `auto` chooses where they are named; the rest by kind."""
     kernels = _home(cost.kernels) if cost.kind in (CostKind.auto, CostKind.table) else None
     operators = _home(cost.operators) if cost.kind in (CostKind.auto, CostKind.operators) else None
     engine = cost.engine if cost.kind is CostKind.published else _NEUTRAL.cost.engine
     return with_values(
-        cost, kernels=kernels, operators=operators, engine=engine, cache_dir=_home(cost.cache_dir)
+        cost,
+        kernels=kernels,
+        operators=operators,
+        engine=engine,
+        cache_dir=_home(cost.cache_dir),
+        block_sizes=cost.block_sizes and paged,
     )
 
 

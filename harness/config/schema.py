@@ -350,6 +350,9 @@ class CostConfig:
     operators: str | None = None  # operators: the CSV, with rows of the predicted device (device.name)
     kernels: str | None = None  # table: folder (or table) of bench kernels; null: calibrate's grid
     engine: TableEngine = TableEngine.vllm  # published: whose kernels
+    block_sizes: bool = (
+        False  # roofline of a GPU: price block size by a static model of our kernels, not measured
+    )
 
 
 @dataclass

@@ -35,6 +35,8 @@ class DeviceShape:
     datasheet; with true the fourth root of the sum of their fourth powers, because near the balance of both neither is
     hidden whole.
 
+    `block_size_factor` multiplies the seconds of reading KV in decode attention, by the block size; None: not priced.
+
     With `expert_parallel` each device holds whole experts, else a slice of every expert.
 
     `multiprocessors`, `cache` (bytes of the L2) and `clock_ghz` are the datasheet's, 0 where they are not known. The
@@ -66,6 +68,7 @@ class DeviceShape:
     multiprocessors: int = 0
     cache: float = 0.0
     clock_ghz: float = 0.0
+    block_size_factor: float | None = None
 
     @property
     def bound(self) -> "DeviceShape":
@@ -125,6 +128,8 @@ class RooflineCost:
         self._token_s = share * 2.0 * model.token_weights / compute
         self._sample_s = share * 2.0 * model.hidden * model.vocab / compute
         self._kv_s = kv_share * model.kv_bytes_per_token / reading_kv
+        factor = device.block_size_factor
+        self._decode_kv_s = self._kv_s if factor is None else factor * self._kv_s
         self._pair_s = share * model.prompt_pair_flops / pairs
         self._decode_pair_s = share * model.decode_pair_flops / pairs
         self._windowed = model.windowed_layers / model.layers if model.window else 0.0
@@ -163,12 +168,13 @@ class RooflineCost:
         """What the compiled replay prices with beside `reading`, in seconds.
 
         Per token, sampled row, pair of a decode row, KV slot, pair of a prompt; host, attention's fixed time, per row;
-        link per token, all-reduces; 1 if the dense layers overlap.
+        link per token, all-reduces; 1 if the dense layers overlap; KV slot of a decode row.
         """
         return (
             *(self._token_s, self._sample_s, self._decode_pair_s, self._kv_s, self._pair_s),
             *(self._host_s, self._attention_s, self._row_s, self._link_s, self._reduce_s),
             float(self.device.overlaps),
+            self._decode_kv_s,
         )
 
     def price(self, features: Sequence[Amount]) -> Price:
@@ -186,7 +192,7 @@ class RooflineCost:
             prompt_kv = prompt_kv - features[PREFILL_UNSEEN] * self._windowed
             pairs = pairs - features[WORK_UNSEEN] * self._windowed
         prompts = _larger(prompt_kv * self._kv_s, pairs * self._pair_s)
-        decodes = _larger(decode_kv * self._kv_s, decode_kv * self._decode_pair_s)
+        decodes = _larger(decode_kv * self._decode_kv_s, decode_kv * self._decode_pair_s)
         computing = tokens * self._token_s + features[SAMPLED] * self._sample_s
         reading = self._weights_s if self._experts_s is None else self._reading(tokens)
         dense = (_smoothly_larger if self.device.overlaps else _larger)(computing, reading)
@@ -274,7 +280,8 @@ def _smoothly_larger(one: Amount, other: Amount) -> Amount:
 
 def _not_priced(model: ModelShape, device: DeviceShape) -> Iterator[str]:
     """What the price leaves out, each in words."""
-    yield "block size: attention takes as long at any block size"
+    if device.block_size_factor is None:
+        yield "block size: attention takes as long at any block size"
     if model.layer_bits is not None or model.expert_bits is not None:
         yield "arithmetic of quantised weights: it runs at device.tflops, as that of the model's element type"
     if model.experts and device.expert_parallel:

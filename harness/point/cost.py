@@ -6,12 +6,20 @@ from pathlib import Path
 
 from harness.config.errors import ConfigError
 from harness.config.schema import CostKind, ReplayMode, RunConfig
+from harness.cost.block_sizes import REFERENCE, UNCERTAINTY
 from harness.cost.roofline import RooflineCost
 from harness.environment import device_identity
 from harness.point.bounds import origins
 from harness.replay.cost_model import CostModel
 from harness.workload.devices import is_predicted_device
-from harness.workload.shapes import device_shape, draft_of, draft_shape, model_shape, unmodelled
+from harness.workload.shapes import (
+    block_size_factor_of,
+    device_shape,
+    draft_of,
+    draft_shape,
+    model_shape,
+    unmodelled,
+)
 
 _PREDICTED = (CostKind.roofline, CostKind.operators, CostKind.published)
 """The kinds that need no calibration of this machine."""
@@ -53,6 +61,7 @@ def check_cost(config: RunConfig) -> None:
     _check_modelled(config, kind)
     _check_replicas(config)
     _check_acceptance(config, kind)
+    _check_block_sizes(config, kind)
     if kind is CostKind.operators:
         if config.cost.operators is None:
             raise ConfigError(
@@ -175,6 +184,16 @@ def _check_acceptance(config: RunConfig, kind: CostKind) -> None:
         )
 
 
+def _check_block_sizes(config: RunConfig, kind: CostKind) -> None:
+    """Raise ConfigError if block sizes are to be priced where the static model of our kernels has no figures."""
+    if config.cost.block_sizes and kind is not CostKind.roofline:
+        raise ConfigError(
+            "cost.block_sizes",
+            f"true, but it is a factor on cost=roofline and this point has {kind}; leave it out",
+        )
+    block_size_factor_of(config)
+
+
 def _check_writable(folder: Path) -> None:
     """Raise ConfigError if the calibration could not be written. Checked early, because calibrating takes long."""
     there = next(parent for parent in (folder, *folder.parents) if parent.exists())
@@ -195,6 +214,8 @@ def cost_model(config: RunConfig) -> CostModel:
     if kind in _PREDICTED:
         cost = RooflineCost(model_shape(config.model), device_shape(config), draft_shape(config))
         provenance = {**cost.source.provenance, "model": config.model.name, "from": origins(config.device)}
+        if (factor := cost.device.block_size_factor) is not None:
+            provenance["block size"] = _priced_block_size(config, factor)
         cost.source = replace(cost.source, provenance=provenance)
         if kind is CostKind.roofline:
             return cost
@@ -209,3 +230,14 @@ def cost_model(config: RunConfig) -> CostModel:
 
         return kernel_table(config, load_calibration(config))
     return load_table(config) if kind is CostKind.table else load_calibration(config)
+
+
+def _priced_block_size(config: RunConfig, factor: float) -> dict[str, object]:
+    """Where the factor on decode attention comes from, as the record has it."""
+    return {
+        "what": "static model of our Triton decode kernel, not measured",
+        "factor": factor,
+        "block_size": config.cache.block_size,
+        "of": f"seconds of decode attention at block size {REFERENCE}",
+        "uncertainty": UNCERTAINTY,
+    }

@@ -167,7 +167,8 @@ def _block_size(study: Study, axes: Axes) -> Iterator[Answer]:
         verdict = f"Blocks of {best[0]} are best: the next best size has {best[1]} their normalized latency"
     else:
         verdict = "Block size matters at some points, but no size is the best everywhere"
-    yield Answer("block_size", question, f"{verdict}: {shown} exceed {limit}.", figure)
+    caution = f" {study.block_size_caution}" if study.block_size_caution and not study.measured else ""
+    yield Answer("block_size", question, f"{verdict}: {shown} exceed {limit}.{caution}", figure)
 
 
 def _waste(groups: Sequence[Sequence[Record]]) -> str:

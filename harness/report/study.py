@@ -57,14 +57,28 @@ class Study:
     @property
     def not_priced(self) -> tuple[str, ...]:
         """What the cost models of the points do not price, in their own words."""
-        facts = [(record.get("cost") or {}).get("provenance") or {} for record in self.records]
+        facts = [_provenance(record) for record in self.records]
         return tuple(dict.fromkeys(str(found["not priced"]) for found in facts if found.get("not priced")))
 
     @property
     def block_size_unpriced(self) -> str:
-        """The sentence for figures along the block size; empty where every cost model prices it."""
+        """The sentence for figures along a block size that the cost model does not price; else empty."""
         if any("block size" in text for text in self.not_priced):
             return "The cost model does not price block size: equal predicted times are no finding."
+        return ""
+
+    @property
+    def block_size_caution(self) -> str:
+        """The same, or the sentence for block sizes that are priced by the static model of our kernels."""
+        if self.block_size_unpriced:
+            return self.block_size_unpriced
+        modelled = [_provenance(record).get("block size") for record in self.records]
+        if found := [one for one in modelled if one]:
+            most = max(float(one["uncertainty"]) for one in found)
+            return (
+                "Block size is priced by a static model of our kernels, not by measurements: predicted differences in "
+                f"attention below {most:.0%} are no finding."
+            )
         return ""
 
     def steps(self, record: Record) -> "pd.DataFrame | None":
@@ -75,6 +89,10 @@ class Study:
             return pd.DataFrame(read_table(self.root, str(record["fingerprint"]), "steps"))
         except ForeignFileError:
             return None  # the record is still shown; the figure that needs the table gives the reason for its absence
+
+
+def _provenance(record: Record) -> dict[str, Any]:
+    return (record.get("cost") or {}).get("provenance") or {}
 
 
 def read_study(root: Path) -> Study:

@@ -9,6 +9,7 @@ from engine.runtime.options import Dtype, KVDtype
 from harness.config.checkpoint import CheckpointFacts
 from harness.config.errors import ConfigError
 from harness.config.schema import ModelConfig, RunConfig
+from harness.cost.block_sizes import block_size_factor
 from harness.cost.model_shape import Experts, LatentKV, ModelShape
 from harness.cost.roofline import DeviceShape
 from harness.workload.architecture import TIED, UNGATED, bits_of, checkpoint_shape, unknown_parts
@@ -182,7 +183,34 @@ def device_shape(config: RunConfig) -> DeviceShape:
         multiprocessors=device.multiprocessors,
         cache=device.l2_mib * 2**20,
         clock_ghz=device.clock_ghz,
+        block_size_factor=block_size_factor_of(config),
     )
+
+
+def block_size_factor_of(config: RunConfig) -> float | None:
+    """The factor on decode attention at this block size, by the static model; None without `cost.block_sizes`.
+
+    Raises:
+        ConfigError: the model's table does not hold this device, shape or block size.
+    """
+    if not config.cost.block_sizes or config.cache.policy is not CachePolicy.paged:
+        return None
+    shape = model_shape(config.model)
+    width = shape.kv_bytes_per_element or shape.bytes_per_element
+    if shape.latent:
+        raise ConfigError(
+            "cost.block_sizes", f"true, but {config.model.name} has latent attention; leave it out"
+        )
+    group = shape.heads // shape.kv_heads
+    try:
+        return block_size_factor(
+            config.device.name, int(width), config.cache.block_size, shape.head_dim, group
+        ).factor
+    except LookupError as error:
+        raise ConfigError(
+            "cost.block_sizes",
+            f"true, but the static model's table (conf/block_sizes.csv) does not hold {error.args[0]}",
+        ) from error
 
 
 def pool_shape(config: RunConfig) -> PoolShape:

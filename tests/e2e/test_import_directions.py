@@ -61,7 +61,7 @@ UNITS = """
     harness.bench
         harness.bench.plugin harness.bench.session harness.bench.policy harness.bench.kernels harness.bench.engine
         harness.bench.sim
-    harness.gate
+    harness.kernel_speed harness.gate
     harness.cli
     harness.__main__
 

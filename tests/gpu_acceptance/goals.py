@@ -14,6 +14,39 @@ LONG_QUERIES = 512
 """Queries of a sequence from which arithmetic limits a prefill."""
 GAIN_ROWS, GAIN_SHARED = 16, 8192
 """Sequences and shared tokens of the case in which a cascade's gain is judged."""
+RATES = {"H100": (3350e9, 989.5e12), "H200": (4800e9, 989.5e12)}
+"""Bytes/s and dense bfloat16 FLOP/s of the datasheets (SXM), by a word of the device's name."""
+PUBLIC_DECODE = {
+    "H100": {
+        (64, 1024): 0.78,
+        (128, 1024): 0.84,
+        (256, 1024): 0.88,
+        (32, 4096): 0.87,
+        (64, 4096): 0.91,
+        (128, 4096): 0.93,
+        (8, 16_384): 0.87,
+        (8, 32_768): 0.90,
+    },
+    "H200": {
+        (64, 1024): 0.72,
+        (128, 1024): 0.81,
+        (256, 1024): 0.87,
+        (32, 4096): 0.85,
+        (64, 4096): 0.89,
+        (128, 4096): 0.91,
+        (8, 16_384): 0.85,
+        (8, 32_768): 0.87,
+    },
+}
+"""Share of the datasheet's bandwidth that the best published kernel reaches, by (sequences, keys): bfloat16, 32 query
+heads, 8 KV heads of 128. The fastest of vLLM 0.24, SGLang 0.5.14 and TensorRT-LLM 1.3.0rc20 in the tables of
+aiconfigurator-core 0.12.0 (Apache-2.0)."""
+PUBLIC_PREFILL = {
+    "H100": {(1, 4096): 0.55, (4, 4096): 0.55},
+    "H200": {(1, 4096): 0.52, (4, 4096): 0.58},
+}
+"""The same for whole prompts: share of the datasheet's FLOP/s."""
+_TABLES = "best of vLLM 0.24, SGLang 0.5.14, TensorRT-LLM 1.3.0rc20 (aiconfigurator-core 0.12.0)"
 _SOSP = "Kwon et al., SOSP 2023: kernel 20–26 % slower than on contiguous KV"
 _ORCA = "Kwon et al., SOSP 2023: 2–4× the throughput of reserved memory"
 ERRORS = (
@@ -115,6 +148,12 @@ SHARE, RATIO, COUNT = Unit.share, Unit.ratio, Unit.number
 _TESTS = Goal("tests", "every kernel test at full size, all dtypes", "tests that fail", MOST, 0, COUNT)
 _KERNELS = (
     Goal("decode_copy", "decode, bf16, ≥ 256 MB KV, block ≥ 16", "share of same-run copy speed", LEAST, 0.90, SHARE),
+    Goal("decode_public", "decode, 32/8 heads, shape by shape", "bandwidth over the best public kernel's, worst", LEAST,
+         1.0, RATIO, _TABLES),
+    Goal("decode_model", "the same, every block size", "bandwidth over the static model's, worst", SHOWN, None, RATIO,
+         "docs/kernel-speed.md: a model, nearly always too fast"),
+    Goal("prefill_public", "whole prompts of 4,096, 32/8 heads", "FLOP/s over the best public kernel's, worst", LEAST,
+         1.0, RATIO, _TABLES),
     Goal("paging", "paged over contiguous twin, block ≥ 16", "time ratio, worst", MOST, 1.02, RATIO, _SOSP),
     Goal("blocks", "latency against block size, tile fixed", "slowest over fastest, block ≥ 16", SHOWN, None, RATIO),
     Goal("flashinfer_worst", "against FlashInfer", "our time over theirs, worst", MOST, 1.05, RATIO),

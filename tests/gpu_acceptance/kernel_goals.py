@@ -6,11 +6,13 @@ speed` and costs `overhead`. Both are linear in `1 / speed` and `overhead`, so b
 savings gives the constants. Each case is weighted by the reciprocal of its flat time.
 """
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from gpu_acceptance.goals import (
     DTYPE,
@@ -20,12 +22,17 @@ from gpu_acceptance.goals import (
     LARGE_BYTES,
     LONG_QUERIES,
     PAGED_BLOCKS,
+    PUBLIC_DECODE,
+    PUBLIC_PREFILL,
+    RATES,
     Found,
     missing,
 )
 from harness.bench.kernels.cases import CaseSpec
 from harness.console import remark
 from harness.cost.timings import ALWAYS, CASCADE, CONTIGUOUS, OURS, SDPA, TABLE, KernelRunError, read_run
+from harness.kernel_speed.block_sizes import case_name, decode_time, kernel_of, newest_baseline
+from harness.kernel_speed.gpus import GPUS
 
 if TYPE_CHECKING:
     from paged_kernels.cascade_groups import CascadeCost
@@ -215,6 +222,9 @@ def kernel_findings(cases: Sequence[TimedCase]) -> dict[str, Found]:
     theirs = [case for case in cases if not case.ours["shared_prefix"]]
     return {
         "decode_copy": _worst(large, lambda case: float(case.ours["copy_share"]), min),
+        "decode_public": _worst(cases, _over_public_decode, min),
+        "decode_model": _worst(cases, _over_model, min),
+        "prefill_public": _worst(cases, _over_public_prefill, min),
         "paging": _worst(large, lambda case: case.over(CONTIGUOUS), max),
         "blocks": _block_curve(cases),
         "flashinfer_worst": _worst(theirs, lambda case: case.over(FLASHINFER), max),
@@ -253,6 +263,64 @@ def _worst(cases: Iterable[TimedCase], figure: Figure, worst: Callable[[Iterable
 def _median(cases: Iterable[TimedCase], provider: str) -> Found:
     figures = _figures(cases, lambda case: case.over(provider))
     return Found(median(figures.values()), f"{len(figures)} cases") if figures else missing(NO_CASE)
+
+
+def _published_shape(case: TimedCase) -> bool:
+    """Whether the case has the heads and type of the published tables, equal lengths, and no shared prefix."""
+    row = case.ours
+    same = (row["heads"], row["kv_heads"], row["head_dim"], row["dtype"]) == (32, 8, 128, DTYPE)
+    return same and not row["ragged"] and not row["shared_prefix"]
+
+
+def _device_word(case: TimedCase) -> str | None:
+    """The word of the device's name by which `RATES` and the published shares are found."""
+    words = str(case.ours.get("device", "")).upper().split()
+    return next((word for word in RATES if word in words), None)
+
+
+def _over_public_decode(case: TimedCase) -> float | None:
+    """Our share of the datasheet's bandwidth over the best published one at this shape."""
+    word = _device_word(case)
+    shape = (int(case.ours["batch"]), int(case.ours["context"]))
+    if word is None or not case.decode or not _published_shape(case) or not _large(case):
+        return None
+    theirs = PUBLIC_DECODE[word].get(shape)
+    return None if theirs is None else _bandwidth(case) / RATES[word][0] / theirs
+
+
+def _over_public_prefill(case: TimedCase) -> float | None:
+    """Our share of the datasheet's FLOP/s over the best published one, for whole prompts."""
+    row, word = case.ours, _device_word(case)
+    if word is None or not _published_shape(case) or row["queries"] != row["context"]:
+        return None
+    theirs = PUBLIC_PREFILL[word].get((int(row["batch"]), int(row["context"])))
+    flops = 2.0 * row["heads"] * row["head_dim"] * row["context"] ** 2 * row["batch"]  # causal
+    return None if theirs is None else flops / (case.us[OURS] * 1e-6) / RATES[word][1] / theirs
+
+
+def _over_model(case: TimedCase) -> float | None:
+    """The static model's time over ours, from the accepted figures of the compiled kernel; None where it has none."""
+    word = _device_word(case)
+    if word is None or not case.decode or not _published_shape(case) or not _large(case):
+        return None
+    gpu = GPUS[word.lower()]
+    kernel = _accepted_kernels().get(case_name(2, int(case.ours["block_size"]), gpu.capability))
+    if kernel is None:
+        return None
+    time = decode_time(kernel_of(kernel), gpu, int(case.ours["batch"]), int(case.ours["context"]))
+    return time.seconds / (case.us[OURS] * 1e-6)
+
+
+@cache
+def _accepted_kernels() -> Mapping[str, Any]:
+    """The resource gate's accepted figures of this checkout, by case."""
+    root = Path(__file__).resolve().parents[2]
+    content = newest_baseline(root / "results" / "baselines").read_text(encoding="utf-8")
+    return cast(Mapping[str, Any], json.loads(content)["cases"])
+
+
+def _bandwidth(case: TimedCase) -> float:
+    return float(case.ours["flat_bytes"]) / (case.us[OURS] * 1e-6)
 
 
 def _their_time_over_ours(provider: str) -> Figure:

@@ -107,7 +107,7 @@ def draw(study: Study, axes: Axes, layout: Layout, *, name: str = "", like: Reco
         panel.set_xlabel("")
     _legend(grid[0], table, layout)
     figure.legend(*grid[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
-    warning = study.block_size_unpriced
+    warning = study.block_size_caution
     if warning and BLOCK in layout.free:
         figure.supxlabel(warning, fontsize=7.5, color=WARNING)
     return Drawing(name, _caption(study, like, axes, layout, table, shown), figure, table)

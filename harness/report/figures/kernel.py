@@ -34,7 +34,7 @@ def draw(study: Study, axes: Axes) -> Picture:
     if ratios:
         _ratio(panels[1], data.dropna(subset=["ratio"]), colours)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=6)
-    if warning := study.block_size_unpriced:
+    if warning := study.block_size_caution:
         figure.supxlabel(warning, fontsize=7.5, color=WARNING)
     caption = (
         "Left: attention over all layers of a step that only decodes, against the KV slots that such a step reads; one "

@@ -61,6 +61,7 @@ COSTS: dict[str, CostModel] = {
         ),
     ),
     "experts": RooflineCost(replace(SHAPE, experts=Experts(16, 2, 96, shared=32, dense_layers=1)), DEVICE),
+    "block size": RooflineCost(SHAPE, replace(DEVICE, block_size_factor=1.07)),
     "latent": RooflineCost(replace(SHAPE, latent=LatentKV(64, 16, 32)), DEVICE),
     "fitted": fitted(),
     "paced": PacedCost(fitted(), 1.37),

@@ -26,6 +26,8 @@ GOOD = Resources(
     registers=96, stack_bytes=0, shared_bytes=67_072, depth=2, instructions=1400,
     wide_loads=48, narrow_loads=41, local=0, hmma=32, hgmma=12,
     conversions=0, loop=400, per_byte=0.05, most_per_byte=0.06,
+    programs=3, in_flight=196_608, prologue=3700, tile=1500, epilogue=900, pipe=377, shared=201, copied=8192,
+    product_waits=2, goal_per_byte=0.06, goal_in_flight=65_536,
 )  # fmt: skip
 
 
@@ -153,6 +155,43 @@ def read_one_by_one(eight_bits: Any) -> Any:
     )
 
 
+def test_fewer_bytes_on_their_way_are_found(decode: Any, before: Baseline) -> None:
+    finding = judged(replace(decode, num_stages=2), before)
+    assert "bytes on their way in a multiprocessor 196,608 → " in finding.reason
+
+
+def test_a_list_of_parts_that_every_program_computes_for_more_rows_is_found(
+    decode: Any, before: Baseline
+) -> None:
+    finding = judged(replace(decode, constants={**decode.constants, "ROWS_PAD": 4096}), before)
+    assert finding.verdict is Verdict.regressed
+    assert "cycles before the first tile" in finding.reason
+
+
+def test_products_that_wait_for_each_other_are_found() -> None:
+    prefill = configuration("prefill/bf16/d128/g4/bs16/vector/sm_90")
+    name, values = compiled_case(prefill, 90)
+    assert values["product_waits"] > 0
+    accepted = baseline({name: values | {"product_waits": values["product_waits"] - 1}})
+    (finding,) = judge(measured({name: values}), accepted).findings
+    assert finding.verdict is Verdict.regressed
+    assert "waits for warp-group products per tile" in finding.reason
+
+
+def test_a_missed_goal_is_named_though_the_baseline_holds_it() -> None:
+    slow = asdict(replace(GOOD, per_byte=0.16, most_per_byte=0.175, goal_per_byte=0.12, in_flight=32_768))
+    result = judge(measured({"kernel sm_90": slow}), baseline({"kernel sm_90": slow}))
+    assert result.verdict is Verdict.passed
+    (remark,) = result.remarks
+    assert "kernel sm_90: 0.16 instructions per byte of K and V (goal 0.12)" in remark
+    assert "32,768 bytes on their way in a multiprocessor (goal 65,536)" in remark
+
+
+def test_a_goal_that_is_met_is_not_mentioned() -> None:
+    result = judge(measured({"kernel sm_90": asdict(GOOD)}), baseline({"kernel sm_90": asdict(GOOD)}))
+    assert result.remarks == ()
+
+
 def test_every_architecture_is_compiled() -> None:
     pytest.importorskip("triton")
     compiled = {int(name.rpartition("sm_")[2]) for name in case_names()}
@@ -181,6 +220,10 @@ def test_a_kernel_that_does_not_compile_is_a_finding_and_no_crash(decode: Any, b
         ({"conversions": 8}, "conversions through the slow pipe 0 → 8"),
         ({"per_byte": 0.061}, "0.061 instructions per byte of K and V; 0.06 are promised"),
         ({"per_byte": 0.0}, "0.0 instructions per byte"),
+        ({"in_flight": 131_072}, "bytes on their way in a multiprocessor 196,608 → 131,072"),
+        ({"prologue": 4100.0}, "cycles before the first tile 3700 → 4100"),
+        ({"tile": 1651.0}, "cycles of a warp per tile 1500 → 1651"),
+        ({"product_waits": 3}, "waits for warp-group products per tile 2 → 3"),
     ],
 )
 def test_a_worse_figure_is_named(change: dict[str, int], reason: str) -> None:

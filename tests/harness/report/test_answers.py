@@ -28,7 +28,7 @@ class Changed:
 
     def __init__(self, records, measured=lambda point, metric: 1.0, simulated=lambda point, metric: 1.0):
         self.records = tuple(self._changed(record, measured, simulated) for record in records)
-        self.measured, self.block_size_unpriced = self.records, ""
+        self.measured, self.block_size_unpriced, self.block_size_caution = self.records, "", ""
         self.axes = find_axes(self.records)
         self.verdict = judge(self.records)
 

@@ -74,3 +74,16 @@ def test_a_figure_along_block_sizes_says_that_the_cost_model_does_not_price_them
         ]
     said = ["does not price block size" in one.figure.get_supxlabel() for one in found]
     assert said == [not priced] * 2
+
+
+def test_a_figure_along_block_sizes_says_that_they_are_priced_by_a_model(tmp_path: Path):
+    said = {"what": "static model of our Triton decode kernel, not measured", "uncertainty": 0.18}
+    for size in (8, 16):
+        cost = {"kind": "roofline", "provenance": {"not priced": "", "block size": said}}
+        write_point(tmp_path, ONE | {"cache.block_size": size}, cost=cost)
+    study = read_study(tmp_path)
+    axes = find_axes(study.records)
+    with style():
+        found = curves.draw(study, axes, curves.layout_of(axes, "cache.block_size"))
+    assert "static model of our kernels, not by measurements" in found.figure.get_supxlabel()
+    assert "below 18% are no finding" in found.figure.get_supxlabel()

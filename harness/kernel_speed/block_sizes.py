@@ -1,0 +1,190 @@
+"""Makes `conf/block_sizes.csv`: decode attention at each block size over that at 64, by the static model.
+
+    python -m harness.kernel_speed.block_sizes            # writes the table again
+    python -m harness.kernel_speed.block_sizes --check    # says whether it is stale
+    python -m harness.kernel_speed.block_sizes --shares   # predicted shares of bandwidth and peak, by GPU and shape
+
+It reads the accepted figures of the resource gate (`results/baselines/resource-*.json`), so it compiles nothing. Accept
+the kernels first: `python -m harness gate --layer resource --update --reason '...'`.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+from harness.console import say
+from harness.cost.block_sizes import REFERENCE, table_file
+from harness.kernel_speed.gpus import GPUS, SCHEDULERS, Gpu
+from harness.kernel_speed.predict import Kernel, Prediction, predict
+from harness.kernel_speed.replay import Replay
+from harness.store.atomic import write_files
+
+ROWS, SLOTS = 64, 4096  # sequences and keys of each: 1.07 GB of a 16-bit cache
+HEADS, KV_HEADS, DIM = 32, 8, 128
+BLOCK_SIZES = (1, 8, 16, 32, 64, 128)
+CACHES = {2: "bf16", 1: "bf16-kv-fp8e4nv"}
+WARPS, TILE, WAVES, SPLIT_TOKENS = 4, 64, 6, 256  # as `paged_kernels.triton.launch` launches decode
+_HEAD = (
+    "# Made by python -m harness.kernel_speed.block_sizes from {source}; do not edit.\n"
+    "# Static model of compiled code, not measured (docs/kernel-speed.md). Seconds of our decode at block sizes\n"
+    "# over those at 64. {rows} sequences of {slots} keys, {heads} query heads and {kv_heads} KV heads of {dim}.\n"
+    "device,element_bytes,block_size,factor,limit\n"
+)
+
+
+def kernel_of(case: Mapping[str, Any], warps: int = WARPS) -> Kernel:
+    """A kernel from the figures that the resource gate keeps of it."""
+    warp = Replay(
+        prologue=case["prologue"],
+        loop=case["tile"],
+        epilogue=case["epilogue"],
+        pipe=case["pipe"],
+        shared=case["shared"],
+        copied=case["copied"],
+        ahead=case["in_flight"] / max(1, case["programs"] * case["copied"] * warps),
+        product_waits=case["product_waits"],
+    )
+    return Kernel(case["registers"], case["shared_bytes"], warps, warp)
+
+
+def parts_of(rows: int, slots: int, gpu: Gpu) -> int:
+    """Parts of each row's keys where all rows are equally long, as `paged_kernels.triton.decode` cuts them."""
+    tiles = ceil(slots / TILE)
+    target = ceil(WAVES * gpu.multiprocessors / KV_HEADS)
+    return ceil(tiles / max(ceil(rows * tiles / target), SPLIT_TOKENS // TILE))
+
+
+def decode_time(kernel: Kernel, gpu: Gpu, rows: int, slots: int) -> Prediction:
+    """The predicted time of our decode: parts of all rows and KV heads, and the launch that merges them."""
+    parts = parts_of(rows, slots, gpu)
+    items, tiles = rows * KV_HEADS * parts, ceil(ceil(slots / TILE) / parts)
+    partial = items * HEADS // KV_HEADS * (DIM + 1) * 4 if parts > 1 else 0
+    return predict(kernel, gpu, items, tiles, launches=2, partial_bytes=partial)
+
+
+def case_name(element_bytes: int, block_size: int, capability: int) -> str:
+    """The name of the gate's case for the decode kernel of the table's shape."""
+    path = "scalar" if block_size % TILE == 0 else "vector"
+    return f"decode/{CACHES[element_bytes]}/d{DIM}/g{HEADS // KV_HEADS}/bs{block_size}/{path} sm_{capability}"
+
+
+def rows_of(cases: Mapping[str, Any]) -> Iterator[tuple[str, int, int, float, str]]:
+    """Device, bytes of an element, block size, factor and limit. A100 and A10G have no 8-bit kernels."""
+    for gpu in GPUS.values():
+        for width in CACHES:
+            names = {size: case_name(width, size, gpu.capability) for size in BLOCK_SIZES}
+            if names[REFERENCE] not in cases:
+                continue
+            kernels = {size: kernel_of(cases[name]) for size, name in names.items()}
+            times = {size: decode_time(kernel, gpu, ROWS, SLOTS) for size, kernel in kernels.items()}
+            for size, time in times.items():
+                yield gpu.name, width, size, time.seconds / times[REFERENCE].seconds, time.limit
+
+
+def table_text(baseline: Path) -> str:
+    """The table made from a baseline of the resource gate."""
+    cases = json.loads(baseline.read_text(encoding="utf-8"))["cases"]
+    head = _HEAD.format(
+        source=f"results/baselines/{baseline.name}",
+        rows=ROWS,
+        slots=SLOTS,
+        heads=HEADS,
+        kv_heads=KV_HEADS,
+        dim=DIM,
+    )
+    return head + "".join(
+        f"{device},{width},{size},{factor:.4f},{limit}\n"
+        for device, width, size, factor, limit in rows_of(cases)
+    )
+
+
+SHAPES = ((16, 4096), (64, 1024), (64, 2048), (64, 4096), (256, 1024), (64, 8192))
+PREFILL = "prefill/bf16/d128/g4/bs16/vector"
+PREFILL_WARPS, PREFILL_ROWS = 8, 128
+_ALIKE = {
+    80: 80,
+    86: 80,
+    89: 80,
+    90: 90,
+    120: 80,
+}  # whose launch a GPU has; sm_100's products are not modelled
+
+
+def share_lines(cases: Mapping[str, Any]) -> Iterator[str]:
+    """A table in Markdown: shares of the datasheet's bandwidth in decode by shape, and of the peak in prefill."""
+    yield f"| GPU, cache | {' | '.join(f'{rows} × {slots // 1024}k' for rows, slots in SHAPES)} | prefill |"
+    yield "|---" * (len(SHAPES) + 2) + "|"
+    for gpu in GPUS.values():
+        for width in CACHES:
+            case = cases.get(case_name(width, 16, gpu.capability))
+            if case is None:
+                continue
+            times = {shape: decode_time(kernel_of(case), gpu, *shape) for shape in SHAPES}
+            shares = [
+                time.share(rows * slots * 2 * KV_HEADS * DIM * width, gpu)
+                for (rows, slots), time in times.items()
+            ]
+            cells = " | ".join(f"{share:.2f}".lstrip("0") for share in shares)
+            yield f"| {gpu.name}, {'16-bit' if width == 2 else 'fp8'} | {cells} | {_prefill_cell(cases, gpu, width)} |"
+
+
+def _prefill_cell(cases: Mapping[str, Any], gpu: Gpu, width: int) -> str:
+    case = cases.get(f"{PREFILL}/sm_{_ALIKE.get(gpu.capability)} sm_{gpu.capability}")
+    return "–" if case is None or width == 1 else f"{prefill_share(case, gpu):.2f}".lstrip("0")
+
+
+def prefill_share(case: Mapping[str, Any], gpu: Gpu) -> float:
+    """The share of the peak in the loop of prefill over whole tiles: what latency and pipes leave, at any length.
+
+    Prologues, the diagonal and the last wave are left out, so it is what long prompts come near to.
+    """
+    kernel = kernel_of(case, PREFILL_WARPS)
+    programs = kernel.seats(gpu.capability)
+    keys = kernel.tile_bytes / (2 * DIM * 2)
+    cycles = max(kernel.replay.loop, kernel.pipe(programs))
+    matrix = (
+        gpu.latencies.warp_group or SCHEDULERS * 16 * 8 * 16 / gpu.latencies.matrix
+    )  # multiply-adds a cycle
+    return float(programs * 2 * PREFILL_ROWS * keys * DIM / cycles / matrix)
+
+
+def newest_baseline(folder: Path) -> Path:
+    """The resource gate's baseline in a folder. Of several (one for each version of Triton) the first by name."""
+    found = sorted(folder.glob("resource-triton-*.json"))
+    if not found:
+        raise SystemExit(f"no baseline of the resource gate in {folder}; run this in a checkout")
+    return found[0]
+
+
+def main(words: list[str] | None = None) -> int:
+    """Write the table, or check it; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m harness.kernel_speed.block_sizes")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit code 1 if the table is stale"
+    )
+    parser.add_argument(
+        "--baselines", default="results/baselines", metavar="DIR", help="folder of the baselines"
+    )
+    parser.add_argument("--shares", action="store_true", help="write nothing; print predicted shares")
+    flags = parser.parse_args(words)
+    baseline = newest_baseline(Path(flags.baselines))
+    if flags.shares:
+        for line in share_lines(json.loads(baseline.read_text(encoding="utf-8"))["cases"]):
+            say(line)
+        return 0
+    file, text = table_file(), table_text(baseline)
+    if flags.check:
+        fresh = file.exists() and file.read_text(encoding="utf-8") == text
+        say(f"{file} is {'up to date' if fresh else 'stale: run python -m harness.kernel_speed.block_sizes'}")
+        return 0 if fresh else 1
+    write_files(file.parent, {file.name: text.encode()})
+    say(f"written: {file}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""The table of block sizes is made of the accepted kernels, and the roofline reads it where it is asked to."""
+
+from pathlib import Path
+
+import pytest
+
+from harness.config.compose import compose_config, normalise
+from harness.config.errors import ConfigError
+from harness.config.schema import RunConfig
+from harness.cost import block_sizes as table
+from harness.kernel_speed.block_sizes import BLOCK_SIZES, main, newest_baseline, parts_of, table_text
+from harness.kernel_speed.gpus import GPUS
+from harness.point.cost import check_cost, cost_model
+from harness.sweep.plan import run_request
+
+ROOT = Path(__file__).resolve().parents[3]
+BASELINES = ROOT / "results" / "baselines"
+ASKED = ("measure=false", "model=llama31_8b", "cost=roofline", "cost.block_sizes=true")
+
+
+def config(*overrides: str) -> RunConfig:
+    request = run_request(("decoding.beam_width=1", *overrides))
+    return normalise(compose_config(axis.settings[0] for axis in request.axes))
+
+
+def decode_seconds(*overrides: str) -> float:
+    """Seconds of reading 100,000 KV slots by decode rows."""
+    from harness.replay.features import feature_index
+
+    cost = cost_model(config(*overrides))
+    features = [0.0] * 64
+    features[feature_index(("decode_kv",))[0]] = 1e5
+    return float(cost.parts(features).decodes)  # type: ignore[attr-defined]
+
+
+def test_the_table_is_that_of_the_accepted_kernels() -> None:
+    """If this fails, the kernels changed: run `python -m harness.kernel_speed.block_sizes`."""
+    assert table.table_file().read_text(encoding="utf-8") == table_text(newest_baseline(BASELINES))
+
+
+def test_a_stale_table_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "block_sizes.csv"
+    monkeypatch.setattr("harness.kernel_speed.block_sizes.table_file", lambda: file)
+    words = ["--baselines", str(BASELINES)]
+    assert main([*words, "--check"]) == 1
+    assert main(words) == 0
+    assert main([*words, "--check"]) == 0
+    file.write_text(file.read_text(encoding="utf-8").replace("h200,2,16,", "h200,2,16,9"), encoding="utf-8")
+    assert main([*words, "--check"]) == 1
+
+
+def test_every_gpu_and_block_size_is_in_the_table() -> None:
+    found = table.read_table()
+    for gpu in GPUS.values():
+        widths = (2,) if gpu.capability < 89 else (2, 1)
+        assert {(gpu.name, width, size) for width in widths for size in BLOCK_SIZES} <= found.keys()
+
+
+def test_the_factor_is_1_at_the_reference() -> None:
+    assert {one.factor for (_, _, size), one in table.read_table().items() if size == table.REFERENCE} == {
+        1.0
+    }
+
+
+def test_a_header_says_that_nothing_was_measured() -> None:
+    assert "not measured" in table.table_file().read_text(encoding="utf-8").splitlines()[1]
+
+
+def test_decode_takes_the_factor_of_its_block_size() -> None:
+    plain = decode_seconds("device=b200", "cache.block_size=16", *ASKED[:-1])
+    asked = decode_seconds("device=b200", "cache.block_size=16", *ASKED)
+    assert asked / plain == pytest.approx(table.read_table()["b200", 2, 16].factor)
+
+
+def test_without_the_switch_nothing_changes() -> None:
+    one, other = (decode_seconds("device=h200", f"cache.block_size={size}", *ASKED[:-1]) for size in (8, 64))
+    assert one == other
+
+
+def test_the_record_says_that_the_factor_is_a_model() -> None:
+    provenance = cost_model(config("device=h200", "cache.block_size=8", *ASKED)).source.provenance
+    said = provenance["block size"]
+    assert said["what"] == "static model of our Triton decode kernel, not measured"
+    assert said["uncertainty"] == table.UNCERTAINTY
+    assert "block size" not in provenance["not priced"]
+
+
+def test_the_bound_has_no_factor() -> None:
+    cost = cost_model(config("device=h200", "cache.block_size=8", *ASKED))
+    assert cost.device.bound.block_size_factor is None  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("device=h200", "cache.block_size=24", *ASKED), "block size 24; it holds 1, 8, 16, 32, 64, 128"),
+        (("device=h200", "device.name=mine", *ASKED), "device mine; it holds a100_40gb"),
+        (("device=h200", *ASKED[:1], "model=gpt2_tiny", *ASKED[2:]), "heads of "),
+        (
+            ("device=a100_80gb", "model.kv_dtype=fp8_e4m3", *ASKED),
+            "a cache of 1 bytes an element on a100_80gb",
+        ),
+    ],
+)
+def test_what_the_table_does_not_hold_is_refused_by_name(overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=r"cost\.block_sizes") as caught:
+        check_cost(config(*overrides))
+    assert message in str(caught.value)
+
+
+def test_a_contiguous_cache_has_no_block_size_to_price() -> None:
+    assert config("device=h200", "cache=contiguous_max", *ASKED).cost.block_sizes is False
+
+
+def test_the_parts_are_those_of_the_launcher() -> None:
+    """64 rows of 4,096 keys: 4,096 tiles for 99 parts of a head on 132 multiprocessors, so two parts a row."""
+    assert parts_of(64, 4096, GPUS["h200"]) == 2
+    assert parts_of(1, 4096, GPUS["h200"]) == 16
+    assert parts_of(4096, 256, GPUS["h200"]) == 1
+
+
+def test_the_launch_numbers_are_those_of_the_kernels() -> None:
+    launch = pytest.importorskip("paged_kernels.triton.launch")
+    from harness.kernel_speed import block_sizes as made
+
+    assert (made.WAVES, made.SPLIT_TOKENS) == (launch.WAVES, launch.SPLIT_TOKENS)
+    assert made.WARPS == 4
