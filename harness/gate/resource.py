@@ -20,7 +20,7 @@ from harness.environment import kernel_digest
 from harness.gate.baseline import Baseline, Measured, coverage
 from harness.gate.findings import Finding, LayerResult, Verdict
 from harness.gate.settings import GateSettings, default_settings
-from harness.kernel_speed.gpus import LATENCIES
+from harness.kernel_speed.gpus import LATENCIES, SCHEDULERS
 from harness.kernel_speed.predict import Kernel
 from harness.kernel_speed.replay import replay
 from harness.kernel_speed.sass import read_listing, tile_loop
@@ -157,7 +157,8 @@ def resources(configuration: "KernelConfiguration", capability: int) -> Resource
     code = count(listing)
     if usage is None:
         raise RuntimeError("cuobjdump did not report registers and stack")
-    warp = replay(read_listing(listing), LATENCIES[capability])
+    crowd = -(-configuration.num_warps // SCHEDULERS)
+    warp = replay(read_listing(listing), LATENCIES[capability], crowd)
     registers, shared_bytes = int(usage["registers"]), int(built.metadata.shared)
     kernel = Kernel(registers, shared_bytes, configuration.num_warps, warp)
     return Resources(

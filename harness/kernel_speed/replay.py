@@ -8,8 +8,11 @@ Copies from global to shared memory (LDGSTS) arrive after the latency of the mem
 DEPBAR waits until at most so many groups are on their way. Warp-group products (HGMMA) run one after the other and are
 waited for in the same way.
 
-Left out: other warps of the same scheduler (they share issue slots, which `predict` bounds), bank conflicts, the
-instruction cache, and how long barriers wait for slower warps.
+A program with more warps than schedulers has several (`crowd`) on each. They are taken to go in step, as barriers make
+them, so that the products of one do not hide the softmax of the other.
+
+Left out: warps of other programs on the same scheduler (they share issue slots, which `predict` bounds), bank
+conflicts, the instruction cache, and how long barriers wait for slower warps.
 """
 
 import re
@@ -68,8 +71,12 @@ class Warp:
     matrix_free: float = 0.0
 
 
-def run(warp: Warp, code: Iterable[Instruction], latencies: Latencies) -> None:
-    """Let the warp go through the instructions; its state afterwards is in `warp`."""
+def run(warp: Warp, code: Iterable[Instruction], latencies: Latencies, crowd: int = 1) -> None:
+    """Let the warp go through the instructions; its state afterwards is in `warp`.
+
+    `crowd` warps of the program share a scheduler and go in step: each waits for the others' turns to issue and for
+    their matrix products.
+    """
     for one in code:
         for board in one.waits:
             _wait_for(warp, warp.boards[board])
@@ -78,16 +85,16 @@ def run(warp: Warp, code: Iterable[Instruction], latencies: Latencies) -> None:
             _depbar(warp, one)
         if one.name in ("HMMA", "IMMA", "QMMA", "DMMA"):
             warp.now = max(warp.now, warp.matrix_free)
-            warp.matrix_free = warp.now + latencies.matrix
+            warp.matrix_free = warp.now + crowd * latencies.matrix
         if one.name in ("HGMMA", "QGMMA"):
-            _warp_group(warp, one, latencies)
+            _warp_group(warp, one, latencies, crowd)
         if one.opcode.startswith("WARPGROUP.DEPBAR"):
             _wait_for_products(warp, one)
         if is_copy(one):
             warp.open_copies.append(warp.now + latencies.memory)
         _set_boards(warp, one, latencies)
         warp.issued += 1
-        warp.now += max(1, one.stall)
+        warp.now += max(crowd, one.stall)
         if one.name == "BAR" and not one.never:
             warp.now += latencies.barrier
 
@@ -109,12 +116,12 @@ def _depbar(warp: Warp, one: Instruction) -> None:
     warp.boards[int(match["board"])] = times[len(over) :]
 
 
-def _warp_group(warp: Warp, one: Instruction, latencies: Latencies) -> None:
+def _warp_group(warp: Warp, one: Instruction, latencies: Latencies, crowd: int) -> None:
     """A product of 64 rows: one instruction for all four warps, whose matrix units work together."""
     match = _PRODUCT.search(one.opcode)
     if match is None or not latencies.warp_group:
         return
-    cycles = 64 * int(match["columns"]) * int(match["depth"]) / latencies.warp_group
+    cycles = crowd * 64 * int(match["columns"]) * int(match["depth"]) / latencies.warp_group
     start = max(warp.now, warp.open_products, warp.matrix_free)
     warp.open_products = warp.matrix_free = start + cycles
     if "gsb0" in one.operands:  # the last of a batch
@@ -183,8 +190,8 @@ class Replay:
     product_waits: int
 
 
-def replay(code: Sequence[Instruction], latencies: Latencies) -> Replay:
-    """Replay one warp from the entry to the loop over tiles, many rounds of it, and from it to the end.
+def replay(code: Sequence[Instruction], latencies: Latencies, crowd: int = 1) -> Replay:
+    """Replay one of `crowd` warps that go in step: to the loop over tiles, through many rounds of it, and to the end.
 
     Before and behind the loop the warp takes the way with fewest stall cycles, since the true one depends on data. In
     the loop it takes no branch forward, so that every round copies a tile.
@@ -196,19 +203,19 @@ def replay(code: Sequence[Instruction], latencies: Latencies) -> Replay:
         raise ValueError("no control codes in this listing; make it with 'nvdisasm -c -hex'")
     loop, warp = tile_loop(code), Warp()
     if not loop:
-        run(warp, (code[place] for place in shortest_path(code, 0, exits(code))), latencies)
+        run(warp, (code[place] for place in shortest_path(code, 0, exits(code))), latencies, crowd)
         return Replay(warp.now, 0.0, 0.0, 0.0, 0.0, 0, 0.0, 0)
     body = code[loop.start : loop.stop]
-    run(warp, (code[place] for place in shortest_path(code, 0, [loop.start])), latencies)
+    run(warp, (code[place] for place in shortest_path(code, 0, [loop.start])), latencies, crowd)
     prologue = warp.now
     for _ in range(WARM):
-        run(warp, body, latencies)
+        run(warp, body, latencies, crowd)
     start, warp.ahead = warp.now, 0
     for _ in range(ROUNDS):
-        run(warp, body, latencies)
+        run(warp, body, latencies, crowd)
     per_round, ended = (warp.now - start) / ROUNDS, warp.now
     ahead = warp.ahead / sum(map(is_copy, body))
-    run(warp, (code[place] for place in shortest_path(code, loop.stop, exits(code))), latencies)
+    run(warp, (code[place] for place in shortest_path(code, loop.stop, exits(code))), latencies, crowd)
     return Replay(
         prologue=prologue,
         loop=per_round,

@@ -56,6 +56,13 @@ def test_a_listing_is_read_with_labels_and_guards() -> None:
     assert code[4].target == 3
 
 
+def test_the_shape_of_a_product_is_part_of_its_opcode() -> None:
+    line = "        /*0010*/                   HGMMA.64x64x16.F32.BF16 R88, gdesc[UR12], R88, gsb0 ;   \n"
+    (product,) = read_listing(line)
+    assert product.opcode == "HGMMA.64x64x16.F32.BF16"
+    assert product.operands.endswith("gsb0")
+
+
 def test_addresses_are_targets_too() -> None:
     code = read_listing(LISTING.replace("`(.L_x_1)", "0x30").replace(".L_x_1:\n", ""))
     assert code[4].target == 3
@@ -154,3 +161,10 @@ def test_the_busiest_pipe_counts_slow_instructions_by_their_rate() -> None:
     code = looped(1)
     special = [*code[:-2], *[plain("MUFU.EX2")] * 9, *code[-2:]]
     assert replay(special, AMPERE).pipe == 80
+
+
+def test_warps_that_share_a_scheduler_wait_for_each_others_products() -> None:
+    alone, crowded = Warp(), Warp()
+    for warp, crowd in ((alone, 1), (crowded, 2)):
+        run(warp, [plain("HMMA.16816.F32.BF16")] * 4 + [plain("IADD3")] * 10, AMPERE, crowd)
+    assert crowded.now == 2 * alone.now
