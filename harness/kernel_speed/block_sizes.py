@@ -27,7 +27,7 @@ ROWS, SLOTS = 64, 4096  # sequences and keys of each: 1.07 GB of a 16-bit cache
 HEADS, KV_HEADS, DIM = 32, 8, 128
 BLOCK_SIZES = (1, 8, 16, 32, 64, 128)
 CACHES = {2: "bf16", 1: "bf16-kv-fp8e4nv"}
-WARPS, TILE, WAVES, SPLIT_TOKENS = 4, 64, 6, 256  # as `paged_kernels.triton.launch` launches decode
+WARPS, WAVES, SPLIT_TOKENS = 4, 6, 256  # as `paged_kernels.triton.launch` launches decode
 _HEAD = (
     "# Made by python -m harness.kernel_speed.block_sizes from {source}; do not edit.\n"
     "# Static model of compiled code, not measured (docs/kernel-speed.md). Seconds of our decode at block sizes\n"
@@ -51,36 +51,44 @@ def kernel_of(case: Mapping[str, Any], warps: int = WARPS) -> Kernel:
     return Kernel(case["registers"], case["shared_bytes"], warps, warp)
 
 
-def parts_of(rows: int, slots: int, gpu: Gpu) -> int:
+def keys_of(kernel: Kernel, element_bytes: int) -> int:
+    """Keys in a tile, from the bytes of K and V that the program copies for it."""
+    return kernel.tile_bytes // (2 * DIM * element_bytes)
+
+
+def parts_of(rows: int, slots: int, gpu: Gpu, tile: int) -> int:
     """Parts of each row's keys where all rows are equally long, as `paged_kernels.triton.decode` cuts them."""
-    tiles = ceil(slots / TILE)
+    tiles = ceil(slots / tile)
     target = ceil(WAVES * gpu.multiprocessors / KV_HEADS)
-    return ceil(tiles / max(ceil(rows * tiles / target), SPLIT_TOKENS // TILE))
+    return ceil(tiles / max(ceil(rows * tiles / target), SPLIT_TOKENS // tile))
 
 
-def decode_time(kernel: Kernel, gpu: Gpu, rows: int, slots: int) -> Prediction:
+def decode_time(kernel: Kernel, gpu: Gpu, rows: int, slots: int, element_bytes: int) -> Prediction:
     """The predicted time of our decode: parts of all rows and KV heads, and the launch that merges them."""
-    parts = parts_of(rows, slots, gpu)
-    items, tiles = rows * KV_HEADS * parts, ceil(ceil(slots / TILE) / parts)
+    tile = keys_of(kernel, element_bytes)
+    parts = parts_of(rows, slots, gpu, tile)
+    items, tiles = rows * KV_HEADS * parts, ceil(ceil(slots / tile) / parts)
     partial = items * HEADS // KV_HEADS * (DIM + 1) * 4 if parts > 1 else 0
     return predict(kernel, gpu, items, tiles, launches=2, partial_bytes=partial)
 
 
-def case_name(element_bytes: int, block_size: int, capability: int) -> str:
-    """The name of the gate's case for the decode kernel of the table's shape."""
-    path = "scalar" if block_size % TILE == 0 else "vector"
-    return f"decode/{CACHES[element_bytes]}/d{DIM}/g{HEADS // KV_HEADS}/bs{block_size}/{path} sm_{capability}"
+def decode_case(cases: Mapping[str, Any], element_bytes: int, block_size: int, capability: int) -> Any:
+    """The gate's figures of the decode kernel of the table's shape, however it finds its blocks; None: not compiled."""
+    start = f"decode/{CACHES[element_bytes]}/d{DIM}/g{HEADS // KV_HEADS}/bs{block_size}"
+    found = (cases.get(f"{start}/{path} sm_{capability}") for path in ("scalar", "vector"))
+    return next((case for case in found if case), None)
 
 
 def rows_of(cases: Mapping[str, Any]) -> Iterator[tuple[str, int, int, float, str]]:
     """Device, bytes of an element, block size, factor and limit. A100 and A10G have no 8-bit kernels."""
     for gpu in GPUS.values():
         for width in CACHES:
-            names = {size: case_name(width, size, gpu.capability) for size in BLOCK_SIZES}
-            if names[REFERENCE] not in cases:
+            found = {size: decode_case(cases, width, size, gpu.capability) for size in BLOCK_SIZES}
+            if found[REFERENCE] is None:
                 continue
-            kernels = {size: kernel_of(cases[name]) for size, name in names.items()}
-            times = {size: decode_time(kernel, gpu, ROWS, SLOTS) for size, kernel in kernels.items()}
+            times = {
+                size: decode_time(kernel_of(case), gpu, ROWS, SLOTS, width) for size, case in found.items()
+            }
             for size, time in times.items():
                 yield gpu.name, width, size, time.seconds / times[REFERENCE].seconds, time.limit
 
@@ -120,10 +128,10 @@ def share_lines(cases: Mapping[str, Any]) -> Iterator[str]:
     yield "|---" * (len(SHAPES) + 2) + "|"
     for gpu in GPUS.values():
         for width in CACHES:
-            case = cases.get(case_name(width, 16, gpu.capability))
+            case = decode_case(cases, width, 16, gpu.capability)
             if case is None:
                 continue
-            times = {shape: decode_time(kernel_of(case), gpu, *shape) for shape in SHAPES}
+            times = {shape: decode_time(kernel_of(case), gpu, *shape, width) for shape in SHAPES}
             shares = [
                 time.share(rows * slots * 2 * KV_HEADS * DIM * width, gpu)
                 for (rows, slots), time in times.items()
@@ -144,7 +152,7 @@ def prefill_share(case: Mapping[str, Any], gpu: Gpu) -> float:
     """
     kernel = kernel_of(case, PREFILL_WARPS)
     programs = kernel.seats(gpu.capability)
-    keys = kernel.tile_bytes / (2 * DIM * 2)
+    keys = keys_of(kernel, 2)
     cycles = max(kernel.replay.loop, kernel.pipe(programs))
     matrix = (
         gpu.latencies.warp_group or SCHEDULERS * 16 * 8 * 16 / gpu.latencies.matrix

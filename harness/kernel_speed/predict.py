@@ -13,7 +13,7 @@ read once, over B. `pipe` is the largest of: instructions issued by a scheduler,
 and matrix pipes (warps / 4 of them share a scheduler), and cycles of shared memory. Little's law is in T: with d
 tiles on their way, T is at least (latency of the memory) / d.
 
-Left out, so that a prediction is nearly always too fast: how DRAM and TLBs react to the order of blocks, queueing near
+Left out, so that a prediction is mostly too fast: how DRAM and TLBs react to the order of blocks, queueing near
 the full bandwidth, warps that wait for slower ones, bank conflicts, the instruction cache, clocks below boost, and what
 an engine launches beside the kernel. The L2 cache is left out too: KV that was just read and fits it is read faster.
 `wave` has the form of the dense layers of the roofline, taken over from there and not fitted here.

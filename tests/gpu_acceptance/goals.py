@@ -151,7 +151,7 @@ _KERNELS = (
     Goal("decode_public", "decode, 32/8 heads, shape by shape", "bandwidth over the best public kernel's, worst", LEAST,
          1.0, RATIO, _TABLES),
     Goal("decode_model", "the same, every block size", "bandwidth over the static model's, worst", SHOWN, None, RATIO,
-         "docs/kernel-speed.md: a model, nearly always too fast"),
+         "docs/kernel-speed.md: a model, mostly too fast"),
     Goal("prefill_public", "whole prompts of 4,096, 32/8 heads", "FLOP/s over the best public kernel's, worst", LEAST,
          1.0, RATIO, _TABLES),
     Goal("paging", "paged over contiguous twin, block ≥ 16", "time ratio, worst", MOST, 1.02, RATIO, _SOSP),

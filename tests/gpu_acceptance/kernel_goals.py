@@ -31,7 +31,7 @@ from gpu_acceptance.goals import (
 from harness.bench.kernels.cases import CaseSpec
 from harness.console import remark
 from harness.cost.timings import ALWAYS, CASCADE, CONTIGUOUS, OURS, SDPA, TABLE, KernelRunError, read_run
-from harness.kernel_speed.block_sizes import case_name, decode_time, kernel_of, newest_baseline
+from harness.kernel_speed.block_sizes import decode_case, decode_time, kernel_of, newest_baseline
 from harness.kernel_speed.gpus import GPUS
 
 if TYPE_CHECKING:
@@ -304,10 +304,10 @@ def _over_model(case: TimedCase) -> float | None:
     if word is None or not case.decode or not _published_shape(case) or not _large(case):
         return None
     gpu = GPUS[word.lower()]
-    kernel = _accepted_kernels().get(case_name(2, int(case.ours["block_size"]), gpu.capability))
+    kernel = decode_case(_accepted_kernels(), 2, int(case.ours["block_size"]), gpu.capability)
     if kernel is None:
         return None
-    time = decode_time(kernel_of(kernel), gpu, int(case.ours["batch"]), int(case.ours["context"]))
+    time = decode_time(kernel_of(kernel), gpu, int(case.ours["batch"]), int(case.ours["context"]), 2)
     return time.seconds / (case.us[OURS] * 1e-6)
 
 

@@ -114,9 +114,9 @@ def test_a_contiguous_cache_has_no_block_size_to_price() -> None:
 
 def test_the_parts_are_those_of_the_launcher() -> None:
     """64 rows of 4,096 keys: 4,096 tiles for 99 parts of a head on 132 multiprocessors, so two parts a row."""
-    assert parts_of(64, 4096, GPUS["h200"]) == 2
-    assert parts_of(1, 4096, GPUS["h200"]) == 16
-    assert parts_of(4096, 256, GPUS["h200"]) == 1
+    assert parts_of(64, 4096, GPUS["h200"], 64) == 2
+    assert parts_of(1, 4096, GPUS["h200"], 64) == 16
+    assert parts_of(4096, 256, GPUS["h200"], 64) == 1
 
 
 def test_the_launch_numbers_are_those_of_the_kernels() -> None:
@@ -125,3 +125,17 @@ def test_the_launch_numbers_are_those_of_the_kernels() -> None:
 
     assert (made.WAVES, made.SPLIT_TOKENS) == (launch.WAVES, launch.SPLIT_TOKENS)
     assert made.WARPS == 4
+
+
+def test_the_keys_of_a_tile_are_those_of_the_launcher() -> None:
+    import json
+
+    torch = pytest.importorskip("torch")
+    launch = pytest.importorskip("paged_kernels.triton.launch")
+    from harness.kernel_speed.block_sizes import decode_case, kernel_of, keys_of
+
+    cases = json.loads(newest_baseline(BASELINES).read_text(encoding="utf-8"))["cases"]
+    for width, kept in ((2, torch.bfloat16), (1, torch.float8_e4m3fn)):
+        shape = launch.AttentionShape(torch.bfloat16, kept, 32, 8, 128, 128, 16)
+        kernel = kernel_of(decode_case(cases, width, 16, 90))
+        assert keys_of(kernel, width) == launch.decode_config(shape).tile

@@ -83,11 +83,12 @@ def test_every_gpu_has_latencies_and_limits() -> None:
     assert {gpu.capability for gpu in GPUS.values()} <= LATENCIES.keys() & MULTIPROCESSORS.keys()
 
 
-def test_the_bandwidths_are_those_of_the_presets() -> None:
+def test_bandwidth_clock_and_multiprocessors_are_those_of_the_presets() -> None:
     import yaml
 
     from harness.config.groups import option_file
 
     for gpu in GPUS.values():
         preset = yaml.safe_load(option_file("device", gpu.name).read_text(encoding="utf-8"))
-        assert preset["bandwidth_gbs"] * 1e9 == pytest.approx(gpu.bandwidth), gpu.name
+        known = (preset["bandwidth_gbs"] * 1e9, preset["clock_ghz"] * 1e9, preset["multiprocessors"])
+        assert known == pytest.approx((gpu.bandwidth, gpu.clock, gpu.multiprocessors)), gpu.name
