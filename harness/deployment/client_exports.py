@@ -41,8 +41,9 @@ def read_guidellm(file: SourceFile) -> RequestLog:
         if not isinstance(groups, dict):
             raise document.error(path, RowError(None, f"object expected, found {kind(groups)}"))
         for name in ("errored", "incomplete"):
-            for _ in groups.get(name) or ():
-                log.drop(name)
+            if groups.get(name) is not None:
+                for _ in document.items((*path, name)):
+                    log.drop(name)
         requests = document.items((*path, "successful"))
         _check_whole(document, ("benchmarks", place), len(requests))
         for index, request in enumerate(requests):

@@ -270,7 +270,7 @@ _READERS: dict[str, tuple[Callable[[_Head], bool], _Reader]] = {
     ),
     "GuideLLM's JSON": (lambda head: head.has("benchmarks"), _log(read_guidellm)),
     "AIPerf's profile_export.jsonl": (
-        lambda head: head.has("metadata", "metrics") and '"request_start_ns"' in head.text,
+        lambda head: all(f'"{word}"' in head.text for word in ("metadata", "metrics", "request_start_ns")),
         _log(read_aiperf),
     ),
     "SGLang's request log": (lambda head: is_sglang_log(head.text), _log(read_sglang_requests)),

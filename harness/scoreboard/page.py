@@ -24,9 +24,12 @@ TTFT and TPOT. Our simulation has as many users, each of whom sends the next req
 fewer for many users, three at least; steps of at most 8,192 tokens, chunked prefill, no prefix cache, asynchronous
 scheduling, and the pool that the memory gives. Lengths are drawn between 0.8 of the nominal and the nominal where
 the runs are InferenceMAX's (its README: `RANDOM_RANGE_RATIO` 0.8). Quantised Llama 3.1 has static scales and FP8
-KV, as NVIDIA's checkpoints say; the rows do not name the KV's element type. The sample is deterministic: at most
-{each} runs of every model, engine, device and precision, on its most frequent number of devices, evenly over
-lengths and users.
+KV, as NVIDIA's checkpoints say; the rows do not name the KV's element type. A checkpoint with a scale for each
+block of its FP8 weights is priced with the kernels for such blocks, also where a row says `fp8`. Rows whose batch
+size is a fraction of the concurrency are left out (several replicas, or data-parallel attention, which they do not
+name), and so are runs whose own times need more than 70 % of the datasheet's FLOP/s (prompts came from a cache).
+The sample is deterministic: at most {each} runs of every model, engine, device and precision, on its most frequent
+number of devices, evenly over lengths and users.
 
 `roofline`: presets of `conf/device`. `published`: timings of operators from the same package, and 0.5 ms a step for
 the host.

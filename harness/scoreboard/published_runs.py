@@ -9,8 +9,9 @@ import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import mkdtemp
@@ -19,12 +20,13 @@ import numpy as np
 
 from harness.config.compose import compose_config, normalise
 from harness.config.errors import ConfigError, UserError
-from harness.config.schema import CostKind, RunConfig, TableEngine
-from harness.cost.aiconfigurator import SYSTEMS, TableSetup, check_package
+from harness.config.schema import CostKind, KVDtype, ReplayMode, RunConfig, TableEngine, WeightDtype
+from harness.cost.aiconfigurator import SYSTEMS, TableSetup, check_package, compiled
 from harness.point.cost import check_cost, cost_model
 from harness.point.published import published_cost
 from harness.replay.cost_model import CostModel
 from harness.sweep.plan import run_request
+from harness.workload.shapes import model_shape, unmodelled
 from harness.workload.simulate import simulate
 from harness.workload.workload import build_workload
 from traces.trace import CHAINED, Segment, Trace, TraceHeader, TraceRequest
@@ -54,6 +56,9 @@ _FASTER = {
 }  # FLOP/s of tensor cores, as a multiple of bfloat16's
 _DRAWN_FROM = 0.8
 """InferenceMAX draws lengths between 0.8 of the nominal and the nominal (RANDOM_RANGE_RATIO in its README)."""
+_MOST_USED = 0.7
+"""Of the datasheet's FLOP/s. Published serving of GPUs stays far below; a row that needs more did not compute all of
+its prompts."""
 _BATCHED_TOKENS = 8192  # InferenceMAX: --max-num-batched-tokens
 
 
@@ -131,6 +136,8 @@ def _obstacle(row: Mapping[str, str]) -> str:
         return "no concurrency given"
     if not row["silicon_ttft_ms"] or not row["silicon_tpot_ms"]:
         return "no TTFT or no TPOT given"
+    if _users(row) != _number(row["batch_size"]):
+        return "concurrency over several replicas or data-parallel attention, which the row does not name"
     if not _config_file(row["model_path"]).is_file():
         return f"no configuration of {row['model_path']}"
     return ""
@@ -150,6 +157,9 @@ def _run(row: Mapping[str, str]) -> PublishedRun:
     # NVIDIA's quantised checkpoints have static scales and FP8 KV (their hf_quant_config.json says so).
     static = "Llama-3.1" in row["model_path"] and row["precision"] in ("fp8", "fp4")
     weights = "fp8_static" if static and row["precision"] == "fp8" else row["gemm_quant_mode"] or None
+    experts = row["moe_quant_mode"] or None
+    if weights == "fp8" and _has_block_scales(row["model_path"]):
+        weights, experts = "fp8_block", "fp8_block" if experts == "fp8" else experts
     return PublishedRun(
         name=row["id"],
         model=row["model_path"],
@@ -162,12 +172,22 @@ def _run(row: Mapping[str, str]) -> PublishedRun:
         parallel=_number(row["tp_size"]),
         expert_parallel=_number(row["moe_ep_size"]) > 1,
         weights=None if own else weights,
-        expert_weights=None if own else row["moe_quant_mode"] or None,
+        expert_weights=None if own else experts,
         kv="fp8" if static or (weights and not own and row["backend"] == "trtllm") else None,
         drawn="gap-analysis/" not in row["silicon_data_source"],
         ttft_ms=float(row["silicon_ttft_ms"]),
         tpot_ms=float(row["silicon_tpot_ms"]),
     )
+
+
+@cache
+def _has_block_scales(model: str) -> bool:
+    """Whether the checkpoint's FP8 weights have a scale for each block of them, which other kernels multiply.
+
+    Rows of the same checkpoint call it `fp8` or `fp8_block`, as their engine does.
+    """
+    facts = json.loads(_config_file(model).read_text(encoding="utf-8"))
+    return bool((facts.get("quantization_config") or {}).get("weight_block_size"))
 
 
 def sample(runs: Sequence[PublishedRun], each: int) -> list[PublishedRun]:
@@ -201,11 +221,15 @@ def simulated(run: PublishedRun, kind: CostKind) -> Simulated:
     as many sequences as users. Lengths are drawn between 0.8 of the nominal and the nominal where the source did so.
 
     Raises:
-        ConfigError: the cost model cannot price the model or the device, or no KV fits.
+        ConfigError: the cost model cannot price the model or the device, no KV fits, or the row contradicts itself.
     """
     config = _configuration(run, kind)
+    _check_possible(run, config)
     cost: CostModel
     if kind is CostKind.published:
+        refusal = _refusal(_setup(run))
+        if refusal:
+            raise ConfigError("cost.kind", refusal)
         cost = published_cost(config, _setup(run))
     else:
         check_cost(config)
@@ -218,24 +242,67 @@ def simulated(run: PublishedRun, kind: CostKind) -> Simulated:
     return Simulated(1e3 * float(waits.mean()), 1e3 * float((spans / np.maximum(outputs - 1, 1)).mean()))
 
 
+def _check_possible(run: PublishedRun, config: RunConfig) -> None:
+    """Raise ConfigError where the row's own times need more FLOP/s than engines reach: prompts came from a cache."""
+    if unmodelled(config.model, "model.path"):
+        return
+    shape = model_shape(config.model)
+    mean = (1 + _DRAWN_FROM) / 2 if run.drawn else 1.0
+    seconds = 1e-3 * (run.ttft_ms + max(mean * run.osl - 1, 0) * run.tpot_ms)
+    needed = 2.0 * shape.token_weights * run.users * mean * (run.isl + run.osl) / seconds
+    peak = (
+        _base(DEVICES[run.system], _checkpoint(run.model)).device.tflops
+        * 1e12
+        * _FASTER.get(run.weights or "", 1.0)
+    )
+    used = needed / (run.parallel * peak)
+    if used > _MOST_USED:
+        raise ConfigError(
+            "run",
+            f"its times need more than {100 * _MOST_USED:.0f} % of the datasheet's FLOP/s: it did not compute "
+            "all prompts",
+        )
+
+
+@lru_cache(maxsize=64)
+def _base(device: str, checkpoint: str) -> RunConfig:
+    """The configuration of a model on a device; what differs among runs is set on a copy."""
+    words = (
+        "measure=false",
+        "cost=roofline",
+        f"device={device}",
+        f"model.path={checkpoint}",
+        "model.dtype=bfloat16",
+    )
+    return compose_config(axis.settings[0] for axis in run_request(words).axes)
+
+
 def _configuration(run: PublishedRun, kind: CostKind) -> RunConfig:
-    device = DEVICES[run.system]
-    words = [
-        *("measure=false", f"cost={kind}", f"device={device}", f"model.path={_checkpoint(run.model)}"),
-        *("replay.mode=closed", f"replay.users={run.users}", "cache.prefix_caching=false"),
-        *(f"scheduler.max_running={max(run.users, 8)}", f"scheduler.max_batched_tokens={_BATCHED_TOKENS}"),
-        *(f"cache.max_model_len={run.isl + run.osl + 256}", "scheduler.async_scheduling=true"),
-        *(f"device.tensor_parallel={run.parallel}", "cost.bounds=false", "model.dtype=bfloat16"),
-        f"device.expert_parallel={str(run.expert_parallel).lower()}",
-    ]
+    found = deepcopy(_base(DEVICES[run.system], _checkpoint(run.model)))
+    found.cost.kind, found.cost.bounds = kind, False
+    found.replay.mode, found.replay.users = ReplayMode.closed, run.users
+    found.scheduler.max_running, found.scheduler.max_batched_tokens = max(run.users, 8), _BATCHED_TOKENS
+    found.scheduler.async_scheduling = True
+    found.cache.prefix_caching, found.cache.max_model_len = False, run.isl + run.osl + 256
+    found.device.tensor_parallel, found.device.expert_parallel = run.parallel, run.expert_parallel
     if run.weights:
-        words.append(f"model.weight_dtype={_WEIGHTS[run.weights]}")
+        found.model.weight_dtype = WeightDtype(_WEIGHTS[run.weights])
     if run.kv:
-        words.append("model.kv_dtype=fp8_e4m3")
-    found = normalise(compose_config(axis.settings[0] for axis in run_request(tuple(words)).axes))
+        found.model.kv_dtype = KVDtype.fp8_e4m3
+    found = normalise(found)
     if run.weights and kind is CostKind.roofline:
         found.device.tflops *= _FASTER.get(run.weights, 1.0)
     return found
+
+
+@cache
+def _refusal(setup: TableSetup) -> str:
+    """Why the tables cannot price a setup; empty where they can. Asked once: each answer takes seconds."""
+    try:
+        compiled(setup)
+    except ConfigError as error:
+        return error.message
+    return ""
 
 
 def _setup(run: PublishedRun) -> TableSetup:

@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 
 from harness.cli.main import main
+from harness.config.errors import ConfigError
 from harness.config.schema import CostKind
 from harness.scoreboard.board import counted, write_csv
 from harness.scoreboard.page import write_page
-from harness.scoreboard.published_runs import PublishedRun, read_runs, sample, simulated
+from harness.scoreboard.published_runs import PublishedRun, _obstacle, read_runs, sample, simulated
 
 
 def run(name: str, users: int, parallel: int = 1, model: str = "a/model") -> PublishedRun:
@@ -124,6 +125,25 @@ def test_without_the_extra_the_command_says_how_to_install_it(
     assert "pip install 'pagetwin[gpu-tables]'" in capsys.readouterr().err
 
 
+RUN = {
+    "mode": "agg",
+    "system": "h100_sxm",
+    "pp_size": "1",
+    "attention_dp_size": "1",
+    "tp_size": "2",
+    "batch_size": "13",
+    "silicon_data_source": "silicon_concurrency=416",
+    "silicon_ttft_ms": "700",
+    "silicon_tpot_ms": "13",
+    "model_path": "a/model",
+}
+
+
+def test_a_row_of_several_replicas_is_refused_by_name() -> None:
+    """416 users on a batch of 13 are 32 replicas; on one engine the row would be predicted 8 times too slow."""
+    assert "several replicas" in _obstacle(RUN)
+
+
 class TestInstalled:
     """Against the package itself; it is an optional extra."""
 
@@ -145,3 +165,17 @@ class TestInstalled:
         ]
         assert chosen
         assert simulated(chosen[0], CostKind.published).tpot_ms == pytest.approx(chosen[0].tpot_ms, rel=0.2)
+
+    def test_a_checkpoint_with_block_scales_has_the_kernels_for_blocks(self) -> None:
+        """Rows of vLLM call it fp8, whose kernels take five times as long in the tables."""
+        rows = [
+            row for row in read_runs()[0] if row.model == "Qwen/Qwen3-235B-A22B-FP8" and row.engine == "vllm"
+        ]
+        assert {(row.weights, row.expert_weights) for row in rows} == {("fp8_block", "fp8_block")}
+
+    def test_a_run_that_cannot_have_computed_its_prompts_is_refused(self) -> None:
+        """112 users with prompts of 1,000 tokens on one H200 in 1.19 s each: 94,000 prompt tokens a second."""
+        rows = [row for row in read_runs()[0] if row.model == "nvidia/Llama-3.1-8B-Instruct-FP8"]
+        run = next(row for row in rows if (row.engine, row.users, row.isl) == ("vllm", 112, 1000))
+        with pytest.raises(ConfigError, match="did not compute all prompts"):
+            simulated(run, CostKind.roofline)
