@@ -156,7 +156,7 @@ RANGES: dict[str, Range] = {
     **dict.fromkeys(
         (
             "device.memory_utilization",
-            *("device.bandwidth_efficiency", "device.kv_efficiency"),
+            *("device.bandwidth_efficiency", "device.kv_efficiency", "device.link_efficiency"),
             *("device.compute_efficiency", "device.attention_efficiency"),
         ),
         Range(0, 1, open_low=True),

@@ -42,9 +42,9 @@ class DeviceShape:
     `multiprocessors`, `cache` (bytes of the L2) and `clock_ghz` are the datasheet's, 0 where they are not known. The
     roofline does not use them; the interpolation of timed operators does.
 
-    `link_bandwidth` is the rate at which one device sends to the others in bytes/s, `link_latency_s` the cost of an
-    all-reduce beside its bytes. `host_bandwidth` is the rate of the link between each device and the host, one way,
-    `host_latency_s` the cost of a transfer over it beside its bytes.
+    `link_bandwidth` is the rate at which one device sends to the others in bytes/s, of which an all-reduce reaches
+    `link_efficiency`; `link_latency_s` is its cost beside its bytes. `host_bandwidth` is the rate of the link between
+    each device and the host, one way, `host_latency_s` the cost of a transfer over it beside its bytes.
     """
 
     name: str
@@ -61,6 +61,7 @@ class DeviceShape:
     kv_efficiency: float = 1.0
     compute_efficiency: float = 1.0
     attention_efficiency: float = 1.0
+    link_efficiency: float = 1.0
     attention_overhead_s: float = 0.0
     row_overhead_s: float = 0.0
     overlaps: bool = False
@@ -255,7 +256,8 @@ def _all_reduces(model: ModelShape, device: DeviceShape) -> tuple[float, float]:
     if device.parallel == 1:
         return 0.0, 0.0
     sent = 2.0 * (device.parallel - 1) / device.parallel * model.hidden * model.bytes_per_element
-    return 2.0 * model.layers * sent / device.link_bandwidth, 2.0 * model.layers * device.link_latency_s
+    rate = device.link_bandwidth * device.link_efficiency
+    return 2.0 * model.layers * sent / rate, 2.0 * model.layers * device.link_latency_s
 
 
 def _larger(one: Amount, other: Amount) -> Amount:
@@ -303,6 +305,7 @@ def _provenance(model: ModelShape, device: DeviceShape) -> dict[str, object]:
         "row_overhead_us": device.row_overhead_s * 1e6,
         "tensor_parallel": device.parallel,
         "link_gbs": device.link_bandwidth / 1e9,
+        "link_efficiency": device.link_efficiency,
         "link_latency_us": device.link_latency_s * 1e6,
         "host_link_gbs": device.host_bandwidth / 1e9,
         "host_link_latency_us": device.host_latency_s * 1e6,

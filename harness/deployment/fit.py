@@ -45,7 +45,7 @@ CONSTANTS = (
     Constant("row_overhead_us", 0.7, 0.01, 10.0, 0.2),
 )
 LINK_CONSTANTS = (
-    Constant("link_gbs", 0.5, 1.0, 2_000.0, 50.0),
+    Constant("link_efficiency", 0.5, 0.02, 1.0, 0.5),
     Constant("link_latency_us", 0.7, 1.0, 500.0, 10.0),
 )
 """Only a log of several devices says anything about their link."""

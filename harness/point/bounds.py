@@ -30,12 +30,14 @@ ASSUMED: Mapping[str, tuple[float, float]] = {
     "layer_overhead_us": (2.0, 15.0),
     "attention_overhead_us": (8.0, 16.0),
     "row_overhead_us": (0.1, 0.25),
+    "link_efficiency": (0.24, 0.75),
     "link_latency_us": (5.0, 20.0),
 }
 """Keys of `device` that no datasheet gives, with the range in which they lie for GPUs from Ampere to Blackwell.
 
 Shares and times of attention: published kernel timings of A100, H100 and H200. Shares of dense layers and times of a
-step: fits to public logs of vLLM on RTX 4090 and RTX PRO 6000, widened to both sides.
+step: fits to public logs of vLLM on RTX 4090 and RTX PRO 6000, widened to both sides. Share of the link: published
+timings of all-reduces of two GPUs (AIConfigurator's tables), the lowest without direct access over PCIe.
 """
 
 
@@ -48,7 +50,9 @@ ATTENTION_ERROR = {
 }
 """Errors of the plain form in results/reference/gpu-public (`scoreboard`, decode attention from tables)."""
 
-FITTED = tuple(name for name in ASSUMED if name not in ("attention_overhead_us", "link_latency_us"))
+FITTED = tuple(
+    name for name in ASSUMED if name not in ("attention_overhead_us", "link_efficiency", "link_latency_us")
+)
 """The keys that a fit to the log of one device moves (`harness.deployment.fit.CONSTANTS`)."""
 
 
@@ -64,7 +68,7 @@ def origins(device: DeviceConfig) -> dict[str, str]:
         known |= dict.fromkeys(FITTED, f"fitted to {device.fitted_from}")
         if device.tensor_parallel > 1:
             link = f"fitted to {device.fitted_from} if its engine had several devices, else as in its description"
-            known |= dict.fromkeys(("link_gbs", "link_latency_us"), link)
+            known |= dict.fromkeys(("link_efficiency", "link_latency_us"), link)
     return known
 
 

@@ -18,9 +18,10 @@ from tempfile import mkdtemp
 
 import numpy as np
 
+from engine.runtime.options import KVDtype
 from harness.config.compose import compose_config, normalise
 from harness.config.errors import ConfigError, UserError
-from harness.config.schema import CostKind, KVDtype, ReplayMode, RunConfig, TableEngine, WeightDtype
+from harness.config.schema import CostKind, ReplayMode, RunConfig, TableEngine, WeightDtype
 from harness.cost.aiconfigurator import SYSTEMS, TableSetup, check_package, compiled
 from harness.point.cost import check_cost, cost_model
 from harness.point.published import published_cost

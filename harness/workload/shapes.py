@@ -170,6 +170,7 @@ def device_shape(config: RunConfig) -> DeviceShape:
         parallel=device.tensor_parallel,
         link_bandwidth=device.link_gbs * 1e9,
         link_latency_s=device.link_latency_us * 1e-6,
+        link_efficiency=device.link_efficiency,
         host_bandwidth=device.host_link_gbs * 1e9,
         host_latency_s=device.host_link_latency_us * 1e-6,
         bandwidth_efficiency=device.bandwidth_efficiency,

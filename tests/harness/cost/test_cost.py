@@ -305,3 +305,17 @@ def test_draws_depend_on_the_request_and_its_step_alone() -> None:
     one, other = BeamGenealogy({4: 0.4}), BeamGenealogy({4: 0.4})
     other.parents(9, 9, 4)
     assert one.parents(3, 5, 4) == other.parents(3, 5, 4)
+
+
+def test_an_all_reduce_reaches_a_share_of_the_link_and_the_bound_all_of_it() -> None:
+    device = DeviceShape("pair", 1e12, 1e15, 0.0, 0.0, parallel=2, link_bandwidth=64e9, link_efficiency=0.25)
+    whole = replace(device, link_efficiency=1.0)
+    model = ModelShape(32, 4096, 32, 8, 128, 14336, 128256, 2)
+    features = np.zeros((1, len(FEATURES)))
+    features[0, feature_index(("tokens",))[0]] = 64
+    seconds = [
+        price_table(RooflineCost(model, each), features)[0][0] for each in (device, whole, device.bound)
+    ]
+    sent = 64 * 2 * 32 * 4096 * 2  # two all-reduces a layer; of two devices each sends all of it once
+    assert seconds[0] - seconds[1] == pytest.approx(sent / 16e9 - sent / 64e9, rel=1e-9)
+    assert seconds[2] < seconds[1]

@@ -117,7 +117,7 @@ def test_only_a_log_of_several_devices_says_anything_about_their_link() -> None:
     pair.device = replace(GPU, tensor_parallel=2)
     both = fit_device(planted(GPU, 50), pair, first=40)
     keys = [{constant.key for constant in fit.constants} for fit in (alone, both)]
-    assert keys[1] - keys[0] == {"link_gbs", "link_latency_us"}
+    assert keys[1] - keys[0] == {"link_efficiency", "link_latency_us"}
 
 
 def test_a_request_that_could_not_have_been_served_is_an_error_of_the_settings() -> None:
