@@ -1,0 +1,139 @@
+"""CPU-seconds of a point, by where it runs: one local worker, two, jobs of Slurm, tasks of Ray.
+
+    python tests/nightly/place_throughput.py [--rounds 5] [--points 12] [--requests N] [PLACE ...]
+
+Rounds are interleaved. Start-up is left out: each process notes its CPU time when a point begins, and the figure is
+the CPU time from its first point to its last, divided by the points between. So all that a place adds to a point counts
+(its commit or its way back, the journal, the dispatch). The driver's CPU time, divided by all points, stands beside it.
+Wall time is printed for a quiet machine, and says nothing on a busy one.
+"""
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from harness.console import say
+
+ROOT = Path(__file__).resolve().parents[2]
+PLACES = {
+    "one": ["workers=1"],
+    "two": ["workers=2"],
+    "slurm": ["execute=slurm", "execute.jobs=2", "execute.poll_s=1"],
+    "ray": ["execute=ray", "workers=2"],
+}
+NOTES = "PAGETWIN_CPU_NOTES"
+
+
+def check_point(config: Any) -> None:
+    """That of `harness.point`."""
+    from harness import point
+
+    point.check_point(config)
+
+
+def point_identity(config: Any) -> Any:
+    """That of `harness.point`."""
+    from harness import point
+
+    return point.point_identity(config)
+
+
+def run_point(config: Any, *, progress: Any = None) -> Any:
+    """Note this process's CPU time, then run the point."""
+    from harness import point
+
+    with (Path(os.environ[NOTES]) / f"{os.uname().nodename}-{os.getpid()}").open("a") as file:
+        file.write(f"{time.process_time()}\n")
+    return point.run_point(config, progress=progress)
+
+
+def measure(place: str, points: int, requests: int) -> tuple[float, float, float]:
+    """(CPU-seconds of a point, of the driver per point, wall seconds of the whole) of one sweep in a fresh store."""
+    folder = Path(tempfile.mkdtemp(prefix="pt-speed-"))
+    notes = folder / "notes"
+    notes.mkdir()
+    words = [
+        "sweep",
+        "measure=false",
+        "cost=roofline",
+        "cost.bounds=false",
+        "workload.oversize=drop",
+        f"workload.num_requests={requests}",
+    ]
+    words += [
+        "replay.compiled=never",
+        f"workload.seed=range({points})",
+        f"out={folder}/store",
+        *PLACES[place],
+    ]
+    words += [f"execute.folder={folder}/jobs"] if place == "slurm" else []
+    script = "import sys, place_throughput as p, fake_point as f; from harness.cli.main import main; \
+sys.exit(main(sys.argv[1:], point=p, report=f))"
+    path = [ROOT / "tests" / "nightly", ROOT / "tests" / "support", ROOT, ROOT / "kernels"]
+    environment = {
+        **os.environ,
+        NOTES: str(notes),
+        "PYTHONPATH": os.pathsep.join(map(str, path)),
+        "OMP_NUM_THREADS": "1",
+    }
+    begun = time.monotonic()
+    with (folder / "said.txt").open("w") as said:
+        driver = subprocess.Popen(
+            [sys.executable, "-c", script, *words], env=environment, stdout=said, stderr=said, cwd=folder
+        )
+        while True:
+            cpu = _cpu_of(driver.pid) or 0.0
+            if driver.poll() is not None:
+                break
+            last = cpu
+            time.sleep(0.1)
+    if driver.returncode:
+        sys.exit((folder / "said.txt").read_text()[-3000:])
+    spans = [[float(line) for line in file.read_text().split()] for file in notes.iterdir()]
+    between = sum(len(span) - 1 for span in spans)
+    if not between:
+        sys.exit("every process had one point; take more --points")
+    return sum(span[-1] - span[0] for span in spans) / between, last / points, time.monotonic() - begun
+
+
+def _cpu_of(pid: int) -> float | None:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def main() -> None:
+    """Measure in turns and print the medians."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("places", nargs="*", default=["one", "two"], choices=[*PLACES, []])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--points", type=int, default=12)
+    parser.add_argument("--requests", type=int, default=1500)
+    flags = parser.parse_args()
+    found: dict[str, list[tuple[float, float, float]]] = {place: [] for place in flags.places}
+    for _ in range(flags.rounds):
+        for place in flags.places:
+            found[place].append(measure(place, flags.points, flags.requests))
+    base = statistics.median(each[0] for each in found[flags.places[0]])
+    for place, rounds in found.items():
+        cpu, driver, wall = (sorted(column) for column in zip(*rounds, strict=True))
+        middle = statistics.median(cpu)
+        say(
+            f"{place:6} {middle:.3f} CPU-s a point ({cpu[0]:.3f} to {cpu[-1]:.3f}), {middle / base:.3f} of "
+            f"'{flags.places[0]}'; driver {statistics.median(driver):.3f} CPU-s a point; "
+            f"{statistics.median(wall):.1f} s in all"
+        )
+
+
+if __name__ == "__main__":
+    main()
