@@ -83,6 +83,11 @@ def test_schedule_rows(benchmark: Benchmark, settings: Settings) -> None:
     _time(benchmark, settings, "schedule_rows", work.steps, work.run, work.fresh)
 
 
+def test_schedule_hashed(benchmark: Benchmark, settings: Settings) -> None:
+    work = Scheduling(settings["running"], settings["steps"], rows=True, hashed=True)
+    _time(benchmark, settings, "schedule_hashed", work.steps, work.run, work.fresh)
+
+
 def test_beams(benchmark: Benchmark, settings: Settings) -> None:
     work = BeamChurn(4, 512, settings["beam_steps"])
     _time(benchmark, settings, "beams", work.width * work.steps, work.run, work.fresh)

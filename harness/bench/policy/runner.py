@@ -33,7 +33,10 @@ SMALLEST = 256
 
 @dataclass(frozen=True)
 class Line:
-    """One line of the table: `least` is our goal, `vllm` the published figure, both in `unit` per CPU-second."""
+    """One line of the table: `least` is our goal, `vllm` its recorded figure, both in `unit` per CPU-second.
+
+    A line meets its goal with the rate `least`, or with `times` the rate of vLLM.
+    """
 
     key: str
     work: str
@@ -41,9 +44,10 @@ class Line:
     least: float | None
     vllm: float | None
     definition: str
+    times: float | None = None
 
 
-LINES = (
+LIKE_FOR_LIKE = (
     Line(
         "allocate",
         "allocate + free 256 x 2048 tokens",
@@ -53,73 +57,40 @@ LINES = (
         "Block 16, caching on, names (SHA-256) computed beforehand and new in every round, so that nothing hits. "
         "Per prompt: does it fit, admit, take and name its 128 blocks; then all are released. Nothing is evicted: "
         "the pool is twice as large, and its index has grown to its size before.",
-    ),
-    Line(
-        "allocate_evicting",
-        "  where every block evicts one",
-        "blocks/s",
-        None,
-        None,
-        "The same in a pool of exactly 256 x 128 blocks, all cached by the round before: each block taken evicts one.",
-    ),
-    Line(
-        "prompt",
-        "2048-token prompt, half shared",
-        "prompts/s",
-        1e4,
-        2.0e3,
-        "From a prompt as int64 array to its release: range check, SHA-256 of all 128 blocks, lookup (64 hit), "
-        "fit, admit, take and name the rest, release. Nothing is evicted.",
-    ),
-    Line(
-        "prompt_evicting",
-        "  where every new block evicts one",
-        "prompts/s",
-        None,
-        None,
-        "The same in a full pool of 200 x 128 blocks.",
+        6,
     ),
     Line(
         "prompt_list",
-        "  from a Python list of tokens",
+        "2048-token prompt as list, half shared",
         "prompts/s",
-        None,
-        None,
-        "The same as the first, and the list is converted to an array.",
-    ),
-    Line(
-        "decode",
-        "decode, 256 running, manager only",
-        "steps/s",
-        8e3,
-        587.0,
-        "Calendar and block manager: who needs a block, does it fit, take and name, count the tokens; caching on, "
-        "outputs private as in replay. Prompts of 100 ... 115 tokens: 16 sequences need a block in every step.",
+        1e4,
+        2.0e3,
+        "From a prompt as a list of ints to its release: range check, SHA-256 of the blocks, lookup (64 hit), fit, "
+        "admit, take and name the rest, release. Nothing is evicted. The half that all prompts share is looked up in "
+        "a memory of hashed pieces, by all its bytes, and not hashed again.",
+        5,
     ),
     Line(
         "decode_hashed",
-        "  outputs hashed",
+        "decode, 256 running, outputs hashed",
         "steps/s",
-        None,
+        8e3,
         587.0,
-        "The same with outputs that later requests can hit: the 16 tokens of every block that fills are told and "
-        "hashed (SHA-256).",
+        "Calendar and block manager: who needs a block, does it fit, take it, count the tokens. Later requests can "
+        "hit the outputs: the 16 tokens of every block that fills are told as a list, hashed (SHA-256) and cached. "
+        "Prompts of 100 ... 115 tokens: 16 sequences need a block in every step.",
+        12,
     ),
     Line(
-        "schedule",
-        "schedule + commit, 256 running",
+        "schedule_hashed",
+        "schedule + commit, hashed, with rows",
         "steps/s",
         4e3,
         272.0,
-        "Scheduler over the manager, caching on, every request decoding; the plan's rows are left as arrays.",
-    ),
-    Line(
-        "schedule_rows",
-        "  every row laid out",
-        "steps/s",
-        None,
-        272.0,
-        "The same, and all 256 rows of the plan are made into objects.",
+        "Scheduler over the manager, caching on, every request decoding. In every step 16 requests have "
+        "a block cached and are told the 16 tokens of a later one as a list, which are hashed; all 256 rows of the plan "
+        "are made into objects.",
+        18,
     ),
     Line(
         "beams",
@@ -129,8 +100,64 @@ LINES = (
         12.7e3,
         "Per step: do four rows fit, extend each (a block, or a copy of a shared tail), collect copies and frees, "
         "re-parent by four random parents. 256 steps after the prompt was forked.",
+        12,
     ),
 )
+"""The same work as vLLM's own classes do: outputs hashed, rows laid out, lists of ints in."""
+
+LESS_WORK = (
+    Line(
+        "allocate_evicting",
+        "allocate + free, every block evicts one",
+        "blocks/s",
+        None,
+        None,
+        "`allocate` in a pool of exactly 256 x 128 blocks, all cached by the round before: each block evicts one.",
+    ),
+    Line(
+        "prompt",
+        "prompt as array",
+        "prompts/s",
+        None,
+        None,
+        "`prompt_list`, from an int64 array.",
+    ),
+    Line(
+        "prompt_evicting",
+        "prompt as array, full pool",
+        "prompts/s",
+        None,
+        None,
+        "The same in a full pool of 200 x 128 blocks: every new block evicts one.",
+    ),
+    Line(
+        "decode",
+        "decode, outputs private",
+        "steps/s",
+        None,
+        None,
+        "`decode_hashed` without hashes: only their own request can find outputs, as in a replay.",
+    ),
+    Line(
+        "schedule",
+        "schedule + commit, private, no rows",
+        "steps/s",
+        None,
+        None,
+        "`schedule_hashed` with private outputs; the plan's rows are left as arrays.",
+    ),
+    Line(
+        "schedule_rows",
+        "schedule + commit, private, with rows",
+        "steps/s",
+        None,
+        None,
+        "The same, and all 256 rows of the plan are made into objects.",
+    ),
+)
+"""Variants that do other work than vLLM's classes, so that no figure of vLLM stands beside them."""
+
+LINES = (*LIKE_FOR_LIKE, *LESS_WORK)
 
 
 def rates(timings: Sequence[Timing]) -> dict[str, float]:
@@ -148,6 +175,7 @@ def records(rate: Mapping[str, float]) -> list[dict[str, Any]]:
             "rate": rate[line.key],
             "least": line.least,
             "vllm": line.vllm,
+            "times": line.times,
             "per_yardstick": rate[line.key] / rate[YARDSTICK],
             "definition": line.definition,
         }
@@ -157,19 +185,22 @@ def records(rate: Mapping[str, float]) -> list[dict[str, Any]]:
 
 def table_lines(rate: Mapping[str, float]) -> Iterator[str]:
     """The table as text."""
-    yield f"{'per CPU-second on one core':<37} {'ours':>9} {'at least':>9} {'':<6} {'vLLM 0.33':>9} {'ratio':>6}"
-    for line in LINES:
-        yield _line(line, rate[line.key])
+    width = max(len(line.work) for line in LINES)
+    head = f"{'the same work as vLLM, per CPU-second':<{width}}"
+    yield f"{head} {'ours':>9} {'at least':>9} {'':<6} {'vLLM 0.33':>9} {'ratio':>6}"
+    for line in LIKE_FOR_LIKE:
+        rate_here = rate[line.key]
+        assert line.vllm
+        assert line.least
+        assert line.times
+        state = "met" if rate_here >= min(line.least, line.times * line.vllm) else "missed"
+        goal, vllm, ratio = _short(line.least), _short(line.vllm), f"{rate_here / line.vllm:.1f}x"
+        yield f"{line.work:<{width}} {_short(rate_here):>9} {goal:>9} {state:<6} {vllm:>9} {ratio:>6}  {line.unit}"
+    yield "other work"
+    for line in LESS_WORK:
+        yield f"{line.work:<{width}} {_short(rate[line.key]):>9} {'':>33}  {line.unit}"
     yield f"yardstick: {_short(rate[YARDSTICK])} turns of a plain Python loop a CPU-second"
-
-
-def _line(line: Line, rate: float) -> str:
-    state = "" if line.least is None else ("met" if rate >= line.least else "missed")
-    ratio = "" if line.vllm is None else f"{rate / line.vllm:.1f}x"
-    return (
-        f"{line.work:<37} {_short(rate):>9} {_short(line.least):>9} {state:<6} {_short(line.vllm):>9} {ratio:>6}  "
-        f"{line.unit}"
-    )
+    yield "vLLM's figures were taken on another day; a busy machine lowers ours alone. Compare both in one sitting."
 
 
 def _short(figure: float | None) -> str:

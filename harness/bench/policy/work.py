@@ -191,11 +191,15 @@ class Decoding256:
 
 
 class Scheduling:
-    """A full batch of decoding requests under the scheduler."""
+    """A full batch of decoding requests under the scheduler.
 
-    def __init__(self, running: int, steps: int, *, rows: bool) -> None:
+    With `hashed`, outputs are shared: as a block fills, it is cached, and the 16 tokens of a later one are told as a
+    list and hashed. Outputs are told ahead so that `fresh` needs no special case.
+    """
+
+    def __init__(self, running: int, steps: int, *, rows: bool, hashed: bool = False) -> None:
         self.steps = steps
-        self._running, self._rows = running, rows
+        self._running, self._rows, self._hashed = running, rows, hashed
 
     def fresh(self) -> tuple[tuple[Scheduler], dict[str, object]]:
         """Admit every request and compute its prompt."""
@@ -203,7 +207,10 @@ class Scheduling:
         scheduler = Scheduler(PagedManager(blocks, BLOCK_SIZE), SchedulerLimits(8192, self._running))
         for number in range(self._running):
             prompt = 100 + number % _SPREAD
-            identity = TokenIdentity(number, tokens_of(number, prompt))
+            tokens = tokens_of(number, prompt).tolist()
+            identity = TokenIdentity(number, tokens, share_outputs=self._hashed)
+            if self._hashed:
+                identity.extend(0, list(range(BLOCK_SIZE + -prompt % BLOCK_SIZE)))
             scheduler.submit(Request(number, prompt, self.steps + 64, identity=identity))
         plan = scheduler.schedule()
         while plan.steady < self._running:
@@ -215,11 +222,22 @@ class Scheduling:
     def run(self, scheduler: Scheduler) -> None:
         """Schedule and commit `steps` steps."""
         result, laid_out = StepResult(), self._rows
-        for _ in range(self.steps):
+        told, filling = list(range(BLOCK_SIZE)), self._filling(scheduler)
+        for step in range(self.steps):
+            for identity in filling[step % BLOCK_SIZE]:
+                identity.extend(0, told)
             plan = scheduler.schedule()
             if laid_out:
                 list(plan.rows)
             scheduler.commit(plan, result)
+
+    def _filling(self, scheduler: Scheduler) -> list[list[TokenIdentity]]:
+        """The identities whose next outputs fill a block in step i, by i modulo the block size; none unless hashed."""
+        by_step: list[list[TokenIdentity]] = [[] for _ in range(BLOCK_SIZE)]
+        for group in scheduler.running if self._hashed else ():
+            assert isinstance(group.request.identity, TokenIdentity)
+            by_step[-(group.sequences[0].computed + 1) % BLOCK_SIZE].append(group.request.identity)
+        return by_step
 
 
 class BeamChurn:
