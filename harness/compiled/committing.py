@@ -3,6 +3,7 @@
 It does what `engine.core.scheduling.commit` and the recorder do, in one pass.
 """
 
+from harness.compiled.branches import fork, is_beam, kept_blocks, release_slot, reparent
 from harness.compiled.numba_edge import jitable
 from harness.compiled.pool import release
 from harness.compiled.pricing import DECODE_KV, DECODE_ROWS, PREFILL, PREFILL_KV, ROWS, SAMPLED, TOKENS
@@ -10,6 +11,7 @@ from harness.compiled.scheduling import lacking_tokens
 from harness.compiled.state import (
     ADMITTED,
     CACHED,
+    COPIES,
     EMPTY,
     ENDED,
     ENTRIES,
@@ -22,7 +24,9 @@ from harness.compiled.state import (
     NOW,
     PREEMPTED,
     RUNNING,
+    SEQUENCES,
     STEADY,
+    STEADY_ROWS,
     STEPS,
     TAIL,
     TAKEN,
@@ -39,7 +43,16 @@ def log_step(state: ReplayState, num_blocks: int, took_ns: int, attention_s: flo
     counts = (  # in the order of COUNTS
         *(at[NOW], took_ns, int(features[ROWS]), int(features[DECODE_ROWS]), int(features[PREFILL])),
         *(int(features[TOKENS]), int(features[DECODE_KV] + features[PREFILL_KV]), int(features[SAMPLED])),
-        *(at[TAKEN], at[VOIDED], at[ADMITTED], at[PREEMPTED], at[HITS], at[RUNNING], at[TAIL] - at[HEAD]),
+        *(
+            at[TAKEN],
+            at[COPIES],
+            at[VOIDED],
+            at[ADMITTED],
+            at[PREEMPTED],
+            at[HITS],
+            at[RUNNING],
+            at[TAIL] - at[HEAD],
+        ),
         *(at[WRITTEN], at[CACHED] * size, at[INTERNAL], at[EMPTY] * size),
         *(num_blocks - at[EMPTY] - at[CACHED], at[ENTRIES]),
     )
@@ -47,7 +60,7 @@ def log_step(state: ReplayState, num_blocks: int, took_ns: int, attention_s: flo
         state.log.counts[at[STEPS], column] = counts[column]
     state.log.attention_s[at[STEPS]] = attention_s
     at[STEPS] += 1
-    at[VOIDED] = at[TAKEN] = at[ADMITTED] = at[PREEMPTED] = at[HITS] = 0
+    at[VOIDED] = at[TAKEN] = at[COPIES] = at[ADMITTED] = at[PREEMPTED] = at[HITS] = 0
 
 
 @jitable
@@ -61,9 +74,13 @@ def commit(state: ReplayState, end: int) -> None:
         if samples:
             together += note_token(state, row, end)
         if batch.generated[row] == state.inputs.output[batch.request[row]]:
-            at[STEADY] -= row < steady
+            if row < steady:
+                at[STEADY] -= 1
+                at[STEADY_ROWS] -= batch.branches[row]
             finish(state, row, end)
         else:
+            if samples:
+                branch(state, row)
             move(state, row, kept)
             kept += 1
     at[RUNNING] = kept
@@ -71,6 +88,16 @@ def commit(state: ReplayState, end: int) -> None:
         log_gap(state, end - at[LAST_END], together)
     at[LAST_END] = end
     settle(state)
+
+
+@jitable
+def branch(state: ReplayState, row: int) -> None:
+    """`row` has chosen a token and goes on: with the first it forks, and with each later one beams get new parents."""
+    if state.batch.branches[row] > 1:
+        if is_beam(state, row):
+            reparent(state, row)
+    elif state.inputs.width[state.batch.request[row]] > 1:
+        fork(state, row)
 
 
 @jitable
@@ -99,7 +126,9 @@ def log_gap(state: ReplayState, ns: int, weight: int) -> None:
 @jitable
 def finish(state: ReplayState, row: int, end: int) -> None:
     """`row` has all its tokens."""
-    release(state, row)
+    state.at[SEQUENCES] -= state.inputs.width[state.batch.request[row]]
+    release(state, row, kept_blocks(state, row))
+    release_slot(state, row)
     state.requests.finish[state.batch.request[row]] = end
     state.requests.ended[state.at[ENDED]] = state.batch.request[row]
     state.at[ENDED] += 1
@@ -115,6 +144,10 @@ def move(state: ReplayState, row: int, place: int) -> None:
         state.batch.computed,
         state.batch.generated,
         state.batch.blocks,
+        state.batch.branches,
+        state.batch.distinct,
+        state.batch.copies,
+        state.batch.slot,
         state.batch.named,
         state.batch.last_token,
     ):
@@ -123,10 +156,23 @@ def move(state: ReplayState, row: int, place: int) -> None:
 
 @jitable
 def settle(state: ReplayState) -> None:
-    """Make leading rows that lack one token steady. Steady rows always run, so at most `budget` rows are steady."""
+    """Make leading rows steady that only decode from now on. They always run, so their branches fit the budget."""
     at, batch = state.at, state.batch
-    while at[STEADY] < min(at[RUNNING], state.rules.budget):
+    while at[STEADY] < at[RUNNING]:
         row = at[STEADY]
-        if not batch.generated[row] or lacking_tokens(state, row) != 1:
+        if not is_steady(state, row) or at[STEADY_ROWS] + batch.branches[row] > state.rules.budget:
             return
         at[STEADY] += 1
+        at[STEADY_ROWS] += batch.branches[row]
+
+
+@jitable
+def is_steady(state: ReplayState, row: int) -> bool:
+    """Whether every branch of `row` computes one token a step from now on, into blocks of its own."""
+    batch = state.batch
+    if not batch.generated[row] or lacking_tokens(state, row) != 1:
+        return False
+    request = batch.request[row]
+    if state.inputs.width[request] == 1 and not state.inputs.beam[request]:
+        return True
+    return bool(not state.inputs.beam[request] and batch.computed[row] > state.inputs.prompt[request])

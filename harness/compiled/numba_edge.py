@@ -57,7 +57,13 @@ def _cache_dir() -> Path:
     digest = hashlib.sha256()
     here = Path(__file__).parent
     replay = here.parent / "replay"
-    for source in (*sorted(here.glob("*.py")), replay / "virtual_time.py", replay / "features.py"):
+    for source in (
+        *sorted(here.glob("*.py")),
+        replay / "virtual_time.py",
+        replay / "features.py",
+        replay / "beams.py",
+        replay / "branches.py",
+    ):
         digest.update(source.read_bytes())
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return home / "pagetwin" / "compiled" / digest.hexdigest()[:16]

@@ -163,7 +163,7 @@ def share(state: ReplayState, row: int, hits: int, own: int) -> None:
         remove_node(state, own_node(state, request))
         state.requests.own_cached[request] = 0
     state.batch.named[row] = hits
-    state.batch.blocks[row] = hits + own
+    state.batch.blocks[row] = state.batch.distinct[row] = hits + own
     state.batch.computed[row] = (hits + own) * state.rules.block_size
     state.at[CACHED] -= revived
     state.at[ENTRIES] += hits + own
@@ -193,37 +193,59 @@ def final_tokens(state: ReplayState, request: int) -> int:
 
 @jitable
 def take(state: ReplayState, row: int, count: int) -> None:
-    """Give `row` `count` free blocks: blocks without content first, then the least recently released."""
-    at, batch, size = state.at, state.batch, state.rules.block_size
+    """Give the only table of `row` `count` free blocks."""
+    take_free(state, count)
+    state.at[ENTRIES] += count
+    state.batch.blocks[row] += count
+    state.batch.distinct[row] += count
+    note_last_blocks(state, row, 1)
+
+
+@jitable
+def take_free(state: ReplayState, count: int) -> None:
+    """Take `count` free blocks: blocks without content first, then the least recently released."""
+    at = state.at
     evicted = max(0, count - at[EMPTY])
     at[EMPTY] -= count - evicted
     if evicted:
         evict(state, evicted)
     at[VOIDED] += evicted
     at[TAKEN] += count
-    at[ENTRIES] += count
-    batch.blocks[row] += count
-    at[INTERNAL] += max(0, batch.blocks[row] * size - final_tokens(state, batch.request[row]))
 
 
 @jitable
-def release(state: ReplayState, row: int) -> None:
-    """Release all blocks of `row`. Full ones stay cached; only the request itself can come back for those unnamed."""
+def note_last_blocks(state: ReplayState, row: int, count: int) -> None:
+    """`count` last blocks of tables of `row` came (or went, if negative): some of their slots may never be filled."""
+    end = state.batch.blocks[row] * state.rules.block_size
+    state.at[INTERNAL] += count * max(0, end - final_tokens(state, state.batch.request[row]))
+
+
+@jitable
+def give_back(state: ReplayState, count: int) -> None:
+    """`count` blocks without reusable content are free again."""
+    state.at[EMPTY] += count
+    state.at[VOIDED] += count
+
+
+@jitable
+def release(state: ReplayState, row: int, kept: int) -> None:
+    """Release all blocks of `row`. `kept` unnamed ones stay cached: only the request itself can come back for them.
+
+    Where it has several branches, each has written into a last block of its own.
+    """
     at, batch, size = state.at, state.batch, state.rules.block_size
-    blocks, computed, request = batch.blocks[row], batch.computed[row], batch.request[row]
-    unnamed = blocks - batch.named[row]
-    kept = max(0, computed // size - batch.named[row]) if state.rules.keeps else 0
+    blocks, request, branches = batch.blocks[row], batch.request[row], batch.branches[row]
+    unnamed = batch.distinct[row] - batch.named[row]
     if kept:
         state.requests.own_cached[request] = kept
         append_node(state, own_node(state, request))
         at[CACHED] += kept
-    at[EMPTY] += unnamed - kept
-    at[VOIDED] += unnamed - kept
+    give_back(state, unnamed - kept)
     gone, last_is_gone = release_named(state, row)
     gone, last_is_gone = gone + unnamed, unnamed > 0 or last_is_gone
-    at[ENTRIES] -= blocks
-    at[WRITTEN] -= gone * size - (blocks * size - computed if last_is_gone else 0)
-    at[INTERNAL] -= max(0, blocks * size - final_tokens(state, request))
+    at[ENTRIES] -= branches * blocks
+    at[WRITTEN] -= gone * size - (branches * (blocks * size - batch.computed[row]) if last_is_gone else 0)
+    note_last_blocks(state, row, -branches)
 
 
 @jitable

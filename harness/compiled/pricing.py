@@ -13,6 +13,7 @@ from harness.compiled.scheduling import lacking_tokens
 from harness.compiled.state import (
     ADMITTED,
     CACHED,
+    COPIES,
     EMPTY,
     ENTRIES,
     RUNNING,
@@ -69,12 +70,14 @@ def prices_of(cost: CostModel) -> Prices | None:
     FREED,
     ADMITTED_TOKENS,
     AFTER,
+    BEAM_ROWS,
+    COPIED,
 ) = feature_index(
     (
         *("decode_distinct_kv", "decode_padded_kv", "decode_padded_blocks", "prefill_rows", "prefill_tokens"),
         "prefill_kv",
         *("prefill_blocks", "prefill_work", "blocks", "new_blocks", "freed_slots", "admitted_tokens"),
-        "after_prefill",
+        *("after_prefill", "beam_rows", "copied_slots"),
     )
 )
 
@@ -88,6 +91,7 @@ def write_features(state: ReplayState, num_blocks: int) -> None:
         physical = num_blocks - state.at[EMPTY] - state.at[CACHED]
         features[DISTINCT_KV] *= physical / state.at[ENTRIES]
     features[NEW] = state.at[TAKEN]
+    features[COPIED] = state.at[COPIES] * size
     features[FREED] = state.at[VOIDED] * size
     features[ADMITTED_TOKENS] = 0
     for row in range(state.at[RUNNING] - state.at[ADMITTED], state.at[RUNNING]):
@@ -99,18 +103,22 @@ def write_features(state: ReplayState, num_blocks: int) -> None:
 def add_rows(state: ReplayState) -> None:
     """The features that follow from the rows."""
     batch, size = state.batch, state.rules.block_size
-    decodes = kv = longest = sampled = chunks = chunk_tokens = chunk_kv = chunk_blocks = entries = 0
+    decodes = kv = longest = sampled = searching = chunks = chunk_tokens = chunk_kv = chunk_blocks = (
+        entries
+    ) = 0
     work = 0.0
     for row in range(state.at[RUNNING]):
         query = batch.query[row]
         if not query:
             continue
         end = batch.computed[row] + query
-        blocks = blocks_of(end, size)
-        entries += blocks
-        sampled += query == lacking_tokens(state, row)
+        blocks, branches = blocks_of(end, size), batch.branches[row]
+        entries += branches * blocks
+        if query == lacking_tokens(state, row):
+            sampled += branches
+            searching += branches * state.inputs.beam[batch.request[row]]
         if query == 1:
-            decodes, kv, longest = decodes + 1, kv + end, max(longest, end)
+            decodes, kv, longest = decodes + branches, kv + branches * end, max(longest, end)
         else:
             chunks, chunk_tokens = chunks + 1, chunk_tokens + query
             chunk_kv, chunk_blocks = chunk_kv + end, chunk_blocks + blocks
@@ -124,6 +132,7 @@ def add_rows(state: ReplayState) -> None:
     features[BEYOND_128] = max(tokens - 128, 0)
     features[ROWS] = decodes + chunks
     features[SAMPLED] = sampled
+    features[BEAM_ROWS] = searching
     features[DECODE_ROWS] = decodes
     features[DECODE_STEPS] = min(decodes, 1)
     features[DECODE_KV] = kv
@@ -154,20 +163,14 @@ def price(state: ReplayState) -> tuple[float, float]:
 
 @jitable
 def roofline(state: ReplayState) -> tuple[float, float]:
-    """`RooflineCost.price` where nothing is copied or swapped."""
+    """`RooflineCost.price` where nothing is swapped."""
     features = state.features
     rates = state.prices.rates
     token_s, sample_s, decode_pair_s, kv_s, pair_s = rates[0], rates[1], rates[2], rates[3], rates[4]
-    host_s, fixed_s, row_s, link_s, reduce_s, overlaps = (
-        rates[5],
-        rates[6],
-        rates[7],
-        rates[8],
-        rates[9],
-        rates[10],
-    )
+    host_s, fixed_s, row_s, link_s = rates[5], rates[6], rates[7], rates[8]
+    reduce_s, overlaps, decode_kv_s, copy_s = rates[9], rates[10], rates[11], rates[12]
     prompts = max(features[PREFILL_KV] * kv_s, features[WORK] * pair_s)
-    decodes = max(features[DECODE_KV] * rates[11], features[DECODE_KV] * decode_pair_s)
+    decodes = max(features[DECODE_KV] * decode_kv_s, features[DECODE_KV] * decode_pair_s)
     attention_s = decodes + prompts + (fixed_s + features[ROWS] * row_s)
     reading = state.prices.reading
     weights_s = reading[min(int(features[TOKENS]), len(reading) - 1)]
@@ -177,7 +180,7 @@ def roofline(state: ReplayState) -> tuple[float, float]:
         dense = sqrt(sqrt(square * square + weights_s * weights_s * (weights_s * weights_s)))
     else:
         dense = max(dense, weights_s)
-    seconds = dense + attention_s + host_s
+    seconds = dense + attention_s + features[COPIED] * copy_s + host_s
     if reduce_s or link_s:
         seconds = seconds + (features[TOKENS] * link_s + reduce_s)
     return seconds, attention_s

@@ -27,6 +27,7 @@ from harness.compiled.state import (
     RUNNING,
     STEPS,
     TAIL,
+    UNFORESEEN,
     Prices,
     ReplayState,
     RequestInputs,
@@ -38,18 +39,20 @@ from harness.metrics.log import (
     REQUEST_COLUMNS,
     RETURNED,
     STEP_COLUMNS,
+    BoolArray,
     Column,
     FloatArray,
     IntArray,
     Outcome,
     RunLog,
 )
+from harness.replay.beams import BeamGenealogy
 from harness.replay.features import FEATURES
 from harness.replay.streaming import CHUNK, RunFold
 from harness.replay.virtual_time import LATEST_NS, NS_PER_S, TimeSpanError, to_s
 
 LOG_STEPS = 2 * CHUNK  # steps in memory before they are handed on: few enough for the CPU's caches
-FULL, DONE, TOO_LONG = 0, 1, 2  # what `advance` returns
+FULL, DONE, TOO_LONG, PREEMPTED_BRANCHES = 0, 1, 2, 3  # what `advance` returns
 _NS, _LATEST_NS = float(NS_PER_S), float(LATEST_NS)
 _TIME_COLUMNS = ("start_ns", "ns")
 _UNKNOWN = ("policy_s", "build_s", "forward_s", "sample_s")
@@ -91,7 +94,7 @@ def request_columns(state: ReplayState, request_ids: IntArray, first: int, last:
         "finish_s": _moment(requests.finish[ended]),
         "prompt_tokens": inputs.prompt[ended],
         "output_tokens": inputs.output[ended],
-        "width": nothing + 1,
+        "width": inputs.width[ended],
         "hit_tokens": requests.hits[ended],
         "resumed_hit_tokens": requests.resumed_hits[ended],
         "recomputed_tokens": requests.recomputed[ended],
@@ -99,7 +102,9 @@ def request_columns(state: ReplayState, request_ids: IntArray, first: int, last:
         "outcome": np.where(inputs.fits[ended] == 1, Outcome.FINISHED, Outcome.REJECTED),
     }
     table = {name: found.get(name, nothing) for name in REQUEST_COLUMNS}
-    return {**table, GENERATED: inputs.output[ended], RETURNED: inputs.output[ended]}
+    generated = inputs.output[ended] * inputs.width[ended]
+    returned = np.where(inputs.beam[ended] == 1, inputs.output[ended], generated)
+    return {**table, GENERATED: generated, RETURNED: returned}
 
 
 def _moment(ns: IntArray) -> FloatArray:
@@ -107,13 +112,15 @@ def _moment(ns: IntArray) -> FloatArray:
 
 
 def advance(state: ReplayState, num_blocks: int) -> int:
-    """Run steps; returns FULL, DONE, or TOO_LONG where the next one would end beyond what the clock counts."""
+    """Run steps; returns FULL, DONE, TOO_LONG where the next one would end beyond what the clock counts, or
+    PREEMPTED_BRANCHES.
+    """
     at, log = state.at, state.log
-    while at[STEPS] < len(log.counts) and at[GAPS] + state.rules.max_running < len(log.gap_ns):
+    while at[STEPS] < len(log.counts) and at[GAPS] + state.rules.max_rows < len(log.gap_ns):
         take_arrivals(state)
         if at[RUNNING] or at[HEAD] < at[TAIL]:
             if not step(state, num_blocks):
-                return TOO_LONG
+                return PREEMPTED_BRANCHES if at[UNFORESEEN] else TOO_LONG
         elif at[ARRIVED] < len(state.inputs.prompt):
             at[NOW] = state.inputs.arrival_ns[at[ARRIVED]]
         else:
@@ -123,8 +130,10 @@ def advance(state: ReplayState, num_blocks: int) -> int:
 
 @jitable
 def step(state: ReplayState, num_blocks: int) -> bool:
-    """Run one step; returns False, and logs nothing, where it would end after LATEST_NS."""
+    """Run one step; returns False, and logs nothing, where it would end after LATEST_NS or is UNFORESEEN."""
     budget = continue_running(state)
+    if state.at[UNFORESEEN]:
+        return False
     if not state.at[PREEMPTED]:
         admit(state, budget)
     write_features(state, num_blocks)
@@ -139,11 +148,41 @@ def step(state: ReplayState, num_blocks: int) -> bool:
     return True
 
 
+class BranchesPreemptedError(RuntimeError):
+    """A request of several branches had to be preempted: only the policy core replays that."""
+
+
+@dataclass(frozen=True)
+class Branches:
+    """How many branches the requests have, int64 `[requests]`, and which are beams (0 or 1).
+
+    `genealogy` is the model that draws their parents.
+    """
+
+    width: IntArray
+    beam: IntArray
+    genealogy: BeamGenealogy
+
+    def survivors(self) -> FloatArray:
+        """Beams of each request that have a child on average, float64 `[requests]`."""
+        return _by_width(self.width, lambda width: width * (1 - self.genealogy.churn_of(width)))
+
+    def evenness(self) -> FloatArray:
+        """The evenness of each request's beams, float64 `[requests]`."""
+        return _by_width(self.width, self.genealogy.evenness_of)
+
+
+def _by_width(width: IntArray, value_of: Callable[[int], float]) -> FloatArray:
+    widths, inverse = np.unique(width, return_inverse=True)
+    found: FloatArray = np.array([value_of(int(one)) for one in widths], dtype=np.float64)[inverse]
+    return found
+
+
 @dataclass(frozen=True)
 class PlainRequests:
-    """Requests of one sequence, int64 `[requests]` each, in order of arrival; lengths in tokens.
+    """Requests in order of arrival, int64 `[requests]` each; lengths in tokens.
 
-    `first_name` and `names` say which leading blocks are shared (`harness.compiled.names`); without them, none.
+    `names` says which leading blocks are shared; without it, none. Without `branches` each request has one.
     """
 
     request_id: IntArray
@@ -151,6 +190,7 @@ class PlainRequests:
     prompt_tokens: IntArray
     output_tokens: IntArray
     names: BlockNames | None = None
+    branches: Branches | None = None
 
 
 @dataclass(frozen=True)
@@ -190,11 +230,23 @@ class CompiledReplay:
     ) -> None:
         self._requests = requests
         self._pool = pool
-        rules = _rules(limits, pool, len(requests.request_id))
-        fits = _fits(requests, limits, pool)
-        names = requests.names or BlockNames.none(len(fits))
+        ones = np.ones(len(requests.request_id), dtype=np.int64)
+        branches = requests.branches or Branches(ones, 0 * ones, BeamGenealogy({}))
+        rules = _rules(limits, pool, branches.width)
+        fits = _fits(requests, branches.width, limits, pool)
+        first_name, names = requests.names or BlockNames.none(len(fits))
         inputs = RequestInputs(
-            requests.arrival_ns, requests.prompt_tokens, requests.output_tokens, fits, *names
+            arrival_ns=requests.arrival_ns,
+            prompt=requests.prompt_tokens,
+            output=requests.output_tokens,
+            width=branches.width,
+            beam=branches.beam,
+            survivors=branches.survivors(),
+            evenness=branches.evenness(),
+            request_id=requests.request_id,
+            fits=fits,
+            first_name=first_name,
+            names=names,
         )
         self._state = new_state(inputs, rules, prices, pool.num_blocks, len(FEATURES), log_steps)
         self._advance = advance_with or compiled(advance)
@@ -237,6 +289,8 @@ class CompiledReplay:
             code = self._advance(self._state, self._pool.num_blocks)
             if code == TOO_LONG:
                 raise TimeSpanError
+            if code == PREEMPTED_BRANCHES:
+                raise BranchesPreemptedError
             yield step_columns(self._state, played, self._pool.slots), gaps(self._state)
             played += int(at[STEPS])
             at[STEPS] = at[GAPS] = 0
@@ -249,11 +303,12 @@ class CompiledReplay:
         return float(to_s(int(self._state.at[LAST_END])))
 
 
-def _rules(limits: SchedulerLimits, pool: PlainPool, requests: int) -> Rules:
-    """The limits as numbers. `max_running` is at most the number of requests, so that a large limit costs no memory."""
+def _rules(limits: SchedulerLimits, pool: PlainPool, width: IntArray) -> Rules:
+    """The limits as numbers. Those of running requests are at most what there is, so that large ones cost no memory."""
     return Rules(
         budget=limits.max_batched_tokens,
-        max_running=min(limits.max_running, requests),
+        max_rows=min(limits.max_running, len(width)),
+        max_running=min(limits.max_running, int(width.sum())),
         chunked=int(limits.chunked_prefill),
         whole_prompt=int(limits.admit_whole_prompt),
         prefill_cap=limits.long_prefill_tokens or 0,
@@ -263,10 +318,14 @@ def _rules(limits: SchedulerLimits, pool: PlainPool, requests: int) -> Rules:
     )
 
 
-def _fits(requests: PlainRequests, limits: SchedulerLimits, pool: PlainPool) -> IntArray:
+def _fits(requests: PlainRequests, width: IntArray, limits: SchedulerLimits, pool: PlainPool) -> IntArray:
     """1 for requests that some schedule can serve (`Scheduler.never_fits`), else 0."""
     final = requests.prompt_tokens + requests.output_tokens - 1
-    fits = -(-final // pool.block_size) <= pool.num_blocks
+    shared = np.where(width > 1, requests.prompt_tokens // pool.block_size, 0)
+    most = shared + width * (-(-final // pool.block_size) - shared)
+    fits: BoolArray = (most <= pool.num_blocks) & (
+        width <= min(limits.max_running, limits.max_batched_tokens)
+    )
     if limits.max_model_len is not None:
         fits &= final < limits.max_model_len
     if not limits.chunked_prefill:

@@ -3,6 +3,7 @@
 It does what `engine.core.scheduling.scheduler` does, for requests that are rows of lengths.
 """
 
+from harness.compiled.branches import extend_branches, kept_blocks, needed_blocks
 from harness.compiled.numba_edge import jitable
 from harness.compiled.pool import (
     blocks_of,
@@ -25,8 +26,11 @@ from harness.compiled.state import (
     NOW,
     PREEMPTED,
     RUNNING,
+    SEQUENCES,
     STEADY,
+    STEADY_ROWS,
     TAIL,
+    UNFORESEEN,
     WRITTEN,
     ReplayState,
 )
@@ -57,17 +61,19 @@ def continue_running(state: ReplayState) -> int:
 
     Steady rows, which only decode, always run. Where blocks are short, the row that was admitted last is preempted.
     """
-    row = 0
+    row, branches = 0, state.batch.branches
     while row < state.at[STEADY]:
         extend_or_preempt(state, row, 1)
         row += 1
-    budget, cap = state.rules.budget - state.at[STEADY], prefill_cap(state)
+    budget, cap = state.rules.budget - state.at[STEADY_ROWS], prefill_cap(state)
     row = state.at[STEADY]
     while row < state.at[RUNNING]:
         query = min(lacking_tokens(state, row), budget, cap)
+        if branches[row] > 1 and branches[row] > budget:  # they sample together or not at all
+            query = 0
         state.batch.query[row] = 0
         if query > 0 and extend_or_preempt(state, row, query):
-            budget -= query
+            budget -= query * branches[row]
         row += 1
     return int(budget)
 
@@ -78,34 +84,44 @@ def extend_or_preempt(state: ReplayState, row: int, query: int) -> bool:
 
     Returns False where `row` itself was preempted.
     """
-    lacking = blocks_of(state.batch.computed[row] + query, state.rules.block_size) - state.batch.blocks[row]
-    while lacking > free_blocks(state):
+    needed = needed_blocks(state, row, query)
+    while needed > free_blocks(state):
+        if state.batch.branches[state.at[RUNNING] - 1] > 1:
+            state.at[UNFORESEEN] = 1
+            return False
         preempt_last(state)
         if row == state.at[RUNNING]:
             return False
-    extend(state, row, query, lacking)
+    extend(state, row, query)
     return True
 
 
 @jitable
-def extend(state: ReplayState, row: int, query: int, blocks: int) -> None:
-    """`row` computes `query` tokens in this step, with `blocks` more blocks, which are free."""
-    if blocks > 0:
-        take(state, row, blocks)
-    name_blocks(state, row, state.batch.computed[row] + query)
+def extend(state: ReplayState, row: int, query: int) -> None:
+    """Each branch of `row` computes `query` tokens in this step; the blocks that this needs are free."""
     state.batch.query[row] = query
+    if state.batch.branches[row] > 1:
+        extend_branches(state, row)
+        return
+    needed = needed_blocks(state, row, query)
+    if needed > 0:
+        take(state, row, needed)
+    name_blocks(state, row, state.batch.computed[row] + query)
     state.at[WRITTEN] += query
 
 
 @jitable
 def preempt_last(state: ReplayState) -> None:
-    """Preempt the last row: it loses its blocks and waits at the head of the queue, since all others arrived later."""
+    """Preempt the last row, which has one branch: it loses its blocks and waits at the head of the queue."""
     at, batch, requests = state.at, state.batch, state.requests
     at[RUNNING] -= 1
-    at[STEADY] = min(at[STEADY], at[RUNNING])
     row = at[RUNNING]
     request = batch.request[row]
-    release(state, row)
+    at[SEQUENCES] -= state.inputs.width[request]
+    if at[STEADY] > at[RUNNING]:
+        at[STEADY] = at[RUNNING]
+        at[STEADY_ROWS] -= batch.branches[row]
+    release(state, row, kept_blocks(state, row))
     requests.generated[request] = batch.generated[row]
     requests.last_token[request] = batch.last_token[row]
     requests.lost[request] = batch.computed[row]
@@ -142,17 +158,22 @@ def may_enter(state: ReplayState, budget: int) -> bool:
     """Whether the head of the queue fits the batch, the token budget and the free blocks."""
     at, rules = state.at, state.rules
     request = state.requests.queue[at[HEAD]]
-    if at[RUNNING] >= rules.max_running:
+    width = state.inputs.width[request]
+    if at[SEQUENCES] + width > rules.max_running:
         return False
     tokens = state.inputs.prompt[request] + state.requests.generated[request]
     hits = named_hits(state, request, (tokens - 1) // rules.block_size)
     cached = (hits + own_hits(state, request, hits)) * rules.block_size
     if not rules.chunked and tokens - cached > budget:
         return False
-    if not rules.whole_prompt:
-        tokens = min(tokens, cached + budget)
+    needed = blocks_of(tokens, rules.block_size)
+    if not rules.whole_prompt and cached + budget < tokens:
+        needed = blocks_of(cached + budget, rules.block_size)
+    elif width > 1:  # its branches share the full blocks of the prompt
+        shared = state.inputs.prompt[request] // rules.block_size
+        needed = shared + width * (needed - shared)
     spare = rules.watermark_blocks if at[RUNNING] else 0
-    needed = blocks_of(tokens, rules.block_size) - hits + unused_hits(state, request, hits)
+    needed += unused_hits(state, request, hits) - hits
     return bool(needed + spare <= free_blocks(state))
 
 
@@ -164,16 +185,16 @@ def enter(state: ReplayState, budget: int) -> int:
     at[HEAD] += 1
     at[RUNNING] += 1
     at[ADMITTED] += 1
+    at[SEQUENCES] += state.inputs.width[request]
     batch.request[row] = request
+    batch.branches[row], batch.copies[row], batch.slot[row] = 1, 0, NEVER
     batch.generated[row] = state.requests.generated[request]
     batch.last_token[row] = state.requests.last_token[request]
     hits = named_hits(state, request, (known_tokens(state, row) - 1) // state.rules.block_size)
     share(state, row, hits, own_hits(state, request, hits))
     note_entry(state, request, batch.computed[row])
     query = min(known_tokens(state, row) - batch.computed[row], budget, cap)
-    extend(
-        state, row, query, blocks_of(batch.computed[row] + query, state.rules.block_size) - batch.blocks[row]
-    )
+    extend(state, row, query)
     return int(query)
 
 

@@ -31,7 +31,12 @@ TAKEN = 17  # blocks taken in the step under way
 ADMITTED = 18  # requests admitted in it
 PREEMPTED = 19  # requests that lost their blocks in it
 HITS = 20  # slots that the admitted ones found in the cache
-NUM_SCALARS = 21
+SEQUENCES = 21  # branches of the running requests; one that has not forked yet counts with its whole width
+STEADY_ROWS = 22  # branches of the leading steady requests
+COPIES = 23  # blocks copied in the step under way
+BEAM_SLOTS = 24  # of `BeamTables`: how many no request has
+UNFORESEEN = 25  # 1 where a request of several branches would have been preempted
+NUM_SCALARS = 26
 
 # -- columns of `StepLog.counts` -------------------------------------------------------------------------------
 COUNTS = (
@@ -45,7 +50,7 @@ COUNTS = (
         "kv_read_tokens",
         "sampled_rows",
     ),
-    *("new_blocks", "frees", "admitted", "preempted", "hit_tokens", "running", "waiting"),
+    *("new_blocks", "copies", "frees", "admitted", "preempted", "hit_tokens", "running", "waiting"),
     *("token", "cached", "internal", "free", "physical_blocks", "logical_blocks"),
 )
 
@@ -64,12 +69,20 @@ _COUNTED = (
 class RequestInputs(NamedTuple):
     """The requests in order of arrival, each int64 `[requests]`; `fits` is 0 for those that can never be served.
 
+    `survivors` and `evenness`, float64, are what `BeamGenealogy` draws the parents of a beam request from: how many
+    beams survive a step on average, and how evenly they get the other children.
+
     `names[first_name[r] : first_name[r + 1]]` are the names of the leading blocks of request r that others may share.
     """
 
     arrival_ns: IntArray
     prompt: IntArray
     output: IntArray
+    width: IntArray
+    beam: IntArray  # 0 or 1
+    survivors: FloatArray
+    evenness: FloatArray
+    request_id: IntArray
     fits: IntArray
     first_name: IntArray  # int64 [requests + 1]
     names: NameArray  # int32
@@ -79,7 +92,8 @@ class Rules(NamedTuple):
     """Limits of the scheduler and the pool. `prefill_cap` 0 is none; flags are 0 or 1."""
 
     budget: int
-    max_running: int
+    max_rows: int  # running requests
+    max_running: int  # their branches
     chunked: int
     whole_prompt: int
     prefill_cap: int
@@ -104,12 +118,16 @@ class Prices(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """The running requests in order of admission, each int64 `[max_running]`."""
+    """The running requests in order of admission, each int64 `[max_rows]`. Their branches have equally many tokens."""
 
     request: IntArray
     computed: IntArray
     generated: IntArray
-    blocks: IntArray
+    blocks: IntArray  # of each branch's table
+    branches: IntArray  # 1 until the request forks
+    distinct: IntArray  # blocks in all its tables, shared ones once
+    copies: IntArray  # shared last blocks that its next step copies
+    slot: IntArray  # of a beam request that has forked, in `BeamTables`
     named: IntArray  # leading blocks that have a name
     query: IntArray  # query tokens in the step under way
     last_token: IntArray  # ns
@@ -156,6 +174,26 @@ class NamedBlocks(NamedTuple):
     held: NameArray
 
 
+class BeamTables(NamedTuple):
+    """What beams generated: `tables[slot, branch]` numbers its blocks, `references[slot]` counts each by its number.
+
+    A slot is for one running request. `spare[slot, : spares[slot]]` are free numbers. The fields from `before` on are
+    scratch for one step: old tables, parents, and what parents are drawn with.
+    """
+
+    tables: NameArray  # int32 [slots, width, blocks]
+    references: NameArray  # int32 [slots, numbers]
+    spare: NameArray
+    spares: IntArray  # int64 [slots]
+    spare_slots: IntArray
+    before: NameArray  # int32 [width, blocks]
+    parents: IntArray  # int64 [width], as the next three
+    order: IntArray
+    children: IntArray
+    given: IntArray
+    word: np.ndarray[Any, np.dtype[np.uint64]]  # [1], of the generator
+
+
 class EvictionList(NamedTuple):
     """A circle of nodes in order of eviction, int64 `[nodes]`; the last node is its beginning and end.
 
@@ -188,6 +226,7 @@ class ReplayState(NamedTuple):
     requests: RequestStates
     named: NamedBlocks
     evictable: EvictionList
+    beams: BeamTables
     log: StepLog
 
 
@@ -195,12 +234,14 @@ def new_state(
     inputs: RequestInputs, rules: Rules, prices: Prices, num_blocks: int, features: int, log_steps: int
 ) -> ReplayState:
     """A replay at its beginning, over an empty pool; its log holds `log_steps` steps."""
-    num_requests, rows = len(inputs.prompt), rules.max_running
+    num_requests, rows = len(inputs.prompt), rules.max_rows
     numbers = _numbers(inputs, rules, num_blocks)
     firsts = [0 if name in _COUNTED else NEVER for name in RequestStates._fields]
     at = np.zeros(NUM_SCALARS, dtype=np.int64)
     at[EMPTY] = num_blocks
     at[SPARE] = numbers
+    beams = beam_tables(inputs, rules)
+    at[BEAM_SLOTS] = len(beams.spare_slots)
     first_node = numbers + num_requests
     gaps = 2 * log_steps + rows
     return ReplayState(
@@ -214,6 +255,7 @@ def new_state(
         RequestStates(*(np.full(num_requests, first, dtype=np.int64) for first in firsts)),
         _named_blocks(numbers, inputs.names),
         EvictionList(*(np.full(first_node + 1, first_node, dtype=np.int64) for _ in range(2))),
+        beams,
         StepLog(
             np.zeros((log_steps, len(COUNTS)), dtype=np.int64),
             np.zeros(log_steps),
@@ -239,6 +281,31 @@ def _named_blocks(numbers: int, names: NameArray) -> NamedBlocks:
         oldest=np.full(distinct, NEVER, dtype=np.int32),
         newest=np.full(distinct, NEVER, dtype=np.int32),
         held=np.zeros(len(names), dtype=np.int32),
+    )
+
+
+def beam_tables(inputs: RequestInputs, rules: Rules) -> BeamTables:
+    """Room for as many beam requests as can run at once."""
+    which = np.flatnonzero((inputs.beam == 1) & (inputs.fits == 1))
+    width, prompt = inputs.width[which], inputs.prompt[which]
+    own = -((1 - prompt - inputs.output[which]) // rules.block_size) - prompt // rules.block_size
+    widest, longest = int(width.max(initial=0)), int(own.max(initial=0))
+    slots = min(
+        len(which), rules.max_running // int(width.min(initial=rules.max_running)) if len(which) else 0
+    )
+    numbers = int((width * own).max(initial=0))
+    return BeamTables(
+        tables=np.zeros((slots, widest, longest), dtype=np.int32),
+        references=np.zeros((slots, numbers), dtype=np.int32),
+        spare=np.zeros((slots, numbers), dtype=np.int32),
+        spares=np.zeros(slots, dtype=np.int64),
+        spare_slots=np.arange(slots, dtype=np.int64),
+        before=np.zeros((widest, longest), dtype=np.int32),
+        parents=np.zeros(widest, dtype=np.int64),
+        order=np.zeros(widest, dtype=np.int64),
+        children=np.zeros(widest, dtype=np.int64),
+        given=np.zeros(widest, dtype=np.int64),
+        word=np.zeros(1, dtype=np.uint64),
     )
 
 

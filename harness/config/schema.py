@@ -372,7 +372,7 @@ class ReplayConfig:
         False  # keep each change of the prefix cache as a file in vLLM's format, one for each run
     )
     lookups: bool = False  # keep a table of the prefix cache's lookups
-    compiled: Compiled = Compiled.auto  # machine code for plain requests (one sequence, nothing shared)
+    compiled: Compiled = Compiled.auto  # machine code where the rules allow (harness.workload.compiled)
 
 
 @dataclass

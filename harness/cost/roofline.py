@@ -169,13 +169,14 @@ class RooflineCost:
         """What the compiled replay prices with beside `reading`, in seconds.
 
         Per token, sampled row, pair of a decode row, KV slot, pair of a prompt; host, attention's fixed time, per row;
-        link per token, all-reduces; 1 if the dense layers overlap; KV slot of a decode row.
+        link per token, all-reduces; 1 if the dense layers overlap; KV slot of a decode row; slot that is copied.
         """
         return (
             *(self._token_s, self._sample_s, self._decode_pair_s, self._kv_s, self._pair_s),
             *(self._host_s, self._attention_s, self._row_s, self._link_s, self._reduce_s),
             float(self.device.overlaps),
             self._decode_kv_s,
+            self._copy_s,
         )
 
     def price(self, features: Sequence[Amount]) -> Price:

@@ -16,10 +16,11 @@ from harness.point.bounds import bounds_of
 from harness.point.cost import check_cost, cost_model
 from harness.point.record import files_of, make_record, tables_of
 from harness.replay.cost_model import CostModel, PacedCost
+from harness.workload.compiled import check_compiled
 from harness.workload.devices import check_engine, check_memory, check_weights, clock_of, engine_kernels
 from harness.workload.drawn import recording_stamp
 from harness.workload.shapes import draft_of, draft_shape, model_shape, pool_shape
-from harness.workload.simulate import Prediction, check_compiled, prediction_of, simulate, simulate_metrics
+from harness.workload.simulate import Prediction, prediction_of, simulate, simulate_metrics
 from harness.workload.trace import reshaped_trace
 from harness.workload.workload import Workload, build_workload
 

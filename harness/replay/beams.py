@@ -54,7 +54,7 @@ class BeamGenealogy:
         """Parents of further children, drawn from an urn: any survivor with probability a d / (a d + children so far),
         else the parent of an earlier further child. a is the evenness, d the number of survivors.
         """
-        evenness = _nearest(self._evenness, width, EVEN)
+        evenness = self.evenness_of(width)
         given: list[int] = []
         for _ in range(places):
             fresh = evenness * len(survivors)
@@ -63,6 +63,10 @@ class BeamGenealogy:
             else:
                 given.append(given[draw.below(len(given))])
         return given
+
+    def evenness_of(self, width: int) -> float:
+        """The evenness of the nearest known width."""
+        return _nearest(self._evenness, width, EVEN)
 
     def churn_of(self, width: int) -> float:
         """The churn of the nearest known width; without any a third, which small random models show."""

@@ -1,28 +1,21 @@
 """Replaying a workload: the free-running prediction, and the replay of a measured run's recording.
 
-Requests of one sequence can be replayed by compiled code (`harness.compiled`). All others run through the scheduler and
+Most points can be replayed by compiled code (`harness.workload.compiled`). All others run through the scheduler and
 cache of `engine.core`. Outcomes that depend on token values come from `harness.workload.drawn`.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
-import numpy as np
 import simpy
 
 from engine.core.memory.paged import PagedManager
-from engine.core.options import CachePolicy, Decoding, Preemption, Retention, Scheduling
 from engine.core.plan import StepPlan, StepResult
 from engine.core.request import Request
-from harness.compiled.names import BlockNames
-from harness.compiled.numba_edge import is_available
-from harness.compiled.replay import CompiledReplay, PlainPool, PlainRequests
-from harness.config.errors import ConfigError
-from harness.config.schema import Compiled, ReplayMode
+from harness.compiled.replay import BranchesPreemptedError, CompiledReplay
 from harness.metrics import compute_metrics
-from harness.metrics.log import IntArray, Outcome, RunLog, empty_log
+from harness.metrics.log import Outcome, RunLog, empty_log
 from harness.metrics.totals import Totals, as_floats, step_totals
 from harness.replay.arrivals import Arrivals, TimedRequest
 from harness.replay.branches import BranchEnds
@@ -33,151 +26,8 @@ from harness.replay.loop import Progress, Replay
 from harness.replay.recorder import Recorder
 from harness.replay.replicas import Balancer, merged, run_together
 from harness.replay.streaming import RunFold, StreamingRecorder, extrapolated
+from harness.workload.compiled import compiled_replay, refuse_preempted_branches
 from harness.workload.workload import Workload
-from traces.trace import TraceRequest
-
-COMPILED_FROM = (
-    5_000  # requests; loading the compiled code takes a second, and compiling it once takes some more
-)
-SHARING_FROM = 1_000  # the same where prompts may share blocks, which take the policy core longer
-_OPEN_LOOP = (ReplayMode.trace, ReplayMode.poisson, ReplayMode.gamma, ReplayMode.offline)
-
-
-def compiled_replay(workload: Workload, cost: CostModel) -> CompiledReplay | None:
-    """The point's compiled replay, or None where `engine.core` must replay it, or is quicker because requests are few.
-
-    Raises:
-        ConfigError: `replay.compiled=always`, but the point cannot be replayed by compiled code.
-    """
-    mode, rows = workload.compiled, workload.trace.requests
-    if mode is Compiled.never or (mode is Compiled.auto and _is_small(workload)):
-        return None
-    reason = obstacle(workload, cost)
-    if reason is None:
-        return replay_of(workload, plain_requests(rows, _named_blocks(workload)), cost)
-    if mode is Compiled.always:
-        raise _refusal(reason)
-    return None
-
-
-def _is_small(workload: Workload) -> bool:
-    """Whether `engine.core` replays the workload before the compiled code is loaded."""
-    count = len(workload.trace.requests)
-    return count < SHARING_FROM or (count < COMPILED_FROM and not _may_share(workload))
-
-
-def check_compiled(workload: Workload) -> None:
-    """Check `replay.compiled=always` without a cost model.
-
-    Raises:
-        ConfigError: the workload cannot be replayed by compiled code, whatever the cost model.
-    """
-    reason = _obstacle(workload) if workload.compiled is Compiled.always else None
-    if reason is not None:
-        raise _refusal(reason)
-
-
-def _refusal(reason: str) -> ConfigError:
-    return ConfigError("replay.compiled", f"always, but {reason}; use auto")
-
-
-def obstacle(workload: Workload, cost: CostModel) -> str | None:
-    """Why the point cannot be replayed by compiled code; None where it can."""
-    from harness.compiled.pricing import prices_of
-
-    if prices_of(cost) is None:
-        return f"cost={cost.source.kind} has prices that the compiled code does not know (experts, windows, tables)"
-    return _obstacle(workload)
-
-
-def _obstacle(workload: Workload) -> str | None:
-    if not is_available():
-        return "numba is not installed, or cannot be imported (pip install numba)"
-    if workload.replicas > 1:
-        return "there are several replicas (device.data_parallel)"
-    return _policy_obstacle(workload) or _request_obstacle(workload)
-
-
-def _policy_obstacle(workload: Workload) -> str | None:
-    limits, batching, drawn = workload.limits, workload.batching, workload.drawn
-    if workload.pool.policy is not CachePolicy.paged:
-        return f"cache.policy={workload.pool.policy} is not paged"
-    if limits.policy is not Scheduling.fcfs or limits.static_batch:
-        return "the scheduler is not first come, first served with continuous batching"
-    if limits.adaptive_watermark:
-        return "the watermark is adaptive (scheduler.adaptive_watermark)"
-    if limits.preemption is Preemption.swap:
-        return "preempted requests are swapped out (scheduler.preemption)"
-    if workload.kv_events or workload.lookups:
-        return "events or lookups of the prefix cache are kept (replay.kv_events, replay.lookups)"
-    if workload.cache.eviction or batching.order or batching.victim or batching.admission:
-        return "a policy of your own is configured, which runs in Python"
-    if batching.async_scheduling:
-        return "steps are scheduled ahead (scheduler.async_scheduling)"
-    if workload.traffic.mode not in _OPEN_LOOP or workload.traffic.until_ns is not None:
-        return "requests wait for others (replay.mode), or the replay stops early (replay.duration_s)"
-    return "ends of sampled branches are drawn (decoding.branch_hazard)" if drawn.survival else None
-
-
-def _request_obstacle(workload: Workload) -> str | None:
-    rows = workload.trace.requests
-    decodings = {workload.trace_decoding.of(row) for row in rows}
-    if any(each.width > 1 or each.mode is Decoding.beam or each.speculation for each in decodings):
-        return "requests have beams, several samples or drafts"
-    if workload.cache.deduplicate and _may_share(workload):
-        return "prompts may share prefixes, and equal blocks are merged (cache.deduplicate)"
-    return None
-
-
-def _may_share(workload: Workload) -> bool:
-    """Whether two prompts may share a block."""
-    rows = workload.trace.requests
-    return workload.pool.prefix_caching and any(map(partial(_shares, workload.pool.block_size), rows))
-
-
-def _named_blocks(workload: Workload) -> BlockNames | None:
-    """Names for the blocks that several requests may share; None where none may."""
-    if not _may_share(workload):
-        return None
-    return BlockNames.of(
-        ((row.segments, row.salt) for row in workload.trace.requests), workload.pool.block_size
-    )
-
-
-def _shares(block_size: int, row: TraceRequest) -> bool:
-    """Whether another request may share the first block of `row`."""
-    keyed = 0
-    for segment in row.segments:
-        if segment.key is None or keyed >= block_size:
-            break
-        keyed += segment.tokens
-    return keyed >= block_size
-
-
-def plain_requests(rows: Sequence[TraceRequest], names: BlockNames | None = None) -> PlainRequests:
-    """Ids, arrivals and lengths of `rows` as arrays, with the names of their shared blocks."""
-    return PlainRequests(
-        _column([row.request_id for row in rows]),
-        _column([row.arrival_us for row in rows]) * 1000,
-        _column([row.prompt_tokens for row in rows]),
-        _column([row.output_tokens for row in rows]),
-        names,
-    )
-
-
-def _column(values: list[int]) -> IntArray:
-    return np.array(values, dtype=np.int64)
-
-
-def replay_of(workload: Workload, requests: PlainRequests, cost: CostModel) -> CompiledReplay:
-    """The compiled replay of `requests` on the workload's pool; `obstacle()` must be None."""
-    from harness.compiled.pricing import prices_of
-
-    pool, prices = workload.pool, prices_of(cost)
-    assert prices is not None
-    keeps = pool.prefix_caching and workload.cache.retention is Retention.lru
-    plain = PlainPool(pool.num_blocks, pool.block_size, pool.kv_bytes_per_token, keeps)
-    return CompiledReplay(requests, workload.limits, plain, prices)
 
 
 def replay_workload(
@@ -217,9 +67,12 @@ def simulate(
     workload: Workload, cost: CostModel, beam_churn: float | None, *, fast_forward: bool = True
 ) -> RunLog:
     """The free-running prediction as a run log. `beam_churn` None takes the calibrated one."""
-    compiled = compiled_replay(workload, cost)
+    compiled = compiled_replay(workload, cost, beam_churn)
     if compiled is not None:
-        return compiled.log()
+        try:
+            return compiled.log()
+        except BranchesPreemptedError:
+            refuse_preempted_branches(workload)
     if workload.replicas > 1:
         return _simulate_replicas(workload, cost, beam_churn, fast_forward)
     requests = workload.requests()
@@ -287,9 +140,12 @@ def simulate_metrics(
     workload: Workload, cost: CostModel, beam_churn: float | None = None, *, fast_forward: bool = True
 ) -> Prediction:
     """The free-running prediction in constant memory: only the trace and the requests under way are held."""
-    compiled = compiled_replay(workload, cost)
+    compiled = compiled_replay(workload, cost, beam_churn)
     if compiled is not None:
-        return predict_compiled(workload, compiled, cost.source)
+        try:
+            return predict_compiled(workload, compiled, cost.source)
+        except BranchesPreemptedError:
+            refuse_preempted_branches(workload)
     if workload.replicas > 1:
         log = _simulate_replicas(workload, cost, beam_churn, fast_forward)
         none = empty_log(log.block_size, log.capacity_slots, log.kv_bytes_per_token)

@@ -88,8 +88,8 @@ LIKE_FOR_LIKE = (
         4e3,
         272.0,
         "Scheduler over the manager, caching on, every request decoding. In every step 16 requests have "
-        "a block cached and are told the 16 tokens of a later one as a list, which are hashed; all 256 rows of the plan "
-        "are made into objects.",
+        "a block cached and are told the 16 tokens of a later one as a list, which are hashed; all 256 rows of the "
+        "plan are made into objects.",
         18,
     ),
     Line(

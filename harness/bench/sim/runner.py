@@ -29,7 +29,7 @@ from harness.config.schema import RunConfig
 from harness.console import remark, say
 from harness.replay.arrivals import TimedRequest
 from harness.sweep.plan import run_request
-from harness.workload.simulate import plain_requests
+from harness.workload.compiled import plain_requests
 from harness.workload.workload import Workload, build_workload
 from traces.trace import TraceRequest
 
@@ -200,7 +200,8 @@ def _through_the_core(workload: "Workload", cost: "CostModel", requests: int) ->
 
 
 def _compiled(workload: "Workload", cost: "CostModel", requests: int) -> "Prediction":
-    from harness.workload.simulate import predict_compiled, replay_of
+    from harness.workload.compiled import replay_of
+    from harness.workload.simulate import predict_compiled
 
     return predict_compiled(
         workload, replay_of(workload, endless_lengths(workload, requests), cost), cost.source

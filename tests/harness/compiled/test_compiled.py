@@ -9,13 +9,20 @@ from hypothesis import strategies as st
 
 from engine.core.identity import KeyIdentity
 from engine.core.memory.paged import PagedManager
-from engine.core.options import Retention, SchedulerLimits
+from engine.core.options import Decoding, Retention, SchedulerLimits
 from engine.core.request import Request
 from engine.core.scheduling.scheduler import Scheduler
 from harness.compiled import pool as compiled_pool
 from harness.compiled.names import BlockNames
 from harness.compiled.pricing import prices_of
-from harness.compiled.replay import CompiledReplay, PlainPool, PlainRequests, advance
+from harness.compiled.replay import (
+    Branches,
+    BranchesPreemptedError,
+    CompiledReplay,
+    PlainPool,
+    PlainRequests,
+    advance,
+)
 from harness.cost.fitted import FittedCost
 from harness.cost.model_shape import Experts, LatentKV, ModelShape
 from harness.cost.roofline import DeviceShape, RooflineCost
@@ -116,6 +123,23 @@ def sharing(draw: st.DrawFn) -> Sharing:
     return Sharing(requests, segments, [row[4] for row in rows])
 
 
+GENEALOGY = BeamGenealogy({2: 0.3, 4: 0.45}, evenness={2: 1.5, 3: 0.2})
+
+
+@st.composite
+def branching(draw: st.DrawFn) -> Sharing:
+    """The requests of `sharing`, some of them with several samples or beams."""
+    shared = draw(sharing())
+    count = len(shared.salts)
+    kinds = st.sampled_from([(1, 0), (1, 0), (2, 0), (3, 0), (4, 0), (1, 1), (2, 1), (3, 1), (5, 1)])
+    width, beam = (
+        np.array(column, dtype=np.int64)
+        for column in zip(*draw(st.lists(kinds, min_size=count, max_size=count)), strict=True)
+    )
+    requests = replace(shared.requests, branches=Branches(width, beam, GENEALOGY))
+    return replace(shared, requests=requests)
+
+
 LIMITS = st.builds(
     SchedulerLimits,
     max_batched_tokens=st.integers(4, 64),
@@ -144,12 +168,23 @@ def core_requests(requests: PlainRequests, shared: Sharing | None = None) -> lis
     columns = (requests.request_id, requests.arrival_ns, requests.prompt_tokens, requests.output_tokens)
     rows = zip(*(column.tolist() for column in columns), strict=True)
     if shared is not None:
-        found = zip(rows, shared.segments, shared.salts, strict=True)
+        found = zip(rows, shared.segments, shared.salts, decodings_of(requests), strict=True)
         return [
-            TimedRequest(Request(i, p, o, identity=KeyIdentity(i, s, salt)), at)
-            for (i, at, p, o), s, salt in found
+            TimedRequest(Request(i, p, o, *decoding, identity=KeyIdentity(i, s, salt)), at)
+            for (i, at, p, o), s, salt, decoding in found
         ]
     return [TimedRequest(Request(i, p, o, identity=KeyIdentity(i, [(None, p)])), at) for i, at, p, o in rows]
+
+
+def decodings_of(requests: PlainRequests) -> list[tuple[int, Decoding]]:
+    branches = requests.branches
+    if branches is None:
+        return [(1, Decoding.greedy)] * len(requests.request_id)
+    kinds = zip(branches.width.tolist(), branches.beam.tolist(), strict=True)
+    return [
+        (width, Decoding.beam if beam else Decoding.sample if width > 1 else Decoding.greedy)
+        for width, beam in kinds
+    ]
 
 
 def core_parts(limits: SchedulerLimits, pool: PlainPool) -> Scheduler:
@@ -167,7 +202,7 @@ def core_log(
     timed, scheduler = core_requests(requests, shared), core_parts(limits, pool)
     by_id = {each.request.request_id: each.request for each in timed}
     recorder = Recorder(by_id, pool.block_size)
-    executor = SimulatedExecutor(cost, by_id, pool.block_size, BeamGenealogy({}))
+    executor = SimulatedExecutor(cost, by_id, pool.block_size, GENEALOGY)
     Replay(timed, scheduler, executor, recorder).run()
     return recorder.log(scheduler.stats, pool.slots, pool.kv_bytes_per_token)
 
@@ -214,6 +249,37 @@ def test_shared_prefixes_are_replayed_as_the_core_does(
         compiled_replay(requests, limits, pool, COSTS[cost]).log(),
         core_log(requests, limits, pool, COSTS[cost], shared),
     )
+
+
+def assert_same_or_refused(
+    shared: Sharing, limits: SchedulerLimits, pool: PlainPool, cost: CostModel
+) -> bool:
+    """Whether the compiled replay, which must be equal, refused because branches were preempted."""
+    requests = shared.named(pool.block_size)
+    expected = core_log(requests, limits, pool, cost, shared)
+    try:
+        found = compiled_replay(requests, limits, pool, cost).log()
+    except BranchesPreemptedError:
+        assert expected.requests["preemptions"][expected.requests["width"] > 1].sum()
+        return True
+    assert_same(found, expected)
+    return False
+
+
+@settings(deadline=None, max_examples=400)
+@given(branching(), LIMITS, POOLS, st.sampled_from(["expected", "fitted", "roofline"]))
+def test_samples_and_beams_are_replayed_as_the_core_does(
+    shared: Sharing, limits: SchedulerLimits, pool: PlainPool, cost: str
+) -> None:
+    assert_same_or_refused(shared, limits, replace(pool, num_blocks=pool.num_blocks * 4), COSTS[cost])
+
+
+@settings(deadline=None, max_examples=150)
+@given(branching(), LIMITS, POOLS)
+def test_only_preempted_branches_are_left_to_the_core(
+    shared: Sharing, limits: SchedulerLimits, pool: PlainPool
+) -> None:
+    assert_same_or_refused(shared, limits, pool, COSTS["expected"])
 
 
 @settings(deadline=None)
@@ -285,8 +351,8 @@ def test_what_is_compiled_is_what_python_says() -> None:
 def test_a_miscounted_block_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     from harness.compiled import committing
 
-    def forgets_one(run: object, row: int) -> None:
-        compiled_pool.release(run, row)  # type: ignore[arg-type]
+    def forgets_one(run: object, row: int, kept: int) -> None:
+        compiled_pool.release(run, row, kept)  # type: ignore[arg-type]
         run.at[6] -= 1  # type: ignore[attr-defined]  # EMPTY
 
     monkeypatch.setattr(committing, "release", forgets_one)

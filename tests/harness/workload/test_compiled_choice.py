@@ -15,7 +15,7 @@ from harness.config.schema import Compiled
 from harness.point.cost import cost_model
 from harness.replay.cost_model import CostModel
 from harness.sweep.plan import run_request
-from harness.workload import simulate as compiled
+from harness.workload import compiled
 from harness.workload.simulate import prediction_of, simulate, simulate_metrics
 from harness.workload.workload import Workload, build_workload
 
@@ -43,6 +43,9 @@ def point(*settings: str) -> tuple[Workload, CostModel]:
         ("workload.prefix_share=0.5", "cache.pool_tokens=20000", "cache.max_model_len=8192"),
         ("workload.prefix_share=0.5", "cache.retention=none"),
         ("trace=prefix_tree", "cache.block_size=8"),
+        ("decoding=sample", "decoding.n=3", "workload.prefix_share=0.5"),
+        ("decoding=beam", "workload.prefix_share=0.5"),
+        ("decoding=beam", "decoding.beam_churn=0.6", "cache.block_size=8"),
     ],
 )
 def test_records_are_those_of_the_core(settings: tuple[str, ...]) -> None:
@@ -64,7 +67,12 @@ def test_records_are_those_of_the_core(settings: tuple[str, ...]) -> None:
             ("workload.prefix_share=0.5", "cache.deduplicate=true"),
             "prompts may share prefixes, and equal blocks",
         ),
-        (("decoding.beam_width=2",), "beams, several samples or drafts"),
+        (("decoding=speculative", "decoding.acceptance=0.5"), "requests have drafts"),
+        (("decoding.beam_width=2", "cache.copy_at_fork=true"), "branches copy their blocks"),
+        (
+            ("decoding.beam_width=4", "cache.pool_tokens=9000", "cache.max_model_len=8192"),
+            "a request with several samples or beams is preempted",
+        ),
         (("cache=contiguous_max",), "cache.policy=contiguous_max is not paged"),
         (("scheduler=static",), "not first come, first served with continuous batching"),
         (("replay.mode=closed",), "requests wait for others"),
@@ -111,8 +119,18 @@ def test_auto_replays_fewer_requests_compiled_where_they_share_prefixes(
 def test_auto_leaves_to_the_core_what_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "COMPILED_FROM", 1)
     monkeypatch.setattr(compiled, "SHARING_FROM", 1)
-    workload, cost = point("decoding.beam_width=2")
+    workload, cost = point("decoding.beam_width=2", "cache.copy_at_fork=true")
     assert compiled.compiled_replay(workload, cost) is None
+
+
+def test_auto_goes_on_in_the_core_where_branches_are_preempted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "SHARING_FROM", 1)
+    settings = ("decoding.beam_width=4", "cache.pool_tokens=9000", "cache.max_model_len=8192")
+    workload, cost = point(*settings)
+    assert compiled.compiled_replay(workload, cost) is not None
+    core = simulate_metrics(replace(workload, compiled=Compiled.never), cost)
+    assert core.metrics["preemptions_per_request"] > 0
+    assert repr(simulate_metrics(workload, cost).metrics) == repr(core.metrics)
 
 
 def test_without_numba_the_core_replays_and_always_says_what_is_missing(

@@ -1,0 +1,220 @@
+"""Requests of several branches: forks, copies on write, and beams. It does what `engine.core.memory.paged` does.
+
+All branches of a request have equally many tokens, and the full blocks of its prompt stay shared until it ends. So a
+sampled request needs no tables, only counts. Beams share what they generated in a tree: each has a table of blocks
+from the first that generated tokens are in, by numbers of its request, with reference counts.
+"""
+
+import numpy as np
+
+from harness.compiled.numba_edge import jitable
+from harness.compiled.pool import blocks_of, give_back, note_last_blocks, take_free
+from harness.compiled.state import BEAM_SLOTS, COPIES, ENTRIES, NEVER, WRITTEN, ReplayState
+from harness.replay.beams import EVEN
+from harness.replay.branches import SCALE
+
+_SEED_OF_REQUEST, _SEED_OF_PLACE = np.uint64(0xD1B54A32D192ED03), np.uint64(0x9E3779B97F4A7C15)
+_MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_BY_30, _BY_27, _BY_31, _BY_32 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(32)
+_LOW = np.uint64(2**32 - 1)
+_EVEN, _SCALE = float(EVEN), float(SCALE)
+
+
+@jitable
+def is_beam(state: ReplayState, row: int) -> bool:
+    """Whether the request of `row` searches with beams."""
+    return bool(state.inputs.beam[state.batch.request[row]])
+
+
+@jitable
+def first_own(state: ReplayState, row: int) -> int:
+    """The index of the first block of a table that may hold generated tokens."""
+    return int(state.inputs.prompt[state.batch.request[row]] // state.rules.block_size)
+
+
+@jitable
+def needed_blocks(state: ReplayState, row: int, query: int) -> int:
+    """Blocks that `row` must take to compute `query` tokens in each of its branches, copies included."""
+    batch = state.batch
+    lacking = blocks_of(batch.computed[row] + query, state.rules.block_size) - batch.blocks[row]
+    return int(batch.branches[row] * lacking + batch.copies[row])
+
+
+@jitable
+def fork(state: ReplayState, row: int) -> None:
+    """The prompt of `row` is computed. Its branches refer to the same blocks; all but one copy a partial last one."""
+    batch = state.batch
+    request = batch.request[row]
+    width, partial = state.inputs.width[request], batch.computed[row] % state.rules.block_size > 0
+    batch.branches[row] = width
+    batch.copies[row] = (width - 1) * partial
+    state.at[ENTRIES] += (width - 1) * batch.blocks[row]
+    if not state.inputs.beam[request]:
+        return
+    state.at[BEAM_SLOTS] -= 1
+    slot = state.beams.spare_slots[state.at[BEAM_SLOTS]]
+    batch.slot[row] = slot
+    beams = state.beams
+    numbers = beams.references.shape[1]
+    for number in range(numbers):
+        beams.references[slot, number] = 0
+        beams.spare[slot, number] = numbers - 1 - number
+    beams.spares[slot] = numbers
+    if partial:
+        shared = new_number(state, slot, width)
+        for branch in range(width):
+            beams.tables[slot, branch, 0] = shared
+
+
+@jitable
+def new_number(state: ReplayState, slot: int, references: int) -> int:
+    """A number for a block of the beams at `slot`."""
+    beams = state.beams
+    beams.spares[slot] -= 1
+    number = beams.spare[slot, beams.spares[slot]]
+    beams.references[slot, number] = references
+    return int(number)
+
+
+@jitable
+def extend_branches(state: ReplayState, row: int) -> None:
+    """Each branch of `row` computes one token: shared partial last blocks are copied, and new ones follow full ones."""
+    at, batch, size = state.at, state.batch, state.rules.block_size
+    branches, copies, computed = batch.branches[row], batch.copies[row], batch.computed[row]
+    if batch.slot[row] != NEVER:
+        extend_tables(state, row)
+    if computed % size == 0:
+        take_free(state, branches)
+        at[ENTRIES] += branches
+        batch.blocks[row] += 1
+        batch.distinct[row] += branches
+        note_last_blocks(state, row, branches)
+    elif copies:
+        take_free(state, copies)
+        at[COPIES] += copies
+        at[WRITTEN] += copies * (computed % size)
+        batch.distinct[row] += copies
+        batch.copies[row] = 0
+        note_last_blocks(state, row, copies)
+    at[WRITTEN] += branches
+
+
+@jitable
+def extend_tables(state: ReplayState, row: int) -> None:
+    """The tables of beams that write one token each."""
+    batch, beams, slot = state.batch, state.beams, state.batch.slot[row]
+    place = batch.computed[row] // state.rules.block_size - first_own(state, row)
+    is_new = batch.computed[row] % state.rules.block_size == 0
+    for branch in range(batch.branches[row]):
+        number = beams.tables[slot, branch, place]
+        if is_new:
+            beams.tables[slot, branch, place] = new_number(state, slot, 1)
+        elif beams.references[slot, number] > 1:
+            beams.references[slot, number] -= 1
+            beams.tables[slot, branch, place] = new_number(state, slot, 1)
+
+
+@jitable
+def reparent(state: ReplayState, row: int) -> None:
+    """Give every beam of `row` the blocks of its drawn parent, and drop the tables of beams without a child."""
+    at, batch, beams = state.at, state.batch, state.beams
+    slot, size, width = batch.slot[row], state.rules.block_size, batch.branches[row]
+    length = batch.blocks[row] - first_own(state, row)
+    draw_parents(state, row)
+    for branch in range(width):
+        for place in range(length):
+            beams.before[branch, place] = beams.tables[slot, branch, place]
+    dropped = 0
+    for branch in range(width):
+        for place in range(length):
+            beams.tables[slot, branch, place] = beams.before[beams.parents[branch], place]
+            beams.references[slot, beams.tables[slot, branch, place]] += 1
+    gone = 0
+    for branch in range(width):
+        for place in range(length):
+            number = beams.before[branch, place]
+            beams.references[slot, number] -= 1
+            if not beams.references[slot, number]:
+                gone += 1
+                beams.spare[slot, beams.spares[slot]] = number
+                beams.spares[slot] += 1
+                dropped += place == length - 1
+    batch.distinct[row] -= gone
+    give_back(state, gone)
+    at[WRITTEN] -= gone * size - dropped * (batch.blocks[row] * size - batch.computed[row])
+    note_last_blocks(state, row, -dropped)
+    batch.copies[row] = dropped if batch.computed[row] % size else 0
+
+
+@jitable
+def release_slot(state: ReplayState, row: int) -> None:
+    """The beams of `row` have ended."""
+    if state.batch.slot[row] != NEVER:
+        state.beams.spare_slots[state.at[BEAM_SLOTS]] = state.batch.slot[row]
+        state.at[BEAM_SLOTS] += 1
+
+
+@jitable
+def kept_blocks(state: ReplayState, row: int) -> int:
+    """Blocks without a name that stay cached when `row` is released: full ones, but not those that beams generated."""
+    batch, size = state.batch, state.rules.block_size
+    if not state.rules.keeps:
+        return 0
+    if batch.branches[row] == 1:
+        full = batch.computed[row] // size
+        return int(
+            max(0, (min(full, first_own(state, row)) if is_beam(state, row) else full) - batch.named[row])
+        )
+    shared = first_own(state, row)
+    own = 0 if is_beam(state, row) else batch.branches[row] * (batch.computed[row] // size - shared)
+    return int(shared - batch.named[row] + own)
+
+
+# -- parents -----------------------------------------------------------------------------------------------------------
+
+
+@jitable
+def below(state: ReplayState, limit: int) -> int:
+    """`SplitMix64.below`: a whole number from 0 to `limit - 1`; `limit` is at most 2^32."""
+    words = state.beams.word
+    words[0] += _SEED_OF_PLACE
+    word = words[0]
+    word = (word ^ (word >> _BY_30)) * _MIX_1
+    word = (word ^ (word >> _BY_27)) * _MIX_2
+    word = word ^ (word >> _BY_31)
+    most = np.uint64(limit)
+    return np.int64(((word >> _BY_32) * most + (((word & _LOW) * most) >> _BY_32)) >> _BY_32)  # type: ignore[return-value]
+
+
+@jitable
+def draw_parents(state: ReplayState, row: int) -> None:
+    """`BeamGenealogy.parents` of the token that `row` has just chosen, sorted, into `beams.parents`."""
+    batch, beams = state.batch, state.beams
+    request, width = batch.request[row], batch.branches[row]
+    beams.word[0] = np.uint64(state.inputs.request_id[request]) * _SEED_OF_REQUEST ^ (
+        np.uint64(batch.generated[row] - 1) * _SEED_OF_PLACE
+    )
+    mean, evenness = state.inputs.survivors[request], state.inputs.evenness[request]
+    more = below(state, SCALE) < (mean - int(mean)) * _SCALE
+    survivors = min(width, max(1, int(mean) + more))
+    order, children = beams.order, beams.children
+    for beam in range(width):
+        order[beam], children[beam] = beam, 0
+    further = width - survivors
+    for place in range(further):
+        other = place + below(state, width - place)
+        order[place], order[other] = order[other], order[place]
+    for place in range(further, width):
+        children[order[place]] = 1
+    for given in range(further):
+        fresh = evenness * survivors
+        if evenness >= _EVEN or not given or below(state, SCALE) < fresh / (fresh + given) * _SCALE:
+            beams.given[given] = order[further + below(state, survivors)]
+        else:
+            beams.given[given] = beams.given[below(state, given)]
+        children[beams.given[given]] += 1
+    child = 0
+    for beam in range(width):
+        for _ in range(children[beam]):
+            beams.parents[child] = beam
+            child += 1
