@@ -170,7 +170,7 @@ class GlobalMemory:
     def _text(self, what: str, where: np.ndarray, good: np.ndarray, width: int) -> str:
         bad = np.argwhere(~np.broadcast_to(good, np.broadcast_shapes(good.shape, where.shape)))[0]
         wrong = int(np.broadcast_to(where, good.shape)[tuple(bad)])
-        number = wrong >> APART
+        number = (wrong + (1 << APART - 1)) >> APART  # the nearest storage
         base = next((base for base in self._bases.values() if base >> APART == number), 0)
         name = self._names.get(number, "no tensor")
         return (
