@@ -18,8 +18,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("TRITON_INTERPRET=1 keeps Triton from compiling", allow_module_level=True)
 
 from interpreted_cases import halves, options_of
+from ptx.interpreter import Machine
 from ptx.kernel_cases import TIGHT, PoisonedWorkspace, assert_exact, hostile, run_compiled
-from ptx.machine import Machine
 from ptx.program import parse
 from ptx.triton_launch import interpreted_launches
 

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from ptx import conversions, machine
+from ptx import conversions, interpreter
 from ptx.arithmetic import NUMPY, OPERATIONS, value_of
 from ptx.global_memory import GlobalMemory, spans_of
-from ptx.machine import Machine
+from ptx.interpreter import Machine
 from ptx.matrix import multiply
 from ptx.program import AccessError, HazardError, PtxError, UnsupportedError, parse
 
@@ -306,7 +306,7 @@ def test_what_is_not_modelled_is_refused_by_name(body, text):
 
 
 def test_a_kernel_that_does_not_end_is_stopped(monkeypatch):
-    monkeypatch.setattr(machine, "MOST_STEPS", 1000)
+    monkeypatch.setattr(interpreter, "MOST_STEPS", 1000)
     with pytest.raises(PtxError, match="does not end"):
         ran("$again: bra $again;", words(1))
 

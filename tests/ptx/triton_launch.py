@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import triton
 from ptx.global_memory import GlobalMemory
-from ptx.machine import Machine
+from ptx.interpreter import Machine
 from ptx.program import parse
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
