@@ -14,12 +14,14 @@ from harness.console import Arguments, numbered, remark, say, shortened
 from harness.store.commit import Layout
 from harness.store.errors import ForeignFileError
 from harness.store.manifest import Manifest, read_manifest, with_report, write_manifest
-from harness.store.reading import StoreContent, read_store, write_summary
+from harness.store.reading import StoreContent, essentials, read_store
+from harness.store.summary import SummaryRows, write_summary
 from harness.sweep.execute import Outcome
 
 INTERRUPTED = 130
 MOST_LISTED = 10  # failed or damaged points that are named one by one
 RESULTS = Path("results")
+MOST_AT_ONCE = 2000  # points whose records are held in memory together; the page shows some of more
 
 
 class ReportFunctions(Protocol):
@@ -31,9 +33,14 @@ class ReportFunctions(Protocol):
         ...
 
     def write_report(
-        self, store_root: Path, *, out: Path | None = None, additions: Sequence[Any] = ()
+        self,
+        store_root: Path,
+        *,
+        out: Path | None = None,
+        additions: Sequence[Any] = (),
+        each: Callable[[Any], None] | None = None,
     ) -> Path:
-        """Write the report of a store and return its page."""
+        """Write the report of a store and return its page; `each` sees every record of a large sweep."""
         ...
 
     def verdict_lines(self, store_root: Path) -> Sequence[str]:
@@ -93,11 +100,16 @@ def write_report(
         UserError: there is nothing to report on.
     """
     report = report or _report_functions()
-    content = read_store(out)
-    asked = [point.fingerprint for point in manifest.points] if manifest else list(content.records)
-    write_summary(target or out, [content.records[name] for name in asked if name in content.records])
+    large, rows = manifest is not None and len(manifest.points) > MOST_AT_ONCE, SummaryRows()
+    if not large:
+        content = read_store(out)
+        asked = [point.fingerprint for point in manifest.points] if manifest else list(content.records)
+        write_summary(target or out, [content.records[name] for name in asked if name in content.records])
     try:
-        path = report.write_report(out, out=target, additions=_additions(kernels))
+        more = {"each": rows.add} if large else {}
+        path = report.write_report(out, out=target, additions=_additions(kernels), **more)
+        if large:
+            rows.write(target or out)
         verdict = report.verdict_lines(out)
     except report.ReportError as error:
         raise UserError(str(error)) from error
@@ -284,7 +296,7 @@ def _kernels(named: str | None, root: Path, manifest: Manifest | None) -> Path |
 def status_command(arguments: Arguments) -> int:
     """Print which points of a store are done, which failed and where the traceback is, and which are left."""
     root = named_store(arguments.flags.store)
-    manifest, content = _manifest(root), read_store(root)
+    manifest, content = _manifest(root), read_store(root, essentials)
     show_problems(content.problems, say)
     if manifest is None:
         done, failed = numbered(len(content.records), "point"), len(content.failures)

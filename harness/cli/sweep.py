@@ -29,7 +29,7 @@ from harness.store.atomic import check_writable, exclusive, remove_leftovers
 from harness.store.commit import Layout
 from harness.store.errors import StoreError
 from harness.store.manifest import Manifest, SweepPoint, keep_report, write_manifest
-from harness.store.reading import StoreContent, read_store
+from harness.store.reading import StoreContent, essentials, read_store
 from harness.sweep.estimate import pace_of
 from harness.sweep.execute import Outcome, PointRunner, execute
 from harness.sweep.plan import (
@@ -130,7 +130,7 @@ def _finish(sweep: SweepPlan, manifest: Manifest, outcome: Outcome, report: Repo
 
 
 def _read(out: Path) -> StoreContent:
-    content = read_store(out)
+    content = read_store(out, essentials)
     show_problems(content.problems)
     return content
 

@@ -8,7 +8,7 @@ pool: the policy core keeps blocks that were given out at least once, and the en
 
 import os
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 from harness.config.errors import ConfigError
@@ -18,6 +18,9 @@ _BASE = 200 * 10**6  # an interpreter with what a prediction imports
 _TRACE = 1_100  # bytes a request: the trace itself, while it is drawn
 _REPLAY, _ROWS = 2_000, 4_000  # bytes a request: its state, and its rows (some seven steps each)
 _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+_PARQUET = b"PAR1"
+GENERATED = 1000
+"""Requests of a generated trace where `workload.num_requests` is null."""
 _SHARE = 0.8  # of the machine's memory; the system and the page cache need the rest
 
 
@@ -43,11 +46,61 @@ def _limit(file: Path) -> int | None:
 
 
 def point_memory(config: RunConfig) -> int:
-    """Bytes that one process takes for a point, roughly. A trace in a file counts nothing: its rows are not known."""
-    requests = config.workload.num_requests or 0
-    if config.trace.format is not TraceFormat.generated:
-        requests = 0
-    return _BASE + requests * (_TRACE + _REPLAY + (_ROWS if config.replay.records else 0))
+    """Bytes that one process takes for a point, roughly."""
+    return _BASE + requests_of(config) * (_TRACE + _REPLAY + (_ROWS if config.replay.records else 0))
+
+
+def requests_of(config: RunConfig) -> int:
+    """Requests of a point, as far as is known before its trace is read.
+
+    A trace in a file, or in the files of a folder, has at most as many as it has lines, or rows of Parquet. A document
+    whose requests share a line counts as one: what it takes is not known.
+    """
+    wanted = config.workload.num_requests
+    if config.trace.format is TraceFormat.generated:
+        return wanted or GENERATED
+    rows = rows_at_most(config.trace.path)
+    return rows if wanted is None else min(wanted, rows)
+
+
+def rows_at_most(named: str | None) -> int:
+    """The lines of a file, or of all files of a folder; 0 where there is none that can be read."""
+    place = Path(named or "").expanduser()
+    try:
+        if not named or not place.exists():
+            return 0
+        files = [file for file in place.rglob("*") if file.is_file()] if place.is_dir() else [place]
+        return sum(_rows(file, *_stamp(file)) for file in files)
+    except OSError:
+        return 0  # reading the trace says why
+
+
+def _stamp(file: Path) -> tuple[int, int]:
+    found = file.stat()
+    return found.st_mtime_ns, found.st_size
+
+
+@lru_cache(maxsize=256)
+def _rows(file: Path, changed: int, size: int) -> int:
+    """Lines of a file as it was when it had changed last; rows where it is Parquet."""
+    with file.open("rb") as content:
+        if content.read(len(_PARQUET)) == _PARQUET:
+            return _parquet_rows(file)
+        content.seek(0)
+        lines, last = 0, b""
+        while part := content.read(1 << 20):
+            lines, last = lines + part.count(b"\n"), part
+    return lines + (bool(last) and not last.endswith(b"\n"))
+
+
+def _parquet_rows(file: Path) -> int:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        return int(pq.read_metadata(file).num_rows)
+    except pa.ArrowException:
+        return 0  # reading the trace says why
 
 
 def workers_that_fit(config: RunConfig, wanted: int) -> int:
@@ -63,8 +116,14 @@ def check_memory(config: RunConfig) -> Iterator[ConfigError]:
         rows = (
             "take fewer requests" if not config.replay.records else "take fewer, or set replay.records=false"
         )
+        wanted = config.workload.num_requests
+        found = (
+            f"found {wanted:,}"
+            if wanted is not None
+            else f"null, and '{config.trace.path}' has {requests_of(config):,}"
+        )
         yield ConfigError(
             "workload.num_requests",
-            f"found {config.workload.num_requests:,}, which take about {needed / 1e9:,.0f} GB; this machine has "
+            f"{found}, which take about {needed / 1e9:,.0f} GB; this machine has "
             f"{machine_memory() / 1e9:,.0f} GB, of which {_SHARE:.0%} may be used; {rows}",
         )

@@ -208,5 +208,25 @@ def comparison_table(
     return pd.DataFrame(rows, columns=columns).astype(dict.fromkeys(VALUES, "float64"))
 
 
+def comparison_lines(record: Mapping[str, Any], axes: Axes) -> Iterator[list[str]]:
+    """The rows of `comparison_table` of one point as text, as its CSV has them."""
+    settings = _settings(record, axes)
+    first = [_cell(settings[key]) for key in ("point", POLICY, *axes.values)]
+    for row in record.get("comparison") or ():
+        numbers = [row.get(key) for key in VALUES]
+        yield [
+            *first,
+            row["metric"],
+            row.get("unit") or "",
+            *["" if n is None else f"{n:.9g}" for n in numbers],
+        ]
+
+
+def _cell(value: Value) -> str:
+    if value is None:
+        return ""
+    return f"{value:.9g}" if isinstance(value, float) else str(value)
+
+
 def _settings(record: Mapping[str, Any], axes: Axes) -> dict[str, Any]:
     return {"point": point_label(record), **{key: setting(record, key) for key in (POLICY, *axes.values)}}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.metrics.verdict import CLASSES, FLOOR_FACTOR, TIMES, WORST_FACTOR, Trust, Verdict, judge
+from harness.metrics.verdict import CLASSES, FLOOR_FACTOR, TIMES, WORST_FACTOR, Trust, Verdict
 from harness.report import attribution, provenance, tables
 from harness.report.answers import answers
 from harness.report.axes import Axes, label, policy_of, reference
@@ -16,7 +16,7 @@ from harness.report.points import points_json
 from harness.report.study import Study
 from harness.report.style import Drawing, Picture, inline
 from harness.report.tables import Table
-from harness.report.verdict_text import answer, completeness, pace_lines, soundness
+from harness.report.verdict_text import answer, completeness, judged, pace_lines, soundness, thinned
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -76,7 +76,7 @@ def build_page(
     """The whole HTML document. `svgs` holds the bytes of every drawing in `pictures`, including those of `added`."""
     from markupsafe import Markup
 
-    verdict = judge(study.records)
+    verdict = judged(study)
     shown = {name: _shown(picture, svgs) for name, picture in pictures.items()}
     sections = _sections(study, axes, shown, added)
     points = points_json(study, axes)
@@ -88,6 +88,7 @@ def build_page(
         complete=not (study.failures or study.absent or study.problems or verdict.unfinished),
         completeness=completeness(study, verdict),
         cautions=[
+            *thinned(study),
             *provenance.cautions(study),
             *(f"{one.title}: {line}" for one in added for line in one.warnings),
         ],

@@ -1,15 +1,17 @@
 """A sweep read from its store: records, failures, and the files that could not be read."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from harness.metrics.verdict import point_label, unfinished_text
+from harness.report.thinning import MOST_SHOWN, MOST_WHOLE, shown_points
 from harness.store.commit import Layout
 from harness.store.errors import ForeignFileError
 from harness.store.manifest import Manifest, read_manifest
-from harness.store.reading import read_store, read_table
+from harness.store.reading import finished_points, read_store, read_table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -48,6 +50,13 @@ class Study:
     absent: int = 0
     others: int = 0
     date: str = ""  # of the newest record, UTC
+    total: int = 0  # finished points of the sweep; more than `records` where these are a grid of its values
+    unfinished: Mapping[str, str] = field(default_factory=dict)  # of all points, where `records` are not all
+
+    @property
+    def is_thinned(self) -> bool:
+        """Whether `records` are some of the points only."""
+        return self.total > len(self.records)
 
     @property
     def measured(self) -> tuple[Record, ...]:
@@ -95,19 +104,35 @@ def _provenance(record: Record) -> dict[str, Any]:
     return (record.get("cost") or {}).get("provenance") or {}
 
 
-def read_study(root: Path) -> Study:
+def read_study(root: Path, *, shown_only: bool = False) -> Study:
     """Read the points of the store's last sweep, or all points if the store has no manifest.
+
+    Of more than `MOST_WHOLE` points the study holds a grid, and the counts of all. With `shown_only` the others are not
+    looked at; `EveryRecord` reads them later, and corrects the study.
 
     Raises:
         ReportError: the store has neither a record nor a failure.
         StoreVersionError: a file was written by another version of PageTwin.
     """
-    content = read_store(root)
     manifest, problems = _manifest(root)
     asked = {point.fingerprint: point.overrides for point in manifest.points} if manifest else {}
+    there = {key: words for key, words in asked.items() if Layout(root).record(key).exists()}
+    shown = set(shown_points(there, MOST_WHOLE, MOST_SHOWN))
+    later = there.keys() - shown if shown_only else set()
+    unfinished: dict[str, str] = {}
+
+    def keep(record: Record) -> dict[str, Any]:
+        key = str(record["fingerprint"])
+        if key in asked and (words := unfinished_text(record)):
+            unfinished[" ".join(asked[key]) or key[:10]] = words
+        return dict(record) if not asked or key in shown else {}
+
+    content = read_store(root, keep, later)
     asked = asked or _told_apart({**content.failures, **content.records})
     problems += content.problems
-    records = [_named(content.records[key], asked) for key in asked if key in content.records]
+    done = [key for key in asked if key in content.records]
+    records = [_named(content.records[key], asked) for key in done if content.records[key]]
+    total = len(done) + len(later)
     failures = [_failure(content.failures[key], key, asked) for key in asked if key in content.failures]
     if not records and not failures:
         raise ReportError(_nothing(root, problems))
@@ -119,10 +144,49 @@ def read_study(root: Path) -> Study:
         records=tuple(records),
         failures=tuple(failures),
         problems=tuple(problems),
-        absent=len(asked.keys() - seen),
+        absent=len(asked.keys() - seen - later),
         others=len(seen - asked.keys()),
         date=_date(root, [str(record["fingerprint"]) for record in records]),
+        total=total,
+        unfinished=unfinished,
     )
+
+
+class EveryRecord:
+    """The finished points of the store's last sweep, one by one and in its order, also those that are not shown.
+
+    Each is given as it is stored, and with those overrides alone that tell it from the others. When all have been read,
+    `corrected` has what was found: damaged records, and requests that did not finish.
+    """
+
+    def __init__(self, study: Study) -> None:
+        self._study = study
+        self._problems: list[str] = []
+        self._unfinished: dict[str, str] = {}
+        self._count = 0
+
+    def __iter__(self) -> Iterator[tuple[Record, Record]]:
+        manifest, _ = _manifest(self._study.root)
+        asked = {point.fingerprint: point.overrides for point in manifest.points} if manifest else {}
+        for record in finished_points(self._study.root, asked, self._problems):
+            named = _named(record, asked)
+            self._count += 1
+            if words := unfinished_text(record):
+                self._unfinished[point_label(named)] = words
+            yield record, named
+
+    @property
+    def corrected(self) -> Study:
+        """The study with the counts and problems of all points."""
+        problems = dict.fromkeys([*self._study.problems, *self._problems])
+        missing = self._study.total - self._count
+        return replace(
+            self._study,
+            total=self._count,
+            absent=self._study.absent + missing,
+            problems=tuple(problems),
+            unfinished=self._unfinished,
+        )
 
 
 def _date(root: Path, fingerprints: list[str]) -> str:

@@ -1,6 +1,7 @@
 """The verdict in words. The console and the page's first section show the same sentences."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -14,9 +15,10 @@ from harness.report.study import Record, Study, read_study
 
 def verdict_lines(store_root: Path) -> list[str]:
     """The verdict on a store for the console, most important line first. Raises ReportError if it has no point."""
-    study = read_study(store_root)
-    verdict = judge(study.records)
+    study = _LAST.pop(store_root, None) or read_study(store_root)
+    verdict = judged(study)
     return [
+        *thinned(study),
         *completeness(study, verdict),
         answer(verdict),
         *soundness(verdict),
@@ -26,6 +28,33 @@ def verdict_lines(store_root: Path) -> list[str]:
             for found in answers(study, find_axes(study.records), verdict)
             for line in (found.text, *found.items)
         ),
+    ]
+
+
+# The large sweep that the page was just made of: reading 100,000 records again would take another minute.
+_LAST: dict[Path, Study] = {}
+
+
+def remember(study: Study) -> None:
+    """Keep a study that is not whole for the verdict that is printed next."""
+    _LAST.clear()
+    if study.is_thinned:
+        _LAST[study.root] = study
+
+
+def judged(study: Study) -> Verdict:
+    """The verdict; where not all points are shown, with the number of all and those of them that are unfinished."""
+    verdict = judge(study.records)
+    return replace(verdict, points=study.total, unfinished=study.unfinished) if study.is_thinned else verdict
+
+
+def thinned(study: Study) -> list[str]:
+    """How many of the points are shown and judged; empty where it is all of them."""
+    if not study.is_thinned:
+        return []
+    return [
+        f"Shown are {len(study.records):,} of {study.total:,} points: a grid of the values of each setting, spread "
+        "evenly. Figures and answers rest on these; figures/points.csv and summary.parquet have all points."
     ]
 
 

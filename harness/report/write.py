@@ -1,14 +1,16 @@
 """Writing the report: the page, and every figure as SVG, PDF and CSV beside it."""
 
+import csv
 from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.report.axes import Axes, comparison_table, find_axes
+from harness.report import verdict_text
+from harness.report.axes import POLICY, VALUES, Axes, comparison_lines, comparison_table, find_axes
 from harness.report.page import SectionMaker, build_page
-from harness.report.study import ReportError, Study, read_study
+from harness.report.study import EveryRecord, Record, ReportError, Study, read_study
 from harness.report.style import Drawing, Picture, pdf_bytes, style, svg_bytes
-from harness.store.atomic import write_files
+from harness.store.atomic import growing, write_files
 from harness.store.errors import StoreError
 
 if TYPE_CHECKING:
@@ -20,11 +22,16 @@ _MOST_CURVES = 6
 
 
 def write_report(
-    store_root: Path, *, out: Path | None = None, additions: Sequence[SectionMaker] = ()
+    store_root: Path,
+    *,
+    out: Path | None = None,
+    additions: Sequence[SectionMaker] = (),
+    each: Callable[[Record], None] | None = None,
 ) -> Path:
     """Write the report of a store to `out` (default: the store's folder `report`); returns the page's path.
 
-    `additions` make further sections, which other packages provide.
+    `additions` make further sections, which other packages provide. `each` is called with every record of a sweep that
+    is too large to be shown whole, while its records are read.
 
     The page needs no other file and no network. The folder `figures` beside it holds each figure as SVG, as PDF at the
     width of a page, and its data as CSV. Equal stores give equal bytes.
@@ -33,28 +40,53 @@ def write_report(
         ReportError: the store has no point, or the report cannot be written. An earlier report then stays.
         StoreVersionError: a file was written by another version of PageTwin.
     """
-    study = read_study(store_root)
+    study = read_study(store_root, shown_only=each is not None)
     folder = out or store_root / "report"
     try:
-        return _write(study, folder, additions)
+        return _write(study, folder, additions, each)
     except StoreError as error:
         raise _unwritable(folder, error) from error
 
 
-def _write(study: Study, folder: Path, additions: Sequence[SectionMaker]) -> Path:
+def _write(
+    study: Study,
+    folder: Path,
+    additions: Sequence[SectionMaker],
+    each: Callable[[Record], None] | None = None,
+) -> Path:
     axes = find_axes(study.records)
     with style():
         pictures = dict(_pictures(study, axes))
         added = [make(study) for make in additions]
         pictures |= {picture.name: picture for one in added for picture in one.pictures}
         files = {name: data for picture in pictures.values() for name, data in _figure_files(picture).items()}
-    files["points.csv"] = _csv_bytes(comparison_table(study.records, axes))
+    streamed = study.is_thinned or each is not None
+    if not streamed:
+        files["points.csv"] = _csv_bytes(comparison_table(study.records, axes))
     svgs = {name: files[f"{name}.svg"] for name, picture in pictures.items() if isinstance(picture, Drawing)}
-    text = build_page(study, axes, pictures, svgs, added)
     write_files(folder / "figures", files)
+    if streamed:
+        study = _write_points(study, axes, folder / "figures", each)
+    verdict_text.remember(study)
+    text = build_page(study, axes, pictures, svgs, added)
     write_files(folder, {PAGE: text.encode()})
     _remove_old_figures(folder / "figures", {*pictures}, files)
     return folder / PAGE
+
+
+def _write_points(study: Study, axes: Axes, folder: Path, each: Callable[[Record], None] | None) -> Study:
+    """Write `points.csv` of all points, read one by one; returns the study with what was found in them.
+
+    `each` sees every record too.
+    """
+    with growing(folder, "points.csv") as file:
+        lines = csv.writer(file, lineterminator="\n")
+        lines.writerow(["point", POLICY, *axes.values, "metric", "unit", *VALUES])
+        for stored, record in (every := EveryRecord(study)):
+            lines.writerows(comparison_lines(record, axes))
+            if each is not None:
+                each(stored)
+    return every.corrected
 
 
 def _figure_files(picture: Picture) -> dict[str, bytes]:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TextIO
 
 from harness.store.errors import BusyStoreError, write_failed
 
@@ -50,6 +51,30 @@ def write_files(folder: Path, files: Mapping[str, bytes], *, last: str | None = 
         raise write_failed(folder, error) from error
     except BaseException:  # Ctrl-C: leave nothing half-written behind
         _discard(folder, staged.values(), fresh)
+        raise
+
+
+@contextmanager
+def growing(folder: Path, name: str) -> Iterator[TextIO]:
+    """A UTF-8 text file that is written piece by piece, and has its name when the block ends without an error.
+
+    Raises:
+        StoreError: a write failed; an earlier file of the name is as it was.
+    """
+    temporary = folder / f".{name}.{_owner()}.tmp"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with temporary.open("w", encoding="utf-8", newline="") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, folder / name)
+        _sync_folder(folder)
+    except OSError as error:
+        _discard(folder, [temporary], fresh=False)
+        raise write_failed(folder, error) from error
+    except BaseException:
+        _discard(folder, [temporary], fresh=False)
         raise
 
 

@@ -105,10 +105,16 @@ def json_bytes(value: object) -> bytes:
 def parquet_bytes(columns: Columns) -> bytes:
     """A table as Parquet. pyarrow is imported here, so that `plan` and `--help` start quickly."""
     import pyarrow as pa
+
+    return table_bytes(pa.table(dict(columns)))
+
+
+def table_bytes(table: Any) -> bytes:
+    """A table of Arrow as Parquet."""
     import pyarrow.parquet as pq
 
     sink = io.BytesIO()
-    pq.write_table(pa.table(dict(columns)), sink, compression="zstd")
+    pq.write_table(table, sink, compression="zstd")
     return sink.getvalue()
 
 

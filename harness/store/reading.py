@@ -1,21 +1,16 @@
-"""Reading a store: complete records are returned; damaged or foreign files are named and skipped.
-
-`summary.parquet` has one row for each point, with dotted columns. It is rebuilt from the records and is never a source.
-"""
+"""Reading a store: complete records are returned; damaged or foreign files are named and skipped."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness.store.atomic import write_files
-from harness.store.commit import SCHEMA, Layout, parquet_bytes
+from harness.store.commit import SCHEMA, Layout
 from harness.store.digests import file_fault, read_sealed
 from harness.store.errors import ForeignFileError, StoreVersionError
 
 Record = dict[str, Any]
-_DERIVED = ("digest", "digests")  # say nothing about a point
 _SECTIONS = (
     "trace",
     "pool",
@@ -33,6 +28,7 @@ _SECTIONS = (
 )
 _TABLE, _FILE = re.compile(r"\w{1,64}"), re.compile(r"\w[\w.-]{0,80}")  # names, never paths
 _ROW = ("metric", "error", "spread")  # of `comparison`
+_ROW_KEYS = frozenset(_ROW)
 
 
 def record_fault(record: Mapping[str, Any]) -> str | None:
@@ -58,7 +54,7 @@ def record_fault(record: Mapping[str, Any]) -> str | None:
 
 
 def _is_row(row: object) -> bool:
-    return isinstance(row, Mapping) and all(key in row for key in _ROW)
+    return isinstance(row, dict) and row.keys() >= _ROW_KEYS
 
 
 @dataclass
@@ -70,8 +66,13 @@ class StoreContent:
     problems: list[str] = field(default_factory=list)  # one sentence for each file that was skipped
 
 
-def read_store(root: Path) -> StoreContent:
+def read_store(
+    root: Path, keep: Callable[[Record], Record] | None = None, without: Container[str] = ()
+) -> StoreContent:
     """Everything under `root/points`; a store that does not exist yet is empty.
+
+    `keep` says what of a record stays in memory, where 100,000 whole ones would take 10 GB; None: all. The records of
+    the points in `without` are not read.
 
     Raises:
         StoreVersionError: a file was written by a version of PageTwin with another record schema.
@@ -83,9 +84,37 @@ def read_store(root: Path) -> StoreContent:
             (layout.record(folder.name), content.records),
             (layout.failure(folder.name), content.failures),
         ):
-            if path.exists():
-                _collect(path, folder.name, found, content.problems)
+            if not (folder.name in without and path.name == "record.json") and path.exists():
+                _collect(path, folder.name, found, content.problems, keep)
     return content
+
+
+def essentials(record: Record) -> Record:
+    """What says of which kind a finished point is and how long it took: its settings, requests and seconds."""
+    trace, seconds = record.get("trace") or {}, record.get("seconds") or {}
+    kept: Record = {name: record[name] for name in ("label", "error") if name in record}
+    known = {name: seconds[name] for name in ("point",) if name in seconds}
+    requests = {name: trace[name] for name in ("requests",) if name in trace}
+    config = record.get("config") or {}
+    sections = {name: config[name] for name in ("measure", *_KIND_SECTIONS) if name in config}
+    return {**kept, "config": sections, "trace": requests, "seconds": known}
+
+
+_KIND_SECTIONS = ("replay", "cache", "decoding", "model", "device", "cost")
+
+
+def finished_points(root: Path, names: Iterable[str], problems: list[str]) -> Iterator[Record]:
+    """The whole records of these points, one by one and in this order; what is skipped is added to `problems`.
+
+    Raises:
+        StoreVersionError: a file was written by a version of PageTwin with another record schema.
+    """
+    layout = Layout(root)
+    for name in names:
+        found: dict[str, Record] = {}
+        if layout.record(name).exists():
+            _collect(layout.record(name), name, found, problems, None)
+        yield from found.values()
 
 
 def read_record(path: Path) -> Record:
@@ -149,7 +178,13 @@ def point_fault(path: Path, value: Record) -> str | None:
     return next(filter(None, faults), None)
 
 
-def _collect(path: Path, fingerprint: str, found: dict[str, Record], problems: list[str]) -> None:
+def _collect(
+    path: Path,
+    fingerprint: str,
+    found: dict[str, Record],
+    problems: list[str],
+    keep: Callable[[Record], Record] | None,
+) -> None:
     try:
         value = read_record(path)
         wrong = point_fault(path, value) if path.name == "record.json" else None
@@ -158,52 +193,4 @@ def _collect(path: Path, fingerprint: str, found: dict[str, Record], problems: l
     except ForeignFileError as error:
         problems.append(f"skipped {error}")
     else:
-        found[fingerprint] = value
-
-
-def write_summary(root: Path, records: Iterable[Record]) -> Path:
-    """Write the summary of some records and return its path.
-
-    Raises:
-        StoreError: the folder cannot be written.
-    """
-    path = Layout(root).summary
-    rows = [flatten(record) for record in records]
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    columns = {name: _column([row.get(name) for row in rows]) for name in names}
-    write_files(root, {path.name: parquet_bytes(columns)})
-    return path
-
-
-def flatten(record: Record) -> dict[str, Any]:
-    """A record as one row: nested keys are joined by dots, lists of words by spaces.
-
-    Rows of a list that name a `metric` become `section.<metric>.<field>`. Other lists (repeated runs) are left out,
-    because the record also holds their median and spread.
-    """
-    return dict(_leaves({name: value for name, value in record.items() if name not in _DERIVED}, ""))
-
-
-def _leaves(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _leaves(item, f"{prefix}.{key}" if prefix else str(key))
-    elif isinstance(value, list):
-        if all(isinstance(item, str) for item in value):
-            yield prefix, " ".join(value)
-        for row in value:
-            if isinstance(row, Mapping) and "metric" in row:
-                rest = {key: item for key, item in row.items() if key != "metric"}
-                yield from _leaves(rest, f"{prefix}.{row['metric']}")
-    else:
-        yield prefix, value
-
-
-def _column(values: Sequence[Any]) -> list[Any]:
-    """One type for each column: numbers stay numbers, mixed types become text."""
-    kinds = {type(value) for value in values if value is not None}
-    if kinds <= {int, float} and float in kinds:
-        return [None if value is None else float(value) for value in values]
-    if len(kinds) > 1:
-        return [None if value is None else str(value) for value in values]
-    return list(values)
+        found[fingerprint] = keep(value) if keep else value

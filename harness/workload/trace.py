@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.errors import ConfigError
+from harness.config.memory import GENERATED
 from harness.config.schema import RunConfig, SharingModel, TraceArrivals, TraceFormat
 from harness.console import remark
 from traces.arrivals import ArrivalProcess
@@ -67,7 +68,6 @@ _KEYS = {
     "tokenizer": "trace.tokenizer",
 }
 _SLOW_TO_DRAW, _SECONDS_TO_DRAW = 200_000, 6e-5  # seconds a request: 6 CPU-seconds for 100,000
-_GENERATED = 1000  # requests of a generated trace where `workload.num_requests` is null
 
 
 def reshaped_trace(config: RunConfig) -> Trace:
@@ -175,7 +175,7 @@ def _reshaped(
 def _taken(source: tuple[Any, ...], num_requests: int | None) -> Trace:
     format_, name, path, _, (ticks, on_error, sort, tokenizer, seed), arrivals, sharing = source
     if format_ is TraceFormat.generated:
-        count = num_requests or _GENERATED
+        count = num_requests or GENERATED
         if count >= _SLOW_TO_DRAW and parent_process() is None:  # a worker draws what was announced before
             remark(f"drawing {count:,} requests of {name}: about {count * _SECONDS_TO_DRAW:,.0f} s")
         return generate_trace(name, num_requests=count, seed=seed, arrivals=arrivals, sharing=sharing)

@@ -70,7 +70,9 @@ def _wait_below_the_limit(notes: Path, number: int) -> None:
         time.sleep(0.01)
 
 
-def write_report(store_root: Path, *, out: Path | None = None, additions: Sequence[Any] = ()) -> Path:
+def write_report(
+    store_root: Path, *, out: Path | None = None, additions: Sequence[Any] = (), each: Any = None
+) -> Path:
     page = (out or store_root) / "report.html"
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(json.dumps(json.loads((store_root / "sweep.json").read_text())["points"]))

@@ -184,6 +184,8 @@ def _line(panel: "Panel", mine: "pd.DataFrame", scale: float, look: Mapping[str,
         )
         return
     panel.plot(mine["x"], scale * mine["simulated"], color=colour, linestyle=dashes, zorder=2)
+    if mine["measured"].isna().all():
+        return
     bars = scale * (mine["measured"] - mine["low"]), scale * (mine["high"] - mine["measured"])
     panel.errorbar(
         mine["x"], scale * mine["measured"], yerr=bars, fmt=marker, color=colour, capsize=2, elinewidth=0.8

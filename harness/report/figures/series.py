@@ -21,6 +21,9 @@ _POLICY_LOOKS = {
 MOST_SERIES = 5
 """The most lines in one panel; more cannot be distinguished."""
 
+MOST_DRAWN_MARKS = 300
+"""The most marks of a kind that a page holds one by one, at some 250 bytes each; more become a picture of dots."""
+
 
 def policies(records: Sequence[Mapping[str, Any]]) -> list[str]:
     """The cache policies of these points, paged first."""

@@ -7,7 +7,7 @@ import numpy as np
 from harness.metrics import METRICS
 from harness.metrics.analytic import expected_tail_waste
 from harness.report.axes import Axes, comparison_table, label, policy_of
-from harness.report.figures.series import axis_scale, side_legend, value_axis
+from harness.report.figures.series import MOST_DRAWN_MARKS, axis_scale, side_legend, value_axis
 from harness.report.study import Study
 from harness.report.style import PAGE_IN, PALETTE, Drawing, Missing, Picture, panels
 
@@ -57,7 +57,7 @@ def _panel(panel: "Panel", name: str, found: "pd.DataFrame") -> None:
             linestyle="--",
             label="(B − 1) / 2",
         )
-    many = len(found) > 2000
+    many = len(found) > MOST_DRAWN_MARKS
     x = found[BLOCK].astype(float)
     panel.plot(
         x * 0.98, scale * found["simulated"], "D", color=PALETTE[0], markerfacecolor="none", rasterized=many

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from harness.config import memory
-from harness.config.memory import check_memory, point_memory, usable_memory, workers_that_fit
+from harness.config.memory import check_memory, point_memory, rows_at_most, usable_memory, workers_that_fit
 from harness.config.schema import RunConfig, TraceFormat, WorkloadConfig
+from harness.store.commit import parquet_bytes
 
 GB = 10**9
 
@@ -59,3 +60,55 @@ def test_a_control_group_lowers_the_memory(tmp_path: Path, monkeypatch: pytest.M
     assert usable_memory() == GB
     limit.write_text("max\n")
     assert usable_memory() > GB
+
+
+def in_file(file: Path, requests: int | None) -> RunConfig:
+    config = RunConfig(workload=WorkloadConfig(num_requests=requests))
+    return replace(config, trace=replace(config.trace, format=TraceFormat.azure, path=str(file)))
+
+
+def test_a_trace_in_a_file_counts_its_lines(tmp_path: Path) -> None:
+    file = tmp_path / "trace.csv"
+    file.write_text("head\n" + "row\n" * 99_999)
+    assert point_memory(in_file(file, None)) == point_memory(point(100_000))
+
+
+def test_a_limit_below_the_lines_of_a_file_counts(tmp_path: Path) -> None:
+    file = tmp_path / "trace.csv"
+    file.write_text("row\n" * 5_000)
+    assert point_memory(in_file(file, 64)) == point_memory(point(64))
+
+
+def test_a_last_line_without_an_end_counts(tmp_path: Path) -> None:
+    (tmp_path / "trace.csv").write_text("a\nb")
+    assert rows_at_most(str(tmp_path / "trace.csv")) == 2
+
+
+def test_the_files_of_a_folder_count_together(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).write_text("row\n" * 3)
+    assert rows_at_most(str(tmp_path)) == 6
+
+
+def test_rows_of_parquet_count(tmp_path: Path) -> None:
+    file = tmp_path / "trace.parquet"
+    file.write_bytes(parquet_bytes({"a": list(range(1234))}))
+    assert rows_at_most(str(file)) == 1234
+
+
+def test_a_file_that_grew_is_counted_again(tmp_path: Path) -> None:
+    file = tmp_path / "trace.csv"
+    file.write_text("row\n")
+    first = rows_at_most(str(file))
+    file.write_text("row\n" * 2)
+    assert (first, rows_at_most(str(file))) == (1, 2)
+
+
+def test_a_file_whose_requests_cannot_fit_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "trace.csv"
+    file.write_text("row\n" * 200_000)
+    monkeypatch.setattr(memory, "machine_memory", lambda: GB)
+    (error,) = check_memory(in_file(file, None))
+    assert f"null, and '{file}' has 200,000, which take about 2 GB" in str(error)

@@ -10,7 +10,8 @@ import pytest
 from harness.store.commit import commit_failure, commit_point
 from harness.store.errors import ForeignFileError, StoreVersionError
 from harness.store.manifest import Manifest, SweepPoint, read_manifest, with_report, write_manifest
-from harness.store.reading import flatten, read_store, read_table, write_summary
+from harness.store.reading import read_store, read_table
+from harness.store.summary import flatten, write_summary
 
 TABLES = {"steps": {"step": [0]}}
 

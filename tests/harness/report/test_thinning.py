@@ -1,0 +1,116 @@
+"""A sweep that is too large to be shown whole: a grid of its values is shown, and all points are in the tables."""
+
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from shutil import copytree
+
+import pyarrow.parquet as pq
+import pytest
+from synthetic_store import grid, write_store
+
+from harness.cli import report as command
+from harness.report import study, verdict_lines
+from harness.report.axes import comparison_table, find_axes
+from harness.report.study import EveryRecord, read_study
+from harness.report.thinning import shown_points, spread
+from harness.store.commit import Layout
+from harness.store.manifest import read_manifest
+from harness.store.reading import read_store
+from harness.store.summary import write_summary
+
+SMALL = {"cache.block_size": (8, 16, 32), "workload.prefix_share": (0.0, 0.5), "decoding.beam_width": (1, 2)}
+
+
+def asked(**counts: int) -> dict[str, tuple[str, ...]]:
+    axes = [[f"{key}={value}" for value in range(count)] for key, count in counts.items()]
+    return {str(number): words for number, words in enumerate(product(*axes))}
+
+
+def test_a_small_sweep_is_shown_whole() -> None:
+    points = asked(a=10, b=20)
+    assert shown_points(points, 200, 50) == list(points)
+
+
+@pytest.mark.parametrize("counts", [{"a": 100, "b": 10, "c": 5}, {"a": 3000}, {"a": 2, "b": 2, "c": 2000}])
+def test_no_more_points_are_shown_than_allowed(counts: dict[str, int]) -> None:
+    assert 50 < len(shown_points(asked(**counts), 200, 100)) <= 100
+
+
+def test_every_shown_point_has_its_neighbours_along_each_setting() -> None:
+    points = asked(a=40, b=10, c=5)
+    shown = [points[name] for name in shown_points(points, 200, 100)]
+    assert len(shown) == len(list(product(*({words[place] for words in shown} for place in range(3)))))
+
+
+def test_the_first_and_the_last_value_of_each_setting_stay() -> None:
+    points = asked(a=40, b=10, c=5)
+    shown = [points[name] for name in shown_points(points, 200, 100)]
+    assert {("a=0", "b=0", "c=0"), ("a=39", "b=9", "c=4")} <= set(shown)
+
+
+def test_values_are_spread_evenly() -> None:
+    assert spread(list(range(11)), 3) == [0, 5, 10]
+
+
+@pytest.fixture(scope="module")
+def few() -> Iterator[None]:
+    """Stores of more than 13 points count as large."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(study, "MOST_WHOLE", 13)
+        patch.setattr(study, "MOST_SHOWN", 13)
+        patch.setattr(command, "MOST_AT_ONCE", 13)
+        yield
+
+
+@pytest.fixture(scope="module")
+def reported(tmp_path_factory: pytest.TempPathFactory, few: None) -> Path:
+    """A large store with its report."""
+    root = write_store(tmp_path_factory.mktemp("large"), grid(SMALL))
+    manifest = read_manifest(root)
+    assert manifest is not None
+    command.write_report(root, manifest)
+    return root
+
+
+def test_the_page_says_how_many_points_it_shows_and_where_all_are(reported: Path) -> None:
+    text = (reported / "report" / "index.html").read_text()
+    assert "Shown are 12 of 16 points" in text
+    assert "figures/points.csv" in text
+
+
+def test_the_table_of_points_has_all_points_as_a_small_report_has_them(
+    reported: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(study, "MOST_WHOLE", 1000)
+    records = read_study(reported).records
+    whole = comparison_table(records, find_axes(records)).to_csv(
+        index=False, float_format="%.9g", lineterminator="\n"
+    )
+    assert (reported / "report" / "figures" / "points.csv").read_text() == whole
+
+
+def test_the_summary_has_all_points(reported: Path) -> None:
+    assert pq.read_table(Layout(reported).summary).num_rows == 16
+
+
+def test_the_summary_is_that_of_whole_records(reported: Path, tmp_path: Path) -> None:
+    names = [point.fingerprint for point in read_manifest(reported).points]  # type: ignore[union-attr]
+    whole = write_summary(tmp_path, map(read_store(reported).records.__getitem__, names))
+    assert pq.read_table(Layout(reported).summary).equals(pq.read_table(whole))
+
+
+def test_a_damaged_record_that_is_not_shown_is_named(reported: Path, tmp_path: Path) -> None:
+    root = tmp_path / "copy"
+    copytree(reported, root)
+    shown = {record["fingerprint"] for record in read_study(root).records}
+    other = next(p.fingerprint for p in read_manifest(root).points if p.fingerprint not in shown)  # type: ignore[union-attr]
+    Layout(root).record(other).write_text("{")
+    every = EveryRecord(read_study(root, shown_only=True))
+    assert len(list(every)) == 15
+    assert f"{other}/record.json" in every.corrected.problems[0]
+    assert (every.corrected.total, every.corrected.absent) == (15, 1)
+
+
+def test_a_verdict_without_a_report_before_it_counts_all_points(reported: Path) -> None:
+    assert any("16 points" in line for line in verdict_lines(reported))
