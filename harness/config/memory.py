@@ -57,7 +57,10 @@ def requests_of(config: RunConfig) -> int:
     whose requests share a line counts as one: what it takes is not known.
     """
     wanted = config.workload.num_requests
-    if config.trace.format is TraceFormat.generated:
+    if config.trace.format in (
+        TraceFormat.generated,
+        TraceFormat.servegen,
+    ):  # drawn, as many as are asked for
         return wanted or GENERATED
     rows = rows_at_most(config.trace.path)
     return rows if wanted is None else min(wanted, rows)
@@ -69,8 +72,10 @@ def rows_at_most(named: str | None) -> int:
     try:
         if not named or not place.exists():
             return 0
-        files = [file for file in place.rglob("*") if file.is_file()] if place.is_dir() else [place]
-        return sum(_rows(file, *_stamp(file)) for file in files)
+        files = place.rglob("*") if place.is_dir() else [place]
+        return sum(
+            _rows(file, *_stamp(file)) for file in files if file.is_file()
+        )  # a pipe or device has no end
     except OSError:
         return 0  # reading the trace says why
 

@@ -112,3 +112,7 @@ def test_a_file_whose_requests_cannot_fit_is_refused_by_name(
     monkeypatch.setattr(memory, "machine_memory", lambda: GB)
     (error,) = check_memory(in_file(file, None))
     assert f"null, and '{file}' has 200,000, which take about 2 GB" in str(error)
+
+
+def test_a_device_without_an_end_is_not_read() -> None:
+    assert rows_at_most("/dev/zero") == 0
