@@ -8,7 +8,7 @@ import copy
 import os
 import re
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from functools import lru_cache, reduce
 from os.path import expanduser
 from typing import Any, cast
@@ -159,10 +159,10 @@ def _home(path: str | None) -> str | None:
 ConfigStore.instance().store(name="schema", node=RunConfig)
 
 
-def compose_config(settings: Iterable[Setting]) -> RunConfig:
-    """Compose a run from group options and values. Types are checked here, ranges in `harness.config.checks`.
+def compose_config(settings: Iterable[Setting], *, shared: bool = False) -> RunConfig:
+    """Compose a run from group options and values. Types are checked here, ranges in `harness.config.ranges`.
 
-    Sections may be shared with other configurations: copy, never change.
+    With `shared` the sections are also those of other configurations, and must never be changed.
 
     Raises:
         ConfigError: a value has the wrong type, or an interpolation cannot be resolved; names the key, and the line
@@ -170,9 +170,11 @@ def compose_config(settings: Iterable[Setting]) -> RunConfig:
     """
     chosen = list(settings)
     try:
-        return _composed_by_values(chosen)
+        config = _composed_by_values(chosen)
     except UnusualError:
         return compose_as_tree(chosen)
+    own = {name: replace(value) for name, value in vars(config).items() if is_dataclass(value)}
+    return config if shared else replace(config, **cast(dict[str, Any], own))
 
 
 def compose_as_tree(chosen: Sequence[Setting]) -> RunConfig:

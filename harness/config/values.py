@@ -6,7 +6,7 @@ interpolation, a list, a value that cannot be converted) is `UnusualError`, and 
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from functools import cache, lru_cache
 from types import NoneType
 from typing import Any, Generic, TypeVar
@@ -22,20 +22,22 @@ _SCALARS = (str, int, float, bool, NoneType)
 
 
 class PerObject(Generic[T, V]):
-    """A function of one object, whose last results are remembered for these very objects; they must not change."""
+    """A function of one object, whose last results are remembered for these very objects while they do not change."""
 
     def __init__(self, function: Callable[[T], V], most: int) -> None:
         self._function, self._most = function, most
-        self._known: dict[int, tuple[T, V]] = {}  # by id; holding the object keeps the id its own
+        # By id: the object, which keeps the id its own, its values at that time, and the result.
+        self._known: dict[int, tuple[T, tuple[Any, ...], V]] = {}
 
     def __call__(self, of: T) -> V:
         """The result for `of`, remembered or new."""
         known = self._known.get(id(of))
-        if known is None:
+        values = tuple(vars(of).values()) if is_dataclass(of) else ()
+        if known is None or known[1] != values:
             if len(self._known) >= self._most:
                 self._known.clear()
-            known = self._known[id(of)] = (of, self._function(of))
-        return known[1]
+            known = self._known[id(of)] = (of, values, self._function(of))
+        return known[2]
 
 
 class UnusualError(Exception):

@@ -332,7 +332,7 @@ def _plan_point(
     settings: Settings, varying: Settings, checks: PointChecks, shared: SharedErrors
 ) -> PlannedPoint | BadPoint:
     try:
-        asked = compose_config(settings)
+        asked = compose_config(settings, shared=True)
         errors = [*check_settings(asked), *_path_errors(asked, shared)]
         if errors:
             return BadPoint(_label(varying), tuple(map(str, errors)))

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from engine.core.options import CachePolicy
+from harness.config.checks import check_config
 from harness.config.compose import (
     compose_as_tree,
     compose_config,
@@ -199,11 +200,26 @@ def test_a_file_that_changes_is_read_again(tmp_path: Path) -> None:
 
 
 def test_points_share_the_sections_that_are_equal() -> None:
-    one, other = composed("cache.block_size=8", "workload.seed=1"), composed("cache.block_size=8")
+    texts = [("cache.block_size=8", "workload.seed=1"), ("cache.block_size=8",)]
+    one, other = (compose_config([a.settings[0] for a in parse_overrides(t)], shared=True) for t in texts)
     assert one.cache is other.cache
 
 
+def test_a_configuration_that_is_not_shared_may_be_changed() -> None:
+    composed("cache.block_size=8").cache.block_size = 32
+    assert composed("cache.block_size=8").cache.block_size == 8
+
+
+def test_a_changed_section_is_checked_again() -> None:
+    config = composed("cache.block_size=8")
+    assert check_config(config) == []
+    config.cache.block_size = 0
+    assert [error.key for error in check_config(config)] == ["cache.block_size"]
+
+
 def test_normalising_shares_the_sections_that_it_makes() -> None:
-    one, other = (normalise(composed("cache=contiguous_max", f"workload.seed={seed}")) for seed in (1, 2))
+    texts = [("cache=contiguous_max", f"workload.seed={seed}") for seed in (1, 2)]
+    shared = [compose_config([a.settings[0] for a in parse_overrides(t)], shared=True) for t in texts]
+    one, other = map(normalise, shared)
     assert one.cache is other.cache
     assert one.replay is other.replay
