@@ -173,7 +173,11 @@ def compose_config(settings: Iterable[Setting], *, shared: bool = False) -> RunC
         config = _composed_by_values(chosen)
     except UnusualError:
         return compose_as_tree(chosen)
-    own = {name: replace(value) for name, value in vars(config).items() if is_dataclass(value)}
+    own = {
+        name: replace(value)
+        for name, value in vars(config).items()
+        if is_dataclass(value) and not isinstance(value, type)
+    }
     return config if shared else replace(config, **cast(dict[str, Any], own))
 
 
