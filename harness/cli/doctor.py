@@ -88,12 +88,14 @@ def _repair(
     """Set the damaged points aside and run them again; returns the exit code."""
     from harness.cli.report import write_report
     from harness.cli.sweep import locked, point_functions, stoppable
+    from harness.cluster import refuse_beside_jobs
     from harness.store.atomic import remove_leftovers
     from harness.store.health import set_aside
     from harness.sweep.execute import execute
     from harness.sweep.plan import plan_sweep
 
     with stoppable(), locked(root):
+        refuse_beside_jobs(root, "doctor --repair")
         aside = set_aside(root, names)
         remove_leftovers(root)
         say(f"{numbered(len(names), 'damaged point')} moved to {aside}")

@@ -23,9 +23,8 @@ def backend_for(sweep: SweepPlan, checks: PointChecks, *, force: bool = False) -
             still work on this store, and would do the same points.
     """
     place = sweep.points[0].config.execute.place
-    book = Book.read(sweep.out)
-    if book.open_submissions() and (place is not Place.slurm or force):
-        _refuse_beside_jobs(sweep.out, book, "--force" if force else f"execute={place}")
+    if place is not Place.slurm or force:
+        refuse_beside_jobs(sweep.out, "--force" if force else f"execute={place}")
     if place is Place.slurm:
         from harness.cluster.slurm import check_installed, run_on_slurm
 
@@ -39,10 +38,13 @@ def backend_for(sweep: SweepPlan, checks: PointChecks, *, force: bool = False) -
     return None
 
 
-def _refuse_beside_jobs(out: Path, book: Book, what: str) -> None:
-    """Raise ConfigError if jobs of an earlier run may still commit points into this store."""
+def refuse_beside_jobs(out: Path, what: str) -> None:
+    """Raise ConfigError if jobs of an earlier run may still commit points here, which `what` would run too."""
     from harness.cluster.slurm_queue import QueueError, look
 
+    book = Book.read(out)
+    if not book.open_submissions():
+        return
     try:
         states = look()
     except QueueError as error:

@@ -70,7 +70,15 @@ def test_without_accounting_the_end_of_a_forgotten_task_is_unknown(commands: Pat
 
 def run(tmp_path: Path, *words: str) -> int:
     return main(
-        ["sweep", "trace.name=any", "measure=false", "workload.seed=1,2", f"out={tmp_path}/store", *words],
+        [
+            "sweep",
+            "trace.name=any",
+            "measure=false",
+            "workers=1",
+            "workload.seed=1,2",
+            f"out={tmp_path}/store",
+            *words,
+        ],
         point=fake_point,
         report=fake_point,
     )
@@ -137,3 +145,17 @@ def test_a_store_without_jobs_has_no_logs(tmp_path: Path, capsys: pytest.Capture
 
 def test_the_command_timeout_is_beyond_slurms_own() -> None:
     assert slurm_queue._TIMEOUT_S > 10
+
+
+def test_a_repair_is_refused_while_jobs_work_on_the_store(
+    commands: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(tmp_path) == 0
+    store = tmp_path / "store"
+    record = next(store.rglob("record.json"))
+    record.write_text(record.read_text().replace("any", "odd"))
+    Book(store / "jobs.json", [Submission("pagetwin-a", "/private", [["p"]], number="7")]).write()
+    program(commands, "squeue", "7|pagetwin-a|RUNNING|None\\n")
+    assert main(["doctor", str(store), "--repair"], point=fake_point, report=fake_point) == 2
+    assert "doctor --repair would run their points twice" in capsys.readouterr().err
+    assert not (store / "damaged").exists()
