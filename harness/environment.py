@@ -18,7 +18,17 @@ ROOTS = (  # packages that a record depends on; a change to the report or the co
     *("engine", "traces", "paged_kernels"),
     *(
         f"harness.{package}"
-        for package in ("replay", "cost", "compiled", "workload", "measure", "calibrate", "point", "metrics")
+        for package in (
+            "replay",
+            "cost",
+            "compiled",
+            "workload",
+            "oracle",
+            "measure",
+            "calibrate",
+            "point",
+            "metrics",
+        )
     ),
 )
 SOURCES = (".py", ".c", ".h")

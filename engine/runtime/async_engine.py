@@ -108,10 +108,15 @@ class AsyncEngine:
                 self._inbox.put(lambda: self._abort(stream, request_id))
 
     def reset_prefix_cache(self) -> None:
-        """As `Engine.reset_prefix_cache`, between two steps."""
-        self._inbox.put(self.engine.reset_prefix_cache)
+        """As `Engine.reset_prefix_cache`, between two steps; the observer is called, as after a step."""
+        self._inbox.put(self._reset)
 
     # -- in the thread -------------------------------------------------------------------------------------
+
+    def _reset(self) -> None:
+        self.engine.reset_prefix_cache()
+        if self._observe is not None:
+            self._observe([])
 
     def _add(self, stream: _Stream, request_id: str, add: Callable[[], None]) -> None:
         try:

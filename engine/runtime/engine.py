@@ -15,6 +15,7 @@ import torch
 
 from engine.core.errors import CoreError
 from engine.core.identity import TokenIdentity
+from engine.core.memory.paged import PagedManager
 from engine.core.options import SpeculationMode
 from engine.core.plan import SlotUsage, StepPlan, StepResult
 from engine.core.request import Request, Speculation
@@ -225,6 +226,8 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         """Let no later request find a block that was filled before now. Running requests go on."""
         self._epoch += 1
+        if isinstance(self.scheduler.manager, PagedManager):
+            self.scheduler.manager.pool.note_cleared()
 
     def _register(self, state: RequestState) -> None:
         self._states[state.request_id] = self._by_number[state.number] = state

@@ -19,7 +19,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         "serve",
         help="answer OpenAI clients: completions, chat, metrics",
         description="Serve completions and chat completions as OpenAI's API does, until Ctrl-C.",
-        usage="python -m harness serve [--host H] [--port P] [--api-key KEY] [key=value ...]",
+        usage="python -m harness serve [--host H] [--port P] [--api-key KEY] [--kv-events ENDPOINT] [key=value ...]",
         epilog=_MORE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -38,6 +38,14 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     parser.add_argument("--api-key", metavar="KEY", action="append", default=[],
                         help="ask clients for this key; may be given several times; default: the "
                         "environment variable PAGETWIN_API_KEY, or none")  # fmt: skip
+    parser.add_argument("--kv-events", metavar="ENDPOINT",
+                        help="publish changes of the prefix cache as vLLM does, e.g. tcp://*:5557; needs "
+                        "pagetwin[events]; read them with `trace capture`")  # fmt: skip
+    parser.add_argument("--kv-events-replay", metavar="ENDPOINT",
+                        help="address that answers who missed messages, e.g. tcp://*:5558")  # fmt: skip
+    parser.add_argument(
+        "--kv-events-topic", metavar="TOPIC", default="", help="topic of the messages; default: ''"
+    )
     parser.set_defaults(takes_overrides=True)
 
 

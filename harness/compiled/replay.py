@@ -312,7 +312,7 @@ def _rules(limits: SchedulerLimits, pool: PlainPool, width: IntArray) -> Rules:
         chunked=int(limits.chunked_prefill),
         whole_prompt=int(limits.admit_whole_prompt),
         prefill_cap=limits.long_prefill_tokens or 0,
-        watermark_blocks=int(limits.watermark * pool.num_blocks),
+        watermark_blocks=int(limits.watermark * (pool.num_blocks + 1)),
         block_size=pool.block_size,
         keeps=int(pool.keeps),
     )

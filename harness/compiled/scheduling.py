@@ -167,8 +167,9 @@ def may_enter(state: ReplayState, budget: int) -> bool:
     if not rules.chunked and tokens - cached > budget:
         return False
     needed = blocks_of(tokens, rules.block_size)
-    if not rules.whole_prompt and cached + budget < tokens:
-        needed = blocks_of(cached + budget, rules.block_size)
+    first = min(budget, prefill_cap(state))
+    if not rules.whole_prompt and cached + first < tokens:
+        needed = blocks_of(cached + first, rules.block_size)
     elif width > 1:  # its branches share the full blocks of the prompt
         shared = state.inputs.prompt[request] // rules.block_size
         needed = shared + width * (needed - shared)

@@ -33,6 +33,8 @@ from harness.config.schema import (
     DecodingConfig,
     DecodingMode,
     EngineDevice,
+    OracleConfig,
+    OracleEngine,
     ReplayConfig,
     ReplayMode,
     RunConfig,
@@ -103,6 +105,7 @@ def normalise(config: RunConfig) -> RunConfig:
         "decoding": _decoding(config.decoding, wide and config.workload.widths is Widths.recorded),
         "replay": _replay(config.replay),
         "execute": applicable(config.execute),
+        "oracle": _oracle(config.oracle),
     }
     alike = all(getattr(config, name) is value for name, value in changes.items())
     return config if alike else replace(config, **changes)
@@ -123,6 +126,13 @@ def _decoding(decoding: DecodingConfig, wide: bool) -> DecodingConfig:
         unused |= {"draft_place": neutral.draft_place, "draft_path": None, "acceptance": None}
     kept = with_values(decoding, **unused)
     return with_values(kept, beam_parents=_home(kept.beam_parents), draft_path=_home(kept.draft_path))
+
+
+def _oracle(oracle: OracleConfig) -> OracleConfig:
+    """Interpreter and allowed differences apply only where another scheduler runs."""
+    if oracle.engine is OracleEngine.none:
+        return with_values(oracle, python=None, allow=_NEUTRAL.oracle.allow)
+    return with_values(oracle, python=_home(oracle.python))
 
 
 def _replay(replay: ReplayConfig) -> ReplayConfig:

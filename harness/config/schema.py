@@ -375,6 +375,33 @@ class ReplayConfig:
     compiled: Compiled = Compiled.auto  # machine code where the rules allow (harness.workload.compiled)
 
 
+class OracleEngine(StrEnum):
+    """Whose scheduler decides beside ours, on the same requests and step results."""
+
+    none = "none"
+    vllm = "vllm"  # vLLM's own scheduler and KV cache manager, on the CPU, without a model
+
+
+class AllowedDifference(StrEnum):
+    """A known difference to the other scheduler that is allowed; any other one makes the point fail."""
+
+    none = "none"
+    block_ids = "block_ids"  # numbers of blocks: the order in which freed blocks without a hash are given out
+    scheduled_victim = (
+        "scheduled_victim"  # vLLM preempts by priority a request that the step has given tokens
+    )
+    all = "all"
+
+
+@dataclass
+class OracleConfig:
+    """Another system's scheduler as a third side."""
+
+    engine: OracleEngine = OracleEngine.none
+    python: str | None = None  # interpreter of the environment that has it; null: ours
+    allow: AllowedDifference = AllowedDifference.none
+
+
 @dataclass
 class ReportConfig:
     """What the report shows beside the points of the sweep; it changes no point."""
@@ -446,5 +473,6 @@ class RunConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     cost: CostConfig = field(default_factory=CostConfig)
     replay: ReplayConfig = field(default_factory=ReplayConfig)
+    oracle: OracleConfig = field(default_factory=OracleConfig)
     report: ReportConfig = field(default_factory=ReportConfig)
     execute: ExecuteConfig = field(default_factory=ExecuteConfig)

@@ -9,9 +9,11 @@ import numpy as np
 
 from engine.runtime.models.spec import checkpoint_stamp
 from harness.config.errors import ConfigError
-from harness.config.schema import CostKind, RunConfig
+from harness.config.schema import CostKind, OracleEngine, RunConfig
 from harness.console import remark
 from harness.environment import code_version, device_identity
+from harness.oracle.check import compare as compare_with_vllm
+from harness.oracle.process import vllm_version
 from harness.point.bounds import bounds_of
 from harness.point.cost import check_cost, cost_model
 from harness.point.record import files_of, make_record, tables_of
@@ -87,6 +89,8 @@ def check_point(config: RunConfig) -> None:
         check_memory(pool.tokens * token_bytes, config.engine)
     workload = build_workload(config)
     check_compiled(workload)
+    if config.oracle.engine is OracleEngine.vllm:
+        vllm_version(config.oracle.python)
     if config.measure:
         _check_widths(config, workload)
     check_cost(config)
@@ -164,9 +168,19 @@ def run_point(config: RunConfig, *, progress: Progress | None = None) -> PointRe
     seconds = {"simulate": time.perf_counter() - predicted_from, "all": time.perf_counter() - started}
     record = make_record(config, workload, paced, simulated, runs, seconds)
     record["bounds"] = bounds_of(config, workload, paced)
+    record["oracle"] = _oracle(config, workload, paced)
     if runs:
         record["pace"] = _pace_section(pace, runs, cost)
     return PointResult(record, tables_of(simulated.log, runs), files_of(simulated.log, runs))
+
+
+def _oracle(config: RunConfig, workload: Workload, cost: CostModel) -> dict[str, Any] | None:
+    """What was compared with another system's scheduler. Raises OracleError at the first difference."""
+    oracle = config.oracle
+    if oracle.engine is OracleEngine.none:
+        return None
+    found = compare_with_vllm(workload, cost, config.decoding.beam_churn, oracle.python, oracle.allow)
+    return found.section()
 
 
 def _predicted(config: RunConfig, workload: Workload, cost: CostModel) -> Prediction:

@@ -24,9 +24,14 @@ class KvEventRecorder:
 
     def note(self, now_ns: int) -> None:
         """A step that began at `now_ns` is committed."""
+        batch = self.batch(now_ns / NS_PER_S)
+        if batch is not None:
+            self._messages.append(schema.encode(batch))
+
+    def batch(self, now_s: float) -> schema.EventBatch | None:
+        """The changes since the last call, with this time; None if there are none."""
         events = [self._event(event) for event in self._pool.drain_events()]
-        if events:
-            self._messages.append(schema.encode(schema.EventBatch(now_ns / NS_PER_S, events)))
+        return schema.EventBatch(now_s, events) if events else None
 
     def file(self) -> bytes:
         """All messages, one after the other."""

@@ -16,7 +16,15 @@ from harness.report.points import points_json
 from harness.report.study import Study
 from harness.report.style import Drawing, Picture, inline
 from harness.report.tables import Table
-from harness.report.verdict_text import answer, completeness, judged, pace_lines, soundness, thinned
+from harness.report.verdict_text import (
+    answer,
+    completeness,
+    judged,
+    oracle_lines,
+    pace_lines,
+    soundness,
+    thinned,
+)
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -98,7 +106,7 @@ def build_page(
         margins=", ".join(f"{one.name} {100 * one.margin:g} %" for one in CLASSES),
         floor_factor=f"{FLOOR_FACTOR:g}",
         worst_factor=f"{WORST_FACTOR:g}",
-        checks=[*soundness(verdict), *pace_lines(study.records)],
+        checks=[*soundness(verdict), *oracle_lines(study.records), *pace_lines(study.records)],
         verdict_table=tables.verdict_table(verdict),
         errors=shown["errors"],
         changes=provenance.trace_changes(study.records),

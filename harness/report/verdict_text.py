@@ -22,6 +22,7 @@ def verdict_lines(store_root: Path) -> list[str]:
         *completeness(study, verdict),
         answer(verdict),
         *soundness(verdict),
+        *oracle_lines(study.records),
         *pace_lines(study.records),
         *(
             line
@@ -142,6 +143,39 @@ def _points(count: int) -> str:
 
 def _more(count: int) -> str:
     return f" (and {count - 1} more)" if count > 1 else ""
+
+
+def oracle_lines(records: Sequence[Record]) -> list[str]:
+    """One sentence for each version of another system whose scheduler decided beside ours."""
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for record in records:
+        if section := record.get("oracle"):
+            found.setdefault(str(section.get("version")), []).append(section)
+    return [_oracle_line(version, sections) for version, sections in sorted(found.items())]
+
+
+def _oracle_line(version: str, sections: Sequence[Mapping[str, Any]]) -> str:
+    refused = [str(one["not_compared"]) for one in sections if one.get("not_compared")]
+    points = len(sections) - len(refused)
+    steps, same, ids = (
+        sum(one.get(name) or 0 for one in sections) for name in ("steps", "compared", "equal_ids")
+    )
+    parts = []
+    if points:
+        parts.append(
+            f"the same decisions as vLLM {version} in {same:,} of {steps:,} steps at {_points(points)} "
+            "(rows, hits, block tables, evictions, preemptions)"
+        )
+    if ids < same:
+        parts.append(f"blocks have the same numbers in {ids:,} steps")
+    stopped = [one["stopped"] for one in sections if one.get("stopped")]
+    if stopped:
+        parts.append(f"not compared after an allowed difference, {stopped[0]}{_more(len(stopped))}")
+    if refused:
+        parts.append(
+            f"{_points(len(refused))} not compared with vLLM: {refused[0]}{_more(len(set(refused)))}"
+        )
+    return f"Scheduler: {'; '.join(parts)}."
 
 
 def pace_lines(records: Sequence[Record]) -> list[str]:

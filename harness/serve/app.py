@@ -34,6 +34,7 @@ from harness.serve.answers import (
     usage_of,
 )
 from harness.serve.keys import ApiKeys
+from harness.serve.kv_events import KvEventPublisher
 from harness.serve.metrics import ServerMetrics
 from harness.serve.protocol import (
     ChatRequest,
@@ -162,22 +163,31 @@ def build_app(
     root: str | None = None,
     most_requests: int = 1024,
     api_keys: Sequence[str] = (),
+    kv_events: KvEventPublisher | None = None,
 ) -> FastAPI:
-    """The application for an engine. The application owns the engine: it starts and stops it.
+    """The application for an engine. The application owns the engine and `kv_events`: it starts and stops them.
 
     `root` is the directory of the checkpoint; without one the name of the model takes its place. With `api_keys` every
     address but those of health and metrics asks for one of them.
     """
     metrics = ServerMetrics(engine, model)
-    server = Server(
-        AsyncEngine(engine, observe=metrics.observe), model, most_requests, int(time.time()), root
-    )
+
+    def observe(outputs: list[RequestOutput]) -> None:
+        metrics.observe(outputs)
+        if kv_events is not None:
+            kv_events.observe()
+
+    server = Server(AsyncEngine(engine, observe=observe), model, most_requests, int(time.time()), root)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        if kv_events is not None:
+            kv_events.start()
         server.engine.start()
         yield
         await asyncio.to_thread(server.engine.stop)
+        if kv_events is not None:
+            await asyncio.to_thread(kv_events.stop)
 
     app = FastAPI(title="PageTwin", lifespan=lifespan)
     app.state.server = server

@@ -3,12 +3,14 @@
 `build_engine` makes the engine of a configuration, with its tokenizer.
 """
 
+import argparse
 import os
 import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engine.core.memory.paged import PagedManager
 from engine.core.options import SchedulerLimits
 from engine.core.scheduling.scheduler import Scheduler
 from harness.config.checks import check_config
@@ -24,6 +26,7 @@ from harness.workload.shapes import model_shape, pool_shape
 
 if TYPE_CHECKING:
     from engine.runtime.engine import Engine
+    from harness.serve.kv_events import KvEventPublisher
 
 
 _GROUPS = ("model", "cache", "scheduler", "engine")
@@ -35,13 +38,14 @@ def serve(arguments: Arguments) -> int:
     import uvicorn
 
     flags = arguments.flags
+    _check_kv_events(flags)
     if flags.max_requests < 1:
         raise UserError(
             f"--max-requests is {flags.max_requests}, must be at least 1, or every request gets 503"
         )
     config = _config(arguments.overrides)
     listener = _listen(flags.host, flags.port)
-    engine = build_engine(config)
+    engine = build_engine(config, keep_events=flags.kv_events is not None)
     from harness.serve.app import build_app
 
     app = build_app(
@@ -50,6 +54,7 @@ def serve(arguments: Arguments) -> int:
         root=config.model.path,
         most_requests=flags.max_requests,
         api_keys=flags.api_key or [key for key in (os.environ.get("PAGETWIN_API_KEY"),) if key],
+        kv_events=_kv_events(engine, flags),
     )
     host, port = listener.getsockname()[:2]
     say(str(engine.capacity))
@@ -57,6 +62,27 @@ def serve(arguments: Arguments) -> int:
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2))
     server.run(sockets=[listener])
     return 0
+
+
+def _check_kv_events(flags: argparse.Namespace) -> None:
+    if flags.kv_events is None and (flags.kv_events_replay or flags.kv_events_topic):
+        raise UserError("--kv-events-replay and --kv-events-topic need --kv-events ENDPOINT")
+
+
+def _kv_events(engine: "Engine", flags: argparse.Namespace) -> "KvEventPublisher | None":
+    """The publisher that the flags ask for. Raises UserError where there is no prefix cache to report."""
+    if flags.kv_events is None:
+        return None
+    from harness.serve.kv_events import KvEventPublisher
+
+    manager = engine.scheduler.manager
+    if not isinstance(manager, PagedManager) or not manager.prefix_caching:
+        raise UserError(
+            "--kv-events: there is no prefix cache; use cache.policy=paged cache.prefix_caching=true"
+        )
+    return KvEventPublisher(
+        manager, flags.kv_events, replay_endpoint=flags.kv_events_replay, topic=flags.kv_events_topic
+    )
 
 
 def served_name(config: RunConfig) -> str:
@@ -106,8 +132,11 @@ def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
-def build_engine(config: RunConfig) -> "Engine":
-    """The engine of a configuration, with its tokenizer. Raises ConfigError."""
+def build_engine(config: RunConfig, *, keep_events: bool = False) -> "Engine":
+    """The engine of a configuration, with its tokenizer; it keeps changes of its prefix cache if asked.
+
+    Raises ConfigError.
+    """
     from engine.runtime.engine import Engine
     from engine.runtime.errors import ModelError
     from engine.runtime.llm import has_tokenizer
@@ -117,7 +146,7 @@ def build_engine(config: RunConfig) -> "Engine":
 
     def policy(blocks: int, limits: SchedulerLimits) -> Scheduler:
         shape = replace(pool, num_blocks=blocks, max_model_len=limits.max_model_len or pool.max_model_len)
-        return new_scheduler(shape, limits, config.cache, config.scheduler)
+        return new_scheduler(shape, limits, config.cache, config.scheduler, keep_events=keep_events)
 
     pool = pool_shape(config)
     try:

@@ -22,6 +22,7 @@ _SECTIONS = (
     "measured",
     "levels",
     "audit",
+    "oracle",
     "pace",
     "seconds",
     "digests",

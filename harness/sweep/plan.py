@@ -39,11 +39,14 @@ DEFAULT_LABEL = "the default point"
 # Settings of a whole sweep: where it is written, how it runs and what it reports. All its points share them.
 FIXED = ("name", "out", "workers", "report.kernels", *EXECUTION_KEYS)
 # Settings that do not belong in a point's label.
-UNLABELLED = (*FIXED, "cost.cache_dir", "cost.recalibrate", "cost.kernels", "replay.compiled")
+UNLABELLED = (
+    *(*FIXED, "cost.cache_dir", "cost.recalibrate", "cost.kernels"),
+    *("replay.compiled", "oracle.python"),
+)
 # Settings that do not change a point's result.
 _NOT_IDENTITY = (
     *("name", "out", "workers", "report", "execute", "trace.path"),
-    *("cost.cache_dir", "cost.kernels", "cost.operators", "replay.compiled"),
+    *("cost.cache_dir", "cost.kernels", "cost.operators", "replay.compiled", "oracle.python"),
 )
 _SECTIONS = get_type_hints(RunConfig)
 _IDENTIFYING = tuple(

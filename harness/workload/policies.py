@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.core.memory.contiguous import ContiguousManager
+from engine.core.memory.eviction import EvictionQueue
 from engine.core.memory.manager import KVCacheManager
 from engine.core.memory.paged import PagedManager
 from engine.core.options import CachePolicy, SchedulerLimits, SchedulerOptions
@@ -33,17 +34,27 @@ def new_scheduler(
     *,
     keep_events: bool = False,
     keep_lookups: bool = False,
+    eviction: EvictionQueue | None = None,
 ) -> Scheduler:
     """A scheduler over an empty pool; a paged one keeps changes and lookups of its prefix cache where asked.
+
+    `eviction` is used instead of the eviction order that `cache` names.
 
     Raises:
         ConfigError: a class of the user cannot be imported or made, or lacks a method.
     """
-    manager = _manager(pool, cache, keep_events=keep_events, keep_lookups=keep_lookups)
+    manager = _manager(pool, cache, eviction, keep_events=keep_events, keep_lookups=keep_lookups)
     return Scheduler(manager, limits, _policies(limits, scheduler))
 
 
-def _manager(pool: PoolShape, cache: CacheConfig, *, keep_events: bool, keep_lookups: bool) -> KVCacheManager:
+def _manager(
+    pool: PoolShape,
+    cache: CacheConfig,
+    eviction: EvictionQueue | None,
+    *,
+    keep_events: bool,
+    keep_lookups: bool,
+) -> KVCacheManager:
     if pool.policy is not CachePolicy.paged:
         reservation = pool.policy.reservation
         return ContiguousManager(pool.num_blocks, pool.max_model_len, reservation, cache.placement)
@@ -55,7 +66,7 @@ def _manager(pool: PoolShape, cache: CacheConfig, *, keep_events: bool, keep_loo
         deduplicate=cache.deduplicate,
         copy_at_fork=cache.copy_at_fork,
         host_blocks=cache.host_tokens // pool.block_size,
-        eviction=_user_policy("cache.eviction", cache.eviction),
+        eviction=_user_policy("cache.eviction", cache.eviction) if eviction is None else eviction,
         keep_events=keep_events,
         keep_lookups=keep_lookups,
     )

@@ -13,6 +13,7 @@ import simpy
 from engine.core.memory.paged import PagedManager
 from engine.core.plan import StepPlan, StepResult
 from engine.core.request import Request
+from engine.core.scheduling.scheduler import Scheduler
 from harness.compiled.replay import BranchesPreemptedError, CompiledReplay
 from harness.metrics import compute_metrics
 from harness.metrics.log import Outcome, RunLog, empty_log
@@ -37,12 +38,13 @@ def replay_workload(
     *,
     keep_plans: bool = False,
     progress: Progress | None = None,
+    scheduler: Scheduler | None = None,
 ) -> tuple[RunLog, Recorder]:
-    """Replay `requests` through a new scheduler over an empty pool; returns the run log and the recorder."""
+    """Replay `requests` through a new scheduler, or the given one, over an empty pool; returns log and recorder."""
     by_id = {timed.request.request_id: timed.request for timed in requests}
     pool = workload.pool
     recorder = Recorder(by_id, pool.block_size, keep_plans=keep_plans, window=pool.window)
-    scheduler = workload.scheduler()
+    scheduler = scheduler or workload.scheduler()
     arrivals = workload.traffic.arrivals(workload.trace.requests, requests)
     manager = scheduler.manager
     cached = manager if isinstance(manager, PagedManager) else None

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from engine.core.identity import BlockIdentity, KeyIdentity
+from engine.core.memory.eviction import EvictionQueue
 from engine.core.options import Decoding, SchedulerLimits
 from engine.core.request import Request
 from engine.core.scheduling.scheduler import Scheduler
@@ -56,10 +57,17 @@ class Workload:
         """Sequences of a request whose row does not name its width."""
         return self.trace_decoding.configured.width
 
-    def scheduler(self) -> Scheduler:
-        """A scheduler over an empty pool."""
-        kept = {"keep_events": self.kv_events, "keep_lookups": self.lookups}
-        return new_scheduler(self.pool, self.limits, self.cache, self.batching, **kept)
+    def scheduler(self, eviction: EvictionQueue | None = None) -> Scheduler:
+        """A scheduler over an empty pool; `eviction` replaces the eviction order."""
+        return new_scheduler(
+            self.pool,
+            self.limits,
+            self.cache,
+            self.batching,
+            keep_events=self.kv_events,
+            keep_lookups=self.lookups,
+            eviction=eviction,
+        )
 
     def requests(self, identify: Identify | None = None) -> list[TimedRequest]:
         """The requests in order of arrival; blocks are identified by prefix keys, or as `identify` says."""

@@ -51,7 +51,7 @@ UNITS = """
     harness
         harness.console harness.config harness.environment harness.metrics harness.store
         harness.replay harness.cost harness.compiled
-        harness.workload harness.measure harness.calibrate harness.point harness.sweep harness.cluster
+        harness.workload harness.oracle harness.measure harness.calibrate harness.point harness.sweep harness.cluster
     harness.report.style harness.report.thinning harness.report.study harness.report.axes harness.report.numbers
         harness.report.trace_pictures harness.report.figures harness.report.answers harness.report.verdict_text
         harness.report.points harness.report.tables
@@ -83,6 +83,7 @@ FORBIDDEN = {
     "harness.metrics": (*FRAMES, *TENSORS),  # a verdict needs intervals, thus scipy
     "harness.store": (*HEAVY, *TENSORS, "engine.core", "traces"),
     "harness.replay": (*HEAVY, *TENSORS),
+    "harness.oracle": TENSORS,
     "harness.sweep": (*HEAVY, *TENSORS, *RUNS),  # it knows a point's function by name alone
     "harness.report": (*TENSORS, *RUNS, "harness.point"),  # it reads a store and nothing else
     "harness.bench": (),

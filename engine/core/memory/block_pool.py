@@ -349,6 +349,11 @@ class BlockPool:
         if self.events is not None:
             self.events.append(CacheCleared())
 
+    def note_cleared(self) -> None:
+        """Report that no later lookup finds a block, where the caller has made it so and cannot `reset` the pool."""
+        if self.events is not None:
+            self.events.append(CacheCleared())
+
     def check(self, references: dict[int, int]) -> None:
         """Verify every invariant with `check_pool`; `references` has the table entries of each block."""
         check_pool(self._refs, self._uncached, self._evictable, self._hash_of, self._index, references)

@@ -205,9 +205,9 @@ class Scheduler:
                 return
             hits = self.manager.lookup(group)
             cached = len(hits) * self.manager.block_size
-            if not self._admission.may_admit(group, hits, cached, step.budget):
-                return
             cap = self._prefill_cap()
+            if not self._admission.may_admit(group, hits, cached, step.budget, cap):
+                return
             self.waiting.pop()
             self.manager.admit(group, hits)
             self._note_hits(group, cached)
@@ -268,7 +268,7 @@ class AdmissionRules:
         self._batch = batch
         self._limits = limits
         self._policy = policy
-        self._watermark = int(limits.watermark * manager.num_blocks)
+        self._watermark = int(limits.watermark * (manager.num_blocks + 1))  # vLLM counts the null block
         self._raised, self._raised_at = (
             0.0,
             0,
@@ -310,14 +310,20 @@ class AdmissionRules:
         """Whether the batch has room for every branch of a swapped group, and the pool has enough blocks."""
         return self._has_room(group) and self._manager.can_swap_in(group, self._spare_blocks())
 
-    def may_admit(self, group: Group, hits: Sequence[int], cached: int, budget: int) -> bool:
-        """Whether the batch has room for every branch, the budget is large enough, and the pool has enough blocks."""
+    def may_admit(
+        self, group: Group, hits: Sequence[int], cached: int, budget: int, prefill_cap: int | None = None
+    ) -> bool:
+        """Whether the batch has room for every branch, the budget is large enough, and the pool has enough blocks.
+
+        Where the first chunk alone must fit, it has at most `prefill_cap` tokens.
+        """
         limits = self._limits
         if not self._has_room(group):
             return False
         if not limits.chunked_prefill and group.root_target - cached > budget:
             return False
-        chunk = None if limits.admit_whole_prompt else min(group.root_target, cached + budget)
+        first = budget if prefill_cap is None else min(budget, prefill_cap)
+        chunk = None if limits.admit_whole_prompt else min(group.root_target, cached + first)
         if not self._manager.can_admit(group, hits, self._spare_blocks(), chunk):
             return False
         return self.only_built_in or self._is_allowed(group.request)

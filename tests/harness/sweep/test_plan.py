@@ -248,11 +248,11 @@ def test_points_of_a_sweep_share_equal_sections() -> None:
 def test_a_fingerprint_is_that_of_the_whole_configuration_as_sorted_json() -> None:
     config = planned("cache.block_size=8", "workload.request_rate=2.5", "device.name=ä").points[0].config
     content = asdict(config)
-    for key in ("name", "out", "workers", "report"):
+    for key in ("name", "out", "workers", "report", "execute"):
         del content[key]
     for section, key in (
         *(("trace", "path"), ("cost", "cache_dir"), ("cost", "kernels"), ("cost", "operators")),
-        ("replay", "compiled"),
+        *(("replay", "compiled"), ("oracle", "python")),
     ):
         del content[section][key]
     text = json.dumps([SCHEMA, content, {"trace": "abc"}], sort_keys=True, default=str)

@@ -239,3 +239,19 @@ def test_nothing_is_fast_forwarded_while_requests_wait_for_the_watermark_to_fall
         model.step()
     assert len(model.scheduler.waiting)
     assert model.step(max_steps=30).num_steps == 1
+
+
+def test_the_watermark_counts_the_null_block_as_vllm_does() -> None:
+    scheduler = Scheduler(PagedManager(19, 4), SchedulerLimits(64, 8, watermark=0.1))  # a tenth of 20
+    scheduler.submit(Request(0, 37, 3))
+    scheduler.commit(scheduler.schedule(), StepResult())
+    scheduler.submit(Request(1, 29, 2))  # 8 blocks of the 9 that are left: with two spare ones too many
+    assert scheduler.schedule().admitted == []
+
+
+def test_a_first_chunk_is_as_long_as_the_cap_where_it_alone_must_fit() -> None:
+    limits = SchedulerLimits(64, 8, admit_whole_prompt=False, long_prefill_tokens=4)
+    scheduler = Scheduler(PagedManager(8, 4), limits)
+    scheduler.submit(Request(0, 32, 1))
+    scheduler.submit(Request(1, 31, 1))  # its first chunk needs one block of the seven that are left
+    assert scheduler.schedule().admitted == [0, 1]

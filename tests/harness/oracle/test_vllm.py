@@ -1,0 +1,134 @@
+"""The policy core beside vLLM's scheduler, live. Needs an interpreter with vLLM: PAGETWIN_VLLM=PATH/bin/python.
+
+`make nightly` (PAGETWIN_NIGHTLY=1) compares 60 random workloads and the excerpts of two public traces.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from oracle_cases import PYTHON, checked, random_case
+
+from engine.core.options import Scheduling
+from harness.cli.main import main
+from harness.config.errors import ConfigError
+from harness.config.schema import AllowedDifference
+from harness.oracle.check import OracleError
+from harness.oracle.process import VllmProcess, vllm_version
+from harness.store.reading import read_store
+
+NIGHTLY = bool(os.environ.get("PAGETWIN_NIGHTLY"))
+TRACES = Path(__file__).parents[2] / "data" / "traces"
+SEEDS = 60 if NIGHTLY else 12
+ONLY_NIGHTLY = pytest.mark.skipif(not NIGHTLY, reason="PAGETWIN_NIGHTLY=1 replays traces")
+
+
+@pytest.fixture(scope="module")
+def vllm() -> Iterator[VllmProcess]:
+    try:
+        vllm_version(PYTHON)
+    except ConfigError:
+        pytest.skip("vLLM is not installed; PAGETWIN_VLLM=PATH/bin/python names an environment that has it")
+    with VllmProcess(PYTHON) as process:
+        yield process
+
+
+@pytest.mark.slow
+def test_random_workloads_are_scheduled_alike(vllm: VllmProcess) -> None:
+    found = Counter[str]()
+    for seed in range(1000, 1000 + SEEDS):
+        case = random_case(seed, Scheduling.fcfs)
+        if not case.rows:
+            continue
+        version = vllm.begin(case.settings)
+        allowed = AllowedDifference.none if case.caching else AllowedDifference.block_ids
+        report = checked(case, vllm.step, allowed, version)
+        assert report.compared == report.steps
+        found += Counter(report.counts, steps=report.steps)
+    assert min(found["preempted"], found["evicted"], found["hit_tokens"]) > 0
+
+
+@pytest.mark.slow
+def test_without_a_prefix_cache_blocks_are_reused_in_another_order(vllm: VllmProcess) -> None:
+    case = random_case(8, Scheduling.fcfs)
+    assert not case.caching
+    vllm.begin(case.settings)
+    with pytest.raises(OracleError, match=r"numbers of blocks.*oracle\.allow=block_ids"):
+        checked(case, vllm.step)
+
+
+@pytest.mark.slow
+def test_a_priority_victim_of_the_same_step_is_known_and_ends_the_comparison(vllm: VllmProcess) -> None:
+    case = random_case(14)
+    vllm.begin(case.settings)
+    with pytest.raises(OracleError, match=r"victim.*oracle\.allow=scheduled_victim"):
+        checked(case, vllm.step)
+    vllm.begin(case.settings)
+    report = checked(case, vllm.step, AllowedDifference.scheduled_victim)
+    assert 0 < report.compared < report.steps
+    assert report.stopped is not None
+
+
+@pytest.mark.slow
+def test_a_point_records_the_comparison(
+    vllm: VllmProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    point = ("measure=false", "cost=roofline", "workload.num_requests=20", "cache=paged", "workers=1")
+    python = [f"oracle.python={PYTHON}"] if PYTHON else []
+    assert main(["sweep", *point, "decoding.beam_width=1,2", "oracle=vllm", *python, f"out={tmp_path}"]) == 0
+    sections = [record["oracle"] for record in read_store(tmp_path).records.values()]
+    assert any(one["compared"] == one["steps"] > 0 for one in sections)
+    assert any("beams" in (one["not_compared"] or "") for one in sections)
+    assert f"the same decisions as vLLM {vllm_version(PYTHON)} in" in capsys.readouterr().out
+
+
+@ONLY_NIGHTLY
+@pytest.mark.parametrize(
+    ("trace", "path"),
+    [
+        ("azure_conv", TRACES / "azure-llm-2023" / "conv.head400.csv"),
+        ("mooncake", TRACES / "mooncake-fast25" / "conversation.head250.jsonl"),
+    ],
+)
+@pytest.mark.parametrize("tokens", [40_000, 200_000])
+def test_a_public_trace_is_scheduled_alike(
+    vllm: VllmProcess, trace: str, path: Path, tokens: int, tmp_path: Path
+) -> None:
+    settings = (
+        "measure=false",
+        "cost=roofline",
+        "device=h100",
+        "model=llama31_8b",
+        "cache=paged",
+        "workers=1",
+    )
+    sizes = ("cache.block_size=16", f"cache.pool_tokens={tokens}", "workload.oversize=drop")
+    load = ("workload.length_scale=1", "workload.num_requests=250", "decoding.beam_width=1")
+    python = [f"oracle.python={PYTHON}"] if PYTHON else []
+    trace_of = (f"trace={trace}", f"trace.path={path}")
+    overrides = [*settings, *sizes, *load, *trace_of, "oracle=vllm", *python, f"out={tmp_path}"]
+    assert main(["sweep", *overrides]) == 0
+    (record,) = read_store(tmp_path).records.values()
+    assert record["oracle"]["compared"] == record["oracle"]["steps"] > 100
+
+
+def test_an_interpreter_without_vllm_is_refused_with_the_command(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    empty = tmp_path / "python"
+    empty.write_text("#!/bin/sh\nexit 1\n")
+    empty.chmod(0o755)
+    assert main(["sweep", "measure=false", "oracle=vllm", f"oracle.python={empty}", f"out={tmp_path}/s"]) == 2
+    message = capsys.readouterr().err
+    assert "oracle.python: " in message
+    assert "pip install vllm==0.33.0" in message
+
+
+def test_a_path_that_is_no_interpreter_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    missing = tmp_path / "python"
+    assert (
+        main(["sweep", "measure=false", "oracle=vllm", f"oracle.python={missing}", f"out={tmp_path}/s"]) == 2
+    )
+    assert "cannot be started: No such file" in capsys.readouterr().err
