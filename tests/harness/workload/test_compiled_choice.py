@@ -176,5 +176,5 @@ def test_arrivals_beyond_the_clock_are_refused_before_anything_runs() -> None:
 
 def test_always_is_refused_before_any_point_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["measure=false", "cost=roofline", "workload.num_requests=5", f"out={tmp_path}"]
-    assert main(["sweep", *words, "decoding.beam_width=1,2", "replay.compiled=always"]) == 2
-    assert "replay.compiled: always, but requests have beams" in capsys.readouterr().err
+    assert main(["sweep", *words, "cache.policy=paged,contiguous_max", "replay.compiled=always"]) == 2
+    assert "replay.compiled: always, but cache.policy=contiguous_max is not paged" in capsys.readouterr().err
