@@ -118,12 +118,13 @@ def widened(pair, PAIRS: tl.constexpr, DOT_F32: tl.constexpr):
         return tl.inline_asm_elementwise(
             """
             {
-            .reg .b32 sorted;
-            .reg .b16 even, odd;
-            prmt.b32 sorted, $2, 0, 0x3120;
-            mov.b32 {even, odd}, sorted;
-            cvt.rn.f16x2.e4m3x2 $0, even;
-            cvt.rn.f16x2.e4m3x2 $1, odd;
+            .reg .b32 %sorted;
+            .reg .b16 %even;
+            .reg .b16 %odd;
+            prmt.b32 %sorted, $2, 0, 0x3120;
+            mov.b32 {%even, %odd}, %sorted;
+            cvt.rn.f16x2.e4m3x2 $0, %even;
+            cvt.rn.f16x2.e4m3x2 $1, %odd;
             }
             """,
             "=r,=r,r", [pair], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
