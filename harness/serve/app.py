@@ -209,6 +209,19 @@ def build_app(
     async def chat_completions(request: Request, body: ChatRequest) -> Response:
         return await server.answer(request, body, [body.prompt_ids(engine.tokenizer)])
 
+    _add_facts(app, server)
+    _add_words(app, server)
+
+    @app.get("/metrics")
+    async def page() -> Response:
+        return Response(metrics.page(), media_type=CONTENT_TYPE_LATEST)
+
+    return app
+
+
+def _add_facts(app: FastAPI, server: Server) -> None:
+    """The addresses that say what the server is and whether it lives, and the one that empties the prefix cache."""
+
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [server.card()]}
@@ -217,19 +230,6 @@ def build_app(
     async def one_model(name: str) -> dict[str, Any]:
         server.check_model(name)
         return server.card()
-
-    @app.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
-        server.check_model(body.model)
-        ids = body.token_ids(engine.tokenizer)
-        answer = {"count": len(ids), "max_model_len": engine.limits.max_model_len, "tokens": ids}
-        names = [engine.tokenizer.decode([token]) for token in ids] if engine.tokenizer else None
-        return answer | {"token_strs": names if body.return_token_strs else None}
-
-    @app.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
-        server.check_model(body.model)
-        return {"prompt": decode_ids(engine.tokenizer, body.tokens)}
 
     @app.post("/reset_prefix_cache")
     async def reset_prefix_cache() -> Response:
@@ -248,11 +248,23 @@ def build_app(
             return Response(status_code=200)
         return JSONResponse(error_body(f"{server.engine.death}", 503, "service_unavailable"), 503)
 
-    @app.get("/metrics")
-    async def page() -> Response:
-        return Response(metrics.page(), media_type=CONTENT_TYPE_LATEST)
 
-    return app
+def _add_words(app: FastAPI, server: Server) -> None:
+    """The addresses of the tokenizer."""
+    engine = server.engine.engine
+
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        server.check_model(body.model)
+        ids = body.token_ids(engine.tokenizer)
+        answer = {"count": len(ids), "max_model_len": engine.limits.max_model_len, "tokens": ids}
+        names = [engine.tokenizer.decode([token]) for token in ids] if engine.tokenizer else None
+        return answer | {"token_strs": names if body.return_token_strs else None}
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
+        server.check_model(body.model)
+        return {"prompt": decode_ids(engine.tokenizer, body.tokens)}
 
 
 def _first_mistake(error: RequestValidationError) -> tuple[str, str | None]:
