@@ -88,7 +88,7 @@ def test_a_point_records_the_comparison(
 @pytest.mark.parametrize(
     ("trace", "path"),
     [
-        ("azure_conv", TRACES / "azure-llm-2023" / "conv.head400.csv"),
+        ("azure", TRACES / "azure-llm-2023" / "conv.head400.csv"),
         ("mooncake", TRACES / "mooncake-fast25" / "conversation.head250.jsonl"),
     ],
 )
@@ -109,7 +109,7 @@ def test_a_public_trace_is_scheduled_alike(
     python = [f"oracle.python={PYTHON}"] if PYTHON else []
     trace_of = (f"trace={trace}", f"trace.path={path}")
     overrides = [*settings, *sizes, *load, *trace_of, "oracle=vllm", *python, f"out={tmp_path}"]
-    assert main(["sweep", *overrides]) == 0
+    assert main(["run", *overrides]) == 0
     (record,) = read_store(tmp_path).records.values()
     assert record["oracle"]["compared"] == record["oracle"]["steps"] > 100
 
