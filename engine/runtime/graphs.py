@@ -8,7 +8,7 @@ that everything except CUDA's recording can be tested without a GPU.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -19,6 +19,9 @@ from engine.runtime.kv_pool import KVPool
 from engine.runtime.models.load import LoadedModel
 from paged_kernels import Scoring, Workspace, paged_attention_decode
 from paged_kernels.torch import cache as torch_cache
+
+if TYPE_CHECKING:
+    from paged_kernels.triton.parts import PartsOfStep
 
 ForwardPass = Callable[[], ForwardOutput]
 _WARM_UPS = 2  # passes before a recording: they compile kernels and make all allocations
@@ -62,13 +65,19 @@ class StaticMetadata:
     """Attention metadata of the first `size` rows of the buffers; their content is read when the graph runs.
 
     It never uses a cascade, and the device balances the parts: a recording has fixed grids, but the rows that share
-    blocks change from step to step. The memory of `workspace` must not move after the recording.
+    blocks change from step to step. The first layer of each pass lists the parts, so every replay lists them anew. The
+    memory of `workspace` must not move after the recording.
     """
 
     def __init__(self, inputs: StaticInputs, size: int, backend: str, workspace: Workspace) -> None:
         self._workspace = workspace
         self._tables, self._lengths = inputs.tables[:size], inputs.lengths[:size]
         self._backend = "torch" if backend == "native" else backend
+        self._parts: PartsOfStep | None = None
+
+    def begin_pass(self) -> None:
+        """Forget what depends on the lengths, which may have changed since the last pass."""
+        self._parts = None
 
     def store(self, cache: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
         """Write new rows `[size, kv_heads, dim]` to their slots; padded rows are not written."""
@@ -86,9 +95,13 @@ class StaticMetadata:
         """Fill `out` `[size, heads, dv]`."""
         if self._backend == "triton":
             from paged_kernels.triton import decode as triton_decode
+            from paged_kernels.triton.parts import PartsOfStep
 
-            rows = (self._tables, self._lengths)
-            triton_decode.run_decode(q, keys, values, *rows, scoring, out, workspace=self._workspace)
+            self._parts = self._parts or PartsOfStep()
+            rows, scratch = (self._tables, self._lengths), self._workspace
+            triton_decode.run_decode(
+                q, keys, values, *rows, scoring, out, workspace=scratch, parts=self._parts
+            )
             return
         paged_attention_decode(
             q,
@@ -193,6 +206,7 @@ class DecodeGraphs:
         paged = PagedStep(metadata, inputs.slots[:size], self._pool, NO_TIMER)
 
         def run() -> ForwardOutput:
+            metadata.begin_pass()
             return forward_output(
                 self._loaded.logits(inputs.ids[:, :size], inputs.positions[:, :size], paged)
             )

@@ -13,7 +13,7 @@ A merge combines two partial attentions of the same queries over different keys.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -38,6 +38,9 @@ from paged_kernels.torch.decode import decode_metadata, run_decode
 from paged_kernels.torch.gathered import merge_reference
 from paged_kernels.torch.prefill import prefill_metadata, run_prefill
 
+if TYPE_CHECKING:
+    from paged_kernels.triton.parts import PartsOfStep
+
 Run = Callable[[], None]
 
 
@@ -60,15 +63,18 @@ def run_triton(
     lse: torch.Tensor | None,
     num_splits: int | None,
     workspace: Workspace | None,
+    parts: "PartsOfStep | None" = None,
 ) -> None:
-    """Run the batch in one launch. A decode may need a second one that combines the parts of split sequences."""
+    """Run the batch in one launch. A decode may need one before that lists the parts of its rows (unless `parts` has
+    the list), and one after it that combines them.
+    """
     from paged_kernels.triton import decode as triton_decode
     from paged_kernels.triton import prefill as triton_prefill
 
     q, key_cache, value_cache, table, lengths, bounds, widest = batch
     if widest == 1 and len(q) == len(lengths):
         arguments = (q, key_cache, value_cache, table, lengths, scoring, out, lse, num_splits)
-        triton_decode.run_decode(*arguments, workspace=workspace)
+        triton_decode.run_decode(*arguments, workspace=workspace, parts=parts)
     else:
         spans = (table, lengths, bounds, widest)
         triton_prefill.run_prefill(q, key_cache, value_cache, *spans, scoring, out, lse)

@@ -19,6 +19,9 @@ from paged_kernels import (
 from paged_kernels.providers.build import build_case
 from paged_kernels.providers.verify import TOLERANCE, exact_attention, relative_error
 from paged_kernels.triton import launch as triton_config
+from paged_kernels.triton import parts as triton_parts
+from paged_kernels.triton.decode import run_decode
+from paged_kernels.triton.parts import PartsOfStep
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -72,6 +75,50 @@ def test_heads_before_slots_in_memory_change_nothing(queries, block_size):
 def test_parts_are_balanced_on_the_device(monkeypatch, options):
     monkeypatch.setattr(triton_config, "SPLIT_TOKENS", 64)
     check(spec_of((400, 1, 0, 70), block_size=16, heads=2, kv_heads=1, **options))
+
+
+@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_the_list_of_parts_covers_every_tile_that_a_row_sees_once(window, dtype):
+    lengths, target, tile = torch.tensor([400, 1, 0, 70, 5000], dtype=dtype), 9, 64
+    parts = PartsOfStep().of(lengths, target=target, tile=tile, window=window, workspace=Workspace())
+    entries, spans = parts.entries.view(-1, 8).tolist(), parts.spans.view(-1, 2).tolist()
+    for row, (length, (first, count)) in enumerate(zip(lengths.tolist(), spans, strict=True)):
+        seen = range(max(length - window, 0) // tile if window else 0, -(-length // tile))
+        mine = [entry for entry in entries if entry[0] == row]
+        assert mine == entries[first : first + count]
+        assert [place for _, begin, end, *_ in mine for place in range(begin, end)] == list(seen)
+        assert all(entry[3:5] == [length, count] for entry in mine)
+    used = sum(count for _, count in spans)
+    assert len(entries) == len(lengths) + target
+    assert {entry[0] for entry in entries[used:]} == {len(lengths)}
+    assert window or spans[4][1] > 1
+
+
+def test_layers_of_a_step_share_one_list_of_parts(monkeypatch):
+    case, parts, launches = build_case(spec_of((20, 65), heads=2, kv_heads=1)), PartsOfStep(), []
+    plan = triton_parts.plan_kernel
+    monkeypatch.setattr(triton_parts, "plan_kernel", Counted(plan, launches))
+    wide, narrow = (case.scoring._replace(window=window) for window in (0, 30))
+    inputs = (case.q, case.key_cache, case.value_cache, case.block_table, case.seq_lens)
+    outs = [torch.empty_like(case.q) for _ in range(4)]
+    for scoring, out in zip((wide, narrow, wide, narrow), outs, strict=True):
+        run_decode(*inputs, scoring, out, parts=parts, workspace=Workspace())
+    assert len(launches) == 2
+    assert torch.equal(outs[0], outs[2])
+    assert torch.equal(outs[1], outs[3])
+    assert not torch.equal(outs[0], outs[1])
+
+
+class Counted:
+    """A kernel whose launches are noted."""
+
+    def __init__(self, kernel, launches):
+        self._kernel, self._launches = kernel, launches
+
+    def __getitem__(self, grid):
+        self._launches.append(grid)
+        return self._kernel[grid]
 
 
 def test_more_parts_than_tiles():

@@ -13,7 +13,7 @@ import torch
 from engine.core.plan import IntArray
 from paged_kernels.cascade_groups import cost_of, find_cascade_groups, rows_per_tile
 from paged_kernels.triton.cascade import SharedPrefixes, sort_groups
-from paged_kernels.triton.decode import MAX_ROWS
+from paged_kernels.triton.parts import MAX_ROWS
 
 
 class SharedStep(NamedTuple):

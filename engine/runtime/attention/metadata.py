@@ -97,7 +97,7 @@ class TritonMetadata:
 
     Tables and lengths are copied to the device once per step. The host knows the lengths, so it decides where one part
     per row is enough. Otherwise the device chooses the number of parts, because every fixed number would be one more
-    kernel to compile.
+    kernel to compile. It lists them once for all layers of one kind.
     """
 
     def __init__(self, layout: StepLayout, pool: KVPool, workspace: Workspace) -> None:
@@ -105,6 +105,7 @@ class TritonMetadata:
         from paged_kernels.triton import cascade as triton_cascade
         from paged_kernels.triton import decode as triton_decode
         from paged_kernels.triton import prefill as triton_prefill
+        from paged_kernels.triton.parts import PartsOfStep
 
         self.store = triton_cache.store
         self._run_decode, self._run_prefill = triton_decode.run_decode, triton_prefill.run_prefill
@@ -112,6 +113,7 @@ class TritonMetadata:
         self._layout, self._pool, self._workspace = layout, pool, workspace
         self._shared: dict[tuple[int, int, int], SharedStep | None] = {}
         self._splits: dict[int, int | None] = {}
+        self._parts = PartsOfStep()
         self._tables = _int32(_widened(layout.tables), pool.device)
         self._lengths = _int32(layout.lengths, pool.device)
         prefills = layout.prefills
@@ -139,11 +141,11 @@ class TritonMetadata:
         if shared is not None:
             prefixes, tables, lengths = shared
             arguments = (q, keys, values, prefixes, tables, lengths, scoring, out)
-            self._run_cascade(*arguments, workspace=self._workspace)
+            self._run_cascade(*arguments, workspace=self._workspace, parts=self._parts)
             return
         splits = self._one_part(keys.shape[2])
         flat = (q, keys, values, self._tables, self._lengths, scoring, out, None, splits)
-        self._run_decode(*flat, workspace=self._workspace)
+        self._run_decode(*flat, workspace=self._workspace, parts=self._parts)
 
     def _is_cut(self, window: int) -> bool:
         """Whether a sliding window hides keys of a row. Then little of a shared prefix is read: no cascade."""

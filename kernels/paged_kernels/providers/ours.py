@@ -40,9 +40,11 @@ class Paged:
         batch, out, workspace = batch_of(case), output_of(case), Workspace()
         if backend_of(case) == "triton":
             from paged_kernels.triton.launch import pick_splits
+            from paged_kernels.triton.parts import PartsOfStep
 
             splits = pick_splits(case.lengths, case.kv_heads, case.device) if case.decode else None
-            return returning(out, partial(run_triton, batch, case.scoring, out, None, splits, workspace))
+            arguments = (batch, case.scoring, out, None, splits, workspace, PartsOfStep())
+            return returning(out, partial(run_triton, *arguments))
         return returning(out, prepare_torch(batch, case.scoring, out, None, workspace))
 
 

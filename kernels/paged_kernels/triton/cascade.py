@@ -36,6 +36,7 @@ from paged_kernels.triton.launch import (
     prefix_constants,
     tokens_of,
 )
+from paged_kernels.triton.parts import PartsOfStep
 from paged_kernels.triton.prefill import tile_of_rows
 from paged_kernels.triton.scan import as_operands, finished, joined, nothing_seen, scan_keys
 
@@ -128,6 +129,7 @@ def run_cascade(
     workspace: Workspace | None = None,
     path: str = "auto",
     prefix_splits: int | None = None,
+    parts: PartsOfStep | None = None,
 ) -> None:
     """One query per row over its group's prefix and its own suffix, into `out` and `lse` as in `run_decode`."""
     workspace = workspace or Workspace()
@@ -142,6 +144,7 @@ def run_cascade(
         lse=lse is not None,
         workspace=workspace,
         path=path,
+        parts=parts or PartsOfStep(),
     )
     sums = suffix_lens if lse is None else lse
     config = prefix_config(launch.shape, len(q), capability_of(q.device))

@@ -12,6 +12,7 @@ import torch
 from paged_kernels.triton import cache as triton_cache_kernel
 from paged_kernels.triton import cascade as triton_prefix_kernel
 from paged_kernels.triton import decode as triton_decode_kernel
+from paged_kernels.triton import parts as triton_parts
 from paged_kernels.triton import prefill as triton_prefill_kernel
 from paged_kernels.triton.cache import CHUNK
 from paged_kernels.triton.launch import (
@@ -22,6 +23,7 @@ from paged_kernels.triton.launch import (
     decode_config,
     decode_constants,
     merge_constants,
+    plan_constants,
     prefill_config,
     prefill_constants,
     prefix_config,
@@ -51,7 +53,18 @@ FULL = Features(window=True, softcap=True, sinks=True, alibi=True, lse=True)
 # Element types of pointers that point neither to queries nor to a cache.
 POINTERS = {
     **dict.fromkeys(
-        ("table", "lengths", "bounds", "order", "suffix_lens", "prefix_lens", "group_ids"), "*i32"
+        (
+            "table",
+            "lengths",
+            "bounds",
+            "order",
+            "suffix_lens",
+            "prefix_lens",
+            "group_ids",
+            "entries",
+            "spans",
+        ),
+        "*i32",
     ),
     **dict.fromkeys(("sinks", "alibi", "lse", "part", "part_lse", "prefix", "prefix_lse"), "*fp32"),
     **dict.fromkeys(("slots", "source_block", "destination_block"), "*i64"),
@@ -142,7 +155,9 @@ def _decodes() -> Iterator[KernelConfiguration]:
     yield decode(_shape(128), path="contiguous")
     yield decode(_shape(128), splits=1)
     shape = _shape(128)
-    constants = combine_constants(shape, decode_config(shape), PLAIN, splits=0, rows=64)
+    constants = plan_constants(rows=64, tile=decode_config(shape).tile, window=False)
+    yield configuration("plan/rows64", triton_parts.plan_kernel, shape, constants, SMALL)
+    constants = combine_constants(shape, PLAIN, splits=0)
     yield configuration("combine/bf16/d128", triton_decode_kernel.combine_kernel, shape, constants, SMALL)
 
 
@@ -171,7 +186,7 @@ def _cascades() -> Iterator[KernelConfiguration]:
     for shape in (_shape(64), _shape(128, torch.float32), _shape(128, group=1)):
         yield from prefix(shape)
     shape = _shape(128)
-    constants = combine_constants(shape, decode_config(shape), PLAIN, splits=0, rows=64, prefix_splits=4)
+    constants = combine_constants(shape, PLAIN, splits=0, prefix_splits=4)
     yield configuration(
         "combine/bf16/d128/prefix4", triton_decode_kernel.combine_kernel, shape, constants, SMALL
     )
@@ -189,11 +204,11 @@ def _writes() -> Iterator[KernelConfiguration]:
 
 
 def decode(
-    shape: AttentionShape, features: Features = PLAIN, *, splits: int = 0, path: str = "auto", rows: int = 64
+    shape: AttentionShape, features: Features = PLAIN, *, splits: int = 0, path: str = "auto"
 ) -> KernelConfiguration:
     """The decode kernel for one shape."""
     config = decode_config(shape)
-    constants = decode_constants(shape, config, features, splits=splits, rows=rows, direct=True, path=path)
+    constants = decode_constants(shape, config, features, splits=splits, direct=True, path=path)
     key = f"decode/{_name(shape, features)}/{constants['PATH']}" + (f"/splits{splits}" if splits else "")
     made = configuration(key, triton_decode_kernel.decode_kernel, shape, constants, config)
     kv_bytes = config.tile * (shape.dk + shape.dv) * shape.kv_dtype.itemsize

@@ -1,9 +1,7 @@
 """Triton decode: split-KV attention of one query per sequence. The query heads of a group are the rows of one tile.
 
-A program computes one part (split) of one sequence's keys for one KV head. The device computes the number of parts of
-each sequence from the lengths: parts of nearly equal size, enough to fill the device. So one long sequence among short
-ones does not slow the batch down, and a captured graph can be replayed with other lengths. A sequence with one part is
-written directly to the output. `combine_kernel` merges the parts of the others.
+A program computes one part (split) of one sequence's keys for one KV head. The device lists the parts once per step
+(`parts.py`). A sequence with one part is written directly to the output. `combine_kernel` merges the parts of others.
 
 The same kernel runs over contiguous KV (`run_contiguous_decode`), to measure the cost of paging.
 """
@@ -21,6 +19,7 @@ import triton.language as tl
 from paged_kernels.memory import Workspace
 from paged_kernels.scoring import Scoring
 from paged_kernels.triton.launch import (
+    ENTRY,
     AttentionShape,
     Features,
     LaunchConfig,
@@ -30,30 +29,8 @@ from paged_kernels.triton.launch import (
     decode_constants,
     target_parts,
 )
+from paged_kernels.triton.parts import MAX_ROWS, Parts, PartsOfStep, share_of_part
 from paged_kernels.triton.scan import as_operands, finished, joined, nothing_seen, scan_keys
-
-MAX_ROWS = 4096  # rows per launch: every program reads the lengths of all of them
-
-
-@triton.jit
-def parts_of_rows(  # type: ignore[no-untyped-def]
-    lengths,
-    rows,
-    window,
-    target,
-    ROWS_PAD: tl.constexpr,
-    TILE: tl.constexpr,
-    MIN_TILES: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-):
-    """Number of parts of each row's keys, int32 [ROWS_PAD]: at least one per row, at most `rows + target` in all."""
-    index = tl.arange(0, ROWS_PAD)
-    length = tl.load(lengths + index, mask=index < rows, other=0)
-    tiles = tl.cdiv(length, TILE)
-    if HAS_WINDOW:
-        tiles -= tl.maximum(length - window, 0) // TILE
-    share = tl.maximum(tl.cdiv(tl.sum(tiles, 0), target), MIN_TILES)
-    return tl.where(index < rows, tl.maximum(tl.cdiv(tiles, share), 1), 0)
 
 
 @triton.jit
@@ -65,44 +42,36 @@ def item_of_program(KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.conste
     return program // (KV_HEADS * CHUNKS), (slot // CHUNKS).to(tl.int64), slot % CHUNKS
 
 
-@triton.jit(do_not_specialize=["window", "rows", "target", "table_row"])
+@triton.jit(do_not_specialize=["window", "rows", "table_row"])
 def decode_kernel(  # type: ignore[no-untyped-def]
-    q, key_cache, value_cache, table, lengths, sinks, alibi, out, lse, part, part_lse,
-    scale, softcap, v_scale, window, rows, target,
+    q, key_cache, value_cache, table, lengths, entries, sinks, alibi, out, lse, part, part_lse,
+    scale, softcap, v_scale, window, rows,
     q_row, q_head, k_head, v_head, table_row, out_row, out_head,
     K_BLOCK: tl.constexpr, K_SLOT: tl.constexpr, V_BLOCK: tl.constexpr, V_SLOT: tl.constexpr,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DK: tl.constexpr, DK_PAD: tl.constexpr,
     DV: tl.constexpr, DV_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, PATH: tl.constexpr,
-    SPLITS: tl.constexpr, ROWS_PAD: tl.constexpr, MIN_TILES: tl.constexpr, DIRECT: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_ALIBI: tl.constexpr,
+    SPLITS: tl.constexpr, ENTRY: tl.constexpr, DIRECT: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_ALIBI: tl.constexpr,
     FOLD: tl.constexpr, HAS_LSE: tl.constexpr, PAIRS: tl.constexpr, DOT_F32: tl.constexpr, LOG2E: tl.constexpr,
 ):  # fmt: skip
-    """One part of one row and KV head. `SPLITS` 0 cuts by `parts_of_rows`; `DIRECT` writes rows of one part to `out`.
+    """One part of one row and KV head. `SPLITS` 0 reads `entries`; `DIRECT` writes rows of one part to `out`.
 
     Parts are stored normalised, [parts, heads, DV], with their natural-log LSE [parts, heads].
     """
     HEADS: tl.constexpr = KV_HEADS * GROUP
     item, kv_head, chunk = item_of_program(KV_HEADS, GROUP, ROWS)
     if SPLITS > 0:
-        row, split, parts = item // SPLITS, item % SPLITS, SPLITS
+        row, parts = item // SPLITS, SPLITS
     else:
-        counts = parts_of_rows(lengths, rows, window, target, ROWS_PAD, TILE, MIN_TILES, HAS_WINDOW)
-        through = tl.cumsum(counts, 0)  # parts of a row and of those before it
-        passed = through <= item
-        row = tl.sum(passed.to(tl.int32), 0)
-        start = tl.max(tl.where(passed, through, 0), 0)
-        parts = tl.min(tl.where(passed, 2**30, through), 0) - start
-        split = item - start
+        entry = entries + item * ENTRY
+        row = tl.load(entry)
     if row < rows:
-        length = tl.load(lengths + row)
-        first = length * 0
-        if HAS_WINDOW:
-            first = tl.maximum(length - window, 0) // TILE
-        last = tl.cdiv(length, TILE)
-        share = tl.cdiv(last - first, parts)
-        begin = first + split * share
-        end = tl.minimum(begin + share, last)
-
+        if SPLITS > 0:
+            length = tl.load(lengths + row).to(tl.int32)
+            begin, end = share_of_part(length, item % SPLITS, SPLITS, window, TILE, HAS_WINDOW)
+        else:
+            begin, end = tl.load(entry + 1), tl.load(entry + 2)
+            length, parts = tl.load(entry + 3), tl.load(entry + 4)
         wide_row = row.to(tl.int64)
         member, column = chunk * ROWS + tl.arange(0, ROWS), tl.arange(0, DK_PAD)
         real = member < GROUP
@@ -120,7 +89,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         if PATH == "contiguous":
             keys, values = keys + wide_row * K_BLOCK, values + wide_row * V_BLOCK
         top, total, acc, odd_acc = nothing_seen(ROWS, DV_PAD, PAIRS)
-        asked = tl.zeros([ROWS], tl.int32) + (length - 1).to(tl.int32)
+        asked = tl.zeros([ROWS], tl.int32) + (length - 1)
         top, total, acc, odd_acc = scan_keys(
             query, odd_query, power, asked, slope, keys, values, table + wide_row * table_row,
             top, total, acc, odd_acc,
@@ -174,22 +143,18 @@ def merge_parts(  # type: ignore[no-untyped-def]
     return top, total, acc
 
 
-@triton.jit(do_not_specialize=["window", "rows", "target"])
+@triton.jit
 def combine_kernel(  # type: ignore[no-untyped-def]
-    part, part_lse, prefix, prefix_lse, group_ids, lengths, sinks, out, lse, window, rows, target, out_row, out_head,
-    HEADS: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
-    ROWS_PAD: tl.constexpr, MIN_TILES: tl.constexpr, PREFIX_SPLITS: tl.constexpr, CHUNK: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
+    part, part_lse, prefix, prefix_lse, group_ids, spans, sinks, out, lse, out_row, out_head,
+    HEADS: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, SPLITS: tl.constexpr,
+    PREFIX_SPLITS: tl.constexpr, CHUNK: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
 ):  # fmt: skip
     """One row and head: merge its parts, and those of a shared prefix ([rows, PREFIX_SPLITS, heads, DV]) if any."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     if SPLITS > 0:
         start, count = row * SPLITS, SPLITS
     else:
-        counts = parts_of_rows(lengths, rows, window, target, ROWS_PAD, TILE, MIN_TILES, HAS_WINDOW)
-        index = tl.arange(0, ROWS_PAD)
-        start = tl.sum(tl.where(index < row, counts, 0), 0).to(tl.int64)
-        count = tl.sum(tl.where(index == row, counts, 0), 0)
+        start, count = tl.load(spans + 2 * row).to(tl.int64), tl.load(spans + 2 * row + 1)
     if PREFIX_SPLITS > 0 or count > 1:
         column = tl.arange(0, DV_PAD)
         top, total = tl.full([], float("-inf"), tl.float32), tl.full([], 0.0, tl.float32)
@@ -230,8 +195,8 @@ class DecodeLaunch(NamedTuple):
     shape: AttentionShape
     config: LaunchConfig
     features: Features
-    splits: int  # parts of every row; 0: balanced on the device
-    target: int  # parts that the device aims at when it balances them
+    splits: int  # parts of every row; 0: as listed in `parts`
+    parts: Parts
     path: str
     part: torch.Tensor  # float32 [parts, heads, dv], flat
     part_lse: torch.Tensor  # float32 [parts, heads], flat
@@ -250,12 +215,15 @@ def run_decode(
     *,
     workspace: Workspace | None = None,
     path: str = "auto",
+    parts: PartsOfStep | None = None,
 ) -> None:
     """Attention of one query per row, q `[rows, heads, dk]`, into `out` `[rows, heads, dv]` and `lse` `[rows, heads]`.
 
-    Tables (int32) and lengths (int32) are read on the device. `num_splits` None balances the parts there. The last
-    stride of each tensor must be 1; the others are free. `lse` is float32 and contiguous.
+    Tables (int32) and lengths (int32) are read on the device. `num_splits` None balances the parts there; layers that
+    share `parts` list them once. The last stride of each tensor must be 1; the others are free. `lse` is float32 and
+    contiguous.
     """
+    listed = parts or PartsOfStep()
     for start in range(0, len(q), MAX_ROWS):
         rows = slice(start, start + MAX_ROWS)
         launch = prepare_launch(
@@ -269,6 +237,7 @@ def run_decode(
             lse=lse is not None,
             workspace=workspace,
             path=path,
+            parts=listed,
         )
         sums = seq_lens if lse is None else lse[rows]
         launch_decode(launch, out[rows], sums, direct=True)
@@ -306,18 +275,25 @@ def prepare_launch(
     lse: bool,
     workspace: Workspace | None,
     path: str,
+    parts: PartsOfStep,
 ) -> DecodeLaunch:
     """Compute the shape, launch numbers and scratch buffers of one decode."""
     shape = shape_of(q, key_cache, value_cache)
     splits, target = num_splits or 0, target_parts(shape.kv_heads, q.device)
-    parts = 0 if splits == 1 else len(q) * splits if splits else len(q) + target
+    most = 0 if splits == 1 else len(q) * splits if splits else len(q) + target
     scratch = workspace or Workspace()
-    part = scratch.take("decode_parts", parts * shape.heads * shape.dv, q, torch.float32)
-    part_lse = scratch.take("decode_part_lse", parts * shape.heads, q, torch.float32)
+    part = scratch.take("decode_parts", most * shape.heads * shape.dv, q, torch.float32)
+    part_lse = scratch.take("decode_part_lse", most * shape.heads, q, torch.float32)
     features, config = Features.of(scoring, lse=lse), decode_config(shape)
+    window, unused = scoring.window, Parts(seq_lens, seq_lens)
+    listed = (
+        unused
+        if splits
+        else parts.of(seq_lens, target=target, tile=config.tile, window=window, workspace=scratch)
+    )
     return DecodeLaunch(
         q, key_cache, value_cache, block_table, seq_lens, scoring, shape, config, features,
-        splits, target, path, part, part_lse,
+        splits, listed, path, part, part_lse,
     )  # fmt: skip
 
 
@@ -334,20 +310,14 @@ def launch_decode(launch: DecodeLaunch, out: torch.Tensor, lse: torch.Tensor, *,
     """Launch the first kernel. Rows of one part are written to `out` if `direct`, all others to the scratch buffers."""
     q, scoring, shape = launch.q, launch.scoring, launch.shape
     rows, caches = len(q), [shape.as_read(cache) for cache in (launch.key_cache, launch.value_cache)]
-    parts = rows * launch.splits if launch.splits else rows + launch.target
+    parts = rows * launch.splits if launch.splits else len(launch.parts.entries) // ENTRY
     constants = decode_constants(
-        shape,
-        launch.config,
-        launch.features,
-        splits=launch.splits,
-        rows=rows,
-        direct=direct,
-        path=launch.path,
+        shape, launch.config, launch.features, splits=launch.splits, direct=direct, path=launch.path
     )
     decode_kernel[(parts * shape.kv_heads * chunks_of(shape, launch.config),)](
-        q, *caches, launch.block_table, launch.seq_lens,
+        q, *caches, launch.block_table, launch.seq_lens, launch.parts.entries,
         or_any(scoring.sinks, q), or_any(scoring.alibi, q), out, lse, launch.part, launch.part_lse,
-        scoring.scale * scoring.k_scale, scoring.softcap, scoring.v_scale, scoring.window, rows, launch.target,
+        scoring.scale * scoring.k_scale, scoring.softcap, scoring.v_scale, scoring.window, rows,
         q.stride(0), q.stride(1), *(cache.stride(2) for cache in caches),
         launch.block_table.stride(0), out.stride(0), out.stride(1),
         **constants, num_warps=launch.config.warps, num_stages=launch.config.stages,
@@ -364,18 +334,10 @@ def launch_combine(
     """Launch the second kernel: merge the parts, and those of a shared `prefix` (parts, their LSE, group ids)."""
     shape, rows = launch.shape, len(launch.q)
     shared, shared_lse, group_ids = prefix or (launch.part, launch.part_lse, launch.seq_lens)
-    constants = combine_constants(
-        shape,
-        launch.config,
-        launch.features,
-        splits=launch.splits,
-        rows=rows,
-        prefix_splits=prefix_splits,
-    )
+    constants = combine_constants(shape, launch.features, splits=launch.splits, prefix_splits=prefix_splits)
     combine_kernel[(rows, shape.heads)](
-        launch.part, launch.part_lse, shared, shared_lse, group_ids, launch.seq_lens,
-        or_any(launch.scoring.sinks, launch.q), out, lse, launch.scoring.window, rows, launch.target,
-        out.stride(0), out.stride(1), **constants, num_warps=4,
+        launch.part, launch.part_lse, shared, shared_lse, group_ids, launch.parts.spans,
+        or_any(launch.scoring.sinks, launch.q), out, lse, out.stride(0), out.stride(1), **constants, num_warps=4,
     )  # fmt: skip
 
 

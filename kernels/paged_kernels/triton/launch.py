@@ -20,6 +20,7 @@ MAX_SPLITS = 32
 # Specifications per Compute Capability. The compiler does not check it.
 SHARED_BYTES = {80: 166_912, 86: 101_376, 87: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 103: 232_448}
 SHARED_BYTES |= {120: 101_376, 121: 101_376}
+ENTRY = 8  # numbers (int32) of one part in the list: row, first tile, last tile + 1, length, parts of the row
 PAIRS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 WAVES = 6  # parts per multiprocessor of a batch: three run at a time, and two rounds even out their lengths
 
@@ -171,7 +172,7 @@ def id_path(block_size: int, tile: int, wanted: str = "auto") -> str:
 
 
 def target_parts(kv_heads: int, device: torch.device) -> int:
-    """The number of parts per KV head that fills the device, for `parts_of_rows`."""
+    """The number of parts per KV head that fills the device."""
     return max(1, -(-WAVES * multiprocessors(device) // kv_heads))
 
 
@@ -233,43 +234,43 @@ def decode_constants(
     features: Features,
     *,
     splits: int,
-    rows: int,
     direct: bool,
     path: str,
 ) -> dict[str, Any]:
-    """Constants of `decode_kernel`. `splits` 0 balances the parts of at most `rows` rows on the device."""
+    """Constants of `decode_kernel`. `splits` 0 reads the list of parts."""
     return _common(shape, config, features) | {
         "PATH": id_path(shape.block_size, config.tile, path),
         "SPLITS": splits,
-        "ROWS_PAD": rows_pad(rows),
-        "MIN_TILES": min_tiles(config.tile),
+        "ENTRY": ENTRY,
         "DIRECT": direct,
         "HAS_SINKS": features.sinks and direct,
         "HAS_LSE": features.lse,
     }
 
 
+def plan_constants(*, rows: int, tile: int, window: bool) -> dict[str, Any]:
+    """Constants of `plan_kernel`, which lists the parts of at most `rows` rows."""
+    return {
+        "ROWS_PAD": rows_pad(rows),
+        "TILE": tile,
+        "MIN_TILES": min_tiles(tile),
+        "HAS_WINDOW": window,
+        "ENTRY": ENTRY,
+        "CHUNK": 128,
+    }
+
+
 def combine_constants(
-    shape: AttentionShape,
-    config: LaunchConfig,
-    features: Features,
-    *,
-    splits: int,
-    rows: int,
-    prefix_splits: int = 0,
+    shape: AttentionShape, features: Features, *, splits: int, prefix_splits: int = 0
 ) -> dict[str, Any]:
     """Constants of `combine_kernel`, which must fit those of the decode."""
     return {
         "HEADS": shape.heads,
         "DV": shape.dv,
         "DV_PAD": padded(shape.dv),
-        "TILE": config.tile,
         "SPLITS": splits,
-        "ROWS_PAD": rows_pad(rows),
-        "MIN_TILES": min_tiles(config.tile),
         "PREFIX_SPLITS": prefix_splits,
         "CHUNK": 8,
-        "HAS_WINDOW": features.window,
         "HAS_SINKS": features.sinks,
         "HAS_LSE": features.lse,
     }

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from paged_kernels.scoring import Scoring
-from paged_kernels.triton.decode import MAX_ROWS, item_of_program, or_any, shape_of
+from paged_kernels.triton.decode import item_of_program, or_any, shape_of
 from paged_kernels.triton.launch import (
     Features,
     capability_of,
@@ -23,6 +23,7 @@ from paged_kernels.triton.launch import (
     prefill_constants,
     tokens_of,
 )
+from paged_kernels.triton.parts import MAX_ROWS
 from paged_kernels.triton.scan import as_operands, finished, joined, nothing_seen, scan_keys
 
 
