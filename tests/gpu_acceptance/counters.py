@@ -15,7 +15,8 @@ from harness.config.errors import UserError
 
 READ, HITS, INSTRUCTIONS = "dram__bytes_read.sum", "lts__t_sector_hit_rate.pct", "smsp__inst_executed.sum"
 _NAME = "Kernel Name"
-CALL_BEGINS = ("prefix_kernel", "prefill_kernel", "decode_kernel")
+CALL_BEGINS = ("plan_kernel", "prefix_kernel", "prefill_kernel", "decode_kernel")
+NEVER_LAST = ("plan_kernel", "prefix_kernel")  # of a call: a decode follows
 
 
 @dataclass(frozen=True)
@@ -65,11 +66,11 @@ def _rows(table: Path) -> Iterator[dict[str, str]]:
 
 
 def _calls(rows: Sequence[dict[str, str]]) -> Iterator[list[dict[str, str]]]:
-    """The rows of each call. The decode kernel after a prefix kernel belongs to the same call."""
+    """The rows of each call. What follows a list of parts or a prefix kernel belongs to the same call."""
     call: list[dict[str, str]] = []
     for row in rows:
         before = call[-1][_NAME] if call else ""
-        if call and row[_NAME] in CALL_BEGINS and before != CALL_BEGINS[0]:
+        if call and row[_NAME] in CALL_BEGINS and before not in NEVER_LAST:
             yield call
             call = []
         call.append(row)

@@ -12,7 +12,7 @@ HEADER = ("ID", "Process ID", "Kernel Name", "Grid Size", READ, HITS, INSTRUCTIO
 CASES = [("b32/bs16", "vector"), ("prefill", "paged"), ("prefix8192", "cascade-always"), ("b1", "paged")]
 KERNELS = (
     *("decode_kernel", "combine_kernel", "prefill_kernel"),
-    *("prefix_kernel", "decode_kernel", "combine_kernel", "decode_kernel"),
+    *("plan_kernel", "prefix_kernel", "decode_kernel", "combine_kernel", "decode_kernel"),
 )
 
 
@@ -39,7 +39,10 @@ def test_each_kernel_belongs_to_the_call_that_launched_it(tmp_path: Path) -> Non
     found = read_counters(tmp_path)
     assert [(one.case, one.kernel) for one in found] == [
         *(("b32/bs16", "decode_kernel"), ("b32/bs16", "combine_kernel"), ("prefill", "prefill_kernel")),
-        *(("prefix8192", name) for name in ("prefix_kernel", "decode_kernel", "combine_kernel")),
+        *(
+            ("prefix8192", name)
+            for name in ("plan_kernel", "prefix_kernel", "decode_kernel", "combine_kernel")
+        ),
         ("b1", "decode_kernel"),
     ]
     assert (found[1].read_bytes, found[1].hit_share, found[1].instructions) == (2e6, 0.125, 3e6)

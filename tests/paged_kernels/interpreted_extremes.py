@@ -19,13 +19,14 @@ from paged_kernels import (
     paged_attention_prefill,
     reshape_and_cache,
 )
-from paged_kernels.memory import storable
+from paged_kernels.memory import Workspace, storable
 from paged_kernels.providers.build import build_case
 from paged_kernels.providers.case import contiguous_kv
 from paged_kernels.providers.verify import TOLERANCE, exact_attention, relative_error
 from paged_kernels.triton import launch as triton_config
 from paged_kernels.triton.decode import run_contiguous_decode
-from paged_kernels.triton.launch import PAIRS
+from paged_kernels.triton.launch import PAIRS, target_parts
+from paged_kernels.triton.parts import PartsOfStep
 from paged_kernels.triton.scan import widened
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -151,6 +152,32 @@ def test_a_length_on_the_edge_of_a_split_is_exact():
     check(spec_of((192, 128, 64), block_size=16), num_splits=3)
 
 
+@pytest.mark.parametrize("more", [-1, 0, 1])
+def test_a_length_on_the_edge_of_a_balanced_part_is_exact(monkeypatch, more):
+    monkeypatch.setattr(triton_config, "SPLIT_TOKENS", 64)
+    lengths = (192 + more, 128 + more, 64)
+    listed = PartsOfStep().of(
+        torch.tensor(lengths),
+        target=target_parts(2, torch.device("cpu")),
+        tile=64,
+        window=0,
+        workspace=Workspace(),
+    )
+    assert {end * 64 for _, _, end, *_ in listed.entries.view(-1, 8)[:2].tolist()} == {
+        128,
+        192 if more < 1 else 256,
+    }
+    check(spec_of(lengths, block_size=16))
+
+
+def test_blocks_freed_behind_the_window_are_not_read_by_a_prefill():
+    case = build_case(spec_of((300,), (9,), block_size=16, window=40))
+    right = attend(case)
+    freed = case.block_table[0, : (300 - 9 - 40) // 16].long()
+    case.key_cache[freed], case.value_cache[freed] = float("nan"), float("nan")
+    assert torch.equal(attend(case), right)
+
+
 def heads_outermost(cache, apart):
     """A cache of 8-bit floats as `[kv_heads, blocks, block_size, dim]` in memory, heads `apart` bytes from one another.
 
@@ -204,6 +231,19 @@ def test_tables_and_lengths_may_be_int64(queries):
 @pytest.mark.parametrize("queries", [(), (3, 1)])
 def test_large_groups(group, queries):
     check(spec_of((20, 5), queries, heads=group, kv_heads=1, block_size=8))
+
+
+def test_tables_and_lengths_of_a_cascade_may_be_int64():
+    case = build_case(spec_of((97, 160), shared_tokens=96, block_size=16))
+    narrow = halves(case, 96)
+    wide = [value.long() for value in narrow]
+    outs = [
+        cascade_attention_decode(
+            case.q, case.key_cache, case.value_cache, *tables, **options_of(case), backend="triton"
+        )
+        for tables in (narrow, wide)
+    ]
+    assert torch.equal(*outs)
 
 
 def test_a_cascade_of_a_large_group_equals_the_whole():
