@@ -252,6 +252,13 @@ def _notes(settings: EngineSettings, chosen: set[str], config: RunConfig) -> lis
         found.append(
             f"The log does not give {', '.join(missing)}: PageTwin's own default is simulated ({said})."
         )
+    if settings.async_scheduling is None and "scheduler.async_scheduling" not in chosen:
+        how = "on" if config.scheduler.async_scheduling else "off"
+        found.append(
+            f"The log does not say whether the engine scheduled ahead of its results; {how} is simulated. vLLM does "
+            "since 0.19 unless it is told otherwise, and SGLang by default. The choice moves the time to first "
+            "token: set scheduler.async_scheduling=true or false."
+        )
     if settings.tokens_of_pool is None and not chosen & {"cache.pool_tokens", "cache.pool_blocks"}:
         found.append(
             "The log does not give the pool: it is what the device's memory holds beside the weights."

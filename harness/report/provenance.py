@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from harness.console import numbered
 from harness.metrics import METRICS
 from harness.metrics.verdict import point_label
 from harness.report import numbers
@@ -180,7 +181,7 @@ def _outside(study: Study) -> Iterable[str]:
     over = [share for share in shares if share > _OUTSIDE]
     if over:
         yield (
-            f"Extrapolation: at {len(over):,} points up to {100 * max(over):.0f} % of the predicted time "
+            f"Extrapolation: at {numbered(len(over), 'point')} up to {100 * max(over):.0f} % of the predicted time "
             "lies outside the range "
             "that the cost model was measured on."
         )
