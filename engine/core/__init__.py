@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         UnknownSequenceError,
     )
     from engine.core.identity import BlockIdentity, KeyIdentity, TokenIdentity
+    from engine.core.memory.block_manager import BlockManager
     from engine.core.memory.block_pool import BlockPool
     from engine.core.memory.contiguous import ContiguousManager
     from engine.core.memory.manager import KVCacheManager
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BlockIdentity",
+    "BlockManager",
     "BlockPool",
     "CommitReport",
     "ContiguousManager",
@@ -92,7 +94,13 @@ __all__ = [
 ]
 _HOMES = (
     *("errors", "options", "identity", "request", "plan", "policies", "memory.manager", "memory.block_pool"),
-    *("memory.contiguous", "memory.paged", "scheduling.commit", "scheduling.scheduler"),
+    *(
+        "memory.contiguous",
+        "memory.paged",
+        "memory.block_manager",
+        "scheduling.commit",
+        "scheduling.scheduler",
+    ),
 )
 
 
