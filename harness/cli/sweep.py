@@ -3,7 +3,6 @@
 SIGTERM and SIGHUP stop a sweep as Ctrl-C does: finished points are kept, and a message says how to continue.
 """
 
-import os
 import shlex
 import signal
 import threading
@@ -30,7 +29,7 @@ from harness.store.commit import Layout
 from harness.store.errors import StoreError
 from harness.store.manifest import Manifest, SweepPoint, keep_report, write_manifest
 from harness.store.reading import StoreContent, essentials, read_store
-from harness.sweep.estimate import pace_of
+from harness.sweep.estimate import Pace, at_once, pace_of
 from harness.sweep.execute import Outcome, PointRunner, execute
 from harness.sweep.plan import (
     PlannedPoint,
@@ -42,7 +41,7 @@ from harness.sweep.plan import (
     run_request,
     sweep_request,
 )
-from harness.sweep.progress import duration
+from harness.sweep.progress import WORTH_SAYING_S, duration
 
 _STOPPING = (signal.SIGTERM, signal.SIGHUP)
 
@@ -106,15 +105,20 @@ def _run(
 ) -> int:
     """Execute the points that are left and report. The caller holds the lock of the store."""
     manifest, known = _manifest(sweep, arguments), known_manifest(sweep.out)
-    todo = _left(sweep, _read(sweep.out), arguments)
+    content = _read(sweep.out)
+    todo, pace = _left(sweep, content, arguments), pace_of(content.records.values())
+    del content
     backend = backend_for(sweep, point, force=arguments.flags.force) if todo else None
     if todo or not same_sweep(known, manifest):
         _open_store(sweep.out, manifest, known)
     if not todo:
         say(f"nothing left to do: all {len(sweep.points)} points are in {sweep.out}")
         return _finish(sweep, manifest, Outcome(len(sweep.points), (), interrupted=False), report)
+    expected = pace.duration(todo, min(at_once(sweep), len(todo)))
+    if expected is not None and expected.seconds >= WORTH_SAYING_S:
+        remark(_how_long(sweep, todo, pace))
     try:
-        outcome = execute(sweep, todo, runner=point.run_point, backend=backend)
+        outcome = execute(sweep, todo, runner=point.run_point, backend=backend, pace=pace)
     finally:
         remove_leftovers(sweep.out)
     return _finish(sweep, manifest, outcome, report)
@@ -186,20 +190,25 @@ def _dry_run(sweep: SweepPlan, todo: list[PlannedPoint], content: StoreContent) 
         say(f"{planned.fingerprint[:12]}  {state:<13}  {planned.label}")
     say(f"{numbered(len(sweep.points), 'point')}, {len(todo)} to run, results in {sweep.out}")
     if todo:
-        say(_how_long(sweep, todo, content))
+        say(_how_long(sweep, todo, pace_of(content.records.values())))
     return 0
 
 
-def _how_long(sweep: SweepPlan, todo: list[PlannedPoint], content: StoreContent) -> str:
+def _how_long(sweep: SweepPlan, todo: list[PlannedPoint], pace: Pace) -> str:
     """The time and memory that the points will take, as far as earlier points and the settings tell."""
-    workers = sweep.workers or os.cpu_count() or 1
-    pace = pace_of(content.records.values())
-    seconds = pace.duration_s(todo, min(workers, len(todo)))
+    workers = min(at_once(sweep), len(todo))
+    span = pace.duration(todo, workers)
     memory = max(point_memory(point.config) for point in todo) / 1e9
-    if seconds is None:
+    if span is None:
         return f"time: not known before such a point has run in this folder; memory: about {memory:,.1f} GB a process"
     source = f"learned from {numbered(pace.points, 'earlier point')}"
-    return f"time: about {duration(seconds)}, {source}; memory: about {memory:,.1f} GB a process"
+    between = "its error is not known from so few"
+    if span.low is not None and span.high is not None:
+        between = f"95 % interval {duration(span.low)} to {duration(span.high)}"
+    return (
+        f"time: about {duration(span.seconds)} with {numbered(workers, 'worker')} ({between}), {source}; "
+        f"memory: about {memory:,.1f} GB a process"
+    )
 
 
 def _manifest(sweep: SweepPlan, arguments: Arguments) -> Manifest:

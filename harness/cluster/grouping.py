@@ -1,7 +1,7 @@
 """Points shared out among jobs by their cost, so that a thousand small points are not a thousand jobs."""
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import ceil
 
 from harness.sweep.estimate import Pace, work_of
@@ -20,9 +20,11 @@ def groups_of(points: Sequence[PlannedPoint], pace: Pace, jobs: int, job_min_s: 
     """
     if not points:
         return []
-    known = all(point.config.measure in pace.seconds for point in points)
-    cost = _cost(pace) if known else lambda point: float(work_of(point.config))
-    costs = [cost(point) for point in points]
+    estimates = [pace.seconds(point.config) for point in points]
+    costs = [seconds for seconds in estimates if seconds is not None]
+    known = len(costs) == len(points)
+    if not known:
+        costs = [float(work_of(point.config)) for point in points]
     wanted = min(jobs, len(points))
     if known and sum(costs) < wanted * job_min_s:
         wanted = max(1, ceil(sum(costs) / job_min_s))
@@ -33,7 +35,3 @@ def groups_of(points: Sequence[PlannedPoint], pace: Pace, jobs: int, job_min_s: 
         members[number].append(place)
         heapq.heappush(loads, (load + costs[place], number))
     return [tuple(points[place] for place in sorted(member)) for member in members]
-
-
-def _cost(pace: Pace) -> Callable[[PlannedPoint], float]:
-    return lambda point: pace.seconds[point.config.measure] * work_of(point.config)

@@ -12,11 +12,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import islice
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -29,8 +30,11 @@ from harness.config.memory import point_memory, workers_that_fit
 from harness.config.schema import RunConfig
 from harness.console import remark
 from harness.store.commit import commit_failure, commit_point
+from harness.sweep.estimate import Pace, TimeLeft, at_once, pace_of
 from harness.sweep.plan import PlannedPoint, SweepPlan
 from harness.sweep.progress import Failed, Reporter, reporting
+
+_AHEAD = 4  # points handed in for each worker: the next one is there when one ends
 
 Progress = Callable[[str, int, int], None]  # phase, requests done, requests in total
 Done = tuple[PlannedPoint, Failed | None]
@@ -89,6 +93,7 @@ def execute(
     runner: PointRunner | None = None,
     console: Console | None = None,
     backend: Backend | None = None,
+    pace: Pace | None = None,
 ) -> Outcome:
     """Run the points in `todo`: measured ones here, one at a time; simulation-only ones in worker processes.
 
@@ -98,6 +103,7 @@ def execute(
         runner: runs a point; None takes `harness.point.run_point`.
         console: where progress is shown; None takes standard error.
         backend: runs all points somewhere else; None runs them on this machine.
+        pace: what earlier points tell of the time; None: nothing.
 
     Raises:
         StoreError: the store cannot be written any more. Committed points are kept.
@@ -105,7 +111,8 @@ def execute(
     failed: list[Failed] = []
     finished = 0
     before = len(sweep.points) - len(todo)
-    with reporting(len(sweep.points), before, console or _console()) as reporter:
+    left = TimeLeft(pace or pace_of(()), todo, at_once(sweep))
+    with reporting(len(sweep.points), before, console or _console(), left) as reporter:
         try:
             for point, failure in (backend or run_here)(sweep, todo, runner or _point_runner(), reporter):
                 reporter.ends(point, failure)
@@ -236,12 +243,35 @@ def run_in_workers(
 def _run_together(
     points: Sequence[PlannedPoint], out: Path, runner: PointRunner, workers: int
 ) -> Iterator[Done]:
-    """Yields every point, or those that finished before a worker died."""
+    """Yields every point, or those that finished before a worker died. A few are handed in ahead, and not all."""
+    waiting = iter(points)
+    running: dict[Future[Failed | None], PlannedPoint] = {}
     with _pool(workers) as pool:
-        futures = {pool.submit(run_and_commit, point, out, runner): point for point in points}
-        for future in as_completed(futures):
-            if not isinstance(future.exception(), BrokenProcessPool):
-                yield futures[future], future.result()
+        sound = _hand_in(pool, islice(waiting, _AHEAD * workers), running, out, runner)
+        while running:
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                point = running.pop(future)
+                if isinstance(future.exception(), BrokenProcessPool):
+                    sound = False
+                    continue
+                sound = sound and _hand_in(pool, islice(waiting, 1), running, out, runner)
+                yield point, future.result()
+
+
+def _hand_in(
+    pool: ProcessPoolExecutor,
+    points: Iterable[PlannedPoint],
+    running: dict[Future[Failed | None], PlannedPoint],
+    out: Path,
+    runner: PointRunner,
+) -> bool:
+    """Hand points in, noted in `running`; False where a worker has died and the pool takes no more."""
+    try:
+        for point in points:
+            running[pool.submit(run_and_commit, point, out, runner)] = point
+    except BrokenProcessPool:
+        return False
+    return True
 
 
 def _run_singly(points: Sequence[PlannedPoint], out: Path, runner: PointRunner) -> Iterator[Done]:

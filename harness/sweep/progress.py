@@ -1,7 +1,6 @@
 """Progress of a sweep: one live line on a terminal, one line for each stage and each point everywhere else."""
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +13,16 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     ProgressColumn,
+    Task,
     TextColumn,
-    TimeRemainingColumn,
 )
 from rich.table import Column
+from rich.text import Text
 
+from harness.sweep.estimate import TimeLeft
 from harness.sweep.plan import PlannedPoint
 
-_WORTH_SAYING_S = 30  # of time left, on a line of a log
+WORTH_SAYING_S = 30  # of time left, on a line of a log
 _LEAST_COLUMNS_FOR_BAR = 60  # a narrower terminal gets no bar
 
 
@@ -55,22 +56,37 @@ class Reporter(Protocol):
 
 
 @contextmanager
-def reporting(total: int, done: int, console: Console) -> Iterator[Reporter]:
-    """A reporter for `total` points, of which `done` were finished by earlier runs."""
+def reporting(total: int, done: int, console: Console, left: TimeLeft) -> Iterator[Reporter]:
+    """A reporter for `total` points, of which `done` were finished by earlier runs; `left` times the others."""
     if not console.is_terminal or console.is_dumb_terminal:  # a dumb one cannot redraw a line
-        yield PlainReporter(total, done, console)
+        yield PlainReporter(total, done, console, left)
         return
-    with Progress(*_columns(console.width), console=console, transient=True, expand=True) as bar:
-        yield LiveReporter(bar, total, done)
+    with Progress(*_columns(console.width, left), console=console, transient=True, expand=True) as bar:
+        yield LiveReporter(bar, total, done, left)
 
 
-def _columns(width: int) -> tuple[ProgressColumn, ...]:
+class _LeftColumn(ProgressColumn):
+    """The time left."""
+
+    max_refresh = 0.5
+
+    def __init__(self, left: TimeLeft) -> None:
+        super().__init__(table_column=Column(no_wrap=True))
+        self._time_left = left
+
+    def render(self, task: Task) -> Text:
+        """As words; dashes while nothing is known."""
+        seconds = self._time_left.seconds()
+        return Text("-- left" if seconds is None else f"{duration(seconds)} left", style="progress.remaining")
+
+
+def _columns(width: int, left: TimeLeft) -> tuple[ProgressColumn, ...]:
     """The columns of the live line: counts and time left always, the bar where it fits, the description cut to fit."""
     rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")
     return (
         *([TextColumn("points"), BarColumn(bar_width=20)] if width >= _LEAST_COLUMNS_FOR_BAR else []),
         MofNCompleteColumn(table_column=Column(no_wrap=True)),
-        TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True)),
+        _LeftColumn(left),
         TextColumn("{task.description}", table_column=rest),
     )
 
@@ -78,8 +94,8 @@ def _columns(width: int) -> tuple[ProgressColumn, ...]:
 class LiveReporter:
     """Points done, time left, and the running point with its request count, in one line that is redrawn."""
 
-    def __init__(self, bar: Progress, total: int, done: int) -> None:
-        self._bar = bar
+    def __init__(self, bar: Progress, total: int, done: int, left: TimeLeft) -> None:
+        self._bar, self._left = bar, left
         self._task = bar.add_task("", total=total, completed=done)
         self._label = ""
 
@@ -94,6 +110,7 @@ class LiveReporter:
 
     def ends(self, point: PlannedPoint, failed: Failed | None) -> None:
         """Advance the count. A failure is printed above the live line."""
+        self._left.ended(point)
         if failed is not None:
             self._bar.console.print(f"[red]failed[/red]  {escape(point.label)}: {escape(failed.error)}")
         self._bar.update(self._task, advance=1)
@@ -106,11 +123,8 @@ class LiveReporter:
 class PlainReporter:
     """One line for each point and each stage of a measured one, for logs and for terminals that cannot redraw."""
 
-    def __init__(
-        self, total: int, done: int, console: Console, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._total, self._done, self._console = total, done, console
-        self._clock, self._begun, self._finished = clock, clock(), 0
+    def __init__(self, total: int, done: int, console: Console, left: TimeLeft) -> None:
+        self._total, self._done, self._console, self._left = total, done, console, left
         self._label, self._phase = "", ""
 
     def starts(self, point: PlannedPoint) -> None:
@@ -125,18 +139,18 @@ class PlainReporter:
 
     def ends(self, point: PlannedPoint, failed: Failed | None) -> None:
         """Print the point's line, and how long the rest will take if that is long."""
-        self._done, self._finished = self._done + 1, self._finished + 1
+        self._left.ended(point)
+        self._done += 1
         outcome = "done" if failed is None else f"FAILED: {failed.error}"
-        self._print(f"[{self._done}/{self._total}] {point.label}  {outcome}{self._left()}")
+        self._print(f"[{self._done}/{self._total}] {point.label}  {outcome}{self._rest()}")
 
     def says(self, text: str) -> None:
         """Print the text as a line."""
         self._print(text)
 
-    def _left(self) -> str:
-        """The time left, from the mean of the points that ended so far."""
-        seconds = (self._clock() - self._begun) / self._finished * (self._total - self._done)
-        return f"  (about {duration(seconds)} left)" if seconds >= _WORTH_SAYING_S else ""
+    def _rest(self) -> str:
+        seconds = self._left.seconds() or 0.0
+        return f"  (about {duration(seconds)} left)" if seconds >= WORTH_SAYING_S else ""
 
     def _print(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -6,6 +6,7 @@ import os
 import shlex
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import fake_point
@@ -13,8 +14,10 @@ import pytest
 from fake_point import ReportError
 
 from harness.cli.main import main
+from harness.config.schema import RunConfig
 from harness.store import atomic
 from harness.store.atomic import exclusive
+from harness.store.commit import commit_point
 from harness.sweep.plan import in_its_own_place, run_request
 
 Cli = Callable[..., tuple[int, str, str]]
@@ -163,6 +166,31 @@ def test_a_dry_run_tells_done_from_todo_and_writes_nothing(cli: Cli, tmp_path: P
     states = [line.split("  ")[1].strip() for line in out.splitlines()[:3]]
     assert states == ["done", "failed before", "todo"]
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def learned(tmp_path: Path, *seconds: float) -> None:
+    """Commit finished points of the default kind that took so many seconds for 100 requests each."""
+    for number, took in enumerate(seconds):
+        record = {"config": asdict(RunConfig(measure=False)), "trace": {"requests": 100}}
+        commit_point(
+            tmp_path / "results" / "default", f"{number + 1:032x}", {**record, "seconds": {"point": took}}, {}
+        )
+
+
+def test_a_dry_run_says_how_long_by_what_earlier_points_took(cli: Cli, tmp_path: Path) -> None:
+    learned(tmp_path, 99.0, 100.0, 101.0)
+    words = ("measure=false", "workers=2", "workload.num_requests=100", "workload.seed=range(20)")
+    _, out, _ = cli(*sweep(*words, "--dry-run"))
+    assert "time: about 17 min with 2 workers (95 % interval 16 min to 17 min)" in out
+    assert "learned from 3 earlier points" in out
+
+
+def test_a_long_sweep_says_at_its_start_how_long_it_will_take(cli: Cli, tmp_path: Path) -> None:
+    learned(tmp_path, 99.0, 100.0, 101.0)
+    words = ("measure=false", "workers=1", "workload.num_requests=100", "workload.seed=1,2")
+    _, _, err = cli(*sweep(*words))
+    assert "time: about 3 min with 1 worker" in err
+    assert "[1/2] workload.seed=1  done  (about " in err
 
 
 def test_points_that_are_the_same_run_are_said_to_be(cli: Cli) -> None:

@@ -7,10 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.cluster.grouping import groups_of
-from harness.sweep.estimate import Pace, work_of
+from harness.sweep.estimate import Fit, Pace, work_of
 from harness.sweep.plan import PlannedPoint, plan_sweep, sweep_request
 
 UNKNOWN = Pace({}, 0)
+
+
+def each(seconds: float) -> Pace:
+    """A pace of so many seconds a request."""
+    return Pace({(False,): Fit(0.0, seconds, None, 1, 1)}, 1)
 
 
 def points(*overrides: str) -> list[PlannedPoint]:
@@ -27,13 +32,13 @@ def test_a_thousand_small_points_are_not_a_thousand_jobs() -> None:
 
 
 def test_known_short_points_fill_one_job() -> None:
-    pace = Pace({False: 0.5 / work_of(SEEDS[0].config)}, 5)  # half a second a point
+    pace = each(0.5 / work_of(SEEDS[0].config))  # half a second a point
     assert len(groups_of(SEEDS, pace, 32, 60.0)) == 1
     assert len(groups_of(SEEDS, pace, 32, 10.0)) == 3
 
 
 def test_known_long_points_get_a_job_each_up_to_the_most() -> None:
-    pace = Pace({False: 100.0}, 5)
+    pace = each(100.0)
     assert [len(group) for group in groups_of(SEEDS[:5], pace, 32, 60.0)] == [1] * 5
 
 
@@ -45,7 +50,7 @@ def test_no_points_make_no_group() -> None:
 def test_every_point_is_in_exactly_one_group_and_none_is_empty(
     jobs: int, known: bool, shortest: float
 ) -> None:
-    groups = groups_of(SIZES, Pace({False: 0.1}, 1) if known else UNKNOWN, jobs, shortest)
+    groups = groups_of(SIZES, each(0.1) if known else UNKNOWN, jobs, shortest)
     names = [point.fingerprint for group in groups for point in group]
     assert sorted(names) == sorted(point.fingerprint for point in SIZES)
     assert all(groups)

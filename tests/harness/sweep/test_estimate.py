@@ -1,17 +1,25 @@
 """How long a sweep takes is learned from earlier points; where there are none, nothing is guessed."""
 
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import pytest
+
 from harness.config.schema import ReplayConfig, RunConfig, WorkloadConfig
-from harness.sweep.estimate import pace_of
+from harness.store.reading import essentials
+from harness.sweep.estimate import Span, _kind, _kind_of, fitted, pace_of
+
+POLICY = {"cache": {"policy": "paged"}, "decoding": {"beam_width": 1}, "cost": {"kind": "auto"}}
+KIND = {**POLICY, "model": {"name": "tiny-llama", "path": None}, "device": {"name": "cpu"}}
 
 
 def record(
-    seconds: float | None, requests: int, *, measure: bool = False, repeats: int = 3
+    seconds: float | None, requests: int, *, measure: bool = False, repeats: int = 3, **sections: Any
 ) -> dict[str, Any]:
     return {
-        "config": {"measure": measure, "replay": {"repeats": repeats}},
+        "config": {**KIND, "measure": measure, "replay": {"repeats": repeats}, **sections},
         "trace": {"requests": requests},
         "seconds": {"point": seconds} if seconds is not None else {},
     }
@@ -24,20 +32,74 @@ def point(requests: int, *, measure: bool = False, repeats: int = 3) -> Any:
     return SimpleNamespace(config=config)
 
 
+def expected(span: Span | None) -> float:
+    assert span is not None
+    return span.seconds
+
+
 def test_time_is_proportional_to_requests_and_divided_among_workers() -> None:
     pace = pace_of([record(2.0, 100), record(3.0, 100), record(4.0, 100)])
-    assert pace.duration_s([point(1000), point(1000)], workers=2) == 30.0
+    assert expected(pace.duration([point(1000), point(1000)], workers=2)) == pytest.approx(30.0)
 
 
 def test_measured_points_run_alone_and_count_their_runs() -> None:
     pace = pace_of([record(8.0, 100, measure=True, repeats=3)])
-    assert pace.duration_s([point(100, measure=True, repeats=1)], workers=8) == 4.0
+    assert expected(pace.duration([point(100, measure=True, repeats=1)], workers=8)) == pytest.approx(4.0)
 
 
 def test_a_kind_of_point_that_never_ran_is_not_guessed() -> None:
     pace = pace_of([record(2.0, 100)])
-    assert pace.duration_s([point(100), point(100, measure=True)], workers=1) is None
+    assert pace.duration([point(100), point(100, measure=True)], workers=1) is None
 
 
 def test_records_without_seconds_do_not_count() -> None:
     assert pace_of([record(None, 100), record(1.0, 0)]).points == 0
+
+
+def test_points_of_the_same_kind_are_learned_from_first() -> None:
+    other = [record(50.0, 100, model={"name": "other"}) for _ in range(5)]
+    pace = pace_of([*other, record(2.0, 100), record(2.0, 100)])
+    assert expected(pace.duration([point(100)], workers=1)) == pytest.approx(2.0)
+
+
+def test_points_of_other_kinds_count_where_there_are_none_of_the_same() -> None:
+    pace = pace_of([record(5.0, 100, model={"name": "other"})])
+    assert expected(pace.duration([point(100)], workers=1)) == pytest.approx(5.0)
+
+
+def test_a_fixed_part_of_each_point_is_told_from_that_of_its_requests() -> None:
+    fit = fitted([(10.0, 1.1), (100.0, 2.0), (1000.0, 11.0)])
+    assert (fit.fixed, fit.each) == (pytest.approx(1.0), pytest.approx(0.01))
+
+
+def test_points_that_are_not_slower_when_they_are_larger_have_one_time() -> None:
+    fit = fitted([(10.0, 2.1), (100.0, 2.0), (1000.0, 1.9)])
+    assert (fit.fixed, fit.each) == (pytest.approx(2.0), 0.0)
+
+
+def test_a_point_has_the_seconds_of_its_own_kind() -> None:
+    pace = pace_of([record(50.0, 100, model={"name": "other"}), record(2.0, 100)])
+    assert pace.seconds(point(200).config) == pytest.approx(4.0)
+
+
+def test_a_planned_point_is_of_the_same_kind_as_its_record() -> None:
+    config = RunConfig(measure=False)
+    assert _kind_of(config) == _kind(essentials({"config": asdict(config)})["config"])
+
+
+def test_a_single_point_says_nothing_of_the_error() -> None:
+    span = pace_of([record(2.0, 100)]).duration([point(100)], workers=1)
+    assert span == Span(pytest.approx(2.0), None, None)
+
+
+def test_the_interval_holds_the_time_as_often_as_it_says() -> None:
+    draws, held = np.random.default_rng(0), 0
+    for _ in range(300):
+        took = draws.normal(1.0, 0.2, 40)
+        earlier = [record(float(seconds), 100) for seconds in took[:10]]
+        span = pace_of(earlier).duration([point(100)] * 30, workers=1)
+        assert span is not None
+        assert span.low is not None
+        assert span.high is not None
+        held += span.low <= took[10:].sum() <= span.high
+    assert 0.91 < held / 300 < 0.99

@@ -5,7 +5,9 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import fake_point
 import pytest
@@ -13,9 +15,12 @@ from rich.console import Console
 
 from harness.store.errors import StoreError
 from harness.store.reading import read_store, read_table
+from harness.sweep.estimate import Pace, TimeLeft
 from harness.sweep.execute import Outcome, execute
 from harness.sweep.plan import SweepPlan, plan_sweep, sweep_request
 from harness.sweep.progress import reporting
+
+LEFT = TimeLeft(Pace({}, 0), (), 1)
 
 
 @pytest.fixture
@@ -82,6 +87,23 @@ def test_an_interrupt_keeps_what_is_done(plan: Callable[..., SweepPlan]) -> None
     assert len(read_store(sweep.out).records) == 1
 
 
+def test_workers_are_handed_a_few_points_ahead_and_not_all(
+    plan: Callable[..., SweepPlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweep = plan("measure=false", "workers=2", "workload.seed=range(30)")
+    waiting: list[int] = []
+    submit = ProcessPoolExecutor.submit
+
+    def count(self: ProcessPoolExecutor, *arguments: Any) -> Any:
+        waiting.append(len(self._pending_work_items))
+        return submit(self, *arguments)
+
+    monkeypatch.setattr(ProcessPoolExecutor, "submit", count)
+    outcome, _ = run(sweep)
+    assert outcome.done == 30
+    assert max(waiting) < 10
+
+
 def test_an_interrupt_does_not_wait_for_workers(plan: Callable[..., SweepPlan]) -> None:
     sweep = plan("measure=false", "workers=2", "workload.seed=range(20)")
     limit = Path(sweep.points[0].config.cost.cache_dir) / "limit"
@@ -138,7 +160,7 @@ def test_the_log_has_a_line_a_stage_and_a_point(plan: Callable[..., SweepPlan]) 
 def test_a_terminal_shows_points_done_and_the_running_points_requests(plan: Callable[..., SweepPlan]) -> None:
     sweep, text = plan("workload.seed=1,2"), io.StringIO()
     console = Console(file=text, force_terminal=True, width=160)
-    with reporting(len(sweep.points), 0, console) as reporter:
+    with reporting(len(sweep.points), 0, console, LEFT) as reporter:
         reporter.starts(sweep.points[0])
         reporter.ends(sweep.points[0], None)
         reporter.starts(sweep.points[1])
@@ -154,7 +176,7 @@ def test_counts_show_on_a_narrow_terminal_whatever_the_points_name(
     sweep = plan("workload.seed=1,2", "workload.prefix_share=0.123456789", "decoding.beam_width=1,2")
     text = io.StringIO()
     console = Console(file=text, force_terminal=True, width=width, color_system=None)
-    with reporting(40, 17, console) as reporter:
+    with reporting(40, 17, console, LEFT) as reporter:
         reporter.starts(sweep.points[0])
         reporter.request("measuring, run 1 of 3", 5, 48)
     last = [line for line in text.getvalue().replace("\r", "\n").splitlines() if "5/48" in line][-1]

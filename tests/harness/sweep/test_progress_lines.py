@@ -1,6 +1,8 @@
 """Where no line can be redrawn, each stage and each point has a line of its own, with what is left."""
 
 import io
+import time
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,9 +10,20 @@ import pytest
 from rich.console import Console
 
 from harness import console
+from harness.config.schema import RunConfig, WorkloadConfig
+from harness.sweep.estimate import Fit, Pace, TimeLeft
 from harness.sweep.progress import LiveReporter, PlainReporter, duration, reporting
 
-POINT: Any = SimpleNamespace(label="cache.block_size=8")
+CONFIG = RunConfig(measure=False, workload=WorkloadConfig(num_requests=10))
+POINT: Any = SimpleNamespace(label="cache.block_size=8", config=CONFIG)
+UNKNOWN = Pace({}, 0)
+FIVE_SECONDS = Pace({(False,): Fit(5.0, 0.0, None, 9, 1)}, 9)
+
+
+def left(points: int, pace: Pace = UNKNOWN, workers: int = 1, times: Sequence[float] = ()) -> TimeLeft:
+    """The time left of a sweep of `points` equal points, by a clock that shows `times`."""
+    clock = iter(times).__next__ if times else time.monotonic
+    return TimeLeft(pace, [POINT] * points, workers, clock)
 
 
 def screen(**options: Any) -> tuple[Console, io.StringIO]:
@@ -20,7 +33,7 @@ def screen(**options: Any) -> tuple[Console, io.StringIO]:
 
 def test_each_stage_of_a_point_has_one_line() -> None:
     where, text = screen()
-    reporter = PlainReporter(4, 1, where)
+    reporter = PlainReporter(4, 1, where, left(3))
     reporter.starts(POINT)
     for done in range(3):
         reporter.request("calibrating: lone requests", done, 40)
@@ -36,22 +49,21 @@ def test_each_stage_of_a_point_has_one_line() -> None:
 
 def test_the_time_left_follows_from_the_points_that_ended() -> None:
     where, text = screen()
-    times = iter([0.0, 100.0])
-    PlainReporter(31, 0, where, lambda: next(times)).ends(POINT, None)
+    PlainReporter(31, 0, where, left(31, times=[0.0, 100.0, 100.0])).ends(POINT, None)
     assert text.getvalue().splitlines() == ["[1/31] cache.block_size=8  done  (about 50 min left)"]
 
 
 def test_a_dumb_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "dumb")
     where, _ = screen(force_terminal=True)
-    with reporting(2, 0, where) as reporter:
+    with reporting(2, 0, where, left(2)) as reporter:
         assert isinstance(reporter, PlainReporter)
 
 
 def test_a_terminal_gets_a_line_that_is_redrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     where, _ = screen(force_terminal=True)
-    with reporting(2, 0, where) as reporter:
+    with reporting(2, 0, where, left(2)) as reporter:
         assert isinstance(reporter, LiveReporter)
 
 
@@ -71,3 +83,22 @@ def test_planning_a_few_points_is_silent(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(("seconds", "said"), [(40, "40 s"), (300, "5 min"), (11520, "3.2 h")])
 def test_a_duration_is_said_in_the_unit_that_fits(seconds: float, said: str) -> None:
     assert duration(seconds) == said
+
+
+def test_before_any_point_ended_the_time_left_is_what_earlier_points_took() -> None:
+    assert left(10, FIVE_SECONDS, workers=2, times=[0.0, 0.0]).seconds() == pytest.approx(25.0)
+
+
+def test_the_time_left_follows_this_sweep_when_it_goes_at_another_speed() -> None:
+    found = left(100, FIVE_SECONDS, times=[0.0, *(10.0 * done for done in range(1, 51)), 500.0])
+    for _ in range(50):
+        found.ended(POINT)
+    assert found.seconds() == pytest.approx(50 * 10, rel=0.05)
+
+
+def test_the_time_left_runs_down_while_a_point_runs() -> None:
+    assert left(10, FIVE_SECONDS, times=[0.0, 20.0]).seconds() == pytest.approx(30.0)
+
+
+def test_an_unknown_time_is_not_guessed() -> None:
+    assert left(10).seconds() is None
