@@ -92,6 +92,11 @@ def build_parser() -> argparse.ArgumentParser:
         help="show this run of bench kernels too; default: the sweep's, or one beside the results; none: leave out",
     )
     report.add_argument(
+        "--figures",
+        choices=["all", "svg", "none"],
+        help="all: also as PDF; svg: no PDF; none: sentences and tables alone; default: the sweep's report.figures",
+    )
+    report.add_argument(
         "--against", metavar="FOLDER", help="also say what changed from this store, with bounds"
     )
     report.add_argument(

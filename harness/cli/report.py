@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from harness.config.errors import UserError
 from harness.config.overrides import parse_override, quoted
 from harness.config.paths import NO_KERNELS, check_kernels
-from harness.config.schema import RunConfig
+from harness.config.schema import Figures, RunConfig
 from harness.console import Arguments, numbered, remark, say, shortened
 from harness.store.commit import Layout
 from harness.store.errors import ForeignFileError
@@ -39,6 +39,7 @@ class ReportFunctions(Protocol):
         out: Path | None = None,
         additions: Sequence[Any] = (),
         each: Callable[[Any], None] | None = None,
+        figures: Figures = Figures.all,
     ) -> Path:
         """Write the report of a store and return its page; `each` sees every record of a large sweep."""
         ...
@@ -86,6 +87,7 @@ def write_report(
     report: ReportFunctions | None = None,
     target: Path | None = None,
     kernels: Path | None = None,
+    figures: Figures = Figures.all,
 ) -> Path:
     """Write summary and report of a store again, print the verdict, and note both in the manifest.
 
@@ -95,6 +97,7 @@ def write_report(
         report: takes the place of `harness.report`, which is slow to import.
         target: folder of the report; None takes the store's own.
         kernels: a run of `bench kernels` that gets a section; None leaves it out.
+        figures: what is drawn.
 
     Raises:
         UserError: there is nothing to report on.
@@ -106,7 +109,9 @@ def write_report(
         asked = [point.fingerprint for point in manifest.points] if manifest else list(content.records)
         write_summary(target or out, [content.records[name] for name in asked if name in content.records])
     try:
-        more = {"each": rows.add} if large else {}
+        more: dict[str, Any] = {"each": rows.add} if large else {}
+        if figures is not Figures.all:
+            more["figures"] = figures
         path = report.write_report(out, out=target, additions=_additions(kernels), **more)
         if large:
             rows.write(target or out)
@@ -149,19 +154,28 @@ def _report_if_outdated(out: Path, manifest: Manifest, report: ReportFunctions |
         if path.exists() and path.stat().st_mtime_ns >= _newest_input(out, kernels):
             _say_report(path, known.verdict)
             return
-    write_report(out, manifest, report, kernels=kernels)
+    write_report(out, manifest, report, kernels=kernels, figures=figures_of(manifest))
 
 
 def kernels_of(out: Path, manifest: Manifest | None) -> Path | None:
     """The run of `bench kernels` for a sweep's report: the one that the sweep names, or the one beside its results."""
     from harness.cost.timings import found_run
 
-    key = "report.kernels"
-    texts = [text for text in (manifest.overrides if manifest else ()) if text.startswith(f"{key}=")]
-    named = parse_override(texts[-1]).settings[0].value if texts else None
+    named = _asked("report.kernels", manifest)
     if named is None:
         return found_run(out)
     return None if named == NO_KERNELS else Path(str(named)).expanduser()
+
+
+def figures_of(manifest: Manifest | None) -> Figures:
+    """What the sweep wants to be drawn (`report.figures`); all, where it does not say."""
+    return Figures(str(_asked("report.figures", manifest) or Figures.all))
+
+
+def _asked(key: str, manifest: Manifest | None) -> object:
+    """The value that a sweep's command gave to a key of its report; None where it gave none."""
+    texts = [text for text in (manifest.overrides if manifest else ()) if text.startswith(f"{key}=")]
+    return parse_override(texts[-1]).settings[0].value if texts else None
 
 
 def known_manifest(out: Path) -> Manifest | None:
@@ -216,7 +230,8 @@ def report_command(arguments: Arguments, report: ReportFunctions | None = None) 
     if _asks_for_a_figure(arguments):
         return _write_figure(arguments, root, target)
     manifest = _manifest(root)
-    write_report(root, manifest, report, target, _kernels(arguments.flags.kernels, root, manifest))
+    figures = Figures(arguments.flags.figures) if arguments.flags.figures else figures_of(manifest)
+    write_report(root, manifest, report, target, _kernels(arguments.flags.kernels, root, manifest), figures)
     _summarise(root, arguments.flags.against, arguments.flags.markdown)
     return 0
 
@@ -232,7 +247,12 @@ def _asks_for_a_figure(arguments: Arguments) -> bool:
     given = [name for name, value in parts.items() if value]
     if flags.x is None and given:
         raise UserError(f"{given[0]} needs --x KEY: the setting along the figure's x axis")
-    report = {"--kernels": flags.kernels, "--against": flags.against, "--markdown": flags.markdown}
+    report = {
+        "--kernels": flags.kernels,
+        "--against": flags.against,
+        "--markdown": flags.markdown,
+        "--figures": flags.figures,
+    }
     others = [name for name, value in report.items() if value is not None]
     if flags.x is not None and others:
         raise UserError(f"{others[0]} belongs to the whole report; --x writes one figure alone")

@@ -402,10 +402,19 @@ class OracleConfig:
     allow: AllowedDifference = AllowedDifference.none
 
 
+class Figures(StrEnum):
+    """Which figures a report draws. Drawing a page of one point takes longer than to simulate a thousand requests."""
+
+    all = "all"  # on the page, and as SVG, PDF and CSV beside it
+    svg = "svg"  # the same without the PDFs
+    none = "none"  # sentences and tables alone
+
+
 @dataclass
 class ReportConfig:
     """What the report shows beside the points of the sweep; it changes no point."""
 
+    figures: Figures = Figures.all
     kernels: str | None = None  # folder or table of `bench kernels`; null: beside the results; none: omit
 
 

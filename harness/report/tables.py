@@ -132,19 +132,44 @@ def points_table(records: Sequence[Record], axes: Axes) -> Table:
     sides = ("predicted", "measured", "error") if measured else ("predicted",)
     scales = {name: _scale(name, records) for name in _POINT_METRICS}
     titles = [(f"{METRICS[name].label} ({unit})", len(sides)) for name, (_, unit) in scales.items()]
-    groups = [("", 1 + len(axes.values)), *titles]
+    oracles = _oracles(records)
+    groups = [("", 1 + len(axes.values)), *titles, *((f"same decisions as {name}", 1) for name in oracles)]
     head = [
         "cache",
         *map(short_label, axes.values),
         *(_SHORT[side] for _ in _POINT_METRICS for side in sides),
+        *("steps" for _ in oracles),
     ]
     ordered = sorted(records, key=lambda record: _sort_key(record, axes))
-    rows = [[*_settings(record, axes), *_figures(record, sides, scales)] for record in ordered]
+    rows = [
+        [
+            *_settings(record, axes),
+            *_figures(record, sides, scales),
+            *(_steps_as(record, name) for name in oracles),
+        ]
+        for record in ordered
+    ]
     title = f"All {len(rows):,} points"
     if len(rows) > MOST_POINTS:
         rows = evenly(rows, MOST_POINTS)
         title = f"{MOST_POINTS:,} of {len(ordered):,} points, spread evenly; figures/points.csv has all"
     return Table(head, rows, 1 + len(axes.values), title, len(rows) > _FOLD, groups, sortable=True)
+
+
+def _oracles(records: Sequence[Record]) -> list[str]:
+    """The other systems whose schedulers decided beside ours, with their versions."""
+    found = {f"vLLM {one['version']}" for record in records if (one := record.get("oracle"))}
+    return sorted(found)
+
+
+def _steps_as(record: Record, oracle: str) -> str:
+    """In how many of the point's steps ours decided as `oracle` did."""
+    found = record.get("oracle") or {}
+    if f"vLLM {found.get('version')}" != oracle:
+        return numbers.NONE
+    if found.get("not_compared"):
+        return "not compared"
+    return f"{found.get('compared') or 0:,} of {found.get('steps') or 0:,}"
 
 
 def _settings(record: Record, axes: Axes) -> list[str]:

@@ -1,15 +1,18 @@
 """Writing the report: the page, and every figure as SVG, PDF and CSV beside it."""
 
 import csv
+import io
 from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from harness.config.schema import Figures
 from harness.report import verdict_text
-from harness.report.axes import POLICY, VALUES, Axes, comparison_lines, comparison_table, find_axes
-from harness.report.page import SectionMaker, build_page
+from harness.report.axes import POLICY, VALUES, Axes, comparison_lines, find_axes
+from harness.report.page import ExtraSection, SectionMaker, build_page
 from harness.report.study import EveryRecord, Record, ReportError, Study, read_study
-from harness.report.style import Drawing, Picture, pdf_bytes, style, svg_bytes
+from harness.report.style import Drawing, Missing, Picture, pdf_bytes, style, svg_bytes
 from harness.store.atomic import growing, write_files
 from harness.store.errors import StoreError
 
@@ -19,6 +22,11 @@ if TYPE_CHECKING:
 
 PAGE = "index.html"
 _MOST_CURVES = 6
+FIGURES = (
+    *("errors", "agreement", "memory", "pool_over_time", "kernel"),
+    *("levels", "tradeoff", "heat", "waste"),
+)
+"""The figures that every page has a place for, as their modules name them."""
 
 
 def write_report(
@@ -27,11 +35,13 @@ def write_report(
     out: Path | None = None,
     additions: Sequence[SectionMaker] = (),
     each: Callable[[Record], None] | None = None,
+    figures: Figures = Figures.all,
 ) -> Path:
     """Write the report of a store to `out` (default: the store's folder `report`); returns the page's path.
 
     `additions` make further sections, which other packages provide. `each` is called with every record of a sweep that
-    is too large to be shown whole, while its records are read.
+    is too large to be shown whole, while its records are read. `figures` says what is drawn; without any, matplotlib is
+    not imported.
 
     The page needs no other file and no network. The folder `figures` beside it holds each figure as SVG, as PDF at the
     width of a page, and its data as CSV. Equal stores give equal bytes.
@@ -43,7 +53,7 @@ def write_report(
     study = read_study(store_root, shown_only=each is not None)
     folder = out or store_root / "report"
     try:
-        return _write(study, folder, additions, each)
+        return _write(study, folder, additions, each, figures)
     except StoreError as error:
         raise _unwritable(folder, error) from error
 
@@ -52,17 +62,14 @@ def _write(
     study: Study,
     folder: Path,
     additions: Sequence[SectionMaker],
-    each: Callable[[Record], None] | None = None,
+    each: Callable[[Record], None] | None,
+    figures: Figures,
 ) -> Path:
     axes = find_axes(study.records)
-    with style():
-        pictures = dict(_pictures(study, axes))
-        added = [make(study) for make in additions]
-        pictures |= {picture.name: picture for one in added for picture in one.pictures}
-        files = {name: data for picture in pictures.values() for name, data in _figure_files(picture).items()}
+    pictures, added, files = _drawn(study, axes, additions, figures)
     streamed = study.is_thinned or each is not None
     if not streamed:
-        files["points.csv"] = _csv_bytes(comparison_table(study.records, axes))
+        files["points.csv"] = _points_csv(study.records, axes)
     svgs = {name: files[f"{name}.svg"] for name, picture in pictures.items() if isinstance(picture, Drawing)}
     write_files(folder / "figures", files)
     if streamed:
@@ -72,6 +79,39 @@ def _write(
     write_files(folder, {PAGE: text.encode()})
     _remove_old_figures(folder / "figures", {*pictures}, files)
     return folder / PAGE
+
+
+def _drawn(
+    study: Study, axes: Axes, additions: Sequence[SectionMaker], figures: Figures
+) -> tuple[dict[str, Picture], list[ExtraSection], dict[str, bytes]]:
+    """The pictures by name, the sections of other packages, and the files of the pictures."""
+    if figures is Figures.none and not additions:
+        return _not_drawn(), [], {}
+    with style():
+        added = [make(study) for make in additions]
+        if figures is Figures.none:
+            added = [
+                replace(one, pictures=[_missing(picture.name) for picture in one.pictures]) for one in added
+            ]
+        pictures = _not_drawn() if figures is Figures.none else dict(_pictures(study, axes))
+        pictures |= {picture.name: picture for one in added for picture in one.pictures}
+        pdf = figures is Figures.all
+        files = {
+            name: data
+            for picture in pictures.values()
+            for name, data in _figure_files(picture, pdf=pdf).items()
+        }
+    return pictures, added, files
+
+
+def _not_drawn() -> dict[str, Picture]:
+    return {name: _missing(name) for name in FIGURES}
+
+
+def _missing(name: str) -> Missing:
+    return Missing(
+        name, "Not drawn (report.figures=none). To draw it: python -m harness report FOLDER --figures all"
+    )
 
 
 def _write_points(study: Study, axes: Axes, folder: Path, each: Callable[[Record], None] | None) -> Study:
@@ -89,14 +129,13 @@ def _write_points(study: Study, axes: Axes, folder: Path, each: Callable[[Record
     return every.corrected
 
 
-def _figure_files(picture: Picture) -> dict[str, bytes]:
+def _figure_files(picture: Picture, *, pdf: bool = True) -> dict[str, bytes]:
     if not isinstance(picture, Drawing):
         return {}
-    return {
-        f"{picture.name}.svg": svg_bytes(picture.figure, picture.name),
-        f"{picture.name}.pdf": pdf_bytes(picture.figure),
-        f"{picture.name}.csv": _csv_bytes(picture.data),
-    }
+    files = {f"{picture.name}.svg": svg_bytes(picture.figure, picture.name)}
+    if pdf:  # its fonts take as long as the rest of the drawing
+        files[f"{picture.name}.pdf"] = pdf_bytes(picture.figure)
+    return {**files, f"{picture.name}.csv": _csv_bytes(picture.data)}
 
 
 def write_figure_files(folder: Path, drawing: Drawing) -> list[Path]:
@@ -158,6 +197,16 @@ def _pictures(study: Study, axes: Axes) -> Iterator[tuple[str, Picture]]:
     for key in axes.numeric[:_MOST_CURVES]:
         picture = curves.draw(study, axes, curves.layout_of(axes, key))
         yield picture.name, picture
+
+
+def _points_csv(records: Sequence[Record], axes: Axes) -> bytes:
+    """All metrics of all points."""
+    text = io.StringIO()
+    lines = csv.writer(text, lineterminator="\n")
+    lines.writerow(["point", POLICY, *axes.values, "metric", "unit", *VALUES])
+    for record in records:
+        lines.writerows(comparison_lines(record, axes))
+    return text.getvalue().encode()
 
 
 def _csv_bytes(table: "pd.DataFrame") -> bytes:

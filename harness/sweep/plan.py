@@ -37,7 +37,7 @@ DEFAULT_EXPERIMENT = "default"
 DEFAULT_LABEL = "the default point"
 
 # Settings of a whole sweep: where it is written, how it runs and what it reports. All its points share them.
-FIXED = ("name", "out", "workers", "report.kernels", *EXECUTION_KEYS)
+FIXED = ("name", "out", "workers", "report.kernels", "report.figures", *EXECUTION_KEYS)
 # Settings that do not belong in a point's label.
 UNLABELLED = (
     *(*FIXED, "cost.cache_dir", "cost.recalibrate", "cost.kernels"),

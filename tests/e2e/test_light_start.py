@@ -14,8 +14,9 @@ SCRIPT = """
 import json, sys
 from harness.cli.main import main
 import fake_point
+report = None if "--with-report" in sys.argv else fake_point
 try:
-    code = main(sys.argv[1:], report=fake_point)
+    code = main([word for word in sys.argv[1:] if word != "--with-report"], report=report)
 except SystemExit as stop:
     code = stop.code
 print(json.dumps([code, sorted(sys.modules)]))
@@ -27,7 +28,7 @@ def start(folder: Path, *words: str) -> tuple[int, set[str]]:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, *words],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(SUPPORT)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(SUPPORT), os.environ.get("PYTHONPATH", "")))},
         capture_output=True,
         text=True,
         check=True,
@@ -91,3 +92,20 @@ def test_a_simulated_sweep_needs_no_torch_and_its_repetition_nothing_heavy(tmp_p
     assert code == 0
     assert modules.isdisjoint(HEAVY)
     assert (tmp_path / "results" / "default" / "report.html").exists()
+
+
+def test_a_simulated_point_and_its_report_without_figures_draw_nothing(tmp_path: Path) -> None:
+    code, modules = start(tmp_path, *SIMULATED, "report.figures=none", "--with-report")
+    assert code == 0
+    assert modules.isdisjoint(
+        {"torch", "transformers", "triton", "seaborn", "matplotlib", "fontTools", "PIL"}
+    )
+    assert "report.figures=none" in (tmp_path / "results/default/report/index.html").read_text()
+
+
+def test_a_report_without_pdfs_subsets_no_fonts(tmp_path: Path) -> None:
+    code, modules = start(tmp_path, *SIMULATED, "report.figures=svg", "--with-report")
+    assert code == 0
+    assert modules.isdisjoint({"torch", "transformers", "triton", "seaborn", "fontTools.subset"})
+    figures = tmp_path / "results/default/report/figures"
+    assert {file.suffix for file in figures.iterdir()} == {".svg", ".csv"}

@@ -13,6 +13,7 @@ from harness.report.figures.series import evenly
 from harness.report.figures.timeline import _bin
 from harness.report.provenance import cautions, facts_table, heldout_table
 from harness.report.study import Study
+from harness.report.tables import points_table
 
 
 def point(**settings):
@@ -133,3 +134,24 @@ def test_steps_that_are_not_scheduled_ahead_are_said_of_predicted_devices_alone(
     assert words in " ".join(cautions(study_of("published", scheduler__async_scheduling=False)))
     assert words not in " ".join(cautions(study_of("published", scheduler__async_scheduling=True)))
     assert words not in " ".join(cautions(study_of("fitted", scheduler__async_scheduling=False)))
+
+
+def oracle_cells(*sections):
+    """The last column of the table of points whose records have these sections, and its title."""
+    records = [point(cache__block_size=8 + n) | {"oracle": found} for n, found in enumerate(sections)]
+    table = points_table(records, find_axes(records))
+    return table.groups[-1][0], [row[-1] for row in table.rows]
+
+
+def test_the_table_of_points_says_in_how_many_steps_vllm_decided_the_same():
+    whole = {"version": "0.33.0", "steps": 61_071, "compared": 61_071}
+    ended = {"version": "0.33.0", "steps": 900, "compared": 120, "stopped": "step 121: victim"}
+    other = {"version": "0.33.0", "not_compared": "it has no swapping"}
+    title, cells = oracle_cells(whole, ended, other, None)
+    assert title == "same decisions as vLLM 0.33.0"
+    assert cells == ["61,071 of 61,071", "120 of 900", "not compared", "–"]
+
+
+def test_the_table_of_points_has_no_such_column_where_nothing_was_compared():
+    title, _ = oracle_cells(None, None)
+    assert "vLLM" not in title
