@@ -132,7 +132,19 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _command_modules() -> dict[str, ModuleType]:
     """The commands that have a module with `add` and `run`, in the order of `--help`. None imports anything heavy."""
-    from harness.cli import bench, calibrate, capacity, doctor, gate, logs, scoreboard, serve, trace, twin
+    from harness.cli import (
+        bench,
+        calibrate,
+        capacity,
+        claims,
+        doctor,
+        gate,
+        logs,
+        scoreboard,
+        serve,
+        trace,
+        twin,
+    )
 
     return {
         "doctor": doctor,
@@ -145,6 +157,7 @@ def _command_modules() -> dict[str, ModuleType]:
         "capacity": capacity,
         "twin": twin,
         "scoreboard": scoreboard,
+        "claims": claims,
         "completion": completion,
     }
 

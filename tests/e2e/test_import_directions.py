@@ -57,7 +57,7 @@ UNITS = """
         harness.report.points harness.report.tables
         harness.report.attribution harness.report.provenance harness.report.page harness.report.write
         harness.report.chosen_figure harness.report.summary harness.report
-    harness.capacity harness.serve harness.trace harness.deployment harness.scoreboard
+    harness.capacity harness.serve harness.trace harness.deployment harness.scoreboard harness.papers
     harness.bench
         harness.bench.plugin harness.bench.session harness.bench.policy harness.bench.kernels harness.bench.engine
         harness.bench.sim
@@ -86,6 +86,7 @@ FORBIDDEN = {
     "harness.oracle": TENSORS,
     "harness.sweep": (*HEAVY, *TENSORS, *RUNS),  # it knows a point's function by name alone
     "harness.report": (*TENSORS, *RUNS, "harness.point"),  # it reads a store and nothing else
+    "harness.papers": (),  # claims about attention are computed with the reference of the kernels
     "harness.bench": (),
     "harness.gate": (),
     "harness.cli": (*HEAVY, "paged_kernels"),
