@@ -6,86 +6,42 @@ and instructions. `broken` and `worse` define a regression.
 
 import multiprocessing
 import os
-import re
-import subprocess
-import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from harness.config.errors import UserError
 from harness.environment import kernel_digest
 from harness.gate.baseline import Baseline, Measured, coverage
 from harness.gate.findings import Finding, LayerResult, Verdict
+from harness.gate.machine_code import Built, built, count, listed
 from harness.gate.settings import GateSettings, default_settings
 from harness.kernel_speed.gpus import LATENCIES, SCHEDULERS
 from harness.kernel_speed.predict import Kernel
 from harness.kernel_speed.replay import replay
-from harness.kernel_speed.sass import read_listing, tile_loop
+from harness.kernel_speed.sass import Instruction
 
 if TYPE_CHECKING:
     from paged_kernels.triton.configurations import KernelConfiguration
 
 
-_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(?P<opcode>[A-Z][A-Z0-9_.]*)")
-_BUFFER = re.compile(
-    r"local_alloc : \(\) -> !ttg\.memdesc<(?P<depth>\d+)x(?P<keys>\d+)x(?P<width>\d+)x[^>]*mutable>"
-)
-_USAGE = re.compile(r"REG:(?P<registers>\d+) STACK:(?P<stack>\d+)")
 # Instructions per byte of K and V at which issue slots limit no GPU, of 16-bit and of 8-bit caches.
 GOAL_PER_BYTE = (0.06, 0.12)
 # Bytes on their way in a multiprocessor that hide the memory's latency (Little's law). An H200 delivers about 20 bytes
 # a cycle to each, and its memory answers after 700 cycles (14 KB), near the full rate after several times as many.
 GOAL_IN_FLIGHT = 65_536
+# The compiler makes the same machine code, bit for bit, for sm_86 and sm_89 (but not of 8-bit floats, which sm_86 does
+# not have), so a kernel is compiled for one and judged on both.
+SAME_CODE = {86: 89}
+_BATCH = 8  # kernels that a process compiles before it starts the disassembler
 _UNCOMPILED = "error"  # the key under which a case keeps the compiler's refusal
 
 
-@dataclass(frozen=True)
-class Instructions:
-    """Counts of instructions in the machine code of one kernel.
-
-    `wide_loads` and `narrow_loads` are loads from global memory of 16 bytes and of fewer bytes per thread, including
-    asynchronous copies to shared memory (LDGSTS). `local` are accesses to local memory, which only spills and arrays
-    indexed at run time need. `hmma` and `hgmma` are matrix instructions of a warp and of a warp group (sm_90, sm_100).
-    `conversions` (F2F) change the type of one number at a quarter of the usual rate. `loop` is the length of the loop
-    that loads tiles of K and V, 0 where none does.
-    """
-
-    total: int
-    wide_loads: int
-    narrow_loads: int
-    local: int
-    hmma: int
-    hgmma: int
-    conversions: int = 0
-    loop: int = 0
-
-
-def count(text: str) -> Instructions:
-    """Count the instructions of a disassembly. The total includes the padding at the end (NOP, BRA to itself)."""
-    lines = text.splitlines()
-    opcodes = list(_opcodes(lines))
-    loads = [opcode for opcode in opcodes if opcode.startswith("LDG")]
-    wide = [opcode for opcode in loads if ".128" in opcode]
-    return Instructions(
-        total=len(opcodes),
-        wide_loads=len(wide),
-        narrow_loads=len(loads) - len(wide),
-        local=sum(opcode.partition(".")[0] in ("LDL", "STL") for opcode in opcodes),
-        hmma=sum(opcode.startswith("HMMA") for opcode in opcodes),
-        hgmma=sum(opcode.startswith(("HGMMA", "QGMMA", "UTCHMMA", "UTCQMMA")) for opcode in opcodes),
-        conversions=sum(opcode.partition(".")[0] == "F2F" for opcode in opcodes),
-        loop=len(tile_loop(read_listing(text))),
-    )
-
-
-def _opcodes(lines: Iterable[str]) -> Iterable[str]:
-    for line in lines:
-        match = _INSTRUCTION.match(line)
-        if match:
-            yield match["opcode"]
+class _Batch(NamedTuple):
+    keys: tuple[str, ...]
+    capability: int
+    judged: tuple[int, ...]  # architectures that run what is compiled for `capability`
 
 
 @dataclass(frozen=True)
@@ -141,43 +97,31 @@ def refuse_interpreter() -> None:
         raise UserError("the resource gate compiles kernels; unset TRITON_INTERPRET")
 
 
-def resources(configuration: "KernelConfiguration", capability: int) -> Resources:
-    """Compile for compute capability `capability` (such as 90) and read the resources.
-
-    Raises:
-        RuntimeError: the compiler refused the kernel; the message is the compiler's.
-    """
-    built = compiled(configuration, capability)
-    with tempfile.TemporaryDirectory(prefix="pagetwin-gate-") as folder:
-        file = Path(folder) / "kernel.cubin"
-        file.write_bytes(built.asm["cubin"])
-        usage = _USAGE.search(_tool("cuobjdump", "-res-usage", str(file)))
-        # -ndf leaves out the data-flow analysis, which takes a third of the time and does not change the listing
-        listing = _tool("nvdisasm", "-c", "-ndf", "-hex", str(file))
-    code = count(listing)
-    if usage is None:
-        raise RuntimeError("cuobjdump did not report registers and stack")
+def resources(
+    configuration: "KernelConfiguration", kernel: Built, code: Sequence[Instruction], capability: int
+) -> Resources:
+    """The resources of a kernel that was compiled for `capability` (such as 90), and of its instructions."""
+    counts = count(code)
     crowd = -(-configuration.num_warps // SCHEDULERS)
-    warp = replay(read_listing(listing), LATENCIES[capability], crowd)
-    registers, shared_bytes = int(usage["registers"]), int(built.metadata.shared)
-    kernel = Kernel(registers, shared_bytes, configuration.num_warps, warp)
+    warp = replay(code, LATENCIES[capability], crowd)
+    speed = Kernel(kernel.registers, kernel.shared_bytes, configuration.num_warps, warp)
     return Resources(
-        registers=registers,
-        stack_bytes=int(usage["stack"]),
-        shared_bytes=shared_bytes,
-        depth=pipeline_depth(built.asm["ttgir"], configuration.kv_tile),
-        instructions=code.total,
-        wide_loads=code.wide_loads,
-        narrow_loads=code.narrow_loads,
-        local=code.local,
-        hmma=code.hmma,
-        hgmma=code.hgmma,
-        conversions=code.conversions,
-        loop=code.loop,
-        per_byte=_per_byte(configuration, code.loop),
+        registers=kernel.registers,
+        stack_bytes=kernel.stack_bytes,
+        shared_bytes=kernel.shared_bytes,
+        depth=kernel.depth,
+        instructions=counts.total,
+        wide_loads=counts.wide_loads,
+        narrow_loads=counts.narrow_loads,
+        local=counts.local,
+        hmma=counts.hmma,
+        hgmma=counts.hgmma,
+        conversions=counts.conversions,
+        loop=counts.loop,
+        per_byte=_per_byte(configuration, counts.loop),
         most_per_byte=configuration.most_per_byte,
-        programs=kernel.seats(capability),
-        in_flight=round(kernel.in_flight(capability)),
+        programs=speed.seats(capability),
+        in_flight=round(speed.in_flight(capability)),
         prologue=round(warp.prologue),
         tile=round(warp.loop),
         epilogue=round(warp.epilogue),
@@ -195,38 +139,6 @@ def _per_byte(configuration: "KernelConfiguration", loop: int) -> float:
     if not configuration.kv_bytes:
         return 0.0
     return round(loop * configuration.num_warps / configuration.kv_bytes, 4)
-
-
-def compiled(configuration: "KernelConfiguration", capability: int) -> Any:
-    """Triton's compiled kernel. The compiler is told which arguments are multiples of 16, which makes loads wide."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, compile
-
-    source = ASTSource(
-        fn=configuration.kernel,
-        signature=dict(configuration.signature),
-        constexprs=configuration.fixed,
-        attrs=configuration.facts,
-    )
-    target = GPUTarget("cuda", capability, 32)
-    return compile(source, target=target, options=configuration.options)
-
-
-def pipeline_depth(ttgir: str, kv_tile: tuple[int, int] | None) -> int:
-    """Tiles in the K or V buffer (the smaller number), from Triton's GPU dialect; 0 where no tile is staged."""
-    found = [tuple(map(int, shape)) for shape in _BUFFER.findall(ttgir)]
-    return min((depth for depth, *tile in found if tuple(tile) == kv_tile), default=0)
-
-
-def _tool(name: str, *words: str) -> str:
-    """The output of a tool in Triton's NVIDIA backend. Raises RuntimeError where it fails."""
-    import triton.backends.nvidia.compiler as backend
-
-    program = Path(backend.__file__).parent / "bin" / name
-    done = subprocess.run((str(program), *words), capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise RuntimeError(f"{name} failed: {done.stderr or done.stdout}")
-    return done.stdout
 
 
 def compare_kernel(case: str, capability: int, now: Resources, before: Resources, more: float) -> Finding:
@@ -299,10 +211,9 @@ def measure() -> Measured:
         UserError: TRITON_INTERPRET is set.
     """
     refuse_interpreter()
-    pairs = _case_pairs()
     # spawned processes start the compiler anew; forked ones would share open state of torch and Triton
     with ProcessPoolExecutor(os.cpu_count() or 1, multiprocessing.get_context("spawn")) as pool:
-        return measured(dict(pool.map(_measure, pairs, chunksize=4)))
+        return measured({name: case for found in pool.map(_measure, _batches()) for name, case in found})
 
 
 def measured(cases: dict[str, dict[str, Any]]) -> Measured:
@@ -315,11 +226,35 @@ def measured(cases: dict[str, dict[str, Any]]) -> Measured:
 
 def compiled_case(configuration: "KernelConfiguration", capability: int) -> tuple[str, dict[str, Any]]:
     """The name of one compiled kernel, and its resources or the compiler's error."""
-    name = _name(configuration.key, capability)
-    try:
-        return name, asdict(resources(configuration, capability))
-    except Exception as error:  # any error of the compiler becomes a finding on this case
-        return name, {_UNCOMPILED: _in_one_line(error)}
+    (case,) = compiled_cases([configuration], capability, (capability,))
+    return case
+
+
+def compiled_cases(
+    configurations: "Sequence[KernelConfiguration]", capability: int, judged: Sequence[int]
+) -> list[tuple[str, dict[str, Any]]]:
+    """Names and resources (or the compiler's error) of kernels that are compiled for one architecture.
+
+    `judged` are the architectures that run this code; each configuration is judged on those that it names.
+    """
+    kernels: list[Built | Exception] = []
+    for one in configurations:
+        try:
+            kernels.append(built(one, capability))
+        except Exception as error:  # any error of the compiler becomes a finding on this case
+            kernels.append(error)
+    codes = listed([kernel.code for kernel in kernels if isinstance(kernel, Built)], capability)
+    cases = []
+    for one, kernel in zip(configurations, kernels, strict=True):
+        code = next(codes) if isinstance(kernel, Built) else ()
+        for arch in judged:
+            case = (
+                asdict(resources(one, kernel, code, arch))
+                if isinstance(kernel, Built)
+                else {_UNCOMPILED: _in_one_line(kernel)}
+            )
+            cases.append((_name(one.key, arch), case))
+    return cases
 
 
 def judge(now: Measured, baseline: Baseline, settings: GateSettings | None = None) -> LayerResult:
@@ -391,10 +326,26 @@ def _name(key: str, capability: int) -> str:
     return f"{key} sm_{capability}"
 
 
-def _measure(pair: tuple[str, int]) -> tuple[str, dict[str, Any]]:
-    key, capability = pair
-    found = next(one for one in _configurations() if one.key == key)
-    return compiled_case(found, capability)
+def _batches() -> list[_Batch]:
+    """What a process compiles at a time: the kernels of one architecture, the slowest architectures first."""
+    compiled_for: dict[tuple[int, tuple[int, ...]], list[str]] = {}
+    for one in _configurations():
+        for arch in one.capabilities:
+            twin = SAME_CODE.get(arch)
+            if twin in one.capabilities:
+                continue
+            judged = tuple(other for other in one.capabilities if arch in (other, SAME_CODE.get(other)))
+            compiled_for.setdefault((arch, judged), []).append(one.key)
+    return [
+        _Batch(tuple(keys[start : start + _BATCH]), arch, judged)
+        for (arch, judged), keys in sorted(compiled_for.items(), key=lambda item: item[0], reverse=True)
+        for start in range(0, len(keys), _BATCH)
+    ]
+
+
+def _measure(batch: _Batch) -> list[tuple[str, dict[str, Any]]]:
+    known = {one.key: one for one in _configurations()}
+    return compiled_cases([known[key] for key in batch.keys], batch.capability, batch.judged)
 
 
 def _configurations() -> "list[KernelConfiguration]":

@@ -17,7 +17,7 @@ _LINE = re.compile(
 _HIGH = re.compile(r"^\s*/\* 0x(?P<high>[0-9a-f]{16}) \*/")
 _TEXT = re.compile(r"^(?:@(?P<guard>!?U?P\w+)\s+)?(?P<opcode>[A-Z][A-Za-z0-9_.]*)(?:\s+(?P<operands>.*))?$")
 _LABEL = re.compile(r"^\s*(?P<label>\.L_\w+):")
-_TARGET = re.compile(r"`\((?P<label>\.L_\w+)\)|\b0x(?P<address>[0-9a-f]+)$")
+_TARGET = re.compile(r"`\((?P<label>\.L_\w+)\)|\b0x(?P<address>[0-9a-f]+)(?=\s|$)")
 _NONE = 7  # the number that names no scoreboard
 _NO_CONTROL = _NONE << 46 | _NONE << 49
 

@@ -4,7 +4,6 @@ import pytest
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from paged_kernels.triton.configurations import kernel_configurations
 from paged_kernels.triton.launch import (
@@ -31,10 +30,7 @@ SAMPLE = (
 def compiled(key, capability):
     """The kernel for one architecture, with the facts that the launcher guarantees."""
     case = CONFIGURATIONS[key]
-    source = ASTSource(
-        fn=case.kernel, signature=dict(case.signature), constexprs=case.fixed, attrs=case.facts
-    )
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=case.options)
+    return triton.compile(case.source, target=GPUTarget("cuda", capability, 32), options=case.options)
 
 
 @pytest.mark.parametrize("key", SAMPLE)

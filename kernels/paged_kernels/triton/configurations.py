@@ -88,8 +88,7 @@ FREE = frozenset({"window", "rows", "target", "sequences", "groups", "table_row"
 class KernelConfiguration:
     """A kernel with every constant fixed, as the launcher would launch it for one shape.
 
-    `triton.compiler.ASTSource(fn=kernel, signature=signature, constexprs=fixed, attrs=facts)` takes the fields
-    unchanged.
+    `triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)` compiles it without a GPU.
     """
 
     key: str  # unique and stable, e.g. "decode/bf16/d128/g4/bs16/vector"
@@ -106,6 +105,15 @@ class KernelConfiguration:
     kv_bytes: int = 0  # K and V of one tile, of a decode kernel
     most_per_byte: float = 0.0  # instructions of a warp per byte of K and V that are promised; 0: no promise
     capabilities: tuple[int, ...] = field(default=TUNED)  # architectures that the gate compiles it for
+
+    @property
+    def source(self) -> Any:
+        """The kernel with its types, constants and facts, as Triton's compiler takes it."""
+        from triton.compiler import ASTSource
+
+        return ASTSource(
+            fn=self.kernel, signature=dict(self.signature), constexprs=self.fixed, attrs=self.facts
+        )
 
     @property
     def fixed(self) -> dict[tuple[int], Any]:

@@ -9,18 +9,19 @@ import pytest
 
 from harness.gate.baseline import Baseline
 from harness.gate.findings import Finding, Verdict
+from harness.gate.machine_code import Instructions, built, count, listed, pipeline_depth
 from harness.gate.resource import (
-    Instructions,
+    SAME_CODE,
     Resources,
     case_names,
     compare_kernel,
     compiled_case,
-    count,
+    compiled_cases,
     judge,
     measured,
-    pipeline_depth,
     unfit,
 )
+from harness.kernel_speed.sass import read_listing
 
 GOOD = Resources(
     registers=96, stack_bytes=0, shared_bytes=67_072, depth=2, instructions=1400,
@@ -200,6 +201,37 @@ def test_every_architecture_is_compiled() -> None:
     assert compiled == {80, 86, 89, 90, 100, 120}
 
 
+@pytest.mark.parametrize(
+    "key",
+    [
+        "decode/bf16/d128/g4/bs16/vector",
+        "prefill/bf16/d256/g4/bs16/vector/sm_86",
+        "prefix/bf16/d128/g4/bs16/vector/sm_80",
+    ],
+)
+def test_architectures_that_are_compiled_once_have_the_same_code(key: str) -> None:
+    one = configuration(key)
+    for arch, twin in SAME_CODE.items():
+        assert built(one, arch).code == built(one, twin).code
+
+
+def test_kernels_that_are_listed_together_are_read_as_each_alone(decode: Any) -> None:
+    copy = configuration("copy/bf16")
+    codes = [built(one, 120).code for one in (copy, decode)]
+    together, alone = list(listed(codes, 120)), [next(listed([code], 120)) for code in codes]
+    for some, same in zip(
+        together, alone, strict=True
+    ):  # operands hold addresses, which follow the place in the list
+        assert [replace(one, operands="") for one in some] == [replace(one, operands="") for one in same]
+
+
+def test_a_kernel_that_does_not_compile_leaves_the_others_of_its_batch(decode: Any) -> None:
+    wrong = replace(decode, key="wrong", constants={**decode.constants, "TILE": 48})
+    cases = dict(compiled_cases([wrong, decode], 90, (90,)))
+    assert set(cases["wrong sm_90"]) == {"error"}
+    assert cases["decode/bf16/d128/g4/bs16/vector sm_90"] == compiled_case(decode, 90)[1]
+
+
 def test_a_kernel_that_does_not_compile_is_a_finding_and_no_crash(decode: Any, before: Baseline) -> None:
     wrong = replace(decode, constants={**decode.constants, "TILE": 48})
     finding = judged(wrong, before)
@@ -273,7 +305,9 @@ def test_instructions_are_counted_from_a_disassembly() -> None:
     .L_x_1:
         /*0080*/                   BRA `(.L_x_1) ;
 """
-    assert count(text) == Instructions(total=9, wide_loads=2, narrow_loads=1, local=2, hmma=1, hgmma=1)
+    assert count(read_listing(text)) == Instructions(
+        total=9, wide_loads=2, narrow_loads=1, local=2, hmma=1, hgmma=1
+    )
 
 
 def test_the_loop_is_the_one_that_loads_tiles() -> None:
@@ -294,8 +328,8 @@ def test_the_loop_is_the_one_that_loads_tiles() -> None:
         /*0090*/                   BRA `(.L_x_4) ;
         /*00a0*/                   BRA `(.L_x_2) ;
 """
-    assert count(text).loop == 4
-    assert count(text).conversions == 1
+    assert count(read_listing(text)).loop == 4
+    assert count(read_listing(text)).conversions == 1
 
 
 def test_the_depth_is_the_smaller_of_both_buffers() -> None:
