@@ -179,10 +179,9 @@ class KeyIdentity:
     """Block hashes from a trace's ordered prefix segments `(key, tokens)`; key None means unique to this request.
 
     The hash of a block covers the pieces of segments that lie in it. From the first unique piece on, every block is
-    private and is not hashed: so a million requests cost little.
+    private and is not hashed: so a million requests cost little. With `output`, the key and the tokens of what the
+    request generates, a later prompt that goes on behind it with the same key finds these blocks too.
     """
-
-    shares_outputs = False
 
     def __init__(
         self,
@@ -191,20 +190,27 @@ class KeyIdentity:
         salt: str = "",
         *,
         adapter: str | None = None,
+        output: tuple[int, int] | None = None,
     ) -> None:
         self._segments = segments
         self.salt, self.adapter = salt, adapter
+        self._output = output
+        self.shares_outputs = output is not None and all(key is not None for key, _ in segments)
 
     def prompt_hashes(self, block_size: int) -> Sequence[bytes]:
         """Chained hashes of the leading blocks that lie completely in segments with a key."""
-        keyed = self._leading_keyed()
+        return self._hashes(self._leading_keyed(), block_size)
+
+    def generated_hashes(self, branch: int, block_size: int) -> Sequence[bytes]:
+        """Empty if outputs are private; else the hashes of the whole sequence, whose end is known from the start."""
+        if not self.shares_outputs or self._output is None:
+            return ()
+        return self._hashes([*self._leading_keyed(), self._output], block_size)
+
+    def _hashes(self, keyed: list[tuple[int, int]], block_size: int) -> Sequence[bytes]:
         if sum(tokens for _, tokens in keyed) < block_size:
             return ()
         return _segment_hashes(tuple(keyed), block_size, _root(self.salt, self.adapter))
-
-    def generated_hashes(self, branch: int, block_size: int) -> list[bytes]:
-        """Always empty: outputs are private."""
-        return []
 
     def token_ids(self, branch: int, first: int, end: int) -> list[int]:
         """Always empty: a trace names its texts and has no tokens."""

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 _MORE = """\
 FOLDER holds a log of requests (vllm bench serve --save-detailed, OpenTelemetry spans, SGLang's request log, GuideLLM,
 AIPerf, LLMServingSim's recorder, or a CSV of arrival_s, prompt_tokens, output_tokens, first_token_s, last_token_s) and
-may hold the engine's settings (command line, YAML, JSON, server log), a series of its state, and the workload as a
-PageTwin trace. Overrides (key=value) say what the files do not, and win over them: device=h100, model=llama31_8b.
+may hold the engine's settings (command line, YAML, JSON, server log), a series of its state, its KV events (trace
+capture), and the workload as a PageTwin trace. Overrides (key=value) say what the files do not, and win over them:
+device=h100, model=llama31_8b.
 With --metrics the state of a live server is scraped into FOLDER first, while the load that is logged there runs.
 Exit codes: 0 done, 2 the input was wrong.
 example:
@@ -72,6 +73,11 @@ def run(arguments: "Arguments") -> int:
     say(verdict(twin))
     for name, (mean, bias, top) in twin.series_errors().items():
         say(f"  {name:8} mean absolute error {mean:.2f} (bias {bias:+.2f}) of at most {top:.1f}")
+    hits, expected = twin.hits
+    if hits is not None:
+        say(
+            f"  prompt tokens found in the prefix cache: {100 * hits:.1f} %, predicted {100 * expected:.1f} %"
+        )
     say(str(page))
     return 0
 

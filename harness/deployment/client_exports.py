@@ -1,10 +1,11 @@
-"""Exports of load generators: GuideLLM's benchmark file, AIPerf's records, and a plain CSV.
+"""Exports of load generators: GuideLLM's benchmark file, AIPerf's records, and a plain log (CSV or JSON lines).
 
 GuideLLM 0.8.1: JSON with `benchmarks[i].requests.successful`; the times are in `info.timings`, in 0.3 and before in the
 request itself (`start_time`, `first_token_time`, `last_token_time`). AIPerf 0.13.0: `profile_export.jsonl`, one record
 of `metadata` and `metrics` a line. Both have wall-clock times of the client.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 from harness.deployment.documents import JsonDocument
@@ -27,7 +28,11 @@ from traces.formats.files import SourceFile
 from traces.formats.parsing import MAX_INTEGER, kind, plain_integer, split_fields
 
 PLAIN_COLUMNS = ("arrival_s", "prompt_tokens", "output_tokens", "first_token_s", "last_token_s")
-_PLAIN_MORE = ("request_id", "queued_s", "scheduled_s", "cached_tokens")
+PLAIN_MORE = (
+    *("request_id", "queued_s", "scheduled_s", "cached_tokens"),
+    *("hash_ids", "hash_block_tokens", "prefix", "prefix_tokens"),
+)
+_SECONDS = ("arrival_s", "first_token_s", "last_token_s", "queued_s", "scheduled_s")
 
 
 def read_guidellm(file: SourceFile) -> RequestLog:
@@ -157,37 +162,85 @@ def _metric(metrics: dict[str, Any], name: str, unit: str) -> float:
     return as_number(entry["value"], f"metrics.{name}.value")
 
 
-def read_plain_csv(file: SourceFile) -> RequestLog:
-    """A CSV of arrivals, lengths, first and last token; seconds on one clock. Raises TraceError."""
-    log = RequestLog("plain CSV", file)
-    header = split_fields(file.first_line)
-    more = tuple(name for name in _PLAIN_MORE if name in header)
-    unused = [name for name in header if name not in (*PLAIN_COLUMNS, *more)]
-    if unused:
-        log.notes.append(f"{file.name}: columns that are not read: {', '.join(unused)}.")
-    for line, fields in csv_rows(file, (*PLAIN_COLUMNS, *more)):
+def read_plain(file: SourceFile) -> RequestLog:
+    """A CSV of arrivals, lengths, first and last token, or JSON lines with the same names; seconds on one clock.
+
+    `hash_ids` are ids of the prompt's blocks: a list, in CSV separated by spaces. Raises TraceError.
+    """
+    log = RequestLog("plain log", file)
+    is_json = file.first_line.lstrip().startswith("{")
+    unused: dict[str, None] = {}
+    for line, fields in _plain_objects(file, unused) if is_json else _plain_fields(file, unused):
         try:
-            row = _plain_row(fields, line)
+            row = _plain_row(fields, line, line if is_json else line - 1)
+            if "hash_block_tokens" in fields:
+                _note_block(log, plain_integer(fields["hash_block_tokens"], "hash_block_tokens", 1))
         except RowError as error:
             raise located(file, line, error) from error
         log.drop(row) if isinstance(row, str) else log.rows.append(row)
+    if unused:
+        log.notes.append(f"{file.name}: columns that are not read: {', '.join(unused)}.")
     return log
 
 
-def _plain_row(fields: dict[str, str], line: int) -> LoggedRequest | str:
-    prompt = plain_integer(fields["prompt_tokens"].strip(), "prompt_tokens", 1)
-    output = plain_integer(fields["output_tokens"].strip(), "output_tokens", 0)
+def _plain_fields(file: SourceFile, unused: dict[str, None]) -> Iterator[tuple[int, dict[str, str]]]:
+    header = split_fields(file.first_line)
+    more = tuple(name for name in PLAIN_MORE if name in header)
+    unused |= dict.fromkeys(name for name in header if name not in (*PLAIN_COLUMNS, *more))
+    for line, fields in csv_rows(file, (*PLAIN_COLUMNS, *more)):
+        yield (
+            line,
+            {name: text.strip() for name, text in fields.items() if name in PLAIN_COLUMNS or text.strip()},
+        )
+
+
+def _plain_objects(file: SourceFile, unused: dict[str, None]) -> Iterator[tuple[int, dict[str, str]]]:
+    for line, record in json_lines(file):
+        unused |= dict.fromkeys(name for name in record if name not in (*PLAIN_COLUMNS, *PLAIN_MORE))
+        try:
+            found = {
+                name: _plain_text(record[name], name)
+                for name in (*PLAIN_COLUMNS, *PLAIN_MORE)
+                if record.get(name) is not None
+            }
+            for name in PLAIN_COLUMNS[:3]:
+                number(record, name)
+        except RowError as error:
+            raise located(file, line, error) from error
+        yield line, {**dict.fromkeys(PLAIN_COLUMNS, ""), **found}
+
+
+def _plain_text(value: Any, name: str) -> str:
+    """A JSON value as the text that a CSV would have. Raises RowError."""
+    if name == "hash_ids":
+        if not isinstance(value, list) or not all(type(one) in (int, str) for one in value):
+            raise RowError(name, f"list of numbers or strings expected, found {kind(value)}")
+        return " ".join(map(str, value))
+    if name in ("request_id", "prefix") and isinstance(value, str | int) and not isinstance(value, bool):
+        return str(value)
+    found = as_number(value, name)
+    return str(int(found)) if found == int(found) and name not in _SECONDS else repr(found)
+
+
+def _note_block(log: RequestLog, tokens: int) -> None:
+    if log.block_tokens not in (None, tokens):
+        raise RowError("hash_block_tokens", f"{tokens}, but {log.block_tokens} before; one size in a log")
+    log.block_tokens = tokens
+
+
+def _plain_row(fields: dict[str, str], line: int, number_of_row: int) -> LoggedRequest | str:
+    prompt = plain_integer(fields["prompt_tokens"], "prompt_tokens", 1)
+    output = plain_integer(fields["output_tokens"], "output_tokens", 0)
     arrival = text_number(fields, "arrival_s")
-    if not output or not fields["first_token_s"].strip():
+    if not output or not fields["first_token_s"]:
         return "no output token"
     times = {name: text_number(fields, name) for name in ("queued_s", "scheduled_s") if name in fields}
-    cached = (
-        plain_integer(fields["cached_tokens"].strip(), "cached_tokens", 0)
-        if "cached_tokens" in fields
-        else None
-    )
+    cached = plain_integer(fields["cached_tokens"], "cached_tokens", 0) if "cached_tokens" in fields else None
+    if cached is not None and cached > prompt:
+        raise RowError("cached_tokens", f"{cached} is more than prompt_tokens {prompt}")
+    ids = tuple(fields["hash_ids"].strip("[]").replace(",", " ").split()) if "hash_ids" in fields else None
     return LoggedRequest(
-        fields.get("request_id", str(line - 2)),
+        fields.get("request_id", str(number_of_row - 1)),
         arrival,
         text_number(fields, "first_token_s"),
         text_number(fields, "last_token_s"),
@@ -196,5 +249,20 @@ def _plain_row(fields: dict[str, str], line: int) -> LoggedRequest | str:
         times.get("queued_s"),
         times.get("scheduled_s"),
         cached,
+        hash_ids=ids,
+        **_prefix(fields, prompt),
         line=line,
     )
+
+
+def _prefix(fields: dict[str, str], prompt: int) -> dict[str, Any]:
+    """The named beginning of a prompt. Raises RowError."""
+    if ("prefix" in fields) != ("prefix_tokens" in fields):
+        absent = "prefix_tokens" if "prefix" in fields else "prefix"
+        raise RowError(absent, "is empty; prefix and prefix_tokens go together")
+    if "prefix" not in fields:
+        return {}
+    tokens = plain_integer(fields["prefix_tokens"], "prefix_tokens", 1)
+    if tokens > prompt:
+        raise RowError("prefix_tokens", f"{tokens} is more than prompt_tokens {prompt}")
+    return {"prefix": fields["prefix"], "prefix_tokens": tokens}

@@ -86,6 +86,8 @@ def predictor(config: RunConfig, workload: Trace) -> Predict:
         ConfigError: a request of the log can never be served with these settings.
     """
     built = build_workload(config, workload)
+    if any(row.output_key is not None for row in workload.requests):
+        built = replace(built, shared_outputs=True)
     if len(built.trace.requests) != len(workload.requests):
         missing = len(workload.requests) - len(built.trace.requests)
         raise ConfigError(

@@ -4,7 +4,7 @@ A folder has one log of requests. It may have the engine's settings, a series of
 with the sharing between prompts. Files that are none of these are named in the notes.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -18,11 +18,12 @@ from harness.deployment.recognising import READERS, Found, read_path
 from harness.deployment.rows import LoggedRequest, RequestLog
 from harness.deployment.settings import EngineSettings
 from harness.deployment.sglang_settings import with_sglang_defaults
+from harness.deployment.sharing import trace_of_log
+from harness.deployment.stored_blocks import BlockEvents
 from harness.deployment.vllm_settings import with_vllm_defaults
 from traces.errors import TraceError
 from traces.formats.files import SourceFile
-from traces.formats.segments import Tokens, TokenTree
-from traces.trace import CHAINED, Segment, Trace, TraceHeader, TraceRequest
+from traces.trace import Trace
 
 T = TypeVar("T")
 _IGNORED = ("LICENSE", "LICENCE", "README", "README.md", "NOTICE")
@@ -63,10 +64,11 @@ def _deployment(folder: Path) -> Deployment:
     times = _times(log, rows, origin)
     notes = [*found.notes, *log.notes]
     workload = _only(folder, found.workloads, "workload")
+    events = _only(folder, found.events, "file of KV events")
     if workload is None:
-        trace, shared = _trace_of_log(log, rows, times, found.prompts)
+        trace, sharing = trace_of_log(log, rows, times, found.prompts, events)
     else:
-        trace, shared = _matched(workload, log, rows, times), "known"
+        trace, sharing = _matched(workload, log, rows, times), _unused(events)
     series = _only(folder, found.series or found.printed, "series")
     if series is not None:
         series, note = _on_clock(series, times)
@@ -80,7 +82,7 @@ def _deployment(folder: Path) -> Deployment:
         series,
         tuple(_names(found)),
         log.dropped,
-        tuple(notes + _assumptions(times, shared)),
+        (*notes, *_assumptions(times), *sharing),
     )
 
 
@@ -95,10 +97,10 @@ def _files(folder: Path) -> list[Path]:
 def _names(found: Found) -> list[str]:
     files = [log.file for log in found.requests or found.printed_requests]
     files += [file for group in (found.settings, found.series, found.workloads) for file, _ in group]
-    return list(dict.fromkeys(file.name for file in files))
+    return list(dict.fromkeys([*(file.name for file in files), *(path.name for path, _ in found.events)]))
 
 
-def _only(folder: Path, found: Sequence[tuple[SourceFile, T]], what: str) -> T | None:
+def _only(folder: Path, found: Sequence[tuple[SourceFile | Path, T]], what: str) -> T | None:
     if len(found) > 1:
         names = ", ".join(file.name for file, _ in found)
         raise DeploymentError(str(folder), None, None, f"more than one {what}: {names}; keep one of them")
@@ -178,55 +180,6 @@ def _arrivals_us(times: RequestTimes) -> list[int]:
     return [round(value * 1e6) for value in times.entered_s]
 
 
-def _trace_of_log(
-    log: RequestLog,
-    rows: Sequence[LoggedRequest],
-    times: RequestTimes,
-    prompts: Mapping[str, tuple[int, ...]],
-) -> tuple[Trace, str]:
-    """The requests as a trace, and how much is known of what their prompts share: known, a count, or nothing.
-
-    Prompts whose token ids a log has are cut where they differ. Ids that a log cut short are the prompt's beginning.
-    """
-    tree, ids = TokenTree(), [_ids_of(row, prompts) for row in rows]
-    for tokens in ids:
-        if len(tokens):
-            tree.insert(tokens, (len(tokens),))
-    requests = tuple(
-        TraceRequest(
-            i, at_us, row.prompt_tokens, row.output_tokens, _segments(tree, tokens, row.prompt_tokens)
-        )
-        for i, (row, at_us, tokens) in enumerate(zip(rows, _arrivals_us(times), ids, strict=True))
-    )
-    count = sum(bool(len(tokens)) for tokens in ids)
-    shared = "known" if count == len(rows) else f"{count:,} of {len(rows):,} requests" if count else ""
-    header = TraceHeader(
-        log.file.name,
-        log.format,
-        log.file.name,
-        CHAINED,
-        None,
-        1,
-        log.file.sha256,
-        log.read,
-        len(rows),
-        log.dropped,
-    )
-    return Trace(header, requests), shared
-
-
-def _ids_of(row: LoggedRequest, prompts: Mapping[str, tuple[int, ...]]) -> Tokens:
-    """The token ids of a request, which a log may hold under its name with the number of the prompt behind it."""
-    found = row.prompt_ids or prompts.get(row.request_id) or prompts.get(f"{row.request_id}-0") or ()
-    return np.array(found[: row.prompt_tokens], np.int64)
-
-
-def _segments(tree: TokenTree, tokens: Tokens, length: int) -> tuple[Segment, ...]:
-    known = tree.segments(tokens) if len(tokens) else ()
-    rest = length - len(tokens)
-    return (*known, Segment(None, rest)) if rest else known
-
-
 def _matched(workload: Trace, log: RequestLog, rows: Sequence[LoggedRequest], times: RequestTimes) -> Trace:
     """The workload's prompts at the log's times. Its i-th request is the i-th row of the log's file."""
     read = log.read
@@ -293,17 +246,16 @@ def _merged_settings(found: Found, log: RequestLog) -> EngineSettings:
     return with_sglang_defaults(with_vllm_defaults(merged))
 
 
-def _assumptions(times: RequestTimes, shared: str) -> list[str]:
-    found = []
-    if times.queued_s is None:
-        found.append(
-            "requests: the log has no time of the scheduler's queue, so the time to first token counts from the "
-            "arrival and includes what the server does before."
-        )
-    if not shared:
-        found.append("requests: the log does not say which prompts share a beginning; none is assumed to.")
-    elif shared != "known":
-        found.append(
-            f"requests: token ids of prompts are known of {shared}; the others are taken to share nothing."
-        )
-    return found
+def _unused(events: BlockEvents | None) -> tuple[str, ...]:
+    return (
+        () if events is None else (f"{events.file}: KV events, not used: the workload says what is shared.",)
+    )
+
+
+def _assumptions(times: RequestTimes) -> list[str]:
+    if times.queued_s is not None:
+        return []
+    return [
+        "requests: the log has no time of the scheduler's queue, so the time to first token counts from the arrival "
+        "and includes what the server does before."
+    ]

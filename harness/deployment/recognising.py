@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.deployment.bench_result import KEYS, read_bench_result
-from harness.deployment.client_exports import PLAIN_COLUMNS, read_aiperf, read_guidellm, read_plain_csv
+from harness.deployment.client_exports import PLAIN_COLUMNS, read_aiperf, read_guidellm, read_plain
 from harness.deployment.log import Timeseries
 from harness.deployment.recorder_log import SERIES_COLUMNS, read_recorded_requests, read_recorded_series
 from harness.deployment.rows import RequestLog
@@ -23,6 +23,7 @@ from harness.deployment.settings_files import (
 )
 from harness.deployment.sglang_log import is_sglang_log, read_sglang_requests
 from harness.deployment.span_log import read_spans
+from harness.deployment.stored_blocks import BlockEvents, read_block_events
 from harness.deployment.vllm_request_log import is_request_log, read_vllm_requests
 from traces.errors import TraceError
 from traces.formats.files import SourceFile, open_source
@@ -48,6 +49,7 @@ class Found:
     settings: list[tuple[SourceFile, EngineSettings]] = field(default_factory=list)
     printed_requests: list[RequestLog] = field(default_factory=list)  # the same of requests
     prompts: dict[str, tuple[int, ...]] = field(default_factory=dict)  # token ids by request
+    events: list[tuple[Path, BlockEvents]] = field(default_factory=list)  # KV cache events
     notes: list[str] = field(default_factory=list)
 
 
@@ -57,10 +59,7 @@ _Reader = Callable[[SourceFile, Found], None]
 def read_path(path: Path, found: Found, *, alone: bool) -> None:
     """Read a file. What is no text is named in the notes, unless it is all there is."""
     if is_events(path):
-        found.notes.append(
-            f"{path.name}: KV events, which do not say to which request a block belongs: not read here. As a trace of "
-            "blocks they are trace=kv_events."
-        )
+        found.events.append((path, read_block_events(path)))
         return
     try:
         file = open_source(path)
@@ -186,7 +185,11 @@ READERS: dict[str, tuple[Callable[[_Head], bool], _Reader]] = {
     "SGLang's request log": (lambda head: is_sglang_log(head.text), _log(read_sglang_requests)),
     "a CSV of " + ", ".join(PLAIN_COLUMNS): (
         lambda head: {"arrival_s", "first_token_s"} <= set(head.first.split(",")),
-        _log(read_plain_csv),
+        _log(read_plain),
+    ),
+    "JSON lines with the same names": (
+        lambda head: head.has("arrival_s", "first_token_s"),
+        _log(read_plain),
     ),
     "the engine's arguments as JSON": (
         lambda head: head.first.startswith("{") and is_json_settings(head.object),

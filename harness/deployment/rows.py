@@ -29,6 +29,9 @@ class LoggedRequest:
     scheduled_s: float | None = None
     cached_tokens: int | None = None
     prompt_ids: tuple[int, ...] | None = None
+    hash_ids: tuple[int | str, ...] | None = None  # of the prompt's blocks, each chained to those before it
+    prefix: str | None = None  # name of the text that the prompt begins with, with `prefix_tokens` of it
+    prefix_tokens: int | None = None
     line: int | None = None
 
 
@@ -42,6 +45,7 @@ class RequestLog:
     dropped: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
+    block_tokens: int | None = None  # of an id of `hash_ids`, where the log says it
 
     def drop(self, reason: str) -> None:
         """Count a row that is no finished request."""

@@ -61,6 +61,21 @@ class Twin:
         running, waiting = requests.under_way(at_s)
         return Timeseries(at_s, running.astype(np.float64), waiting.astype(np.float64))
 
+    @property
+    def hits(self) -> tuple[float | None, float]:
+        """Share of prompt tokens that the prefix cache had, measured (None: the log does not say) and predicted.
+
+        Measured are the log's `cached_tokens`, else the counters of its series.
+        """
+        requests, series = self.deployment.requests, self.deployment.series
+        measured = None
+        if requests.cached_tokens is not None:
+            measured = float(requests.cached_tokens.sum() / requests.prompt_tokens.sum())
+        elif series is not None and series.hit_tokens is not None and series.queried_tokens is not None:
+            queried = float(series.queried_tokens[-1] - series.queried_tokens[0])
+            measured = float(series.hit_tokens[-1] - series.hit_tokens[0]) / queried if queried else None
+        return measured, self.base.hit_share
+
     def series_errors(self) -> dict[str, tuple[float, float, float]]:
         """Mean absolute error, signed mean error and measured maximum of each state; KV use in points of 100."""
         measured = self.series

@@ -118,6 +118,7 @@ def summary(twin: Twin) -> str:
         lines.append(
             f"| {name}, error per second | at most {top:.1f} | mean absolute {mean:.2f}, bias {bias:+.2f} |"
         )
+    lines.append(f"| {' | '.join(_hits(twin))} |")
     lines += ["", "Figures of all requests; the sentence above is of those that the fit had not seen.", ""]
     if twin.fit is not None:
         lines += [
@@ -160,6 +161,12 @@ def _shown(name: str, value: float | None) -> str:
     return seconds(value) if name.startswith(("ttft", "tpot")) else digits(value)
 
 
+def _hits(twin: Twin) -> tuple[str, str, str]:
+    measured, predicted = twin.hits
+    found = "–" if measured is None else f"{100 * measured:.1f} %"
+    return "prompt tokens found in the prefix cache", found, f"{100 * predicted:.1f} %"
+
+
 def _page(twin: Twin, drawings: list[Drawing], files: dict[str, bytes]) -> str:
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
@@ -185,7 +192,8 @@ def _page(twin: Twin, drawings: list[Drawing], files: dict[str, bytes]) -> str:
         figures=[
             (label, _shown(name, measured[name]), _shown(name, (base.figures or {}).get(name)))
             for name, label in _LABELS.items()
-        ],
+        ]
+        + [_hits(twin)],
         series=twin.series_errors(),
         drawings=[
             (drawing, Markup(inline(files[f"{drawing.name}.svg"], drawing.name, drawing.caption)))

@@ -125,6 +125,8 @@ def _policy_obstacle(workload: Workload) -> str | None:
 
 
 def _request_obstacle(workload: Workload) -> str | None:
+    if workload.shared_outputs:
+        return "later prompts find the blocks of answers"
     decodings = _decodings(workload)
     if any(each.speculation for each in decodings):
         return "requests have drafts (decoding.spec_tokens)"

@@ -46,6 +46,9 @@ class Workload:
     replicas: int = 1  # data-parallel engines, each with its own pool
     kv_events: bool = False  # keep every change of the prefix cache
     lookups: bool = False  # and every lookup
+    shared_outputs: bool = (
+        False  # later prompts find the blocks of answers that the trace names (`output_key`)
+    )
 
     @property
     def decoding(self) -> Decoding:
@@ -75,13 +78,18 @@ class Workload:
 
     def stream(self, identify: Identify | None = None) -> Iterator[TimedRequest]:
         """The same one by one, for traces that should not be in memory as a whole."""
-        identify = identify or _by_keys
+        identify = identify or (_by_keys_and_answers if self.shared_outputs else _by_keys)
         for row in self.trace.requests:
             yield TimedRequest(_request(self, row, identify(row)), row.arrival_us * 1000)
 
 
 def _by_keys(row: TraceRequest) -> BlockIdentity:
     return KeyIdentity(row.request_id, row.segments, row.salt)
+
+
+def _by_keys_and_answers(row: TraceRequest) -> BlockIdentity:
+    output = None if row.output_key is None else (row.output_key, row.output_tokens)
+    return KeyIdentity(row.request_id, row.segments, row.salt, output=output)
 
 
 def _request(workload: Workload, row: TraceRequest, identity: BlockIdentity | None = None) -> Request:

@@ -90,6 +90,20 @@ def test_outputs_are_private_unless_shared() -> None:
     assert identity.generated_hashes(0, 4) == []
 
 
+def test_a_prompt_behind_an_answer_has_the_names_of_the_answers_blocks() -> None:
+    answered = KeyIdentity(0, [(1, 10)], output=(7, 30))
+    later = KeyIdentity(1, [(1, 10), (7, 22), (8, 40)])
+    assert answered.shares_outputs
+    assert list(answered.generated_hashes(0, 16)[:2]) == list(later.prompt_hashes(16)[:2])
+    assert answered.generated_hashes(0, 16)[:0] == answered.prompt_hashes(16)
+
+
+def test_an_answer_behind_tokens_that_no_other_prompt_has_is_private() -> None:
+    identity = KeyIdentity(0, [(1, 10), (None, 4)], output=(7, 30))
+    assert not identity.shares_outputs
+    assert identity.generated_hashes(0, 16) == ()
+
+
 def test_token_ids_beyond_the_range_are_refused() -> None:
     with pytest.raises(CoreError, match="request 7: token ids run from -1 to 2"):
         TokenIdentity(7, np.array([-1, 2]))

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,11 +15,13 @@ from serve_cases import PATIENCE_S, build_engine, served, wait_until
 from engine.core import KeyIdentity, PagedManager, Request, Scheduler, SchedulerLimits, StepResult
 from harness.cli.main import main
 from harness.config.errors import ConfigError, UserError
+from harness.deployment.reading import read_deployment
 from harness.oracle.process import vllm_version
 from harness.serve.kv_events import END, KvEventPublisher
 from harness.trace.capture import Captured, capture
 from traces.formats.kv_events import AllBlocksCleared, BlockStored, decode
 from traces.reading import read_trace
+from traces.trace import Trace
 
 zmq = pytest.importorskip("zmq", reason="publishing events needs pagetwin[events]")
 pytest.importorskip("msgpack", reason="KV events need pagetwin[events]")
@@ -45,6 +48,7 @@ class Server:
         self.address, self.publisher = address, publisher
         self.endpoint, self.replay = (one.replace("*", "127.0.0.1") for one in (endpoint, replay))
         self.cached: list[int] = []
+        self.log = ["arrival_s,prompt_tokens,output_tokens,first_token_s,last_token_s"]  # of the client
         self.captured = Captured([], 0, 0, 0)
         self._done = threading.Event()
         self._polls = len(PROMPTS) + 8  # of the subscriber, after all is published
@@ -63,7 +67,10 @@ class Server:
         assert self.publisher.subscribed.wait(PATIENCE_S)
         for prompt in PROMPTS:
             body = {"prompt": prompt, "max_tokens": 2, "temperature": 0}
+            began = time.time()
             answer = httpx.post(f"{self.address}/v1/completions", json=body, timeout=PATIENCE_S).json()
+            ended = time.time()  # the answer comes at once, so both tokens have this time
+            self.log.append(f"{began:.6f},{len(prompt)},2,{ended:.6f},{ended:.6f}")
             self.cached.append((answer["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
         httpx.post(f"{self.address}/reset_prefix_cache", timeout=PATIENCE_S)
         assert wait_until(lambda: isinstance(self.asked(0)[-1].events[-1], AllBlocksCleared))
@@ -137,10 +144,23 @@ def test_the_rebuilt_trace_has_the_same_prefix_hits(server: Server, tmp_path: Pa
     assert hits_of(path) == server.cached == [0, 16, 0, 16]
 
 
+def test_a_clients_log_joined_with_the_events_has_the_servers_hits(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text("\n".join(server.log) + "\n")
+    (tmp_path / "kv.events").write_bytes(b"".join(server.captured.batches))
+    found = read_deployment(tmp_path)
+    assert any("4 of 4 requests have their prompt's blocks" in note for note in found.notes)
+    assert hits(found.workload) == server.cached == [0, 16, 0, 16]
+
+
 def hits_of(path: Path) -> list[int]:
+    """Hit tokens of the requests that a file of events shows."""
+    return hits(read_trace(path, "kv_events"))
+
+
+def hits(trace: Trace) -> list[int]:
     """Hit tokens of a trace's requests, one after the other over an empty pool."""
     scheduler, hits = Scheduler(PagedManager(1000, BLOCK), SchedulerLimits()), []
-    for row in read_trace(path, "kv_events").requests:
+    for row in trace.requests:
         identity = KeyIdentity(row.request_id, row.segments)
         scheduler.submit(Request(row.request_id, row.prompt_tokens, 1, identity=identity))
         plan = scheduler.schedule()
