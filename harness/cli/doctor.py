@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from harness.console import Arguments
     from harness.store.health import Health
     from harness.store.manifest import Manifest
+    from harness.store.remote import RemoteStore
     from harness.sweep.plan import SweepRequest
 
 _MORE = """\
@@ -42,19 +43,20 @@ def run(
     arguments: "Arguments", point: "PointFunctions | None" = None, report: "ReportFunctions | None" = None
 ) -> int:
     """Examine, say what was found, and repair if asked; `point` and `report` as in `harness.cli.sweep`."""
-    from harness.cli.report import named_store
+    from harness.cli.report import opened_store
     from harness.store.commit import Layout
     from harness.store.health import examine
+    from harness.store.remote import shown
 
-    root = named_store(arguments.flags.store)
+    root, remote = opened_store(arguments.flags.store, fresh=True)
     health = examine(root)
     manifest = _say_health(root, health)
     if not health.damage:
         return int(manifest is None and Layout(root).manifest.exists())
     if not arguments.flags.repair:
-        say(f"repair with: python -m harness doctor {shlex.quote(str(root))} --repair")
+        say(f"repair with: python -m harness doctor {shlex.quote(shown(root))} --repair")
         return 1
-    return _repair(root, list(health.damage), manifest, point, report)
+    return _repair(root, remote, list(health.damage), manifest, point, report)
 
 
 def _say_health(root: Path, health: "Health") -> "Manifest | None":
@@ -62,9 +64,10 @@ def _say_health(root: Path, health: "Health") -> "Manifest | None":
     from harness.cli.report import show_problems
     from harness.store.errors import ForeignFileError
     from harness.store.manifest import read_manifest
+    from harness.store.remote import shown
 
     whole, files = numbered(health.records, "record"), numbered(health.files, "file")
-    say(f"{root}: {whole} and {files} beside them are whole")
+    say(f"{shown(root)}: {whole} and {files} beside them are whole")
     if health.undigested:
         say(
             f"{numbered(health.undigested, 'record')} of an older version without digests: checked by form alone"
@@ -80,6 +83,7 @@ def _say_health(root: Path, health: "Health") -> "Manifest | None":
 
 def _repair(
     root: Path,
+    remote: "RemoteStore | None",
     names: list[str],
     manifest: "Manifest | None",
     point: "PointFunctions | None",
@@ -87,16 +91,18 @@ def _repair(
 ) -> int:
     """Set the damaged points aside and run them again; returns the exit code."""
     from harness.cli.report import write_report
-    from harness.cli.sweep import locked, point_functions, stoppable
+    from harness.cli.sweep import exchanging, locked, point_functions, stoppable
     from harness.cluster import refuse_beside_jobs
     from harness.store.atomic import remove_leftovers
     from harness.store.health import set_aside
     from harness.sweep.execute import execute
     from harness.sweep.plan import plan_sweep
 
-    with stoppable(), locked(root):
+    with stoppable(), locked(root), exchanging(remote):
         refuse_beside_jobs(root, "doctor --repair")
         aside = set_aside(root, names)
+        if remote is not None:
+            remote.set_aside(names)
         remove_leftovers(root)
         say(f"{numbered(len(names), 'damaged point')} moved to {aside}")
         if manifest is None:
@@ -108,7 +114,8 @@ def _repair(
         if len(todo) < len(names):
             lost = numbered(len(names) - len(todo), "point")
             remark(f"{lost} cannot be run again: other code, traces or settings than those of now made them")
-        outcome = execute(sweep, todo, runner=functions.run_point)
+        committed = remote.push_point if remote is not None else None
+        outcome = execute(sweep, todo, runner=functions.run_point, committed=committed)
         if todo and outcome.done:
             write_report(root, manifest, report)
         repaired = len(todo) - len(outcome.failed)
@@ -126,4 +133,6 @@ def _request_of(root: Path, manifest: "Manifest") -> "SweepRequest":
         raise UserError(f"{root}/sweep.json: its command is no sweep: {manifest.command}")
     overrides = [word for word in words[4:] if "=" in word and not word.startswith(("out=", "-"))]
     request = sweep_request if words[3] == "sweep" else run_request
-    return request([*overrides, f"out={quoted(str(root))}"])
+    from harness.store.remote import shown
+
+    return request([*overrides, f"out={quoted(shown(root))}"])

@@ -8,13 +8,15 @@ from typing import Any, Protocol
 
 from harness.config.errors import UserError
 from harness.config.overrides import parse_override, quoted
-from harness.config.paths import NO_KERNELS, check_kernels
+from harness.config.paths import NO_KERNELS, check_kernels, is_url
 from harness.config.schema import Figures, RunConfig
 from harness.console import Arguments, numbered, remark, say, shortened
+from harness.store.atomic import exclusive
 from harness.store.commit import Layout
 from harness.store.errors import ForeignFileError
 from harness.store.manifest import Manifest, read_manifest, with_report, write_manifest
 from harness.store.reading import StoreContent, essentials, read_store
+from harness.store.remote import RemoteStore, local_place, shown
 from harness.store.summary import SummaryRows, write_summary
 from harness.sweep.execute import Outcome
 
@@ -58,7 +60,7 @@ def finish(out: Path, manifest: Manifest, outcome: Outcome, report: ReportFuncti
     if outcome.interrupted:
         _say_failures(outcome)
         remark(
-            f"stopped: {outcome.done} of {total} points are done and kept in {out}.\n"
+            f"stopped: {outcome.done} of {total} points are done and kept in {shown(out)}.\n"
             f"Go on with the same command: {manifest.command}"
         )
         return INTERRUPTED
@@ -225,7 +227,8 @@ def show_problems(problems: Sequence[str], write: Callable[[str], None] = remark
 
 def report_command(arguments: Arguments, report: ReportFunctions | None = None) -> int:
     """Write the report of a store again, from its records. `report` takes the place of `harness.report`."""
-    root = named_store(arguments.flags.store)
+    _refuse_url("--out", arguments.flags.out)
+    root, remote = opened_store(arguments.flags.store)
     target = Path(arguments.flags.out) if arguments.flags.out else None
     if _asks_for_a_figure(arguments):
         return _write_figure(arguments, root, target)
@@ -233,6 +236,9 @@ def report_command(arguments: Arguments, report: ReportFunctions | None = None) 
     figures = Figures(arguments.flags.figures) if arguments.flags.figures else figures_of(manifest)
     write_report(root, manifest, report, target, _kernels(arguments.flags.kernels, root, manifest), figures)
     _summarise(root, arguments.flags.against, arguments.flags.markdown)
+    if remote is not None and target is None:
+        with exclusive(root), remote.writing(remark):
+            say(f"sent to {remote.url}")
     return 0
 
 
@@ -290,7 +296,7 @@ def _summarise(root: Path, against: str | None, markdown: str | None) -> None:
     from harness.report import ReportError
     from harness.report.summary import change_lines, summary_markdown
 
-    other = None if against is None else named_store(against)
+    other = None if against is None else opened_store(against)[0]
     try:
         for line in change_lines(root, other) if other else ():
             say(line)
@@ -315,12 +321,12 @@ def _kernels(named: str | None, root: Path, manifest: Manifest | None) -> Path |
 
 def status_command(arguments: Arguments) -> int:
     """Print which points of a store are done, which failed and where the traceback is, and which are left."""
-    root = named_store(arguments.flags.store)
+    root, _ = opened_store(arguments.flags.store)
     manifest, content = _manifest(root), read_store(root, essentials)
     show_problems(content.problems, say)
     if manifest is None:
         done, failed = numbered(len(content.records), "point"), len(content.failures)
-        say(f"{root}: {done} done, {failed} failed; no sweep.json that says of which sweep")
+        say(f"{shown(root)}: {done} done, {failed} failed; no sweep.json that says of which sweep")
         return 0
     _say_status(root, manifest, content)
     return 0
@@ -331,7 +337,7 @@ def _say_status(root: Path, manifest: Manifest, content: StoreContent) -> None:
     done = [name for name in names if name in content.records]
     failed = [point for point in manifest.points if _has_failed(point.fingerprint, content)]
     left = len(names) - len(done) - len(failed)
-    say(f"{root}: sweep '{manifest.name}', {len(done)} of {len(names)} points done")
+    say(f"{shown(root)}: sweep '{manifest.name}', {len(done)} of {len(names)} points done")
     if failed:
         say(f"{len(failed)} failed:")
     for point in failed[:MOST_LISTED]:
@@ -352,14 +358,37 @@ def command_for(root: Path, manifest: Manifest) -> str:
     """The command that goes on with a store where it lies now, which may be a copy of where it was written."""
     recorded = [text.partition("=")[2] for text in manifest.overrides if text.startswith("out=")]
     written = parse_override(f"out={recorded[-1]}").settings[0].value if recorded else RunConfig().out
-    if Path(str(written)).expanduser().resolve() == root.resolve():
+    written = str(written)
+    place = local_place(written) if is_url(written) else Path(written).expanduser()
+    if place.resolve() == root.resolve():
         return manifest.command
     words = [word for word in shlex.split(manifest.command) if not word.startswith("out=")]
-    return shlex.join([*words, f"out={quoted(str(root))}"])
+    return shlex.join([*words, f"out={quoted(shown(root))}"])
 
 
 def _has_failed(name: str, content: StoreContent) -> bool:
     return name in content.failures and name not in content.records
+
+
+def opened_store(named: str | None, *, fresh: bool = False) -> tuple[Path, RemoteStore | None]:
+    """The folder of the named store, and where it lies on object storage: its local copy, brought up to date.
+
+    `fresh`: fetch everything again, and not only what has changed.
+    """
+    if named is None or not is_url(named):
+        return named_store(named), None
+    remote = RemoteStore.at(named)
+    remote.refresh(remark, fresh=fresh)
+    if not remote.there and not Layout(remote.folder).manifest.exists():
+        raise UserError(f"no results in '{named}' (no sweep.json, no points/); name the store of a sweep")
+    return remote.folder, remote
+
+
+def _refuse_url(option: str, value: str | None) -> None:
+    if value is not None and is_url(value):
+        raise UserError(
+            f"{option} {value}: name a folder; only the store of a sweep may lie on object storage"
+        )
 
 
 def named_store(named: str | None) -> Path:

@@ -7,7 +7,7 @@ import shlex
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Protocol
@@ -23,12 +23,14 @@ from harness.cli.report import (
 from harness.cluster import backend_for
 from harness.config.errors import ConfigError, UserError
 from harness.config.memory import point_memory
+from harness.config.paths import is_url
 from harness.console import Arguments, counted, numbered, planning, remark, say
 from harness.store.atomic import check_writable, exclusive, remove_leftovers
 from harness.store.commit import Layout
 from harness.store.errors import StoreError
 from harness.store.manifest import Manifest, SweepPoint, keep_report, write_manifest
 from harness.store.reading import StoreContent, essentials, read_store
+from harness.store.remote import RemoteStore, shown
 from harness.sweep.estimate import Pace, at_once, pace_of
 from harness.sweep.execute import Outcome, PointRunner, execute
 from harness.sweep.plan import (
@@ -86,11 +88,14 @@ def sweep_command(
     request, point = _request(arguments), point or point_functions()
     sweep = plan_sweep(request, point, progress=planning)
     _announce(sweep)
+    remote = remote_store(sweep.points[0].config.out)
     if arguments.flags.dry_run:
+        if remote is not None:
+            remote.refresh(remark)
         content = _read(sweep.out)
         return _dry_run(sweep, _left(sweep, content, arguments), content)
-    with stoppable(), locked(sweep.out):
-        return _run(sweep, arguments, point, report)
+    with stoppable(), locked(sweep.out), exchanging(remote):
+        return _run(sweep, arguments, point, report, remote)
 
 
 def point_functions() -> PointFunctions:
@@ -100,8 +105,22 @@ def point_functions() -> PointFunctions:
     return point
 
 
+def remote_store(out: str) -> RemoteStore | None:
+    """The store on object storage at `out`; None where it is a folder. Raises ConfigError where s3fs is missing."""
+    return RemoteStore.at(out) if is_url(out) else None
+
+
+def exchanging(remote: RemoteStore | None) -> AbstractContextManager[None]:
+    """Inside the block the local copy is written; a store that is a folder needs nothing."""
+    return nullcontext() if remote is None else remote.writing(remark)
+
+
 def _run(
-    sweep: SweepPlan, arguments: Arguments, point: PointFunctions, report: ReportFunctions | None
+    sweep: SweepPlan,
+    arguments: Arguments,
+    point: PointFunctions,
+    report: ReportFunctions | None,
+    remote: RemoteStore | None,
 ) -> int:
     """Execute the points that are left and report. The caller holds the lock of the store."""
     manifest, known = _manifest(sweep, arguments), known_manifest(sweep.out)
@@ -111,14 +130,19 @@ def _run(
     backend = backend_for(sweep, point, force=arguments.flags.force) if todo else None
     if todo or not same_sweep(known, manifest):
         _open_store(sweep.out, manifest, known)
+        if remote is not None:
+            remote.push_rest()
     if not todo:
-        say(f"nothing left to do: all {len(sweep.points)} points are in {sweep.out}")
+        say(f"nothing left to do: all {len(sweep.points)} points are in {shown(sweep.out)}")
         return _finish(sweep, manifest, Outcome(len(sweep.points), (), interrupted=False), report)
     expected = pace.duration(todo, min(at_once(sweep), len(todo)))
     if expected is not None and expected.seconds >= WORTH_SAYING_S:
         remark(_how_long(sweep, todo, pace))
     try:
-        outcome = execute(sweep, todo, runner=point.run_point, backend=backend, pace=pace)
+        committed = remote.push_point if remote is not None else None
+        outcome = execute(
+            sweep, todo, runner=point.run_point, backend=backend, pace=pace, committed=committed
+        )
     finally:
         remove_leftovers(sweep.out)
     return _finish(sweep, manifest, outcome, report)
@@ -128,7 +152,7 @@ def _finish(sweep: SweepPlan, manifest: Manifest, outcome: Outcome, report: Repo
     try:
         return finish(sweep.out, manifest, outcome, report)
     except KeyboardInterrupt:
-        remark(f"stopped while the report was written; the points are kept in {sweep.out}.")
+        remark(f"stopped while the report was written; the points are kept in {shown(sweep.out)}.")
         remark(f"Go on with the same command: {manifest.command}")
         return INTERRUPTED
 
@@ -188,7 +212,7 @@ def _dry_run(sweep: SweepPlan, todo: list[PlannedPoint], content: StoreContent) 
         if planned.fingerprint in content.failures and state == "todo":
             state = "failed before"
         say(f"{planned.fingerprint[:12]}  {state:<13}  {planned.label}")
-    say(f"{numbered(len(sweep.points), 'point')}, {len(todo)} to run, results in {sweep.out}")
+    say(f"{numbered(len(sweep.points), 'point')}, {len(todo)} to run, results in {shown(sweep.out)}")
     if todo:
         say(_how_long(sweep, todo, pace_of(content.records.values())))
     return 0

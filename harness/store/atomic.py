@@ -34,7 +34,7 @@ def write_files(folder: Path, files: Mapping[str, bytes], *, last: str | None = 
         StoreError: a write failed (disk full, no permission); the folder is as it was, without temporary files.
     """
     fresh = not folder.exists()
-    staged = {name: folder / f".{name}.{_owner()}.tmp" for name in files}
+    staged = {name: folder / f".{name}.{owner()}.tmp" for name in files}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, data in files.items():
@@ -61,7 +61,7 @@ def growing(folder: Path, name: str) -> Iterator[TextIO]:
     Raises:
         StoreError: a write failed; an earlier file of the name is as it was.
     """
-    temporary = folder / f".{name}.{_owner()}.tmp"
+    temporary = folder / f".{name}.{owner()}.tmp"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with temporary.open("w", encoding="utf-8", newline="") as file:
@@ -84,7 +84,7 @@ def check_writable(folder: Path) -> None:
     Raises:
         StoreError: it cannot be written; says why.
     """
-    probe = f"probe-{_owner()}"
+    probe = f"probe-{owner()}"
     write_files(folder, {probe: b"pagetwin"})
     (folder / probe).unlink()
 
@@ -121,7 +121,7 @@ def _discard(folder: Path, temporaries: Iterable[Path], fresh: bool) -> None:
             folder.rmdir()
 
 
-def _owner() -> str:
+def owner() -> str:
     """This process as part of a file name: machine, process id and start, so that a later process is not mistaken."""
     return f"{_host()}-{os.getpid()}-{_start_of(os.getpid())}"
 
@@ -140,19 +140,26 @@ def _start_of(pid: int) -> int:
 
 
 def _is_abandoned(path: Path) -> bool:
-    """Whether nobody writes this file any more: its process has ended, or is this one. Other machines are let alone."""
+    """Whether nobody writes this file any more: its process has ended, or is this one."""
     named = _TEMPORARY.fullmatch(path.name) or _PROBE.fullmatch(path.name)
-    owner = _OWNER.fullmatch(named["owner"]) if named else None
-    if owner is None or owner["host"] not in (None, _host()):
+    return named is not None and (named["owner"] == owner() or has_ended(named["owner"]))
+
+
+def has_ended(name: str) -> bool:
+    """Whether the process of this name (`owner`) has ended. Of other machines nothing is known: False."""
+    found = _OWNER.fullmatch(name)
+    if found is None or found["host"] not in (None, _host()):
         return False
-    pid = int(owner["pid"])
+    pid = int(found["pid"])
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
         return True
     except PermissionError:
         return False
-    return pid == os.getpid() or (owner["start"] is not None and int(owner["start"]) != _start_of(pid))
+    if found["start"] is None:
+        return pid == os.getpid()
+    return int(found["start"]) != _start_of(pid)
 
 
 @contextmanager

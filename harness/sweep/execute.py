@@ -94,6 +94,7 @@ def execute(
     console: Console | None = None,
     backend: Backend | None = None,
     pace: Pace | None = None,
+    committed: Callable[[str], None] | None = None,
 ) -> Outcome:
     """Run the points in `todo`: measured ones here, one at a time; simulation-only ones in worker processes.
 
@@ -104,6 +105,7 @@ def execute(
         console: where progress is shown; None takes standard error.
         backend: runs all points somewhere else; None runs them on this machine.
         pace: what earlier points tell of the time; None: nothing.
+        committed: called with the fingerprint of each point that is stored, or whose failure is.
 
     Raises:
         StoreError: the store cannot be written any more. Committed points are kept.
@@ -115,6 +117,8 @@ def execute(
     with reporting(len(sweep.points), before, console or _console(), left) as reporter:
         try:
             for point, failure in (backend or run_here)(sweep, todo, runner or _point_runner(), reporter):
+                if committed is not None:
+                    committed(point.fingerprint)
                 reporter.ends(point, failure)
                 finished += failure is None
                 failed += [] if failure is None else [failure]

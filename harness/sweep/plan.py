@@ -32,6 +32,7 @@ from harness.config.schema import DecodingConfig, ModelConfig, RunConfig
 from harness.config.values import PerObject
 from harness.console import shortened
 from harness.store.commit import SCHEMA
+from harness.store.remote import local_place
 
 DEFAULT_EXPERIMENT = "default"
 DEFAULT_LABEL = "the default point"
@@ -269,7 +270,7 @@ class SweepPlan:
     """All points of a sweep, each once, with the folder and the number of workers."""
 
     name: str
-    out: Path
+    out: Path  # the store's folder, or the local copy of one on object storage
     workers: int
     experiment: str | None
     overrides: tuple[str, ...]  # as requested, with those of the experiment
@@ -386,7 +387,7 @@ def _sweep_plan(
         raise ConfigError("out", "differs between the points; a sweep has one results folder")
     return SweepPlan(
         name=config.name,
-        out=Path(config.out),
+        out=local_place(config.out),
         workers=config.workers,
         experiment=request.experiment,
         overrides=tuple(axis.text for axis in request.axes),
