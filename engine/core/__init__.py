@@ -35,12 +35,13 @@ if TYPE_CHECKING:
         OutOfBlocksError,
         UnknownSequenceError,
     )
-    from engine.core.identity import BlockIdentity, KeyIdentity, TokenIdentity
+    from engine.core.identity import BlockIdentity, KeyIdentity, MultimodalItem, TokenIdentity
     from engine.core.memory.block_manager import BlockManager
     from engine.core.memory.block_pool import BlockPool
     from engine.core.memory.contiguous import ContiguousManager
     from engine.core.memory.manager import KVCacheManager
     from engine.core.memory.paged import PagedManager
+    from engine.core.memory.residency import Residency, ResidencySampler
     from engine.core.options import (
         Decoding,
         HashAlgorithm,
@@ -70,6 +71,7 @@ __all__ = [
     "InvariantError",
     "KVCacheManager",
     "KeyIdentity",
+    "MultimodalItem",
     "NeverFitsError",
     "OutOfBlocksError",
     "PagedManager",
@@ -79,6 +81,8 @@ __all__ = [
     "Request",
     "RequestStats",
     "Reservation",
+    "Residency",
+    "ResidencySampler",
     "Retention",
     "Row",
     "Scheduler",
@@ -96,6 +100,7 @@ _HOMES = (
     *("errors", "options", "identity", "request", "plan", "policies", "memory.manager", "memory.block_pool"),
     *(
         "memory.contiguous",
+        "memory.residency",
         "memory.paged",
         "memory.block_manager",
         "scheduling.commit",

@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -31,24 +31,41 @@ HASH_FUNCTIONS: dict[HashAlgorithm, Callable[[bytes], _RunningHash]] = {
 }
 
 
+ItemKeys = Mapping[int, Sequence[tuple[str, int]]]
+"""By block: the items (pictures, sounds) that lie in it, and where each begins, counted from the block's beginning."""
+
+
 class PrefixHasher:
-    """Hashes data in blocks of `block_bytes` bytes. `hashes` has one entry for each full block, chained from `root`."""
+    """Hashes data in blocks of `block_bytes` bytes. `hashes` has one entry for each full block, chained from `root`.
+
+    A block with `items` hashes them before its data.
+    """
 
     def __init__(
-        self, root: bytes, block_bytes: int, algorithm: HashAlgorithm = HashAlgorithm.sha256
+        self,
+        root: bytes,
+        block_bytes: int,
+        algorithm: HashAlgorithm = HashAlgorithm.sha256,
+        items: ItemKeys | None = None,
     ) -> None:
         self.hashes: list[bytes] = []
+        self._items = items
         self._running = HASH_FUNCTIONS[algorithm](root)
         self._block_bytes = block_bytes
         self._rest = b""
 
     @classmethod
     def of_prompt(
-        cls, root: bytes, block_bytes: int, algorithm: HashAlgorithm, data: bytes
+        cls,
+        root: bytes,
+        block_bytes: int,
+        algorithm: HashAlgorithm,
+        data: bytes,
+        items: ItemKeys | None = None,
     ) -> "PrefixHasher":
         """A hasher that has taken `data`, quicker where earlier prompts began with the same pieces (`_hash_piece`)."""
-        if algorithm is not HashAlgorithm.sha256:  # the others cost no more than remembering them
-            hasher = cls(root, block_bytes, algorithm)
+        if items or algorithm is not HashAlgorithm.sha256:  # the others cost no more than remembering them
+            hasher = cls(root, block_bytes, algorithm, items)
             hasher.extend(data)
             return hasher
         hasher, piece, piece_bytes = cls(b"", block_bytes), _first_piece(root), _PIECE_BLOCKS * block_bytes
@@ -64,14 +81,33 @@ class PrefixHasher:
         """Append `data`, and a hash for every block that it fills."""
         data, width = self._rest + data, self._block_bytes
         whole = len(data) - len(data) % width
-        self.hashes += _digests(self._running, data[:whole], width)
+        if self._items:
+            self._hash_with_items(data[:whole], self._items)
+        else:
+            self.hashes += _digests(self._running, data[:whole], width)
         self._rest = data[whole:]
+
+    def _hash_with_items(self, data: bytes, items: ItemKeys) -> None:
+        for start in range(0, len(data), self._block_bytes):
+            for content, offset in items.get(len(self.hashes), ()):
+                self._running.update(_item_bytes(content, offset))
+            self._running.update(data[start : start + self._block_bytes])
+            self.hashes.append(self._running.digest())
 
     def copy(self) -> "PrefixHasher":
         """An independent hasher with the same state."""
         copied = copy(self)
         copied.hashes, copied._running = list(self.hashes), self._running.copy()
         return copied
+
+
+def _item_bytes(content: str, offset: int) -> bytes:
+    """An item among the tokens: four bytes that begin no token id, and then always 40 bytes."""
+    return (
+        b"\xff\xff\xff\xff"
+        + hashlib.sha256(content.encode()).digest()
+        + offset.to_bytes(8, "little", signed=True)
+    )
 
 
 def _digests(running: _RunningHash, data: bytes, width: int) -> list[bytes]:
@@ -119,6 +155,8 @@ def process_seed() -> str | bytes:
     return named if named.isdecimal() else os.urandom(32)
 
 
+_FIXED_SEED = "vllm-none-hash"
+
 _DIGESTS: dict[HashAlgorithm, Callable[[bytes], bytes]] = {
     HashAlgorithm.sha256_cbor: lambda data: hashlib.sha256(data).digest(),
     HashAlgorithm.xxh3_128_cbor: lambda data: bytes(xxhash.xxh3_128_digest(data)),
@@ -128,22 +166,32 @@ _DIGESTS: dict[HashAlgorithm, Callable[[bytes], bytes]] = {
 class CborHasher:
     """vLLM's hashes: a block hashes (hash before, token ids, extra keys) as CBOR, so that others can compute it too.
 
-    The extra keys are those of vLLM: the adapter in every block, the salt in the first one. So, as in vLLM, a salt that
-    is also the name of an adapter gives the first block the same hash. An epoch is one more key. The hash before the
-    first block is that of the seed (`init_none_hash` in vLLM's kv_cache_utils.py).
+    The extra keys are those of vLLM 0.33: name and path of the adapter in every block, the items in their blocks, the
+    salt in the first one (`generate_block_hash_extra_keys` in its kv_cache_utils.py). An epoch is one more key. The
+    hash before the first block is that of the seed (`resolve_none_hash_seed` there): PYTHONHASHSEED, or else for sha256
+    a constant, so that several machines agree, and otherwise random bytes.
     """
 
     def __init__(
-        self, algorithm: HashAlgorithm, block_bytes: int, salt: str, adapter: str | None, epoch: int
+        self,
+        algorithm: HashAlgorithm,
+        block_bytes: int,
+        salt: str,
+        adapter: tuple[str, str] | None,
+        epoch: int,
+        items: ItemKeys | None = None,
     ) -> None:
         self.hashes: list[bytes] = []
-        seed = process_seed()
+        seed = os.environ.get("PYTHONHASHSEED", _FIXED_SEED)
+        if algorithm is not HashAlgorithm.sha256_cbor and isinstance(drawn := process_seed(), bytes):
+            seed = drawn.hex()
         self._digest = _DIGESTS[algorithm]
         self._dumps = _cbor()
-        self._before = seed if isinstance(seed, bytes) else self._digest(self._dumps(seed, canonical=True))
-        always = [*([] if adapter is None else [adapter]), *([("epoch", epoch)] if epoch else [])]
-        self._extra = tuple(always) or None
-        self._first = (*always, salt) if salt else self._extra
+        self._before = self._digest(self._dumps(seed, canonical=True))
+        self._adapter = [] if adapter is None else [("lora", *adapter)]
+        self._salt = [("cache_salt", salt)] if salt else []
+        self._epoch = [("epoch", epoch)] if epoch else []
+        self._items = items or {}
         self._block_bytes = block_bytes
         self._rest = b""
 
@@ -153,10 +201,14 @@ class CborHasher:
         whole = len(data) - len(data) % width
         for start in range(0, whole, width):
             tokens = tuple(np.frombuffer(data[start : start + width], dtype="<i4").tolist())
-            extra = self._extra if self.hashes else self._first
+            extra = self._extra_keys(len(self.hashes))
             self._before = self._digest(self._dumps((self._before, tokens, extra), canonical=True))
             self.hashes.append(self._before)
         self._rest = data[whole:]
+
+    def _extra_keys(self, block: int) -> tuple[tuple[str | int, ...], ...] | None:
+        items = [("mm", *key) for key in self._items.get(block, ())]
+        return (*self._adapter, *items, *([] if block else self._salt), *self._epoch) or None
 
     def copy(self) -> "CborHasher":
         """An independent hasher with the same state."""

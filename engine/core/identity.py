@@ -12,13 +12,13 @@ from array import array
 from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from engine.core.errors import CoreError
-from engine.core.hashing import HASH_FUNCTIONS, CborHasher, PrefixHasher, process_seed
+from engine.core.hashing import HASH_FUNCTIONS, CborHasher, ItemKeys, PrefixHasher, process_seed
 from engine.core.options import HashAlgorithm
 
 BlockHash = Hashable
@@ -26,6 +26,18 @@ BlockHash = Hashable
 
 _TOKEN_BYTES = 4
 _PREFIXES = 64  # of a trace; some 25 MB where each has 100,000 tokens
+
+
+class MultimodalItem(NamedTuple):
+    """A picture, sound or film in a prompt: the tokens `first` to `first + tokens - 1` stand for it.
+
+    These tokens are placeholders, alike for every item of a kind. So `content`, a hash of the item, is hashed into each
+    block that has one of them, with the place where the item begins, counted from the block's beginning.
+    """
+
+    content: str
+    first: int
+    tokens: int
 
 
 class BlockIdentity(Protocol):
@@ -54,6 +66,10 @@ class BlockIdentity(Protocol):
         """Tokens `first` to `end - 1` of a branch, prompt included; empty where they are not known."""
         ...
 
+    def item_keys(self, block_size: int) -> ItemKeys:
+        """The multimodal items of the prompt by block; blocks without one are left out."""
+        ...
+
     def prompt_hashes(self, block_size: int) -> Sequence[BlockHash]:
         """Hashes of the prompt's leading full blocks, as far as another request could have the same blocks."""
         ...
@@ -66,19 +82,26 @@ class BlockIdentity(Protocol):
         ...
 
 
-def _root(salt: str, adapter: str | None, epoch: int = 0) -> bytes:
-    """The bytes that every hash chain of a tenant, an adapter and an epoch starts with. A length separates the keys."""
-    adapter_key = b"-" if adapter is None else b"+" + adapter.encode()
-    return b"pagetwin:%d:%d:" % (epoch, len(adapter_key)) + adapter_key + salt.encode()
+def _root(salt: str, adapter: tuple[str, str] | None, epoch: int = 0) -> bytes:
+    """The bytes that every hash chain of a tenant, an adapter and an epoch starts with. Lengths separate the keys.
+
+    So no salt can stand for another salt and the tokens behind it.
+    """
+    name, path = (b"-", b"") if adapter is None else (b"+" + adapter[0].encode(), adapter[1].encode())
+    tenant = salt.encode()
+    return b"pagetwin:%d:%d:%d:%d:" % (epoch, len(name), len(path), len(tenant)) + name + path + tenant
 
 
 class TokenIdentity:
     """Block hashes from token ids, an int64 array or a sequence of integers in [0, 2³¹); raises CoreError for others.
 
-    `salt` isolates tenants and `adapter` isolates the K and V of different adapters: requests that differ in one of
-    them share no block. A higher `epoch` gives no hits on blocks of an earlier one: it makes blocks void whose content
-    is in doubt, for all tenants at once. With `share_outputs`, generated tokens (given to `extend`) are hashed too, so
-    that a later turn of the conversation finds their blocks.
+    `salt` isolates tenants, and `adapter` with `adapter_path` the K and V of different adapters: requests that differ
+    in one of them share no block. `items` are the prompt's multimodal items in order. A higher `epoch` gives no hits on
+    blocks of an earlier one: it makes blocks void whose content is in doubt, for all tenants at once. With
+    `share_outputs`, generated tokens (given to `extend`) are hashed too, so that a later turn of the conversation finds
+    their blocks.
+
+    Raises CoreError for items that overlap, are out of order, or lie beyond the prompt.
     """
 
     def __init__(
@@ -88,6 +111,8 @@ class TokenIdentity:
         salt: str = "",
         *,
         adapter: str | None = None,
+        adapter_path: str = "",
+        items: Sequence[MultimodalItem] = (),
         epoch: int = 0,
         algorithm: HashAlgorithm = HashAlgorithm.sha256,
         share_outputs: bool = False,
@@ -95,7 +120,11 @@ class TokenIdentity:
         self.salt, self.adapter = salt, adapter
         self._request_id = request_id
         self._tokens = _token_bytes(request_id, token_ids)
-        self._root, self._epoch = _root(salt, adapter, epoch), epoch
+        self._named = None if adapter is None else (adapter, adapter_path)
+        self._root, self._epoch = _root(salt, self._named, epoch), epoch
+        self._items = tuple(items)
+        if self._items:
+            _check_items(request_id, self._items, len(self._tokens) // _TOKEN_BYTES)
         if algorithm is HashAlgorithm.xxh3_128:
             seed = process_seed()
             self._root = (seed if isinstance(seed, bytes) else seed.encode()) + self._root
@@ -115,10 +144,11 @@ class TokenIdentity:
             return found
         width = block_size * _TOKEN_BYTES
         hasher: PrefixHasher | CborHasher
+        items = self.item_keys(block_size) if self._items else None
         if self._algorithm in HASH_FUNCTIONS:
-            hasher = PrefixHasher.of_prompt(self._root, width, self._algorithm, self._tokens)
+            hasher = PrefixHasher.of_prompt(self._root, width, self._algorithm, self._tokens, items)
         else:
-            hasher = CborHasher(self._algorithm, width, self.salt, self.adapter, self._epoch)
+            hasher = CborHasher(self._algorithm, width, self.salt, self._named, self._epoch, items)
             hasher.extend(self._tokens)
         if self.shares_outputs:  # its branches go on from here
             self._prompt_hashers[block_size] = hasher
@@ -129,6 +159,14 @@ class TokenIdentity:
         whole = self._tokens + bytes(self._outputs.get(branch, b""))
         tokens = np.frombuffer(whole[first * _TOKEN_BYTES : end * _TOKEN_BYTES], dtype="<i4")
         return list(tokens.tolist())
+
+    def item_keys(self, block_size: int) -> ItemKeys:
+        """The multimodal items of the prompt by block."""
+        found: dict[int, list[tuple[str, int]]] = {}
+        for item in self._items:
+            for block in range(item.first // block_size, -((-item.first - item.tokens) // block_size)):
+                found.setdefault(block, []).append((item.content, item.first - block * block_size))
+        return found
 
     def extend(self, branch: int, token_ids: Sequence[int]) -> None:
         """Append tokens that `branch` generated."""
@@ -147,6 +185,18 @@ class TokenIdentity:
         hasher.extend(bytes(generated[hashed:]))
         self._hashers[branch, block_size] = hasher, len(generated)
         return hasher.hashes
+
+
+def _check_items(request_id: int, items: Sequence[MultimodalItem], prompt_tokens: int) -> None:
+    free = 0
+    for item in items:
+        if item.tokens < 1 or item.first < free or item.first + item.tokens > prompt_tokens:
+            raise CoreError(
+                f"request {request_id}: item '{item.content}' has {item.tokens} tokens from token {item.first} on; "
+                "items must have tokens, not overlap, stand in order, and lie within the prompt, which has "
+                f"{prompt_tokens} tokens"
+            )
+        free = item.first + item.tokens
 
 
 def _token_bytes(request_id: int, token_ids: npt.NDArray[np.int64] | Sequence[int]) -> bytes:
@@ -210,11 +260,16 @@ class KeyIdentity:
     def _hashes(self, keyed: list[tuple[int, int]], block_size: int) -> Sequence[bytes]:
         if sum(tokens for _, tokens in keyed) < block_size:
             return ()
-        return _segment_hashes(tuple(keyed), block_size, _root(self.salt, self.adapter))
+        named = None if self.adapter is None else (self.adapter, "")
+        return _segment_hashes(tuple(keyed), block_size, _root(self.salt, named))
 
     def token_ids(self, branch: int, first: int, end: int) -> list[int]:
         """Always empty: a trace names its texts and has no tokens."""
         return []
+
+    def item_keys(self, block_size: int) -> ItemKeys:
+        """Always empty: the key of a piece of prompt stands for all that is in it."""
+        return {}
 
     def _leading_keyed(self) -> list[tuple[int, int]]:
         keyed: list[tuple[int, int]] = []

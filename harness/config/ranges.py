@@ -103,6 +103,7 @@ RANGES: dict[str, Range] = {
     "decoding.draft_tokens": Range(0, 10**4),
     "workload.prefix_zipf": Range(0, 100),  # beyond, every prompt has the first prefix
     "replay.think_s": Range(0, _SECONDS),
+    "replay.residency": Range(0, 1, open_low=True),
     "replay.duration_s": Range(0, _SECONDS, open_low=True),
     "decoding.temperature": Range(0, 1e6, open_low=True),
     **dict.fromkeys(

@@ -372,6 +372,7 @@ class ReplayConfig:
         False  # keep each change of the prefix cache as a file in vLLM's format, one for each run
     )
     lookups: bool = False  # keep a table of the prefix cache's lookups
+    residency: float | None = None  # share of blocks whose lifetime, idle time and reuse are kept as a table
     compiled: Compiled = Compiled.auto  # machine code where the rules allow (harness.workload.compiled)
 
 

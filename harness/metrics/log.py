@@ -74,6 +74,15 @@ LOOKUP_COLUMNS: Mapping[str, str] = {
 }
 """Columns of `RunLog.lookups` with their meaning; one entry for each admission of a request with a prefix cache."""
 
+RESIDENCY_COLUMNS: Mapping[str, str] = {
+    "lifetime_s": "from the block's allocation until the pool gave it out again, s",
+    "idle_s": "the last part of it, in which no request came to use the block, s",
+    "gap_1_s": "between the last two times that a further request came to use it, s; nan where there were fewer",
+    "gap_2_s": "between the two times before, s; nan where there were fewer",
+    "gap_3_s": "and before, s; nan where there were fewer",
+}
+"""Columns of `RunLog.residency` with their meaning; one entry for each sampled block that was given out again."""
+
 GENERATED = "generated"
 """A further column of `RunLog.requests`: tokens of all its sequences; where it is absent, output_tokens x width."""
 
@@ -101,9 +110,9 @@ class RunLog:
     `steps` has one entry per engine step in each of `STEP_COLUMNS`, `requests` one entry per request of the trace in
     each of `REQUEST_COLUMNS`. `itl_s` holds inter-token gaps in seconds, each standing for `itl_weight` gaps.
     `capacity_slots` is the pool in KV slots (tokens), `span_s` the virtual time at the end of the last step. Where
-    they are kept, `kv_events` are the changes of the prefix cache (`traces.formats.kv_events`) and `lookups` its
-    lookups, one entry per lookup in each of `LOOKUP_COLUMNS`. With several `replicas` the steps are those of all of
-    them, and slots and `capacity_slots` those of the replica that ran the step.
+    they are kept, `kv_events` are the changes of the prefix cache (`traces.formats.kv_events`), `lookups` its lookups,
+    one entry per lookup in each of `LOOKUP_COLUMNS`, and `residency` its sampled blocks. With several `replicas` the
+    steps are those of all of them, and slots and `capacity_slots` those of the replica that ran the step.
 
     Raises `RunLogError` where a column is missing or columns differ in length.
     """
@@ -118,6 +127,7 @@ class RunLog:
     span_s: float
     kv_events: bytes | None = None
     lookups: Mapping[str, Column] | None = None
+    residency: Mapping[str, Column] | None = None
     replicas: int = 1
 
     def __post_init__(self) -> None:

@@ -104,7 +104,7 @@ def compare(
     requests = workload.requests()
     by_id = {timed.request.request_id: timed.request for timed in requests}
     executor = simulated_executor(workload, cost, by_id, beam_churn, fast_forward=False)
-    quiet = replace(workload, kv_events=False, lookups=False)
+    quiet = replace(workload, kv_events=False, lookups=False, residency=None)
     replay_workload(quiet, requests, executor, scheduler=scheduler)
     return checker.report(version)
 

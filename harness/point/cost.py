@@ -139,9 +139,10 @@ def _check_replicas(config: RunConfig) -> None:
             f"{found} replicas of a mixture of experts run in lockstep in vLLM, which is not modelled; predict one of "
             "them at its share of the request rate",
         )
-    if config.replay.kv_events or config.replay.lookups:
+    if config.replay.kv_events or config.replay.lookups or config.replay.residency is not None:
         raise ConfigError(
-            "device.data_parallel", f"{found} KV events and lookups are kept for one replica alone"
+            "device.data_parallel",
+            f"{found} KV events, lookups and the residency of blocks are kept for one replica alone",
         )
 
 

@@ -169,9 +169,10 @@ def tables_of(simulated: RunLog, runs: "Sequence[MeasuredRun]") -> dict[str, Tab
         name: _stacked([(side, number, getattr(log, name)) for side, number, log in logs])
         for name in ("steps", "requests")
     }
-    if simulated.lookups is not None:
-        found = [(side, number, log.lookups) for side, number, log in logs if log.lookups is not None]
-        tables["lookups"] = _stacked(found)
+    for name in ("lookups", "residency"):
+        kept = [(side, number, getattr(log, name)) for side, number, log in logs]
+        if found := [part for part in kept if part[2] is not None]:
+            tables[name] = _stacked(found)
     parents = parents_table([run.recorder.parents for run in runs])
     return {**tables, TABLE: parents} if parents else tables
 

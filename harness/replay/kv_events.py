@@ -1,11 +1,14 @@
-"""What a replay keeps of its prefix cache: every change as a file of KV events, and every lookup as a table."""
+"""What a replay keeps of its prefix cache: changes as a file of KV events, lookups and sampled blocks as tables."""
+
+from collections.abc import Sequence
 
 import numpy as np
 
 from engine.core.identity import BlockHash
-from engine.core.memory.cache_events import BlocksRemoved, BlocksStored, CacheEvent
+from engine.core.memory.cache_events import BlockOrigin, BlocksRemoved, BlocksStored, CacheEvent
 from engine.core.memory.paged import PagedManager
-from harness.metrics.log import LOOKUP_COLUMNS, Column
+from engine.core.memory.residency import ResidencySampler
+from harness.metrics.log import LOOKUP_COLUMNS, RESIDENCY_COLUMNS, Column
 from harness.replay.virtual_time import NS_PER_S
 from traces.formats import kv_events as schema
 
@@ -42,19 +45,24 @@ class KvEventRecorder:
             return schema.BlockRemoved([_published(one) for one in event.hashes])
         if not isinstance(event, BlocksStored):
             return schema.AllBlocksCleared()
-        origin, extra = event.origin, None
-        if origin.adapter is not None or origin.salt:
-            own = [] if origin.adapter is None else [origin.adapter]
-            first = [*own, origin.salt] if origin.salt and origin.parent is None else own
-            extra = [first or None, *[own or None] * (len(event.hashes) - 1)]
+        origin = event.origin
+        items = origin.items or [()] * len(event.hashes)
+        extra = [_extra_keys(origin, block, own) for block, own in enumerate(items)]
         return schema.BlockStored(
             [_published(one) for one in event.hashes],
             None if origin.parent is None else _published(origin.parent),
             origin.token_ids,
             self._block_size,
             origin.adapter,
-            extra,
+            extra if any(extra) else None,
         )
+
+
+def _extra_keys(origin: BlockOrigin, block: int, items: Sequence[tuple[str, int]]) -> list[object] | None:
+    """What was hashed beside the tokens of the event's block `block`, in vLLM's order: adapter, items, salt."""
+    adapter = [] if origin.adapter is None else [origin.adapter]
+    salt = [origin.salt] if origin.salt and origin.parent is None and not block else []
+    return [*adapter, *map(list, items), *salt] or None
 
 
 def _published(block_hash: BlockHash) -> bytes:
@@ -67,3 +75,12 @@ def lookup_table(manager: PagedManager) -> dict[str, Column]:
     rows = [(one.request_id, one.asked_blocks, one.hit_blocks) for one in manager.lookups or ()]
     columns = np.array(rows, dtype=np.int64).reshape(len(rows), len(LOOKUP_COLUMNS)).T
     return dict(zip(LOOKUP_COLUMNS, columns, strict=True))
+
+
+def residency_table(sampler: ResidencySampler) -> dict[str, Column]:
+    """The residencies that have ended, in the columns of `RESIDENCY_COLUMNS`; the latest gap comes first."""
+    rows = [
+        (one.lifetime_s, one.idle_s, *(*one.reuse_gaps_s[::-1], *[np.nan] * 3)[:3]) for one in sampler.drain()
+    ]
+    columns = np.array(rows, dtype=np.float64).reshape(len(rows), len(RESIDENCY_COLUMNS)).T
+    return dict(zip(RESIDENCY_COLUMNS, columns, strict=True))

@@ -64,6 +64,10 @@ class Replay:
         self._env.run()
         self.close()
 
+    def now_ns(self) -> int:
+        """The virtual time: while a step runs, its beginning."""
+        return int(self._env.now)
+
     def start(self) -> None:
         """Begin, without running the clock: for replays that share `env`."""
         self._env.process(self._engine())

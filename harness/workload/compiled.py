@@ -115,6 +115,8 @@ def _policy_obstacle(workload: Workload) -> str | None:
         return "preempted requests are swapped out (scheduler.preemption)"
     if workload.kv_events or workload.lookups:
         return "events or lookups of the prefix cache are kept (replay.kv_events, replay.lookups)"
+    if workload.residency is not None:
+        return "the residency of blocks is sampled (replay.residency)"
     if workload.cache.eviction or batching.order or batching.victim or batching.admission:
         return "a policy of your own is configured, which runs in Python"
     if batching.async_scheduling:

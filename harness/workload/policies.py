@@ -11,6 +11,7 @@ from engine.core.memory.contiguous import ContiguousManager
 from engine.core.memory.eviction import EvictionQueue
 from engine.core.memory.manager import KVCacheManager
 from engine.core.memory.paged import PagedManager
+from engine.core.memory.residency import ResidencySampler
 from engine.core.options import CachePolicy, SchedulerLimits, SchedulerOptions
 from engine.core.policies import Policies
 from engine.core.scheduling.scheduler import Scheduler
@@ -34,16 +35,19 @@ def new_scheduler(
     *,
     keep_events: bool = False,
     keep_lookups: bool = False,
+    residency: ResidencySampler | None = None,
     eviction: EvictionQueue | None = None,
 ) -> Scheduler:
     """A scheduler over an empty pool; a paged one keeps changes and lookups of its prefix cache where asked.
 
-    `eviction` is used instead of the eviction order that `cache` names.
+    `residency` samples its blocks. `eviction` is used instead of the eviction order that `cache` names.
 
     Raises:
         ConfigError: a class of the user cannot be imported or made, or lacks a method.
     """
-    manager = _manager(pool, cache, eviction, keep_events=keep_events, keep_lookups=keep_lookups)
+    manager = _manager(
+        pool, cache, eviction, keep_events=keep_events, keep_lookups=keep_lookups, residency=residency
+    )
     return Scheduler(manager, limits, _policies(limits, scheduler))
 
 
@@ -54,6 +58,7 @@ def _manager(
     *,
     keep_events: bool,
     keep_lookups: bool,
+    residency: ResidencySampler | None,
 ) -> KVCacheManager:
     if pool.policy is not CachePolicy.paged:
         reservation = pool.policy.reservation
@@ -69,6 +74,7 @@ def _manager(
         eviction=_user_policy("cache.eviction", cache.eviction) if eviction is None else eviction,
         keep_events=keep_events,
         keep_lookups=keep_lookups,
+        residency=residency,
     )
 
 

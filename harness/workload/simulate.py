@@ -22,7 +22,7 @@ from harness.replay.arrivals import Arrivals, TimedRequest
 from harness.replay.branches import BranchEnds
 from harness.replay.cost_model import CostModel, CostSource
 from harness.replay.executors import Executor, RecordedExecutor, SimulatedExecutor, StepTiming
-from harness.replay.kv_events import KvEventRecorder, lookup_table
+from harness.replay.kv_events import KvEventRecorder, lookup_table, residency_table
 from harness.replay.loop import Progress, Replay
 from harness.replay.recorder import Recorder
 from harness.replay.replicas import Balancer, merged, run_together
@@ -49,7 +49,7 @@ def replay_workload(
     manager = scheduler.manager
     cached = manager if isinstance(manager, PagedManager) else None
     events = KvEventRecorder(cached) if workload.kv_events and cached else None
-    Replay(
+    replay = Replay(
         arrivals,
         scheduler,
         executor,
@@ -58,10 +58,16 @@ def replay_workload(
         until_ns=workload.traffic.until_ns,
         asynchronous=workload.batching.async_scheduling,
         after_step=events.note if events else None,
-    ).run()
+    )
+    residency = cached.residency if cached else None
+    if residency is not None:
+        residency.clock = replay.now_ns
+    replay.run()
     log = recorder.log(scheduler.stats, workload.pool.tokens, workload.pool.kv_bytes_per_token)
     if workload.lookups and cached:
         log = replace(log, lookups=lookup_table(cached))
+    if residency is not None:
+        log = replace(log, residency=residency_table(residency))
     return replace(log, kv_events=events.file()) if events else log, recorder
 
 
@@ -79,7 +85,8 @@ def simulate(
         return _simulate_replicas(workload, cost, beam_churn, fast_forward)
     requests = workload.requests()
     by_id = {timed.request.request_id: timed.request for timed in requests}
-    executor = simulated_executor(workload, cost, by_id, beam_churn, fast_forward=fast_forward)
+    single = workload.residency is not None  # a fast-forward would take all its blocks at one time
+    executor = simulated_executor(workload, cost, by_id, beam_churn, fast_forward=fast_forward and not single)
     return replay_workload(workload, requests, executor)[0]
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from engine.core.identity import BlockIdentity, KeyIdentity
 from engine.core.memory.eviction import EvictionQueue
+from engine.core.memory.residency import ResidencySampler
 from engine.core.options import Decoding, SchedulerLimits
 from engine.core.request import Request
 from engine.core.scheduling.scheduler import Scheduler
@@ -49,6 +50,7 @@ class Workload:
     shared_outputs: bool = (
         False  # later prompts find the blocks of answers that the trace names (`output_key`)
     )
+    residency: float | None = None  # share of the blocks whose residency is sampled
 
     @property
     def decoding(self) -> Decoding:
@@ -69,6 +71,7 @@ class Workload:
             self.batching,
             keep_events=self.kv_events,
             keep_lookups=self.lookups,
+            residency=None if self.residency is None else ResidencySampler(self.residency),
             eviction=eviction,
         )
 
@@ -140,6 +143,7 @@ def build_workload(config: RunConfig, recorded: Trace | None = None) -> Workload
         replicas=config.device.data_parallel,
         kv_events=config.replay.kv_events,
         lookups=config.replay.lookups,
+        residency=config.replay.residency,
     )
     _check_kept(config, pool)
     reasons = _oversize(whole)
@@ -156,13 +160,18 @@ def build_workload(config: RunConfig, recorded: Trace | None = None) -> Workload
 def _check_kept(config: RunConfig, pool: PoolShape) -> None:
     """Check that what is to be kept of the prefix cache exists, and that the run keeps rows; raises ConfigError."""
     replay = config.replay
-    for key, wanted in (("replay.kv_events", replay.kv_events), ("replay.lookups", replay.lookups)):
-        if wanted and not pool.prefix_caching:
+    for key, value in (
+        ("replay.kv_events", replay.kv_events),
+        ("replay.lookups", replay.lookups),
+        ("replay.residency", replay.residency),
+    ):
+        word = "true" if value is True else f"{value}"
+        if value and not pool.prefix_caching:
             raise ConfigError(
-                key, "true, but there is no prefix cache; use cache.policy=paged cache.prefix_caching=true"
+                key, f"{word}, but there is no prefix cache; use cache.policy=paged cache.prefix_caching=true"
             )
-        if wanted and not replay.records:
-            raise ConfigError(key, "true, but replay.records=false keeps no rows; use replay.records=true")
+        if value and not replay.records:
+            raise ConfigError(key, f"{word}, but replay.records=false keeps no rows; use replay.records=true")
     if replay.kv_events:
         try:
             msgpack()

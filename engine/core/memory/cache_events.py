@@ -8,12 +8,16 @@ from engine.core.identity import BlockHash
 
 
 class BlockOrigin(NamedTuple):
-    """Where cached blocks come from: the block before them, their tokens (empty where unknown), adapter and tenant."""
+    """Where cached blocks come from: the block before them, their tokens (empty where unknown), adapter and tenant.
+
+    `items` has, for each block, its multimodal items with the place where each begins; it is empty where none has one.
+    """
 
     parent: BlockHash | None = None
     token_ids: Sequence[int] = ()
     adapter: str | None = None
     salt: str = ""
+    items: Sequence[Sequence[tuple[str, int]]] = ()
 
 
 @dataclass(frozen=True, slots=True)

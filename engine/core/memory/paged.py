@@ -6,6 +6,7 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
 from engine.core.calendar import DecodeCalendar
@@ -15,6 +16,7 @@ from engine.core.memory.block_tables import BlockTables
 from engine.core.memory.eviction import EvictionQueue
 from engine.core.memory.manager import FastForwardColumns, beyond_end, check_parents
 from engine.core.memory.prefix_cache import LookupRecord, PrefixCache, RecentHits
+from engine.core.memory.residency import ResidencySampler, SampledPool
 from engine.core.memory.swap import HostPool, Swapper
 from engine.core.options import Retention, SpeculationMode
 from engine.core.plan import CopyList, SlotUsage, StaleList, SwapList
@@ -32,6 +34,7 @@ class PagedManager:
     * `copy_at_fork`: branches never share a block. The comparison shows what copy-on-write saves.
     * `host_blocks`: blocks of host memory for swapped groups.
     * `keep_events`, `keep_lookups`: record changes of the prefix cache (`pool.drain_events`) and lookups (`lookups`).
+    * `residency`: follows a share of the blocks; None follows none.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class PagedManager:
         eviction: EvictionQueue | None = None,
         keep_events: bool = False,
         keep_lookups: bool = False,
+        residency: ResidencySampler | None = None,
     ) -> None:
         if block_size < 1:
             raise CoreError(f"block size is {block_size} tokens, must be at least 1")
@@ -55,7 +59,9 @@ class PagedManager:
         self.growth: int | None = block_size
         self.prefix_caching = prefix_caching
         self._deduplicate = deduplicate
-        self.pool = BlockPool(num_blocks, retention=retention, eviction=eviction, keep_events=keep_events)
+        new_pool = BlockPool if residency is None else partial(SampledPool, sampler=residency)
+        self.residency = residency
+        self.pool = new_pool(num_blocks, retention=retention, eviction=eviction, keep_events=keep_events)
         self.tables = BlockTables(self.pool, block_size)
         self.prefix_cache = PrefixCache(self.tables, prefix_caching, deduplicate, copying=copy_at_fork)
         self.swapper = Swapper(self.tables, self.prefix_cache, HostPool(host_blocks))

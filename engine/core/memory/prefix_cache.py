@@ -147,12 +147,14 @@ class PrefixCache:
         sequence.cached_blocks = max(first, blocks)
 
     def _origin(self, sequence: SequenceState, first: int, end: int) -> BlockOrigin:
-        """Parent, tokens, adapter and tenant of blocks `first` to `end - 1`, for the event that reports them."""
+        """Parent, tokens, adapter, tenant and items of blocks `first` to `end - 1`, for the event that reports them."""
         identity, size = sequence.request.identity, self._size
         assert identity is not None
         parent = sequence.block_hashes[first - 1] if first else None
         tokens = identity.token_ids(sequence.branch, first * size, end * size)
-        return BlockOrigin(parent, tokens, identity.adapter, identity.salt)
+        keys = identity.item_keys(size)
+        items = [keys.get(block, ()) for block in range(first, end)] if keys else ()
+        return BlockOrigin(parent, tokens, identity.adapter, identity.salt, items)
 
     def _note_originals(self, root: SequenceState, first: int, hashes: range) -> None:
         """Note blocks of the prompt for the next preemption: by then each branch may have a copy, and none of them."""

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from engine.core.errors import CoreError
 from engine.core.hashing import process_seed
-from engine.core.identity import KeyIdentity, TokenIdentity
+from engine.core.identity import KeyIdentity, MultimodalItem, TokenIdentity
 from engine.core.options import HashAlgorithm
 
 SEGMENTS = st.lists(
@@ -164,17 +164,87 @@ def test_processes_with_the_same_seed_agree() -> None:
     assert TokenIdentity(1, range(4), algorithm=HashAlgorithm.xxh3_128).prompt_hashes(4) == one
 
 
+def test_a_salt_cannot_stand_for_another_salt_and_the_tokens_behind_it() -> None:
+    tokens = [0x41414141] * 8
+    longer = TokenIdentity(0, tokens, "a").prompt_hashes(4)
+    assert TokenIdentity(1, tokens[:4], "a" + "A" * 16).prompt_hashes(4)[0] not in longer
+
+
+def hashes_with(
+    *items: MultimodalItem, tokens: int = 24, algorithm: HashAlgorithm = HashAlgorithm.sha256
+) -> list:
+    """Block hashes (blocks of 4) of a prompt of equal placeholder tokens."""
+    return TokenIdentity(0, [7] * tokens, items=items, algorithm=algorithm).prompt_hashes(4)
+
+
+@pytest.mark.parametrize("algorithm", HashAlgorithm)
+def test_prompts_with_different_pictures_share_the_blocks_before_them_alone(algorithm: HashAlgorithm) -> None:
+    pytest.importorskip("cbor2", reason="hashes of CBOR need pagetwin[events]")
+    cat, dog = (hashes_with(MultimodalItem(name, 9, 6), algorithm=algorithm) for name in ("cat", "dog"))
+    assert shared_blocks(cat, dog) == 2
+    assert set(cat[2:]).isdisjoint(dog[2:])
+
+
+def test_the_same_picture_at_another_place_is_another_block() -> None:
+    assert (
+        shared_blocks(hashes_with(MultimodalItem("cat", 1, 2)), hashes_with(MultimodalItem("cat", 2, 2))) == 0
+    )
+
+
+def test_a_picture_is_in_every_block_that_has_one_of_its_tokens() -> None:
+    identity = TokenIdentity(0, [7] * 24, items=[MultimodalItem("cat", 3, 6), MultimodalItem("dog", 9, 3)])
+    assert identity.item_keys(4) == {0: [("cat", 3)], 1: [("cat", -1)], 2: [("cat", -5), ("dog", 1)]}
+
+
+def test_a_prompt_with_the_bytes_of_a_picture_among_its_tokens_does_not_hit_it() -> None:
+    plain = TokenIdentity(0, [7] * 24).prompt_hashes(4)
+    assert set(plain).isdisjoint(hashes_with(MultimodalItem("cat", 0, 24)))
+
+
+@pytest.mark.parametrize(
+    "items",
+    [
+        [MultimodalItem("cat", 0, 0)],
+        [MultimodalItem("cat", -1, 2)],
+        [MultimodalItem("cat", 23, 2)],
+        [MultimodalItem("cat", 4, 4), MultimodalItem("dog", 7, 2)],
+        [MultimodalItem("cat", 8, 4), MultimodalItem("dog", 0, 2)],
+    ],
+)
+def test_items_that_cannot_be_are_refused(items: list[MultimodalItem]) -> None:
+    with pytest.raises(CoreError, match=r"request 5: item '.*' has .* must have tokens, not overlap"):
+        TokenIdentity(5, [7] * 24, items=items)
+
+
+def test_generated_tokens_continue_the_hashes_of_a_prompt_with_a_picture() -> None:
+    items = [MultimodalItem("cat", 3, 6)]
+    growing = TokenIdentity(0, [7] * 10, items=items, share_outputs=True)
+    growing.extend(0, [7] * 14)
+    assert growing.generated_hashes(0, 4) == hashes_with(*items)
+
+
+def test_adapters_of_one_name_and_different_paths_share_nothing() -> None:
+    one, other = (TokenIdentity(0, range(8), adapter="sql", adapter_path=path) for path in ("/a", "/b"))
+    assert shared_blocks(one.prompt_hashes(4), other.prompt_hashes(4)) == 0
+
+
 @pytest.mark.usefixtures("seeded")
 def test_cbor_hashes_are_those_of_vllm() -> None:
     cbor2 = pytest.importorskip("cbor2", reason="hashes of CBOR need pagetwin[events]")
     before = hashlib.sha256(cbor2.dumps("0", canonical=True)).digest()
     assert before.hex().startswith("4e1195df020d")  # vLLM's NONE_HASH for PYTHONHASHSEED=0
     expected = []
-    for tokens, extra in (((7, 300), ("lora", "salt")), ((70_000, 1), ("lora",))):
+    lora = ("lora", "sql", "/adapters/sql")
+    for tokens, extra in (((7, 300), (lora, ("cache_salt", "salt"))), ((70_000, 1), (lora,))):
         before = hashlib.sha256(cbor2.dumps((before, tokens, extra), canonical=True)).digest()
         expected.append(before)
     identity = TokenIdentity(
-        0, [7, 300, 70_000, 1, 5], "salt", adapter="lora", algorithm=HashAlgorithm.sha256_cbor
+        0,
+        [7, 300, 70_000, 1, 5],
+        "salt",
+        adapter="sql",
+        adapter_path="/adapters/sql",
+        algorithm=HashAlgorithm.sha256_cbor,
     )
     assert identity.prompt_hashes(2) == expected
 
@@ -200,7 +270,7 @@ def test_a_prompt_that_begins_like_an_earlier_one_has_the_hashes_of_a_fresh_proc
     system = list(range(900))
     TokenIdentity(0, [*system, *range(5_000, 5_700)]).prompt_hashes(16)  # its pieces are remembered
     prompt = [*system, *range(9_000, 9_500)][:tokens]
-    root = b"pagetwin:0:1:-"
+    root = b"pagetwin:0:1:0:0:-"
     data = np.array(prompt, dtype="<i4").tobytes()
     expected = [hashlib.sha256(root + data[:end]).digest() for end in range(64, len(data) + 1, 64)]
     assert TokenIdentity(1, prompt).prompt_hashes(16) == expected
@@ -220,3 +290,14 @@ def test_hashes_of_generated_tokens_leave_those_of_the_prompt_as_they_are() -> N
     identity.extend(0, range(16))
     assert len(identity.generated_hashes(0, 16)) == 2
     assert len(prompt) == len(identity.prompt_hashes(16)) == 1
+
+
+def test_cbor_hashes_of_sha256_are_the_same_in_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cbor2", reason="hashes of CBOR need pagetwin[events]")
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    found = set()
+    for _ in range(2):
+        process_seed.cache_clear()
+        found.add(TokenIdentity(0, range(4), algorithm=HashAlgorithm.sha256_cbor).prompt_hashes(4)[0])
+    process_seed.cache_clear()
+    assert len(found) == 1

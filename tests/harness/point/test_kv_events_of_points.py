@@ -50,6 +50,15 @@ def test_a_point_keeps_its_lookups_as_a_table(tmp_path: Path) -> None:
     assert set(table["side"]) == {"simulated"}
 
 
+def test_a_point_keeps_the_residency_of_sampled_blocks_as_a_table(tmp_path: Path) -> None:
+    assert sweep(tmp_path, "replay.residency=1.0", "cache.pool_tokens=1024") == 0
+    table = pq.read_table(kept(tmp_path, "residency.parquet")).to_pydict()
+    assert table["lifetime_s"]
+    pairs = zip(table["lifetime_s"], table["idle_s"], strict=True)
+    assert all(0 <= idle <= lifetime for lifetime, idle in pairs)
+    assert max(table["lifetime_s"]) > 0
+
+
 @pytest.mark.parametrize("key", ["replay.kv_events", "replay.lookups"])
 @pytest.mark.parametrize("other", ["cache.prefix_caching=false", "replay.records=false"])
 def test_what_does_not_exist_cannot_be_kept(
@@ -57,3 +66,11 @@ def test_what_does_not_exist_cannot_be_kept(
 ) -> None:
     assert sweep(tmp_path, f"{key}=true", other) == 2
     assert key in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("other", ["cache.prefix_caching=false", "replay.records=false"])
+def test_residency_needs_a_prefix_cache_and_rows(
+    other: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sweep(tmp_path, "replay.residency=0.5", other) == 2
+    assert "replay.residency: 0.5, but" in capsys.readouterr().err

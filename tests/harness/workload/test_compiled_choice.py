@@ -80,6 +80,7 @@ def test_records_are_those_of_the_core(settings: tuple[str, ...]) -> None:
         (("scheduler=swap", "cache.host_tokens=100000"), "swapped out"),
         (("scheduler.adaptive_watermark=true",), "the watermark is adaptive"),
         (("replay.lookups=true", "replay.records=true"), "lookups of the prefix cache are kept"),
+        (("replay.residency=0.1", "replay.records=true"), "the residency of blocks is sampled"),
         (("scheduler.victim=own_policies:LongestFirst",), "a policy of your own"),
     ],
 )
