@@ -166,9 +166,10 @@ def _block_size(study: Study, axes: Axes) -> Iterator[Answer]:
     elif best[1].sure:
         verdict = f"Blocks of {best[0]} are best: the next best size has {best[1]} their normalized latency"
     else:
-        verdict = "Block size matters at some points, but no size is the best everywhere"
+        verdict = "Block size matters at some points, and no size is the best everywhere"
     caution = f" {study.block_size_caution}" if study.block_size_caution and not study.measured else ""
-    yield Answer("block_size", question, f"{verdict}: {shown} exceed {limit}.{caution}", figure)
+    advice = "" if few or best is None or best[1].sure else _safest(groups, BLOCK, LATENCY)
+    yield Answer("block_size", question, f"{verdict}: {shown} exceed {limit}.{advice}{caution}", figure)
 
 
 def _waste(groups: Sequence[Sequence[Record]]) -> str:
@@ -211,6 +212,41 @@ def best_value(
     ]
     lead = ratio(pairs, metric)
     return (ranked[0], lead) if lead else None
+
+
+def _safest(groups: Sequence[Sequence[Record]], key: str, metric: str) -> str:
+    """The value of `key` whose worst loss against the best value of each group is the smallest (minimax regret).
+
+    Only groups in which every value was run count. A loss within the spread of repeats is none.
+    """
+    wanted = {setting(record, key) for group in groups for record in group}
+    losses: dict[Any, list[float]] = {place: [] for place in wanted}
+    for group in groups:
+        known = [
+            (setting(record, key), record, found) for record in group if (found := value(record, metric))
+        ]
+        if {place for place, _, _ in known} != wanted:
+            continue
+        _, best, lowest = min(known, key=lambda one: one[2])
+        for place, record, found in known:
+            losses[place].append(found / lowest - 1 if differs(record, best, metric) else 0.0)
+    ranked = sorted(
+        wanted, key=lambda place: (max(losses[place], default=0.0), median(losses[place] or [0.0]))
+    )
+    if not losses[ranked[0]]:
+        return ""
+    first, last, settings = ranked[0], ranked[-1], len(losses[ranked[0]])
+    good = sum(loss == 0 for loss in losses[first])
+    if max(losses[first]):
+        worst = (
+            f"its {METRICS[metric].label} is at most {100 * max(losses[first]):.0f} % above the best size's"
+        )
+    else:
+        worst = f"no size is better beyond the spread in {METRICS[metric].label}"
+    return (
+        f" The safest size is {first}: at {good} of {settings} settings no size beats it, and {worst};"
+        f" with {last} it can be {100 * max(losses[last]):.0f} %."
+    )
 
 
 def _along(
