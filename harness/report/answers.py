@@ -160,15 +160,15 @@ def _block_size(study: Study, axes: Axes) -> Iterator[Answer]:
     )
     limit = "the run-to-run spread" if study.measured else f"{100 * _SAME:g} %"
     best = best_value(groups, BLOCK, LATENCY, higher=False)
-    few = max(clear.values()) < _FEW * len(pairs)
+    few, clear_lead = max(clear.values()) < _FEW * len(pairs), False
     if few or best is None:
         verdict = "Block size does not matter here" if few else "No block size is the best everywhere"
-    elif best[1].sure:
+    elif clear_lead := best[1].sure and abs(log(best[1].middle)) > _SAME:
         verdict = f"Blocks of {best[0]} are best: the next best size has {best[1]} their normalized latency"
     else:
         verdict = "Block size matters at some points, and no size is the best everywhere"
     caution = f" {study.block_size_caution}" if study.block_size_caution and not study.measured else ""
-    advice = "" if few or best is None or best[1].sure else _safest(groups, BLOCK, LATENCY)
+    advice = "" if few or best is None or clear_lead else _safest(groups, BLOCK, LATENCY)
     yield Answer("block_size", question, f"{verdict}: {shown} exceed {limit}.{advice}{caution}", figure)
 
 

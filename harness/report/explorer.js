@@ -72,6 +72,9 @@
   const place = document.getElementById("explorer");
   if (!source || !place) return;
   const data = JSON.parse(source.textContent);
+  // one number stands for four equal ones; sides that nothing is known of are left out at the end
+  const sides = (v) => typeof v === "number" ? [v, v, v, v] : v && [...v, null, null, null].slice(0, 4);
+  for (const point of data.points) point.v = point.v.map(sides);
   place.hidden = false;
   const controls = html("div", { className: "controls" }, place);
   const choose = (title, name, options, first, change) => {

@@ -52,6 +52,9 @@ EXPLORED = (
 _SIDES = ("simulated", "measured", "low", "high")
 _DIGITS = 5
 
+Figures = int | float | list[int | float | None] | None
+"""How the figures of one metric at one point stand in the page."""
+
 
 def shown_records(study: Study) -> list[Record]:
     """The points that the page holds: all, or `MOST_POINTS` spread evenly over them."""
@@ -109,8 +112,18 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
 
 
-def _figures(row: Mapping[str, Any] | None, scale: float) -> list[float | None] | None:
+def _figures(row: Mapping[str, Any] | None, scale: float) -> Figures:
+    """The sides of a metric; one number where all are equal, and no more than are known. The script fills them up."""
     if row is None:
         return None
-    values = [None if row[side] is None else float(f"{scale * row[side]:.{_DIGITS}g}") for side in _SIDES]
-    return values if any(value is not None for value in values) else None
+    values = [None if row[side] is None else _rounded(scale * row[side]) for side in _SIDES]
+    while values and values[-1] is None:
+        values.pop()
+    if len(values) == len(_SIDES) and len(set(values)) == 1:
+        return values[0]
+    return values or None
+
+
+def _rounded(value: float) -> int | float:
+    found = float(f"{value:.{_DIGITS}g}")
+    return int(found) if found.is_integer() else found

@@ -97,12 +97,19 @@ def draw(study: Study, axes: Axes, layout: Layout, *, name: str = "", like: Reco
     cells = [(metric, column) for metric in layout.metrics for column in columns]
     for panel, (metric, column) in zip(grid, cells, strict=True):
         found = table[table["metric"] == metric]
-        unit = _panel(panel, metric, found, found[found["column"] == column], layout)
-        title = METRICS[metric].label + (f", {short_label(layout.col)} {column}" if layout.col else "")
-        panel.set_title(title, fontsize=6.5 if layout.col else 8)
+        unit = _panel(panel, metric, found, found[found["column"] == column], layout, len(columns))
+        if many := len(columns) > 1:  # the rows name the metrics, the columns their value
+            panel.set_title(
+                f"{short_label(layout.col or '')} {column}" if metric == cells[0][0] else "", fontsize=8
+            )
+            panel.set_xlabel(panel.get_xlabel(), fontsize=8 if len(columns) == 2 else 6.5)
+        else:
+            panel.set_title(METRICS[metric].label, fontsize=8)
         panel.tick_params(labelsize=6.5)
         if column == columns[0]:
-            panel.set_ylabel(unit)
+            panel.set_ylabel(
+                f"{METRICS[metric].label}\n({unit})" if many else unit, fontsize=6.5 if many else 8
+            )
     for panel in grid[: -len(columns)]:
         panel.set_xlabel("")
     _legend(grid[0], table, layout)
@@ -152,10 +159,15 @@ def _with_others(
     others = comparison_table(same, axes, layout.metrics)
     x = float("nan") if layout.x == BLOCK else others[layout.x].astype(float)
     column = (others[layout.col] if layout.col != BLOCK else None) if layout.col else ""
-    return pd.concat([table, others.assign(x=x, series=others[POLICY], column=column)], ignore_index=True)
+    others = others.assign(x=x, series=others[POLICY], column=column)
+    if layout.col and layout.col != BLOCK:  # only beside columns that the figure has
+        others = others[others["column"].isin(set(table["column"]))]
+    return pd.concat([table, others], ignore_index=True)
 
 
-def _panel(panel: "Panel", metric: str, whole: "pd.DataFrame", found: "pd.DataFrame", layout: Layout) -> str:
+def _panel(
+    panel: "Panel", metric: str, whole: "pd.DataFrame", found: "pd.DataFrame", layout: Layout, columns: int
+) -> str:
     """Draw one panel and return its unit; all panels of a row (`whole`) have one scale."""
     unit = ""
     if found["simulated"].notna().any():
@@ -168,7 +180,7 @@ def _panel(panel: "Panel", metric: str, whole: "pd.DataFrame", found: "pd.DataFr
     else:
         panel.text(0.5, 0.5, "no figure at these points", transform=panel.transAxes, ha="center", color=GREY)
     if whole["x"].notna().any():
-        value_axis(panel, layout.x, sorted(whole["x"].dropna().unique()))
+        value_axis(panel, layout.x, sorted(whole["x"].dropna().unique()), most=7 if columns < 3 else 5)
     panel.locator_params(axis="y", nbins=4)
     return unit
 

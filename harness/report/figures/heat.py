@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from harness.metrics import METRICS
 from harness.report.axes import POLICY, Axes, comparison_table, label, policy_of
-from harness.report.figures.series import axis_scale
+from harness.report.figures.series import axis_scale, evenly
 from harness.report.study import Study
 from harness.report.style import PAGE_IN, Drawing, Missing, Picture, panels
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 NAME = "heat"
 _SHOWN = ("request_throughput", "norm_latency_mean", "sharing_saving")
+_MOST_NUMBERED = 60  # cells that have room for their number; more get a colour bar
+_MOST_TICKS = 9
 
 
 def draw(study: Study, axes: Axes) -> Picture:
@@ -43,12 +45,17 @@ def _map(panel: "Panel", name: str, found: "pd.DataFrame", x: str, y: str) -> No
     cells = found.pivot_table(index=y, columns=x, values="best", aggfunc="median")
     scale, unit = axis_scale(name, float(cells.max().max()))
     values = scale * cells.to_numpy(float)
-    panel.imshow(values, cmap="viridis", aspect="auto", origin="lower")
+    image = panel.imshow(values, cmap="viridis", aspect="auto", origin="lower")
+    numbered = values.size <= _MOST_NUMBERED
+    if not numbered and panel.figure is not None:
+        bar = panel.figure.colorbar(image, ax=panel, pad=0.02)
+        bar.ax.tick_params(labelsize=6)
+        bar.outline.set_visible(False)
     low, high = float(values[values == values].min()), float(values[values == values].max())
     for row in range(values.shape[0]):
         for column in range(values.shape[1]):
             value = values[row, column]
-            if value == value and values.size <= 60:
+            if value == value and numbered:
                 dark = value < (low + high) / 2
                 panel.text(
                     column,
@@ -59,8 +66,9 @@ def _map(panel: "Panel", name: str, found: "pd.DataFrame", x: str, y: str) -> No
                     size=6.5,
                     color="white" if dark else "black",
                 )
-    panel.set_xticks(range(len(cells.columns)), [f"{value:g}" for value in cells.columns])
-    panel.set_yticks(range(len(cells.index)), [f"{value:g}" for value in cells.index])
+    for ticks, places in ((panel.set_xticks, cells.columns), (panel.set_yticks, cells.index)):
+        shown = evenly(list(enumerate(places)), _MOST_TICKS)
+        ticks([at for at, _ in shown], [f"{value:g}" for _, value in shown])
     panel.set(xlabel=label(x), ylabel=label(y), title=f"{METRICS[name].label} ({unit})")
     panel.title.set_fontsize(7)
     panel.grid(visible=False)

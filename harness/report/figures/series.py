@@ -1,6 +1,7 @@
 """Helpers that the figures share: styles of policies and values, units and ticks of axes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from math import log
 from typing import TYPE_CHECKING, Any
 
 from harness.metrics import METRICS
@@ -20,9 +21,6 @@ _POLICY_LOOKS = {
 
 MOST_SERIES = 5
 """The most lines in one panel; more cannot be distinguished."""
-
-MOST_DRAWN_MARKS = 300
-"""The most marks of a kind that a page holds one by one, at some 250 bytes each; more become a picture of dots."""
 
 
 def policies(records: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -84,15 +82,27 @@ def axis_scale(name: str, largest: float) -> tuple[float, str]:
     return 1e9, f"ns{rest}"
 
 
-def value_axis(panel: "Panel", key: str, values: Sequence[float]) -> None:
-    """The x axis of a swept setting: its values as ticks, logarithmic where they span a factor of 4 or more."""
+def value_axis(panel: "Panel", key: str, values: Sequence[float], *, most: int = 7) -> None:
+    """The x axis of a swept setting: at most `most` of its values as ticks, and logarithmic from a factor of 4 on."""
     low, high = min(values), max(values)
-    if low > 0 and high / low >= 4:
+    logarithmic = low > 0 and high / low >= 4
+    if logarithmic:
         panel.set_xscale("log", base=2)
-    ticks = evenly(sorted(values), 7)
+    ticks = _apart(evenly(sorted(values), most), most, log if logarithmic else float)
     panel.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     panel.minorticks_off()
     panel.set_xlabel(label(key))
+
+
+def _apart(ticks: Sequence[float], most: int, place: Callable[[float], float]) -> list[float]:
+    """The ticks without those whose labels would touch: the first and the last stay."""
+    first, last = place(ticks[0]), place(ticks[-1])
+    gap = 0.8 * (last - first) / most
+    kept = [ticks[0]]
+    for tick in ticks[1:-1]:
+        if place(tick) - place(kept[-1]) >= gap and last - place(tick) >= gap:
+            kept.append(tick)
+    return kept if len(ticks) < 2 else [*kept, ticks[-1]]
 
 
 def zero_based(panel: "Panel", low: float, high: float) -> None:

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from harness.report.axes import POLICY, Axes, comparison_table
-from harness.report.figures.series import MOST_DRAWN_MARKS, axis_scale, policies, policy_style
+from harness.report.figures.series import axis_scale, policies, policy_style
 from harness.report.study import Study
 from harness.report.style import PAGE_IN, Drawing, Missing, Picture, panels
 
@@ -97,6 +97,5 @@ def _marks(panel: "Panel", table: "pd.DataFrame", x: str, scale: float) -> None:
             s=12,
             alpha=0.7,
             linewidths=0,
-            rasterized=len(mine) > MOST_DRAWN_MARKS,
             **look,
         )

@@ -7,7 +7,7 @@ import numpy as np
 from harness.metrics import METRICS
 from harness.metrics.analytic import expected_tail_waste
 from harness.report.axes import Axes, comparison_table, label, policy_of
-from harness.report.figures.series import MOST_DRAWN_MARKS, axis_scale, side_legend, value_axis
+from harness.report.figures.series import axis_scale, side_legend, value_axis
 from harness.report.study import Study
 from harness.report.style import PAGE_IN, PALETTE, Drawing, Missing, Picture, panels
 
@@ -57,12 +57,9 @@ def _panel(panel: "Panel", name: str, found: "pd.DataFrame") -> None:
             linestyle="--",
             label="(B − 1) / 2",
         )
-    many = len(found) > MOST_DRAWN_MARKS
     x = found[BLOCK].astype(float)
-    panel.plot(
-        x * 0.98, scale * found["simulated"], "D", color=PALETTE[0], markerfacecolor="none", rasterized=many
-    )
-    panel.plot(x * 1.02, scale * found["measured"], "o", color=PALETTE[3], alpha=0.7, rasterized=many)
+    panel.plot(x * 0.98, scale * found["simulated"], "D", color=PALETTE[0], markerfacecolor="none")
+    panel.plot(x * 1.02, scale * found["measured"], "o", color=PALETTE[3], alpha=0.7)
     value_axis(panel, BLOCK, sizes)
     panel.set(xlabel=label(BLOCK), ylabel=unit, title=METRICS[name].label)
     panel.set_ylim(bottom=0)

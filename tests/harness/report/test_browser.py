@@ -1,10 +1,13 @@
 """The page in a real browser, without a network."""
 
+import io
 import shutil
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
+from harness.report.style import inline
 
 pytestmark = pytest.mark.browser
 PATIENCE_MS = 120_000  # a safety net on a busy machine
@@ -217,3 +220,23 @@ def test_axe_notices_a_planted_fault(opened):
         "<html lang=en><title>x</title><main><h1>x</h1><p style='color:#ccc'>pale</p><img src=a></main>"
     )
     assert {fault.partition(":")[0] for fault in axe_faults(opened)} >= {"color-contrast", "image-alt"}
+
+
+def test_a_drawing_in_the_page_looks_as_its_file_does(browser, page):
+    """Short places, classes for styles and fewer groups change no pixel that an eye could see."""
+    numpy = pytest.importorskip("numpy")
+    image = pytest.importorskip("PIL.Image")
+    tab = browser.new_page(viewport={"width": 1000, "height": 1400})
+    for name in ("curve_cache_block_size", "agreement", "heat"):
+        svg = (page.parent / "figures" / f"{name}.svg").read_bytes()
+        shots = []
+        for drawing in (svg.decode()[svg.decode().index("<svg") :], inline(svg, name, name)):
+            tab.set_content(
+                f"<style>body {{ margin: 0; background: white }} svg {{ width: 900px; height: auto }}</style>{drawing}"
+            )
+            picture = image.open(io.BytesIO(tab.locator("svg").first.screenshot())).convert("L")
+            shots.append(numpy.asarray(picture, dtype=float))
+        assert shots[0].shape == shots[1].shape
+        assert numpy.ptp(shots[0]) > 100  # something is drawn
+        assert numpy.mean(numpy.abs(shots[0] - shots[1]) > 60) < 0.01  # text may move by a part of a pixel
+    tab.close()

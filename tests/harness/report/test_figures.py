@@ -7,9 +7,9 @@ from synthetic_store import grid, write_point, write_store
 
 from harness.report.axes import find_axes
 from harness.report.figures import curves, kernel
-from harness.report.figures.series import policies, policy_line
+from harness.report.figures.series import policies, policy_line, value_axis
 from harness.report.study import read_study
-from harness.report.style import Drawing, style
+from harness.report.style import MOST_DRAWN_MARKS, Drawing, new_figure, style, svg_bytes
 
 ONE = {"cache.policy": "paged", "workload.prefix_share": 0.0, "decoding.beam_width": 1}
 UNPRICED = {
@@ -87,3 +87,34 @@ def test_a_figure_along_block_sizes_says_that_they_are_priced_by_a_model(tmp_pat
         found = curves.draw(study, axes, curves.layout_of(axes, "cache.block_size"))
     assert "static model of our kernels, not by measurements" in found.figure.get_supxlabel()
     assert "below 18% are no finding" in found.figure.get_supxlabel()
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """Three settings, one of them with twelve values."""
+    shares = tuple(place / 12 for place in range(12))
+    axes = {"cache.block_size": (8, 16), "workload.prefix_share": shares, "decoding.beam_width": (1, 2)}
+    return read_study(write_store(tmp_path_factory.mktemp("wide"), grid(axes)))
+
+
+def test_a_setting_with_many_values_gives_four_columns_with_every_policy(wide):
+    found = drawing(wide, "decoding.beam_width")
+    assert len(found.figure.axes) == 4 * len(curves.SHOWN)
+    assert set(found.data["cache.policy"]) == {"paged", "contiguous_max"}
+
+
+def test_labels_along_a_logarithmic_axis_keep_apart(study):
+    panel = new_figure(3, 2).subplots()
+    value_axis(panel, "decoding.beam_width", [1, 2, 3, 4, 5, 6, 7, 8])
+    assert [label.get_text() for label in panel.get_xticklabels()] == ["1", "2", "3", "5", "8"]
+
+
+@pytest.mark.parametrize(("marks", "pictures"), [(MOST_DRAWN_MARKS, 0), (MOST_DRAWN_MARKS + 1, 1)])
+def test_very_many_marks_become_a_picture_and_text_stays_text(marks, pictures):
+    figure = new_figure(3, 2)
+    panel = figure.subplots()
+    panel.scatter(range(marks), range(marks))
+    panel.set_xlabel("words")
+    svg = svg_bytes(figure, "many").decode()
+    assert svg.count("<image") == pictures
+    assert ">words</text>" in svg
