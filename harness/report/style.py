@@ -123,6 +123,7 @@ def svg_bytes(figure: "Figure", name: str) -> bytes:
 
 def _rasterise_many_marks(figure: "Figure") -> None:
     """Make the marks and bars of a figure that has very many a picture of dots; its text and axes stay vectors."""
+    import numpy as np
     from matplotlib.collections import Collection, LineCollection, PathCollection
     from matplotlib.lines import Line2D
 
@@ -131,8 +132,8 @@ def _rasterise_many_marks(figure: "Figure") -> None:
         marked = [line for line in panel.lines if line.get_marker() not in (None, "None", "", " ")]
         dots = [drawn for drawn in panel.collections if isinstance(drawn, PathCollection)]
         bars = [drawn for drawn in panel.collections if isinstance(drawn, LineCollection)]
-        marks += [(line, len(line.get_xydata())) for line in marked]
-        marks += [(drawn, len(drawn.get_offsets())) for drawn in dots]
+        marks += [(line, len(np.asarray(line.get_xdata()))) for line in marked]
+        marks += [(drawn, len(np.asarray(drawn.get_offsets()))) for drawn in dots]
         marks += [(drawn, len(drawn.get_segments())) for drawn in bars]
     if sum(count for _, count in marks) > MOST_DRAWN_MARKS:
         for artist, _ in marks:
