@@ -87,7 +87,7 @@ def _twin(arguments: "Arguments", deployment: "Deployment", overrides: tuple[str
 
     from harness.deployment.configured import configured
     from harness.deployment.device_file import fitted_device
-    from harness.deployment.fit import fit_device
+    from harness.deployment.fit import fit_schedule
     from harness.deployment.prediction import predictor
     from harness.deployment.twin import Twin
     from harness.deployment.what_ifs import what_ifs
@@ -98,8 +98,8 @@ def _twin(arguments: "Arguments", deployment: "Deployment", overrides: tuple[str
     if flags.no_fit or flags.device:
         prediction = predictor(config, deployment.workload)(config.device)
     else:
-        fit = fit_device(deployment, config, first=flags.first, progress=_progress)
-        config, prediction = replace(config, device=fitted_device(fit, deployment)), fit.prediction
+        found, fit = fit_schedule(deployment, found, first=flags.first, progress=_progress)
+        config, prediction = replace(found.config, device=fitted_device(fit, deployment)), fit.prediction
     changes = (
         []
         if flags.no_what_ifs
@@ -139,7 +139,7 @@ def calibrate_from_log(arguments: "Arguments") -> int:
     """`calibrate --from-log`: fit a device to a log, write it as a file, print what it is worth."""
     from harness.deployment.configured import configured
     from harness.deployment.device_file import errors_text, write_device
-    from harness.deployment.fit import fit_device
+    from harness.deployment.fit import fit_schedule
     from harness.deployment.reading import read_deployment
 
     flags = arguments.flags
@@ -148,14 +148,18 @@ def calibrate_from_log(arguments: "Arguments") -> int:
     path = Path(flags.out or f"results/devices/{found.config.device.name}.yaml").expanduser()
     if path.suffix not in (".yaml", ".yml"):
         raise UserError(f"--out {path}: a device's file ends in .yaml")
-    for note in (*deployment.notes, *found.notes):
+    for note in deployment.notes:
         remark(f"note: {note}")
     if flags.dry_run:
+        for note in found.notes:
+            remark(f"note: {note}")
         say(
             f"{len(deployment.requests)} requests of {deployment.name}; would be kept in {path}; nothing was fitted"
         )
         return 0
-    fit = fit_device(deployment, found.config, first=flags.first, progress=_progress)
+    found, fit = fit_schedule(deployment, found, first=flags.first, progress=_progress)
+    for note in found.notes:
+        remark(f"note: {note}")
     write_device(fit, deployment, found.settings, command_of("calibrate", arguments), path)
     say(
         f"{fit.device.name}, {found.config.model.name}: fitted to the first {fit.fitted_on} of {fit.requests} requests"

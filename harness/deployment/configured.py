@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from harness.config.checks import check_config
@@ -63,6 +63,7 @@ _WEIGHTS = {
     "gptq_marlin": "int4",
     "mxfp4": "mxfp4",
 }
+_UNSAID = "The log does not say whether the engine scheduled ahead of its results"
 _POOL = {"cache.pool_blocks", "cache.pool_tokens"}
 _SAMPLE = "model=llama3_8b, model=./mine.yaml or model.path=FOLDER"
 
@@ -76,6 +77,22 @@ class Configured:
     notes: tuple[str, ...]
     overrides: tuple[str, ...]  # all of it as overrides, in the order in which they apply
     replaced: Mapping[str, str] = field(default_factory=dict)  # keys that the user set otherwise than the log
+
+    @property
+    def knows_schedule(self) -> bool:
+        """Whether the log or the user say if the engine scheduled ahead of its results."""
+        return not any(note.startswith(_UNSAID) for note in self.notes)
+
+    @property
+    def notes_but_schedule(self) -> tuple[str, ...]:
+        """The notes without the one on an unsaid schedule."""
+        return tuple(note for note in self.notes if not note.startswith(_UNSAID))
+
+    def scheduled(self, ahead: bool) -> "Configured":
+        """The same with asynchronous scheduling on or off."""
+        scheduler = replace(self.config.scheduler, async_scheduling=ahead)
+        words = (*self.overrides, f"scheduler.async_scheduling={str(ahead).lower()}")
+        return replace(self, config=replace(self.config, scheduler=scheduler), overrides=words)
 
 
 def configured(deployment: Deployment, overrides: Sequence[str]) -> Configured:
@@ -255,7 +272,7 @@ def _notes(settings: EngineSettings, chosen: set[str], config: RunConfig) -> lis
     if settings.async_scheduling is None and "scheduler.async_scheduling" not in chosen:
         how = "on" if config.scheduler.async_scheduling else "off"
         found.append(
-            f"The log does not say whether the engine scheduled ahead of its results; {how} is simulated. vLLM does "
+            f"{_UNSAID}; {how} is simulated. vLLM does "
             "since 0.19 unless it is told otherwise, and SGLang by default. The choice moves the time to first "
             "token: set scheduler.async_scheduling=true or false."
         )

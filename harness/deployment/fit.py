@@ -14,6 +14,7 @@ from scipy.optimize import least_squares
 
 from harness.config.errors import UserError
 from harness.config.schema import DeviceConfig, RunConfig
+from harness.deployment.configured import Configured
 from harness.deployment.log import Deployment, FloatArray
 from harness.deployment.prediction import Errors, Predict, Prediction, errors_of, predictor
 
@@ -88,6 +89,7 @@ class Fit:
     simulations: int
     cpu_s: float
     prediction: Prediction
+    cost: float = 0.0  # half the sum of squared residuals, priors included
 
 
 def requests_to_fit(requests: int, share: float = 0.25) -> int:
@@ -149,7 +151,48 @@ def fit_device(
         problem.simulations + 2,
         time.process_time() - began,
         after,
+        float(found.cost),
     )
+
+
+_CLEARLY = 0.9  # of the other schedule's cost: a fit that is better by less proves nothing
+
+
+def fit_schedule(
+    deployment: Deployment, found: Configured, *, first: int | None = None, progress: Progress | None = None
+) -> tuple[Configured, Fit]:
+    """`fit_device`; where neither log nor user say whether the engine scheduled ahead of its results, in both ways.
+
+    The schedule whose fit is clearly better is taken, else the configured one. A note gives the errors of both.
+
+    Raises:
+        ConfigError, UserError: as `fit_device`.
+    """
+    if found.knows_schedule:
+        return found, fit_device(deployment, found.config, first=first, progress=progress)
+    ways = {ahead: found.scheduled(ahead) for ahead in (True, False)}
+    fits = {
+        ahead: fit_device(deployment, way.config, first=first, progress=progress)
+        for ahead, way in ways.items()
+    }
+    usual = found.config.scheduler.async_scheduling
+    chosen = (not usual) if fits[not usual].cost < _CLEARLY * fits[usual].cost else usual
+    clear = fits[chosen].cost < _CLEARLY * fits[not chosen].cost
+    said = "; ".join(
+        f"{'on' if ahead else 'off'}: TPOT p50 {100 * fit.held_out.tpot_p50:+.1f} %, TTFT p50 "
+        f"{100 * fit.held_out.ttft_p50:+.1f} % on requests held out"
+        for ahead, fit in fits.items()
+    )
+    why = (
+        "the first requests show that it was"
+        if clear
+        else "the log does not tell which, so that the usual one is taken:"
+    )
+    note = (
+        f"The log does not say whether the engine scheduled ahead of its results; fitted both ways, {why} "
+        f"{'on' if chosen else 'off'}. {said}. Set scheduler.async_scheduling=true or false if you know it."
+    )
+    return replace(ways[chosen], notes=(*found.notes_but_schedule, note)), fits[chosen]
 
 
 class _Problem:

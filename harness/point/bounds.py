@@ -4,10 +4,13 @@ The bound replays the workload on the device at its datasheet's rates, without a
 the expected value is no bound: each stands in the record under its own name.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
+from harness.config.groups import groups, option_file
 from harness.config.schema import DeviceConfig, EngineDevice, RunConfig
 from harness.cost.roofline import DeviceShape, RooflineCost
 from harness.replay.cost_model import CostModel
@@ -60,7 +63,7 @@ def origins(device: DeviceConfig) -> dict[str, str]:
     """Where each constant of a device's prices comes from, by key."""
     if device.name == EngineDevice.cpu.value:
         return dict.fromkeys((*DATASHEET, *ASSUMED), "assumed for one core of a server CPU")
-    known = dict.fromkeys(DATASHEET, "datasheet, or set by the user")
+    known = {name: origin_of(device, name) for name in DATASHEET}
     known |= {name: f"assumed, usually {low:g} to {high:g}" for name, (low, high) in ASSUMED.items()}
     if device.fitted_from is None:
         known["decode attention"] = ATTENTION_ERROR["timed" if device.name in TIMED else "other"]
@@ -70,6 +73,27 @@ def origins(device: DeviceConfig) -> dict[str, str]:
             link = f"fitted to {device.fitted_from} if its engine had several devices, else as in its description"
             known |= dict.fromkeys(("link_efficiency", "link_latency_us"), link)
     return known
+
+
+def origin_of(device: DeviceConfig, name: str) -> str:
+    """Where a rate or a size comes from. A description of the user's may have the name of a preset."""
+    value, preset = getattr(device, name), _preset(device.name)
+    if name not in preset:
+        return "as the description of the device has it"
+    known, assumed = preset[name]
+    if value != known:
+        return f"as the user set it; the preset {device.name} has {known:g}"
+    return f"assumed by the preset {device.name}; no datasheet has it" if assumed else "datasheet"
+
+
+@cache
+def _preset(name: str) -> dict[str, tuple[float, bool]]:
+    """The rates and sizes of a preset, and whether its file marks each as assumed; none where `name` is no preset."""
+    if name not in groups()["device"]:
+        return {}
+    text = option_file("device", name).read_text(encoding="utf-8")
+    lines = re.findall(r"^(\w+): ([\d.]+) *(# assumed)?", text, flags=re.MULTILINE)
+    return {key: (float(value), bool(mark)) for key, value, mark in lines if key in DATASHEET}
 
 
 def bounds_of(config: RunConfig, workload: Workload, cost: CostModel) -> dict[str, Any] | None:

@@ -16,7 +16,7 @@ from harness.cost.aiconfigurator import (
 )
 from harness.cost.published import PublishedCost
 from harness.cost.roofline import RooflineCost
-from harness.point.bounds import DATASHEET
+from harness.point.bounds import DATASHEET, origin_of
 from harness.replay.cost_model import CostSource
 from harness.workload.shapes import device_shape, max_position, model_shape
 
@@ -109,6 +109,6 @@ def _residual(config: RunConfig) -> dict[str, Any]:
         "from": {
             "operators": "published timings",
             "step_overhead_us": f"fitted to {fitted}" if fitted else "assumed",
-            **{name: "datasheet, or set by the user" for name in DATASHEET if name.startswith("host")},
+            **{name: origin_of(config.device, name) for name in DATASHEET if name.startswith("host")},
         },
     }

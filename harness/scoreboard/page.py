@@ -27,7 +27,10 @@ the runs are InferenceMAX's (its README: `RANDOM_RANGE_RATIO` 0.8). Quantised Ll
 KV, as NVIDIA's checkpoints say; the rows do not name the KV's element type. A checkpoint with a scale for each
 block of its FP8 weights is priced with the kernels for such blocks, also where a row says `fp8`. Rows whose batch
 size is a fraction of the concurrency are left out (several replicas, or data-parallel attention, which they do not
-name), and so are runs whose own times need more than 70 % of the datasheet's FLOP/s (prompts came from a cache).
+name), and so are runs whose own times need more than 70 % of the datasheet's FLOP/s (prompts came from a cache), and
+runs whose own times say, by Little's law, that far fewer users got tokens at once than the pool has room for, while
+steps were not half full: their engine had a limit that the row does not name. The rule stands in
+`harness/scoreboard/published_runs.py`; it looks at no prediction.
 The sample is deterministic: at most {each} runs of every model, engine, device and precision, on its most frequent
 number of devices, evenly over lengths and users.
 

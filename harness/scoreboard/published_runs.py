@@ -27,7 +27,7 @@ from harness.point.cost import check_cost, cost_model
 from harness.point.published import published_cost
 from harness.replay.cost_model import CostModel
 from harness.sweep.plan import run_request
-from harness.workload.shapes import model_shape, unmodelled
+from harness.workload.shapes import model_shape, pool_shape, unmodelled
 from harness.workload.simulate import simulate
 from harness.workload.workload import build_workload
 from traces.trace import CHAINED, Segment, Trace, TraceHeader, TraceRequest
@@ -226,6 +226,7 @@ def simulated(run: PublishedRun, kind: CostKind) -> Simulated:
     """
     config = _configuration(run, kind)
     _check_possible(run, config)
+    _check_batch(run, pool_shape(config).tokens)
     cost: CostModel
     if kind is CostKind.published:
         refusal = _refusal(_setup(run))
@@ -262,6 +263,30 @@ def _check_possible(run: PublishedRun, config: RunConfig) -> None:
             "run",
             f"its times need more than {100 * _MOST_USED:.0f} % of the datasheet's FLOP/s: it did not compute "
             "all prompts",
+        )
+
+
+def _check_batch(run: PublishedRun, pool_tokens: int) -> None:
+    """Raise ConfigError where the row's own times say that its engine ran far fewer requests at once than assumed.
+
+    In a closed loop a user waits for the first token, or gets tokens: by Little's law `users * span / latency` of them
+    get tokens in the mean. The assumed engine has room for all users whose tokens fit the pool. While one of these
+    waits, its steps are full. So if steps are less than half full in the mean, only the first wave waits, in which all
+    begin at once: users * isl / (isl + osl) / 2 in the mean, were there no later wave.
+    """
+    mean = (1 + _DRAWN_FROM) / 2 if run.drawn else 1.0
+    prompt, output = mean * run.isl, mean * run.osl
+    span = max(output - 1, 0) * run.tpot_ms
+    latency = run.ttft_ms + span
+    running = run.users * span / latency
+    step_tokens = run.users / latency * (prompt + output) * run.tpot_ms
+    room = min(run.users, pool_tokens / (prompt + output))
+    least = room - run.users * prompt / (prompt + output) / 2
+    if running < least and step_tokens < _BATCHED_TOKENS / 2:
+        raise ConfigError(
+            "run",
+            "its own times say that its engine ran far fewer requests at once than there is room for (Little's law): "
+            "a limit of sequences, a smaller pool, or time before its scheduler, which the row does not name",
         )
 
 

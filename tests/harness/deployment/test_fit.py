@@ -5,7 +5,8 @@ import pytest
 
 from harness.config.errors import ConfigError, UserError
 from harness.config.schema import CostKind, DeviceConfig, RunConfig
-from harness.deployment.fit import CONSTANTS, Fit, fit_device, requests_to_fit
+from harness.deployment.configured import Configured
+from harness.deployment.fit import CONSTANTS, Fit, fit_device, fit_schedule, requests_to_fit
 from harness.deployment.log import Deployment, RequestTimes
 from harness.deployment.prediction import errors_of, predictor
 from harness.deployment.settings import EngineSettings
@@ -53,10 +54,10 @@ def workload(count: int = 100) -> Trace:
     return Trace(TraceHeader("planted", "simple", "drawn", CHAINED, None, 1, "0" * 64, count, count), rows)
 
 
-def planted(device: DeviceConfig, count: int = 100) -> Deployment:
+def planted(device: DeviceConfig, count: int = 100, found: RunConfig | None = None) -> Deployment:
     """A log that the simulator itself wrote, for a device with known constants."""
     trace = workload(count)
-    run = predictor(config(), trace)(device)
+    run = predictor(found or config(), trace)(device)
     times = RequestTimes(
         request_id=tuple(str(row.request_id) for row in trace.requests),
         arrival_s=run.arrival_s,
@@ -118,6 +119,29 @@ def test_only_a_log_of_several_devices_says_anything_about_their_link() -> None:
     both = fit_device(planted(GPU, 50), pair, first=40)
     keys = [{constant.key for constant in fit.constants} for fit in (alone, both)]
     assert keys[1] - keys[0] == {"link_efficiency", "link_latency_us"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_schedule_that_a_log_does_not_name_is_found_by_fitting_both(ahead: bool) -> None:
+    usual = Configured(
+        config(),
+        EngineSettings(),
+        ("The log does not say whether the engine scheduled ahead of its results; off",),
+        (),
+    )
+    log = planted(TRUE, 42, usual.scheduled(ahead).config)
+    found, _ = fit_schedule(log, usual, first=30)
+    assert found.config.scheduler.async_scheduling is ahead
+    assert "on: TPOT p50" in found.notes[-1]
+    assert "off: TPOT p50" in found.notes[-1]
+
+
+def test_a_schedule_that_the_user_names_is_fitted_alone() -> None:
+    known = Configured(config(), EngineSettings(), (), ())
+    found, fit = fit_schedule(planted(TRUE, 42), known, first=30)
+    assert found is known
+    assert fit.fitted_on == 30
 
 
 def test_a_request_that_could_not_have_been_served_is_an_error_of_the_settings() -> None:

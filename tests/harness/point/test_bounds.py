@@ -1,12 +1,14 @@
 """The datasheet's bound and the expected value stand side by side, each under its own name."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from harness.config.compose import compose_config, normalise
 from harness.config.overrides import parse_overrides
-from harness.point.bounds import ASSUMED, METRICS
+from harness.config.schema import DeviceConfig
+from harness.point.bounds import ASSUMED, METRICS, origins
 from harness.point.run import run_point
 from harness.report.provenance import bounds_table
 
@@ -48,7 +50,7 @@ def test_the_bound_of_a_decode_step_is_its_bytes_over_the_datasheets_bandwidth(
 def test_each_constant_says_where_it_comes_from(record: dict[str, Any]) -> None:
     provenance = record["cost"]["provenance"]
     assert provenance["model"] == "llama-3.1-8b"
-    assert provenance["from"]["bandwidth_gbs"] == "datasheet, or set by the user"
+    assert provenance["from"]["bandwidth_gbs"] == "datasheet"
     assert provenance["from"]["kv_efficiency"] == "assumed, usually 0.8 to 1"
     assert set(ASSUMED) < set(provenance["from"])
 
@@ -75,3 +77,23 @@ def test_many_requests_are_replayed_once_unless_bounds_are_asked_for(monkeypatch
     monkeypatch.setattr("harness.point.bounds.MOST_REQUESTS", 10)
     assert record_of()["bounds"] is None
     assert record_of("cost.bounds=true")["bounds"] is not None
+
+
+def test_what_a_preset_assumes_is_not_called_a_datasheets() -> None:
+    found = origins(preset("a10g"))
+    assert found["multiprocessors"] == "assumed by the preset a10g; no datasheet has it"
+    assert found["bandwidth_gbs"] == "datasheet"
+
+
+def test_a_rate_that_differs_from_the_preset_of_its_name_is_the_users() -> None:
+    found = origins(replace(preset("h100"), bandwidth_gbs=2000.0))
+    assert found["bandwidth_gbs"] == "as the user set it; the preset h100 has 3350"
+
+
+def test_the_rates_of_a_device_of_ones_own_are_as_described() -> None:
+    assert origins(DeviceConfig(name="mine"))["tflops"] == "as the description of the device has it"
+
+
+def preset(name: str) -> DeviceConfig:
+    texts = ("measure=false", f"device={name}")
+    return compose_config([each.settings[0] for each in parse_overrides(texts)]).device

@@ -1,5 +1,6 @@
 """The scoreboard's choice of runs, its page and its command."""
 
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
@@ -10,7 +11,14 @@ from harness.config.errors import ConfigError
 from harness.config.schema import CostKind
 from harness.scoreboard.board import counted, write_csv
 from harness.scoreboard.page import write_page
-from harness.scoreboard.published_runs import PublishedRun, _obstacle, read_runs, sample, simulated
+from harness.scoreboard.published_runs import (
+    PublishedRun,
+    _check_batch,
+    _obstacle,
+    read_runs,
+    sample,
+    simulated,
+)
 
 
 def run(name: str, users: int, parallel: int = 1, model: str = "a/model") -> PublishedRun:
@@ -144,6 +152,28 @@ def test_a_row_of_several_replicas_is_refused_by_name() -> None:
     assert "several replicas" in _obstacle(RUN)
 
 
+def test_a_row_whose_engine_ran_a_fraction_of_its_users_is_refused_by_name() -> None:
+    """512 users wait 20 s and get 1,024 tokens in 4.8 s: 99 of them at once, in steps of 180 tokens."""
+    limited = replace(RUNS[0], users=512, ttft_ms=19_977.0, tpot_ms=4.7)
+    with pytest.raises(ConfigError, match="far fewer requests at once than there is room for"):
+        _check_batch(limited, pool_tokens=3_000_000)
+
+
+def test_a_row_whose_users_wait_for_a_small_pool_is_kept() -> None:
+    """The simulation has the same pool, so that its users wait as well."""
+    _check_batch(replace(RUNS[0], users=512, ttft_ms=19_977.0, tpot_ms=4.7), pool_tokens=200_000)
+
+
+def test_a_row_whose_steps_are_full_of_prompts_is_kept() -> None:
+    """The longest prompts and the shortest answers: users wait for prompts of others, as they do in the simulation."""
+    full = replace(RUNS[0], users=64, isl=8192, osl=32, ttft_ms=40_000.0, tpot_ms=650.0)
+    _check_batch(full, pool_tokens=3_000_000)
+
+
+def test_a_row_without_a_queue_is_kept() -> None:
+    _check_batch(RUNS[0], pool_tokens=3_000_000)
+
+
 class TestInstalled:
     """Against the package itself; it is an optional extra."""
 
@@ -178,4 +208,15 @@ class TestInstalled:
         rows = [row for row in read_runs()[0] if row.model == "nvidia/Llama-3.1-8B-Instruct-FP8"]
         run = next(row for row in rows if (row.engine, row.users, row.isl) == ("vllm", 112, 1000))
         with pytest.raises(ConfigError, match="did not compute all prompts"):
+            simulated(run, CostKind.roofline)
+
+    def test_the_runs_of_an_engine_with_a_smaller_limit_are_refused(self) -> None:
+        """About 100 of the 512 users get tokens at once in all eight rows, on two, four and eight H100."""
+        rows = [
+            row
+            for row in read_runs()[0]
+            if (row.model, row.engine, row.system) == ("openai/gpt-oss-120b", "vllm", "h100_sxm")
+        ]
+        run = next(row for row in rows if (row.users, row.isl, row.parallel) == (512, 8192, 4))
+        with pytest.raises(ConfigError, match="Little's law"):
             simulated(run, CostKind.roofline)

@@ -1,0 +1,183 @@
+"""Held-out errors of a fit on logs that the simulator wrote, with constants that the fit must find.
+
+    python tests/nightly/planted_logs.py [CASE ...] [--seeds N]
+
+Each case is a GPU, a model and a load. For each seed, the constants that a log can teach are drawn around the
+description's, with the spreads that the fit takes as priors; 300 requests are replayed with them and kept as a folder
+as an engine would leave it (a CSV of times, the engine's arguments). `calibrate --from-log` then knows the
+description alone: it fits the first 75 and is judged on the others. This shows what the fit can learn from so few
+requests, not that the form is right: that takes logs of real engines.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from harness.config.schema import DeviceConfig
+from harness.deployment.configured import Configured, configured
+from harness.deployment.fit import CONSTANTS, LINK_CONSTANTS, Fit, fit_device
+from harness.deployment.log import Deployment
+from harness.deployment.prediction import Errors, predictor
+from harness.deployment.reading import read_deployment
+from traces.trace import CHAINED, Segment, Trace, TraceHeader, TraceRequest
+
+REQUESTS = 300
+GOAL_TPOT, GOAL_TTFT = 0.03, 0.05
+NOISE_S = 0.001  # of a logged time: what a client's clock and network add
+
+
+@dataclass(frozen=True)
+class Case:
+    """A deployment. `burst` is the coefficient of variation of the gaps between arrivals; 1 is Poisson."""
+
+    device: str
+    model: str
+    per_s: float
+    max_num_seqs: int = 128
+    burst: float = 1.0
+    parallel: int = 1
+    skew: float = 0.0  # of the popularity of experts, which the fit does not know
+
+
+CASES = {
+    "rtx4090": Case("rtx4090", "meta-llama/Llama-3.1-8B", 4.0),
+    "a100": Case("a100_80gb", "meta-llama/Llama-3.1-8B", 8.0),
+    "h100-tp2": Case("h100", "Qwen/Qwen3-32B", 6.0, parallel=2),
+    "moe": Case("rtx_pro_6000", "Qwen/Qwen3-30B-A3B", 6.0, skew=0.6),
+    "saturated": Case("rtx_pro_6000", "meta-llama/Llama-3.1-8B", 10.0),
+    "bursts": Case("l40s", "meta-llama/Llama-3.1-8B", 4.0, burst=2.0),
+    "bursts-h100": Case("h100", "meta-llama/Llama-3.1-8B", 18.0, burst=2.0),
+}
+
+
+def trace_of(case: Case, seed: int) -> Trace:
+    """Prompts and outputs with long tails, as chats have, at gamma-distributed gaps."""
+    draw = np.random.default_rng(seed)
+    shape = 1 / case.burst**2
+    gaps = draw.gamma(shape, 1 / (case.per_s * shape), REQUESTS)
+    at = np.cumsum(gaps) - gaps[0]
+    prompts = np.clip(draw.lognormal(5.5, 1.0, REQUESTS), 8, 4000).astype(int)
+    outputs = np.clip(draw.lognormal(5.2, 0.7, REQUESTS), 4, 1200).astype(int)
+    rows = tuple(
+        TraceRequest(
+            i, round(1e6 * at[i]), int(prompts[i]), int(outputs[i]), (Segment(None, int(prompts[i])),)
+        )
+        for i in range(REQUESTS)
+    )
+    header = TraceHeader("planted", "simple", "drawn", CHAINED, None, 1, "0" * 64, REQUESTS, REQUESTS)
+    return Trace(header, rows)
+
+
+def arguments(case: Case) -> dict[str, object]:
+    """The engine's arguments, as vLLM's own are called."""
+    return {
+        "model": case.model,
+        "max_num_seqs": case.max_num_seqs,
+        "max_num_batched_tokens": 2048,
+        "tensor_parallel_size": case.parallel,
+        "max_model_len": 8192,
+        "dtype": "bfloat16",
+        "vllm_version": "0.19.0",
+    }
+
+
+def planted_device(described: DeviceConfig, seed: int) -> DeviceConfig:
+    """The description with constants drawn from the priors of the fit."""
+    draw = np.random.default_rng(1000 + seed)
+    constants = CONSTANTS + (LINK_CONSTANTS if described.tensor_parallel > 1 else ())
+    found = replace(described)
+    for one in constants:
+        value = float(getattr(described, one.key)) or one.centre
+        drawn = value * float(np.exp(one.spread * np.clip(draw.normal(), -1.5, 1.5)))
+        setattr(found, one.key, min(max(drawn, one.low), one.high))
+    return found
+
+
+def described(case: Case, deployment: Deployment) -> Configured:
+    """The configuration as `calibrate --from-log` makes it."""
+    return configured(deployment, (f"device={case.device}",))
+
+
+def write_log(case: Case, seed: int, folder: Path) -> None:
+    """Replay the load on the planted device, and keep what an engine would."""
+    (folder / "engine.json").write_text(json.dumps(arguments(case)))
+    trace = trace_of(case, seed)
+    write_requests(folder, trace, None, seed)
+    config = described(case, read_deployment(folder)).config
+    config = replace(config, model=replace(config.model, expert_skew=case.skew or config.model.expert_skew))
+    run = predictor(config, trace)(planted_device(config.device, seed))
+    write_requests(folder, trace, np.stack([run.seen_s, run.first_token_s, run.last_token_s]), seed)
+
+
+def write_requests(folder: Path, trace: Trace, times: "np.ndarray | None", seed: int) -> None:
+    """The CSV of requests; without times, with any, so that the settings can be read."""
+    draw = np.random.default_rng(2000 + seed)
+    lines = ["arrival_s,queued_s,prompt_tokens,output_tokens,first_token_s,last_token_s"]
+    for i, row in enumerate(trace.requests):
+        at = row.arrival_us / 1e6
+        queued, first, last = (at, at + 1, at + 2) if times is None else times[:, i]
+        first += abs(draw.normal(0, NOISE_S))
+        last = max(last + abs(draw.normal(0, NOISE_S)), first)
+        shown = f"{max(queued, at):.6f},{row.prompt_tokens},{row.output_tokens},{first:.6f},{last:.6f}"
+        lines.append(f"{at:.6f},{shown}")
+    (folder / "requests.csv").write_text("\n".join(lines) + "\n")
+
+
+def fitted(case: Case, seed: int) -> Fit:
+    """The fit of a planted log."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        write_log(case, seed, folder)
+        deployment = read_deployment(folder)
+        return fit_device(deployment, described(case, deployment).config)
+
+
+def shown(errors: Errors) -> str:
+    """Both medians' errors, as text."""
+    return f"TPOT {100 * errors.tpot_p50:+.1f} %, TTFT {100 * errors.ttft_p50:+.1f} %"
+
+
+def say(text: str) -> None:
+    """Print a line at once."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Fit and print; 0 where the median error of every case is within the goals."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("case", nargs="*", choices=[*CASES, []], help=f"default: all of {', '.join(CASES)}")
+    parser.add_argument("--seeds", type=int, default=3)
+    flags = parser.parse_args(words)
+    missed = 0
+    for name in flags.case or CASES:
+        errors = []
+        for seed in range(flags.seeds):
+            began = time.process_time()
+            fit = fitted(CASES[name], seed)
+            errors.append((fit.held_out.tpot_p50, fit.held_out.ttft_p50))
+            say(
+                f"{name:12} seed {seed}: held out {shown(fit.held_out)} (before {shown(fit.before)}; fitted part "
+                f"{shown(fit.fitted)}), {time.process_time() - began:.0f} CPU-s"
+            )
+        tpot, ttft = np.abs(np.array(errors)).T
+        missed += bool(np.median(tpot) > GOAL_TPOT or np.median(ttft) > GOAL_TTFT)
+        say(
+            f"{name:12} of {flags.seeds}: TPOT median {100 * np.median(tpot):.1f} %, worst {100 * tpot.max():.1f} %; "
+            f"TTFT median {100 * np.median(ttft):.1f} %, worst {100 * ttft.max():.1f} %; within the goals "
+            f"{int(((tpot <= GOAL_TPOT) & (ttft <= GOAL_TTFT)).sum())}"
+        )
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
