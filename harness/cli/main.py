@@ -139,7 +139,9 @@ def _command_modules() -> dict[str, ModuleType]:
         claims,
         doctor,
         gate,
+        lesson,
         logs,
+        reproduce,
         scoreboard,
         serve,
         trace,
@@ -158,6 +160,8 @@ def _command_modules() -> dict[str, ModuleType]:
         "twin": twin,
         "scoreboard": scoreboard,
         "claims": claims,
+        "reproduce": reproduce,
+        "lesson": lesson,
         "completion": completion,
     }
 

@@ -7,7 +7,9 @@ from pathlib import Path
 from harness.config.errors import UserError
 
 EXPERIMENTS = "experiment"  # lists of overrides, read by harness.sweep.plan
-GATE = "gate"  # margins of the regression gate, read by harness.gate; every other folder is a Hydra group of a run
+GATE = "gate"  # margins of the regression gate, read by harness.gate
+REPRODUCE = "reproduce"  # published figures, read by harness.papers
+_NO_GROUPS = (EXPERIMENTS, GATE, REPRODUCE)  # every other folder is a Hydra group of a run
 
 
 @cache
@@ -23,9 +25,7 @@ def conf_dir() -> Path:
 @cache
 def groups() -> dict[str, tuple[str, ...]]:
     """Options by Hydra group, sorted: `{"cache": ("contiguous_max", "paged"), ...}`."""
-    folders = sorted(
-        path for path in conf_dir().iterdir() if path.is_dir() and path.name not in (EXPERIMENTS, GATE)
-    )
+    folders = sorted(path for path in conf_dir().iterdir() if path.is_dir() and path.name not in _NO_GROUPS)
     return {folder.name: _options(folder) for folder in folders}
 
 
@@ -39,6 +39,12 @@ def experiments() -> tuple[str, ...]:
 def gate_options() -> tuple[str, ...]:
     """Names of the gate's sets of margins, sorted."""
     return _options(conf_dir() / GATE)
+
+
+@cache
+def reproductions() -> tuple[str, ...]:
+    """Names of the published figures that can be reproduced, sorted."""
+    return _options(conf_dir() / REPRODUCE)
 
 
 @cache
@@ -61,7 +67,8 @@ def purpose(group: str, option: str) -> str:
 
 def list_options(group: str) -> str:
     """The options of a group with their purposes, one a line, for a message."""
-    names = experiments() if group == EXPERIMENTS else groups()[group]
+    special = {EXPERIMENTS: experiments, REPRODUCE: reproductions}
+    names = special[group]() if group in special else groups()[group]
     width = max(map(len, names), default=0)
     return "\n".join(f"  {name:{width}}  {purpose(group, name)}" for name in names)
 

@@ -58,6 +58,7 @@ UNITS = """
         harness.report.attribution harness.report.provenance harness.report.page harness.report.write
         harness.report.chosen_figure harness.report.summary harness.report
     harness.capacity harness.serve harness.trace harness.deployment harness.scoreboard harness.papers
+        harness.lessons
     harness.bench
         harness.bench.plugin harness.bench.session harness.bench.policy harness.bench.kernels harness.bench.engine
         harness.bench.sim

@@ -7,7 +7,9 @@ may be added to any of them at any time. The scheduler does not use it: a schedu
 from collections.abc import Hashable, Sequence
 
 from engine.core.errors import CoreError, OutOfBlocksError, UnknownSequenceError
+from engine.core.identity import TokenIdentity
 from engine.core.memory.paged import PagedManager
+from engine.core.options import Decoding
 from engine.core.plan import SlotUsage
 from engine.core.request import Request
 from engine.core.sequence import Group, ScheduledRow, SequenceState
@@ -31,41 +33,62 @@ class BlockManager:
     [2]
 
     Block 0 is the null block, which no sequence gets. What is not yet written counts as `reserved` in `usage`, because
-    no final length is known here. `manager` is the real manager, with all its counters.
+    no final length is known here. `manager` is the real manager, with all its counters. With `prefix_caching`, prompts
+    that are given as token ids share their full blocks with equal beginnings of earlier prompts; appended tokens are
+    private.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        self.manager = PagedManager(num_blocks, block_size, prefix_caching=False)
+    def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = False) -> None:
+        self.manager = PagedManager(num_blocks, block_size, prefix_caching=prefix_caching)
         self._sequences: dict[Hashable, SequenceState] = {}
         self._made = 0
 
-    def allocate(self, sequence: Hashable, tokens: int) -> list[int]:
+    def allocate(self, sequence: Hashable, tokens: int | Sequence[int]) -> list[int]:
         """Give `sequence` room for `tokens` more tokens; returns its block table.
 
-        The first call for a name opens the sequence. Appending into a partial last block that is shared copies the
-        block first, as `cow` does. Raises OutOfBlocksError, with nothing changed, where too few blocks are free, and
-        CoreError for fewer than 1 token.
+        The first call for a name opens the sequence, and may give the ids of its tokens, which the prefix cache knows
+        again. Appending into a partial last block that is shared copies the block first, as `cow` does. Raises
+        OutOfBlocksError, with nothing changed, where too few blocks are free, and CoreError for fewer than 1 token.
         """
-        if tokens < 1:
-            raise CoreError(f"sequence {sequence!r}: {tokens} tokens asked for, must be at least 1")
+        count = tokens if isinstance(tokens, int) else len(tokens)
+        if count < 1:
+            raise CoreError(f"sequence {sequence!r}: {count} tokens asked for, must be at least 1")
         state = self._sequences.get(sequence)
-        known = state is not None
         if state is None:
-            group = Group(self._request())
-            (state,) = group.sequences
-        row = ScheduledRow(state, tokens, True)
-        need = self.manager.tables.blocks_of(state.computed + tokens) - len(state.table)
-        if need > self.free_blocks or not self.manager.can_extend([row]):
-            raise OutOfBlocksError(
-                f"sequence {sequence!r}: {tokens} tokens need more blocks than the {self.free_blocks} of "
-                f"{self.manager.num_blocks} that are free"
-            )
-        if not known:
-            self.manager.admit(group, ())
-            self._sequences[sequence] = state
-        self.manager.extend(row)
-        state.computed += tokens
-        return list(state.table)
+            self._open(sequence, count, () if isinstance(tokens, int) else tokens)
+        elif isinstance(tokens, int):
+            self._append(sequence, state, count)
+        else:
+            raise CoreError(f"sequence {sequence!r} exists already: give a number of tokens, not their ids")
+        return self.table(sequence)
+
+    def _open(self, sequence: Hashable, count: int, ids: Sequence[int]) -> None:
+        if count > self.manager.num_blocks * self.manager.block_size:
+            raise self._full(sequence, count)
+        group = Group(self._request(count, ids))
+        hits = self.manager.lookup(group)
+        if not self.manager.can_admit(group, hits, 0):
+            raise self._full(sequence, count)
+        (state,) = group.sequences
+        self.manager.admit(group, hits)
+        self.manager.extend(ScheduledRow(state, count - state.computed, True))
+        state.computed = count
+        self._sequences[sequence] = state
+
+    def _append(self, sequence: Hashable, state: SequenceState, count: int) -> None:
+        end, size = state.computed + count, self.manager.block_size
+        copies = bool(state.computed % size) and self.references(state.table[-1]) > 1
+        need = self.manager.tables.blocks_of(end) - len(state.table) + copies
+        if need > self.free_blocks or end > state.request.final_kv_tokens:
+            raise self._full(sequence, count)
+        self.manager.extend(ScheduledRow(state, count, True))
+        state.computed = end
+
+    def _full(self, sequence: Hashable, count: int) -> OutOfBlocksError:
+        return OutOfBlocksError(
+            f"sequence {sequence!r}: {count} tokens need more blocks than the {self.free_blocks} of "
+            f"{self.manager.num_blocks} that are free"
+        )
 
     def share(self, parent: Hashable, child: Hashable) -> list[int]:
         """Let the new sequence `child` read all blocks of `parent`; returns its table.
@@ -76,7 +99,8 @@ class BlockManager:
         state = self._known(parent)
         if child in self._sequences:
             raise CoreError(f"sequence {child!r} exists already: free it first, or take another name")
-        branch = SequenceState(self._request(), computed=state.computed)
+        branch = SequenceState(state.request, self._made, state.computed)
+        self._made += 1
         self.manager.fork(state, [branch])
         self._sequences[child] = branch
         return list(branch.table)
@@ -137,10 +161,12 @@ class BlockManager:
         """The slots of the pool by state."""
         return self.manager.usage(None)
 
-    def _request(self) -> Request:
-        """A request that may become as long as the pool: its end is not known."""
+    def _request(self, prompt: int, ids: Sequence[int]) -> Request:
+        """A request that may become as long as the pool. Only its prompt is cached, as of beams."""
         self._made += 1
-        return Request(self._made, self.manager.num_blocks * self.manager.block_size, 1)
+        room = self.manager.num_blocks * self.manager.block_size
+        identity = TokenIdentity(self._made, ids) if len(ids) else None
+        return Request(self._made, prompt, room - prompt + 1, decoding=Decoding.beam, identity=identity)
 
     def _known(self, sequence: Hashable) -> SequenceState:
         state = self._sequences.get(sequence)

@@ -81,6 +81,26 @@ def test_a_refusal_says_why_and_changes_nothing(blocks: BlockManager, call, erro
     blocks.manager.check()
 
 
+def test_an_append_that_needs_a_copy_and_a_block_has_both_or_neither() -> None:
+    blocks = BlockManager(num_blocks=3, block_size=4)
+    blocks.allocate("a", 6)
+    blocks.share("a", "b")
+    with pytest.raises(OutOfBlocksError):
+        blocks.allocate("b", 3)  # a copy of the partial block, and a new one; one is free
+    assert blocks.table("b") == [1, 2]
+    assert blocks.manager.drain_copies() == []
+
+
+def test_equal_prompts_share_their_full_blocks_and_appended_tokens_are_private() -> None:
+    blocks = BlockManager(num_blocks=12, block_size=4, prefix_caching=True)
+    assert blocks.allocate("a", range(10)) == [1, 2, 3]
+    assert blocks.allocate("b", range(10)) == [1, 2, 4]
+    blocks.allocate("b", 6)
+    for name in "ab":
+        blocks.free(name)
+    assert blocks.manager.pool.cached_blocks == 2
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_the_invariants_of_the_manager_hold_under_random_operations(seed: int) -> None:
     draw = random.Random(seed)

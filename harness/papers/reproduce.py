@@ -1,0 +1,149 @@
+"""Run a published figure's experiment and judge it: printed value beside ours, error, verdict.
+
+Points run as those of a sweep do: checked first, in worker processes, committed one by one. What is committed is not
+run again, so a stopped command goes on where it stopped.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.config.errors import UserError
+from harness.config.overrides import quoted
+from harness.papers import printed
+from harness.papers.experiments import Bar, Experiment, Place
+from harness.store.atomic import exclusive, remove_leftovers
+from harness.store.manifest import Manifest, SweepPoint, write_manifest
+from harness.store.reading import read_store
+from harness.sweep.execute import execute
+from harness.sweep.plan import SweepPlan, plan_sweep, run_request
+
+Record = Mapping[str, Any]
+Grids = Mapping[str, Sequence[Record]]
+"""The records of each grid, in the order of its points."""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A bar with our value; `error` is relative to the printed value, or to the nearer end of its range."""
+
+    bar: Bar
+    ours: float
+
+    @property
+    def error(self) -> float:
+        """0 inside a printed range."""
+        shown = self.bar.printed
+        low, high = shown if isinstance(shown, tuple) else (shown, shown)
+        end = low if self.ours < low else high if self.ours > high else self.ours
+        return (self.ours - end) / end if end else 0.0
+
+
+@dataclass(frozen=True)
+class Result:
+    """A reproduced figure: its bars, its curves, and the verdict in words."""
+
+    experiment: Experiment
+    bars: tuple[Judged, ...]
+    curves: Mapping[str, Sequence[tuple[float, float]]]
+    points: int
+    seconds: float
+
+    @property
+    def verdict(self) -> str:
+        """`reproduced`, or how many bars were, or why there is no verdict; the data that stood in follow in `data`."""
+        found = self.experiment
+        if found.needs:
+            return f"needs {found.needs}"
+        if found.not_comparable:
+            return f"not comparable, because {found.not_comparable}"
+        judged = [one for one in self.bars if not one.bar.fitted]
+        good = sum(abs(one.error) <= found.within for one in judged)
+        if good == len(judged):
+            return f"reproduced: all {good} values within {100 * found.within:g} %"
+        why = f": {found.reason}" if found.reason else ""
+        return f"{good} of {len(judged)} values within {100 * found.within:g} %{why}"
+
+
+def run_experiment(found: Experiment, runs: Path, runner: Any, say: Callable[[str], None]) -> Result:
+    """Run what is missing under `runs`, and judge. `runner` has the functions of `harness.point`.
+
+    Raises UserError where a point fails, with its message.
+    """
+    grids: dict[str, list[Record]] = {}
+    for name, overrides in found.grids.items():
+        say(f"{found.name}: {name}")
+        grids[name] = _run_grid([*found.base, *overrides], runs / found.name / name, runner)
+    values = {
+        key: value
+        for name, given in found.compute.items()
+        for key, value in getattr(printed, name)(**given).items()
+    }
+    bars = tuple(Judged(bar, bar.times * _ours(bar, grids, values)) for bar in found.bars)
+    records = [record for grid in grids.values() for record in grid]
+    seconds = sum(_seconds(record) for record in records)
+    return Result(found, bars, _curves(found, grids), len(records), seconds)
+
+
+def _seconds(record: Record) -> float:
+    took = record.get("seconds") or {}
+    return float(sum(value for value in took.values() if isinstance(value, int | float)))
+
+
+def _run_grid(overrides: Sequence[str], folder: Path, runner: Any) -> list[Record]:
+    request = run_request([*overrides, f"out={quoted(str(folder))}", "report.figures=none"])
+    sweep = plan_sweep(request, runner)
+    with exclusive(folder):
+        done = read_store(folder).records
+        todo = [point for point in sweep.points if point.fingerprint not in done]
+        if todo:
+            write_manifest(folder, _manifest(sweep))
+            outcome = execute(sweep, todo, runner=runner.run_point)
+            remove_leftovers(folder)
+            if outcome.interrupted:
+                raise KeyboardInterrupt
+            if outcome.failed:
+                first = outcome.failed[0]
+                raise UserError(
+                    f"{folder}: {len(outcome.failed)} points failed, first {first.label}: {first.error}"
+                )
+            done = read_store(folder).records
+    return [done[point.fingerprint] for point in sweep.points]
+
+
+def _manifest(sweep: SweepPlan) -> Manifest:
+    return Manifest(
+        name=sweep.name,
+        command="python -m harness sweep " + " ".join(map(quoted, sweep.overrides)),
+        overrides=sweep.overrides,
+        points=tuple(SweepPoint(point.fingerprint, point.varying) for point in sweep.points),
+    )
+
+
+def _ours(bar: Bar, grids: Grids, values: Mapping[str, float]) -> float:
+    if bar.value is None:
+        return float(values[bar.take])
+    return _metric(bar.value, grids) / (_metric(bar.over, grids) if bar.over else 1.0)
+
+
+def _metric(place: Place, grids: Grids) -> float:
+    grid, chosen, metrics = place
+    found = [record for record in grids[grid] if set(chosen) <= set(record["overrides"])]
+    if len(found) != 1:
+        raise UserError(f"{len(found)} points of the grid {grid} have {' '.join(chosen)}; one must")
+    return sum(float(found[0]["simulated"][metric]) for metric in metrics.split("+"))
+
+
+def _curves(found: Experiment, grids: Grids) -> Mapping[str, Sequence[tuple[float, float]]]:
+    """Points (x, value) of each curve, by what else varies in the grid."""
+    if found.curves is None:
+        return {}
+    grid, key, metric = found.curves
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for record in grids[grid]:
+        varying = dict(word.split("=", 1) for word in record["label"].split())
+        x = float(varying.pop(key))
+        name = ", ".join(varying.values())
+        lines.setdefault(name, []).append((x, float(record["simulated"][metric])))
+    return lines

@@ -1,0 +1,340 @@
+"""The lessons in a real browser: their logic equals the policy core, and anyone can use them offline."""
+
+import os
+import random
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from engine.core import BlockManager, OutOfBlocksError, PagedManager, Placement, Request
+from engine.core.identity import TokenIdentity
+from engine.core.memory.contiguous import ContiguousManager
+from engine.core.options import Reservation
+from harness.cli.main import main
+from harness.papers.scenes import blocks_at, first_step, lengths_of
+
+pytestmark = pytest.mark.browser
+LESSONS = ("pool", "accountant")
+SEQUENCES = 10_000 if os.environ.get("PAGETWIN_NIGHTLY") else 600
+PATIENCE_MS = 120_000  # a safety net on a busy machine
+BOTH = pytest.mark.parametrize("name", LESSONS)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if path is None:
+        pytest.skip("no Chromium on this machine")
+    with playwright.sync_playwright() as driver:
+        chromium = driver.chromium.launch(executable_path=path, args=["--no-sandbox"], timeout=PATIENCE_MS)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    found = tmp_path_factory.mktemp("lessons")
+    for name in LESSONS:
+        assert main(["lesson", name, "--out", str(found)]) == 0
+    return found
+
+
+@pytest.fixture
+def opened(browser, folder) -> Iterator[Any]:
+    """Opens a lesson in a tab that notes what it asks for and complains about."""
+    contexts = []
+
+    def open_page(name: str, width: int = 1280, scheme: str = "light") -> Any:
+        context = browser.new_context(
+            offline=True, viewport={"width": width, "height": 800}, color_scheme=scheme
+        )
+        context.set_default_timeout(PATIENCE_MS)
+        contexts.append(context)
+        tab = context.new_page()
+        tab.requested, tab.complaints = [], []
+        tab.on("request", lambda request: tab.requested.append(request.url))
+        tab.on("console", lambda message: message.type == "error" and tab.complaints.append(message.text))
+        tab.on("pageerror", lambda error: tab.complaints.append(str(error)))
+        tab.goto((folder / f"{name}.html").as_uri())
+        return tab
+
+    yield open_page
+    for context in contexts:
+        context.close()
+
+
+# -- the logic equals the core ---------------------------------------------------------------------------
+
+RUN = """
+([blocks, size, steps]) => {
+  const pool = new BlockPool(blocks, size);
+  return steps.map(([what, ...rest]) => {
+    try {
+      const answer = pool[what](...rest);
+      return {answer: what === "cow" || what === "release" || what === "slots" ? answer : null, ...pool.state()};
+    } catch (error) { return {refused: true, ...pool.state()}; }
+  });
+}
+"""
+
+
+def drawn(seed: int) -> tuple[int, int, list[list[Any]]]:
+    """A pool and a sequence of operations; prompts often begin alike."""
+    draw = random.Random(seed)
+    blocks, size = draw.randint(3, 14), draw.choice((1, 2, 4, 5))
+    stems = [[str(draw.randrange(90)) for _ in range(draw.randint(0, 4 * size))] for _ in range(3)]
+    names: list[str] = []
+    steps: list[list[Any]] = []
+    for step in range(draw.randint(4, 16)):
+        what = draw.choice(("add", "add", "append", "append", "fork", "cow", "release", "slots"))
+        if what == "add" or not names:
+            prompt = [
+                *draw.choice(stems),
+                *(str(draw.randrange(2)) for _ in range(draw.randint(0, size + 1))),
+            ]
+            steps.append(["add", f"s{step}", prompt or ["7"]])
+            names.append(f"s{step}")
+        elif what == "append":
+            steps.append(["append", draw.choice(names), draw.randint(1, 2 * size)])
+        elif what == "fork":
+            steps.append(["fork", draw.choice(names), f"s{step}"])
+            names.append(f"s{step}")
+        elif what == "release":
+            steps.append(["release", names.pop(draw.randrange(len(names)))])
+        else:
+            steps.append([what, draw.choice(names), *([[0]] if what == "slots" else [])])
+    return blocks, size, steps
+
+
+class Core:
+    """The policy core under the operations of the page, with the states in the page's words."""
+
+    def __init__(self, blocks: int, size: int) -> None:
+        self.manager = BlockManager(blocks, size, prefix_caching=True)
+        self.size = size
+        self.known: dict[str, None] = {}
+        self.words: dict[bytes, str] = {}
+
+    def step(self, what: str, name: str, *rest: Any) -> dict[str, Any]:
+        try:
+            return {"answer": self.run(what, name, *rest), **self.state()}
+        except (OutOfBlocksError, KeyError):
+            return {"refused": True, **self.state()}
+
+    def run(self, what: str, name: str, *rest: Any) -> Any:
+        manager = self.manager
+        if what == "add":
+            ids = [int(word) for word in rest[0]]
+            for index, found in enumerate(TokenIdentity(0, ids).prompt_hashes(self.size), start=1):
+                self.words[found] = " ".join(rest[0][: index * self.size])
+            manager.allocate(name, ids)
+            self.known[name] = None
+            return None
+        if name not in self.known:
+            raise KeyError(name)
+        if what == "append":
+            manager.allocate(name, rest[0])
+        elif what == "fork":
+            manager.share(name, rest[0])
+            self.known[rest[0]] = None
+        elif what == "cow":
+            copied = manager.cow(name)
+            return None if copied is None else list(copied)
+        elif what == "release":
+            gone = manager.free(name)
+            del self.known[name]
+            return gone[::-1]
+        elif what == "slots":
+            return manager.get_slot_mapping(name, rest[0])
+        return None
+
+    def state(self) -> dict[str, Any]:
+        pool = self.manager.manager.pool
+        self.manager.manager.check()
+        blocks = range(1, pool.num_blocks + 1)
+        return {
+            "tables": {name: self.manager.table(name) for name in self.known},
+            "tokens": {name: self.manager.tokens(name) for name in self.known},
+            "refs": [pool.references(block) for block in blocks],
+            "hash": [self.words.get(pool.hash_of(block)) for block in blocks],
+            "queue": pool._evictable.blocks(),
+            "free": pool.free_blocks,
+            "next": pool._uncached[-8:][::-1],
+        }
+
+
+def core_states(blocks: int, size: int, steps: list[list[Any]]) -> list[dict[str, Any]]:
+    core = Core(blocks, size)
+    return [core.step(*step) for step in steps]
+
+
+def test_the_pool_does_what_the_core_does(opened) -> None:
+    tab = opened("pool")
+    batch = 200
+    for first in range(0, SEQUENCES, batch):
+        drawings = [drawn(seed) for seed in range(first, min(SEQUENCES, first + batch))]
+        found = tab.evaluate(f"all => all.map({RUN})", drawings)
+        for drawing, states in zip(drawings, found, strict=True):
+            assert states == core_states(*drawing), drawing
+
+
+def test_the_draws_reach_every_kind_of_state() -> None:
+    """Refusals, copies, hits on cached blocks and evictions: else equality would say little."""
+    seen = dict.fromkeys(("refused", "copied", "cached", "shared", "evicted"), 0)
+    for seed in range(300):
+        before: dict[str, Any] | None = None
+        for state in core_states(*drawn(seed)):
+            seen["refused"] += "refused" in state
+            seen["copied"] += bool(state.get("answer"))
+            seen["cached"] += bool(state["queue"])
+            seen["shared"] += max(state["refs"]) > 1
+            if before is not None:
+                gone = set(filter(None, before["hash"])) - set(filter(None, state["hash"]))
+                seen["evicted"] += bool(gone)
+            before = state
+    assert min(seen.values()) > 20, seen
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("(prompt.length - 1) / this.size", "prompt.length / this.size"),
+        ("gone.reverse();", ""),
+        ("if (!this.refs[block]) this.queue.splice(this.queue.indexOf(block), 1);", ""),
+        ("one.tokens % this.size > 0 && ", ""),
+    ],
+)
+def test_a_planted_mistake_in_the_page_is_seen(browser, folder, tmp_path, right: str, wrong: str) -> None:
+    text = (folder / "pool.html").read_text(encoding="utf-8")
+    assert right in text
+    (tmp_path / "pool.html").write_text(text.replace(right, wrong), encoding="utf-8")
+    context = browser.new_context(offline=True)
+    tab = context.new_page()
+    tab.goto((tmp_path / "pool.html").as_uri())
+    drawings = [drawn(seed) for seed in range(100)]
+    found = tab.evaluate(f"all => all.map({RUN})", drawings)
+    context.close()
+    assert any(states != core_states(*drawing) for drawing, states in zip(drawings, found, strict=True))
+
+
+def accounted(prompt: int, output: int, size: int, pool: int, longest: int) -> dict[str, int]:
+    """What the accountant says, from the managers of the core."""
+    tokens = prompt + output - 1
+    usage = blocks_at(size, [tokens])
+    many = lengths_of(*[tokens] * (pool // tokens + 2))
+    fits = {"paged": 0}
+    if pool // size:
+        fits["paged"] = _running(PagedManager(pool // size, size, prefix_caching=False), many)
+    for reservation in Reservation:
+        manager = ContiguousManager(pool, longest, reservation, Placement.auto)
+        same = [Request(rid, prompt, output) for rid in range(pool // tokens + 2)]
+        fits[reservation.value] = _running(manager, same)
+    return {"blocks": usage.physical_blocks, "tail": usage.reserved + usage.internal, **fits}
+
+
+def _running(manager: Any, requests: list[Request]) -> int:
+    if manager.never_fits(requests[0]) is not None:
+        return 0
+    return first_step(manager, requests).running
+
+
+def test_the_accountant_counts_as_the_core_does(opened) -> None:
+    tab, draw = opened("accountant"), random.Random(0)
+    cases = []
+    for _ in range(150):
+        longest = draw.choice((64, 256, 500))
+        prompt = draw.randint(1, longest - 1)
+        case = (
+            prompt,
+            draw.randint(1, longest),
+            draw.choice((1, 3, 16, 64)),
+            draw.randint(20, 3000),
+            longest,
+        )
+        cases.append(case)
+    script = """cases => cases.map(([prompt, output, size, poolTokens, maxLen]) => {
+      const settings = {size, kvBytes: 2, poolTokens, maxLen};
+      const {blocks, tail, paged, max, pow2, oracle} = account({prompt, output}, settings);
+      return {blocks, tail, paged, max, pow2, oracle};
+    })"""
+    for case, found in zip(cases, tab.evaluate(script, cases), strict=True):
+        assert found == accounted(*case), case
+
+
+# -- anyone can use them ---------------------------------------------------------------------------------
+
+
+@BOTH
+def test_a_page_is_small_and_asks_for_nothing(opened, folder, name: str) -> None:
+    tab = opened(name)
+    assert (folder / f"{name}.html").stat().st_size < 500_000
+    assert [url for url in tab.requested if not url.startswith(("file:", "data:"))] == []
+    assert len([url for url in tab.requested if url.startswith("file:")]) == 1
+    assert tab.complaints == []
+
+
+@BOTH
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [400, 1280])
+def test_a_page_has_no_fault_of_accessibility(opened, name: str, scheme: str, width: int) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe is not installed").Axe()
+    found = axe.run(opened(name, width, scheme))
+    assert [(fault["id"], fault["nodes"][0]["html"]) for fault in found.response["violations"]] == []
+
+
+@BOTH
+def test_a_page_fits_a_narrow_window(opened, name: str) -> None:
+    tab = opened(name, 400)
+    assert tab.evaluate("document.documentElement.scrollWidth") <= 400
+
+
+def test_the_keyboard_alone_adds_forks_and_frees(opened) -> None:
+    tab = opened("pool")
+    for button in ("add", "fork", "append", "free"):
+        tab.focus(f"#{button}")
+        tab.keyboard.press("Enter")
+    assert "s1 ended" in tab.inner_text("#said")
+    assert tab.locator(".cell.used").count() > 0
+
+
+def test_copy_on_write_happens_before_your_eyes_and_can_be_taken_back(opened) -> None:
+    tab = opened("pool")
+    for button in ("add", "fork", "append"):
+        tab.click(f"#{button}")
+    assert "is shared, so it is copied" in tab.inner_text("#said")
+    assert tab.locator("#challenges li").nth(1).get_attribute("class") == "won"
+    tab.click("#back")
+    assert tab.inner_text("#counts").startswith("5 of 24 blocks in use for 10")
+
+
+def test_a_refusal_says_why(opened) -> None:
+    tab = opened("pool")
+    tab.fill("#blocks", "4")
+    tab.dispatch_event("#blocks", "change")
+    tab.click("#add")
+    assert "need more blocks than the 4 of 4" in tab.inner_text("#said")
+
+
+def test_answers_are_checked(opened) -> None:
+    tab = opened("pool")
+    item = tab.locator("#challenges li").nth(4)
+    for given, reply in (("12", "Not 12"), ("8", "Right.")):
+        item.locator("input").fill(given)
+        item.locator("button").click()
+        assert reply in item.inner_text()
+
+
+def test_the_accountant_names_the_line_that_is_wrong(opened) -> None:
+    tab = opened("accountant")
+    tab.fill("#lengths", "10 20\n30")
+    assert tab.inner_text("#wrong").startswith('line 2: "30" must be two whole numbers')
+
+
+def test_the_accountant_takes_the_lengths_of_a_workload(opened) -> None:
+    tab = opened("accountant")
+    tab.select_option("#workload", "sosp23_alpaca")
+    assert tab.locator("#each tr").count() == 200
+    assert tab.locator("#plot polyline").count() == 2
