@@ -116,22 +116,30 @@ def extend_tables(state: ReplayState, row: int) -> None:
 
 @jitable
 def reparent(state: ReplayState, row: int) -> None:
-    """Give every beam of `row` the blocks of its drawn parent, and drop the tables of beams without a child."""
+    """Give every beam of `row` the blocks of its drawn parent, and drop the tables of beams without a child.
+
+    A beam that goes on with itself keeps its table. Two tables that have the same block at one place have the same
+    blocks before it, since both got them from one beam; so tables are compared from their ends.
+    """
     at, batch, beams = state.at, state.batch, state.beams
     slot, size, width = batch.slot[row], state.rules.block_size, batch.branches[row]
     length = batch.blocks[row] - first_own(state, row)
     draw_parents(state, row)
+    first = length
     for branch in range(width):
-        for place in range(length):
+        beams.common[branch] = common_places(state, slot, branch, beams.parents[branch], length)
+        first = min(first, beams.common[branch])
+    for branch in range(width):
+        for place in range(first, length):
             beams.before[branch, place] = beams.tables[slot, branch, place]
     dropped = 0
     for branch in range(width):
-        for place in range(length):
+        for place in range(beams.common[branch], length):
             beams.tables[slot, branch, place] = beams.before[beams.parents[branch], place]
             beams.references[slot, beams.tables[slot, branch, place]] += 1
     gone = 0
     for branch in range(width):
-        for place in range(length):
+        for place in range(beams.common[branch], length):
             number = beams.before[branch, place]
             beams.references[slot, number] -= 1
             if not beams.references[slot, number]:
@@ -144,6 +152,18 @@ def reparent(state: ReplayState, row: int) -> None:
     at[WRITTEN] -= gone * size - dropped * (batch.blocks[row] * size - batch.computed[row])
     note_last_blocks(state, row, -dropped)
     batch.copies[row] = dropped if batch.computed[row] % size else 0
+
+
+@jitable
+def common_places(state: ReplayState, slot: int, one: int, other: int, length: int) -> int:
+    """How many leading places of the tables of two beams hold the same blocks."""
+    if one == other:
+        return length
+    tables = state.beams.tables
+    for place in range(length, 0, -1):
+        if tables[slot, one, place - 1] == tables[slot, other, place - 1]:
+            return place
+    return 0
 
 
 @jitable

@@ -187,7 +187,8 @@ class BeamTables(NamedTuple):
     spares: IntArray  # int64 [slots]
     spare_slots: IntArray
     before: NameArray  # int32 [width, blocks]
-    parents: IntArray  # int64 [width], as the next three
+    common: IntArray  # int64 [width], as the next four
+    parents: IntArray
     order: IntArray
     children: IntArray
     given: IntArray
@@ -301,6 +302,7 @@ def beam_tables(inputs: RequestInputs, rules: Rules) -> BeamTables:
         spares=np.zeros(slots, dtype=np.int64),
         spare_slots=np.arange(slots, dtype=np.int64),
         before=np.zeros((widest, longest), dtype=np.int32),
+        common=np.zeros(widest, dtype=np.int64),
         parents=np.zeros(widest, dtype=np.int64),
         order=np.zeros(widest, dtype=np.int64),
         children=np.zeros(widest, dtype=np.int64),
