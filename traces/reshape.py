@@ -17,7 +17,7 @@ import numpy as np
 from traces.errors import ParameterError
 from traces.formats.rows import Row
 from traces.randomness import uniform
-from traces.trace import AFTER, AT, CONTENT, Segment, Trace, TraceRequest
+from traces.trace import AFTER, AT, CONTENT, Segment, Trace, TraceRequest, revised
 
 _FIRST_PREFIX_KEY = 2**63  # keys of shared prefixes start here; keys read from files lie below
 _CHOICE_STREAM = 4
@@ -105,6 +105,8 @@ def scale_lengths(trace: Trace, factor: float) -> Trace:
             "factor",
             f"{factor:g} makes a request of {longest:,} tokens longer than {_LONGEST:,}; take a smaller one",
         )
+    if factor == 1 and not any(map(_lacks_tokens, trace.requests)):
+        return trace
     requests = tuple(_scaled(request, factor) for request in trace.requests)
     if requests == trace.requests:
         return trace
@@ -126,7 +128,12 @@ def share_prefixes(trace: Trace, share: float, num_prefixes: int, zipf: float, s
     _check_sharing(share, num_prefixes, zipf)
     choices = _choices(trace, num_prefixes, zipf, seed)
     pairs = zip(trace.requests, choices, strict=True)
-    requests = tuple(_with_prefix(request, _FIRST_PREFIX_KEY + choice, share) for request, choice in pairs)
+    known: dict[
+        tuple[int, int], tuple[Segment, ...]
+    ] = {}  # equal prompts have one object, which saves memory
+    requests = tuple(
+        _with_prefix(request, _FIRST_PREFIX_KEY + choice, share, known) for request, choice in pairs
+    )
     if requests == trace.requests:
         return trace
     sentence = (
@@ -159,7 +166,7 @@ def set_rate(trace: Trace, requests_per_s: float) -> Trace:
     if target_us == span_us and first == 0:
         return trace
     requests = tuple(
-        replace(request, arrival_us=(request.arrival_us - first) * target_us // span_us)
+        revised(request, arrival_us=(request.arrival_us - first) * target_us // span_us)
         for request in trace.requests
     )
     recorded = (len(requests) - 1) / span_us * 1e6
@@ -200,7 +207,12 @@ def _scaled(request: TraceRequest, factor: float) -> TraceRequest:
             start = scaled_end
     if not segments:
         segments = [Segment(request.segments[0].key, prompt)]
-    return replace(request, prompt_tokens=prompt, output_tokens=output, segments=tuple(segments))
+    return revised(request, lengths=(prompt, output), segments=tuple(segments))
+
+
+def _lacks_tokens(request: TraceRequest) -> bool:
+    """Whether a length is 0, which scaling mends."""
+    return min(request.prompt_tokens, request.output_tokens, *(s.tokens for s in request.segments)) < 1
 
 
 def _check_sharing(share: float, num_prefixes: int, zipf: float) -> None:
@@ -222,10 +234,16 @@ def _choices(trace: Trace, num_prefixes: int, zipf: float, seed: int) -> list[in
     return chosen
 
 
-def _with_prefix(request: TraceRequest, key: int, share: float) -> TraceRequest:
-    shared = _round(share * request.prompt_tokens)
-    pieces = (Segment(key, shared), Segment(None, request.prompt_tokens - shared))
-    return replace(request, segments=tuple(piece for piece in pieces if piece.tokens))
+def _with_prefix(
+    request: TraceRequest, key: int, share: float, known: dict[tuple[int, int], tuple[Segment, ...]]
+) -> TraceRequest:
+    prompt = request.prompt_tokens
+    segments = known.get((key, prompt))
+    if segments is None:
+        shared = _round(share * prompt)
+        pieces = (Segment(key, shared), Segment(None, prompt - shared))
+        segments = known[key, prompt] = tuple(piece for piece in pieces if piece.tokens)
+    return revised(request, segments=segments)
 
 
 def slice_rows(trace: Trace, first: float, last: float, *, whole_sessions: bool = False) -> Trace:
@@ -253,7 +271,7 @@ def _cut(trace: Trace, inside: list[bool], whole_sessions: bool, window: str) ->
             "window", f"no request in the window ({window}); the trace has {len(trace.requests):,}"
         )
     start = kept[0].arrival_us
-    moved = tuple(replace(request, arrival_us=request.arrival_us - start) for request in kept)
+    moved = tuple(revised(request, arrival_us=request.arrival_us - start) for request in kept)
     if moved == trace.requests:
         return trace
     cut = sum(request.parent is None and (request.turn or 1) > 1 for request in moved)

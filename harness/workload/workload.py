@@ -1,7 +1,9 @@
 """The workload of a point: the trace, how it is decoded and sent, and the pool, without requests that never fit."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from engine.core.identity import BlockIdentity, KeyIdentity
 from engine.core.memory.eviction import EvictionQueue
@@ -23,7 +25,7 @@ from harness.workload.traffic import Traffic, retimed, traffic_of
 from traces.errors import TraceError
 from traces.formats.kv_events import msgpack
 from traces.reshape import drop_oversize
-from traces.trace import Trace, TraceRequest
+from traces.trace import Segment, Trace, TraceRequest, revised
 
 Identify = Callable[[TraceRequest], BlockIdentity]
 
@@ -197,7 +199,7 @@ def _oversize(workload: Workload) -> dict[int, str]:
     scheduler = workload.scheduler()
     known: dict[tuple[int, int, RequestDecoding], str | None] = {}
     reasons: dict[int, str] = {}
-    for row in workload.trace.requests:
+    for row in _doubtful(workload):
         decoding = workload.trace_decoding.of(row)
         alike = (row.prompt_tokens, _output_tokens(workload, row, decoding), decoding)
         if alike not in known:
@@ -206,6 +208,27 @@ def _oversize(workload: Workload) -> dict[int, str]:
         if reason:
             reasons[row.request_id] = reason
     return reasons
+
+
+def _doubtful(workload: Workload) -> Sequence[TraceRequest]:
+    """The requests that must be looked at one by one: of a long trace those that exceed lengths that are known to fit.
+
+    Where every request has one sequence, a shorter one needs no more tokens, blocks and slots.
+    """
+    rows = workload.trace.requests
+    plain = workload.trace_decoding.configured == RequestDecoding()
+    if len(rows) <= SHORT or not plain or names_widths(rows):
+        return rows
+    prompts = np.fromiter((row.prompt_tokens for row in rows), np.int64, len(rows))
+    outputs = np.fromiter((row.output_tokens for row in rows), np.int64, len(rows))
+    prompt, output = (int(np.quantile(lengths, _USUAL)) for lengths in (prompts, outputs))
+    usual = revised(rows[0], lengths=(prompt, output), segments=(Segment(None, prompt),))
+    if workload.scheduler().never_fits(_request(workload, usual)) is not None:
+        return rows
+    return [rows[place] for place in np.flatnonzero((prompts > prompt) | (outputs > output))]
+
+
+_USUAL = 0.995  # of the lengths
 
 
 def _all_fit(workload: Workload) -> bool:

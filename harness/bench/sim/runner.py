@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 
 MILLION = 1_000_000
+RATE, SHARED_RATE = 6.45, 20.0  # requests a second
 
 
 _GENERATED = 20_000  # requests drawn and then repeated; about as many as the public trace has
@@ -113,6 +114,7 @@ class SimTiming:
     cpu_s: float
     wall_s: float
     peak_mb: float
+    build_s: float | None = None  # CPU-seconds of drawing the requests, where all were drawn
 
     @property
     def requests_per_s(self) -> float:
@@ -127,6 +129,8 @@ class SimTiming:
 
 def bench(flags: argparse.Namespace) -> int:
     """Measure and print every size; returns the exit code, which says whether every request finished."""
+    shared = _sharing(flags)
+    flags.rate = (SHARED_RATE if shared else RATE) if flags.rate is None else flags.rate
     sizes = sorted({*flags.requests, *([MILLION] if flags.million else [])})
     if min(sizes) < 1 or flags.repeats < 1 or not 0 < flags.rate < inf:
         raise UserError("bench sim: --requests and --repeats must be at least 1, --rate greater than 0")
@@ -141,17 +145,19 @@ def bench(flags: argparse.Namespace) -> int:
     way = "through the policy core" if flags.core else "compiled"
     say(
         f"Azure conversation requests, {flags.trace or 'generated'}, at {flags.rate:g} requests/s, replayed {way}"
+        + "".join(f", {setting}" for setting in shared)
     )
     say(
         f"{'requests':>10} {'CPU s':>9} {'requests/CPU-s':>15} {'seq-steps/CPU-s':>16} {'batch':>6} {'peak MB':>8}"
     )
     measured: list[SimTiming] = []
     for size in sizes:
-        timings = timed(
-            flags.trace, flags.rate, size, 1 if size >= MILLION else flags.repeats, core=flags.core
-        )
+        repeats = 1 if size >= MILLION else flags.repeats
+        timings = timed(flags.trace, flags.rate, size, repeats, core=flags.core, shared=shared)
         measured.append(_middle(timings))
         say(_line(measured[-1]))
+        if measured[-1].build_s is not None:
+            say(f"{'':>10} {measured[-1].build_s:>9.2f} CPU s more to draw these requests")
     _say_linearity(measured)
     if flags.json:
         Path(flags.json).write_text(json.dumps([asdict(timing) for timing in measured], indent=1))
@@ -162,13 +168,58 @@ def bench(flags: argparse.Namespace) -> int:
     return 1 if lost else 0
 
 
-def timed(trace: str | None, rate: float, requests: int, repeats: int, *, core: bool) -> list[SimTiming]:
+def _sharing(flags: argparse.Namespace) -> tuple[str, ...]:
+    """The settings of requests that share blocks; none where each is for itself."""
+    if flags.share is not None and not 0 <= flags.share <= 1:
+        raise UserError("bench sim: --share must be from 0 to 1")
+    if min(flags.samples, flags.beams) < 1 or (flags.samples > 1 and flags.beams > 1):
+        raise UserError("bench sim: --samples and --beams must be at least 1, and only one of them above 1")
+    found = [] if flags.share is None else [f"workload.prefix_share={flags.share:g}"]
+    found += [f"decoding.n={flags.samples}"] if flags.samples > 1 else []
+    found += [f"decoding.beam_width={flags.beams}"] if flags.beams > 1 else []
+    if found and flags.trace:
+        raise UserError(
+            "bench sim: --share, --samples and --beams take generated requests; leave out --trace"
+        )
+    return tuple(found)
+
+
+def timed(
+    trace: str | None, rate: float, requests: int, repeats: int, *, core: bool, shared: Sequence[str] = ()
+) -> list[SimTiming]:
     """Run the simulations in new processes, one after the other."""
     found = []
     for _ in range(repeats):
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-            found.append(process.submit(simulate_once, trace, rate, requests, core).result())
+            if shared:
+                asked = process.submit(simulate_sharing, rate, requests, core, shared)
+            else:
+                asked = process.submit(simulate_once, trace, rate, requests, core)
+            found.append(asked.result())
     return found
+
+
+def simulate_sharing(rate: float, requests: int, core: bool, shared: Sequence[str]) -> SimTiming:
+    """Requests that share blocks on one H100: build the workload, warm up, simulate. All requests are in memory."""
+    from harness.point.cost import cost_model
+    from harness.workload.simulate import simulate_metrics
+
+    def workload(count: int) -> tuple[RunConfig, Workload]:
+        words = (*SETTINGS, "trace=azure_conv", "device=h100", f"workload.num_requests={count}", *shared)
+        mode = "decoding=sample" if any("decoding.n=" in word for word in shared) else "decoding=greedy"
+        way = f"replay.compiled={'never' if core else 'always'}"
+        found = run_request((mode, *words, f"workload.request_rate={rate}", way))
+        config = compose_config(axis.settings[0] for axis in found.axes)
+        return config, build_workload(config)
+
+    config, few = workload(_WARM_UP)
+    cost = cost_model(config)
+    simulate_metrics(few, cost)
+    begun = time.process_time()
+    _, whole = workload(requests)
+    cpu, wall = time.process_time(), time.perf_counter()
+    timing = _timing(simulate_metrics(whole, cost), len(whole.trace.requests), cpu, wall)
+    return replace(timing, build_s=cpu - begun)
 
 
 def simulate_once(trace: str | None, rate: float, requests: int, core: bool) -> SimTiming:
@@ -180,7 +231,11 @@ def simulate_once(trace: str | None, rate: float, requests: int, core: bool) -> 
     play = _through_the_core if core else _compiled
     play(workload, cost, _WARM_UP)
     cpu, wall = time.process_time(), time.perf_counter()
-    result = play(workload, cost, requests)
+    return _timing(play(workload, cost, requests), requests, cpu, wall)
+
+
+def _timing(result: "Prediction", requests: int, cpu: float, wall: float) -> SimTiming:
+    """What began at these CPU and wall times, and has just ended."""
     return SimTiming(
         requests=requests,
         finished=result.outcome["finished"],

@@ -5,7 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from harness.bench.sim.runner import bench_config, bench_workload, endless, endless_lengths, simulate_once
+from harness.bench.sim.runner import (
+    bench_config,
+    bench_workload,
+    endless,
+    endless_lengths,
+    simulate_once,
+    simulate_sharing,
+)
 from harness.cli.main import main
 
 
@@ -43,6 +50,24 @@ def test_the_command_prints_and_writes_a_line_a_size(
     assert "replayed compiled" in told
     assert "peak memory grew by" in told
     assert [timing["finished"] for timing in json.loads(out.read_text())] == [20, 40]
+
+
+@pytest.mark.parametrize("shared", ["workload.prefix_share=0.5", "decoding.n=3", "decoding.beam_width=2"])
+def test_both_ways_do_the_same_work_where_requests_share_blocks(shared: str) -> None:
+    compiled, core = (simulate_sharing(20.0, 150, through_core, [shared]) for through_core in (False, True))
+    assert (compiled.finished, compiled.steps, compiled.sequence_steps) == (
+        core.finished,
+        core.steps,
+        core.sequence_steps,
+    )
+
+
+@pytest.mark.parametrize(
+    "words", [["--share", "2"], ["--samples", "0"], ["--samples", "2", "--beams", "2"]], ids=" ".join
+)
+def test_sharing_that_cannot_be_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "sim", *words]) == 2
+    assert "bench sim: --s" in capsys.readouterr().err
 
 
 def test_sizes_below_one_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
