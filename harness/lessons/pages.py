@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 
 from harness.config.groups import groups
+from harness.lessons.recording import Recording
 from harness.papers.sizes import shape_of
 from traces.synth.generator import generate_trace
 
@@ -55,6 +56,7 @@ LESSONS: Mapping[str, Lesson] = {
         ("accountant.js", "accountant_page.js"),
         _accountant_data,
     ),
+    "replay": Lesson("The pool of a run", "lesson: a run, block by block", ("replay.js", "replay_page.js")),
 }
 """The lessons by name."""
 
@@ -64,8 +66,8 @@ def text_of(name: str) -> str:
     return files("harness.lessons").joinpath(name).read_text(encoding="utf-8")
 
 
-def page(name: str) -> str:
-    """The page of a lesson."""
+def page(name: str, recording: Recording | None = None) -> str:
+    """The page of a lesson; that of `replay` shows the recording."""
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
 
@@ -73,10 +75,10 @@ def page(name: str) -> str:
     environment = Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
     )
-    data = "" if lesson.data is None else json.dumps(lesson.data(), separators=(",", ":"))
-    body = environment.from_string(text_of(f"{name}.html.j2")).render(
-        data=Markup(data.replace("<", "\\u003c"))
-    )
+    known = recording.data() if recording else lesson.data() if lesson.data else {}
+    data = json.dumps(known, separators=(",", ":")).replace("<", "\\u003c")
+    label = recording.label if recording else ""
+    body = environment.from_string(text_of(f"{name}.html.j2")).render(data=Markup(data), label=label)
     css = files("harness.report").joinpath("page.css").read_text(encoding="utf-8")
     return environment.from_string(text_of("lesson.html.j2")).render(
         lesson=lesson,

@@ -110,7 +110,7 @@ function show() {
   $("stack").textContent = pool.stack.length ? pool.stack.slice(-12).reverse().join(" ") + (pool.stack.length > 12 ? " …" : "") : "empty";
   $("queue").textContent = pool.queue.length ? pool.queue.join(" ") : "empty";
   const logical = [...pool.sequences.values()].reduce((sum, one) => sum + one.table.length, 0), used = pool.refs.filter(Boolean).length;
-  $("counts").textContent = `${used} of ${pool.blocks} blocks in use for ${logical} table entries; ${pool.queue.length} cached, ${pool.stack.length} free without a hash; ${pool.copies} copies, ${pool.evictions} evictions, ${pool.hits} hits.`;
+  $("counts").textContent = `${used} of ${pool.blocks} blocks in use for ${logical} table entries; ${pool.queue.length} cached, ${pool.stack.length} free without a hash; copies: ${pool.copies}, evictions: ${pool.evictions}, hits: ${pool.hits}.`;
   $("back").disabled = !past.length;
   check("");
 }

@@ -13,10 +13,12 @@ from engine.core.identity import TokenIdentity
 from engine.core.memory.contiguous import ContiguousManager
 from engine.core.options import Reservation
 from harness.cli.main import main
+from harness.lessons.pages import page
+from harness.lessons.recording import Recording, record
 from harness.papers.scenes import blocks_at, first_step, lengths_of
 
 pytestmark = pytest.mark.browser
-LESSONS = ("pool", "accountant")
+LESSONS = ("pool", "accountant", "replay")
 SEQUENCES = 10_000 if os.environ.get("PAGETWIN_NIGHTLY") else 600
 PATIENCE_MS = 120_000  # a safety net on a busy machine
 BOTH = pytest.mark.parametrize("name", LESSONS)
@@ -264,6 +266,42 @@ def test_the_accountant_counts_as_the_core_does(opened) -> None:
         assert found == accounted(*case), case
 
 
+def test_the_replay_shows_what_was_recorded(opened) -> None:
+    tab, recording = opened("replay"), record([])
+    state, draw = [0] * (recording.num_blocks + 1), random.Random(0)
+    asked = {draw.randrange(len(recording.times)) for _ in range(60)} | {0, len(recording.times) - 1}
+    shown = tab.evaluate("steps => steps.map(step => [...run.at(step)])", sorted(asked))
+    found = dict(zip(sorted(asked), shown, strict=True))
+    for step in range(len(recording.times)):
+        for place in range(recording.offsets[step], recording.offsets[step + 1]):
+            state[recording.blocks[place]] = recording.codes[place]
+        if step in asked:
+            assert found[step] == state
+
+
+def test_ten_thousand_blocks_and_a_hundred_thousand_changes_open(browser, tmp_path) -> None:
+    draw, steps = random.Random(0), 2_000
+    blocks = [draw.randint(1, 10_000) for _ in range(100_000)]
+    codes = [draw.randint(0, 60) for _ in blocks]
+    large = Recording(
+        *("large", 10_000, 16, [step / 50 for step in range(steps)]),
+        [50 * step for step in range(steps + 1)],
+        *(blocks, codes, [30] * steps, [0] * steps),
+        dict.fromkeys(range(30), (0.0, 10, 10)),
+    )
+    (tmp_path / "large.html").write_text(page("replay", large), encoding="utf-8")
+    assert (tmp_path / "large.html").stat().st_size < 5_000_000
+    context = browser.new_context(offline=True)
+    tab = context.new_page()
+    tab.goto((tmp_path / "large.html").as_uri())
+    last = dict(zip(blocks, codes, strict=True))
+    shown = tab.evaluate(f"[...run.at({steps - 1})]")
+    assert [shown[block] for block in last] == list(last.values())
+    tab.evaluate("go(1000)")
+    assert tab.inner_text("#when").startswith("Step 1001 of 2000")
+    context.close()
+
+
 # -- anyone can use them ---------------------------------------------------------------------------------
 
 
@@ -325,6 +363,23 @@ def test_answers_are_checked(opened) -> None:
         item.locator("input").fill(given)
         item.locator("button").click()
         assert reply in item.inner_text()
+
+
+def test_a_block_of_the_replay_has_a_history_and_a_request_its_blocks(opened) -> None:
+    tab = opened("replay")
+    tab.fill("#block", "1")
+    tab.dispatch_event("#block", "change")
+    assert "Block 1 changed" in tab.inner_text("#chosen")
+    assert tab.locator("#history tr").count() > 1
+    tab.select_option("#request", "0")
+    assert "it has blocks 1," in tab.inner_text("#asked")
+
+
+def test_the_replay_plays_to_its_end(opened) -> None:
+    tab = opened("replay")
+    tab.evaluate("go(run.steps - 40)")
+    tab.click("#play")
+    tab.wait_for_function("el('play').textContent === 'Play' && step === run.steps - 1")
 
 
 def test_the_accountant_names_the_line_that_is_wrong(opened) -> None:

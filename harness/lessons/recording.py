@@ -1,0 +1,153 @@
+"""What every block of a pool held in every step of a simulated run: the data of the lesson `replay`.
+
+The run is that of a sweep's point: the same scheduler, managers and prices. An executor around the simulated one notes
+the block tables of each step before it is committed.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from engine.core.memory.block_pool import BlockPool
+from engine.core.memory.paged import PagedManager
+from engine.core.options import CachePolicy
+from engine.core.plan import StepPlan, StepResult
+from harness import point
+from harness.config.errors import ConfigError, UserError
+from harness.point.cost import cost_model
+from harness.replay.cost_model import CostModel
+from harness.replay.executors import Executor, StepTiming
+from harness.sweep.plan import plan_sweep, run_request
+from harness.workload.simulate import replay_workload, simulated_executor
+from harness.workload.workload import Workload, build_workload
+
+FREE, CACHED, FIRST = 0, 1, 2
+"""Codes of a block: free without a hash, free in the prefix cache; from FIRST on FIRST + 2 x request, + 1 if shared."""
+
+MOST_EVENTS = 400_000
+"""More changes than this make a page too large to open with ease."""
+
+DEFAULT = (
+    *("measure=false", "cost=roofline", "device=h100", "model=llama3_8b", "trace=sosp23_sharegpt"),
+    *(
+        "workload=as_recorded",
+        "workload.num_requests=60",
+        "workload.prefix_share=0.3",
+        "workload.request_rate=20",
+    ),
+    *("replay=poisson", "cache.pool_tokens=6400", "cache.max_model_len=2048"),
+)
+"""What is replayed where nothing is asked for: small, but with queueing, sharing and preemptions."""
+
+_REQUEST = ("request_id", "arrival_s", "prompt_tokens", "output_tokens")
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A run. In step i, blocks `blocks[offsets[i]:offsets[i + 1]]` change to `codes[...]`; times are in seconds."""
+
+    label: str
+    num_blocks: int
+    block_size: int
+    times: Sequence[float]
+    offsets: Sequence[int]
+    blocks: Sequence[int]
+    codes: Sequence[int]
+    running: Sequence[int]
+    waiting: Sequence[int]
+    requests: Mapping[int, tuple[float, int, int]]  # arrival, prompt and output tokens
+
+    def data(self) -> dict[str, object]:
+        """For the page, as JSON."""
+        return {
+            **vars(self),
+            "times": [round(time, 5) for time in self.times],
+            "requests": {str(rid): list(values) for rid, values in self.requests.items()},
+        }
+
+
+class _Watching:
+    """An executor around another that notes what each block holds in every step."""
+
+    max_steps = 1
+
+    def __init__(self, inner: Executor, pool: BlockPool) -> None:
+        self._inner, self._pool = inner, pool
+        self._now: dict[int, int] = {}  # blocks in use -> code
+        self.offsets, self.blocks, self.codes = [0], list[int](), list[int]()
+        self.running, self.waiting = list[int](), list[int]()
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._inner.begin()
+
+    def execute(self, plan: StepPlan, horizon_ns: int | None) -> StepResult:
+        """Note the tables, then price the plan."""
+        held: dict[int, int] = {}
+        for row in plan.rows:
+            own = FIRST + 2 * row.request_id
+            for block in row.table:
+                held[block] = held[block] | 1 if block in held else own
+        changes = {block: code for block, code in held.items() if self._now.get(block) != code}
+        for block in self._now.keys() - held.keys():
+            if not self._pool.references(block):  # a request that waits for its turn keeps its blocks
+                changes[block] = FREE if self._pool.hash_of(block) is None else CACHED
+            else:
+                held[block] = self._now[block]
+        self._now = held
+        self.blocks += changes
+        self.codes += changes.values()
+        self.offsets.append(len(self.blocks))
+        self.running.append(plan.running)
+        self.waiting.append(plan.waiting)
+        if len(self.blocks) > MOST_EVENTS:
+            raise UserError(
+                f"more than {MOST_EVENTS:,} changes of blocks: take fewer requests (workload.num_requests)"
+            )
+        return self._inner.execute(plan, horizon_ns)
+
+    def end(self) -> StepTiming:
+        """The priced time."""
+        return self._inner.end()
+
+
+def record(overrides: Sequence[str]) -> Recording:
+    """Simulate the point of these overrides on top of `DEFAULT`, step by step. Raises UserError."""
+    given = {word.split("=", 1)[0] for word in overrides}
+    request = run_request([*(word for word in DEFAULT if word.split("=", 1)[0] not in given), *overrides])
+    if request.varying:
+        raise UserError(f"a replay shows one run; give one value for {', '.join(request.varying)}")
+
+    config = plan_sweep(request, point).points[0].config
+    if config.measure:
+        raise ConfigError("measure", "a replay shows a simulated run: leave measure=false")
+    if config.cache.policy is not CachePolicy.paged:
+        raise ConfigError(
+            "cache.policy", f"a replay shows blocks, and {config.cache.policy.value} has none; use paged"
+        )
+    workload = build_workload(config)
+    if workload.replicas > 1:
+        raise ConfigError("device.data_parallel", "a replay shows one pool; replicas have one each")
+    return _recorded(workload, cost_model(config), config.decoding.beam_churn, " ".join(overrides))
+
+
+def _recorded(workload: Workload, cost: CostModel, churn: float | None, label: str) -> Recording:
+    requests = workload.requests()
+    by_id = {timed.request.request_id: timed.request for timed in requests}
+    scheduler = workload.scheduler()
+    assert isinstance(scheduler.manager, PagedManager)
+    inner = simulated_executor(workload, cost, by_id, churn, fast_forward=False)
+    watching = _Watching(inner, scheduler.manager.pool)
+    log, _ = replay_workload(workload, requests, watching, scheduler=scheduler)
+    rows = zip(*(log.requests[name].tolist() for name in _REQUEST), strict=True)
+    return Recording(
+        label,
+        workload.pool.num_blocks,
+        workload.pool.block_size,
+        log.steps["start_s"].tolist(),
+        watching.offsets,
+        watching.blocks,
+        watching.codes,
+        watching.running,
+        watching.waiting,
+        {rid: (round(arrival, 5), prompt, output) for rid, arrival, prompt, output in rows},
+    )
