@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from paged_kernels import reference
-from paged_kernels.backends import Demand, choose_backend, resolve_backend
+from paged_kernels.backends import Demand, check_prefill_kernel, choose_backend, resolve_backend
 from paged_kernels.checks import (
     can_read_values,
     check_caches,
@@ -64,9 +64,10 @@ def run_triton(
     num_splits: int | None,
     workspace: Workspace | None,
     parts: "PartsOfStep | None" = None,
+    prefill_kernel: str = "plain",
 ) -> None:
     """Run the batch in one launch. A decode may need one before that lists the parts of its rows (unless `parts` has
-    the list), and one after it that combines them.
+    the list), and one after it that combines them. `prefill_kernel` is one of `backends.PREFILL_KERNELS`.
     """
     from paged_kernels.triton import decode as triton_decode
     from paged_kernels.triton import prefill as triton_prefill
@@ -75,6 +76,11 @@ def run_triton(
     if widest == 1 and len(q) == len(lengths):
         arguments = (q, key_cache, value_cache, table, lengths, scoring, out, lse, num_splits)
         triton_decode.run_decode(*arguments, workspace=workspace, parts=parts)
+    elif prefill_kernel == "hopper":
+        from paged_kernels.triton.prefill_hopper import run_hopper_prefill
+
+        spans = (table, lengths, bounds, widest)
+        run_hopper_prefill(q, key_cache, value_cache, *spans, scoring, out, lse)
     else:
         spans = (table, lengths, bounds, widest)
         triton_prefill.run_prefill(q, key_cache, value_cache, *spans, scoring, out, lse)
@@ -210,6 +216,7 @@ def paged_attention_prefill(
     workspace: Workspace | None = None,
     backend: str = "auto",
     validate: bool = True,
+    prefill_kernel: str = "plain",
 ) -> torch.Tensor:
     """Ragged queries over paged KV, causal: sequence i owns rows `cu_seqlens_q[i] : cu_seqlens_q[i + 1]` of q.
 
@@ -217,11 +224,14 @@ def paged_attention_prefill(
     a prompt sees the whole prefix. `max_seqlen_q` is an upper bound of the queries of any sequence. None reads it from
     the device, which waits for it; during graph capture None takes the rows of q, which bound every sequence. Returns,
     fills, checks and raises as `paged_attention_decode`.
+
+    `prefill_kernel="hopper"` takes the Triton backend's kernel for H100 and H200. No GPU has run it yet, so its results
+    and its speed are not known; it refuses other devices, and what it does not serve, by name.
     """
     widest = max_seqlen_q or _most_queries(q, cu_seqlens_q)
     batch = PagedBatch(q, key_cache, value_cache, block_table, seq_lens, cu_seqlens_q, widest)
     scoring = Scoring(scale, window, softcap, sinks, alibi, k_scale, v_scale)
-    return _dispatch(batch, scoring, out, lse, workspace, backend, None, validate=validate)
+    return _dispatch(batch, scoring, out, lse, workspace, backend, None, prefill_kernel, validate=validate)
 
 
 def _most_queries(q: torch.Tensor, bounds: torch.Tensor) -> int:
@@ -237,6 +247,7 @@ def _dispatch(
     workspace: Workspace | None,
     backend: str,
     num_splits: int | None,
+    prefill_kernel: str = "plain",
     *,
     validate: bool,
 ) -> torch.Tensor:
@@ -246,10 +257,11 @@ def _dispatch(
     check_outputs(q, dv, out, lse)
     demand = Demand.of(q, batch.key_cache, batch.value_cache)
     chosen = choose_backend(backend, q.device, demand).backend
+    check_prefill_kernel(prefill_kernel, chosen, q, batch.key_cache, batch.value_cache, scoring)
     if not len(batch.seq_lens):
         return out
     if chosen == "triton":
-        run_triton(batch, scoring, out, lse, num_splits, workspace)
+        run_triton(batch, scoring, out, lse, num_splits, workspace, prefill_kernel=prefill_kernel)
     elif chosen == "torch_ref":
         _copy_result(out, lse, *reference.paged_attention(*batch[:6], scoring))
     else:

@@ -8,8 +8,11 @@ from typing import NamedTuple
 import torch
 
 from paged_kernels.errors import BackendUnavailableError, OptionError
+from paged_kernels.scoring import Scoring
 
 BACKENDS = ("torch", "torch_ref", "triton")
+PREFILL_KERNELS = ("plain", "hopper")  # "hopper" has never run on a GPU: it is only chosen by name
+HOPPER = (9, 0)  # its compute capability, the only one with the matrix instructions of that kernel (wgmma)
 MAX_HEAD_DIM = 256
 MAX_GROUP = 128
 FP8_CAPABILITY = (8, 9)  # the first architecture with instructions that widen 8-bit floats
@@ -68,6 +71,58 @@ def choose_backend(name: str, device: torch.device | str, demand: Demand | None 
         raise BackendUnavailableError(f"backend 'triton' {reason}; use backend 'torch'")
     _log_once(reason)
     return Choice("torch", reason)
+
+
+def check_prefill_kernel(
+    name: str,
+    backend: str,
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    scoring: Scoring,
+) -> None:
+    """Refuse a prefill kernel that cannot run the call. `backend` is the one that was chosen.
+
+    Raises:
+        OptionError: there is no kernel of that name, or it does not serve the call.
+        BackendUnavailableError: the device or the backend has no such kernel.
+    """
+    if name not in PREFILL_KERNELS:
+        raise OptionError(f"prefill_kernel {name!r} does not exist; choose {' or '.join(PREFILL_KERNELS)}")
+    if name == "plain":
+        return
+    reason = no_hopper(q.device)
+    if reason or backend != "triton":
+        reason = reason or f"is a kernel of backend 'triton', and this call runs on {backend!r}"
+        raise BackendUnavailableError(f"prefill_kernel 'hopper' {reason}; use prefill_kernel='plain'")
+    if reason := _not_on_hopper(q, key_cache, value_cache, scoring):
+        raise OptionError(f"prefill_kernel 'hopper' {reason}; use prefill_kernel='plain'")
+
+
+def no_hopper(device: torch.device) -> str:
+    """The reason why the prefill kernel for Hopper cannot run on a device, or ""."""
+    if device.type != "cuda":
+        return f"is compiled for GPUs of compute capability 9.0 (H100, H200, GH200), and this run is on {device.type!r}"
+    found = torch.cuda.get_device_capability(device)
+    if found != HOPPER:
+        return f"is compiled for compute capability 9.0 (H100, H200, GH200), and this GPU has {found[0]}.{found[1]}"
+    return ""
+
+
+def _not_on_hopper(
+    q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, scoring: Scoring
+) -> str:
+    dims, dtypes = {key_cache.shape[3], value_cache.shape[3]}, {q.dtype, key_cache.dtype, value_cache.dtype}
+    if len(dtypes) > 1 or not dtypes <= {torch.bfloat16, torch.float16}:
+        return f"serves bfloat16 or float16 queries and caches of one dtype, not {', '.join(sorted(map(str, dtypes)))}"
+    if len(dims) > 1 or not dims <= {64, 128}:
+        return f"serves K and V of head_dim 64 or of 128, not {' and '.join(map(str, sorted(dims)))}"
+    if not scoring.scale * scoring.k_scale > 0:
+        return f"needs a scale above 0, not {scoring.scale * scoring.k_scale}"
+    named = {"window": scoring.window > 0, "softcap": scoring.softcap > 0}
+    named |= {"sinks": scoring.sinks is not None, "alibi": scoring.alibi is not None}
+    asked = [option for option, on in named.items() if on]
+    return f"does not know {', '.join(asked)}" if asked else ""
 
 
 def _no_triton(device: torch.device, name: str) -> str:

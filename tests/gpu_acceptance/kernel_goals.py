@@ -42,7 +42,7 @@ Row = Mapping[str, Any]
 NOISE = 1.02
 """A choice that is slower than the other by a smaller factor is no mistake."""
 FEWEST = 6  # cases, to fit three constants
-FLASHINFER, FLEX = "flashinfer", "flex"
+FLASHINFER, FLEX, HOPPER = "flashinfer", "flex", "paged-hopper"
 NO_CASE = "no such case was timed"
 
 
@@ -233,6 +233,7 @@ def kernel_findings(cases: Sequence[TimedCase]) -> dict[str, Found]:
         "sdpa_median": _median([case for case in theirs if case.decode], SDPA),
         "prefill_ceiling": _worst(prefill, lambda case: float(case.ours["matmul_share"]), min),
         "prefill_sdpa": _worst(prefill, _their_time_over_ours(SDPA), min),
+        "prefill_hopper": _worst(prefill, _their_time_over_ours(HOPPER), max),
         "cascade_flat": _worst(shared, _cascade_over_flat, max),
         "cascade_gain": _gain(shared),
         "cascade_rule": wrong_decisions(shared),

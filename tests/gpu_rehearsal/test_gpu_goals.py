@@ -128,6 +128,13 @@ def test_a_prefill_is_measured_by_the_matrix_ceiling_and_by_sdpa() -> None:
     assert (found["prefill_sdpa"].value, judged("prefill_sdpa", found["prefill_sdpa"])) == (0.8, "no")
 
 
+def test_the_prefill_kernel_for_hopper_is_compared_with_the_plain_one() -> None:
+    spec = CaseSpec(batch=1, context=4096, queries=2048)
+    found = kernel_findings(cases(row(spec, "paged", 100), row(spec, "paged-hopper", 110)))["prefill_hopper"]
+    assert (found.value, judged("prefill_hopper", found)) == (1.1, "no")
+    assert kernel_findings(cases(row(spec, "paged", 100)))["prefill_hopper"].value is None
+
+
 def shared(rows: int, tokens: int) -> CaseSpec:
     return CaseSpec(batch=rows, context=tokens + 128, shared_prefix=tokens)
 

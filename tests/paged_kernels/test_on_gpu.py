@@ -97,6 +97,27 @@ def test_prefill_at_any_block_size(block_size):
     check(CaseSpec((1, 300, 2000), (1, 300, 129), block_size=block_size))
 
 
+@pytest.mark.parametrize("dk", [64, 128])
+@pytest.mark.parametrize("block_size", [1, 16, 48, 256])
+@pytest.mark.parametrize("heads", [(8, 8), (6, 2), (32, 8), (32, 2)])
+def test_the_prefill_kernel_for_hopper(dk, block_size, heads):
+    if torch.cuda.get_device_capability(DEVICE) != (9, 0):
+        pytest.skip("needs compute capability 9.0 (H100, H200)")
+    sizes = {"block_size": block_size, "heads": heads[0], "kv_heads": heads[1], "dk": dk}
+    check(CaseSpec((0, 1, 300, 2000, 5000), (0, 1, 300, 129, 700), **sizes), prefill_kernel="hopper")
+    check(CaseSpec((300, 129), (300, 40), dtype=FP16, **sizes), prefill_kernel="hopper")
+
+
+def test_the_prefill_kernel_for_hopper_gives_the_same_output_again():
+    """A race between its warp groups would show as a difference."""
+    if torch.cuda.get_device_capability(DEVICE) != (9, 0):
+        pytest.skip("needs compute capability 9.0 (H100, H200)")
+    case = build_case(CaseSpec((3000,) * 8, (1500,) * 8, heads=32, kv_heads=8), device=DEVICE)
+    first = attend(case, prefill_kernel="hopper")
+    for _ in range(20):
+        assert torch.equal(attend(case, prefill_kernel="hopper"), first)
+
+
 @pytest.mark.parametrize("queries", [(), (40, 129)])
 @pytest.mark.parametrize("kv_dtype", [None, E4M3])
 def test_heads_before_slots_in_memory(queries, kv_dtype):

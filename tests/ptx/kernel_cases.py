@@ -15,11 +15,18 @@ from paged_kernels.providers.verify import exact_attention, relative_error
 TIGHT = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 2e-6}
 
 
+GARBAGE = -(2**30)
+
+
 class PoisonedWorkspace(Workspace):
-    """Scratch buffers that hold NaN, as device memory may."""
+    """Scratch buffers that hold NaN, as device memory may, or a number that is no row, tile or length."""
 
     def _grown(self, name, numel, buffer, dtype, device):  # type: ignore[no-untyped-def]
-        return super()._grown(name, numel, buffer, dtype, device).fill_(float("nan"))
+        return (
+            super()
+            ._grown(name, numel, buffer, dtype, device)
+            .fill_(float("nan") if dtype.is_floating_point else GARBAGE)
+        )
 
 
 def hostile(lengths, queries=(), **options) -> Case:

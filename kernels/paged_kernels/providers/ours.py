@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from paged_kernels.attention import PagedBatch, prepare_torch, run_triton
-from paged_kernels.backends import Demand, choose_backend
+from paged_kernels.backends import Demand, check_prefill_kernel, choose_backend, no_hopper
 from paged_kernels.cascade_groups import (
     CascadeCost,
     CascadeGroups,
@@ -16,6 +16,7 @@ from paged_kernels.cascade_groups import (
     find_cascade_groups,
     rows_per_tile,
 )
+from paged_kernels.errors import OptionError
 from paged_kernels.memory import Workspace
 from paged_kernels.providers.case import Case, Run, UnsupportedCaseError, contiguous_kv
 from paged_kernels.torch import cascade as torch_cascade
@@ -46,6 +47,33 @@ class Paged:
             arguments = (batch, case.scoring, out, None, splits, workspace, PartsOfStep())
             return returning(out, partial(run_triton, *arguments))
         return returning(out, prepare_torch(batch, case.scoring, out, None, workspace))
+
+
+@dataclass(frozen=True, slots=True)
+class HopperPrefill:
+    """Our prefill with the kernel for H100 and H200, which no GPU has run yet."""
+
+    name: str = "paged-hopper"
+    capturable: bool = True
+
+    def available(self, device: torch.device) -> str | None:
+        """It runs on compute capability 9.0 alone."""
+        return no_hopper(device) or None
+
+    def prepare(self, case: Case) -> Run:
+        """The same preparation as `Paged`, with the other kernel."""
+        if case.decode:
+            raise UnsupportedCaseError(f"{case.name} is a decode; this kernel computes prefills")
+        try:
+            inputs = (case.q, case.key_cache, case.value_cache)
+            check_prefill_kernel("hopper", backend_of(case), *inputs, case.scoring)
+        except OptionError as error:
+            raise UnsupportedCaseError(f"{case.name}: {error}") from error
+        out = output_of(case)
+        run = partial(
+            run_triton, batch_of(case), case.scoring, out, None, None, None, prefill_kernel="hopper"
+        )
+        return returning(out, run)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from paged_kernels.providers.case import Case, Provider, Run
 from paged_kernels.providers.flash_attn import FlashAttention
 from paged_kernels.providers.flashinfer import FlashInfer
 from paged_kernels.providers.flex import FlexAttention
-from paged_kernels.providers.ours import Cascade, ContiguousDecode, Paged
+from paged_kernels.providers.ours import Cascade, ContiguousDecode, HopperPrefill, Paged
 from paged_kernels.providers.sdpa import ContiguousSdpa, GatherSdpa
 
 
@@ -69,6 +69,7 @@ def find_providers(function: str | None = None) -> dict[str, Provider]:
     """
     found: list[Provider] = [
         Paged(),
+        HopperPrefill(),
         ContiguousDecode(),
         Cascade(),
         Cascade("cascade-always", always=True),

@@ -8,12 +8,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from paged_kernels.triton import cache as triton_cache_kernel
 from paged_kernels.triton import cascade as triton_prefix_kernel
 from paged_kernels.triton import decode as triton_decode_kernel
 from paged_kernels.triton import parts as triton_parts
 from paged_kernels.triton import prefill as triton_prefill_kernel
+from paged_kernels.triton import prefill_hopper as triton_hopper_prefill
 from paged_kernels.triton.cache import CHUNK
 from paged_kernels.triton.launch import (
     AttentionShape,
@@ -109,11 +112,8 @@ class KernelConfiguration:
     @property
     def source(self) -> Any:
         """The kernel with its types, constants and facts, as Triton's compiler takes it."""
-        from triton.compiler import ASTSource
-
-        return ASTSource(
-            fn=self.kernel, signature=dict(self.signature), constexprs=self.fixed, attrs=self.facts
-        )
+        kind = GluonASTSource if self.kernel.is_gluon() else ASTSource
+        return kind(self.kernel, dict(self.signature), constexprs=self.fixed, attrs=self.facts)
 
     @property
     def fixed(self) -> dict[tuple[int], Any]:
@@ -138,7 +138,7 @@ class KernelConfiguration:
 
 def kernel_configurations() -> tuple[KernelConfiguration, ...]:
     """All configurations, each with a unique key."""
-    return (*_decodes(), *_prefills(), *_cascades(), *_writes())
+    return (*_decodes(), *_prefills(), *_hopper_prefills(), *_cascades(), *_writes())
 
 
 def _decodes() -> Iterator[KernelConfiguration]:
@@ -185,6 +185,17 @@ def _prefills() -> Iterator[KernelConfiguration]:
         *(_shape(128, block_size=block_size) for block_size in (48, 128)),
     ):
         yield from prefill(shape)
+
+
+def _hopper_prefills() -> Iterator[KernelConfiguration]:
+    kernel = triton_hopper_prefill.hopper_prefill_kernel
+    shapes = (_shape(64), _shape(128), _shape(128, group=3, block_size=48), _shape(128, block_size=1))
+    for shape, lse in (*((shape, False) for shape in shapes), (_shape(128, torch.float16), True)):
+        constants = triton_hopper_prefill.hopper_constants(shape, sequences=64, lse=lse)
+        config = LaunchConfig(constants["TILE"], 2 * constants["ROWS"], triton_hopper_prefill.WARPS, 1)
+        key = f"prefill-hopper/{_name(shape, Features(lse=lse))}"
+        made = configuration(key, kernel, shape, constants, config, matrix=True)
+        yield replace(made, kv_tile=(constants["TILE"], shape.dk), capabilities=(90,))
 
 
 def _cascades() -> Iterator[KernelConfiguration]:
