@@ -139,7 +139,7 @@ def calibrate_from_log(arguments: "Arguments") -> int:
     """`calibrate --from-log`: fit a device to a log, write it as a file, print what it is worth."""
     from harness.deployment.configured import configured
     from harness.deployment.device_file import errors_text, write_device
-    from harness.deployment.fit import fit_schedule
+    from harness.deployment.fit import doubts, explains_nothing, fit_schedule
     from harness.deployment.reading import read_deployment
 
     flags = arguments.flags
@@ -160,6 +160,13 @@ def calibrate_from_log(arguments: "Arguments") -> int:
     found, fit = fit_schedule(deployment, found, first=flags.first, progress=_progress)
     for note in found.notes:
         remark(f"note: {note}")
+    for doubt in doubts(fit):
+        remark(f"warning: {doubt}")
+    if explains_nothing(fit):
+        raise UserError(
+            f"the simulation cannot be fitted to this log: on the requests that were fitted, "
+            f"{errors_text(fit.fitted)}. Nothing was kept; check model, device, settings and the units of its times"
+        )
     write_device(fit, deployment, found.settings, command_of("calibrate", arguments), path)
     say(
         f"{fit.device.name}, {found.config.model.name}: fitted to the first {fit.fitted_on} of {fit.requests} requests"

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
+
 from harness.config.checks import check_config
 from harness.config.compose import compose_config, normalise
 from harness.config.errors import UserError
@@ -116,9 +118,34 @@ def configured(deployment: Deployment, overrides: Sequence[str]) -> Configured:
     if errors:
         raise UserError("\n".join(map(str, errors)))
     check_cost(config)
+    crowded = _crowded(deployment, config)
+    if crowded and "scheduler.max_running" not in chosen:
+        raise UserError(f"{crowded}; set scheduler.max_running to that of this run")
     replaced = _replaced(settings, overrides, own)
-    notes = [*_contradictions(settings, replaced, config, chosen), *_notes(settings, chosen, config)]
+    notes = [f"{crowded}, as you set them."] if crowded else []
+    notes += [*_contradictions(settings, replaced, config, chosen), *_notes(settings, chosen, config)]
     return Configured(config, settings, tuple(notes), words, replaced)
+
+
+def _crowded(deployment: Deployment, config: RunConfig) -> str:
+    """What to say where more requests are between first and last token than may run at once; empty where not.
+
+    Requests that touch within a hundredth of the median answer's time do not count: clocks are not that exact.
+    """
+    requests = deployment.requests
+    spans = requests.last_token_s - requests.first_token_s
+    margin = 0.01 * float(np.median(spans))
+    begins = np.sort(requests.first_token_s[spans > 2 * margin] + margin)
+    ends = np.sort(requests.last_token_s[spans > 2 * margin] - margin)
+    at_once = np.arange(1, len(begins) + 1) - np.searchsorted(ends, begins, side="right")
+    most = int(at_once.max(initial=0))
+    allowed = config.scheduler.max_running * config.device.data_parallel
+    if most <= allowed:
+        return ""
+    return (
+        f"the log has {most} requests between their first and their last token at once, but the settings let {allowed} "
+        "run (scheduler.max_running x device.data_parallel): they are those of another run"
+    )
 
 
 def _composed(words: Sequence[str]) -> RunConfig:

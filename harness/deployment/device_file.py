@@ -6,7 +6,7 @@ from math import isfinite
 from pathlib import Path
 
 from harness.config.schema import DeviceConfig
-from harness.deployment.fit import Fit
+from harness.deployment.fit import Fit, doubts
 from harness.deployment.log import Deployment
 from harness.deployment.settings import EngineSettings
 from harness.store.atomic import write_files
@@ -38,6 +38,7 @@ def device_text(fit: Fit, deployment: Deployment, settings: EngineSettings, comm
         f"# Fitted on the first {fit.fitted_on} of {fit.requests} requests. Errors on the others:",
         f"#   {errors_text(fit.held_out)}",
         f"#   with the constants of the description, before the fit: {errors_text(fit.before)}",
+        *(f"# Warning: {doubt}" for doubt in doubts(fit)),
         "# Constants: value before the fit, and whether the log taught it (to half of the prior's spread or less).",
     ]
     learned = {constant.key: constant for constant in fit.constants}

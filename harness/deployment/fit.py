@@ -102,7 +102,8 @@ def requests_to_fit(requests: int, share: float = 0.25) -> int:
         raise UserError(f"the share of the log to fit is {share:g}, must be between 0 and 1")
     if requests < 40:
         raise UserError(
-            f"the log has {requests} finished requests; a fit needs 40, and holds some of them out"
+            f"the log has {requests} finished requests; a fit needs 40, and holds some of them out. twin --no-fit "
+            "compares it with the device's description"
         )
     return min(max(round(share * requests), 30), 400, requests - 10)
 
@@ -153,6 +154,39 @@ def fit_device(
         after,
         float(found.cost),
     )
+
+
+_DOUBTFUL = {"TPOT": 0.1, "TTFT": 0.25}  # errors of the fitted part that no noise of a log explains
+_AT_BOUND = 0.005  # of the bound
+
+
+def doubts(fit: Fit) -> list[str]:
+    """What speaks against a fit, in sentences: constants at a bound, and errors on the requests that were fitted."""
+    limits = {one.key: (one.low, one.high) for one in CONSTANTS + LINK_CONSTANTS}
+    ends = [
+        f"{one.key} = {one.value:.4g}"
+        for one in fit.constants
+        if any(abs(one.value / end - 1) < _AT_BOUND for end in limits[one.key])
+    ]
+    found = []
+    if ends:
+        found.append(
+            f"{', '.join(ends)} lies at the end of what a GPU can do: the log asks for more. Are model, device, number "
+            "of devices and units of time those of the run?"
+        )
+    errors = {"TPOT": fit.fitted.tpot_p50, "TTFT": fit.fitted.ttft_p50}
+    far = [f"{name} {100 * error:+.0f} %" for name, error in errors.items() if abs(error) > _DOUBTFUL[name]]
+    if far:
+        found.append(
+            f"the fit misses even the requests that it was fitted to ({', '.join(far)}): the run had other settings, "
+            "another load beside this one, or another device than is simulated."
+        )
+    return found
+
+
+def explains_nothing(fit: Fit) -> bool:
+    """Whether a median of the fitted part is predicted at less than half or more than twice what was measured."""
+    return any(error > 1 or error < -0.5 for error in (fit.fitted.tpot_p50, fit.fitted.ttft_p50))
 
 
 _CLEARLY = 0.9  # of the other schedule's cost: a fit that is better by less proves nothing

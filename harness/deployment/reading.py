@@ -252,10 +252,27 @@ def _unused(events: BlockEvents | None) -> tuple[str, ...]:
     )
 
 
+_LONG_S = 1.0  # before a queue, or of the shortest time to a first token: more says that two clocks were read
+
+
 def _assumptions(times: RequestTimes) -> list[str]:
-    if times.queued_s is not None:
-        return []
-    return [
-        "requests: the log has no time of the scheduler's queue, so the time to first token counts from the arrival "
-        "and includes what the server does before."
-    ]
+    found = []
+    if times.queued_s is None:
+        found.append(
+            "requests: the log has no time of the scheduler's queue, so the time to first token counts from the "
+            "arrival and includes what the server does before."
+        )
+    else:
+        delay = float(np.median(times.queued_s - times.arrival_s))
+        if delay > _LONG_S:
+            found.append(
+                f"requests: the scheduler's queue is entered {delay:.3g} s after the arrival in the median; if that is "
+                "another clock, only times from the queue on can be trusted."
+            )
+    shortest = float(times.ttft_s.min())
+    if shortest > _LONG_S:
+        found.append(
+            f"requests: no request had its first token within {shortest:.3g} s, not even the first; if arrivals are of "
+            "another clock than first tokens, so much of each time to first token is no waiting."
+        )
+    return found

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from harness.deployment.device_file import errors_text
+from harness.deployment.fit import doubts
 from harness.deployment.twin import Twin, change_of, constants_of, grade, trust, verdict
 from harness.deployment.twin_figures import changes, latency, state
 from harness.deployment.what_ifs import WhatIf
@@ -88,7 +89,8 @@ def facts(twin: Twin) -> list[tuple[str, str]]:
 
 def notes(twin: Twin) -> list[str]:
     """What was assumed, left out or is not priced."""
-    found = [*twin.deployment.notes, *twin.configured.notes]
+    found = [] if twin.fit is None else [f"Warning: {doubt}" for doubt in doubts(twin.fit)]
+    found += [*twin.deployment.notes, *twin.configured.notes]
     found += [
         f"{count:,} rows of the log are not in the twin: {reason}."
         for reason, count in twin.deployment.dropped.items()

@@ -5,9 +5,13 @@ heads of 128, no window. They are read there and not copied. Interpolation is th
 (`harness.cost.decode_form`).
 """
 
+import os
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 from scipy.optimize import least_squares
@@ -16,7 +20,7 @@ from harness.cost.decode_form import AttentionMachine, Timings, decode_errors, f
 from harness.cost.fitted import held_out_error
 from harness.cost.grid import TimedShape, shape_errors
 from harness.metrics.log import FloatArray
-from harness.scoreboard.published_runs import package_folder
+from harness.scoreboard.published_runs import checkpoint_of, package_folder
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 _SLOT_BYTES = 2 * KV_HEADS * HEAD_DIM * 2  # K and V, bfloat16
@@ -105,6 +109,45 @@ def held_out(timings: Timings, *, by_ratio: bool) -> dict[str, dict[str, float]]
     names = ("rows", "KV slots a row")
     found = decode_errors(shapes, timings.machine) if by_ratio else shape_errors("decode", shapes, names)
     return {name: found[f"decode grid along {name}"] for name in names}
+
+
+def package_errors(gpu: Gpu) -> dict[str, dict[str, float]]:
+    """The same of the package's own interpolation, which `cost=published` uses: its table without the values left out.
+
+    The package prices a model with these heads from a copy of its folder in which only that table differs.
+    """
+    import pandas as pd
+    from aiconfigurator_core.sdk.engine import EngineHandle
+
+    root = package_folder() / "systems"
+    place = (
+        Path("data") / gpu.system / "attention" / "vllm" / gpu.version / "generation_attention_perf.parquet"
+    )
+    table, known = pd.read_parquet(root / place), read_timings(gpu)
+    checkpoint = checkpoint_of("Qwen/Qwen3-8B")
+    whole = EngineHandle.compile(checkpoint, gpu.system, "vllm")
+    columns = {"rows": (table["batch_size"], known.rows), "KV slots a row": (table["step"] + 1, known.slots)}
+    found = {}
+    for axis, (column, places) in columns.items():
+        predicted, measured = [], []
+        for parity in (0, 1):
+            left_out = np.unique(column)[1:-1][parity::2]
+            with TemporaryDirectory() as folder:
+                shutil.copytree(root, Path(folder) / "systems", copy_function=os.symlink)
+                file = Path(folder) / "systems" / place
+                file.unlink()
+                table[~column.isin(left_out)].to_parquet(file)
+                part = EngineHandle.compile(checkpoint, gpu.system, "vllm", systems_path=f"{folder}/systems")
+                for chosen in np.flatnonzero(np.isin(places, left_out)):
+                    shape = int(known.rows[chosen]), max(int(known.slots[chosen]) - 1, 1), 2
+                    predicted.append(_attention_ms(part, shape))
+                    measured.append(_attention_ms(whole, shape))
+        found[axis] = held_out_error(np.array(predicted), np.array(measured))
+    return found
+
+
+def _attention_ms(handle: Any, shape: tuple[int, int, int]) -> float:
+    return float(sum(ms for name, ms, _, _ in handle.decode_step_per_op(*shape) if "attention" in name))
 
 
 def plain_us(constants: FloatArray, timings: Timings) -> FloatArray:

@@ -18,6 +18,7 @@ from harness.scoreboard.attention import (
     OTHER_KERNELS,
     SAME_KERNELS,
     held_out,
+    package_errors,
     read_timings,
     transfer_errors,
 )
@@ -78,6 +79,11 @@ def attention_rows() -> list[Row]:
         for by_ratio, how in ((True, "ratio to the form"), (False, "time on logarithms")):
             for axis, error in held_out(table, by_ratio=by_ratio).items():
                 rows.append(_attention_row("held out", system, f"{axis}; {how}", error))
+    for gpu in GPUS:
+        for axis, error in package_errors(gpu).items():
+            rows.append(
+                _attention_row("held out", gpu.system, f"{axis}; the package (cost=published)", error)
+            )
     for test, transfers in (("another GPU", SAME_KERNELS), ("other kernels", OTHER_KERNELS)):
         for known, other in transfers:
             for form, error in transfer_errors([tables[name] for name in known], tables[other]).items():

@@ -43,7 +43,8 @@ _ATTENTION = """\
 
 vLLM's kernels, bfloat16, 32 query heads and 8 KV heads of 128. *Held out*: every other inner value of an axis is
 left out whole, then the others; what is kept lies four-fold apart. *Ratio to the form* is how `cost=operators`
-interpolates (`harness/cost/decode_form.py`). *Another GPU*: constants fitted to the GPUs named and tested on one that
+interpolates (`harness/cost/decode_form.py`); *the package* is its own interpolation, behind `cost=published`, from a
+copy of its table without these values. *Another GPU*: constants fitted to the GPUs named and tested on one that
 was not among them and runs the same kernels (FlashAttention 2 on A100, L40S, RTX PRO 6000; 3 on Hopper). *Other
 kernels*: the same where it does not, or where those of the fit differ. The plain form, `a0 + a1 rows + bytes /
 (eta bandwidth)`, is the roofline's. The form was written with all six tables in view; its constants were fitted

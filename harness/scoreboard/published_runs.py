@@ -253,7 +253,7 @@ def _check_possible(run: PublishedRun, config: RunConfig) -> None:
     seconds = 1e-3 * (run.ttft_ms + max(mean * run.osl - 1, 0) * run.tpot_ms)
     needed = 2.0 * shape.token_weights * run.users * mean * (run.isl + run.osl) / seconds
     peak = (
-        _base(DEVICES[run.system], _checkpoint(run.model)).device.tflops
+        _base(DEVICES[run.system], checkpoint_of(run.model)).device.tflops
         * 1e12
         * _FASTER.get(run.weights or "", 1.0)
     )
@@ -304,7 +304,7 @@ def _base(device: str, checkpoint: str) -> RunConfig:
 
 
 def _configuration(run: PublishedRun, kind: CostKind) -> RunConfig:
-    found = deepcopy(_base(DEVICES[run.system], _checkpoint(run.model)))
+    found = deepcopy(_base(DEVICES[run.system], checkpoint_of(run.model)))
     found.cost.kind, found.cost.bounds = kind, False
     found.replay.mode, found.replay.users = ReplayMode.closed, run.users
     found.scheduler.max_running, found.scheduler.max_batched_tokens = max(run.users, 8), _BATCHED_TOKENS
@@ -337,7 +337,7 @@ def _setup(run: PublishedRun) -> TableSetup:
         engine=TableEngine(run.engine),
         parallel=run.parallel,
         expert_parallel=run.expert_parallel,
-        checkpoint=_checkpoint(run.model),
+        checkpoint=checkpoint_of(run.model),
         shape=None,
         weights=run.weights,
         expert_weights=run.expert_weights,
@@ -351,7 +351,7 @@ def _config_file(model: str) -> Path:
 
 
 @cache
-def _checkpoint(model: str) -> str:
+def checkpoint_of(model: str) -> str:
     """A folder with the model's config.json, kept while the process runs."""
     folder = Path(mkdtemp(prefix="pagetwin-scoreboard-")) / model.rpartition("/")[2]
     folder.mkdir()

@@ -125,6 +125,24 @@ def test_kv_events_that_are_cut_are_named(folder: Path) -> None:
         read_deployment(folder)
 
 
+def test_arrivals_of_another_clock_are_suspected(tmp_path: Path) -> None:
+    lines = [
+        "arrival_s,prompt_tokens,output_tokens,first_token_s,last_token_s",
+        "0,5,2,7.5,8",
+        "1,5,2,8.25,9",
+    ]
+    (tmp_path / "log.csv").write_text("\n".join(lines) + "\n")
+    assert any(
+        "no request had its first token within 7.25 s" in note for note in read_deployment(tmp_path).notes
+    )
+
+
+def test_a_long_way_to_the_queue_is_said(tmp_path: Path) -> None:
+    lines = ["arrival_s,queued_s,prompt_tokens,output_tokens,first_token_s,last_token_s", "0,5,5,2,5.1,8"]
+    (tmp_path / "log.csv").write_text("\n".join(lines) + "\n")
+    assert any("entered 5 s after the arrival" in note for note in read_deployment(tmp_path).notes)
+
+
 def test_a_file_that_is_no_text_is_named_in_the_notes(folder: Path) -> None:
     (folder / "shot.png").write_bytes(b"\x89PNG\r\n\xff\xff")
     assert any(note.startswith("shot.png: not read: not UTF-8") for note in read_deployment(folder).notes)

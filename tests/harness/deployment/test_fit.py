@@ -6,7 +6,15 @@ import pytest
 from harness.config.errors import ConfigError, UserError
 from harness.config.schema import CostKind, DeviceConfig, RunConfig
 from harness.deployment.configured import Configured
-from harness.deployment.fit import CONSTANTS, Fit, fit_device, fit_schedule, requests_to_fit
+from harness.deployment.fit import (
+    CONSTANTS,
+    Fit,
+    doubts,
+    explains_nothing,
+    fit_device,
+    fit_schedule,
+    requests_to_fit,
+)
 from harness.deployment.log import Deployment, RequestTimes
 from harness.deployment.prediction import errors_of, predictor
 from harness.deployment.settings import EngineSettings
@@ -195,3 +203,31 @@ def test_a_log_without_any_duration_is_refused() -> None:
     instant = replace(requests, first_token_s=requests.entered_s, last_token_s=requests.entered_s)
     with pytest.raises(UserError, match="no durations"):
         fit_device(replace(found, requests=instant), config(), first=30)
+
+
+# -- what speaks against a fit ------------------------------------------------------------------------------------
+
+
+def test_a_fit_that_explains_its_log_has_no_doubts(fit: Fit) -> None:
+    assert doubts(fit) == []
+    assert not explains_nothing(fit)
+
+
+def test_a_constant_at_its_bound_is_a_doubt(fit: Fit) -> None:
+    first, *others = fit.constants
+    low = next(one.low for one in CONSTANTS if one.key == first.key)
+    found = doubts(replace(fit, constants=(replace(first, value=low * 1.001), *others)))
+    assert len(found) == 1
+    assert first.key in found[0]
+    assert "units of time" in found[0]
+
+
+def test_a_fit_that_misses_what_it_was_fitted_to_is_doubted(fit: Fit) -> None:
+    far = replace(fit, fitted=replace(fit.fitted, tpot_p50=-0.2))
+    assert "TPOT -20 %" in doubts(far)[0]
+    assert not explains_nothing(far)
+
+
+@pytest.mark.parametrize("error", [-0.6, 1.5])
+def test_a_fit_that_is_off_by_more_than_a_factor_of_two_explains_nothing(fit: Fit, error: float) -> None:
+    assert explains_nothing(replace(fit, fitted=replace(fit.fitted, ttft_p50=error)))

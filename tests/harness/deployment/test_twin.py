@@ -259,6 +259,39 @@ def test_a_calibrated_device_predicts_the_log_without_a_fit(calibrated: Path, pl
     assert abs(errors.ttft_p50) < 0.05
 
 
+@pytest.mark.slow
+def test_a_log_in_milliseconds_is_fitted_to_nothing_and_not_kept(
+    planted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = (planted / "requests.csv").read_text().splitlines()
+    times = [0, 3, 4]
+    for index, line in enumerate(lines[1:], 1):
+        cells = line.split(",")
+        lines[index] = ",".join(
+            str(float(cell) * 1000) if i in times else cell for i, cell in enumerate(cells)
+        )
+    (tmp_path / "requests.csv").write_text("\n".join(lines) + "\n")
+    out = tmp_path / "kept.yaml"
+    words = ["calibrate", "--from-log", str(tmp_path), "--first", "30", "--out", str(out)]
+    assert main([*words, f"device={planted.parent / 'described.yaml'}", "model=tiny_llama", *ENGINE]) == 2
+    said = capsys.readouterr().err
+    assert "the simulation cannot be fitted to this log" in said
+    assert "units of time" in said
+    assert not out.exists()
+
+
+def test_settings_that_let_fewer_requests_run_than_the_log_shows_are_refused(
+    planted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copy(planted / "requests.csv", tmp_path)
+    (tmp_path / "engine.json").write_text('{"max_num_seqs": 1, "max_num_batched_tokens": 512}')
+    assert (
+        main(["twin", str(tmp_path), f"device={planted.parent / 'described.yaml'}", "model=tiny_llama"]) == 2
+    )
+    said = capsys.readouterr().err
+    assert "requests between their first and their last token at once, but the settings let 1 run" in said
+
+
 def test_a_dry_run_of_a_calibration_fits_nothing(
     planted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
