@@ -30,6 +30,11 @@ def add(benches: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
         "--out", default="results/bench/policy", metavar="FOLDER", help="default: %(default)s"
     )
     parser.add_argument(
+        "--against",
+        metavar="PYTHON",
+        help="interpreter that has vLLM 0.33.0: both sides do the same work in turns, and only that is measured",
+    )
+    parser.add_argument(
         "--curve", action="store_true", help="the cost an operation by pool and queue size, and peak memory"
     )
     parser.add_argument(

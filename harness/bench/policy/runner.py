@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from harness.bench.policy.work import YARDSTICK
@@ -200,7 +201,7 @@ def table_lines(rate: Mapping[str, float]) -> Iterator[str]:
     for line in LESS_WORK:
         yield f"{line.work:<{width}} {_short(rate[line.key]):>9} {'':>33}  {line.unit}"
     yield f"yardstick: {_short(rate[YARDSTICK])} turns of a plain Python loop a CPU-second"
-    yield "vLLM's figures were taken on another day; a busy machine lowers ours alone. Compare both in one sitting."
+    yield "vLLM's figures were taken on another day; a busy machine lowers ours alone. In one sitting: --against PYTHON"
 
 
 def _short(figure: float | None) -> str:
@@ -217,8 +218,12 @@ def bench(flags: argparse.Namespace) -> int:
         raise UserError(f"bench policy: --rounds is {flags.rounds}, must be at least 1")
     if flags.curve and min(*flags.blocks, *flags.queued) < SMALLEST:
         raise UserError(f"bench policy --curve: --blocks and --queued must be at least {SMALLEST}")
+    if flags.curve and flags.against is not None:
+        raise UserError("bench policy: --curve measures ours alone; run it without --against")
     out = Path(flags.out)
     out.mkdir(parents=True, exist_ok=True)
+    if flags.against is not None:
+        return _bench_against(flags.against, flags.rounds, out)
     timings = run_session(
         [TIMINGS], {**SIZES, "rounds": flags.rounds}, out / "policy.samples.json", timer=CLOCK
     )
@@ -231,5 +236,36 @@ def bench(flags: argparse.Namespace) -> int:
         from harness.bench.policy.curve import bench_curve
 
         code = bench_curve(flags.blocks, flags.queued, out)
+    say(f"written to {out}")
+    return code
+
+
+def _bench_against(python: str, rounds: int, out: Path) -> int:
+    """Both sides in turns; returns 1 where a line meets neither its rate nor its ratio."""
+    from harness.bench.policy.against import Paired, paired
+
+    found: list[Paired] = []
+    code = 0
+    width = max(len(line.work) for line in LIKE_FOR_LIKE)
+    for pair in paired(python, SIZES, rounds):
+        if not found:
+            head = f"{'the same work in turns, per CPU-second':<{width}} {'ours':>9} {'vLLM':>9} {'ratio':>6}"
+            say(f"{head}  goal (vLLM {pair.version})")
+        found.append(pair)
+        line = next(one for one in LIKE_FOR_LIKE if one.key == pair.line)
+        assert line.least
+        assert line.times
+        ratios = pair.ratios
+        ratio = median(ratios)
+        met = pair.rate >= line.least or ratio >= line.times
+        code = code if met else 1
+        goal = f"{_short(line.least)} or {line.times:g}x: {'met' if met else 'missed'}"
+        spread = f"{ratios[0]:.1f} to {ratios[-1]:.1f}"
+        sides = f"{_short(pair.rate):>9} {_short(pair.vllm_rate):>9} {f'{ratio:.1f}x':>6}"
+        say(f"{line.work:<{width}} {sides}  {goal} (rounds {spread}) {line.unit}")
+    say("beams: vLLM 0.33 forks none in its block manager; its figure is of version 0, recorded.")
+    (out / "against.json").write_text(
+        json.dumps([one.record() for one in found], indent=1) + "\n", encoding="utf-8"
+    )
     say(f"written to {out}")
     return code

@@ -123,10 +123,9 @@ class Prompts:
         for prompt in prompts:
             self._serve(prompt)
 
-    def run_lists(self, prompts: list[list[int]]) -> None:
-        """Serve each prompt, from a list of tokens to the release of its blocks."""
-        for prompt in prompts:
-            self._serve(prompt)
+    def run_lists(self, prompts: list[list[int]]) -> int:
+        """Serve each prompt, from a list of tokens to the release of its blocks; returns the blocks that were hit."""
+        return sum(map(self._serve, prompts))
 
     def _serve(self, prompt: IntArray | list[int]) -> int:
         manager = self._manager
@@ -219,17 +218,18 @@ class Scheduling:
         scheduler.commit(plan, StepResult())
         return (scheduler,), {}
 
-    def run(self, scheduler: Scheduler) -> None:
-        """Schedule and commit `steps` steps."""
-        result, laid_out = StepResult(), self._rows
+    def run(self, scheduler: Scheduler) -> int:
+        """Schedule and commit `steps` steps; returns the rows that were laid out."""
+        result, laid_out, rows = StepResult(), self._rows, 0
         told, filling = list(range(BLOCK_SIZE)), self._filling(scheduler)
         for step in range(self.steps):
             for identity in filling[step % BLOCK_SIZE]:
                 identity.extend(0, told)
             plan = scheduler.schedule()
             if laid_out:
-                list(plan.rows)
+                rows += len(list(plan.rows))
             scheduler.commit(plan, result)
+        return rows
 
     def _filling(self, scheduler: Scheduler) -> list[list[TokenIdentity]]:
         """The identities whose next outputs fill a block in step i, by i modulo the block size; none unless hashed."""

@@ -2,15 +2,18 @@
 
 import json
 import math
+import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
+from oracle_cases import PYTHON
 
 from engine.core.plan import StepResult
 from harness.bench.policy import curve, work
 from harness.bench.policy import runner as running
 from harness.bench.policy import work as stepping
+from harness.bench.policy.against import paired
 from harness.bench.policy.curve import (
     CONTROL,
     Cost,
@@ -25,6 +28,8 @@ from harness.bench.policy.curve import (
 )
 from harness.bench.policy.runner import LINES
 from harness.cli.main import main
+from harness.config.errors import ConfigError, UserError
+from harness.oracle.process import vllm_version
 
 TINY = {"sequences": 2, "tokens": 256, "prompts": 3, "running": 20, "steps": 20, "beam_steps": 8}
 PUBLISHED = {
@@ -171,3 +176,41 @@ def test_the_footprint_counts_blocks_in_use_and_requests_that_wait() -> None:
 def test_wrong_sizes_are_refused_before_anything_is_timed(tmp_path: Path, words: list[str]) -> None:
     assert main(["bench", "policy", "--out", str(tmp_path / "out"), *words]) == 2
     assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def python() -> str:
+    """An interpreter that has vLLM."""
+    try:
+        vllm_version(PYTHON)
+    except ConfigError:
+        pytest.skip("vLLM is not installed; PAGETWIN_VLLM=PATH/bin/python names an environment that has it")
+    return PYTHON or sys.executable
+
+
+@pytest.mark.slow
+def test_both_sides_do_the_same_work_in_turns(
+    python: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "SIZES", TINY)
+    main(["bench", "policy", "--against", python, "--rounds", "2", "--out", str(tmp_path)])
+    found = {one["line"]: one for one in json.loads((tmp_path / "against.json").read_text())}
+    assert found.keys() == LEAST.keys() - {"beams"}
+    assert found["allocate"]["done"] == 2 * 256 // 16
+    assert found["prompt_list"]["done"] == 3 * 128 // 16
+    assert found["schedule_hashed"]["done"] == 20 * 20
+    assert all(len(one["vllm_s"]) == len(one["ours_s"]) == 2 for one in found.values())
+    assert capsys.readouterr().out.count("rounds") == len(found)
+
+
+@pytest.mark.slow
+def test_a_side_that_did_other_work_is_refused(python: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(work.Prompts, "run_lists", lambda self, prompts: 1)
+    with pytest.raises(UserError, match="in 'prompt_list' ours did 1 units and vLLM's 24"):
+        list(paired(python, TINY, 1))
+
+
+def test_an_interpreter_without_vllm_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["bench", "policy", "--against", str(tmp_path / "python"), "--out", str(tmp_path)]
+    assert main(words) == 2
+    assert "cannot be started" in capsys.readouterr().err
