@@ -60,6 +60,30 @@ class Placement(StrEnum):
     buddy = "buddy"  # a chunk of the next power of two
 
 
+class GroupKind(StrEnum):
+    """What the layers of a group keep of a sequence."""
+
+    full = "full"  # K and V of every token
+    window = "window"  # K and V of the last tokens, as many as the window has
+    latent = "latent"  # one latent vector of every token (MLA)
+    state = "state"  # a state of fixed size (recurrent layers, linear attention)
+
+
+class GroupPages(StrEnum):
+    """How the memory is divided among groups of layers that keep different things of a sequence."""
+
+    off = "off"  # there are no groups: every layer keeps every token
+    uniform = "uniform"  # one pool of equal pages, as vLLM: padded, with as many layers in every group
+    separate = "separate"  # a pool for each group, with a fixed share of the memory
+
+
+class WindowHits(StrEnum):
+    """Which blocks of a window's layers a prefix hit needs."""
+
+    window = "window"  # those of the last window before the hit's end, as vLLM
+    all = "all"  # those of the whole prefix
+
+
 class Scheduling(StrEnum):
     """Which request is served first, and preempted last."""
 

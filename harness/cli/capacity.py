@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from engine.core.options import GroupPages
 from harness.config.errors import UserError
 from harness.config.paths import check_out
 from harness.console import remark, say
@@ -87,6 +88,11 @@ def _answer(trials: "Trials", flags: argparse.Namespace) -> "Answer":
 
     if flags.find == "rate":
         return highest_rate(trials, flags.seeds, flags.precision, remark)
+    if trials.config.cache.groups is not GroupPages.off and flags.find == "pool":
+        raise UserError(
+            f"--find pool: not with cache.groups={trials.config.cache.groups}, whose pools have pages of groups; find "
+            "the rate for some cache.pool_tokens, or set cache.groups=off"
+        )
     if flags.find == "pool":
         return smallest_pool(trials, flags.seeds, remark)
     return best_block_size(trials, flags.block_sizes, flags.seeds, flags.precision, remark)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from os.path import exists, expanduser
 
-from engine.core.options import CachePolicy, Preemption, SpeculationMode
+from engine.core.options import CachePolicy, GroupPages, Preemption, SpeculationMode
 from engine.runtime.options import Backend, KVDtype
 from harness.config.errors import ConfigError
 from harness.config.execution import check_execution
@@ -18,6 +18,7 @@ from harness.config.ranges import check_ranges
 from harness.config.schema import (
     DecodingMode,
     ModelConfig,
+    OracleEngine,
     RunConfig,
     SharingModel,
     TraceArrivals,
@@ -46,12 +47,49 @@ def check_settings(config: RunConfig) -> list[ConfigError]:
         check_trace,
         check_policy,
         _pool,
+        check_groups,
         check_decoding,
         _model,
         check_memory,
         check_execution,
     )
     return [error for rule in rules for error in rule(config)]
+
+
+def check_groups(config: RunConfig) -> Iterator[ConfigError]:
+    """What a cache with groups of layers does not do, each by the key that asks for it."""
+    cache, scheduler, decoding = config.cache, config.scheduler, config.decoding
+    if cache.groups is GroupPages.off:
+        return
+    head = f"cache.groups={cache.groups}"
+    if config.measure:
+        yield ConfigError(
+            "cache.groups",
+            f"found {cache.groups}, but the engine keeps every block of every layer; predict alone (measure=false), or "
+            "set off",
+        )
+    asked = {
+        "decoding.beam_width": (decoding.beam_width > 1, "it serves single sequences"),
+        "decoding.n": (decoding.mode is DecodingMode.sample and decoding.n > 1, "it serves single sequences"),
+        "decoding.draft_tokens": (decoding.draft_tokens > 0, "it takes no draft tokens"),
+        "scheduler.preemption": (scheduler.preemption is not Preemption.recompute, "it swaps nothing out"),
+        "scheduler.admission": (scheduler.admission is not None, "free pages say little of single groups"),
+        "cache.eviction": (cache.eviction is not None, "it has two orders of its own (cache.behind_first)"),
+        "cache.deduplicate": (cache.deduplicate, "it merges no equal blocks"),
+        "cache.pool_blocks": (
+            cache.pool_blocks is not None and cache.groups is not GroupPages.uniform,
+            "pages of its pools differ; use cache.pool_tokens",
+        ),
+        "replay.kv_events": (config.replay.kv_events, "it keeps no events of the prefix cache"),
+        "replay.lookups": (config.replay.lookups, "it keeps no lookups"),
+        "oracle": (
+            config.oracle.engine is not OracleEngine.none,
+            "the oracle compares caches without groups",
+        ),
+    }
+    for key, (is_asked, reason) in asked.items():
+        if is_asked:
+            yield ConfigError(key, f"not with {head}: {reason}; leave it out, or set cache.groups=off")
 
 
 def check_decoding(config: RunConfig) -> Iterator[ConfigError]:

@@ -10,11 +10,13 @@ from enum import StrEnum
 from engine.core.options import (
     CachePolicy,
     Decoding,
+    GroupPages,
     HashAlgorithm,
     Placement,
     Retention,
     SchedulerOptions,
     SpeculationMode,
+    WindowHits,
 )
 from engine.runtime.options import Audit, Backend, Dtype, KVDtype
 
@@ -219,6 +221,13 @@ class CacheConfig:
     eviction: str | None = None  # module:Class of your own eviction queue; null: least recently used
     placement: Placement = Placement.auto  # contiguous only
     max_model_len: int | None = None  # longest prompt + output; contiguous_max reserves it; null: the model's
+    groups: GroupPages = (
+        GroupPages.off
+    )  # how layers that keep different things share the memory; predicted alone
+    window_hits: WindowHits = (
+        WindowHits.window
+    )  # with groups: which blocks of windowed layers a prefix hit needs
+    behind_first: bool = False  # with groups: evict what a window has left before what a whole prefix needs
 
 
 @dataclass

@@ -1,10 +1,11 @@
 """Drives vLLM's own scheduler and KV cache manager, unmodified, on the CPU. Runs in the interpreter that has vLLM.
 
-It is started as a script, `python vllm_driver.py`, and imports nothing of PageTwin. Standard input and output carry one
-JSON object a line. A line with `settings` starts anew with an empty pool, and is answered with vLLM's version. A line
-with `submit` names the requests that arrive before the next step, and is answered with what vLLM decides in that step;
-the fields are those of `harness.oracle.decisions.Step`. What a step computes is given: a request's tokens are those
-that its line names, and it ends after the last one.
+It is started as a script, `python vllm_driver.py`, and imports nothing of PageTwin. Standard input and output carry
+one JSON object a line. A line with `settings` starts anew with an empty pool, and is answered with vLLM's version.
+Where the settings have `groups`, (window or null, block size) of each, the cache has these groups of layers, and
+`blocks` names those of the first. A line with `submit` names the requests that arrive before the next step, and is
+answered with what vLLM decides in that step; the fields are those of `harness.oracle.decisions.Step`. What a step
+computes is given: a request's tokens are those that its line names, and it ends after the last one.
 
 vLLM loads no model and no kernel here. Three of its methods are wrapped to learn what its output does not say: which
 blocks are evicted, and which requests are preempted after the step had given them tokens. A wrapper calls the method
@@ -12,6 +13,7 @@ and changes nothing.
 """
 
 import json
+import math
 import os
 import sys
 import tempfile
@@ -38,7 +40,7 @@ class Driver:
     def __init__(self, settings: dict[str, Any], folder: str) -> None:
         config, scheduler_settings = _configs(settings, folder)
         self._scheduler = _new_scheduler(settings, config, scheduler_settings)
-        self._block_size = settings["block_size"]
+        self._block_size = math.gcd(*_block_sizes(settings))
         self._caching = settings["prefix_caching"]
         self._outputs: dict[str, tuple[int, int]] = {}  # first output token, tokens in all
         self._ends: dict[str, int] = {}  # context after the row of the last step, by request
@@ -221,32 +223,51 @@ def _configs(settings: dict[str, Any], folder: str) -> tuple[Any, Any]:
 
 
 def _new_scheduler(settings: dict[str, Any], config: Any, scheduler: Any) -> Any:
-    import torch
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import init_none_hash
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.structured_output import StructuredOutputManager
 
     init_none_hash(sha256)
     register_all_kvcache_specs(config)
     blocks = settings["pool_blocks"] + 1  # vLLM counts the null block
     config.cache_config.num_gpu_blocks = blocks
-    spec = FullAttentionSpec(
-        block_size=settings["block_size"], num_kv_heads=1, head_size=1, dtype=torch.float32
-    )
-    groups = [KVCacheGroupSpec(["layer"], spec)]
+    groups = [
+        KVCacheGroupSpec([f"layer{place}"], _spec(window, size))
+        for place, (window, size) in enumerate(zip(_windows(settings), _block_sizes(settings), strict=True))
+    ]
     made = Scheduler(
         vllm_config=config,
         kv_cache_config=KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups),
         structured_output_manager=StructuredOutputManager(config),
-        block_size=settings["block_size"],
+        block_size=math.lcm(*_block_sizes(settings)),
+        hash_block_size=math.gcd(*_block_sizes(settings)),
         log_stats=False,
     )
     assert made.max_num_scheduled_tokens == settings["max_batched_tokens"]
     assert made.max_num_running_reqs == scheduler.max_num_seqs
     return made
+
+
+def _windows(settings: dict[str, Any]) -> list[int | None]:
+    """The window of each group, None for full attention; without `groups` there is one of full attention."""
+    return [window for window, _ in settings.get("groups") or [(None, 0)]]
+
+
+def _block_sizes(settings: dict[str, Any]) -> list[int]:
+    """The block size of each group."""
+    return [size for _, size in settings.get("groups") or [(None, settings["block_size"])]]
+
+
+def _spec(window: int | None, block_size: int) -> Any:
+    """vLLM's description of a group's cache."""
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+    shape = {"block_size": block_size, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
+    return FullAttentionSpec(**shape) if window is None else SlidingWindowSpec(**shape, sliding_window=window)
 
 
 def main() -> int:

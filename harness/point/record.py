@@ -16,6 +16,7 @@ from harness.metrics.log import Outcome, RunLog
 from harness.replay.cost_model import CostModel
 from harness.workload.devices import clock_of, engine_kernels
 from harness.workload.drawn import TABLE, parents_table
+from harness.workload.shapes import PoolShape
 from harness.workload.simulate import Prediction
 from harness.workload.workload import Workload
 from traces.analysis.reuse import realised_prefix_share
@@ -97,13 +98,29 @@ def _pool_section(workload: Workload) -> dict[str, Any]:
         "num_blocks": pool.num_blocks,
         "block_size": pool.block_size,
         "tokens": pool.tokens,
-        "bytes": pool.tokens * pool.kv_bytes_per_token,
+        "bytes": pool.tokens * pool.slot_bytes,
         "kv_bytes_per_token": pool.kv_bytes_per_token,
         "max_model_len": pool.max_model_len,
         "replicas": workload.replicas,
         "sized_by": pool.sized_by,
         "note": pool.note,
         "memory_per_device": asdict(pool.memory) if pool.memory else None,
+        "groups": _groups(pool),
+    }
+
+
+def _groups(pool: PoolShape) -> dict[str, Any] | None:
+    """The groups of layers and their pages; None where every layer keeps every token. Then blocks are the pages of all
+    pools, the block size is the match unit, and tokens are slots of `slot_bytes`.
+    """
+    if pool.groups is None:
+        return None
+    return {
+        "pages": str(pool.groups.pages),
+        "match_unit": pool.groups.match_unit,
+        "slot_bytes": pool.slot_bytes,
+        "page_counts": list(pool.page_counts),
+        "layers": [asdict(group) for group in pool.groups.groups],
     }
 
 
@@ -126,6 +143,8 @@ def _counts(log: RunLog) -> dict[str, int]:
 
 def _analytic(workload: Workload) -> dict[str, float]:
     rows, pool = workload.trace.requests, workload.pool
+    if pool.groups is not None:
+        return {}  # the closed forms are those of one block table
     lengths = Lengths(
         prompt_tokens=np.array([row.prompt_tokens for row in rows], dtype=np.int64),
         output_tokens=np.array([row.output_tokens for row in rows], dtype=np.int64),

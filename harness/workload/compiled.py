@@ -107,6 +107,8 @@ def _policy_obstacle(workload: Workload) -> str | None:
     limits, batching, drawn = workload.limits, workload.batching, workload.drawn
     if workload.pool.policy is not CachePolicy.paged:
         return f"cache.policy={workload.pool.policy} is not paged"
+    if workload.pool.groups is not None:
+        return f"layers are in groups (cache.groups={workload.cache.groups})"
     if limits.policy is not Scheduling.fcfs or limits.static_batch:
         return "the scheduler is not first come, first served with continuous batching"
     if limits.adaptive_watermark:

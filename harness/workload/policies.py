@@ -9,6 +9,8 @@ from typing import Any
 
 from engine.core.memory.contiguous import ContiguousManager
 from engine.core.memory.eviction import EvictionQueue
+from engine.core.memory.group_pages import PoolPages
+from engine.core.memory.grouped import GroupedManager
 from engine.core.memory.manager import KVCacheManager
 from engine.core.memory.paged import PagedManager
 from engine.core.memory.residency import ResidencySampler
@@ -45,6 +47,17 @@ def new_scheduler(
     Raises:
         ConfigError: a class of the user cannot be imported or made, or lacks a method.
     """
+    if pool.groups is not None:
+        manager: KVCacheManager = GroupedManager(
+            pool.groups,
+            PoolPages(
+                pool.groups, pool.page_counts, retention=cache.retention, behind_first=cache.behind_first
+            ),
+            most_chunk=limits.max_batched_tokens,
+            prefix_caching=pool.prefix_caching,
+            window_hits=cache.window_hits,
+        )
+        return Scheduler(manager, limits, _policies(limits, scheduler))
     manager = _manager(
         pool, cache, eviction, keep_events=keep_events, keep_lookups=keep_lookups, residency=residency
     )

@@ -3,7 +3,10 @@
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
-from engine.core.options import CachePolicy
+from engine.core.errors import CoreError
+from engine.core.memory.group_layout import GroupLayout, LayerSet, separate_layout, uniform_layout
+from engine.core.memory.group_pages import PoolPages
+from engine.core.options import CachePolicy, GroupKind, GroupPages
 from engine.runtime.models.spec import ModelSpec
 from engine.runtime.options import Dtype, KVDtype
 from harness.config.checkpoint import CheckpointFacts
@@ -20,7 +23,7 @@ BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2, Dtype.float16: 2}
 
 _WINDOWS_KEPT = (
     "windowed layers keep every block, as in vLLM with --disable-hybrid-kv-cache-manager; by default vLLM frees blocks "
-    "beyond a window, so its pool holds more (cache.pool_tokens sets what its log says)"
+    "beyond a window, so its pool holds more (cache.groups=uniform predicts that)"
 )
 
 
@@ -30,7 +33,9 @@ class PoolShape:
 
     `sized_by` is the key that set the size, `device.memory_gb` where nothing did; then `memory` has the parts. `window`
     is that of the model's windowed layers. The pool keeps their blocks as long as those of the others, as vLLM does
-    with `--disable-hybrid-kv-cache-manager`; `note` says so where the size was taken from the memory.
+    with `--disable-hybrid-kv-cache-manager`; `note` says so where the size was taken from the memory. With `groups`
+    (cache.groups) blocks behind a window are released; then `num_blocks` are the pages of all pools, `page_counts`
+    those of each, and `block_size` is the match unit of the prefix cache.
     """
 
     policy: CachePolicy
@@ -43,11 +48,20 @@ class PoolShape:
     memory: DeviceMemory | None = None
     window: int | None = None
     note: str = ""
+    groups: GroupLayout | None = None
+    page_counts: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> int:
-        """KV slots of the pool."""
-        return self.num_blocks * self.block_size
+        """KV slots of the pool, of `slot_bytes` each. Without groups, a slot holds one token in all layers."""
+        if self.groups is None:
+            return self.num_blocks * self.block_size
+        return PoolPages(self.groups, self.page_counts).slots()[0]
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot; with groups, the largest size of which pages, tokens and states are multiples."""
+        return self.kv_bytes_per_token if self.groups is None else self.groups.slot_bytes
 
     @property
     def origin(self) -> str:
@@ -229,6 +243,9 @@ def pool_shape(config: RunConfig) -> PoolShape:
         )
     size = cache.block_size if cache.policy is CachePolicy.paged else 1
     tokens, sized_by, memory = _size(config, model, size)
+    groups = group_layout(config, model)
+    if groups is not None:
+        return _grouped_pool(config, model, groups, tokens, sized_by, memory)
     if tokens < size:
         raise ConfigError(
             "cache.pool_tokens", f"{tokens} tokens hold no block of {size}; allowed: {size} or more"
@@ -244,6 +261,68 @@ def pool_shape(config: RunConfig) -> PoolShape:
         memory=memory,
         window=model.window,
         note=_WINDOWS_KEPT if memory is not None and _slides(config, model) else "",
+    )
+
+
+def layer_sets(model: ModelShape) -> list[LayerSet]:
+    """The layers of a model by what they keep of a sequence: all tokens (or latent vectors), then a window."""
+    everything = model.layers - model.windowed_layers
+    kind = GroupKind.latent if model.latent else GroupKind.full
+    found = [LayerSet(kind, everything, model.layer_kv_bytes)] if everything else []
+    if model.windowed_layers:
+        found.append(LayerSet(GroupKind.window, model.windowed_layers, model.layer_kv_bytes, model.window))
+    return found
+
+
+def group_layout(config: RunConfig, model: ModelShape) -> GroupLayout | None:
+    """The groups of the model's layers; None with cache.groups=off.
+
+    Raises:
+        ConfigError: the pages of the groups cannot be unified.
+    """
+    cache = config.cache
+    if cache.groups is GroupPages.off:
+        return None
+    make = uniform_layout if cache.groups is GroupPages.uniform else separate_layout
+    try:
+        return make(layer_sets(model), cache.block_size)
+    except CoreError as error:
+        raise ConfigError("cache.groups", f"{cache.groups}: {error}") from error
+
+
+def _grouped_pool(
+    config: RunConfig,
+    model: ModelShape,
+    groups: GroupLayout,
+    tokens: int,
+    sized_by: str,
+    memory: DeviceMemory | None,
+) -> PoolShape:
+    """Pages in the memory of `tokens` tokens in all layers; `cache.pool_blocks` counts pages themselves."""
+    cache = config.cache
+    longest = cache.max_model_len or max_position(config.model)
+    chunk = config.scheduler.max_batched_tokens
+    counts = groups.page_counts(tokens * model.kv_bytes_per_token, longest, chunk)
+    if cache.pool_blocks:
+        counts = (cache.pool_blocks,)
+    if min(counts) < 1:
+        raise ConfigError(
+            "cache.pool_tokens",
+            f"the memory of {tokens} tokens holds {', '.join(map(str, counts))} pages of the groups of "
+            f"{config.model.name}, each needs at least 1; enlarge the pool",
+        )
+    return PoolShape(
+        policy=cache.policy,
+        num_blocks=sum(counts),
+        block_size=groups.match_unit,
+        kv_bytes_per_token=model.kv_bytes_per_token,
+        max_model_len=longest,
+        prefix_caching=cache.prefix_caching,
+        sized_by=sized_by,
+        memory=memory,
+        window=model.window,
+        groups=groups,
+        page_counts=counts,
     )
 
 

@@ -63,7 +63,7 @@ def replay_workload(
     if residency is not None:
         residency.clock = replay.now_ns
     replay.run()
-    log = recorder.log(scheduler.stats, workload.pool.tokens, workload.pool.kv_bytes_per_token)
+    log = recorder.log(scheduler.stats, workload.pool.tokens, workload.pool.slot_bytes)
     if workload.lookups and cached:
         log = replace(log, lookups=lookup_table(cached))
     if residency is not None:
@@ -117,7 +117,7 @@ def _simulate_replicas(
     run_together(replays, env)
     return merged(
         [
-            recorder.log(scheduler.stats, pool.tokens, pool.kv_bytes_per_token)
+            recorder.log(scheduler.stats, pool.tokens, pool.slot_bytes)
             for recorder, scheduler in zip(recorders, schedulers, strict=True)
         ]
     )
@@ -195,8 +195,8 @@ def predict_compiled(workload: Workload, replay: CompiledReplay, source: CostSou
 
 def _folded(workload: Workload, fold: RunFold, span_s: float) -> Prediction:
     pool = workload.pool
-    metrics = fold.metrics(span_s, pool.tokens, pool.kv_bytes_per_token)
-    log = empty_log(pool.block_size, pool.tokens, pool.kv_bytes_per_token)
+    metrics = fold.metrics(span_s, pool.tokens, pool.slot_bytes)
+    log = empty_log(pool.block_size, pool.tokens, pool.slot_bytes)
     return Prediction(metrics, fold.outcome, fold.extrapolated.section(), fold.totals, log)
 
 

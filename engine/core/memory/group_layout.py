@@ -1,0 +1,234 @@
+"""Groups of layers that keep different things of a sequence, and the pages in which they keep them.
+
+A model is a list of `LayerSet`s. `uniform_layout` turns them into groups as vLLM does: pages of one size, and as many
+layers in every group. `separate_layout` gives each set one group with a page of its own size.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import gcd, lcm
+
+from engine.core.errors import CoreError
+from engine.core.options import GroupKind, GroupPages, WindowHits
+
+_STATE_KEEPS = 2  # a state stands for all tokens before it: like a window that sees the token before alone
+_ALIGNED_TOKENS = 16  # attention blocks beside a state have a multiple of so many tokens, as in vLLM
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSet:
+    """Layers of a model that keep the same of a sequence.
+
+    `layer_bytes` are those of a token in one layer; of a state, those of a sequence in one layer. `window`: tokens.
+    Raises CoreError if the values do not fit together.
+    """
+
+    kind: GroupKind
+    layers: int
+    layer_bytes: int
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        if min(self.layers, self.layer_bytes) < 1:
+            raise CoreError(
+                f"{self.kind} layers: {self.layers} layers of {self.layer_bytes} bytes, both must be at least 1"
+            )
+        if (self.kind is GroupKind.window) != (self.window is not None) or (self.window or 1) < 1:
+            raise CoreError(
+                f"{self.kind} layers with window {self.window}: a window of at least 1 token, and for `window` alone"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class KVGroup:
+    """Layers that share a block table. All sizes are in bytes, `block_size` in tokens.
+
+    A block is stored in one page of `page_bytes`, the sum over `layers` real layers and the empty places of
+    `padding_layers`. Of a page, `unit_bytes` hold one token of the real layers; of a state, the whole state. `padding`
+    is what the block leaves free because pages have one size, `imbalance` the empty places of the padding layers.
+    """
+
+    kind: GroupKind
+    layers: int
+    padding_layers: int
+    block_size: int
+    layer_bytes: int
+    page_bytes: int
+    window: int | None = None
+
+    @property
+    def keeps(self) -> int | None:
+        """The next token needs the last `keeps - 1` tokens before it; None: all of them."""
+        return _STATE_KEEPS if self.kind is GroupKind.state else self.window
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of one token in the real layers; of a state, bytes of the state."""
+        return self.layers * self.layer_bytes
+
+    @property
+    def units(self) -> int:
+        """How often a full page has `unit_bytes`: once for each token, or one state."""
+        return 1 if self.kind is GroupKind.state else self.block_size
+
+    @property
+    def imbalance(self) -> int:
+        """Bytes of a page that belong to no layer."""
+        return self.page_bytes * self.padding_layers // (self.layers + self.padding_layers)
+
+    @property
+    def padding(self) -> int:
+        """Bytes of a page's real layers that no token or state fills."""
+        return self.page_bytes - self.imbalance - self.units * self.unit_bytes
+
+    def blocks(self, tokens: int) -> int:
+        """Entries of the block table for `tokens` tokens, those behind the window included."""
+        return -(-tokens // self.block_size)
+
+    def skipped(self, computed: int) -> int:
+        """Leading blocks that no token after the first `computed` needs."""
+        keeps = self.keeps
+        return 0 if keeps is None or computed < keeps else (computed - keeps + 1) // self.block_size
+
+    def most_blocks(self, tokens: int, chunk: int) -> int:
+        """The most pages that a sequence of `tokens` tokens holds at once, computed in chunks of at most `chunk`.
+
+        Source: `SlidingWindowSpec.max_admission_blocks_per_request` in vllm/v1/kv_cache_interface.py. One more than the
+        window and a chunk fill, because a window may begin inside a block.
+        """
+        if self.keeps is None:
+            return self.blocks(tokens)
+        return min(self.blocks(tokens), self.blocks(self.keeps - 1 + chunk) + 1)
+
+    def hit_blocks(self, rule: WindowHits) -> int | None:
+        """Blocks that a prefix hit needs before its end; None: all of them."""
+        if self.keeps is None or (rule is WindowHits.all and self.kind is GroupKind.window):
+            return None
+        return -(-(self.keeps - 1) // self.block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLayout:
+    """The groups of a model and how their pages share the memory.
+
+    `match_unit` is the length in tokens of which the end of every prefix hit is a multiple: the least common multiple
+    of the block sizes. `slot_bytes` is the largest size of which pages, tokens and states are multiples.
+    """
+
+    pages: GroupPages
+    groups: tuple[KVGroup, ...]
+
+    @property
+    def match_unit(self) -> int:
+        """Tokens."""
+        return lcm(*(group.block_size for group in self.groups))
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot, in which the states of the pool are counted."""
+        return gcd(*(size for group in self.groups for size in (group.page_bytes, group.unit_bytes)))
+
+    def page_slots(self, group: int) -> int:
+        """Slots of a page of a group."""
+        return self.groups[group].page_bytes // self.slot_bytes
+
+    def tokens_bytes(self, tokens: int, chunk: int) -> int:
+        """The most bytes of pages that one sequence of `tokens` tokens holds at once, in chunks of at most `chunk`."""
+        return sum(group.most_blocks(tokens, chunk) * group.page_bytes for group in self.groups)
+
+    def page_counts(self, memory: int, longest: int, chunk: int) -> tuple[int, ...]:
+        """Pages in `memory` bytes: of the one pool, or of each group's pool.
+
+        Fixed shares are as the needs of one sequence of `longest` tokens: so many of them fit into each pool alike.
+        """
+        if self.pages is GroupPages.uniform:
+            return (memory // self.groups[0].page_bytes,)
+        whole = self.tokens_bytes(longest, chunk)
+        return tuple(memory * group.most_blocks(longest, chunk) // whole for group in self.groups)
+
+
+def uniform_layout(sets: Sequence[LayerSet], block_size: int) -> GroupLayout:
+    """One page size, as vLLM's unification; `block_size` in tokens.
+
+    Pages of a layer get one size: smaller ones hold more tokens where that divides, else they are padded. Beside a
+    state, attention blocks get so long that a page of a layer holds the state, and a state is kept at the end of each
+    block. Sets are then divided into groups of as many layers each, with empty places in the last ones.
+
+    Source: `unify_kv_cache_spec_page_size` and `_get_kv_cache_groups_uniform_page_size` in
+    vllm/v1/core/kv_cache_planning.py, `_align_hybrid_block_size` in vllm/platforms/interface.py (vLLM 0.33).
+
+    Raises:
+        CoreError: a latent page cannot be padded to another size, or there are states alone.
+    """
+    _check_sets(sets, block_size)
+    states = [each for each in sets if each.kind is GroupKind.state]
+    tokens = [each for each in sets if each.kind is not GroupKind.state]
+    if not tokens:
+        raise CoreError(
+            "the layers keep states alone: there is no token page that could set the size of a page"
+        )
+    size = block_size
+    if states:
+        state_bytes = max(each.layer_bytes for each in states)
+        token_bytes = max(each.layer_bytes for each in tokens)
+        needed = -(-state_bytes // (_ALIGNED_TOKENS * token_bytes)) * _ALIGNED_TOKENS
+        size = max(block_size, needed)
+    page = size * max(each.layer_bytes for each in tokens)
+    counts = [each.layers for each in sets]
+    group_layers = max(counts) if max(counts) < 1.5 * min(counts) else min(counts)
+    groups: list[KVGroup] = []
+    for each in sets:
+        parts = -(-each.layers // group_layers)
+        for part in range(parts):
+            layers = len(range(part, each.layers, parts))
+            groups.append(
+                KVGroup(
+                    each.kind,
+                    layers,
+                    group_layers - layers,
+                    _block_size(each, size, page),
+                    each.layer_bytes,
+                    page * group_layers,
+                    each.window,
+                )
+            )
+    return GroupLayout(GroupPages.uniform, tuple(groups))
+
+
+def _block_size(layers: LayerSet, size: int, page: int) -> int:
+    """Tokens of a block whose page in one layer has `page` bytes."""
+    if layers.kind is GroupKind.state:
+        return size
+    own = size * layers.layer_bytes
+    if page % own == 0:
+        return size * (page // own)
+    if layers.kind is GroupKind.latent:
+        raise CoreError(
+            f"a latent page of {own} bytes does not divide the largest page, {page} bytes, and cannot be padded; "
+            "use separate pools, or another block size"
+        )
+    return size
+
+
+def separate_layout(
+    sets: Sequence[LayerSet], block_size: int, *, state_every: int | None = None
+) -> GroupLayout:
+    """One group for each set, with pages of its own size. `state_every`: tokens between two states that are kept.
+
+    None keeps a state at the end of each block.
+    """
+    _check_sets(sets, block_size)
+    groups = []
+    for each in sets:
+        state = each.kind is GroupKind.state
+        size = (state_every or block_size) if state else block_size
+        page = each.layers * each.layer_bytes * (1 if state else size)
+        groups.append(KVGroup(each.kind, each.layers, 0, size, each.layer_bytes, page, each.window))
+    return GroupLayout(GroupPages.separate, tuple(groups))
+
+
+def _check_sets(sets: Sequence[LayerSet], block_size: int) -> None:
+    if not sets:
+        raise CoreError("a layout needs at least one set of layers")
+    if block_size < 1:
+        raise CoreError(f"block size is {block_size} tokens, must be at least 1")

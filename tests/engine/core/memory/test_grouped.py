@@ -1,0 +1,324 @@
+"""Caches with groups: random walks over every choice, planted bugs that the walks notice, and the rules one by one."""
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from group_driver import FULL, LATENT, SHORT, STATE, WINDOW, GroupDriver, GroupSetup
+
+from engine.core.errors import CoreError, NeverFitsError
+from engine.core.identity import KeyIdentity
+from engine.core.memory.group_layout import GroupLayout, KVGroup, LayerSet, separate_layout, uniform_layout
+from engine.core.memory.group_pages import PoolPages
+from engine.core.memory.grouped import GroupCounters, GroupedManager, GroupKeys
+from engine.core.options import Decoding, GroupKind, GroupPages, SchedulerLimits, Scheduling, WindowHits
+from engine.core.plan import StepResult
+from engine.core.request import Request, Speculation
+from engine.core.scheduling.scheduler import Scheduler
+
+SEEDS = 60 if os.environ.get("PAGETWIN_NIGHTLY") else 3
+SEPARATE = GroupPages.separate
+SETUPS = [
+    GroupSetup(),
+    GroupSetup(sets=(FULL, WINDOW, SHORT), memory=4000),
+    GroupSetup(sets=(FULL, WINDOW, SHORT), pages=SEPARATE, memory=2400, whole=False),
+    GroupSetup(sets=(FULL, STATE), size=2, memory=4000),
+    GroupSetup(sets=(LATENT, STATE, WINDOW), pages=SEPARATE, state_every=8, memory=3200),
+    GroupSetup(sets=(WINDOW, SHORT), behind_first=True, scheduling=Scheduling.priority, memory=1600),
+    GroupSetup(hits=WindowHits.all, behind_first=True),
+    GroupSetup(caching=False, memory=1600),
+    GroupSetup(sets=(FULL,), memory=1600),
+    GroupSetup(sets=(FULL, replace(WINDOW, window=1)), pages=SEPARATE, memory=1600),
+]
+
+
+def walk_all(setups: list[GroupSetup] = SETUPS, seeds: int = 3, operations: int = 120) -> None:
+    for setup in setups:
+        for seed in range(seeds):
+            GroupDriver(setup, seed).walk(operations)
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=range(len(SETUPS)))
+def test_random_walks_find_every_slot_as_it_was_written(setup: GroupSetup) -> None:
+    for seed in range(SEEDS):
+        GroupDriver(setup, seed).walk(150)
+
+
+def test_the_walks_hit_preempt_and_release_behind_windows() -> None:
+    """Else they would notice nothing."""
+    hits = preempted = gaps = 0
+    for setup in SETUPS[:5]:
+        driver = GroupDriver(setup, 1)
+        driver.walk(300)
+        hits += sum(plan.hit_tokens for plan in driver.model.plans)
+        preempted += sum(len(plan.preempted) for plan in driver.model.plans)
+        gaps += sum(
+            table[0] == 0 for plan in driver.model.plans for row in plan.rows for table in row.table.groups
+        )
+    assert hits > 100
+    assert preempted > 5
+    assert gaps > 100
+
+
+# -- planted bugs ------------------------------------------------------------------------------------------
+
+
+def one_token_early(real: Callable[..., int]) -> Callable[..., int]:
+    return lambda group, computed: real(group, computed + 1)
+
+
+def one_token_late(real: Callable[..., int]) -> Callable[..., int]:
+    return lambda group, table, held: real(group, table, held) + 1
+
+
+def lose_a_reference(real: Callable[..., int]) -> Callable[..., int]:
+    return lambda pages, group, blocks: 0 if group == 1 else real(pages, group, blocks)
+
+
+def hit_without_the_window_or_state(manager: Any, keys: Any, index: int, tokens: int, needed: int) -> int:
+    return tokens
+
+
+def hit_without_the_other_blocks(manager: Any, keys: Any, index: int, blocks: int) -> int:
+    return blocks
+
+
+def keys_of_any_group(real: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda keys, group, blocks: [(0, key[1]) for key in real(keys, group, blocks)]
+
+
+def cached_before_it_is_full(real: Callable[..., None]) -> Callable[..., None]:
+    return lambda manager, tables, tokens: real(
+        manager, tables, min(tokens + 1, len(tables.groups[0]) * manager.layout.groups[0].block_size)
+    )
+
+
+def keep_what_is_gone(real: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda pages, group, blocks, *, behind=False: [] if behind else real(pages, group, blocks)
+
+
+def count_gone_twice(real: Callable[..., None]) -> Callable[..., None]:
+    def dropped(counters: Any, index: int, entries: int, gone: Any, units: int) -> None:
+        real(counters, index, entries, gone, units)
+        counters.written[index] -= bool(index and gone)
+
+    return dropped
+
+
+def number_of_nobody(real: Callable[..., None]) -> Callable[..., None]:
+    return lambda keys, identity, groups, number: real(keys, identity, groups, 0)
+
+
+PLANTED: list[tuple[str, Any, str, Callable[..., Any], bool]] = [
+    ("a window block is released one token early", KVGroup, "skipped", one_token_early, True),
+    ("a group's reference is lost", PoolPages, "share", lose_a_reference, True),
+    (
+        "a hit without its window or state",
+        GroupedManager,
+        "_last_run",
+        hit_without_the_window_or_state,
+        False,
+    ),
+    ("a hit of blocks that are not cached", GroupedManager, "_leading", hit_without_the_other_blocks, False),
+    ("a block of one group found by another", GroupKeys, "upto", keys_of_any_group, True),
+    ("a block is cached before it is full", GroupedManager, "_cache_full", cached_before_it_is_full, True),
+    ("a block behind the window is never released", PoolPages, "release", keep_what_is_gone, True),
+    ("a counter drifts", GroupCounters, "dropped", count_gone_twice, True),
+    ("private blocks of all requests have one name", GroupKeys, "__init__", number_of_nobody, True),
+]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "bug", "wraps"), [each[1:] for each in PLANTED], ids=[each[0] for each in PLANTED]
+)
+def test_the_walks_notice_a_planted_bug(
+    owner: Any, name: str, bug: Callable[..., Any], wraps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, name, bug(getattr(owner, name)) if wraps else bug)
+    with pytest.raises((AssertionError, CoreError)):  # a wrong slot, or the core refuses what the bug made
+        walk_all()
+
+
+def test_the_walks_notice_a_page_taken_one_token_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = GroupedManager._next_change
+    monkeypatch.setattr(GroupedManager, "_next_change", staticmethod(one_token_late(real)))
+    with pytest.raises((AssertionError, CoreError)):
+        walk_all()
+
+
+# -- the layout --------------------------------------------------------------------------------------------
+
+
+def counts(layout: GroupLayout) -> list[tuple[str, int, int, int]]:
+    return [
+        (str(group.kind), group.layers, group.padding_layers, group.block_size) for group in layout.groups
+    ]
+
+
+def test_gemma_3_has_one_full_group_and_five_of_windows() -> None:
+    layout = uniform_layout(
+        [LayerSet(GroupKind.full, 8, 8192), LayerSet(GroupKind.window, 40, 8192, 1024)], 16
+    )
+    assert counts(layout) == [("full", 8, 0, 16), *[("window", 8, 0, 16)] * 5]
+    assert layout.groups[0].page_bytes == 8 * 16 * 8192
+
+
+def test_uneven_layers_are_padded_to_the_smaller_set() -> None:
+    """Gemma 3 27B has 10 full and 52 windowed layers: the last groups have empty places, as vLLM's log warns."""
+    layout = uniform_layout(
+        [LayerSet(GroupKind.full, 10, 8192), LayerSet(GroupKind.window, 52, 8192, 1024)], 16
+    )
+    assert [group.padding_layers for group in layout.groups] == [0, 1, 1, 1, 1, 2, 2]
+    assert sum(group.layers for group in layout.groups) == 62
+
+
+def test_nearly_equal_sets_are_padded_to_the_larger_one() -> None:
+    """vllm#29303: 19 full and 18 windowed layers become two groups of 19 places."""
+    layout = uniform_layout(
+        [LayerSet(GroupKind.full, 19, 1024), LayerSet(GroupKind.window, 18, 1024, 128)], 16
+    )
+    assert counts(layout) == [("full", 19, 0, 16), ("window", 18, 1, 16)]
+
+
+def test_a_smaller_page_holds_more_tokens_where_that_divides() -> None:
+    layout = uniform_layout([LayerSet(GroupKind.full, 4, 512), LayerSet(GroupKind.window, 4, 2048, 64)], 16)
+    assert counts(layout) == [("full", 4, 0, 64), ("window", 4, 0, 16)]
+    assert layout.match_unit == 64
+
+
+def test_a_page_that_does_not_divide_is_padded() -> None:
+    layout = uniform_layout([LayerSet(GroupKind.full, 4, 1536), LayerSet(GroupKind.window, 4, 2048, 64)], 16)
+    assert [group.padding for group in layout.groups] == [4 * 16 * 512, 0]
+
+
+def test_a_latent_page_that_does_not_divide_is_refused() -> None:
+    with pytest.raises(CoreError, match="latent page of 18432 bytes does not divide"):
+        uniform_layout([LayerSet(GroupKind.latent, 4, 1152), LayerSet(GroupKind.full, 4, 2048)], 16)
+
+
+def test_attention_blocks_grow_until_a_page_holds_a_state() -> None:
+    layout = uniform_layout([LayerSet(GroupKind.full, 6, 2048), LayerSet(GroupKind.state, 18, 1_050_000)], 16)
+    assert counts(layout) == [("full", 6, 0, 528), *[("state", 6, 0, 528)] * 3]
+    assert layout.groups[1].padding == 6 * (528 * 2048 - 1_050_000)
+
+
+def test_page_bytes_are_units_padding_and_imbalance() -> None:
+    for setup in SETUPS:
+        for group in setup.layout().groups:
+            whole = group.units * group.unit_bytes + group.padding + group.imbalance
+            assert whole == group.page_bytes
+
+
+def test_fixed_shares_give_each_pool_room_for_equally_many_of_the_longest() -> None:
+    layout = separate_layout([FULL, WINDOW], 4)
+    counts_ = layout.page_counts(64_000, 48, 12)
+    most = [group.most_blocks(48, 12) for group in layout.groups]
+    assert [count // need for count, need in zip(counts_, most, strict=True)] == [
+        64_000 // layout.tokens_bytes(48, 12)
+    ] * 2
+
+
+# -- the rules ---------------------------------------------------------------------------------------------
+
+
+def served(setup: GroupSetup, *lengths: tuple[int, int]) -> Scheduler:
+    """A scheduler that has served prompts (shared, unique), one after the other."""
+    scheduler = Scheduler(setup.manager(), setup.limits())
+    for rid, (shared, unique) in enumerate(lengths):
+        keys = [(7, shared), (None, unique)]
+        scheduler.submit(Request(rid, shared + unique, 2, identity=KeyIdentity(rid, keys)))
+        while scheduler.has_work:
+            scheduler.commit(scheduler.schedule(), StepResult())
+    return scheduler
+
+
+def hits_of(setup: GroupSetup, *lengths: tuple[int, int]) -> list[int]:
+    scheduler = Scheduler(setup.manager(), setup.limits())
+    found = []
+    for rid, (shared, unique) in enumerate(lengths):
+        keys = [(7, shared), (None, unique)]
+        scheduler.submit(Request(rid, shared + unique, 2, identity=KeyIdentity(rid, keys)))
+        total = 0
+        while scheduler.has_work:
+            plan = scheduler.schedule()
+            total += plan.hit_tokens
+            scheduler.commit(plan, StepResult())
+        found.append(total)
+    return found
+
+
+def test_a_hit_needs_no_block_before_the_last_window() -> None:
+    setup = GroupSetup(memory=64_000)
+    assert hits_of(setup, (24, 4), (24, 4)) == [0, 24]
+
+
+def test_the_first_blocks_of_a_window_are_not_held_by_a_hit() -> None:
+    setup = GroupSetup(memory=64_000)
+    scheduler = served(setup, (24, 4))
+    scheduler.submit(Request(9, 28, 2, identity=KeyIdentity(9, [(7, 24), (None, 4)])))
+    (row,) = scheduler.schedule().rows
+    assert [page == 0 for page in row.table.groups[1]] == [True] * 4 + [False] * 3
+
+
+def test_a_prompt_shorter_than_the_match_unit_is_never_hit() -> None:
+    setup = GroupSetup(sets=(FULL, STATE), pages=SEPARATE, state_every=16, size=4, memory=64_000)
+    assert hits_of(setup, (15, 0), (15, 0)) == [0, 0]
+    assert hits_of(setup, (17, 0), (17, 0)) == [0, 16]
+
+
+def test_a_window_holds_no_more_than_itself_and_a_chunk() -> None:
+    setup = GroupSetup(memory=64_000, longest=1000)
+    scheduler = Scheduler(setup.manager(), setup.limits())
+    scheduler.submit(Request(0, 200, 100))
+    most = 0
+    while scheduler.has_work:
+        plan = scheduler.schedule()
+        most = max(most, *(sum(map(bool, table)) for table in next(iter(plan.rows)).table.groups[1:]))
+        scheduler.commit(plan, StepResult())
+    layout = setup.layout()
+    assert (
+        most == layout.groups[1].most_blocks(299, setup.budget) - 1
+    )  # chunks begin at multiples of the block size
+
+
+def test_blocks_behind_the_window_leave_before_others_where_eviction_knows_groups() -> None:
+    """A prefix of 24 tokens, then prompts of their own that fill the pool: with plain LRU the prefix's windows go."""
+    prompts = [(24, 4), *[(0, 24)] * 4, (24, 4)]
+    plain = GroupSetup(memory=2304, running=1)
+    assert hits_of(replace(plain, behind_first=True), *prompts)[-1] >= hits_of(plain, *prompts)[-1]
+
+
+def test_separate_pools_strand_what_the_other_group_lacks() -> None:
+    layout = separate_layout([FULL, WINDOW], 4)
+    manager = GroupedManager(layout, PoolPages(layout, (4, 40)), most_chunk=12)
+    scheduler = Scheduler(manager, SchedulerLimits(64, 8))
+    for rid in range(2):
+        scheduler.submit(Request(rid, 12, 4))
+    usage = scheduler.schedule().usage
+    assert usage.external == (40 - 3) * layout.page_slots(1)
+    assert usage.capacity == manager.pages.slots()[0]
+
+
+def test_requests_with_several_sequences_or_drafts_are_refused() -> None:
+    scheduler = Scheduler(GroupSetup().manager(), SchedulerLimits())
+    with pytest.raises(NeverFitsError, match="has 2 sequences"):
+        scheduler.submit(Request(0, 4, 4, width=2, decoding=Decoding.sample))
+    with pytest.raises(NeverFitsError, match="draft tokens"):
+        scheduler.submit(Request(0, 4, 4, speculation=Speculation(2)))
+
+
+def test_a_request_that_needs_more_pages_than_a_pool_has_never_fits() -> None:
+    scheduler = Scheduler(GroupSetup(pages=SEPARATE, memory=640).manager(), SchedulerLimits(12))
+    with pytest.raises(NeverFitsError, match="pages of group"):
+        scheduler.submit(Request(0, 200, 4))
+
+
+def test_a_layer_set_with_impossible_values_is_refused() -> None:
+    with pytest.raises(CoreError, match="window of at least 1 token"):
+        LayerSet(GroupKind.full, 2, 8, window=4)
+    with pytest.raises(CoreError, match="both must be at least 1"):
+        LayerSet(GroupKind.full, 0, 8)
+    with pytest.raises(CoreError, match="states alone"):
+        uniform_layout([STATE], 16)

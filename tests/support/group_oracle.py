@@ -1,0 +1,191 @@
+"""Random workloads on caches with groups, beside vLLM with the same groups, and recordings of its decisions.
+
+`python tests/support/group_oracle.py PYTHON` makes the recordings in tests/data/oracle again, with the vLLM of the
+interpreter PYTHON. Compared are the counts that a step decides, hits included; page numbers are free.
+"""
+
+import gzip
+import json
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from engine.core import KeyIdentity, Request, Scheduler, SchedulerLimits, StepPlan, StepResult
+from engine.core.memory.group_layout import LayerSet, uniform_layout
+from engine.core.memory.group_pages import PoolPages
+from engine.core.memory.grouped import GroupedManager
+from engine.core.options import GroupKind
+from harness.oracle.decisions import Step
+from harness.oracle.process import VllmProcess, settings_of
+from harness.oracle.watch import TokenRanges
+from traces.trace import Segment, TraceRequest
+
+RECORDINGS = Path(__file__).parents[1] / "data" / "oracle"
+RECORDED = (1, 4, 6, 11)
+COMPARED = ("admitted", "preempted", "rows", "paused", "finished", "running", "waiting", "free")
+StepOf = Callable[[Sequence[Any]], Step]
+
+
+@dataclass(frozen=True)
+class GroupCase:
+    """Layers, pages, limits, and the requests that are submitted before each step."""
+
+    sets: tuple[LayerSet, ...]
+    block_size: int
+    pages: int
+    caching: bool
+    limits: SchedulerLimits
+    rows: Sequence[TraceRequest]
+    before: Sequence[int]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        longest = max(row.prompt_tokens + row.output_tokens for row in self.rows)
+        groups = [(group.window, group.block_size) for group in self.manager().layout.groups]
+        settings = settings_of(self.pages, self.block_size, self.caching, self.limits, longest)
+        return {**settings, "groups": groups}
+
+    def manager(self) -> GroupedManager:
+        layout = uniform_layout(self.sets, self.block_size)
+        return GroupedManager(
+            layout,
+            PoolPages(layout, (self.pages,)),
+            most_chunk=self.limits.max_batched_tokens,
+            prefix_caching=self.caching,
+        )
+
+
+def random_case(seed: int) -> GroupCase:
+    """Full attention beside one or two kinds of windows, shared prefixes, chunks, pressure and preemptions."""
+    draw = random.Random(seed)
+    size = draw.choice([1, 4, 16, 16])
+    full, windowed = draw.choice([(1, 1), (2, 4), (3, 5), (4, 5)])
+    window = draw.choice([2, 5, 16, 33, 64])
+    narrow = draw.choice([1, 1, 2])  # tokens of windowed layers may be half as large: blocks of twice as many
+    sets = [
+        LayerSet(GroupKind.full, full, 8),
+        LayerSet(GroupKind.window, windowed, 8 // narrow, window),
+    ]
+    limits = SchedulerLimits(
+        max_batched_tokens=draw.choice([16, 64, 256]),
+        max_running=draw.choice([2, 4, 16]),
+        watermark=draw.choice([0, 0, 0.05]),
+        admit_whole_prompt=True,
+    )
+    pages, longest = draw.choice([40, 80, 160, 400]), min(16 * size, 300)
+    texts = [Segment(key, draw.randint(1, longest)) for key in range(1, 5)]
+    case = GroupCase(tuple(sets), size, pages, draw.random() < 0.85, limits, (), ())
+    scheduler, rows, before, step = Scheduler(case.manager(), limits), [], [], 0
+    for number in range(draw.choice([30, 60])):
+        row = _row(draw, number, texts, longest)
+        if scheduler.never_fits(Request(number, row.prompt_tokens, row.output_tokens)) is None:
+            rows.append(row)
+            before.append(step)
+        step += draw.choice([0, 0, 1, 3, 10])
+    return replace(case, rows=rows, before=before)
+
+
+def _row(draw: random.Random, number: int, texts: Sequence[Segment], longest: int) -> TraceRequest:
+    segments = [draw.choice(texts)] if draw.random() < 0.75 else []
+    segments.append(Segment(None, draw.randint(1, max(1, longest // 3))))
+    total = sum(segment.tokens for segment in segments)
+    return TraceRequest(number, number, total, draw.randint(1, 40), segments)
+
+
+def compare(case: GroupCase, step_of: StepOf) -> Counter[str]:
+    """Run a case beside another side; AssertionError at the first difference. Returns what was compared."""
+    manager = case.manager()
+    scheduler, ranges = Scheduler(manager, case.limits), TokenRanges(case.rows)
+    left, ends, counts = list(zip(case.rows, case.before, strict=True)), dict[int, int](), Counter[str]()
+    step = 0
+    while left or scheduler.has_work:
+        arrived = []
+        while left and (left[0][1] <= step or not (scheduler.has_work or arrived)):
+            row, _ = left.pop(0)
+            identity = KeyIdentity(row.request_id, row.segments, row.salt)
+            request = Request(row.request_id, row.prompt_tokens, row.output_tokens, identity=identity)
+            scheduler.submit(request)
+            arrived.append(ranges.wire(request))
+        plan = scheduler.schedule()
+        free = sum(share.pool.free_blocks for share in manager.pages.shares)
+        ours = _decisions(scheduler, plan, ends, free)
+        report = scheduler.commit(plan, StepResult())
+        for request_id in report.finished:
+            ends.pop(request_id)
+        ours = replace(ours, finished=list(report.finished))
+        theirs = step_of(arrived)
+        for name in COMPARED:
+            assert getattr(ours, name) == getattr(theirs, name), (
+                f"step {step}, {name}: {getattr(ours, name)} here, {getattr(theirs, name)} in vLLM"
+            )
+        counts["steps"] += 1
+        counts["preempted"] += len(ours.preempted)
+        counts["hit_tokens"] += sum(tokens for _, tokens in ours.admitted)
+        step += 1
+    return counts
+
+
+def _decisions(scheduler: Scheduler, plan: StepPlan, ends: dict[int, int], free: int) -> Step:
+    entering, rows, hits, now = set(plan.admitted), [], dict[int, int](), dict[int, int]()
+    for row in plan.rows:
+        if row.request_id in entering:
+            hits[row.request_id] = row.context_len
+        if row.request_id in entering or row.query_len != 1 or ends.get(row.request_id) != row.context_len:
+            rows.append((row.request_id, row.context_len, row.query_len))
+        now[row.request_id] = row.context_len + row.query_len
+    paused = {
+        group.request.request_id: group.sequences[0].computed
+        for group in scheduler.running
+        if group.request.request_id not in now
+    }
+    ends.clear()
+    ends.update(now | paused)
+    return Step(
+        admitted=[(request_id, hits.get(request_id, 0)) for request_id in plan.admitted],
+        preempted=sorted(plan.preempted),
+        rows=rows,
+        paused=list(paused),
+        running=plan.running,
+        waiting=plan.waiting,
+        free=free,
+    )
+
+
+def _path(seed: int) -> Path:
+    return RECORDINGS / f"vllm-0.33.0-groups-seed{seed}.jsonl.gz"
+
+
+def recording(seed: int) -> StepOf:
+    """What vLLM decided on a case, step by step; raises ValueError if it was made of another case."""
+    head, *steps = (json.loads(line) for line in gzip.decompress(_path(seed).read_bytes()).splitlines())
+    if head["settings"] != json.loads(json.dumps(random_case(seed).settings)):
+        raise ValueError(f"the recording of seed {seed} is one of another workload: make it again")
+    left = iter(steps)
+    return lambda arrived: Step.of(next(left))
+
+
+def record(seed: int, vllm: VllmProcess) -> Counter[str]:
+    """Write the recording of a case, after it was compared."""
+    case, steps = random_case(seed), list[Step]()
+    version = vllm.begin(case.settings)
+
+    def noted(arrived: Sequence[Any]) -> Step:
+        steps.append(vllm.step(arrived))
+        return steps[-1]
+
+    counts = compare(case, noted)
+    lines = chain([{"vllm": version, "seed": seed, "settings": case.settings}], map(asdict, steps))
+    text = "\n".join(json.dumps(line, separators=(",", ":")) for line in lines)
+    _path(seed).write_bytes(gzip.compress(text.encode(), mtime=0))
+    return counts
+
+
+if __name__ == "__main__":
+    with VllmProcess(sys.argv[1]) as process:
+        for number in RECORDED:
+            sys.stdout.write(f"{number} {dict(record(number, process))}\n")
