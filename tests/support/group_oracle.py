@@ -26,7 +26,7 @@ from harness.oracle.watch import TokenRanges
 from traces.trace import Segment, TraceRequest
 
 RECORDINGS = Path(__file__).parents[1] / "data" / "oracle"
-RECORDED = (1, 4, 6, 11)
+RECORDED = (8, 12, 13, 35)
 COMPARED = ("admitted", "preempted", "rows", "paused", "finished", "running", "waiting", "free")
 StepOf = Callable[[Sequence[Any]], Step]
 

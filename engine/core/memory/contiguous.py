@@ -139,7 +139,12 @@ class ContiguousManager(NeverSwaps):
         return []
 
     def can_admit(
-        self, group: Group, hits: Sequence[int], spare_blocks: int, tokens: int | None = None
+        self,
+        group: Group,
+        hits: Sequence[int],
+        spare_blocks: int,
+        tokens: int | None = None,
+        chunk_end: int | None = None,
     ) -> bool:
         """Whether every branch gets a run of its own."""
         length = self._length(group.request)

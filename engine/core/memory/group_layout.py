@@ -147,6 +147,17 @@ class GroupLayout:
         return tuple(memory * group.most_blocks(longest, chunk) // whole for group in self.groups)
 
 
+def unseen_share(sets: Sequence[LayerSet], tokens: int) -> float:
+    """The share of K and V that a sequence of `tokens` tokens no longer needs, where every layer keeps every token.
+
+    It is what a pool without groups loses at that length (vllm#11382). Layers with states do not count.
+    """
+    kept = [each for each in sets if each.kind is not GroupKind.state]
+    whole = sum(each.layers * each.layer_bytes * tokens for each in kept)
+    seen = sum(each.layers * each.layer_bytes * min(tokens, each.window or tokens) for each in kept)
+    return 1 - seen / whole if whole else 0.0
+
+
 def uniform_layout(sets: Sequence[LayerSet], block_size: int) -> GroupLayout:
     """One page size, as vLLM's unification; `block_size` in tokens.
 

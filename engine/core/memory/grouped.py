@@ -212,9 +212,14 @@ class GroupedManager(NeverSwaps):
         return found
 
     def can_admit(
-        self, group: Group, hits: Sequence[int], spare_blocks: int, tokens: int | None = None
+        self,
+        group: Group,
+        hits: Sequence[int],
+        spare_blocks: int,
+        tokens: int | None = None,
+        chunk_end: int | None = None,
     ) -> bool:
-        """Whether all known tokens (or the first `tokens`) fit, and the first chunk beside a long hit.
+        """Whether all known tokens (or the first `tokens`) fit, and the first chunk, which ends at `chunk_end`.
 
         A hit on a state that another request writes in this step waits for the next one, as in vLLM: a row must begin
         with its state.
@@ -225,14 +230,16 @@ class GroupedManager(NeverSwaps):
         ):
             return False
         whole = group.root_target if tokens is None else min(tokens, group.root_target)
-        start, needs = len(hits) * self.block_size, []
+        start = len(hits) * self.block_size
+        lasting: list[int] = []
+        at_once: list[int] = []
+        end = min(whole, start + self._most_chunk if chunk_end is None else chunk_end)
         for index, each in enumerate(self.layout.groups):
             had = start // each.block_size
-            lasting = each.most_blocks(whole, self._most_chunk) - had
-            chunk = each.blocks(min(whole, start + self._most_chunk)) - had
             revived = self.pages.unreferenced(index, (page for page in hit.pages[index] if page))
-            needs.append(max(lasting, chunk, 0) + revived)
-        return self.pages.fits(needs, spare=spare_blocks)
+            lasting.append(max(0, each.most_blocks(whole, self._most_chunk) - had) + revived)
+            at_once.append(max(0, each.blocks(end) - had) + revived)
+        return self.pages.fits(lasting, spare=spare_blocks) and self.pages.fits(at_once, spare=spare_blocks)
 
     def _hit_of(self, hits: Sequence[int]) -> PrefixHit:
         if isinstance(hits, PrefixHit):
@@ -323,7 +330,7 @@ class GroupedManager(NeverSwaps):
             skipped = min(group.skipped(start), len(table))
             if skipped <= held:
                 continue
-            self._cache_group(tables, index, skipped)
+            self._cache_group(tables, index, min(skipped, self._whole_units(start) // group.block_size))
             self._drop_behind(tables, index, held, skipped)
 
     def _drop_behind(self, tables: GroupTables, index: int, held: int, skipped: int) -> None:
@@ -360,9 +367,16 @@ class GroupedManager(NeverSwaps):
     # -- the prefix cache ----------------------------------------------------------------------------------
 
     def _cache_full(self, tables: GroupTables, tokens: int) -> None:
-        """Enter the blocks that the first `tokens` tokens fill into the prefix cache."""
+        """Enter the blocks of the first `tokens` tokens that lie in whole match units into the prefix cache.
+
+        No hit ends inside a unit, so blocks behind the last whole one are worth nothing (vLLM: `_align_cacheable`).
+        """
+        whole = self._whole_units(tokens)
         for index, group in enumerate(self.layout.groups):
-            self._cache_group(tables, index, tokens // group.block_size)
+            self._cache_group(tables, index, whole // group.block_size)
+
+    def _whole_units(self, tokens: int) -> int:
+        return tokens // self.block_size * self.block_size
 
     def _cache_group(self, tables: GroupTables, index: int, blocks: int) -> None:
         first, keys = tables.cached[index], tables.keys
@@ -489,13 +503,13 @@ def _check_table(sequence: SequenceState, tables: GroupTables, index: int, group
 
 
 def _due_every(groups: Sequence[KVGroup]) -> int:
-    """After how many tokens a sequence may need a page or leave one behind: a divisor of all such steps."""
-    every = 0
-    for group in groups:
-        every = gcd(every, group.block_size)
-        if group.keeps is not None:
-            every = gcd(every, group.keeps - 1)
-    return every
+    """How often a steady sequence is looked at, in tokens: where a window may leave a block, at every one.
+
+    A prompt's last chunk leaves blocks behind at once, so even windows of whole blocks cannot be looked at less often.
+    """
+    if any(group.keeps is not None for group in groups):
+        return 1
+    return gcd(*(group.block_size for group in groups))
 
 
 class GroupCounters:

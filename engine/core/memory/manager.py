@@ -100,9 +100,17 @@ class KVCacheManager(Protocol):
         ...
 
     def can_admit(
-        self, group: Group, hits: Sequence[int], spare_blocks: int, tokens: int | None = None
+        self,
+        group: Group,
+        hits: Sequence[int],
+        spare_blocks: int,
+        tokens: int | None = None,
+        chunk_end: int | None = None,
     ) -> bool:
-        """Whether all known tokens of the group (or the first `tokens`) fit now and leave `spare_blocks` free."""
+        """Whether all known tokens of the group (or the first `tokens`) fit now and leave `spare_blocks` free.
+
+        `chunk_end` is where its first chunk would end, for managers whose chunks can need more at once than lastingly.
+        """
         ...
 
     def admit(self, group: Group, hits: Sequence[int]) -> None:

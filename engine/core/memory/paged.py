@@ -93,7 +93,12 @@ class PagedManager:
         return hits
 
     def can_admit(
-        self, group: Group, hits: Sequence[int], spare_blocks: int, tokens: int | None = None
+        self,
+        group: Group,
+        hits: Sequence[int],
+        spare_blocks: int,
+        tokens: int | None = None,
+        chunk_end: int | None = None,
     ) -> bool:
         """Whether all known tokens of all branches (or the first `tokens`) fit. Hits that are free now count too."""
         pool = self.pool

@@ -323,8 +323,9 @@ class AdmissionRules:
         if not limits.chunked_prefill and group.root_target - cached > budget:
             return False
         first = budget if prefill_cap is None else min(budget, prefill_cap)
-        chunk = None if limits.admit_whole_prompt else min(group.root_target, cached + first)
-        if not self._manager.can_admit(group, hits, self._spare_blocks(), chunk):
+        end = min(group.root_target, cached + first)
+        tokens = None if limits.admit_whole_prompt else end
+        if not self._manager.can_admit(group, hits, self._spare_blocks(), tokens, end):
             return False
         return self.only_built_in or self._is_allowed(group.request)
 

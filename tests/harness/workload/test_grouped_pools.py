@@ -1,0 +1,115 @@
+"""Pools with groups of layers: how large they are, what a record says of them, and what is refused by name."""
+
+import pytest
+
+from harness.config.checks import check_config
+from harness.config.compose import compose_config
+from harness.config.errors import ConfigError, UserError
+from harness.config.overrides import parse_overrides
+from harness.config.schema import RunConfig
+from harness.point.run import run_point
+from harness.serve.start import _config as server_config
+from harness.workload.shapes import PoolShape, pool_shape
+
+
+def config(*overrides: str) -> RunConfig:
+    words = ("measure=false", "cache.groups=uniform", *overrides)
+    return compose_config(axis.settings[0] for axis in parse_overrides(words))
+
+
+def pool(*overrides: str) -> PoolShape:
+    return pool_shape(config(*overrides))
+
+
+def refusals(*overrides: str) -> list[str]:
+    return [str(error) for error in check_config(config(*overrides))]
+
+
+def test_a_pool_of_groups_has_the_memory_of_the_pool_without() -> None:
+    sizes = ("model=gemma2_9b", "cache.pool_tokens=160000", "cache.max_model_len=8192")
+    grouped, plain = pool(*sizes), pool(*sizes, "cache.groups=off")
+    assert grouped.tokens * grouped.slot_bytes == plain.tokens * plain.kv_bytes_per_token
+    assert grouped.num_blocks == 2 * plain.num_blocks  # a page holds 21 of the 42 layers
+
+
+def test_gpt_oss_has_a_group_of_windows_beside_a_full_one() -> None:
+    found = pool("model=gpt_oss_20b", "cache.pool_tokens=160000")
+    assert found.groups is not None
+    kinds = [(str(group.kind), group.layers, group.window) for group in found.groups.groups]
+    assert kinds == [("full", 12, None), ("window", 12, 128)]
+
+
+def test_latent_layers_are_one_group() -> None:
+    found = pool("model=deepseek_v2_lite", "cache.pool_tokens=160000")
+    assert found.groups is not None
+    assert [(str(group.kind), group.layer_bytes) for group in found.groups.groups] == [("latent", 576 * 2)]
+
+
+def test_pool_blocks_are_pages() -> None:
+    assert pool("model=gemma3_12b", "cache.pool_tokens=null", "cache.pool_blocks=777").page_counts == (777,)
+
+
+def test_separate_pools_share_the_memory_as_one_longest_sequence_needs_it() -> None:
+    sizes = ("cache.pool_tokens=160000", "cache.max_model_len=8192", "scheduler.max_batched_tokens=512")
+    found = pool("model=gemma2_9b", "cache.groups=separate", *sizes)
+    assert found.groups is not None
+    most = [group.most_blocks(8192, 512) for group in found.groups.groups]
+    assert most == [512, (4095 + 512 + 15) // 16 + 1]
+    room = [pages // need for pages, need in zip(found.page_counts, most, strict=True)]
+    assert room[0] == room[1]
+
+
+def test_a_model_without_windows_has_as_many_blocks_as_without_groups() -> None:
+    sizes = ("model=llama3_8b", "cache.pool_tokens=160000")
+    assert pool(*sizes).num_blocks == pool(*sizes, "cache.groups=off").num_blocks
+
+
+@pytest.mark.parametrize(
+    ("key", "overrides"),
+    [
+        ("cache.groups", ("measure=true",)),
+        ("decoding.beam_width", ("decoding.beam_width=4",)),
+        ("decoding.n", ("decoding.mode=sample", "decoding.n=4")),
+        ("decoding.draft_tokens", ("decoding.draft_tokens=3",)),
+        ("scheduler.preemption", ("scheduler.preemption=swap", "cache.host_tokens=1600")),
+        ("scheduler.admission", ("scheduler.admission=a:B",)),
+        ("cache.eviction", ("cache.eviction=a:B",)),
+        ("cache.deduplicate", ("cache.deduplicate=true",)),
+        ("cache.pool_blocks", ("cache.groups=separate", "cache.pool_blocks=100", "cache.pool_tokens=null")),
+        ("replay.kv_events", ("replay.kv_events=true",)),
+        ("replay.lookups", ("replay.lookups=true",)),
+        ("oracle", ("oracle=vllm",)),
+    ],
+)
+def test_what_groups_do_not_serve_is_refused_by_its_key(key: str, overrides: tuple[str, ...]) -> None:
+    assert any(text.startswith(f"{key}: ") for text in refusals(*overrides))
+
+
+def test_a_pool_too_small_for_a_page_of_each_group_is_refused() -> None:
+    with pytest.raises(ConfigError, match="0 pages of the groups of gemma-3-27b, each needs at least 1"):
+        pool("model=gemma3_27b", "cache.groups=separate", "cache.pool_tokens=16")
+
+
+def test_the_server_refuses_groups() -> None:
+    """Its engine keeps every block of every layer."""
+    with pytest.raises(UserError, match=r"cache\.groups: found uniform, but the engine keeps every block"):
+        server_config(("cache.groups=uniform",))
+
+
+def test_a_predicted_point_holds_less_where_windows_are_released() -> None:
+    sizes = (
+        *("model=gemma3_12b", "device=h100", "cache.max_model_len=8192", "cache.pool_tokens=40000"),
+        *(
+            "workload.num_requests=6",
+            "workload.length_scale=3",
+            "workload.oversize=drop",
+            "replay.mode=offline",
+        ),
+    )
+    uniform = run_point(config(*sizes)).record
+    off = run_point(config(*sizes, "cache.groups=off")).record
+    assert uniform["pool"]["groups"]["match_unit"] == 16
+    assert uniform["pool"]["bytes"] == off["pool"]["bytes"]
+    held, whole = uniform["simulated"], off["simulated"]
+    assert held["peak_kv"] < whole["peak_kv"]
+    assert held["finished"] == whole["finished"]
