@@ -82,6 +82,7 @@ def check_groups(config: RunConfig) -> Iterator[ConfigError]:
         ),
         "replay.kv_events": (config.replay.kv_events, "it keeps no events of the prefix cache"),
         "replay.lookups": (config.replay.lookups, "it keeps no lookups"),
+        "replay.residency": (config.replay.residency is not None, "it samples no residency"),
         "oracle": (
             config.oracle.engine is not OracleEngine.none,
             "the oracle compares caches without groups",
