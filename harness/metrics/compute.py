@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from harness.metrics.definitions import QUANTILES
-from harness.metrics.log import SLOT_STATES, RunLog
+from harness.metrics.log import SLOT_STATES, WASTE_COLUMNS, Column, FloatArray, RunLog
 from harness.metrics.totals import Samples, Totals, as_floats, exact_samples, request_totals, step_totals
 
 NamedValues = Iterator[tuple[str, float]]
@@ -21,7 +21,8 @@ def compute_metrics(log: RunLog) -> dict[str, float]:
     totals = step_totals(as_floats(log.steps)) | request_totals(requests)
     samples = exact_samples(requests, log.itl_s, log.itl_weight)
     sizes = (log.span_s, log.capacity_slots, log.kv_bytes_per_token)
-    return metrics_of_totals(totals, samples, *sizes, replicas=log.replicas)
+    found = metrics_of_totals(totals, samples, *sizes, replicas=log.replicas)
+    return found if log.waste is None else found | _waste(log.waste, log.steps["seconds"])
 
 
 def metrics_of_totals(
@@ -44,6 +45,13 @@ def metrics_of_totals(
         **dict(_times(totals, span_s * replicas)),
     }
     return {name: value for name, value in found.items() if np.isfinite(value)}
+
+
+def _waste(waste: Mapping[str, Column], seconds: FloatArray) -> dict[str, float]:
+    """Shares of the pools' bytes by cause, weighted by the seconds of steps."""
+    times = {name: float(np.asarray(waste[name], dtype=np.float64) @ seconds) for name in WASTE_COLUMNS}
+    whole = sum(times.values())
+    return {f"waste_{name}": time / whole for name, time in times.items()} if whole else {}
 
 
 def _latencies(samples: Mapping[str, Samples]) -> NamedValues:
@@ -71,6 +79,8 @@ def _slots(totals: Totals, capacity_slots: int, kv_bytes_per_token: int) -> Name
     capacity_time = capacity_slots * totals["seconds"]
     for state in SLOT_STATES:
         yield from _ratio(f"{state}_share", totals[f"{state}_time"], capacity_time)
+    held = capacity_time - totals["free_time"] - totals["cached_time"] - totals["external_time"]
+    yield from _ratio("gauge", held, capacity_time)
     allocated = totals["token_time"] + totals["reserved_time"] + totals["internal_time"]
     yield from _ratio("utilisation", totals["token_time"], allocated)
     yield from _ratio("reserved_of_allocated", totals["reserved_time"], allocated)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from harness.metrics.log import SLOT_STATES
+from harness.metrics.log import SLOT_STATES, WASTE_COLUMNS
 
 Better = Literal["lower", "higher", "neither"]
 
@@ -106,7 +106,27 @@ _THROUGHPUT = (
     Metric("span", "span", "s", "virtual time at the end of the last step", "lower"),
 )
 
+
+def _waste_shares() -> Iterator[Metric]:
+    for name, meaning in WASTE_COLUMNS.items():
+        better: Better = "neither" if name in ("token", "cached", "reserved", "free") else "lower"
+        label = f"{name.replace('_', ' ')}, of the pools' bytes"
+        yield Metric(
+            f"waste_{name}",
+            label,
+            SHARE,
+            f"time-weighted share of the bytes of all pools that are {meaning}; where layers are in groups",
+            better,
+        )
+
+
 _MEMORY = (
+    Metric(
+        "gauge",
+        "blocks in use",
+        SHARE,
+        "time-weighted share of the pool in blocks that a sequence refers to: what vLLM's kv_cache_usage_perc shows",
+    ),
     Metric(
         "utilisation",
         "utilisation of allocated slots",
@@ -231,7 +251,16 @@ _TIME = (
 
 METRICS: Mapping[str, Metric] = {
     metric.name: metric
-    for metric in (*_latencies(), *_THROUGHPUT, *_slot_shares(), *_MEMORY, *_CACHE, *_COUNTS, *_TIME)
+    for metric in (
+        *_latencies(),
+        *_THROUGHPUT,
+        *_slot_shares(),
+        *_MEMORY,
+        *_waste_shares(),
+        *_CACHE,
+        *_COUNTS,
+        *_TIME,
+    )
 }
 """Every metric by name, in the order in which tables show them."""
 

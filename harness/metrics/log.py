@@ -83,6 +83,20 @@ RESIDENCY_COLUMNS: Mapping[str, str] = {
 }
 """Columns of `RunLog.residency` with their meaning; one entry for each sampled block that was given out again."""
 
+WASTE_COLUMNS: Mapping[str, str] = {
+    "token": "K, V or a state that a next token needs",
+    "behind_window": "written and no longer seen, in a block that its window has not left as a whole",
+    "duplicate": "the same as another page that is in use",
+    "reserved": "allocated, and will be written",
+    "tail": "allocated, and never will be",
+    "padding": "lost because pages have one size",
+    "imbalance": "places of padding layers, which make groups equally large",
+    "cached": "a reusable prefix that no live sequence refers to; not waste",
+    "external": "free, but of no use to the request at the head of the queue: another pool lacks pages",
+    "free": "free and usable",
+}
+"""Columns of `RunLog.waste` with what their bytes hold while a step runs; they sum to the pools."""
+
 GENERATED = "generated"
 """A further column of `RunLog.requests`: tokens of all its sequences; where it is absent, output_tokens x width."""
 
@@ -112,7 +126,8 @@ class RunLog:
     `capacity_slots` is the pool in KV slots (tokens), `span_s` the virtual time at the end of the last step. Where
     they are kept, `kv_events` are the changes of the prefix cache (`traces.formats.kv_events`), `lookups` its lookups,
     one entry per lookup in each of `LOOKUP_COLUMNS`, and `residency` its sampled blocks. With several `replicas` the
-    steps are those of all of them, and slots and `capacity_slots` those of the replica that ran the step.
+    steps are those of all of them, and slots and `capacity_slots` those of the replica that ran the step. `waste` is
+    kept where layers are in groups: int64 bytes of each step in each of `WASTE_COLUMNS`.
 
     Raises `RunLogError` where a column is missing or columns differ in length.
     """
@@ -129,6 +144,7 @@ class RunLog:
     lookups: Mapping[str, Column] | None = None
     residency: Mapping[str, Column] | None = None
     replicas: int = 1
+    waste: Mapping[str, Column] | None = None
 
     def __post_init__(self) -> None:
         _check_columns("steps", self.steps, STEP_COLUMNS)

@@ -188,7 +188,7 @@ def tables_of(simulated: RunLog, runs: "Sequence[MeasuredRun]") -> dict[str, Tab
         name: _stacked([(side, number, getattr(log, name)) for side, number, log in logs])
         for name in ("steps", "requests")
     }
-    for name in ("lookups", "residency"):
+    for name in ("lookups", "residency", "waste"):
         kept = [(side, number, getattr(log, name)) for side, number, log in logs]
         if found := [part for part in kept if part[2] is not None]:
             tables[name] = _stacked(found)

@@ -6,9 +6,11 @@ import numpy as np
 
 from engine.core.identity import BlockHash
 from engine.core.memory.cache_events import BlockOrigin, BlocksRemoved, BlocksStored, CacheEvent
+from engine.core.memory.group_counters import GroupWaste
+from engine.core.memory.grouped import GroupedManager
 from engine.core.memory.paged import PagedManager
 from engine.core.memory.residency import ResidencySampler
-from harness.metrics.log import LOOKUP_COLUMNS, RESIDENCY_COLUMNS, Column
+from harness.metrics.log import LOOKUP_COLUMNS, RESIDENCY_COLUMNS, WASTE_COLUMNS, Column
 from harness.replay.virtual_time import NS_PER_S
 from traces.formats import kv_events as schema
 
@@ -84,3 +86,11 @@ def residency_table(sampler: ResidencySampler) -> dict[str, Column]:
     ]
     columns = np.array(rows, dtype=np.float64).reshape(len(rows), len(RESIDENCY_COLUMNS)).T
     return dict(zip(RESIDENCY_COLUMNS, columns, strict=True))
+
+
+def waste_table(manager: GroupedManager) -> dict[str, Column]:
+    """Where the bytes of the pools went, int64 bytes of each step in the columns of `WASTE_COLUMNS`."""
+    assert manager.waste is not None
+    rows = np.array(manager.waste, dtype=np.int64).reshape(len(manager.waste), len(GroupWaste._fields))
+    assert GroupWaste._fields == tuple(WASTE_COLUMNS)
+    return dict(zip(WASTE_COLUMNS, rows.T, strict=True))

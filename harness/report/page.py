@@ -179,7 +179,7 @@ def _sections(
         Section("agreement", "Predicted against measured", figures=[shown["agreement"]]),
         Section("curves", "Along the swept settings", [f"Swept: {swept}."] if swept else [no_curves], curves),
         Section("trade", "Throughput against latency", figures=[shown["tradeoff"], shown["heat"]]),
-        Section("memory", "Memory by allocator", _memory_text(study), [shown["memory"], shown["waste"]]),
+        Section("memory", "Memory by allocator", _memory_text(study), _memory_figures(shown)),
         Section("pool", "The pool over time", figures=[shown["pool_over_time"]]),
         Section("kernel", "Attention latency", figures=[shown["kernel"]]),
         _levels_section(study, shown["levels"]),
@@ -206,6 +206,12 @@ def _failure_section(study: Study) -> list[Section]:
     return [
         Section("failures", "Points that failed, files that were skipped", text, tables=shown, notes=notes)
     ]
+
+
+def _memory_figures(shown: Pictures) -> list[Picture]:
+    """Causes of waste are shown where a point has groups of layers."""
+    found = [shown["memory"], shown["waste"]]
+    return [*found, shown["causes"]] if isinstance(shown.get("causes"), Drawing) else found
 
 
 def _memory_text(study: Study) -> list[str]:

@@ -169,6 +169,7 @@ def _remove_old_figures(folder: Path, names: Container[str], files: Container[st
 def _pictures(study: Study, axes: Axes) -> Iterator[tuple[str, Picture]]:
     from harness.report.figures import (
         agreement,
+        causes,
         curves,
         errors,
         heat,
@@ -190,6 +191,7 @@ def _pictures(study: Study, axes: Axes) -> Iterator[tuple[str, Picture]]:
         tradeoff.draw,
         heat.draw,
         waste.draw,
+        causes.draw,
     )
     for draw in draws:
         picture = draw(study, axes)

@@ -10,6 +10,7 @@ from typing import Any
 
 import simpy
 
+from engine.core.memory.grouped import GroupedManager
 from engine.core.memory.paged import PagedManager
 from engine.core.plan import StepPlan, StepResult
 from engine.core.request import Request
@@ -22,7 +23,7 @@ from harness.replay.arrivals import Arrivals, TimedRequest
 from harness.replay.branches import BranchEnds
 from harness.replay.cost_model import CostModel, CostSource
 from harness.replay.executors import Executor, RecordedExecutor, SimulatedExecutor, StepTiming
-from harness.replay.kv_events import KvEventRecorder, lookup_table, residency_table
+from harness.replay.kv_events import KvEventRecorder, lookup_table, residency_table, waste_table
 from harness.replay.loop import Progress, Replay
 from harness.replay.recorder import Recorder
 from harness.replay.replicas import Balancer, merged, run_together
@@ -59,11 +60,16 @@ def replay_workload(
         asynchronous=workload.batching.async_scheduling,
         after_step=events.note if events else None,
     )
+    grouped = manager if isinstance(manager, GroupedManager) else None
+    if grouped is not None:
+        grouped.waste = []
     residency = cached.residency if cached else None
     if residency is not None:
         residency.clock = replay.now_ns
     replay.run()
     log = recorder.log(scheduler.stats, workload.pool.tokens, workload.pool.slot_bytes)
+    if grouped is not None:
+        log = replace(log, waste=waste_table(grouped))
     if workload.lookups and cached:
         log = replace(log, lookups=lookup_table(cached))
     if residency is not None:

@@ -10,7 +10,8 @@ from engine.core.errors import CoreError, NeverFitsError
 from engine.core.identity import TokenIdentity
 from engine.core.memory.group_layout import GroupLayout, LayerSet, separate_layout, uniform_layout
 from engine.core.memory.group_pages import PoolPages
-from engine.core.memory.grouped import NO_PAGE, GroupedManager, GroupTables
+from engine.core.memory.group_tables import NO_PAGE, GroupTables
+from engine.core.memory.grouped import GroupedManager
 from engine.core.options import GroupKind, GroupPages, SchedulerLimits, Scheduling, WindowHits
 from engine.core.plan import Row, StepPlan
 from engine.core.request import Request

@@ -6,7 +6,7 @@ blocks follow, in the order of the eviction queue. Block 0 is the null block: it
 `check_pool` recounts everything and verifies the invariants.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import TypeVar
 
@@ -335,6 +335,10 @@ class BlockPool:
     def first_block(self, block_hash: BlockHash) -> int | None:
         """The oldest block in the cache with `block_hash`, or None."""
         return self._index.first(block_hash)
+
+    def copies(self) -> Iterator[tuple[BlockHash, list[int]]]:
+        """The hashes that several blocks have, each with its blocks, the oldest first."""
+        return self._index.copies()
 
     def reset(self) -> None:
         """Empty the prefix cache. Raises CoreError, and changes nothing, while a block is in use."""

@@ -200,15 +200,14 @@ class PoolPages:
         page = share.pool.first_block(key)
         return None if page is None else page + share.offset
 
-    def key_of(self, group: int, page: int) -> BlockHash | None:
-        """The key of a page, None if it is not cached."""
-        share = self.shares[self._share_of[group]]
-        return share.pool.hash_of(page - share.offset)
-
-    def duplicates(self, group: int, pages: Iterable[int]) -> int:
-        """How many of `pages` hold what an older cached page holds too."""
-        keys = ((page, self.key_of(group, page)) for page in pages)
-        return sum(key is not None and self.first(group, key) != page for page, key in keys)  # type: ignore[arg-type]
+    def live_duplicates(self) -> list[set[int]]:
+        """For each group the live pages that hold what another live page of it holds too; one of them is left."""
+        found: list[set[int]] = [set() for _ in self.layout.groups]
+        for share in self.shares:
+            for key, blocks in share.pool.copies():
+                live = [block + share.offset for block in blocks if share.pool.references(block)]
+                found[key[0]].update(live[1:])  # type: ignore[index]  # a key of ours
+        return found
 
     def reset(self) -> None:
         """Empty the prefix cache. Raises CoreError, and changes nothing, while a page is in use."""

@@ -6,103 +6,22 @@ has what the next token needs: all blocks, those of the last window, or the stat
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from itertools import count
 from math import gcd
-from typing import overload
 
 from engine.core.calendar import DecodeCalendar
 from engine.core.errors import CoreError, InvariantError, UnknownSequenceError
-from engine.core.identity import BlockHash, BlockIdentity
 from engine.core.memory.contiguous import NeverSwaps
+from engine.core.memory.group_counters import GroupCounters, GroupWaste
 from engine.core.memory.group_layout import GroupLayout, KVGroup
-from engine.core.memory.group_pages import GroupKey, PoolPages
+from engine.core.memory.group_pages import PoolPages
+from engine.core.memory.group_tables import NO_PAGE, GroupKeys, GroupTables, PrefixHit, check_table
 from engine.core.memory.manager import FastForwardColumns, beyond_end
 from engine.core.options import GroupKind, WindowHits
 from engine.core.plan import CopyList, SlotUsage, StaleList
 from engine.core.request import Request
 from engine.core.sequence import Group, ScheduledRow, SequenceState
-
-NO_PAGE = 0
-"""In a block table: a block that is not held, because its window has left it or a hit did not need it."""
-
-
-class GroupTables(Sequence[int]):
-    """The block tables of one sequence, one for each group; as a sequence of integers, one after the other.
-
-    Entry i of a group's table is the page of tokens i x block_size and following, or NO_PAGE. `held` is the first
-    entry of each table that may be a page, `hits` and `cached` say how many leading blocks came from the prefix cache
-    and how many are in it. Below `due` computed tokens the next token needs no page and leaves none behind.
-    """
-
-    __slots__ = ("cached", "due", "groups", "held", "hits", "keys")
-
-    def __init__(self, groups: list[list[int]], hits: list[int], keys: "GroupKeys | None") -> None:
-        self.groups = groups
-        self.held = [0] * len(groups)
-        self.due = 0
-        self.hits, self.cached = hits, list(hits)
-        self.keys = keys
-
-    def __len__(self) -> int:
-        return sum(map(len, self.groups))
-
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[int]: ...
-
-    def __getitem__(self, index: int | slice) -> int | list[int]:
-        return [page for table in self.groups for page in table][index]
-
-    def pages(self, group: int) -> list[int]:
-        """The pages that a group holds, in order."""
-        return self.groups[group][self.held[group] :]
-
-
-class GroupKeys(Sequence[BlockHash]):
-    """The keys of a request's blocks in every group. As a sequence: the public hashes of its first group.
-
-    Blocks of the prompt that others may have are keyed by their hash, all others by a number of this request alone.
-    """
-
-    def __init__(self, identity: BlockIdentity, groups: Sequence[KVGroup], number: int) -> None:
-        self._sizes = [group.block_size for group in groups]
-        self._public = {size: identity.prompt_hashes(size) for size in set(self._sizes)}
-        self._number = number
-        self._keys: list[list[GroupKey]] = [[] for _ in groups]
-
-    def __len__(self) -> int:
-        return len(self._public[self._sizes[0]])
-
-    def __getitem__(self, index: int | slice) -> BlockHash | Sequence[BlockHash]:  # type: ignore[override]
-        return self._public[self._sizes[0]][index]
-
-    def upto(self, group: int, blocks: int) -> list[GroupKey]:
-        """The keys of a group's leading blocks: at least the first `blocks`. Do not change the list."""
-        keys = self._keys[group]
-        if len(keys) < blocks:
-            public = self._public[self._sizes[group]]
-            for index in range(len(keys), blocks):
-                keys.append((group, public[index] if index < len(public) else (self._number, index)))
-        return keys
-
-
-class PrefixHit(Sequence[int]):
-    """A hit of whole match units: `pages` has for each group the leading blocks that it needs, the others NO_PAGE.
-
-    As a sequence it has one entry for each match unit, their numbers.
-    """
-
-    def __init__(self, units: int, pages: Sequence[list[int]]) -> None:
-        self.units, self.pages = units, pages
-
-    def __len__(self) -> int:
-        return self.units
-
-    def __getitem__(self, index: int | slice) -> int | Sequence[int]:  # type: ignore[override]
-        return range(self.units)[index]
 
 
 class GroupedManager(NeverSwaps):
@@ -137,6 +56,9 @@ class GroupedManager(NeverSwaps):
         self._states = [i for i, group in enumerate(layout.groups) if group.kind is GroupKind.state]
         self._fresh_states: set[int] = set()  # pages of states that the step being scheduled writes
         self.counters = GroupCounters(layout)
+        self.waste: list[GroupWaste] | None = (
+            None  # set a list to get where the bytes go, an entry for each step
+        )
 
     # -- admission -----------------------------------------------------------------------------------------
 
@@ -444,6 +366,12 @@ class GroupedManager(NeverSwaps):
 
     def usage(self, head: Request | None) -> SlotUsage:
         """Slots by state, in slots of `layout.slot_bytes`. Free pages of a pool are external where another is full."""
+        usage = self._usage(head)
+        if self.waste is not None:
+            self.waste.append(self._waste(usage))
+        return usage
+
+    def _usage(self, head: Request | None) -> SlotUsage:
         whole, cached, free = self.pages.slots()
         token, internal = self.counters.slots()
         external = self.pages.stranded(self._first_needs(head)) if head is not None else 0
@@ -451,6 +379,52 @@ class GroupedManager(NeverSwaps):
         live = self.pages.live_pages
         return SlotUsage(
             token, cached, reserved, internal, external, free - external, self.counters.entries, live
+        )
+
+    def _waste(self, usage: SlotUsage) -> GroupWaste:
+        """The bytes of a step that is scheduled: tables are those of the step, `computed` is what came before it."""
+        slot, groups, live = self.layout.slot_bytes, self.layout.groups, self.counters.pages
+        padding = sum(pages * group.padding for pages, group in zip(live, groups, strict=True))
+        imbalance = sum(pages * group.imbalance for pages, group in zip(live, groups, strict=True))
+        copies = self.pages.live_duplicates()
+        duplicate = sum(
+            len(pages) * group.units * group.unit_bytes for pages, group in zip(copies, groups, strict=True)
+        )
+        behind = sum(
+            self._behind_tokens(index, copies[index]) * group.unit_bytes
+            for index, group in enumerate(groups)
+            if group.window is not None
+        )
+        return GroupWaste(
+            token=usage.token * slot - behind - duplicate,
+            behind_window=behind,
+            duplicate=duplicate,
+            reserved=usage.reserved * slot,
+            tail=usage.internal * slot - padding - imbalance,
+            padding=padding,
+            imbalance=imbalance,
+            cached=usage.cached * slot,
+            external=usage.external * slot,
+            free=usage.free * slot,
+        )
+
+    def _behind_tokens(self, index: int, copies: Container[int]) -> int:
+        """Tokens of a windowed group that no sequence sees any more, in the blocks where windows begin.
+
+        A page counts where all of its sequences have left tokens behind, as often as the last of them. `copies` are
+        duplicates as a whole.
+        """
+        group = self.layout.groups[index]
+        found: dict[int, list[int]] = {}
+        for sequence, tables in self._tables.items():
+            held, table = tables.held[index], tables.groups[index]
+            left = sequence.computed - (group.window or 0) + 1 - held * group.block_size
+            if held < len(table) and left > 0:
+                found.setdefault(table[held], []).append(min(left, group.block_size))
+        return sum(
+            min(behind)
+            for page, behind in found.items()
+            if page not in copies and len(behind) == self.pages.references(index, page)
         )
 
     def _first_needs(self, request: Request) -> list[int]:
@@ -475,7 +449,7 @@ class GroupedManager(NeverSwaps):
         filled: list[dict[int, int]] = [{} for _ in self.layout.groups]
         for sequence, tables in self._tables.items():
             for index, group in enumerate(self.layout.groups):
-                _check_table(sequence, tables, index, group)
+                check_table(sequence, tables, index, group)
                 pages = tables.pages(index)
                 entries.update(pages)
                 for place, page in enumerate(pages, tables.held[index]):
@@ -484,22 +458,9 @@ class GroupedManager(NeverSwaps):
                     filled[index][page] = max(filled[index].get(page, 0), units)
         self.pages.check(entries)
         self.counters.check(entries.total(), [sum(found.values()) for found in filled])
-        usage, whole = self.usage(None), self.pages.slots()[0]
+        usage, whole = self._usage(None), self.pages.slots()[0]
         if min(usage.reserved, usage.free) < 0 or usage.capacity != whole:
             raise InvariantError(f"slot states do not add up to {whole}: {usage}")
-
-
-def _check_table(sequence: SequenceState, tables: GroupTables, index: int, group: KVGroup) -> None:
-    """Raise InvariantError unless the table has the blocks of its tokens, and those that the next token needs."""
-    table, held, computed = tables.groups[index], tables.held[index], sequence.computed
-    if len(table) != group.blocks(computed):
-        raise InvariantError(f"{sequence}, group {index}: {len(table)} blocks for {computed} tokens")
-    if any(table[:held]) or not all(table[held:]):
-        raise InvariantError(f"{sequence}, group {index}: the pages do not begin at block {held}: {table}")
-    if held > group.skipped(computed):
-        raise InvariantError(
-            f"{sequence}, group {index}: block {held - 1} was released, and token {computed} sees it"
-        )
 
 
 def _due_every(groups: Sequence[KVGroup]) -> int:
@@ -510,78 +471,3 @@ def _due_every(groups: Sequence[KVGroup]) -> int:
     if any(group.keeps is not None for group in groups):
         return 1
     return gcd(*(group.block_size for group in groups))
-
-
-class GroupCounters:
-    """Counters of the live tables: table entries, pages and written units of each group, and what is never filled.
-
-    A unit is a token, or a whole state. Written units include the step that is being scheduled; a shared page counts
-    once.
-    """
-
-    def __init__(self, layout: GroupLayout) -> None:
-        self._groups = layout.groups
-        slot = layout.slot_bytes
-        self._unit_slots = [group.unit_bytes // slot for group in layout.groups]
-        self._lost_slots = [
-            (group.page_bytes - group.units * group.unit_bytes) // slot for group in layout.groups
-        ]
-        self._are_states = [group.kind is GroupKind.state for group in layout.groups]
-        self.entries = 0
-        self.pages = [0] * len(layout.groups)
-        self.written = [0] * len(layout.groups)
-        self.unfillable = [0] * len(layout.groups)
-        self._unfillable: dict[int, tuple[int, int]] = {}  # page: group, units
-
-    def wrote(self, tokens: int) -> None:
-        """Rows write `tokens` tokens in every group; a state page counts as written when it is taken."""
-        for index, is_state in enumerate(self._are_states):
-            if not is_state:
-                self.written[index] += tokens
-
-    def shared(self, index: int, entries: int, revived: int) -> None:
-        """A table got `entries` full pages of the cache, of which `revived` had no reference."""
-        self.entries += entries
-        self.pages[index] += revived
-        self.written[index] += revived * self._groups[index].units
-
-    def took(self, index: int, pages: int, last: int, blocks: int, final_tokens: int) -> None:
-        """A table got new pages, the last one as its entry number `blocks`, of a sequence of `final_tokens` tokens."""
-        self.entries += pages
-        self.pages[index] += pages
-        if self._are_states[index]:
-            self.written[index] += pages
-            return
-        units = blocks * self._groups[index].block_size - final_tokens
-        if units > 0:
-            self._unfillable[last] = index, units
-            self.unfillable[index] += units
-
-    def dropped(self, index: int, entries: int, gone: Sequence[int], units: int) -> None:
-        """A table lost `entries` pages; those of `gone`, with `units` written units, have no reference any more."""
-        self.entries -= entries
-        self.pages[index] -= len(gone)
-        self.written[index] -= units
-        if gone and gone[-1] in self._unfillable:
-            self.unfillable[index] -= self._unfillable.pop(gone[-1])[1]
-
-    def slots(self) -> tuple[int, int]:
-        """Slots that are written, and slots of live pages that never will be."""
-        written = sum(map(_product, self.written, self._unit_slots))
-        lost = sum(map(_product, self.unfillable, self._unit_slots))
-        return written, lost + sum(map(_product, self.pages, self._lost_slots))
-
-    def check(self, entries: int, written: Sequence[int]) -> None:
-        """Compare with a recount; raises InvariantError."""
-        unfillable = [0] * len(self._groups)
-        for index, units in self._unfillable.values():
-            unfillable[index] += units
-        if (self.entries, self.written, self.unfillable) != (entries, list(written), unfillable):
-            raise InvariantError(
-                f"table entries, written units, unfillable units: counters {self.entries}, {self.written}, "
-                f"{self.unfillable}; tables {entries}, {list(written)}, {unfillable}"
-            )
-
-
-def _product(one: int, other: int) -> int:
-    return one * other

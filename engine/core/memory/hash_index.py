@@ -1,6 +1,6 @@
 """The index of the prefix cache: which blocks hold which hash."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from engine.core.identity import BlockHash
 
@@ -57,6 +57,10 @@ class HashIndex:
                 break
             blocks.append(block)
         return blocks
+
+    def copies(self) -> Iterator[tuple[BlockHash, list[int]]]:
+        """The hashes that several blocks have, each with its blocks, the oldest first."""
+        return ((block_hash, [self._first[block_hash], *more]) for block_hash, more in self._others.items())
 
     def clear(self) -> None:
         """Remove every hash."""

@@ -1,5 +1,7 @@
 """Pools with groups of layers: how large they are, what a record says of them, and what is refused by name."""
 
+import math
+
 import pytest
 
 from harness.config.checks import check_config
@@ -7,6 +9,7 @@ from harness.config.compose import compose_config
 from harness.config.errors import ConfigError, UserError
 from harness.config.overrides import parse_overrides
 from harness.config.schema import RunConfig
+from harness.metrics.log import WASTE_COLUMNS
 from harness.point.run import run_point
 from harness.serve.start import _config as server_config
 from harness.workload.shapes import PoolShape, pool_shape
@@ -112,4 +115,8 @@ def test_a_predicted_point_holds_less_where_windows_are_released() -> None:
     assert uniform["pool"]["bytes"] == off["pool"]["bytes"]
     held, whole = uniform["simulated"], off["simulated"]
     assert held["peak_kv"] < whole["peak_kv"]
+    assert math.isclose(sum(held[f"waste_{name}"] for name in WASTE_COLUMNS), 1)
+    used = held["gauge"] - held["waste_token"]  # what the gauge counts and no next token needs
+    wasted = ("behind_window", "duplicate", "reserved", "tail", "padding", "imbalance")
+    assert math.isclose(used, sum(held[f"waste_{name}"] for name in wasted), abs_tol=1e-9)
     assert held["finished"] == whole["finished"]

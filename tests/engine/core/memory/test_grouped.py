@@ -10,9 +10,11 @@ from group_driver import FULL, LATENT, SHORT, STATE, WINDOW, GroupDriver, GroupS
 
 from engine.core.errors import CoreError, NeverFitsError
 from engine.core.identity import KeyIdentity
+from engine.core.memory.group_counters import GroupCounters, GroupWaste
 from engine.core.memory.group_layout import GroupLayout, KVGroup, LayerSet, separate_layout, uniform_layout
 from engine.core.memory.group_pages import PoolPages
-from engine.core.memory.grouped import GroupCounters, GroupedManager, GroupKeys
+from engine.core.memory.group_tables import GroupKeys
+from engine.core.memory.grouped import GroupedManager
 from engine.core.options import Decoding, GroupKind, GroupPages, SchedulerLimits, Scheduling, WindowHits
 from engine.core.plan import StepResult
 from engine.core.request import Request, Speculation
@@ -322,3 +324,66 @@ def test_a_layer_set_with_impossible_values_is_refused() -> None:
         LayerSet(GroupKind.full, 0, 8)
     with pytest.raises(CoreError, match="states alone"):
         uniform_layout([STATE], 16)
+
+
+# -- where the bytes go ------------------------------------------------------------------------------------
+
+
+def causes(
+    layout: GroupLayout, counts: tuple[int, ...], lengths: list[tuple[int, int]], steps: int
+) -> GroupWaste:
+    """The waste after so many steps of requests (prompt, output)."""
+    manager = GroupedManager(layout, PoolPages(layout, counts), most_chunk=64)
+    manager.waste = []
+    scheduler = Scheduler(manager, SchedulerLimits(64, 8))
+    for rid, (prompt, output) in enumerate(lengths):
+        scheduler.submit(Request(rid, prompt, output))
+    for _ in range(steps):
+        scheduler.commit(scheduler.schedule(), StepResult())
+    return manager.waste[-1]
+
+
+def test_every_byte_of_the_pools_has_a_cause() -> None:
+    for setup in SETUPS:
+        driver = GroupDriver(setup, 3)
+        driver.manager.waste = []
+        driver.walk(80)
+        pools = driver.manager.pages.slots()[0] * driver.manager.layout.slot_bytes
+        assert {sum(waste) for waste in driver.manager.waste} == {pools}
+        assert min(map(min, driver.manager.waste)) >= 0
+
+
+def test_tokens_that_a_window_has_left_in_its_first_block_are_behind_it() -> None:
+    """Window 7, block 4: the token after 12 sees tokens 6 to 12, so two of the block of tokens 4 to 7 are behind."""
+    found = causes(uniform_layout([FULL, WINDOW], 4), (40,), [(12, 3)], 2)
+    groups = uniform_layout([FULL, WINDOW], 4).groups
+    assert found.behind_window == sum(2 * group.unit_bytes for group in groups if group.window)
+
+
+def test_slots_after_the_last_token_are_a_tail() -> None:
+    layout = uniform_layout([FULL], 4)
+    found = causes(layout, (40,), [(9, 2)], 1)  # 10 tokens are written in the end, in three blocks
+    assert (found.tail, found.reserved, found.token) == (2 * 16, 1 * 16, 9 * 16)
+
+
+def test_a_state_that_is_smaller_than_its_page_is_padded() -> None:
+    layout = uniform_layout([FULL, LayerSet(GroupKind.state, 2, 100)], 4)
+    found = causes(layout, (40,), [(3, 2)], 1)
+    assert found.padding == layout.groups[1].padding == 2 * (128 - 100)
+
+
+def test_places_of_padding_layers_are_imbalance() -> None:
+    layout = uniform_layout([LayerSet(GroupKind.full, 4, 8), LayerSet(GroupKind.window, 5, 8, 7)], 4)
+    assert causes(layout, (40,), [(3, 2)], 1).imbalance == 1 * 4 * 8
+
+
+def test_a_prefix_that_is_computed_twice_is_a_duplicate() -> None:
+    """A prompt of whole blocks computes its last block again, because one token must be left to compute."""
+    layout = uniform_layout([FULL], 4)
+    manager = GroupedManager(layout, PoolPages(layout, (40,)), most_chunk=64)
+    manager.waste = []
+    scheduler = Scheduler(manager, SchedulerLimits(64, 8))
+    for rid in range(2):
+        scheduler.submit(Request(rid, 8, 4, identity=KeyIdentity(rid, [(1, 8)])))
+    scheduler.schedule()
+    assert manager.waste[-1].duplicate == 4 * 16
