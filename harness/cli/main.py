@@ -133,6 +133,7 @@ def build_parser() -> argparse.ArgumentParser:
 def _command_modules() -> dict[str, ModuleType]:
     """The commands that have a module with `add` and `run`, in the order of `--help`. None imports anything heavy."""
     from harness.cli import (
+        advise,
         bench,
         calibrate,
         capacity,
@@ -158,6 +159,7 @@ def _command_modules() -> dict[str, ModuleType]:
         "calibrate": calibrate,
         "capacity": capacity,
         "twin": twin,
+        "advise": advise,
         "scoreboard": scoreboard,
         "claims": claims,
         "reproduce": reproduce,
