@@ -89,7 +89,9 @@ def _source(source: Path, words: list[str]) -> "tuple[RunConfig, Trace]":
         if not records:
             raise UserError(f"SOURCE: '{source}' is a store without a finished point")
         own = [
-            word for word in records[0]["overrides"] if not word.startswith(("out=", "report.", "measure="))
+            word
+            for word in next(iter(records.values()))["overrides"]
+            if not word.startswith(("out=", "report.", "measure="))
         ]
         return _of_trace([*own, *words])
     from harness.deployment.configured import configured

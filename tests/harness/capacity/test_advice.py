@@ -136,6 +136,31 @@ def test_a_model_with_windows_is_advised_with_groups(
     assert "--disable-hybrid-kv-cache-manager" not in capsys.readouterr().out
 
 
+def test_a_store_gives_its_trace_and_its_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, store = write(tmp_path, 100, 20, 20, 6, 1.0), tmp_path / "store"
+    settings = [
+        f"trace.path={file}",
+        "trace=file",
+        "workload=as_recorded",
+        "replay.mode=trace",
+        "model=llama3_8b",
+    ]
+    run = [
+        "run",
+        "measure=false",
+        "device=h100",
+        "cache.block_size=32",
+        "report.figures=none",
+        f"out={store}",
+    ]
+    assert main([*run, *settings]) == 0
+    capsys.readouterr()
+    assert main(["advise", str(store)]) == 0
+    shown = capsys.readouterr().out
+    assert "Keep 32." in shown
+    assert "simulated 6 requests on h100 with llama-3-8b" in shown
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
