@@ -208,10 +208,10 @@ def _failure_section(study: Study) -> list[Section]:
     ]
 
 
-def _memory_figures(shown: Pictures) -> list[Picture]:
+def _memory_figures(shown: Mapping[str, Shown]) -> list[Shown]:
     """Causes of waste are shown where a point has groups of layers."""
-    found = [shown["memory"], shown["waste"]]
-    return [*found, shown["causes"]] if isinstance(shown.get("causes"), Drawing) else found
+    found, causes = [shown["memory"], shown["waste"]], shown.get("causes")
+    return found if causes is None or not causes.svg else [*found, causes]
 
 
 def _memory_text(study: Study) -> list[str]:

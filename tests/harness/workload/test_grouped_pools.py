@@ -1,9 +1,11 @@
 """Pools with groups of layers: how large they are, what a record says of them, and what is refused by name."""
 
 import math
+from pathlib import Path
 
 import pytest
 
+from harness.cli.main import main
 from harness.config.checks import check_config
 from harness.config.compose import compose_config
 from harness.config.errors import ConfigError, UserError
@@ -120,3 +122,15 @@ def test_a_predicted_point_holds_less_where_windows_are_released() -> None:
     wasted = ("behind_window", "duplicate", "reserved", "tail", "padding", "imbalance")
     assert math.isclose(used, sum(held[f"waste_{name}"] for name in wasted), abs_tol=1e-9)
     assert held["finished"] == whole["finished"]
+
+
+@pytest.mark.slow
+def test_the_report_shows_where_the_bytes_go(tmp_path: Path) -> None:
+    words = ["model=gemma2_9b", "device=h100", "cache.groups=uniform", "cache.max_model_len=8192"]
+    sizes = ["cache.pool_tokens=20000", "workload.num_requests=4", "report.figures=svg", f"out={tmp_path}"]
+    assert main(["run", "measure=false", *words, *sizes]) == 0
+    assert (tmp_path / "report" / "figures" / "causes.svg").exists()
+    assert (
+        "Predicted bytes of the pools by what they hold" in (tmp_path / "report" / "index.html").read_text()
+    )
+    assert list(tmp_path.glob("points/*/waste.parquet"))
