@@ -303,7 +303,8 @@ def _notes(settings: EngineSettings, chosen: set[str], config: RunConfig) -> lis
             "since 0.19 unless it is told otherwise, and SGLang by default. The choice moves the time to first "
             "token: set scheduler.async_scheduling=true or false."
         )
-    if settings.tokens_of_pool is None and not chosen & {"cache.pool_tokens", "cache.pool_blocks"}:
+    known = settings.tokens_of_pool is not None or settings.pool_blocks is not None
+    if not known and not chosen & {"cache.pool_tokens", "cache.pool_blocks"}:
         found.append(
             "The log does not give the pool: it is what the device's memory holds beside the weights."
         )

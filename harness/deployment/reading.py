@@ -73,7 +73,7 @@ def _deployment(folder: Path) -> Deployment:
     if series is not None:
         series, note = _on_clock(series, times)
         notes.append(note)
-    settings = _merged_settings(found, log)
+    settings = _merged_settings(found, log, events)
     return Deployment(
         folder.resolve().name,
         settings,
@@ -227,7 +227,7 @@ def _on_clock(series: Timeseries, times: RequestTimes) -> tuple[Timeseries, str]
     return replace(series, at_s=series.at_s + fine[best]), note
 
 
-def _merged_settings(found: Found, log: RequestLog) -> EngineSettings:
+def _merged_settings(found: Found, log: RequestLog, events: BlockEvents | None) -> EngineSettings:
     """The settings of all files. What an engine printed or found out wins over what it was told.
 
     Raises:
@@ -243,6 +243,10 @@ def _merged_settings(found: Found, log: RequestLog) -> EngineSettings:
         merged = merged.filled(settings)
     if merged.model is None and "model_id" in log.facts:
         merged = merged.changed(log.file.name, model=str(log.facts["model_id"]))
+    if events is not None:  # only a prefix cache has events
+        shown = {"block_size": events.block_size, "prefix_caching": True}
+        missing = {name: value for name, value in shown.items() if name not in merged.given()}
+        merged = merged.changed(events.file, **missing)
     return with_sglang_defaults(with_vllm_defaults(merged))
 
 

@@ -62,6 +62,7 @@ class EngineSettings:
             "cache.block_size": self.block_size,
             "cache.prefix_caching": self.prefix_caching,
             "cache.pool_tokens": self.tokens_of_pool,
+            "cache.pool_blocks": self.pool_blocks if self.tokens_of_pool is None else None,
             "cache.max_model_len": self.max_model_len,
             "model.dtype": self.dtype,
             "model.kv_dtype": None if self.kv_dtype == "model" else self.kv_dtype,

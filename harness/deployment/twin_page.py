@@ -64,7 +64,8 @@ def facts(twin: Twin) -> list[tuple[str, str]]:
     if pool.memory is not None:
         source = "computed"
     else:
-        own = settings.tokens_of_pool is not None and "cache.pool_tokens" not in replaced
+        known = settings.tokens_of_pool is not None or settings.pool_blocks is not None
+        own = known and not {"cache.pool_tokens", "cache.pool_blocks"} & replaced.keys()
         source = "as the log has it" if own else "as the user set it"
     origin = settings.origin
     gone = {key.rpartition(".")[2] for key in replaced}

@@ -303,3 +303,10 @@ def test_a_secret_is_kept_nowhere(engine: str) -> None:
     found = (vllm_settings if engine == "vllm" else sglang_settings)(options, "file")
     assert found.unmapped.get("hf_token") == "given"
     assert "s3cret" not in repr(found)
+
+
+def test_a_pool_in_blocks_of_an_unknown_size_is_not_lost() -> None:
+    assert "cache.pool_blocks=4096" in EngineSettings(pool_blocks=4096).overrides()
+    both = EngineSettings(pool_blocks=4096, block_size=32).overrides()
+    assert "cache.pool_tokens=131072" in both
+    assert not any(word.startswith("cache.pool_blocks") for word in both)

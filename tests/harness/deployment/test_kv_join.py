@@ -224,3 +224,15 @@ def test_events_are_used_before_counts(tmp_path: Path) -> None:
     run = deployed(tmp_path, chats(), cached=True)
     assert said(run.rebuilt(), "joined with the log")
     assert run.predicted() == run.hits
+
+
+def test_events_say_the_block_size_and_that_prefixes_are_cached(systems: Run) -> None:
+    (systems.folder / "engine.json").write_text('{"max_num_seqs": 64, "vllm_version": "0.19.0"}')
+    settings = systems.rebuilt().settings
+    assert (settings.block_size, settings.prefix_caching) == (16, True)
+    assert settings.origin["block_size"] == "kv.events"
+
+
+def test_a_block_size_that_a_file_gives_is_kept(systems: Run) -> None:
+    (systems.folder / "engine.json").write_text('{"max_num_seqs": 64, "block_size": 32}')
+    assert systems.rebuilt().settings.block_size == 32
