@@ -74,6 +74,10 @@ def check_groups(config: RunConfig) -> Iterator[ConfigError]:
         "decoding.draft_tokens": (decoding.draft_tokens > 0, "it takes no draft tokens"),
         "scheduler.preemption": (scheduler.preemption is not Preemption.recompute, "it swaps nothing out"),
         "scheduler.admission": (scheduler.admission is not None, "free pages say little of single groups"),
+        "scheduler.async_scheduling": (
+            scheduler.async_scheduling,
+            "steps in flight would keep blocks behind a window for one step more",
+        ),
         "cache.eviction": (cache.eviction is not None, "it has two orders of its own (cache.behind_first)"),
         "cache.deduplicate": (cache.deduplicate, "it merges no equal blocks"),
         "cache.pool_blocks": (

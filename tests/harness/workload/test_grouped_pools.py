@@ -78,6 +78,7 @@ def test_a_model_without_windows_has_as_many_blocks_as_without_groups() -> None:
         ("decoding.draft_tokens", ("decoding.draft_tokens=3",)),
         ("scheduler.preemption", ("scheduler.preemption=swap", "cache.host_tokens=1600")),
         ("scheduler.admission", ("scheduler.admission=a:B",)),
+        ("scheduler.async_scheduling", ("scheduler.async_scheduling=true",)),
         ("cache.eviction", ("cache.eviction=a:B",)),
         ("cache.deduplicate", ("cache.deduplicate=true",)),
         ("cache.pool_blocks", ("cache.groups=separate", "cache.pool_blocks=100", "cache.pool_tokens=null")),
