@@ -15,16 +15,20 @@ pytest.importorskip("triton", reason="the kernels need pagetwin[gpu]")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("TRITON_INTERPRET=1 keeps Triton from compiling", allow_module_level=True)
 
+import triton
 from gluon_replay import ReplayError, loaded
 from interpreted_cases import spec_of
+from ptx.triton_launch import Driver
+from triton.runtime import driver
 
-from harness.gate.machine_code import built, listed
+from harness.gate.machine_code import built, count, listed, text_section
 from paged_kernels import BackendUnavailableError, OptionError, Scoring, paged_attention_prefill
 from paged_kernels.backends import check_prefill_kernel, no_hopper
 from paged_kernels.providers.build import build_case
 from paged_kernels.providers.ours import HopperPrefill
 from paged_kernels.providers.verify import exact_attention, relative_error
 from paged_kernels.triton.configurations import kernel_configurations
+from paged_kernels.triton.prefill_hopper import run_hopper_prefill
 
 FILE = str(Path(__file__).resolve().parents[2] / "kernels" / "paged_kernels" / "triton" / "prefill_hopper.py")
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -215,6 +219,24 @@ def test_an_arrival_follows_a_barrier_of_the_warp_group(compiled):
         names = [one.name for one in loop if one.name in ("BAR", "SYNCS") and "TRYWAIT" not in one.opcode]
         assert names.count("SYNCS") == 3
         assert all(names[place - 1] == "BAR" for place, name in enumerate(names) if name == "SYNCS")
+
+
+@pytest.mark.slow
+def test_the_launcher_compiles_what_the_gate_compiles(compiled, monkeypatch):
+    """Triton specialises the launcher's arguments itself; the gate states their types and divisors."""
+    kernels, run = [], triton.JITFunction.run
+
+    def compile_only(function, *arguments, grid, warmup, **options):
+        kernels.append(run(function, *arguments, grid=grid, warmup=True, **options))
+
+    monkeypatch.setattr(triton.JITFunction, "run", compile_only)
+    monkeypatch.setattr(driver, "_active", Driver(90))
+    case = case_of((300, 40), (200, 40), heads=32, kv_heads=8, dk=128)
+    inputs = (case.q, case.key_cache, case.value_cache, case.block_table, case.seq_lens, case.cu_seqlens_q)
+    run_hopper_prefill(*inputs, 200, case.scoring, torch.empty_like(case.q))
+    (kernel,) = kernels
+    (code,) = listed([text_section(kernel.asm["cubin"])], 90)
+    assert count(code) == count(compiled[1])
 
 
 @pytest.mark.parametrize("wrong", ["fast", "", "Hopper"])

@@ -23,7 +23,7 @@ SCALARS = {"fp32": np.float32, "i1": np.uint8, "u1": np.uint8}
 HIDDEN = 2  # pointers to scratch memory that Triton appends; no kernel of ours uses them
 
 
-class _Driver:
+class Driver:
     """What Triton asks of a device before a launch."""
 
     def __init__(self, capability: int) -> None:
@@ -92,7 +92,7 @@ def interpreted_launches(
         stack.enter_context(patch("paged_kernels.backends._no_triton", lambda device, name: ""))
         before = driver._active
         stack.callback(functools.partial(setattr, driver, "_active", before))
-        driver.set_active(_Driver(capability))
+        driver.set_active(Driver(capability))
         yield launches
 
 
