@@ -1,21 +1,26 @@
 """The search: bisection for the edge between candidates that meet the SLO and candidates that do not.
 
-Every seed searches on its own; `estimate` gives the mean over the seeds and its interval. Three questions use the
-search: the highest rate, the smallest pool, the best block size.
+Every seed searches on its own, in a process of its own where that is worth it; `estimate` gives the mean over the seeds
+and its interval. Three questions use the search: the highest rate, the smallest pool, the best block size.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from harness.capacity.trials import LOST, Trial, Trials
 from harness.config.errors import ConfigError, UserError
+from harness.config.memory import workers_that_fit
 from harness.config.schema import RunConfig
+from harness.workers import in_workers
 from harness.workload.shapes import pool_shape
 
 Meets = Callable[[float], bool]
 LOWEST_RATE, HIGHEST_RATE = 1e-3, 1e6
+_WORTH_WORKERS_S = 5.0  # of the first seed's search; processes take seconds to start
 Tell = Callable[[str], None]
 
 
@@ -137,14 +142,10 @@ def highest_rate(trials: Trials, seeds: int, precision: float, tell: Tell) -> An
 def _rates(
     trials: Trials, seeds: int, precision: float, tell: Tell, block_size: int | None
 ) -> Estimate | NoEdge:
-    """One edge for each seed. Each search starts at the edge of the seed before."""
+    """One edge for each seed."""
     start, edges = trials.config.workload.request_rate or 1.0, []
-    for seed in range(seeds):
-
-        def meets(rate: float, seed: int = seed) -> bool:
-            return trials.run(seed, rate=rate, block_size=block_size).met
-
-        edge = highest(meets, start, precision=precision, low=LOWEST_RATE, high=HIGHEST_RATE)
+    search = _RateSearch(precision, block_size)
+    for seed, edge in enumerate(_of_seeds(trials, seeds, search, start)):
         if edge.good is None:
             reason = (
                 f"not even {LOWEST_RATE:g} requests/s meet the SLO (seed {seed}). {why_not(trials.made[-1])}"
@@ -153,9 +154,70 @@ def _rates(
         if edge.bad is None:
             return NoEdge(f"{HIGHEST_RATE:g} requests/s still meet the SLO (seed {seed})", endless=True)
         edges.append(edge.good)
-        start = edge.good
         tell(f"seed {seed}: {edge.good:.4g} requests/s, {edge.tried} simulations")
     return estimate(edges)
+
+
+@dataclass(frozen=True)
+class _RateSearch:
+    """The search of one seed for the highest rate."""
+
+    precision: float
+    block_size: int | None
+
+    def __call__(self, trials: Trials, seed: int, start: float) -> Edge:
+        def meets(rate: float) -> bool:
+            return trials.run(seed, rate=rate, block_size=self.block_size).met
+
+        return highest(meets, start, precision=self.precision, low=LOWEST_RATE, high=HIGHEST_RATE)
+
+
+@dataclass(frozen=True)
+class _PoolSearch:
+    """The search of one seed for the smallest pool, in blocks."""
+
+    block_size: int
+    largest: int
+
+    def __call__(self, trials: Trials, seed: int, start: float) -> Edge:
+        def meets(blocks: int) -> bool:
+            return trials.run(seed, pool_tokens=blocks * self.block_size).met
+
+        return Edge(smallest(meets, start=int(start), high=self.largest), None, 0)
+
+
+_Search = Callable[[Trials, int, float], Edge]
+
+
+def _of_seeds(trials: Trials, seeds: int, search: _Search, start: float) -> Iterator[Edge]:
+    """The edges of the seeds, in order. The first seed starts at `start`, the others at its edge.
+
+    The others are searched in `workers` processes (0: one a core, if the first took so long that it is worth them).
+    The answers do not depend on their number. All trials are in `trials.made`, in the order of the seeds.
+    """
+    begun = time.monotonic()
+    first = search(trials, 0, start)
+    took = time.monotonic() - begun
+    yield first
+    asked, others = trials.config.workers, range(1, seeds)
+    wanted = asked or (os.cpu_count() or 1 if took > _WORTH_WORKERS_S else 1)
+    workers = min(workers_that_fit(trials.config, wanted), len(others))
+    jobs = [_Job(search, trials.alike(), seed, first.good or start) for seed in others]
+    for edge, made in in_workers(_searched, jobs, workers):
+        trials.made += made
+        yield edge
+
+
+@dataclass(frozen=True)
+class _Job:
+    search: _Search
+    trials: Trials
+    seed: int
+    start: float
+
+
+def _searched(job: _Job) -> tuple[Edge, list[Trial]]:
+    return job.search(job.trials, job.seed, job.start), job.trials.made
 
 
 BEYOND = 8
@@ -178,20 +240,15 @@ def smallest_pool(trials: Trials, seeds: int, tell: Tell) -> Answer:
     question, unit = "smallest pool that meets the SLO", "tokens"
     pool, held = pool_shape(trials.config), device_blocks(trials.config)
     largest = BEYOND * max(pool.num_blocks, held or 0)
-    start, found = pool.num_blocks, []
-    for seed in range(seeds):
-
-        def meets(blocks: int, seed: int = seed) -> bool:
-            return trials.run(seed, pool_tokens=blocks * pool.block_size).met
-
-        blocks = smallest(meets, start=start, high=largest)
-        if blocks is None:
+    found: list[float] = []
+    search = _PoolSearch(pool.block_size, largest)
+    for seed, edge in enumerate(_of_seeds(trials, seeds, search, pool.num_blocks)):
+        if edge.good is None:
             tokens = largest * pool.block_size
             reason = f"not even {tokens:,} tokens meet the SLO (seed {seed}), {BEYOND} times what is there. "
             return Answer(question, unit, None, reason + why_not(trials.made[-1]))
-        found.append(float(blocks * pool.block_size))
-        start = blocks
-        tell(f"seed {seed}: {blocks:,} blocks of {pool.block_size}")
+        found.append(edge.good * pool.block_size)
+        tell(f"seed {seed}: {edge.good:,.0f} blocks of {pool.block_size}")
     beyond = held is not None and max(found) > held * pool.block_size
     device = trials.config.device
     reason = (

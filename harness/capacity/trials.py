@@ -116,6 +116,10 @@ class Trials:
         self._slo = slo
         self.made: list[Trial] = []
 
+    def alike(self) -> "Trials":
+        """Trials of the same point and SLO, none made yet."""
+        return Trials(self._config, self._slo)
+
     @property
     def config(self) -> RunConfig:
         """The point that is varied."""

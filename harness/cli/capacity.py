@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from engine.core.options import GroupPages
-from harness.config.errors import UserError
+from harness.config.errors import ConfigError, UserError
 from harness.config.paths import check_out
 from harness.console import remark, say
 
@@ -21,7 +21,8 @@ SIZES = (4, 8, 16, 32, 64)
 _MORE = """\
 An SLO is a list of bounds on metrics: ttft_p99<2,tpot_mean<0.1 (seconds). Overrides (key=value) choose model, device,
 trace and the rest, as for `run`; nothing is measured. Each seed draws its own arrivals (replay=poisson, or
-replay=gamma) and searches on its own. The interval is Student's over the seeds. A simulation in which a request is
+replay=gamma) and searches on its own. The interval is Student's over the seeds. workers=N searches
+N seeds at a time (0: one a core, where the first takes longer than 5 s). A simulation in which a request is
 left out or not finished does not meet any SLO.
 example:
   python -m harness capacity --slo 'ttft_p99<2,tpot_mean<0.1' model=llama3_8b device=h200 workload.num_requests=2000"""
@@ -111,6 +112,7 @@ def _config(overrides: Sequence[str]) -> "RunConfig":
     """The one configured point, as a simulation; raises UserError."""
     from harness.config.checks import check_config
     from harness.config.compose import compose_config, normalise
+    from harness.config.schema import Place
     from harness.point.cost import check_cost
     from harness.sweep.plan import run_request
 
@@ -120,6 +122,12 @@ def _config(overrides: Sequence[str]) -> "RunConfig":
         raise UserError(f"capacity: one setting at a time; '{several[0]}' makes a sweep")
     config = normalise(compose_config(axis.settings[0] for axis in request.axes))
     errors = check_config(config)
+    if config.execute.place is not Place.local:
+        errors.append(
+            ConfigError(
+                "execute", "capacity searches on this machine alone, in processes of its own (workers=N)"
+            )
+        )
     if errors:
         raise UserError("\n".join(map(str, errors)))
     check_cost(config)

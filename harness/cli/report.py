@@ -16,13 +16,14 @@ from harness.store.commit import Layout
 from harness.store.errors import ForeignFileError
 from harness.store.manifest import Manifest, read_manifest, with_report, write_manifest
 from harness.store.reading import StoreContent, essentials, read_store
-from harness.store.remote import RemoteStore, local_place, shown
+from harness.store.remote import RemoteStore, shown
 from harness.store.summary import SummaryRows, write_summary
 from harness.sweep.execute import Outcome
 
 INTERRUPTED = 130
 MOST_LISTED = 10  # failed or damaged points that are named one by one
 RESULTS = Path("results")
+MOST_UNNAMED = 5000  # points of a store without a manifest; their whole records take some 1 GB
 MOST_AT_ONCE = 2000  # points whose records are held in memory together; the page shows some of more
 
 
@@ -40,10 +41,10 @@ class ReportFunctions(Protocol):
         *,
         out: Path | None = None,
         additions: Sequence[Any] = (),
-        each: Callable[[Any], None] | None = None,
+        rows: SummaryRows | None = None,
         figures: Figures = Figures.all,
     ) -> Path:
-        """Write the report of a store and return its page; `each` sees every record of a large sweep."""
+        """Write the report of a store and return its page; `rows` gets the rows of a large sweep."""
         ...
 
     def verdict_lines(self, store_root: Path) -> Sequence[str]:
@@ -106,12 +107,14 @@ def write_report(
     """
     report = report or _report_functions()
     large, rows = manifest is not None and len(manifest.points) > MOST_AT_ONCE, SummaryRows()
+    if manifest is None:
+        _check_unnamed(out)
     if not large:
         content = read_store(out)
         asked = [point.fingerprint for point in manifest.points] if manifest else list(content.records)
         write_summary(target or out, [content.records[name] for name in asked if name in content.records])
     try:
-        more: dict[str, Any] = {"each": rows.add} if large else {}
+        more: dict[str, Any] = {"rows": rows} if large else {}
         if figures is not Figures.all:
             more["figures"] = figures
         path = report.write_report(out, out=target, additions=_additions(kernels), **more)
@@ -124,6 +127,17 @@ def write_report(
         write_manifest(out, with_report(manifest, out, path, verdict))
     _say_report(path, verdict)
     return path
+
+
+def _check_unnamed(out: Path) -> None:
+    """Raise UserError where a store without a manifest holds more points than fit the memory together."""
+    points = Layout(out).points
+    count = sum(1 for _ in points.iterdir()) if points.is_dir() else 0
+    if count > MOST_UNNAMED:
+        raise UserError(
+            f"{shown(out)} holds {count:,} points and no sweep.json that tells how they differ; "
+            f"{MOST_UNNAMED:,} can be reported on so. Give the sweep's command again: it runs nothing twice"
+        )
 
 
 def _report_functions() -> ReportFunctions:
@@ -358,9 +372,10 @@ def command_for(root: Path, manifest: Manifest) -> str:
     """The command that goes on with a store where it lies now, which may be a copy of where it was written."""
     recorded = [text.partition("=")[2] for text in manifest.overrides if text.startswith("out=")]
     written = parse_override(f"out={recorded[-1]}").settings[0].value if recorded else RunConfig().out
-    written = str(written)
-    place = local_place(written) if is_url(written) else Path(written).expanduser()
-    if place.resolve() == root.resolve():
+    here = shown(root) if is_url(str(written)) else root.resolve()
+    if (
+        str(written).rstrip("/") if is_url(str(written)) else Path(str(written)).expanduser().resolve()
+    ) == here:
         return manifest.command
     words = [word for word in shlex.split(manifest.command) if not word.startswith("out=")]
     return shlex.join([*words, f"out={quoted(shown(root))}"])

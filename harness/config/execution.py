@@ -55,6 +55,11 @@ def applicable(execute: ExecuteConfig) -> ExecuteConfig:
     return replace(_NEUTRAL, place=execute.place, **kept)
 
 
+def _is_address(text: str) -> bool:
+    port = text.rpartition(":")[2]
+    return _ADDRESS.fullmatch(text) is not None and (not port.isdecimal() or 0 < int(port) < 2**16)
+
+
 def check_execution(config: RunConfig) -> Iterator[ConfigError]:
     """Errors in the texts of `execute` that apply at its place."""
     execute = config.execute
@@ -64,7 +69,7 @@ def check_execution(config: RunConfig) -> Iterator[ConfigError]:
         yield ConfigError(
             "execute.partition", f"found '{execute.partition}', must be names of letters, digits and . _ -"
         )
-    if execute.address is not None and not _ADDRESS.fullmatch(execute.address):
+    if execute.address is not None and not _is_address(execute.address):
         yield ConfigError(
             "execute.address",
             f"found '{execute.address}', must be HOST:PORT of the head node as `ray start` prints it, "

@@ -124,7 +124,10 @@ def _check_folder(key: str, name: str) -> Iterator[ConfigError]:
     except OSError as error:  # a name that is too long, or a folder above it that may not be looked into
         yield ConfigError(key, f"cannot use '{name}': {error.strerror}")
         return
-    if not existing.is_dir():
+    links = [path for path in (folder, *folder.parents) if path.is_symlink() and not path.exists()]
+    if links:
+        yield ConfigError(key, f"cannot use '{name}': {links[0]} is a link that leads nowhere")
+    elif not existing.is_dir():
         yield ConfigError(key, f"cannot use '{name}': {existing} is not a folder")
     elif not os.access(existing, os.W_OK | os.X_OK):
         yield ConfigError(key, f"cannot write to '{name}': no permission in {existing}")

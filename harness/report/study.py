@@ -130,6 +130,7 @@ def read_study(root: Path, *, shown_only: bool = False) -> Study:
     content = read_store(root, keep, later)
     asked = asked or _told_apart({**content.failures, **content.records})
     problems += content.problems
+    problems += _put_out(root, content.records)
     done = [key for key in asked if key in content.records]
     records = [_named(content.records[key], asked) for key in done if content.records[key]]
     total = len(done) + len(later)
@@ -152,40 +153,69 @@ def read_study(root: Path, *, shown_only: bool = False) -> Study:
     )
 
 
-class EveryRecord:
-    """The finished points of the store's last sweep, one by one and in its order, also those that are not shown.
+def _put_out(root: Path, records: dict[str, dict[str, Any]]) -> list[str]:
+    """Leave out records that do not say on which cache they ran, as no figure can place them; says which."""
+    bad = [key for key, record in records.items() if record and not _places(record)]
+    for key in bad:
+        del records[key]
+    return [
+        f"skipped {Layout(root).record(key)}: its cache's policy and block size are missing" for key in bad
+    ]
 
-    Each is given as it is stored, and with those overrides alone that tell it from the others. When all have been read,
-    `corrected` has what was found: damaged records, and requests that did not finish.
+
+def _places(record: Record) -> bool:
+    cache = record["config"].get("cache")
+    if not isinstance(cache, Mapping):
+        return False
+    return isinstance(cache.get("policy"), str) and isinstance(cache.get("block_size"), int)
+
+
+Asked = Mapping[str, tuple[str, ...]]
+"""The points of a sweep: the overrides that tell each from the others, by fingerprint."""
+
+
+def asked_points(study: Study) -> Asked:
+    """The points of the store's last sweep, in its order."""
+    manifest, _ = _manifest(study.root)
+    return {point.fingerprint: point.overrides for point in manifest.points} if manifest else {}
+
+
+@dataclass
+class EveryRecord:
+    """The finished ones of some points, one by one and in their order, also those that are not shown.
+
+    Each is given as it is stored, and with those overrides alone that tell it from the others. What is found on the way
+    is noted: damaged records, and requests that did not finish.
     """
 
-    def __init__(self, study: Study) -> None:
-        self._study = study
-        self._problems: list[str] = []
-        self._unfinished: dict[str, str] = {}
-        self._count = 0
+    root: Path
+    asked: Asked
+    count: int = 0
+    problems: list[str] = field(default_factory=list)
+    unfinished: dict[str, str] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[tuple[Record, Record]]:
-        manifest, _ = _manifest(self._study.root)
-        asked = {point.fingerprint: point.overrides for point in manifest.points} if manifest else {}
-        for record in finished_points(self._study.root, asked, self._problems):
-            named = _named(record, asked)
-            self._count += 1
+        for record in finished_points(self.root, self.asked, self.problems):
+            named = _named(record, self.asked)
+            self.count += 1
             if words := unfinished_text(record):
-                self._unfinished[point_label(named)] = words
+                self.unfinished[point_label(named)] = words
             yield record, named
 
-    @property
-    def corrected(self) -> Study:
+    def add(self, other: "EveryRecord") -> None:
+        """Take over what another one found."""
+        self.count += other.count
+        self.problems += other.problems
+        self.unfinished |= other.unfinished
+
+    def corrected(self, study: Study) -> Study:
         """The study with the counts and problems of all points."""
-        problems = dict.fromkeys([*self._study.problems, *self._problems])
-        missing = self._study.total - self._count
         return replace(
-            self._study,
-            total=self._count,
-            absent=self._study.absent + missing,
-            problems=tuple(problems),
-            unfinished=self._unfinished,
+            study,
+            total=self.count,
+            absent=study.absent + study.total - self.count,
+            problems=tuple(dict.fromkeys([*study.problems, *self.problems])),
+            unfinished=self.unfinished,
         )
 
 

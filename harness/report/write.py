@@ -2,19 +2,22 @@
 
 import csv
 import io
+import os
 from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from harness.config.schema import Figures
 from harness.report import verdict_text
 from harness.report.axes import POLICY, VALUES, Axes, comparison_lines, find_axes
 from harness.report.page import ExtraSection, SectionMaker, build_page
-from harness.report.study import EveryRecord, Record, ReportError, Study, read_study
+from harness.report.study import EveryRecord, Record, ReportError, Study, asked_points, read_study
 from harness.report.style import Drawing, Missing, Picture, pdf_bytes, style, svg_bytes
 from harness.store.atomic import growing, write_files
 from harness.store.errors import StoreError
+from harness.store.summary import SummaryRows
+from harness.workers import in_workers
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -22,6 +25,9 @@ if TYPE_CHECKING:
 
 PAGE = "index.html"
 _MOST_CURVES = 6
+_PART = 1000  # points that are read at a time
+_WORTH_WORKERS = 5  # parts; of fewer, processes would take longer to start than they save
+_MOST_WORKERS = 8  # processes that read points; each takes some 0.3 GB
 FIGURES = (
     *("errors", "agreement", "memory", "pool_over_time", "kernel"),
     *("levels", "tradeoff", "heat", "waste"),
@@ -34,14 +40,14 @@ def write_report(
     *,
     out: Path | None = None,
     additions: Sequence[SectionMaker] = (),
-    each: Callable[[Record], None] | None = None,
+    rows: SummaryRows | None = None,
     figures: Figures = Figures.all,
 ) -> Path:
     """Write the report of a store to `out` (default: the store's folder `report`); returns the page's path.
 
-    `additions` make further sections, which other packages provide. `each` is called with every record of a sweep that
-    is too large to be shown whole, while its records are read. `figures` says what is drawn; without any, matplotlib is
-    not imported.
+    `additions` make further sections, which other packages provide. `rows` gets the row of every point of a sweep
+    that is too large to be shown whole; its records are read in several processes. `figures` says what is drawn;
+    without any, matplotlib is not imported.
 
     The page needs no other file and no network. The folder `figures` beside it holds each figure as SVG, as PDF at the
     width of a page, and its data as CSV. Equal stores give equal bytes.
@@ -50,10 +56,10 @@ def write_report(
         ReportError: the store has no point, or the report cannot be written. An earlier report then stays.
         StoreVersionError: a file was written by another version of PageTwin.
     """
-    study = read_study(store_root, shown_only=each is not None)
+    study = read_study(store_root, shown_only=rows is not None)
     folder = out or store_root / "report"
     try:
-        return _write(study, folder, additions, each, figures)
+        return _write(study, folder, additions, rows, figures)
     except StoreError as error:
         raise _unwritable(folder, error) from error
 
@@ -62,18 +68,18 @@ def _write(
     study: Study,
     folder: Path,
     additions: Sequence[SectionMaker],
-    each: Callable[[Record], None] | None,
+    rows: SummaryRows | None,
     figures: Figures,
 ) -> Path:
     axes = find_axes(study.records)
     pictures, added, files = _drawn(study, axes, additions, figures)
-    streamed = study.is_thinned or each is not None
+    streamed = study.is_thinned or rows is not None
     if not streamed:
         files["points.csv"] = _points_csv(study.records, axes)
     svgs = {name: files[f"{name}.svg"] for name, picture in pictures.items() if isinstance(picture, Drawing)}
     write_files(folder / "figures", files)
     if streamed:
-        study = _write_points(study, axes, folder / "figures", each)
+        study = _write_points(study, axes, folder / "figures", rows)
     verdict_text.remember(study)
     text = build_page(study, axes, pictures, svgs, added)
     write_files(folder, {PAGE: text.encode()})
@@ -114,19 +120,47 @@ def _missing(name: str) -> Missing:
     )
 
 
-def _write_points(study: Study, axes: Axes, folder: Path, each: Callable[[Record], None] | None) -> Study:
-    """Write `points.csv` of all points, read one by one; returns the study with what was found in them.
+@dataclass(frozen=True)
+class _Part:
+    """Some points of a large sweep, and what is made of each of them."""
 
-    `each` sees every record too.
+    every: EveryRecord
+    axes: Axes
+    summarised: bool
+
+
+def _tables_of(part: _Part) -> tuple[str, Any, EveryRecord]:
+    """Lines of `points.csv`, rows of the summary, and what was found while the points were read."""
+    text, rows = io.StringIO(newline=""), SummaryRows()
+    lines = csv.writer(text, lineterminator="\n")
+    for stored, record in part.every:
+        lines.writerows(comparison_lines(record, part.axes))
+        if part.summarised:
+            rows.add(dict(stored))
+    return text.getvalue(), rows.table() if part.summarised else None, replace(part.every, asked={})
+
+
+def _write_points(study: Study, axes: Axes, folder: Path, rows: SummaryRows | None) -> Study:
+    """Write `points.csv` of all points; returns the study with what was found in them.
+
+    Many points are read in several processes. `rows` gets the row of every point.
     """
+    asked = list(asked_points(study).items())
+    parts = [
+        _Part(EveryRecord(study.root, dict(asked[first : first + _PART])), axes, rows is not None)
+        for first in range(0, len(asked), _PART)
+    ]
+    workers = min(os.cpu_count() or 1, _MOST_WORKERS) if len(parts) >= _WORTH_WORKERS else 1
+    all_found = EveryRecord(study.root, {})
     with growing(folder, "points.csv") as file:
         lines = csv.writer(file, lineterminator="\n")
         lines.writerow(["point", POLICY, *axes.values, "metric", "unit", *VALUES])
-        for stored, record in (every := EveryRecord(study)):
-            lines.writerows(comparison_lines(record, axes))
-            if each is not None:
-                each(stored)
-    return every.corrected
+        for text, table, found in in_workers(_tables_of, parts, workers):
+            file.write(text)
+            all_found.add(found)
+            if rows is not None:
+                rows.add_part(table)
+    return all_found.corrected(study)
 
 
 def _figure_files(picture: Picture, *, pdf: bool = True) -> dict[str, bytes]:

@@ -4,6 +4,7 @@ It holds the last sweep of the store, so that `status` and `report` know which p
 """
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -12,6 +13,8 @@ from typing import Any
 from harness.store.atomic import write_files
 from harness.store.commit import SCHEMA, Layout, json_bytes
 from harness.store.errors import ForeignFileError, StoreError, StoreVersionError
+
+_NAME = re.compile(r"\w{1,64}")  # of a point, whose folder has it: never a path
 
 
 @dataclass(frozen=True)
@@ -114,4 +117,12 @@ def _check_version(path: Path, version: object) -> None:
 
 
 def _points(values: Sequence[dict[str, Any]]) -> tuple[SweepPoint, ...]:
-    return tuple(SweepPoint(value["fingerprint"], tuple(value["overrides"])) for value in values)
+    points = tuple(SweepPoint(value["fingerprint"], tuple(value["overrides"])) for value in values)
+    for point in points:
+        if not _NAME.fullmatch(point.fingerprint) or not all(
+            isinstance(text, str) for text in point.overrides
+        ):
+            raise ValueError(
+                f"a point named {point.fingerprint[:80]!r}, which is no name of a point and its settings"
+            )
+    return points

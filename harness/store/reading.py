@@ -30,6 +30,7 @@ _SECTIONS = (
 _TABLE, _FILE = re.compile(r"\w{1,64}"), re.compile(r"\w[\w.-]{0,80}")  # names, never paths
 _ROW = ("metric", "error", "spread")  # of `comparison`
 _ROW_KEYS = frozenset(_ROW)
+_PLAIN = frozenset({str, int, float, bool, type(None)})
 
 
 def record_fault(record: Mapping[str, Any]) -> str | None:
@@ -55,7 +56,7 @@ def record_fault(record: Mapping[str, Any]) -> str | None:
 
 
 def _is_row(row: object) -> bool:
-    return isinstance(row, dict) and row.keys() >= _ROW_KEYS
+    return isinstance(row, dict) and row.keys() >= _ROW_KEYS and set(map(type, row.values())) <= _PLAIN
 
 
 @dataclass

@@ -30,29 +30,48 @@ class SummaryRows:
         if len(self._rows) == _ROWS:
             self._pack()
 
+    def add_part(self, table: Any) -> None:
+        """Add the rows of a table of Arrow that `table` of another one gave."""
+        self._pack()
+        self._append({name: table[name].chunks for name in table.column_names}, table.num_rows)
+
+    def table(self) -> Any:
+        """All rows as a table of Arrow."""
+        import pyarrow as pa
+
+        self._pack()
+        return pa.table({name: _joined(parts) for name, parts in self._parts.items()})
+
     def write(self, root: Path) -> Path:
         """Write the summary into the store at `root` and return its path.
 
         Raises:
             StoreError: the folder cannot be written.
         """
-        import pyarrow as pa
-
-        self._pack()
-        table = pa.table({name: _joined(parts) for name, parts in self._parts.items()})
         path = Layout(root).summary
-        write_files(root, {path.name: table_bytes(table)})
+        write_files(root, {path.name: table_bytes(self.table())})
         return path
 
     def _pack(self) -> None:
         import pyarrow as pa
 
         rows, self._rows = self._rows, []
-        for name in dict.fromkeys(name for row in rows for name in row):
+        names = dict.fromkeys(name for row in rows for name in row)
+        self._append(
+            {name: [pa.array(_column([row.get(name) for row in rows]))] for name in names}, len(rows)
+        )
+
+    def _append(self, parts: Mapping[str, list[Any]], rows: int) -> None:
+        """Add rows by column; a column that they or the rows before lack is empty there."""
+        import pyarrow as pa
+
+        if not rows:
+            return
+        for name in parts:
             self._parts.setdefault(name, [pa.nulls(self._count)] if self._count else [])
-        for name, parts in self._parts.items():
-            parts.append(pa.array(_column([row.get(name) for row in rows])))
-        self._count += len(rows)
+        for name, held in self._parts.items():
+            held += parts.get(name) or [pa.nulls(rows)]
+        self._count += rows
 
 
 def write_summary(root: Path, records: Iterable[Record]) -> Path:

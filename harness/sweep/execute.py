@@ -5,21 +5,15 @@ when their parent exits, and they never delay an interrupt.
 """
 
 import io
-import multiprocessing
 import os
-import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import islice
-from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,6 +27,7 @@ from harness.store.commit import commit_failure, commit_point
 from harness.sweep.estimate import Pace, TimeLeft, at_once, pace_of
 from harness.sweep.plan import PlannedPoint, SweepPlan
 from harness.sweep.progress import Failed, Reporter, reporting
+from harness.workers import worker_pool
 
 _AHEAD = 4  # points handed in for each worker: the next one is there when one ends
 
@@ -250,7 +245,7 @@ def _run_together(
     """Yields every point, or those that finished before a worker died. A few are handed in ahead, and not all."""
     waiting = iter(points)
     running: dict[Future[Failed | None], PlannedPoint] = {}
-    with _pool(workers) as pool:
+    with worker_pool(workers) as pool:
         sound = _hand_in(pool, islice(waiting, _AHEAD * workers), running, out, runner)
         while running:
             for future in wait(running, return_when=FIRST_COMPLETED).done:
@@ -280,7 +275,7 @@ def _hand_in(
 
 def _run_singly(points: Sequence[PlannedPoint], out: Path, runner: PointRunner) -> Iterator[Done]:
     """One worker, one point at a time. Ends after a point whose worker died."""
-    with _pool(1) as pool:
+    with worker_pool(1) as pool:
         for point in points:
             future: Future[Failed | None] = pool.submit(run_and_commit, point, out, runner)
             if isinstance(future.exception(), BrokenProcessPool):
@@ -288,52 +283,3 @@ def _run_singly(points: Sequence[PlannedPoint], out: Path, runner: PointRunner) 
                 yield point, store_failure(point, out, message, [message])
                 return
             yield point, future.result()
-
-
-@contextmanager
-def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
-    """A process pool whose workers exit at once when the block is left early or when this process is killed.
-
-    Each worker waits on one end of a pipe. Only this process holds the other end. The pipe closes when the block ends,
-    and also when this process ends for any reason.
-    """
-    context = multiprocessing.get_context("spawn")
-    _start_tracker()
-    theirs, ours = context.Pipe(duplex=False)
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker, initargs=(theirs,))
-    try:
-        yield pool
-        pool.shutdown()
-    finally:
-        ours.close()
-        theirs.close()
-        pool.shutdown(cancel_futures=True)
-
-
-def _start_tracker() -> None:
-    """Start multiprocessing's helper process deaf to SIGHUP, which a closed terminal sends to the whole group.
-
-    Without it every worker prints a traceback when it ends. A signal that comes meanwhile is delivered afterwards.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
-    try:
-        resource_tracker.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _start_worker(pipe: Connection) -> None:
-    """Prepare a worker: it ignores the signals that the parent handles, and exits when the parent's pipe closes.
-
-    SIGUSR2 goes to every process of a job of Slurm, shortly before the job has to end.
-    """
-    for name in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):
-        signal.signal(name, signal.SIG_IGN)
-    threading.Thread(target=_exit_with_parent, args=(pipe,), daemon=True).start()
-
-
-def _exit_with_parent(pipe: Connection) -> None:
-    try:
-        pipe.recv()
-    except EOFError:
-        os._exit(1)

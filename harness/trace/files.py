@@ -45,8 +45,10 @@ def cached_trace(name: str) -> Path:
     """The path for a name: a file or folder, or else a public trace that was fetched. Raises UserError."""
     path = Path(name).expanduser()
     try:
-        if path.exists():
+        if path.is_file() or path.is_dir():
             return path
+        if path.exists():  # reading a pipe or device may never end
+            raise UserError(f"'{name[:80]}' is a pipe or a device; name a trace file, or a folder")
     except OSError as error:
         raise UserError(f"cannot use '{name[:80]}': {error.strerror}") from error
     entry = public_trace(name)

@@ -49,7 +49,7 @@ UNITS = """
         engine.runtime.async_engine
 
     harness
-        harness.console harness.config harness.environment harness.metrics harness.store
+        harness.workers harness.console harness.config harness.environment harness.metrics harness.store
         harness.replay harness.cost harness.compiled
         harness.workload harness.oracle harness.measure harness.calibrate harness.point harness.sweep harness.cluster
     harness.report.style harness.report.thinning harness.report.study harness.report.axes harness.report.numbers

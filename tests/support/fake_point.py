@@ -71,7 +71,7 @@ def _wait_below_the_limit(notes: Path, number: int) -> None:
 
 
 def write_report(
-    store_root: Path, *, out: Path | None = None, additions: Sequence[Any] = (), each: Any = None
+    store_root: Path, *, out: Path | None = None, additions: Sequence[Any] = (), rows: Any = None
 ) -> Path:
     page = (out or store_root) / "report.html"
     page.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,7 @@
 """Capacity searches find edges that are known, say how sure they are, and name what stands against the answer."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -232,3 +233,13 @@ def test_a_choice_of_blocks_that_the_cost_model_does_not_price_is_noted() -> Non
     said = [("not priced", "block size: attention takes as long at any block size")]
     study = CapacityStudy("q", said, parse_slo("queue_mean<1"), "block", answer, trials.made, trials.made)
     assert any("does not price block size" in note for note in notes(study))
+
+
+def test_the_answer_does_not_depend_on_the_number_of_workers() -> None:
+    slo = parse_slo("queue_mean<1")
+    found = []
+    for workers in (1, 2):
+        trials = Trials(replace(single_server(), workers=workers), slo)
+        found.append((highest_rate(trials, 3, 0.2, lambda _: None), trials.made))
+    assert found[0] == found[1]
+    assert {trial.seed for trial in found[0][1]} == {0, 1, 2}

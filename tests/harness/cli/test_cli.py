@@ -572,3 +572,61 @@ def test_a_missing_gpu_is_named(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> No
     code, _, err = cli("bench", "engine", "--device", "cuda")
     assert code == 2
     assert "the NVIDIA driver shows no device" in err
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_a_trace_that_may_never_end_is_refused(cli: Cli, tmp_path: Path, kind: str) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    name = "pipe" if kind == "pipe" else "/dev/urandom"
+    code, _, err = cli("trace", "validate", name)
+    assert (code, err) == (2, f"error: '{name}' is a pipe or a device; name a trace file, or a folder\n")
+
+
+def test_results_do_not_go_through_a_link_that_leads_nowhere(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    code, _, err = cli(*sweep("measure=false", "out=loop/store", "workload.seed=1"))
+    assert code == 2
+    assert "loop is a link that leads nowhere" in err
+
+
+@pytest.mark.parametrize("port", [0, 65536, 99999])
+def test_an_address_of_ray_has_a_port_that_exists(cli: Cli, port: int) -> None:
+    words = ("measure=false", "execute=ray", f"execute.address=127.0.0.1:{port}", "workload.seed=1")
+    code, _, err = cli(*sweep(*words))
+    assert code == 2
+    assert "execute.address: found '127.0.0.1" in err
+
+
+def manifest(folder: Path, *, point: str = "a", out: str = "results/default") -> None:
+    """A store whose manifest names this point and this place."""
+    words = {"command": f"python -m harness sweep out={out}", "overrides": [f"out={out}"]}
+    entry = {"fingerprint": point, "overrides": ["a=1"]}
+    value = {"schema": 1, "name": "x", **words, "points": [entry], "report": None, "verdict": []}
+    folder.mkdir()
+    (folder / "sweep.json").write_text(json.dumps(value))
+
+
+def test_a_manifest_whose_point_is_a_path_is_not_read(cli: Cli, tmp_path: Path) -> None:
+    manifest(tmp_path / "store", point="../../elsewhere")
+    code, out, err = cli("status", "store")
+    assert code == 0
+    assert "a point named '../../elsewhere', which is no name of a point" in err
+    assert "0 points done" in out
+
+
+@pytest.mark.parametrize("out", ["gs://bucket/x", "s3://B/x"])
+def test_a_store_that_was_written_to_a_place_that_is_unknown_here_has_a_status(
+    cli: Cli, tmp_path: Path, out: str
+) -> None:
+    manifest(tmp_path / "store", out=out)
+    code, said, _ = cli("status", "store")
+    assert code == 0
+    assert "Go on with: python -m harness sweep out=store" in said
+
+
+def test_a_row_of_a_comparison_holds_plain_values_alone(cli: Cli, tmp_path: Path) -> None:
+    rows = [{"metric": "ttft_p50", "error": {}, "spread": []}]
+    commit_point(tmp_path / "store", "a", {"config": {}, "comparison": rows}, {})
+    code, out, _ = cli("status", "store")
+    assert code == 0
+    assert "its section 'comparison' is no list of rows" in out

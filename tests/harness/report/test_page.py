@@ -10,6 +10,8 @@ import pytest
 from synthetic_store import grid, write_failure, write_point, write_store
 
 from harness.report import ReportError, verdict_lines, write_report
+from harness.report.study import read_study
+from harness.store.commit import commit_point
 
 ONE = {
     "cache.policy": "paged",
@@ -269,3 +271,11 @@ def test_curves_of_an_earlier_report_go_and_other_files_stay(tmp_path):
     write_report(tmp_path)
     assert not (figures / "curve_cache_block_size.svg").exists()
     assert (figures / "mine.svg").exists()
+
+
+def test_a_record_that_does_not_say_on_which_cache_it_ran_is_named_and_left_out(tmp_path):
+    write_point(tmp_path, ONE)
+    commit_point(tmp_path, "a" * 32, {"config": {"measure": False}}, {})
+    study = read_study(tmp_path)
+    assert len(study.records) == 1
+    assert "its cache's policy and block size are missing" in study.problems[0]

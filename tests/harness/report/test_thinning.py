@@ -10,14 +10,16 @@ import pytest
 from synthetic_store import grid, write_store
 
 from harness.cli import report as command
-from harness.report import study, verdict_lines
+from harness.config.errors import UserError
+from harness.report import study, verdict_lines, write
 from harness.report.axes import comparison_table, find_axes
-from harness.report.study import EveryRecord, read_study
+from harness.report.study import EveryRecord, asked_points, read_study
 from harness.report.thinning import shown_points, spread
 from harness.store.commit import Layout
 from harness.store.manifest import read_manifest
 from harness.store.reading import read_store
 from harness.store.summary import write_summary
+from harness.workers import in_workers
 
 SMALL = {"cache.block_size": (8, 16, 32), "workload.prefix_share": (0.0, 0.5), "decoding.beam_width": (1, 2)}
 
@@ -106,10 +108,41 @@ def test_a_damaged_record_that_is_not_shown_is_named(reported: Path, tmp_path: P
     shown = {record["fingerprint"] for record in read_study(root).records}
     other = next(p.fingerprint for p in read_manifest(root).points if p.fingerprint not in shown)  # type: ignore[union-attr]
     Layout(root).record(other).write_text("{")
-    every = EveryRecord(read_study(root, shown_only=True))
+    found = read_study(root, shown_only=True)
+    every = EveryRecord(root, asked_points(found))
     assert len(list(every)) == 15
-    assert f"{other}/record.json" in every.corrected.problems[0]
-    assert (every.corrected.total, every.corrected.absent) == (15, 1)
+    corrected = every.corrected(found)
+    assert f"{other}/record.json" in corrected.problems[0]
+    assert (corrected.total, corrected.absent) == (15, 1)
+
+
+def test_parts_that_are_read_in_several_processes_give_the_same_files(
+    reported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(write, "_PART", 3)
+    monkeypatch.setattr(write.os, "cpu_count", lambda: 2)
+    started: list[int] = []
+    monkeypatch.setattr(
+        write,
+        "in_workers",
+        lambda function, parts, count: started.append(count) or in_workers(function, parts, count),
+    )
+    command.write_report(reported, read_manifest(reported), target=tmp_path)
+    assert started == [2]
+    for name in ("figures/points.csv", "index.html"):
+        assert (tmp_path / name).read_bytes() == (reported / "report" / name).read_bytes()
+    assert pq.read_table(tmp_path / "summary.parquet").equals(pq.read_table(Layout(reported).summary))
+
+
+def test_many_points_without_a_manifest_are_refused(
+    reported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "copy"
+    copytree(reported, root)
+    Layout(root).manifest.unlink()
+    monkeypatch.setattr(command, "MOST_UNNAMED", 15)
+    with pytest.raises(UserError, match=r"holds 16 points and no sweep\.json"):
+        command.write_report(root, None)
 
 
 def test_a_verdict_without_a_report_before_it_counts_all_points(reported: Path) -> None:
