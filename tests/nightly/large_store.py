@@ -28,10 +28,12 @@ from harness.store.commit import Layout
 from harness.store.manifest import Manifest, SweepPoint, write_manifest
 from harness.sweep.execute import commit_result
 from harness.sweep.plan import PlannedPoint, plan_sweep, sweep_request
+from harness.workers import in_workers
 
 ROOT = Path(__file__).resolve().parents[2]
 RATES, RUNNING, BLOCKS = range(1, 26), (8, 16, 32, 64), (8, 16)
 MOVED = 0.1
+_CHUNK = 5000  # points of a task
 
 
 @dataclass(frozen=True)
@@ -68,20 +70,28 @@ def write_store(folder: Path, overrides: Sequence[str]) -> int:
     from harness import point as checks
 
     sweep = plan_sweep(sweep_request(overrides), checks)
-    draws, ran = random.Random(0), {}
-    for planned in sweep.points:
-        key = _like(planned)
-        if key not in ran:
-            ran[key] = run_point(planned.config)
-        record = copy.deepcopy(ran[key].record)
-        by = 1 + draws.uniform(-MOVED, MOVED)
-        for section in ("simulated", "comparison"):
-            record[section] = moved(record[section], by)
-        commit_result(planned, folder, Result(record, dict(ran[key].tables), dict(ran[key].files)), 0.02 * by)
+    chunks = [(folder, sweep.points[first : first + _CHUNK]) for first in range(0, len(sweep.points), _CHUNK)]
+    for _ in in_workers(commit, chunks, os.cpu_count() or 1):
+        pass
     asked = tuple(SweepPoint(planned.fingerprint, planned.varying) for planned in sweep.points)
     command = " ".join(["python -m harness sweep", *overrides])
     write_manifest(folder, Manifest(sweep.name, command, tuple(overrides), asked))
     return len(sweep.points)
+
+
+def commit(chunk: tuple[Path, Sequence[PlannedPoint]]) -> None:
+    """Commit these points, of which some are run. A task of a worker process."""
+    folder, points = chunk
+    ran: dict[tuple[Any, ...], Any] = {}
+    for planned in points:
+        key = _like(planned)
+        if key not in ran:
+            ran[key] = run_point(planned.config)
+        record = copy.deepcopy(ran[key].record)
+        by = 1 + random.Random(planned.fingerprint).uniform(-MOVED, MOVED)
+        for section in ("simulated", "comparison"):
+            record[section] = moved(record[section], by)
+        commit_result(planned, folder, Result(record, dict(ran[key].tables), dict(ran[key].files)), 0.02 * by)
 
 
 def _like(planned: PlannedPoint) -> tuple[Any, ...]:
@@ -125,11 +135,9 @@ def main() -> None:
     overrides = words(folder, flags.points)
     try:
         if not Layout(folder).manifest.exists():
-            begun, cpu = time.monotonic(), time.process_time()
+            begun = time.monotonic()
             count = write_store(folder, overrides)
-            say(
-                f"written: {count:,} points in {time.process_time() - cpu:.0f} CPU-s, {time.monotonic() - begun:.0f} s"
-            )
+            say(f"written: {count:,} points in {time.monotonic() - begun:.0f} s")
         say(f"sweep --dry-run   {measured(['sweep', *overrides, '--dry-run'])}")
         say(f"status            {measured(['status', str(folder)])}")
         say(f"report            {measured(['report', str(folder)])}")

@@ -1,11 +1,14 @@
-"""CPU-seconds of a point, by where it runs: one local worker, two, jobs of Slurm, tasks of Ray.
+"""Points a second and CPU-seconds of a point, by where it runs: one local worker, two, jobs of Slurm, tasks of Ray.
 
     python tests/nightly/place_throughput.py [--rounds 5] [--points 12] [--requests N] [PLACE ...]
 
-Rounds are interleaved. Start-up is left out: each process notes its CPU time when a point begins, and the figure is
-the CPU time from its first point to its last, divided by the points between. So all that a place adds to a point counts
-(its commit or its way back, the journal, the dispatch). The driver's CPU time, divided by all points, stands beside it.
-Wall time is printed for a quiet machine, and says nothing on a busy one.
+Rounds are interleaved. Start-up is left out: each process notes its CPU time and the clock when a point begins, and the
+figures are from its first point to its last, divided by the points between. So all that a place adds to a point counts
+(its commit or its way back, the journal, the dispatch). The throughput of a place is the sum over its processes. The
+driver's CPU time, divided by all points, stands beside it. The clock says nothing on a busy machine; CPU-seconds do.
+
+At the end: are two workers at least 1.8 times as fast as one, and Slurm and Ray within 10 % of two workers? Exit code 0
+if so, 1 if not. For a test on this machine: a quiet one with two cores, `one two slurm ray`.
 """
 
 import argparse
@@ -28,6 +31,7 @@ PLACES = {
     "ray": ["execute=ray", "workers=2"],
 }
 NOTES = "PAGETWIN_CPU_NOTES"
+GOALS = (("one", "two", 1.8), ("two", "slurm", 0.9), ("two", "ray", 0.9))
 
 
 def check_point(config: Any) -> None:
@@ -49,12 +53,13 @@ def run_point(config: Any, *, progress: Any = None) -> Any:
     from harness import point
 
     with (Path(os.environ[NOTES]) / f"{os.uname().nodename}-{os.getpid()}").open("a") as file:
-        file.write(f"{time.process_time()}\n")
+        file.write(f"{time.process_time()} {time.monotonic()}\n")
     return point.run_point(config, progress=progress)
 
 
-def measure(place: str, points: int, requests: int) -> tuple[float, float, float]:
-    """(CPU-seconds of a point, of the driver per point, wall seconds of the whole) of one sweep in a fresh store."""
+def measure(place: str, points: int, requests: int) -> tuple[float, float, float, float]:
+    """Of one sweep in a fresh store: CPU-seconds of a point, points a second, CPU-seconds of the driver per point, and
+    wall seconds of the whole."""
     folder = Path(tempfile.mkdtemp(prefix="pt-speed-"))
     notes = folder / "notes"
     notes.mkdir()
@@ -95,11 +100,17 @@ sys.exit(main(sys.argv[1:], point=p, report=f))"
             time.sleep(0.1)
     if driver.returncode:
         sys.exit((folder / "said.txt").read_text()[-3000:])
-    spans = [[float(line) for line in file.read_text().split()] for file in notes.iterdir()]
+    spans = [
+        [tuple(map(float, line.split())) for line in file.read_text().splitlines()]
+        for file in notes.iterdir()
+    ]
+    spans = [span for span in spans if len(span) > 1]
     between = sum(len(span) - 1 for span in spans)
     if not between:
         sys.exit("every process had one point; take more --points")
-    return sum(span[-1] - span[0] for span in spans) / between, last / points, time.monotonic() - begun
+    cpu = sum(span[-1][0] - span[0][0] for span in spans) / between
+    speed = sum((len(span) - 1) / (span[-1][1] - span[0][1]) for span in spans)
+    return cpu, speed, last / points, time.monotonic() - begun
 
 
 def _cpu_of(pid: int) -> float | None:
@@ -110,8 +121,8 @@ def _cpu_of(pid: int) -> float | None:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def main() -> None:
-    """Measure in turns and print the medians."""
+def main() -> int:
+    """Measure in turns, print the medians, and say whether the goals are reached."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -120,20 +131,37 @@ def main() -> None:
     parser.add_argument("--points", type=int, default=12)
     parser.add_argument("--requests", type=int, default=1500)
     flags = parser.parse_args()
-    found: dict[str, list[tuple[float, float, float]]] = {place: [] for place in flags.places}
-    for _ in range(flags.rounds):
+    found: dict[str, list[tuple[float, float, float, float]]] = {place: [] for place in flags.places}
+    for number in range(flags.rounds):
         for place in flags.places:
             found[place].append(measure(place, flags.points, flags.requests))
-    base = statistics.median(each[0] for each in found[flags.places[0]])
+            cpu, speed, _, wall = found[place][-1]
+            say(
+                f"round {number + 1}, {place}: {cpu:.3f} CPU-s a point, {speed:.3f} points/s, {wall:.1f} s in all"
+            )
     for place, rounds in found.items():
-        cpu, driver, wall = (sorted(column) for column in zip(*rounds, strict=True))
-        middle = statistics.median(cpu)
+        cpus, speeds, drivers, _ = (sorted(column) for column in zip(*rounds, strict=True))
         say(
-            f"{place:6} {middle:.3f} CPU-s a point ({cpu[0]:.3f} to {cpu[-1]:.3f}), {middle / base:.3f} of "
-            f"'{flags.places[0]}'; driver {statistics.median(driver):.3f} CPU-s a point; "
-            f"{statistics.median(wall):.1f} s in all"
+            f"{place:6} {statistics.median(cpus):.3f} CPU-s a point ({cpus[0]:.3f} to {cpus[-1]:.3f}), "
+            f"{statistics.median(speeds):.3f} points/s ({speeds[0]:.3f} to {speeds[-1]:.3f}); "
+            f"driver {statistics.median(drivers):.3f} CPU-s a point"
         )
+    missed = 0
+    for base, place, goal in GOALS:
+        if base in found and place in found:
+            speed, cpu = (
+                statistics.median(
+                    a[column] / b[column] for a, b in zip(found[place], found[base], strict=True)
+                )
+                for column in (1, 0)
+            )
+            missed += speed < goal
+            word = "reached" if speed >= goal else "not reached"
+            say(
+                f"{place} against {base}: {speed:.2f} of the throughput, goal {goal}, {word}; {cpu:.3f} of the CPU-s"
+            )
+    return int(missed > 0)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

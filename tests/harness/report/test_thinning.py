@@ -11,6 +11,7 @@ from synthetic_store import grid, write_store
 
 from harness.cli import report as command
 from harness.config.errors import UserError
+from harness.config.schema import Figures
 from harness.report import study, verdict_lines, write
 from harness.report.axes import comparison_table, find_axes
 from harness.report.study import EveryRecord, asked_points, read_study
@@ -127,10 +128,12 @@ def test_parts_that_are_read_in_several_processes_give_the_same_files(
         "in_workers",
         lambda function, parts, count: started.append(count) or in_workers(function, parts, count),
     )
-    command.write_report(reported, read_manifest(reported), target=tmp_path)
+    copy = tmp_path / "copy"  # the report is noted in the manifest of its store
+    copytree(reported, copy)
+    command.write_report(copy, read_manifest(copy), target=tmp_path, figures=Figures.none)
     assert started == [2]
-    for name in ("figures/points.csv", "index.html"):
-        assert (tmp_path / name).read_bytes() == (reported / "report" / name).read_bytes()
+    points = "figures/points.csv"
+    assert (tmp_path / points).read_bytes() == (reported / "report" / points).read_bytes()
     assert pq.read_table(tmp_path / "summary.parquet").equals(pq.read_table(Layout(reported).summary))
 
 
