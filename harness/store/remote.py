@@ -355,6 +355,8 @@ class RemoteStore:
 def _is_of_storage(error: Exception) -> bool:
     """Whether the server, the network or the credentials made the error, and no bug."""
     package = type(error).__module__.partition(".")[0]
+    if str(error).startswith("Invalid endpoint"):  # botocore raises a bare ValueError
+        return True
     return isinstance(error, OSError) or package in ("botocore", "aiobotocore", "aiohttp", "fsspec")
 
 

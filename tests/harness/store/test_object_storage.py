@@ -400,13 +400,17 @@ def test_a_place_that_is_not_there_is_said_to_be(
     assert said in err
 
 
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [("http://127.0.0.1:9", "Could not connect to the endpoint"), ("nonsense", "Invalid endpoint: nonsense")],
+)
 def test_a_server_that_does_not_answer_is_named(
-    cli: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+    cli: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch, address: str, said: str
 ) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", address)
     code, _, err = cli("status", STORE)
     assert code == 2
-    assert "cannot use s3://bucket/studies/one: Could not connect" in err
+    assert f"cannot use s3://bucket/studies/one: {said}" in err
 
 
 @pytest.mark.parametrize(
