@@ -186,12 +186,14 @@ def compose_config(settings: Iterable[Setting], *, shared: bool = False) -> RunC
         config = _composed_by_values(chosen)
     except UnusualError:
         return compose_as_tree(chosen)
+    if shared:
+        return config
     own = {
         name: replace(value)
         for name, value in vars(config).items()
         if is_dataclass(value) and not isinstance(value, type)
     }
-    return config if shared else replace(config, **cast(dict[str, Any], own))
+    return replace(config, **cast(dict[str, Any], own))
 
 
 def compose_as_tree(chosen: Sequence[Setting]) -> RunConfig:
