@@ -235,6 +235,7 @@ def test_a_choice_of_blocks_that_the_cost_model_does_not_price_is_noted() -> Non
     assert any("does not price block size" in note for note in notes(study))
 
 
+@pytest.mark.slow
 def test_the_answer_does_not_depend_on_the_number_of_workers() -> None:
     slo = parse_slo("queue_mean<1")
     found = []
