@@ -82,7 +82,7 @@ def write_results(results: Sequence[Result], folder: Path, order: Sequence[str])
         if f"{one.name}.svg" in out or (folder / f"{one.name}.svg").exists()
     }
     out[KEPT] = (json.dumps([asdict(one) for one in ordered], indent=1, ensure_ascii=False) + "\n").encode()
-    out["README.md"] = _readme(ordered).encode()
+    out["README.md"] = _readme(ordered, [name for name in order if name not in found]).encode()
     out[PAGE] = _page(ordered, svgs).encode()
     write_files(folder, out)
     return folder / PAGE
@@ -101,7 +101,7 @@ def read_kept(folder: Path) -> dict[str, Kept]:
         ) from None
 
 
-def _readme(found: Sequence[Kept]) -> str:
+def _readme(found: Sequence[Kept], missing: Sequence[str]) -> str:
     lines = [
         "# Published figures, reproduced",
         "",
@@ -112,6 +112,8 @@ def _readme(found: Sequence[Kept]) -> str:
         "|---|---|---|",
         *(f"| [{one.name}](#{one.name}) | {one.figure}: {one.title} | {one.verdict} |" for one in found),
     ]
+    if missing:
+        lines += ["", f"Not run yet: {', '.join(missing)}."]
     for one in found:
         lines += ["", f"## {one.name}", "", f"{one.figure} of {one.source}: {one.title}. {one.data}", ""]
         if one.bars:

@@ -153,6 +153,7 @@ def test_a_later_figure_is_added_to_the_page(tmp_path, capsys) -> None:
     assert page.index("sosp23_fig01") < page.index("vattention_table8")
     readme = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     assert "| 64 KB most waste, MB | 15 | 15 | +0.0 % |" in readme
+    assert "Not run yet: jenga, " in readme
     assert (tmp_path / "out" / "vattention_table8.svg").stat().st_size > 1000
 
 
