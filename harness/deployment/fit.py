@@ -57,7 +57,7 @@ _EFFECTIVE = (
 )
 _TPOT_TOLERANCE, _TTFT_TOLERANCE = (
     0.03,
-    0.2,
+    0.1,
 )  # of a logarithm; beyond it a request counts by its distance alone
 _STEP = 0.2  # of a spread: a smaller change moves too few steps for a derivative
 _ROUNDS = 12
