@@ -2,7 +2,9 @@
 
 from typing import TYPE_CHECKING
 
+from harness.metrics import METRICS
 from harness.papers.reproduce import Judged, Result
+from harness.report.figures.series import axis_scale, value_axis
 from harness.report.style import COLUMN_IN, PAGE_IN, PALETTE, Drawing, new_figure
 
 if TYPE_CHECKING:
@@ -97,9 +99,15 @@ def _stacked(axes: "Axes", result: Result) -> None:
 def _curves(axes: "Axes", result: Result) -> None:
     assert result.experiment.curves is not None
     _, key, metric = result.experiment.curves
+    scale, unit = axis_scale(metric, max(y for points in result.curves.values() for _, y in points))
     for (name, points), colour in zip(result.curves.items(), PALETTE, strict=False):
-        axes.plot(*zip(*points, strict=True), "o-", color=colour, label=name)
-    axes.set_xlabel(key)
-    axes.set_ylabel(metric)
-    axes.set_yscale("log")
-    axes.legend()
+        axes.plot([x for x, _ in points], [scale * y for _, y in points], "o-", color=colour, label=name)
+    value_axis(axes, key, sorted({x for points in result.curves.values() for x, _ in points}))
+    axes.set_ylabel(f"{METRICS[metric].label} ({unit})")
+    lowest = min(y for points in result.curves.values() for _, y in points)
+    if max(y for points in result.curves.values() for _, y in points) > 5 * lowest:
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(bottom=0)
+    if any(result.curves):  # a single curve has no name
+        axes.legend()
