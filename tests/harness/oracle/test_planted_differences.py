@@ -115,7 +115,14 @@ def whole_prompt(patch: pytest.MonkeyPatch) -> None:
     """A request enters as soon as one block of its prompt fits."""
     fits = PagedManager.can_admit
 
-    def first(self: PagedManager, group: Group, hits: Sequence[int], spare: int, tokens: int | None) -> bool:
+    def first(
+        self: PagedManager,
+        group: Group,
+        hits: Sequence[int],
+        spare: int,
+        tokens: int | None = None,
+        chunk_end: int | None = None,
+    ) -> bool:
         return fits(self, group, hits, spare, len(hits) * self.block_size + 1)
 
     patch.setattr(PagedManager, "can_admit", first)

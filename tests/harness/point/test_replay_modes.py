@@ -14,6 +14,8 @@ from harness.point import check_point, run_point
 from harness.report import verdict_lines
 from harness.store.commit import commit_point
 
+CACHE = {"cache": {"policy": "paged", "block_size": 8}}  # what a report needs of a record's configuration
+
 
 def closed(config: RunConfig) -> RunConfig:
     config.replay.users, config.replay.think_s = 3, 0.01
@@ -73,7 +75,7 @@ def test_requests_without_output_are_dropped_and_lead_the_verdict(tmp_path: Path
     config.measure, config.workload.request_rate, config.workload.length_scale = False, None, 1.0
     result = run_point(config)
     assert result.record["outcome"]["dropped"] == 1
-    commit_point(tmp_path / "store", "a" * 32, result.record | {"config": {}}, result.tables)
+    commit_point(tmp_path / "store", "a" * 32, result.record | {"config": CACHE}, result.tables)
     assert "1 dropped before the replay" in verdict_lines(tmp_path / "store")[0]
 
 
@@ -81,7 +83,7 @@ def test_unfinished_requests_lead_the_verdict(tmp_path: Path) -> None:
     config = small_config(tmp_path)
     config.measure, config.replay.duration_s = False, 0.05
     result = run_point(config)
-    commit_point(tmp_path / "store", "a" * 32, result.record | {"config": {}}, result.tables)
+    commit_point(tmp_path / "store", "a" * 32, result.record | {"config": CACHE}, result.tables)
     assert verdict_lines(tmp_path / "store")[0].startswith("NOT all requests finished at 1 point")
 
 
