@@ -160,15 +160,17 @@ def _block_size(study: Study, axes: Axes) -> Iterator[Answer]:
     )
     limit = "the run-to-run spread" if study.measured else f"{100 * _SAME:g} %"
     best = best_value(groups, BLOCK, LATENCY, higher=False)
-    few, clear_lead = max(clear.values()) < _FEW * len(pairs), False
+    few, advice = max(clear.values()) < _FEW * len(pairs), ""
     if few or best is None:
         verdict = "Block size does not matter here" if few else "No block size is the best everywhere"
-    elif clear_lead := best[1].sure and abs(log(best[1].middle)) > _SAME:
+    elif best[1].sure and abs(log(best[1].middle)) > _SAME:
         verdict = f"Blocks of {best[0]} are best: the next best size has {best[1]} their normalized latency"
     else:
-        verdict = "Block size matters at some points, and no size is the best everywhere"
+        beaten, advice = _safest(groups, BLOCK, LATENCY)
+        verdict = "Block size matters at some points" + (
+            ", and no size is the best everywhere" if beaten else ""
+        )
     caution = f" {study.block_size_caution}" if study.block_size_caution and not study.measured else ""
-    advice = "" if few or best is None or clear_lead else _safest(groups, BLOCK, LATENCY)
     yield Answer("block_size", question, f"{verdict}: {shown} exceed {limit}.{advice}{caution}", figure)
 
 
@@ -214,10 +216,11 @@ def best_value(
     return (ranked[0], lead) if lead else None
 
 
-def _safest(groups: Sequence[Sequence[Record]], key: str, metric: str) -> str:
+def _safest(groups: Sequence[Sequence[Record]], key: str, metric: str) -> tuple[bool, str]:
     """The value of `key` whose worst loss against the best value of each group is the smallest (minimax regret).
 
-    Only groups in which every value was run count. A loss within the spread of repeats is none.
+    Gives whether another value beats it anywhere, and the sentence. Only groups in which every value was run count. A
+    loss within the spread of repeats is none.
     """
     wanted = {setting(record, key) for group in groups for record in group}
     losses: dict[Any, list[float]] = {place: [] for place in wanted}
@@ -234,18 +237,18 @@ def _safest(groups: Sequence[Sequence[Record]], key: str, metric: str) -> str:
         wanted, key=lambda place: (max(losses[place], default=0.0), median(losses[place] or [0.0]))
     )
     if not losses[ranked[0]]:
-        return ""
+        return True, ""
     first, last, settings = ranked[0], ranked[-1], len(losses[ranked[0]])
-    good = sum(loss == 0 for loss in losses[first])
-    if max(losses[first]):
-        worst = (
-            f"its {METRICS[metric].label} is at most {100 * max(losses[first]):.0f} % above the best size's"
+    good, name = sum(loss == 0 for loss in losses[first]), METRICS[metric].label
+    reach = f"{100 * max(losses[last]):.0f} %"
+    if not max(losses[first]):
+        return False, (
+            f" No size beats {first} beyond the spread in {name} at any of {settings} settings;"
+            f" with {last} it can be {reach} above the best size's."
         )
-    else:
-        worst = f"no size is better beyond the spread in {METRICS[metric].label}"
-    return (
-        f" The safest size is {first}: at {good} of {settings} settings no size beats it, and {worst};"
-        f" with {last} it can be {100 * max(losses[last]):.0f} %."
+    return True, (
+        f" The safest size is {first}: at {good} of {settings} settings no size beats it, and its {name} is at most"
+        f" {100 * max(losses[first]):.0f} % above the best size's; with {last} it can be {reach}."
     )
 
 
