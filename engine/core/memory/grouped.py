@@ -191,21 +191,25 @@ class GroupedManager(NeverSwaps):
             raise UnknownSequenceError(f"{sequence} holds no pages: never admitted, or released before")
         return self._tables[sequence]
 
-    def _growth(self, tables: GroupTables, start: int, end: int) -> tuple[list[int], list[int]]:
-        """Pages that each group lacks for tokens `start` to `end - 1`, and those that become free before."""
-        needs, freed = [], []
-        for index, group in enumerate(self.layout.groups):
-            table = tables.groups[index]
-            needs.append(max(0, group.blocks(end) - len(table)))
-            held, skipped = tables.held[index], min(group.skipped(start), len(table))
-            freed.append(sum(self.pages.references(index, page) == 1 for page in table[held:skipped]))
-        return needs, freed
+    def _fits(self, sequence: SequenceState, tables: GroupTables, end: int) -> bool:
+        """Whether the pages for tokens up to `end` are free, once those behind the windows are released.
+
+        They are released at once where more pages are needed, also if the sequence is preempted then: so the order of
+        eviction is vLLM's, whose `allocate_slots` calls `remove_skipped_blocks` before it counts what is free.
+        """
+        self._release_behind(sequence, tables)
+        return self.pages.fits(
+            [
+                max(0, group.blocks(end) - len(table))
+                for group, table in zip(self.layout.groups, tables.groups, strict=True)
+            ]
+        )
 
     def can_extend(self, rows: Sequence[ScheduledRow]) -> bool:
-        """Whether the pages that the rows need are free, once those behind their windows are released."""
+        """Whether the pages that the rows need are free. Releases what the windows of the sequence have left."""
         (row,) = rows
-        start = row.sequence.computed
-        return self.pages.fits(*self._growth(self._of(row.sequence), start, start + row.query_len))
+        sequence = row.sequence
+        return self._fits(sequence, self._of(sequence), sequence.computed + row.query_len)
 
     def extend(self, row: ScheduledRow) -> int:
         """Release what the windows have left, take pages for the row's tokens; returns how many pages.
@@ -265,10 +269,10 @@ class GroupedManager(NeverSwaps):
         tables.held[index] = skipped
 
     def can_append(self, group: Group) -> bool:
-        """Whether the pages are free that a steady sequence needs for its next token."""
+        """Whether the pages are free that a steady sequence needs for its next token. Releases as `can_extend` does."""
         (sequence,) = group.sequences
         computed, tables = sequence.computed, self._of(sequence)
-        return computed < tables.due or self.pages.fits(*self._growth(tables, computed, computed + 1))
+        return computed < tables.due or self._fits(sequence, tables, computed + 1)
 
     def append(self, group: Group) -> int:
         """Release what the windows of a steady sequence have left, take pages for its next token; returns how many.

@@ -78,6 +78,8 @@ class FastForwardColumns:
 class KVCacheManager(Protocol):
     """Allocates KV memory. `can_*` methods change nothing; if one returns True, the matching operation cannot fail.
 
+    One exception: with groups, `can_extend` and `can_append` release what the sequence's windows have left.
+
     In vLLM this is `KVCacheManager`: `lookup` is `get_computed_blocks`; `can_admit`, `admit`, `can_extend` and `extend`
     together are `allocate_slots`; `release` is `free`. A block is the unit of allocation and has `block_size` slots,
     one slot for each token. In the order of a step, the scheduler calls for a running group `can_extend` and `extend`
