@@ -75,6 +75,9 @@ class GroupPages(StrEnum):
     off = "off"  # there are no groups: every layer keeps every token
     uniform = "uniform"  # one pool of equal pages, as vLLM: padded, with as many layers in every group
     separate = "separate"  # a pool for each group, with a fixed share of the memory
+    moving = "moving"  # the same, but chunks without content pass from one group's pool to another's
+    lcm = "lcm"  # as Jenga: chunks of the least common multiple, small pages nested in them, given to one request first
+    two_ended = "two_ended"  # two kinds of pages that grow from both ends of one memory
 
 
 class WindowHits(StrEnum):

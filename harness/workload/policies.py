@@ -9,8 +9,7 @@ from typing import Any
 
 from engine.core.memory.contiguous import ContiguousManager
 from engine.core.memory.eviction import EvictionQueue
-from engine.core.memory.group_pages import PoolPages
-from engine.core.memory.grouped import GroupedManager
+from engine.core.memory.grouped import GroupedManager, pages_of
 from engine.core.memory.manager import KVCacheManager
 from engine.core.memory.paged import PagedManager
 from engine.core.memory.residency import ResidencySampler
@@ -50,7 +49,7 @@ def new_scheduler(
     if pool.groups is not None:
         manager: KVCacheManager = GroupedManager(
             pool.groups,
-            PoolPages(
+            pages_of(
                 pool.groups, pool.page_counts, retention=cache.retention, behind_first=cache.behind_first
             ),
             most_chunk=limits.max_batched_tokens,

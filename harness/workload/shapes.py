@@ -5,7 +5,7 @@ from pathlib import Path
 
 from engine.core.errors import CoreError
 from engine.core.memory.group_layout import GroupLayout, LayerSet, separate_layout, uniform_layout
-from engine.core.memory.group_pages import PoolPages
+from engine.core.memory.grouped import pages_of
 from engine.core.options import CachePolicy, GroupKind, GroupPages
 from engine.runtime.models.spec import ModelSpec
 from engine.runtime.options import Dtype, KVDtype
@@ -56,7 +56,7 @@ class PoolShape:
         """KV slots of the pool, of `slot_bytes` each. Without groups, a slot holds one token in all layers."""
         if self.groups is None:
             return self.num_blocks * self.block_size
-        return PoolPages(self.groups, self.page_counts).slots()[0]
+        return pages_of(self.groups, self.page_counts).slots()[0]
 
     @property
     def slot_bytes(self) -> int:
@@ -283,9 +283,11 @@ def group_layout(config: RunConfig, model: ModelShape) -> GroupLayout | None:
     cache = config.cache
     if cache.groups is GroupPages.off:
         return None
-    make = uniform_layout if cache.groups is GroupPages.uniform else separate_layout
+    sets = layer_sets(model)
     try:
-        return make(layer_sets(model), cache.block_size)
+        if cache.groups is GroupPages.uniform:
+            return uniform_layout(sets, cache.block_size)
+        return separate_layout(sets, cache.block_size, pages=cache.groups)
     except CoreError as error:
         raise ConfigError("cache.groups", f"{cache.groups}: {error}") from error
 
@@ -313,7 +315,7 @@ def _grouped_pool(
         )
     return PoolShape(
         policy=cache.policy,
-        num_blocks=sum(counts),
+        num_blocks=pages_of(groups, counts).num_pages,
         block_size=groups.match_unit,
         kv_bytes_per_token=model.kv_bytes_per_token,
         max_model_len=longest,

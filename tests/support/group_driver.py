@@ -9,9 +9,8 @@ from slot_model import SlotModel
 from engine.core.errors import CoreError, NeverFitsError
 from engine.core.identity import TokenIdentity
 from engine.core.memory.group_layout import GroupLayout, LayerSet, separate_layout, uniform_layout
-from engine.core.memory.group_pages import PoolPages
 from engine.core.memory.group_tables import NO_PAGE, GroupTables
-from engine.core.memory.grouped import GroupedManager
+from engine.core.memory.grouped import GroupedManager, pages_of
 from engine.core.options import GroupKind, GroupPages, SchedulerLimits, Scheduling, WindowHits
 from engine.core.plan import Row, StepPlan
 from engine.core.request import Request
@@ -45,12 +44,12 @@ class GroupSetup:
     def layout(self) -> GroupLayout:
         if self.pages is GroupPages.uniform:
             return uniform_layout(self.sets, self.size)
-        return separate_layout(self.sets, self.size, state_every=self.state_every)
+        return separate_layout(self.sets, self.size, state_every=self.state_every, pages=self.pages)
 
     def manager(self) -> GroupedManager:
         layout = self.layout()
         counts = layout.page_counts(self.memory, self.longest, self.budget)
-        pages = PoolPages(layout, counts, behind_first=self.behind_first)
+        pages = pages_of(layout, counts, behind_first=self.behind_first)
         return GroupedManager(
             layout,
             pages,
@@ -113,8 +112,7 @@ class GroupSlotModel(SlotModel):
         found = sum(self.groups[live[page]].unit_bytes // slot for page, _ in self.slots if page in live)
         assert found == plan.usage.token, (found, plan.usage)
         cached = sum(1 for page in {page for page, _ in self.slots} if page not in live)
-        sizes = {share.groups[0]: share.pool.cached_blocks for share in self.manager.pages.shares}
-        assert cached == sum(sizes.values()), (cached, plan.usage)
+        assert cached == self.manager.pages.cached_pages, (cached, plan.usage)
 
     @staticmethod
     def tables(row: Row) -> GroupTables:

@@ -1,7 +1,8 @@
 """Groups of layers that keep different things of a sequence, and the pages in which they keep them.
 
 A model is a list of `LayerSet`s. `uniform_layout` turns them into groups as vLLM does: pages of one size, and as many
-layers in every group. `separate_layout` gives each set one group with a page of its own size.
+layers in every group. `separate_layout` gives each set one group with a page of its own size, for pools of their own or
+in one memory.
 """
 
 from collections.abc import Sequence
@@ -128,6 +129,11 @@ class GroupLayout:
         """Bytes of a slot, in which the states of the pool are counted."""
         return gcd(*(size for group in self.groups for size in (group.page_bytes, group.unit_bytes)))
 
+    @property
+    def chunk_bytes(self) -> int:
+        """The compatible page of `lcm` and `moving`: the smallest size that pages of every group divide."""
+        return lcm(*(group.page_bytes for group in self.groups))
+
     def page_slots(self, group: int) -> int:
         """Slots of a page of a group."""
         return self.groups[group].page_bytes // self.slot_bytes
@@ -137,12 +143,16 @@ class GroupLayout:
         return sum(group.most_blocks(tokens, chunk) * group.page_bytes for group in self.groups)
 
     def page_counts(self, memory: int, longest: int, chunk: int) -> tuple[int, ...]:
-        """Pages in `memory` bytes: of the one pool, or of each group's pool.
+        """Pages in `memory` bytes: of the one pool, or of each group's pool. Else chunks, or slots (`two_ended`).
 
         Fixed shares are as the needs of one sequence of `longest` tokens: so many of them fit into each pool alike.
         """
         if self.pages is GroupPages.uniform:
             return (memory // self.groups[0].page_bytes,)
+        if self.pages in (GroupPages.lcm, GroupPages.moving):
+            return (memory // self.chunk_bytes,)
+        if self.pages is GroupPages.two_ended:
+            return (memory // self.slot_bytes,)
         whole = self.tokens_bytes(longest, chunk)
         return tuple(memory * group.most_blocks(longest, chunk) // whole for group in self.groups)
 
@@ -222,20 +232,29 @@ def _block_size(layers: LayerSet, size: int, page: int) -> int:
 
 
 def separate_layout(
-    sets: Sequence[LayerSet], block_size: int, *, state_every: int | None = None
+    sets: Sequence[LayerSet],
+    block_size: int,
+    *,
+    state_every: int | None = None,
+    pages: GroupPages = GroupPages.separate,
 ) -> GroupLayout:
     """One group for each set, with pages of its own size. `state_every`: tokens between two states that are kept.
 
-    None keeps a state at the end of each block.
+    None keeps a state at the end of each block. `pages` says how these share the memory.
+
+    Raises:
+        CoreError: `two_ended` without two sets.
     """
     _check_sets(sets, block_size)
+    if pages is GroupPages.two_ended and len(sets) != 2:
+        raise CoreError(f"two ends serve two kinds of layers, the model has {len(sets)}")
     groups = []
     for each in sets:
         state = each.kind is GroupKind.state
         size = (state_every or block_size) if state else block_size
         page = each.layers * each.layer_bytes * (1 if state else size)
         groups.append(KVGroup(each.kind, each.layers, 0, size, each.layer_bytes, page, each.window))
-    return GroupLayout(GroupPages.separate, tuple(groups))
+    return GroupLayout(pages, tuple(groups))
 
 
 def _check_sets(sets: Sequence[LayerSet], block_size: int) -> None:

@@ -109,6 +109,11 @@ class PoolPages:
         """Pages that at least one table refers to."""
         return sum(share.pool.live_blocks for share in self.shares)
 
+    @property
+    def cached_pages(self) -> int:
+        """Pages of the prefix cache that no table refers to."""
+        return sum(share.pool.cached_blocks for share in self.shares)
+
     def slots(self) -> tuple[int, int, int]:
         """Slots of all pages, of cached ones without a reference, and of free ones without content."""
         whole = cached = free = 0
@@ -119,23 +124,26 @@ class PoolPages:
             free += (share.pool.free_blocks - share.pool.cached_blocks) * size
         return whole, cached, free
 
-    def fits(self, needs: Sequence[int], freed: Sequence[int] | None = None, spare: int = 0) -> bool:
-        """Whether `needs` pages of each group can be taken after `freed` are given back, and `spare` stay free.
+    def fits(self, needs: Sequence[int], hits: Sequence[Sequence[int]] | None = None, spare: int = 0) -> bool:
+        """Whether `needs` pages of each group can be taken beside `hits`, and `spare` stay free.
 
-        Of several pools each keeps its share of the spare pages.
+        `hits` are cached pages of each group that the taker refers to first. Of several pools each keeps its share of
+        the spare pages.
         """
-        return not any(self._lack(share, needs, freed, spare) for share in self.shares)
+        if hits is not None:
+            revived = map(self.unreferenced, range(len(needs)), hits)
+            needs = [need + len(pages) for need, pages in zip(needs, revived, strict=True)]
+        return not any(self._lack(share, needs, spare) for share in self.shares)
 
-    def _lack(self, share: PoolShare, needs: Sequence[int], freed: Sequence[int] | None, spare: int) -> bool:
+    def _lack(self, share: PoolShare, needs: Sequence[int], spare: int) -> bool:
         pool = share.pool
         need = sum(needs[group] for group in share.groups)
-        back = sum(freed[group] for group in share.groups) if freed else 0
         kept = -(-spare * pool.num_blocks // self.num_pages) if spare else 0
-        return need + kept > pool.free_blocks + back
+        return need + kept > pool.free_blocks
 
     def stranded(self, needs: Sequence[int]) -> int:
         """Free slots without content that a request of `needs` pages cannot use, because another pool lacks pages."""
-        lacking = [self._lack(share, needs, None, 0) for share in self.shares]
+        lacking = [self._lack(share, needs, 0) for share in self.shares]
         if not any(lacking):
             return 0
         return sum(
@@ -155,8 +163,14 @@ class PoolPages:
 
     # -- pages ---------------------------------------------------------------------------------------------
 
-    def take(self, group: int, count: int) -> list[int]:
-        """Take `count` pages for `group`; raises OutOfBlocksError, with nothing changed, where they are not free."""
+    def take(self, needs: Sequence[int], owner: int = 0) -> list[list[int]]:
+        """Take `needs` pages of each group, which must fit. The pages of a pool are alike: `owner` does not count.
+
+        Raises OutOfBlocksError where they are not free; then those of earlier groups are taken.
+        """
+        return [self._take(group, need) if need else [] for group, need in enumerate(needs)]
+
+    def _take(self, group: int, count: int) -> list[int]:
         share = self.shares[self._share_of[group]]
         return [block + share.offset for block in share.pool.take(count)]
 
@@ -182,10 +196,10 @@ class PoolPages:
         share = self.shares[self._share_of[group]]
         return share.pool.references(page - share.offset)
 
-    def unreferenced(self, group: int, pages: Iterable[int]) -> int:
-        """How many of `pages` no table refers to."""
+    def unreferenced(self, group: int, pages: Iterable[int]) -> list[int]:
+        """Those of `pages` that no table refers to; NO_PAGE is none."""
         share = self.shares[self._share_of[group]]
-        return sum(not share.pool.references(page - share.offset) for page in pages)
+        return [page for page in pages if page and not share.pool.references(page - share.offset)]
 
     # -- the prefix cache ----------------------------------------------------------------------------------
 

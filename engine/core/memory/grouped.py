@@ -13,15 +13,34 @@ from math import gcd
 from engine.core.calendar import DecodeCalendar
 from engine.core.errors import CoreError, InvariantError, UnknownSequenceError
 from engine.core.memory.contiguous import NeverSwaps
+from engine.core.memory.group_chunks import ChunkPages
 from engine.core.memory.group_counters import GroupCounters, GroupWaste
+from engine.core.memory.group_ends import TwoEndedPages
 from engine.core.memory.group_layout import GroupLayout, KVGroup
+from engine.core.memory.group_memory import MemoryPages
 from engine.core.memory.group_pages import PoolPages
 from engine.core.memory.group_tables import NO_PAGE, GroupKeys, GroupTables, PrefixHit, check_table
 from engine.core.memory.manager import FastForwardColumns, beyond_end
-from engine.core.options import GroupKind, WindowHits
+from engine.core.options import GroupKind, GroupPages, Retention, WindowHits
 from engine.core.plan import CopyList, SlotUsage, StaleList
 from engine.core.request import Request
 from engine.core.sequence import Group, ScheduledRow, SequenceState
+
+
+def pages_of(
+    layout: GroupLayout,
+    counts: Sequence[int],
+    *,
+    retention: Retention = Retention.lru,
+    behind_first: bool = False,
+) -> PoolPages | MemoryPages:
+    """Empty pages of a layout; `counts` as `GroupLayout.page_counts` has them."""
+    if layout.pages in (GroupPages.lcm, GroupPages.moving):
+        return ChunkPages(layout, counts[0], retention=retention, behind_first=behind_first)
+    if layout.pages is GroupPages.two_ended:
+        memory = counts[0] * layout.slot_bytes
+        return TwoEndedPages(layout, memory, retention=retention, behind_first=behind_first)
+    return PoolPages(layout, counts, retention=retention, behind_first=behind_first)
 
 
 class GroupedManager(NeverSwaps):
@@ -36,7 +55,7 @@ class GroupedManager(NeverSwaps):
     def __init__(
         self,
         layout: GroupLayout,
-        pages: PoolPages,
+        pages: PoolPages | MemoryPages,
         *,
         most_chunk: int,
         prefix_caching: bool = True,
@@ -156,12 +175,11 @@ class GroupedManager(NeverSwaps):
         lasting: list[int] = []
         at_once: list[int] = []
         end = min(whole, start + self._most_chunk if chunk_end is None else chunk_end)
-        for index, each in enumerate(self.layout.groups):
+        for each in self.layout.groups:
             had = start // each.block_size
-            revived = self.pages.unreferenced(index, (page for page in hit.pages[index] if page))
-            lasting.append(max(0, each.most_blocks(whole, self._most_chunk) - had) + revived)
-            at_once.append(max(0, each.blocks(end) - had) + revived)
-        return self.pages.fits(lasting, spare=spare_blocks) and self.pages.fits(at_once, spare=spare_blocks)
+            lasting.append(max(0, each.most_blocks(whole, self._most_chunk) - had))
+            at_once.append(max(0, each.blocks(end) - had))
+        return all(self.pages.fits(needs, hit.pages, spare_blocks) for needs in (lasting, at_once))
 
     def _hit_of(self, hits: Sequence[int]) -> PrefixHit:
         if isinstance(hits, PrefixHit):
@@ -198,12 +216,14 @@ class GroupedManager(NeverSwaps):
         eviction is vLLM's, whose `allocate_slots` calls `remove_skipped_blocks` before it counts what is free.
         """
         self._release_behind(sequence, tables)
-        return self.pages.fits(
-            [
-                max(0, group.blocks(end) - len(table))
-                for group, table in zip(self.layout.groups, tables.groups, strict=True)
-            ]
-        )
+        return self.pages.fits(self._lacking(tables, end))
+
+    def _lacking(self, tables: GroupTables, end: int) -> list[int]:
+        """Pages that each group lacks for tokens up to `end`."""
+        return [
+            max(0, group.blocks(end) - len(table))
+            for group, table in zip(self.layout.groups, tables.groups, strict=True)
+        ]
 
     def can_extend(self, rows: Sequence[ScheduledRow]) -> bool:
         """Whether the pages that the rows need are free. Releases what the windows of the sequence have left."""
@@ -231,16 +251,15 @@ class GroupedManager(NeverSwaps):
 
     def _grow(self, sequence: SequenceState, tables: GroupTables, end: int) -> int:
         self._release_behind(sequence, tables)
-        taken = 0
-        for index, group in enumerate(self.layout.groups):
-            table = tables.groups[index]
-            lacking = group.blocks(end) - len(table)
-            if lacking > 0:
-                table += self.pages.take(index, lacking)
-                self.counters.took(index, lacking, table[-1], len(table), sequence.request.final_kv_tokens)
-                taken += lacking
+        request = sequence.request
+        needs = self._lacking(tables, end)
+        for index, pages in enumerate(self.pages.take(needs, request.request_id) if any(needs) else ()):
+            if pages:
+                table = tables.groups[index]
+                table += pages
+                self.counters.took(index, len(pages), table[-1], len(table), request.final_kv_tokens)
         tables.due = min(map(self._next_change, self.layout.groups, tables.groups, tables.held))
-        return taken
+        return sum(needs)
 
     @staticmethod
     def _next_change(group: KVGroup, table: Sequence[int], held: int) -> int:
