@@ -14,7 +14,7 @@ FAST   := $(addprefix tests/e2e/test_,house_rules.py import_directions.py docume
           tests/harness/test_environment.py \
           $(addprefix tests/harness/,config metrics store replay cost sweep trace)
 
-.PHONY: setup sweep check test nightly lint gpu clean
+.PHONY: setup sweep check test nightly lint docs gpu clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
@@ -36,7 +36,7 @@ test: $(STAMP)
 
 nightly: $(STAMP)  # (with PAGETWIN_VLLM=PATH/bin/python also beside vLLM) what is too long for every day: random walks of the policy core, fuzzing of readers and requests, every model type, the kernels from their PTX, a sweep killed 50 times, fits to logs of a known truth
 	$(PY) -m pip install --quiet $(PIP_ARGS) "atheris>=2.3"
-	PAGETWIN_NIGHTLY=1 PAGETWIN_FUZZ_EXAMPLES=500 $(PY) -m pytest -n auto tests/engine/core/test_random_walks.py tests/traces/formats/test_fuzz.py tests/engine/runtime/models/test_every_type.py tests/e2e/test_bad_inputs.py tests/harness/sweep/test_plan.py tests/harness/oracle tests/harness/lessons/test_lesson_pages.py
+	PAGETWIN_NIGHTLY=1 PAGETWIN_FUZZ_EXAMPLES=500 $(PY) -m pytest -n auto tests/engine/core/test_random_walks.py tests/traces/formats/test_fuzz.py tests/engine/runtime/models/test_every_type.py tests/e2e/test_bad_inputs.py tests/harness/sweep/test_plan.py tests/harness/oracle tests/harness/lessons/test_lesson_pages.py tests/e2e/test_document_commands.py
 	PAGETWIN_NIGHTLY=1 OMP_NUM_THREADS=1 $(PY) -m pytest -n auto tests/ptx
 	$(PY) tests/nightly/fuzz_traces.py -max_total_time=600 -rss_limit_mb=4000
 	PAGETWIN_FUZZ_SECONDS=600 $(PY) -m pytest -n 2 tests/harness/serve/test_odd_requests.py
@@ -47,6 +47,10 @@ lint: $(STAMP)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+
+docs: $(STAMP)  # build/site; a broken link between pages fails
+	$(PY) -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
 
 gpu:  # no set-up: a GPU machine may have no network; PYTHON must have torch and the packages that it names
 	PYTHONPATH=.:kernels:tests:$(PYTHONPATH) $(if $(wildcard $(PY)),$(PY),$(PYTHON)) -m gpu_acceptance.run $(if $(PART),--part $(PART)) $(if $(OUT),--out "$(OUT)") $(ARGS)

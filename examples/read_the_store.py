@@ -16,8 +16,10 @@ from harness.cli.main import main as pagetwin
 SWEEP = "sweep measure=false cost=roofline cache.block_size=8,32 workload.prefix_share=0.5 workload.num_requests=50"
 COLUMNS = {
     "config.cache.block_size": "block size",
+    "config.cache.prefix_caching": "caching",
     "simulated.hit_ratio": "hit ratio",
     "simulated.internal_of_allocated": "wasted",
+    "simulated.request_throughput": "requests/s",
     "simulated.ttft_p99": "TTFT p99 (s)",
     "comparison.ttft_p99.error": "error",  # against the measured side; empty without one
 }

@@ -1,7 +1,7 @@
 """Reproduced figures as files: a picture and a CSV for each, `results.json`, a README, and one HTML page."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -82,7 +82,7 @@ def write_results(results: Sequence[Result], folder: Path, order: Sequence[str])
         if f"{one.name}.svg" in out or (folder / f"{one.name}.svg").exists()
     }
     out[KEPT] = (json.dumps([asdict(one) for one in ordered], indent=1, ensure_ascii=False) + "\n").encode()
-    out["README.md"] = _readme(ordered, [name for name in order if name not in found]).encode()
+    out["README.md"] = _readme(ordered, svgs, [name for name in order if name not in found]).encode()
     out[PAGE] = _page(ordered, svgs).encode()
     write_files(folder, out)
     return folder / PAGE
@@ -101,7 +101,7 @@ def read_kept(folder: Path) -> dict[str, Kept]:
         ) from None
 
 
-def _readme(found: Sequence[Kept], missing: Sequence[str]) -> str:
+def _readme(found: Sequence[Kept], drawn: Container[str], missing: Sequence[str]) -> str:
     lines = [
         "# Published figures, reproduced",
         "",
@@ -116,6 +116,8 @@ def _readme(found: Sequence[Kept], missing: Sequence[str]) -> str:
         lines += ["", f"Not run yet: {', '.join(missing)}."]
     for one in found:
         lines += ["", f"## {one.name}", "", f"{one.figure} of {one.source}: {one.title}. {one.data}", ""]
+        if one.name in drawn:
+            lines += [f"![{one.figure}: {one.title}]({one.name}.svg)", ""]
         if one.bars:
             lines += [f"| | printed, {one.unit} | ours | error |", "|---|---|---|---|"]
             lines += [

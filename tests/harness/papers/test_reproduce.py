@@ -154,6 +154,7 @@ def test_a_later_figure_is_added_to_the_page(tmp_path, capsys) -> None:
     readme = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     assert "| 64 KB most waste, MB | 15 | 15 | +0.0 % |" in readme
     assert "Not run yet: jenga, " in readme
+    assert "](vattention_table8.svg)" in readme
     assert (tmp_path / "out" / "vattention_table8.svg").stat().st_size > 1000
 
 
