@@ -15,9 +15,10 @@ from harness.store.atomic import exclusive
 from harness.store.commit import Layout
 from harness.store.errors import ForeignFileError
 from harness.store.manifest import Manifest, read_manifest, with_report, write_manifest
-from harness.store.reading import StoreContent, essentials, read_store
+from harness.store.reading import StoreContent, read_store
 from harness.store.remote import RemoteStore, shown
 from harness.store.summary import SummaryRows, write_summary
+from harness.store.survey import survey
 from harness.sweep.execute import Outcome
 
 INTERRUPTED = 130
@@ -336,7 +337,7 @@ def _kernels(named: str | None, root: Path, manifest: Manifest | None) -> Path |
 def status_command(arguments: Arguments) -> int:
     """Print which points of a store are done, which failed and where the traceback is, and which are left."""
     root, _ = opened_store(arguments.flags.store)
-    manifest, content = _manifest(root), read_store(root, essentials)
+    manifest, content = _manifest(root), survey(root)
     show_problems(content.problems, say)
     if manifest is None:
         done, failed = numbered(len(content.records), "point"), len(content.failures)

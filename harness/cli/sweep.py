@@ -29,8 +29,9 @@ from harness.store.atomic import check_writable, exclusive, remove_leftovers
 from harness.store.commit import Layout
 from harness.store.errors import StoreError
 from harness.store.manifest import Manifest, SweepPoint, keep_report, write_manifest
-from harness.store.reading import StoreContent, essentials, read_store
+from harness.store.reading import StoreContent
 from harness.store.remote import RemoteStore, shown
+from harness.store.survey import survey
 from harness.sweep.estimate import Pace, at_once, pace_of
 from harness.sweep.execute import Outcome, PointRunner, execute
 from harness.sweep.plan import (
@@ -158,7 +159,7 @@ def _finish(sweep: SweepPlan, manifest: Manifest, outcome: Outcome, report: Repo
 
 
 def _read(out: Path) -> StoreContent:
-    content = read_store(out, essentials)
+    content = survey(out)
     show_problems(content.problems)
     return content
 

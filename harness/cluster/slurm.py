@@ -21,7 +21,8 @@ from harness.config.errors import ConfigError
 from harness.console import numbered
 from harness.store.commit import Layout
 from harness.store.errors import ForeignFileError, StoreError, StoreVersionError
-from harness.store.reading import essentials, read_record, read_store
+from harness.store.reading import read_record
+from harness.store.survey import survey
 from harness.sweep.estimate import Pace, pace_of
 from harness.sweep.execute import Done, PointRunner, store_failure
 from harness.sweep.plan import PlannedPoint, PointChecks, SweepPlan
@@ -161,7 +162,7 @@ class _Driver:
         simulated = [point for point in rest if not point.config.measure]
         measured = [point for point in rest if point.config.measure]
         if self.pace is None:
-            self.pace = pace_of(read_store(self.order.out, essentials).records.values())
+            self.pace = pace_of(survey(self.order.out).records.values())
         groups = [
             *groups_of(simulated, self.pace, execute.jobs, execute.job_min_s),
             *((point,) for point in alone),

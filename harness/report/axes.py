@@ -208,10 +208,15 @@ def comparison_table(
     return pd.DataFrame(rows, columns=columns).astype(dict.fromkeys(VALUES, "float64"))
 
 
+def point_cells(record: Mapping[str, Any], axes: Axes) -> list[str]:
+    """Label, policy and axes of a point as text, as its lines in a CSV begin."""
+    settings = _settings(record, axes)
+    return [_cell(settings[key]) for key in ("point", POLICY, *axes.values)]
+
+
 def comparison_lines(record: Mapping[str, Any], axes: Axes) -> Iterator[list[str]]:
     """The rows of `comparison_table` of one point as text, as its CSV has them."""
-    settings = _settings(record, axes)
-    first = [_cell(settings[key]) for key in ("point", POLICY, *axes.values)]
+    first = point_cells(record, axes)
     for row in record.get("comparison") or ():
         numbers = [row.get(key) for key in VALUES]
         yield [

@@ -230,7 +230,10 @@ def _table_sections(study: Study, axes: Axes) -> list[Section]:
         Section(
             "tables",
             "Tables",
-            ["All metrics of all points are in figures/points.csv, and in the store's summary.parquet."],
+            [
+                "All metrics of all points are in figures/points.csv (of a large sweep: points_wide.csv), and in the "
+                "store's summary.parquet."
+            ],
             tables=[tables.points_table(study.records, axes), *detail],
         ),
         Section("definitions", "What the metrics mean", tables=[tables.definitions_table()]),

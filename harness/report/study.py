@@ -1,5 +1,7 @@
 """A sweep read from its store: records, failures, and the files that could not be read."""
 
+import os
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -11,7 +13,8 @@ from harness.report.thinning import MOST_SHOWN, MOST_WHOLE, shown_points
 from harness.store.commit import Layout
 from harness.store.errors import ForeignFileError
 from harness.store.manifest import Manifest, read_manifest
-from harness.store.reading import finished_points, read_store, read_table
+from harness.store.reading import finished_points, point_names, read_store, read_table
+from harness.store.survey import Seen, files_state, seen_point
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -116,7 +119,8 @@ def read_study(root: Path, *, shown_only: bool = False) -> Study:
     """
     manifest, problems = _manifest(root)
     asked = {point.fingerprint: point.overrides for point in manifest.points} if manifest else {}
-    there = {key: words for key, words in asked.items() if Layout(root).record(key).exists()}
+    found = set(point_names(root))
+    there = {key: asked[key] for key in asked if key in found and os.path.exists(Layout(root).record(key))}
     shown = set(shown_points(there, MOST_WHOLE, MOST_SHOWN))
     later = there.keys() - shown if shown_only else set()
     unfinished: dict[str, str] = {}
@@ -185,7 +189,7 @@ class EveryRecord:
     """The finished ones of some points, one by one and in their order, also those that are not shown.
 
     Each is given as it is stored, and with those overrides alone that tell it from the others. What is found on the way
-    is noted: damaged records, and requests that did not finish.
+    is noted: damaged records, requests that did not finish, and what a later survey of the store needs.
     """
 
     root: Path
@@ -193,20 +197,26 @@ class EveryRecord:
     count: int = 0
     problems: list[str] = field(default_factory=list)
     unfinished: dict[str, str] = field(default_factory=dict)
+    seen: list[Seen] = field(default_factory=list)
 
     def __iter__(self) -> Iterator[tuple[Record, Record]]:
-        for record in finished_points(self.root, self.asked, self.problems):
-            named = _named(record, self.asked)
-            self.count += 1
-            if words := unfinished_text(record):
-                self.unfinished[point_label(named)] = words
-            yield record, named
+        now_ns = time.time_ns()
+        for name in self.asked:
+            files = files_state(self.root, name, now_ns)
+            for record in finished_points(self.root, [name], self.problems):
+                named = _named(record, self.asked)
+                self.count += 1
+                if words := unfinished_text(record):
+                    self.unfinished[point_label(named)] = words
+                self.seen.append(seen_point(record, files))
+                yield record, named
 
     def add(self, other: "EveryRecord") -> None:
         """Take over what another one found."""
         self.count += other.count
         self.problems += other.problems
         self.unfinished |= other.unfinished
+        self.seen += other.seen
 
     def corrected(self, study: Study) -> Study:
         """The study with the counts and problems of all points."""

@@ -55,7 +55,7 @@ def thinned(study: Study) -> list[str]:
         return []
     return [
         f"Shown are {len(study.records):,} of {study.total:,} points: a grid of the values of each setting, spread "
-        "evenly. Figures and answers rest on these; figures/points.csv and summary.parquet have all points."
+        "evenly. Figures and answers rest on these; figures/points_wide.csv and summary.parquet have all points."
     ]
 
 

@@ -4,19 +4,20 @@ import csv
 import io
 import os
 from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.config.schema import Figures
 from harness.report import verdict_text
-from harness.report.axes import POLICY, VALUES, Axes, comparison_lines, find_axes
+from harness.report.axes import POLICY, VALUES, Axes, comparison_lines, find_axes, point_cells
 from harness.report.page import ExtraSection, SectionMaker, build_page
 from harness.report.study import EveryRecord, Record, ReportError, Study, asked_points, read_study
 from harness.report.style import Drawing, Missing, Picture, pdf_bytes, style, svg_bytes
 from harness.store.atomic import growing, write_files
 from harness.store.errors import StoreError
 from harness.store.summary import SummaryRows
+from harness.store.survey import keep_survey
 from harness.workers import in_workers
 
 if TYPE_CHECKING:
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
 
 
 PAGE = "index.html"
+LONG, WIDE = (
+    "points.csv",
+    "points_wide.csv",
+)  # a line for each point and metric; of a large sweep one for each point
 _MOST_CURVES = 6
 _PART = 1000  # points that are read at a time
 _WORTH_WORKERS = 5  # parts; of fewer, processes would take longer to start than they save
@@ -75,11 +80,12 @@ def _write(
     pictures, added, files = _drawn(study, axes, additions, figures)
     streamed = study.is_thinned or rows is not None
     if not streamed:
-        files["points.csv"] = _points_csv(study.records, axes)
+        files[LONG] = _points_csv(study.records, axes)
     svgs = {name: files[f"{name}.svg"] for name, picture in pictures.items() if isinstance(picture, Drawing)}
     write_files(folder / "figures", files)
     if streamed:
-        study = _write_points(study, axes, folder / "figures", rows)
+        rows = SummaryRows() if rows is None else rows
+        study = _write_points(study, axes, folder / "figures", rows, keep=folder == study.root / "report")
     verdict_text.remember(study)
     text = build_page(study, axes, pictures, svgs, added)
     write_files(folder, {PAGE: text.encode()})
@@ -120,47 +126,72 @@ def _missing(name: str) -> Missing:
     )
 
 
-@dataclass(frozen=True)
-class _Part:
-    """Some points of a large sweep, and what is made of each of them."""
-
-    every: EveryRecord
-    axes: Axes
-    summarised: bool
-
-
-def _tables_of(part: _Part) -> tuple[str, Any, EveryRecord]:
-    """Lines of `points.csv`, rows of the summary, and what was found while the points were read."""
-    text, rows = io.StringIO(newline=""), SummaryRows()
-    lines = csv.writer(text, lineterminator="\n")
-    for stored, record in part.every:
-        lines.writerows(comparison_lines(record, part.axes))
-        if part.summarised:
-            rows.add(dict(stored))
-    return text.getvalue(), rows.table() if part.summarised else None, replace(part.every, asked={})
+def _rows_of(part: tuple[EveryRecord, Axes]) -> tuple[list[Sequence[str]], list[bytes], EveryRecord]:
+    """Columns of settings, rows of the summary, and what was found while the points were read."""
+    every, axes = part
+    cells, rows = [], SummaryRows()
+    for stored, record in every:
+        cells.append(point_cells(record, axes))
+        rows.add(dict(stored))
+    return list(zip(*cells, strict=True)), rows.parts(), replace(every, asked={})
 
 
-def _write_points(study: Study, axes: Axes, folder: Path, rows: SummaryRows | None) -> Study:
-    """Write `points.csv` of all points; returns the study with what was found in them.
+def _write_points(study: Study, axes: Axes, folder: Path, rows: SummaryRows, *, keep: bool) -> Study:
+    """Write `points_wide.csv` of all points; returns the study with what was found in them.
 
-    Many points are read in several processes. `rows` gets the row of every point.
+    Many points are read in several processes. `rows` gets the row of every point. With `keep` the store gets what a
+    survey of it needs.
     """
+    import pyarrow as pa
+
     asked = list(asked_points(study).items())
     parts = [
-        _Part(EveryRecord(study.root, dict(asked[first : first + _PART])), axes, rows is not None)
+        (EveryRecord(study.root, dict(asked[first : first + _PART])), axes)
         for first in range(0, len(asked), _PART)
     ]
     workers = min(os.cpu_count() or 1, _MOST_WORKERS) if len(parts) >= _WORTH_WORKERS else 1
     all_found = EveryRecord(study.root, {})
-    with growing(folder, "points.csv") as file:
-        lines = csv.writer(file, lineterminator="\n")
-        lines.writerow(["point", POLICY, *axes.values, "metric", "unit", *VALUES])
-        for text, table, found in in_workers(_tables_of, parts, workers):
-            file.write(text)
-            all_found.add(found)
-            if rows is not None:
-                rows.add_part(table)
+    names = ["point", POLICY, *axes.values]
+    heads = [pa.table({name: pa.array([], pa.string()) for name in names})]
+    for columns, packed, found in in_workers(_rows_of, parts, workers):
+        heads += [pa.table([pa.array(each, pa.string()) for each in columns], names)] if columns else []
+        all_found.add(found)
+        for part in packed:
+            rows.add_part(part)
+    _write_wide(folder, pa.concat_tables(heads), rows)
+    if keep:
+        keep_survey(study.root, all_found.seen)
     return all_found.corrected(study)
+
+
+def _write_wide(folder: Path, heads: Any, rows: SummaryRows) -> None:
+    """One line for each point: its settings, and a column for each figure that any point has.
+
+    The column of a predicted figure has the name of its metric, any other `METRIC.SIDE`.
+    """
+    import pyarrow as pa
+    from pyarrow.csv import CSVWriter
+
+    place, writer = 0, None
+    with growing(folder, WIDE) as file:
+        for table in rows.tables():
+            figures = {
+                name: table[name] for name in table.column_names if _is_figure(table.schema.field(name))
+            }
+            own = heads.slice(place, table.num_rows)
+            place += table.num_rows
+            whole = pa.table([*own.columns, *figures.values()], [*own.column_names, *map(_plain, figures)])
+            writer = writer or CSVWriter(file.buffer, whole.schema)
+            writer.write_table(whole)
+
+
+def _is_figure(column: Any) -> bool:
+    section, _, name = column.name.partition(".")
+    return section == "comparison" and name.rpartition(".")[2] in VALUES and str(column.type) != "null"
+
+
+def _plain(column: str) -> str:
+    return column.removeprefix("comparison.").removesuffix(".simulated")
 
 
 def _figure_files(picture: Picture, *, pdf: bool = True) -> dict[str, bytes]:
@@ -194,6 +225,7 @@ def _unwritable(folder: Path, error: StoreError) -> ReportError:
 
 def _remove_old_figures(folder: Path, names: Container[str], files: Container[str]) -> None:
     """Remove figures of an earlier report that this one does not have. Files of other names stay."""
+    (folder / (WIDE if LONG in files else LONG)).unlink(missing_ok=True)
     for path in folder.iterdir():
         ours = path.stem in names or path.stem.startswith(("curve_", "kernel_"))
         if ours and path.suffix in (".svg", ".pdf", ".csv") and path.name not in files:

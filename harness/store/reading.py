@@ -1,5 +1,6 @@
 """Reading a store: complete records are returned; damaged or foreign files are named and skipped."""
 
+import os
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -56,7 +57,7 @@ def record_fault(record: Mapping[str, Any]) -> str | None:
 
 
 def _is_row(row: object) -> bool:
-    return isinstance(row, dict) and row.keys() >= _ROW_KEYS and set(map(type, row.values())) <= _PLAIN
+    return type(row) is dict and row.keys() >= _ROW_KEYS and _PLAIN.issuperset(map(type, row.values()))
 
 
 @dataclass
@@ -79,30 +80,60 @@ def read_store(
     Raises:
         StoreVersionError: a file was written by a version of PageTwin with another record schema.
     """
-    layout, content = Layout(root), StoreContent()
-    folders = sorted(layout.points.iterdir()) if layout.points.is_dir() else []
-    for folder in folders:
-        for path, found in (
-            (layout.record(folder.name), content.records),
-            (layout.failure(folder.name), content.failures),
-        ):
-            if not (folder.name in without and path.name == "record.json") and path.exists():
-                _collect(path, folder.name, found, content.problems, keep)
+    content = StoreContent()
+    for name in point_names(root):
+        read_point(root, name, content, keep, failure_alone=name in without)
     return content
+
+
+def point_names(root: Path) -> list[str]:
+    """The names of the points that have a folder, sorted."""
+    try:
+        return sorted(os.listdir(Layout(root).points))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def read_point(
+    root: Path,
+    name: str,
+    content: StoreContent,
+    keep: Callable[[Record], Record] | None,
+    *,
+    failure_alone: bool = False,
+) -> None:
+    """Add the record and the failure of a point to `content`, as far as they are there."""
+    if not failure_alone:
+        _collect_if_there(Layout(root).record(name), content.records, content.problems, keep)
+    _collect_if_there(Layout(root).failure(name), content.failures, content.problems, keep)
 
 
 def essentials(record: Record) -> Record:
     """What says of which kind a finished point is and how long it took: its settings, requests and seconds."""
     trace, seconds = record.get("trace") or {}, record.get("seconds") or {}
-    kept: Record = {name: record[name] for name in ("label", "error") if name in record}
     known = {name: seconds[name] for name in ("point",) if name in seconds}
     requests = {name: trace[name] for name in ("requests",) if name in trace}
     config = record.get("config") or {}
-    sections = {name: config[name] for name in ("measure", *_KIND_SECTIONS) if name in config}
-    return {**kept, "config": sections, "trace": requests, "seconds": known}
+    sections: dict[str, Any] = {name: config[name] for name in ("measure",) if name in config}
+    for name, keys in _KIND.items():
+        section = config.get(name)
+        sections[name] = {key: section[key] for key in keys if key in section} if section else {}
+    return {"config": sections, "trace": requests, "seconds": known}
 
 
-_KIND_SECTIONS = ("replay", "cache", "decoding", "model", "device", "cost")
+def failed_point(failure: Record) -> Record:
+    """What is said of a failed point: its settings and its error in one line."""
+    return {name: failure[name] for name in ("label", "error") if name in failure}
+
+
+_KIND = {
+    "replay": ("repeats",),
+    "cache": ("policy",),
+    "decoding": ("beam_width",),
+    "model": ("name", "path"),
+    "device": ("name",),
+    "cost": ("kind",),
+}
 
 
 def finished_points(root: Path, names: Iterable[str], problems: list[str]) -> Iterator[Record]:
@@ -111,11 +142,9 @@ def finished_points(root: Path, names: Iterable[str], problems: list[str]) -> It
     Raises:
         StoreVersionError: a file was written by a version of PageTwin with another record schema.
     """
-    layout = Layout(root)
     for name in names:
         found: dict[str, Record] = {}
-        if layout.record(name).exists():
-            _collect(layout.record(name), name, found, problems, None)
+        _collect_if_there(Layout(root).record(name), found, problems, None)
         yield from found.values()
 
 
@@ -180,13 +209,14 @@ def point_fault(path: Path, value: Record) -> str | None:
     return next(filter(None, faults), None)
 
 
-def _collect(
+def _collect_if_there(
     path: Path,
-    fingerprint: str,
     found: dict[str, Record],
     problems: list[str],
     keep: Callable[[Record], Record] | None,
 ) -> None:
+    if not os.path.exists(path):
+        return
     try:
         value = read_record(path)
         wrong = point_fault(path, value) if path.name == "record.json" else None
@@ -195,4 +225,4 @@ def _collect(
     except ForeignFileError as error:
         problems.append(f"skipped {error}")
     else:
-        found[fingerprint] = keep(value) if keep else value
+        found[path.parent.name] = keep(value) if keep else value

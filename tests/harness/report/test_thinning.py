@@ -5,6 +5,7 @@ from itertools import product
 from pathlib import Path
 from shutil import copytree
 
+import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 from synthetic_store import grid, write_store
@@ -12,8 +13,9 @@ from synthetic_store import grid, write_store
 from harness.cli import report as command
 from harness.config.errors import UserError
 from harness.config.schema import Figures
+from harness.metrics import METRICS
 from harness.report import study, verdict_lines, write
-from harness.report.axes import comparison_table, find_axes
+from harness.report.axes import VALUES, comparison_table, find_axes
 from harness.report.study import EveryRecord, asked_points, read_study
 from harness.report.thinning import shown_points, spread
 from harness.store.commit import Layout
@@ -79,18 +81,39 @@ def reported(tmp_path_factory: pytest.TempPathFactory, few: None) -> Path:
 def test_the_page_says_how_many_points_it_shows_and_where_all_are(reported: Path) -> None:
     text = (reported / "report" / "index.html").read_text()
     assert "Shown are 12 of 16 points" in text
-    assert "figures/points.csv" in text
+    assert "figures/points_wide.csv" in text
 
 
-def test_the_table_of_points_has_all_points_as_a_small_report_has_them(
+def test_the_table_of_points_has_the_figures_of_all_points_that_a_small_report_has(
     reported: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(study, "MOST_WHOLE", 1000)
     records = read_study(reported).records
-    whole = comparison_table(records, find_axes(records)).to_csv(
-        index=False, float_format="%.9g", lineterminator="\n"
-    )
-    assert (reported / "report" / "figures" / "points.csv").read_text() == whole
+    table = comparison_table(records, find_axes(records)).set_index(["point", "metric"])[list(VALUES)]
+    small = {(*key, side): value for key, row in table.iterrows() for side, value in row.dropna().items()}
+    wide = pd.read_csv(reported / "report" / "figures" / "points_wide.csv", index_col="point")
+    found = {
+        (point, *((name, "simulated") if name in METRICS else name.rsplit(".", 1))): value
+        for name in wide.columns[list(wide.columns).index("ttft_mean") :]
+        for point, value in wide[name].dropna().items()
+    }
+    assert found == small
+
+
+def test_the_table_of_points_begins_with_the_settings_of_each(reported: Path) -> None:
+    wide = pd.read_csv(reported / "report" / "figures" / "points_wide.csv")
+    assert set(wide["cache.block_size"]) >= {8, 16, 32}
+    assert list(wide.columns[:2]) == ["point", "cache.policy"]
+
+
+def test_a_table_with_a_line_for_each_figure_of_an_earlier_smaller_report_goes(
+    reported: Path, tmp_path: Path
+) -> None:
+    root = tmp_path / "copy"
+    copytree(reported, root)
+    (root / "report" / "figures" / "points.csv").write_text("an earlier one")
+    command.write_report(root, read_manifest(root), figures=Figures.none)
+    assert not (root / "report" / "figures" / "points.csv").exists()
 
 
 def test_the_summary_has_all_points(reported: Path) -> None:
@@ -132,7 +155,7 @@ def test_parts_that_are_read_in_several_processes_give_the_same_files(
     copytree(reported, copy)
     command.write_report(copy, read_manifest(copy), target=tmp_path, figures=Figures.none)
     assert started == [2]
-    points = "figures/points.csv"
+    points = "figures/points_wide.csv"
     assert (tmp_path / points).read_bytes() == (reported / "report" / points).read_bytes()
     assert pq.read_table(tmp_path / "summary.parquet").equals(pq.read_table(Layout(reported).summary))
 
