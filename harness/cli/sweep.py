@@ -134,6 +134,7 @@ def _run(
         if remote is not None:
             remote.push_rest()
     if not todo:
+        remove_leftovers(sweep.out)  # of jobs of a cluster, which finished all while no command ran
         say(f"nothing left to do: all {len(sweep.points)} points are in {shown(sweep.out)}")
         return _finish(sweep, manifest, Outcome(len(sweep.points), (), interrupted=False), report)
     expected = pace.duration(todo, min(at_once(sweep), len(todo)))

@@ -29,7 +29,8 @@ from harness.sweep.execute import (
     run_in_workers,
     store_failure,
 )
-from harness.sweep.plan import PlannedPoint, fingerprint
+from harness.sweep.fingerprint import fingerprint
+from harness.sweep.plan import PlannedPoint
 
 if TYPE_CHECKING:
     from submitit.helpers import DelayedSubmission

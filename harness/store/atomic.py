@@ -18,6 +18,7 @@ from harness.store.errors import BusyStoreError, write_failed
 _LOCK = ".lock"
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<owner>[\w-]+)\.tmp")
 _PROBE = re.compile(r"probe-(?P<owner>[\w-]+)")
+_MAYBE = re.compile(r"\..+\.tmp$|probe-")
 _OWNER = re.compile(r"(?:(?P<host>\w+)-)?(?P<pid>\d{1,9})(?:-(?P<start>\d+))?")
 
 
@@ -91,7 +92,8 @@ def check_writable(folder: Path) -> None:
 
 def remove_leftovers(folder: Path) -> int:
     """Delete the files that processes left behind when they were killed while writing; returns their number."""
-    gone = [path for path in (*folder.rglob(".*.tmp"), *folder.rglob("probe-*")) if _is_abandoned(path)]
+    files = (Path(top, name) for top, _, names in os.walk(folder) for name in names if _MAYBE.match(name))
+    gone = [path for path in files if _is_abandoned(path)]
     for path in gone:
         path.unlink(missing_ok=True)
     return len(gone)

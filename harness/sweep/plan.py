@@ -1,21 +1,22 @@
 """Planning: overrides become points. Every point is composed, checked and named before any point runs.
 
-If any point is invalid, nothing runs: `SweepPlanError` lists all of them, grouped by reason. The fingerprint of a point
-is a hash of everything that its result depends on.
+If any point is invalid, nothing runs: `SweepPlanError` lists all of them, grouped by reason.
 """
 
 import gc
 import hashlib
-import json
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, is_dataclass, replace
-from itertools import product
+from dataclasses import dataclass, replace
+from importlib import import_module
+from itertools import islice, product
 from math import prod
 from os.path import expanduser
 from pathlib import Path
-from typing import Any, Protocol, get_type_hints
+from types import ModuleType
+from typing import Any, Protocol
 
 import yaml
 
@@ -28,11 +29,11 @@ from harness.config.option_files import is_option_file
 from harness.config.overrides import MOST_POINTS, Axis, Setting, parse_overrides
 from harness.config.paths import check_paths
 from harness.config.ranges import value_of
-from harness.config.schema import DecodingConfig, ModelConfig, RunConfig
-from harness.config.values import PerObject
+from harness.config.schema import RunConfig
 from harness.console import shortened
-from harness.store.commit import SCHEMA
 from harness.store.remote import local_place
+from harness.sweep.fingerprint import fingerprint
+from harness.workers import in_workers
 
 DEFAULT_EXPERIMENT = "default"
 DEFAULT_LABEL = "the default point"
@@ -44,19 +45,9 @@ UNLABELLED = (
     *(*FIXED, "cost.cache_dir", "cost.recalibrate", "cost.kernels"),
     *("replay.compiled", "oracle.python"),
 )
-# Settings that do not change a point's result.
-_NOT_IDENTITY = (
-    *("name", "out", "workers", "report", "execute", "trace.path"),
-    *("cost.cache_dir", "cost.kernels", "cost.operators", "replay.compiled", "oracle.python"),
-)
-_SECTIONS = get_type_hints(RunConfig)
-_IDENTIFYING = tuple(
-    (name, kind if is_dataclass(kind) else None)
-    for name, kind in sorted(_SECTIONS.items())
-    if name not in _NOT_IDENTITY
-)
-_PATHS = {ModelConfig: ("path",), DecodingConfig: ("draft_path", "beam_parents")}  # absolute in a fingerprint
-_FINGERPRINT_BYTES = 16
+_WORTH_WORKERS = 10_000  # points; fewer are planned before processes have started
+_PART = 2000  # points that a process plans at a time
+_MOST_WORKERS = 8  # processes, of some 0.1 GB each
 _LISTED = 8  # bad points of one reason that are named one by one
 _LONGEST_NAME = 80  # of a run's folder, in characters
 _TOO_LARGE = (
@@ -101,49 +92,6 @@ class SweepPlanError(UserError):
         if len(labels) > _LISTED:
             return [f"  at {len(labels):,} points, for example {labels[0]}"]
         return [f"  at {label}" for label in labels]
-
-
-def fingerprint(config: RunConfig, identity: Mapping[str, Any]) -> str:
-    """The identifier of a point (32 hexadecimal digits): a hash of its configuration and of `identity`.
-
-    Args:
-        config: validated and normalised. Four things do not count: the output folder, the report settings, the number
-            of workers, and the paths of traces and timed kernels. `identity` holds the digests of their content.
-        identity: trace digest, code version, device and cost model, from `harness.point.point_identity`.
-    """
-    parts = [
-        f'"{name}": {_section_text(getattr(config, name)) if kind is not None else _json(getattr(config, name))}'
-        for name, kind in _IDENTIFYING
-    ]
-    text = f"[{SCHEMA}, {{{', '.join(parts)}}}, {_json(identity)}]"  # as JSON with sorted keys
-    return hashlib.blake2b(text.encode(), digest_size=_FINGERPRINT_BYTES).hexdigest()
-
-
-def _identity_text(section: Any) -> str:
-    """The settings of a section on which a result depends, as JSON with sorted keys."""
-    content, kind = dict(vars(section)), type(section)
-    for key in _NOT_IDENTITY:
-        name, _, inner = key.rpartition(".")
-        if name and kind is _SECTIONS[name]:
-            del content[inner]
-    for inner in _PATHS.get(kind, ()):
-        if content[inner] is not None:
-            content[inner] = str(Path(content[inner]).resolve())
-    return _json(content)
-
-
-_identity_texts = PerObject(_identity_text, 1 << 12)
-
-
-def _section_text(section: Any) -> str:
-    """The text of a section, which points share; not remembered where it depends on the working directory."""
-    for inner in _PATHS.get(type(section), ()):
-        if getattr(section, inner) is not None:
-            return _identity_text(section)
-    return _identity_texts(section)
-
-
-_json = json.JSONEncoder(sort_keys=True, default=str).encode
 
 
 @dataclass(frozen=True)
@@ -293,23 +241,59 @@ def plan_sweep(
         SweepPlanError: lists every point that cannot run.
     """
     total = _check_size(request)
-    shared: SharedErrors = {}
     points: dict[str, PlannedPoint] = {}
     same: list[tuple[str, str]] = []
     bad: list[BadPoint] = []
     with _rare_collections():
-        for number, settings in enumerate(product(*(axis.settings for axis in request.axes)), start=1):
-            varying = _varying(settings, request)
-            point = _plan_point(settings, varying, checks, shared)
+        planned = zip(_combinations(request), _planned(request, checks, total), strict=True)
+        for number, (settings, point) in enumerate(planned, start=1):
             if isinstance(point, BadPoint):
                 bad.append(point)
             elif points.setdefault(point.fingerprint, point) is not point:
-                same.append((_label(varying), points[point.fingerprint].label))
+                same.append((_label(_varying(settings, request)), points[point.fingerprint].label))
             if progress is not None:
                 progress(number, total)
     if bad:
         raise SweepPlanError(tuple(bad), total)
     return _sweep_plan(request, tuple(points.values()), tuple(same))
+
+
+def _combinations(request: SweepRequest) -> Iterator[Settings]:
+    return product(*(axis.settings for axis in request.axes))
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The points of a request with these numbers. `checks` is the name of a module where a process gets the part."""
+
+    request: SweepRequest
+    checks: PointChecks | str
+    first: int
+    end: int
+
+
+def _planned(request: SweepRequest, checks: PointChecks, total: int) -> Iterator[PlannedPoint | BadPoint]:
+    """Every point in its order. Very many are planned in several processes, if these can import `checks`."""
+    if total < _WORTH_WORKERS or not isinstance(checks, ModuleType):
+        return _plan_part(_Part(request, checks, 0, total))
+    parts = [
+        _Part(request, checks.__name__, first, min(first + _PART, total)) for first in range(0, total, _PART)
+    ]
+    workers = min(os.cpu_count() or 1, _MOST_WORKERS)
+    return (point for part in in_workers(_plan_list, parts, workers) for point in part)
+
+
+def _plan_list(part: _Part) -> list[PlannedPoint | BadPoint]:
+    """A task of a worker process."""
+    with _rare_collections():
+        return list(_plan_part(part))
+
+
+def _plan_part(part: _Part) -> Iterator[PlannedPoint | BadPoint]:
+    checks = import_module(part.checks) if isinstance(part.checks, str) else part.checks
+    shared: SharedErrors = {}
+    for settings in islice(_combinations(part.request), part.first, part.end):
+        yield _plan_point(settings, _varying(settings, part.request), checks, shared)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from harness.point.cost import check_cost, resolve_cost_kind
 from harness.replay.cost_model import CostSource
 from harness.replay.features import FEATURES, feature_index
 from harness.replay.streaming import GridHull
-from harness.sweep.plan import fingerprint
+from harness.sweep.fingerprint import fingerprint
 
 TINY = {"heads": 8, "kv_heads": 4, "head_dim": 32, "dtype": "fp32"}
 LAYERS = 4

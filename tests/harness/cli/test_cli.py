@@ -5,6 +5,7 @@ import json
 import os
 import shlex
 import shutil
+import subprocess
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -293,6 +294,17 @@ def test_status_names_files_that_are_not_whole(cli: Cli, tmp_path: Path) -> None
     _, out, _ = cli("status", "results/default")
     assert "record.json: truncated or not JSON" in out
     assert "1 of 2 points done" in out
+
+
+def test_a_finished_sweep_removes_what_a_killed_process_left_in_its_store(cli: Cli, tmp_path: Path) -> None:
+    cli(*sweep("workload.seed=1,2"))
+    folder = next(tmp_path.rglob("record.json")).parent
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    left = folder / f".record.json.{ended.pid}.tmp"
+    left.write_text("{")
+    assert "nothing left to do" in cli(*sweep("workload.seed=1,2"))[1]
+    assert not left.exists()
 
 
 def test_report_is_written_again_from_the_store(cli: Cli, tmp_path: Path) -> None:

@@ -160,7 +160,9 @@ def test_jobs_wait_for_a_drained_node_and_a_resume_finishes_them(sweep: Sweep) -
     try:
         driver = sweep.start()
         sweep.wait_until("3 jobs of 3 waiting in Slurm", driver)
-        assert "DRAINED" in sweep.said
+        assert (
+            "DRAINED" in sweep.said or "UnavailableNodes" in sweep.said
+        )  # by the part of Slurm that looked last
         driver.send_signal(signal.SIGINT)
         assert driver.wait() == 130
         assert sweep.records() == []

@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import fake_point
 import pytest
 
 from harness.config.errors import ConfigError, UnknownKeyError, UserError
@@ -17,11 +18,12 @@ from harness.config.groups import experiments
 from harness.config.ranges import value_of
 from harness.config.schema import RunConfig
 from harness.store.commit import SCHEMA
+from harness.sweep import plan as module
+from harness.sweep.fingerprint import fingerprint
 from harness.sweep.plan import (
     SweepPlan,
     SweepPlanError,
     experiment_overrides,
-    fingerprint,
     plan_sweep,
     run_request,
     sweep_request,
@@ -278,3 +280,28 @@ def test_a_hundred_thousand_points_are_planned_in_1_gb() -> None:
     points, gigabytes = map(float, done.stdout.split())
     assert points == 100_000
     assert gigabytes < 1
+
+
+@pytest.fixture
+def in_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five points are so many that two processes plan them."""
+    monkeypatch.setattr(module, "_WORTH_WORKERS", 5)
+    monkeypatch.setattr(module, "_PART", 2)
+    monkeypatch.setattr(module.os, "cpu_count", lambda: 2)
+
+
+def test_points_that_are_planned_in_several_processes_are_the_same(
+    monkeypatch: pytest.MonkeyPatch, in_processes: None
+) -> None:
+    request = sweep_request(["cache.block_size=8,16,8", "workload.seed=1,2"])
+    together = plan_sweep(request, fake_point)
+    monkeypatch.setattr(module, "_WORTH_WORKERS", 7)
+    assert together == plan_sweep(request, fake_point)
+    assert len(together.same) == 2
+
+
+def test_bad_points_that_several_processes_find_are_listed_as_one(in_processes: None) -> None:
+    with pytest.raises(SweepPlanError) as error:
+        plan_sweep(sweep_request(["trace.name=any,never-fits", "workload.seed=range(3)"]), fake_point)
+    assert len(error.value.bad) == 3
+    assert str(error.value).count("request 3 needs 99 blocks") == 1
