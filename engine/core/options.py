@@ -60,6 +60,16 @@ class Placement(StrEnum):
     buddy = "buddy"  # a chunk of the next power of two
 
 
+class Keep(StrEnum):
+    """Which cached blocks are evicted last (`engine.core.memory.keeping`)."""
+
+    recent = "recent"  # those that were released last
+    ttl = "ttl"  # those that a session has released less than a time to live ago
+    pin = "pin"  # the first tokens of every prompt
+    priority = "priority"  # those of requests with a lower priority number
+    superseded = "superseded"  # all but what a later turn of the same session has not taken up
+
+
 class GroupKind(StrEnum):
     """What the layers of a group keep of a sequence."""
 

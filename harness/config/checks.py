@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from os.path import exists, expanduser
 
-from engine.core.options import CachePolicy, GroupPages, Preemption, SpeculationMode
+from engine.core.options import CachePolicy, GroupPages, Keep, Preemption, SpeculationMode
 from engine.runtime.options import Backend, KVDtype
 from harness.config.errors import ConfigError
 from harness.config.execution import check_execution
@@ -48,6 +48,7 @@ def check_settings(config: RunConfig) -> list[ConfigError]:
         check_policy,
         _pool,
         check_groups,
+        check_keeping,
         check_decoding,
         _model,
         check_memory,
@@ -95,6 +96,36 @@ def check_groups(config: RunConfig) -> Iterator[ConfigError]:
     for key, (is_asked, reason) in asked.items():
         if is_asked:
             yield ConfigError(key, f"not with {head}: {reason}; leave it out, or set cache.groups=off")
+
+
+def check_keeping(config: RunConfig) -> Iterator[ConfigError]:
+    """What a rule of keeping cached blocks, and answers in the cache, do not go with."""
+    cache, replay = config.cache, config.replay
+    several = config.device.data_parallel > 1
+    asked = {
+        "cache.keep": (cache.keep is not Keep.recent, f"found {cache.keep}, which"),
+        "cache.answers": (cache.answers, "found true, which"),
+        "replay.optimum": (replay.optimum, "found true, which"),
+    }
+    for key, (is_asked, head) in asked.items():
+        if not is_asked:
+            continue
+        if config.measure and key != "replay.optimum":
+            yield ConfigError(key, f"{head} is predicted alone; set measure=false")
+        if cache.groups is not GroupPages.off:
+            yield ConfigError(key, f"{head} does not go with groups of layers; set cache.groups=off")
+        if several:
+            yield ConfigError(key, f"{head} serves one replica; set device.data_parallel=1")
+    if cache.keep is not Keep.recent and cache.eviction is not None:
+        yield ConfigError("cache.keep", f"found {cache.keep} beside cache.eviction; choose one of them")
+    if replay.optimum and config.scheduler.order is not None:
+        yield ConfigError(
+            "replay.optimum", "found true, but not with scheduler.order: ties of its order are not known"
+        )
+    if replay.optimum and not (cache.prefix_caching and replay.records):
+        yield ConfigError(
+            "replay.optimum", "found true, which needs cache.prefix_caching=true and replay.records=true"
+        )
 
 
 def check_decoding(config: RunConfig) -> Iterator[ConfigError]:

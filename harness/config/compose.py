@@ -19,7 +19,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from engine.core.options import CachePolicy, GroupPages
+from engine.core.options import CachePolicy, GroupPages, Keep
 from engine.runtime.options import Dtype
 from harness.config.checkpoint import CheckpointFacts
 from harness.config.errors import ConfigError
@@ -88,11 +88,19 @@ def normalise(config: RunConfig) -> RunConfig:
             host_tokens=0,
             eviction=None,
             groups=plain.groups,
+            keep=plain.keep,
+            answers=False,
         )
     else:
         cache = with_values(cache, placement=plain.placement)
     if cache.groups is GroupPages.off:
         cache = with_values(cache, window_hits=plain.window_hits, behind_first=plain.behind_first)
+    if not cache.prefix_caching:
+        cache = with_values(cache, keep=plain.keep, answers=False)
+    if cache.keep is not Keep.ttl:
+        cache = with_values(cache, keep_s=plain.keep_s)
+    if cache.keep is not Keep.pin:
+        cache = with_values(cache, keep_tokens=plain.keep_tokens)
     if not cache.prefix_caching:
         cache = with_values(cache, retention=plain.retention, hash=plain.hash, deduplicate=False)
     wide = config.trace.format in _WIDE

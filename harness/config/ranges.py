@@ -100,6 +100,8 @@ RANGES: dict[str, Range] = {
     "trace.arrival_shape": Range(0.01, 1000),
     **dict.fromkeys(("workload.seed", "model.seed"), _SEED),
     "cache.host_tokens": Range(0, 10**9),
+    "cache.keep_s": Range(0, _SECONDS),
+    "cache.keep_tokens": Range(0, 10**9),
     "decoding.draft_tokens": Range(0, 10**4),
     "workload.prefix_zipf": Range(0, 100),  # beyond, every prompt has the first prefix
     "replay.think_s": Range(0, _SECONDS),

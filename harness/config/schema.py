@@ -12,6 +12,7 @@ from engine.core.options import (
     Decoding,
     GroupPages,
     HashAlgorithm,
+    Keep,
     Placement,
     Retention,
     SchedulerOptions,
@@ -219,6 +220,10 @@ class CacheConfig:
     copy_at_fork: bool = False  # branches never share a block: shows what copy-on-write saves
     host_tokens: int = 0  # KV slots of host memory for swapped requests
     eviction: str | None = None  # module:Class of your own eviction queue; null: least recently used
+    keep: Keep = Keep.recent  # which cached blocks are evicted last; others than recent are predicted alone
+    keep_s: float = 60.0  # keep=ttl: how long what a session has released is kept, s
+    keep_tokens: int = 1024  # keep=pin: leading tokens of every prompt that are evicted last
+    answers: bool = False  # later prompts find the answers that the trace names (output_key); predicted alone
     placement: Placement = Placement.auto  # contiguous only
     max_model_len: int | None = None  # longest prompt + output; contiguous_max reserves it; null: the model's
     groups: GroupPages = (
@@ -382,6 +387,9 @@ class ReplayConfig:
     )
     lookups: bool = False  # keep a table of the prefix cache's lookups
     residency: float | None = None  # share of blocks whose lifetime, idle time and reuse are kept as a table
+    optimum: bool = (
+        False  # also compute the most hits of any order of eviction (Belady), for the run's own order
+    )
     compiled: Compiled = Compiled.auto  # machine code where the rules allow (harness.workload.compiled)
 
 

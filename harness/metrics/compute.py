@@ -22,6 +22,9 @@ def compute_metrics(log: RunLog) -> dict[str, float]:
     samples = exact_samples(requests, log.itl_s, log.itl_weight)
     sizes = (log.span_s, log.capacity_slots, log.kv_bytes_per_token)
     found = metrics_of_totals(totals, samples, *sizes, replicas=log.replicas)
+    if log.optimal_hit_tokens is not None:
+        found["optimal_hit_tokens"] = log.optimal_hit_tokens
+        found |= dict(_ratio("optimal_hit_ratio", log.optimal_hit_tokens, totals["prompt_scheduled"]))
     return found if log.waste is None else found | _waste(log.waste, log.steps["seconds"])
 
 

@@ -189,6 +189,22 @@ _CACHE = (
     ),
 )
 
+_OPTIMUM = (
+    Metric(
+        "optimal_hit_tokens",
+        "hit tokens, best eviction",
+        "tokens",
+        "most fresh hit tokens of any order of eviction, for the run's own order of admissions and ends (Belady); with "
+        "replay.optimum=true",
+    ),
+    Metric(
+        "optimal_hit_ratio",
+        "hit ratio, best eviction",
+        SHARE,
+        "optimal hit tokens / prompt tokens of the requests that were scheduled",
+    ),
+)
+
 _COUNTS = (
     Metric("finished", "finished requests", "requests", "requests that generated all their tokens", "higher"),
     Metric("steps", "engine steps", "steps", "steps that the engine took"),
@@ -258,6 +274,7 @@ METRICS: Mapping[str, Metric] = {
         *_MEMORY,
         *_waste_shares(),
         *_CACHE,
+        *_OPTIMUM,
         *_COUNTS,
         *_TIME,
     )

@@ -127,7 +127,8 @@ class RunLog:
     they are kept, `kv_events` are the changes of the prefix cache (`traces.formats.kv_events`), `lookups` its lookups,
     one entry per lookup in each of `LOOKUP_COLUMNS`, and `residency` its sampled blocks. With several `replicas` the
     steps are those of all of them, and slots and `capacity_slots` those of the replica that ran the step. `waste` is
-    kept where layers are in groups: int64 bytes of each step in each of `WASTE_COLUMNS`.
+    kept where layers are in groups: int64 bytes of each step in each of `WASTE_COLUMNS`. `optimal_hit_tokens` are the
+    most that any order of eviction could have found, where they were asked for.
 
     Raises `RunLogError` where a column is missing or columns differ in length.
     """
@@ -145,6 +146,7 @@ class RunLog:
     residency: Mapping[str, Column] | None = None
     replicas: int = 1
     waste: Mapping[str, Column] | None = None
+    optimal_hit_tokens: int | None = None
 
     def __post_init__(self) -> None:
         _check_columns("steps", self.steps, STEP_COLUMNS)

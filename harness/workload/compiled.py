@@ -5,7 +5,7 @@ from functools import partial
 
 import numpy as np
 
-from engine.core.options import CachePolicy, Decoding, Preemption, Retention, Scheduling
+from engine.core.options import CachePolicy, Decoding, Keep, Preemption, Retention, Scheduling
 from harness.compiled.names import BlockNames
 from harness.compiled.numba_edge import is_available
 from harness.compiled.replay import Branches, CompiledReplay, PlainPool, PlainRequests
@@ -119,6 +119,8 @@ def _policy_obstacle(workload: Workload) -> str | None:
         return "events or lookups of the prefix cache are kept (replay.kv_events, replay.lookups)"
     if workload.residency is not None:
         return "the residency of blocks is sampled (replay.residency)"
+    if workload.cache.keep is not Keep.recent:
+        return f"cached blocks are kept by a rule (cache.keep={workload.cache.keep})"
     if workload.cache.eviction or batching.order or batching.victim or batching.admission:
         return "a policy of your own is configured, which runs in Python"
     if batching.async_scheduling:

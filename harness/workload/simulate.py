@@ -12,6 +12,7 @@ import simpy
 
 from engine.core.memory.grouped import GroupedManager
 from engine.core.memory.paged import PagedManager
+from engine.core.options import Scheduling
 from engine.core.plan import StepPlan, StepResult
 from engine.core.request import Request
 from engine.core.scheduling.scheduler import Scheduler
@@ -30,6 +31,7 @@ from harness.replay.replicas import Balancer, merged, run_together
 from harness.replay.streaming import RunFold, StreamingRecorder, extrapolated
 from harness.workload.compiled import compiled_replay, refuse_preempted_branches
 from harness.workload.workload import Workload
+from traces.analysis.belady import optimal_hits_of_run
 
 
 def replay_workload(
@@ -63,6 +65,8 @@ def replay_workload(
     grouped = manager if isinstance(manager, GroupedManager) else None
     if grouped is not None:
         grouped.waste = []
+    if cached and cached.keeping:
+        cached.keeping.clock = replay.now_ns
     residency = cached.residency if cached else None
     if residency is not None:
         residency.clock = replay.now_ns
@@ -81,6 +85,13 @@ def simulate(
     workload: Workload, cost: CostModel, beam_churn: float | None, *, fast_forward: bool = True
 ) -> RunLog:
     """The free-running prediction as a run log. `beam_churn` None takes the calibrated one."""
+    log = _simulated(workload, cost, beam_churn, fast_forward=fast_forward)
+    return replace(log, optimal_hit_tokens=optimal_hit_tokens(workload, log)) if workload.optimum else log
+
+
+def _simulated(
+    workload: Workload, cost: CostModel, beam_churn: float | None, *, fast_forward: bool
+) -> RunLog:
     compiled = compiled_replay(workload, cost, beam_churn)
     if compiled is not None:
         try:
@@ -94,6 +105,35 @@ def simulate(
     single = workload.residency is not None  # a fast-forward would take all its blocks at one time
     executor = simulated_executor(workload, cost, by_id, beam_churn, fast_forward=fast_forward and not single)
     return replay_workload(workload, requests, executor)[0]
+
+
+def optimal_hit_tokens(workload: Workload, log: RunLog) -> int:
+    """The most fresh hit tokens that any order of eviction could find in this run (`optimal_hits_of_run`).
+
+    Blocks are those of the run's own hashes, answers included where later prompts may find them.
+    """
+    size = workload.pool.block_size
+    asked, held = [], []
+    for timed in workload.stream():
+        request = timed.request
+        assert request.identity is not None
+        hashes = request.identity.prompt_hashes(size)
+        asked.append(hashes[: (request.prompt_tokens - 1) // size])
+        held.append(request.identity.generated_hashes(0, size) or hashes)
+    rows = {row.request_id: (index, row.priority) for index, row in enumerate(workload.trace.requests)}
+    by_priority = workload.limits.policy is Scheduling.priority
+    events: list[
+        tuple[float, int, int, int, bool]
+    ] = []  # at one time: admissions first, in the order of the queue
+    columns = [log.requests[name] for name in ("request_id", "first_scheduled_s", "finish_s")]
+    for request_id, first_s, finish_s in zip(*columns, strict=True):
+        index, priority = rows[int(request_id)]
+        if first_s == first_s:  # not nan
+            events.append((float(first_s), 0, priority * by_priority, index, True))
+        if finish_s == finish_s:
+            events.append((float(finish_s), 1, 0, index, False))
+    order = [(enters, index) for *_, index, enters in sorted(events)]
+    return optimal_hits_of_run(asked, held, order, workload.pool.num_blocks) * size
 
 
 def _simulate_replicas(

@@ -7,8 +7,9 @@ import numpy as np
 
 from engine.core.identity import BlockIdentity, KeyIdentity
 from engine.core.memory.eviction import EvictionQueue
+from engine.core.memory.keeping import KeepQueue, TurnOf
 from engine.core.memory.residency import ResidencySampler
-from engine.core.options import Decoding, SchedulerLimits
+from engine.core.options import Decoding, Keep, SchedulerLimits
 from engine.core.request import Request
 from engine.core.scheduling.scheduler import Scheduler
 from harness.config.errors import ConfigError
@@ -53,6 +54,7 @@ class Workload:
         False  # later prompts find the blocks of answers that the trace names (`output_key`)
     )
     residency: float | None = None  # share of the blocks whose residency is sampled
+    optimum: bool = False  # compute the hits of the best order of eviction
 
     @property
     def decoding(self) -> Decoding:
@@ -74,8 +76,21 @@ class Workload:
             keep_events=self.kv_events,
             keep_lookups=self.lookups,
             residency=None if self.residency is None else ResidencySampler(self.residency),
-            eviction=eviction,
+            eviction=self._keeping() if eviction is None else eviction,
         )
+
+    def _keeping(self) -> KeepQueue | None:
+        """The order of eviction that knows the sessions of the trace; None for the least recently released."""
+        cache = self.cache
+        if cache.keep is Keep.recent:
+            return None
+        turns = {
+            row.request_id: TurnOf(row.session, row.turn or 1)
+            for row in self.trace.requests
+            if row.session is not None
+        }
+        pinned = cache.keep_tokens // self.pool.block_size
+        return KeepQueue(cache.keep, turns, seconds=cache.keep_s, pinned=pinned)
 
     def requests(self, identify: Identify | None = None) -> list[TimedRequest]:
         """The requests in order of arrival; blocks are identified by prefix keys, or as `identify` says."""
@@ -145,7 +160,9 @@ def build_workload(config: RunConfig, recorded: Trace | None = None) -> Workload
         replicas=config.device.data_parallel,
         kv_events=config.replay.kv_events,
         lookups=config.replay.lookups,
+        shared_outputs=config.cache.answers,
         residency=config.replay.residency,
+        optimum=config.replay.optimum,
     )
     _check_kept(config, pool)
     reasons = _oversize(whole)

@@ -9,6 +9,8 @@ Requests are taken in the order of the trace, and nothing else takes memory. So 
 admits requests in this order finds more in their prompts, whatever it evicts, pins or keeps.
 """
 
+from collections import Counter, deque
+from collections.abc import Hashable, Iterable, Sequence
 from heapq import heappop, heappush
 
 from traces.analysis.reuse import PrefixPaths
@@ -67,3 +69,49 @@ def _blocks(
         )
         lookups.append((request.prompt_tokens - spare_last_token) // block_size)
     return prompts, lookups
+
+
+def optimal_hits_of_run(
+    asked: Sequence[Sequence[Hashable]],
+    held: Sequence[Sequence[Hashable]],
+    events: Iterable[tuple[bool, int]],
+    capacity: int,
+) -> int:
+    """The most hits of any order of eviction in a run that has admitted and ended its requests in a given order.
+
+    Request i looks the blocks `asked[i]` up when it is admitted, and has `held[i]` in use until its end, its answer
+    included. An event is (True, i) for the admission of i, (False, i) for its end. Blocks in use by a request that has
+    not ended are hit, and take nothing of `capacity`: so no run with these events finds more, whatever it evicts.
+    Evicting the block whose next lookup is farthest away is best, as each kept block is an interval from an end to the
+    next lookup.
+    """
+    order = list(events)
+    looked_up = [set(blocks) for blocks in asked]
+    users: dict[Hashable, deque[int]] = {}  # block: the places of the admissions that come to use it
+    for place, (enters, index) in enumerate(order):
+        for block in held[index] if enters else ():
+            users.setdefault(block, deque()).append(place)
+    in_use: Counter[Hashable] = Counter()
+    kept: dict[Hashable, int] = {}
+    farthest: list[tuple[int, int, Hashable]] = []  # entries that are no longer kept stay until they come up
+    hits = 0
+    for place, (enters, index) in enumerate(order):
+        if enters:
+            hits += sum(block in kept or in_use[block] > 0 for block in asked[index])
+            for block in held[index]:
+                users[block].popleft()
+                kept.pop(block, None)
+                in_use[block] += 1
+            continue
+        for number, block in enumerate(held[index]):
+            in_use[block] -= 1
+            use = users[block][0] if users[block] else None
+            if in_use[block] or use is None or block not in looked_up[order[use][1]]:
+                continue  # in use, never used again, or computed again by its next user in any case
+            kept[block] = use
+            heappush(farthest, (-use, -(place << 32) - number, block))
+        while len(kept) > capacity:
+            use, _, block = heappop(farthest)
+            if kept.get(block) == -use:
+                del kept[block]
+    return hits

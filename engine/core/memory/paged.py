@@ -14,6 +14,7 @@ from engine.core.errors import CoreError
 from engine.core.memory.block_pool import BlockPool
 from engine.core.memory.block_tables import BlockTables
 from engine.core.memory.eviction import EvictionQueue
+from engine.core.memory.keeping import KeepQueue
 from engine.core.memory.manager import FastForwardColumns, beyond_end, check_parents
 from engine.core.memory.prefix_cache import LookupRecord, PrefixCache, RecentHits
 from engine.core.memory.residency import ResidencySampler, SampledPool
@@ -62,6 +63,7 @@ class PagedManager:
         new_pool = BlockPool if residency is None else partial(SampledPool, sampler=residency)
         self.residency = residency
         self.pool = new_pool(num_blocks, retention=retention, eviction=eviction, keep_events=keep_events)
+        self.keeping = eviction if isinstance(eviction, KeepQueue) else None
         self.tables = BlockTables(self.pool, block_size)
         self.prefix_cache = PrefixCache(self.tables, prefix_caching, deduplicate, copying=copy_at_fork)
         self.swapper = Swapper(self.tables, self.prefix_cache, HostPool(host_blocks))
@@ -233,6 +235,8 @@ class PagedManager:
         if self._copying is not None:
             self._copying.forget(sequence)
         self.prefix_cache.forget(sequence)
+        if self.keeping is not None:
+            self.keeping.owner = sequence.request
         self.tables.close(sequence)
 
     # -- making room ---------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import pytest
 
 from engine.core import KeyIdentity, PagedManager, Request, Scheduler, SchedulerLimits, StepResult
 from engine.core.memory.eviction import LruQueue
-from traces.analysis.belady import optimal_hit_tokens, optimal_hits
+from traces.analysis.belady import optimal_hit_tokens, optimal_hits, optimal_hits_of_run
 from traces.analysis.reuse import reuse_profile
 from traces.trace import Segment, Trace, TraceHeader, TraceRequest
 
@@ -148,3 +148,45 @@ def test_a_larger_cache_never_finds_less() -> None:
     found = [optimal_hit_tokens(trace, 4, size) for size in range(30)]
     assert found == sorted(found)
     assert found[0] == 0
+
+
+def brute_force_of_run(
+    asked: list[list[int]], held: list[list[int]], events: list[tuple[bool, int]], capacity: int
+) -> int:
+    """The best over every choice of what to keep whenever a request ends."""
+
+    def best(place: int, kept: frozenset[int], running: tuple[int, ...]) -> int:
+        if place == len(events):
+            return 0
+        enters, index = events[place]
+        in_use = {block for each in running for block in held[each]}
+        if enters:
+            hits = sum(block in kept or block in in_use for block in asked[index])
+            return hits + best(place + 1, kept - set(held[index]), (*running, index))
+        left = tuple(each for each in running if each != index)
+        freed = kept | (set(held[index]) - {block for each in left for block in held[each]})
+        return max(
+            best(place + 1, frozenset(some), left)
+            for count in range(min(capacity, len(freed)) + 1)
+            for some in combinations(sorted(freed), count)
+        )
+
+    return best(0, frozenset(), ())
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_the_optimum_of_a_run_equals_brute_force(seed: int) -> None:
+    draw = random.Random(seed)
+    held = [draw.sample(range(5), draw.randint(1, 3)) for _ in range(6)]
+    asked = [blocks[: draw.randint(0, len(blocks))] for blocks in held]
+    events, running, waiting = [], [], list(range(6))
+    while waiting or running:
+        enters = bool(waiting) and (not running or draw.random() < 0.5)
+        index = waiting.pop(0) if enters else running.pop(draw.randrange(len(running)))
+        if enters:
+            running.append(index)
+        events.append((enters, index))
+    capacity = draw.randint(0, 3)
+    assert optimal_hits_of_run(asked, held, events, capacity) == brute_force_of_run(
+        asked, held, events, capacity
+    )

@@ -1,0 +1,131 @@
+"""Conversations under every rule of keeping cached blocks, and the optimum that none of them passes."""
+
+from dataclasses import replace
+from functools import lru_cache
+from itertools import pairwise
+
+import pytest
+
+from engine.core.options import Keep
+from harness.config.checks import check_config
+from harness.config.compose import compose_config
+from harness.config.overrides import parse_overrides
+from harness.config.schema import RunConfig
+from harness.metrics import compute_metrics
+from harness.metrics.log import RunLog
+from harness.point.cost import cost_model
+from harness.workload.simulate import simulate
+from harness.workload.workload import Workload, build_workload
+from traces.trace import Segment, Trace, TraceHeader, TraceRequest
+
+BASE = (
+    *("measure=false", "replay.optimum=true", "model=llama3_8b", "device=h100", "cost.kind=roofline"),
+    *("cache.max_model_len=8192", "workload=as_recorded", "replay=sessions", "cache.answers=true"),
+)
+
+
+def config(*overrides: str) -> RunConfig:
+    return compose_config(axis.settings[0] for axis in parse_overrides((*BASE, *overrides)))
+
+
+def agent_trace(sessions: int = 6, rounds: int = 9) -> Trace:
+    """Agents that drop the results of their tools: a turn has the text of all earlier ones, and results of its own.
+
+    All begin with one system prompt. Half of the agents take part in every third round alone: they think longer.
+    """
+    rows: list[TraceRequest] = []
+    turns = [0] * sessions
+    for number in range(rounds):
+        for session in range(sessions):
+            if session % 2 and number % 3:
+                continue
+            turns[session] += 1
+            name = 1000 * (session + 1)
+            past = [Segment(name + turn, 32) for turn in range(1, turns[session] + 1)]
+            result = Segment(name + 500 + turns[session], 160)  # dropped in the next turn
+            segments = [Segment(1, 64), *past, result]
+            total = sum(part.tokens for part in segments)
+            rows.append(
+                TraceRequest(
+                    *(len(rows), len(rows) * 50_000, total, 8, segments),
+                    session=str(session),
+                    turn=turns[session],
+                )
+            )
+    header = TraceHeader("made", "made", "test", "content", None, 1, "00", len(rows), len(rows))
+    return Trace(header, tuple(rows))
+
+
+@lru_cache
+def run_of(keep: str, *overrides: str) -> RunLog:
+    point = config(
+        f"cache.keep={keep}", "replay.mode=trace", "cache.answers=false", "cache.pool_tokens=2048", *overrides
+    )
+    workload: Workload = build_workload(point, agent_trace())
+    return simulate(workload, cost_model(point), None)
+
+
+def metrics(keep: str, *overrides: str) -> dict[str, float]:
+    return compute_metrics(run_of(keep, *overrides))
+
+
+@pytest.mark.parametrize("keep", list(Keep))
+@pytest.mark.parametrize("pool", [768, 1536, 4096])
+def test_no_rule_finds_more_than_the_optimum(keep: Keep, pool: int) -> None:
+    found = metrics(
+        keep, f"cache.pool_tokens={pool}", "cache.keep_s=1" if keep is Keep.ttl else "cache.answers=false"
+    )
+    assert 0 < found["hit_tokens"] <= found["optimal_hit_tokens"]
+
+
+def test_a_time_to_live_alike_for_all_is_the_order_of_release() -> None:
+    """What was released first is over first: where all requests are of sessions, a time to live changes nothing."""
+    assert metrics("ttl", "cache.keep_s=0.5")["hit_tokens"] == metrics("recent")["hit_tokens"]
+
+
+def test_evicting_superseded_turns_first_finds_more_where_results_are_dropped() -> None:
+    assert metrics("superseded")["hit_tokens"] > metrics("recent")["hit_tokens"]
+
+
+def test_hits_are_what_is_not_computed_again() -> None:
+    whole = sum(row.prompt_tokens + row.output_tokens - 1 for row in agent_trace().requests)
+    for keep in Keep:
+        found = metrics(keep)
+        assert found["hit_tokens"] + found["resumed_hit_tokens"] + found["computed_tokens"] - found[
+            "recomputed_tokens"
+        ] == pytest.approx(whole, abs=found["preemptions"] * 8192)
+
+
+def test_answers_are_found_by_the_next_turn() -> None:
+    sizes = ("trace=chat", "workload.num_requests=12", "cache.pool_tokens=20000")
+    with_answers = config(*sizes)
+    without = config(*sizes, "cache.answers=false")
+    found, lost = (
+        compute_metrics(simulate(build_workload(point), cost_model(point), None))
+        for point in (with_answers, without)
+    )
+    assert found["hit_tokens"] > lost["hit_tokens"]
+    assert found["hit_tokens"] <= found["optimal_hit_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("key", "overrides"),
+    [
+        ("cache.keep", ("measure=true", "cache.keep=pin")),
+        ("cache.keep", ("cache.keep=pin", "cache.eviction=a:B")),
+        ("cache.keep", ("cache.keep=pin", "device.data_parallel=2")),
+        ("cache.answers", ("measure=true",)),
+        ("cache.answers", ("cache.groups=uniform",)),
+        ("replay.optimum", ("scheduler.order=a:B",)),
+        ("replay.optimum", ("cache.prefix_caching=false",)),
+    ],
+)
+def test_what_a_rule_does_not_go_with_is_refused_by_its_key(key: str, overrides: tuple[str, ...]) -> None:
+    assert any(str(error).startswith(f"{key}: ") for error in check_config(config(*overrides)))
+
+
+def test_the_optimum_is_part_of_a_point_that_asks_for_it() -> None:
+    log = run_of("recent")
+    assert log.optimal_hit_tokens is not None
+    assert "optimal_hit_ratio" not in compute_metrics(replace(log, optimal_hit_tokens=None))
+    assert all(one <= two for one, two in pairwise([0, log.optimal_hit_tokens]))
