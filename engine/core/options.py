@@ -120,6 +120,16 @@ class Decoding(StrEnum):
     beam = "beam"  # `width` beams; after each step, every beam continues one of the previous beams
 
 
+class Sharing(StrEnum):
+    """How the sequences of one request share the blocks of their prompt, and beams those of their past."""
+
+    copy_on_write = "copy_on_write"  # all blocks; a shared block is copied when a sequence writes to it
+    tail_at_fork = "tail_at_fork"  # full blocks of the prompt; beams keep what they write, as in TensorRT-LLM
+    prefix_cache = (
+        "prefix_cache"  # each sample is a request that finds full blocks in the prefix cache, as vLLM
+    )
+
+
 class SpeculationMode(StrEnum):
     """Where draft tokens are written."""
 

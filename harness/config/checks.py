@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from os.path import exists, expanduser
 
-from engine.core.options import CachePolicy, GroupPages, Keep, Preemption, SpeculationMode
+from engine.core.options import CachePolicy, GroupPages, Keep, Preemption, Sharing, SpeculationMode
 from engine.runtime.options import Backend, KVDtype
 from harness.config.errors import ConfigError
 from harness.config.execution import check_execution
@@ -131,6 +131,7 @@ def check_keeping(config: RunConfig) -> Iterator[ConfigError]:
 def check_decoding(config: RunConfig) -> Iterator[ConfigError]:
     """Errors in the combination of decoding options, with one another and with the scheduler's limits."""
     yield from _width(config)
+    yield from _sharing(config)
     yield from _beams(config)
     yield from _drafts(config)
 
@@ -160,6 +161,34 @@ def _width(config: RunConfig) -> Iterator[ConfigError]:
             f"found {decoding.temperature}, must be {_LEAST_TEMPERATURE:g} or greater; decoding=greedy takes the most "
             "likely token",
         )
+
+
+def _sharing(config: RunConfig) -> Iterator[ConfigError]:
+    decoding, cache = config.decoding, config.cache
+    sharing = decoding.sharing
+    if sharing is Sharing.copy_on_write:
+        return
+    head = f"found {sharing}"
+    if cache.policy is not CachePolicy.paged or cache.copy_at_fork:
+        yield ConfigError(
+            "decoding.sharing", f"{head}, which needs cache.policy=paged and cache.copy_at_fork=false"
+        )
+    if sharing is Sharing.tail_at_fork and config.measure:
+        yield ConfigError(
+            "decoding.sharing",
+            f"{head}, but the engine's beams have no indirection table: predict alone (measure=false)",
+        )
+    if sharing is Sharing.prefix_cache:
+        if decoding.beam_width > 1:
+            yield ConfigError(
+                "decoding.sharing",
+                f"{head} with beams: vLLM's beam search is a client that sends a request for each beam and token, "
+                "which is not modelled; use decoding.mode=sample",
+            )
+        if not cache.prefix_caching:
+            yield ConfigError("decoding.sharing", f"{head}, which needs cache.prefix_caching=true")
+        if decoding.branch_hazard:
+            yield ConfigError("decoding.sharing", f"{head}, which does not go with decoding.branch_hazard")
 
 
 def _beams(config: RunConfig) -> Iterator[ConfigError]:

@@ -133,6 +133,8 @@ def _decoding(decoding: DecodingConfig, wide: bool) -> DecodingConfig:
         unused |= {"beam_churn": None, "beam_parents": None}
     if not wide and (beams or not sampled):
         unused |= {"temperature": neutral.temperature, "branch_hazard": neutral.branch_hazard}
+    if not wide and not beams and decoding.n == 1:
+        unused |= {"sharing": neutral.sharing}
     if not decoding.draft_tokens:
         unused |= {"draft_place": neutral.draft_place, "draft_path": None, "acceptance": None}
     kept = with_values(decoding, **unused)

@@ -16,6 +16,7 @@ from engine.core.options import (
     Placement,
     Retention,
     SchedulerOptions,
+    Sharing,
     SpeculationMode,
     WindowHits,
 )
@@ -254,6 +255,7 @@ class DecodingConfig:
     beam_width: int = 1  # above 1: beam search, and `mode` and `n` do not apply
     mode: DecodingMode = DecodingMode.greedy
     n: int = 1  # parallel samples per request, for mode=sample
+    sharing: Sharing = Sharing.copy_on_write  # how samples and beams share blocks
     temperature: float = 1.0
     beam_churn: float | None = None  # simulated share of beams dropped in a step; null: as calibrated
     beam_parents: str | None = None  # point folder, store or parents.parquet to replay; null: drawn

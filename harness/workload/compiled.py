@@ -5,7 +5,7 @@ from functools import partial
 
 import numpy as np
 
-from engine.core.options import CachePolicy, Decoding, Keep, Preemption, Retention, Scheduling
+from engine.core.options import CachePolicy, Decoding, Keep, Preemption, Retention, Scheduling, Sharing
 from harness.compiled.names import BlockNames
 from harness.compiled.numba_edge import is_available
 from harness.compiled.replay import Branches, CompiledReplay, PlainPool, PlainRequests
@@ -138,6 +138,8 @@ def _request_obstacle(workload: Workload) -> str | None:
         return "requests have drafts (decoding.spec_tokens)"
     if workload.drawn.parents is not None:
         return "beams follow a recording (decoding.beam_parents)"
+    if workload.sharing is Sharing.tail_at_fork and any(each.width > 1 for each in decodings):
+        return "beams keep their blocks (decoding.sharing=tail_at_fork)"
     if workload.cache.copy_at_fork and any(each.width > 1 for each in decodings):
         return "branches copy their blocks (cache.copy_at_fork)"
     if workload.cache.deduplicate and _may_share(workload):

@@ -4,15 +4,17 @@ A row of the trace may name its own width. All other rows are decoded as the con
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.core.options import Decoding
 from engine.core.request import Speculation
+from harness.config.errors import ConfigError
 from harness.config.schema import DecodingMode, RunConfig, Widths
 from harness.config.values import PerObject
-from traces.trace import Trace, TraceRequest
+from traces.trace import Segment, Trace, TraceRequest
 
 SHORT = 2_000  # requests; the replay of more takes so long that looking through them does not count
+_OWN_TEXT = 1 << 63  # keys of text that one request of the trace has alone, from here on
 _WORDS = {Decoding.greedy: "of one sequence", Decoding.sample: "of {} samples", Decoding.beam: "of {} beams"}
 
 
@@ -64,6 +66,46 @@ class TraceDecoding:
             return trace.changed(trace.requests, sentence)
         parts = (f"{count:,} {_WORDS[each.mode].format(each.width)}" for each, count in found.items())
         return trace.changed(trace.requests, "widths as recorded: " + ", ".join(parts))
+
+
+def one_request_per_sample(trace: Trace, decoding: TraceDecoding) -> Trace:
+    """The trace with a request for each sample, all with the same prompt: vLLM's parallel sampling.
+
+    Text that no other request has is keyed, so that the samples of one request find it. Sample b of request i is
+    request i x (the greatest width) + b. Raises ConfigError for a row with beams.
+    """
+    widths = {row.request_id: decoding.of(row) for row in trace.requests}
+    if any(each.mode is Decoding.beam for each in widths.values()):
+        raise ConfigError(
+            "decoding.sharing",
+            "prefix_cache, but rows of the trace have beams; set workload.widths=configured",
+        )
+    most = max((each.width for each in widths.values()), default=1)
+
+    def samples(request_id: int) -> tuple[int, ...]:
+        own = widths.get(request_id)
+        return tuple(request_id * most + branch for branch in range(own.width if own else 1))
+
+    rows = []
+    for row in trace.requests:
+        segments = tuple(
+            Segment(_OWN_TEXT + (row.request_id << 12) + index if part.key is None else part.key, part.tokens)
+            for index, part in enumerate(row.segments)
+        )
+        after = tuple(sample for each in row.after for sample in samples(each))
+        parent = None if row.parent is None else row.parent * most
+        alike = replace(
+            row, segments=segments, after=after, parent=parent, n=None, best_of=None, beam_width=None
+        )
+        rows += [
+            replace(alike, request_id=sample, output_key=None if number else row.output_key)
+            for number, sample in enumerate(samples(row.request_id))
+        ]
+    return trace.changed(
+        tuple(rows),
+        f"{len(rows):,} samples of {len(trace.requests):,} requests are requests of their own (decoding.sharing="
+        "prefix_cache): rates, hits and latencies are those of samples",
+    )
 
 
 def names_widths(requests: tuple[TraceRequest, ...]) -> bool:

@@ -34,6 +34,7 @@ def new_scheduler(
     cache: CacheConfig,
     scheduler: SchedulerConfig,
     *,
+    keeps_beams: bool = False,
     keep_events: bool = False,
     keep_lookups: bool = False,
     residency: ResidencySampler | None = None,
@@ -41,7 +42,8 @@ def new_scheduler(
 ) -> Scheduler:
     """A scheduler over an empty pool; a paged one keeps changes and lookups of its prefix cache where asked.
 
-    `residency` samples its blocks. `eviction` is used instead of the eviction order that `cache` names.
+    `residency` samples its blocks. With `keeps_beams` beams keep their own blocks. `eviction` is used instead of the
+    eviction order that `cache` names.
 
     Raises:
         ConfigError: a class of the user cannot be imported or made, or lacks a method.
@@ -58,7 +60,13 @@ def new_scheduler(
         )
         return Scheduler(manager, limits, _policies(limits, scheduler))
     manager = _manager(
-        pool, cache, eviction, keep_events=keep_events, keep_lookups=keep_lookups, residency=residency
+        pool,
+        cache,
+        eviction,
+        keeps_beams=keeps_beams,
+        keep_events=keep_events,
+        keep_lookups=keep_lookups,
+        residency=residency,
     )
     return Scheduler(manager, limits, _policies(limits, scheduler))
 
@@ -68,6 +76,7 @@ def _manager(
     cache: CacheConfig,
     eviction: EvictionQueue | None,
     *,
+    keeps_beams: bool,
     keep_events: bool,
     keep_lookups: bool,
     residency: ResidencySampler | None,
@@ -82,6 +91,7 @@ def _manager(
         retention=cache.retention,
         deduplicate=cache.deduplicate,
         copy_at_fork=cache.copy_at_fork,
+        keeps_beams=keeps_beams,
         host_blocks=cache.host_tokens // pool.block_size,
         eviction=_user_policy("cache.eviction", cache.eviction) if eviction is None else eviction,
         keep_events=keep_events,

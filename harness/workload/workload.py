@@ -9,7 +9,7 @@ from engine.core.identity import BlockIdentity, KeyIdentity
 from engine.core.memory.eviction import EvictionQueue
 from engine.core.memory.keeping import KeepQueue, TurnOf
 from engine.core.memory.residency import ResidencySampler
-from engine.core.options import Decoding, Keep, SchedulerLimits
+from engine.core.options import Decoding, Keep, SchedulerLimits, Sharing
 from engine.core.request import Request
 from engine.core.scheduling.scheduler import Scheduler
 from harness.config.errors import ConfigError
@@ -17,7 +17,14 @@ from harness.config.schema import CacheConfig, Compiled, Oversize, RunConfig, Sc
 from harness.config.values import PerObject
 from harness.replay.arrivals import TimedRequest
 from harness.replay.virtual_time import LATEST_NS
-from harness.workload.decoding import SHORT, RequestDecoding, TraceDecoding, names_widths, trace_decoding_of
+from harness.workload.decoding import (
+    SHORT,
+    RequestDecoding,
+    TraceDecoding,
+    names_widths,
+    one_request_per_sample,
+    trace_decoding_of,
+)
 from harness.workload.drawn import DrawnOutcomes, drawn_outcomes_of, recorded_parents
 from harness.workload.policies import limits_of, new_scheduler
 from harness.workload.shapes import PoolShape, pool_shape
@@ -54,6 +61,7 @@ class Workload:
         False  # later prompts find the blocks of answers that the trace names (`output_key`)
     )
     residency: float | None = None  # share of the blocks whose residency is sampled
+    sharing: Sharing = Sharing.copy_on_write  # how samples and beams share blocks
     optimum: bool = False  # compute the hits of the best order of eviction
 
     @property
@@ -73,6 +81,7 @@ class Workload:
             self.limits,
             self.cache,
             self.batching,
+            keeps_beams=self.sharing is Sharing.tail_at_fork,
             keep_events=self.kv_events,
             keep_lookups=self.lookups,
             residency=None if self.residency is None else ResidencySampler(self.residency),
@@ -147,6 +156,10 @@ def build_workload(config: RunConfig, recorded: Trace | None = None) -> Workload
     limits = limits_of(config.scheduler, pool.max_model_len)
     trace = trace_decoding.noted(recorded or retimed(reshaped_trace(config), config))
     _check_span(trace)
+    if config.decoding.sharing is Sharing.prefix_cache and recorded is None:
+        trace = one_request_per_sample(trace, trace_decoding)
+        single = replace(trace_decoding.configured, width=1)
+        trace_decoding = TraceDecoding(single, recorded=False)
     whole = Workload(
         trace,
         pool,
@@ -162,6 +175,7 @@ def build_workload(config: RunConfig, recorded: Trace | None = None) -> Workload
         lookups=config.replay.lookups,
         shared_outputs=config.cache.answers,
         residency=config.replay.residency,
+        sharing=config.decoding.sharing,
         optimum=config.replay.optimum,
     )
     _check_kept(config, pool)

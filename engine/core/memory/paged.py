@@ -33,6 +33,8 @@ class PagedManager:
       they are evicted (None: least recently used).
     * `deduplicate`: replace a new block by an older one with the same hash.
     * `copy_at_fork`: branches never share a block. The comparison shows what copy-on-write saves.
+    * `keeps_beams`: beams share their prompt alone and keep the blocks that they write, whoever their parent is. An
+      indirection table would say whose tokens a beam continues; there is none, so this is for predictions.
     * `host_blocks`: blocks of host memory for swapped groups.
     * `keep_events`, `keep_lookups`: record changes of the prefix cache (`pool.drain_events`) and lookups (`lookups`).
     * `residency`: follows a share of the blocks; None follows none.
@@ -47,6 +49,7 @@ class PagedManager:
         retention: Retention = Retention.lru,
         deduplicate: bool = False,
         copy_at_fork: bool = False,
+        keeps_beams: bool = False,
         host_blocks: int = 0,
         eviction: EvictionQueue | None = None,
         keep_events: bool = False,
@@ -68,7 +71,7 @@ class PagedManager:
         self.prefix_cache = PrefixCache(self.tables, prefix_caching, deduplicate, copying=copy_at_fork)
         self.swapper = Swapper(self.tables, self.prefix_cache, HostPool(host_blocks))
         self._copying = CopyAtFork(self.tables) if copy_at_fork else None
-        self.sharing = BranchSharing(self.tables, self._copying)
+        self.sharing = BranchSharing(self.tables, self._copying, keeps_beams=keeps_beams)
         self.sizing = PagedSizing(block_size, shares=not copy_at_fork)
         self.lookups: list[LookupRecord] | None = [] if keep_lookups else None
         self.recent_hits = RecentHits()
@@ -378,10 +381,13 @@ class CopyAtFork:
 
 
 class BranchSharing:
-    """Forks and re-parented beams. With `copying` None, blocks are shared until a branch writes to them."""
+    """Forks and re-parented beams. With `copying` None, blocks are shared until a branch writes to them.
 
-    def __init__(self, tables: BlockTables, copying: CopyAtFork | None) -> None:
-        self._tables = tables
+    With `keeps_beams` a beam that gets another parent keeps its blocks.
+    """
+
+    def __init__(self, tables: BlockTables, copying: CopyAtFork | None, *, keeps_beams: bool = False) -> None:
+        self._tables, self._keeps_beams = tables, keeps_beams
         self._copying = copying
 
     def fork(self, parent: SequenceState, children: Sequence[SequenceState]) -> None:
@@ -396,6 +402,8 @@ class BranchSharing:
     def reparent(self, branches: Sequence[SequenceState], parents: Sequence[int]) -> None:
         """Give branch i the blocks of branch `parents[i]`. Tables of parents without a child are dropped last."""
         check_parents(branches, parents)
+        if self._keeps_beams:
+            return
         tables = [self._tables.get(branch) for branch in branches]
         cached = [branch.cached_blocks for branch in branches]
         taken_over: set[int] = set()
