@@ -1,0 +1,91 @@
+"""One engine in a process of its own: it starts once, then serves the requests of every line of its standard input.
+
+`bench engine --matrix` runs this file as a script, ours in our interpreter and vLLM in the one that has it. So nothing
+of PageTwin is imported at the top, and vLLM's environment needs none of our packages. The first line of the input has
+the settings. Every answer has the CPU-seconds of the whole process tree.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+Tokens = list[list[int]]
+ServeLive = Callable[[Sequence[Sequence[int]], Sequence[int]], Tokens]  # prompts, output tokens of each
+
+
+def pagetwin(settings: Mapping[str, Any]) -> ServeLive:
+    """Our engine on the checkpoint at `model`."""
+    import torch
+
+    from engine.runtime.models.load import load_model
+    from engine.runtime.models.spec import ModelSpec
+    from harness.bench.engine.runner import ours
+    from harness.bench.engine.workload import BenchRequest
+
+    torch.set_num_threads(settings["threads"])
+    loaded = load_model(ModelSpec(name="bench", path=settings["model"], dtype=settings["dtype"]))
+    serve, _ = ours(loaded, block_size=settings["block_size"], pool_tokens=settings["pool_tokens"])
+
+    def run(prompts: Sequence[Sequence[int]], wanted: Sequence[int]) -> Tokens:
+        return serve([BenchRequest(tuple(ids), count) for ids, count in zip(prompts, wanted, strict=True)])
+
+    return run
+
+
+def vllm(settings: Mapping[str, Any]) -> ServeLive:
+    """vLLM on the same checkpoint: eager, or compiled as it does by default."""
+    library: Any = import_module("vllm")
+    engine = library.LLM(
+        settings["model"],
+        skip_tokenizer_init=True,
+        dtype=settings["dtype"],
+        max_model_len=settings["max_len"],
+        max_num_seqs=settings["max_running"],
+        enforce_eager=settings["eager"],
+        enable_prefix_caching=False,
+        kv_cache_memory_bytes=settings["kv_bytes"],
+    )
+
+    def run(prompts: Sequence[Sequence[int]], wanted: Sequence[int]) -> Tokens:
+        params = [
+            library.SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
+            for count in wanted
+        ]
+        asked = [{"prompt_token_ids": list(ids)} for ids in prompts]
+        outputs = engine.generate(asked, params, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    return run
+
+
+ENGINES: Mapping[str, Callable[[Mapping[str, Any]], ServeLive]] = {"pagetwin": pagetwin, "vllm": vllm}
+
+
+def main() -> int:
+    """Start the engine that the first line of standard input names, then answer every further line."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # an engine's log must not mix with the answers
+    sys.path.append(str(Path(__file__).parent))
+    tree_seconds: Callable[[], float] = import_module("process_time").tree_seconds
+    settings = json.loads(sys.stdin.readline())
+    serve = ENGINES[settings["engine"]](settings)
+    _say(answers, {"ready": True})
+    for line in sys.stdin:
+        asked = json.loads(line)
+        began = tree_seconds()
+        tokens = serve(asked["prompts"], asked["outputs"])
+        _say(answers, {"cpu_s": tree_seconds() - began, "tokens": tokens})
+    return 0
+
+
+def _say(answers: Any, found: Mapping[str, Any]) -> None:
+    answers.write(json.dumps(found) + "\n")
+    answers.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
