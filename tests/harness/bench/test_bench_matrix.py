@@ -150,6 +150,15 @@ def test_what_is_wrong_is_said_before_an_engine_starts(words, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_an_interpreter_without_vllm_is_refused(tmp_path, capsys):
+    for python, message in (
+        (sys.executable, "has no vLLM; on a CPU: pip install"),
+        ("/none", "cannot be started"),
+    ):
+        assert main(_words(python, tmp_path / "matrix.json")) == 2
+        assert message in capsys.readouterr().err
+
+
 def test_a_group_that_does_not_exist_is_refused(peer, tmp_path, capsys):
     assert main(_words(peer[0], tmp_path / "matrix.json", "--only", "int8")) == 2
     assert "there are small float32 1t" in capsys.readouterr().err
