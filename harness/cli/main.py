@@ -97,6 +97,13 @@ def build_parser() -> argparse.ArgumentParser:
         help="all: also as PDF; svg: no PDF; none: sentences and tables alone; default: the sweep's report.figures",
     )
     report.add_argument(
+        "--paper",
+        choices=["column", "page", "both"],
+        help="also every panel in a file of its own, 3.33 or 7.0 inches wide (figures/paper)",
+    )
+    report.add_argument("--serif", action="store_true", help="figures with serif letters")
+    report.add_argument("--latex", action="store_true", help="each table also in LaTeX (booktabs)")
+    report.add_argument(
         "--against", metavar="FOLDER", help="also say what changed from this store, with bounds"
     )
     report.add_argument(

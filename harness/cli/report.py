@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from harness.config.errors import UserError
 from harness.config.overrides import parse_override, quoted
 from harness.config.paths import NO_KERNELS, check_kernels, is_url
-from harness.config.schema import Figures, RunConfig
+from harness.config.schema import Figures, Paper, ReportConfig, RunConfig
 from harness.console import Arguments, numbered, remark, say, shortened
 from harness.store.atomic import exclusive
 from harness.store.commit import Layout
@@ -44,6 +44,7 @@ class ReportFunctions(Protocol):
         additions: Sequence[Any] = (),
         rows: SummaryRows | None = None,
         figures: Figures = Figures.all,
+        options: ReportConfig | None = None,
     ) -> Path:
         """Write the report of a store and return its page; `rows` gets the rows of a large sweep."""
         ...
@@ -92,6 +93,7 @@ def write_report(
     target: Path | None = None,
     kernels: Path | None = None,
     figures: Figures = Figures.all,
+    options: ReportConfig | None = None,
 ) -> Path:
     """Write summary and report of a store again, print the verdict, and note both in the manifest.
 
@@ -102,6 +104,7 @@ def write_report(
         target: folder of the report; None takes the store's own.
         kernels: a run of `bench kernels` that gets a section; None leaves it out.
         figures: what is drawn.
+        options: further wishes for figures and tables; None takes the sweep's.
 
     Raises:
         UserError: there is nothing to report on.
@@ -118,6 +121,9 @@ def write_report(
         more: dict[str, Any] = {"rows": rows} if large else {}
         if figures is not Figures.all:
             more["figures"] = figures
+        options = options or options_of(manifest)
+        if options != ReportConfig():
+            more["options"] = options
         path = report.write_report(out, out=target, additions=_additions(kernels), **more)
         if large:
             rows.write(target or out)
@@ -189,6 +195,16 @@ def figures_of(manifest: Manifest | None) -> Figures:
     return Figures(str(_asked("report.figures", manifest) or Figures.all))
 
 
+def options_of(manifest: Manifest | None) -> ReportConfig:
+    """What the sweep wants of its figures and tables beside that (`report.paper`, `.serif`, `.latex`)."""
+    given = ReportConfig()
+    return ReportConfig(
+        paper=Paper(str(_asked("report.paper", manifest) or given.paper)),
+        serif=bool(_asked("report.serif", manifest)),
+        latex=bool(_asked("report.latex", manifest)),
+    )
+
+
 def _asked(key: str, manifest: Manifest | None) -> object:
     """The value that a sweep's command gave to a key of its report; None where it gave none."""
     texts = [text for text in (manifest.overrides if manifest else ()) if text.startswith(f"{key}=")]
@@ -249,7 +265,11 @@ def report_command(arguments: Arguments, report: ReportFunctions | None = None) 
         return _write_figure(arguments, root, target)
     manifest = _manifest(root)
     figures = Figures(arguments.flags.figures) if arguments.flags.figures else figures_of(manifest)
-    write_report(root, manifest, report, target, _kernels(arguments.flags.kernels, root, manifest), figures)
+    kernels, options = _kernels(arguments.flags.kernels, root, manifest), options_of(manifest)
+    options.paper = Paper(arguments.flags.paper) if arguments.flags.paper else options.paper
+    options.serif |= arguments.flags.serif
+    options.latex |= arguments.flags.latex
+    write_report(root, manifest, report, target, kernels, figures, options)
     _summarise(root, arguments.flags.against, arguments.flags.markdown)
     if remote is not None and target is None:
         with exclusive(root), remote.writing(remark):
@@ -273,6 +293,9 @@ def _asks_for_a_figure(arguments: Arguments) -> bool:
         "--against": flags.against,
         "--markdown": flags.markdown,
         "--figures": flags.figures,
+        "--paper": flags.paper,
+        "--serif": flags.serif or None,
+        "--latex": flags.latex or None,
     }
     others = [name for name, value in report.items() if value is not None]
     if flags.x is not None and others:

@@ -430,11 +430,23 @@ class Figures(StrEnum):
     none = "none"  # sentences and tables alone
 
 
+class Paper(StrEnum):
+    """Figures for a paper, beside those of the page: every panel in a file of its own, in the folder `paper`."""
+
+    none = "none"
+    column = "column"  # 3.33 inches wide
+    page = "page"  # 7.0 inches wide, both columns
+    both = "both"
+
+
 @dataclass
 class ReportConfig:
     """What the report shows beside the points of the sweep; it changes no point."""
 
     figures: Figures = Figures.all
+    paper: Paper = Paper.none
+    serif: bool = False  # letters with serifs in all figures (STIX, which goes with Times)
+    latex: bool = False  # each table of figures also in LaTeX (booktabs), beside its CSV
     kernels: str | None = None  # folder or table of `bench kernels`; null: beside the results; none: omit
 
 

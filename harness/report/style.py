@@ -44,6 +44,11 @@ STATE_COLOURS: Mapping[str, str] = {
 RC: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],  # ships with matplotlib: the same layout on every machine
+    "font.serif": [
+        "STIXGeneral",
+        "Times New Roman",
+        "Liberation Serif",
+    ],  # the first ships with matplotlib, all are as wide
     "font.size": 8,
     "axes.titlesize": 8,
     "axes.labelsize": 8,
@@ -100,20 +105,23 @@ def panels(width_in: float, height_in: float, rows: int, columns: int) -> "tuple
     return figure, list(grid.flat)
 
 
-def style() -> Any:
+def style(*, serif: bool = False) -> Any:
     """The context in which figures are drawn and written."""
     import matplotlib as mpl
 
-    return mpl.rc_context(RC)
+    return mpl.rc_context({**RC, "font.family": "serif", "mathtext.fontset": "stix"} if serif else RC)
 
 
-def svg_bytes(figure: "Figure", name: str) -> bytes:
-    """The figure as SVG with selectable text; `name` salts its ids, so that equal input gives equal bytes."""
+def svg_bytes(figure: "Figure", name: str, *, outlines: bool = False) -> bytes:
+    """The figure as SVG with selectable text; `name` salts its ids, so that equal input gives equal bytes.
+
+    With `outlines` letters are drawn as shapes, so that a program without the font shows the same.
+    """
     import matplotlib as mpl
 
     _rasterise_many_marks(figure)
     buffer = io.BytesIO()
-    with mpl.rc_context({**RC, "svg.hashsalt": name}):
+    with mpl.rc_context({**RC, "svg.hashsalt": name, "svg.fonttype": "path" if outlines else "none"}):
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": "PageTwin"})
     figure.set_layout_engine(
         "none"

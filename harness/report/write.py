@@ -8,10 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.config.schema import Figures
+from harness.config.schema import Figures, ReportConfig
 from harness.report import verdict_text
 from harness.report.axes import POLICY, VALUES, Axes, comparison_lines, find_axes, point_cells
 from harness.report.page import ExtraSection, SectionMaker, build_page
+from harness.report.paper import WIDTHS_IN, latex_of_csv, latex_table, panel_files
 from harness.report.study import EveryRecord, Record, ReportError, Study, asked_points, read_study
 from harness.report.style import Drawing, Missing, Picture, pdf_bytes, style, svg_bytes
 from harness.store.atomic import growing, write_files
@@ -24,11 +25,13 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-PAGE = "index.html"
+PAGE, PAPER = "index.html", "paper"
 LONG, WIDE = (
     "points.csv",
     "points_wide.csv",
 )  # a line for each point and metric; of a large sweep one for each point
+_SUFFIXES = (".svg", ".pdf", ".csv", ".tex")
+_PANEL_ENDS = tuple(f"-{width.value}" for width in WIDTHS_IN)
 _MOST_CURVES = 6
 _PART = 1000  # points that are read at a time
 _WORTH_WORKERS = 5  # parts; of fewer, processes would take longer to start than they save
@@ -47,12 +50,14 @@ def write_report(
     additions: Sequence[SectionMaker] = (),
     rows: SummaryRows | None = None,
     figures: Figures = Figures.all,
+    options: ReportConfig | None = None,
 ) -> Path:
     """Write the report of a store to `out` (default: the store's folder `report`); returns the page's path.
 
     `additions` make further sections, which other packages provide. `rows` gets the row of every point of a sweep
     that is too large to be shown whole; its records are read in several processes. `figures` says what is drawn;
-    without any, matplotlib is not imported.
+    without any, matplotlib is not imported. `options` has the further wishes of `report.…`: panels for a paper, serifs,
+    tables in LaTeX.
 
     The page needs no other file and no network. The folder `figures` beside it holds each figure as SVG, as PDF at the
     width of a page, and its data as CSV. Equal stores give equal bytes.
@@ -64,7 +69,7 @@ def write_report(
     study = read_study(store_root, shown_only=rows is not None)
     folder = out or store_root / "report"
     try:
-        return _write(study, folder, additions, rows, figures)
+        return _write(study, folder, additions, rows, replace(options or ReportConfig(), figures=figures))
     except StoreError as error:
         raise _unwritable(folder, error) from error
 
@@ -74,13 +79,15 @@ def _write(
     folder: Path,
     additions: Sequence[SectionMaker],
     rows: SummaryRows | None,
-    figures: Figures,
+    options: ReportConfig,
 ) -> Path:
     axes = find_axes(study.records)
-    pictures, added, files = _drawn(study, axes, additions, figures)
+    pictures, added, files, panels = _drawn(study, axes, additions, options)
     streamed = study.is_thinned or rows is not None
     if not streamed:
         files[LONG] = _points_csv(study.records, axes)
+        if options.latex:
+            files["points.tex"] = latex_of_csv(files[LONG])
     svgs = {name: files[f"{name}.svg"] for name, picture in pictures.items() if isinstance(picture, Drawing)}
     write_files(folder / "figures", files)
     if streamed:
@@ -90,16 +97,21 @@ def _write(
     text = build_page(study, axes, pictures, svgs, added)
     write_files(folder, {PAGE: text.encode()})
     _remove_old_figures(folder / "figures", {*pictures}, files)
+    if panels:
+        write_files(folder / "figures" / PAPER, panels)
+    if (folder / "figures" / PAPER).is_dir():
+        _remove_old_panels(folder / "figures" / PAPER, panels)
     return folder / PAGE
 
 
 def _drawn(
-    study: Study, axes: Axes, additions: Sequence[SectionMaker], figures: Figures
-) -> tuple[dict[str, Picture], list[ExtraSection], dict[str, bytes]]:
-    """The pictures by name, the sections of other packages, and the files of the pictures."""
+    study: Study, axes: Axes, additions: Sequence[SectionMaker], options: ReportConfig
+) -> tuple[dict[str, Picture], list[ExtraSection], dict[str, bytes], dict[str, bytes]]:
+    """The pictures by name, the sections of other packages, the files of the pictures, and those of single panels."""
+    figures, panels = options.figures, dict[str, bytes]()
     if figures is Figures.none and not additions:
-        return _not_drawn(), [], {}
-    with style():
+        return _not_drawn(), [], {}, {}
+    with style(serif=options.serif):
         added = [make(study) for make in additions]
         if figures is Figures.none:
             added = [
@@ -111,9 +123,12 @@ def _drawn(
         files = {
             name: data
             for picture in pictures.values()
-            for name, data in _figure_files(picture, pdf=pdf).items()
+            for name, data in _figure_files(picture, pdf=pdf, latex=options.latex).items()
         }
-    return pictures, added, files
+        for picture in pictures.values():
+            if isinstance(picture, Drawing):
+                panels |= panel_files(picture, options.paper, pdf=pdf)
+    return pictures, added, files, panels
 
 
 def _not_drawn() -> dict[str, Picture]:
@@ -194,12 +209,14 @@ def _plain(column: str) -> str:
     return column.removeprefix("comparison.").removesuffix(".simulated")
 
 
-def _figure_files(picture: Picture, *, pdf: bool = True) -> dict[str, bytes]:
+def _figure_files(picture: Picture, *, pdf: bool = True, latex: bool = False) -> dict[str, bytes]:
     if not isinstance(picture, Drawing):
         return {}
     files = {f"{picture.name}.svg": svg_bytes(picture.figure, picture.name)}
     if pdf:  # its fonts take as long as the rest of the drawing
         files[f"{picture.name}.pdf"] = pdf_bytes(picture.figure)
+    if latex:
+        files[f"{picture.name}.tex"] = latex_table(picture.data)
     return {**files, f"{picture.name}.csv": _csv_bytes(picture.data)}
 
 
@@ -228,8 +245,17 @@ def _remove_old_figures(folder: Path, names: Container[str], files: Container[st
     (folder / (WIDE if LONG in files else LONG)).unlink(missing_ok=True)
     for path in folder.iterdir():
         ours = path.stem in names or path.stem.startswith(("curve_", "kernel_"))
-        if ours and path.suffix in (".svg", ".pdf", ".csv") and path.name not in files:
+        if (ours or path.name == "points.tex") and path.suffix in _SUFFIXES and path.name not in files:
             path.unlink()
+
+
+def _remove_old_panels(folder: Path, files: Container[str]) -> None:
+    """Remove panels of an earlier report, and the folder if nothing is left in it."""
+    for path in folder.iterdir():
+        if path.stem.endswith(_PANEL_ENDS) and path.suffix in _SUFFIXES and path.name not in files:
+            path.unlink()
+    if not any(folder.iterdir()):
+        folder.rmdir()
 
 
 def _pictures(study: Study, axes: Axes) -> Iterator[tuple[str, Picture]]:

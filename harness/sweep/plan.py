@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from importlib import import_module
 from itertools import islice, product
 from math import prod
@@ -29,7 +29,7 @@ from harness.config.option_files import is_option_file
 from harness.config.overrides import MOST_POINTS, Axis, Setting, parse_overrides
 from harness.config.paths import check_paths
 from harness.config.ranges import value_of
-from harness.config.schema import RunConfig
+from harness.config.schema import ReportConfig, RunConfig
 from harness.console import shortened
 from harness.store.remote import local_place
 from harness.sweep.fingerprint import fingerprint
@@ -39,7 +39,8 @@ DEFAULT_EXPERIMENT = "default"
 DEFAULT_LABEL = "the default point"
 
 # Settings of a whole sweep: where it is written, how it runs and what it reports. All its points share them.
-FIXED = ("name", "out", "workers", "report.kernels", "report.figures", *EXECUTION_KEYS)
+REPORT_KEYS = tuple(f"report.{one.name}" for one in fields(ReportConfig))
+FIXED = ("name", "out", "workers", *REPORT_KEYS, *EXECUTION_KEYS)
 # Settings that do not belong in a point's label.
 UNLABELLED = (
     *(*FIXED, "cost.cache_dir", "cost.recalibrate", "cost.kernels"),

@@ -52,7 +52,8 @@ UNITS = """
         harness.workers harness.console harness.config harness.environment harness.metrics harness.store
         harness.replay harness.cost harness.compiled
         harness.workload harness.oracle harness.measure harness.calibrate harness.point harness.sweep harness.cluster
-    harness.report.style harness.report.thinning harness.report.study harness.report.axes harness.report.numbers
+    harness.report.style harness.report.paper harness.report.thinning harness.report.study harness.report.axes
+        harness.report.numbers
         harness.report.trace_pictures harness.report.figures harness.report.answers harness.report.verdict_text
         harness.report.points harness.report.tables
         harness.report.attribution harness.report.provenance harness.report.page harness.report.write

@@ -1,0 +1,187 @@
+"""Figures and tables for papers: a panel a file, widths, letters, and LaTeX that holds what the CSV holds."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from harness import point
+from harness.cli.main import main, parse_arguments
+from harness.cli.report import options_of, report_command
+from harness.config.schema import Paper, ReportConfig
+from harness.report import write, write_report
+from harness.report.paper import latex_table, panel_files
+from harness.report.style import Drawing, panels, style
+from harness.sweep.plan import plan_sweep, run_request
+
+TABLE = pd.DataFrame({"a_b": [1.0, None], "50 %": ["x & y", "#1 ~ {≤} \\"]})
+
+
+def drawn(name: str = "two") -> Drawing:
+    """Two panels, of which the first alone has an axis label of y, and the second a bar of colours; and a legend."""
+    figure, (left, right) = panels(7.16, 2.4, 1, 2)
+    left.plot([0, 1], [1, 2], label="predicted by a model with a long name")
+    left.set_ylabel("requests")
+    left.set_xlabel("rate")
+    left.set_title("left")
+    figure.colorbar(right.imshow([[0.0, 1.0]]), ax=right)
+    figure.legend(*left.get_legend_handles_labels(), loc="outside upper center", ncols=4)
+    return Drawing(name, "A figure.", figure, TABLE)
+
+
+def files_of(paper: Paper, *, serif: bool = False) -> dict[str, bytes]:
+    with style(serif=serif):
+        return panel_files(drawn(), paper)
+
+
+def svg_inches(svg: bytes) -> float:
+    found = re.search(rb'<svg [^>]*width="([\d.]+)pt"', svg)
+    assert found is not None
+    return float(found[1]) / 72
+
+
+def pdf_inches(pdf: bytes) -> float:
+    found = re.search(rb"/MediaBox \[ ?0 0 ([\d.]+) ", pdf)
+    assert found is not None
+    return float(found[1]) / 72
+
+
+def test_every_panel_is_a_file_of_its_own() -> None:
+    names = {
+        f"two-{number}-{width}.{kind}"
+        for number in (1, 2)
+        for width in ("column", "page")
+        for kind in ("svg", "pdf")
+    }
+    assert files_of(Paper.both).keys() == names
+    assert files_of(Paper.none) == {}
+
+
+def test_a_panel_is_as_wide_as_its_column() -> None:
+    files = files_of(Paper.both)
+    for width, inches in (("column", 3.33), ("page", 7.0)):
+        assert svg_inches(files[f"two-1-{width}.svg"]) == pytest.approx(inches, abs=0.01)
+        assert pdf_inches(files[f"two-2-{width}.pdf"]) == pytest.approx(inches, abs=0.01)
+
+
+def test_letters_have_serifs_where_asked_and_are_in_the_file() -> None:
+    plain, serif = files_of(Paper.column), files_of(Paper.column, serif=True)
+    assert b"DejaVuSans" in plain["two-1-column.pdf"]
+    assert b"STIXGeneral" in serif["two-1-column.pdf"]
+    assert b"DejaVu" not in serif["two-1-column.pdf"]
+    assert b"<text" not in serif["two-1-column.svg"]  # shapes: no program needs the font
+
+
+def test_a_panel_gets_the_labels_that_its_neighbour_had_for_both() -> None:
+    figure, grid = panels(7.16, 4.0, 2, 2)
+    for panel, label in zip(grid, ("a", "b", "c", "d"), strict=True):
+        panel.plot([0, 1])
+        panel.set_label(label)
+    grid[0].set_title("first column")
+    grid[0].set_ylabel("upper row")
+    grid[2].set_ylabel("lower row")
+    grid[3].set_xlabel("right below")
+    with style():
+        panel_files(Drawing("four", "", figure, TABLE), Paper.column, pdf=False)
+    assert [panel.get_ylabel() for panel in grid] == ["upper row", "upper row", "lower row", "lower row"]
+    assert [panel.get_xlabel() for panel in grid] == ["", "right below", "", "right below"]
+    assert [panel.get_title() for panel in grid] == ["first column", "", "first column", ""]
+
+
+def test_a_bar_of_colours_stays_with_its_panel() -> None:
+    files = files_of(Paper.column)
+    assert b"axes_2" in files["two-2-column.svg"]
+    assert b"axes_2" not in files["two-1-column.svg"]
+
+
+def test_a_legend_is_as_narrow_as_the_column() -> None:
+    figure, (panel,) = panels(7.16, 2.4, 1, 1)
+    for number in range(4):
+        panel.plot([0, number], label=f"a line with a name that is long {number}")
+    figure.legend(*panel.get_legend_handles_labels(), loc="outside upper center", ncols=4)
+    with style():
+        panel_files(Drawing("legend", "", figure, TABLE), Paper.column, pdf=False)
+    (legend,) = figure.legends
+    assert legend.get_window_extent().width <= figure.bbox.width
+    assert len(legend.get_texts()) == 4
+
+
+def test_latex_escapes_what_latex_takes_for_commands() -> None:
+    text = latex_table(TABLE).decode()
+    assert "a\\_b & 50 \\% \\\\" in text
+    assert "x \\& y" in text
+    assert "\\#1 \\textasciitilde" in text
+    assert "\\{$\\le$\\} \\textbackslash" in text
+    assert re.search(r"^-- & ", text, flags=re.MULTILINE)
+
+
+def test_latex_has_the_rules_of_booktabs_and_a_cell_for_each_column() -> None:
+    text = latex_table(TABLE).decode()
+    body = text.partition("\\toprule\n")[2].partition("\\bottomrule")[0].splitlines()
+    rows = [line for line in body if line != "\\midrule"]
+    assert len(rows) == 3
+    assert all(len(re.findall(r"(?<!\\)&", row)) == 1 and row.endswith("\\\\") for row in rows)
+    assert text.startswith("% \\usepackage{booktabs}\n\\begin{tabular}{rl}")
+
+
+def test_a_long_table_may_break_over_pages() -> None:
+    text = latex_table(pd.DataFrame({"x": range(41)})).decode()
+    assert text.startswith("% \\usepackage{booktabs, longtable}\n\\begin{longtable}")
+
+
+# -- through the report ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def one_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The report draws one figure alone: to draw all takes many seconds."""
+    monkeypatch.setattr(write, "_pictures", lambda study, axes: [("two", drawn())])
+    monkeypatch.setattr(write, "build_page", lambda *parts: "<p>page</p>")
+
+
+@pytest.mark.usefixtures("one_figure")
+def test_a_report_writes_panels_and_latex_where_asked_and_takes_them_away(
+    store: Path, tmp_path: Path
+) -> None:
+    figures = tmp_path / "figures"
+    write_report(store, out=tmp_path, options=ReportConfig(paper=Paper.column, latex=True))
+    assert sorted(file.name for file in (figures / "paper").glob("*.svg")) == [
+        "two-1-column.svg",
+        "two-2-column.svg",
+    ]
+    assert sorted(file.name for file in figures.glob("*.tex")) == ["points.tex", "two.tex"]
+    write_report(store, out=tmp_path)
+    assert not (figures / "paper").exists()
+    assert list(figures.glob("*.tex")) == []
+
+
+def test_the_keys_of_a_sweep_and_the_options_of_report_ask_for_the_same(store: Path) -> None:
+    asked: list[Any] = []
+    report = SimpleNamespace(
+        ReportError=RuntimeError,
+        write_report=lambda *_, **more: asked.append(more.get("options")) or store / "index.html",  # type: ignore[func-returns-value]
+        verdict_lines=lambda _: [],
+    )
+    manifest: Any = SimpleNamespace(overrides=("report.paper=both", "report.serif=true", "report.latex=true"))
+    words = ["report", str(store), "--paper", "both", "--serif", "--latex"]
+    report_command(parse_arguments(words), report)
+    report_command(parse_arguments(words[:2]), report)
+    assert asked == [options_of(manifest), None]
+    assert asked[0] == ReportConfig(paper=Paper.both, serif=True, latex=True)
+
+
+def test_what_a_report_shows_is_no_part_of_a_point() -> None:
+    words = ["measure=false", "cost=roofline"]
+    asked = [*words, "report.paper=column", "report.serif=true", "report.latex=true"]
+    plain, wished = (plan_sweep(run_request(given), point).points for given in (words, asked))
+    assert [one.fingerprint for one in plain] == [one.fingerprint for one in wished]
+
+
+def test_options_of_the_whole_report_are_refused_beside_one_figure(
+    store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", str(store), "--x", "cache.block_size", "--serif"]) == 2
+    assert "--serif belongs to the whole report" in capsys.readouterr().err
