@@ -10,6 +10,7 @@ from harness.calibrate.store import GRID_BLOCK_SIZE as BLOCK_SIZE
 from harness.config.schema import RunConfig
 from harness.cost.grid import Grid, GridPoint, grid_of
 from harness.measure.engine import measure
+from harness.measure.yardstick import Reading
 from harness.replay.features import feature_index
 from harness.replay.recorder import MeasuredRun
 from harness.workload.shapes import PoolShape, pool_shape
@@ -28,7 +29,9 @@ _DECODE, _KV, _PREFILLS, _TOKENS, _PREFILL_KV = feature_index(
 )
 
 
-def measure_grids(config: RunConfig, progress: Callable[[str], None], budget: Budget) -> dict[str, Grid]:
+def measure_grids(
+    config: RunConfig, progress: Callable[[str], None], budget: Budget, reference: Reading | None
+) -> dict[str, Grid]:
     """`decode` over (rows, KV slots a row) and `prefill` over (chunk, context), in seconds over all layers.
 
     When the time is up, larger shapes are left out; the fitted model prices them.
@@ -39,18 +42,18 @@ def measure_grids(config: RunConfig, progress: Callable[[str], None], budget: Bu
         progress(f"grid: {length} KV slots a row")
         for place, rows in enumerate(rows for rows in ROWS if rows * length <= _MOST_TOKENS):
             if place < _CORNERS or budget.left():
-                decode.append(_decode_point(config, rows, length))
+                decode.append(_decode_point(config, rows, length, reference))
     prefill: list[GridPoint] = []
     for chunk in CHUNKS:
         progress(f"grid: chunks of {chunk} tokens")
-        prefill += _prefill_points(config, chunk, longest)
+        prefill += _prefill_points(config, chunk, longest, reference)
     return {"decode": grid_of(decode), "prefill": grid_of(prefill)}
 
 
-def _decode_point(config: RunConfig, rows: int, length: int) -> GridPoint:
+def _decode_point(config: RunConfig, rows: int, length: int, reference: Reading | None) -> GridPoint:
     """Median attention of steps in which `rows` sequences decode, scaled to `length` slots each."""
     half = _STEPS // 2
-    run = _run(config, rows, max(1, length - half), _STEPS, budget=rows * length)
+    run = _run(config, rows, max(1, length - half), _STEPS, rows * length, reference)
     steps = run.recorder.features
     chosen = (steps[:, _DECODE] == rows) & (steps[:, _PREFILLS] == 0)
     middle = np.argmin(np.abs(steps[chosen, _KV] / rows - length))
@@ -58,10 +61,12 @@ def _decode_point(config: RunConfig, rows: int, length: int) -> GridPoint:
     return rows, length, float(np.median(nearest))
 
 
-def _prefill_points(config: RunConfig, chunk: int, longest: int) -> list[GridPoint]:
+def _prefill_points(
+    config: RunConfig, chunk: int, longest: int, reference: Reading | None
+) -> list[GridPoint]:
     """Attention of one request's chunks of `chunk` tokens, at each of CONTEXTS that its prompt reaches."""
     prompt = min(longest - 1, max(CONTEXTS) + chunk)
-    run = _run(config, 1, prompt, 1, budget=chunk)
+    run = _run(config, 1, prompt, 1, chunk, reference)
     features, seconds = run.recorder.features, run.log.steps["attention_s"]
     context = features[:, _PREFILL_KV] - features[:, _TOKENS]
     found: list[GridPoint] = []
@@ -72,7 +77,9 @@ def _prefill_points(config: RunConfig, chunk: int, longest: int) -> list[GridPoi
     return found
 
 
-def _run(config: RunConfig, rows: int, prompt: int, output: int, budget: int) -> MeasuredRun:
+def _run(
+    config: RunConfig, rows: int, prompt: int, output: int, budget: int, reference: Reading | None
+) -> MeasuredRun:
     """Run `rows` equal requests at once."""
     blocks = rows * -(-(prompt + output) // BLOCK_SIZE)
     base = pool_shape(config)
@@ -85,4 +92,4 @@ def _run(config: RunConfig, rows: int, prompt: int, output: int, budget: int) ->
     header = TraceHeader("grid", "generated", "calibration plan", CONTENT, None, 1, "", rows, rows)
     limits = SchedulerLimits(max(budget, rows), max_running=rows, max_model_len=prompt + output)
     workload = Workload(Trace(header, requests), pool, limits)
-    return measure(config, workload, seed=SEED)
+    return measure(config, workload, seed=SEED, reference=reference)

@@ -1,16 +1,25 @@
-"""The pace of the device now, measured with a fixed probe that no prediction uses.
+"""The pace of the device, which changes with its clocks and with other work on the machine.
 
-`Stability` describes whether the pace was constant during a calibration.
+On a CPU a yardstick between the steps follows it, and measured times are divided by it (`harness.measure.yardstick`).
+A GPU has no such yardstick: a fixed probe that no prediction uses runs beside the measured runs, and predictions are
+scaled by it. `Stability` describes whether the pace was constant during a calibration.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from statistics import median
+from typing import Any
+
+import numpy as np
 
 from harness.calibrate.design import CalibrationCase, case_workload
 from harness.config.schema import RunConfig
 from harness.measure.engine import measure
+from harness.measure.yardstick import Reading
+from harness.replay.recorder import MeasuredRun
+from harness.workload.devices import has_yardstick
 
 PROBE = CalibrationCase("probe", 6, (20, 140), (16, 32), 1.5)
 """Prompts and steps of one to three rows, as under light load. Other work on the machine slows larger batches down more
@@ -26,35 +35,67 @@ _STEP_NS = (3_000_000,) * 10_000
 _LONE_S = 0.08  # seconds of a lone request of the probe, by the durations above
 
 
+class PaceSource(StrEnum):
+    """What told the pace."""
+
+    probe = "probe"
+    yardstick = "yardstick"
+
+
 @dataclass(frozen=True)
 class Pace:
-    """Probe times beside a point's runs over the probe time at calibration; above 1 the device is slower now."""
+    """The device's pace during a point's runs over that at calibration; above 1 it is slower now.
 
+    By probes: their median, lowest and highest ratio. By the yardstick: the ratio of clock time to the times of the
+    record, and the 5th and 95th percentile of the steps' paces.
+    """
+
+    by: PaceSource
     ratio: float
     low: float
     high: float
     probes: int
 
-    def section(self) -> dict[str, float]:
+    def section(self) -> dict[str, float | str]:
         """The section of the record."""
         return asdict(self)
 
 
 def probe_s(config: RunConfig) -> float:
-    """Seconds of the probe's steps, by the clock of the measured runs. Its step plans are the same on every device."""
+    """Seconds of the probe's steps, by the clock of the measured runs. Its step plans are the same on every device.
+
+    1 where the yardstick has divided the pace out of every time already.
+    """
+    if has_yardstick(config):
+        return 1.0
     run = measure(config, case_workload(config, PROBE, _LONE_S), seed=0, step_ns=_STEP_NS)
     return float(run.log.steps["seconds"].sum())
 
 
-def pace_of(probes: list[float], calibrated_s: float) -> Pace:
+def pace_of(probes: Sequence[float], calibrated_s: float) -> Pace:
     """The median pace of several probes."""
     ratios = [seconds / calibrated_s for seconds in probes]
-    return Pace(median(ratios), min(ratios), max(ratios), len(ratios))
+    return Pace(PaceSource.probe, median(ratios), min(ratios), max(ratios), len(ratios))
+
+
+def pace_of_runs(runs: Sequence[MeasuredRun]) -> Pace:
+    """The pace that the yardstick told during measured runs."""
+    paces = np.concatenate([run.log.steps["pace"] for run in runs])
+    clocked = sum(float(run.clocked_s.sum()) for run in runs)
+    seconds = sum(float(run.log.steps["seconds"].sum()) for run in runs)
+    low, high = np.quantile(paces, (0.05, 0.95))
+    return Pace(PaceSource.yardstick, clocked / seconds, float(low), float(high), len(np.unique(paces)))
+
+
+def reference_of(provenance: Mapping[str, Any]) -> Reading | None:
+    """The yardstick at the calibration that `provenance` describes; None where it had none."""
+    seconds = provenance.get("yardstick_s")
+    return Reading(*seconds) if seconds else None
 
 
 @dataclass(frozen=True)
 class Stability:
-    """Probe times over their median, and the machine's load before and after."""
+    """Probe times (on a CPU: paces of the runs) over their median, and the machine's load before and after."""
 
     low: float
     high: float
@@ -94,7 +135,7 @@ class Stability:
 
 
 def stability_of(probes_s: Sequence[float], load_before: float) -> Stability:
-    """From the probe times of a calibration, in seconds."""
+    """From the probe times of a calibration, in seconds, or from the paces of its runs."""
     middle = median(probes_s)
     return Stability(
         min(probes_s) / middle,

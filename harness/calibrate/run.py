@@ -1,6 +1,7 @@
 """A calibration: run the designed workloads on the engine, fit the cost model, test it on held-out workloads.
 
-Each case is measured in several passes, and the fastest run is kept.
+Each case is measured in several passes. Where a yardstick divides the pace out of all times, the runs of all passes but
+the first are fitted; else the fastest run is.
 """
 
 import os
@@ -24,7 +25,7 @@ from harness.calibrate.design import (
     design,
     probe_workload,
 )
-from harness.calibrate.pace import Stability, is_steady, off_pace, probe_s, stability_of
+from harness.calibrate.pace import Stability, is_steady, off_pace, pace_of_runs, probe_s, stability_of
 from harness.calibrate.store import calibration_fingerprint, measured_table, save_calibration
 from harness.calibrate.validate import HELD_OUT, Validated, measure_held_out, validation
 from harness.config.schema import RunConfig
@@ -32,6 +33,7 @@ from harness.cost.fitted import FittedCost, fit_cost, held_out_error
 from harness.cost.table import TableCost
 from harness.environment import device_identity
 from harness.measure.engine import measure
+from harness.measure.yardstick import Reading
 from harness.metrics.log import Column, FloatArray
 from harness.replay.beams import choices_of_run, churn_of_run, evenness_of_run
 from harness.replay.branches import DraftAcceptance
@@ -41,7 +43,8 @@ from harness.replay.streaming import COLUMNS, hull_of
 from harness.workload.devices import clock_of
 
 PASSES = 2
-"""Passes over the cases without a budget; with one, as many as its share allows, up to MOST_PASSES."""
+"""Passes over the cases without a budget, after a first one for the code that libraries compile for new shapes if there
+is a yardstick. With a budget there are as many as its share allows, up to MOST_PASSES."""
 
 MOST_PASSES = 4
 FITTING = 0.5
@@ -54,22 +57,25 @@ CaseProgress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class TimedCase:
-    """The fastest run of a case, and the fastest probe of the device beside any of its runs."""
+    """The runs of a case that are fitted, which have equal step plans, and the fastest probe of the device beside any
+    run of it (1 with a yardstick).
+    """
 
     case: CalibrationCase
-    run: MeasuredRun
+    runs: tuple[MeasuredRun, ...]
     probe_s: float
 
     @property
     def seconds(self) -> float:
-        """Seconds of all its steps."""
-        return float(self.run.log.steps["seconds"].sum())
+        """Seconds of all steps of its runs."""
+        return sum(float(run.log.steps["seconds"].sum()) for run in self.runs)
 
 
 class Passes:
     """Measures the cases in several passes while the budget lasts: call `measure()` once.
 
-    A probe of the pace runs before and after each case; `probes` holds their seconds.
+    Without a yardstick a probe of the pace runs before and after each case. `probes` holds their seconds; with a
+    yardstick, whose `reference` is given, the paces of all runs.
     """
 
     def __init__(
@@ -79,19 +85,22 @@ class Passes:
         lone_request_s: float,
         report: Callable[[str], None],
         budget: Budget,
+        reference: Reading | None,
     ) -> None:
         self._config = config
         self._cases = cases
         self._lone = lone_request_s
         self._report = report
         self._budget = budget
+        self._reference = reference
         self._probe = probe_s(config)
-        self.probes = [self._probe]
+        self.probes = [] if reference else [self._probe]
         self._kept: dict[CalibrationCase, TimedCase] = {}
 
     def measure(self) -> list[TimedCase]:
-        """The fastest run of every case for which there was time; the first few cases always run."""
-        for number in range(MOST_PASSES if self._budget.limited else PASSES):
+        """The runs to fit of every case for which there was time; the first few cases always run."""
+        warming = 1 if self._reference else 0
+        for number in range(MOST_PASSES if self._budget.limited else PASSES + warming):
             for case in self._cases if number % 2 == 0 else reversed(self._cases):
                 if len(self._kept) >= _FEWEST_CASES and not self._budget.left(FITTING):
                     break
@@ -107,12 +116,18 @@ class Passes:
         before, known = self._probe, self._kept.get(case)
         workload = case_workload(self._config, case, self._lone)
         run = measure(
-            self._config, workload, seed=SEED, step_ns=known.run.recorder.step_ns if known else None
+            self._config,
+            workload,
+            seed=SEED,
+            step_ns=known.runs[0].recorder.step_ns if known else None,
+            reference=self._reference,
         )
         self._probe = probe_s(self._config)
-        self.probes.append(self._probe)
-        found = TimedCase(case, run, (before + self._probe) / 2)
-        if known is not None:
+        self.probes.append(pace_of_runs([run]).ratio if self._reference else self._probe)
+        found = TimedCase(case, (run,), (before + self._probe) / 2)
+        if known is not None and self._reference:
+            found = replace(found, runs=(*known.runs, run) if number > 1 else (run,))
+        elif known is not None:
             quietest = min(known, found, key=lambda timed: timed.seconds)
             found = replace(quietest, probe_s=min(known.probe_s, found.probe_s))
         self._kept[case] = found
@@ -153,23 +168,24 @@ def full_calibration(
     """The same, with all results; `grid` also measures attention shape by shape for the `table` model."""
     config = replace(config, engine=replace(config.engine, audit=Audit.off))
     begun, load, budget = datetime.now(UTC), os.getloadavg()[0], Budget(budget_s)
-    lone, lone_wall = _lone_request_s(config)
+    lone, lone_wall, reference = _lone_request_s(config)
     cases = design(config, lone_wall, budget_s)
-    report = _CaseCounter(progress, len(cases) * PASSES + len(HELD_OUT))
-    passes = Passes(config, cases, lone, report, budget)
+    passes_ahead = PASSES + (1 if reference else 0)
+    report = _CaseCounter(progress, len(cases) * passes_ahead + len(HELD_OUT))
+    passes = Passes(config, cases, lone, report, budget, reference)
     timed = passes.measure()
     pace = median(entry.probe_s for entry in timed)
     repeats = 1 if budget_s is None else _VALIDATION_REPEATS
-    held_out = measure_held_out(config, lone, repeats, report, budget)
-    grids = measure_grids(config, report, budget) if grid and budget.left() else {}
-    probes = [*passes.probes, *(entry.probe_s for entry in held_out)]
+    held_out = measure_held_out(config, lone, repeats, report, budget, reference)
+    grids = measure_grids(config, report, budget, reference) if grid and budget.left() else {}
+    probes = [*passes.probes, *_beside(held_out, reference)]
     stability = stability_of(probes, load)
     facts = {
         "what": "non-negative least squares on measured steps",
         "device": device_identity(config.engine.device),
         "clock": str(clock_of(config)),
         "cases": [f"{entry.case.name}: {entry.case.requests} requests" for entry in timed],
-        "probe_s": pace,
+        **({"yardstick_s": list(reference)} if reference else {"probe_s": pace}),
         "started": begun.isoformat(timespec="seconds"),
         "seconds": budget.spent_s,
         "stability": stability.section(),
@@ -194,15 +210,25 @@ class _CaseCounter:
         self._done += 1
 
 
-def _lone_request_s(config: RunConfig) -> tuple[float, float]:
+def _beside(held_out: Sequence[Validated], reference: Reading | None) -> list[float]:
+    """The probes beside the held-out workloads, or with a yardstick their paces."""
+    if reference is None:
+        return [entry.probe_s for entry in held_out]
+    return [pace_of_runs([run]).ratio for entry in held_out for run in entry.runs]
+
+
+def _lone_request_s(config: RunConfig) -> tuple[float, float, Reading | None]:
     """Seconds of a request that runs alone, by the engine's clock (the unit of loads) and by the wall clock.
 
-    The first run also warms the engine up.
+    Also the reading of the yardstick, if there is one: the reference of all times from now on. The first run warms the
+    engine up.
     """
     for _ in range(2):
         begun = time.perf_counter()
         run = measure(config, probe_workload(config, LONE_REQUEST), seed=SEED)
-    return run.log.span_s / LONE_REQUEST.requests, (time.perf_counter() - begun) / LONE_REQUEST.requests
+    wall = time.perf_counter() - begun
+    reference = Reading(*run.yardstick_s) if run.yardstick_s else None
+    return run.log.span_s / LONE_REQUEST.requests, wall / LONE_REQUEST.requests, reference
 
 
 def _fitted(
@@ -212,7 +238,11 @@ def _fitted(
     pace: float,
     facts: dict[str, Any],
 ) -> FittedCost:
-    seen = [(entry.run, pace if is_steady(entry.probe_s / pace) else entry.probe_s) for entry in timed]
+    seen = [
+        (run, pace if is_steady(entry.probe_s / pace) else entry.probe_s)
+        for entry in timed
+        for run in entry.runs
+    ]
     unseen = [(run, entry.probe_s) for entry in held_out for run in entry.runs]
     churn, evenness = _beams(timed)
     source = CostSource(
@@ -222,7 +252,7 @@ def _fitted(
         beam_churn=churn,
         beam_evenness=evenness,
         draft_acceptance=_acceptance(timed),
-        hull=hull_of(_all_steps([entry.run for entry in timed])),
+        hull=hull_of(_all_steps([run for run, _ in seen])),
     )
     cost = fit_cost(*_columns(seen, pace), source)
     features, seconds, attention = _columns(unseen, pace)
@@ -259,7 +289,7 @@ def _beams(timed: Sequence[TimedCase]) -> tuple[dict[int, float], dict[int, floa
     """Churn and evenness by beam width, over all selections except the first of each request."""
     chosen: dict[int, list[Sequence[int]]] = {}
     for entry in timed:
-        for choices in choices_of_run(entry.run.recorder.parents):
+        for choices in choices_of_run(entry.runs[0].recorder.parents):
             chosen.setdefault(entry.case.beam_width, []).extend(choices)
     widths = sorted(chosen)
     churn = {width: churn_of_run(width, [len(set(parents)) for parents in chosen[width]]) for width in widths}
@@ -271,7 +301,9 @@ def _acceptance(timed: Sequence[TimedCase]) -> float | None:
     pairs = [
         (drafts, result.accepted.get(request_id, 0))
         for entry in timed
-        for drafted, result in zip(entry.run.recorder.drafted, entry.run.recorder.results, strict=True)
+        for drafted, result in zip(
+            entry.runs[0].recorder.drafted, entry.runs[0].recorder.results, strict=True
+        )
         for request_id, drafts in drafted.items()
     ]
     return DraftAcceptance.fitted(*zip(*pairs, strict=True)).share if pairs else None

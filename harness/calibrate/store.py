@@ -19,7 +19,7 @@ from harness.environment import code_version, device_identity, versions
 from harness.replay.cost_model import CostSource
 from harness.replay.features import FEATURES
 from harness.store.atomic import write_files
-from harness.workload.devices import clock_of, engine_kernels
+from harness.workload.devices import clock_of, engine_kernels, has_yardstick
 
 CODE = (  # packages that step times depend on
     "engine",
@@ -44,6 +44,7 @@ def calibration_fingerprint(config: RunConfig) -> str:
         "engine": [*engine_kernels(engine), engine.threads, bool(engine.cuda_graphs)],
         "device": device_identity(engine.device),
         "clock": str(clock_of(config)),
+        "yardstick": has_yardstick(config),
         "budget": config.scheduler.max_batched_tokens,
         "draft": _draft_stamp(config),
         "versions": versions(),

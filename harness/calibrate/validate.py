@@ -12,6 +12,7 @@ from harness.calibrate.design import Budget
 from harness.calibrate.pace import probe_s
 from harness.config.schema import ReplayMode, RunConfig
 from harness.measure.engine import measure
+from harness.measure.yardstick import Reading
 from harness.metrics import METRICS, compute_metrics
 from harness.metrics.comparison import comparison_error
 from harness.replay.cost_model import CostModel, PacedCost
@@ -65,7 +66,12 @@ class Validated:
 
 
 def measure_held_out(
-    config: RunConfig, lone_request_s: float, repeats: int, progress: Callable[[str], None], budget: Budget
+    config: RunConfig,
+    lone_request_s: float,
+    repeats: int,
+    progress: Callable[[str], None],
+    budget: Budget,
+    reference: Reading | None,
 ) -> list[Validated]:
     """Run every held-out workload `repeats` times while the budget lasts, the first one always."""
     found: list[Validated] = []
@@ -74,10 +80,12 @@ def measure_held_out(
             break
         progress(f"held out: {held_out.name}")
         workload = held_out_workload(config, held_out, lone_request_s)
-        measure(config, workload, seed=SEED)  # libraries compile code for new shapes here
+        measure(
+            config, workload, seed=SEED, reference=reference
+        )  # libraries compile code for new shapes here
         probes, runs = [probe_s(config)], list[MeasuredRun]()
         for number in range(repeats):
-            runs.append(measure(config, workload, seed=SEED + number))
+            runs.append(measure(config, workload, seed=SEED + number, reference=reference))
             probes.append(probe_s(config))
         found.append(Validated(held_out, workload, runs, median(probes)))
     return found

@@ -71,13 +71,14 @@ def prices_of(cost: CostModel) -> Prices | None:
     ADMITTED_TOKENS,
     AFTER,
     BEAM_ROWS,
+    BEAM_STEPS,
     COPIED,
 ) = feature_index(
     (
         *("decode_distinct_kv", "decode_padded_kv", "decode_padded_blocks", "prefill_rows", "prefill_tokens"),
         "prefill_kv",
         *("prefill_blocks", "prefill_work", "blocks", "new_blocks", "freed_slots", "admitted_tokens"),
-        *("after_prefill", "beam_rows", "copied_slots"),
+        *("after_prefill", "beam_rows", "beam_steps", "copied_slots"),
     )
 )
 
@@ -133,6 +134,7 @@ def add_rows(state: ReplayState) -> None:
     features[ROWS] = decodes + chunks
     features[SAMPLED] = sampled
     features[BEAM_ROWS] = searching
+    features[BEAM_STEPS] = min(searching, 1)
     features[DECODE_ROWS] = decodes
     features[DECODE_STEPS] = min(decodes, 1)
     features[DECODE_KV] = kv

@@ -359,7 +359,8 @@ class CostConfig:
 
     kind: CostKind = CostKind.auto
     recalibrate: bool = False  # measure again, even if a calibration exists
-    follow_pace: bool = True  # scale a fitted prediction by the device's pace now, from a fixed probe
+    # Follow the device's pace: on a CPU measured times are divided by it, on a GPU the prediction is scaled by it
+    follow_pace: bool = True
     cache_dir: str | None = None  # where calibrations are kept; null: the user's cache directory
     bounds: bool | None = (
         None  # roofline: replay at the bound and at the ends too; null: up to 2,000 requests

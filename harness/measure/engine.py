@@ -18,9 +18,10 @@ from engine.runtime.runner import Runner
 from harness.config.schema import Clock, RunConfig
 from harness.environment import engine_device
 from harness.measure.executor import FixedDurations, MeasuredExecutor
+from harness.measure.yardstick import Reading, Yardstick, middle
 from harness.replay.loop import Progress
 from harness.replay.recorder import MeasuredRun
-from harness.workload.devices import clock_of
+from harness.workload.devices import clock_of, has_yardstick
 from harness.workload.shapes import draft_of, model_spec
 from harness.workload.simulate import replay_workload, with_ends
 from harness.workload.workload import Workload
@@ -65,8 +66,11 @@ def measure(
     seed: int,
     progress: Progress | None = None,
     step_ns: Sequence[int] | None = None,
+    reference: Reading | None = None,
 ) -> MeasuredRun:
     """Run the workload on the engine. Token ids come from the trace's prefix keys; `seed` drives sampling alone.
+
+    On a CPU times are those at the pace of `reference` (None: at the pace at which the run begins).
 
     With `step_ns` requests arrive as if steps took these nanoseconds. Step plans are then the same in every run,
     however long the engine takes.
@@ -95,15 +99,16 @@ def measure(
     )
     for timed in requests:
         runner.add(timed.request, prompts[timed.request.request_id])
+    yardstick = Yardstick(clock, reference) if has_yardstick(config) else None
     with _no_collection():
         by_id = {timed.request.request_id: timed.request for timed in requests}
-        executor = with_ends(workload, MeasuredExecutor(runner, clock), by_id)
+        executor = with_ends(workload, MeasuredExecutor(runner, clock, yardstick), by_id)
         same = FixedDurations(executor, step_ns) if step_ns else None
         log, recorder = replay_workload(
             workload, requests, same or executor, keep_plans=True, progress=progress
         )
     log = same.as_measured(log) if same else log
-    return MeasuredRun(log, recorder, runner.audits)
+    return MeasuredRun(log, recorder, runner.audits, middle(yardstick.readings) if yardstick else None)
 
 
 def graphs_of(config: RunConfig, workload: Workload) -> GraphOptions | None:
@@ -113,11 +118,15 @@ def graphs_of(config: RunConfig, workload: Workload) -> GraphOptions | None:
     return GraphOptions(workload.limits.max_running, workload.pool.max_model_len)
 
 
-def warm_up(config: RunConfig, workload: Workload) -> None:
-    """Run the first few requests and discard the result, so that buffers and code caches are filled."""
+def warm_up(config: RunConfig, workload: Workload) -> Reading | None:
+    """Run the first few requests and discard the result, so that buffers and code caches are filled.
+
+    Returns the reading of the yardstick, where there is one.
+    """
     trace = workload.trace
     few = replace(trace, requests=trace.requests[:_WARM_UP])
-    measure(config, replace(workload, trace=few), seed=config.workload.seed)
+    run = measure(config, replace(workload, trace=few), seed=config.workload.seed)
+    return Reading(*run.yardstick_s) if run.yardstick_s else None
 
 
 def _prompt(row: TraceRequest, config: RunConfig, loaded: LoadedModel) -> np.ndarray:

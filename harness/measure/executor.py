@@ -7,19 +7,26 @@ import numpy as np
 
 from engine.core.plan import StepPlan, StepResult
 from engine.runtime.runner import Runner
+from harness.measure.yardstick import Yardstick
 from harness.metrics.log import RunLog
 from harness.replay.executors import Executor, StepTiming
 from harness.replay.virtual_time import to_ns, to_s
 
 
 class MeasuredExecutor:
-    """Runs each plan on the engine; the seconds of a step are the clock time from `begin` to `end`, without audits."""
+    """Runs each plan on the engine; the seconds of a step are the clock time from `begin` to `end`, without audits.
+
+    With a `yardstick` all times are divided by the local pace of the core, which the phase `pace` holds.
+    """
 
     max_steps = 1
 
-    def __init__(self, runner: Runner, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, runner: Runner, clock: Callable[[], float], yardstick: Yardstick | None = None
+    ) -> None:
         self._runner = runner
         self._clock = clock
+        self._yardstick = yardstick
         self._start = self._planned = 0.0
 
     def begin(self) -> None:
@@ -43,7 +50,12 @@ class MeasuredExecutor:
             "forward_s": times.forward_s,
             "sample_s": times.sample_s,
         }
-        return StepTiming([max(1, to_ns(seconds))], [times.attention_s], phases)
+        attention_s = times.attention_s
+        if self._yardstick is not None:
+            pace = self._yardstick.pace_after(seconds)
+            seconds, attention_s = seconds / pace, attention_s / pace
+            phases = {name: value / pace for name, value in phases.items()} | {"pace": pace}
+        return StepTiming([max(1, to_ns(seconds))], [attention_s], phases)
 
 
 class FixedDurations:

@@ -25,6 +25,7 @@ STEP_COLUMNS: Mapping[str, str] = {
     "build_s": "building the batch, s; nan where unknown",
     "forward_s": "forward pass, attention included, s; nan where unknown",
     "sample_s": "sampling, s; nan where unknown",
+    "pace": "local pace of the core, by which the measured times are divided; nan where it was not followed",
     "rows": "sequences that ran",
     "decode_rows": "sequences that computed one token after their prompt",
     "prefill_tokens": "query tokens of the other rows",

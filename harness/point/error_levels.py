@@ -67,10 +67,14 @@ def _spread(runs: Sequence[MeasuredRun], cost: CostModel) -> dict[str, float | N
     return {level: max(errors) - min(errors) for level, errors in totals.items()}
 
 
-def teacher_forced(runs: Sequence[MeasuredRun], cost: CostModel) -> dict[str, float]:
-    """Errors of the cost model on the step plans of the measured runs."""
+def teacher_forced(
+    runs: Sequence[MeasuredRun], cost: CostModel, *, clocked: bool = False
+) -> dict[str, float]:
+    """Errors of the cost model on the step plans of the measured runs; with `clocked` against the times of the clock,
+    not divided by the pace.
+    """
     features = np.concatenate([run.recorder.features for run in runs])
-    seconds = np.concatenate([run.log.steps["seconds"] for run in runs])
+    seconds = np.concatenate([run.clocked_s if clocked else run.log.steps["seconds"] for run in runs])
     return held_out_error(price_table(cost, features)[0], seconds)
 
 

@@ -19,7 +19,14 @@ from harness.point.cost import check_cost, cost_model
 from harness.point.record import files_of, make_record, tables_of
 from harness.replay.cost_model import CostModel, PacedCost
 from harness.workload.compiled import check_compiled
-from harness.workload.devices import check_engine, check_memory, check_weights, clock_of, engine_kernels
+from harness.workload.devices import (
+    check_engine,
+    check_memory,
+    check_weights,
+    clock_of,
+    engine_kernels,
+    has_yardstick,
+)
 from harness.workload.drawn import recording_stamp
 from harness.workload.shapes import draft_of, draft_shape, model_shape, pool_shape
 from harness.workload.simulate import Prediction, prediction_of, simulate, simulate_metrics
@@ -28,6 +35,7 @@ from harness.workload.workload import Workload, build_workload
 
 if TYPE_CHECKING:
     from harness.calibrate.pace import Pace
+    from harness.measure.yardstick import Reading
     from harness.replay.recorder import MeasuredRun
 
 
@@ -35,6 +43,9 @@ Progress = Callable[[str, int, int], None]  # stage, requests done, requests in 
 
 # Calibrations that this process has repeated: `cost.recalibrate` asks for one new calibration, not one for each point.
 _RECALIBRATED: set[str] = set()
+
+# Without a calibration all points of this process are measured at the pace of its first warm-up.
+_FIRST_READING: "dict[str, Reading]" = {}
 
 
 def point_identity(config: RunConfig) -> dict[str, str]:
@@ -162,7 +173,7 @@ def run_point(config: RunConfig, *, progress: Progress | None = None) -> PointRe
     workload = build_workload(config)
     cost = _cost(config, progress)
     runs, pace = _measure(config, workload, cost, progress) if config.measure else ([], None)
-    paced = PacedCost(cost, pace.ratio) if pace else cost
+    paced = PacedCost(cost, pace.ratio) if pace and not has_yardstick(config) else cost
     predicted_from = time.perf_counter()
     simulated = _predicted(config, workload, paced)
     seconds = {"simulate": time.perf_counter() - predicted_from, "all": time.perf_counter() - started}
@@ -191,10 +202,10 @@ def _predicted(config: RunConfig, workload: Workload, cost: CostModel) -> Predic
 
 
 def _pace_section(pace: "Pace | None", runs: "list[MeasuredRun]", cost: CostModel) -> dict[str, Any] | None:
-    """The record's section on the pace of the device, with the teacher-forced error of unscaled prices."""
+    """The record's section on the pace of the device, with the teacher-forced error if it had not been followed."""
     from harness.point.error_levels import teacher_forced
 
-    return {**pace.section(), "unscaled": teacher_forced(runs, cost)} if pace else None
+    return {**pace.section(), "unscaled": teacher_forced(runs, cost, clocked=True)} if pace else None
 
 
 def _cost(config: RunConfig, progress: Progress | None) -> CostModel:
@@ -230,12 +241,18 @@ def _must_calibrate(config: RunConfig, calibrated: bool) -> bool:
 def _measure(
     config: RunConfig, workload: Workload, cost: CostModel, progress: Progress | None
 ) -> "tuple[list[MeasuredRun], Pace | None]":
-    """The measured runs, and the pace of the device from probes before, between and after them."""
-    from harness.calibrate.pace import pace_of, probe_s
+    """The measured runs, and the pace of the device: from the yardstick, or from probes beside the runs.
+
+    Without a calibration there is no pace to compare with; then a CPU's times are those at the pace of this
+    process's first warm-up.
+    """
+    from harness.calibrate.pace import pace_of, pace_of_runs, probe_s, reference_of
     from harness.measure.engine import measure, warm_up
 
-    calibrated_s = cost.source.provenance.get("probe_s") if config.cost.follow_pace else None
-    warm_up(config, workload)
+    provenance = cost.source.provenance
+    calibrated_s = provenance.get("probe_s") if config.cost.follow_pace else None
+    warm = warm_up(config, workload)
+    reference = reference_of(provenance) or (_FIRST_READING.setdefault("reading", warm) if warm else None)
     runs, probes = [], []
     for number in range(config.replay.repeats):
 
@@ -245,7 +262,9 @@ def _measure(
 
         if calibrated_s:
             probes.append(probe_s(config))
-        runs.append(measure(config, workload, seed=config.workload.seed, progress=stage))
+        runs.append(measure(config, workload, seed=config.workload.seed, progress=stage, reference=reference))
+    if has_yardstick(config):
+        return runs, pace_of_runs(runs)
     if not calibrated_s:
         return runs, None
     return runs, pace_of([*probes, probe_s(config)], calibrated_s)

@@ -121,8 +121,18 @@ def digests_differ(one: Sequence[str], other: Sequence[str]) -> int | None:
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """A finished run: its log, its recording, and the number of audits, which compare slots with counters."""
+    """A finished run: its log, its recording, and the number of audits, which compare slots with counters.
+
+    `yardstick_s` are the median seconds of the yardstick's parts (`harness.measure.yardstick`); None without one.
+    """
 
     log: RunLog
     recorder: Recorder
     audits: int
+    yardstick_s: tuple[float, ...] | None = None
+
+    @property
+    def clocked_s(self) -> FloatArray:
+        """Seconds of the steps as the clock showed them, `[steps]`: not divided by the pace of the core."""
+        seconds: FloatArray = self.log.steps["seconds"]
+        return seconds * self.log.steps["pace"] if self.yardstick_s else seconds

@@ -12,7 +12,7 @@ from harness.replay.executors import StepTiming
 from harness.replay.features import feature_index
 from harness.replay.virtual_time import to_s
 
-PHASES = ("policy_s", "build_s", "forward_s", "sample_s")
+PHASES = ("policy_s", "build_s", "forward_s", "sample_s", "pace")
 _COMPUTED = ("step", "start_s", "seconds", "attention_s", "reserved")  # columns that `drain()` computes
 _GIVEN = tuple(name for name in STEP_COLUMNS if name not in _COMPUTED)
 _FIRST_ONLY = ("copies", "preempted", "admitted", "hit_tokens")

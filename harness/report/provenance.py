@@ -29,6 +29,8 @@ WORDS: Mapping[str, str] = {
     "code": "digest of the code",
     "clock": "a measured second is",
     "probe_s": "time of the probe (s)",
+    "yardstick_s": "times of the yardstick's parts (s)",
+    "by": "followed by",
     "mape": "mean |error|",
     "ratio": "pace, median",
     "low": "lowest",
@@ -160,7 +162,7 @@ def _moved(study: Study) -> Iterable[str]:
         yield (
             f"The device moved: at {len(off):,} of {len(paces):,} points it ran at {min(off):.2f} to "
             f"{max(off):.2f} times its "
-            "calibrated step time. The prediction was scaled by that, and the scaling is an estimate."
+            "calibrated step time. Times were corrected for that, and the correction is an estimate."
         )
     unsteady = [
         r

@@ -179,7 +179,7 @@ def _oracle_line(version: str, sections: Sequence[Mapping[str, Any]]) -> str:
 
 
 def pace_lines(records: Sequence[Record]) -> list[str]:
-    """One sentence on the pace of the device; empty where no prediction was scaled by it."""
+    """One sentence on the pace of the device; empty where it was not followed."""
     paced = [(record, record["pace"]) for record in records if (record.get("pace") or {}).get("ratio")]
     if not paced:
         return []
@@ -187,6 +187,12 @@ def pace_lines(records: Sequence[Record]) -> list[str]:
     low = min(pace.get("low", pace["ratio"]) for _, pace in paced)
     high = max(pace.get("high", pace["ratio"]) for _, pace in paced)
     where = "1 point" if len(paced) == 1 else f"{len(paced):,} points"
+    if all(pace.get("by") == "yardstick" for _, pace in paced):
+        return [
+            f"Pace: during the runs the core took {ratio:.2f} times as long as at calibration (a yardstick between the "
+            f"steps: {low:.2f} to {high:.2f}, {where}). Measured times are divided by the pace beside "
+            f"them{_worth(paced)}."
+        ]
     return [
         f"Pace: during the runs the device took {ratio:.2f} times as long as at calibration (probes from {low:.2f} to "
         f"{high:.2f}, {where}), and the prediction was scaled by it{_worth(paced)}."
@@ -194,7 +200,7 @@ def pace_lines(records: Sequence[Record]) -> list[str]:
 
 
 def _worth(paced: Sequence[tuple[Record, Mapping[str, Any]]]) -> str:
-    """The error of step times on the measured step plans, with the scaling and without."""
+    """The error of step times on the measured step plans, with the pace followed and without."""
     found = [
         (_mape((record.get("levels") or {}).get("teacher_forced")), _mape(pace.get("unscaled")))
         for record, pace in paced

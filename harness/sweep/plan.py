@@ -50,6 +50,7 @@ _WORTH_WORKERS = 10_000  # points; fewer are planned before processes have start
 _PART = 2000  # points that a process plans at a time
 _MOST_WORKERS = 8  # processes, of some 0.1 GB each
 _LISTED = 8  # bad points of one reason that are named one by one
+_RATE = "workload.request_rate"
 _LONGEST_NAME = 80  # of a run's folder, in characters
 _TOO_LARGE = (
     "does not fit the memory: lower workload.num_requests, workload.num_prefixes or cache.pool_tokens"
@@ -169,9 +170,12 @@ def experiment_overrides(name: str) -> list[str]:
 
 
 def _merge(experiment: str, own: Iterable[Axis]) -> SweepRequest:
-    """The experiment's axes. The user's own axis replaces one with the same key."""
+    """The experiment's axes. The user's own axis replaces one with the same key, or one that would make it void."""
     axes = {axis.key: axis for axis in parse_overrides(experiment_overrides(experiment))}
-    axes.update({axis.key: axis for axis in own})
+    chosen = {axis.key: axis for axis in own}
+    if _RATE in chosen:
+        axes.pop("replay", None)  # a closed loop has no rate
+    axes.update(chosen)
     return SweepRequest(tuple(axes.values()), experiment)
 
 

@@ -18,6 +18,11 @@ def clock_of(config: RunConfig) -> Clock:
     return Clock.cpu if single else Clock.wall
 
 
+def has_yardstick(config: RunConfig) -> bool:
+    """Whether a yardstick between the steps follows the pace (`cost.follow_pace`). It describes a core, not a GPU."""
+    return config.cost.follow_pace and engine_device(config.engine.device) == "cpu"
+
+
 def is_predicted_device(config: RunConfig) -> bool:
     """Whether `device`, which the simulation predicts, is the device that the engine runs on.
 

@@ -314,6 +314,7 @@ _COEFFICIENTS_US = {  # invented; microseconds per unit of each feature of the f
     "rows": 15,
     "sampled_rows": 11,
     "beam_rows": 90,
+    "beam_steps": 400,
     "decode_rows": 7,
     "decode_steps": 60,
     "decode_kv": 0.02,

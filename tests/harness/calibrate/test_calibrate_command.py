@@ -98,7 +98,7 @@ def test_a_model_that_drafts_for_itself_is_found_to_be_right(printed: str, folde
 def test_the_file_says_where_its_numbers_come_from(printed: str, folder: Path) -> None:
     found = document(folder)
     facts = found["provenance"]
-    assert {"device", "clock", "cases", "probe_s", "started", "seconds", "stability"} <= set(facts)
+    assert {"device", "clock", "cases", "yardstick_s", "started", "seconds", "stability"} <= set(facts)
     assert facts["steps_fitted"] > 100
     assert found["heldout"]["step"]["n"] > 10
     assert all(

@@ -31,6 +31,7 @@ from harness.config.schema import EngineDevice
 from harness.cost.fitted import ATTENTION, REST, FittedCost
 from harness.cost.grid import grid_of
 from harness.measure.engine import measure
+from harness.measure.yardstick import Reading
 from harness.metrics.log import Outcome
 from harness.point.run import point_identity
 from harness.replay.cost_model import CostSource
@@ -264,13 +265,16 @@ class Paces:
         self.seconds = iter(seconds)
         self.asked: list[Sequence[int] | None] = []
 
-    def __call__(self, config: object, workload: Workload, *, seed: int, step_ns: Any = None) -> MeasuredRun:
+    def __call__(
+        self, config: object, workload: Workload, *, seed: int, step_ns: Any = None, reference: Any = None
+    ) -> MeasuredRun:
         self.asked.append(step_ns)
         log, recorder = replay(
             workload.requests(), limits=workload.limits, keep_plans=True, fast_forward=False
         )
-        steps = {**log.steps, "seconds": np.full(len(log.steps["step"]), next(self.seconds))}
-        return MeasuredRun(replace(log, steps=steps), recorder, 0)
+        found = np.full(len(log.steps["step"]), next(self.seconds))
+        steps = {**log.steps, "seconds": found, "pace": np.ones(len(found))}
+        return MeasuredRun(replace(log, steps=steps), recorder, 0, reference)
 
 
 def test_the_quietest_pass_of_a_case_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,11 +282,25 @@ def test_the_quietest_pass_of_a_case_counts(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("harness.calibrate.run.measure", runs)
     monkeypatch.setattr("harness.calibrate.run.probe_s", lambda config: 1.0)
     cases = CASES[1:4]
-    found = Passes(small_config(tmp_path), cases, 0.05, lambda name: None, Budget(None)).measure()
+    found = Passes(small_config(tmp_path), cases, 0.05, lambda name: None, Budget(None), None).measure()
     assert [entry.case for entry in found] == list(cases)
-    kept = [entry.run.log.steps["seconds"][0] for entry in found]
+    kept = [entry.runs[0].log.steps["seconds"][0] for entry in found]
     assert kept == [0.5, 1.5, 3.0]  # the second pass runs backwards
     assert [clock is None for clock in runs.asked] == [True] * 3 + [False] * 3
+
+
+def test_with_a_yardstick_all_passes_but_the_first_are_fitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = Paces([9.0, 9.0, 9.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+    monkeypatch.setattr("harness.calibrate.run.measure", runs)
+    passes = Passes(
+        small_config(tmp_path), CASES[1:4], 0.05, lambda name: None, Budget(None), Reading(1.0, 1.0, 1.0)
+    )
+    found = passes.measure()
+    kept = [[run.log.steps["seconds"][0] for run in entry.runs] for entry in found]
+    assert kept == [[3.0, 4.0], [2.0, 5.0], [1.0, 6.0]]  # the second pass runs backwards
+    assert passes.probes == [1.0] * 9  # the paces of the runs
 
 
 def test_a_case_beside_an_odd_probe_is_measured_once_more(
@@ -292,9 +310,9 @@ def test_a_case_beside_an_odd_probe_is_measured_once_more(
     probes = iter([1.0, 1.0, 1.0, 2.2, 1.0, 1.0, 1.0, 1.0])
     monkeypatch.setattr("harness.calibrate.run.measure", runs)
     monkeypatch.setattr("harness.calibrate.run.probe_s", lambda config: next(probes))
-    found = Passes(small_config(tmp_path), CASES[1:4], 0.05, lambda name: None, Budget(None)).measure()
+    found = Passes(small_config(tmp_path), CASES[1:4], 0.05, lambda name: None, Budget(None), None).measure()
     assert len(runs.asked) == 7
-    assert [entry.run.log.steps["seconds"][0] for entry in found] == [1.0, 1.0, 0.7]
+    assert [entry.runs[0].log.steps["seconds"][0] for entry in found] == [1.0, 1.0, 0.7]
 
 
 def test_without_compiled_kernels_neither_calibration_nor_point_is_the_same(

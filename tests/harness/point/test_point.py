@@ -102,7 +102,7 @@ def test_the_held_out_error_of_the_cost_model_is_in_the_record(record: dict) -> 
 def test_the_pace_of_the_device_is_in_the_record_with_the_error_it_hides(record: dict) -> None:
     pace = record["pace"]
     assert pace["low"] <= pace["ratio"] <= pace["high"]
-    assert pace["probes"] == 2
+    assert pace["by"] == "yardstick"
     unscaled, scaled = pace["unscaled"]["total_error"], record["levels"]["teacher_forced"]["total_error"]
     assert (1 + scaled) / (1 + unscaled) == pytest.approx(pace["ratio"])
 

@@ -89,6 +89,17 @@ def test_a_pace_without_its_worth_is_said_alone(tmp_path):
     assert line.endswith("(probes from 1.50 to 1.50, 1 point), and the prediction was scaled by it.")
 
 
+def test_a_pace_that_the_yardstick_told_is_said_with_what_it_changed(tmp_path):
+    pace = {"by": "yardstick", "ratio": 1.2, "low": 0.9, "high": 1.6, "probes": 90, "unscaled": UNSCALED}
+    write_point(tmp_path, POINT, pace=pace, levels={"teacher_forced": {"mape": 0.05}})
+    (line,) = [line for line in verdict_lines(tmp_path) if line.startswith("Pace")]
+    assert "took 1.20 times as long as at calibration (a yardstick between the steps: 0.90 to 1.60" in line
+    assert (
+        "Measured times are divided by the pace beside them; mean error of a step's time 5.0 % with it"
+        in line
+    )
+
+
 def test_counts_and_audit_are_reported(tmp_path):
     write_point(tmp_path, POINT)
     lines = verdict_lines(tmp_path)

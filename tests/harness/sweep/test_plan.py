@@ -81,6 +81,16 @@ def test_a_setting_narrows_the_default_sweep() -> None:
     assert {point.config.cache.block_size for point in planned("cache.block_size=8").points} == {8, 1}
 
 
+def test_the_default_sweep_has_a_closed_loop_of_users() -> None:
+    modes = {(point.config.replay.mode, point.config.replay.users) for point in planned().points}
+    assert modes == {("closed", 16)}
+
+
+def test_a_rate_of_ones_own_replaces_the_closed_loop_which_has_none() -> None:
+    modes = {point.config.replay.mode for point in planned("workload.request_rate=20").points}
+    assert modes == {"trace"}
+
+
 def test_an_axis_of_ones_own_replaces_the_default_sweep() -> None:
     plan = planned("workload.seed=1,2")
     assert plan.experiment is None

@@ -1,0 +1,123 @@
+"""The yardstick: the pace beside a step, from readings of a clock that the tests drive."""
+
+from collections.abc import Iterator, Mapping
+from itertools import count, repeat
+
+import pytest
+
+from engine.runtime.runner import StepTimes
+from harness.measure.executor import MeasuredExecutor
+from harness.measure.yardstick import READ_EVERY_S, WINDOW, Reading, Yardstick, middle, pace_of
+
+ALIKE = Reading(1e-4, 1e-4, 1e-4)
+READ = READ_EVERY_S  # a step after which the yardstick is read
+
+
+class Clock:
+    """Each part of a reading takes 0.1 ms times the next of `slowness`."""
+
+    def __init__(self, slowness: Iterator[float]) -> None:
+        self._slowness = slowness
+        self.now = 0.0
+        self._calls = count()
+
+    def __call__(self) -> float:
+        if next(self._calls) % 4:  # the first of the four calls of a reading begins it
+            self.now += 1e-4 * next(self._slowness)
+        return self.now
+
+
+def readings(*slowness: float) -> Iterator[float]:
+    """The same slowness for the three parts of each reading; the last one goes on."""
+    for value in slowness:
+        yield from repeat(value, 3)
+    yield from repeat(slowness[-1])
+
+
+def test_a_core_as_fast_as_at_the_reference_has_pace_one() -> None:
+    assert Yardstick(Clock(repeat(1.0)), ALIKE).pace_after(READ) == pytest.approx(1.0)
+
+
+def test_a_core_at_half_its_speed_has_pace_two() -> None:
+    assert Yardstick(Clock(repeat(2.0)), ALIKE).pace_after(READ) == pytest.approx(2.0)
+
+
+def test_parts_that_are_slowed_down_differently_count_alike() -> None:
+    assert pace_of(Reading(1e-4, 2e-4, 1e-4), ALIKE) == pytest.approx(4 / 3)
+
+
+def test_without_a_reference_the_pace_is_relative_to_the_first_readings() -> None:
+    yardstick = Yardstick(Clock(readings(*[3.0] * (1 + WINDOW), 6.0)))
+    for _ in range(WINDOW):
+        pace = yardstick.pace_after(READ)
+    assert pace == pytest.approx(2.0)
+
+
+def test_one_interrupted_reading_does_not_change_the_pace() -> None:
+    yardstick = Yardstick(Clock(readings(*[1.0] * (1 + WINDOW), 50.0, 1.0)), ALIKE)
+    assert yardstick.pace_after(READ) == pytest.approx(1.0)
+
+
+def test_the_pace_follows_a_lasting_change_within_its_window() -> None:
+    yardstick = Yardstick(Clock(readings(*[1.0] * (1 + WINDOW), 1.5)), ALIKE)
+    paces = [yardstick.pace_after(READ) for _ in range(WINDOW)]
+    assert paces[0] == pytest.approx(1.0)
+    assert paces[-1] == pytest.approx(1.5)
+
+
+def test_short_steps_share_a_reading() -> None:
+    yardstick = Yardstick(Clock(repeat(1.0)), ALIKE)
+    before = len(yardstick.readings)
+    for _ in range(10):
+        yardstick.pace_after(READ / 5)
+    assert len(yardstick.readings) - before == 2
+
+
+def test_the_reading_of_a_run_is_the_median_of_each_part() -> None:
+    assert middle([Reading(1, 5, 9), Reading(2, 4, 7), Reading(30, 6, 8)]) == Reading(2, 5, 8)
+
+
+class Still:
+    """An engine whose steps take as long as they say."""
+
+    def __init__(self, clock: Clock, seconds: float) -> None:
+        self._clock, self._seconds = clock, seconds
+
+    def execute(self, plan: object) -> tuple[object, StepTimes]:
+        self._clock.now += self._seconds
+        return plan, StepTimes(
+            build_s=0.0, forward_s=self._seconds, attention_s=0.25 * self._seconds, sample_s=0.0, audit_s=0.0
+        )
+
+
+class Ticking(Clock):
+    """A clock that only the engine moves on."""
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def timed(pace: float | None) -> tuple[float, float, Mapping[str, float]]:
+    """Seconds, attention seconds and phases of a step of 0.5 s beside a core of this pace."""
+    clock = Ticking(repeat(1.0))
+    yardstick = Yardstick(Clock(repeat(pace)), ALIKE) if pace else None
+    executor = MeasuredExecutor(Still(clock, 0.5), clock, yardstick)  # type: ignore[arg-type]
+    executor.begin()
+    executor.execute(None, None)  # type: ignore[arg-type]
+    timing = executor.end()
+    return timing.ns[0] / 1e9, timing.attention_s[0], timing.phases
+
+
+def test_all_times_of_a_step_are_divided_by_the_pace_beside_it() -> None:
+    seconds, attention_s, phases = timed(1.25)
+    assert seconds == pytest.approx(0.4)
+    assert attention_s == pytest.approx(0.1)
+    assert phases["forward_s"] == pytest.approx(0.4)
+    assert phases["pace"] == pytest.approx(1.25)
+
+
+def test_without_a_yardstick_times_are_the_clock_s_own() -> None:
+    seconds, attention_s, phases = timed(None)
+    assert seconds == pytest.approx(0.5)
+    assert attention_s == pytest.approx(0.125)
+    assert "pace" not in phases
