@@ -48,6 +48,7 @@ from harness.metrics.log import (
 )
 from harness.replay.beams import BeamGenealogy
 from harness.replay.features import FEATURES
+from harness.replay.step_table import PHASES
 from harness.replay.streaming import CHUNK, RunFold
 from harness.replay.virtual_time import LATEST_NS, NS_PER_S, TimeSpanError, to_s
 
@@ -55,7 +56,6 @@ LOG_STEPS = 2 * CHUNK  # steps in memory before they are handed on: few enough f
 FULL, DONE, TOO_LONG, PREEMPTED_BRANCHES = 0, 1, 2, 3  # what `advance` returns
 _NS, _LATEST_NS = float(NS_PER_S), float(LATEST_NS)
 _TIME_COLUMNS = ("start_ns", "ns")
-_UNKNOWN = ("policy_s", "build_s", "forward_s", "sample_s")
 _STATES = ("token", "cached", "internal", "free")
 
 
@@ -66,7 +66,7 @@ def step_columns(state: ReplayState, before: int, capacity_slots: int) -> dict[s
     found: dict[str, Column] = {
         name: counts[:, i].copy() for i, name in enumerate(COUNTS) if name not in _TIME_COLUMNS
     }
-    found |= {name: np.full(count, np.nan) for name in _UNKNOWN}
+    found |= {name: np.full(count, np.nan) for name in PHASES}
     found["step"] = before + np.arange(count)
     found["start_s"], found["seconds"] = to_s(counts[:, 0]), to_s(counts[:, 1])
     found["attention_s"] = state.log.attention_s[:count].copy()

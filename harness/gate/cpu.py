@@ -143,7 +143,7 @@ def _compile(version: Mapping[str, str], folder: Path) -> ctypes.CDLL:
     target = folder / "accepted.so"
     try:
         command = compile_command([folder / "decode.c"], target)
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
         return ctypes.CDLL(str(target))
     except (OSError, NativeUnavailableError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or str(error)
