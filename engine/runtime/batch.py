@@ -35,34 +35,70 @@ class StepBatch:
         torch.Tensor
     )  # [sampled + scored], the flat position of the last token of each sampled row, and scored
     scored: tuple[ScoredSpan, ...] = ()  # parts of prompts whose log-probabilities are wanted
+    groups: tuple[tuple[StepLayout, torch.Tensor], ...] = ()  # layout and slots in each group of layers
 
 
 def build_batch(
     rows: Sequence[Row], generations: Generations, block_size: int, device: torch.device
 ) -> StepBatch:
     """Lay out the rows of a step, decode rows first. The block tables of the rows are copied."""
+    singles, chunks = decode_first(rows)
+    layout, slots = place_rows(singles, chunks, block_size)
+    return step_batch(singles, chunks, generations, [(layout, slots)], device)
+
+
+def decode_first(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
+    """The rows in the order of the batch: those of one token, the longest sequence first, and the longer ones."""
     singles = sorted((row for row in rows if row.query_len == 1), key=_context_len, reverse=True)
-    chunks = [row for row in rows if row.query_len > 1]
-    tables, lengths, columns = _decode_rows(singles, generations, block_size)
-    parts, prefills = [columns], []
+    return singles, [row for row in rows if row.query_len > 1]
+
+
+def place_rows(singles: Sequence[Row], chunks: Sequence[Row], block_size: int) -> tuple[StepLayout, IntArray]:
+    """Where the rows lie in their blocks, and the KV slot of each token of the batch, int64 `[tokens]`."""
+    tables, lengths, slots = _decode_places(singles, block_size)
+    parts, prefills = [slots], []
     start = len(singles)
     for row in chunks:
-        prefill, columns = _prefill_row(row, start, generations[row.request_id], block_size)
+        prefill, slots = _prefill_place(row, start, block_size)
         prefills.append(prefill)
-        parts.append(columns)
+        parts.append(slots)
         start += row.query_len
+    return StepLayout(tables, lengths, prefills), np.concatenate(parts)
+
+
+def step_batch(
+    singles: Sequence[Row],
+    chunks: Sequence[Row],
+    generations: Generations,
+    places: Sequence[tuple[StepLayout, IntArray]],
+    device: torch.device,
+) -> StepBatch:
+    """The inputs of a step whose rows are placed: once, or once in each group of layers."""
+    positions = [np.array([row.context_len for row in singles], dtype=np.int64)]
+    ids = [
+        np.array(
+            [generations[row.request_id].tokens[row.branch, row.context_len] for row in singles],
+            dtype=np.int64,
+        )
+    ]
+    for row in chunks:
+        end = row.context_len + row.query_len
+        positions.append(np.arange(row.context_len, end))
+        ids.append(generations[row.request_id].tokens[row.branch, row.context_len : end])
+    columns = np.stack([np.concatenate(ids), np.concatenate(positions), *(slots for _, slots in places)])
     sampled, positions_of_logits = _sampled_rows([*singles, *chunks])
     scored, positions_of_scores = _scored_spans([*singles, *chunks], generations)
     positions_of_logits += positions_of_scores
-    ids, positions, slots = torch.from_numpy(np.concatenate(parts, axis=1)).to(device)
+    tokens, where, *slots = torch.from_numpy(columns).to(device)
     return StepBatch(
-        input_ids=ids.unsqueeze(0),
-        position_ids=positions.unsqueeze(0),
-        slots=slots,
-        layout=StepLayout(tables, lengths, prefills),
+        input_ids=tokens.unsqueeze(0),
+        position_ids=where.unsqueeze(0),
+        slots=slots[0],
+        layout=places[0][0],
         sampled=tuple(sampled),
         logit_index=torch.tensor(positions_of_logits, dtype=torch.int64, device=device),
         scored=tuple(scored),
+        groups=tuple((layout, own) for (layout, _), own in zip(places, slots, strict=True)),
     )
 
 
@@ -105,17 +141,13 @@ def _context_len(row: Row) -> int:
     return row.context_len
 
 
-def _decode_rows(
-    rows: Sequence[Row], generations: Generations, block_size: int
-) -> tuple[IntArray, IntArray, IntArray]:
-    """Block tables, lengths, and the columns (ids, positions, slots) `[3, rows]` of one-token rows."""
+def _decode_places(rows: Sequence[Row], block_size: int) -> tuple[IntArray, IntArray, IntArray]:
+    """Block tables, lengths and slots `[rows]` of one-token rows."""
     context = np.array([row.context_len for row in rows], dtype=np.int64)
     needed = context // block_size + 1
     tables = _padded_tables(rows, needed)
-    ids = [generations[row.request_id].tokens[row.branch, row.context_len] for row in rows]
     blocks = tables[np.arange(len(rows)), needed - 1]
-    slots = blocks * block_size + context % block_size
-    return tables, context + 1, np.stack([np.array(ids, dtype=np.int64), context, slots])
+    return tables, context + 1, blocks * block_size + context % block_size
 
 
 def _padded_tables(rows: Sequence[Row], needed: IntArray) -> IntArray:
@@ -140,13 +172,10 @@ def _table_array(table: Sequence[int], count: int) -> IntArray:
     return np.fromiter(head, dtype=np.int64, count=count)
 
 
-def _prefill_row(
-    row: Row, start: int, generation: Generation, block_size: int
-) -> tuple[PrefillRow, IntArray]:
-    """The layout of a longer row, and its columns (ids, positions, slots) `[3, queries]`."""
+def _prefill_place(row: Row, start: int, block_size: int) -> tuple[PrefillRow, IntArray]:
+    """The layout of a longer row, and its slots `[queries]`."""
     end = row.context_len + row.query_len
     table = _table_array(row.table, -(-end // block_size))
     position = np.arange(row.context_len, end)
-    ids = generation.tokens[row.branch, row.context_len : end]
     slots = table[position // block_size] * block_size + position % block_size
-    return PrefillRow(table, start, row.query_len, end), np.stack([ids, position, slots])
+    return PrefillRow(table, start, row.query_len, end), slots

@@ -5,7 +5,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from engine.core.options import SchedulerLimits
+from engine.core.errors import CoreError
+from engine.core.memory.group_layout import GroupLayout, LayerSet, separate_layout, uniform_layout
+from engine.core.memory.group_pages import PoolPages
+from engine.core.memory.grouped import GroupedManager
+from engine.core.options import CachePolicy, GroupKind, GroupPages, SchedulerLimits, WindowHits
 from engine.core.scheduling.scheduler import Scheduler
 from engine.runtime.attention.select import engine_backend
 from engine.runtime.errors import ModelError
@@ -22,18 +26,27 @@ CPU_BYTES = GIB  # of a KV pool on a CPU, unless the options give its size
 
 @dataclass(frozen=True, slots=True)
 class PoolSize:
-    """The size of a KV pool. `bytes` includes one more block, the null block."""
+    """The size of a KV pool. `bytes` includes one more block, the null block.
+
+    With `groups` of layers, blocks are the pages of all of them, and the block size is the match unit.
+    """
 
     blocks: int
     block_size: int
     bytes: int
+    groups: int = 0
 
     @property
     def tokens(self) -> int:
-        """KV slots."""
+        """KV slots. Without groups."""
         return self.blocks * self.block_size
 
     def __str__(self) -> str:
+        if self.groups:
+            return (
+                f"KV pool: {self.blocks:,} pages of {self.groups} groups of layers, match unit {self.block_size} "
+                f"tokens, {_size(self.bytes)}"
+            )
         return f"KV pool: {self.blocks:,} blocks of {self.block_size} = {self.tokens:,} tokens, {_size(self.bytes)}"
 
 
@@ -104,7 +117,9 @@ def build_parts(
         replace_layers(loaded.model)
     limits, capacity = _sizes(loaded, options, draft)
     longest = limits.max_model_len or loaded.max_position
-    scheduler = (options.scheduler or _default_scheduler(options))(capacity.blocks, limits)
+    scheduler = (options.scheduler or _default_scheduler(loaded, options))(capacity.blocks, limits)
+    manager = scheduler.manager
+    grouped = manager if isinstance(manager, GroupedManager) else None
     runner = Runner(
         loaded,
         num_blocks=capacity.blocks,
@@ -118,18 +133,73 @@ def build_parts(
         seed=options.seed,
         isolate=True,
         draft=draft,
-        graphs=_graphs(loaded, options, limits, longest),
+        graphs=None if grouped else _graphs(loaded, options, limits, longest),
+        groups=grouped.layout if grouped else None,
+        page_counts=grouped.pages.counts if grouped else (),
         clock=clock,
     )
+    if grouped is not None:
+        sizes = grouped.num_blocks, grouped.block_size, runner.pool.bytes, len(grouped.layout.groups)
+        capacity = PoolSize(*sizes)
     return EngineParts(limits, capacity, scheduler, runner)
 
 
-def _default_scheduler(options: EngineOptions) -> MakeScheduler:
+def _default_scheduler(loaded: LoadedModel, options: EngineOptions) -> MakeScheduler:
     def make(blocks: int, limits: SchedulerLimits) -> Scheduler:
         assert limits.max_model_len is not None  # `_sizes` has set it
+        if GroupPages(options.groups) is not GroupPages.off:
+            return Scheduler(_grouped_manager(loaded, options, blocks, limits), limits)
         return Scheduler(build_manager(options, blocks, limits.max_model_len), limits)
 
     return make
+
+
+def _grouped_manager(
+    loaded: LoadedModel, options: EngineOptions, blocks: int, limits: SchedulerLimits
+) -> GroupedManager:
+    """The manager of the model's groups, in the memory of `blocks` blocks of all layers."""
+    layout = model_layout(loaded, options)
+    memory = blocks * options.block_size * loaded.kv_bytes_per_token
+    counts = layout.page_counts(
+        memory, limits.max_model_len or loaded.max_position, limits.max_batched_tokens
+    )
+    if min(counts) < 1:
+        raise ModelError(
+            f"model {loaded.name}: the memory of {blocks * options.block_size} tokens holds "
+            f"{', '.join(map(str, counts))} pages of its groups of layers, each needs at least 1; enlarge the pool"
+        )
+    return GroupedManager(
+        layout,
+        PoolPages(layout, counts, behind_first=options.behind_first),
+        most_chunk=limits.max_batched_tokens,
+        prefix_caching=options.prefix_caching,
+        window_hits=WindowHits(options.window_hits),
+    )
+
+
+def model_layout(loaded: LoadedModel, options: EngineOptions) -> GroupLayout:
+    """The groups of a model's layers, by the K, V and windows that they send: those that see every token first.
+
+    Raises ModelError for options that groups do not serve, and for pages that cannot be unified.
+    """
+    if CachePolicy(options.cache) is not CachePolicy.paged or options.copy_at_fork:
+        what = "copy_at_fork" if options.copy_at_fork else f"cache {options.cache}"
+        raise ModelError(
+            f"layers in groups: {what} is not served with groups; leave it out, or set groups=off"
+        )
+    kinds: dict[tuple[int, int], int] = {}
+    for shape, window in zip(loaded.kv_shapes, loaded.windows, strict=True):
+        size = sum(heads * dim for heads, dim in shape) * loaded.dtype.itemsize
+        kinds[window, size] = kinds.get((window, size), 0) + 1
+    sets = [
+        LayerSet(GroupKind.window if window else GroupKind.full, layers, size, window or None)
+        for (window, size), layers in sorted(kinds.items(), key=lambda each: each[0][0] > 0)
+    ]
+    make = uniform_layout if GroupPages(options.groups) is GroupPages.uniform else separate_layout
+    try:
+        return make(sets, options.block_size)
+    except CoreError as error:
+        raise ModelError(f"model {loaded.name}: groups={options.groups}: {error}") from error
 
 
 def _token_bytes(loaded: LoadedModel, options: EngineOptions) -> int:
@@ -156,7 +226,9 @@ def _sizes(
         useful_tokens=useful,
         bytes_per_token=sum(_token_bytes(model, options) for model in (loaded, draft) if model is not None),
     )
-    longest = min(limits.max_model_len or loaded.max_position, capacity.tokens)
+    longest = limits.max_model_len or loaded.max_position
+    if GroupPages(options.groups) is GroupPages.off:  # with groups, windows decide how long a sequence may be
+        longest = min(longest, capacity.tokens)
     return replace(limits, max_model_len=longest), capacity
 
 

@@ -15,6 +15,7 @@ import torch
 
 from engine.core.errors import CoreError
 from engine.core.identity import TokenIdentity
+from engine.core.memory.grouped import GroupedManager
 from engine.core.memory.paged import PagedManager
 from engine.core.options import SpeculationMode
 from engine.core.plan import SlotUsage, StepPlan, StepResult
@@ -127,6 +128,7 @@ class Engine:
         parts = build_parts(loaded, self.options, draft, clock)
         self.limits, self.capacity = parts.limits, parts.capacity
         self.scheduler, self.runner = parts.scheduler, parts.runner
+        self._grouped = isinstance(self.scheduler.manager, GroupedManager)  # what is generated stays private
         options = self.options
         self._speculation = (
             Speculation(options.draft_tokens, SpeculationMode(options.draft_mode)) if draft else None
@@ -190,7 +192,7 @@ class Engine:
             salt,
             epoch=self._epoch,
             algorithm=self.options.hash,
-            share_outputs=params.beam_width == 1,
+            share_outputs=params.beam_width == 1 and not self._grouped,
         )
         request = Request(number, len(ids), most, params.width, params.decoding, identity, priority,
             self._speculation if params.width == 1 else None)  # fmt: skip

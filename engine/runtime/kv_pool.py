@@ -7,6 +7,7 @@ swaps and copies of a step plan to the model's pool and to the draft KV pool, wh
 """
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
@@ -60,6 +61,35 @@ class SlotMarks:
     def count(self) -> int:
         """Number of marked slots in usable blocks."""
         return int(self._marks[1:].sum())
+
+
+class CacheTensors(Protocol):
+    """What the attention of a step needs of a pool: a `KVPool`, or the layers of one group of a `GroupedPool`."""
+
+    @property
+    def keys(self) -> Sequence[torch.Tensor]:
+        """By layer, `[blocks + 1, block_size, kv_heads, dk]`."""
+
+    @property
+    def values(self) -> Sequence[torch.Tensor]:
+        """By layer, `[blocks + 1, block_size, kv_heads, dv]`."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's K and V in one layer, the largest."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors lie."""
+
+    @property
+    def marks(self) -> SlotMarks | None:
+        """Marks of written slots, of an 8-bit pool."""
+        ...
 
 
 class KVPool:
@@ -186,6 +216,25 @@ def _host_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device)
     return torch.empty(*shape, dtype=dtype, pin_memory=device.type == "cuda")
 
 
+class BlockTensors(Protocol):
+    """What the block operations of a step plan need of a pool. See `KVPool` for the methods."""
+
+    def poison(self, blocks: Sequence[int]) -> None:
+        """Set whole blocks to NaN."""
+
+    def poison_slots(self, spans: Sequence[tuple[int, int, int]]) -> None:
+        """Set slots of blocks to NaN."""
+
+    def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Save blocks in host memory."""
+
+    def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Bring blocks back from host memory."""
+
+    def copy(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks."""
+
+
 class BlockOperations:
     """Applies the block operations of a step plan to several pools with the same block ids.
 
@@ -193,7 +242,7 @@ class BlockOperations:
     for the audit only.
     """
 
-    def __init__(self, pools: Sequence[KVPool]) -> None:
+    def __init__(self, pools: Sequence[BlockTensors]) -> None:
         self.pools = pools
 
     def poison_stale(self, plan: StepPlan) -> None:

@@ -10,7 +10,15 @@ from enum import StrEnum
 from numbers import Integral
 from typing import TYPE_CHECKING
 
-from engine.core.options import CachePolicy, HashAlgorithm, Placement, SchedulerLimits, SpeculationMode
+from engine.core.options import (
+    CachePolicy,
+    GroupPages,
+    HashAlgorithm,
+    Placement,
+    SchedulerLimits,
+    SpeculationMode,
+    WindowHits,
+)
 from engine.runtime.errors import EngineOptionError
 
 if TYPE_CHECKING:
@@ -61,9 +69,12 @@ class EngineOptions:
     reserves single slots and ignores `block_size` and `prefix_caching`. Without `limits`, a step takes at most 512
     tokens of 64 sequences, and sequences are as long as model and pool allow.
 
+    With `groups`, layers that keep different things of a sequence lie in pages of their own, in the memory of the same
+    pool, and blocks behind a window are freed while a sequence runs. Then requests have one sequence each.
+
     `scheduler` is a function that makes a scheduler from the number of blocks and the limits in effect, with any
-    manager and policies of `engine.core`. It replaces the scheduler that `prefix_caching`, `copy_at_fork` and
-    `placement` describe.
+    manager and policies of `engine.core`. It replaces the scheduler that `prefix_caching`, `copy_at_fork`, `placement`
+    and `groups` describe.
     """
 
     pool_tokens: int | None = None
@@ -75,6 +86,11 @@ class EngineOptions:
     prefix_caching: bool = True
     copy_at_fork: bool = False  # branches never share a block
     placement: Placement | str = Placement.first_fit  # of contiguous reservations
+    groups: GroupPages | str = GroupPages.off  # how layers that keep different things share the memory
+    window_hits: WindowHits | str = (
+        WindowHits.window
+    )  # with groups: what a prefix hit needs of windowed layers
+    behind_first: bool = False  # with groups: evict what a window has left first
     limits: SchedulerLimits | None = None
     scheduler: MakeScheduler | None = None
     kv_dtype: KVDtype | str = KVDtype.model  # in 8 bits the pool holds two or four times the tokens
@@ -124,6 +140,8 @@ class EngineOptions:
 _CHOICES: tuple[tuple[str, type[StrEnum]], ...] = (
     ("cache", CachePolicy),
     ("placement", Placement),
+    ("groups", GroupPages),
+    ("window_hits", WindowHits),
     ("kv_dtype", KVDtype),
     ("hash", HashAlgorithm),
     ("audit", Audit),

@@ -8,10 +8,17 @@ from functools import partial
 import torch
 
 from engine.core.errors import CoreError
+from engine.core.memory.group_counters import GroupUsage
+from engine.core.memory.group_layout import GroupLayout
 from engine.core.plan import IntArray, Row, StepPlan, StepResult
 from engine.core.request import Request
-from engine.runtime.attention.layer import AttentionTimer, ClockTimer, CudaTimer, PagedStep
-from engine.runtime.attention.metadata import AttentionMetadata
+from engine.runtime.attention.layer import (
+    AttentionTimer,
+    ClockTimer,
+    CudaTimer,
+    LayerAttention,
+    PagedStep,
+)
 from engine.runtime.attention.select import attention_metadata, check_kv_dtype, engine_backend
 from engine.runtime.batch import StepBatch, build_batch
 from engine.runtime.decoding.choose import (
@@ -23,8 +30,10 @@ from engine.runtime.decoding.choose import (
 )
 from engine.runtime.decoding.generation import Generation
 from engine.runtime.drafts import Drafter
-from engine.runtime.errors import AuditError, NaNLogitsError
+from engine.runtime.errors import AuditError, ModelError, NaNLogitsError
 from engine.runtime.graphs import DecodeGraphs, GraphOptions
+from engine.runtime.group_pool import GroupedPool
+from engine.runtime.group_steps import GroupedStep, build_group_batch, check_step, check_units, note_writes
 from engine.runtime.kv_pool import BlockOperations, KVPool
 from engine.runtime.models.load import LoadedModel
 from engine.runtime.options import Audit, KVDtype
@@ -53,7 +62,8 @@ class Runner:
 
     `audit` `off` neither sets freed blocks to NaN nor counts slots; `sampled` counts every `audit_every` steps, `full`
     at every step. With `isolate`, a request with NaN logits ends alone and its error is put into `failures`; without
-    it `execute` raises the error. `temperature` and `seed` hold for requests that set none. Raises CoreError for
+    it `execute` raises the error. `temperature` and `seed` hold for requests that set none. With `groups`, layers lie
+    in the pages of their group: `page_counts` in each pool, instead of `num_blocks` blocks. Raises CoreError for
     options out of range, ModelError and BackendUnavailableError for what cannot run here.
     """
 
@@ -73,6 +83,8 @@ class Runner:
         draft: LoadedModel | None = None,
         graphs: GraphOptions | None = None,
         kv_dtype: KVDtype | str = KVDtype.model,
+        groups: GroupLayout | None = None,
+        page_counts: Sequence[int] = (),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if audit not in set(Audit) or audit_every < 1 or temperature <= 0:
@@ -85,7 +97,12 @@ class Runner:
         make_pool = partial(
             pool_for, num_blocks=num_blocks, block_size=block_size, host_blocks=host_blocks, kv_dtype=kv_dtype
         )
-        self.pool = make_pool(loaded)
+        self.pool: KVPool | GroupedPool
+        if groups is None:
+            self.pool = make_pool(loaded)
+        else:
+            _check_grouped(draft, graphs, host_blocks, kv_dtype)
+            self.pool = grouped_pool_for(loaded, groups, page_counts)
         self.audits = 0  # number of audited steps
         self.failures: dict[
             int, NaNLogitsError
@@ -103,7 +120,7 @@ class Runner:
         if draft is not None:
             self.drafter = Drafter(draft, loaded, make_pool(draft), self.backend)
         self.graphs: DecodeGraphs | None = None
-        if graphs is not None:
+        if graphs is not None and isinstance(self.pool, KVPool):
             self.graphs = graphs.record(loaded, self.pool, self.backend)
         self._blocks = BlockOperations([self.pool, *([self.drafter.pool] if self.drafter else [])])
 
@@ -158,11 +175,12 @@ class Runner:
         if self.drafter is not None:
             self.drafter.propose(plan.step, rows, self._generations)
         filled = self._now()
-        batch = build_batch(rows, self._generations, self.pool.block_size, self.pool.device)
+        batch = self._batch(rows)
         graphs = self.graphs if self.graphs is not None and self.graphs.fits(batch) else None
-        metadata = None if graphs else self._metadata(batch)
+        paged = None if graphs else self._paged(batch)
         built = self._now()
-        output = graphs.run(batch) if graphs else self._forward(batch, metadata)
+        witnessed = self._witness(plan, rows, batch)
+        output = graphs.run(batch) if graphs else self._forward(batch, paged)
         ran = self._now()
         self._audit(plan)
         audited = self._now()
@@ -171,10 +189,10 @@ class Runner:
             self.drafter.catch_up(rows, self._generations, choice.accepted)
         times = StepTimes(
             build_s=built - filled,
-            forward_s=ran - built + filled - poisoned + saved - start,
+            forward_s=ran - built - witnessed + filled - poisoned + saved - start,
             attention_s=self._timer.total_s(),
             sample_s=self._now() - audited,
-            audit_s=poisoned - saved + audited - ran,
+            audit_s=poisoned - saved + witnessed + audited - ran,
         )
         finished = frozenset(choice.finished.union(choice.failed))
         result = StepResult(
@@ -183,7 +201,10 @@ class Runner:
         return result, times
 
     def written_slots(self) -> int:
-        """Usable slots that hold numbers. Equals the scheduler's token and cached slots unless `audit` is off."""
+        """Usable slots that hold numbers; without groups, as many as the scheduler's token and cached slots.
+
+        With `audit` off, slots of void blocks count too.
+        """
         return self.pool.written_slots()
 
     def _rows(self, plan: StepPlan) -> Sequence[Row]:
@@ -192,15 +213,36 @@ class Runner:
             return plan.rows
         return [row._replace(branch=0) if row.drafts else row for row in plan.rows]
 
-    def _metadata(self, batch: StepBatch) -> AttentionMetadata:
-        return attention_metadata(batch.layout, self.pool, self._loaded.workspace, self.backend)
+    def _batch(self, rows: Sequence[Row]) -> StepBatch:
+        if isinstance(self.pool, GroupedPool):
+            return build_group_batch(rows, self._generations, self.pool)
+        return build_batch(rows, self._generations, self.pool.block_size, self.pool.device)
 
-    def _forward(self, batch: StepBatch, metadata: AttentionMetadata | None) -> ForwardOutput:
+    def _paged(self, batch: StepBatch) -> LayerAttention:
+        pool, workspace = self.pool, self._loaded.workspace
+        if isinstance(pool, GroupedPool):
+            return GroupedStep(batch, pool, workspace, self.backend, self._timer)
+        metadata = attention_metadata(batch.layout, pool, workspace, self.backend)
+        return PagedStep(metadata, batch.slots, pool, self._timer)
+
+    def _forward(self, batch: StepBatch, paged: LayerAttention | None) -> ForwardOutput:
         """Run the model over a batch, outside of graphs."""
-        assert metadata is not None
-        paged = PagedStep(metadata, batch.slots, self.pool, self._timer)
+        assert paged is not None
         ids, positions = batch.input_ids, batch.position_ids
         return forward_output(self._loaded.logits(ids, positions, paged, batch.logit_index))
+
+    def _witness(self, plan: StepPlan, rows: Sequence[Row], batch: StepBatch) -> float:
+        """Note the writes of every group, and check a step that is audited; returns the seconds of that."""
+        if not (self._poisons and isinstance(self.pool, GroupedPool)):
+            return 0.0
+        start = self._clock()
+        note_writes(batch, self.pool)
+        if self._is_audited(plan):
+            check_step(plan.step, rows, batch, self.pool)
+        return self._clock() - start
+
+    def _is_audited(self, plan: StepPlan) -> bool:
+        return bool(self._audit_every) and plan.step % self._audit_every == 0
 
     def _choose(self, plan: StepPlan, batch: StepBatch, output: ForwardOutput) -> Choice:
         rows = len(batch.sampled)
@@ -214,9 +256,13 @@ class Runner:
         return choice
 
     def _audit(self, plan: StepPlan) -> None:
-        if not self._audit_every or plan.step % self._audit_every:
+        if not self._is_audited(plan):
             return
         self.audits += 1
+        if isinstance(self.pool, GroupedPool):
+            assert isinstance(plan.usage, GroupUsage)
+            check_units(plan.step, plan.usage.written_units(), self.pool)
+            return
         found, expected = self.pool.written_slots(), plan.usage.token + plan.usage.cached
         if found != expected:
             raise AuditError(
@@ -249,3 +295,32 @@ def pool_for(
         host_blocks=host_blocks,
         kv_dtype=kv_dtype,
     )
+
+
+def grouped_pool_for(loaded: LoadedModel, groups: GroupLayout, page_counts: Sequence[int]) -> GroupedPool:
+    """The tensors of a model's groups, on its device and in its data type. Raises ModelError."""
+    return GroupedPool(
+        groups,
+        page_counts,
+        shapes=loaded.kv_shapes,
+        windows=loaded.windows,
+        dtype=loaded.dtype,
+        device=loaded.device,
+    )
+
+
+def _check_grouped(
+    draft: LoadedModel | None, graphs: GraphOptions | None, host_blocks: int, kv_dtype: KVDtype | str
+) -> None:
+    """Raise ModelError for what the tensors of groups do not serve."""
+    asked = {
+        "a draft model": draft is not None,
+        "recorded graphs (cuda_graphs)": graphs is not None,
+        "host memory to swap to (host_blocks)": host_blocks > 0,
+        f"kv_dtype {kv_dtype}": kv_dtype != KVDtype.model,
+    }
+    for what, is_asked in asked.items():
+        if is_asked:
+            raise ModelError(
+                f"layers in groups: {what} is not served with groups; leave it out, or set groups=off"
+            )

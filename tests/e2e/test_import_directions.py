@@ -40,11 +40,13 @@ UNITS = """
     engine.runtime
         engine.runtime.errors engine.runtime.huge_pages engine.runtime.text
         engine.runtime.structured engine.runtime.params engine.runtime.options engine.runtime.kv_pool
+        engine.runtime.group_pool
     engine.runtime.attention
         engine.runtime.attention.native engine.runtime.attention.cascade engine.runtime.attention.metadata
         engine.runtime.attention.layer engine.runtime.attention.select
     engine.runtime.models engine.runtime.decoding
-        engine.runtime.batch engine.runtime.graphs engine.runtime.drafts engine.runtime.runner engine.runtime.build
+        engine.runtime.batch engine.runtime.group_steps engine.runtime.graphs engine.runtime.drafts engine.runtime.runner
+        engine.runtime.build
         engine.runtime.requests engine.runtime.engine engine.runtime.vllm_names engine.runtime.llm
         engine.runtime.async_engine
 

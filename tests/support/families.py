@@ -103,13 +103,14 @@ CONTIGUOUS = ("contiguous_max", "contiguous_pow2", "contiguous_oracle")
 
 
 @functools.cache
-def build(family):
+def build(family, layer_types=()):
     """A random model whose special parameters (sinks, norms, biases) are not all zero or one."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.set_num_threads(1)
-    config = AutoConfig.for_model(family, **COMMON | FAMILIES[family][1])
+    kinds = {"layer_types": list(layer_types), "num_hidden_layers": len(layer_types)} if layer_types else {}
+    config = AutoConfig.for_model(family, **COMMON | FAMILIES[family][1] | kinds)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")

@@ -97,6 +97,10 @@ class BlockPool:
         """The number of blocks with reference count 0 that are in the prefix cache."""
         return len(self._evictable)
 
+    def cached_without_reference(self) -> list[int]:
+        """The blocks that `cached_blocks` counts, in order of eviction."""
+        return self._evictable.blocks()
+
     @property
     def live_blocks(self) -> int:
         """The number of blocks that at least one table refers to."""

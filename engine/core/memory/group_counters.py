@@ -1,11 +1,12 @@
 """Counters of caches with groups, and where every byte of their pools goes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from engine.core.errors import InvariantError
 from engine.core.memory.group_layout import GroupLayout
 from engine.core.options import GroupKind
+from engine.core.plan import SlotUsage
 
 
 class GroupWaste(NamedTuple):
@@ -28,6 +29,16 @@ class GroupWaste(NamedTuple):
     cached: int
     external: int
     free: int
+
+
+class GroupUsage(SlotUsage):
+    """The slot states of a cache with groups, and the account of each group for the engine's audit.
+
+    `written_units()` returns how often each group has a written token (or state) in the pools, in live and in cached
+    pages; a page counts once. It reads the live tables: call it before the next step is scheduled.
+    """
+
+    written_units: Callable[[], list[int]]
 
 
 class GroupCounters:

@@ -100,6 +100,11 @@ class PoolPages:
     # -- counts --------------------------------------------------------------------------------------------
 
     @property
+    def counts(self) -> tuple[int, ...]:
+        """Pages of each pool."""
+        return tuple(share.pool.num_blocks for share in self.shares)
+
+    @property
     def num_pages(self) -> int:
         """Pages of all pools."""
         return sum(share.pool.num_blocks for share in self.shares)
@@ -221,6 +226,14 @@ class PoolPages:
             for key, blocks in share.pool.copies():
                 live = [block + share.offset for block in blocks if share.pool.references(block)]
                 found[key[0]].update(live[1:])  # type: ignore[index]  # a key of ours
+        return found
+
+    def cached_by_group(self) -> list[int]:
+        """The cached pages of each group that no table refers to. It costs a look at each of them."""
+        found = [0] * len(self.layout.groups)
+        for share in self.shares:
+            for block in share.pool.cached_without_reference():
+                found[share.pool.hash_of(block)[0]] += 1  # type: ignore[index]  # a key of ours
         return found
 
     def reset(self) -> None:

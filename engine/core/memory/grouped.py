@@ -14,7 +14,7 @@ from engine.core.calendar import DecodeCalendar
 from engine.core.errors import CoreError, InvariantError, UnknownSequenceError
 from engine.core.memory.contiguous import NeverSwaps
 from engine.core.memory.group_chunks import ChunkPages
-from engine.core.memory.group_counters import GroupCounters, GroupWaste
+from engine.core.memory.group_counters import GroupCounters, GroupUsage, GroupWaste
 from engine.core.memory.group_ends import TwoEndedPages
 from engine.core.memory.group_layout import GroupLayout, KVGroup
 from engine.core.memory.group_memory import MemoryPages
@@ -400,9 +400,18 @@ class GroupedManager(NeverSwaps):
         external = self.pages.stranded(self._first_needs(head)) if head is not None else 0
         reserved = whole - cached - free - token - internal
         live = self.pages.live_pages
-        return SlotUsage(
+        usage = GroupUsage(
             token, cached, reserved, internal, external, free - external, self.counters.entries, live
         )
+        usage.written_units = self._written_units
+        return usage
+
+    def _written_units(self) -> list[int]:
+        cached = self.pages.cached_by_group()
+        return [
+            written + pages * group.units
+            for written, pages, group in zip(self.counters.written, cached, self.layout.groups, strict=True)
+        ]
 
     def _waste(self, usage: SlotUsage) -> GroupWaste:
         """The bytes of a step that is scheduled: tables are those of the step, `computed` is what came before it."""

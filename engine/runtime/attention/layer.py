@@ -12,7 +12,7 @@ import torch
 
 from engine.runtime.attention.metadata import AttentionMetadata
 from engine.runtime.errors import ModelError
-from engine.runtime.kv_pool import KVPool
+from engine.runtime.kv_pool import CacheTensors
 from paged_kernels import Scoring
 
 IMPLEMENTATION = "pagetwin"
@@ -147,6 +147,22 @@ class NoTimer:
 NO_TIMER = NoTimer()
 
 
+class LayerAttention(Protocol):
+    """What a model is given as `paged=`: the attention of every layer of one step. See `PagedStep.attend`."""
+
+    def attend(
+        self,
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scoring: Scoring,
+        rest: Mapping[str, Any],
+    ) -> torch.Tensor:
+        """Attention of one layer: `[1, heads, tokens, d]` in, `[1, tokens, heads, d]` out."""
+        ...
+
+
 class PagedStep:
     """The KV pool and the attention metadata of one step. Give it to the model as `paged=`; every layer calls `attend`.
 
@@ -154,7 +170,7 @@ class PagedStep:
     """
 
     def __init__(
-        self, metadata: AttentionMetadata, slots: torch.Tensor, pool: KVPool, timer: AttentionTimer
+        self, metadata: AttentionMetadata, slots: torch.Tensor, pool: CacheTensors, timer: AttentionTimer
     ) -> None:
         self._metadata = metadata
         self._slots = slots

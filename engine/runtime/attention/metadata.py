@@ -17,7 +17,7 @@ import torch
 
 from engine.core.plan import IntArray
 from engine.runtime.attention.native.compile import library
-from engine.runtime.kv_pool import KVPool
+from engine.runtime.kv_pool import CacheTensors
 from paged_kernels import Scoring, Workspace
 from paged_kernels.torch import cache as torch_cache
 from paged_kernels.torch.decode import decode_metadata, run_decode
@@ -68,7 +68,7 @@ class AttentionMetadata(Protocol):
 class TorchMetadata:
     """Attention by torch: gathers K and V of the decode rows for a few large calls, runs prefill rows one by one."""
 
-    def __init__(self, layout: StepLayout, pool: KVPool, workspace: Workspace) -> None:
+    def __init__(self, layout: StepLayout, pool: CacheTensors, workspace: Workspace) -> None:
         size, device = pool.block_size, pool.device
         self._workspace = workspace
         self._decode_rows = slice(0, len(layout.lengths))
@@ -100,7 +100,7 @@ class TritonMetadata:
     kernel to compile. It lists them once for all layers of one kind.
     """
 
-    def __init__(self, layout: StepLayout, pool: KVPool, workspace: Workspace) -> None:
+    def __init__(self, layout: StepLayout, pool: CacheTensors, workspace: Workspace) -> None:
         from paged_kernels.triton import cache as triton_cache
         from paged_kernels.triton import cascade as triton_cascade
         from paged_kernels.triton import decode as triton_decode
@@ -212,7 +212,7 @@ def native_supports(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, s
 class NativeMetadata:
     """Attention by C: decode rows of supported layers (`native_supports`). `TorchMetadata` computes everything else."""
 
-    def __init__(self, layout: StepLayout, pool: KVPool, workspace: Workspace) -> None:
+    def __init__(self, layout: StepLayout, pool: CacheTensors, workspace: Workspace) -> None:
         self._layout, self._pool, self._workspace = layout, pool, workspace
         prefills = StepLayout(layout.tables[:0], layout.lengths[:0], layout.prefills)
         self._prefills = TorchMetadata(prefills, pool, workspace)

@@ -14,7 +14,7 @@ from engine.runtime.attention.metadata import (
 )
 from engine.runtime.attention.native.compile import why_unavailable
 from engine.runtime.errors import ModelError
-from engine.runtime.kv_pool import KVPool
+from engine.runtime.kv_pool import CacheTensors
 from engine.runtime.options import KVDtype
 from paged_kernels import BackendUnavailableError, Workspace, resolve_backend
 from paged_kernels.backends import FP8_CAPABILITY
@@ -38,7 +38,7 @@ def engine_backend(name: str, device: torch.device) -> str:
 
 
 def attention_metadata(
-    layout: StepLayout, pool: KVPool, workspace: Workspace, backend: str
+    layout: StepLayout, pool: CacheTensors, workspace: Workspace, backend: str
 ) -> AttentionMetadata:
     """The attention metadata of a step, for a backend that `engine_backend` returned."""
     if backend == NATIVE:

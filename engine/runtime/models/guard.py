@@ -159,7 +159,7 @@ class _PagedRuns:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._shapes = probe_layers(model, model.config.model_type, FIRST_ID)
+        self._shapes = probe_layers(model, model.config.model_type, FIRST_ID).shapes
         self._ids = _ids(model)
 
     def differs(self, steps: Sequence[_Step], expected: Sequence[torch.Tensor]) -> str | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from engine.runtime.attention.layer import PagedStep, use_paged_attention
+from engine.runtime.attention.layer import LayerAttention, use_paged_attention
 from engine.runtime.errors import ModelError
 from engine.runtime.kv_pool import LayerShape
 from engine.runtime.models.cpu_layers import original_layers
@@ -32,6 +32,7 @@ class LoadedModel:
     kv_shapes: tuple[
         LayerShape, ...
     ]  # per layer ((kv_heads, dk), (kv_heads, dv)), as the layer really sends them
+    windows: tuple[int, ...]  # per layer in tokens, as the layer tells its attention; 0: it sees every token
     vocab_size: int
     max_position: int  # longest sequence in tokens
     kv_bytes_per_token: int  # K and V over all layers
@@ -43,7 +44,11 @@ class LoadedModel:
     workspace: Workspace  # scratch memory of the attention kernels, kept from run to run
 
     def logits(
-        self, ids: torch.Tensor, positions: torch.Tensor, paged: PagedStep, keep: torch.Tensor | None = None
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        paged: LayerAttention,
+        keep: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run the model over a flat batch `[1, tokens]`: logits `[tokens, vocab]`, or `[len(keep), vocab]`.
 
@@ -83,7 +88,7 @@ def _on_paged_kv(model: Any, name: str, original: str) -> LoadedModel:
         raise ModelError(f"model {name}: the config of {config.model_type} names no longest sequence")
     first = _first_token_id(config)
     use_paged_attention(model, name)
-    shapes = probe_layers(model, name, first)
+    shapes, windows = probe_layers(model, name, first)
     check_masks(model, name, first)
     check_architecture(model, name)
     width = sum(heads * dim for layer in shapes for heads, dim in layer)
@@ -91,6 +96,7 @@ def _on_paged_kv(model: Any, name: str, original: str) -> LoadedModel:
         name=name,
         model=model,
         kv_shapes=shapes,
+        windows=windows,
         vocab_size=config.vocab_size,
         max_position=longest,
         kv_bytes_per_token=width * model.dtype.itemsize,

@@ -7,7 +7,7 @@ a mask alone, and on paged KV there are no masks. Both passes refuse with a `Mod
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -42,10 +42,11 @@ def _is_ignored(name: str) -> bool:
 
 
 class ShapeProbe:
-    """Takes the place of the `PagedStep` in a test pass: records the shapes of K and V, and returns zeros."""
+    """Takes the place of the `PagedStep` in a test pass: records shapes of K and V and windows, returns zeros."""
 
     def __init__(self) -> None:
         self.shapes: dict[int, LayerShape] = {}
+        self.windows: dict[int, int] = {}
         self.calls = 0
         self.unsupported: set[str] = set()
 
@@ -63,14 +64,22 @@ class ShapeProbe:
         if rest.get("is_causal", getattr(module, "is_causal", True)) is False:
             self.unsupported.add("keys to the right of a query")
         self.shapes[module.layer_idx] = ((key.shape[1], key.shape[3]), (value.shape[1], value.shape[3]))
+        self.windows[module.layer_idx] = scoring.window
         self.unsupported |= {
             name for name, sent in rest.items() if sent is not None and not _is_ignored(name)
         }
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
 
-def probe_layers(model: Any, name: str, token: int) -> tuple[LayerShape, ...]:
-    """Run one token through the model and return the KV shapes of its layers.
+class LayerProbe(NamedTuple):
+    """By layer: the shapes of K and V that it sends, and the window that it tells in tokens, 0 for none."""
+
+    shapes: tuple[LayerShape, ...]
+    windows: tuple[int, ...]
+
+
+def probe_layers(model: Any, name: str, token: int) -> LayerProbe:
+    """Run one token through the model and return what its layers send to their attention.
 
     Raises ModelError unless every layer called `paged_attention` exactly once, with arguments that the kernels support.
     """
@@ -100,7 +109,9 @@ def probe_layers(model: Any, name: str, token: int) -> tuple[LayerShape, ...]:
             f"model {name}: {model.config.model_type} asks its attention for {', '.join(sorted(probe.unsupported))}, "
             "which the paged kernels do not support"
         )
-    return tuple(probe.shapes[layer] for layer in called)
+    return LayerProbe(
+        tuple(probe.shapes[layer] for layer in called), tuple(probe.windows[layer] for layer in called)
+    )
 
 
 def said(error: Exception) -> str:
