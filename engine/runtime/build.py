@@ -159,7 +159,7 @@ def _grouped_manager(
 ) -> GroupedManager:
     """The manager of the model's groups, in the memory of `blocks` blocks of all layers."""
     layout = model_layout(loaded, options)
-    memory = blocks * options.block_size * loaded.kv_bytes_per_token
+    memory = blocks * options.block_size * _token_bytes(loaded, options)
     counts = layout.page_counts(
         memory, limits.max_model_len or loaded.max_position, limits.max_batched_tokens
     )
@@ -188,11 +188,12 @@ def model_layout(loaded: LoadedModel, options: EngineOptions) -> GroupLayout:
             f"layers in groups: {what} is not served with groups; leave it out, or set groups=off"
         )
     kinds: dict[tuple[int, int], int] = {}
-    for shape, window in zip(loaded.kv_shapes, loaded.windows, strict=True):
+    for shape, window in zip(loaded.group_shapes, loaded.windows, strict=True):
         size = sum(heads * dim for heads, dim in shape) * loaded.dtype.itemsize
         kinds[window, size] = kinds.get((window, size), 0) + 1
+    whole = GroupKind.latent if loaded.latent_shapes else GroupKind.full
     sets = [
-        LayerSet(GroupKind.window if window else GroupKind.full, layers, size, window or None)
+        LayerSet(GroupKind.window if window else whole, layers, size, window or None)
         for (window, size), layers in sorted(kinds.items(), key=lambda each: each[0][0] > 0)
     ]
     make = uniform_layout if GroupPages(options.groups) is GroupPages.uniform else separate_layout
@@ -204,7 +205,10 @@ def model_layout(loaded: LoadedModel, options: EngineOptions) -> GroupLayout:
 
 def _token_bytes(loaded: LoadedModel, options: EngineOptions) -> int:
     """Bytes of K and V of one token of a model, in the pool's data type."""
-    numbers = loaded.kv_bytes_per_token // loaded.dtype.itemsize
+    off = GroupPages(options.groups) is GroupPages.off
+    numbers = sum(
+        heads * dim for layer in (loaded.kv_shapes if off else loaded.group_shapes) for heads, dim in layer
+    )
     return numbers * kv_item_bytes(options.kv_dtype, loaded.dtype)
 
 

@@ -239,6 +239,8 @@ def layers_of(
                 f"its layers by (window, bytes): { {each: len(those) for each, those in kinds.items()} }"
             )
         found.append(layers)
+    if sum(map(len, found)) != len(shapes):
+        raise ModelError(f"the groups have {sum(map(len, found))} layers, the model has {len(shapes)}")
     return found
 
 

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 
 from engine.core.memory.group_tables import NO_PAGE, GroupTables
+from engine.core.options import GroupKind
 from engine.core.plan import Row
-from engine.runtime.attention.layer import AttentionTimer, PagedStep
+from engine.runtime.attention.latent import LatentStep
+from engine.runtime.attention.layer import AttentionTimer, LayerAttention, PagedStep
 from engine.runtime.attention.select import attention_metadata
 from engine.runtime.batch import Generations, StepBatch, decode_first, place_rows, step_batch
 from engine.runtime.errors import AuditError
@@ -49,8 +51,10 @@ class GroupedStep:
         self, batch: StepBatch, pool: GroupedPool, workspace: Workspace, backend: str, timer: AttentionTimer
     ) -> None:
         self._group_of = pool.group_of
-        self._steps = [
-            PagedStep(attention_metadata(layout, view, workspace, backend), slots, view, timer)
+        self._steps: list[LayerAttention] = [
+            LatentStep(layout, slots, view, timer)
+            if view.group.kind is GroupKind.latent
+            else PagedStep(attention_metadata(layout, view, workspace, backend), slots, view, timer)
             for view, (layout, slots) in zip(pool.views, batch.groups, strict=True)
         ]
 
@@ -64,7 +68,7 @@ class GroupedStep:
         rest: Mapping[str, Any],
     ) -> torch.Tensor:
         """Attention of one layer, in the pages of its group; see `PagedStep.attend`."""
-        step: PagedStep = self._steps[self._group_of[module.layer_idx]]
+        step: LayerAttention = self._steps[self._group_of[module.layer_idx]]
         return step.attend(module, query, key, value, scoring, rest)
 
 

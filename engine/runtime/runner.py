@@ -12,6 +12,7 @@ from engine.core.memory.group_counters import GroupUsage
 from engine.core.memory.group_layout import GroupLayout
 from engine.core.plan import IntArray, Row, StepPlan, StepResult
 from engine.core.request import Request
+from engine.runtime.attention.latent import latents
 from engine.runtime.attention.layer import (
     AttentionTimer,
     ClockTimer,
@@ -228,6 +229,12 @@ class Runner:
     def _forward(self, batch: StepBatch, paged: LayerAttention | None) -> ForwardOutput:
         """Run the model over a batch, outside of graphs."""
         assert paged is not None
+        if isinstance(paged, GroupedStep) and self._loaded.latent_shapes:
+            with latents(self._loaded.model):
+                return self._run(batch, paged)
+        return self._run(batch, paged)
+
+    def _run(self, batch: StepBatch, paged: LayerAttention) -> ForwardOutput:
         ids, positions = batch.input_ids, batch.position_ids
         return forward_output(self._loaded.logits(ids, positions, paged, batch.logit_index))
 
@@ -302,7 +309,7 @@ def grouped_pool_for(loaded: LoadedModel, groups: GroupLayout, page_counts: Sequ
     return GroupedPool(
         groups,
         page_counts,
-        shapes=loaded.kv_shapes,
+        shapes=loaded.group_shapes,
         windows=loaded.windows,
         dtype=loaded.dtype,
         device=loaded.device,

@@ -63,12 +63,6 @@ def check_groups(config: RunConfig) -> Iterator[ConfigError]:
     if cache.groups is GroupPages.off:
         return
     head = f"cache.groups={cache.groups}"
-    if config.measure:
-        yield ConfigError(
-            "cache.groups",
-            f"found {cache.groups}, but the engine keeps every block of every layer; predict alone (measure=false), or "
-            "set off",
-        )
     asked = {
         "decoding.beam_width": (decoding.beam_width > 1, "it serves single sequences"),
         "decoding.n": (decoding.mode is DecodingMode.sample and decoding.n > 1, "it serves single sequences"),
@@ -84,6 +78,14 @@ def check_groups(config: RunConfig) -> Iterator[ConfigError]:
         "cache.pool_blocks": (
             cache.pool_blocks is not None and cache.groups is not GroupPages.uniform,
             "pages of its pools differ; use cache.pool_tokens",
+        ),
+        "model.kv_dtype": (
+            config.measure and config.model.kv_dtype is not KVDtype.model,
+            "its audit reads NaN in the tensors of each group, which 8-bit K and V do not keep",
+        ),
+        "engine.cuda_graphs": (
+            config.measure and bool(config.engine.cuda_graphs),
+            "a recorded step has one block table",
         ),
         "replay.kv_events": (config.replay.kv_events, "it keeps no events of the prefix cache"),
         "replay.lookups": (config.replay.lookups, "it keeps no lookups"),

@@ -229,7 +229,7 @@ class CacheConfig:
     max_model_len: int | None = None  # longest prompt + output; contiguous_max reserves it; null: the model's
     groups: GroupPages = (
         GroupPages.off
-    )  # how layers that keep different things share the memory; predicted alone
+    )  # how layers that keep different things share the memory
     window_hits: WindowHits = (
         WindowHits.window
     )  # with groups: which blocks of windowed layers a prefix hit needs

@@ -10,11 +10,13 @@ from functools import lru_cache
 import numpy as np
 
 from engine.core.identity import TokenIdentity
+from engine.runtime.errors import ModelError
 from engine.runtime.graphs import GraphOptions
 from engine.runtime.models.cpu_layers import can_pack, is_small, replace_layers
 from engine.runtime.models.load import LoadedModel, load_model
 from engine.runtime.models.spec import ModelSpec
 from engine.runtime.runner import Runner
+from harness.config.errors import ConfigError
 from harness.config.schema import Clock, RunConfig
 from harness.environment import engine_device
 from harness.measure.executor import FixedDurations, MeasuredExecutor
@@ -76,21 +78,7 @@ def measure(
     however long the engine takes.
     """
     loaded, clock = loaded_model(config), _clock(clock_of(config))
-    runner = Runner(
-        loaded,
-        num_blocks=workload.pool.num_blocks,
-        block_size=workload.pool.block_size,
-        host_blocks=workload.cache.host_tokens // workload.pool.block_size,
-        backend=str(config.engine.backend),
-        kv_dtype=str(config.model.kv_dtype),
-        audit=str(config.engine.audit),
-        audit_every=config.engine.audit_every,
-        temperature=config.decoding.temperature,
-        seed=seed,
-        draft=draft_model(config, loaded) if workload.trace_decoding.configured.speculation else None,
-        graphs=graphs_of(config, workload),
-        clock=clock,
-    )
+    runner = _runner(config, workload, loaded, seed, clock)
     prompts = {row.request_id: _prompt(row, config, loaded) for row in workload.trace.requests}
     requests = workload.requests(
         lambda row: TokenIdentity(
@@ -109,6 +97,33 @@ def measure(
         )
     log = same.as_measured(log) if same else log
     return MeasuredRun(log, recorder, runner.audits, middle(yardstick.readings) if yardstick else None)
+
+
+def _runner(
+    config: RunConfig, workload: Workload, loaded: LoadedModel, seed: int, clock: Callable[[], float]
+) -> Runner:
+    """A runner for the workload. Raises ConfigError where its groups of layers are not those of the model."""
+    pool, groups = workload.pool, workload.pool.groups
+    try:
+        return Runner(
+            loaded,
+            num_blocks=pool.num_blocks,
+            block_size=pool.block_size,
+            host_blocks=0 if groups else workload.cache.host_tokens // pool.block_size,
+            backend=str(config.engine.backend),
+            kv_dtype=str(config.model.kv_dtype),
+            audit=str(config.engine.audit),
+            audit_every=config.engine.audit_every,
+            temperature=config.decoding.temperature,
+            seed=seed,
+            draft=draft_model(config, loaded) if workload.trace_decoding.configured.speculation else None,
+            graphs=graphs_of(config, workload),
+            groups=groups,
+            page_counts=pool.page_counts,
+            clock=clock,
+        )
+    except ModelError as error:
+        raise ConfigError("cache.groups" if groups else "model", str(error)) from error
 
 
 def graphs_of(config: RunConfig, workload: Workload) -> GraphOptions | None:

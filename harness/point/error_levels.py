@@ -79,18 +79,31 @@ def teacher_forced(
 
 
 def _counts(workload: Workload, runs: Sequence[MeasuredRun]) -> dict[str, Any]:
-    """Replay each run's measured durations on the simulated side. Every step plan must equal the run's own plan."""
+    """Replay each run's measured durations on the simulated side. Every step plan must equal the run's own plan.
+
+    With groups of layers, the bytes of the pools by cause must be equal too, in every step.
+    """
     steps = 0
     for number, run in enumerate(runs):
         measured = run.recorder.digests
         steps += len(measured)
         try:
-            first = digests_differ(replay_recording(workload, run.recorder).digests, measured)
+            log, recorder = replay_recording(workload, run.recorder)
+            first = digests_differ(recorder.digests, measured)
+            first = _first_waste(log, run.log) if first is None else first
         except RecordingEndedError:
             first = len(measured)
         if first is not None:
             return {"identical": False, "steps": steps, "first_difference": f"run {number}, step {first}"}
     return {"identical": True, "steps": steps, "first_difference": None}
+
+
+def _first_waste(one: RunLog, other: RunLog) -> int | None:
+    """The first step in which two runs with groups have different bytes by cause; None where there is none."""
+    if one.waste is None or other.waste is None:
+        return None
+    differ = [np.flatnonzero(column != other.waste[name]) for name, column in one.waste.items()]
+    return min((int(steps[0]) for steps in differ if len(steps)), default=None)
 
 
 def attribution(

@@ -16,7 +16,7 @@ from harness.metrics.log import Outcome, RunLog
 from harness.replay.cost_model import CostModel
 from harness.workload.devices import clock_of, engine_kernels
 from harness.workload.drawn import TABLE, parents_table
-from harness.workload.shapes import PoolShape
+from harness.workload.shapes import PoolShape, model_shape
 from harness.workload.simulate import Prediction
 from harness.workload.workload import Workload
 from traces.analysis.reuse import realised_prefix_share
@@ -45,7 +45,7 @@ def make_record(
     return {
         "name": config.name,
         "trace": _trace_section(workload),
-        "pool": _pool_section(workload),
+        "pool": _pool_section(workload) | _engine_note(config, workload.pool, measured=bool(runs)),
         "environment": _environment(config, measured=bool(runs)),
         "cost": {**asdict(cost.source), "extrapolated": simulated.extrapolated},
         "outcome": _outcome(workload, simulated.outcome, runs),
@@ -107,6 +107,24 @@ def _pool_section(workload: Workload) -> dict[str, Any]:
         "memory_per_device": asdict(pool.memory) if pool.memory else None,
         "groups": _groups(pool),
     }
+
+
+def _engine_note(config: RunConfig, pool: PoolShape, *, measured: bool) -> dict[str, str]:
+    """A note beside the pool of a measured point whose engine keeps more than the pool counts; empty for others.
+
+    transformers hands expanded K and V of latent layers to its attention. The engine keeps these unless layers are in
+    groups, and the pool's bytes are those of latent vectors on both sides.
+    """
+    shape = model_shape(config.model)
+    if not measured or shape.latent is None or pool.groups is not None:
+        return {}
+    width = shape.heads * (shape.head_dim + shape.latent.rope_dim + shape.latent.value_dim)
+    expanded = shape.layers * width * shape.bytes_per_element
+    words = (
+        f"expanded: the engine keeps K and V of {expanded:,} bytes a token, where the pool counts latent vectors of "
+        f"{pool.kv_bytes_per_token:,}; cache.groups=uniform keeps latent vectors"
+    )
+    return {"note": f"{pool.note}; {words}" if pool.note else words}
 
 
 def _groups(pool: PoolShape) -> dict[str, Any] | None:

@@ -96,7 +96,7 @@ def check_point(config: RunConfig) -> None:
         check_model(config)
         pool = pool_shape(config)
         draft = draft_shape(config)
-        token_bytes = pool.kv_bytes_per_token + (draft.kv_bytes_per_token if draft else 0)
+        token_bytes = pool.slot_bytes + (draft.kv_bytes_per_token if draft else 0)
         check_memory(pool.tokens * token_bytes, config.engine)
     workload = build_workload(config)
     check_compiled(workload)

@@ -117,12 +117,11 @@ def _pool_cells(record: Record) -> tuple[str, ...]:
 
 
 def _sized_by(pool: Mapping[str, Any]) -> str:
-    """The key that set the pool's size, or the memory that it was taken from."""
-    memory = pool.get("memory_per_device")
-    if not memory:
-        return str(pool.get("sized_by", numbers.NONE))
-    less = " - ".join(f"{memory[name] / 1e9:.2f} {name}" for name in memory if name != "usable")
-    words = f"{memory['usable'] / 1e9:.2f} GB - {less}"
+    """The key that set the pool's size, or the memory that it was taken from, and the note beside it."""
+    memory, words = pool.get("memory_per_device"), str(pool.get("sized_by", numbers.NONE))
+    if memory:
+        less = " - ".join(f"{memory[name] / 1e9:.2f} {name}" for name in memory if name != "usable")
+        words = f"{memory['usable'] / 1e9:.2f} GB - {less}"
     return f"{words}; {pool['note']}" if pool.get("note") else words
 
 

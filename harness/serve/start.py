@@ -22,7 +22,7 @@ from harness.console import Arguments, say
 from harness.sweep.plan import run_request
 from harness.workload.devices import check_engine, check_weights
 from harness.workload.policies import limits_of, new_scheduler
-from harness.workload.shapes import model_shape, pool_shape
+from harness.workload.shapes import PoolShape, model_shape, pool_shape
 
 if TYPE_CHECKING:
     from engine.runtime.engine import Engine
@@ -145,7 +145,13 @@ def build_engine(config: RunConfig, *, keep_events: bool = False) -> "Engine":
     from harness.measure.engine import draft_model, loaded_model
 
     def policy(blocks: int, limits: SchedulerLimits) -> Scheduler:
-        shape = replace(pool, num_blocks=blocks, max_model_len=limits.max_model_len or pool.max_model_len)
+        longest = limits.max_model_len or pool.max_model_len
+        shape = replace(pool, num_blocks=blocks, max_model_len=longest)
+        if pool.groups is not None:  # pages in the memory of these blocks
+            memory = blocks * config.cache.block_size * pool.kv_bytes_per_token
+            counts = pool.groups.page_counts(memory, longest, limits.max_batched_tokens)
+            counts = pool.page_counts if config.cache.pool_blocks else counts
+            shape = replace(shape, num_blocks=sum(counts), page_counts=counts)
         return new_scheduler(shape, limits, config.cache, config.scheduler, keep_events=keep_events)
 
     pool = pool_shape(config)
@@ -160,8 +166,9 @@ def build_engine(config: RunConfig, *, keep_events: bool = False) -> "Engine":
     except ModelError as error:
         raise ConfigError("model", str(error)) from error
     options = EngineOptions(
-        pool_tokens=pool.tokens if config.cache.pool_blocks else config.cache.pool_tokens,
-        block_size=pool.block_size,
+        pool_tokens=_pool_tokens(config, pool),
+        block_size=config.cache.block_size if pool.groups else pool.block_size,
+        groups=config.cache.groups,
         cache=config.cache.policy,
         backend=config.engine.backend,
         kv_dtype=config.model.kv_dtype,
@@ -175,4 +182,14 @@ def build_engine(config: RunConfig, *, keep_events: bool = False) -> "Engine":
         draft_tokens=config.decoding.draft_tokens,
         draft_mode=config.decoding.draft_place,
     )
-    return Engine(loaded, options, tokenizer=tokenizer, draft=draft)
+    try:
+        return Engine(loaded, options, tokenizer=tokenizer, draft=draft)
+    except ModelError as error:
+        raise ConfigError("cache.groups" if pool.groups else "model", str(error)) from error
+
+
+def _pool_tokens(config: RunConfig, pool: PoolShape) -> int | None:
+    """The tokens whose K and V in all layers take the memory of the pool; None: what the engine finds."""
+    if pool.groups is not None and config.cache.pool_blocks:
+        return pool.tokens * pool.slot_bytes // pool.kv_bytes_per_token
+    return pool.tokens if config.cache.pool_blocks else config.cache.pool_tokens

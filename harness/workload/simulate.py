@@ -246,14 +246,13 @@ def _folded(workload: Workload, fold: RunFold, span_s: float) -> Prediction:
     return Prediction(metrics, fold.outcome, fold.extrapolated.section(), fold.totals, log)
 
 
-def replay_recording(workload: Workload, recording: Recorder) -> Recorder:
+def replay_recording(workload: Workload, recording: Recorder) -> tuple[RunLog, Recorder]:
     """Replay a measured run with its own step durations and results, and with prefix keys instead of token hashes.
 
-    Every plan must equal the measured run's, block ids included.
+    Every plan must equal the measured run's, block ids included; with groups, also where the bytes of their pools go.
     """
     executor = RecordedExecutor(recording.step_ns, recording.results)
-    _, recorder = replay_workload(workload, workload.requests(), executor, keep_plans=True)
-    return recorder
+    return replay_workload(workload, workload.requests(), executor, keep_plans=True)
 
 
 def simulated_executor(

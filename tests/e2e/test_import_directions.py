@@ -43,12 +43,11 @@ UNITS = """
         engine.runtime.group_pool
     engine.runtime.attention
         engine.runtime.attention.native engine.runtime.attention.cascade engine.runtime.attention.metadata
-        engine.runtime.attention.layer engine.runtime.attention.select
+        engine.runtime.attention.layer engine.runtime.attention.latent engine.runtime.attention.select
     engine.runtime.models engine.runtime.decoding
-        engine.runtime.batch engine.runtime.group_steps engine.runtime.graphs engine.runtime.drafts engine.runtime.runner
-        engine.runtime.build
-        engine.runtime.requests engine.runtime.engine engine.runtime.vllm_names engine.runtime.llm
-        engine.runtime.async_engine
+        engine.runtime.batch engine.runtime.group_steps engine.runtime.graphs engine.runtime.drafts
+        engine.runtime.runner engine.runtime.build engine.runtime.requests engine.runtime.engine
+        engine.runtime.vllm_names engine.runtime.llm engine.runtime.async_engine
 
     harness
         harness.workers harness.console harness.config harness.environment harness.metrics harness.store

@@ -17,7 +17,7 @@ from engine.runtime.errors import ModelError
 from engine.runtime.kv_pool import LayerShape
 from engine.runtime.models.cpu_layers import original_layers
 from engine.runtime.models.guard import check_architecture
-from engine.runtime.models.probe import check_masks, probe_layers, run_flat, said
+from engine.runtime.models.probe import check_masks, probe_latents, probe_layers, run_flat, said
 from engine.runtime.models.small_copy import longest_sequence
 from engine.runtime.models.spec import ModelSpec, check_config, check_model, config_values
 from paged_kernels import Workspace
@@ -32,6 +32,7 @@ class LoadedModel:
     kv_shapes: tuple[
         LayerShape, ...
     ]  # per layer ((kv_heads, dk), (kv_heads, dv)), as the layer really sends them
+    latent_shapes: tuple[LayerShape, ...] | None  # of latent vectors, where every layer can hand them over
     windows: tuple[int, ...]  # per layer in tokens, as the layer tells its attention; 0: it sees every token
     vocab_size: int
     max_position: int  # longest sequence in tokens
@@ -42,6 +43,11 @@ class LoadedModel:
     end_ids: tuple[int, ...]  # of its generation configuration, or else of its configuration
     original_attention: str  # name of the attention implementation that transformers chose
     workspace: Workspace  # scratch memory of the attention kernels, kept from run to run
+
+    @property
+    def group_shapes(self) -> tuple[LayerShape, ...]:
+        """What the layers send where they lie in groups: latent vectors, else K and V."""
+        return self.latent_shapes or self.kv_shapes
 
     def logits(
         self,
@@ -96,6 +102,7 @@ def _on_paged_kv(model: Any, name: str, original: str) -> LoadedModel:
         name=name,
         model=model,
         kv_shapes=shapes,
+        latent_shapes=probe_latents(model, first),
         windows=windows,
         vocab_size=config.vocab_size,
         max_position=longest,

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from engine.runtime.attention.latent import expand, latent_layers, latents
 from engine.runtime.attention.layer import IMPLEMENTATION
 from engine.runtime.errors import ModelError
 from engine.runtime.kv_pool import LayerShape
@@ -48,6 +49,7 @@ class ShapeProbe:
         self.shapes: dict[int, LayerShape] = {}
         self.windows: dict[int, int] = {}
         self.calls = 0
+        self.sent: dict[int, tuple[Any, torch.Tensor, torch.Tensor]] = {}  # the layer, K and V
         self.unsupported: set[str] = set()
 
     def attend(
@@ -65,10 +67,21 @@ class ShapeProbe:
             self.unsupported.add("keys to the right of a query")
         self.shapes[module.layer_idx] = ((key.shape[1], key.shape[3]), (value.shape[1], value.shape[3]))
         self.windows[module.layer_idx] = scoring.window
+        self.sent[module.layer_idx] = module, key, value
         self.unsupported |= {
             name for name, sent in rest.items() if sent is not None and not _is_ignored(name)
         }
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+
+
+class LatentProbe(ShapeProbe):
+    """A `ShapeProbe` that is handed latent vectors, and returns zeros as wide as what they expand to."""
+
+    def attend(self, module: Any, query: torch.Tensor, *sent: Any) -> torch.Tensor:
+        """Record one layer's call."""
+        super().attend(module, query, *sent)
+        values = expand(module, *sent[:2])[1]
+        return query.new_zeros(1, query.shape[2], query.shape[1], values.shape[3])
 
 
 class LayerProbe(NamedTuple):
@@ -112,6 +125,32 @@ def probe_layers(model: Any, name: str, token: int) -> LayerProbe:
     return LayerProbe(
         tuple(probe.shapes[layer] for layer in called), tuple(probe.windows[layer] for layer in called)
     )
+
+
+def probe_latents(model: Any, token: int) -> tuple[LayerShape, ...] | None:
+    """The shapes of the latent vectors that the layers can hand over; None unless all of them can.
+
+    What a layer hands over must expand to the K and V that it sends otherwise, bit for bit. Where it does not, or its
+    code needs the expanded ones, the engine keeps these.
+    """
+    layers = latent_layers(model)
+    if not layers:
+        return None
+    plain, latent = ShapeProbe(), LatentProbe()
+    _run_token(model, token, plain)
+    with latents(model):
+        try:
+            _run_token(model, token, latent)
+        except Exception:  # its code does more with K and V than handing them over
+            return None
+    if len(layers) != len(plain.sent) or latent.sent.keys() != plain.sent.keys():
+        return None
+    for layer, (module, key, value) in latent.sent.items():
+        with torch.inference_mode():
+            expanded = expand(module, key, value)
+        if not all(map(torch.equal, expanded, plain.sent[layer][1:])):
+            return None
+    return tuple(latent.shapes[layer] for layer in sorted(latent.shapes))
 
 
 def said(error: Exception) -> str:

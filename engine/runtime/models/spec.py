@@ -38,6 +38,9 @@ class ModelSpec:
     dtype: str = "float32"
     seed: int = 0
     initializer_range: float = 0.1
+    window: int | None = (
+        None  # tokens that windowed layers see, of families that have them; None: the family's own
+    )
 
 
 Config = Mapping[str, Any]
@@ -88,6 +91,11 @@ def _llama_like(spec: ModelSpec) -> Config:
     }
 
 
+def _windowed(spec: ModelSpec) -> Config:
+    """Like Llama, with windows in the layers that the family chooses."""
+    return {**_llama_like(spec), **({} if spec.window is None else {"sliding_window": spec.window})}
+
+
 def _gpt2(spec: ModelSpec) -> Config:
     return {
         "n_embd": spec.hidden,
@@ -114,8 +122,8 @@ def _opt(spec: ModelSpec) -> Config:
 FAMILIES: Mapping[str, Callable[[ModelSpec], Config]] = {
     "llama": _llama_like,
     "qwen3": _llama_like,
-    "mistral": _llama_like,
-    "gemma2": _llama_like,
+    "mistral": _windowed,
+    "gemma2": _windowed,
     "gpt2": _gpt2,
     "opt": _opt,
 }

@@ -108,6 +108,12 @@ class Reuse:
         return self._execute(plan)
 
 
+def expand_as_it_is(*sent):
+    from engine.runtime.attention.latent import expand
+
+    return expand(*sent)
+
+
 # -- the same tokens ---------------------------------------------------------------------------------------
 
 
@@ -150,6 +156,29 @@ def test_options_change_no_token(options):
     assert serve(make_llm("gemma2", **options), turns=2) == [expected("gemma2")] * 2
 
 
+def test_latent_layers_keep_latent_vectors_and_not_what_they_expand_to():
+    llm = make_llm("deepseek_v2")
+    view = llm.runner.pool.views[0]
+    assert view.group.kind is GroupKind.latent
+    assert view.group.layer_bytes == (16 + 8) * 4  # kv_lora_rank and qk_rope_head_dim, in float32
+    assert view.keys[0].shape[2:] == (1, 16)
+    assert view.values[0].shape[2:] == (1, 8)
+
+
+def test_without_groups_latent_layers_keep_expanded_keys_and_values():
+    llm = make_llm("deepseek_v2", groups="off")
+    assert llm.runner.pool.keys[0].shape[2:] == (4, 16)
+    assert serve(llm) == [expected("deepseek_v2")]
+
+
+def test_a_layer_whose_latent_vectors_expand_to_something_else_keeps_what_it_sends(monkeypatch):
+    from engine.runtime.models import probe
+
+    model = loaded("deepseek_v2").model
+    monkeypatch.setattr(probe, "expand", lambda *sent: [each + 1 for each in expand_as_it_is(*sent)])
+    assert probe.probe_latents(model, 0) is None
+
+
 # -- the tensors -------------------------------------------------------------------------------------------
 
 
@@ -181,6 +210,7 @@ def test_separate_pools_take_the_memory_of_the_pool_and_a_null_page_each():
             "group 1 has 2 window layers of 128 bytes a token and a window of 20, the model has 0",
         ),
         ([LayerSet(GroupKind.full, 2, 64), LayerSet(GroupKind.window, 2, 64, 19)], "the model has 0 such"),
+        ([LayerSet(GroupKind.full, 2, 128)], "the groups have 2 layers, the model has 4"),
         ([LayerSet(GroupKind.full, 2, 128), LayerSet(GroupKind.state, 2, 64)], "group 1 keeps states"),
     ],
 )

@@ -99,3 +99,43 @@ def test_a_model_that_no_memory_holds_is_refused_before_anything_is_loaded(capsy
         main(["serve", *TINY, "engine.device=cpu", "model.layers=10000", "model.intermediate=1000000"]) == 2
     )
     assert "error: model: its weights take" in capsys.readouterr().err
+
+
+WINDOWED = ("model.family=gemma2", "model.layers=2", "model.window=24", "model.windowed_layers=1")
+
+
+@pytest.mark.parametrize("groups", ["uniform", "separate"])
+def test_a_server_with_groups_answers_as_one_without(groups):
+    import httpx
+    from serve_cases import served
+
+    said = []
+    for override in ("cache.groups=off", f"cache.groups={groups}"):
+        engine = built(
+            *WINDOWED, override, "cache.pool_tokens=256", "cache.block_size=4", "engine.audit=full"
+        )
+        with served(engine) as address:
+            body = {"model": "tiny", "prompt": [5, 6, 7, 8, 9] * 12, "max_tokens": 30, "temperature": 0}
+            answers = [httpx.post(f"{address}/v1/completions", json=body, timeout=60) for _ in range(2)]
+            said.append([answer.json()["choices"][0]["text"] for answer in answers])
+    assert said[0] == said[1]
+    assert engine.counters.prefix_hits > 0
+    assert engine.runner.audits == engine.counters.steps
+
+
+def test_a_server_with_groups_refuses_several_sequences_by_name():
+    import httpx
+    from serve_cases import served
+
+    with served(built(*WINDOWED, "cache.groups=uniform")) as address:
+        body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 4, "n": 2}
+        answer = httpx.post(f"{address}/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 400
+    assert "has 2 sequences, which a cache with groups does not serve" in answer.text
+
+
+def test_groups_that_the_model_does_not_have_are_refused():
+    from harness.config.errors import ConfigError
+
+    with pytest.raises(ConfigError, match=r"cache\.groups: group 0 has 2 window layers .* the model has 1"):
+        built(*WINDOWED[:3], "model.windowed_layers=2", "cache.groups=uniform")

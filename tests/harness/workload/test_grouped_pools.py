@@ -8,12 +8,11 @@ import pytest
 from harness.cli.main import main
 from harness.config.checks import check_config
 from harness.config.compose import compose_config
-from harness.config.errors import ConfigError, UserError
+from harness.config.errors import ConfigError
 from harness.config.overrides import parse_overrides
 from harness.config.schema import RunConfig
 from harness.metrics.log import WASTE_COLUMNS
 from harness.point.run import run_point
-from harness.serve.start import _config as server_config
 from harness.workload.shapes import PoolShape, pool_shape
 
 
@@ -72,7 +71,8 @@ def test_a_model_without_windows_has_as_many_blocks_as_without_groups() -> None:
 @pytest.mark.parametrize(
     ("key", "overrides"),
     [
-        ("cache.groups", ("measure=true",)),
+        ("model.kv_dtype", ("measure=true", "model.kv_dtype=fp8_e4m3")),
+        ("engine.cuda_graphs", ("measure=true", "engine.cuda_graphs=true")),
         ("decoding.beam_width", ("decoding.beam_width=4",)),
         ("decoding.n", ("decoding.mode=sample", "decoding.n=4")),
         ("decoding.draft_tokens", ("decoding.draft_tokens=3",)),
@@ -94,12 +94,6 @@ def test_what_groups_do_not_serve_is_refused_by_its_key(key: str, overrides: tup
 def test_a_pool_too_small_for_a_page_of_each_group_is_refused() -> None:
     with pytest.raises(ConfigError, match="0 pages of the groups of gemma-3-27b, each needs at least 1"):
         pool("model=gemma3_27b", "cache.groups=separate", "cache.pool_tokens=16")
-
-
-def test_the_server_refuses_groups() -> None:
-    """Its engine keeps every block of every layer."""
-    with pytest.raises(UserError, match=r"cache\.groups: found uniform, but the engine keeps every block"):
-        server_config(("cache.groups=uniform",))
 
 
 def test_a_predicted_point_holds_less_where_windows_are_released() -> None:

@@ -1,0 +1,158 @@
+"""Measured points whose layers are in groups: both sides decide alike, step by step, down to the bytes by cause."""
+
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from families import build
+from point_cases import mooncake_file, small_config, with_trace
+
+from engine.core.options import GroupPages, Retention, Scheduling, WindowHits
+from harness.config.checks import check_settings
+from harness.config.errors import ConfigError
+from harness.config.schema import CostKind, Oversize, RunConfig, TraceFormat
+from harness.measure.engine import measure
+from harness.metrics.log import WASTE_COLUMNS
+from harness.point import check_point, run_point
+from harness.point.error_levels import _first_waste
+from harness.workload.simulate import replay_recording
+from harness.workload.workload import build_workload
+
+SEEDS = range(60 if os.environ.get("PAGETWIN_NIGHTLY") else 6)
+
+
+def windowed(cache_dir: Path, pages: GroupPages = GroupPages.uniform) -> RunConfig:
+    """A random Gemma 2 of four layers, two of which see 24 tokens."""
+    config = small_config(cache_dir)
+    config.model.family, config.model.layers = "gemma2", 4
+    config.model.window, config.model.windowed_layers = 24, 2
+    config.cache.groups, config.cache.block_size = pages, 8
+    config.cost.kind = CostKind.roofline
+    return config
+
+
+def crowded(config: RunConfig) -> RunConfig:
+    """A pool that forces preemption and eviction."""
+    config.cache.pool_tokens, config.cache.max_model_len, config.workload.request_rate = 200, 224, 5000.0
+    config.scheduler.admit_whole_prompt, config.scheduler.max_batched_tokens = False, 32
+    return config
+
+
+@pytest.fixture(scope="module")
+def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("calibration")
+
+
+@pytest.mark.parametrize("pages", [GroupPages.uniform, GroupPages.separate])
+def test_a_measured_point_has_the_counts_of_its_prediction(pages: GroupPages, cache_dir: Path) -> None:
+    config = crowded(windowed(cache_dir, pages))
+    assert check_settings(config) == []
+    check_point(config)
+    record = run_point(config).record
+    assert record["levels"]["counts"] == {
+        "identical": True,
+        "steps": record["levels"]["counts"]["steps"],
+        "first_difference": None,
+    }
+    assert record["audit"]["checks"] == record["levels"]["counts"]["steps"]
+    assert record["outcome"]["measured"] == record["outcome"]["simulated"]
+    assert record["measured"]["median"]["preemptions"] > 0
+    assert record["measured"]["median"]["waste_cached"] > 0
+
+
+def drawn(cache_dir: Path, folder: Path, seed: int) -> RunConfig:
+    """A workload and every choice that groups have, drawn from `seed`."""
+    draw = random.Random(seed)
+    config = windowed(cache_dir, draw.choice([GroupPages.uniform, GroupPages.separate]))
+    if draw.random() < 0.5:
+        config = with_trace(config, TraceFormat.mooncake, mooncake_file(folder, rows=10))
+        config.workload.length_scale = 0.02
+    config.workload.num_requests, config.workload.seed = draw.randint(6, 12), seed
+    config.workload.request_rate = draw.choice([50.0, 5000.0])
+    config.cache.block_size = draw.choice([1, 4, 8, 16])
+    config.cache.pool_tokens, config.cache.max_model_len = draw.choice([200, 240, 400]), 200
+    config.workload.oversize = Oversize.drop
+    config.cache.prefix_caching = draw.random() < 0.8
+    config.cache.window_hits = draw.choice(list(WindowHits))
+    config.cache.behind_first = draw.random() < 0.5
+    config.cache.retention = draw.choice(list(Retention))
+    config.scheduler.policy = draw.choice(list(Scheduling))
+    config.scheduler.max_batched_tokens = draw.choice([16, 64, 512])
+    config.scheduler.admit_whole_prompt = draw.random() < 0.5
+    return crowded(config) if draw.random() < 0.5 else config
+
+
+def test_the_random_workloads_hit_preempt_and_release(cache_dir: Path, tmp_path: Path) -> None:
+    """Else they would show nothing."""
+    found = {"hit_tokens": 0.0, "preemptions": 0.0, "waste_behind_window": 0.0}
+    for seed in SEEDS:
+        config = drawn(cache_dir, tmp_path, seed)
+        config.measure = False
+        simulated = run_point(config).record["simulated"]
+        found = {name: total + simulated.get(name, 0.0) for name, total in found.items()}
+    assert min(found.values()) > 0
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_workloads_have_the_same_plans_and_bytes_on_both_sides(
+    seed: int, cache_dir: Path, tmp_path: Path
+) -> None:
+    config = drawn(cache_dir, tmp_path, seed)
+    assert check_settings(config) == []
+    workload = build_workload(config)
+    run = measure(config, workload, seed=0)
+    log, recorder = replay_recording(workload, run.recorder)
+    assert recorder.digests == run.recorder.digests
+    assert _first_waste(log, run.log) is None
+    for name in WASTE_COLUMNS:
+        assert np.array_equal(log.waste[name], run.log.waste[name])
+    for name, column in log.steps.items():
+        if name not in ("seconds", "attention_s") and not name.endswith("_s"):
+            assert np.array_equal(column, run.log.steps[name]), name
+    assert run.audits == len(recorder.digests)
+
+
+def test_another_byte_in_one_step_is_a_difference(cache_dir: Path) -> None:
+    config = windowed(cache_dir)
+    workload = build_workload(config)
+    run = measure(config, workload, seed=0)
+    log, _ = replay_recording(workload, run.recorder)
+    log.waste["token"][5] += 1
+    assert _first_waste(log, run.log) == 5
+
+
+def test_windows_that_the_model_does_not_have_are_refused(cache_dir: Path) -> None:
+    config = windowed(cache_dir)
+    config.model.windowed_layers = 1
+    with pytest.raises(ConfigError, match=r"cache\.groups: group 2 has 1 full layers .* the model has 0"):
+        measure(config, build_workload(config), seed=0)
+
+
+def latent(cache_dir: Path, folder: Path, pages: GroupPages) -> RunConfig:
+    """A random DeepSeek V2 as a checkpoint."""
+    build("deepseek_v2").save_pretrained(folder)
+    config = crowded(windowed(cache_dir, pages))
+    config.model.path, config.model.window, config.model.windowed_layers = str(folder), None, 0
+    return config
+
+
+def test_latent_layers_in_groups_keep_as_many_bytes_as_the_pool_counts(
+    cache_dir: Path, tmp_path: Path
+) -> None:
+    config = latent(cache_dir, tmp_path, GroupPages.uniform)
+    check_point(config)
+    record = run_point(config).record
+    assert record["levels"]["counts"]["identical"]
+    assert record["pool"]["kv_bytes_per_token"] == 2 * (16 + 8) * 4
+    assert record["pool"]["note"] == ""
+
+
+def test_without_groups_the_record_says_that_latent_vectors_are_expanded(
+    cache_dir: Path, tmp_path: Path
+) -> None:
+    record = run_point(latent(cache_dir, tmp_path, GroupPages.off)).record
+    assert record["pool"]["note"].startswith(
+        "expanded: the engine keeps K and V of 896 bytes a token, where the pool counts latent vectors of 192"
+    )
