@@ -7,8 +7,7 @@ import torch
 
 from engine.core.errors import CoreError
 from engine.core.memory.group_layout import GroupLayout, LayerSet, separate_layout, uniform_layout
-from engine.core.memory.group_pages import PoolPages
-from engine.core.memory.grouped import GroupedManager
+from engine.core.memory.grouped import GroupedManager, pages_of
 from engine.core.options import CachePolicy, GroupKind, GroupPages, SchedulerLimits, WindowHits
 from engine.core.scheduling.scheduler import Scheduler
 from engine.runtime.attention.select import engine_backend
@@ -170,7 +169,7 @@ def _grouped_manager(
         )
     return GroupedManager(
         layout,
-        PoolPages(layout, counts, behind_first=options.behind_first),
+        pages_of(layout, counts, behind_first=options.behind_first),
         most_chunk=limits.max_batched_tokens,
         prefix_caching=options.prefix_caching,
         window_hits=WindowHits(options.window_hits),
@@ -196,9 +195,11 @@ def model_layout(loaded: LoadedModel, options: EngineOptions) -> GroupLayout:
         LayerSet(GroupKind.window if window else whole, layers, size, window or None)
         for (window, size), layers in sorted(kinds.items(), key=lambda each: each[0][0] > 0)
     ]
-    make = uniform_layout if GroupPages(options.groups) is GroupPages.uniform else separate_layout
+    pages = GroupPages(options.groups)
     try:
-        return make(sets, options.block_size)
+        if pages is GroupPages.uniform:
+            return uniform_layout(sets, options.block_size)
+        return separate_layout(sets, options.block_size, pages=pages)
     except CoreError as error:
         raise ModelError(f"model {loaded.name}: groups={options.groups}: {error}") from error
 

@@ -227,9 +227,7 @@ class CacheConfig:
     answers: bool = False  # later prompts find the answers that the trace names (output_key); predicted alone
     placement: Placement = Placement.auto  # contiguous only
     max_model_len: int | None = None  # longest prompt + output; contiguous_max reserves it; null: the model's
-    groups: GroupPages = (
-        GroupPages.off
-    )  # how layers that keep different things share the memory
+    groups: GroupPages = GroupPages.off  # how layers that keep different things share the memory
     window_hits: WindowHits = (
         WindowHits.window
     )  # with groups: which blocks of windowed layers a prefix hit needs

@@ -250,6 +250,10 @@ class MemoryPages(ABC):
         """The oldest cached page with `key`, or None."""
         return self._index.first(key)
 
+    def cached_by_group(self) -> list[int]:
+        """The cached pages of each group that no table refers to."""
+        return list(self.cached)
+
     def live_duplicates(self) -> list[set[int]]:
         """For each group the live pages that hold what another live page of it holds too; one of them is left."""
         found: list[set[int]] = [set() for _ in self.layout.groups]

@@ -86,6 +86,13 @@ def document(found):
             "natively and on paged KV (`engine/runtime/models/guard.py`). So a type that is not in this list, or has "
             "other values, is refused too where it would give wrong tokens.",
             "",
+            "Layers in groups (`cache.groups`, `LLM(groups=...)`): gemma2, gemma3_text, ministral, cohere2, gpt_oss "
+            "(windows beside full layers), mistral (windows alone), deepseek_v2, deepseek_v3 (latent vectors, kept as "
+            "they are; without groups the engine keeps the expanded K and V) and llama are tested so: tokens equal to "
+            "`generate()`, with blocks behind windows freed and used again, hits and preemption "
+            "(`tests/engine/runtime/test_groups.py`). Models that keep a recurrent state are refused with or without "
+            "groups.",
+            "",
             *_table("Equal", "answer", equal),
             *_table("Refused", "reason", refused),
             *_table("Not built", "transformers says to its default configuration", untested),
