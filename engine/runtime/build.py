@@ -134,7 +134,7 @@ def build_parts(
         draft=draft,
         graphs=None if grouped else _graphs(loaded, options, limits, longest),
         groups=grouped.layout if grouped else None,
-        page_counts=grouped.pages.counts if grouped else (),
+        page_counts=grouped.pages.page_counts if grouped else (),
         clock=clock,
     )
     if grouped is not None:

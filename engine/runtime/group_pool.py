@@ -1,7 +1,8 @@
 """The KV tensors of a model whose layers are in groups, and a count of the written slots of each group.
 
-Pages of one pool have one size (`GroupPages.uniform`): layer i of every group lies in the same tensor, so a page that
-one group has given back serves another. With `separate` each group has tensors of its own. Slots start as NaN, and
+How pages lie is decided by the core (`GroupPages`). With `uniform`, layer i of every group lies in the same tensor, so
+a page that one group has given back serves another. With `separate` each group has tensors of its own. With `moving`,
+`lcm` and `two_ended` pages of different sizes lie in one memory, as the core places them there. Slots start as NaN, and
 become NaN again when the core says that their page is void, as in `KVPool`. The pool notes which group wrote a page,
 from the slots that it was told to write: so the tensors are a witness that does not ask the core whose a page is.
 """
@@ -14,7 +15,9 @@ import torch
 
 from engine.core.errors import CoreError
 from engine.core.memory.group_layout import GroupLayout, KVGroup
+from engine.core.memory.group_memory import MemoryPages
 from engine.core.memory.group_tables import NO_PAGE
+from engine.core.memory.grouped import pages_of
 from engine.core.options import GroupKind, GroupPages
 from engine.core.plan import IntArray
 from engine.runtime import huge_pages
@@ -26,19 +29,24 @@ NOBODY = -1
 
 
 @dataclass(frozen=True, slots=True)
-class _Store:
-    """The tensors of one pool: `[places, pages + 1, numbers of a page]` for K and for V.
+class _Pages:
+    """Numbered pages in tensors: (tensor, axis of its pages), each with a null page in front.
 
-    The core's page numbers are `offset` above those of the tensors.
+    The core's number of a page is `offset` + `sign` x its place in the tensors; places are 1 to `count`.
     """
 
-    keys: torch.Tensor
-    values: torch.Tensor
+    tensors: tuple[tuple[torch.Tensor, int], ...]
+    count: int
     offset: int
+    sign: int = 1
 
-    @property
-    def pages(self) -> int:
-        return self.keys.shape[1] - 1
+    def places(self, numbers: IntArray) -> IntArray:
+        """The places of those of the core's page numbers that are pages of these tensors."""
+        places: IntArray = (numbers - self.offset) * self.sign
+        return places[(places >= 1) & (places <= self.count)]
+
+
+_LayerCaches = list[tuple[torch.Tensor, torch.Tensor]]  # K and V of each layer of a group
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +55,7 @@ class GroupView:
 
     `keys[layer]` and `values[layer]` are `[pages + 1, block_size, kv_heads, dim]`. `layers` are the group's layers by
     their number in the model, `window` is what they tell their attention, 0 for none. `offset` is what the core's page
-    numbers have more than those of the tensors.
+    numbers have more than those of the tensors; with `sign` -1 these count down from it.
     """
 
     group: KVGroup
@@ -56,6 +64,7 @@ class GroupView:
     keys: Sequence[torch.Tensor]
     values: Sequence[torch.Tensor]
     offset: int
+    sign: int
     token_bytes: int
     device: torch.device
     marks: SlotMarks | None = None
@@ -67,8 +76,18 @@ class GroupView:
 
     def local(self, table: Sequence[int]) -> list[int]:
         """A block table in the numbers of the tensors; NO_PAGE stays."""
-        offset = self.offset
-        return [page - offset if page != NO_PAGE else NO_PAGE for page in table] if offset else list(table)
+        offset, sign = self.offset, self.sign
+        if not offset and sign > 0:
+            return list(table)
+        return [(page - offset) * sign if page != NO_PAGE else NO_PAGE for page in table]
+
+    def written(self, pages: torch.Tensor) -> set[int]:
+        """How many slots of `pages`, numbers of the tensors, hold something: of K and V of each layer."""
+        return {
+            int(torch.isfinite(cache[layer].index_select(0, pages)[:, :, 0, 0]).sum())
+            for cache in (self.keys, self.values)
+            for layer in self.layers
+        }
 
 
 class GroupedPool:
@@ -90,50 +109,42 @@ class GroupedPool:
     ) -> None:
         self.layout, self.device = layout, device
         layers = layers_of(layout, shapes, windows, dtype.itemsize)
-        owners = _owners(layout)
-        self._stores: list[_Store] = []
-        for count, owned in zip(page_counts, owners, strict=True):
-            sizes = {
-                _numbers(layout.groups[group], shapes[each]) for group in owned for each in layers[group]
-            }
-            self._stores.append(
-                _store(count, layout, owned, sizes, sum(s.pages for s in self._stores), dtype, device)
-            )
-        store_of = {
-            group: store for store, owned in zip(self._stores, owners, strict=True) for group in owned
-        }
+        sent = [[shapes[layer] for layer in own] for own in layers]
+        make = _in_one_memory if layout.pages in _ONE_MEMORY else _in_pools
+        self._pages, pages_of_group, caches = make(layout, page_counts, sent, dtype, device)
         keys, values = [torch.empty(0)] * len(shapes), [torch.empty(0)] * len(shapes)
         self.group_of = [0] * len(shapes)
-        for index, group in enumerate(layout.groups):
-            store = store_of[index]
-            for place, layer in enumerate(layers[index]):
-                (heads, dk), (_, dv) = shapes[layer]
-                keys[layer] = store.keys[place].view(-1, group.block_size, heads, dk)
-                values[layer] = store.values[place].view(-1, group.block_size, heads, dv)
-                self.group_of[layer] = index
+        for index, own in enumerate(layers):
+            for layer, (k, v) in zip(own, caches[index], strict=True):
+                keys[layer], values[layer], self.group_of[layer] = k, v, index
         self.views = [
             GroupView(
-                *(group, tuple(layers[i]), windows[layers[i][0]], keys, values, store_of[i].offset),
-                *(group.layer_bytes, device),
+                *(group, tuple(layers[index]), windows[layers[index][0]], keys, values),
+                *(pages_of_group[index].offset, pages_of_group[index].sign, group.layer_bytes, device),
             )
-            for i, group in enumerate(layout.groups)
+            for index, group in enumerate(layout.groups)
         ]
-        self._owner = np.full(1 + sum(store.pages for store in self._stores), NOBODY, dtype=np.int64)
+        last = max(max(pages.offset, pages.offset + pages.sign * pages.count) for pages in self._pages)
+        self._owner = np.full(last + 1, NOBODY, dtype=np.int64)
 
     @property
     def bytes(self) -> int:
         """Bytes of all tensors, the null pages included."""
-        return sum(store.keys.nbytes + store.values.nbytes for store in self._stores)
+        storages = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for pages in self._pages
+            for tensor, _ in pages.tensors
+        }
+        return sum(storages.values())
 
     def poison(self, pages: Sequence[int]) -> None:
         """Set all slots of `pages` to NaN in every layer; they belong to no group then."""
         numbers = np.asarray(pages, dtype=np.int64)
         self._owner[numbers] = NOBODY
-        for store in self._stores:
-            own = numbers[(numbers > store.offset) & (numbers <= store.offset + store.pages)] - store.offset
-            index = torch.from_numpy(own).to(self.device)
-            store.keys.index_fill_(1, index, float("nan"))
-            store.values.index_fill_(1, index, float("nan"))
+        for held in self._pages:
+            index = torch.from_numpy(held.places(numbers)).to(self.device)
+            for tensor, axis in held.tensors:
+                tensor.index_fill_(axis, index, float("nan"))
 
     def poison_slots(self, spans: Sequence[tuple[int, int, int]]) -> None:
         """Raises CoreError: nothing of a sequence is cut."""
@@ -156,7 +167,7 @@ class GroupedPool:
     def note_writes(self, group: int, slots: IntArray) -> None:
         """Note that `group` writes the slots `[tokens]` of its tensors in this step."""
         view = self.views[group]
-        self._owner[slots // view.block_size + view.offset] = group
+        self._owner[slots // view.block_size * view.sign + view.offset] = group
 
     def check_reads(self, group: int, pages: Sequence[int], what: str) -> None:
         """Raise AuditError unless `group` wrote all of `pages`; `what` names the row."""
@@ -169,10 +180,12 @@ class GroupedPool:
     def check_void(self, group: int, slots: torch.Tensor, what: str) -> None:
         """Raise AuditError if one of the slots `[tokens]` that `group` is about to write holds something."""
         view = self.views[group]
-        flat = view.keys[view.layers[0]].flatten(0, 1)[slots, 0, 0]
-        if bool(torch.isfinite(flat).any()):
-            slot = int(slots[torch.isfinite(flat)][0])
-            page = slot // view.block_size + view.offset
+        held = torch.isfinite(
+            view.keys[view.layers[0]][slots // view.block_size, slots % view.block_size, 0, 0]
+        )
+        if bool(held.any()):
+            slot = int(slots[held][0])
+            page = slot // view.block_size * view.sign + view.offset
             raise AuditError(
                 f"{what}: group {group} writes page {page}, slot {slot % view.block_size}, twice"
             )
@@ -184,13 +197,8 @@ class GroupedPool:
         """
         found = []
         for index, view in enumerate(self.views):
-            pages = np.flatnonzero(self._owner == index) - view.offset
-            own = torch.from_numpy(pages).to(self.device)
-            counts = {
-                int(torch.isfinite(cache[layer].index_select(0, own)[:, :, 0, 0]).sum())
-                for cache in (view.keys, view.values)
-                for layer in view.layers
-            }
+            pages = (np.flatnonzero(self._owner == index) - view.offset) * view.sign
+            counts = view.written(torch.from_numpy(pages).to(self.device))
             if len(counts) > 1:
                 raise AuditError(
                     f"the layers of group {index} hold different numbers of tokens: {sorted(counts)}"
@@ -205,14 +213,28 @@ class GroupedPool:
         return sum(count * (group.unit_bytes // slot) for count, group in units)
 
     def unowned_are_void(self) -> bool:
-        """Whether pages that no group has written since they became void hold nothing, the null pages only zeros."""
-        for store in self._stores:
-            pages = np.arange(1, store.pages + 1)
-            own = torch.from_numpy(pages[self._owner[pages + store.offset] == NOBODY]).to(self.device)
-            for stack in (store.keys, store.values):
-                if bool(stack[:, 0].any()) or bool(torch.isfinite(stack.index_select(1, own)).any()):
-                    return False
-        return True
+        """Whether null pages hold zeros, and nothing beside them and the pages that a group has written holds anything.
+
+        It reads all memory, and writes to a part of it for that time.
+        """
+        tensors = [each for pages in self._pages for each in pages.tensors]
+        nulls = [tensor.select(axis, 0) for tensor, axis in tensors]
+        if any(bool(null.any()) for null in nulls):
+            return False
+        memory = {tensor.untyped_storage().data_ptr(): tensor for tensor, _ in tensors}
+        whole = [
+            torch.empty(0, dtype=tensor.dtype, device=self.device).set_(tensor.untyped_storage())
+            for tensor in memory.values()
+        ]
+        saved, owner = [each.clone() for each in whole], self._owner.copy()
+        self.poison(np.flatnonzero(owner != NOBODY).tolist())
+        for null in nulls:
+            null.fill_(float("nan"))
+        held = any(bool(torch.isfinite(each).any()) for each in whole)
+        for each, before in zip(whole, saved, strict=True):
+            each.copy_(before)
+        self._owner = owner
+        return not held
 
 
 def layers_of(
@@ -244,13 +266,86 @@ def layers_of(
     return found
 
 
-def _owners(layout: GroupLayout) -> list[range]:
-    """The groups of each pool. Raises ModelError for a page policy that has no tensors."""
-    if layout.pages is GroupPages.uniform:
-        return [range(len(layout.groups))]
-    if layout.pages is GroupPages.separate:
-        return [range(index, index + 1) for index in range(len(layout.groups))]
-    raise ModelError(f"the engine has tensors for uniform and separate pages, not for {layout.pages}")
+_Made = tuple[
+    list[_Pages], list[_Pages], list[_LayerCaches]
+]  # all pages, and by group: its pages, its layers
+
+
+def _in_pools(
+    layout: GroupLayout,
+    page_counts: Sequence[int],
+    shapes: Sequence[Sequence[LayerShape]],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> _Made:
+    """Pools of pages of one size: `[places, pages + 1, numbers of a page in a layer]` for K and for V of each pool.
+
+    Raises ModelError where layers of one pool have different pages.
+    """
+    groups = range(len(layout.groups))
+    pools = [list(groups)] if layout.pages is GroupPages.uniform else [[group] for group in groups]
+    made, of_group, caches = [], [], []
+    offset = 0
+    for count, owned in zip(page_counts, pools, strict=True):
+        sizes = {_numbers(layout.groups[group], shape) for group in owned for shape in shapes[group]}
+        if len(sizes) != 1:
+            raise ModelError(
+                f"pages of {layout.pages} groups {', '.join(map(str, owned))} have different sizes in K and V "
+                f"({sorted(sizes)} numbers): the engine pads no pages; use groups=separate"
+            )
+        places = max(layout.groups[group].layers for group in owned)
+        stacks = [_memory((places, count + 1, size), dtype, device) for size in sizes.pop()]
+        for stack in stacks:
+            stack[:, 0] = 0
+        pages = _Pages(tuple((stack, 1) for stack in stacks), count, offset)
+        made.append(pages)
+        for group in owned:
+            of_group.append(pages)
+            blocks = zip(*stacks, shapes[group], strict=False)  # a group may have fewer layers than places
+            caches.append([_shaped(k, v, layout.groups[group], shape) for k, v, shape in blocks])
+        offset += count
+    return made, of_group, caches
+
+
+_ONE_MEMORY = (GroupPages.lcm, GroupPages.moving, GroupPages.two_ended)
+
+
+def _in_one_memory(
+    layout: GroupLayout,
+    page_counts: Sequence[int],
+    shapes: Sequence[Sequence[LayerShape]],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> _Made:
+    """One memory in which a page of a group lies where the core places it, all of its layers one after the other.
+
+    In front of the memory lies a null page of the largest size, which every group ends in its own. Raises ModelError
+    where the pages that come from the end do not begin at the memory's begin: then there is no place for their null.
+    """
+    core = pages_of(layout, page_counts)
+    assert isinstance(core, MemoryPages)
+    sizes = [group.page_bytes // dtype.itemsize for group in layout.groups]
+    front, memory = max(sizes), core.memory // dtype.itemsize
+    flat = _memory((front + memory,), dtype, device)
+    flat[:front] = 0
+    made, caches = [], []
+    for index, (group, size) in enumerate(zip(layout.groups, sizes, strict=True)):
+        count, first = core.counts[index], core.page(index, 0)
+        from_end = core.span(index, first)[0] > 0
+        if from_end and memory % size:
+            raise ModelError(
+                f"{layout.pages}: the pool has {core.memory:,} bytes, which is no multiple of the {group.page_bytes:,} "
+                f"bytes of a page of group {index}; choose a pool that is"
+            )
+        pages = flat[front - size : front + count * size].view(count + 1, size)
+        made.append(
+            _Pages(((pages, 0),), count, first + count, -1)
+            if from_end
+            else _Pages(((pages, 0),), count, first - 1)
+        )
+        layers = pages.view(count + 1, group.layers, -1)
+        caches.append([_cut(layers[:, place], group, shape) for place, shape in enumerate(shapes[index])])
+    return made, made, caches
 
 
 def _numbers(group: KVGroup, shape: LayerShape) -> tuple[int, int]:
@@ -259,30 +354,23 @@ def _numbers(group: KVGroup, shape: LayerShape) -> tuple[int, int]:
     return group.block_size * heads * dk, group.block_size * v_heads * dv
 
 
-def _store(
-    count: int,
-    layout: GroupLayout,
-    groups: Sequence[int],
-    sizes: set[tuple[int, int]],
-    offset: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> _Store:
-    if len(sizes) != 1:
-        raise ModelError(
-            f"pages of {layout.pages} groups {', '.join(map(str, groups))} have different sizes in K and V "
-            f"({sorted(sizes)} numbers): the engine pads no pages; use groups=separate"
-        )
-    ((k, v),) = sizes
-    places = max(layout.groups[group].layers for group in groups)
-    stacks = [_memory((places, count + 1, numbers), dtype, device) for numbers in (k, v)]
-    for stack in stacks:
-        stack.fill_(float("nan"))
-        stack[:, 0] = 0
-    return _Store(stacks[0], stacks[1], offset)
+def _cut(layer: torch.Tensor, group: KVGroup, shape: LayerShape) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of one layer, which lie one after the other in its part of a page."""
+    k, _ = _numbers(group, shape)
+    return _shaped(layer[:, :k], layer[:, k:], group, shape)
+
+
+def _shaped(
+    k: torch.Tensor, v: torch.Tensor, group: KVGroup, shape: LayerShape
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of one layer, `[pages + 1, numbers]`, as `[pages + 1, block_size, kv_heads, dim]`."""
+    (heads, dk), (v_heads, dv) = shape
+    size = group.block_size
+    return k.view(-1, size, heads, dk), v.view(-1, size, v_heads, dv)
 
 
 def _memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory full of NaN."""
     if device.type == "cpu":
-        return huge_pages.empty(shape, dtype)
-    return torch.empty(*shape, dtype=dtype, device=device)
+        return huge_pages.empty(shape, dtype).fill_(float("nan"))
+    return torch.full(shape, float("nan"), dtype=dtype, device=device)

@@ -133,6 +133,11 @@ class MemoryPages(ABC):
     # -- counts ---------------------------------------------------------------------------------------------
 
     @property
+    def page_counts(self) -> tuple[int, ...]:
+        """The size of the memory, as `GroupLayout.page_counts` has it."""
+        return self.layout.page_counts(self.memory, 1, 1)
+
+    @property
     def num_pages(self) -> int:
         """Pages of the largest kind that the memory holds."""
         return min(self.counts)

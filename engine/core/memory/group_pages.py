@@ -100,8 +100,8 @@ class PoolPages:
     # -- counts --------------------------------------------------------------------------------------------
 
     @property
-    def counts(self) -> tuple[int, ...]:
-        """Pages of each pool."""
+    def page_counts(self) -> tuple[int, ...]:
+        """Pages of each pool, as `GroupLayout.page_counts` has them."""
         return tuple(share.pool.num_blocks for share in self.shares)
 
     @property

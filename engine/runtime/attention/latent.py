@@ -71,7 +71,8 @@ class LatentStep:
         ]
         self._rows = [*singles, *layout.prefills]
         read = [_slots_of(row, pool.block_size) for row in self._rows]
-        self._read = torch.from_numpy(np.concatenate(read)).to(pool.device)
+        slots_read = torch.from_numpy(np.concatenate(read)).to(pool.device)
+        self._read = slots_read // pool.block_size, slots_read % pool.block_size
 
     def attend(
         self,
@@ -87,7 +88,7 @@ class LatentStep:
         stored = self._pool.keys[module.layer_idx], self._pool.values[module.layer_idx]
         for cache, new in zip(stored, (key, value), strict=True):
             torch_cache.store(cache, new[0].transpose(0, 1), self._slots)
-        latent, rotary = (cache.flatten(0, 1)[self._read, 0][None, None] for cache in stored)
+        latent, rotary = (cache[*self._read, 0][None, None] for cache in stored)
         keys, values = expand(module, latent, rotary)
         parts, first = [], 0
         for _, start, queries, length in self._rows:

@@ -28,6 +28,12 @@ ALIKE = (
     "deepseek_v2",
 )  # one group alone: of all tokens, of a window, of expanded latent vectors
 FAMILIES = (*MIXED, *ALIKE)
+RUNS = [
+    *((family, groups) for family in FAMILIES for groups in ("uniform", "separate")),
+    *(("gemma2", groups) for groups in ("lcm", "moving", "two_ended")),
+    *((family, "lcm") for family in ("gemma3_text", "deepseek_v2")),
+    *((family, "two_ended") for family in ("ministral", "gpt_oss")),
+]
 SIZES = (5, 32, 61, 90)  # tokens of the prompts; the last one begins as the one before it
 SHORT = (6, 7, 8, 9, 10)
 NEW = 20
@@ -117,8 +123,7 @@ def expand_as_it_is(*sent):
 # -- the same tokens ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("groups", ["uniform", "separate"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "groups"), RUNS)
 def test_chunked_prompts_and_prefix_hits_give_the_tokens_of_generate(family, groups):
     llm = make_llm(family, groups=groups)
     assert serve(llm, turns=2) == [expected(family)] * 2
@@ -126,8 +131,7 @@ def test_chunked_prompts_and_prefix_hits_give_the_tokens_of_generate(family, gro
     assert llm.runner.audits == llm.engine.counters.steps
 
 
-@pytest.mark.parametrize("groups", ["uniform", "separate"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "groups"), RUNS)
 def test_preemption_changes_no_token(family, groups):
     llm = make_llm(family, groups=groups, pool_tokens=90)
     assert serve(llm, sizes=SHORT) == [expected(family, SHORT)]
@@ -182,11 +186,16 @@ def test_a_layer_whose_latent_vectors_expand_to_something_else_keeps_what_it_sen
 # -- the tensors -------------------------------------------------------------------------------------------
 
 
-def test_pages_without_an_owner_hold_nothing_in_any_layer():
-    llm = make_llm("gemma3_text")
+@pytest.mark.parametrize("groups", ["uniform", "separate", "lcm", "moving", "two_ended"])
+def test_pages_without_an_owner_hold_nothing_in_any_layer(groups):
+    llm = make_llm("ministral", groups=groups)
     serve(llm)
     llm.runner.pool.poison(llm.scheduler.manager.drain_frees())
     assert llm.runner.pool.unowned_are_void()
+    view = llm.runner.pool.views[1]
+    void = view.keys[view.layers[0]].isnan().flatten(1).all(1).nonzero()[0, 0]
+    view.values[view.layers[0]][void, 0, 0, 0] = 1.0
+    assert not llm.runner.pool.unowned_are_void()
 
 
 def test_groups_of_one_pool_share_its_tensors():
@@ -223,6 +232,15 @@ def test_a_layout_of_another_model_is_refused(sets, said):
         Runner(
             loaded("gemma2"), num_blocks=1, block_size=4, groups=layout, page_counts=[9] * len(layout.groups)
         )
+
+
+def test_pages_from_the_end_need_a_memory_of_whole_pages():
+    from engine.runtime.errors import ModelError
+
+    with pytest.raises(
+        ModelError, match=r"48,640 bytes, which is no multiple of the 3,072 bytes of a page of group 1"
+    ):
+        make_llm("ministral", groups="two_ended", pool_tokens=95, block_size=8)
 
 
 @pytest.mark.parametrize(
