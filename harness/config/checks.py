@@ -65,7 +65,12 @@ def check_groups(config: RunConfig) -> Iterator[ConfigError]:
     head = f"cache.groups={cache.groups}"
     asked = {
         "decoding.beam_width": (decoding.beam_width > 1, "it serves single sequences"),
-        "decoding.n": (decoding.mode is DecodingMode.sample and decoding.n > 1, "it serves single sequences"),
+        "decoding.n": (
+            decoding.mode is DecodingMode.sample
+            and decoding.n > 1
+            and decoding.sharing is not Sharing.prefix_cache,
+            "it serves single sequences, so samples are requests of their own (decoding.sharing=prefix_cache)",
+        ),
         "decoding.draft_tokens": (decoding.draft_tokens > 0, "it takes no draft tokens"),
         "scheduler.preemption": (scheduler.preemption is not Preemption.recompute, "it swaps nothing out"),
         "scheduler.admission": (scheduler.admission is not None, "free pages say little of single groups"),

@@ -9,10 +9,10 @@ import pytest
 from families import build
 from point_cases import mooncake_file, small_config, with_trace
 
-from engine.core.options import GroupPages, Retention, Scheduling, WindowHits
+from engine.core.options import GroupPages, Retention, Scheduling, Sharing, WindowHits
 from harness.config.checks import check_settings
 from harness.config.errors import ConfigError
-from harness.config.schema import CostKind, Oversize, RunConfig, TraceFormat
+from harness.config.schema import CostKind, DecodingMode, Oversize, RunConfig, TraceFormat
 from harness.measure.engine import measure
 from harness.metrics.log import WASTE_COLUMNS
 from harness.point import check_point, run_point
@@ -131,6 +131,17 @@ def test_windows_that_the_model_does_not_have_are_refused(cache_dir: Path) -> No
     config.model.windowed_layers = 1
     with pytest.raises(ConfigError, match=r"cache\.groups: group 2 has 1 full layers .* the model has 0"):
         measure(config, build_workload(config), seed=0)
+
+
+def test_samples_are_requests_that_find_the_prompt_in_the_prefix_cache(cache_dir: Path) -> None:
+    config = windowed(cache_dir)
+    config.decoding.mode, config.decoding.n = DecodingMode.sample, 3
+    config.decoding.sharing, config.workload.num_requests = Sharing.prefix_cache, 5
+    assert check_settings(config) == []
+    record = run_point(config).record
+    assert record["levels"]["counts"]["identical"]
+    assert record["outcome"]["measured"]["finished"] == 15
+    assert record["measured"]["median"]["hit_tokens"] > 0
 
 
 def latent(cache_dir: Path, folder: Path, pages: GroupPages) -> RunConfig:
