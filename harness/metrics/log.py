@@ -128,8 +128,9 @@ class RunLog:
     they are kept, `kv_events` are the changes of the prefix cache (`traces.formats.kv_events`), `lookups` its lookups,
     one entry per lookup in each of `LOOKUP_COLUMNS`, and `residency` its sampled blocks. With several `replicas` the
     steps are those of all of them, and slots and `capacity_slots` those of the replica that ran the step. `waste` is
-    kept where layers are in groups: int64 bytes of each step in each of `WASTE_COLUMNS`. `optimal_hit_tokens` are the
-    most that any order of eviction could have found, where they were asked for.
+    kept where layers are in groups: int64 bytes of each step in each of `WASTE_COLUMNS`, and in `group_0` and following
+    what each group has in use. `optimal_hit_tokens` are the most that any order of eviction could have found, where
+    they were asked for.
 
     Raises `RunLogError` where a column is missing or columns differ in length.
     """

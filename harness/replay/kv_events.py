@@ -89,8 +89,14 @@ def residency_table(sampler: ResidencySampler) -> dict[str, Column]:
 
 
 def waste_table(manager: GroupedManager) -> dict[str, Column]:
-    """Where the bytes of the pools went, int64 bytes of each step in the columns of `WASTE_COLUMNS`."""
+    """Where the bytes of the pools went, int64 bytes of each step in the columns of `WASTE_COLUMNS`.
+
+    Columns `group_0` and following have the bytes of the pages that each group had in use.
+    """
     assert manager.waste is not None
     rows = np.array(manager.waste, dtype=np.int64).reshape(len(manager.waste), len(GroupWaste._fields))
     assert GroupWaste._fields == tuple(WASTE_COLUMNS)
-    return dict(zip(WASTE_COLUMNS, rows.T, strict=True))
+    groups = len(manager.layout.groups)
+    held = np.array(manager.held, dtype=np.int64).reshape(len(manager.held), groups)
+    names = (f"group_{index}" for index in range(groups))
+    return {**dict(zip(WASTE_COLUMNS, rows.T, strict=True)), **dict(zip(names, held.T, strict=True))}

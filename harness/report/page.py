@@ -209,9 +209,9 @@ def _failure_section(study: Study) -> list[Section]:
 
 
 def _memory_figures(shown: Mapping[str, Shown]) -> list[Shown]:
-    """Causes of waste are shown where a point has groups of layers."""
-    found, causes = [shown["memory"], shown["waste"]], shown.get("causes")
-    return found if causes is None or not causes.svg else [*found, causes]
+    """Causes of waste and what is in use over time are shown where a point has groups of layers; hits where known."""
+    more = (shown.get(name) for name in ("causes", "groups_over_time", "hits"))
+    return [shown["memory"], shown["waste"], *(one for one in more if one is not None and one.svg)]
 
 
 def _memory_text(study: Study) -> list[str]:

@@ -109,7 +109,7 @@ def _several(values: Iterable[str]) -> str:
 def cautions(study: Study) -> list[str]:
     """What a reader must know before believing a figure: the cost model's errors, and what it does not know."""
     costs = [record.get("cost") or {} for record in study.records]
-    found = [*_heldout_cautions(costs), *_moved(study), *_outside(study)]
+    found = [*_pools(study), *_heldout_cautions(costs), *_moved(study), *_outside(study)]
     if study.not_priced:
         found += [f"Not priced: {text}." for text in study.not_priced]
     for record, cost in zip(study.records, costs, strict=True):
@@ -151,6 +151,14 @@ def _heldout_cautions(costs: Sequence[Mapping[str, Any]]) -> Iterable[str]:
             f"Held-out error: the cost model is off by {100 * worst[0]:.0f} % on {worst[1]}, which it was "
             "not fitted to."
         )
+
+
+def _pools(study: Study) -> Iterable[str]:
+    """What the pools of the points keep otherwise than an engine would by default."""
+    notes = [str(note) for record in study.records if (note := (record.get("pool") or {}).get("note"))]
+    for note in dict.fromkeys(notes):
+        share = f" ({notes.count(note)} of {len(study.records)} points)" if len(study.records) > 1 else ""
+        yield f"{note[0].upper()}{note[1:]}{share}."
 
 
 def _moved(study: Study) -> Iterable[str]:

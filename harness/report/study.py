@@ -95,10 +95,14 @@ class Study:
 
     def steps(self, record: Record) -> "pd.DataFrame | None":
         """The step table of a point with both sides and all runs; None if it cannot be read."""
+        return self.table(record, "steps")
+
+    def table(self, record: Record, name: str) -> "pd.DataFrame | None":
+        """A table of a point with both sides and all runs; None if it is not there or cannot be read."""
         import pandas as pd
 
         try:
-            return pd.DataFrame(read_table(self.root, str(record["fingerprint"]), "steps"))
+            return pd.DataFrame(read_table(self.root, str(record["fingerprint"]), name))
         except ForeignFileError:
             return None  # the record is still shown; the figure that needs the table gives the reason for its absence
 

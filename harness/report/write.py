@@ -265,6 +265,7 @@ def _pictures(study: Study, axes: Axes) -> Iterator[tuple[str, Picture]]:
         curves,
         errors,
         heat,
+        hits,
         kernel,
         levels,
         memory,
@@ -284,6 +285,8 @@ def _pictures(study: Study, axes: Axes) -> Iterator[tuple[str, Picture]]:
         heat.draw,
         waste.draw,
         causes.draw,
+        causes.draw_over_time,
+        hits.draw,
     )
     for draw in draws:
         picture = draw(study, axes)

@@ -33,7 +33,7 @@ class PoolShape:
 
     `sized_by` is the key that set the size, `device.memory_gb` where nothing did; then `memory` has the parts. `window`
     is that of the model's windowed layers. The pool keeps their blocks as long as those of the others, as vLLM does
-    with `--disable-hybrid-kv-cache-manager`; `note` says so where the size was taken from the memory. With `groups`
+    with `--disable-hybrid-kv-cache-manager`; `note` says so where sequences may be longer. With `groups`
     (cache.groups) blocks behind a window are released; then `num_blocks` are the pages of all pools, `page_counts`
     those of each, and `block_size` is the match unit of the prefix cache.
     """
@@ -260,7 +260,7 @@ def pool_shape(config: RunConfig) -> PoolShape:
         sized_by=sized_by,
         memory=memory,
         window=model.window,
-        note=_WINDOWS_KEPT if memory is not None and _slides(config, model) else "",
+        note=_WINDOWS_KEPT if _slides(config, model) else "",
     )
 
 

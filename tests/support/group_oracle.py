@@ -26,7 +26,7 @@ from harness.oracle.watch import TokenRanges
 from traces.trace import Segment, TraceRequest
 
 RECORDINGS = Path(__file__).parents[1] / "data" / "oracle"
-RECORDED = (8, 12, 13, 35, 126)
+RECORDED = (8, 12, 13, 35, 126, 265)
 COMPARED = ("admitted", "preempted", "rows", "paused", "finished", "running", "waiting", "free")
 StepOf = Callable[[Sequence[Any]], Step]
 

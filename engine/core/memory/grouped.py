@@ -78,6 +78,7 @@ class GroupedManager(NeverSwaps):
         self.waste: list[GroupWaste] | None = (
             None  # set a list to get where the bytes go, an entry for each step
         )
+        self.held: list[tuple[int, ...]] = []  # beside it: bytes of the pages of each group that are in use
 
     # -- admission -----------------------------------------------------------------------------------------
 
@@ -281,7 +282,7 @@ class GroupedManager(NeverSwaps):
     def _drop_behind(self, tables: GroupTables, index: int, held: int, skipped: int) -> None:
         table, hits = tables.groups[index], tables.hits[index]
         found = min(max(held, hits), skipped)  # blocks before it were hits: they have been of use
-        for first, last, behind in ((held, found, False), (found, skipped, True)):
+        for first, last, behind in ((found, skipped, True), (held, found, False)):  # the last block first
             gone = self.pages.release(index, table[first:last], behind=behind)
             self.counters.dropped(index, last - first, gone, self.layout.groups[index].units * len(gone))
         table[held:skipped] = [NO_PAGE] * (skipped - held)
@@ -392,6 +393,8 @@ class GroupedManager(NeverSwaps):
         usage = self._usage(head)
         if self.waste is not None:
             self.waste.append(self._waste(usage))
+            live = zip(self.counters.pages, self.layout.groups, strict=True)
+            self.held.append(tuple(pages * group.page_bytes for pages, group in live))
         return usage
 
     def _usage(self, head: Request | None) -> SlotUsage:

@@ -1,18 +1,21 @@
-"""Where the bytes of a pool go: waste by cause, a bar for each point whose layers are in groups, and vLLM's gauge."""
+"""Where the bytes of a pool go where layers are in groups: waste by cause, vLLM's gauge, and both over time."""
 
 from typing import TYPE_CHECKING
 
 from harness.metrics.log import WASTE_COLUMNS
-from harness.report.axes import Axes, comparison_table
+from harness.report.axes import Axes, comparison_table, reference
 from harness.report.figures.series import evenly
+from harness.report.figures.timeline import binned
 from harness.report.study import Study
-from harness.report.style import PAGE_IN, Drawing, Missing, Picture, panels
+from harness.report.style import PAGE_IN, PALETTE, Drawing, Missing, Picture, panels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes as Panel
 
 
 NAME = "causes"
+OVER_TIME = "groups_over_time"
+_GIB = 2**30
 _MOST_BARS = 12
 _COLOURS = {
     "token": "#0072b2",
@@ -65,3 +68,44 @@ def _bar(panel: "Panel", row: int, shares: dict[str, float]) -> None:
     for name, share in shares.items():
         panel.barh(row, 100 * share, left=left, height=0.7, color=_COLOURS[name], linewidth=0)
         left += 100 * share
+
+
+def draw_over_time(study: Study, axes: Axes) -> Picture:
+    """Above: what the bytes of the pools hold; below: the bytes that each group has in use. One point of the middle."""
+    from harness.metrics.verdict import point_label
+
+    grouped = [record for record in study.records if (record.get("pool") or {}).get("groups")]
+    record = reference(grouped, axes, "middle") if grouped else None
+    steps = study.steps(record) if record else None
+    waste = study.table(record, "waste") if record else None
+    if record is None or steps is None or waste is None or "group_0" not in waste or steps.empty:
+        return Missing(
+            OVER_TIME, "No point with groups of layers has a readable table of its bytes (waste.parquet)."
+        )
+    steps, waste = (table[table["side"] == "simulated"].reset_index(drop=True) for table in (steps, waste))
+    layers = record["pool"]["groups"]["layers"]
+    names = [f"group_{index}" for index in range(len(layers))]
+    data = binned(steps, waste[[*WASTE_COLUMNS, *names]])
+    figure, (causes, groups) = panels(PAGE_IN, 4.2, 2, 1)
+    bottom = 0 * data["time_s"]
+    for name, colour in _COLOURS.items():
+        top = bottom + data[name] / _GIB
+        causes.fill_between(
+            data["time_s"], bottom, top, color=colour, linewidth=0, step="mid", label=name.replace("_", " ")
+        )
+        bottom = top
+    for index, (name, layer) in enumerate(zip(names, layers, strict=True)):
+        words = f"{index}: {layer['layers']} {layer['kind']}" + (
+            f" {layer['window']:,}" if layer["window"] else ""
+        )
+        groups.plot(data["time_s"], data[name] / _GIB, color=PALETTE[index % len(PALETTE)], label=words)
+    causes.set(ylabel="bytes of the pools (GiB)", ylim=(0, None))
+    groups.set(ylabel="in use (GiB)", xlabel="virtual time (s)", ylim=(0, None))
+    for panel in (causes, groups):
+        panel.set_xlim(0, float(data["time_s"].max()))
+        panel.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=6)
+    caption = (
+        f"Predicted bytes over time at {point_label(record)}. Above: what they hold; the parts add up to the pools. "
+        "Below: the pages that each group of layers has in use, with its number of layers and its window in tokens."
+    )
+    return Drawing(OVER_TIME, caption, figure, data)

@@ -68,17 +68,26 @@ def _binned(study: Study, axes: Axes) -> "pd.DataFrame | None":
 
 def _bin(steps: "pd.DataFrame", end_s: float) -> "pd.DataFrame":
     """Shares of the pool per bin of time, each step weighted by its overlap; NaN where no step runs."""
+    states = steps[list(SLOT_STATES)]
+    return binned(steps, 100 * states.div(states.sum(axis=1), axis=0), end_s)
+
+
+def binned(steps: "pd.DataFrame", heights: "pd.DataFrame", end_s: float | None = None) -> "pd.DataFrame":
+    """Columns that have a value in each step, as means of bins of time; NaN where no step runs.
+
+    Rows are those of `steps`.
+    """
     import pandas as pd
 
-    edges = np.linspace(0.0, end_s or 1.0, _BINS + 1)
     start, seconds = steps["start_s"].to_numpy(np.float64), steps["seconds"].to_numpy(np.float64)
-    capacity = steps[list(SLOT_STATES)].sum(axis=1).to_numpy(np.float64)
+    end_s = float((start + seconds).max()) if end_s is None else end_s
+    edges = np.linspace(0.0, end_s or 1.0, _BINS + 1)
     busy = np.diff(_integral(edges, start, seconds, np.ones_like(start)))
     columns = {"time_s": (edges[1:] + edges[:-1]) / 2}
-    for state in SLOT_STATES:
-        held = np.diff(_integral(edges, start, seconds, 100 * steps[state].to_numpy(np.float64) / capacity))
+    for state in heights:
+        held = np.diff(_integral(edges, start, seconds, heights[state].to_numpy(np.float64)))
         # in a bin that is busy for less than a tenth, rounding dominates
-        columns[state] = np.divide(held, busy, out=np.full(_BINS, np.nan), where=busy > 0.1 * edges[1])
+        columns[str(state)] = np.divide(held, busy, out=np.full(_BINS, np.nan), where=busy > 0.1 * edges[1])
     return pd.DataFrame(columns)
 
 

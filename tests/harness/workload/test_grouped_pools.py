@@ -124,8 +124,18 @@ def test_the_report_shows_where_the_bytes_go(tmp_path: Path) -> None:
     words = ["model=gemma2_9b", "device=h100", "cache.groups=uniform", "cache.max_model_len=8192"]
     sizes = ["cache.pool_tokens=20000", "workload.num_requests=4", "report.figures=svg", f"out={tmp_path}"]
     assert main(["run", "measure=false", *words, *sizes]) == 0
-    assert (tmp_path / "report" / "figures" / "causes.svg").exists()
+    for figure in ("causes", "groups_over_time"):
+        assert (tmp_path / "report" / "figures" / f"{figure}.svg").exists()
     assert (
         "Predicted bytes of the pools by what they hold" in (tmp_path / "report" / "index.html").read_text()
     )
     assert list(tmp_path.glob("points/*/waste.parquet"))
+
+
+@pytest.mark.slow
+def test_the_head_of_the_report_says_that_windows_are_held_without_groups(tmp_path: Path) -> None:
+    words = ["model=gemma2_9b", "device=h100", "cache.max_model_len=8192", "cache.pool_tokens=20000"]
+    sizes = ["workload.num_requests=2", "report.figures=none", f"out={tmp_path}"]
+    assert main(["run", "measure=false", *words, *sizes]) == 0
+    page = (tmp_path / "report" / "index.html").read_text()
+    assert page.index("Windowed layers keep every block") < page.index("What the sweep says")

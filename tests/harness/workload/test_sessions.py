@@ -3,10 +3,12 @@
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
 from engine.core.options import Keep
+from harness.cli.main import main
 from harness.config.checks import check_config
 from harness.config.compose import compose_config
 from harness.config.overrides import parse_overrides
@@ -129,3 +131,12 @@ def test_the_optimum_is_part_of_a_point_that_asks_for_it() -> None:
     assert log.optimal_hit_tokens is not None
     assert "optimal_hit_ratio" not in compute_metrics(replace(log, optimal_hit_tokens=None))
     assert all(one <= two for one, two in pairwise([0, log.optimal_hit_tokens]))
+
+
+@pytest.mark.slow
+def test_the_report_shows_each_rule_beside_the_optimum(tmp_path: Path) -> None:
+    sizes = ("trace=chat", "workload.num_requests=8", "cache.pool_tokens=9000", "report.figures=svg")
+    words = (*BASE, *sizes, "cache.keep=recent,superseded", f"out={tmp_path}")
+    assert main(["sweep", *words]) == 0
+    assert (tmp_path / "report" / "figures" / "hits.svg").exists()
+    assert "best order of eviction" in (tmp_path / "report" / "index.html").read_text()
