@@ -4,16 +4,21 @@ Nothing is deleted: the folder of a damaged point moves to `damaged/`, where peo
 as not run. Reading (`harness.store.reading`) never moves anything.
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from harness.store.commit import Layout
 from harness.store.errors import ForeignFileError, StoreVersionError, write_failed
-from harness.store.reading import point_fault, read_record
+from harness.store.reading import point_fault, point_names, read_record
+from harness.workers import in_workers
 
 DAMAGED = "damaged"
 """The folder of a store that holds what was set aside."""
+_WORTH_WORKERS = 5000  # points
+_PART = 500  # points that a process examines at a time
+_MOST_WORKERS = 8
 
 
 @dataclass
@@ -26,16 +31,35 @@ class Health:
     damage: dict[str, str] = field(default_factory=dict)  # folder of the point -> what is wrong, in words
     foreign: list[str] = field(default_factory=list)  # files of another version, which are left alone
 
+    def add(self, other: "Health") -> None:
+        """Add what was found at other points."""
+        self.records += other.records
+        self.files += other.files
+        self.undigested += other.undigested
+        self.damage |= other.damage
+        self.foreign += other.foreign
+
 
 def examine(root: Path) -> Health:
-    """Compare everything under `root/points` with its digest. Changes nothing."""
+    """Compare everything under `root/points` with its digest, in several processes if it is much. Changes nothing."""
+    names, health = point_names(root), Health()
+    parts = [(root, names[first : first + _PART]) for first in range(0, len(names), _PART)]
+    workers = min(os.cpu_count() or 1, _MOST_WORKERS) if len(names) >= _WORTH_WORKERS else 1
+    for found in in_workers(_examine_part, parts, workers):
+        health.add(found)
+    return health
+
+
+def _examine_part(part: tuple[Path, list[str]]) -> Health:
+    """The health of these points. A task of a worker process."""
+    root, names = part
     health, layout = Health(), Layout(root)
-    folders = sorted(layout.points.iterdir()) if layout.points.is_dir() else []
-    for folder in (folder for folder in folders if folder.is_dir()):
+    for name in names:
         try:
-            _examine_point(layout, folder.name, health)
+            if layout.point(name).is_dir():
+                _examine_point(layout, name, health)
         except ForeignFileError as error:
-            health.damage[folder.name] = str(error)
+            health.damage[name] = str(error)
         except StoreVersionError as error:
             health.foreign.append(str(error))
     return health

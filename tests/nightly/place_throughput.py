@@ -1,14 +1,17 @@
-"""Points a second and CPU-seconds of a point, by where it runs: one local worker, two, jobs of Slurm, tasks of Ray.
+"""Points a second and CPU-seconds of a point, by where it runs: one local worker, two, two sweeps apart, Slurm, Ray.
 
-    python tests/nightly/place_throughput.py [--rounds 5] [--points 12] [--requests N] [PLACE ...]
+    python tests/nightly/place_throughput.py [--rounds 5] [--points 16] [--requests N] [PLACE ...]
 
 Rounds are interleaved. Start-up is left out: each process notes its CPU time and the clock when a point begins, and the
 figures are from its first point to its last, divided by the points between. So all that a place adds to a point counts
-(its commit or its way back, the journal, the dispatch). The throughput of a place is the sum over its processes. The
-driver's CPU time, divided by all points, stands beside it. The clock says nothing on a busy machine; CPU-seconds do.
+(its commit or its way back, the journal, the dispatch). Points count that began while all processes of the place had
+one: a process that is alone has the machine's caches and clock for itself. The throughput of a place is the sum over
+its processes. The driver's CPU time, divided by all points, stands beside it. The clock says nothing on a busy machine;
+CPU-seconds do.
 
-At the end: are two workers at least 1.8 times as fast as one, and Slurm and Ray within 10 % of two workers? Exit code 0
-if so, 1 if not. For a test on this machine: a quiet one with two cores, `one two slurm ray`.
+`apart` is two sweeps with one worker each, which share nothing but the machine: no way of running two points at once on
+it can be faster. At the end: are two workers at least 1.8 times as fast as one, and Slurm and Ray within 10 % of two
+workers? Exit code 0 if so, 1 if not. For a test on this machine: a quiet one with two cores, `one two apart slurm ray`.
 """
 
 import argparse
@@ -27,11 +30,12 @@ ROOT = Path(__file__).resolve().parents[2]
 PLACES = {
     "one": ["workers=1"],
     "two": ["workers=2"],
+    "apart": ["workers=1"],
     "slurm": ["execute=slurm", "execute.jobs=2", "execute.poll_s=1"],
     "ray": ["execute=ray", "workers=2"],
 }
 NOTES = "PAGETWIN_CPU_NOTES"
-GOALS = (("one", "two", 1.8), ("two", "slurm", 0.9), ("two", "ray", 0.9))
+GOALS = (("one", "two", 1.8), ("apart", "two", 0.95), ("two", "slurm", 0.9), ("two", "ray", 0.9))
 
 
 def check_point(config: Any) -> None:
@@ -57,60 +61,68 @@ def run_point(config: Any, *, progress: Any = None) -> Any:
     return point.run_point(config, progress=progress)
 
 
+Span = list[tuple[float, float]]
+"""CPU-seconds and clock of a process at the begin of each of its points."""
+
+
 def measure(place: str, points: int, requests: int) -> tuple[float, float, float, float]:
     """Of one sweep in a fresh store: CPU-seconds of a point, points a second, CPU-seconds of the driver per point, and
     wall seconds of the whole."""
     folder = Path(tempfile.mkdtemp(prefix="pt-speed-"))
-    notes = folder / "notes"
-    notes.mkdir()
-    words = [
-        "sweep",
-        "measure=false",
-        "cost=roofline",
-        "cost.bounds=false",
-        "workload.oversize=drop",
-        f"workload.num_requests={requests}",
+    (folder / "notes").mkdir()
+    begun, sweeps = time.monotonic(), 2 if place == "apart" else 1
+    share = points // sweeps
+    drivers = [
+        _start(folder, place, range(number * share, (number + 1) * share), requests)
+        for number in range(sweeps)
     ]
-    words += [
-        "replay.compiled=never",
-        f"workload.seed=range({points})",
-        f"out={folder}/store",
-        *PLACES[place],
-    ]
+    used = [0.0] * sweeps
+    while any(driver.poll() is None for driver in drivers):
+        used = [_cpu_of(driver.pid) or last for driver, last in zip(drivers, used, strict=True)]
+        time.sleep(0.1)
+    if any(driver.returncode for driver in drivers):
+        sys.exit("".join(file.read_text()[-3000:] for file in folder.glob("said-*")))
+    cpu, speed = _figures([_span(file) for file in (folder / "notes").iterdir()])
+    return cpu, speed, sum(used) / (share * sweeps), time.monotonic() - begun
+
+
+def _start(folder: Path, place: str, seeds: range, requests: int) -> "subprocess.Popen[bytes]":
+    words = ["sweep", "measure=false", "cost=roofline", "cost.bounds=false", "workload.oversize=drop"]
+    words += [f"workload.num_requests={requests}", "replay.compiled=never"]
+    words += [f"workload.seed=range({seeds.start},{seeds.stop})", f"out={folder}/store-{seeds.start}"]
+    words += PLACES[place]
     words += [f"execute.folder={folder}/jobs"] if place == "slurm" else []
     script = "import sys, place_throughput as p, fake_point as f; from harness.cli.main import main; \
 sys.exit(main(sys.argv[1:], point=p, report=f))"
     path = [ROOT / "tests" / "nightly", ROOT / "tests" / "support", ROOT, ROOT / "kernels"]
     environment = {
         **os.environ,
-        NOTES: str(notes),
+        NOTES: str(folder / "notes"),
         "PYTHONPATH": os.pathsep.join(map(str, path)),
         "OMP_NUM_THREADS": "1",
     }
-    begun = time.monotonic()
-    with (folder / "said.txt").open("w") as said:
-        driver = subprocess.Popen(
+    with (folder / f"said-{seeds.start}.txt").open("w") as said:
+        return subprocess.Popen(
             [sys.executable, "-c", script, *words], env=environment, stdout=said, stderr=said, cwd=folder
         )
-        while True:
-            cpu = _cpu_of(driver.pid) or 0.0
-            if driver.poll() is not None:
-                break
-            last = cpu
-            time.sleep(0.1)
-    if driver.returncode:
-        sys.exit((folder / "said.txt").read_text()[-3000:])
-    spans = [
-        [tuple(map(float, line.split())) for line in file.read_text().splitlines()]
-        for file in notes.iterdir()
-    ]
+
+
+def _span(file: Path) -> Span:
+    return [(float(cpu), float(clock)) for cpu, clock in map(str.split, file.read_text().splitlines())]
+
+
+def _figures(spans: list[Span]) -> tuple[float, float]:
+    """(CPU-seconds of a point, points a second) over the time in which all processes had points."""
     spans = [span for span in spans if len(span) > 1]
-    between = sum(len(span) - 1 for span in spans)
-    if not between:
+    if not spans:
         sys.exit("every process had one point; take more --points")
+    low, high = max(span[0][1] for span in spans), min(span[-1][1] for span in spans)
+    spans = [[note for note in span if low <= note[1] <= high] for span in spans]
+    if any(len(span) < 2 for span in spans):
+        sys.exit("the processes did not run at the same time for long enough; take more --points")
+    between = sum(len(span) - 1 for span in spans)
     cpu = sum(span[-1][0] - span[0][0] for span in spans) / between
-    speed = sum((len(span) - 1) / (span[-1][1] - span[0][1]) for span in spans)
-    return cpu, speed, last / points, time.monotonic() - begun
+    return cpu, sum((len(span) - 1) / (span[-1][1] - span[0][1]) for span in spans)
 
 
 def _cpu_of(pid: int) -> float | None:
@@ -128,7 +140,7 @@ def main() -> int:
     )
     parser.add_argument("places", nargs="*", default=["one", "two"], choices=[*PLACES, []])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--points", type=int, default=12)
+    parser.add_argument("--points", type=int, default=16)
     parser.add_argument("--requests", type=int, default=1500)
     flags = parser.parse_args()
     found: dict[str, list[tuple[float, float, float, float]]] = {place: [] for place in flags.places}
