@@ -86,6 +86,7 @@ class GroupOfPoints:
         ended = told.done | told.failed
         left = [point for point in self.points if point.fingerprint not in ended]
         try:
+            self._check_store()
             for point in self._committed(left):
                 journal.add(DONE, point.fingerprint)
                 left.remove(point)
@@ -107,6 +108,14 @@ class GroupOfPoints:
             journal.add(LET_GO)
         say(f"requeued: {JobEnvironment()}")
         return DelayedSubmission(self)
+
+    def _check_store(self) -> None:
+        """Raise StoreError where this node has not the folder of the store that the command has written into."""
+        if not Layout(self.out).manifest.exists():
+            raise StoreError(
+                f"{socket.gethostname()} does not see the store in {self.out}: all nodes must share that folder; a "
+                "store on object storage has its copy there (XDG_CACHE_HOME moves it)"
+            )
 
     def _committed(self, points: list[PlannedPoint]) -> list[PlannedPoint]:
         """Points with a record of which the journal knows nothing: an earlier start died just after the commit."""

@@ -10,7 +10,6 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from harness.config.errors import ConfigError
-from harness.config.paths import is_url
 from harness.config.schema import ExecuteConfig, Place, RunConfig
 
 EXECUTION_KEYS = ("execute", *(f"execute.{field.name}" for field in fields(ExecuteConfig)))
@@ -78,12 +77,6 @@ def check_execution(config: RunConfig) -> Iterator[ConfigError]:
     yield from _options("execute.options", execute.options, _OURS)
     yield from _options("execute.srun", execute.srun, {"output": None, "error": None, "unbuffered": None})
     yield from _folder(config)
-    if execute.place is Place.slurm and is_url(config.out):
-        yield ConfigError(
-            "out",
-            f"found '{config.out[:200]}', but jobs of Slurm write into the store, which must be a folder that all "
-            "nodes share; name one, or take execute=ray, whose results come back",
-        )
     if execute.place is Place.ray and config.measure:
         yield ConfigError(
             "execute",

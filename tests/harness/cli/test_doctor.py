@@ -7,6 +7,7 @@ import fake_point
 import pytest
 
 from harness.cli.main import main
+from harness.store import health
 from harness.store.reading import read_store
 
 Cli = Callable[..., tuple[int, str, str]]
@@ -54,6 +55,15 @@ def test_a_damaged_file_is_named_and_nothing_is_changed(cli: Cli, name: str) -> 
     assert "2 records and 4 files beside them are whole" in out
     assert f"damaged: {file.parent}/record.json: " in out
     assert {path: path.stat().st_mtime_ns for path in Path("results").rglob("*")} == before
+
+
+def test_several_processes_find_what_one_finds(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    damage()
+    alone = cli("doctor", "results/default")
+    monkeypatch.setattr(health, "_WORTH_WORKERS", 3)
+    monkeypatch.setattr(health, "_PART", 1)
+    monkeypatch.setattr(health.os, "cpu_count", lambda: 2)
+    assert cli("doctor", "results/default") == alone
 
 
 def test_a_damaged_point_is_set_aside_and_run_again(cli: Cli) -> None:
