@@ -117,14 +117,15 @@ def kernel_shapes(config: RunConfig) -> KernelShapes:
 
 
 def _runs(config: RunConfig, row: Mapping[str, Any]) -> str:
-    """The provider that the engine uses for a row: its compiled decode on a CPU with a compiler, else our kernels."""
+    """The provider that the engine uses for a row: its compiled kernels on a CPU with a compiler, else our kernels."""
     compiled = engine_kernels(config.engine)[0] == NATIVE
-    return NATIVE if compiled and row["queries"] == 1 and _serves(row) else OURS
+    return NATIVE if compiled and _serves(row) else OURS
 
 
 def _serves(row: Mapping[str, Any]) -> bool:
-    """Whether the compiled decode can compute the row; see `engine.runtime.attention.metadata.native_supports`."""
-    return row["dtype"] in ("fp32", "bf16") and row["head_dim"] % 16 == 0
+    """Whether C computes the row; see `native_supports` and `native_prefills` in `engine/runtime/attention`."""
+    dtypes = ("fp32", "bf16") if row["queries"] == 1 else ("fp32",)
+    return row["dtype"] in dtypes and row["head_dim"] % 16 == 0
 
 
 def geometry_of(config: RunConfig) -> Geometry:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _DecodeFunction = Callable[..., None]
 _VECTOR, _TILE = 16, 16  # LANES and TILE of the C files
+_QUERIES, _KEYS = 8, 64  # ROWS and KEYS of prefill.c
 _DECODE_FUNCTIONS = {torch.float32: "decode_f32", torch.bfloat16: "decode_bf16"}
 
 
@@ -209,8 +210,16 @@ def native_supports(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, s
     )
 
 
+def native_prefills(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scoring: Scoring) -> bool:
+    """Whether C computes the prefill rows of this layer: in float32, where torch has no faster way."""
+    return q.dtype is torch.float32 and native_supports(q, keys, values, scoring)
+
+
 class NativeMetadata:
-    """Attention by C: decode rows of supported layers (`native_supports`). `TorchMetadata` computes everything else."""
+    """Attention by C in supported layers (`native_supports`): decode rows, and prefill rows in float32.
+
+    `TorchMetadata` computes everything else. In bfloat16 torch's prefill is faster, since it has matrix units.
+    """
 
     def __init__(self, layout: StepLayout, pool: CacheTensors, workspace: Workspace) -> None:
         self._layout, self._pool, self._workspace = layout, pool, workspace
@@ -230,12 +239,16 @@ class NativeMetadata:
     ) -> None:
         """Run the decode rows, then each prefill row."""
         rows = len(self._layout.lengths)
-        if rows and not native_supports(q, keys, values, scoring):
+        if not native_supports(q, keys, values, scoring):
             self._torch_metadata().attend(q, keys, values, scoring, out)
             return
         if rows:
             self._decode(q[:rows].contiguous(), keys, values, scoring, out[:rows])
-        self._prefills.attend(q, keys, values, scoring, out)
+        if native_prefills(q, keys, values, scoring):
+            for row in self._layout.prefills:
+                self._prefill(row, q, keys, values, scoring, out)
+        else:
+            self._prefills.attend(q, keys, values, scoring, out)
 
     def _torch_metadata(self) -> TorchMetadata:
         if self._torch is None:
@@ -264,14 +277,53 @@ class NativeMetadata:
         else:
             list(_threads(len(self._parts)).map(part, range(len(self._parts))))
 
+    def _prefill(
+        self,
+        row: PrefillRow,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scoring: Scoring,
+        out: torch.Tensor,
+    ) -> None:
+        """Each thread computes some of the query heads, and has its own copy of their keys and values."""
+        (_, block, kv_heads, dk), dv, heads = keys.shape, values.shape[3], q.shape[1]
+        lowest, highest = int(row.table.min()), int(row.table.max())
+        check_bounds(lowest, highest, row.length, len(row.table), keys)
+        rows = slice(row.start, row.start + row.queries)
+        query, result = q[rows].contiguous(), out[rows]
+        table = torch.from_numpy(np.ascontiguousarray(row.table, dtype=np.int64))
+        threads = min(torch.get_num_threads(), heads)
+        cuts = [heads * number // threads for number in range(threads + 1)]
+        floats = _QUERIES * (dk + dv + _KEYS) + (dk + dv) * (-(-row.length // _KEYS) * _KEYS)
+        scratch = self._workspace.take("native_prefill", floats * threads, q, torch.float32)
+        run = _prefill_function()
+        pointers = [tensor.data_ptr() for tensor in (query, keys, values, table)]
+        shape = (block, heads, kv_heads, dk, dv, scoring.window)
+        scale = scoring.scale * scoring.k_scale
+
+        def part(number: int) -> None:
+            own = scratch.data_ptr() + 4 * floats * number
+            some = (row.queries, row.length, cuts[number], cuts[number + 1])
+            run(*pointers, *some, *shape, scale, result.data_ptr(), own)
+
+        if threads == 1:
+            part(0)
+        else:
+            list(_threads(threads).map(part, range(threads)))
+
     def _check_bounds(self, keys: torch.Tensor) -> None:
         """Raise IndexError, as torch's gather does, for a read outside of the pool. C would not notice it."""
-        (lowest, highest), width = self._blocks, self._tables.shape[1]
-        if lowest < 0 or highest >= keys.shape[0] or self._longest > width * keys.shape[1]:
-            raise IndexError(
-                f"block ids {lowest} to {highest}, {self._longest} tokens in {width} blocks of {keys.shape[1]}: "
-                f"outside of the pool's {keys.shape[0]} blocks, or of a block table"
-            )
+        check_bounds(*self._blocks, self._longest, self._tables.shape[1], keys)
+
+
+def check_bounds(lowest: int, highest: int, longest: int, width: int, keys: torch.Tensor) -> None:
+    """Raise IndexError for block ids outside of the pool, or more tokens than a table of `width` blocks holds."""
+    if lowest < 0 or highest >= keys.shape[0] or longest > width * keys.shape[1]:
+        raise IndexError(
+            f"block ids {lowest} to {highest}, {longest} tokens in {width} blocks of {keys.shape[1]}: "
+            f"outside of the pool's {keys.shape[0]} blocks, or of a block table"
+        )
 
 
 def _even_parts(lengths: np.ndarray, parts: int) -> list[tuple[int, int]]:
@@ -289,6 +341,16 @@ def _decode_function(name: str) -> _DecodeFunction:
     found.argtypes = [pointer] * 5 + [integer] * 9 + [ctypes.c_float, pointer, pointer]
     found.restype = None
     function: _DecodeFunction = found
+    return function
+
+
+@cache
+def _prefill_function() -> Callable[..., None]:
+    found = library().prefill_f32
+    pointer, integer = ctypes.c_void_p, ctypes.c_int64
+    found.argtypes = [pointer] * 4 + [integer] * 10 + [ctypes.c_float, pointer, pointer]
+    found.restype = None
+    function: Callable[..., None] = found
     return function
 
 

@@ -272,7 +272,7 @@ class _Pool:
 
 @dataclass(frozen=True, slots=True)
 class Native:
-    """The engine's attention on a CPU: compiled decode that reads blocks where they lie, planned once a step."""
+    """The engine's attention on a CPU: compiled decode, and prefill in float32, on blocks where they lie."""
 
     name: str = NATIVE
     capturable: bool = False
@@ -284,13 +284,15 @@ class Native:
         return "runs on CPUs only" if device.type != "cpu" else why_unavailable() or None
 
     def prepare(self, case: Case) -> Run:
-        """The attention metadata that the engine makes for the step; torch computes chunks, as in the engine."""
-        from engine.runtime.attention.metadata import NativeMetadata, native_supports
+        """The attention metadata that the engine makes for the step; torch computes chunks in 16 bits, as there."""
+        from engine.runtime.attention.metadata import NativeMetadata, native_prefills, native_supports
 
-        if not case.decode:
-            raise UnsupportedCaseError(f"{case.name} is no decode; the engine runs chunks by torch ('paged')")
         if not native_supports(case.q, case.key_cache, case.value_cache, case.scoring):
             raise UnsupportedCaseError(f"{case.name} is not what the compiled kernel computes")
+        if not (case.decode or native_prefills(case.q, case.key_cache, case.value_cache, case.scoring)):
+            raise UnsupportedCaseError(
+                f"{case.name} is a chunk in 16 bits; the engine runs it by torch ('paged')"
+            )
         token_bytes = case.key_cache[0, 0].nbytes + case.value_cache[0, 0].nbytes
         pool = cast("KVPool", _Pool(case.block_size, case.device, token_bytes))
         metadata = NativeMetadata(_layout(case), pool, Workspace())
@@ -305,11 +307,20 @@ class Native:
 
 
 def _layout(case: Case) -> "StepLayout":
-    """The batch as the engine lays it out: unused table entries are the null block."""
-    from engine.runtime.attention.metadata import StepLayout
+    """The batch as the engine lays it out: unused table entries are the null block; chunks have tables of their own."""
+    from engine.runtime.attention.metadata import PrefillRow, StepLayout
 
     lengths = np.array(case.lengths, dtype=np.int64)
     table = case.block_table.numpy().astype(np.int64)
     needed = -(-lengths // case.block_size)
     used = np.arange(table.shape[1]) < needed[:, None]
-    return StepLayout(np.where(used, table, 0), lengths, [])
+    if case.decode:
+        return StepLayout(np.where(used, table, 0), lengths, [])
+    starts = np.cumsum([0, *case.queries]).tolist()
+    chunks = [
+        PrefillRow(own[:count], start, queries, length)
+        for own, count, start, queries, length in zip(
+            table, needed, starts, case.queries, case.lengths, strict=False
+        )
+    ]
+    return StepLayout(table[:0], lengths[:0], chunks)

@@ -68,7 +68,10 @@ def legend(device: str, providers: Sequence[str]) -> list[str]:
             "twice as fast."
         )
     if device == "cpu" and NATIVE in providers:
-        lines.append(f"On a CPU the engine decodes with '{NATIVE}' (C); '{OURS}' is the torch path.")
+        lines.append(
+            f"On a CPU the engine decodes with '{NATIVE}' (C), and computes chunks of float32 with it; "
+            f"'{OURS}' is the torch path."
+        )
     return [*lines, "CPU figures." if device == "cpu" else "GPU figures."]
 
 

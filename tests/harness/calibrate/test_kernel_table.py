@@ -133,12 +133,27 @@ def test_the_kernel_that_the_engine_runs_is_the_one_that_counts(tmp_path: Path) 
 
     if why_unavailable():
         pytest.skip("no C compiler: the engine runs torch")
-    chunks = [row(us=1.0, queries=16, batch=1, context=64)]
+    chunks = [
+        row(us=us, provider=one, queries=16, batch=1, context=64)
+        for one, us in (("paged", 1e6), ("native", 1.0))
+    ]
     kernels = write(tmp_path, [*rows(us=1e6), *rows(provider="native"), *chunks])
     shapes = kernel_shapes(config(kernels, "engine.backend=auto"))
     assert len(shapes.decode) == 12
-    assert all(shape.seconds < 1e-3 for shape in shapes.decode)
+    assert all(shape.seconds < 1e-3 for shape in (*shapes.decode, *shapes.prefill))
     assert len(shapes.prefill) == 1
+
+
+def test_chunks_of_16_bits_are_priced_by_torch_which_the_engine_runs(tmp_path: Path) -> None:
+    from engine.runtime.attention.native.compile import why_unavailable
+
+    if why_unavailable():
+        pytest.skip("no C compiler: the engine runs torch")
+    both = {"dtype": "bf16", "queries": 16, "batch": 1, "context": 64}
+    chunks = [row(us=us, provider=one, **both) for one, us in (("paged", 1.0), ("native", 1e6))]
+    kernels = write(tmp_path, [*rows(provider="native", dtype="bf16"), *chunks])
+    shapes = kernel_shapes(config(kernels, "engine.backend=auto", "model.dtype=bfloat16"))
+    assert [shape.seconds < 1e-3 for shape in shapes.prefill] == [True]
 
 
 def test_block_size_is_an_axis(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 """C kernels for CPUs, compiled on first use. Without a C compiler torch does the same work.
 
-`decode.c` (attention) is called in `attention/metadata.py`, `norm.c` in `models/cpu_layers.py`, and `best.c` (the best
-token of each row of logits) in `decoding/choose.py`.
+`decode.c` and `prefill.c` (attention) are called in `attention/metadata.py`, `norm.c` in `models/cpu_layers.py`, and
+`best.c` (the best token of each row of logits) in `decoding/choose.py`.
 """

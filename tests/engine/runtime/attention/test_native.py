@@ -164,6 +164,115 @@ def test_what_the_kernel_does_not_know_is_left_to_torch(what):
     assert torch.equal(attended(q, keys, values, layout, scoring), expected)
 
 
+def chunks(shape, block_size, rows, dtype=torch.float32):
+    """As `case`, with prefill rows: (queries, length) of each. Beyond the tokens every slot is NaN."""
+    from engine.runtime.attention.metadata import PrefillRow, StepLayout
+
+    _, keys, values, decode = case(shape, block_size, dtype, [length for _, length in rows])
+    generator = torch.Generator().manual_seed(1)
+    starts = np.cumsum([0, *(queries for queries, _ in rows)]).tolist()
+    q = torch.randn(starts[-1], shape[0], shape[2], generator=generator).to(dtype)
+    prefills = [
+        PrefillRow(table[: -(-length // block_size)], start, queries, length)
+        for table, start, (queries, length) in zip(decode.tables, starts, rows, strict=False)
+    ]
+    return q, keys, values, StepLayout(decode.tables[:0], decode.lengths[:0], prefills)
+
+
+def chunks_by_hand(q, keys, values, layout, scale, window):
+    """Attention of prefill rows in float64: every query as a decode row of its own."""
+    from engine.runtime.attention.metadata import StepLayout
+
+    out = []
+    for row in layout.prefills:
+        lengths = np.arange(row.length - row.queries + 1, row.length + 1)
+        alone = StepLayout(np.tile(row.table, (row.queries, 1)), lengths, [])
+        out.append(by_hand(q[row.start : row.start + row.queries], keys, values, alone, scale, window))
+    return torch.cat(out)
+
+
+CHUNKS = [(5, 5), (70, 70), (1, 64), (64, 64), (3, 140), (66, 131)]  # queries, tokens of the sequence
+
+
+@compiled
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("window", [0, 1, 21, 90])
+def test_prefill_equals_attention_in_float64_under_poison(shape, window):
+    from paged_kernels import Scoring
+
+    for block_size in (1, 16, 5):
+        q, keys, values, layout = chunks(shape, block_size, CHUNKS)
+        found = attended(q, keys, values, layout, Scoring(0.2, window))
+        expected = chunks_by_hand(q, keys, values, layout, 0.2, window)
+        assert torch.allclose(found.double(), expected, atol=2e-5)  # torch: 4e-6
+
+
+@compiled
+def test_a_prompt_in_pieces_gives_the_same_numbers_as_whole():
+    from paged_kernels import Scoring
+
+    q, keys, values, layout = chunks(SHAPES[0], 16, [(140, 140)])
+    whole = attended(q, keys, values, layout, Scoring(0.1))
+    (row,) = layout.prefills
+    pieces = [row._replace(start=a, queries=b - a, length=b) for a, b in ((0, 33), (33, 35), (35, 140))]
+    assert torch.equal(attended(q, keys, values, layout._replace(prefills=pieces), Scoring(0.1)), whole)
+
+
+@compiled
+@pytest.mark.parametrize("shape", SHAPES)
+def test_several_threads_give_the_same_prefill(shape):
+    from paged_kernels import Scoring
+
+    q, keys, values, layout = chunks(shape, 16, CHUNKS)
+    one = attended(q, keys, values, layout, Scoring(0.1))
+    torch.set_num_threads(3)
+    try:
+        three = attended(q, keys, values, layout, Scoring(0.1))
+    finally:
+        torch.set_num_threads(1)
+    assert torch.equal(one, three)
+
+
+@compiled
+@pytest.mark.parametrize("cache", [1, 2])
+def test_a_slot_that_nobody_wrote_surfaces_as_nan_in_prefill(cache):
+    from paged_kernels import Scoring
+
+    tensors = chunks(SHAPES[0], 8, [(4, 30), (12, 12)])
+    tensors[cache][int(tensors[3].prefills[0].table[1]), 3] = float("nan")
+    found = attended(*tensors, Scoring(0.1))
+    assert bool(torch.isnan(found[:4]).all())
+    assert not bool(torch.isnan(found[4:]).any())
+
+
+@compiled
+@pytest.mark.parametrize(
+    "wrong", ["a block beyond the pool", "a negative block", "a length beyond the table"]
+)
+def test_prefill_outside_of_the_pool_is_an_error_and_not_read(wrong):
+    from paged_kernels import Scoring
+
+    q, keys, values, layout = chunks(SHAPES[0], 8, [(4, 30)])
+    (row,) = layout.prefills
+    if wrong == "a length beyond the table":
+        layout = layout._replace(prefills=[row._replace(length=33)])
+    else:
+        row.table[1] = -1 if wrong == "a negative block" else len(keys)
+    with pytest.raises(IndexError, match="outside of the pool"):
+        attended(q, keys, values, layout, Scoring(0.1))
+
+
+@compiled
+@pytest.mark.parametrize("extreme", [-300.0, 300.0])
+def test_scores_of_any_size_stay_numbers_in_prefill(extreme):
+    from paged_kernels import Scoring
+
+    q, keys, values, layout = chunks(SHAPES[0], 8, [(30, 40)])
+    keys.flatten(0, 1)[int(layout.prefills[0].table[0]) * 8 + 2] *= extreme
+    found = attended(q, keys, values, layout, Scoring(1.0))
+    assert torch.allclose(found.double(), chunks_by_hand(q, keys, values, layout, 1.0, 0), atol=2e-5)
+
+
 @pytest.fixture
 def no_library():
     compiling.load_library.cache_clear()
