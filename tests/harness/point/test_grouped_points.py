@@ -112,7 +112,7 @@ def test_random_workloads_have_the_same_plans_and_bytes_on_both_sides(
     for name in WASTE_COLUMNS:
         assert np.array_equal(log.waste[name], run.log.waste[name])
     for name, column in log.steps.items():
-        if name not in ("seconds", "attention_s") and not name.endswith("_s"):
+        if np.issubdtype(column.dtype, np.integer):  # all but times and what follows from them
             assert np.array_equal(column, run.log.steps[name]), name
     assert run.audits == len(recorder.digests)
 
