@@ -36,7 +36,7 @@ test: $(STAMP)
 
 nightly: $(STAMP)  # (with PAGETWIN_VLLM=PATH/bin/python also beside vLLM) what is too long for every day: random walks of the policy core, fuzzing of readers and requests, every model type, the kernels from their PTX, a sweep killed 50 times, fits to logs of a known truth
 	$(PY) -m pip install --quiet $(PIP_ARGS) "atheris>=2.3"
-	PAGETWIN_NIGHTLY=1 PAGETWIN_FUZZ_EXAMPLES=500 $(PY) -m pytest -n auto tests/engine/core/test_random_walks.py tests/traces/formats/test_fuzz.py tests/engine/runtime/models/test_every_type.py tests/e2e/test_bad_inputs.py tests/harness/sweep/test_plan.py tests/harness/oracle tests/harness/lessons/test_lesson_pages.py tests/e2e/test_document_commands.py
+	PAGETWIN_NIGHTLY=1 PAGETWIN_FUZZ_EXAMPLES=500 $(PY) -m pytest -n auto tests/engine/core/test_random_walks.py tests/engine/core/memory tests/traces/formats/test_fuzz.py tests/engine/runtime/models/test_every_type.py tests/e2e/test_bad_inputs.py tests/harness/sweep/test_plan.py tests/harness/oracle tests/harness/lessons/test_lesson_pages.py tests/e2e/test_document_commands.py
 	PAGETWIN_NIGHTLY=1 OMP_NUM_THREADS=1 $(PY) -m pytest -n auto tests/ptx
 	$(PY) tests/nightly/fuzz_traces.py -max_total_time=600 -rss_limit_mb=4000
 	PAGETWIN_FUZZ_SECONDS=600 $(PY) -m pytest -n 2 tests/harness/serve/test_odd_requests.py

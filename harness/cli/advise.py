@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
 SLO = "ttft_p99<2,tpot_mean<0.1"
 _MORE = """\
-SOURCE is a trace file of any readable format, a folder with a deployment's log (as for twin), or a store of a sweep
-(its first point). Overrides (key=value) say the rest. Requests are simulated at their own times; nothing is measured.
+SOURCE is a trace file of any readable format, a folder with a deployment's log (as for twin), a folder that twin has
+written (its requests; name model and device again), or a store of a sweep (its first point). Overrides (key=value) say
+the rest. Requests are simulated at their own times; nothing is measured.
 Models with windowed layers are predicted with cache.groups=uniform, as vLLM serves them, unless cache.groups is given.
 Exit codes: 0 done, 2 the input was wrong.
 example:
@@ -94,6 +95,9 @@ def _source(source: Path, words: list[str]) -> "tuple[RunConfig, Trace]":
             if not word.startswith(("out=", "report.", "measure="))
         ]
         return _of_trace([*own, *words])
+    written = source / "workload.jsonl"
+    if written.is_file():
+        return _of_trace(["trace=pagetwin", f"trace.path={written}", *words])
     from harness.deployment.configured import configured
     from harness.deployment.reading import read_deployment
 

@@ -13,6 +13,7 @@ from harness.cli.main import main
 from harness.config.compose import compose_config
 from harness.config.overrides import parse_overrides
 from harness.workload.workload import build_workload
+from traces.formats.pagetwin import write_jsonl
 
 SLO = "ttft_p99<5,tpot_mean<0.1"
 
@@ -159,6 +160,33 @@ def test_a_store_gives_its_trace_and_its_settings(tmp_path: Path, capsys: pytest
     shown = capsys.readouterr().out
     assert "Keep 32." in shown
     assert "simulated 6 requests on h100 with llama-3-8b" in shown
+
+
+def test_the_log_of_a_deployment_gives_its_requests_and_its_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = ["arrival_s,prompt_tokens,output_tokens,first_token_s,last_token_s"]
+    lines += [f"{index},200,20,{index + 0.1},{index + 0.5}" for index in range(5)]
+    (tmp_path / "requests.csv").write_text("\n".join(lines) + "\n")
+    (tmp_path / "serve.sh").write_text(
+        "vllm serve meta-llama/Llama-3.1-8B --block-size 32 --max-num-seqs 8\n"
+    )
+    assert main(["advise", str(tmp_path), "--model", "llama31_8b", "--device", "h100"]) == 0
+    shown = capsys.readouterr().out
+    assert "simulated 5 requests on h100 with llama-3.1-8b" in shown
+    assert "Keep 32." in shown
+
+
+def test_the_folder_of_a_twin_gives_its_requests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = compose_config(
+        axis.settings[0]
+        for axis in parse_overrides(("trace=file", f"trace.path={write(tmp_path, 100, 20, 20, 6, 1.0)}"))
+    )
+    folder = tmp_path / "twin"
+    folder.mkdir()
+    write_jsonl(build_workload(config).trace, folder / "workload.jsonl")
+    assert main(["advise", str(folder), "--model", "llama3_8b", "--device", "h100"]) == 0
+    assert "simulated 6 requests on h100 with llama-3-8b" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
