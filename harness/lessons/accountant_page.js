@@ -55,6 +55,11 @@ by("model").value = "llama3_8b";
 for (const size of SIZES) by("size").append(new Option(size, size));
 by("size").value = 16;
 for (const name of Object.keys(DATA.workloads)) by("workload").append(new Option(name, name));
-by("workload").addEventListener("change", () => { if (by("workload").value) { by("lengths").value = DATA.workloads[by("workload").value].map(pair => pair.join(" ")).join("\n"); show(); } });
+function take() { if (by("workload").value) by("lengths").value = DATA.workloads[by("workload").value].map(pair => pair.join(" ")).join("\n"); show(); }
+by("workload").addEventListener("change", take);
 for (const id of ["model", "size", "pool", "longest", "lengths"]) by(id).addEventListener("input", show);
-show();
+if (DATA.chosen) {   // the lengths of a trace: reservations are for its longest request
+  by("workload").value = DATA.chosen;
+  by("longest").value = Math.max(...DATA.workloads[DATA.chosen].map(([prompt, output]) => prompt + output));
+}
+take();

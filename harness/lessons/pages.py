@@ -1,9 +1,10 @@
 """Lesson pages as single HTML files: style, text, logic and data inline, nothing from elsewhere."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
+from typing import Any
 
 from harness.config.groups import groups
 from harness.lessons.recording import Recording
@@ -66,8 +67,12 @@ def text_of(name: str) -> str:
     return files("harness.lessons").joinpath(name).read_text(encoding="utf-8")
 
 
-def page(name: str, recording: Recording | None = None) -> str:
-    """The page of a lesson; that of `replay` shows the recording."""
+def page(
+    name: str,
+    recording: Recording | None = None,
+    lengths: tuple[str, Sequence[tuple[int, int]]] | None = None,
+) -> str:
+    """The page of a lesson; that of `replay` shows the recording, that of `accountant` the lengths of a trace."""
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
 
@@ -75,7 +80,9 @@ def page(name: str, recording: Recording | None = None) -> str:
     environment = Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
     )
-    known = recording.data() if recording else lesson.data() if lesson.data else {}
+    known: Mapping[str, Any] = recording.data() if recording else lesson.data() if lesson.data else {}
+    if lengths is not None:
+        known = {**known, "workloads": {lengths[0]: lengths[1], **known["workloads"]}, "chosen": lengths[0]}
     data = json.dumps(known, separators=(",", ":")).replace("<", "\\u003c")
     label = recording.label if recording else ""
     body = environment.from_string(text_of(f"{name}.html.j2")).render(data=Markup(data), label=label)

@@ -1,21 +1,26 @@
-"""What every block of a pool held in every step of a simulated run: the data of the lesson `replay`.
+"""What every block of a pool held in every step of a run: the data of the lesson `replay`.
 
-The run is that of a sweep's point: the same scheduler, managers and prices. An executor around the simulated one notes
-the block tables of each step before it is committed.
+The run is that of a sweep's point: the same scheduler, managers and prices, and with `measure=true` the same engine. An
+executor around the other one notes the block tables of each step before it is committed. Other runs note nothing.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from engine.core.memory.block_pool import BlockPool
 from engine.core.memory.paged import PagedManager
 from engine.core.options import CachePolicy
 from engine.core.plan import StepPlan, StepResult
+from engine.core.scheduling.scheduler import Scheduler
 from harness import point
 from harness.config.errors import ConfigError, UserError
+from harness.config.schema import RunConfig
+from harness.metrics.log import RunLog
 from harness.point.cost import cost_model
+from harness.point.run import Progress, calibrated_cost
 from harness.replay.cost_model import CostModel
 from harness.replay.executors import Executor, StepTiming
+from harness.replay.virtual_time import to_ns
 from harness.sweep.plan import plan_sweep, run_request
 from harness.workload.simulate import replay_workload, simulated_executor
 from harness.workload.workload import Workload, build_workload
@@ -38,6 +43,12 @@ DEFAULT = (
 )
 """What is replayed where nothing is asked for: small, but with queueing, sharing and preemptions."""
 
+MEASURED = (
+    *("measure=true", "workload.num_requests=40", "workload.prefix_share=0.3", "workload.request_rate=30"),
+    *("cache.pool_tokens=1536", "cache.max_model_len=512"),
+)
+"""The same with `measure=true`: what a small model does on this machine, in a pool that is short."""
+
 _REQUEST = ("request_id", "arrival_s", "prompt_tokens", "output_tokens")
 
 
@@ -55,11 +66,14 @@ class Recording:
     running: Sequence[int]
     waiting: Sequence[int]
     requests: Mapping[int, tuple[float, int, int]]  # arrival, prompt and output tokens
+    side: str = "predicted"
+    beside: "Recording | None" = None  # the other side of the same requests
 
     def data(self) -> dict[str, object]:
         """For the page, as JSON."""
         return {
             **vars(self),
+            "beside": self.beside.data() if self.beside else None,
             "times": [round(time, 5) for time in self.times],
             "requests": {str(rid): list(values) for rid, values in self.requests.items()},
         }
@@ -70,8 +84,9 @@ class _Watching:
 
     max_steps = 1
 
-    def __init__(self, inner: Executor, pool: BlockPool) -> None:
-        self._inner, self._pool = inner, pool
+    def __init__(self, inner: Executor, pool: BlockPool, clock: Callable[[], float] = lambda: 0.0) -> None:
+        self._inner, self._pool, self._clock = inner, pool, clock
+        self._noting_s = 0.0
         self._now: dict[int, int] = {}  # blocks in use -> code
         self.offsets, self.blocks, self.codes = [0], list[int](), list[int]()
         self.running, self.waiting = list[int](), list[int]()
@@ -81,7 +96,13 @@ class _Watching:
         self._inner.begin()
 
     def execute(self, plan: StepPlan, horizon_ns: int | None) -> StepResult:
-        """Note the tables, then price the plan."""
+        """Note the tables, then price or run the plan."""
+        began = self._clock()
+        self._note(plan)
+        self._noting_s = self._clock() - began
+        return self._inner.execute(plan, horizon_ns)
+
+    def _note(self, plan: StepPlan) -> None:
         held: dict[int, int] = {}
         for row in plan.rows:
             own = FIRST + 2 * row.request_id
@@ -103,23 +124,29 @@ class _Watching:
             raise UserError(
                 f"more than {MOST_EVENTS:,} changes of blocks: take fewer requests (workload.num_requests)"
             )
-        return self._inner.execute(plan, horizon_ns)
 
     def end(self) -> StepTiming:
-        """The priced time."""
-        return self._inner.end()
+        """The priced or measured time, without that of noting."""
+        timing, noting = self._inner.end(), self._noting_s
+        if not noting:
+            return timing
+        noting /= timing.phases.get("pace", 1.0)  # as the engine's own times
+        phases = {**timing.phases, "policy_s": max(0.0, timing.phases["policy_s"] - noting)}
+        return timing._replace(ns=[max(1, one - to_ns(noting)) for one in timing.ns], phases=phases)
 
 
-def record(overrides: Sequence[str]) -> Recording:
-    """Simulate the point of these overrides on top of `DEFAULT`, step by step. Raises UserError."""
+def record(overrides: Sequence[str], progress: Progress | None = None) -> Recording:
+    """Simulate the point of these overrides on top of `DEFAULT`, step by step; with `measure=true` also run it.
+
+    The run that ends later comes first and has the other one in `beside`. Raises UserError.
+    """
     given = {word.split("=", 1)[0] for word in overrides}
-    request = run_request([*(word for word in DEFAULT if word.split("=", 1)[0] not in given), *overrides])
+    default = MEASURED if "measure=true" in overrides else DEFAULT
+    request = run_request([*(word for word in default if word.split("=", 1)[0] not in given), *overrides])
     if request.varying:
         raise UserError(f"a replay shows one run; give one value for {', '.join(request.varying)}")
 
     config = plan_sweep(request, point).points[0].config
-    if config.measure:
-        raise ConfigError("measure", "a replay shows a simulated run: leave measure=false")
     if config.cache.policy is not CachePolicy.paged:
         raise ConfigError(
             "cache.policy", f"a replay shows blocks, and {config.cache.policy.value} has none; use paged"
@@ -127,7 +154,31 @@ def record(overrides: Sequence[str]) -> Recording:
     workload = build_workload(config)
     if workload.replicas > 1:
         raise ConfigError("device.data_parallel", "a replay shows one pool; replicas have one each")
-    return _recorded(workload, cost_model(config), config.decoding.beam_churn, " ".join(overrides))
+    label = " ".join(overrides)
+    if not config.measure:
+        return _recorded(workload, cost_model(config), config.decoding.beam_churn, label)
+    measured = _measured(config, workload, label, progress)
+    predicted = _recorded(workload, calibrated_cost(config, progress), config.decoding.beam_churn, label)
+    first, second = sorted((measured, predicted), key=lambda one: one.times[-1], reverse=True)
+    return replace(first, beside=second)
+
+
+def _measured(config: RunConfig, workload: Workload, label: str, progress: Progress | None) -> Recording:
+    """One run on the engine. It is warm before, as in a sweep."""
+    from harness.measure.engine import measure, warm_up
+
+    made: list[_Watching] = []
+
+    def watch(engine: Executor, scheduler: Scheduler, clock: Callable[[], float]) -> Executor:
+        assert isinstance(scheduler.manager, PagedManager)
+        made.append(_Watching(engine, scheduler.manager.pool, clock))
+        return made[-1]
+
+    calibrated_cost(config, progress)  # a device is calibrated before it is measured
+    warm_up(config, workload)
+    told = (lambda done, total: progress("measuring", done, total)) if progress else None
+    run = measure(config, workload, seed=config.workload.seed, progress=told, watch=watch)
+    return replace(_recording(workload, made[-1], run.log, label), side="measured")
 
 
 def _recorded(workload: Workload, cost: CostModel, churn: float | None, label: str) -> Recording:
@@ -138,6 +189,10 @@ def _recorded(workload: Workload, cost: CostModel, churn: float | None, label: s
     inner = simulated_executor(workload, cost, by_id, churn, fast_forward=False)
     watching = _Watching(inner, scheduler.manager.pool)
     log, _ = replay_workload(workload, requests, watching, scheduler=scheduler)
+    return _recording(workload, watching, log, label)
+
+
+def _recording(workload: Workload, watching: _Watching, log: RunLog, label: str) -> Recording:
     rows = zip(*(log.requests[name].tolist() for name in _REQUEST), strict=True)
     return Recording(
         label,

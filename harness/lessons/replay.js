@@ -13,6 +13,11 @@ class History {
     this.byBlock = null;
   }
   apply(state, step) { for (let i = this.offsets[step]; i < this.offsets[step + 1]; i++) state[this.blocks[i]] = this.codes[i]; }
+  stepAt(seconds) {   // the last step that has begun by then; before the first one, the first
+    let low = 0, high = this.steps - 1;
+    while (low < high) { const middle = Math.ceil((low + high) / 2); if (this.times[middle] <= seconds) low = middle; else high = middle - 1; }
+    return low;
+  }
   at(step) {   // the codes of all blocks in this step; entry 0 is the null block
     const frame = Math.floor(step / this.every), state = this.frames[frame].slice();
     for (let i = frame * this.every + 1; i <= step; i++) this.apply(state, i);

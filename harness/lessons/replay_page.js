@@ -1,6 +1,6 @@
 // The page of the replay: a canvas with one cell for each block, a slider, play, the history of a block, the blocks of a request.
-const el = id => document.getElementById(id), run = new History(JSON.parse(el("data").textContent));
-const canvas = el("pool"), pen = canvas.getContext("2d");
+const el = id => document.getElementById(id), run = new History(JSON.parse(el("data").textContent)), other = run.beside ? new History(run.beside) : null;
+const canvas = el("pool");
 let step = 0, playing = null, wanted = null, block = null, columns = 1, side = 10;
 const tone = code => {
   const own = run.owner(code);
@@ -13,23 +13,27 @@ function layout() {
   side = Math.max(5, Math.min(22, Math.floor(Math.sqrt(width * 420 / run.num_blocks))));
   columns = Math.max(1, Math.floor(width / side));
   small.width = columns; small.height = Math.ceil(run.num_blocks / columns);
-  canvas.width = columns * side; canvas.height = small.height * side;
+  for (const one of [canvas, el("pool-other")]) { one.width = columns * side; one.height = small.height * side; }
 }
-function colour(code) {   // red, green, blue of a code
-  const key = `${code} ${el("colour").value}`;
-  if (!palette.has(key)) {
+function colour(code) {   // red, green, blue, opacity of a code as one number, as the bytes of an image have them
+  let found = palette.get(code);
+  if (found === undefined) {
     dot.fillStyle = tone(code);
     dot.fillRect(0, 0, 1, 1);
-    palette.set(key, dot.getImageData(0, 0, 1, 1).data);
+    const seen = dot.getImageData(0, 0, 1, 1);
+    if (wanted !== null && run.owner(code) !== wanted) seen.data[3] = 51;
+    palette.set(code, found = new Uint32Array(seen.data.buffer)[0]);
   }
-  return palette.get(key);
+  return found;
 }
-function draw() {   // one pixel for each block, enlarged: quick for ten thousand of them
-  const state = run.at(step), image = new ImageData(small.width, small.height), style = getComputedStyle(document.documentElement);
+function paint(run, step, canvas) {   // one pixel for each block, enlarged: quick for ten thousand of them; returns a sentence
+  const pen = canvas.getContext("2d"), state = run.at(step), image = new ImageData(small.width, small.height), style = getComputedStyle(document.documentElement);
+  const pixels = new Uint32Array(image.data.buffer);
+  let used = 0, kept = 0;
   for (let i = 1; i <= run.num_blocks; i++) {
-    const code = state[i], [red, green, blue] = colour(code), at = 4 * (i - 1);
-    image.data[at] = red; image.data[at + 1] = green; image.data[at + 2] = blue;
-    image.data[at + 3] = wanted !== null && run.owner(code) !== wanted ? 51 : 255;
+    const code = state[i];
+    pixels[i - 1] = colour(code);
+    if (code > 1) used++; else kept += code;
   }
   small.getContext("2d").putImageData(image, 0, 0);
   pen.clearRect(0, 0, canvas.width, canvas.height);
@@ -44,8 +48,12 @@ function draw() {   // one pixel for each block, enlarged: quick for ten thousan
     pen.strokeStyle = style.getPropertyValue("--ink"); pen.lineWidth = 2;
     pen.strokeRect((block - 1) % columns * side + 1, Math.floor((block - 1) / columns) * side + 1, side - 2, side - 2);
   }
-  const used = state.reduce((sum, code) => sum + (code > 1), 0), kept = state.reduce((sum, code) => sum + (code === 1), 0);
-  el("when").textContent = `Step ${step + 1} of ${run.steps}, ${run.times[step].toFixed(3)} s: ${run.running[step]} requests run, ${run.waiting[step]} wait; ${used} of ${run.num_blocks} blocks in use, ${kept} cached.`;
+  return `step ${step + 1} of ${run.steps}, ${run.times[step].toFixed(3)} s: ${run.running[step]} requests run, ${run.waiting[step]} wait; ${used} of ${run.num_blocks} blocks in use, ${kept} cached.`;
+}
+function draw() {
+  const text = paint(run, step, canvas), named = one => one.side[0].toUpperCase() + one.side.slice(1);
+  el("when").textContent = other ? `${named(run)}: ${text}` : `S${text.slice(1)}`;
+  if (other) el("when-other").textContent = `${named(other)}: ${paint(other, other.stepAt(run.times[step]), el("pool-other"))}`;
   el("step").value = step;
 }
 function go(to) { step = Math.max(0, Math.min(run.steps - 1, to)); draw(); }
@@ -69,6 +77,7 @@ function chooseBlock(number) {
 }
 function chooseRequest() {
   wanted = el("request").value === "" ? null : Number(el("request").value);
+  palette.clear();
   if (wanted === null) el("asked").textContent = "";
   else {
     const [arrival, prompt, output] = run.requests[wanted], held = run.held(wanted, step);
@@ -85,13 +94,14 @@ canvas.addEventListener("click", event => {
   const own = run.owner(run.at(step)[number]);
   if (own !== null) { el("request").value = own; chooseRequest(); }
 });
+el("other").hidden = !other;
 el("step").max = run.steps - 1;
 el("step").addEventListener("input", () => { go(Number(el("step").value)); if (wanted !== null) chooseRequest(); });
 el("play").addEventListener("click", play);
 el("block").addEventListener("change", () => chooseBlock(Number(el("block").value)));
 el("request").append(new Option("all", ""), ...Object.keys(run.requests).map(name => new Option(name, name)));
 el("request").addEventListener("change", chooseRequest);
-el("colour").addEventListener("change", draw);
+el("colour").addEventListener("change", () => { palette.clear(); draw(); });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { palette.clear(); draw(); });
 window.addEventListener("resize", () => { layout(); draw(); });
 layout();

@@ -10,6 +10,7 @@ from functools import lru_cache
 import numpy as np
 
 from engine.core.identity import TokenIdentity
+from engine.core.scheduling.scheduler import Scheduler
 from engine.runtime.errors import ModelError
 from engine.runtime.graphs import GraphOptions
 from engine.runtime.models.cpu_layers import can_pack, is_small, replace_layers
@@ -21,6 +22,7 @@ from harness.config.schema import Clock, RunConfig
 from harness.environment import engine_device
 from harness.measure.executor import FixedDurations, MeasuredExecutor
 from harness.measure.yardstick import Reading, Yardstick, middle
+from harness.replay.executors import Executor
 from harness.replay.loop import Progress
 from harness.replay.recorder import MeasuredRun
 from harness.workload.devices import clock_of, has_yardstick
@@ -31,6 +33,9 @@ from traces.tokens import token_ids
 from traces.trace import TraceRequest
 
 _WARM_UP = 6  # requests
+
+Watch = Callable[[Executor, Scheduler, Callable[[], float]], Executor]
+"""Makes an executor around another; it gets the scheduler, whose pool it may look at, and the run's clock."""
 
 
 def loaded_model(config: RunConfig) -> LoadedModel:
@@ -69,13 +74,14 @@ def measure(
     progress: Progress | None = None,
     step_ns: Sequence[int] | None = None,
     reference: Reading | None = None,
+    watch: Watch | None = None,
 ) -> MeasuredRun:
     """Run the workload on the engine. Token ids come from the trace's prefix keys; `seed` drives sampling alone.
 
     On a CPU times are those at the pace of `reference` (None: at the pace at which the run begins).
 
     With `step_ns` requests arrive as if steps took these nanoseconds. Step plans are then the same in every run,
-    however long the engine takes.
+    however long the engine takes. `watch` puts an executor around the engine that looks at each plan and at the pool.
     """
     loaded, clock = loaded_model(config), _clock(clock_of(config))
     runner = _runner(config, workload, loaded, seed, clock)
@@ -91,9 +97,12 @@ def measure(
     with _no_collection():
         by_id = {timed.request.request_id: timed.request for timed in requests}
         executor = with_ends(workload, MeasuredExecutor(runner, clock, yardstick), by_id)
+        scheduler = workload.scheduler() if watch else None
+        if watch and scheduler:
+            executor = watch(executor, scheduler, clock)
         same = FixedDurations(executor, step_ns) if step_ns else None
         log, recorder = replay_workload(
-            workload, requests, same or executor, keep_plans=True, progress=progress
+            workload, requests, same or executor, keep_plans=True, progress=progress, scheduler=scheduler
         )
     log = same.as_measured(log) if same else log
     return MeasuredRun(log, recorder, runner.audits, middle(yardstick.readings) if yardstick else None)

@@ -171,7 +171,7 @@ def run_point(config: RunConfig, *, progress: Progress | None = None) -> PointRe
     """
     started = time.perf_counter()
     workload = build_workload(config)
-    cost = _cost(config, progress)
+    cost = calibrated_cost(config, progress)
     runs, pace = _measure(config, workload, cost, progress) if config.measure else ([], None)
     paced = PacedCost(cost, pace.ratio) if pace and not has_yardstick(config) else cost
     predicted_from = time.perf_counter()
@@ -208,7 +208,7 @@ def _pace_section(pace: "Pace | None", runs: "list[MeasuredRun]", cost: CostMode
     return {**pace.section(), "unscaled": teacher_forced(runs, cost, clocked=True)} if pace else None
 
 
-def _cost(config: RunConfig, progress: Progress | None) -> CostModel:
+def calibrated_cost(config: RunConfig, progress: Progress | None) -> CostModel:
     """The point's cost model. A measured point first calibrates its device, once."""
     from harness.calibrate.store import is_calibrated, set_aside_damaged
     from harness.point.cost import needs_fit

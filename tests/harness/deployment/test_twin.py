@@ -319,26 +319,18 @@ def test_a_calibration_of_a_short_log_is_refused(tmp_path: Path, capsys: pytest.
 
 
 @pytest.mark.browser
-def test_the_page_opens_offline_without_an_error(report: Path) -> None:
-    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if path is None:
-        pytest.skip("no Chromium on this machine")
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=path, args=["--no-sandbox"], timeout=120_000)
-        page = browser.new_context(offline=True, viewport={"width": 1100, "height": 900}).new_page()
-        troubles: list[str] = []
-        page.on("console", lambda message: troubles.append(message.text))
-        page.on("pageerror", lambda error: troubles.append(str(error)))
-        page.on(
-            "request",
-            lambda request: troubles.extend([] if request.url.startswith("file:") else [request.url]),
-        )
-        page.goto((report / "index.html").as_uri(), timeout=120_000)
-        width = page.evaluate("document.documentElement.scrollWidth")
-        figures = page.locator("figure svg").count()
-        browser.close()
+def test_the_page_opens_offline_without_an_error(report: Path, browser) -> None:
+    page = browser.new_context(offline=True, viewport={"width": 1100, "height": 900}).new_page()
+    troubles: list[str] = []
+    page.on("console", lambda message: troubles.append(message.text))
+    page.on("pageerror", lambda error: troubles.append(str(error)))
+    page.on(
+        "request",
+        lambda request: troubles.extend([] if request.url.startswith("file:") else [request.url]),
+    )
+    page.goto((report / "index.html").as_uri(), timeout=120_000)
+    width = page.evaluate("document.documentElement.scrollWidth")
+    figures = page.locator("figure svg").count()
     assert troubles == []
     assert width <= 1100
     assert figures == 3

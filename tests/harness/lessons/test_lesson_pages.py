@@ -2,7 +2,6 @@
 
 import os
 import random
-import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,18 +21,6 @@ LESSONS = ("pool", "accountant", "replay")
 SEQUENCES = 10_000 if os.environ.get("PAGETWIN_NIGHTLY") else 600
 PATIENCE_MS = 120_000  # a safety net on a busy machine
 BOTH = pytest.mark.parametrize("name", LESSONS)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if path is None:
-        pytest.skip("no Chromium on this machine")
-    with playwright.sync_playwright() as driver:
-        chromium = driver.chromium.launch(executable_path=path, args=["--no-sandbox"], timeout=PATIENCE_MS)
-        yield chromium
-        chromium.close()
 
 
 @pytest.fixture(scope="module")
@@ -373,6 +360,71 @@ def test_a_block_of_the_replay_has_a_history_and_a_request_its_blocks(opened) ->
     assert tab.locator("#history tr").count() > 1
     tab.select_option("#request", "0")
     assert "it has blocks 1," in tab.inner_text("#asked")
+
+
+def both_sides() -> Recording:
+    """Two short runs: the measured one ends later, and its pool is fuller at the same time."""
+    parts: Any = {"label": "", "num_blocks": 4, "block_size": 16, "requests": {0: (0.0, 9, 9)}}
+    parts |= {"running": [1, 1, 0], "waiting": [0, 0, 0]}
+    predicted = Recording(times=[0.0, 1.0, 2.0], offsets=[0, 1, 1, 2], blocks=[1, 1], codes=[2, 0], **parts)
+    return Recording(
+        times=[0.0, 1.5, 4.0],
+        offsets=[0, 1, 2, 2],
+        blocks=[1, 2],
+        codes=[2, 2],
+        side="measured",
+        beside=predicted,
+        **parts,
+    )
+
+
+@pytest.fixture
+def beside(browser, tmp_path) -> Iterator[Any]:
+    (tmp_path / "both.html").write_text(page("replay", both_sides()), encoding="utf-8")
+    context = browser.new_context(offline=True)
+    tab = context.new_page()
+    tab.goto((tmp_path / "both.html").as_uri())
+    yield tab
+    context.close()
+
+
+def test_prediction_and_measurement_stand_at_the_same_time(beside) -> None:
+    beside.evaluate("go(1)")
+    assert beside.inner_text("#when").startswith(
+        "Measured: step 2 of 3, 1.500 s: 1 requests run, 0 wait; 2 of 4"
+    )
+    assert beside.inner_text("#when-other").startswith(
+        "Predicted: step 2 of 3, 1.000 s: 1 requests run, 0 wait; 1 of 4"
+    )
+    beside.evaluate("go(2)")
+    assert "2 of 4 blocks" in beside.inner_text("#when")
+    assert "Predicted: step 3 of 3, 2.000 s" in beside.inner_text("#when-other")
+    assert "0 of 4 blocks" in beside.inner_text("#when-other")
+
+
+def test_both_pools_have_the_same_size_and_colours(beside) -> None:
+    same = beside.evaluate(
+        "[canvas.width, canvas.height].join() === [el('pool-other').width, el('pool-other').height].join()"
+    )
+    assert same
+    pixel = "id => [...el(id).getContext('2d').getImageData(3, 3, 1, 1).data].join()"
+    assert beside.evaluate(pixel, "pool") == beside.evaluate(pixel, "pool-other")
+
+
+def test_a_run_alone_shows_one_pool(opened) -> None:
+    assert opened("replay").is_hidden("#other")
+
+
+def test_the_accountant_opens_with_the_lengths_of_a_trace_file(browser, tmp_path) -> None:
+    (tmp_path / "mine.csv").write_text("arrival_s,prompt_tokens,output_tokens\n0,40,10\n1,300,20\n")
+    assert main(["lesson", "accountant", "--trace", str(tmp_path / "mine.csv"), "--out", str(tmp_path)]) == 0
+    context = browser.new_context(offline=True)
+    tab = context.new_page()
+    tab.goto((tmp_path / "accountant.html").as_uri())
+    assert tab.input_value("#lengths") == "40 10\n300 20"
+    assert tab.input_value("#longest") == "320"
+    assert tab.locator("#each tr").count() == 2
+    context.close()
 
 
 def test_the_replay_plays_to_its_end(opened) -> None:

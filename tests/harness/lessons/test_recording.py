@@ -2,10 +2,14 @@
 
 import pytest
 
+from engine.core.memory.block_pool import BlockPool
+from engine.core.plan import StepPlan
 from harness import point
 from harness.cli.main import main
-from harness.lessons.recording import CACHED, DEFAULT, FIRST, Recording, record
+from harness.lessons.recording import CACHED, DEFAULT, FIRST, Recording, _Watching, record
+from harness.measure import engine
 from harness.point.cost import cost_model
+from harness.replay.executors import StepTiming
 from harness.sweep.plan import plan_sweep, run_request
 from harness.workload.simulate import simulate
 from harness.workload.workload import build_workload
@@ -46,14 +50,52 @@ def test_blocks_in_use_and_cached_are_those_of_the_log(more: tuple[str, ...]) ->
     assert cached == (steps["cached"] // recording.block_size).tolist()
 
 
+@pytest.mark.slow
+def test_a_measured_run_is_recorded_beside_its_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, real = [], engine.measure
+
+    def measure(*given, **more):
+        found.append(real(*given, **more))
+        return found[-1]
+
+    monkeypatch.setattr(engine, "measure", measure)
+    first = record(["measure=true", "cost=roofline", "workload.num_requests=8"])
+    second = first.beside
+    assert second is not None
+    assert {first.side, second.side} == {"predicted", "measured"}
+    assert first.times[-1] >= second.times[-1]
+    assert first.requests == second.requests
+    measured = first if first.side == "measured" else second
+    used = [sum(code >= FIRST for code in state.values()) for state in states(measured)]
+    assert used == found[-1].log.steps["physical_blocks"].tolist()
+    assert measured.times == pytest.approx(found[-1].log.steps["start_s"].tolist())
+
+
+def test_the_time_of_noting_is_no_part_of_a_measured_step() -> None:
+    class Engine:
+        max_steps = 1
+        begin = staticmethod(lambda: None)
+        execute = staticmethod(lambda plan, horizon: None)
+        end = staticmethod(lambda: StepTiming([5_000], [0.0], {"policy_s": 3e-6, "build_s": 1e-6}))
+
+    ticks = iter([10.0, 10.000002])
+    watching = _Watching(Engine(), BlockPool(4), lambda: next(ticks))
+    watching.execute(StepPlan(0, []), None)
+    timing = watching.end()
+    assert timing.ns == [3_000]
+    assert timing.phases["policy_s"] == pytest.approx(1e-6)
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [
         (["replay", "cache.block_size=8,16"], "one value for cache.block_size"),
         (["replay", "cache=contiguous_max"], "contiguous_max has none"),
-        (["replay", "measure=true"], "measure"),
         (["replay", "device.data_parallel=2"], "device.data_parallel"),
         (["pool", "cache.block_size=8"], "of the lesson replay alone"),
+        (["pool", "--trace", "chat"], "of the lesson accountant alone"),
+        (["accountant", "--requests", "5"], "--requests: found 5"),
+        (["accountant", "--trace", "none.csv"], "none.csv"),
     ],
 )
 def test_what_cannot_be_shown_is_refused(words: list[str], text: str, tmp_path, capsys) -> None:

@@ -1,7 +1,6 @@
 """The page in a real browser, without a network."""
 
 import io
-import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,18 +10,6 @@ from harness.report.style import inline
 
 pytestmark = pytest.mark.browser
 PATIENCE_MS = 120_000  # a safety net on a busy machine
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if path is None:
-        pytest.skip("no Chromium on this machine")
-    with playwright.sync_playwright() as driver:
-        chromium = driver.chromium.launch(executable_path=path, args=["--no-sandbox"], timeout=PATIENCE_MS)
-        yield chromium
-        chromium.close()
 
 
 @pytest.fixture
