@@ -213,11 +213,12 @@ def test_an_option_that_the_kernels_do_not_know_is_refused(model_of):
     import torch
 
     from engine.runtime.models.probe import ShapeProbe
+    from paged_kernels import Scoring
 
     probe = ShapeProbe()
     layer = model_of().model.model.layers[0].self_attn
     q, kv = torch.zeros(1, 4, 1, 8), torch.zeros(1, 2, 1, 8)
-    probe.attend(layer, q, kv, kv, None, {"position_bias": q, "use_cache": False})
+    probe.attend(layer, q, kv, kv, Scoring(1.0), {"position_bias": q, "use_cache": False})
     assert probe.unsupported == {"position_bias"}
 
 
