@@ -16,6 +16,7 @@ from harness.config.memory import check_memory
 from harness.config.paths import check_paths, check_trace_file
 from harness.config.ranges import check_ranges
 from harness.config.schema import (
+    CostKind,
     DecodingMode,
     ModelConfig,
     OracleEngine,
@@ -388,6 +389,47 @@ def _model(config: RunConfig) -> Iterator[ConfigError]:
             f"found {model.windowed_layers} with model.window={model.window}; must be 1 to model.layers={model.layers} "
             "with a window, and 0 without",
         )
+    yield from _states(config)
+
+
+def _states(config: RunConfig) -> Iterator[ConfigError]:
+    """Layers with a recurrent state beside those of attention."""
+    model, cache = config.model, config.cache
+    if bool(model.state_layers) != bool(model.state_bytes):
+        yield ConfigError(
+            "model.state_bytes",
+            f"found {model.state_bytes} with model.state_layers={model.state_layers}; set both, or neither",
+        )
+    if not model.state_layers:
+        return
+    if model.state_layers + model.windowed_layers > model.layers or model.state_layers == model.layers:
+        yield ConfigError(
+            "model.state_layers",
+            f"found {model.state_layers} beside {model.windowed_layers} layers with a window; all of them must fit in "
+            f"model.layers={model.layers}, and at least one layer must keep tokens",
+        )
+    if cache.groups is GroupPages.off:
+        yield ConfigError(
+            "cache.groups",
+            f"off, but {model.name} has layers with a state, which a pool of one kind of block cannot hold; use "
+            "cache.groups=uniform (as vLLM), or another option with groups",
+        )
+    if cache.state_every is not None and cache.state_every % cache.block_size:
+        yield ConfigError(
+            "cache.state_every",
+            f"found {cache.state_every}, must be a multiple of cache.block_size={cache.block_size}",
+        )
+    if config.device.tensor_parallel > model.kv_heads:
+        yield ConfigError(
+            "device.tensor_parallel",
+            f"found {config.device.tensor_parallel}, more than model.kv_heads={model.kv_heads}: beyond that K and V "
+            "are repeated on each device and states are not, and pages of two such ratios are not modelled",
+        )
+    if config.cost.kind not in (CostKind.auto, CostKind.roofline):
+        yield ConfigError(
+            "cost.kind",
+            f"found {config.cost.kind}, which has no price of layers with a state; use cost=roofline",
+        )
 
 
 def _experts(model: ModelConfig) -> Iterator[ConfigError]:
@@ -416,7 +458,7 @@ def _predicted_only(config: RunConfig) -> Iterator[ConfigError]:
             "model.weight_dtype",
             f"found {model.weight_dtype}, but the measured engine does not quantise weights; use measure=false",
         )
-    for name in ("experts", "latent_rank"):
+    for name in ("experts", "latent_rank", "state_layers"):
         if model.path is None and getattr(model, name):
             yield ConfigError(
                 f"model.{name}",

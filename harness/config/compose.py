@@ -94,7 +94,9 @@ def normalise(config: RunConfig) -> RunConfig:
     else:
         cache = with_values(cache, placement=plain.placement)
     if cache.groups is GroupPages.off:
-        cache = with_values(cache, window_hits=plain.window_hits, behind_first=plain.behind_first)
+        cache = with_values(
+            cache, window_hits=plain.window_hits, behind_first=plain.behind_first, state_every=None
+        )
     if not cache.prefix_caching:
         cache = with_values(cache, keep=plain.keep, answers=False)
     if cache.keep is not Keep.ttl:

@@ -144,6 +144,7 @@ RANGES: dict[str, Range] = {
                 "model.dense_layers",
             ),
             *("model.windowed_layers", "model.latent_rank", "model.rope_dim", "model.value_dim"),
+            *("model.state_layers", "model.state_bytes"),
             "model.query_rank",
         ),
         Range(0, 10**9),

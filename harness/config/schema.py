@@ -176,6 +176,8 @@ class ModelConfig:
     expert_skew: float = 0.0  # popularity of the i-th expert is i^-skew; 0: all alike
     window: int | None = None  # tokens that a windowed layer attends to
     windowed_layers: int = 0
+    state_layers: int = 0  # layers that keep a recurrent state of fixed size and no K and V; predicted alone
+    state_bytes: int = 0  # of a sequence's state in one of them
     latent_rank: int = (
         0  # latent attention (MLA): width of the latent vector; 0: none, and the next three do not apply
     )
@@ -232,6 +234,9 @@ class CacheConfig:
         WindowHits.window
     )  # with groups: which blocks of windowed layers a prefix hit needs
     behind_first: bool = False  # with groups: evict what a window has left before what a whole prefix needs
+    state_every: int | None = (
+        None  # tokens between two kept states, but for groups=uniform; null: at the end of each block
+    )
 
 
 @dataclass

@@ -92,9 +92,10 @@ class LatentKV:
 class ModelShape:
     """The shape of a decoder. `mlp_matrices` is 3 with a gate (Llama, Qwen), 2 without.
 
-    `windowed_layers` layers attend to the last `window` tokens alone. `layer_bits` is the width of an element of the
-    layers' matrices with their scales, `expert_bits` that of routed experts; None: `bytes_per_element`. Embeddings are
-    never quantised.
+    `windowed_layers` layers attend to the last `window` tokens alone. `state_layers` layers keep `state_bytes` of a
+    recurrent state for each sequence and no K and V; their weights count as those of a layer with attention.
+    `layer_bits` is the width of an element of the layers' matrices with their scales, `expert_bits` that of routed
+    experts; None: `bytes_per_element`. Embeddings are never quantised.
     """
 
     layers: int
@@ -112,6 +113,8 @@ class ModelShape:
     latent: LatentKV | None = None
     window: int | None = None
     windowed_layers: int = 0
+    state_layers: int = 0
+    state_bytes: int = 0
     layer_bits: float | None = None
     expert_bits: float | None = None
 
@@ -179,6 +182,11 @@ class ModelShape:
         return round(self.common_weights * self._bytes(self.layer_bits)) + output
 
     @property
+    def attention_layers(self) -> int:
+        """Layers that keep K and V, or latent vectors, of tokens."""
+        return self.layers - self.state_layers
+
+    @property
     def layer_kv_bytes(self) -> int:
         """Bytes of K and V of one token in one layer: 2 x kv_heads x head_dim, or one latent vector and key."""
         width = self.kv_bytes_per_element or self.bytes_per_element
@@ -188,8 +196,8 @@ class ModelShape:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """The same in all layers, windowed ones included."""
-        return self.layers * self.layer_kv_bytes
+        """The same in all layers that keep tokens, windowed ones included."""
+        return self.attention_layers * self.layer_kv_bytes
 
     @property
     def decode_pair_flops(self) -> float:

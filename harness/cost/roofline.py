@@ -108,7 +108,8 @@ class RooflineCost:
 
     Of a mixture of experts a step reads the experts that its tokens are expected to touch, if they choose independently
     of one another; on whole experts per device the expected load of the busiest device counts. Windowed layers read and
-    compute inside their window alone. Each device reads the whole latent vector of latent attention.
+    compute inside their window alone. Each device reads the whole latent vector of latent attention. Each row reads and
+    writes its state once a step in every layer that has one.
 
     On `DeviceShape.bound` the price is a lower bound. On any other device it is an expected value: efficiencies and
     fixed times are assumed or fitted.
@@ -124,7 +125,7 @@ class RooflineCost:
         compute = device.flops * device.compute_efficiency
         reading = device.bandwidth * device.bandwidth_efficiency
         reading_kv = device.bandwidth * device.kv_efficiency
-        pairs = device.flops * device.attention_efficiency / model.layers
+        pairs = device.flops * device.attention_efficiency / model.attention_layers
         self._weights_s = share * model.step_bytes / reading
         self._token_s = share * 2.0 * model.token_weights / compute
         self._sample_s = share * 2.0 * model.hidden * model.vocab / compute
@@ -133,7 +134,7 @@ class RooflineCost:
         self._decode_kv_s = self._kv_s if factor is None else factor * self._kv_s
         self._pair_s = share * model.prompt_pair_flops / pairs
         self._decode_pair_s = share * model.decode_pair_flops / pairs
-        self._windowed = model.windowed_layers / model.layers if model.window else 0.0
+        self._windowed = model.windowed_layers / model.attention_layers if model.window else 0.0
         self._experts_s: FloatArray | None = None
         if model.experts:
             groups = device.parallel if device.expert_parallel else 1
@@ -150,7 +151,8 @@ class RooflineCost:
         self._draft = _Draft(draft, device) if draft else None
         self._host_s = device.step_overhead_s + model.layers * device.layer_overhead_s
         self._attention_s = model.layers * device.attention_overhead_s
-        self._row_s = model.layers * device.row_overhead_s
+        states = share * 2.0 * model.state_layers * model.state_bytes / reading_kv
+        self._row_s = model.layers * device.row_overhead_s + states
         self._link_s, self._reduce_s = _all_reduces(model, device)
 
     @property
@@ -289,6 +291,8 @@ def _not_priced(model: ModelShape, device: DeviceShape) -> Iterator[str]:
         yield "arithmetic of quantised weights: it runs at device.tflops, as that of the model's element type"
     if model.experts and device.expert_parallel:
         yield "chance imbalance among devices: each has its expected load"
+    if model.state_layers:
+        yield "weights and operations of layers with a state: they count as those of a layer's projections in attention"
     if model.latent:
         yield "unpacking latent keys of a prompt's earlier chunks"
 

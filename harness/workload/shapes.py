@@ -102,6 +102,8 @@ def model_shape(model: ModelConfig, key: str = "model.path") -> ModelShape:
         latent=_latent(model),
         window=model.window if model.windowed_layers else None,
         windowed_layers=model.windowed_layers if model.window else 0,
+        state_layers=model.state_layers,
+        state_bytes=model.state_bytes,
         layer_bits=None if model.experts_only else bits,
         expert_bits=bits,
     )
@@ -265,12 +267,14 @@ def pool_shape(config: RunConfig) -> PoolShape:
 
 
 def layer_sets(model: ModelShape) -> list[LayerSet]:
-    """The layers of a model by what they keep of a sequence: all tokens (or latent vectors), then a window."""
-    everything = model.layers - model.windowed_layers
+    """The layers of a model by what they keep of a sequence: all tokens (or latent vectors), a window, a state."""
+    everything = model.attention_layers - model.windowed_layers
     kind = GroupKind.latent if model.latent else GroupKind.full
     found = [LayerSet(kind, everything, model.layer_kv_bytes)] if everything else []
     if model.windowed_layers:
         found.append(LayerSet(GroupKind.window, model.windowed_layers, model.layer_kv_bytes, model.window))
+    if model.state_layers:
+        found.append(LayerSet(GroupKind.state, model.state_layers, model.state_bytes))
     return found
 
 
@@ -287,7 +291,7 @@ def group_layout(config: RunConfig, model: ModelShape) -> GroupLayout | None:
     try:
         if cache.groups is GroupPages.uniform:
             return uniform_layout(sets, cache.block_size)
-        return separate_layout(sets, cache.block_size, pages=cache.groups)
+        return separate_layout(sets, cache.block_size, state_every=cache.state_every, pages=cache.groups)
     except CoreError as error:
         raise ConfigError("cache.groups", f"{cache.groups}: {error}") from error
 

@@ -49,6 +49,59 @@ def test_latent_layers_are_one_group() -> None:
     assert [(str(group.kind), group.layer_bytes) for group in found.groups.groups] == [("latent", 576 * 2)]
 
 
+NEXT = ("model=qwen3_next_80b_a3b", "cost=roofline", "cache.pool_tokens=160000")
+
+
+def test_blocks_beside_a_state_are_as_long_as_vllm_sets_them_for_qwen3_next() -> None:
+    """544 tokens, with 1.49 % of padding: a state of 1,097,728 bytes beside 2,048 bytes a token."""
+    found = pool(*NEXT)
+    assert found.groups is not None
+    assert found.block_size == 544
+    states = [group for group in found.groups.groups if str(group.kind) == "state"]
+    assert [group.layers for group in states] == [12, 12, 12]
+    assert states[0].page_bytes / 12 / 1_097_728 == pytest.approx(1.0149, abs=5e-5)
+
+
+def test_a_state_may_be_kept_less_often_than_at_each_block() -> None:
+    found = pool(*NEXT, "cache.groups=separate", "cache.state_every=256")
+    assert found.groups is not None
+    assert [group.block_size for group in found.groups.groups] == [16, 256]
+    assert found.block_size == 256  # a hit ends where a state was kept
+
+
+def test_layers_with_a_state_keep_no_tokens() -> None:
+    assert pool(*NEXT).kv_bytes_per_token == 12 * 2048
+
+
+def test_a_model_with_states_is_replayed_and_its_pool_adds_up() -> None:
+    found = run_point(
+        config(
+            *NEXT, "device=h200", "workload.num_requests=6", "cache.max_model_len=8192", "replay.records=true"
+        )
+    )
+    assert found.record["outcome"]["simulated"]["finished"] == 6
+    assert "layers with a state" in found.record["cost"]["provenance"]["not priced"]
+    steps = found.tables["steps"]
+    states = sum(steps[name] for name in ("token", "cached", "reserved", "internal", "external", "free"))
+    assert set(states.tolist()) == {found.record["pool"]["tokens"]}
+
+
+@pytest.mark.parametrize(
+    ("key", "overrides"),
+    [
+        ("cache.groups", ("cache.groups=off",)),
+        ("model.state_bytes", ("model.state_bytes=0",)),
+        ("model.state_layers", ("model.state_layers=48",)),
+        ("model.state_layers", ("measure=true",)),
+        ("cache.state_every", ("cache.groups=separate", "cache.state_every=100")),
+        ("device.tensor_parallel", ("device.tensor_parallel=4",)),
+        ("cost.kind", ("cost=published",)),
+    ],
+)
+def test_what_states_do_not_go_with_is_refused_by_its_key(key: str, overrides: tuple[str, ...]) -> None:
+    assert any(text.startswith(key) for text in refusals(*NEXT, *overrides))
+
+
 def test_pool_blocks_are_pages() -> None:
     assert pool("model=gemma3_12b", "cache.pool_tokens=null", "cache.pool_blocks=777").page_counts == (777,)
 
