@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from engine.core.memory.block_pool import BlockPool
 from engine.core.memory.paged import PagedManager
-from engine.core.options import CachePolicy
+from engine.core.options import CachePolicy, GroupPages
 from engine.core.plan import StepPlan, StepResult
 from engine.core.scheduling.scheduler import Scheduler
 from harness import point
@@ -151,20 +151,29 @@ def record(overrides: Sequence[str], progress: Progress | None = None) -> Record
         raise ConfigError(
             "cache.policy", f"a replay shows blocks, and {config.cache.policy.value} has none; use paged"
         )
+    if config.cache.groups is not GroupPages.off:
+        raise ConfigError(
+            "cache.groups",
+            f"a replay shows the blocks of one table, and {config.cache.groups} has several; use off",
+        )
     workload = build_workload(config)
     if workload.replicas > 1:
         raise ConfigError("device.data_parallel", "a replay shows one pool; replicas have one each")
     label = " ".join(overrides)
     if not config.measure:
         return _recorded(workload, cost_model(config), config.decoding.beam_churn, label)
-    measured = _measured(config, workload, label, progress)
-    predicted = _recorded(workload, calibrated_cost(config, progress), config.decoding.beam_churn, label)
+    cost = calibrated_cost(config, progress)  # a device is calibrated before it is measured
+    measured = _measured(config, workload, cost, label, progress)
+    predicted = _recorded(workload, cost, config.decoding.beam_churn, label)
     first, second = sorted((measured, predicted), key=lambda one: one.times[-1], reverse=True)
     return replace(first, beside=second)
 
 
-def _measured(config: RunConfig, workload: Workload, label: str, progress: Progress | None) -> Recording:
-    """One run on the engine. It is warm before, as in a sweep."""
+def _measured(
+    config: RunConfig, workload: Workload, cost: CostModel, label: str, progress: Progress | None
+) -> Recording:
+    """One run on the engine. It is warm before, as in a sweep; times are those at the pace of the calibration."""
+    from harness.calibrate.pace import reference_of
     from harness.measure.engine import measure, warm_up
 
     made: list[_Watching] = []
@@ -174,10 +183,12 @@ def _measured(config: RunConfig, workload: Workload, label: str, progress: Progr
         made.append(_Watching(engine, scheduler.manager.pool, clock))
         return made[-1]
 
-    calibrated_cost(config, progress)  # a device is calibrated before it is measured
-    warm_up(config, workload)
+    warm = warm_up(config, workload)
+    reference = reference_of(cost.source.provenance) or warm
     told = (lambda done, total: progress("measuring", done, total)) if progress else None
-    run = measure(config, workload, seed=config.workload.seed, progress=told, watch=watch)
+    run = measure(
+        config, workload, seed=config.workload.seed, progress=told, watch=watch, reference=reference
+    )
     return replace(_recording(workload, made[-1], run.log, label), side="measured")
 
 

@@ -92,6 +92,7 @@ def test_the_time_of_noting_is_no_part_of_a_measured_step() -> None:
         (["replay", "cache.block_size=8,16"], "one value for cache.block_size"),
         (["replay", "cache=contiguous_max"], "contiguous_max has none"),
         (["replay", "device.data_parallel=2"], "device.data_parallel"),
+        (["replay", "model=gemma2_9b", "cache.groups=uniform"], "cache.groups"),
         (["pool", "cache.block_size=8"], "of the lesson replay alone"),
         (["pool", "--trace", "chat"], "of the lesson accountant alone"),
         (["accountant", "--requests", "5"], "--requests: found 5"),
