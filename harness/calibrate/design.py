@@ -67,7 +67,7 @@ LONE_REQUEST = CalibrationCase("alone", 2, (64, 64), (16, 16), 0)
 """A request that runs alone; its time is the unit of loads."""
 
 CASES = (
-    CalibrationCase("burst", 64, (16, 256), (8, 40), 0),
+    CalibrationCase("burst", 64, (16, 256), (24, 48), 0),
     CalibrationCase("lone requests", 16, (8, 200), (10, 40), 0.5),
     CalibrationCase("prompts alone", 48, (1, 500), (1, 2), 0.3),
     CalibrationCase("short prompts", 32, (1, 40), (2, 6), 0.5, block_size=32),

@@ -80,12 +80,17 @@ def headline(study: Study) -> list[tuple[str, str]]:
     facts.append(("points", f"{len(records):,}, {len(study.measured):,} of them measured"))
     if study.failures:
         facts.append(("failed", f"{len(study.failures):,}"))
-    clocks = {str((r.get("environment") or {}).get("clock")) for r in study.measured}
+    clocks = {_second(record) for record in study.measured}
     if clocks:
-        facts.append(
-            ("a measured second is", ", ".join(sorted(_CLOCKS.get(clock, clock) for clock in clocks)))
-        )
+        facts.append(("a measured second is", ", ".join(sorted(clocks))))
     return [(key, value) for key, value in facts if value]
+
+
+def _second(record: Record) -> str:
+    """What the record's measured seconds are, and at which pace of the device they are stated."""
+    clock = str((record.get("environment") or {}).get("clock"))
+    by = (record.get("pace") or {}).get("by")
+    return _CLOCKS.get(clock, clock) + (", at the pace of the calibration" if by == "yardstick" else "")
 
 
 def _device(record: Record) -> str:

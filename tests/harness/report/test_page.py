@@ -233,6 +233,12 @@ def test_pace_and_the_date_of_calibration_stand_where_a_reader_looks_for_them(tm
     assert "2026-11-21 04:01+00:00" in text
 
 
+def test_the_head_says_at_which_pace_measured_seconds_are_stated(tmp_path):
+    pace = {"by": "yardstick", "ratio": 1.25, "low": 1.1, "high": 1.3, "probes": 4, "unscaled": {"mape": 0.3}}
+    write_point(tmp_path, ONE, pace=pace)
+    assert "at the pace of the calibration" in text_of(write_report(tmp_path)).partition('id="verdict"')[0]
+
+
 def test_a_date_that_is_text_already_stays(tmp_path):
     write_point(tmp_path, ONE, cost={"kind": "fitted", "provenance": {"started": "2026-01-01T00:00"}})
     assert "2026-01-01T00:00" in text_of(write_report(tmp_path))
