@@ -428,9 +428,3 @@ def test_an_address_that_no_store_can_have_is_refused(
 ) -> None:
     assert main(["sweep", "measure=false", f"out={url}", "--dry-run"], point=fake_point) == 2
     assert said in capsys.readouterr().err
-
-
-def test_jobs_of_slurm_cannot_write_to_s3(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["sweep", "measure=false", "execute=slurm", "out=s3://bucket/x", "--dry-run"]
-    assert main(words, point=fake_point) == 2
-    assert "take execute=ray" in capsys.readouterr().err
