@@ -102,6 +102,7 @@ RANGES: dict[str, Range] = {
     "cache.host_tokens": Range(0, 10**9),
     "cache.keep_s": Range(0, _SECONDS),
     "cache.keep_tokens": Range(0, 10**9),
+    "cache.state_every": Range(1, 10**9),
     "decoding.draft_tokens": Range(0, 10**4),
     "workload.prefix_zipf": Range(0, 100),  # beyond, every prompt has the first prefix
     "replay.think_s": Range(0, _SECONDS),
