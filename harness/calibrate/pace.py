@@ -47,7 +47,8 @@ class Pace:
     """The device's pace during a point's runs over that at calibration; above 1 it is slower now.
 
     By probes: their median, lowest and highest ratio. By the yardstick: the ratio of clock time to the times of the
-    record, and the 5th and 95th percentile of the steps' paces.
+    record, and the 5th and 95th percentile of the steps' paces. `since` says what the pace is relative to; without a
+    calibration that is the first warm-up of the process.
     """
 
     by: PaceSource
@@ -55,6 +56,7 @@ class Pace:
     low: float
     high: float
     probes: int
+    since: str = "calibration"
 
     def section(self) -> dict[str, float | str]:
         """The section of the record."""

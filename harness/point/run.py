@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -264,7 +264,8 @@ def _measure(
             probes.append(probe_s(config))
         runs.append(measure(config, workload, seed=config.workload.seed, progress=stage, reference=reference))
     if has_yardstick(config):
-        return runs, pace_of_runs(runs)
+        pace = pace_of_runs(runs)
+        return runs, pace if reference_of(provenance) else replace(pace, since="first warm-up of the process")
     if not calibrated_s:
         return runs, None
     return runs, pace_of([*probes, probe_s(config)], calibrated_s)

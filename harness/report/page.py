@@ -245,7 +245,7 @@ def _table_sections(study: Study, axes: Axes) -> list[Section]:
 def _environment(study: Study) -> list[Table]:
     facts = provenance.facts_table("environment", study.records)
     pace = provenance.facts_table("pace", study.records)
-    title = "Pace of the device during the measured runs, relative to its pace at calibration"
+    title = "Pace of the device during the measured runs"
     return [facts, replace(pace, title=title)] if pace.rows else [facts]
 
 

@@ -31,6 +31,7 @@ WORDS: Mapping[str, str] = {
     "probe_s": "time of the probe (s)",
     "yardstick_s": "times of the yardstick's parts (s)",
     "by": "followed by",
+    "since": "relative to",
     "mape": "mean |error|",
     "ratio": "pace, median",
     "low": "lowest",
@@ -89,8 +90,11 @@ def headline(study: Study) -> list[tuple[str, str]]:
 def _second(record: Record) -> str:
     """What the record's measured seconds are, and at which pace of the device they are stated."""
     clock = str((record.get("environment") or {}).get("clock"))
-    by = (record.get("pace") or {}).get("by")
-    return _CLOCKS.get(clock, clock) + (", at the pace of the calibration" if by == "yardstick" else "")
+    pace = record.get("pace") or {}
+    since = pace.get("since", "calibration")
+    return _CLOCKS.get(clock, clock) + (
+        f", at the pace of the {since}" if pace.get("by") == "yardstick" else ""
+    )
 
 
 def _device(record: Record) -> str:
@@ -168,7 +172,10 @@ def _pools(study: Study) -> Iterable[str]:
 
 def _moved(study: Study) -> Iterable[str]:
     paces = [
-        (pace["ratio"], record) for record in study.records if (pace := record.get("pace") or {}).get("ratio")
+        (pace["ratio"], record)
+        for record in study.records
+        if (pace := record.get("pace") or {}).get("ratio")
+        and pace.get("since", "calibration") == "calibration"
     ]
     off = [ratio for ratio, _ in paces if not _MOVED[0] <= ratio <= _MOVED[1]]
     if off:

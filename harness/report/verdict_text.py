@@ -188,15 +188,20 @@ def pace_lines(records: Sequence[Record]) -> list[str]:
     high = max(pace.get("high", pace["ratio"]) for _, pace in paced)
     where = "1 point" if len(paced) == 1 else f"{len(paced):,} points"
     if all(pace.get("by") == "yardstick" for _, pace in paced):
+        since = " or the ".join(sorted({str(pace.get("since", "calibration")) for _, pace in paced}))
         return [
-            f"Pace: during the runs the core took {ratio:.2f} times as long as at calibration (a yardstick between the "
-            f"steps: {low:.2f} to {high:.2f}, {where}). Measured times are divided by the pace beside "
+            f"Pace: during the runs the core took {ratio:.2f} times as long as at {_the(since)} (a yardstick between "
+            f"the steps: {low:.2f} to {high:.2f}, {where}). Measured times are divided by the pace beside "
             f"them{_worth(paced)}."
         ]
     return [
         f"Pace: during the runs the device took {ratio:.2f} times as long as at calibration (probes from {low:.2f} to "
         f"{high:.2f}, {where}), and the prediction was scaled by it{_worth(paced)}."
     ]
+
+
+def _the(since: str) -> str:
+    return since if since.startswith("calibration") else f"the {since}"
 
 
 def _worth(paced: Sequence[tuple[Record, Mapping[str, Any]]]) -> str:

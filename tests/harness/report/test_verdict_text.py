@@ -100,6 +100,14 @@ def test_a_pace_that_the_yardstick_told_is_said_with_what_it_changed(tmp_path):
     )
 
 
+def test_without_a_calibration_the_pace_is_not_said_to_be_relative_to_one(tmp_path):
+    since = {"since": "first warm-up of the process"}
+    write_point(tmp_path, POINT, pace={"by": "yardstick", "ratio": 1.2, "low": 0.9, "high": 1.6, **since})
+    (line,) = [line for line in verdict_lines(tmp_path) if line.startswith("Pace")]
+    assert "1.20 times as long as at the first warm-up of the process (" in line
+    assert "calibration" not in line
+
+
 def test_counts_and_audit_are_reported(tmp_path):
     write_point(tmp_path, POINT)
     lines = verdict_lines(tmp_path)
