@@ -48,13 +48,11 @@ def prices_of(cost: CostModel) -> Prices | None:
     return None
 
 
-(STEP, TOKENS, TO_8, TO_32, TO_128, BEYOND_128, ROWS, SAMPLED, DECODE_ROWS, DECODE_STEPS, DECODE_KV) = (
-    feature_index(
-        (
-            *("step", "tokens", "tokens_to_8", "tokens_to_32", "tokens_to_128", "tokens_beyond_128", "rows"),
-            *("sampled_rows", "decode_rows", "decode_steps", "decode_kv"),
-        )
-    )
+(STEP, TOKENS, TO_2, TO_8, TO_32, TO_128, BEYOND_128) = feature_index(
+    ("step", "tokens", *(f"tokens_to_{most}" for most in (2, 8, 32, 128)), "tokens_beyond_128")
+)
+(ROWS, SAMPLED, DECODE_ROWS, DECODE_STEPS, DECODE_INPUTS, DECODE_KV) = feature_index(
+    ("rows", "sampled_rows", "decode_rows", "decode_steps", "decode_inputs", "decode_kv")
 )
 (
     DISTINCT_KV,
@@ -127,6 +125,7 @@ def add_rows(state: ReplayState) -> None:
     tokens, features = decodes + chunk_tokens, state.features
     features[STEP] = 1
     features[TOKENS] = tokens
+    features[TO_2] = min(tokens, 2)
     features[TO_8] = min(tokens, 8)
     features[TO_32] = min(tokens, 32)
     features[TO_128] = min(tokens, 128)
@@ -137,6 +136,7 @@ def add_rows(state: ReplayState) -> None:
     features[BEAM_STEPS] = min(searching, 1)
     features[DECODE_ROWS] = decodes
     features[DECODE_STEPS] = min(decodes, 1)
+    features[DECODE_INPUTS] = min(decodes, 1)
     features[DECODE_KV] = kv
     features[DISTINCT_KV] = kv
     features[PADDED_KV] = decodes * longest

@@ -13,6 +13,7 @@ from harness.replay.cost_model import Amount
 FEATURES: dict[str, str] = {
     "step": "1: the floor of a step",
     "tokens": "query tokens: work of the dense layers",
+    "tokens_to_2": "the same, at most 2: a matrix times a single vector is cheaper than times a few",
     "tokens_to_8": "query tokens, at most 8: small matrices do not cost in proportion",
     "tokens_to_32": "query tokens, at most 32",
     "tokens_to_128": "query tokens, at most 128",
@@ -23,6 +24,7 @@ FEATURES: dict[str, str] = {
     "beam_steps": "1 if there is such a row: the floor of the selection",
     "decode_rows": "rows of one token",
     "decode_steps": "1 if there is such a row: the floor of decode attention",
+    "decode_inputs": "the same for the rest of the step: the floor of preparing their inputs",
     "decode_kv": "KV slots that decode rows read",
     "decode_distinct_kv": "the same, blocks that several rows share counted once: they are in the caches already",
     "decode_padded_kv": "decode rows times the longest of them: what a padded batch reads",
@@ -167,6 +169,7 @@ def _rows_features(
     return [
         1.0,
         tokens,
+        tokens if tokens < 2 else 2,
         tokens if tokens < 8 else 8,
         tokens if tokens < 32 else 32,
         tokens if tokens < 128 else 128,
@@ -176,6 +179,7 @@ def _rows_features(
         beam_rows,
         1 if beam_rows else 0,
         count,
+        1 if count else 0,
         1 if count else 0,
         kv,
         kv * distinct_share(plan.usage.physical_blocks, plan.usage.logical_blocks),

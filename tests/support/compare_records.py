@@ -307,6 +307,7 @@ _CHECKPOINT = {
 _COEFFICIENTS_US = {  # invented; microseconds per unit of each feature of the fitted cost model
     "step": 700,
     "tokens": 9,
+    "tokens_to_2": 25,
     "tokens_to_8": 40,
     "tokens_to_32": 12,
     "tokens_to_128": 5,
@@ -317,6 +318,7 @@ _COEFFICIENTS_US = {  # invented; microseconds per unit of each feature of the f
     "beam_steps": 400,
     "decode_rows": 7,
     "decode_steps": 60,
+    "decode_inputs": 35,
     "decode_kv": 0.02,
     "decode_distinct_kv": 0.05,
     "decode_padded_kv": 0.01,
