@@ -63,6 +63,25 @@ def test_a_few_drawn_out_steps_do_not_move_the_fit() -> None:
     assert abs(held_out_error(price_table(cost, features)[0], seconds)["total_error"]) < 0.02
 
 
+def test_the_fit_follows_a_machine_on_which_one_token_is_cheaper_than_two() -> None:
+    """As on a CPU, where one token is a product with a vector, and two to four tokens cost nearly the same."""
+    features = measured_features(0)
+    tokens = features[:, feature_index(["tokens"])[0]]
+    seconds = 4.7e-3 + 1.5e-3 * (tokens > 1) + 5e-5 * tokens
+    cost = fit_cost(features, seconds, np.zeros(len(features)), SOURCE)
+    assert (tokens == 1).any()
+    assert held_out_error(price_table(cost, features)[0], seconds)["max"] < 0.01
+
+
+def test_a_decode_has_a_floor_beside_its_attention() -> None:
+    features = measured_features(0)
+    decodes = features[:, feature_index(["decode_rows"])[0]] > 0
+    seconds = 1e-3 + 8e-4 * decodes
+    cost = fit_cost(features, seconds, np.zeros(len(features)), SOURCE)
+    assert 0 < decodes.mean() < 1
+    assert held_out_error(price_table(cost, features)[0], seconds)["max"] < 0.01
+
+
 def test_coefficients_are_never_negative() -> None:
     features = measured_features(0)
     seconds, attention = true_seconds(features)
