@@ -126,7 +126,7 @@ class Sharing(StrEnum):
     copy_on_write = "copy_on_write"  # all blocks; a shared block is copied when a sequence writes to it
     tail_at_fork = "tail_at_fork"  # full blocks of the prompt; beams keep what they write, as in TensorRT-LLM
     prefix_cache = (
-        "prefix_cache"  # each sample is a request that finds full blocks in the prefix cache, as vLLM
+        "prefix_cache"  # full blocks alone: a request for each sample, or beam and token, as in vLLM
     )
 
 

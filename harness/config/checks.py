@@ -65,7 +65,10 @@ def check_groups(config: RunConfig) -> Iterator[ConfigError]:
         return
     head = f"cache.groups={cache.groups}"
     asked = {
-        "decoding.beam_width": (decoding.beam_width > 1, "it serves single sequences"),
+        "decoding.beam_width": (
+            decoding.beam_width > 1 and decoding.sharing is not Sharing.prefix_cache,
+            "it serves single sequences, so beams are requests of their own (decoding.sharing=prefix_cache)",
+        ),
         "decoding.n": (
             decoding.mode is DecodingMode.sample
             and decoding.n > 1
@@ -150,7 +153,7 @@ def _width(config: RunConfig) -> Iterator[ConfigError]:
     key, width = ("decoding.beam_width", decoding.beam_width) if beams else ("decoding.n", decoding.n)
     for name in ("max_running", "max_batched_tokens"):
         limit = getattr(limits, name)
-        if width > limit:
+        if width > limit and decoding.sharing is not Sharing.prefix_cache:
             yield ConfigError(
                 key, f"found {width}, more than scheduler.{name}={limit}: a group runs in one step"
             )
@@ -187,12 +190,6 @@ def _sharing(config: RunConfig) -> Iterator[ConfigError]:
             f"{head}, but the engine's beams have no indirection table: predict alone (measure=false)",
         )
     if sharing is Sharing.prefix_cache:
-        if decoding.beam_width > 1:
-            yield ConfigError(
-                "decoding.sharing",
-                f"{head} with beams: vLLM's beam search is a client that sends a request for each beam and token, "
-                "which is not modelled; use decoding.mode=sample",
-            )
         if not cache.prefix_caching:
             yield ConfigError("decoding.sharing", f"{head}, which needs cache.prefix_caching=true")
         if decoding.branch_hazard:

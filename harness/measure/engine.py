@@ -2,7 +2,7 @@
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
@@ -10,6 +10,7 @@ from functools import lru_cache
 import numpy as np
 
 from engine.core.identity import TokenIdentity
+from engine.core.options import Decoding
 from engine.core.scheduling.scheduler import Scheduler
 from engine.runtime.errors import ModelError
 from engine.runtime.graphs import GraphOptions
@@ -20,6 +21,7 @@ from engine.runtime.runner import Runner
 from harness.config.errors import ConfigError
 from harness.config.schema import Clock, RunConfig
 from harness.environment import engine_device
+from harness.measure.beam_search import TokenBeams
 from harness.measure.executor import FixedDurations, MeasuredExecutor
 from harness.measure.yardstick import Reading, Yardstick, middle
 from harness.replay.executors import Executor
@@ -91,8 +93,10 @@ def measure(
             row.request_id, prompts[row.request_id], row.salt, algorithm=workload.cache.hash
         )
     )
+    client = _client(workload, runner, prompts)
     for timed in requests:
-        runner.add(timed.request, prompts[timed.request.request_id])
+        if client is None or timed.request.decoding is not Decoding.beam:
+            runner.add(timed.request, prompts[timed.request.request_id])
     yardstick = Yardstick(clock, reference) if has_yardstick(config) else None
     with _no_collection():
         by_id = {timed.request.request_id: timed.request for timed in requests}
@@ -102,10 +106,24 @@ def measure(
             executor = watch(executor, scheduler, clock)
         same = FixedDurations(executor, step_ns) if step_ns else None
         log, recorder = replay_workload(
-            workload, requests, same or executor, keep_plans=True, progress=progress, scheduler=scheduler
+            workload,
+            requests,
+            same or executor,
+            keep_plans=True,
+            progress=progress,
+            scheduler=scheduler,
+            client=client,
+            live={} if client else None,
         )
     log = same.as_measured(log) if same else log
     return MeasuredRun(log, recorder, runner.audits, middle(yardstick.readings) if yardstick else None)
+
+
+def _client(workload: Workload, runner: Runner, prompts: Mapping[int, np.ndarray]) -> TokenBeams | None:
+    if not workload.resubmits:
+        return None
+    salts = {row.request_id: row.salt for row in workload.trace.requests}
+    return TokenBeams(workload.client_stride, runner, prompts, salts, workload.cache.hash)
 
 
 def _runner(

@@ -161,8 +161,8 @@ def _counts(log: RunLog) -> dict[str, int]:
 
 def _analytic(workload: Workload) -> dict[str, float]:
     rows, pool = workload.trace.requests, workload.pool
-    if pool.groups is not None:
-        return {}  # the closed forms are those of one block table
+    if pool.groups is not None or workload.resubmits:
+        return {}  # the closed forms are those of one block table, and of the requests of the trace
     lengths = Lengths(
         prompt_tokens=np.array([row.prompt_tokens for row in rows], dtype=np.int64),
         output_tokens=np.array([row.output_tokens for row in rows], dtype=np.int64),

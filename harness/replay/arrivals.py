@@ -1,4 +1,7 @@
-"""Sources of requests: open loop (at given times), closed loop (waiting users), or turns of conversations."""
+"""Sources of requests: open loop (at given times), closed loop (waiting users), or turns of conversations.
+
+`Resubmitting` puts a client between a source and the engine, which sends several requests in the place of one.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -166,6 +169,71 @@ class Sessions:
     def left(self) -> list[Request]:
         """The turns that were not sent."""
         return [*self._due.left(), *(turn.timed.request for turn, _ in self._waiting.values())]
+
+
+class Client(Protocol):
+    """A client that serves a request by sending others, each step of them after the answers to the step before."""
+
+    def begin(self, request: Request) -> Sequence[Request]:
+        """The requests that are sent in the place of `request`; its id may be one of theirs."""
+        ...
+
+    def go_on(self, request_id: int) -> Sequence[Request]:
+        """All that was sent for this request has ended: what is sent next, nothing at its end."""
+        ...
+
+
+class Resubmitting:
+    """The requests that `client` sends in the place of those of `source`, each step at the end of the step before.
+
+    A request of the source has ended when the client sends nothing more for it. `total` is the number of all requests
+    that the client sends. Requests that the client has not sent when the replay stops are counted by those of the
+    source that had not arrived.
+    """
+
+    def __init__(self, source: Arrivals, client: Client, total: int) -> None:
+        self.total = total
+        self._source = source
+        self._client = client
+        self._due = _Due()
+        self._served: dict[int, int] = {}  # by id of what was sent: the request of the source
+        self._open: dict[int, int] = {}  # by request of the source: how many of its last step have not ended
+
+    def next_ns(self) -> int | None:
+        """The next request of the source, or of the client."""
+        known = [at for at in (self._source.next_ns(), self._due.next_ns()) if at is not None]
+        return min(known, default=None)
+
+    def take(self, now_ns: int) -> list[TimedRequest]:
+        """The requests that have been sent by now, in order of time; of equal times those of the client go first."""
+        new = [
+            TimedRequest(sent, timed.arrival_ns)
+            for timed in self._source.take(now_ns)
+            for sent in self._sent(timed.request.request_id, self._client.begin(timed.request))
+        ]
+        return sorted([*self._due.take(now_ns), *new], key=lambda timed: timed.arrival_ns)
+
+    def ended(self, request_id: int, now_ns: int) -> None:
+        """The client goes on where this was the last of a step."""
+        served = self._served.pop(request_id)
+        self._open[served] -= 1
+        if self._open[served]:
+            return
+        following = self._sent(served, self._client.go_on(served))
+        for request in following:
+            self._due.add(now_ns, request)
+        if not following:
+            del self._open[served]
+            self._source.ended(served, now_ns)
+
+    def left(self) -> list[Request]:
+        """What the client had ready, and the rest of the source."""
+        return [*self._due.left(), *self._source.left()]
+
+    def _sent(self, served: int, requests: Sequence[Request]) -> Sequence[Request]:
+        self._open[served] = len(requests)
+        self._served.update((request.request_id, served) for request in requests)
+        return requests
 
 
 class _Due:

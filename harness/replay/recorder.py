@@ -13,6 +13,7 @@ from engine.core.plan import StepPlan, StepResult
 from engine.core.request import Request
 from engine.core.scheduling.commit import CommitReport, RequestStats
 from harness.metrics.log import FloatArray, RunLog
+from harness.replay.beams import Choices
 from harness.replay.cost_model import Amount
 from harness.replay.executors import StepTiming
 from harness.replay.features import FEATURES, FeatureMeter
@@ -46,11 +47,13 @@ class Recorder:
         self.drafted: list[Mapping[int, int]] = []
         self.step_ns: list[int] = []
         self._features: list[list[Amount]] = []
+        self.chosen: Mapping[int, Choices] = {}  # parents of beams that a client chose, by request
 
     @property
     def parents(self) -> list[Mapping[int, Sequence[int]]]:
-        """Beam parents by step and request; with `keep_plans` only."""
-        return [result.parents for result in self.results]
+        """Beam parents by step and request, with `keep_plans` only; behind them those that a client chose."""
+        by_client = [{rid: parents} for rid, choices in self.chosen.items() for parents in choices]
+        return [*(result.parents for result in self.results), *by_client]
 
     @property
     def features(self) -> FloatArray:

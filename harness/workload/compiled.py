@@ -133,6 +133,8 @@ def _policy_obstacle(workload: Workload) -> str | None:
 def _request_obstacle(workload: Workload) -> str | None:
     if workload.shared_outputs:
         return "later prompts find the blocks of answers"
+    if workload.resubmits:
+        return "a client sends the beams as requests (decoding.sharing=prefix_cache)"
     decodings = _decodings(workload)
     if any(each.speculation for each in decodings):
         return "requests have drafts (decoding.spec_tokens)"

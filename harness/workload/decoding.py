@@ -68,18 +68,38 @@ class TraceDecoding:
         return trace.changed(trace.requests, "widths as recorded: " + ", ".join(parts))
 
 
+def keyed_text(row: TraceRequest) -> tuple[Segment, ...]:
+    """The segments of a prompt, with keys for text that no other request has: so requests made of this one find it."""
+    return tuple(
+        Segment(_OWN_TEXT + (row.request_id << 12) + index if part.key is None else part.key, part.tokens)
+        for index, part in enumerate(row.segments)
+    )
+
+
+def resubmitted(trace: Trace, decoding: TraceDecoding) -> Trace:
+    """The trace with a note that its beams are sent as requests (`harness.workload.beam_requests`).
+
+    Raises ConfigError where rows have samples too, which the prefix cache serves in another way.
+    """
+    if any(each.width > 1 and each.mode is Decoding.sample for each in map(decoding.of, trace.requests)):
+        raise ConfigError(
+            "decoding.sharing",
+            "prefix_cache, but the requests of the trace have samples and beams; set workload.widths=configured",
+        )
+    return trace.changed(
+        trace.requests,
+        "a client sends a request for the prompt, and for each beam and further token one more (decoding.sharing="
+        "prefix_cache): rates, hits and latencies are those of these requests",
+    )
+
+
 def one_request_per_sample(trace: Trace, decoding: TraceDecoding) -> Trace:
     """The trace with a request for each sample, all with the same prompt: vLLM's parallel sampling.
 
     Text that no other request has is keyed, so that the samples of one request find it. Sample b of request i is
-    request i x (the greatest width) + b. Raises ConfigError for a row with beams.
+    request i x (the greatest width) + b.
     """
     widths = {row.request_id: decoding.of(row) for row in trace.requests}
-    if any(each.mode is Decoding.beam for each in widths.values()):
-        raise ConfigError(
-            "decoding.sharing",
-            "prefix_cache, but rows of the trace have beams; set workload.widths=configured",
-        )
     most = max((each.width for each in widths.values()), default=1)
 
     def samples(request_id: int) -> tuple[int, ...]:
@@ -88,14 +108,10 @@ def one_request_per_sample(trace: Trace, decoding: TraceDecoding) -> Trace:
 
     rows = []
     for row in trace.requests:
-        segments = tuple(
-            Segment(_OWN_TEXT + (row.request_id << 12) + index if part.key is None else part.key, part.tokens)
-            for index, part in enumerate(row.segments)
-        )
         after = tuple(sample for each in row.after for sample in samples(each))
         parent = None if row.parent is None else row.parent * most
         alike = replace(
-            row, segments=segments, after=after, parent=parent, n=None, best_of=None, beam_width=None
+            row, segments=keyed_text(row), after=after, parent=parent, n=None, best_of=None, beam_width=None
         )
         rows += [
             replace(alike, request_id=sample, output_key=None if number else row.output_key)

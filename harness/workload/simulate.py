@@ -21,6 +21,7 @@ from harness.metrics import compute_metrics
 from harness.metrics.log import Outcome, RunLog, empty_log
 from harness.metrics.totals import Totals, as_floats, step_totals
 from harness.replay.arrivals import Arrivals, TimedRequest
+from harness.replay.beams import RecordedGenealogy
 from harness.replay.branches import BranchEnds
 from harness.replay.cost_model import CostModel, CostSource
 from harness.replay.executors import Executor, RecordedExecutor, SimulatedExecutor, StepTiming
@@ -29,6 +30,7 @@ from harness.replay.loop import Progress, Replay
 from harness.replay.recorder import Recorder
 from harness.replay.replicas import Balancer, merged, run_together
 from harness.replay.streaming import RunFold, StreamingRecorder, extrapolated
+from harness.workload.beam_requests import BeamClient
 from harness.workload.compiled import compiled_replay, refuse_preempted_branches
 from harness.workload.workload import Workload
 from traces.analysis.belady import optimal_hits_of_run
@@ -42,13 +44,19 @@ def replay_workload(
     keep_plans: bool = False,
     progress: Progress | None = None,
     scheduler: Scheduler | None = None,
+    client: BeamClient | None = None,
+    live: dict[int, Request] | None = None,
 ) -> tuple[RunLog, Recorder]:
-    """Replay `requests` through a new scheduler, or the given one, over an empty pool; returns log and recorder."""
-    by_id = {timed.request.request_id: timed.request for timed in requests}
+    """Replay `requests` through a new scheduler, or the given one, over an empty pool; returns log and recorder.
+
+    With `client` the engine gets what it sends for `requests`. Then `live` holds the requests under way, and the
+    executor was made with it.
+    """
+    by_id = {timed.request.request_id: timed.request for timed in requests} if live is None else live
     pool = workload.pool
     recorder = Recorder(by_id, pool.block_size, keep_plans=keep_plans, window=pool.window)
     scheduler = scheduler or workload.scheduler()
-    arrivals = workload.traffic.arrivals(workload.trace.requests, requests)
+    arrivals = workload.arrivals(requests, client)
     manager = scheduler.manager
     cached = manager if isinstance(manager, PagedManager) else None
     events = KvEventRecorder(cached) if workload.kv_events and cached else None
@@ -58,6 +66,7 @@ def replay_workload(
         executor,
         recorder,
         progress,
+        live=live,
         until_ns=workload.traffic.until_ns,
         asynchronous=workload.batching.async_scheduling,
         after_step=events.note if events else None,
@@ -71,6 +80,8 @@ def replay_workload(
     if residency is not None:
         residency.clock = replay.now_ns
     replay.run()
+    if client is not None:
+        recorder.chosen = client.chosen
     log = recorder.log(scheduler.stats, workload.pool.tokens, workload.pool.slot_bytes)
     if grouped is not None:
         log = replace(log, waste=waste_table(grouped))
@@ -101,10 +112,12 @@ def _simulated(
     if workload.replicas > 1:
         return _simulate_replicas(workload, cost, beam_churn, fast_forward)
     requests = workload.requests()
-    by_id = {timed.request.request_id: timed.request for timed in requests}
+    client = workload.beam_client(workload.drawn.genealogy(cost.source, workload.width, beam_churn))
+    live: dict[int, Request] | None = {} if client else None
+    by_id = {timed.request.request_id: timed.request for timed in requests} if live is None else live
     single = workload.residency is not None  # a fast-forward would take all its blocks at one time
     executor = simulated_executor(workload, cost, by_id, beam_churn, fast_forward=fast_forward and not single)
-    return replay_workload(workload, requests, executor)[0]
+    return replay_workload(workload, requests, executor, client=client, live=live)[0]
 
 
 def optimal_hit_tokens(workload: Workload, log: RunLog) -> int:
@@ -143,7 +156,7 @@ def _simulate_replicas(
     requests, pool = workload.requests(), workload.pool
     by_id = {timed.request.request_id: timed.request for timed in requests}
     schedulers = [workload.scheduler() for _ in range(workload.replicas)]
-    balancer = Balancer(workload.traffic.arrivals(workload.trace.requests, requests), schedulers)
+    balancer = Balancer(workload.arrivals(requests), schedulers)
     recorders = [Recorder(by_id, pool.block_size, window=pool.window) for _ in schedulers]
     env = simpy.Environment(initial_time=0)
     replays = [
@@ -205,7 +218,8 @@ def simulate_metrics(
         log = _simulate_replicas(workload, cost, beam_churn, fast_forward)
         none = empty_log(log.block_size, log.capacity_slots, log.kv_bytes_per_token)
         return replace(prediction_of(log, cost.source), log=none)
-    arrivals = workload.traffic.arrivals(workload.trace.requests, workload.stream())
+    client = workload.beam_client(workload.drawn.genealogy(cost.source, workload.width, beam_churn))
+    arrivals = workload.arrivals(workload.stream(), client)
     return predict(workload, arrivals, cost, beam_churn, fast_forward=fast_forward)
 
 
@@ -252,7 +266,9 @@ def replay_recording(workload: Workload, recording: Recorder) -> tuple[RunLog, R
     Every plan must equal the measured run's, block ids included; with groups, also where the bytes of their pools go.
     """
     executor = RecordedExecutor(recording.step_ns, recording.results)
-    return replay_workload(workload, workload.requests(), executor, keep_plans=True)
+    client = workload.beam_client(RecordedGenealogy(recording.parents))
+    live: dict[int, Request] | None = {} if client else None
+    return replay_workload(workload, workload.requests(), executor, keep_plans=True, client=client, live=live)
 
 
 def simulated_executor(

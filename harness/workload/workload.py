@@ -1,6 +1,6 @@
 """The workload of a point: the trace, how it is decoded and sent, and the pool, without requests that never fit."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -15,14 +15,18 @@ from engine.core.scheduling.scheduler import Scheduler
 from harness.config.errors import ConfigError
 from harness.config.schema import CacheConfig, Compiled, Oversize, RunConfig, SchedulerConfig
 from harness.config.values import PerObject
-from harness.replay.arrivals import TimedRequest
+from harness.replay.arrivals import Arrivals, Resubmitting, TimedRequest
+from harness.replay.beams import Genealogy
 from harness.replay.virtual_time import LATEST_NS
+from harness.workload.beam_requests import BeamClient, KeyedBeams, requests_sent
 from harness.workload.decoding import (
     SHORT,
     RequestDecoding,
     TraceDecoding,
+    keyed_text,
     names_widths,
     one_request_per_sample,
+    resubmitted,
     trace_decoding_of,
 )
 from harness.workload.drawn import DrawnOutcomes, drawn_outcomes_of, recorded_parents
@@ -62,6 +66,9 @@ class Workload:
     )
     residency: float | None = None  # share of the blocks whose residency is sampled
     sharing: Sharing = Sharing.copy_on_write  # how samples and beams share blocks
+    resubmits: bool = (
+        False  # beams are served by a client (`beam_client`), which sends requests of one sequence
+    )
     optimum: bool = False  # compute the hits of the best order of eviction
 
     @property
@@ -101,15 +108,41 @@ class Workload:
         pinned = cache.keep_tokens // self.pool.block_size
         return KeepQueue(cache.keep, turns, seconds=cache.keep_s, pinned=pinned)
 
+    def beam_client(self, genealogy: Genealogy) -> KeyedBeams | None:
+        """The client that sends the beams of these requests; None where the engine itself serves beams."""
+        return KeyedBeams(self.client_stride, genealogy) if self.resubmits else None
+
+    @property
+    def client_stride(self) -> int:
+        """A number greater than the id of every row."""
+        return 1 + max(row.request_id for row in self.trace.requests)
+
+    def arrivals(self, requests: Iterable[TimedRequest], client: BeamClient | None = None) -> Arrivals:
+        """The source of `requests`, one for each row of the trace in order; or of what `client` sends for them."""
+        rows = self.trace.requests
+        source = self.traffic.arrivals(rows, requests)
+        if client is None:
+            return source
+        return Resubmitting(source, client, sum(requests_sent(_request(self, row)) for row in rows))
+
     def requests(self, identify: Identify | None = None) -> list[TimedRequest]:
         """The requests in order of arrival; blocks are identified by prefix keys, or as `identify` says."""
         return list(self.stream(identify))
 
     def stream(self, identify: Identify | None = None) -> Iterator[TimedRequest]:
         """The same one by one, for traces that should not be in memory as a whole."""
-        identify = identify or (_by_keys_and_answers if self.shared_outputs else _by_keys)
+        identify = identify or self._by_keys()
         for row in self.trace.requests:
             yield TimedRequest(_request(self, row, identify(row)), row.arrival_us * 1000)
+
+    def _by_keys(self) -> Identify:
+        if self.resubmits:
+            return _by_keyed_text
+        return _by_keys_and_answers if self.shared_outputs else _by_keys
+
+
+def _by_keyed_text(row: TraceRequest) -> BlockIdentity:
+    return KeyIdentity(row.request_id, keyed_text(row), row.salt)
 
 
 def _by_keys(row: TraceRequest) -> BlockIdentity:
@@ -121,8 +154,13 @@ def _by_keys_and_answers(row: TraceRequest) -> BlockIdentity:
     return KeyIdentity(row.request_id, row.segments, row.salt, output=output)
 
 
-def _request(workload: Workload, row: TraceRequest, identity: BlockIdentity | None = None) -> Request:
-    decoding = workload.trace_decoding.of(row)
+def _request(
+    workload: Workload,
+    row: TraceRequest,
+    identity: BlockIdentity | None = None,
+    decoding: RequestDecoding | None = None,
+) -> Request:
+    decoding = decoding or workload.trace_decoding.of(row)
     return Request(
         row.request_id,
         row.prompt_tokens,
@@ -156,7 +194,12 @@ def build_workload(config: RunConfig, recorded: Trace | None = None) -> Workload
     limits = limits_of(config.scheduler, pool.max_model_len)
     trace = trace_decoding.noted(recorded or retimed(reshaped_trace(config), config))
     _check_span(trace)
-    if config.decoding.sharing is Sharing.prefix_cache and recorded is None:
+    by_prefix = config.decoding.sharing is Sharing.prefix_cache and recorded is None
+    resubmits = by_prefix and any(trace_decoding.of(row).mode is Decoding.beam for row in trace.requests)
+    if resubmits:
+        _check_client(config)
+        trace = resubmitted(trace, trace_decoding)
+    elif by_prefix:
         trace = one_request_per_sample(trace, trace_decoding)
         single = replace(trace_decoding.configured, width=1)
         trace_decoding = TraceDecoding(single, recorded=False)
@@ -176,6 +219,7 @@ def build_workload(config: RunConfig, recorded: Trace | None = None) -> Workload
         shared_outputs=config.cache.answers,
         residency=config.replay.residency,
         sharing=config.decoding.sharing,
+        resubmits=resubmits,
         optimum=config.replay.optimum,
     )
     _check_kept(config, pool)
@@ -188,6 +232,24 @@ def build_workload(config: RunConfig, recorded: Trace | None = None) -> Workload
     if not trace.requests:
         raise ConfigError("workload.oversize", f"no request fits: {_refusal(whole, reasons)}")
     return with_recorded_beams(config, replace(whole, trace=trace))
+
+
+def _check_client(config: RunConfig) -> None:
+    """Check what does not go with beams that a client sends as requests; raises ConfigError."""
+    cache, replay = config.cache, config.replay
+    asked = {
+        "cache.answers": (cache.answers, "true"),
+        "cache.keep": (cache.keep is not Keep.recent, str(cache.keep)),
+        "device.data_parallel": (config.device.data_parallel > 1, str(config.device.data_parallel)),
+        "replay.optimum": (replay.optimum, "true"),
+    }
+    for key, (is_asked, found) in asked.items():
+        if is_asked:
+            raise ConfigError(
+                key,
+                f"found {found}, but with decoding.sharing=prefix_cache the requests for beams are none of the trace, "
+                "and it does not know them; leave it out, or use decoding.sharing=copy_on_write",
+            )
 
 
 def _check_kept(config: RunConfig, pool: PoolShape) -> None:
@@ -231,10 +293,10 @@ def _oversize(workload: Workload) -> dict[int, str]:
     known: dict[tuple[int, int, RequestDecoding], str | None] = {}
     reasons: dict[int, str] = {}
     for row in _doubtful(workload):
-        decoding = workload.trace_decoding.of(row)
+        decoding = RequestDecoding() if workload.resubmits else workload.trace_decoding.of(row)
         alike = (row.prompt_tokens, _output_tokens(workload, row, decoding), decoding)
         if alike not in known:
-            known[alike] = scheduler.never_fits(_request(workload, row))
+            known[alike] = scheduler.never_fits(_request(workload, row, decoding=decoding))
         reason = known[alike]
         if reason:
             reasons[row.request_id] = reason

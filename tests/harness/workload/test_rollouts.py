@@ -1,5 +1,6 @@
 """Samples and beams of one prompt under each engine's way of sharing: blocks, copies and tokens computed twice."""
 
+from dataclasses import replace
 from functools import lru_cache
 
 import pytest
@@ -12,7 +13,7 @@ from harness.config.overrides import parse_overrides
 from harness.config.schema import RunConfig
 from harness.metrics import compute_metrics
 from harness.point.cost import cost_model
-from harness.workload.simulate import simulate
+from harness.workload.simulate import simulate, simulate_metrics
 from harness.workload.workload import Workload, build_workload
 from traces.trace import Segment, Trace, TraceHeader, TraceRequest
 
@@ -28,9 +29,9 @@ def config(*overrides: str) -> RunConfig:
     return compose_config(axis.settings[0] for axis in parse_overrides(words))
 
 
-def one_prompt(rows: int = 1, **fields: int) -> Trace:
+def one_prompt(rows: int = 1, prompt: int = PROMPT, **fields: int) -> Trace:
     made = [
-        TraceRequest(rid, 0, PROMPT, OUTPUT, (Segment(None, PROMPT),), **fields)  # type: ignore[arg-type]
+        TraceRequest(rid, 0, prompt, OUTPUT, (Segment(None, prompt),), **fields)  # type: ignore[arg-type]
         for rid in range(rows)
     ]
     header = TraceHeader("made", "made", "test", "content", None, 1, "00", rows, rows)
@@ -120,16 +121,90 @@ def test_the_trace_says_that_its_samples_are_requests() -> None:
     )
 
 
-def test_recorded_beams_are_refused_for_the_prefix_cache() -> None:
-    with pytest.raises(ConfigError, match="rows of the trace have beams"):
-        workload_of("decoding.n=2", "decoding.sharing=prefix_cache", trace=one_prompt(beam_width=4))
+BEAMS = ("decoding.beam_width=4", "decoding.mode=greedy", "decoding.sharing=prefix_cache")
+
+
+@pytest.mark.parametrize("prompt", [96, 100, 111])
+def test_each_token_of_each_beam_computes_what_lies_behind_its_full_blocks(prompt: int) -> None:
+    trace = one_prompt(prompt=prompt)
+    log = simulate(workload_of(*BEAMS, trace=trace), cost_model(config(*BEAMS)), None)
+    metrics = compute_metrics(log)
+    hits = [(prompt + token - 1) // SIZE * SIZE for token in range(1, OUTPUT)]
+    behind = [prompt + token - hit for token, hit in enumerate(hits, 1)]
+    assert metrics["hit_tokens"] == 4 * sum(hits)
+    assert metrics["computed_tokens"] == prompt + 4 * sum(behind)
+    assert metrics["finished"] == 1 + 4 * (OUTPUT - 1)
+
+
+def test_beams_sent_as_requests_hold_their_shared_blocks_and_a_tail_each() -> None:
+    def blocks(churn: float) -> float:
+        log = simulate(workload_of(*BEAMS), cost_model(config(*BEAMS)), churn)
+        return float((log.steps["token"] + log.steps["reserved"] + log.steps["internal"]).max() / SIZE)
+
+    full = PROMPT // SIZE
+    assert blocks(0) == full + 4 * 2  # behind the prompt's full blocks each beam has one more, and a tail
+    assert blocks(0.75) == full + 1 + 4  # beams of one parent share that block
+
+
+def test_the_next_token_is_sent_when_all_beams_have_answered() -> None:
+    log = simulate(workload_of(*BEAMS), cost_model(config(*BEAMS)), None)
+    by_length: dict[int, list[int]] = {}
+    for place, tokens in enumerate(log.requests["prompt_tokens"].tolist()):
+        by_length.setdefault(tokens, []).append(place)
+    for tokens in range(PROMPT + 1, PROMPT + OUTPUT):
+        ends = log.requests["finish_s"][by_length[tokens - 1]]
+        assert (log.requests["arrival_s"][by_length[tokens]] == ends.max()).all()
+
+
+def test_beams_of_equal_prompts_find_each_others_blocks() -> None:
+    segments = (Segment(7, PROMPT),)
+    first, second = (TraceRequest(rid, rid * 10**9, PROMPT, OUTPUT, segments) for rid in range(2))
+    trace = one_prompt(rows=2)
+    words = (*BEAMS, "decoding.beam_churn=0", "replay.mode=trace")
+    workload = workload_of(*words, trace=trace.changed((first, second), "equal prompts"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("harness.replay.beams.BeamGenealogy.parents", lambda *_: [0, 1, 2, 3])
+        log = simulate(workload, cost_model(config(*words)), None)
+    late = log.requests["arrival_s"] > 500
+    length = log.requests["prompt_tokens"][late]
+    assert (log.requests["hit_tokens"][late] == (length - 1) // SIZE * SIZE).all()
+    assert log.requests["hit_tokens"][~late][0] == 0
+
+
+def test_a_prediction_without_rows_has_the_figures_of_one_with_rows() -> None:
+    workload, cost = workload_of(*BEAMS, trace=one_prompt(rows=5)), cost_model(config(*BEAMS))
+    kept = compute_metrics(simulate(workload, cost, None))
+    folded = simulate_metrics(workload, cost).metrics
+    for name in ("finished", "hit_tokens", "computed_tokens", "span", "internal_share"):
+        assert folded[name] == pytest.approx(kept[name]), name
+
+
+def test_beams_of_the_trace_are_sent_as_requests() -> None:
+    workload = workload_of(
+        "decoding.sharing=prefix_cache", "decoding.mode=greedy", trace=one_prompt(beam_width=4)
+    )
+    log = simulate(workload, cost_model(config()), None)
+    assert len(log.requests["request_id"]) == 1 + 4 * (OUTPUT - 1)
+
+
+def test_samples_beside_beams_are_refused_for_the_prefix_cache() -> None:
+    rows = (*one_prompt(beam_width=4).requests, replace(one_prompt(n=4).requests[0], request_id=1))
+    with pytest.raises(ConfigError, match="have samples and beams"):
+        workload_of("decoding.sharing=prefix_cache", trace=one_prompt().changed(rows, "both"))
+
+
+@pytest.mark.parametrize(
+    "override", ["device.data_parallel=2", "cache.answers=true", "cache.keep=pin", "replay.optimum=true"]
+)
+def test_what_does_not_know_the_requests_for_beams_is_refused(override: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{override.partition('=')[0]}: .* none of the trace"):
+        workload_of(*BEAMS, override)
 
 
 @pytest.mark.parametrize(
     "overrides",
     [
         ("decoding.sharing=tail_at_fork", "measure=true"),
-        ("decoding.sharing=prefix_cache", "decoding.beam_width=4"),
         ("decoding.sharing=prefix_cache", "cache.prefix_caching=false"),
         ("decoding.sharing=prefix_cache", "decoding.branch_hazard=0.1"),
         ("decoding.sharing=tail_at_fork", "cache.copy_at_fork=true"),
