@@ -1,5 +1,6 @@
 """Builds the parts of an engine from its options: limits, size of the KV pool, scheduler, runner."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -13,6 +14,7 @@ from engine.core.scheduling.scheduler import Scheduler
 from engine.runtime.attention.select import engine_backend
 from engine.runtime.errors import ModelError
 from engine.runtime.graphs import GraphOptions
+from engine.runtime.group_views import state_bytes
 from engine.runtime.kv_pool import kv_item_bytes
 from engine.runtime.models.cpu_layers import can_pack, is_small, replace_layers
 from engine.runtime.models.load import LoadedModel
@@ -177,7 +179,8 @@ def _grouped_manager(
 
 
 def model_layout(loaded: LoadedModel, options: EngineOptions) -> GroupLayout:
-    """The groups of a model's layers, by the K, V and windows that they send: those that see every token first.
+    """The groups of a model's layers, by the K, V and windows that they send and the states that they keep: those that
+    see every token first, states last.
 
     Raises ModelError for options that groups do not serve, and for pages that cannot be unified.
     """
@@ -188,18 +191,20 @@ def model_layout(loaded: LoadedModel, options: EngineOptions) -> GroupLayout:
         )
     kinds: dict[tuple[int, int], int] = {}
     for shape, window in zip(loaded.group_shapes, loaded.windows, strict=True):
-        size = sum(heads * dim for heads, dim in shape) * loaded.dtype.itemsize
-        kinds[window, size] = kinds.get((window, size), 0) + 1
+        if size := sum(heads * dim for heads, dim in shape) * loaded.dtype.itemsize:
+            kinds[window, size] = kinds.get((window, size), 0) + 1
     whole = GroupKind.latent if loaded.latent_shapes else GroupKind.full
     sets = [
         LayerSet(GroupKind.window if window else whole, layers, size, window or None)
         for (window, size), layers in sorted(kinds.items(), key=lambda each: each[0][0] > 0)
     ]
+    states = Counter(map(state_bytes, loaded.states.values()))
+    sets += [LayerSet(GroupKind.state, layers, size) for size, layers in states.items()]
     pages = GroupPages(options.groups)
     try:
         if pages is GroupPages.uniform:
             return uniform_layout(sets, options.block_size)
-        return separate_layout(sets, options.block_size, pages=pages)
+        return separate_layout(sets, options.block_size, state_every=options.state_every, pages=pages)
     except CoreError as error:
         raise ModelError(f"model {loaded.name}: groups={options.groups}: {error}") from error
 

@@ -7,7 +7,7 @@ become NaN again when the core says that their page is void, as in `KVPool`. The
 from the slots that it was told to write: so the tensors are a witness that does not ask the core whose a page is.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,13 +16,21 @@ import torch
 from engine.core.errors import CoreError
 from engine.core.memory.group_layout import GroupLayout, KVGroup
 from engine.core.memory.group_memory import MemoryPages
-from engine.core.memory.group_tables import NO_PAGE
 from engine.core.memory.grouped import pages_of
 from engine.core.options import GroupKind, GroupPages
 from engine.core.plan import IntArray
 from engine.runtime import huge_pages
 from engine.runtime.errors import AuditError, ModelError
-from engine.runtime.kv_pool import LayerShape, SlotMarks
+from engine.runtime.group_views import (
+    UNWRITTEN,
+    GroupView,
+    StateShape,
+    StateView,
+    new_ends,
+    state_bytes,
+    state_numbers,
+)
+from engine.runtime.kv_pool import LayerShape
 
 NOBODY = -1
 """The owner of a page that no group has written since it became void."""
@@ -46,55 +54,15 @@ class _Pages:
         return places[(places >= 1) & (places <= self.count)]
 
 
-_LayerCaches = list[tuple[torch.Tensor, torch.Tensor]]  # K and V of each layer of a group
-
-
-@dataclass(frozen=True, slots=True)
-class GroupView:
-    """The layers of one group, as the attention of a step needs them: a `CacheTensors`.
-
-    `keys[layer]` and `values[layer]` are `[pages + 1, block_size, kv_heads, dim]`. `layers` are the group's layers by
-    their number in the model, `window` is what they tell their attention, 0 for none. `offset` is what the core's page
-    numbers have more than those of the tensors; with `sign` -1 these count down from it.
-    """
-
-    group: KVGroup
-    layers: tuple[int, ...]
-    window: int
-    keys: Sequence[torch.Tensor]
-    values: Sequence[torch.Tensor]
-    offset: int
-    sign: int
-    token_bytes: int
-    device: torch.device
-    marks: SlotMarks | None = None
-
-    @property
-    def block_size(self) -> int:
-        """Tokens of a page."""
-        return self.group.block_size
-
-    def local(self, table: Sequence[int]) -> list[int]:
-        """A block table in the numbers of the tensors; NO_PAGE stays."""
-        offset, sign = self.offset, self.sign
-        if not offset and sign > 0:
-            return list(table)
-        return [(page - offset) * sign if page != NO_PAGE else NO_PAGE for page in table]
-
-    def written(self, pages: torch.Tensor) -> set[int]:
-        """How many slots of `pages`, numbers of the tensors, hold something: of K and V of each layer."""
-        return {
-            int(torch.isfinite(cache[layer].index_select(0, pages)[:, :, 0, 0]).sum())
-            for cache in (self.keys, self.values)
-            for layer in self.layers
-        }
+_LayerCaches = list[tuple[torch.Tensor, torch.Tensor]]  # K and V of each layer of a group; or parts of its states
 
 
 class GroupedPool:
-    """Pages of all groups of a model as tensors. `views` has each group's layers, `group_of` the group of each layer.
+    """Pages of all groups of a model as tensors. `views` has each group's layers, `group_of` the group of each layer's
+    K and V.
 
     `page_counts` are the pages of each pool, as in `PoolPages`, whose page numbers are used; `shapes` and `windows`
-    those of the model's layers. Raises ModelError where they are not those of the layout, and for what has no tensors.
+    those of the model's layers, `states` those of the states that layers keep. Raises ModelError where they are not those of the layout, and for what has no tensors.
     """
 
     def __init__(
@@ -106,24 +74,34 @@ class GroupedPool:
         windows: Sequence[int],
         dtype: torch.dtype,
         device: torch.device,
+        states: Mapping[int, StateShape] | None = None,
     ) -> None:
         self.layout, self.device = layout, device
-        layers = layers_of(layout, shapes, windows, dtype.itemsize)
-        sent = [[shapes[layer] for layer in own] for own in layers]
+        states = states or {}
+        layers = layers_of(layout, shapes, windows, dtype.itemsize, states)
+        sent = [
+            [_as_layer(states[layer], dtype) for layer in own]
+            if group.kind is GroupKind.state
+            else [shapes[layer] for layer in own]
+            for own, group in zip(layers, layout.groups, strict=True)
+        ]
         make = _in_one_memory if layout.pages in _ONE_MEMORY else _in_pools
         self._pages, pages_of_group, caches = make(layout, page_counts, sent, dtype, device)
-        keys, values = [torch.empty(0)] * len(shapes), [torch.empty(0)] * len(shapes)
         self.group_of = [0] * len(shapes)
-        for index, own in enumerate(layers):
+        self.views: list[GroupView | StateView] = []
+        for index, (group, own) in enumerate(zip(layout.groups, layers, strict=True)):
+            keys, values = [torch.empty(0)] * len(shapes), [torch.empty(0)] * len(shapes)
             for layer, (k, v) in zip(own, caches[index], strict=True):
-                keys[layer], values[layer], self.group_of[layer] = k, v, index
-        self.views = [
-            GroupView(
-                *(group, tuple(layers[index]), windows[layers[index][0]], keys, values),
-                *(pages_of_group[index].offset, pages_of_group[index].sign, group.layer_bytes, device),
-            )
-            for index, group in enumerate(layout.groups)
-        ]
+                keys[layer], values[layer] = k, v
+            pages = pages_of_group[index]
+            shared = group, tuple(own), keys, values, pages.offset, pages.sign, device
+            if group.kind is GroupKind.state:
+                parts = {layer: states[layer] for layer in own}
+                self.views.append(StateView(*shared, parts, new_ends(len(own), pages.count + 1)))
+            else:
+                self.views.append(GroupView(*shared, windows[own[0]], group.layer_bytes))
+                for layer in own:
+                    self.group_of[layer] = index
         last = max(max(pages.offset, pages.offset + pages.sign * pages.count) for pages in self._pages)
         self._owner = np.full(last + 1, NOBODY, dtype=np.int64)
 
@@ -145,6 +123,10 @@ class GroupedPool:
             index = torch.from_numpy(held.places(numbers)).to(self.device)
             for tensor, axis in held.tensors:
                 tensor.index_fill_(axis, index, float("nan"))
+        for view in self.views:
+            if isinstance(view, StateView):
+                places = (numbers - view.offset) * view.sign
+                view.forget(places[(places >= 1) & (places < view.ends.shape[1])])
 
     def poison_slots(self, spans: Sequence[tuple[int, int, int]]) -> None:
         """Raises CoreError: nothing of a sequence is cut."""
@@ -180,9 +162,8 @@ class GroupedPool:
     def check_void(self, group: int, slots: torch.Tensor, what: str) -> None:
         """Raise AuditError if one of the slots `[tokens]` that `group` is about to write holds something."""
         view = self.views[group]
-        held = torch.isfinite(
-            view.keys[view.layers[0]][slots // view.block_size, slots % view.block_size, 0, 0]
-        )
+        assert isinstance(view, GroupView)
+        held = view.holds(slots // view.block_size, slots % view.block_size)
         if bool(held.any()):
             slot = int(slots[held][0])
             page = slot // view.block_size * view.sign + view.offset
@@ -190,8 +171,28 @@ class GroupedPool:
                 f"{what}: group {group} writes page {page}, slot {slot % view.block_size}, twice"
             )
 
+    def check_state(self, group: int, page: int, tokens: int, what: str) -> None:
+        """Raise AuditError unless `page` holds the state after `tokens` tokens, in every layer of a state group."""
+        view = self.views[group]
+        assert isinstance(view, StateView)
+        for layer, end in zip(view.layers, view.ends[:, (page - view.offset) * view.sign].tolist(), strict=True):
+            if end != tokens:
+                held = "no state" if end == UNWRITTEN else f"the state after {end} tokens"
+                raise AuditError(
+                    f"{what}: group {group} begins with the state after {tokens} tokens, page {page} holds {held} in "
+                    f"layer {layer}"
+                )
+
+    def check_void_states(self, group: int, pages: IntArray, what: str) -> None:
+        """Raise AuditError if one of `pages`, numbers of the tensors, holds a state before it is first written."""
+        view = self.views[group]
+        assert isinstance(view, StateView)
+        held = view.holds(torch.from_numpy(pages).to(self.device)).cpu().numpy()
+        for place in pages[held].tolist():
+            raise AuditError(f"{what}: group {group} writes page {place * view.sign + view.offset}, a state, twice")
+
     def written_units(self) -> list[int]:
-        """How many tokens each group has in its pages, counted in the tensors.
+        """How many tokens each group has in its pages, or states, counted in the tensors.
 
         Raises AuditError if two layers of a group hold different numbers of them.
         """
@@ -237,33 +238,59 @@ class GroupedPool:
         return not held
 
 
+_STATE = -1  # in place of a window
+
+
 def layers_of(
-    layout: GroupLayout, shapes: Sequence[LayerShape], windows: Sequence[int], item_bytes: int
+    layout: GroupLayout,
+    shapes: Sequence[LayerShape],
+    windows: Sequence[int],
+    item_bytes: int,
+    states: Mapping[int, StateShape],
 ) -> list[list[int]]:
     """The layers of each group, by their number in the model: those that keep what the group keeps.
 
-    Several groups of one kind take turns, as in vLLM. `windows` are those that the layers themselves tell, 0 for none.
-    Raises ModelError where the layers are not those of the layout.
+    Several groups of one kind take turns, as in vLLM. `windows` are those that the layers themselves tell, 0 for none;
+    layers without K and V send shapes of 0. Raises ModelError where the layers are not those of the layout.
     """
     kinds: dict[tuple[int, int], list[int]] = {}
     for layer, (((heads, dk), (v_heads, dv)), window) in enumerate(zip(shapes, windows, strict=True)):
-        kinds.setdefault((window, (heads * dk + v_heads * dv) * item_bytes), []).append(layer)
-    wanted = [(group.window or 0, group.layer_bytes) for group in layout.groups]
+        if size := (heads * dk + v_heads * dv) * item_bytes:
+            kinds.setdefault((window, size), []).append(layer)
+    for layer, shape in sorted(states.items()):
+        kinds.setdefault((_STATE, state_bytes(shape)), []).append(layer)
+    wanted = [
+        (_STATE if group.kind is GroupKind.state else group.window or 0, group.layer_bytes)
+        for group in layout.groups
+    ]
     found = []
     for index, (group, kind) in enumerate(zip(layout.groups, wanted, strict=True)):
-        if group.kind is GroupKind.state:
-            raise ModelError(f"group {index} keeps states, for which the engine has no tensors")
         layers = kinds.get(kind, [])[wanted[:index].count(kind) :: wanted.count(kind)]
         if len(layers) != group.layers:
+            unit = "sequence" if group.kind is GroupKind.state else "token"
             raise ModelError(
-                f"group {index} has {group.layers} {group.kind} layers of {kind[1]} bytes a token"
-                f"{f' and a window of {kind[0]}' if kind[0] else ''}, the model has {len(layers)} such layers for it; "
-                f"its layers by (window, bytes): { {each: len(those) for each, those in kinds.items()} }"
+                f"group {index} has {group.layers} {group.kind} layers of {kind[1]} bytes a {unit}"
+                f"{f' and a window of {group.window}' if group.window else ''}, the model has {len(layers)} such layers "
+                f"for it; its layers: {'; '.join(_told(each, those) for each, those in kinds.items())}"
             )
         found.append(layers)
-    if sum(map(len, found)) != len(shapes):
-        raise ModelError(f"the groups have {sum(map(len, found))} layers, the model has {len(shapes)}")
+    here, there = sum(map(len, found)), sum(map(len, kinds.values()))
+    if here != there:
+        raise ModelError(f"the groups have {here} layers, the model has {there}")
     return found
+
+
+def _told(kind: tuple[int, int], layers: Sequence[int]) -> str:
+    """Layers of one kind in words."""
+    window, size = kind
+    if window == _STATE:
+        return f"{len(layers)} with a state of {size} bytes"
+    return f"{len(layers)} of {size} bytes a token{f' and a window of {window}' if window else ''}"
+
+
+def _as_layer(shape: StateShape, dtype: torch.dtype) -> LayerShape:
+    """A state as if it were the K of one token: so a page of states is a page of K."""
+    return (1, state_numbers(shape, dtype)), (0, 0)
 
 
 _Made = tuple[
@@ -287,7 +314,10 @@ def _in_pools(
     made, of_group, caches = [], [], []
     offset = 0
     for count, owned in zip(page_counts, pools, strict=True):
-        sizes = {_numbers(layout.groups[group], shape) for group in owned for shape in shapes[group]}
+        token_groups = [group for group in owned if layout.groups[group].kind is not GroupKind.state]
+        sizes = {
+            _numbers(layout.groups[group], shape) for group in token_groups or owned for shape in shapes[group]
+        }
         if len(sizes) != 1:
             raise ModelError(
                 f"pages of {layout.pages} groups {', '.join(map(str, owned))} have different sizes in K and V "
@@ -351,7 +381,7 @@ def _in_one_memory(
 def _numbers(group: KVGroup, shape: LayerShape) -> tuple[int, int]:
     """How many numbers of K and of V a page has in one layer."""
     (heads, dk), (v_heads, dv) = shape
-    return group.block_size * heads * dk, group.block_size * v_heads * dv
+    return group.units * heads * dk, group.units * v_heads * dv
 
 
 def _cut(layer: torch.Tensor, group: KVGroup, shape: LayerShape) -> tuple[torch.Tensor, torch.Tensor]:
@@ -363,7 +393,9 @@ def _cut(layer: torch.Tensor, group: KVGroup, shape: LayerShape) -> tuple[torch.
 def _shaped(
     k: torch.Tensor, v: torch.Tensor, group: KVGroup, shape: LayerShape
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of one layer, `[pages + 1, numbers]`, as `[pages + 1, block_size, kv_heads, dim]`."""
+    """K and V of one layer, `[pages + 1, numbers]`, as `[pages + 1, block_size, kv_heads, dim]`; of states as it is."""
+    if group.kind is GroupKind.state:
+        return k, v
     (heads, dk), (v_heads, dv) = shape
     size = group.block_size
     return k.view(-1, size, heads, dk), v.view(-1, size, v_heads, dv)

@@ -15,9 +15,11 @@ from engine.core.plan import Row
 from engine.runtime.attention.latent import LatentStep
 from engine.runtime.attention.layer import AttentionTimer, LayerAttention, PagedStep
 from engine.runtime.attention.select import attention_metadata
+from engine.runtime.attention.state import StateStep, first_written
 from engine.runtime.batch import Generations, StepBatch, decode_first, place_rows, step_batch
 from engine.runtime.errors import AuditError
 from engine.runtime.group_pool import GroupedPool
+from engine.runtime.group_views import StateView
 from paged_kernels import Scoring, Workspace
 
 
@@ -45,18 +47,26 @@ def _tables(row: Row) -> GroupTables:
 
 
 class GroupedStep:
-    """The tensors of all groups and the places of a step in them: stands for the `PagedStep` of each group."""
+    """The tensors of all groups and the places of a step in them: stands for the `PagedStep` of each group.
+
+    `states` has the step of each layer that keeps a state.
+    """
 
     def __init__(
         self, batch: StepBatch, pool: GroupedPool, workspace: Workspace, backend: str, timer: AttentionTimer
     ) -> None:
         self._group_of = pool.group_of
-        self._steps: list[LayerAttention] = [
-            LatentStep(layout, slots, view, timer)
-            if view.group.kind is GroupKind.latent
-            else PagedStep(attention_metadata(layout, view, workspace, backend), slots, view, timer)
-            for view, (layout, slots) in zip(pool.views, batch.groups, strict=True)
-        ]
+        self._steps: dict[int, LayerAttention] = {}
+        self.states: dict[int, StateStep] = {}
+        for index, (view, (layout, slots)) in enumerate(zip(pool.views, batch.groups, strict=True)):
+            if isinstance(view, StateView):
+                step = StateStep(layout, view, batch.position_ids[0].cpu().numpy())
+                self.states |= dict.fromkeys(view.layers, step)
+            elif view.group.kind is GroupKind.latent:
+                self._steps[index] = LatentStep(layout, slots, view, timer)
+            else:
+                metadata = attention_metadata(layout, view, workspace, backend)
+                self._steps[index] = PagedStep(metadata, slots, view, timer)
 
     def attend(
         self,
@@ -83,7 +93,8 @@ def check_step(step: int, rows: Sequence[Row], batch: StepBatch, pool: GroupedPo
     forward pass and after `note_writes`.
 
     In each group the table must have every page from the first token that the row sees, by the window of the layers
-    themselves, and each of these pages must have been written by that group.
+    themselves, and each of these pages must have been written by that group. A row that goes on must find the state
+    after the token before it.
     """
     for row in rows:
         for index, view in enumerate(pool.views):
@@ -101,15 +112,24 @@ def check_step(step: int, rows: Sequence[Row], batch: StepBatch, pool: GroupedPo
                 place = sees // view.block_size + seen.index(NO_PAGE)
                 raise AuditError(f"{what}: group {index} has no page for block {place}, which the row sees")
             pool.check_reads(index, seen, what)
-    for index, (_, slots) in enumerate(batch.groups):
-        pool.check_void(index, slots, f"step {step}")
+            if isinstance(view, StateView) and row.context_len:
+                pool.check_state(index, seen[0], row.context_len, what)
+    for index, (layout, slots) in enumerate(batch.groups):
+        view = pool.views[index]
+        if isinstance(view, StateView):
+            pool.check_void_states(index, first_written(layout, view.block_size), f"step {step}")
+        else:
+            pool.check_void(index, slots, f"step {step}")
 
 
 def check_units(step: int, expected: Sequence[int], pool: GroupedPool) -> None:
-    """Raise AuditError unless the tensors of each group hold as many tokens as the core's account of it says."""
+    """Raise AuditError unless the tensors of each group hold as many tokens, or states, as the core's account of it
+    says.
+    """
     for index, (found, counted) in enumerate(zip(pool.written_units(), expected, strict=True)):
         if found != counted:
+            kind = pool.views[index].group.kind
+            unit = "states" if kind is GroupKind.state else "tokens"
             raise AuditError(
-                f"step {step}: group {index} ({pool.views[index].group.kind}) has {found} tokens in its tensors, the "
-                f"scheduler counts {counted}"
+                f"step {step}: group {index} ({kind}) has {found} {unit} in its tensors, the scheduler counts {counted}"
             )

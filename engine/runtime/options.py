@@ -91,6 +91,7 @@ class EngineOptions:
         WindowHits.window
     )  # with groups: what a prefix hit needs of windowed layers
     behind_first: bool = False  # with groups: evict what a window has left first
+    state_every: int | None = None  # tokens between two kept states, but for groups=uniform; None: at each block's end
     limits: SchedulerLimits | None = None
     scheduler: MakeScheduler | None = None
     kv_dtype: KVDtype | str = KVDtype.model  # in 8 bits the pool holds two or four times the tokens
@@ -114,9 +115,10 @@ class EngineOptions:
             ("block_size", 1),
             ("audit_every", 1),
             ("draft_tokens", 0),
+            ("state_every", 1),
         ):
             value = getattr(self, name)
-            if value is None and name in ("pool_tokens", "kv_cache_memory_bytes"):
+            if value is None and name in ("pool_tokens", "kv_cache_memory_bytes", "state_every"):
                 continue
             if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
                 raise EngineOptionError(f"{name}: {value!r} is not a whole number of at least {least}")

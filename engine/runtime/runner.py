@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,6 +22,7 @@ from engine.runtime.attention.layer import (
     PagedStep,
 )
 from engine.runtime.attention.select import attention_metadata, check_kv_dtype, engine_backend
+from engine.runtime.attention.state import mixing
 from engine.runtime.batch import StepBatch, build_batch
 from engine.runtime.decoding.choose import (
     Choice,
@@ -229,10 +231,12 @@ class Runner:
     def _forward(self, batch: StepBatch, paged: LayerAttention | None) -> ForwardOutput:
         """Run the model over a batch, outside of graphs."""
         assert paged is not None
-        if isinstance(paged, GroupedStep) and self._loaded.latent_shapes:
-            with latents(self._loaded.model):
-                return self._run(batch, paged)
-        return self._run(batch, paged)
+        if not isinstance(paged, GroupedStep):
+            return self._run(batch, paged)
+        with mixing(self._loaded.mixers, paged.states), ExitStack() as more:
+            if self._loaded.latent_shapes:
+                more.enter_context(latents(self._loaded.model))
+            return self._run(batch, paged)
 
     def _run(self, batch: StepBatch, paged: LayerAttention) -> ForwardOutput:
         ids, positions = batch.input_ids, batch.position_ids
@@ -292,7 +296,8 @@ def pool_for(
     host_blocks: int = 0,
     kv_dtype: KVDtype | str = KVDtype.model,
 ) -> KVPool:
-    """A KV pool for a model, on its device, in its data type or in 8 bits."""
+    """A KV pool for a model, on its device, in its data type or in 8 bits. Raises ModelError for one with states."""
+    _check_stateless(loaded)
     return KVPool(
         loaded.kv_shapes,
         num_blocks=num_blocks,
@@ -313,7 +318,17 @@ def grouped_pool_for(loaded: LoadedModel, groups: GroupLayout, page_counts: Sequ
         windows=loaded.windows,
         dtype=loaded.dtype,
         device=loaded.device,
+        states=loaded.states,
     )
+
+
+def _check_stateless(loaded: LoadedModel) -> None:
+    """Raise ModelError for a model that keeps recurrent states, for which blocks of one kind have no place."""
+    if loaded.mixers:
+        raise ModelError(
+            f"model {loaded.name}: {len(loaded.states)} of its layers keep a recurrent state, for which a pool of one "
+            "kind of block has no place; set groups (uniform, separate, lcm, moving or two_ended)"
+        )
 
 
 def _check_grouped(

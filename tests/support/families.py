@@ -76,6 +76,22 @@ FAMILIES = {
     "deepseek_v2": ("experts, latent attention", LATENT),
     "deepseek_v3": ("experts, latent attention", LATENT),
 }
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+MIXED_STATE = ["linear_attention", "full_attention"] * 2
+# models with a recurrent state in some layers, which run in groups alone
+STATEFUL = {
+    "qwen3_next": (
+        "gated delta nets, experts",
+        EXPERTS
+        | LINEAR
+        | {"num_hidden_layers": 4, "layer_types": MIXED_STATE, "shared_expert_intermediate_size": 16},
+    ),
+}
 BRIEFLY = (  # much like one of the others
     *(
         "ministral",
@@ -110,7 +126,7 @@ def build(family, layer_types=()):
 
     torch.set_num_threads(1)
     kinds = {"layer_types": list(layer_types), "num_hidden_layers": len(layer_types)} if layer_types else {}
-    config = AutoConfig.for_model(family, **COMMON | FAMILIES[family][1] | kinds)
+    config = AutoConfig.for_model(family, **COMMON | (FAMILIES | STATEFUL)[family][1] | kinds)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")

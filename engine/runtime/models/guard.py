@@ -8,17 +8,21 @@ fraction of a second; the verdict is kept for the process.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from engine.runtime.attention.layer import NO_TIMER, PagedStep, use_paged_attention
+from engine.core.memory.group_layout import KVGroup
+from engine.core.options import GroupKind
 from engine.runtime.attention.metadata import PrefillRow, StepLayout, TorchMetadata
+from engine.runtime.attention.state import StateStep, find_mixers, mixing, state_shapes
 from engine.runtime.errors import ModelError
+from engine.runtime.group_views import StateShape, StateView, new_ends, state_bytes, state_numbers
 from engine.runtime.kv_pool import KVPool
-from engine.runtime.models.probe import probe_layers, run_flat, said
+from engine.runtime.models.probe import ShapeProbe, probe_layers, run_flat, said
 from engine.runtime.models.small_copy import FIRST_ID, VOCAB, small_copy
 from paged_kernels import Workspace
 
@@ -159,7 +163,10 @@ class _PagedRuns:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._shapes = probe_layers(model, model.config.model_type, FIRST_ID).shapes
+        self._mixers = find_mixers(model, FIRST_ID, ShapeProbe())
+        self._states = state_shapes(self._mixers)
+        with mixing(self._mixers, None):
+            self._shapes = probe_layers(model, model.config.model_type, FIRST_ID, list(self._states)).shapes
         self._ids = _ids(model)
 
     def differs(self, steps: Sequence[_Step], expected: Sequence[torch.Tensor]) -> str | None:
@@ -167,9 +174,10 @@ class _PagedRuns:
         pool = KVPool(
             self._shapes, num_blocks=8, block_size=_BLOCK, dtype=self._model.dtype, device=self._model.device
         )
+        states = _state_pages(self._states, self._model)
         for number, step in enumerate(steps):
             try:
-                found = self._run(step, pool)
+                found = self._run(step, pool, states)
             except Exception as error:
                 return f"step {number}: {said(error)}"
             wanted = torch.cat([expected[piece.request][piece.start : piece.end] for piece in step])
@@ -196,7 +204,7 @@ class _PagedRuns:
         return torch.arange(1 if tokens > len(step) else 0, tokens, device=self._model.device)
 
     @torch.inference_mode()
-    def _run(self, step: _Step, pool: KVPool) -> torch.Tensor:
+    def _run(self, step: _Step, pool: KVPool, states: StateView) -> torch.Tensor:
         device = self._model.device
         ids = torch.cat([self._ids[piece.request][:, piece.start : piece.end] for piece in step], dim=1)
         positions = np.concatenate([np.arange(piece.start, piece.end) for piece in step])
@@ -214,7 +222,22 @@ class _PagedRuns:
             NO_TIMER,
         )
         flat = torch.from_numpy(positions)[None].to(device)
-        return run_flat(self._model, ids, flat, paged, self._kept(step)).float()
+        mixed = dict.fromkeys(self._states, StateStep(layout, states, positions))
+        with mixing(self._mixers, mixed):
+            return run_flat(self._model, ids, flat, paged, self._kept(step)).float()
+
+
+def _state_pages(states: Mapping[int, StateShape], model: Any) -> StateView:
+    """Memory for the states of all layers that keep one, in pages that end with the blocks of K and V."""
+    empty = torch.empty(0, dtype=model.dtype, device=model.device)
+    keys = [empty] * (1 + max(states, default=0))
+    for layer, shape in states.items():
+        keys[layer] = empty.new_full((1 + sum(map(len, _BLOCKS)), state_numbers(shape, model.dtype)), torch.nan)
+    nothing = [each[:, :0] if each.dim() > 1 else each for each in keys]
+    size = max(map(state_bytes, states.values()), default=1)
+    group = KVGroup(GroupKind.state, len(states), 0, _BLOCK, size, size * len(states))
+    ends = new_ends(len(states), 1 + sum(map(len, _BLOCKS)))
+    return StateView(group, tuple(states), keys, nothing, 0, 1, model.device, states, ends)
 
 
 def _layout(step: _Step, tables: Sequence[np.ndarray]) -> StepLayout:

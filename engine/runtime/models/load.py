@@ -13,11 +13,20 @@ from typing import Any
 import torch
 
 from engine.runtime.attention.layer import LayerAttention, use_paged_attention
+from engine.runtime.attention.state import Mixer, find_mixers, mixing, state_shapes
 from engine.runtime.errors import ModelError
+from engine.runtime.group_views import StateShape
 from engine.runtime.kv_pool import LayerShape
 from engine.runtime.models.cpu_layers import original_layers
 from engine.runtime.models.guard import check_architecture
-from engine.runtime.models.probe import check_masks, probe_latents, probe_layers, run_flat, said
+from engine.runtime.models.probe import (
+    ShapeProbe,
+    check_masks,
+    probe_latents,
+    probe_layers,
+    run_flat,
+    said,
+)
 from engine.runtime.models.small_copy import longest_sequence
 from engine.runtime.models.spec import ModelSpec, check_config, check_model, config_values
 from paged_kernels import Workspace
@@ -31,7 +40,7 @@ class LoadedModel:
     model: Any  # a transformers PreTrainedModel, in eval mode
     kv_shapes: tuple[
         LayerShape, ...
-    ]  # per layer ((kv_heads, dk), (kv_heads, dv)), as the layer really sends them
+    ]  # per layer ((kv_heads, dk), (kv_heads, dv)), as the layer really sends them; all 0 where it sends none
     latent_shapes: tuple[LayerShape, ...] | None  # of latent vectors, where every layer can hand them over
     windows: tuple[int, ...]  # per layer in tokens, as the layer tells its attention; 0: it sees every token
     vocab_size: int
@@ -43,6 +52,12 @@ class LoadedModel:
     end_ids: tuple[int, ...]  # of its generation configuration, or else of its configuration
     original_attention: str  # name of the attention implementation that transformers chose
     workspace: Workspace  # scratch memory of the attention kernels, kept from run to run
+    mixers: tuple[Mixer, ...] = ()  # modules that keep a recurrent state
+
+    @property
+    def states(self) -> dict[int, StateShape]:
+        """The state that each layer keeps of a sequence, of the layers that keep one."""
+        return state_shapes(self.mixers)
 
     @property
     def group_shapes(self) -> tuple[LayerShape, ...]:
@@ -94,15 +109,18 @@ def _on_paged_kv(model: Any, name: str, original: str) -> LoadedModel:
         raise ModelError(f"model {name}: the config of {config.model_type} names no longest sequence")
     first = _first_token_id(config)
     use_paged_attention(model, name)
-    shapes, windows = probe_layers(model, name, first)
-    check_masks(model, name, first)
+    mixers = find_mixers(model, first, ShapeProbe())
+    with mixing(mixers, None):
+        shapes, windows = probe_layers(model, name, first, [mixer.layer for mixer in mixers])
+        check_masks(model, name, first)
+        latent_shapes = probe_latents(model, first, len(shapes))
     check_architecture(model, name)
     width = sum(heads * dim for layer in shapes for heads, dim in layer)
     return LoadedModel(
         name=name,
         model=model,
         kv_shapes=shapes,
-        latent_shapes=probe_latents(model, first),
+        latent_shapes=latent_shapes,
         windows=windows,
         vocab_size=config.vocab_size,
         max_position=longest,
@@ -113,6 +131,7 @@ def _on_paged_kv(model: Any, name: str, original: str) -> LoadedModel:
         end_ids=_end_token_ids(model),
         original_attention=original,
         workspace=Workspace(),
+        mixers=mixers,
     )
 
 

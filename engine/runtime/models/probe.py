@@ -5,7 +5,7 @@ every layer calls our function exactly once. In a second pass transformers is as
 a mask alone, and on paged KV there are no masks. Both passes refuse with a `ModelError` what they find wrong.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -22,6 +22,8 @@ from paged_kernels import Scoring
 _IGNORED_KEYWORDS = frozenset(
     {"position_ids", "use_cache", "dropout", "is_causal", "cache_position", "layer_type"}
 )
+NO_KV: LayerShape = ((0, 0), (0, 0))
+"""What a layer sends that has no attention."""
 _FARTHEST = 1 << 17  # masks are looked at for a query at most this far from the first token
 
 
@@ -91,10 +93,12 @@ class LayerProbe(NamedTuple):
     windows: tuple[int, ...]
 
 
-def probe_layers(model: Any, name: str, token: int) -> LayerProbe:
+def probe_layers(model: Any, name: str, token: int, stateful: Sequence[int] = ()) -> LayerProbe:
     """Run one token through the model and return what its layers send to their attention.
 
-    Raises ModelError unless every layer called `paged_attention` exactly once, with arguments that the kernels support.
+    `stateful` are the layers that keep a recurrent state. A model that has such layers may have others without
+    attention. Raises ModelError unless every layer called `paged_attention` exactly once, or none in such a model,
+    with arguments that the kernels support.
     """
     probe = ShapeProbe()
     try:
@@ -112,7 +116,8 @@ def probe_layers(model: Any, name: str, token: int) -> LayerProbe:
         ) from error
     layers = model.config.get_text_config().num_hidden_layers
     called = sorted(probe.shapes)
-    if probe.calls != len(called) or called != list(range(len(called))) or len(called) < layers:
+    expected = sorted({*called, *stateful, *range(layers)}) if stateful else called
+    if probe.calls != len(called) or expected != list(range(len(expected))) or len(expected) < layers:
         raise ModelError(
             f"model {name}: {model.config.model_type} has {layers} layers, and {len(called)} of them called paged "
             f"attention, {probe.calls} times in all: not every layer has one KV cache per token"
@@ -123,18 +128,19 @@ def probe_layers(model: Any, name: str, token: int) -> LayerProbe:
             "which the paged kernels do not support"
         )
     return LayerProbe(
-        tuple(probe.shapes[layer] for layer in called), tuple(probe.windows[layer] for layer in called)
+        tuple(probe.shapes.get(layer, NO_KV) for layer in expected),
+        tuple(probe.windows.get(layer, 0) for layer in expected),
     )
 
 
-def probe_latents(model: Any, token: int) -> tuple[LayerShape, ...] | None:
-    """The shapes of the latent vectors that the layers can hand over; None unless all of them can.
+def probe_latents(model: Any, token: int, layers: int) -> tuple[LayerShape, ...] | None:
+    """The shapes of the latent vectors that the layers can hand over; None unless all with attention can.
 
     What a layer hands over must expand to the K and V that it sends otherwise, bit for bit. Where it does not, or its
     code needs the expanded ones, the engine keeps these.
     """
-    layers = latent_layers(model)
-    if not layers:
+    modules = latent_layers(model)
+    if not modules:
         return None
     plain, latent = ShapeProbe(), LatentProbe()
     _run_token(model, token, plain)
@@ -143,14 +149,14 @@ def probe_latents(model: Any, token: int) -> tuple[LayerShape, ...] | None:
             _run_token(model, token, latent)
         except Exception:  # its code does more with K and V than handing them over
             return None
-    if len(layers) != len(plain.sent) or latent.sent.keys() != plain.sent.keys():
+    if len(modules) != len(plain.sent) or latent.sent.keys() != plain.sent.keys():
         return None
     for layer, (module, key, value) in latent.sent.items():
         with torch.inference_mode():
             expanded = expand(module, key, value)
         if not all(map(torch.equal, expanded, plain.sent[layer][1:])):
             return None
-    return tuple(latent.shapes[layer] for layer in sorted(latent.shapes))
+    return tuple(latent.shapes.get(layer, NO_KV) for layer in range(layers))
 
 
 def said(error: Exception) -> str:
