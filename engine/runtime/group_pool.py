@@ -54,7 +54,7 @@ class _Pages:
         return places[(places >= 1) & (places <= self.count)]
 
 
-_LayerCaches = list[tuple[torch.Tensor, torch.Tensor]]  # K and V of each layer of a group; or parts of its states
+_LayerCaches = list[tuple[torch.Tensor, torch.Tensor]]  # K and V of each layer of a group
 
 
 class GroupedPool:
@@ -62,7 +62,8 @@ class GroupedPool:
     K and V.
 
     `page_counts` are the pages of each pool, as in `PoolPages`, whose page numbers are used; `shapes` and `windows`
-    those of the model's layers, `states` those of the states that layers keep. Raises ModelError where they are not those of the layout, and for what has no tensors.
+    those of the model's layers, `states` the states that layers keep. Raises ModelError where they are not those of
+    the layout, and for what has no tensors.
     """
 
     def __init__(
@@ -175,7 +176,9 @@ class GroupedPool:
         """Raise AuditError unless `page` holds the state after `tokens` tokens, in every layer of a state group."""
         view = self.views[group]
         assert isinstance(view, StateView)
-        for layer, end in zip(view.layers, view.ends[:, (page - view.offset) * view.sign].tolist(), strict=True):
+        for layer, end in zip(
+            view.layers, view.ends[:, (page - view.offset) * view.sign].tolist(), strict=True
+        ):
             if end != tokens:
                 held = "no state" if end == UNWRITTEN else f"the state after {end} tokens"
                 raise AuditError(
@@ -189,7 +192,9 @@ class GroupedPool:
         assert isinstance(view, StateView)
         held = view.holds(torch.from_numpy(pages).to(self.device)).cpu().numpy()
         for place in pages[held].tolist():
-            raise AuditError(f"{what}: group {group} writes page {place * view.sign + view.offset}, a state, twice")
+            raise AuditError(
+                f"{what}: group {group} writes page {place * view.sign + view.offset}, a state, twice"
+            )
 
     def written_units(self) -> list[int]:
         """How many tokens each group has in its pages, or states, counted in the tensors.
@@ -270,8 +275,8 @@ def layers_of(
             unit = "sequence" if group.kind is GroupKind.state else "token"
             raise ModelError(
                 f"group {index} has {group.layers} {group.kind} layers of {kind[1]} bytes a {unit}"
-                f"{f' and a window of {group.window}' if group.window else ''}, the model has {len(layers)} such layers "
-                f"for it; its layers: {'; '.join(_told(each, those) for each, those in kinds.items())}"
+                f"{f' and a window of {group.window}' if group.window else ''}, the model has {len(layers)} such "
+                f"layers for it; its layers: {'; '.join(_told(each, those) for each, those in kinds.items())}"
             )
         found.append(layers)
     here, there = sum(map(len, found)), sum(map(len, kinds.values()))
@@ -316,7 +321,9 @@ def _in_pools(
     for count, owned in zip(page_counts, pools, strict=True):
         token_groups = [group for group in owned if layout.groups[group].kind is not GroupKind.state]
         sizes = {
-            _numbers(layout.groups[group], shape) for group in token_groups or owned for shape in shapes[group]
+            _numbers(layout.groups[group], shape)
+            for group in token_groups or owned
+            for shape in shapes[group]
         }
         if len(sizes) != 1:
             raise ModelError(

@@ -49,18 +49,25 @@ def _tables(row: Row) -> GroupTables:
 class GroupedStep:
     """The tensors of all groups and the places of a step in them: stands for the `PagedStep` of each group.
 
-    `states` has the step of each layer that keeps a state.
+    `states` has the step of each layer that keeps a state; see `StateStep` for `singly`.
     """
 
     def __init__(
-        self, batch: StepBatch, pool: GroupedPool, workspace: Workspace, backend: str, timer: AttentionTimer
+        self,
+        batch: StepBatch,
+        pool: GroupedPool,
+        workspace: Workspace,
+        backend: str,
+        timer: AttentionTimer,
+        *,
+        singly: bool = False,
     ) -> None:
         self._group_of = pool.group_of
         self._steps: dict[int, LayerAttention] = {}
         self.states: dict[int, StateStep] = {}
         for index, (view, (layout, slots)) in enumerate(zip(pool.views, batch.groups, strict=True)):
             if isinstance(view, StateView):
-                step = StateStep(layout, view, batch.position_ids[0].cpu().numpy())
+                step = StateStep(layout, view, batch.position_ids[0].cpu().numpy(), singly=singly)
                 self.states |= dict.fromkeys(view.layers, step)
             elif view.group.kind is GroupKind.latent:
                 self._steps[index] = LatentStep(layout, slots, view, timer)

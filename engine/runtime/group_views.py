@@ -24,11 +24,13 @@ UNWRITTEN = -1
 
 
 class StatePart(NamedTuple):
-    """One tensor of a layer's state: `kind` and `index` say where transformers' cache holds it, as
-    `conv_states[index]` or `recurrent_states[index]`. `shape` is that of one sequence."""
+    """One tensor of a layer's state, of one sequence.
+
+    `kind` and `number` say where transformers' cache holds it: `conv_states[number]` or `recurrent_states[number]`.
+    """
 
     kind: str
-    index: int
+    number: int
     shape: tuple[int, ...]
     dtype: torch.dtype
 

@@ -91,7 +91,9 @@ class EngineOptions:
         WindowHits.window
     )  # with groups: what a prefix hit needs of windowed layers
     behind_first: bool = False  # with groups: evict what a window has left first
-    state_every: int | None = None  # tokens between two kept states, but for groups=uniform; None: at each block's end
+    state_every: int | None = (
+        None  # tokens between two kept states, but for groups=uniform; None: at each block's end
+    )
     limits: SchedulerLimits | None = None
     scheduler: MakeScheduler | None = None
     kv_dtype: KVDtype | str = KVDtype.model  # in 8 bits the pool holds two or four times the tokens

@@ -224,7 +224,8 @@ class Runner:
     def _paged(self, batch: StepBatch) -> LayerAttention:
         pool, workspace = self.pool, self._loaded.workspace
         if isinstance(pool, GroupedPool):
-            return GroupedStep(batch, pool, workspace, self.backend, self._timer)
+            singly = self._loaded.singly
+            return GroupedStep(batch, pool, workspace, self.backend, self._timer, singly=singly)
         metadata = attention_metadata(batch.layout, pool, workspace, self.backend)
         return PagedStep(metadata, batch.slots, pool, self._timer)
 

@@ -40,10 +40,11 @@ UNITS = """
     engine.runtime
         engine.runtime.errors engine.runtime.huge_pages engine.runtime.text
         engine.runtime.structured engine.runtime.params engine.runtime.options engine.runtime.kv_pool
-        engine.runtime.group_pool
+        engine.runtime.group_views engine.runtime.group_pool
     engine.runtime.attention
         engine.runtime.attention.native engine.runtime.attention.cascade engine.runtime.attention.metadata
-        engine.runtime.attention.layer engine.runtime.attention.latent engine.runtime.attention.select
+        engine.runtime.attention.layer engine.runtime.attention.latent engine.runtime.attention.state
+        engine.runtime.attention.select
     engine.runtime.models engine.runtime.decoding
         engine.runtime.batch engine.runtime.group_steps engine.runtime.graphs engine.runtime.drafts
         engine.runtime.runner engine.runtime.build engine.runtime.requests engine.runtime.engine

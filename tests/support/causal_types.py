@@ -31,7 +31,9 @@ INDEXER = {
     "indexer_budget": 2048,
     "indexer_compress_ratio": 4,
 }
-OWN_VALUES = {  # where the defaults of transformers give no model, or a very large one
+OWN_VALUES = {  # where the defaults of transformers give no model, a very large one, or one without attention
+    "bamba": {"num_hidden_layers": 4, "attn_layer_indices": [1, 3]},
+    "granitemoehybrid": {"num_hidden_layers": 4, "layer_types": ["mamba", "attention"] * 2},
     "cohere_compass_text": {
         "num_hidden_layers": 4,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -126,7 +128,10 @@ def _complete(config, kind):
 
 
 def answer(name):
-    """`equal`, or why the type is refused or cannot be built here. AssertionError where the tokens are wrong."""
+    """`equal`, or why the type is refused or cannot be built here. AssertionError where the tokens are wrong.
+
+    Types with a recurrent state are `equal, in groups`.
+    """
     from engine.runtime.errors import ModelError
     from engine.runtime.models.load import wrap_model
 
@@ -139,7 +144,9 @@ def answer(name):
     except ModelError as error:
         return NUMBERS.sub("", str(error).removeprefix(f"model {name}: ").replace("|", "/"))
     check_tokens(loaded)
-    return "equal"
+    if not loaded.mixers:
+        return "equal"
+    return "equal, in groups: recurrent state" + (", prompts token by token" if loaded.singly else "")
 
 
 def _one_line(error):
@@ -153,6 +160,7 @@ def check_tokens(loaded):
     import torch
 
     from engine.core.options import SchedulerLimits
+    from engine.runtime.group_views import state_bytes
     from engine.runtime.llm import LLM
     from engine.runtime.models.load import original_model
     from engine.runtime.params import SamplingParams
@@ -160,13 +168,13 @@ def check_tokens(loaded):
     rng = np.random.default_rng(1)
     prompts = [rng.integers(8, 90, size).tolist() for size in PROMPTS]
     blocks = sum(-(-size // 4) for size in PROMPTS)
-    llm = LLM(
-        loaded,
-        limits=SchedulerLimits(16, 8, max_model_len=60),
-        block_size=4,
-        pool_tokens=4 * blocks,
-        audit="full",
-    )
+    limits = SchedulerLimits(16, 8, max_model_len=60)
+    tokens, groups = 4 * blocks, "off"
+    if loaded.mixers:  # K and V of the prompts, and the states of three sequences while a chunk of them runs
+        kept = sum(state_bytes(shape) for shape in loaded.states.values()) * len(PROMPTS) * (16 // 4 + 2)
+        token_bytes = 4 * sum(heads * dim for layer in loaded.group_shapes for heads, dim in layer)
+        tokens, groups = 2 * tokens + -(-kept // token_bytes), "separate"
+    llm = LLM(loaded, limits=limits, block_size=4, pool_tokens=tokens, groups=groups, audit="full")
     params = SamplingParams(max_tokens=NEW, temperature=0, logprobs=0, ignore_eos=True)
     outputs = llm.generate(prompts, params)
     with original_model(loaded) as model:

@@ -91,6 +91,26 @@ STATEFUL = {
         | LINEAR
         | {"num_hidden_layers": 4, "layer_types": MIXED_STATE, "shared_expert_intermediate_size": 16},
     ),
+    "falcon_h1": (
+        "state spaces and attention in every layer",
+        {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_ssm": 32, "mamba_d_state": 16, "mamba_n_groups": 1},
+    ),
+    "jamba": (
+        "state spaces whose prompts go token by token",
+        EXPERTS
+        | {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1}
+        | {"expert_layer_period": 2, "expert_layer_offset": 1, "use_mamba_kernels": False},
+    ),
+    "lfm2": (
+        "short convolutions",
+        {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2},
+    ),
+    "kimi_linear": (
+        "delta nets, latent attention",
+        LATENT
+        | EXPERTS
+        | {"num_hidden_layers": 4, "layer_types": MIXED_STATE, "linear_head_dim": 8, "linear_num_heads": 4},
+    ),
 }
 BRIEFLY = (  # much like one of the others
     *(

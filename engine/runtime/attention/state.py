@@ -11,6 +11,7 @@ to another page.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from inspect import BoundArguments, signature
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,12 +29,25 @@ _HOOKS = {"update_conv_state": "conv", "update_recurrent_state": "recurrent"}
 
 @dataclass(frozen=True)
 class Mixer:
-    """A module that keeps `parts` of the state of layer `layer` in the cache that it gets as `keyword`."""
+    """A module that keeps `parts` of the state of layer `layer` in the cache that it gets as argument `cache`."""
 
     module: torch.nn.Module
-    keyword: str
+    cache: str
     layer: int
     parts: StateShape
+
+    def bind(self, sent: Sequence[Any], named: Mapping[str, Any]) -> BoundArguments:
+        """The arguments of a call by their names."""
+        return _bind(self.module, sent, named)
+
+    def call(self, bound: BoundArguments, cache: Any) -> Any:
+        """The module's own code, with another cache."""
+        bound.arguments[self.cache] = cache
+        return type(self.module).forward(*bound.args, **bound.kwargs)
+
+
+def _bind(module: torch.nn.Module, sent: Sequence[Any], named: Mapping[str, Any]) -> BoundArguments:
+    return signature(type(module).forward).bind_partial(module, *sent, **named)
 
 
 def state_shapes(mixers: Sequence[Mixer]) -> dict[int, StateShape]:
@@ -48,13 +62,16 @@ def find_mixers(model: Any, token: int, paged: Any) -> tuple[Mixer, ...]:
     """The mixers of a model, found by running `token` with a cache of transformers and noting who calls its hooks.
 
     `paged` is what the attention of the other layers calls. None are found where this cache does not work: then the
-    model keeps its state elsewhere, or none. Raises ModelError where the cache comes without a keyword.
+    model keeps its state elsewhere, or none. Raises ModelError for a module that keeps states of two layers.
     """
     from transformers import DynamicCache
 
-    cache = DynamicCache(config=model.config.get_text_config())
-    running: list[tuple[torch.nn.Module, Mapping[str, Any]]] = []
-    noted: dict[tuple[int, str, int], tuple[torch.nn.Module, Mapping[str, Any]]] = {}
+    try:
+        cache = DynamicCache(config=model.config.get_text_config())
+    except AttributeError:  # a configuration without what this cache asks for
+        return ()
+    running: list[_Call] = []
+    noted: dict[tuple[int, str, int], _Call] = {}
     for name, kind in _HOOKS.items():
         setattr(cache, name, _noting(getattr(cache, name), kind, running, noted))
     hooks = [
@@ -64,41 +81,55 @@ def find_mixers(model: Any, token: int, paged: Any) -> tuple[Mixer, ...]:
     ids = torch.tensor([[token]], device=model.device)
     try:
         with torch.inference_mode():
-            model(input_ids=ids, position_ids=torch.zeros_like(ids), past_key_values=cache, use_cache=True, paged=paged)
-    except Exception:  # it does not work on this cache: what loads the model says why, or finds it equal without
+            model(
+                input_ids=ids,
+                position_ids=torch.zeros_like(ids),
+                past_key_values=cache,
+                use_cache=True,
+                paged=paged,
+            )
+    except (
+        Exception
+    ):  # it does not work on this cache: what loads the model says why, or finds it equal without
         return ()
     finally:
         for hook in hooks:
             hook.remove()
     found: dict[int, Mixer] = {}
-    for (layer, kind, index), (module, arguments) in noted.items():
-        keyword = next((name for name, value in arguments.items() if value is cache), None)
-        if keyword is None:
-            raise ModelError(f"{type(module).__name__} gets the cache of its state without a keyword")
+    for (layer, kind, index), (module, sent, named) in noted.items():
+        arguments = _bind(module, sent, named).arguments
+        argument = next((name for name, value in arguments.items() if value is cache), None)
+        if argument is None:
+            raise ModelError(f"{type(module).__name__} keeps its state in a cache that it is not called with")
         state = getattr(cache.layers[layer], f"{kind}_states")[index]
         part = StatePart(kind, index, tuple(state.shape[1:]), state.dtype)
         before = found.get(id(module))
         if before is not None and before.layer != layer:
             raise ModelError(f"{type(module).__name__} keeps states of layers {before.layer} and {layer}")
-        found[id(module)] = Mixer(module, keyword, layer, (*(before.parts if before else ()), part))
+        found[id(module)] = Mixer(module, argument, layer, (*(before.parts if before else ()), part))
     return tuple(found.values())
 
 
-def _enter(running: list[Any]) -> Callable[..., None]:
-    def hook(module: torch.nn.Module, arguments: Any, keywords: Mapping[str, Any]) -> None:
-        running.append((module, keywords))
+_Call = tuple[torch.nn.Module, Sequence[Any], Mapping[str, Any]]  # a module and what it is called with
+
+
+def _enter(running: list[_Call]) -> Callable[..., None]:
+    def hook(module: torch.nn.Module, sent: Sequence[Any], named: Mapping[str, Any]) -> None:
+        running.append((module, sent, named))
 
     return hook
 
 
-def _leave(running: list[Any]) -> Callable[..., None]:
+def _leave(running: list[_Call]) -> Callable[..., None]:
     def hook(module: torch.nn.Module, arguments: Any, output: Any) -> None:
         running.pop()
 
     return hook
 
 
-def _noting(update: Any, kind: str, running: list[Any], noted: dict[Any, Any]) -> Callable[..., Any]:
+def _noting(
+    update: Any, kind: str, running: list[_Call], noted: dict[tuple[int, str, int], _Call]
+) -> Callable[..., Any]:
     def hooked(states: torch.Tensor, layer_idx: int, state_idx: int = 0, **more: Any) -> Any:
         noted[layer_idx, kind, state_idx] = running[-1]
         return update(states, layer_idx, state_idx, **more)
@@ -121,34 +152,30 @@ def mixing(mixers: Sequence[Mixer], steps: Mapping[int, "StateStep"] | None) -> 
 def _hooked(mixer: Mixer, step: "StateStep | None") -> Callable[..., Any]:
     def forward(*sent: Any, paged: Any = None, **named: Any) -> Any:
         if step is None:
-            return _call(mixer, sent, named, None)
+            return mixer.call(mixer.bind(sent, named), None)
         return step.mix(mixer, sent, named)
 
     return forward
 
 
-def _call(mixer: Mixer, sent: Sequence[Any], named: Mapping[str, Any], cache: Any) -> Any:
-    """The module's own code, with another cache."""
-    return type(mixer.module).forward(mixer.module, *sent, **dict(named) | {mixer.keyword: cache})
-
-
 class Piece(NamedTuple):
     """Rows that a mixer runs together, all of the same length.
 
-    `index` `[rows, tokens]` are flat positions of the batch, `sources` and `targets` `[rows]` pages of the tensors;
+    `flat` `[rows, tokens]` are positions of the batch, `sources` and `targets` `[rows]` pages of the tensors;
     all `sources` are NO_STATE, or none. `context` `[rows]` is the first position of each row in its pages.
     """
 
-    index: IntArray
+    flat: IntArray
     sources: IntArray
     targets: IntArray
     context: IntArray
 
 
-def pieces_of(layout: StepLayout, block_size: int) -> list[Piece]:
+def pieces_of(layout: StepLayout, block_size: int, *, singly: bool = False) -> list[Piece]:
     """The rows of a step cut where a block ends, in the order in which they must run.
 
-    A piece reads the state of the block before its first token and writes that of the block of its last one.
+    A piece reads the state of the block before its first token and writes that of the block of its last one. With
+    `singly` a piece that goes on from a state has one token.
     """
     spans = [
         (table, number, int(length) - 1, int(length))
@@ -159,7 +186,8 @@ def pieces_of(layout: StepLayout, block_size: int) -> list[Piece]:
     for table, start, context, end in spans:
         begin, depth = context, 0
         while begin < end:
-            until = min(end, (begin // block_size + 1) * block_size)
+            most = 1 if singly and begin else block_size
+            until = min(end, (begin // block_size + 1) * block_size, begin + most)
             source = int(table[(begin - 1) // block_size]) if begin else NO_STATE
             piece = start + begin - context, source, int(table[begin // block_size]), begin
             cut.setdefault((depth, until - begin, begin == 0), []).append(piece)
@@ -181,20 +209,22 @@ class StateStep:
     """The layers with state of one step, on the states of one group.
 
     The rows are those of `layout`, in the pages of `view`; `positions` `[tokens]` are those of the flat batch in their
-    sequences.
+    sequences. `singly` is for layers that go on from a state by one token alone.
     """
 
-    def __init__(self, layout: StepLayout, view: StateView, positions: IntArray) -> None:
+    def __init__(
+        self, layout: StepLayout, view: StateView, positions: IntArray, *, singly: bool = False
+    ) -> None:
         self._view = view
         device = view.device
         self._pieces = [
             (
-                torch.from_numpy(piece.index).to(device),
+                torch.from_numpy(piece.flat).to(device),
                 torch.from_numpy(piece.sources).to(device) if piece.context.any() else None,
                 torch.from_numpy(piece.targets).to(device),
-                positions[piece.index[:, -1]] + 1,
+                positions[piece.flat[:, -1]] + 1,
             )
-            for piece in pieces_of(layout, view.block_size)
+            for piece in pieces_of(layout, view.block_size, singly=singly)
         ]
         self._tokens = len(positions)
 
@@ -207,10 +237,12 @@ class StateStep:
         output: torch.Tensor | None = None
         for index, sources, targets, ends in self._pieces:
             cache = self._cache(mixer, sources)
-            own = [self._cut(value, index) for value in sent]
-            made = _call(mixer, own, {name: self._cut(value, index) for name, value in named.items()}, cache)
+            bound = mixer.bind(self._cut(tuple(sent), index), self._cut(dict(named), index))
+            made = mixer.call(bound, cache)
             if not isinstance(made, torch.Tensor) or made.shape[:2] != index.shape:
-                raise ModelError(f"{type(mixer.module).__name__} does not return one row for each token")
+                raise ModelError(
+                    f"{type(mixer.module).__name__} keeps a state and does not return one row for each token"
+                )
             layer = cache.layers[mixer.layer]
             self._view.write(mixer.layer, targets, {part: _state(layer, part) for part in mixer.parts}, ends)
             if output is None:
@@ -223,15 +255,17 @@ class StateStep:
         """A cache of transformers that holds the states of the rows of a piece, or none at their begin."""
         from transformers.cache_utils import Cache, LinearAttentionLayer
 
-        layer = LinearAttentionLayer(number_of_states=1 + max(part.index for part in self._view.shapes[mixer.layer]))
+        layer = LinearAttentionLayer(
+            number_of_states=1 + max(part.number for part in self._view.shapes[mixer.layer])
+        )
         if sources is not None:
             states = self._view.read(mixer.layer, sources)
             for part in mixer.parts:
-                getattr(layer, f"{part.kind}_states")[part.index] = states[part]
-                getattr(layer, f"is_{part.kind}_states_initialized")[part.index] = True
-                layer.has_previous_state[part.index] = True
+                getattr(layer, f"{part.kind}_states")[part.number] = states[part]
+                getattr(layer, f"is_{part.kind}_states_initialized")[part.number] = True
+                layer.has_previous_state[part.number] = True
                 if part.kind == "conv":
-                    layer.conv_kernel_size[part.index] = part.shape[-1]
+                    layer.conv_kernel_size[part.number] = part.shape[-1]
                     layer.dtype, layer.device = part.dtype, self._view.device
         return Cache(layers=[layer] * (mixer.layer + 1))
 
@@ -239,15 +273,19 @@ class StateStep:
         """The rows and tokens of a piece, of whatever has them: `[1, tokens, ...]` becomes `[rows, piece, ...]`."""
         if isinstance(value, torch.Tensor) and value.shape[:2] == (1, self._tokens):
             return value[0][index]
-        if isinstance(value, tuple | list):
+        if type(value) in (tuple, list):
             return type(value)(self._cut(each, index) for each in value)
+        if type(value) is dict:
+            return {name: self._cut(each, index) for name, each in value.items()}
         return value
 
 
 def _state(layer: Any, part: StatePart) -> torch.Tensor:
     """A part as the module left it. Raises ModelError where it is of another shape or type than at load."""
-    state: torch.Tensor | None = getattr(layer, f"{part.kind}_states")[part.index]
+    state: torch.Tensor | None = getattr(layer, f"{part.kind}_states")[part.number]
     if state is None or tuple(state.shape[1:]) != part.shape or state.dtype is not part.dtype:
         found = "nothing" if state is None else f"{tuple(state.shape[1:])} of {state.dtype}"
-        raise ModelError(f"a {part.kind} state of {part.shape} of {part.dtype} is kept, the layer left {found}")
+        raise ModelError(
+            f"a {part.kind} state of {part.shape} of {part.dtype} is kept, the layer left {found}"
+        )
     return state

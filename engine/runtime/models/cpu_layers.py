@@ -10,6 +10,7 @@ import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from inspect import signature
 from typing import Any
 
 import torch
@@ -134,8 +135,10 @@ def _free_bytes() -> int:
 def norm_forward(module: torch.nn.Module) -> tuple[int, Forward] | None:
     """The row width and a forward in C for a module that looks like an RMS norm; None for other modules.
 
-    None also if there are no compiled kernels.
+    None also if there are no compiled kernels, and for a norm that takes more than rows (a gate).
     """
+    if len(signature(type(module).forward).parameters) != 2:  # self and the rows
+        return None
     weight, eps = getattr(module, "weight", None), _epsilon(module)
     if not isinstance(weight, torch.Tensor) or weight.dim() != 1 or eps is None:
         return None

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from engine.runtime.attention.layer import NO_TIMER, PagedStep, use_paged_attention
 from engine.core.memory.group_layout import KVGroup
 from engine.core.options import GroupKind
+from engine.runtime.attention.layer import NO_TIMER, PagedStep, use_paged_attention
 from engine.runtime.attention.metadata import PrefillRow, StepLayout, TorchMetadata
 from engine.runtime.attention.state import StateStep, find_mixers, mixing, state_shapes
 from engine.runtime.errors import ModelError
@@ -33,7 +33,16 @@ _BLOCK = 4
 _BLOCKS = ((1, 3, 5, 7), (2, 4, 6, 8))  # of the two requests: they alternate in the pool
 _LENGTHS = (14, 11)
 
-_verdicts: dict[tuple[type, str], str | None] = {}
+
+class Verdict(NamedTuple):
+    """What was found: why the model would give wrong tokens, or None; and whether its layers with a state go on from it
+    by one token alone, because transformers begins longer pieces without a state."""
+
+    reason: str | None
+    singly: bool = False
+
+
+_verdicts: dict[tuple[type, str], Verdict] = {}
 
 
 class _Piece(NamedTuple):
@@ -65,19 +74,20 @@ _REASONS: tuple[
 )
 
 
-def check_architecture(model: Any, name: str) -> None:
+def check_architecture(model: Any, name: str) -> Verdict:
     """Raise ModelError with the reason if the model does not compute on paged KV what it computes natively.
 
     `model` is on paged attention. Where no small copy can be built, the model itself runs, in its own data type.
     """
-    reason = _verdict(model)
-    if reason is not None:
+    verdict = _verdict(model)
+    if verdict.reason is not None:
         raise ModelError(
-            f"model {name}: {model.config.model_type} would give wrong tokens on paged KV: {reason}"
+            f"model {name}: {model.config.model_type} would give wrong tokens on paged KV: {verdict.reason}"
         )
+    return verdict
 
 
-def _verdict(model: Any) -> str | None:
+def _verdict(model: Any) -> Verdict:
     for head_dim in _head_dims(model):
         native = _small_native(model, head_dim)
         if native is None:
@@ -106,14 +116,14 @@ def _head_dims(model: Any) -> list[int]:
     return [16, own] if isinstance(own, int) and own not in (0, 16) else [16]
 
 
-def _own_verdict(model: Any) -> str | None:
+def _own_verdict(model: Any) -> Verdict:
     """The verdict from the model itself."""
     paged = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
         expected = _native(model)
     except Exception as error:
-        return f"it does not run natively either: {said(error)}"
+        return Verdict(f"it does not run natively either: {said(error)}")
     finally:
         model.set_attn_implementation(paged)
     return _difference(model, expected)
@@ -142,19 +152,21 @@ def _native_logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-def _difference(model: Any, expected: Sequence[torch.Tensor]) -> str | None:
-    """Why the logits on paged KV differ from the expected ones; None if they do not."""
+def _difference(model: Any, expected: Sequence[torch.Tensor]) -> Verdict:
+    """Why the logits on paged KV differ from the expected ones, if they do."""
     try:
         use_paged_attention(model, model.config.model_type)
         runner = _PagedRuns(model)
         if runner.differs(_TOGETHER, expected) is None:
-            return None
+            return Verdict(None)
+        if runner.mixers and runner.differs(_TOGETHER, expected, singly=True) is None:
+            return Verdict(None, singly=True)
         for steps, reason in _REASONS:
             found = runner.differs(steps, expected)
             if found is not None:
-                return f"{reason} [{found}]"
+                return Verdict(f"{reason} [{found}]")
     except ModelError as error:
-        return str(error)
+        return Verdict(str(error))
     raise AssertionError("the runs together differed before and agree now")
 
 
@@ -163,13 +175,15 @@ class _PagedRuns:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._mixers = find_mixers(model, FIRST_ID, ShapeProbe())
-        self._states = state_shapes(self._mixers)
-        with mixing(self._mixers, None):
+        self.mixers = find_mixers(model, FIRST_ID, ShapeProbe())
+        self._states = state_shapes(self.mixers)
+        with mixing(self.mixers, None):
             self._shapes = probe_layers(model, model.config.model_type, FIRST_ID, list(self._states)).shapes
         self._ids = _ids(model)
 
-    def differs(self, steps: Sequence[_Step], expected: Sequence[torch.Tensor]) -> str | None:
+    def differs(
+        self, steps: Sequence[_Step], expected: Sequence[torch.Tensor], *, singly: bool = False
+    ) -> str | None:
         """Where the logits of the steps first differ from the expected ones, or what failed; None if all agree."""
         pool = KVPool(
             self._shapes, num_blocks=8, block_size=_BLOCK, dtype=self._model.dtype, device=self._model.device
@@ -177,7 +191,9 @@ class _PagedRuns:
         states = _state_pages(self._states, self._model)
         for number, step in enumerate(steps):
             try:
-                found = self._run(step, pool, states)
+                found = self._run(step, pool, states, singly)
+            except ModelError:
+                raise
             except Exception as error:
                 return f"step {number}: {said(error)}"
             wanted = torch.cat([expected[piece.request][piece.start : piece.end] for piece in step])
@@ -204,7 +220,7 @@ class _PagedRuns:
         return torch.arange(1 if tokens > len(step) else 0, tokens, device=self._model.device)
 
     @torch.inference_mode()
-    def _run(self, step: _Step, pool: KVPool, states: StateView) -> torch.Tensor:
+    def _run(self, step: _Step, pool: KVPool, states: StateView, singly: bool) -> torch.Tensor:
         device = self._model.device
         ids = torch.cat([self._ids[piece.request][:, piece.start : piece.end] for piece in step], dim=1)
         positions = np.concatenate([np.arange(piece.start, piece.end) for piece in step])
@@ -222,8 +238,8 @@ class _PagedRuns:
             NO_TIMER,
         )
         flat = torch.from_numpy(positions)[None].to(device)
-        mixed = dict.fromkeys(self._states, StateStep(layout, states, positions))
-        with mixing(self._mixers, mixed):
+        mixed = dict.fromkeys(self._states, StateStep(layout, states, positions, singly=singly))
+        with mixing(self.mixers, mixed):
             return run_flat(self._model, ids, flat, paged, self._kept(step)).float()
 
 
@@ -232,7 +248,9 @@ def _state_pages(states: Mapping[int, StateShape], model: Any) -> StateView:
     empty = torch.empty(0, dtype=model.dtype, device=model.device)
     keys = [empty] * (1 + max(states, default=0))
     for layer, shape in states.items():
-        keys[layer] = empty.new_full((1 + sum(map(len, _BLOCKS)), state_numbers(shape, model.dtype)), torch.nan)
+        keys[layer] = empty.new_full(
+            (1 + sum(map(len, _BLOCKS)), state_numbers(shape, model.dtype)), torch.nan
+        )
     nothing = [each[:, :0] if each.dim() > 1 else each for each in keys]
     size = max(map(state_bytes, states.values()), default=1)
     group = KVGroup(GroupKind.state, len(states), 0, _BLOCK, size, size * len(states))

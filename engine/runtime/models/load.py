@@ -53,6 +53,7 @@ class LoadedModel:
     original_attention: str  # name of the attention implementation that transformers chose
     workspace: Workspace  # scratch memory of the attention kernels, kept from run to run
     mixers: tuple[Mixer, ...] = ()  # modules that keep a recurrent state
+    singly: bool = False  # whether they go on from a state by one token alone
 
     @property
     def states(self) -> dict[int, StateShape]:
@@ -114,7 +115,7 @@ def _on_paged_kv(model: Any, name: str, original: str) -> LoadedModel:
         shapes, windows = probe_layers(model, name, first, [mixer.layer for mixer in mixers])
         check_masks(model, name, first)
         latent_shapes = probe_latents(model, first, len(shapes))
-    check_architecture(model, name)
+    verdict = check_architecture(model, name)
     width = sum(heads * dim for layer in shapes for heads, dim in layer)
     return LoadedModel(
         name=name,
@@ -132,6 +133,7 @@ def _on_paged_kv(model: Any, name: str, original: str) -> LoadedModel:
         original_attention=original,
         workspace=Workspace(),
         mixers=mixers,
+        singly=verdict.singly,
     )
 
 

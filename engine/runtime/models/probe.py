@@ -115,8 +115,13 @@ def probe_layers(model: Any, name: str, token: int, stateful: Sequence[int] = ()
             f"model {name}: {model.config.model_type} on paged KV: {why} ({said(error)})"
         ) from error
     layers = model.config.get_text_config().num_hidden_layers
-    called = sorted(probe.shapes)
+    called = sorted(layer for layer in probe.shapes if isinstance(layer, int))
     expected = sorted({*called, *stateful, *range(layers)}) if stateful else called
+    if stateful and not probe.calls:
+        raise ModelError(
+            f"model {name}: the layers of {model.config.model_type} keep a recurrent state and none keeps K and V of "
+            "its tokens: a pool that is sized in tokens has no size for it"
+        )
     if probe.calls != len(called) or expected != list(range(len(expected))) or len(expected) < layers:
         raise ModelError(
             f"model {name}: {model.config.model_type} has {layers} layers, and {len(called)} of them called paged "

@@ -61,7 +61,7 @@ _LARGEST = (  # a number, and the keys whose values are at most this number in t
         16,
         _keys(
             """kv_lora_rank q_lora_rank o_lora_rank gated_norm_rank adapter_rank laurel_rank hc_lowrank d_rel
-            mamba_d_state mamba_chunk_size"""
+            mamba_d_state mamba_chunk_size ssm_state_size"""
         ),
     ),
     (4, _keys("num_experts num_local_experts n_routed_experts moe_num_experts zero_expert_num")),
@@ -80,6 +80,8 @@ _SMALL = {key: largest for largest, keys in _LARGEST for key in keys}
 # a state beside attention: its heads x width = 2 x 64, the width of the residual stream; of Zamba's attention too
 _EXACT = {
     "mamba_n_heads": 8,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
     "mamba_d_head": 16,
     "mamba_headdim": 16,
     "mamba_d_ssm": 128,

@@ -222,7 +222,10 @@ def test_separate_pools_take_the_memory_of_the_pool_and_a_null_page_each():
         ),
         ([LayerSet(GroupKind.full, 2, 64), LayerSet(GroupKind.window, 2, 64, 19)], "the model has 0 such"),
         ([LayerSet(GroupKind.full, 2, 128)], "the groups have 2 layers, the model has 4"),
-        ([LayerSet(GroupKind.full, 2, 128), LayerSet(GroupKind.state, 2, 64)], "group 1 keeps states"),
+        (
+            [LayerSet(GroupKind.full, 2, 128), LayerSet(GroupKind.state, 2, 64)],
+            "group 1 has 2 state layers of 64",
+        ),
     ],
 )
 def test_a_layout_of_another_model_is_refused(sets, said):

@@ -90,8 +90,16 @@ def document(found):
             "(windows beside full layers), mistral (windows alone), deepseek_v2, deepseek_v3 (latent vectors, kept as "
             "they are; without groups the engine keeps the expanded K and V) and llama are tested so: tokens equal to "
             "`generate()`, with blocks behind windows freed and used again, hits and preemption "
-            "(`tests/engine/runtime/test_groups.py`). Models that keep a recurrent state are refused with or without "
-            "groups.",
+            "(`tests/engine/runtime/test_groups.py`).",
+            "",
+            "*In groups: recurrent state*: some layers keep a state in place of K and V (`cache.groups`, "
+            "`LLM(groups=...)`; without groups the model is refused). The states lie in pages of the same pool, one is "
+            "kept at the end of each block, and a prefix hit begins with one. *Prompts token by token*: transformers "
+            "begins every piece of a prompt but the first without the state before it, so the engine runs these layers "
+            "by one token at a time there, which is slower and gives the same tokens. Models whose layers keep states "
+            "alone are refused: a pool is sized in tokens. The state has the bytes that transformers' cache holds: its "
+            "convolution keeps one column more than that of vLLM "
+            "(`tests/engine/runtime/test_states.py`).",
             "",
             *_table("Equal", "answer", equal),
             *_table("Refused", "reason", refused),

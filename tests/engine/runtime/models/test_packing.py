@@ -55,3 +55,23 @@ def test_packing_is_for_models_that_leave_memory_free(model_of, monkeypatch):
     assert packing.is_small(model_of().model)
     monkeypatch.setattr(packing, "_free_bytes", lambda: 1000)
     assert not packing.is_small(model_of().model)
+
+
+class GatedNorm(torch.nn.Module):
+    """An RMS norm with a gate, which a call may leave out."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.variance_epsilon = torch.nn.Parameter(torch.ones(32)), 1e-6
+
+    def forward(self, rows, gate=None):
+        normed = rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return normed if gate is None else normed * gate
+
+
+def test_a_norm_that_may_be_called_with_a_gate_keeps_its_own_forward():
+    from engine.runtime.models.cpu_layers import replace_layers
+
+    norm, rows = GatedNorm().eval(), torch.ones(1, 3, 32)
+    replace_layers(norm)
+    assert torch.equal(norm(rows, 2 * rows), 2 * norm(rows))
