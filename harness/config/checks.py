@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from os.path import exists, expanduser
 
 from engine.core.options import CachePolicy, GroupPages, Keep, Preemption, Sharing, SpeculationMode
+from engine.runtime.models.spec import STATE_FAMILIES
 from engine.runtime.options import Backend, KVDtype
 from harness.config.errors import ConfigError
 from harness.config.execution import check_execution
@@ -455,7 +456,8 @@ def _predicted_only(config: RunConfig) -> Iterator[ConfigError]:
             "model.weight_dtype",
             f"found {model.weight_dtype}, but the measured engine does not quantise weights; use measure=false",
         )
-    for name in ("experts", "latent_rank", "state_layers"):
+    stateful = model.family in STATE_FAMILIES
+    for name in ("experts", "latent_rank", *(() if stateful else ("state_layers",))):
         if model.path is None and getattr(model, name):
             yield ConfigError(
                 f"model.{name}",

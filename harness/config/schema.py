@@ -176,7 +176,7 @@ class ModelConfig:
     expert_skew: float = 0.0  # popularity of the i-th expert is i^-skew; 0: all alike
     window: int | None = None  # tokens that a windowed layer attends to
     windowed_layers: int = 0
-    state_layers: int = 0  # layers that keep a recurrent state of fixed size and no K and V; predicted alone
+    state_layers: int = 0  # layers with a recurrent state and no K and V; the engine builds family=qwen3_next
     state_bytes: int = 0  # of a sequence's state in one of them
     latent_rank: int = (
         0  # latent attention (MLA): width of the latent vector; 0: none, and the next three do not apply

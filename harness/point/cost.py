@@ -28,12 +28,15 @@ _PREDICTED = (CostKind.roofline, CostKind.operators, CostKind.published)
 def resolve_cost_kind(config: RunConfig) -> CostKind:
     """The cost model's kind. `auto` is table with timed kernels, fitted if measured or calibrated, else roofline.
 
-    A calibration of this machine prices no other device: for another `device`, `auto` is the roofline.
+    Layers with a state are priced by the roofline alone. A calibration of this machine prices no other device: for
+    another `device`, `auto` is the roofline.
     """
     from harness.calibrate.store import is_calibrated
 
     if config.cost.kind is not CostKind.auto:
         return config.cost.kind
+    if config.model.state_layers:
+        return CostKind.roofline
     if config.cost.kernels is not None:
         return CostKind.table
     if config.cost.operators is not None:

@@ -41,6 +41,7 @@ class ModelSpec:
     window: int | None = (
         None  # tokens that windowed layers see, of families that have them; None: the family's own
     )
+    state_layers: int = 0  # layers that keep a recurrent state, of families that have them
 
 
 Config = Mapping[str, Any]
@@ -50,7 +51,7 @@ _MULTI_HEAD_ONLY = frozenset({"gpt2", "opt"})
 
 _OWN_ATTENTION = "its attention is written out in its own code, so transformers cannot replace it"
 _POSITION_BIAS = "it adds position biases to its scores, which the paged kernels do not support"
-_NO_KV = "it keeps a recurrent state and has no KV cache per token"
+_NO_KV = "it keeps a recurrent state alone and has no KV cache per token, and a pool is sized in tokens"
 _DROPS_KEYWORDS = "it does not pass extra arguments to its attention, so the paged KV does not reach it"
 _MASK_ONLY = "its chunked attention exists only as a mask, which the paged kernels do not get"
 
@@ -96,6 +97,21 @@ def _windowed(spec: ModelSpec) -> Config:
     return {**_llama_like(spec), **({} if spec.window is None else {"sliding_window": spec.window})}
 
 
+def _with_states(spec: ModelSpec) -> Config:
+    """Like Llama, with gated delta nets in `state_layers` layers; the others are spread evenly, the last among them."""
+    whole = spec.layers - spec.state_layers
+    ends = [(layer + 1) * whole // spec.layers > layer * whole // spec.layers for layer in range(spec.layers)]
+    return {
+        **_llama_like(spec),
+        "layer_types": ["full_attention" if end else "linear_attention" for end in ends],
+        "linear_num_key_heads": spec.kv_heads,
+        "linear_num_value_heads": spec.heads,
+        "linear_key_head_dim": spec.head_dim,
+        "linear_value_head_dim": spec.head_dim,
+        "num_experts": 0,
+    }
+
+
 def _gpt2(spec: ModelSpec) -> Config:
     return {
         "n_embd": spec.hidden,
@@ -119,11 +135,15 @@ def _opt(spec: ModelSpec) -> Config:
     }
 
 
+STATE_FAMILIES = frozenset({"qwen3_next"})
+"""Families of `FAMILIES` with a recurrent state in some layers."""
+
 FAMILIES: Mapping[str, Callable[[ModelSpec], Config]] = {
     "llama": _llama_like,
     "qwen3": _llama_like,
     "mistral": _windowed,
     "gemma2": _windowed,
+    "qwen3_next": _with_states,
     "gpt2": _gpt2,
     "opt": _opt,
 }
@@ -140,6 +160,12 @@ def check_shape(spec: ModelSpec) -> None:
         raise ModelError(
             f"model {spec.name}: family {spec.family!r} cannot be built from a shape; choose one of "
             f"{', '.join(FAMILIES)}, or give model.path a checkpoint directory"
+        )
+    if (spec.family in STATE_FAMILIES) != (0 < spec.state_layers < spec.layers):
+        raise ModelError(
+            f"model {spec.name}: {spec.family} with {spec.state_layers} state_layers of {spec.layers} layers; "
+            f"{', '.join(sorted(STATE_FAMILIES))} has 1 to layers - 1 of them, other families that are built from a "
+            "shape have none"
         )
     if spec.heads % spec.kv_heads:
         raise ModelError(

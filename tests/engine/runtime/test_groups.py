@@ -182,7 +182,7 @@ def test_a_layer_whose_latent_vectors_expand_to_something_else_keeps_what_it_sen
 
     model = loaded("deepseek_v2").model
     monkeypatch.setattr(probe, "expand", lambda *sent: [each + 1 for each in expand_as_it_is(*sent)])
-    assert probe.probe_latents(model, 0) is None
+    assert probe.probe_latents(model, 0, 2) is None
 
 
 # -- the tensors -------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from harness.point.error_levels import _first_waste
 from harness.workload.simulate import replay_recording
 from harness.workload.workload import build_workload
 
+Made = Callable[[Path, GroupPages], RunConfig]
 SEEDS = range(60 if os.environ.get("PAGETWIN_NIGHTLY") else 6)
 
 
@@ -33,9 +35,19 @@ def windowed(cache_dir: Path, pages: GroupPages = GroupPages.uniform) -> RunConf
     return config
 
 
+def stateful(cache_dir: Path, pages: GroupPages = GroupPages.uniform) -> RunConfig:
+    """A random Qwen3-Next of four layers, two of which keep a state."""
+    config = small_config(cache_dir)
+    config.model.family, config.model.layers = "qwen3_next", 4
+    config.model.state_layers, config.model.state_bytes = 2, (128 * 4 + 4 * 16 * 16) * 4
+    config.cache.groups, config.cache.block_size = pages, 8
+    return config
+
+
 def crowded(config: RunConfig) -> RunConfig:
     """A pool that forces preemption and eviction."""
-    config.cache.pool_tokens, config.cache.max_model_len, config.workload.request_rate = 200, 224, 5000.0
+    config.cache.pool_tokens = 480 if config.model.state_layers else 200
+    config.cache.max_model_len, config.workload.request_rate = 224, 5000.0
     config.scheduler.admit_whole_prompt, config.scheduler.max_batched_tokens = False, 32
     return config
 
@@ -48,9 +60,12 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 PAGES = [pages for pages in GroupPages if pages is not GroupPages.off]
 
 
+@pytest.mark.parametrize("made", [windowed, stateful])
 @pytest.mark.parametrize("pages", PAGES)
-def test_a_measured_point_has_the_counts_of_its_prediction(pages: GroupPages, cache_dir: Path) -> None:
-    config = crowded(windowed(cache_dir, pages))
+def test_a_measured_point_has_the_counts_of_its_prediction(
+    pages: GroupPages, made: Made, cache_dir: Path
+) -> None:
+    config = crowded(made(cache_dir, pages))
     assert check_settings(config) == []
     check_point(config)
     record = run_point(config).record
@@ -66,9 +81,9 @@ def test_a_measured_point_has_the_counts_of_its_prediction(pages: GroupPages, ca
 
 
 def drawn(cache_dir: Path, folder: Path, seed: int) -> RunConfig:
-    """A workload and every choice that groups have, drawn from `seed`."""
+    """A workload and every choice that groups have, drawn from `seed`; every other model has states."""
     draw = random.Random(seed)
-    config = windowed(cache_dir, PAGES[seed % len(PAGES)])
+    config = (stateful if seed % 2 else windowed)(cache_dir, PAGES[seed % len(PAGES)])
     if draw.random() < 0.5:
         config = with_trace(config, TraceFormat.mooncake, mooncake_file(folder, rows=10))
         config.workload.length_scale = 0.02
@@ -84,6 +99,12 @@ def drawn(cache_dir: Path, folder: Path, seed: int) -> RunConfig:
     config.scheduler.policy = draw.choice(list(Scheduling))
     config.scheduler.max_batched_tokens = draw.choice([16, 64, 512])
     config.scheduler.admit_whole_prompt = draw.random() < 0.5
+    if config.model.state_layers:  # pages of a state are large, and a chunk has one for each block
+        config.cache.block_size = draw.choice([4, 8, 16])
+        config.cache.pool_tokens = draw.choice([768, 1536])
+        config.scheduler.max_batched_tokens = draw.choice([16, 32, 64])
+        if config.cache.groups is not GroupPages.uniform:
+            config.cache.state_every = draw.choice([None, 16, 48])
     return crowded(config) if draw.random() < 0.5 else config
 
 
@@ -131,6 +152,21 @@ def test_windows_that_the_model_does_not_have_are_refused(cache_dir: Path) -> No
     config.model.windowed_layers = 1
     with pytest.raises(ConfigError, match=r"cache\.groups: group 2 has 1 full layers .* the model has 0"):
         measure(config, build_workload(config), seed=0)
+
+
+def test_a_state_of_another_size_than_the_model_keeps_is_refused(cache_dir: Path) -> None:
+    config = stateful(cache_dir)
+    config.model.state_bytes = 4096
+    with pytest.raises(ConfigError, match=r"cache\.groups: .* 2 with a state of 6144 bytes"):
+        measure(config, build_workload(config), seed=0)
+
+
+def test_the_record_says_that_states_have_no_price(cache_dir: Path) -> None:
+    config = stateful(cache_dir)
+    check_point(config)
+    record = run_point(config).record
+    assert record["cost"]["kind"] == "roofline"
+    assert "layers with a state" in record["cost"]["provenance"]["not priced"]
 
 
 def test_samples_are_requests_that_find_the_prompt_in_the_prefix_cache(cache_dir: Path) -> None:
