@@ -1,11 +1,12 @@
-"""A store of 100,000 points, and what planning, status and report of it take.
+"""A store of 100,000 points, and what planning, status and report of it take, and the page in a browser.
 
     python tests/nightly/large_store.py [--points 100000] [--folder FOLDER]
 
 Planning is the real one. Of the points a few are run, spread over the settings. Every other point is committed by
 the code that commits all points, with the record of the one that was run and is most like it, its figures moved by up
 to a tenth so that they are not alike. Then the commands run as processes of their own; each is printed with its
-CPU-seconds, wall seconds and largest resident memory. The folder is deleted at the end if it was not named.
+CPU-seconds, wall seconds and largest resident memory. The page of the report is opened in headless Chromium where
+Playwright and Chromium are installed. The folder is deleted at the end if it was not named; a named one is used again.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from harness.console import say
@@ -34,6 +36,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RATES, RUNNING, BLOCKS = range(1, 26), (8, 16, 32, 64), (8, 16)
 MOVED = 0.1
 _CHUNK = 5000  # points of a task
+_TABS, _PATIENCE_MS = 5, 120_000
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,31 @@ def measured(command: Sequence[str]) -> str:
     return f"{cpu:.1f} CPU-s, {wall:.1f} s, {used.ru_maxrss / 1e6:.2f} GB"
 
 
+def opened(page: Path) -> str:
+    """Seconds until a browser has loaded and drawn a page, of several fresh tabs, in words."""
+    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        path = None
+    if path is None:
+        return "not measured: Playwright or Chromium is missing"
+    seconds = []
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=path, args=["--no-sandbox"], timeout=_PATIENCE_MS)
+        for _ in range(_TABS):
+            context = browser.new_context(offline=True, viewport={"width": 1280, "height": 800})
+            context.set_default_timeout(_PATIENCE_MS)
+            tab = context.new_page()
+            begun = time.monotonic()
+            tab.goto(page.resolve().as_uri())
+            tab.evaluate("new Promise(drawn => requestAnimationFrame(() => requestAnimationFrame(drawn)))")
+            seconds.append(time.monotonic() - begun)
+            context.close()
+        browser.close()
+    return f"{median(seconds):.2f} s in the median of {_TABS} tabs, {min(seconds):.2f} to {max(seconds):.2f}"
+
+
 def main() -> None:
     """Write the store and measure the commands on it."""
     parser = argparse.ArgumentParser(
@@ -144,6 +172,7 @@ def main() -> None:
         say(f"doctor            {measured(['doctor', str(folder)])}")
         page = folder / "report" / "index.html"
         summary = Layout(folder).summary
+        say(f"page opens        {opened(page)}")
         say(f"page {page.stat().st_size / 1e6:.1f} MB, summary {summary.stat().st_size / 1e6:.1f} MB")
     finally:
         if flags.folder is None:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from harness.metrics.verdict import point_label
 from harness.report.axes import Axes, comparison_table, policy_of
 from harness.report.figures.series import evenly
 from harness.report.study import Study
@@ -25,9 +26,7 @@ def draw(study: Study, axes: Axes) -> Picture:
     paged = [record for record in study.records if policy_of(record) == "paged"]
     best = evenly([record for record in paged if _SHOWN[1] in (record.get("simulated") or {})], _MOST_BARS)
     table = comparison_table(paged, axes, _SHOWN).drop_duplicates(["point", "metric"])
-    units = {
-        str(comparison_table([record], axes, _SHOWN[:1])["point"].iloc[0]): _unit(record) for record in paged
-    }
+    units = {point_label(record): _unit(record) for record in paged}
     table["match_unit"] = [units[point][0] for point in table["point"]]
     table["pages"] = [units[point][1] for point in table["point"]]
     swept = table["match_unit"].nunique() > 1 and (table["pages"] != _NO_GROUPS).any()

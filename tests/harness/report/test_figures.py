@@ -1,12 +1,14 @@
 """What the figures hold: every point, baselines that can be told apart, and warnings where they are read."""
 
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from synthetic_store import grid, write_point, write_store
 
-from harness.report.axes import find_axes
-from harness.report.figures import curves, kernel
+from harness.report.axes import find_axes, policy_of
+from harness.report.figures import curves, hits, kernel
 from harness.report.figures.series import policies, policy_line, value_axis
 from harness.report.study import read_study
 from harness.report.style import MOST_DRAWN_MARKS, Drawing, new_figure, style, svg_bytes
@@ -118,3 +120,25 @@ def test_very_many_marks_become_a_picture_and_text_stays_text(marks, pictures):
     svg = svg_bytes(figure, "many").decode()
     assert svg.count("<image") == pictures
     assert ">words</text>" in svg
+
+
+def grouped_points(study) -> list[dict]:
+    """Paged points with match units of their own and a hit ratio; the last had no prompt that could hit."""
+    paged = [deepcopy(record) for record in study.records if policy_of(record) == "paged"]
+    for number, record in enumerate(paged):
+        record["pool"] = record.get("pool", {}) | {
+            "groups": {"match_unit": 16 << number % 3, "pages": "uniform"}
+        }
+        others = [row for row in record["comparison"] if row["metric"] != "hit_ratio"]
+        found = {"metric": "hit_ratio", "unit": "", "simulated": 0.25}
+        record["comparison"] = [*others, found] if record is not paged[-1] else others
+    return paged
+
+
+def test_hits_against_the_match_unit_leave_out_a_point_without_them(study):
+    paged = grouped_points(study)
+    with style():
+        drawn = hits.draw(replace(study, records=paged), find_axes(paged))
+    assert isinstance(drawn, Drawing)
+    assert sorted(drawn.data["match_unit"].unique()) == [16, 32, 64]
+    assert drawn.data["point"].nunique() == len(paged) - 1
