@@ -139,3 +139,17 @@ def test_groups_that_the_model_does_not_have_are_refused():
 
     with pytest.raises(ConfigError, match=r"cache\.groups: group 0 has 2 window layers .* the model has 1"):
         built(*WINDOWED[:3], "model.windowed_layers=2", "cache.groups=uniform")
+
+
+def test_a_server_of_a_model_with_states_hits_them_and_answers_alike():
+    import httpx
+    from serve_cases import served
+
+    shape = ("model.family=qwen3_next", "model.layers=2", "model.state_layers=1", "model.state_bytes=3072")
+    engine = built(*shape, "cache.groups=separate", "cache.state_every=16", "engine.audit=full")
+    with served(engine) as address:
+        body = {"model": "tiny", "prompt": [5, 6, 7, 8, 9] * 12, "max_tokens": 12, "temperature": 0}
+        answers = [httpx.post(f"{address}/v1/completions", json=body, timeout=60).json() for _ in range(2)]
+    assert answers[0]["choices"][0]["text"] == answers[1]["choices"][0]["text"]
+    assert engine.counters.prefix_hits > 0
+    assert engine.runner.audits == engine.counters.steps
