@@ -281,7 +281,8 @@ def layers_of(
         found.append(layers)
     here, there = sum(map(len, found)), sum(map(len, kinds.values()))
     if here != there:
-        raise ModelError(f"the groups have {here} layers, the model has {there}")
+        told = "; ".join(_told(each, those) for each, those in kinds.items())
+        raise ModelError(f"the groups have {here} layers, the model has {there}: {told}")
     return found
 
 

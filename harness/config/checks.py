@@ -400,7 +400,10 @@ def _states(config: RunConfig) -> Iterator[ConfigError]:
         )
     if not model.state_layers:
         return
-    if model.state_layers + model.windowed_layers > model.layers or model.state_layers == model.layers:
+    most = (
+        model.layers - model.windowed_layers if model.path is None else None
+    )  # a checkpoint has its own layers
+    if most is not None and (model.state_layers > most or model.state_layers == model.layers):
         yield ConfigError(
             "model.state_layers",
             f"found {model.state_layers} beside {model.windowed_layers} layers with a window; all of them must fit in "

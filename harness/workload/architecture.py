@@ -20,16 +20,18 @@ UNGATED = (
     *("apertus", "arcee", "bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "mpt", "nemotron"),
     *("opt", "phi", "starcoder2"),
 )
-_WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss")
+_WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "qwen3_next")
 _LATENT = ("deepseek_v2", "deepseek_v3")
-# Families whose every layer is full or windowed attention and an MLP or experts: what `ModelShape` describes.
+# Families whose every layer is attention (full or windowed) or linear attention, and an MLP or experts: what
+# `ModelShape` describes.
 _KNOWN = (
     *(*TIED, *UNGATED, *_WITH_EXPERTS),
     *("llama", "mistral", "ministral", "qwen2", "qwen3", "phi3", "stablelm", "olmo", "olmo2", "granite"),
-    *("exaone4", "glm", "glm4", "helium", "seed_oss"),
+    *("exaone4", "glm", "glm4", "helium", "seed_oss", "qwen3_5_text"),
 )
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _SLIDING = "sliding_attention"
+_LINEAR = "linear_attention"
 _EVERY_EIGHT_BITS = ("fp8", "fbgemm_fp8")
 _GROUPED = ("gptq", "awq")
 
@@ -79,12 +81,17 @@ def checkpoint_shape(facts: CheckpointFacts, element_bytes: int, kv_bytes: int |
     )
 
 
-def unknown_parts(facts: CheckpointFacts) -> list[str]:
-    """What the checkpoint has that `ModelShape` does not describe, each in words."""
+def unknown_parts(facts: CheckpointFacts, *, states: bool) -> list[str]:
+    """What the checkpoint has that `ModelShape` does not describe, each in words.
+
+    `states`: the bytes of its linear attention's states are set beside the checkpoint.
+    """
     found = [*_unknown_experts(facts)]
     if facts.get("kv_lora_rank") and facts.family not in _LATENT:
         found.append(f"latent K and V (kv_lora_rank = {facts.get('kv_lora_rank')})")
     other = sorted({str(kind) for kind in _layer_types(facts)} - {"full_attention", _SLIDING})
+    if states and _LINEAR in other:
+        other.remove(_LINEAR)
     if other:
         found.append(f"layers of other kinds ({', '.join(other)})")
     quantised = facts.get("quantization_config")

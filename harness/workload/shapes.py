@@ -91,7 +91,7 @@ def model_shape(model: ModelConfig, key: str = "model.path") -> ModelShape:
             shape = replace(shape, experts=replace(shape.experts, skew=model.expert_skew))
         if bits is not None:  # an engine can quantise while it loads
             shape = replace(shape, layer_bits=None if model.experts_only else bits, expert_bits=bits)
-        return shape
+        return _with_states(shape, model)
     return ModelShape(
         *(model.layers, model.hidden, model.heads, model.kv_heads, model.head_dim),
         *(model.intermediate, model.vocab, size),
@@ -107,6 +107,19 @@ def model_shape(model: ModelConfig, key: str = "model.path") -> ModelShape:
         layer_bits=None if model.experts_only else bits,
         expert_bits=bits,
     )
+
+
+def _with_states(shape: ModelShape, model: ModelConfig) -> ModelShape:
+    """A checkpoint's shape with the layers that keep a state, which its config.json does not tell in bytes."""
+    if not model.state_layers:
+        return shape
+    if model.state_layers + shape.windowed_layers > shape.layers or model.state_layers == shape.layers:
+        raise ConfigError(
+            "model.state_layers",
+            f"found {model.state_layers}, but the checkpoint has {shape.layers} layers, {shape.windowed_layers} of "
+            "them with a window, and at least one layer must keep tokens",
+        )
+    return replace(shape, state_layers=model.state_layers, state_bytes=model.state_bytes)
 
 
 def _experts(model: ModelConfig) -> Experts | None:
@@ -131,7 +144,7 @@ def _latent(model: ModelConfig) -> LatentKV | None:
 def unmodelled(model: ModelConfig, key: str = "model.path") -> str:
     """What `ModelShape` does not know of `model`, in words; empty if it knows all."""
     if model.path:
-        return " and ".join(unknown_parts(CheckpointFacts(model.path, key)))
+        return " and ".join(unknown_parts(CheckpointFacts(model.path, key), states=model.state_layers > 0))
     moe = ("moe" in model.family or model.family == "mixtral") and not model.experts
     return f"a mixture of experts (family {model.family}), but model.experts is 0" if moe else ""
 

@@ -169,6 +169,39 @@ def test_the_record_says_that_states_have_no_price(cache_dir: Path) -> None:
     assert "layers with a state" in record["cost"]["provenance"]["not priced"]
 
 
+def stateful_checkpoint(cache_dir: Path, folder: Path) -> RunConfig:
+    """A random Qwen3-Next as a checkpoint."""
+    build("qwen3_next").save_pretrained(folder)
+    config = stateful(cache_dir, GroupPages.separate)
+    config.model.path, config.model.state_layers, config.model.state_bytes = str(folder), 0, 0
+    return config
+
+
+def test_a_checkpoint_with_states_is_measured_with_their_bytes(cache_dir: Path, tmp_path: Path) -> None:
+    config = stateful_checkpoint(cache_dir, tmp_path)
+    config.model.state_layers, config.model.state_bytes = 2, 2048
+    assert check_settings(config) == []
+    check_point(config)
+    record = run_point(config).record
+    assert record["levels"]["counts"]["identical"]
+    assert record["audit"]["checks"] == record["levels"]["counts"]["steps"]
+
+
+def test_the_bytes_of_a_checkpoints_states_are_told_where_they_are_missing(
+    cache_dir: Path, tmp_path: Path
+) -> None:
+    config = stateful_checkpoint(cache_dir, tmp_path)
+    with pytest.raises(ConfigError, match=r"cache\.groups: .* 2 with a state of 2048 bytes"):
+        measure(config, build_workload(config), seed=0)
+
+
+def test_more_layers_with_a_state_than_a_checkpoint_has_are_refused(cache_dir: Path, tmp_path: Path) -> None:
+    config = stateful_checkpoint(cache_dir, tmp_path)
+    config.model.state_layers, config.model.state_bytes = 4, 2048
+    with pytest.raises(ConfigError, match=r"model\.state_layers: found 4, but the checkpoint has 4 layers"):
+        build_workload(config)
+
+
 def test_samples_are_requests_that_find_the_prompt_in_the_prefix_cache(cache_dir: Path) -> None:
     config = windowed(cache_dir)
     config.decoding.mode, config.decoding.n = DecodingMode.sample, 3
