@@ -175,6 +175,12 @@ def _width(config: RunConfig) -> Iterator[ConfigError]:
         )
 
 
+NO_INDIRECTION = (
+    "found tail_at_fork with beams, but the engine has no indirection table, by which a beam reads what another has "
+    "written: predict alone (measure=false)"
+)
+
+
 def _sharing(config: RunConfig) -> Iterator[ConfigError]:
     decoding, cache = config.decoding, config.cache
     sharing = decoding.sharing
@@ -185,11 +191,8 @@ def _sharing(config: RunConfig) -> Iterator[ConfigError]:
         yield ConfigError(
             "decoding.sharing", f"{head}, which needs cache.policy=paged and cache.copy_at_fork=false"
         )
-    if sharing is Sharing.tail_at_fork and config.measure:
-        yield ConfigError(
-            "decoding.sharing",
-            f"{head}, but the engine's beams have no indirection table: predict alone (measure=false)",
-        )
+    if sharing is Sharing.tail_at_fork and config.measure and decoding.beam_width > 1:
+        yield ConfigError("decoding.sharing", NO_INDIRECTION)
     if sharing is Sharing.prefix_cache:
         if not cache.prefix_caching:
             yield ConfigError("decoding.sharing", f"{head}, which needs cache.prefix_caching=true")

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from harness.deployment.errors import DeploymentError
+from harness.config.errors import UserError
 from harness.deployment.log import Deployment, FloatArray, RequestTimes, Timeseries
 from harness.deployment.recognising import READERS, Found, read_path
 from harness.deployment.rows import LoggedRequest, RequestLog
@@ -31,6 +31,14 @@ _COARSE_S, _FINE_S = 0.5, 0.01  # steps of the search for the clock of a series
 _MOST_SHIFTS = 10_000
 _LONGEST_S = 86_400.0  # of a request; a longer one is a mix of clocks or of units
 _LATEST_S = 1e11  # the year 5138 of a wall clock in seconds; a wall clock in milliseconds is beyond
+
+
+class DeploymentError(TraceError, UserError):
+    """A log or a file of settings that cannot be used, placed as a `TraceError` is.
+
+    Its message says which file, line and field is wrong, and what was expected there. In a file that holds one JSON
+    value `field` is the path inside it.
+    """
 
 
 def read_deployment(folder: Path) -> Deployment:

@@ -12,6 +12,7 @@ from engine.core.memory.residency import ResidencySampler
 from engine.core.options import Decoding, Keep, SchedulerLimits, Sharing
 from engine.core.request import Request
 from engine.core.scheduling.scheduler import Scheduler
+from harness.config.checks import NO_INDIRECTION
 from harness.config.errors import ConfigError
 from harness.config.schema import CacheConfig, Compiled, Oversize, RunConfig, SchedulerConfig
 from harness.config.values import PerObject
@@ -194,12 +195,15 @@ def build_workload(config: RunConfig, recorded: Trace | None = None) -> Workload
     limits = limits_of(config.scheduler, pool.max_model_len)
     trace = trace_decoding.noted(recorded or retimed(reshaped_trace(config), config))
     _check_span(trace)
-    by_prefix = config.decoding.sharing is Sharing.prefix_cache and recorded is None
-    resubmits = by_prefix and any(trace_decoding.of(row).mode is Decoding.beam for row in trace.requests)
+    beams = _has_beams(config, trace, trace_decoding)
+    by_prefix = config.decoding.sharing is Sharing.prefix_cache
+    resubmits = by_prefix and beams
+    if config.measure and config.decoding.sharing is Sharing.tail_at_fork and beams:
+        raise ConfigError("decoding.sharing", NO_INDIRECTION)
     if resubmits:
         _check_client(config)
         trace = resubmitted(trace, trace_decoding)
-    elif by_prefix:
+    elif by_prefix and recorded is None:
         trace = one_request_per_sample(trace, trace_decoding)
         single = replace(trace_decoding.configured, width=1)
         trace_decoding = TraceDecoding(single, recorded=False)
@@ -232,6 +236,13 @@ def build_workload(config: RunConfig, recorded: Trace | None = None) -> Workload
     if not trace.requests:
         raise ConfigError("workload.oversize", f"no request fits: {_refusal(whole, reasons)}")
     return with_recorded_beams(config, replace(whole, trace=trace))
+
+
+def _has_beams(config: RunConfig, trace: Trace, trace_decoding: TraceDecoding) -> bool:
+    """Whether a request has beams; not looked up where beams share as all others do."""
+    if config.decoding.sharing is Sharing.copy_on_write:
+        return False
+    return any(trace_decoding.of(row).mode is Decoding.beam for row in trace.requests)
 
 
 def _check_client(config: RunConfig) -> None:

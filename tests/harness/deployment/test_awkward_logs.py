@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from harness.deployment.errors import DeploymentError
-from harness.deployment.reading import read_deployment
+from harness.deployment.reading import DeploymentError, read_deployment
 
 DATA = Path(__file__).resolve().parents[2] / "data" / "deployments"
 LOGS = {

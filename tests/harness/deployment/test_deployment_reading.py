@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness.deployment.errors import DeploymentError
-from harness.deployment.reading import read_deployment
+from harness.deployment.reading import DeploymentError, read_deployment
 from harness.metrics.log import IntArray
 
 DATA = Path(__file__).resolve().parents[2] / "data" / "deployments"

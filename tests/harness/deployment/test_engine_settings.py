@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.deployment.errors import DeploymentError
-from harness.deployment.reading import read_deployment
+from harness.deployment.reading import DeploymentError, read_deployment
 from harness.deployment.settings import EngineSettings
 from harness.deployment.sglang_settings import sglang_settings
 from harness.deployment.vllm_settings import vllm_settings, with_vllm_defaults

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from harness.config.schema import CostKind, DeviceConfig, RunConfig
-from harness.deployment.errors import DeploymentError
 from harness.deployment.log import Deployment
 from harness.deployment.prediction import predictor
-from harness.deployment.reading import read_deployment
+from harness.deployment.reading import DeploymentError, read_deployment
 from harness.metrics.log import RunLog
 from harness.point.cost import cost_model
 from harness.workload.simulate import simulate

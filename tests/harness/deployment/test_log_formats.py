@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.deployment.errors import DeploymentError
 from harness.deployment.log import Deployment
-from harness.deployment.reading import read_deployment
+from harness.deployment.reading import DeploymentError, read_deployment
 
 DATA = Path(__file__).resolve().parents[2] / "data" / "deployments"
 BENCH = DATA / "vllm-bench" / "result.json"

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.deployment.errors import DeploymentError
 from harness.deployment.log import Deployment
-from harness.deployment.reading import read_deployment
+from harness.deployment.reading import DeploymentError, read_deployment
 from traces.trace import Segment
 
 PLAIN = "arrival_s,prompt_tokens,output_tokens,first_token_s,last_token_s"

@@ -187,6 +187,12 @@ def test_beams_of_the_trace_are_sent_as_requests() -> None:
     assert len(log.requests["request_id"]) == 1 + 4 * (OUTPUT - 1)
 
 
+def test_measured_beams_of_the_trace_are_refused_where_beams_keep_their_blocks() -> None:
+    words = ("decoding.sharing=tail_at_fork", "measure=true", "decoding.mode=greedy")
+    with pytest.raises(ConfigError, match="no indirection table"):
+        workload_of(*words, trace=one_prompt(beam_width=4))
+
+
 def test_samples_beside_beams_are_refused_for_the_prefix_cache() -> None:
     rows = (*one_prompt(beam_width=4).requests, replace(one_prompt(n=4).requests[0], request_id=1))
     with pytest.raises(ConfigError, match="have samples and beams"):
@@ -204,7 +210,7 @@ def test_what_does_not_know_the_requests_for_beams_is_refused(override: str) -> 
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("decoding.sharing=tail_at_fork", "measure=true"),
+        ("decoding.sharing=tail_at_fork", "measure=true", "decoding.beam_width=4"),
         ("decoding.sharing=prefix_cache", "cache.prefix_caching=false"),
         ("decoding.sharing=prefix_cache", "decoding.branch_hazard=0.1"),
         ("decoding.sharing=tail_at_fork", "cache.copy_at_fork=true"),

@@ -1,14 +1,16 @@
-"""Measured beams that a client sends as requests (`decoding.sharing=prefix_cache`): counts, tokens and parents."""
+"""Measured samples and beams under each way of sharing: counts, and tokens and parents of beams sent as requests."""
 
+import os
+import random
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from point_cases import mooncake_file, small_config, with_trace
 
-from engine.core.options import GroupPages, Sharing
+from engine.core.options import GroupPages, Preemption, Retention, Scheduling, Sharing
 from harness.config.checks import check_settings
-from harness.config.schema import CostKind, RunConfig, TraceFormat
+from harness.config.schema import CostKind, DecodingMode, Oversize, ReplayMode, RunConfig, TraceFormat
 from harness.measure.beam_search import TokenBeams
 from harness.measure.engine import loaded_model, measure
 from harness.point import check_point, run_point
@@ -62,6 +64,51 @@ def test_both_sides_decide_alike_with_groups_of_layers(config: RunConfig) -> Non
     config.model.window, config.model.windowed_layers = 24, 2
     config.cache.groups, config.cache.block_size = GroupPages.uniform, 8
     assert counts(config)["identical"]
+
+
+@pytest.mark.parametrize("sharing", Sharing)
+def test_both_sides_decide_alike_for_rollouts_however_they_share(config: RunConfig, sharing: Sharing) -> None:
+    config.decoding.beam_width, config.decoding.sharing = 1, sharing
+    config.decoding.mode, config.decoding.n = DecodingMode.sample, 8
+    assert counts(config)["identical"]
+
+
+SEEDS = range(60 if os.environ.get("PAGETWIN_NIGHTLY") else 4)
+
+
+def drawn(config: RunConfig, folder: Path, seed: int) -> RunConfig:
+    """A workload and every choice that the requests of beams meet, drawn from `seed`."""
+    draw = random.Random(seed)
+    if draw.random() < 0.5:
+        config = with_trace(config, TraceFormat.mooncake, mooncake_file(folder, rows=8))
+        config.workload.length_scale = 0.02
+    config.workload.num_requests, config.workload.seed = draw.randint(3, 6), seed
+    config.workload.request_rate = draw.choice([50.0, 5000.0])
+    config.workload.oversize = Oversize.drop
+    config.replay.mode = draw.choice(
+        [ReplayMode.trace, ReplayMode.closed, ReplayMode.offline, ReplayMode.sessions]
+    )
+    config.replay.users = draw.randint(1, 3)
+    config.decoding.beam_width = draw.randint(2, 6)
+    config.cache.block_size = draw.choice([1, 4, 8, 16])
+    config.cache.pool_tokens, config.cache.max_model_len = draw.choice([208, 240, 800]), 200
+    config.cache.deduplicate = draw.random() < 0.3
+    config.cache.retention = draw.choice([Retention.lru, Retention.none])
+    config.scheduler.policy = draw.choice(list(Scheduling))
+    config.scheduler.max_running = draw.choice([1, 3, 64])
+    config.scheduler.max_batched_tokens = draw.choice([32, 256])
+    config.scheduler.admit_whole_prompt = draw.random() < 0.5
+    config.scheduler.async_scheduling = draw.random() < 0.3
+    config.scheduler.preemption = draw.choice(list(Preemption))
+    config.cache.host_tokens = 400 if config.scheduler.preemption is not Preemption.recompute else 0
+    return config
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_beams_sent_as_requests_are_decided_alike(
+    config: RunConfig, tmp_path: Path, seed: int
+) -> None:
+    assert counts(drawn(config, tmp_path, seed))["identical"]
 
 
 def searched(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[Workload, TokenBeams]:
