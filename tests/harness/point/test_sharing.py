@@ -98,7 +98,6 @@ def drawn(config: RunConfig, folder: Path, seed: int) -> RunConfig:
     config.scheduler.max_running = draw.choice([1, 3, 64])
     config.scheduler.max_batched_tokens = draw.choice([32, 256])
     config.scheduler.admit_whole_prompt = draw.random() < 0.5
-    config.scheduler.async_scheduling = draw.random() < 0.3
     config.scheduler.preemption = draw.choice(list(Preemption))
     config.cache.host_tokens = 400 if config.scheduler.preemption is not Preemption.recompute else 0
     return config
