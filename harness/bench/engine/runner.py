@@ -46,14 +46,16 @@ class PeerError(Exception):
     """A peer cannot run here, or failed. The message says why."""
 
 
-def ours(loaded: LoadedModel, *, block_size: int, pool_tokens: int) -> tuple[Serve, str]:
+def ours(
+    loaded: LoadedModel, *, block_size: int, pool_tokens: int, step_tokens: int = MAX_TOKENS
+) -> tuple[Serve, str]:
     """Our engine, and the capacity of its pool in words. Prefix caching is off, since no two prompts share a prefix."""
     options = EngineOptions(
         block_size=block_size,
         pool_tokens=pool_tokens,
         prefix_caching=False,
         audit="off",
-        limits=SchedulerLimits(MAX_TOKENS, MAX_RUNNING, max_model_len=min(MAX_LEN, loaded.max_position)),
+        limits=SchedulerLimits(step_tokens, MAX_RUNNING, max_model_len=min(MAX_LEN, loaded.max_position)),
     )
     engine = Engine(loaded, options)
 

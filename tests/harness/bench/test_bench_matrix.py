@@ -182,7 +182,7 @@ def test_the_processes_of_an_engine_end_with_it(peer, tmp_path):
     )
     library.write_text(library.read_text() + spawn)
     settings = {"engine": "vllm", "threads": 1, "eager": True, "model": "", "dtype": "float32"}
-    settings |= {"max_len": 8, "max_running": 1, "kv_bytes": 1}
+    settings |= {"max_len": 8, "step_tokens": 64, "max_running": 1, "kv_bytes": 1}
     with started(str(python), settings) as engine, pytest.raises(LiveError, match="KeyError: 'outputs'"):
         engine.ask({"prompts": []})
     pid = int(child.read_text())

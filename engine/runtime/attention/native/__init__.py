@@ -1,5 +1,5 @@
 """C kernels for CPUs, compiled on first use. Without a C compiler torch does the same work.
 
-`decode.c` and `prefill.c` (attention) are called in `attention/metadata.py`, `norm.c` in `models/cpu_layers.py`, and
-`best.c` (the best token of each row of logits) in `decoding/choose.py`.
+`decode.c`, `prefill.c` and `prefill_bf16.c` (attention) are called in `attention/metadata.py`, `norm.c` and `gate.c` in
+`models/cpu_layers.py`, and `best.c` (the best token of each row of logits) in `decoding/choose.py`.
 """

@@ -10,6 +10,7 @@ from engine.runtime.attention.native import compile as compiling
 from engine.runtime.attention.native.compile import NativeUnavailableError, library, why_unavailable
 
 compiled = pytest.mark.skipif(bool(why_unavailable()), reason=f"no compiled kernels: {why_unavailable()}")
+DTYPES = [torch.float32, torch.bfloat16]
 SHAPES = [  # query heads, KV heads, width of keys, width of values
     (8, 4, 64, 64),
     (4, 4, 64, 64),
@@ -192,6 +193,17 @@ def chunks_by_hand(q, keys, values, layout, scale, window):
 
 
 CHUNKS = [(5, 5), (70, 70), (1, 64), (64, 64), (3, 140), (66, 131)]  # queries, tokens of the sequence
+MATRIX_SHAPES = [*SHAPES[:4], (6, 2, 32, 96), (7, 1, 96, 64)]  # of prefill in bfloat16: multiples of 32
+
+
+@pytest.fixture
+def matrix_units():
+    from engine.runtime.attention.metadata import native_prefills
+    from paged_kernels import Scoring
+
+    q, keys, values, _ = chunks(SHAPES[0], 16, [(2, 2)], torch.bfloat16)
+    if why_unavailable() or not native_prefills(q, keys, values, Scoring(0.1)):
+        pytest.skip("no compiled kernels, or no matrix units (AMX)")
 
 
 @compiled
@@ -207,11 +219,60 @@ def test_prefill_equals_attention_in_float64_under_poison(shape, window):
         assert torch.allclose(found.double(), expected, atol=2e-5)  # torch: 4e-6
 
 
-@compiled
-def test_a_prompt_in_pieces_gives_the_same_numbers_as_whole():
+@pytest.mark.parametrize("shape", MATRIX_SHAPES)
+@pytest.mark.parametrize("window", [0, 1, 21, 150])
+def test_prefill_in_bfloat16_equals_attention_in_float64_under_poison(shape, window, matrix_units):
     from paged_kernels import Scoring
 
-    q, keys, values, layout = chunks(SHAPES[0], 16, [(140, 140)])
+    for block_size in (1, 16, 5):
+        q, keys, values, layout = chunks(shape, block_size, [*CHUNKS, (40, 300)], torch.bfloat16)
+        found = attended(q, keys, values, layout, Scoring(0.2, window))
+        expected = chunks_by_hand(q, keys, values, layout, 0.2, window)
+        assert torch.allclose(found.double(), expected, atol=1e-2, rtol=1e-2)
+
+
+def test_prefill_in_bfloat16_is_as_exact_as_torchs(matrix_units):
+    from engine.runtime.attention.metadata import TorchMetadata
+    from paged_kernels import Scoring, Workspace
+
+    q, keys, values, layout = chunks(SHAPES[0], 16, [(300, 300), (130, 400)], torch.bfloat16)
+    expected = chunks_by_hand(q, keys, values, layout, 0.125, 0)
+    torchs = torch.empty_like(q)
+    TorchMetadata(layout, Pool(16), Workspace()).attend(q, keys, values, Scoring(0.125), torchs)
+    ours = attended(q, keys, values, layout, Scoring(0.125))
+    errors = [float((found.double() - expected).square().mean().sqrt()) for found in (ours, torchs)]
+    assert errors[0] <= 1.05 * errors[1]
+
+
+@compiled
+@pytest.mark.parametrize("dims", [(48, 64), (64, 80)])
+def test_prefill_in_bfloat16_of_widths_that_fill_no_tile_is_left_to_torch(dims):
+    from engine.runtime.attention.metadata import TorchMetadata
+    from paged_kernels import Scoring, Workspace
+
+    q, keys, values, layout = chunks((4, 2, *dims), 16, [(40, 70)], torch.bfloat16)
+    expected = q.new_empty(40, 4, dims[1])
+    TorchMetadata(layout, Pool(16), Workspace()).attend(q, keys, values, Scoring(0.1), expected)
+    assert torch.equal(attended(q, keys, values, layout, Scoring(0.1)), expected)
+
+
+def test_without_matrix_units_torch_prefills_in_bfloat16(monkeypatch):
+    from engine.runtime.attention import metadata
+    from paged_kernels import Scoring
+
+    monkeypatch.setattr(metadata, "_has_matrix_units", lambda: False)
+    q, keys, values, _ = chunks(SHAPES[0], 16, [(2, 2)], torch.bfloat16)
+    assert not metadata.native_prefills(q, keys, values, Scoring(0.1))
+
+
+@compiled
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_prompt_in_pieces_gives_the_same_numbers_as_whole(dtype, request):
+    from paged_kernels import Scoring
+
+    if dtype is torch.bfloat16:
+        request.getfixturevalue("matrix_units")
+    q, keys, values, layout = chunks(SHAPES[0], 16, [(140, 140)], dtype)
     whole = attended(q, keys, values, layout, Scoring(0.1))
     (row,) = layout.prefills
     pieces = [row._replace(start=a, queries=b - a, length=b) for a, b in ((0, 33), (33, 35), (35, 140))]
@@ -219,11 +280,12 @@ def test_a_prompt_in_pieces_gives_the_same_numbers_as_whole():
 
 
 @compiled
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_several_threads_give_the_same_prefill(shape):
+def test_several_threads_give_the_same_prefill(shape, dtype):
     from paged_kernels import Scoring
 
-    q, keys, values, layout = chunks(shape, 16, CHUNKS)
+    q, keys, values, layout = chunks(shape, 16, CHUNKS, dtype)
     one = attended(q, keys, values, layout, Scoring(0.1))
     torch.set_num_threads(3)
     try:
@@ -234,11 +296,12 @@ def test_several_threads_give_the_same_prefill(shape):
 
 
 @compiled
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("cache", [1, 2])
-def test_a_slot_that_nobody_wrote_surfaces_as_nan_in_prefill(cache):
+def test_a_slot_that_nobody_wrote_surfaces_as_nan_in_prefill(cache, dtype):
     from paged_kernels import Scoring
 
-    tensors = chunks(SHAPES[0], 8, [(4, 30), (12, 12)])
+    tensors = chunks(SHAPES[0], 8, [(4, 30), (12, 12)], dtype)
     tensors[cache][int(tensors[3].prefills[0].table[1]), 3] = float("nan")
     found = attended(*tensors, Scoring(0.1))
     assert bool(torch.isnan(found[:4]).all())
@@ -263,14 +326,15 @@ def test_prefill_outside_of_the_pool_is_an_error_and_not_read(wrong):
 
 
 @compiled
+@pytest.mark.parametrize(("dtype", "exact"), [(torch.float32, 2e-5), (torch.bfloat16, 3e-2)])
 @pytest.mark.parametrize("extreme", [-300.0, 300.0])
-def test_scores_of_any_size_stay_numbers_in_prefill(extreme):
+def test_scores_of_any_size_stay_numbers_in_prefill(extreme, dtype, exact):
     from paged_kernels import Scoring
 
-    q, keys, values, layout = chunks(SHAPES[0], 8, [(30, 40)])
+    q, keys, values, layout = chunks(SHAPES[0], 8, [(30, 40)], dtype)
     keys.flatten(0, 1)[int(layout.prefills[0].table[0]) * 8 + 2] *= extreme
     found = attended(q, keys, values, layout, Scoring(1.0))
-    assert torch.allclose(found.double(), chunks_by_hand(q, keys, values, layout, 1.0, 0), atol=2e-5)
+    assert torch.allclose(found.double(), chunks_by_hand(q, keys, values, layout, 1.0, 0), atol=exact)
 
 
 @pytest.fixture

@@ -123,3 +123,42 @@ def test_norms_and_gated_layers_of_real_widths_are_adopted(dtype):
     one = torch.nn.ModuleList([LlamaRMSNorm(1024), LlamaMLP(shape)]).to(dtype)
     replace_layers(one)
     assert {"LlamaRMSNorm", "LlamaMLP"} <= adopted(one)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [48, 50])
+def test_silu_times_up_is_torchs(width, dtype):
+    from engine.runtime.models.cpu_layers import silu_mul
+
+    x = torch.randn(2, 7, 2 * width, generator=torch.Generator().manual_seed(0)) * 6
+    x[0, 0, :4] = torch.tensor([0.0, -90.0, 90.0, float("nan")])
+    gate, up = x.to(dtype).chunk(2, dim=-1)
+    expected = torch.nn.functional.silu(gate) * up
+    found = silu_mul(x.to(dtype))
+    assert torch.allclose(found, expected, rtol=1e-6 if dtype is torch.float32 else 8e-3, equal_nan=True)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_gated_layer_with_biases_computes_the_same(bias):
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    torch.manual_seed(0)
+    layer = LlamaMLP(LlamaConfig(hidden_size=64, intermediate_size=96, mlp_bias=bias))
+    one, x = torch.nn.ModuleList([layer]), torch.randn(1, 9, 64)
+    with torch.inference_mode():
+        own = layer(x)
+        assert replace_layers(one) == 1
+        assert torch.allclose(layer(x), own, atol=1e-5)
+
+
+def test_gate_and_up_are_packed_once():
+    one = model("llama")
+    replace_layers(one)
+    own = torch.nn.Linear.forward
+    kept = {
+        name
+        for name, layer in one.model.layers[0].mlp.named_children()
+        if getattr(layer.forward, "__func__", None) is own
+    }
+    assert kept == {"gate_proj", "up_proj"}
