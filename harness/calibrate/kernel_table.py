@@ -124,8 +124,11 @@ def _runs(config: RunConfig, row: Mapping[str, Any]) -> str:
 
 def _serves(row: Mapping[str, Any]) -> bool:
     """Whether C computes the row; see `native_supports` and `native_prefills` in `engine/runtime/attention`."""
-    dtypes = ("fp32", "bf16") if row["queries"] == 1 else ("fp32",)
-    return row["dtype"] in dtypes and row["head_dim"] % 16 == 0
+    from engine.runtime.attention.native.compile import has_matrix_units
+
+    if row["queries"] > 1 and row["dtype"] == "bf16":
+        return row["head_dim"] % 32 == 0 and has_matrix_units()
+    return row["dtype"] in ("fp32", "bf16") and row["head_dim"] % 16 == 0
 
 
 def geometry_of(config: RunConfig) -> Geometry:

@@ -22,7 +22,7 @@ layers:
             instructions, pipeline depth. Needs no GPU and times nothing.
   latency   kernels on a GPU, as ratios to a copy and to contiguous attention timed in the same rounds.
   policy    block manager and scheduler, as ratios to loops timed in the same process.
-  cpu       attention on this CPU (compiled decode, torch decode and prefill), as ratios to the accepted version
+  cpu       attention on this CPU (decode and prefill, compiled and by torch), as ratios to the accepted version
             of the same code, compiled and timed beside it.
 Without --layer, all layers run that can run here. Overrides change the margins: with gate.latency.material=0.03
 nothing that is 3 % slower passes; gate=NAME takes another file of conf/gate. --dry-run prints every margin.

@@ -1,9 +1,10 @@
 """The CPU layer: time of the engine's attention on a CPU, relative to the accepted version of the same code.
 
-The baseline holds the accepted sources: the C kernel of decode, and the torch paths of decode and prefill. The gate
-compiles and loads them beside today's, and times both in turns in one process. So a faster, slower or busier machine
-changes both alike, and the ratio of unchanged code is 1 on every machine. Every figure is a CPU figure; none says
-anything about a GPU.
+The baseline holds the accepted sources: the C kernels of decode and prefill, and the torch paths of both. Torch is
+timed with a softcap, since the engine leaves such layers to it; plain float32 layers run in C. The gate compiles and
+loads the accepted sources beside today's, and times both in turns in one process. So a faster, slower or busier
+machine changes both alike, and the ratio of unchanged code is 1 on every machine. Every figure is a CPU figure; none
+says anything about a GPU. The prefill in bfloat16 is not timed: it needs matrix units, which few machines have.
 """
 
 import ctypes
@@ -29,11 +30,18 @@ if TYPE_CHECKING:
 
 
 NAME = "cpu-attention"
-NATIVE, DECODE, PREFILL = "CPU: compiled decode (C)", "CPU: torch decode", "CPU: torch prefill"
+NATIVE, CHUNK = "CPU: compiled decode (C)", "CPU: compiled prefill (C)"
+DECODE, PREFILL = "CPU: torch decode with a softcap", "CPU: torch prefill with a softcap"
 ROWS, HEADS, KV_HEADS, DIM, CONTEXT, BLOCK = 8, 16, 4, 64, 512, 16
-QUERIES = 128  # of the prefill case
-CALLS = {NATIVE: 12, DECODE: 4, PREFILL: 4}  # calls of a timed block, so that it takes some milliseconds
-C_FILES = ("decode.c", "decode.h", "vectors.h")
+QUERIES = 128  # of the prefill cases
+SOFTCAP = 30.0  # of the torch cases
+CALLS = {
+    NATIVE: 12,
+    CHUNK: 4,
+    DECODE: 4,
+    PREFILL: 2,
+}  # calls of a timed block, so that it takes some milliseconds
+C_FILES = ("decode.c", "prefill.c", "decode.h", "vectors.h")
 TORCH_FILES = ("gathered.py", "decode.py", "prefill.py")  # each imports only those before it
 _TOLERANCE = 1e-4
 Work = Callable[[], object]
@@ -41,7 +49,7 @@ Work = Callable[[], object]
 
 def case_names() -> list[str]:
     """The names of the cases."""
-    return [NATIVE, DECODE, PREFILL]
+    return [NATIVE, CHUNK, DECODE, PREFILL]
 
 
 def sources() -> dict[str, str]:
@@ -98,7 +106,7 @@ def works(version: Mapping[str, str] | None, data: Inputs, folder: Path) -> dict
 def _works(native: ctypes.CDLL, decode: ModuleType, prefill: ModuleType, data: Inputs) -> dict[str, Work]:
     from paged_kernels import Scoring, Workspace
 
-    scoring, q = Scoring(DIM**-0.5), data.q
+    scoring, q = Scoring(DIM**-0.5, softcap=SOFTCAP), data.q
     table, lengths = data.table.numpy(), data.lengths.numpy()
     metadata = decode.decode_metadata(table, lengths, BLOCK, token_bytes=2 * KV_HEADS * DIM * 4)
     chunk = prefill.prefill_metadata(table[0], 0, QUERIES, CONTEXT, BLOCK)
@@ -113,7 +121,8 @@ def _works(native: ctypes.CDLL, decode: ModuleType, prefill: ModuleType, data: I
         prefill.run_prefill(chunk, q[:QUERIES], *caches, scoring, prefill_out, space)
         return prefill_out
 
-    return {NATIVE: _native(native, data), DECODE: torch_decode, PREFILL: torch_prefill}
+    compiled = {NATIVE: _native(native, data), CHUNK: _native_prefill(native, data)}
+    return {**compiled, DECODE: torch_decode, PREFILL: torch_prefill}
 
 
 def _native(library: ctypes.CDLL, data: Inputs) -> Work:
@@ -135,6 +144,31 @@ def _native(library: ctypes.CDLL, data: Inputs) -> Work:
     return call
 
 
+def _native_prefill(library: ctypes.CDLL, data: Inputs) -> Work:
+    """The C kernel of one row's chunk as `NativeMetadata` of the engine calls it."""
+    import torch
+
+    from engine.runtime.attention.metadata import prefill_scratch
+
+    run = ctypes.CFUNCTYPE(
+        None, *[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 10, ctypes.c_float, *[ctypes.c_void_p] * 2
+    )(("prefill_f32", library))
+    q, table, out = (
+        data.q[:QUERIES].contiguous(),
+        data.table[0].contiguous(),
+        torch.empty(QUERIES, HEADS, DIM),
+    )
+    scratch = torch.empty(prefill_scratch(torch.float32, DIM, DIM, CONTEXT))
+    pointers = [tensor.data_ptr() for tensor in (q, data.keys, data.values, table)]
+    shape = (QUERIES, CONTEXT, 0, HEADS, BLOCK, HEADS, KV_HEADS, DIM, DIM, 0)
+
+    def call() -> object:
+        run(*pointers, *shape, DIM**-0.5, out.data_ptr(), scratch.data_ptr())
+        return out
+
+    return call
+
+
 def _compile(version: Mapping[str, str], folder: Path) -> ctypes.CDLL:
     from engine.runtime.attention.native.compile import NativeUnavailableError, compile_command
 
@@ -142,12 +176,12 @@ def _compile(version: Mapping[str, str], folder: Path) -> ctypes.CDLL:
         (folder / name).write_text(version[name], encoding="utf-8")
     target = folder / "accepted.so"
     try:
-        command = compile_command([folder / "decode.c"], target)
+        command = compile_command([folder / name for name in C_FILES if name.endswith(".c")], target)
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
         return ctypes.CDLL(str(target))
     except (OSError, NativeUnavailableError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or str(error)
-        raise UserError(f"the accepted decode.c does not compile here: {said.strip()[:300]}") from error
+        raise UserError(f"the accepted C files do not compile here: {said.strip()[:300]}") from error
 
 
 def _load_torch(version: Mapping[str, str]) -> dict[str, ModuleType]:
@@ -174,7 +208,10 @@ def measure(folder: Path | None = None) -> Measured:
     """Time today's code and the accepted one in turns; without a baseline in `folder`, today's against itself."""
     today = sources()
     baseline = _accepted(folder)
-    accepted = today if baseline is None else baseline.environment["sources"]
+    kept = {} if baseline is None else baseline.environment["sources"]
+    accepted = {
+        name: kept.get(name, text) for name, text in today.items()
+    }  # a new file has no accepted version
     cases: dict[str, dict[str, Any]] = {}
     remarks = ["CPU figures: time of today's code / time of the accepted code, in turns in one process"]
     data = inputs()

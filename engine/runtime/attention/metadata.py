@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from engine.core.plan import IntArray
-from engine.runtime.attention.native.compile import library
+from engine.runtime.attention.native.compile import has_matrix_units, library
 from engine.runtime.kv_pool import CacheTensors
 from paged_kernels import Scoring, Workspace
 from paged_kernels.torch import cache as torch_cache
@@ -220,7 +220,7 @@ def native_prefills(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, s
         return False
     if q.dtype is torch.float32:
         return True
-    return keys.shape[3] % _DEPTH == 0 and values.shape[3] % _DEPTH == 0 and _has_matrix_units()
+    return keys.shape[3] % _DEPTH == 0 and values.shape[3] % _DEPTH == 0 and has_matrix_units()
 
 
 class NativeMetadata:
@@ -359,13 +359,6 @@ def prefill_scratch(dtype: torch.dtype, dk: int, dv: int, length: int) -> int:
     if dtype is torch.float32:
         return rows * (dk + dv + keys) + padded * (dk + dv)
     return rows * (dk // 2 + dv + keys + keys // 2) + padded * (dk + dv) // 2
-
-
-@cache
-def _has_matrix_units() -> bool:
-    found = library().prefill_bf16_runs
-    found.argtypes, found.restype = [], ctypes.c_int64
-    return bool(found())
 
 
 @cache

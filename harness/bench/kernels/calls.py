@@ -272,7 +272,7 @@ class _Pool:
 
 @dataclass(frozen=True, slots=True)
 class Native:
-    """The engine's attention on a CPU: compiled decode, and prefill in float32, on blocks where they lie."""
+    """The engine's attention on a CPU: compiled decode, and prefill where C computes it, on blocks where they lie."""
 
     name: str = NATIVE
     capturable: bool = False
@@ -291,7 +291,7 @@ class Native:
             raise UnsupportedCaseError(f"{case.name} is not what the compiled kernel computes")
         if not (case.decode or native_prefills(case.q, case.key_cache, case.value_cache, case.scoring)):
             raise UnsupportedCaseError(
-                f"{case.name} is a chunk in 16 bits; the engine runs it by torch ('paged')"
+                f"{case.name} is a chunk in 16 bits that the engine leaves to torch here ('paged')"
             )
         token_bytes = case.key_cache[0, 0].nbytes + case.value_cache[0, 0].nbytes
         pool = cast("KVPool", _Pool(case.block_size, case.device, token_bytes))

@@ -144,13 +144,17 @@ def test_the_kernel_that_the_engine_runs_is_the_one_that_counts(tmp_path: Path) 
     assert len(shapes.prefill) == 1
 
 
-def test_chunks_of_16_bits_are_priced_by_torch_which_the_engine_runs(tmp_path: Path) -> None:
-    from engine.runtime.attention.native.compile import why_unavailable
+@pytest.mark.parametrize(("has_units", "expected"), [(False, "paged"), (True, "native")])
+def test_chunks_of_16_bits_are_priced_by_what_the_engine_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_units: bool, expected: str
+) -> None:
+    from engine.runtime.attention.native import compile as compiling
 
-    if why_unavailable():
+    if compiling.why_unavailable():
         pytest.skip("no C compiler: the engine runs torch")
+    monkeypatch.setattr(compiling, "has_matrix_units", lambda: has_units)
     both = {"dtype": "bf16", "queries": 16, "batch": 1, "context": 64}
-    chunks = [row(us=us, provider=one, **both) for one, us in (("paged", 1.0), ("native", 1e6))]
+    chunks = [row(us=1.0 if one == expected else 1e6, provider=one, **both) for one in ("paged", "native")]
     kernels = write(tmp_path, [*rows(provider="native", dtype="bf16"), *chunks])
     shapes = kernel_shapes(config(kernels, "engine.backend=auto", "model.dtype=bfloat16"))
     assert [shape.seconds < 1e-3 for shape in shapes.prefill] == [True]

@@ -8,7 +8,7 @@ import pytest
 
 from harness.config.errors import UserError
 from harness.gate import cpu
-from harness.gate.baseline import Measured, new_baseline
+from harness.gate.baseline import Measured, new_baseline, write_baseline
 from harness.gate.findings import Finding, LayerResult, Verdict, lines
 from harness.gate.settings import gate_settings
 
@@ -78,14 +78,55 @@ def test_a_changed_line_of_the_accepted_code_changes_only_the_accepted_side(
     assert torch.equal(ours[cpu.PREFILL](), theirs[cpu.PREFILL]())
 
 
-def test_the_three_paths_agree_on_the_same_attention(torch: Any, tmp_path: Path) -> None:
-    found = cpu.works(None, cpu.inputs(), tmp_path)
-    assert torch.allclose(found[cpu.NATIVE](), found[cpu.DECODE](), atol=1e-5)
+def test_a_changed_line_of_the_accepted_prefill_in_c_changes_only_the_accepted_side(
+    torch: Any, tmp_path: Path
+) -> None:
+    changed = cpu.sources()
+    before = "load_f32(q + (own * heads + head) * dk + i) * scale"
+    assert before in changed["prefill.c"]
+    changed["prefill.c"] = changed["prefill.c"].replace(before, f"{before} * 0")
+    data = cpu.inputs()
+    ours, theirs = cpu.works(None, data, tmp_path), cpu.works(changed, data, tmp_path)
+    assert not torch.allclose(ours[cpu.CHUNK](), theirs[cpu.CHUNK]())
+    assert torch.equal(ours[cpu.NATIVE](), theirs[cpu.NATIVE]())
+
+
+@pytest.mark.parametrize("case", cpu.case_names())
+def test_what_is_timed_is_the_attention_of_its_case(torch: Any, tmp_path: Path, case: str) -> None:
+    data = cpu.inputs()
+    prefills, capped = case in (cpu.CHUNK, cpu.PREFILL), case in (cpu.DECODE, cpu.PREFILL)
+    found = cpu.works(None, data, tmp_path)[case]()
+    for row, table in enumerate(data.table[:1] if prefills else data.table):
+        q = (data.q[: cpu.QUERIES] if prefills else data.q[row : row + 1]).double()
+        k, v = (cache[table].flatten(0, 1).double() for cache in (data.keys, data.values))
+        k, v = (part.repeat_interleave(cpu.HEADS // cpu.KV_HEADS, 1) for part in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * cpu.DIM**-0.5
+        if capped:
+            scores = cpu.SOFTCAP * torch.tanh(scores / cpu.SOFTCAP)
+        later = torch.ones(len(q), len(k)).triu(len(k) - len(q) + 1).bool()
+        chance = scores.masked_fill(later, float("-inf")).softmax(dim=-1)
+        expected = torch.einsum("hqk,khd->qhd", chance, v)
+        own = found if prefills else found[row : row + 1]
+        assert torch.allclose(own.double(), expected, atol=2e-5)
+
+
+def test_a_file_that_is_new_is_compared_with_itself_and_its_case_is_named(
+    torch: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "rounds", lambda ours, theirs: [1.0] * 30)
+    older = {name: text for name, text in cpu.sources().items() if name != "prefill.c"}
+    cases = {cpu.NATIVE: {"ratios": [1.0], "difference": 0.0}}
+    kept = Measured("cpu", cpu.NAME, {"machine": "x86_64"}, None, cases, {"sources": older})
+    write_baseline(tmp_path / f"{cpu.NAME}.json", new_baseline(kept, "test"))
+    now = cpu.measure(tmp_path)
+    found = {finding.case: finding.verdict for finding in cpu.judge(now, new_baseline(kept, "test")).findings}
+    assert found[cpu.NATIVE] is Verdict.passed
+    assert found[cpu.CHUNK] is not Verdict.passed
 
 
 def test_accepted_code_that_does_not_compile_is_named(torch: Any, tmp_path: Path) -> None:
     broken = cpu.sources() | {"decode.c": "this is no C"}
-    with pytest.raises(UserError, match=r"the accepted decode.c does not compile here"):
+    with pytest.raises(UserError, match=r"the accepted C files do not compile here"):
         cpu.works(broken, cpu.inputs(), tmp_path)
 
 

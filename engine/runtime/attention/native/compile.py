@@ -40,6 +40,19 @@ def why_unavailable() -> str:
     return found if isinstance(found, str) else ""
 
 
+def has_matrix_units() -> bool:
+    """Whether there are compiled kernels with prefill in bfloat16: on CPUs with AMX, where Linux allows its use."""
+    found = load_library()
+    return not isinstance(found, str) and _allowed(found)
+
+
+@cache
+def _allowed(found: ctypes.CDLL) -> bool:
+    ask = found.prefill_bf16_runs
+    ask.argtypes, ask.restype = [], ctypes.c_int64
+    return bool(ask())
+
+
 @cache
 def load_library() -> ctypes.CDLL | str:
     """Load the library, compiling it first if needed, or return why it is unavailable. A process tries this once."""

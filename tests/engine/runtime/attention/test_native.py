@@ -260,7 +260,7 @@ def test_without_matrix_units_torch_prefills_in_bfloat16(monkeypatch):
     from engine.runtime.attention import metadata
     from paged_kernels import Scoring
 
-    monkeypatch.setattr(metadata, "_has_matrix_units", lambda: False)
+    monkeypatch.setattr(metadata, "has_matrix_units", lambda: False)
     q, keys, values, _ = chunks(SHAPES[0], 16, [(2, 2)], torch.bfloat16)
     assert not metadata.native_prefills(q, keys, values, Scoring(0.1))
 
