@@ -260,7 +260,7 @@ def silu_mul(x: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up of `[..., 2 * width]`, which has the gate, then up. Rounds after each of the two."""
     width = x.shape[-1] // 2
     if width % _VECTOR or why_unavailable():
-        gate, up = x.split(width, dim=-1)
+        gate, up = torch.split(x, width, dim=-1)
         return torch.nn.functional.silu(gate).mul_(up)
     rows = x.contiguous()
     out = x.new_empty(*x.shape[:-1], width)
