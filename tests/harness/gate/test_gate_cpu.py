@@ -1,5 +1,6 @@
 """The CPU layer: today's attention beside the accepted code, and what its ratios mean. Nothing here depends on time."""
 
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,12 @@ def test_other_results_are_a_regression_whatever_the_time() -> None:
     (finding,) = cpu.judge(run_of(1.0, difference=0.5), new_baseline(run_of(1.0), "test")).findings
     assert finding.verdict is Verdict.regressed
     assert "results differ" in finding.reason
+
+
+def test_every_timed_block_of_the_trials_has_a_planted_slow_call() -> None:
+    script = Path(__file__).parents[2] / "nightly" / "cpu_gate_trials.py"
+    every = runpy.run_path(str(script))["EVERY"]
+    assert min(cpu.CALLS.values()) >= every
 
 
 @pytest.fixture(scope="module")
