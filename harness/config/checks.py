@@ -78,6 +78,7 @@ def check_groups(config: RunConfig) -> Iterator[ConfigError]:
         ),
         "decoding.draft_tokens": (decoding.draft_tokens > 0, "it takes no draft tokens"),
         "scheduler.preemption": (scheduler.preemption is not Preemption.recompute, "it swaps nothing out"),
+        "cache.host_tokens": (cache.host_tokens > 0, "it swaps nothing out, so host memory would stay empty"),
         "scheduler.admission": (scheduler.admission is not None, "free pages say little of single groups"),
         "scheduler.async_scheduling": (
             scheduler.async_scheduling,
