@@ -5,9 +5,13 @@ recognised by their parts, not by the name of their class, and are replaced only
 results on random rows. The norm is one pass in C (`norm.c`). Linear weights are copied once into the order that the
 CPU's matrix kernels read; their results are bit-identical in bfloat16, and in float32 the order of the sums differs.
 The gate and the up layer of an MLP become one product, and C computes silu(gate) * up of it in one pass (`gate.c`).
+In float32 the many rows of a prefill are multiplied by the weights as they are, and the middle of an MLP lies in memory
+that is kept: new memory of tens of megabytes would be cleared by the operating system at every call.
 """
 
 import ctypes
+import math
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -35,6 +39,7 @@ _Replace = Callable[[torch.nn.Module], Replacement | None]
 _BATCH = 64  # rows that the layout is chosen for; any number works
 _FINE, _COARSE = 8, 64  # rows are padded to multiples of _FINE up to _BATCH rows, of _COARSE above
 _FEW_ROWS = 4  # with fewer rows plain float32 is faster
+_MANY_ROWS = 256  # with more rows plain float32 is faster too, if torch has MKL
 _SMALL_WEIGHT_BYTES = 4 << 20  # about the cache of one core; a larger weight is read best in oneDNN's blocks
 _SMALL_SHARE = 0.25  # of the free memory: larger packed copies are made only if the options say so
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -105,8 +110,14 @@ def unpad_rows(product: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 def _packed_forward(layer: torch.nn.Linear) -> Forward:
     plain, own, bias = torch.nn.functional.linear, layer.weight, layer.bias
-    packed, few = _product(own.detach(), bias), _few_numbers(own)
-    return lambda x: plain(x, own, bias) if x.numel() < few else packed(x)
+    packed, few, many = _product(own.detach(), bias), _few_numbers(own), _many_numbers(own)
+    return lambda x: packed(x) if few <= x.numel() <= many else plain(x, own, bias)
+
+
+def _many_numbers(weight: torch.Tensor) -> float:
+    """Rows with more numbers than this are computed faster with a weight that is not packed."""
+    plain = weight.dtype is torch.float32 and torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
+    return _MANY_ROWS * weight.shape[1] if plain else math.inf
 
 
 def _few_numbers(weight: torch.Tensor) -> int:
@@ -246,14 +257,53 @@ def _gated_mlp(module: torch.nn.Module) -> Replacement | None:
         return None
     bias = None if gate.bias is None else torch.cat([gate.bias.detach(), up.bias.detach()])
     both = torch.cat([gate.weight.detach(), up.weight.detach()])
-    product, few = _product(both, bias), _few_numbers(both)
+    product, few, many = _product(both, bias), _few_numbers(both), _many_numbers(both)
 
     def forward(x: torch.Tensor) -> torch.Tensor:
+        if x.numel() > many:
+            return down(_gated_rows(x, gate, up))  # type: ignore[no-any-return]
         if x.numel() < few:
             return down(torch.nn.functional.silu(gate(x), inplace=True).mul_(up(x)))  # type: ignore[no-any-return]
         return down(silu_mul(product(x)))  # type: ignore[no-any-return]
 
     return Replacement(gate.in_features, forward, (gate, up))
+
+
+class _Scratch(threading.local):
+    """Memory in float32 that a thread keeps. It holds what one layer computes until the next call of `take`."""
+
+    _held = torch.empty(0)
+
+    def take(self, *shape: int) -> torch.Tensor:
+        """A tensor with undefined content."""
+        numbers = math.prod(shape)
+        if self._held.numel() < numbers:
+            self._held = torch.empty(0)  # free the old memory first
+            with torch.inference_mode(False):  # else it could be written in this mode alone
+                self._held = huge_pages.empty((numbers,), torch.float32)
+        return self._held[:numbers].view(shape)
+
+
+_SCRATCH = _Scratch()
+
+
+def _gated_rows(x: torch.Tensor, gate: torch.nn.Linear, up: torch.nn.Linear) -> torch.Tensor:
+    """silu(gate(x)) * up(x) in float32, in memory that the next call overwrites."""
+    rows = x.detach().reshape(-1, x.shape[-1])
+    both = _SCRATCH.take(2, len(rows), gate.out_features)
+    for layer, out in zip((gate, up), both, strict=True):
+        weight = layer.weight.detach().t()
+        if layer.bias is None:
+            torch.mm(rows, weight, out=out)
+        else:
+            torch.addmm(layer.bias.detach(), rows, weight, out=out)
+    found, times = both
+    if found.numel() % _VECTOR or why_unavailable():
+        torch.nn.functional.silu(found, inplace=True).mul_(times)
+    else:  # for C this is one row with the gate, then up; it writes where it has read
+        run = _silu_mul_function(_SILU_MUL_FUNCTIONS[found.dtype])
+        run(both.data_ptr(), 1, found.numel(), found.data_ptr())
+    return found.view(*x.shape[:-1], gate.out_features)
 
 
 def silu_mul(x: torch.Tensor) -> torch.Tensor:

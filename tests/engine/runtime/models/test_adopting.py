@@ -1,5 +1,8 @@
 """Layers are computed in another way only where that was proved to give the same."""
 
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
+
 import pytest
 import torch
 from tiny_models import SHAPE
@@ -150,6 +153,72 @@ def test_a_gated_layer_with_biases_computes_the_same(bias):
         own = layer(x)
         assert replace_layers(one) == 1
         assert torch.allclose(layer(x), own, atol=1e-5)
+
+
+def gated_layer(bias=False, wide=528):
+    """A gated layer with a replaced forward, and the same layer in float64."""
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    torch.manual_seed(0)
+    layer = LlamaMLP(LlamaConfig(hidden_size=256, intermediate_size=wide, mlp_bias=bias)).eval()
+    exact = deepcopy(layer).double()
+    assert replace_layers(torch.nn.ModuleList([layer])) == 1
+    return layer, exact
+
+
+@pytest.mark.parametrize("wide", [528, 527])  # whole vectors of C or not
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(1, 257), (301,), (2, 150)])
+def test_a_gated_layer_of_many_rows_is_near_to_the_exact_one(shape, bias, wide):
+    layer, exact = gated_layer(bias, wide)
+    x = torch.randn(*shape, 256)
+    with torch.inference_mode():
+        found, wanted = layer(x), exact(x.double())
+    assert found.shape == wanted.shape
+    assert torch.allclose(found.double(), wanted, atol=1e-5)
+
+
+def test_a_gated_layer_leaves_earlier_results_and_its_rows_as_they_are():
+    layer, exact = gated_layer()
+    first, second = torch.randn(2, 300, 256)
+    with torch.inference_mode():
+        kept = layer(first)
+        layer(second)
+        assert torch.allclose(kept.double(), exact(first.double()), atol=1e-5)
+
+
+def test_gated_layers_of_two_threads_do_not_share_memory():
+    layer, exact = gated_layer()
+    many = torch.randn(8, 300, 256)
+    wanted = [exact(x.double()) for x in many]
+
+    def run(number):
+        with torch.inference_mode():
+            return all(
+                torch.allclose(layer(many[number]).double(), wanted[number], atol=1e-5) for _ in range(6)
+            )
+
+    with ThreadPoolExecutor(2) as pool:
+        assert all(pool.map(run, range(len(many))))
+
+
+def test_a_gated_layer_of_many_rows_runs_in_and_outside_of_inference_mode():
+    layer, exact = gated_layer()
+    x = torch.randn(300, 256)
+    with torch.inference_mode():
+        layer(x)
+    assert torch.allclose(layer(x).double(), exact(x.double()), atol=1e-5)
+
+
+def test_nan_in_one_of_many_rows_stays_in_its_row():
+    layer, _ = gated_layer()
+    x = torch.randn(300, 256)
+    x[7, 3] = float("nan")
+    with torch.inference_mode():
+        strange = layer(x).isnan()
+    assert strange[7].all()
+    assert strange.any(dim=1).sum() == 1
 
 
 def test_gate_and_up_are_packed_once():

@@ -21,6 +21,20 @@ def test_a_packed_layer_computes_the_same(dtype, rows):
     assert torch.allclose(packed.float(), plain.float(), atol=1e-5 if dtype == "float32" else 1e-2)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [256, 257, 300])
+def test_a_large_layer_computes_the_same_with_many_rows(rows, bias):
+    from engine.runtime.models.cpu_layers import pack_linears
+
+    torch.manual_seed(2)
+    layer = torch.nn.Linear(1030, 1100, bias=bias).eval()  # more than 4 MiB
+    x = torch.randn(1, rows, 1030)
+    with torch.inference_mode():
+        pack_linears(layer)
+        found = layer(x)
+        assert torch.allclose(found.double(), torch.nn.Linear.forward(layer.double(), x.double()), atol=1e-5)
+
+
 def test_few_numbers_of_rows_reach_the_library_however_many_batches_have():
     from engine.runtime.models.cpu_layers import pad_rows, unpad_rows
 
