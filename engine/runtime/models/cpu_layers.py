@@ -291,19 +291,22 @@ def _gated_rows(x: torch.Tensor, gate: torch.nn.Linear, up: torch.nn.Linear) -> 
     """silu(gate(x)) * up(x) in float32, in memory that the next call overwrites."""
     rows = x.detach().reshape(-1, x.shape[-1])
     both = _SCRATCH.take(2, len(rows), gate.out_features)
-    for layer, out in zip((gate, up), both, strict=True):
-        weight = layer.weight.detach().t()
-        if layer.bias is None:
-            torch.mm(rows, weight, out=out)
-        else:
-            torch.addmm(layer.bias.detach(), rows, weight, out=out)
-    found, times = both
+    found, times = both[0], both[1]
+    for layer, out in ((gate, found), (up, times)):
+        _multiply(rows, layer.weight.detach(), layer.bias, out)
     if found.numel() % _VECTOR or why_unavailable():
         torch.nn.functional.silu(found, inplace=True).mul_(times)
     else:  # for C this is one row with the gate, then up; it writes where it has read
         run = _silu_mul_function(_SILU_MUL_FUNCTIONS[found.dtype])
         run(both.data_ptr(), 1, found.numel(), found.data_ptr())
     return found.view(*x.shape[:-1], gate.out_features)
+
+
+def _multiply(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    if bias is None:
+        torch.mm(rows, weight.t(), out=out)
+    else:
+        torch.addmm(bias.detach(), rows, weight.t(), out=out)
 
 
 def silu_mul(x: torch.Tensor) -> torch.Tensor:
