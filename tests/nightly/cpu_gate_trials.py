@@ -63,9 +63,12 @@ def main() -> int:
     missed = accused = 0
     for slow, trials in ((True, asked.slowed), (False, asked.unchanged)):
         seen: dict[str, Counter[str]] = {name: Counter() for name in cpu.case_names()}
-        for _ in range(trials):
-            for case, verdict in trial(slow=slow).items():
+        for number in range(trials):
+            verdicts = trial(slow=slow)
+            for case, verdict in verdicts.items():
                 seen[case][verdict] += 1
+            words = ", ".join(f"{case} {verdict}" for case, verdict in verdicts.items())
+            sys.stderr.write(f"{'slowed' if slow else 'unchanged'} {number + 1} of {trials}: {words}\n")
         for case, counts in seen.items():
             what = "a fifth slower" if slow else "unchanged"
             words = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
