@@ -33,7 +33,7 @@ from harness.store.reading import StoreContent
 from harness.store.remote import RemoteStore, shown
 from harness.store.survey import survey
 from harness.sweep.estimate import Pace, at_once, pace_of
-from harness.sweep.execute import Outcome, PointRunner, execute
+from harness.sweep.execute import Outcome, PointRunner, PointStages, execute
 from harness.sweep.plan import (
     PlannedPoint,
     PointChecks,
@@ -55,6 +55,11 @@ class PointFunctions(PointChecks, Protocol):
     @property
     def run_point(self) -> PointRunner:
         """Runs one point; a function at the top level of a module, since worker processes import it."""
+        ...
+
+    @property
+    def point_stages(self) -> PointStages:
+        """Runs a measured point in stages."""
         ...
 
 
@@ -143,7 +148,13 @@ def _run(
     try:
         committed = remote.push_point if remote is not None else None
         outcome = execute(
-            sweep, todo, runner=point.run_point, backend=backend, pace=pace, committed=committed
+            sweep,
+            todo,
+            runner=point.run_point,
+            stages=point.point_stages,
+            backend=backend,
+            pace=pace,
+            committed=committed,
         )
     finally:
         remove_leftovers(sweep.out)

@@ -18,9 +18,9 @@ EXECUTION_KEYS = ("execute", *(f"execute.{field.name}" for field in fields(Execu
 _NEUTRAL = ExecuteConfig()
 _OF_BOTH = ("cpus", "gpus", "memory_gb", "attempts")
 _APPLIES = {
-    Place.local: (),
+    Place.local: ("spread_s",),
     Place.slurm: tuple(
-        field.name for field in fields(ExecuteConfig) if field.name not in ("place", "address")
+        field.name for field in fields(ExecuteConfig) if field.name not in ("place", "address", "spread_s")
     ),
     Place.ray: (*_OF_BOTH, "address"),
 }

@@ -92,6 +92,7 @@ RANGES: dict[str, Range] = {
     "execute.attempts": Range(1, 100),
     "execute.jobs": Range(1, 1000),  # clusters limit the tasks of an array, Slurm's default is 1,000
     "execute.job_min_s": Range(0, 1e6),
+    "execute.spread_s": Range(0, 1e6),
     "execute.minutes": Range(3, 525_600),  # Slurm may warn a job up to a minute early
     "execute.poll_s": Range(0.1, 3600),
     "workload.request_rate": Range(1e-6, 1e9),  # arrivals are whole microseconds in 64 bits

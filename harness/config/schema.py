@@ -484,6 +484,9 @@ class ExecuteConfig:
     options: str | None = (
         None  # slurm: further options of sbatch, as on its command line: --account=... --qos=...
     )
+    spread_s: float = (
+        180.0  # local: measured points are open together for so long, a run each in turn; 0: one by one
+    )
     setup: str | None = None  # slurm: a line of shell that runs in each job before Python: module load ...
     python: str | None = (
         None  # slurm: command that starts Python, for containers: apptainer exec F.sif python3

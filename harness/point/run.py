@@ -1,9 +1,9 @@
 """Check a point before anything runs, and run it."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -164,19 +164,37 @@ def _check_draft(config: RunConfig) -> None:
         )
 
 
+Stages = Generator[None, None, PointResult]
+
+
 def run_point(config: RunConfig, *, progress: Progress | None = None) -> PointResult:
     """Predict the point and, unless `measure` is off, measure it `replay.repeats` times.
 
     `progress(stage, done, total)` is called with the stage and the requests finished in it.
     """
-    started = time.perf_counter()
+    stages = point_stages(config, progress=progress)
+    while True:
+        try:
+            next(stages)
+        except StopIteration as ended:
+            return cast(PointResult, ended.value)
+
+
+def point_stages(config: RunConfig, *, progress: Progress | None = None) -> Stages:
+    """The same in stages: pauses before the first measured run and between runs, where other points may run.
+
+    A simulation-only point does not pause.
+    """
     workload = build_workload(config)
     cost = calibrated_cost(config, progress)
-    runs, pace = _measure(config, workload, cost, progress) if config.measure else ([], None)
+    measured = (yield from _measure(config, workload, cost, progress)) if config.measure else _NOT_MEASURED
+    runs, pace = measured.runs, measured.pace
     paced = PacedCost(cost, pace.ratio) if pace and not has_yardstick(config) else cost
     predicted_from = time.perf_counter()
     simulated = _predicted(config, workload, paced)
-    seconds = {"simulate": time.perf_counter() - predicted_from, "all": time.perf_counter() - started}
+    seconds = {"simulate": time.perf_counter() - predicted_from}
+    if runs:
+        seconds["measured_over"] = measured.over_s
     record = make_record(config, workload, paced, simulated, runs, seconds)
     record["bounds"] = bounds_of(config, workload, paced)
     record["oracle"] = _oracle(config, workload, paced)
@@ -238,9 +256,21 @@ def _must_calibrate(config: RunConfig, calibrated: bool) -> bool:
     return not calibrated or (config.cost.recalibrate and _calibration_key(config) not in _RECALIBRATED)
 
 
+@dataclass(frozen=True)
+class _Measured:
+    """The measured runs, the pace of the device during them, and the wall seconds from first to last."""
+
+    runs: "list[MeasuredRun]"
+    pace: "Pace | None"
+    over_s: float
+
+
+_NOT_MEASURED = _Measured([], None, 0.0)
+
+
 def _measure(
     config: RunConfig, workload: Workload, cost: CostModel, progress: Progress | None
-) -> "tuple[list[MeasuredRun], Pace | None]":
+) -> Generator[None, None, _Measured]:
     """The measured runs, and the pace of the device: from the yardstick, or from probes beside the runs.
 
     Without a calibration there is no pace to compare with; then a CPU's times are those at the pace of this
@@ -254,18 +284,24 @@ def _measure(
     warm = warm_up(config, workload)
     reference = reference_of(provenance) or (_FIRST_READING.setdefault("reading", warm) if warm else None)
     runs, probes = [], []
+    yield
+    begun = time.perf_counter()
     for number in range(config.replay.repeats):
 
         def stage(done: int, total: int, run: int = number) -> None:
             if progress:
                 progress(f"measuring, run {run + 1} of {config.replay.repeats}", done, total)
 
+        if number:
+            yield
         if calibrated_s:
             probes.append(probe_s(config))
         runs.append(measure(config, workload, seed=config.workload.seed, progress=stage, reference=reference))
+    over_s = time.perf_counter() - begun
     if has_yardstick(config):
         pace = pace_of_runs(runs)
-        return runs, pace if reference_of(provenance) else replace(pace, since="first warm-up of the process")
+        since = pace.since if reference_of(provenance) else "first warm-up of the process"
+        return _Measured(runs, replace(pace, since=since), over_s)
     if not calibrated_s:
-        return runs, None
-    return runs, pace_of([*probes, probe_s(config)], calibrated_s)
+        return _Measured(runs, None, over_s)
+    return _Measured(runs, pace_of([*probes, probe_s(config)], calibrated_s), over_s)

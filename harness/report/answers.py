@@ -401,8 +401,26 @@ def _trust(study: Study, axes: Axes, verdict: Verdict) -> Iterator[Answer]:
             f"Of any two points it orders {everywhere.clear_agree:,} of {everywhere.clear:,} that clearly differ in "
             "requests per second as measured."
         )
+    lines += _apart(study.measured)
     items = tuple(class_text(one) for one in verdict.classes)
     yield Answer("trust", "How far can it be trusted?", " ".join(lines), "errors", items)
+
+
+def _apart(records: Sequence[Record]) -> Iterator[str]:
+    """How far the runs of a point lie apart: what changes more slowly than that is not in the noise of repeats."""
+    over = [
+        (record.get("seconds") or {}).get("measured_over") for record in records if len(_runs(record)) > 1
+    ]
+    known = [seconds for seconds in over if seconds is not None]
+    if known:
+        yield (
+            f"From the first to the last run of a point it took {median(known):,.0f} s in the median: the noise of "
+            "repeats holds what changed on the machine meanwhile."
+        )
+
+
+def _runs(record: Record) -> Sequence[Any]:
+    return (record.get("measured") or {}).get("runs") or ()
 
 
 def _any_pairs(records: Sequence[Record]) -> list[tuple[Record, Record]]:

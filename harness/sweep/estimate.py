@@ -123,11 +123,22 @@ class TimeLeft:
         self._prior = _TRUSTED * self._left / len(todo) if todo and self._known else 0.0
         self._begun = self._last = clock()
         self._done = 0.0
+        self._runs: dict[str, int] = {}  # that are done, of points that run in stages
+
+    def ran(self, point: PlannedPoint) -> None:
+        """A point is ready for its first measured run, or one of its runs is done."""
+        runs = self._runs.get(point.fingerprint)
+        self._runs[point.fingerprint] = 0 if runs is None else runs + 1
+        if runs is not None:
+            self._less(self._share(point) / point.config.replay.repeats)
 
     def ended(self, point: PlannedPoint) -> None:
         """A point is committed or has failed."""
-        share = self._share(point)
-        self._done, self._left, self._last = self._done + share, max(0.0, self._left - share), self._clock()
+        runs, repeats = self._runs.pop(point.fingerprint, 0), point.config.replay.repeats
+        self._less(self._share(point) * (1 - runs / repeats if repeats else 1.0))
+
+    def _less(self, work: float) -> None:
+        self._done, self._left, self._last = self._done + work, max(0.0, self._left - work), self._clock()
 
     def seconds(self) -> float | None:
         """Seconds from now to the end; None while nothing is known."""

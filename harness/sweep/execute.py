@@ -1,7 +1,9 @@
 """Execution: planned points become committed records.
 
-Measured points run in this process, one at a time. Simulation-only points run in worker processes. The workers exit
-when their parent exits, and they never delay an interrupt.
+Measured points run in this process, one run at a time. The runs of a point are spread over minutes: several points are
+open together, and each round adds one run to each of them, so that what slows a machine down for a while does not
+meet all runs of one point. Simulation-only points run in worker processes. The workers exit when their parent exits,
+and they never delay an interrupt.
 """
 
 import io
@@ -9,10 +11,12 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
@@ -62,6 +66,16 @@ class PointRunner(Protocol):
         ...
 
 
+class PointStages(Protocol):
+    """A function that runs one point in stages: it pauses before the first measured run and between runs."""
+
+    def __call__(
+        self, config: RunConfig, *, progress: Progress | None = None
+    ) -> Generator[None, None, PointResult]:
+        """Run to the next pause; the generator's value is the result. An exception makes it a failed point."""
+        ...
+
+
 class Backend(Protocol):
     """Runs points somewhere: here, or on a cluster (`harness.cluster`)."""
 
@@ -87,6 +101,7 @@ def execute(
     *,
     runner: PointRunner | None = None,
     console: Console | None = None,
+    stages: PointStages | None = None,
     backend: Backend | None = None,
     pace: Pace | None = None,
     committed: Callable[[str], None] | None = None,
@@ -98,6 +113,7 @@ def execute(
         todo: its points without a record.
         runner: runs a point; None takes `harness.point.run_point`.
         console: where progress is shown; None takes standard error.
+        stages: runs a measured point in stages, so that its runs are spread (`execute.spread_s`); None: all at once.
         backend: runs all points somewhere else; None runs them on this machine.
         pace: what earlier points tell of the time; None: nothing.
         committed: called with the fingerprint of each point that is stored, or whose failure is.
@@ -111,7 +127,8 @@ def execute(
     left = TimeLeft(pace or pace_of(()), todo, at_once(sweep))
     with reporting(len(sweep.points), before, console or _console(), left) as reporter:
         try:
-            for point, failure in (backend or run_here)(sweep, todo, runner or _point_runner(), reporter):
+            run = backend or partial(run_here, stages=stages)
+            for point, failure in run(sweep, todo, runner or _point_runner(), reporter):
                 if committed is not None:
                     committed(point.fingerprint)
                 reporter.ends(point, failure)
@@ -134,7 +151,12 @@ def _console() -> Console:
 
 
 def run_here(
-    sweep: SweepPlan, todo: Sequence[PlannedPoint], runner: PointRunner, reporter: Reporter
+    sweep: SweepPlan,
+    todo: Sequence[PlannedPoint],
+    runner: PointRunner,
+    reporter: Reporter,
+    *,
+    stages: PointStages | None = None,
 ) -> Iterator[Done]:
     """The backend of this machine."""
     simulated = [point for point in todo if not point.config.measure]
@@ -142,8 +164,12 @@ def run_here(
     if workers > 1:
         yield from run_in_workers(simulated, sweep.out, runner, workers)
         simulated = []
+    yield from _run_in_turn(simulated, sweep.out, runner, reporter)
     measured = [point for point in todo if point.config.measure]
-    yield from _run_in_turn([*simulated, *measured], sweep.out, runner, reporter)
+    if stages is None:
+        yield from _run_in_turn(measured, sweep.out, runner, reporter)
+    else:
+        yield from _Rounds(sweep.out, stages, reporter).run(measured)
 
 
 def _workers(sweep: SweepPlan, simulated: Sequence[PlannedPoint]) -> int:
@@ -183,6 +209,84 @@ def run_and_commit(
         return store_failure(point, out, *described(error))
     commit_result(point, out, result, time.perf_counter() - started)
     return None
+
+
+@dataclass
+class _Open:
+    """A point that has begun, with the seconds that it has used itself."""
+
+    point: PlannedPoint
+    stages: Generator[None, None, PointResult]
+    used_s: float = 0.0
+    done: Done | None = None
+
+    def go_on(self, out: Path) -> Done | None:
+        """Run to the next pause, or to the end and store the record or the failure; None at a pause.
+
+        Raises:
+            StoreError: the store cannot be written.
+        """
+        begun, result = time.perf_counter(), None
+        try:
+            next(self.stages)
+        except StopIteration as end:
+            result = end.value
+        except Exception as error:  # a failing point must not stop the others
+            self.done = self.point, store_failure(self.point, out, *described(error))
+        self.used_s += time.perf_counter() - begun
+        if result is not None:
+            commit_result(self.point, out, result, self.used_s)
+            self.done = self.point, None
+        return self.done
+
+
+@dataclass(frozen=True)
+class _Rounds:
+    """Runs measured points in rounds. Points are open together until their runs are expected to take `spread_s`.
+
+    Open points have the same model, which stays loaded. An interrupt loses their runs.
+    """
+
+    out: Path
+    make: PointStages
+    reporter: Reporter
+
+    def run(self, points: Sequence[PlannedPoint]) -> Iterator[Done]:
+        """Yields each point when it is committed or has failed."""
+        waiting = deque(points)
+        while waiting:
+            together: list[_Open] = []
+            expected_s = 0.0
+            while waiting and self._joins(waiting[0], together, expected_s):
+                point = waiting.popleft()
+                entry = _Open(point, self.make(point.config, progress=self.reporter.request))
+                together.append(entry)
+                yield from self._advance([entry])  # to its first run: a calibration is no part of the round
+                before_s = entry.used_s
+                yield from self._advance([entry])
+                expected_s += (entry.used_s - before_s) * point.config.replay.repeats
+            while any(entry.done is None for entry in together):
+                yield from self._advance(together)
+
+    @staticmethod
+    def _joins(point: PlannedPoint, together: Sequence[_Open], expected_s: float) -> bool:
+        """Whether the point is opened beside those that are."""
+        if not together:
+            return True
+        config = point.config
+        return expected_s < config.execute.spread_s and config.model == together[0].point.config.model
+
+    def _advance(self, together: Sequence[_Open]) -> Iterator[Done]:
+        """Run the next stage of each point that is not done."""
+        for entry in together:
+            if entry.done is not None:
+                continue
+            self.reporter.starts(entry.point)
+            done = entry.go_on(self.out)
+            if done is None:
+                self.reporter.ran(entry.point)
+            else:
+                yield done
 
 
 def commit_result(point: PlannedPoint, out: Path, result: PointResult, took_s: float) -> None:

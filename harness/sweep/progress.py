@@ -39,11 +39,15 @@ class Reporter(Protocol):
     """Receives the events of a sweep."""
 
     def starts(self, point: PlannedPoint) -> None:
-        """A point starts in this process."""
+        """A point starts in this process, or goes on after other points ran."""
         ...
 
     def request(self, phase: str, done: int, total: int) -> None:
         """The running point has finished `done` of its `total` requests."""
+        ...
+
+    def ran(self, point: PlannedPoint) -> None:
+        """A stage of a point is done: its preparation or one of its runs."""
         ...
 
     def ends(self, point: PlannedPoint, failed: Failed | None) -> None:
@@ -108,6 +112,10 @@ class LiveReporter:
         """Show the request count."""
         self._bar.update(self._task, description=f"{done}/{total} requests, {phase}  {self._label}")
 
+    def ran(self, point: PlannedPoint) -> None:
+        """Less time is left."""
+        self._left.ran(point)
+
     def ends(self, point: PlannedPoint, failed: Failed | None) -> None:
         """Advance the count. A failure is printed above the live line."""
         self._left.ended(point)
@@ -124,18 +132,25 @@ class PlainReporter:
     """One line for each point and each stage of a measured one, for logs and for terminals that cannot redraw."""
 
     def __init__(self, total: int, done: int, console: Console, left: TimeLeft) -> None:
-        self._total, self._done, self._console, self._left = total, done, console, left
+        self._total, self._before, self._done = total, done, done
+        self._console, self._left = console, left
+        self._numbers: dict[str, int] = {}  # of the points that have begun
         self._label, self._phase = "", ""
 
     def starts(self, point: PlannedPoint) -> None:
         """Remember the point for the lines of its stages."""
-        self._label, self._phase = point.label, ""
+        number = self._numbers.setdefault(point.fingerprint, self._before + len(self._numbers) + 1)
+        self._label, self._phase = f"[{number}/{self._total}] {point.label}", ""
 
     def request(self, phase: str, done: int, total: int) -> None:
         """Print a line when a stage begins, with what is left of it."""
         if phase != self._phase:
             self._phase = phase
-            self._print(f"[{self._done + 1}/{self._total}] {self._label}  {phase}, {done:,} of {total:,}")
+            self._print(f"{self._label}  {phase}, {done:,} of {total:,}")
+
+    def ran(self, point: PlannedPoint) -> None:
+        """Less time is left."""
+        self._left.ran(point)
 
     def ends(self, point: PlannedPoint, failed: Failed | None) -> None:
         """Print the point's line, and how long the rest will take if that is long."""

@@ -8,7 +8,7 @@ the number of runs that may go on: each run after them waits until the number is
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,12 @@ def run_point(config: Any, *, progress: Any = None) -> Result:
         raise KeyboardInterrupt
     record = {"simulated": {"metric": config.workload.seed}, "seconds": {"all": 0.0}}
     return Result(record, {"steps": {"step": list(range(1000))}, "requests": {"request_id": [0, 1]}})
+
+
+def point_stages(config: Any, *, progress: Any = None) -> Generator[None, None, Result]:
+    for _ in range(config.replay.repeats):
+        yield
+    return run_point(config, progress=progress)
 
 
 def _note_run(notes: Path, line: str) -> int:

@@ -1,6 +1,7 @@
 """Points on the real engine: the two sides decide alike, the audit holds, the record says what happened."""
 
 import json
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from engine.runtime.options import Backend
 from harness.config.errors import ConfigError
 from harness.config.schema import CostKind, DecodingMode, EngineDevice, Oversize, RunConfig, TraceFormat
 from harness.measure.engine import graphs_of
-from harness.point import check_point, point_identity, run_point
+from harness.point import check_point, point_identity, point_stages, run_point
 from harness.workload.workload import build_workload
 
 
@@ -74,6 +75,30 @@ def test_measured_durations_give_identical_plans(
     assert result["audit"]["checks"] == result["levels"]["counts"]["steps"]
     if mode is crowded:
         assert result["measured"]["median"]["preemptions"] > 0
+
+
+def test_points_that_are_open_together_do_not_touch_each_other(cache_dir: Path) -> None:
+    configs = [beams(small_config(cache_dir)), crowded(small_config(cache_dir))]
+    waiting = [point_stages(replace(config, replay=replace(config.replay, repeats=2))) for config in configs]
+    records = []
+    while waiting:
+        stages = waiting.pop(0)
+        try:
+            next(stages)
+            waiting.append(stages)
+        except StopIteration as ended:
+            records.append(ended.value.record)
+    assert [record["levels"]["counts"]["identical"] for record in records] == [True, True]
+    assert [len(record["measured"]["runs"]) for record in records] == [2, 2]
+
+
+def test_the_record_says_over_which_time_the_runs_lie(cache_dir: Path) -> None:
+    stages = point_stages(small_config(cache_dir))
+    next(stages)
+    begun = time.perf_counter()
+    with pytest.raises(StopIteration) as ended:
+        next(stages)
+    assert 0 < ended.value.value.record["seconds"]["measured_over"] <= time.perf_counter() - begun
 
 
 def test_sharing_found_by_tokens_is_what_the_trace_says(cache_dir: Path) -> None:

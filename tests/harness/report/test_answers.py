@@ -138,6 +138,14 @@ def test_a_perfect_model_is_trusted_in_every_class_and_the_answer_is_yes(records
     assert "Throughput: trusted (" in study.text("trust")
 
 
+def test_the_time_between_the_runs_of_a_point_is_said(records):
+    study = Changed(records)
+    for number, record in enumerate(study.records):
+        record["seconds"]["measured_over"] = 100.0 + number
+    middle = 100 + (len(study.records) - 1) / 2
+    assert f"to the last run of a point it took {middle:,.0f} s in the median" in study.text("trust")
+
+
 def test_a_bad_model_is_not_trusted_and_the_answer_is_no(records):
     study = Changed(
         records, simulated=lambda point, metric: 1.6 if metric.endswith(("_p50", "_mean")) else 0.5

@@ -4,7 +4,7 @@ import io
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,33 @@ def plan(tmp_path: Path) -> Callable[..., SweepPlan]:
         return plan_sweep(sweep_request(own), fake_point)
 
     return make
+
+
+Staged = Generator[None, None, fake_point.Result]
+
+
+class Stages:
+    """Runs fake points in stages, and notes each run as `seed.number`."""
+
+    def __init__(self, fails: str = "", interrupted: str = "") -> None:
+        self.runs: list[str] = []
+        self._fails, self._interrupted = fails, interrupted
+
+    def __call__(self, config: Any, *, progress: Any = None) -> Staged:
+        for number in range(config.replay.repeats):
+            yield
+            run = f"{config.workload.seed}.{number + 1}"
+            if run == self._fails:
+                raise RuntimeError("the run is broken")
+            if run == self._interrupted:
+                raise KeyboardInterrupt
+            self.runs.append(run)
+        return fake_point.run_point(config, progress=progress)
+
+
+def run_staged(plan: SweepPlan, stages: Stages) -> Outcome:
+    """Execute all points of a plan in stages."""
+    return execute(plan, plan.points, stages=stages, console=Console(file=io.StringIO()))
 
 
 def run(plan: SweepPlan) -> tuple[Outcome, str]:
@@ -182,3 +209,59 @@ def test_counts_show_on_a_narrow_terminal_whatever_the_points_name(
     last = [line for line in text.getvalue().replace("\r", "\n").splitlines() if "5/48" in line][-1]
     assert "17/40" in last
     assert "5/48 requests" in last
+
+
+def test_the_runs_of_measured_points_take_turns(plan: Callable[..., SweepPlan]) -> None:
+    stages = Stages()
+    sweep = plan("workload.seed=1,2,3", "replay.repeats=2")
+    assert run_staged(sweep, stages) == Outcome(3, (), interrupted=False)
+    assert stages.runs == ["1.1", "2.1", "3.1", "1.2", "2.2", "3.2"]
+    assert len(read_store(sweep.out).records) == 3
+
+
+def test_without_spread_a_point_ends_before_the_next_begins(plan: Callable[..., SweepPlan]) -> None:
+    stages = Stages()
+    run_staged(plan("workload.seed=1,2", "replay.repeats=2", "execute.spread_s=0"), stages)
+    assert stages.runs == ["1.1", "1.2", "2.1", "2.2"]
+
+
+def test_points_of_another_model_are_not_open_together(plan: Callable[..., SweepPlan]) -> None:
+    stages = Stages()
+    run_staged(plan("model.seed=5,6", "workload.seed=1,2", "replay.repeats=2"), stages)
+    assert stages.runs == ["1.1", "2.1", "1.2", "2.2"] * 2
+
+
+def test_points_are_open_together_until_their_runs_take_the_spread(
+    plan: Callable[..., SweepPlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = iter(range(10**6))  # each look at the clock is a second later, so that each run takes one
+    monkeypatch.setattr("harness.sweep.execute.time.perf_counter", lambda: float(next(now)))
+    stages = Stages()
+    run_staged(plan("workload.seed=1,2,3,4,5", "replay.repeats=2", "execute.spread_s=3.5"), stages)
+    assert stages.runs == ["1.1", "2.1", "1.2", "2.2", "3.1", "4.1", "3.2", "4.2", "5.1", "5.2"]
+
+
+def test_a_point_is_said_to_take_its_own_seconds(
+    plan: Callable[..., SweepPlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = iter(range(10**6))
+    monkeypatch.setattr("harness.sweep.execute.time.perf_counter", lambda: float(next(now)))
+    sweep = plan("workload.seed=1,2,3", "replay.repeats=2")
+    run_staged(sweep, Stages())
+    records = read_store(sweep.out).records
+    assert [records[point.fingerprint]["seconds"]["point"] for point in sweep.points] == [3.0] * 3
+
+
+def test_a_run_that_fails_leaves_the_other_points_open(plan: Callable[..., SweepPlan]) -> None:
+    stages = Stages(fails="2.2")
+    sweep = plan("workload.seed=1,2,3", "replay.repeats=3")
+    outcome = run_staged(sweep, stages)
+    assert [failed.error for failed in outcome.failed] == ["RuntimeError: the run is broken"]
+    assert stages.runs == ["1.1", "2.1", "3.1", "1.2", "3.2", "1.3", "3.3"]
+    assert len(read_store(sweep.out).records) == 2
+
+
+def test_an_interrupt_in_the_last_round_keeps_the_points_that_ended(plan: Callable[..., SweepPlan]) -> None:
+    sweep = plan("workload.seed=1,2,3", "replay.repeats=2")
+    assert run_staged(sweep, Stages(interrupted="2.2")) == Outcome(1, (), interrupted=True)
+    assert read_store(sweep.out).records.keys() == {sweep.points[0].fingerprint}

@@ -3,6 +3,7 @@
 import io
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from harness.sweep.estimate import Fit, Pace, TimeLeft
 from harness.sweep.progress import LiveReporter, PlainReporter, duration, reporting
 
 CONFIG = RunConfig(measure=False, workload=WorkloadConfig(num_requests=10))
-POINT: Any = SimpleNamespace(label="cache.block_size=8", config=CONFIG)
+POINT: Any = SimpleNamespace(label="cache.block_size=8", config=CONFIG, fingerprint="8")
 UNKNOWN = Pace({}, 0)
 FIVE_SECONDS = Pace({(False,): Fit(5.0, 0.0, None, 9, 1)}, 9)
 
@@ -45,6 +46,35 @@ def test_each_stage_of_a_point_has_one_line() -> None:
         "[2/4] cache.block_size=8  measuring, run 1 of 3, 0 of 64",
         "[2/4] cache.block_size=8  done",
     ]
+
+
+def test_a_point_that_goes_on_after_others_keeps_its_number() -> None:
+    other: Any = SimpleNamespace(label="cache.block_size=16", config=CONFIG, fingerprint="16")
+    where, text = screen()
+    reporter = PlainReporter(4, 1, where, left(3))
+    for number in (1, 2):
+        for point in (POINT, other):
+            reporter.starts(point)
+            reporter.request(f"measuring, run {number} of 2", 0, 64)
+            reporter.ran(point)
+    assert text.getvalue().splitlines() == [
+        "[2/4] cache.block_size=8  measuring, run 1 of 2, 0 of 64",
+        "[3/4] cache.block_size=16  measuring, run 1 of 2, 0 of 64",
+        "[2/4] cache.block_size=8  measuring, run 2 of 2, 0 of 64",
+        "[3/4] cache.block_size=16  measuring, run 2 of 2, 0 of 64",
+    ]
+
+
+def test_a_run_of_an_open_point_shortens_the_time_left() -> None:
+    measured: Any = SimpleNamespace(label="", fingerprint="m", config=replace(CONFIG, measure=True))
+    clock = iter([0.0, 10.0, 10.0, 30.0, 30.0]).__next__
+    rest = TimeLeft(UNKNOWN, [measured, measured], 1, clock)
+    rest.ran(measured)  # it is ready
+    assert rest.seconds() is None
+    rest.ran(measured)  # one run of the three of one point of two took 10 s: five are left
+    assert rest.seconds() == pytest.approx(50.0)
+    rest.ended(measured)  # its three took 30 s
+    assert rest.seconds() == pytest.approx(30.0)
 
 
 def test_the_time_left_follows_from_the_points_that_ended() -> None:
