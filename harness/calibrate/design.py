@@ -76,6 +76,7 @@ CASES = (
     CalibrationCase("long prompts", 12, (300, 900), (4, 16), 1.5, block_size=32),
     CalibrationCase("two beams", 28, (16, 160), (10, 24), 3, block_size=32, beam_width=2),
     CalibrationCase("four beams", 24, (16, 160), (10, 24), 2, block_size=8, beam_width=4),
+    CalibrationCase("many beams", 16, (16, 160), (10, 24), 0, beam_width=4),
     CalibrationCase("contiguous", 32, (16, 160), (8, 30), 3, contiguous=True),
     CalibrationCase("contiguous beams", 16, (16, 120), (8, 24), 2, contiguous=True, beam_width=4),
     CalibrationCase("shared prefix", 40, (64, 300), (8, 24), 4, block_size=4, shared=0.8),

@@ -42,11 +42,11 @@ from harness.replay.recorder import MeasuredRun
 from harness.replay.streaming import COLUMNS, hull_of
 from harness.workload.devices import clock_of
 
-PASSES = 2
-"""Passes over the cases without a budget, after a first one for the code that libraries compile for new shapes if there
-is a yardstick. With a budget there are as many as its share allows, up to MOST_PASSES."""
+PASSES, MOST_PASSES = 2, 4
+"""Passes over the cases without a budget: PASSES where the quietest counts, MOST_PASSES where a yardstick lets all but
+the first count, which is for the code that libraries compile for new shapes. With a budget there are as many as its
+share allows, up to MOST_PASSES."""
 
-MOST_PASSES = 4
 FITTING = 0.5
 """Share of the budget after which no further case is started."""
 
@@ -99,8 +99,8 @@ class Passes:
 
     def measure(self) -> list[TimedCase]:
         """The runs to fit of every case for which there was time; the first few cases always run."""
-        warming = 1 if self._reference else 0
-        for number in range(MOST_PASSES if self._budget.limited else PASSES + warming):
+        most = MOST_PASSES if self._budget.limited or self._reference else PASSES
+        for number in range(most):
             for case in self._cases if number % 2 == 0 else reversed(self._cases):
                 if len(self._kept) >= _FEWEST_CASES and not self._budget.left(FITTING):
                     break
@@ -170,7 +170,7 @@ def full_calibration(
     begun, load, budget = datetime.now(UTC), os.getloadavg()[0], Budget(budget_s)
     lone, lone_wall, reference = _lone_request_s(config)
     cases = design(config, lone_wall, budget_s)
-    passes_ahead = PASSES + (1 if reference else 0)
+    passes_ahead = MOST_PASSES if reference else PASSES
     report = _CaseCounter(progress, len(cases) * passes_ahead + len(HELD_OUT))
     passes = Passes(config, cases, lone, report, budget, reference)
     timed = passes.measure()

@@ -71,12 +71,14 @@ def prices_of(cost: CostModel) -> Prices | None:
     BEAM_ROWS,
     BEAM_STEPS,
     COPIED,
+    DRAWN,
+    BEAM_ROWS_TO_16,
 ) = feature_index(
     (
         *("decode_distinct_kv", "decode_padded_kv", "decode_padded_blocks", "prefill_rows", "prefill_tokens"),
         "prefill_kv",
         *("prefill_blocks", "prefill_work", "blocks", "new_blocks", "freed_slots", "admitted_tokens"),
-        *("after_prefill", "beam_rows", "beam_steps", "copied_slots"),
+        *("after_prefill", "beam_rows", "beam_steps", "copied_slots", "drawn_rows", "beam_rows_to_16"),
     )
 )
 
@@ -102,7 +104,7 @@ def write_features(state: ReplayState, num_blocks: int) -> None:
 def add_rows(state: ReplayState) -> None:
     """The features that follow from the rows."""
     batch, size = state.batch, state.rules.block_size
-    decodes = kv = longest = sampled = searching = chunks = chunk_tokens = chunk_kv = chunk_blocks = (
+    decodes = kv = longest = sampled = drawn = searching = chunks = chunk_tokens = chunk_kv = chunk_blocks = (
         entries
     ) = 0
     work = 0.0
@@ -115,6 +117,7 @@ def add_rows(state: ReplayState) -> None:
         entries += branches * blocks
         if query == lacking_tokens(state, row):
             sampled += branches
+            drawn += branches * state.inputs.drawn[batch.request[row]]
             searching += branches * state.inputs.beam[batch.request[row]]
         if query == 1:
             decodes, kv, longest = decodes + branches, kv + branches * end, max(longest, end)
@@ -132,7 +135,9 @@ def add_rows(state: ReplayState) -> None:
     features[BEYOND_128] = max(tokens - 128, 0)
     features[ROWS] = decodes + chunks
     features[SAMPLED] = sampled
+    features[DRAWN] = drawn
     features[BEAM_ROWS] = searching
+    features[BEAM_ROWS_TO_16] = min(searching, 16)
     features[BEAM_STEPS] = min(searching, 1)
     features[DECODE_ROWS] = decodes
     features[DECODE_STEPS] = min(decodes, 1)

@@ -154,13 +154,14 @@ class BranchesPreemptedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Branches:
-    """How many branches the requests have, int64 `[requests]`, and which are beams (0 or 1).
+    """How many branches the requests have, int64 `[requests]`, which are beams, and whose tokens are drawn (0 or 1).
 
     `genealogy` is the model that draws their parents.
     """
 
     width: IntArray
     beam: IntArray
+    drawn: IntArray
     genealogy: BeamGenealogy
 
     def survivors(self) -> FloatArray:
@@ -231,7 +232,7 @@ class CompiledReplay:
         self._requests = requests
         self._pool = pool
         ones = np.ones(len(requests.request_id), dtype=np.int64)
-        branches = requests.branches or Branches(ones, 0 * ones, BeamGenealogy({}))
+        branches = requests.branches or Branches(ones, 0 * ones, 0 * ones, BeamGenealogy({}))
         rules = _rules(limits, pool, branches.width)
         fits = _fits(requests, branches.width, limits, pool)
         first_name, names = requests.names or BlockNames.none(len(fits))
@@ -241,6 +242,7 @@ class CompiledReplay:
             output=requests.output_tokens,
             width=branches.width,
             beam=branches.beam,
+            drawn=branches.drawn,
             survivors=branches.survivors(),
             evenness=branches.evenness(),
             request_id=requests.request_id,

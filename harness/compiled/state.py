@@ -80,6 +80,7 @@ class RequestInputs(NamedTuple):
     output: IntArray
     width: IntArray
     beam: IntArray  # 0 or 1
+    drawn: IntArray  # 0 or 1: whether its tokens are drawn at random
     survivors: FloatArray
     evenness: FloatArray
     request_id: IntArray

@@ -91,10 +91,14 @@ def _relative_nnls(columns: FloatArray, target: FloatArray, scale: FloatArray) -
 def _level(measured: FloatArray, predicted: FloatArray) -> float:
     """The factor from a robust fit to the mean: times scatter upwards, and a run's duration depends on the mean.
 
-    The ratio of a single step is limited to 2/3 … 3/2.
+    The ratio of a single step is limited to 2/3 … 3/2, and counts by its share: attention that hardly adds to a step
+    says little about attention that is a third of one.
     """
     seen = predicted > 0
-    return float(np.clip(measured[seen] / predicted[seen], 2 / 3, 3 / 2).mean()) if seen.any() else 1.0
+    if not seen.any():
+        return 1.0
+    ratios = np.clip(measured[seen] / predicted[seen], 2 / 3, 3 / 2)
+    return float(np.average(ratios, weights=predicted[seen]))
 
 
 def held_out_error(predicted: FloatArray, measured: FloatArray) -> dict[str, float]:

@@ -20,7 +20,9 @@ FEATURES: dict[str, str] = {
     "tokens_beyond_128": "query tokens above 128: large ones leave the cache",
     "rows": "sequences in the batch: host work",
     "sampled_rows": "rows that meet the vocabulary projection",
+    "drawn_rows": "sampled rows whose token is drawn at random: a softmax and a draw over the whole vocabulary",
     "beam_rows": "sampled rows of beam groups: selection over the whole vocabulary",
+    "beam_rows_to_16": "the same, at most 16: a selection among more rows costs less for each",
     "beam_steps": "1 if there is such a row: the floor of the selection",
     "decode_rows": "rows of one token",
     "decode_steps": "1 if there is such a row: the floor of decode attention",
@@ -96,6 +98,10 @@ class FeatureMeter:
         self._window = window
         self._after_prefill = 0.0
         self._beams: set[int] = set()  # beam requests admitted so far
+        self._drawn: set[int] = set()  # requests admitted so far whose tokens are drawn
+        self._all_drawn = True  # whether those are all
+        self._steady_ids: Sequence[int] | None = None  # of the last step, with their rows that are drawn
+        self._steady_drawn = 0
         self._drafting = (
             False  # whether a request with drafts was admitted: then every row runs through both models
         )
@@ -108,10 +114,15 @@ class FeatureMeter:
             admitted += request.prompt_tokens
             if request.decoding is Decoding.beam:
                 self._beams.add(request_id)
+            if request.decoding is Decoding.sample:
+                self._drawn.add(request_id)
+            else:
+                self._all_drawn = False
             self._drafting = self._drafting or request.speculation is not None
         others = plan.other_rows
         sampled = plan.steady + sum(row.samples for row in others)
-        rows = _rows_features(plan, others, self._block_size, sampled, self._beam_rows(others))
+        drawn = self._drawn_rows(plan, others, sampled) if self._drawn else 0
+        rows = _rows_features(plan, others, self._block_size, (sampled, drawn, self._beam_rows(others)))
         swapped = len(plan.swap_in) + len(plan.swap_out)
         return [
             *rows,
@@ -132,6 +143,15 @@ class FeatureMeter:
             return 0
         return sum(row.samples and row.request_id in self._beams for row in others)
 
+    def _drawn_rows(self, plan: StepPlan, others: Sequence[Row], sampled: int) -> int:
+        """Sampled rows whose token is drawn; steady rows are looked at again only where they have changed."""
+        if self._all_drawn:
+            return sampled
+        if plan.steady_ids is not self._steady_ids:
+            self._steady_ids = plan.steady_ids
+            self._steady_drawn = sum(row.request_id in self._drawn for row in plan.rows[: plan.steady])
+        return self._steady_drawn + sum(row.samples and row.request_id in self._drawn for row in others)
+
     def took(self, first: Sequence[Amount], steps: int = 1) -> None:
         """Record that `steps` steps of a plan ran; `first` are the features of the first."""
         large = min(1.0, float(first[_PREFILL]) / LARGE_PREFILL)
@@ -140,9 +160,13 @@ class FeatureMeter:
 
 
 def _rows_features(
-    plan: StepPlan, others: Sequence[Row], block_size: int, sampled: int, beam_rows: int
+    plan: StepPlan, others: Sequence[Row], block_size: int, chosen: tuple[int, int, int]
 ) -> list[Amount]:
-    """The features that follow from the rows of a step: steady ones as an array, the others one by one."""
+    """The features that follow from the rows of a step: steady ones as an array, the others one by one.
+
+    `chosen` are the rows that are sampled, and of these the drawn ones and those of beams.
+    """
+    sampled, drawn, beam_rows = chosen
     count = plan.steady
     kv = longest = entries = 0
     if count:
@@ -176,7 +200,9 @@ def _rows_features(
         tokens - 128 if tokens > 128 else 0,
         count + chunks,
         sampled,
+        drawn,
         beam_rows,
+        beam_rows if beam_rows < 16 else 16,
         1 if beam_rows else 0,
         count,
         1 if count else 0,

@@ -175,14 +175,16 @@ def _shares(block_size: int, row: TraceRequest) -> bool:
 
 
 def _branches(workload: Workload, cost: CostModel, beam_churn: float | None) -> Branches | None:
-    """Widths of the requests, and the model of their beams; None where each has one branch and none is a beam."""
+    """Widths of the requests, and the model of their beams; None where each is a greedy request of one branch."""
     decodings = [workload.trace_decoding.of(row) for row in workload.trace.requests]
-    if all(each.width == 1 and each.mode is not Decoding.beam for each in decodings):
+    if all(each.width == 1 and each.mode is Decoding.greedy for each in decodings):
         return None
     genealogy = workload.drawn.genealogy(cost.source, workload.width, beam_churn)
     assert isinstance(genealogy, BeamGenealogy)
-    beam = _column([int(each.mode is Decoding.beam) for each in decodings])
-    return Branches(_column([each.width for each in decodings]), beam, genealogy)
+    beam, drawn = (
+        _column([int(each.mode is mode) for each in decodings]) for mode in (Decoding.beam, Decoding.sample)
+    )
+    return Branches(_column([each.width for each in decodings]), beam, drawn, genealogy)
 
 
 def plain_requests(

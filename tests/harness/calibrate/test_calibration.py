@@ -292,15 +292,15 @@ def test_the_quietest_pass_of_a_case_counts(tmp_path: Path, monkeypatch: pytest.
 def test_with_a_yardstick_all_passes_but_the_first_are_fitted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runs = Paces([9.0, 9.0, 9.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+    runs = Paces([9.0, 9.0, 9.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0])
     monkeypatch.setattr("harness.calibrate.run.measure", runs)
     passes = Passes(
         small_config(tmp_path), CASES[1:4], 0.05, lambda name: None, Budget(None), Reading(1.0, 1.0, 1.0)
     )
     found = passes.measure()
     kept = [[run.log.steps["seconds"][0] for run in entry.runs] for entry in found]
-    assert kept == [[3.0, 4.0], [2.0, 5.0], [1.0, 6.0]]  # the second pass runs backwards
-    assert passes.probes == [1.0] * 9  # the paces of the runs
+    assert kept == [[3.0, 4.0, 9.0], [2.0, 5.0, 8.0], [1.0, 6.0, 7.0]]  # every other pass runs backwards
+    assert passes.probes == [1.0] * 12  # the paces of the runs
 
 
 def test_a_case_beside_an_odd_probe_is_measured_once_more(

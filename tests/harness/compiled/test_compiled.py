@@ -131,12 +131,13 @@ def branching(draw: st.DrawFn) -> Sharing:
     """The requests of `sharing`, some of them with several samples or beams."""
     shared = draw(sharing())
     count = len(shared.salts)
-    kinds = st.sampled_from([(1, 0), (1, 0), (2, 0), (3, 0), (4, 0), (1, 1), (2, 1), (3, 1), (5, 1)])
-    width, beam = (
+    beams, samples = [(width, 1, 0) for width in (1, 2, 3, 5)], [(width, 0, 1) for width in (1, 2, 3, 4)]
+    kinds = st.sampled_from([(1, 0, 0), (1, 0, 0), *beams, *samples])
+    width, beam, drawn = (
         np.array(column, dtype=np.int64)
         for column in zip(*draw(st.lists(kinds, min_size=count, max_size=count)), strict=True)
     )
-    requests = replace(shared.requests, branches=Branches(width, beam, GENEALOGY))
+    requests = replace(shared.requests, branches=Branches(width, beam, drawn, GENEALOGY))
     return replace(shared, requests=requests)
 
 
@@ -180,10 +181,10 @@ def decodings_of(requests: PlainRequests) -> list[tuple[int, Decoding]]:
     branches = requests.branches
     if branches is None:
         return [(1, Decoding.greedy)] * len(requests.request_id)
-    kinds = zip(branches.width.tolist(), branches.beam.tolist(), strict=True)
+    kinds = zip(branches.width.tolist(), branches.beam.tolist(), branches.drawn.tolist(), strict=True)
     return [
-        (width, Decoding.beam if beam else Decoding.sample if width > 1 else Decoding.greedy)
-        for width, beam in kinds
+        (width, Decoding.beam if beam else Decoding.sample if drawn else Decoding.greedy)
+        for width, beam, drawn in kinds
     ]
 
 

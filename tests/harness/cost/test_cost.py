@@ -338,3 +338,15 @@ def test_an_all_reduce_reaches_a_share_of_the_link_and_the_bound_all_of_it() -> 
     sent = 64 * 2 * 32 * 4096 * 2  # two all-reduces a layer; of two devices each sends all of it once
     assert seconds[0] - seconds[1] == pytest.approx(sent / 16e9 - sent / 64e9, rel=1e-9)
     assert seconds[2] < seconds[1]
+
+
+def test_scatter_of_small_attention_does_not_raise_large_attention() -> None:
+    features = np.zeros((400, len(FEATURES)))
+    step, kv = feature_index(["step", "decode_kv"])
+    features[:, step] = 1
+    features[:300, kv], features[300:, kv] = 20, 600
+    attention = 1e-6 * features[:, kv]
+    attention[:300:2] *= 1.5  # a clock that sees 30 instead of 20 us, in steps of a millisecond
+    cost = fit_cost(features, 1e-3 + attention, attention, SOURCE)
+    predicted = price_table(cost, features[300:])[1]
+    assert predicted.sum() == pytest.approx(attention[300:].sum(), rel=0.05)

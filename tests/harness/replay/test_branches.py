@@ -6,6 +6,7 @@ from sim_cases import LinearCost, request
 
 from engine.core.memory.paged import PagedManager
 from engine.core.options import Decoding, SchedulerLimits, SpeculationMode
+from engine.core.plan import Row
 from engine.core.request import Request, Speculation
 from engine.core.scheduling.commit import CommitReport
 from engine.core.scheduling.scheduler import Scheduler
@@ -14,8 +15,21 @@ from harness.replay.arrivals import TimedRequest
 from harness.replay.beams import BeamGenealogy
 from harness.replay.branches import BranchSurvival, DraftAcceptance
 from harness.replay.executors import SimulatedExecutor
+from harness.replay.features import feature_index
 from harness.replay.loop import Replay
 from harness.replay.recorder import Recorder
+
+
+def feature_rows(requests: list[TimedRequest]) -> tuple[np.ndarray, list[list[Row]]]:
+    """Features of each step, and its rows."""
+    by_id = {timed.request.request_id: timed.request for timed in requests}
+    recorder, rows = Recorder(by_id, 16, keep_plans=True), []
+    executor = SimulatedExecutor(LinearCost(1e-3, 1e-5), by_id, 16, BeamGenealogy({}), fast_forward=False)
+    scheduler = Scheduler(PagedManager(2000, 16), SchedulerLimits(512, 64))
+    commit = scheduler.commit
+    scheduler.commit = lambda plan, result: (rows.append(list(plan.rows)), commit(plan, result))[1]
+    Replay(requests, scheduler, executor, recorder).run()
+    return recorder.features, rows
 
 
 def run(
@@ -54,6 +68,26 @@ def test_the_fitted_hazard_is_the_one_that_drew_the_lengths(hazard: float) -> No
     survival = BranchSurvival(hazard)
     lengths = [survival.length(rid, 0, 60) for rid in range(3000)]
     assert BranchSurvival.fitted(lengths, [60] * 3000).hazard == pytest.approx(hazard, rel=0.1, abs=1e-9)
+
+
+def test_drawn_rows_are_the_sampled_rows_of_requests_that_sample() -> None:
+    modes = [Decoding.sample, Decoding.greedy, Decoding.beam, Decoding.sample, Decoding.greedy]
+    requests = [
+        request(rid, 0.004 * rid, 40, 30, 3 if mode is not Decoding.greedy else 1, mode)
+        for rid, mode in enumerate(modes)
+    ]
+    features, rows = feature_rows(requests)
+    drawing = {rid for rid, mode in enumerate(modes) if mode is Decoding.sample}
+    expected = [sum(row.samples and row.request_id in drawing for row in step) for step in rows]
+    assert features[:, feature_index(["drawn_rows"])[0]].tolist() == expected
+    assert 0 < sum(expected) < features[:, feature_index(["sampled_rows"])[0]].sum()
+
+
+def test_beam_rows_count_to_sixteen_a_second_time() -> None:
+    features, _ = feature_rows([request(rid, 0.0, 20, 12, 8, Decoding.beam) for rid in range(4)])
+    rows, first = features[:, feature_index(["beam_rows", "beam_rows_to_16"])].T
+    assert rows.max() > 16
+    assert first.tolist() == np.minimum(rows, 16).tolist()
 
 
 def test_branches_that_end_leave_rows_and_blocks_to_the_others() -> None:
