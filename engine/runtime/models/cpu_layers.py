@@ -1,4 +1,4 @@
-"""Faster layers for CPUs: linear layers with packed weights, gated MLPs, and norms.
+"""Faster layers for CPUs: linear layers with packed weights, gated MLPs, and norms (rotation: `cpu_rotary.py`).
 
 The code of transformers is not edited. A layer keeps its weights and gets another `forward`. Norms and MLPs are
 recognised by their parts, not by the name of their class, and are replaced only if the new `forward` gives the same
@@ -22,6 +22,7 @@ import torch
 
 from engine.runtime import huge_pages
 from engine.runtime.attention.native.compile import library, why_unavailable
+from engine.runtime.models.cpu_rotary import rotary_forward
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 
@@ -194,9 +195,9 @@ def _norm_function(name: str) -> Any:
 
 
 def replace_layers(model: Any) -> int:
-    """Replace norms and gated MLPs where the results stay the same, then pack all linear weights.
+    """Replace norms, gated MLPs and the rotation of attention where results stay the same, then pack linear weights.
 
-    Returns the number of replaced norms and MLPs. A second call changes nothing and returns 0.
+    Returns the number of replaced modules. A second call changes nothing and returns 0.
     """
     replaced = [module for module in model.modules() if "forward" not in vars(module) and _replace(module)]
     pack_linears(model)
@@ -222,6 +223,10 @@ def original_layers(model: Any) -> Iterator[None]:
 
 
 def _replace(module: torch.nn.Module) -> bool:
+    attention = rotary_forward(module)
+    if attention is not None:
+        vars(module)["forward"] = attention
+        return True
     for make in _REPLACEMENTS:
         made = make(module)
         if made is not None and _same_results(module, made.width, made.forward):

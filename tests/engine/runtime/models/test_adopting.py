@@ -27,15 +27,18 @@ def adopted(model):
 @pytest.mark.parametrize(
     ("family", "wanted"),
     [
-        ("llama", {"Linear", "LlamaMLP", "LlamaRMSNorm"}),
-        ("qwen3", {"Linear", "Qwen3MLP", "Qwen3RMSNorm"}),
-        ("gemma2", {"Linear"}),  # its norm adds one to the weight, its activation is another
+        ("llama", {"Linear", "LlamaAttention", "LlamaMLP", "LlamaRMSNorm"}),
+        ("qwen3", {"Linear", "Qwen3Attention", "Qwen3MLP", "Qwen3RMSNorm"}),
+        (
+            "gemma2",
+            {"Linear", "Gemma2Attention"},
+        ),  # its norm adds one to the weight, its activation is another
         ("gpt2", set()),  # its layers are no linear layers
     ],
 )
 def test_what_computes_the_same_is_adopted(family, wanted):
     if why_unavailable():
-        wanted = {name for name in wanted if "RMSNorm" not in name}
+        wanted = {name for name in wanted if not name.endswith(("RMSNorm", "Attention"))}
     one = model(family)
     replace_layers(one)
     assert adopted(one) - {"Linear"} == wanted - {"Linear"}
