@@ -24,6 +24,7 @@ from harness.cluster import backend_for
 from harness.config.errors import ConfigError, UserError
 from harness.config.memory import point_memory
 from harness.config.paths import is_url
+from harness.config.schema import Place
 from harness.console import Arguments, counted, numbered, planning, remark, say
 from harness.store.atomic import check_writable, exclusive, remove_leftovers
 from harness.store.commit import Layout
@@ -158,7 +159,18 @@ def _run(
         )
     finally:
         remove_leftovers(sweep.out)
+    if outcome.interrupted and any(map(_shares_the_time, todo)):
+        remark(
+            "measured points are open together, and those that had not ended are measured anew; "
+            "execute.spread_s=0 ends each point before the next begins"
+        )
     return _finish(sweep, manifest, outcome, report)
+
+
+def _shares_the_time(point: PlannedPoint) -> bool:
+    """Whether other points run between the runs of this one."""
+    config = point.config
+    return config.measure and config.execute.place is Place.local and config.execute.spread_s > 0
 
 
 def _finish(sweep: SweepPlan, manifest: Manifest, outcome: Outcome, report: ReportFunctions | None) -> int:
