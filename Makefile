@@ -9,10 +9,9 @@ STAMP  := $(VENV)/.ready
 OUT    ?=
 PART   ?=
 
-# what `make check` tests: the rules of the repository and the packages that need no torch
+# what `make check` tests: the rules of the repository and the light packages
 FAST   := $(addprefix tests/e2e/test_,house_rules.py import_directions.py document_links.py) tests/traces tests/engine/core \
-          tests/harness/test_environment.py \
-          $(addprefix tests/harness/,config metrics store replay cost sweep trace)
+          tests/harness/test_environment.py $(addprefix tests/harness/,config metrics store cost)
 
 .PHONY: setup sweep check test nightly lint docs gpu clean
 setup: $(STAMP)
@@ -28,18 +27,17 @@ $(STAMP): pyproject.toml constraints.txt
 sweep: $(STAMP)
 	$(PY) -m harness sweep $(ARGS)
 
-check: lint  # before every commit: about two minutes
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n auto -q -m "not slow and not browser" $(FAST) $(ARGS)
+check: lint  # before every commit: under a minute once mypy has its cache
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n auto --dist loadfile -q $(FAST) $(ARGS)
 
-test: $(STAMP)
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n auto $(ARGS)
+test: $(STAMP)  # a file at a time, so that what its tests share is made once
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n auto --dist loadfile $(ARGS)
 
-nightly: $(STAMP)  # (with PAGETWIN_VLLM=PATH/bin/python also beside vLLM) what is too long for every day: random walks of the policy core, fuzzing of readers and requests, every model type, the kernels from their PTX, a sweep killed 50 times, fits to logs of a known truth
+nightly: $(STAMP)  # all tests (with PAGETWIN_VLLM=PATH/bin/python also beside vLLM), every kernel compiled, fuzzing of the trace readers, a sweep killed 50 times, fits to logs of a known truth
 	$(PY) -m pip install --quiet $(PIP_ARGS) "atheris>=2.3"
-	PAGETWIN_NIGHTLY=1 PAGETWIN_FUZZ_EXAMPLES=500 $(PY) -m pytest -n auto tests/engine/core/test_random_walks.py tests/engine/core/memory tests/traces/formats/test_fuzz.py tests/engine/runtime/models/test_every_type.py tests/e2e/test_bad_inputs.py tests/harness/sweep/test_plan.py tests/harness/oracle tests/harness/lessons/test_lesson_pages.py tests/e2e/test_document_commands.py
-	PAGETWIN_NIGHTLY=1 OMP_NUM_THREADS=1 $(PY) -m pytest -n auto tests/ptx
+	PAGETWIN_NIGHTLY=1 OMP_NUM_THREADS=1 $(PY) -m pytest -n auto $(ARGS)
+	$(PY) -m harness gate --layer resource
 	$(PY) tests/nightly/fuzz_traces.py -max_total_time=600 -rss_limit_mb=4000
-	PAGETWIN_FUZZ_SECONDS=600 $(PY) -m pytest -n 2 tests/harness/serve/test_odd_requests.py
 	$(PY) tests/nightly/kill_drill.py local 50
 	$(PY) tests/nightly/planted_logs.py --seeds 3
 

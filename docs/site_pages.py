@@ -24,7 +24,7 @@ _PYTHON = {
     "engine": (
         "Engine",
         "What is done: models on KV tensors, with vLLM's names where they fit.",
-        ("engine.runtime.llm", "engine.runtime.options", "engine.runtime.vllm_names"),
+        ("engine.runtime.llm", "engine.runtime.options"),
     ),
     "kernels": (
         "Kernels",
@@ -39,7 +39,7 @@ _PYTHON = {
             "traces.reading",
             "traces.errors",
             "traces.synth.generator",
-            "traces.analysis.belady",
+            "traces.analysis.reuse",
         ),
     ),
     "harness": (
@@ -48,7 +48,7 @@ _PYTHON = {
         (
             "harness.point",
             "harness.report.write_report",
-            "harness.metrics.definitions",
+            "harness.metrics",
             "harness.config.errors",
         ),
     ),
@@ -70,8 +70,7 @@ Built with this site, from the same code:
 
 def generated() -> Mapping[str, str]:
     """Text by its place in the site's sources."""
-    from harness.lessons.pages import LESSONS, page
-    from harness.lessons.recording import record
+    from harness.lessons.pages import LESSONS, page, record
 
     lessons = {
         f"lessons/{name}.html": page(name, record([]) if name == "replay" else None) for name in LESSONS
@@ -81,6 +80,7 @@ def generated() -> Mapping[str, str]:
         "reference/configuration.md": "".join(configuration()),
         "reference/commands.md": "".join(commands()),
         "reference/claims.md": "".join(claims()),
+        "reference/capabilities.md": "".join(capabilities()),
         **{f"reference/{name}.md": _python_page(*parts) for name, parts in _PYTHON.items()},
     }
 
@@ -200,6 +200,27 @@ def _help(parser: argparse.ArgumentParser, name: str, level: int) -> Iterator[st
         if isinstance(action, argparse._SubParsersAction):
             for word, below in action.choices.items():
                 yield from _help(below, f"{name} {word}", level + 1)
+
+
+def capabilities() -> Iterator[str]:
+    """What a point may ask for, and the ways to run it that cannot take it."""
+    from harness.config.capabilities import TABLE, Way
+
+    heads = {
+        Way.measured: "measured",
+        Way.groups: "groups of layers",
+        Way.replicas: "replicas",
+        Way.client: "beams as requests",
+        Way.no_cache: "without a prefix cache",
+        Way.no_rows: "without rows",
+        Way.compiled: "compiled replay",
+        Way.oracle: "vLLM's scheduler beside",
+    }
+    yield "# What goes with what\n\nAn empty cell: it goes. Else the reason why it does not.\n\n"
+    yield f"| asked for | {' | '.join(heads.values())} |\n|---{'|---' * len(heads)}|\n"
+    for row in TABLE:
+        cells = (_cell(row.reasons.get(way, "")) for way in heads)
+        yield f"| `{row.key}` | {' | '.join(cells)} |\n"
 
 
 def claims() -> Iterator[str]:

@@ -34,7 +34,7 @@ def simulate(victim: str | None) -> dict[str, float]:
     config.cache.max_model_len = 1024
     config.cost.kind = CostKind.roofline
     config.scheduler.victim = victim
-    metrics: dict[str, float] = run_point(config).record["simulated"]
+    metrics: dict[str, float] = run_point(config).record.simulated
     return metrics
 
 

@@ -32,7 +32,7 @@ def simulate(path: Path, *, prefix_caching: bool) -> dict[str, float]:
     config.cache.pool_tokens = 8192
     config.cache.prefix_caching = prefix_caching
     config.cost.kind = CostKind.roofline
-    metrics: dict[str, float] = run_point(config).record["simulated"]
+    metrics: dict[str, float] = run_point(config).record.simulated
     return metrics
 
 

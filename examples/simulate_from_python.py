@@ -8,7 +8,7 @@ from harness.point import check_point, run_point
 
 
 def simulate(block_size: int) -> dict[str, float]:
-    """The simulated metrics of 200 generated requests, by the names of `harness/metrics/definitions.py`."""
+    """The simulated metrics of 200 generated requests, by the names of `harness/metrics/__init__.py`."""
     config = RunConfig(measure=False)  # every key that `python -m harness show` prints is an attribute
     config.workload.num_requests = 200
     config.workload.length_scale = 0.1
@@ -19,7 +19,7 @@ def simulate(block_size: int) -> dict[str, float]:
     config.cache.max_model_len = 1024
     config.cost.kind = CostKind.roofline  # the datasheet of `config.device`; no calibration
     check_point(config)  # raises ConfigError, which names the key, before anything runs
-    metrics: dict[str, float] = run_point(config).record["simulated"]
+    metrics: dict[str, float] = run_point(config).record.simulated
     return metrics
 
 

@@ -1,27 +1,18 @@
-"""The console: the parsed command line, and what is printed.
+"""The console: what is printed.
 
 `say` prints results to standard output, `remark` prints remarks to standard error.
 """
 
-import argparse
 import os
+import re
 import sys
-from dataclasses import dataclass
 from typing import TextIO
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """The parsed command line: the command, its flags, its overrides."""
-
-    command: str
-    flags: argparse.Namespace
-    overrides: tuple[str, ...]
-
 
 MOST_LINES = 30  # of one message: more scrolls the cause out of sight
 _MOST_CHARACTERS = 1000  # of one line of a message
 _LARGE, _EVERY = 100, 20  # progress is shown from 100 points on, every 20 points
+# What moves the cursor, colours, or turns the direction of text; a store or a log of a stranger may hold it.
+_UNSEEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]")
 _ASCII = str.maketrans({"−": "-", "–": "-", "µ": "u", "·": ","})  # for terminals without these characters
 
 
@@ -70,6 +61,11 @@ def _cut(line: str) -> str:
     return f"{line[:half]} [... {len(line) - 2 * half:,} more characters ...] {line[-half:]}"
 
 
+def install_hint(extra: str) -> str:
+    """How to install an extra of this package, whose name is on no index."""
+    return f"pip install '.[{extra}]' in a clone of PageTwin, or pip install 'WHEEL_FILE[{extra}]'"
+
+
 def numbered(count: int, noun: str) -> str:
     """'1 point', '3 points'."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
@@ -81,12 +77,13 @@ def counted(count: int, noun: str) -> str:
 
 
 def _write(stream: TextIO | None, text: str) -> None:
-    """Write `text`, with replacements for characters that the stream's encoding lacks.
+    """Write `text`, with escapes for control characters, and replacements for what the stream's encoding lacks.
 
     Python sets a stream to None that was closed before the start; then nothing is written.
     """
     if stream is None:
         return
+    text = _UNSEEN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
     encoding = getattr(stream, "encoding", None) or "utf-8"
     try:
         text.encode(encoding)

@@ -7,12 +7,15 @@ one of the attention kernels alone.
 import hashlib
 import os
 import platform
+import sys
 from functools import lru_cache
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
+from harness.config.errors import UserError
 from harness.config.schema import EngineDevice
+from harness.console import install_hint
 
 ROOTS = (  # packages that a record depends on; a change to the report or the command line makes no new points
     *("engine", "traces", "paged_kernels"),
@@ -32,6 +35,8 @@ ROOTS = (  # packages that a record depends on; a change to the report or the co
     ),
 )
 SOURCES = (".py", ".c", ".h")
+ENGINE = ("torch", "transformers")  # the extra `engine`
+SERVER = (*ENGINE, "fastapi", "uvicorn", "prometheus_client")  # the extra `serve`
 PACKAGES = ("torch", "transformers", "triton", "numpy", "scipy", "simpy", "hydra-core")
 
 
@@ -45,6 +50,20 @@ def versions() -> dict[str, str | None]:
         except metadata.PackageNotFoundError:
             found[package] = None
     return found
+
+
+def missing(packages: tuple[str, ...]) -> list[str]:
+    """Those of the packages that are not installed. Imports none of them."""
+    return [name for name in packages if find_spec(name) is None]
+
+
+def check_installed(extra: str, packages: tuple[str, ...]) -> None:
+    """Raise UserError, one line, if a package of an extra is missing. It is no ConfigError: it is not of one point."""
+    if found := missing(packages):
+        raise UserError(
+            f"the engine needs packages that {sys.executable} does not have ({', '.join(found)}): "
+            f"{install_hint(extra)}; measure=false predicts without the engine"
+        )
 
 
 @lru_cache(maxsize=8)

@@ -1,13 +1,36 @@
-"""What holds for all tests: no test of Hypothesis fails because the machine is busy; and the browser of a test file."""
+"""What holds for all tests: the day's and the night's, their order, Hypothesis; and the browser of a test file.
 
+By day the examples are few and the same in every run, and no test fails because the machine is busy. By night
+(`PAGETWIN_NIGHTLY=1`) the tests marked `nightly` run too, and seeds are free.
+"""
+
+import random
 import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
 import pytest
+from tiers import NIGHT
 
 START_MS = 120_000  # for a browser to start: a safety net on a busy machine
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--shuffle", type=int, metavar="SEED", help="run files, and the tests in each, in any order"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not NIGHT:
+        left = [item for item in items if item.get_closest_marker("nightly")]
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if not item.get_closest_marker("nightly")]
+    if (seed := config.getoption("--shuffle")) is not None:
+        draw = random.Random(seed)
+        place = {file: draw.random() for file in sorted({item.path for item in items})}
+        items.sort(key=lambda item: (place[item.path], draw.random()))
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +49,7 @@ def browser() -> Iterator[Any]:
 with suppress(ImportError):  # a machine that only runs the GPU tests may have no Hypothesis
     from hypothesis import HealthCheck, settings
 
-    settings.register_profile(
-        "any-load", settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    )
-    settings.load_profile("any-load")
+    any_load = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.register_profile("day", any_load, max_examples=25, derandomize=True, database=None)
+    settings.register_profile("night", any_load, max_examples=200, print_blob=True)
+    settings.load_profile("night" if NIGHT else "day")

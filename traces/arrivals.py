@@ -10,6 +10,7 @@ the trace header records it. The order within a tick is the order of the file.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import groupby, islice
 from math import isfinite, pi
 
@@ -17,7 +18,31 @@ import numpy as np
 import numpy.typing as npt
 
 from traces.errors import ParameterError
-from traces.randomness import words
+
+FIRST_KEY = 2**63  # keys of generated texts start here; keys read from files lie below
+
+
+def words(seed: int, key: int, count: int) -> npt.NDArray[np.uint64]:
+    """The first `count` 64-bit words of stream (seed, key), both unsigned 64-bit. Raises ParameterError."""
+    if not 0 <= seed < 2**64:
+        raise ParameterError("seed", f"from 0 to 2^64 - 1 expected, found {seed}")
+    source = np.random.Philox(key=np.array([seed, key], dtype=np.uint64))
+    drawn: npt.NDArray[np.uint64] = source.random_raw(count)
+    return drawn
+
+
+def uniform(seed: int, key: int, count: int) -> npt.NDArray[np.float64]:
+    """The same stream as numbers in [0, 1), of 53 bits each."""
+    return (words(seed, key, count) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+@cache
+def zipf_cumulative(count: int, exponent: float) -> npt.NDArray[np.float64]:
+    """The probability of each of `count` texts and all before it, where that of rank k goes with k^-exponent."""
+    weights = np.arange(1, count + 1, dtype=np.float64) ** -exponent
+    cumulated: npt.NDArray[np.float64] = np.cumsum(weights) / weights.sum()
+    return cumulated
+
 
 KINDS = ("even", "poisson", "gamma", "diurnal", "modulated")
 _STREAM = 3  # changing it changes every generated trace
@@ -76,7 +101,9 @@ class ArrivalProcess:
             raise ParameterError("seed", f"from 0 to 2^64 - 1 expected, found {seed}")
         yield 0
         last = 0.0
-        for gaps in self._gaps(np.random.Generator(np.random.Philox(key=_key(seed)))):
+        for gaps in self._gaps(
+            np.random.Generator(np.random.Philox(key=np.array([seed, _STREAM], np.uint64)))
+        ):
             times = np.cumsum(np.concatenate([[last], gaps]))[1:]
             last = float(times[-1])
             yield from np.rint(times * 1e6).astype(np.int64).tolist()
@@ -133,10 +160,6 @@ class ArrivalProcess:
             busy = not busy
 
 
-def _key(seed: int) -> npt.NDArray[np.uint64]:
-    return np.array([seed, _STREAM], dtype=np.uint64)
-
-
 def _check(name: str, value: float, holds: bool, allowed: str = "above 0") -> None:
     if not holds:
         raise ParameterError(name, f"{allowed} expected, found {value}")
@@ -153,17 +176,12 @@ def spread_ticks(times_us: list[int], quantum_us: int, ticks: str, seed: int) ->
     if ticks == "keep" or quantum_us <= 1:
         return times_us
     jitter = _JITTER_US if quantum_us >= _COARSE_US else 0
-    offsets = _even if ticks == "even" else _random
     spread: list[int] = []
     for tick, group in groupby(times_us, key=lambda time: (time + jitter) // quantum_us):
         arrivals = len(list(group))
-        spread.extend(tick * quantum_us + offset for offset in offsets(arrivals, quantum_us, tick, seed))
+        if ticks == "even":
+            offsets = [index * quantum_us // arrivals for index in range(arrivals)]
+        else:
+            offsets = sorted(int(word) * quantum_us >> 64 for word in words(seed, tick, arrivals))
+        spread.extend(tick * quantum_us + offset for offset in offsets)
     return spread
-
-
-def _even(arrivals: int, quantum_us: int, tick: int, seed: int) -> list[int]:
-    return [index * quantum_us // arrivals for index in range(arrivals)]
-
-
-def _random(arrivals: int, quantum_us: int, tick: int, seed: int) -> list[int]:
-    return sorted(int(word) * quantum_us >> 64 for word in words(seed, tick, arrivals))

@@ -42,8 +42,9 @@ class CatalogueEntry:
 def catalogue() -> tuple[CatalogueEntry, ...]:
     """The embedded generators first, then the public traces."""
     public = json.loads((files("traces") / "data" / "catalogue.json").read_text("utf-8"))
-    generated = (_generated(load_table(name)) for name in TABLES)
-    return (*generated, *(_public(entry) for entry in public))
+    remote = [tuple(RemoteFile(**file) for file in entry.pop("files")) for entry in public]
+    downloads = (CatalogueEntry(**entry, files=paths) for entry, paths in zip(public, remote, strict=True))
+    return (*(_generated(load_table(name)) for name in TABLES), *downloads)
 
 
 def public_trace(name: str) -> CatalogueEntry | None:
@@ -58,24 +59,15 @@ def licence_of(sha256: str) -> str:
     return next(known, "not known: the checksum is not in the catalogue")
 
 
-def _public(entry: dict[str, object]) -> CatalogueEntry:
-    remote = tuple(RemoteFile(**file) for file in entry.pop("files"))  # type: ignore[attr-defined]
-    return CatalogueEntry(**entry, files=remote)  # type: ignore[arg-type]
-
-
-def _where(table: CalibrationTable) -> str:
-    """What a generator is calibrated on; titles of tables that follow published means say it themselves."""
-    verb = "" if table.title.startswith("calibrated to") else "calibrated on "
-    return f"{verb}{table.title}: {table.source}"
-
-
 def _generated(table: CalibrationTable) -> CatalogueEntry:
     shared = table.sharing()
+    # Titles of tables that follow published means say what they are calibrated to.
+    verb = "" if table.title.startswith("calibrated to") else "calibrated on "
     return CatalogueEntry(
         name=table.name,
         format="generated",
         rows=None,
         licence=table.licence,
         sharing=shared.describe() if shared else "none; add it with trace.sharing or workload.prefix_share",
-        where=_where(table),
+        where=f"{verb}{table.title}: {table.source}",
     )

@@ -1,5 +1,8 @@
 """Errors of this package. Each message says where the input is wrong and what was expected there."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class RowError(ValueError):
     """A wrong value in one row. `traces.reading` adds file and line, or skips and counts the row."""
@@ -8,9 +11,7 @@ class RowError(ValueError):
         super().__init__(reason if field is None else f"{field}: {reason}")
         self.field = field
         self.reason = reason
-        self.text_line = (
-            text_line  # line within the text that was read, which is one line or a whole document
-        )
+        self.text_line = text_line  # within the text that was read, which is one line or a whole document
 
 
 class TraceError(ValueError):
@@ -29,6 +30,15 @@ class TraceError(ValueError):
 
     def __reduce__(self) -> tuple[type, tuple[str, int | None, str | None, str]]:
         return type(self), (self.file, self.line, self.field, self.reason)
+
+
+@contextmanager
+def placed(file: str, line: int | None = None) -> Iterator[None]:
+    """Raise every RowError as a TraceError of a file, at `line`, or at its own line of the document."""
+    try:
+        yield
+    except RowError as error:
+        raise TraceError(file, line or error.text_line, error.field, error.reason) from error
 
 
 class ParameterError(ValueError):

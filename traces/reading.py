@@ -10,7 +10,7 @@ rows kept + rows dropped. Small faults that a rule repairs are noted in the head
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -19,61 +19,49 @@ from typing import TypedDict, Unpack
 from traces.arrivals import TICKS, ArrivalProcess, spread_ticks
 from traces.catalogue import licence_of
 from traces.errors import ParameterError, TraceError
-from traces.formats.agentic import AgenticSource
-from traces.formats.azure import AzureReader
-from traces.formats.bailian import BailianReader
-from traces.formats.burstgpt import BurstGptReader
+from traces.formats.conversations import AgenticSource, ServingSimSource, ShareGptSource
 from traces.formats.files import SourceFile, open_source
+from traces.formats.hash_ids import TRACE_FILE, BailianSource, MooncakeSource, RagPulseSource
 from traces.formats.kv_events import KvEventSource, is_events
-from traces.formats.lengths import ChatLengthsReader, LengthsReader
-from traces.formats.mooncake import MooncakeReader
 from traces.formats.pagetwin import MAGIC, CanonicalParquet, CanonicalRows
-from traces.formats.ragpulse import TRACE_FILE, RagPulseReader
-from traces.formats.rows import Encode, LineRows, Row, RowCounts, RowReader, RowSource, note
-from traces.formats.servegen import ServeGenSource
-from traces.formats.servingsim import ServingSimSource
-from traces.formats.sharegpt import ShareGptSource
-from traces.formats.simple import SimpleReader
-from traces.formats.vidur import VidurReader
+from traces.formats.rows import Encode, LineSource, Row, RowCounts, RowSource, note
+from traces.formats.servegen import ServeGenSource, has_clients
+from traces.formats.tables import (
+    AzureSource,
+    BurstGptSource,
+    ChatLengthsSource,
+    LengthsSource,
+    SimpleSource,
+    VidurSource,
+)
 from traces.reshape import Links
 from traces.trace import Trace, TraceHeader, TraceRequest
 
 ON_ERROR = ("stop", "skip")
 
-_LINE_READERS: dict[str, Callable[[SourceFile], RowReader]] = {
-    "azure": lambda file: AzureReader(),
-    "mooncake": lambda file: MooncakeReader(),
-    "vidur": lambda file: VidurReader(),
-    "burstgpt": lambda file: BurstGptReader(),
-    "bailian": lambda file: BailianReader(),
-    "ragpulse": lambda file: RagPulseReader(Path(file.path)),
-    "lengths": lambda file: LengthsReader(),
-    "lengths_chat": lambda file: ChatLengthsReader(),
-    "simple": lambda file: SimpleReader(file.first_line),
+_LINE_SOURCES: dict[str, type[LineSource]] = {
+    source.format: source
+    for source in (
+        *(AzureSource, MooncakeSource, VidurSource, BurstGptSource, BailianSource, RagPulseSource),
+        *(LengthsSource, ChatLengthsSource, SimpleSource),
+    )
 }
 _DOCUMENTS = ("agentic", "sharegpt", "servegen", "servingsim", "kv_events", "pagetwin")
-READERS = (*_LINE_READERS, *_DOCUMENTS)
+READERS = (*_LINE_SOURCES, *_DOCUMENTS)
 FORMATS = ("auto", *READERS)
 
 _BY_COLUMN = {  # columns that only one format has
-    "TIMESTAMP": "azure",
-    "ContextTokens": "azure",
+    **dict.fromkeys(("TIMESTAMP", "ContextTokens"), "azure"),
     "arrived_at": "vidur",
-    "Log Type": "burstgpt",
-    "Request tokens": "burstgpt",
-    "pd_ratio": "lengths",
-    "num_total_tokens": "lengths",
+    **dict.fromkeys(("Log Type", "Request tokens"), "burstgpt"),
+    **dict.fromkeys(("pd_ratio", "num_total_tokens"), "lengths"),
     "arrival_s": "simple",
 }
-_BY_KEY = {  # keys that only one format has; the first one found decides
-    "header": "pagetwin",
-    "pagetwin_trace": "pagetwin",
-    "hash_id_scope": "agentic",
-    "block_size": "agentic",
-    "parent_chat_id": "bailian",
-    "chat_id": "bailian",
-    "sub_requests": "servingsim",
-    "input_toks": "servingsim",
+_BY_KEY = {  # keys that only one format has; the first one that is there decides
+    **dict.fromkeys(("header", "pagetwin_trace"), "pagetwin"),
+    **dict.fromkeys(("hash_id_scope", "block_size"), "agentic"),
+    **dict.fromkeys(("parent_chat_id", "chat_id"), "bailian"),
+    **dict.fromkeys(("sub_requests", "input_toks"), "servingsim"),
     "arrival_s": "simple",
 }
 _LOOK = 1 << 16  # characters that are searched in a first line that is not complete JSON
@@ -102,8 +90,9 @@ class ReadOptions:
     vocab_size: int | None = None
 
     def __post_init__(self) -> None:
-        _check_choice("ticks", self.ticks, TICKS)
-        _check_choice("on_error", self.on_error, ON_ERROR)
+        for name, value, allowed in (("ticks", self.ticks, TICKS), ("on_error", self.on_error, ON_ERROR)):
+            if value not in allowed:
+                raise ParameterError(name, f'one of {", ".join(allowed)} expected, found "{value}"')
         if self.limit is not None and self.limit < 1:
             raise ParameterError("limit", f"at least 1 expected, found {self.limit}")
 
@@ -119,7 +108,8 @@ class TraceStream:
         self.path = path
         self.name = name
         self.options = options
-        self.counts = RowCounts(path, options.on_error, self._row_limit())
+        needs_all = options.ticks != "keep" or options.sort or not source.is_ordered
+        self.counts = RowCounts(path, options.on_error, None if needs_all else options.limit)
         self.changes: list[str] = []
 
     def __iter__(self) -> Iterator[TraceRequest]:
@@ -134,16 +124,16 @@ class TraceStream:
         clock, links = self._clock(), Links()
         last: int | None = None
         for number, row in self.source.rows(self.counts, self.options.sort):
-            if clock is not None:
-                row = row._replace(time_ns=_assumed_ns(clock, row, last))
+            if clock is not None:  # a later turn is released after the row before, and takes its time
+                is_later_turn = last is not None and ((row.more or {}).get("turn") or 1) > 1
+                row = row._replace(time_ns=last if is_later_turn else next(clock) * 1000)
             elif row.time_ns == last:
                 note(self.counts.noted, "ties")
             assert row.time_ns is not None  # from the source or from the assumed clock
             last = row.time_ns
-            reason = _not_replayable(row)
-            if reason is not None:
-                note(self.counts.dropped, reason)
-                links.drop(number, row.more)
+            if not row.output_tokens or not row.prompt_tokens:
+                note(self.counts.dropped, "prompt_zero" if row.output_tokens else "output_zero")
+                links.drop(number, row.more or {})
                 continue
             self.counts.kept += 1
             yield number, row.time_ns // 1000, links.relink(row)
@@ -155,8 +145,14 @@ class TraceStream:
     def header(self) -> TraceHeader:
         """The header after the rows read so far."""
         source, counts = self.source, self.counts
-        if source.embedded is not None:
-            return self._continued(source.embedded)
+        if source.embedded is not None:  # with the drops and changes of this reading
+            return replace(
+                source.embedded,
+                rows_kept=source.embedded.rows_kept - sum(counts.dropped.values()),
+                dropped=dict(Counter(source.embedded.dropped) + Counter(counts.dropped)),
+                noted={**source.embedded.noted, **source.noted},
+                changes=(*source.embedded.changes, *self.changes),
+            )
         return TraceHeader(
             name=self.name,
             format=source.format,
@@ -173,27 +169,11 @@ class TraceStream:
             licence=licence_of(source.sha256),
         )
 
-    def _continued(self, embedded: TraceHeader) -> TraceHeader:
-        """The header that the file contains, with the drops and changes of this reading."""
-        dropped = Counter(embedded.dropped) + Counter(self.counts.dropped)
-        return replace(
-            embedded,
-            rows_kept=embedded.rows_kept - sum(self.counts.dropped.values()),
-            dropped=dict(dropped),
-            noted={**embedded.noted, **self.source.noted},
-            changes=(*embedded.changes, *self.changes),
-        )
-
-    def _row_limit(self) -> int | None:
-        needs_all = self.options.ticks != "keep" or self.options.sort or not self.source.is_ordered
-        return None if needs_all else self.options.limit
-
     def _clock(self) -> Iterator[int] | None:
         if self.source.has_clock:
             if self.options.arrivals is not None and not self.source.takes_arrivals:
-                raise ParameterError(
-                    "arrivals", f"{self.source.format} records arrivals; change their rate instead"
-                )
+                reason = f"{self.source.format} records arrivals; change their rate instead"
+                raise ParameterError("arrivals", reason)
             return None
         if self.options.arrivals is None:
             reason = "no timestamps: an arrival process is required (trace.arrivals and trace.arrival_rate)"
@@ -222,28 +202,9 @@ def stream_to_trace(stream: TraceStream) -> Trace:
     return Trace(stream.header(), tuple(requests))
 
 
-def _check_choice(parameter: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ParameterError(parameter, f'one of {", ".join(allowed)} expected, found "{value}"')
-
-
-def _assumed_ns(clock: Iterator[int], row: Row, last: int | None) -> int:
-    """The assumed arrival of a row. A later turn takes the time of the row before: it is released after that row."""
-    is_later_turn = row.more is not None and (row.more.get("turn") or 1) > 1
-    return last if is_later_turn and last is not None else next(clock) * 1000
-
-
-def _not_replayable(row: Row) -> str | None:
-    if row.output_tokens == 0:
-        return "output_zero"
-    return "prompt_zero" if row.prompt_tokens == 0 else None
-
-
 def _request(number: int, arrival_us: int, row: Row) -> TraceRequest:
-    more = row.more
-    if more is None:
-        return TraceRequest(number, arrival_us, row.prompt_tokens, row.output_tokens, row.segments)
-    return TraceRequest(number, arrival_us, row.prompt_tokens, row.output_tokens, row.segments, **more)
+    _, prompt, output, segments, more = row
+    return TraceRequest(number, arrival_us, prompt, output, segments, **(more or {}))
 
 
 def open_rows(format: str, path: str | Path, options: ReadOptions) -> RowSource:
@@ -257,7 +218,8 @@ def open_rows(format: str, path: str | Path, options: ReadOptions) -> RowSource:
         return KvEventSource(place, options.expect_sha256)
     if format == "pagetwin" and _is_parquet(place):
         return CanonicalParquet(place, options.expect_sha256)
-    file = open_source(_inside(place) if format == "ragpulse" else path, options.expect_sha256)
+    is_folder = format == "ragpulse" and place.is_dir()
+    file = open_source(place / TRACE_FILE if is_folder else path, options.expect_sha256)
     if format in ("mooncake", "bailian", "servingsim", "simple") and not file.first_line.strip():
         _refuse_blank(file)
     if format == "servingsim":
@@ -266,7 +228,7 @@ def open_rows(format: str, path: str | Path, options: ReadOptions) -> RowSource:
         return ShareGptSource(file, options.encode)
     if format == "pagetwin":
         return CanonicalRows(file)
-    return LineRows(file, _LINE_READERS[format](file))
+    return _LINE_SOURCES[format](file)
 
 
 def detect_format(path: str | Path) -> str:
@@ -279,11 +241,16 @@ def detect_format(path: str | Path) -> str:
     if is_events(place):
         return "kv_events"
     file = open_source(path)
-    found = line_format(file.first_line)
-    if found is None and file.first_line.strip() == "[":  # an array spread over lines
-        found = _array_format(file)
-    if found is not None:
-        return found
+    known = line_format(file.first_line)
+    if known is None and file.first_line.strip() == "[":  # an array spread over lines
+        head = b""
+        for _, raw in file.lines():
+            head += raw
+            if len(head) > _LOOK:
+                break
+        known = "sharegpt" if b'"conversations"' in head else "mooncake"
+    if known is not None:
+        return known
     if not file.first_line.strip():
         _refuse_blank(file)
     raise TraceError(file.path, 1, None, f"no known header or keys; formats: {', '.join(READERS)}")
@@ -323,19 +290,10 @@ def _text_format(text: str) -> str:
     return next((form for key, form in _BY_KEY.items() if f'"{key}"' in text), "mooncake")
 
 
-def _array_format(file: SourceFile) -> str:
-    head = b""
-    for _, raw in file.lines():
-        head += raw
-        if len(head) > _LOOK:
-            break
-    return "sharegpt" if b'"conversations"' in head else "mooncake"
-
-
 def _folder_format(folder: Path) -> str:
     if (folder / TRACE_FILE).is_file():
         return "ragpulse"
-    if next(folder.rglob("chunk-*-trace.csv"), None) is not None:
+    if has_clients(folder):
         return "servegen"
     first = next(iter(sorted(folder.glob("*.json"))), None)
     if first is not None and line_format(open_source(first).first_line) == "agentic":
@@ -344,8 +302,9 @@ def _folder_format(folder: Path) -> str:
     raise TraceError(str(folder), None, None, f"cannot be read: Is a directory ({reason})")
 
 
-def _inside(place: Path) -> Path:
-    return place / TRACE_FILE if place.is_dir() else place
+def may_be_trace(folder: Path) -> bool:
+    """Whether a folder has files of a trace, by their names: nothing is opened, and nothing far below is looked at."""
+    return (folder / TRACE_FILE).is_file() or any(folder.glob("*.json")) or has_clients(folder)
 
 
 def _is_parquet(place: Path) -> bool:
@@ -392,10 +351,6 @@ def stream_trace(
     chosen = ReadOptions(**options)
     if format not in FORMATS:
         raise ParameterError("format", f'one of {", ".join(FORMATS)} expected, found "{format}"')
-    found = detect_format(path) if format == "auto" else format
-    source = open_rows(found, path, chosen)
-    return TraceStream(source, str(path), name or _stem(path), chosen)
-
-
-def _stem(path: str | Path) -> str:
-    return Path(path).name.removesuffix(".gz").rpartition(".")[0] or Path(path).name
+    source = open_rows(detect_format(path) if format == "auto" else format, path, chosen)
+    stem = Path(path).name.removesuffix(".gz").rpartition(".")[0] or Path(path).name
+    return TraceStream(source, str(path), name or stem, chosen)

@@ -9,17 +9,17 @@ for what that one waited for.
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import cache
 from math import floor, isfinite
 from typing import Any
 
 import numpy as np
 
+from traces.arrivals import FIRST_KEY, uniform, zipf_cumulative
 from traces.errors import ParameterError
 from traces.formats.rows import Row
-from traces.randomness import uniform
 from traces.trace import AFTER, AT, CONTENT, Segment, Trace, TraceRequest, revised
 
-_FIRST_PREFIX_KEY = 2**63  # keys of shared prefixes start here; keys read from files lie below
 _CHOICE_STREAM = 4
 _LONGEST = 10**12  # tokens of one request; digests hold twice a length in 64 bits
 _LEAST_RATE, _MOST_RATE = 1e-6, 1e9  # arrivals are whole microseconds in 64 bits
@@ -31,54 +31,43 @@ class Links:
     def __init__(self) -> None:
         self._dropped: dict[int, tuple[int | None, tuple[int, ...]]] = {}
 
-    def drop(self, request_id: int, more: Mapping[str, Any] | None) -> None:
+    def drop(self, request_id: int, linked: Mapping[str, Any]) -> None:
         """Remember that `request_id` is dropped, and its own links, which will replace it."""
-        linked = more or {}
-        self._dropped[request_id] = self._resolved(linked.get("parent"), linked.get("after", ()))
+        self._dropped[request_id] = self.resolved(linked.get("parent"), linked.get("after", ()))
 
     def relink(self, row: Row) -> Row:
         """The row with links to kept requests only."""
         if not self._dropped or row.more is None or not row.more.keys() & {"parent", "after"}:
             return row
-        parent, after = self._resolved(row.more.get("parent"), row.more.get("after", ()))
+        parent, after = self.resolved(row.more.get("parent"), row.more.get("after", ()))
         more = {**row.more, "parent": parent, "after": after}
         if not after:
             more["release"] = AT
         return row._replace(more=more)
 
-    def _resolved(self, parent: int | None, after: Iterable[int]) -> tuple[int | None, tuple[int, ...]]:
-        found: dict[int, None] = {}
+    def resolved(self, parent: int | None, after: tuple[int, ...]) -> tuple[int | None, tuple[int, ...]]:
+        """The links to kept requests that stand for these."""
+        if not self._dropped:
+            return parent, after
+        waits: dict[int, None] = {}
         for request_id in after:
-            found.update(
-                dict.fromkeys(self._dropped[request_id][1] if request_id in self._dropped else (request_id,))
-            )
-        if parent in self._dropped:
-            parent = self._dropped[parent][0]
-        return parent, tuple(found)
+            waits |= dict.fromkeys(self._dropped.get(request_id, (None, (request_id,)))[1])
+        return self._dropped[parent][0] if parent in self._dropped else parent, tuple(waits)
 
 
 def keep_requests(requests: Iterable[TraceRequest], is_kept: Iterable[bool]) -> tuple[TraceRequest, ...]:
     """The requests with a true flag in `is_kept`, with their links repaired."""
     links, kept = Links(), []
     for request, keep in zip(requests, is_kept, strict=True):
-        linked = {"parent": request.parent, "after": request.after}
         if not keep:
-            links.drop(request.request_id, linked)
+            links.drop(request.request_id, {"parent": request.parent, "after": request.after})
             continue
-        kept.append(_relinked(links, request))
+        parent, after = links.resolved(request.parent, request.after)
+        if (parent, after) != (request.parent, request.after):
+            release = AFTER if after and request.release == AFTER else AT
+            request = replace(request, parent=parent, after=after, release=release)
+        kept.append(request)
     return tuple(kept)
-
-
-def _relinked(links: Links, request: TraceRequest) -> TraceRequest:
-    if request.parent is None and not request.after:
-        return request
-    row = links.relink(Row(None, 0, 0, (), {"parent": request.parent, "after": request.after}))
-    assert row.more is not None
-    parent, after = row.more["parent"], row.more["after"]
-    if (parent, after) == (request.parent, request.after):
-        return request
-    release = AFTER if after and request.release == AFTER else AT
-    return replace(request, parent=parent, after=after, release=release)
 
 
 def take(trace: Trace, num_requests: int) -> Trace:
@@ -105,7 +94,10 @@ def scale_lengths(trace: Trace, factor: float) -> Trace:
             "factor",
             f"{factor:g} makes a request of {longest:,} tokens longer than {_LONGEST:,}; take a smaller one",
         )
-    if factor == 1 and not any(map(_lacks_tokens, trace.requests)):
+    shortest = (
+        min(r.prompt_tokens, r.output_tokens, *(s.tokens for s in r.segments)) for r in trace.requests
+    )
+    if factor == 1 and min(shortest, default=1) > 0:  # scaling mends a length of 0
         return trace
     requests = tuple(_scaled(request, factor) for request in trace.requests)
     if requests == trace.requests:
@@ -125,14 +117,21 @@ def share_prefixes(trace: Trace, share: float, num_prefixes: int, zipf: float, s
     proportional to k^-zipf. The draw depends on (seed, request_id) only, so a window of the trace draws the same.
     Raises ParameterError.
     """
-    _check_sharing(share, num_prefixes, zipf)
-    choices = _choices(trace, num_prefixes, zipf, seed)
-    pairs = zip(trace.requests, choices, strict=True)
-    known: dict[
-        tuple[int, int], tuple[Segment, ...]
-    ] = {}  # equal prompts have one object, which saves memory
+    check_sharing(share, num_prefixes, zipf)
+    numbers = np.array([request.request_id for request in trace.requests], dtype=np.int64)
+    drawn = uniform(seed, _CHOICE_STREAM, int(numbers.max(initial=-1)) + 1)[numbers]
+    places = np.searchsorted(zipf_cumulative(num_prefixes, zipf), drawn, "right")
+    choices: list[int] = np.minimum(places, num_prefixes - 1).tolist()
+
+    @cache  # equal prompts have one object, which saves memory
+    def prompt(choice: int, tokens: int) -> tuple[Segment, ...]:
+        shared = _round(share * tokens)
+        pieces = (Segment(FIRST_KEY + choice, shared), Segment(None, tokens - shared))
+        return tuple(piece for piece in pieces if piece.tokens)
+
     requests = tuple(
-        _with_prefix(request, _FIRST_PREFIX_KEY + choice, share, known) for request, choice in pairs
+        revised(request, segments=prompt(choice, request.prompt_tokens))
+        for request, choice in zip(trace.requests, choices, strict=True)
     )
     if requests == trace.requests:
         return trace
@@ -210,40 +209,14 @@ def _scaled(request: TraceRequest, factor: float) -> TraceRequest:
     return revised(request, lengths=(prompt, output), segments=tuple(segments))
 
 
-def _lacks_tokens(request: TraceRequest) -> bool:
-    """Whether a length is 0, which scaling mends."""
-    return min(request.prompt_tokens, request.output_tokens, *(s.tokens for s in request.segments)) < 1
-
-
-def _check_sharing(share: float, num_prefixes: int, zipf: float) -> None:
+def check_sharing(share: float, num_prefixes: int, zipf: float) -> None:
+    """Raise ParameterError unless `num_prefixes` texts can be shared by `share` of prompts, by Zipf's law."""
     if not 0 <= share <= 1:
         raise ParameterError("share", f"from 0 to 1 expected, found {share}")
     if num_prefixes < 1:
         raise ParameterError("num_prefixes", f"at least 1 expected, found {num_prefixes}")
     if not (isfinite(zipf) and zipf >= 0):
         raise ParameterError("zipf", f"0 or above expected, found {zipf}")
-
-
-def _choices(trace: Trace, num_prefixes: int, zipf: float, seed: int) -> list[int]:
-    """The prefix index of each request: number `request_id` of one random stream, mapped through the Zipf CDF."""
-    numbers = np.array([request.request_id for request in trace.requests], dtype=np.int64)
-    drawn = uniform(seed, _CHOICE_STREAM, int(numbers.max(initial=-1)) + 1)[numbers]
-    weights = np.arange(1, num_prefixes + 1, dtype=np.float64) ** -zipf
-    cumulative = np.cumsum(weights) / weights.sum()
-    chosen: list[int] = np.minimum(np.searchsorted(cumulative, drawn, "right"), num_prefixes - 1).tolist()
-    return chosen
-
-
-def _with_prefix(
-    request: TraceRequest, key: int, share: float, known: dict[tuple[int, int], tuple[Segment, ...]]
-) -> TraceRequest:
-    prompt = request.prompt_tokens
-    segments = known.get((key, prompt))
-    if segments is None:
-        shared = _round(share * prompt)
-        pieces = (Segment(key, shared), Segment(None, prompt - shared))
-        segments = known[key, prompt] = tuple(piece for piece in pieces if piece.tokens)
-    return revised(request, segments=segments)
 
 
 def slice_rows(trace: Trace, first: float, last: float, *, whole_sessions: bool = False) -> Trace:

@@ -10,8 +10,8 @@ import hashlib
 import numpy as np
 import numpy.typing as npt
 
+from traces.arrivals import words
 from traces.errors import ParameterError
-from traces.randomness import words
 from traces.trace import Trace, TraceRequest
 
 _LOW = np.uint64(32)
@@ -25,10 +25,8 @@ def token_ids(request: TraceRequest, *, seed: int, vocab_size: int, first_id: in
     """
     _check_ids(vocab_size, first_id)
     pieces = [
-        segment_ids(
-            stream_of(request.request_id, index, segment.key, seed), segment.tokens, vocab_size, first_id
-        )
-        for index, segment in enumerate(request.segments)
+        segment_ids(stream_of(request.request_id, index, key, seed), tokens, vocab_size, first_id)
+        for index, (key, tokens) in enumerate(request.segments)
     ]
     return np.concatenate(pieces) if pieces else np.empty(0, dtype=np.int64)
 
@@ -73,24 +71,17 @@ def separating_tokens(trace: Trace, *, seed: int, vocab_size: int, first_id: int
             names[name] = max(names.get(name, 0), tokens)
     depth, together = 1, [list(names)]
     while together:
-        together = [
-            group for names_alike in together for group in _alike(names_alike, depth, vocab_size, first_id)
-        ]
-        together = [group for group in together if sum(names[name] > depth for name in group) > 1]
+        groups: dict[
+            tuple[int, bytes], list[tuple[int, int]]
+        ] = {}  # names whose first `depth` tokens are equal
+        for number, group in enumerate(together):
+            for name in group:
+                made = segment_ids(name, depth, vocab_size, first_id).tobytes()
+                groups.setdefault((number, made), []).append(name)
+        together = [group for group in groups.values() if sum(names[name] > depth for name in group) > 1]
         if together and depth >= _DEEPEST:
             raise ParameterError(
                 "vocab_size", f"{len(together)} pairs of keys make equal tokens; enlarge the vocabulary"
             )
         depth = depth * 2 if together else depth
     return depth
-
-
-def _alike(
-    names: list[tuple[int, int]], depth: int, vocab_size: int, first_id: int
-) -> list[list[tuple[int, int]]]:
-    """Groups of names whose first `depth` tokens are equal."""
-    groups: dict[bytes, list[tuple[int, int]]] = {}
-    for name in names:
-        made: npt.NDArray[np.int64] = segment_ids(name, depth, vocab_size, first_id)
-        groups.setdefault(made.tobytes(), []).append(name)
-    return [group for group in groups.values() if len(group) > 1]

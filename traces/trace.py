@@ -163,4 +163,4 @@ def _other_fields(request: TraceRequest) -> bytes:
     if _OTHER_VALUES(request) == _DEFAULTS:
         return b""
     said = {name: value for name, default in _OTHER_FIELDS if (value := getattr(request, name)) != default}
-    return json.dumps([request.request_id, said], sort_keys=True).encode() if said else b""
+    return json.dumps([request.request_id, said], sort_keys=True).encode()

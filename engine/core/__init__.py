@@ -19,8 +19,8 @@ Everything that a user of the core needs is here; a scheduler runs with one impo
 >>> report.stats[1].hit_tokens  # the second prompt shares two blocks with the first
 32
 
-Inside, each file imports only files named before it: errors, options, hashing, identity, request, sequence, plan,
-calendar, policies. Then come `memory` (block pool, KV cache managers) and `scheduling` (the scheduler). Read first:
+Inside, each file imports only files named before it: errors, options, identity, request, plan, sequence,
+policies. Then come `memory` (block pool, KV cache managers) and `scheduling` (the scheduler). Read first:
 `scheduling/scheduler.py`, `memory/paged.py`, `memory/block_pool.py`.
 """
 
@@ -37,11 +37,10 @@ if TYPE_CHECKING:
     )
     from engine.core.identity import BlockIdentity, KeyIdentity, MultimodalItem, TokenIdentity
     from engine.core.memory.block_manager import BlockManager
-    from engine.core.memory.block_pool import BlockPool
+    from engine.core.memory.block_pool import BlockPool, Residency, ResidencySampler
     from engine.core.memory.contiguous import ContiguousManager
     from engine.core.memory.manager import KVCacheManager
     from engine.core.memory.paged import PagedManager
-    from engine.core.memory.residency import Residency, ResidencySampler
     from engine.core.options import (
         Decoding,
         HashAlgorithm,
@@ -100,7 +99,6 @@ _HOMES = (
     *("errors", "options", "identity", "request", "plan", "policies", "memory.manager", "memory.block_pool"),
     *(
         "memory.contiguous",
-        "memory.residency",
         "memory.paged",
         "memory.block_manager",
         "scheduling.commit",

@@ -1,4 +1,4 @@
-"""Block hashes: which blocks hold the same K and V.
+"""Block hashes: which blocks hold the same K and V, as chains of hashes over data in blocks.
 
 The hash of a full block covers the block and all tokens before it. Two blocks with equal hashes hold equal K and V.
 The engine hashes token ids (`TokenIdentity`). The simulator hashes the prefix keys of the trace (`KeyIdentity`) and
@@ -7,19 +7,221 @@ cannot be shared are not hashed: the pool gives them a private number, and only 
 """
 
 import hashlib
+import os
 import sys
+from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Hashable, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from importlib import import_module
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from struct import iter_unpack
+from typing import NamedTuple, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from engine.core.errors import CoreError
-from engine.core.hashing import HASH_FUNCTIONS, CborHasher, ItemKeys, PrefixHasher, process_seed
 from engine.core.options import HashAlgorithm
+
+
+class _RunningHash(Protocol):
+    def update(self, data: bytes, /) -> None: ...
+
+    def digest(self) -> bytes: ...
+
+    def copy(self) -> Self: ...
+
+
+HASH_FUNCTIONS: dict[HashAlgorithm, Callable[[bytes], _RunningHash]] = {
+    HashAlgorithm.sha256: hashlib.sha256,
+    HashAlgorithm.xxh3_128: xxhash.xxh3_128,
+}
+
+
+ItemKeys = Mapping[int, Sequence[tuple[str, int]]]
+"""By block: the items (pictures, sounds) that lie in it, and where each begins, counted from the block's beginning."""
+
+
+class _BlockHasher(ABC):
+    """Hashes data in blocks of `block_bytes` bytes. `hashes` has one entry for each full block."""
+
+    def __init__(self, block_bytes: int, items: ItemKeys | None) -> None:
+        self.hashes: list[bytes] = []
+        self._items = items or {}
+        self._block_bytes = block_bytes
+        self._rest = b""
+
+    def extend(self, data: bytes) -> None:
+        """Append `data`, and a hash for every block that it fills."""
+        data = self._rest + data
+        whole = len(data) - len(data) % self._block_bytes
+        self._hash(data[:whole])
+        self._rest = data[whole:]
+
+    @abstractmethod
+    def _hash(self, data: bytes) -> None:
+        """Append a hash for each block of `data`, which are whole."""
+
+    def copy(self) -> Self:
+        """An independent hasher with the same state."""
+        copied = copy(self)
+        copied.hashes = list(self.hashes)
+        return copied
+
+
+class PrefixHasher(_BlockHasher):
+    """Hashes chained from `root`. A block with `items` hashes them before its data."""
+
+    def __init__(
+        self,
+        root: bytes,
+        block_bytes: int,
+        algorithm: HashAlgorithm = HashAlgorithm.sha256,
+        items: ItemKeys | None = None,
+    ) -> None:
+        super().__init__(block_bytes, items)
+        self._running = HASH_FUNCTIONS[algorithm](root)
+
+    @classmethod
+    def of_prompt(
+        cls,
+        root: bytes,
+        block_bytes: int,
+        algorithm: HashAlgorithm,
+        data: bytes,
+        items: ItemKeys | None = None,
+    ) -> "PrefixHasher":
+        """A hasher that has taken `data`, quicker where earlier prompts began with the same pieces (`_hash_piece`)."""
+        if items or algorithm is not HashAlgorithm.sha256:  # the others cost no more than remembering them
+            hasher = cls(root, block_bytes, algorithm, items)
+            hasher.extend(data)
+            return hasher
+        hasher, piece, piece_bytes = cls(b"", block_bytes), _first_piece(root), _PIECE_BLOCKS * block_bytes
+        whole = len(data) - len(data) % piece_bytes
+        for start in range(0, whole, piece_bytes):
+            piece = _hash_piece(piece, data[start : start + piece_bytes], block_bytes)
+            hasher.hashes += piece.hashes
+        hasher._running = piece.running.copy()
+        hasher.extend(data[whole:])
+        return hasher
+
+    def _hash(self, data: bytes) -> None:
+        if not self._items:
+            self.hashes += _digests(self._running, data, self._block_bytes)
+            return
+        for start in range(0, len(data), self._block_bytes):
+            for content, offset in self._items.get(len(self.hashes), ()):
+                # An item among the tokens: four bytes that begin no token id, and then always 40 bytes.
+                item = hashlib.sha256(content.encode()).digest() + offset.to_bytes(8, "little", signed=True)
+                self._running.update(b"\xff\xff\xff\xff" + item)
+            self._running.update(data[start : start + self._block_bytes])
+            self.hashes.append(self._running.digest())
+
+    def copy(self) -> Self:
+        """An independent hasher with the same state."""
+        copied = super().copy()
+        copied._running = self._running.copy()
+        return copied
+
+
+def _digests(running: _RunningHash, data: bytes, width: int) -> list[bytes]:
+    """The digest after each `width` bytes of `data`, whose length is a multiple of `width`."""
+    update, digest = running.update, running.digest
+    return [digest() for (block,) in iter_unpack(f"{width}s", data) if update(block) is None]  # it always is
+
+
+_PIECE_BLOCKS = 32
+_REMEMBERED = 1024  # pieces: some 5 MB at block size 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Piece:
+    """Blocks of a prompt: their hashes, and the running hash at their end, which is copied and never updated."""
+
+    running: _RunningHash
+    hashes: Sequence[bytes] = ()
+
+
+@lru_cache(maxsize=_REMEMBERED)
+def _first_piece(root: bytes) -> _Piece:
+    """The empty piece that a prompt of this root starts with."""
+    return _Piece(hashlib.sha256(root))
+
+
+@lru_cache(maxsize=_REMEMBERED)
+def _hash_piece(before: _Piece, data: bytes, block_bytes: int) -> _Piece:
+    """The piece with the bytes `data` behind `before`.
+
+    The cache compares all bytes. So a system prompt, or the earlier turns of a conversation, are hashed once while they
+    are among the pieces that were used last.
+    """
+    running = before.running.copy()
+    return _Piece(running, _digests(running, data, block_bytes))
+
+
+@cache
+def process_seed() -> str | bytes:
+    """What seeds hashes that a client could collide on purpose: 32 random bytes of this process.
+
+    Where PYTHONHASHSEED is a number, it is the seed instead, as in vLLM, so that several processes agree.
+    """
+    named = os.environ.get("PYTHONHASHSEED", "random")
+    return named if named.isdecimal() else os.urandom(32)
+
+
+_FIXED_SEED = "vllm-none-hash"
+
+_DIGESTS: dict[HashAlgorithm, Callable[[bytes], bytes]] = {
+    HashAlgorithm.sha256_cbor: lambda data: hashlib.sha256(data).digest(),
+    HashAlgorithm.xxh3_128_cbor: lambda data: bytes(xxhash.xxh3_128_digest(data)),
+}
+
+
+class CborHasher(_BlockHasher):
+    """vLLM's hashes: a block hashes (hash before, token ids, extra keys) as CBOR, so that others can compute it too.
+
+    The extra keys are those of vLLM 0.33: name and path of the adapter in every block, the items in their blocks, the
+    salt in the first one (`generate_block_hash_extra_keys` in its kv_cache_utils.py). An epoch is one more key. The
+    hash before the first block is that of the seed (`resolve_none_hash_seed` there): PYTHONHASHSEED, or else for sha256
+    a constant, so that several machines agree, and otherwise random bytes.
+    """
+
+    def __init__(
+        self,
+        algorithm: HashAlgorithm,
+        block_bytes: int,
+        salt: str,
+        adapter: tuple[str, str] | None,
+        epoch: int,
+        items: ItemKeys | None = None,
+    ) -> None:
+        super().__init__(block_bytes, items)
+        seed = os.environ.get("PYTHONHASHSEED", _FIXED_SEED)
+        if algorithm is not HashAlgorithm.sha256_cbor and isinstance(drawn := process_seed(), bytes):
+            seed = drawn.hex()
+        self._digest = _DIGESTS[algorithm]
+        try:
+            self._dumps: Callable[..., bytes] = import_module("cbor2").dumps
+        except ImportError as error:
+            raise CoreError("hashes of CBOR need cbor2; pip install cbor2") from error
+        self._before = self._digest(self._dumps(seed, canonical=True))
+        self._adapter = [] if adapter is None else [("lora", *adapter)]
+        self._salt = [("cache_salt", salt)] if salt else []
+        self._epoch = [("epoch", epoch)] if epoch else []
+
+    def _hash(self, data: bytes) -> None:
+        for start in range(0, len(data), self._block_bytes):
+            tokens = tuple(np.frombuffer(data[start : start + self._block_bytes], dtype="<i4").tolist())
+            items = [("mm", *key) for key in self._items.get(len(self.hashes), ())]
+            salt = [] if self.hashes else self._salt
+            extra = (*self._adapter, *items, *salt, *self._epoch) or None
+            self._before = self._digest(self._dumps((self._before, tokens, extra), canonical=True))
+            self.hashes.append(self._before)
+
 
 BlockHash = Hashable
 """An opaque value: equal hashes mean equal K and V. An `int` is private: only its own request can find the block."""
@@ -50,36 +252,29 @@ class BlockIdentity(Protocol):
     @property
     def shares_outputs(self) -> bool:
         """Whether other requests may find generated blocks."""
-        ...
 
     @property
     def salt(self) -> str:
         """The tenant: only requests of equal salt share blocks."""
-        ...
 
     @property
     def adapter(self) -> str | None:
         """The adapter (LoRA) whose K and V these are."""
-        ...
 
     def token_ids(self, branch: int, first: int, end: int) -> Sequence[int]:
         """Tokens `first` to `end - 1` of a branch, prompt included; empty where they are not known."""
-        ...
 
     def item_keys(self, block_size: int) -> ItemKeys:
         """The multimodal items of the prompt by block; blocks without one are left out."""
-        ...
 
     def prompt_hashes(self, block_size: int) -> Sequence[BlockHash]:
         """Hashes of the prompt's leading full blocks, as far as another request could have the same blocks."""
-        ...
 
     def generated_hashes(self, branch: int, block_size: int) -> Sequence[BlockHash]:
         """Hashes of all leading full blocks of a branch that are known now, generated tokens included.
 
         Empty if outputs are private. Otherwise it begins with `prompt_hashes`.
         """
-        ...
 
 
 def _root(salt: str, adapter: tuple[str, str] | None, epoch: int = 0) -> bytes:
@@ -177,10 +372,8 @@ class TokenIdentity:
         """Hashes up to the end of each full block of the branch; empty unless outputs are shared."""
         if not self.shares_outputs:
             return []
-        hasher, hashed = self._hashers.get((branch, block_size)) or (
-            self._prompt_hasher(block_size).copy(),
-            0,
-        )
+        known = self._hashers.get((branch, block_size))
+        hasher, hashed = known or (self._prompt_hasher(block_size).copy(), 0)
         generated = self._outputs.get(branch, b"")
         hasher.extend(bytes(generated[hashed:]))
         self._hashers[branch, block_size] = hasher, len(generated)
@@ -206,9 +399,8 @@ def _token_bytes(request_id: int, token_ids: npt.NDArray[np.int64] | Sequence[in
             raise _out_of_range(request_id, token_ids.min(), token_ids.max())
         return token_ids.astype("<i4").tobytes()
     try:
-        numbers = array(
-            "I", token_ids
-        )  # refuses what is negative; three times as fast as "i" and as np.array
+        # "I" refuses what is negative; three times as fast as "i" and as np.array
+        numbers = array("I", token_ids)
     except OverflowError:
         raise _out_of_range(request_id, min(token_ids), max(token_ids)) from None
     if sys.byteorder == "big":

@@ -30,9 +30,7 @@ class Retention(StrEnum):
     """What happens to the hash of a full block when the block's reference count falls to 0."""
 
     lru = "lru"  # the block stays in the prefix cache until it is evicted
-    none = (
-        "none"  # the block leaves the prefix cache at once: only requests that overlap in time share blocks
-    )
+    none = "none"  # the block leaves the prefix cache at once: only requests that overlap in time share
 
 
 class HashAlgorithm(StrEnum):
@@ -40,7 +38,7 @@ class HashAlgorithm(StrEnum):
 
     sha256 = "sha256"  # safe against crafted collisions
     xxh3_128 = "xxh3_128"  # twice as fast, not safe against crafted prompts; seeded in each process
-    sha256_cbor = "sha256_cbor"  # vLLM's hashes of the same name; slower, needs pagetwin[events]
+    sha256_cbor = "sha256_cbor"  # vLLM's hashes of the same name; slower, needs cbor2
     xxh3_128_cbor = "xxh3_128_cbor"  # vLLM's xxhash_cbor
 
 
@@ -61,7 +59,7 @@ class Placement(StrEnum):
 
 
 class Keep(StrEnum):
-    """Which cached blocks are evicted last (`engine.core.memory.keeping`)."""
+    """Which cached blocks are evicted last (`engine.core.memory.eviction`)."""
 
     recent = "recent"  # those that were released last
     ttl = "ttl"  # those that a session has released less than a time to live ago
@@ -85,9 +83,7 @@ class GroupPages(StrEnum):
     off = "off"  # there are no groups: every layer keeps every token
     uniform = "uniform"  # one pool of equal pages, as vLLM: padded, with as many layers in every group
     separate = "separate"  # a pool for each group, with a fixed share of the memory
-    moving = "moving"  # the same, but chunks without content pass from one group's pool to another's
     lcm = "lcm"  # as Jenga: chunks of the least common multiple, small pages nested in them, given to one request first
-    two_ended = "two_ended"  # two kinds of pages that grow from both ends of one memory
 
 
 class WindowHits(StrEnum):
@@ -125,9 +121,7 @@ class Sharing(StrEnum):
 
     copy_on_write = "copy_on_write"  # all blocks; a shared block is copied when a sequence writes to it
     tail_at_fork = "tail_at_fork"  # full blocks of the prompt; beams keep what they write, as in TensorRT-LLM
-    prefix_cache = (
-        "prefix_cache"  # full blocks alone: a request for each sample, or beam and token, as in vLLM
-    )
+    prefix_cache = "prefix_cache"  # full blocks alone: a request for each sample, or beam and token (vLLM)
 
 
 class SpeculationMode(StrEnum):

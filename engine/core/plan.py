@@ -62,12 +62,8 @@ class Row(NamedTuple):
     context_len: int  # tokens whose K and V are in the pool before this step
     query_len: int
     samples: bool  # the logits of the last position give the next token
-    table: Sequence[
-        int
-    ]  # block ids in order, for at least context_len + query_len tokens; a live object: do not keep or change it
-    drafts: int = (
-        0  # how many query tokens, at the end, are draft tokens; the logits before each one verify it
-    )
+    table: Sequence[int]  # blocks of at least context_len + query_len tokens; live: do not keep or change it
+    drafts: int = 0  # so many query tokens, at the end, are drafts; the logits before each one verify it
 
 
 @dataclass(frozen=True)
@@ -137,15 +133,16 @@ class StepPlan:
                 % (row.request_id, row.branch, row.context_len, row.query_len, row.samples, row.drafts)
             )
             digest.update(np.fromiter(row.table, dtype=np.int64, count=len(row.table)).tobytes())
-        for tag, values in (
-            ("c", self.copies),
-            ("f", self.frees),
-            ("a", self.admitted),
-            ("p", self.preempted),
-            ("o", self.swap_out),
-            ("i", self.swap_in),
-            ("s", self.stale),
-        ):
+        work = (
+            self.copies,
+            self.frees,
+            self.admitted,
+            self.preempted,
+            self.swap_out,
+            self.swap_in,
+            self.stale,
+        )
+        for tag, values in zip("cfapois", work, strict=True):
             digest.update(f"{tag}{list(values)}".encode())
         return digest.hexdigest()
 
@@ -153,7 +150,7 @@ class StepPlan:
 class ArrayRows(Sequence[Row]):
     """Rows whose lengths are stored as arrays. Single `Row` objects are made only on access.
 
-    The scheduler's implementation is `engine.core.scheduling.step.BatchRows`.
+    The scheduler's implementation is `engine.core.scheduling.batch.BatchRows`.
     """
 
     others: Sequence[Row]

@@ -18,7 +18,6 @@ class QueueOrder(Protocol):
 
     def key(self, request: Request, rank: int) -> tuple[int | float, ...]:
         """A sort key: lower is admitted first and preempted last. `rank` is the number of earlier submissions."""
-        ...
 
 
 class VictimChoice(Protocol):
@@ -26,7 +25,6 @@ class VictimChoice(Protocol):
 
     def choose(self, candidates: Sequence[Group]) -> int:
         """The index of the group to preempt. `candidates` are in running order and never empty."""
-        ...
 
 
 class Admission(Protocol):
@@ -34,7 +32,6 @@ class Admission(Protocol):
 
     def allows(self, request: Request, free_blocks: int, running: int) -> bool:
         """Whether `request` may be admitted now, with `running` requests in the batch."""
-        ...
 
 
 class FirstComeFirstServed:

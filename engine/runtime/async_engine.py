@@ -8,6 +8,7 @@ import asyncio
 import threading
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
 from engine.runtime.engine import Engine, Prompt
@@ -20,12 +21,12 @@ Observer = Callable[[list[RequestOutput]], None]
 _Inbox = SimpleQueue[Callable[[], None] | None]
 
 
+@dataclass(slots=True, eq=False)
 class _Stream:
     """One client's stream: its event loop, and the outputs that it has not read yet."""
 
-    def __init__(self) -> None:
-        self.loop = asyncio.get_running_loop()
-        self.items: asyncio.Queue[_Item] = asyncio.Queue()
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    items: asyncio.Queue[_Item] = field(default_factory=asyncio.Queue)
 
 
 class AsyncEngine:
@@ -44,7 +45,7 @@ class AsyncEngine:
     def __init__(self, engine: Engine, *, observe: Observer | None = None) -> None:
         self.engine = engine
         self.death: Exception | None = None  # the error that ended the thread; None if `stop` ended it
-        self._observe = observe
+        self._observe = observe or (lambda outputs: None)
         self._inbox: _Inbox = SimpleQueue()
         self._streams: dict[str, _Stream] = {}
         self._stopping = False
@@ -80,19 +81,24 @@ class AsyncEngine:
         Raises what `Engine.add_request` raises, the error of a request that failed, and EngineDeadError.
         """
         if not self.alive:
-            raise EngineDeadError(
-                f"the engine does not run: {self.death or 'it was stopped, or never started'}"
-            )
+            why = self.death or "it was stopped, or never started"
+            raise EngineDeadError(f"the engine does not run: {why}")
         stream = _Stream()
-        self._inbox.put(
-            lambda: self._add(
-                stream,
-                request_id,
-                lambda: self.engine.add_request(
-                    request_id, prompt, params, priority=priority, cache_salt=cache_salt
-                ),
-            )
-        )
+
+        def add() -> None:
+            try:
+                self.engine.add_request(request_id, prompt, params, priority=priority, cache_salt=cache_salt)
+            except Exception as error:
+                self._send({stream.loop: [(stream, error)]})
+            else:
+                self._streams[request_id] = stream
+
+        def abort() -> None:
+            if self._streams.get(request_id) is stream:  # else another client uses its id now
+                del self._streams[request_id]
+                self.engine.abort(request_id)
+
+        self._inbox.put(add)
         finished = False
         try:
             while not finished:
@@ -105,32 +111,18 @@ class AsyncEngine:
                 yield item
         finally:
             if not finished:
-                self._inbox.put(lambda: self._abort(stream, request_id))
+                self._inbox.put(abort)
 
     def reset_prefix_cache(self) -> None:
         """As `Engine.reset_prefix_cache`, between two steps; the observer is called, as after a step."""
-        self._inbox.put(self._reset)
 
-    # -- in the thread -------------------------------------------------------------------------------------
-
-    def _reset(self) -> None:
-        self.engine.reset_prefix_cache()
-        if self._observe is not None:
+        def reset() -> None:
+            self.engine.reset_prefix_cache()
             self._observe([])
 
-    def _add(self, stream: _Stream, request_id: str, add: Callable[[], None]) -> None:
-        try:
-            add()
-        except Exception as error:
-            self._send({stream.loop: [(stream, error)]})
-        else:
-            self._streams[request_id] = stream
+        self._inbox.put(reset)
 
-    def _abort(self, stream: _Stream, request_id: str) -> None:
-        """Abort a request whose client has gone, unless another client uses its id now."""
-        if self._streams.get(request_id) is stream:
-            del self._streams[request_id]
-            self.engine.abort(request_id)
+    # -- in the thread -------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
@@ -138,8 +130,7 @@ class AsyncEngine:
                 self._take_commands()
                 outputs = self.engine.step()
                 self._deliver(outputs)
-                if self._observe is not None:
-                    self._observe(outputs)
+                self._observe(outputs)
         except Exception as error:
             self.death = error
         self._close_streams()
@@ -158,18 +149,21 @@ class AsyncEngine:
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, _Item]]] = defaultdict(list)
         for output in outputs:
             stream = self._streams.get(output.request_id)
-            if stream is None:  # the client has gone
-                continue
-            by_loop[stream.loop].append((stream, output))
-            if output.finished:
-                del self._streams[output.request_id]
+            if stream is not None:  # else the client has gone
+                by_loop[stream.loop].append((stream, output))
+                if output.finished:
+                    del self._streams[output.request_id]
         self._send(by_loop)
 
     @staticmethod
     def _send(by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, _Item]]]) -> None:
+        def put_all(items: list[tuple[_Stream, _Item]]) -> None:
+            for stream, item in items:
+                stream.items.put_nowait(item)
+
         for loop, items in by_loop.items():
             if not loop.is_closed():
-                loop.call_soon_threadsafe(_put_all, items)
+                loop.call_soon_threadsafe(put_all, items)
 
     def _close_streams(self) -> None:
         """End all streams, also those of commands that came too late, so that no client waits for ever."""
@@ -185,8 +179,3 @@ class AsyncEngine:
         for stream in self._streams.values():
             self._send({stream.loop: [(stream, reason)]})
         self._streams.clear()
-
-
-def _put_all(items: list[tuple[_Stream, _Item]]) -> None:
-    for stream, item in items:
-        stream.items.put_nowait(item)

@@ -2,6 +2,10 @@
 
 Rows of one token (decode, or the last token of a prompt) come first, sorted by length so that there is little padding.
 Longer rows follow. Everything is built in NumPy and copied to the device once per step.
+
+Where layers are in groups, a row lies in every group at the same tokens and in other pages. What a window has left is
+no longer in the group's table, so the row begins there at its first page: attention depends on distances alone. The
+audit of such a step knows the windows (`check_step`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,9 +15,17 @@ from itertools import chain
 import numpy as np
 import torch
 
+from engine.core.memory.group_pages import NO_PAGE, GroupTables
+from engine.core.options import GroupKind
 from engine.core.plan import IntArray, Row
-from engine.runtime.attention.metadata import PrefillRow, StepLayout
+from engine.runtime.attention.layer import AttentionTimer, LatentStep, LayerAttention, LayerCall, PagedStep
+from engine.runtime.attention.metadata import PrefillRow, StepLayout, slots_of
+from engine.runtime.attention.select import attention_metadata
+from engine.runtime.attention.state import StateStep, first_written
 from engine.runtime.decoding.generation import Generation, ScoredSpan
+from engine.runtime.errors import AuditError
+from engine.runtime.group_pool import GroupedPool, StateView
+from paged_kernels import Workspace
 
 Generations = Mapping[int, Generation]
 
@@ -33,7 +45,7 @@ class StepBatch:
     sampled: tuple[Row, ...]
     logit_index: (
         torch.Tensor
-    )  # [sampled + scored], the flat position of the last token of each sampled row, and scored
+    )  # [sampled + scored], flat positions: the last token of each sampled row, and scored
     scored: tuple[ScoredSpan, ...] = ()  # parts of prompts whose log-probabilities are wanted
     groups: tuple[tuple[StepLayout, torch.Tensor], ...] = ()  # layout and slots in each group of layers
 
@@ -49,19 +61,25 @@ def build_batch(
 
 def decode_first(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
     """The rows in the order of the batch: those of one token, the longest sequence first, and the longer ones."""
-    singles = sorted((row for row in rows if row.query_len == 1), key=_context_len, reverse=True)
+    singles = sorted(
+        (row for row in rows if row.query_len == 1), key=lambda row: row.context_len, reverse=True
+    )
     return singles, [row for row in rows if row.query_len > 1]
 
 
 def place_rows(singles: Sequence[Row], chunks: Sequence[Row], block_size: int) -> tuple[StepLayout, IntArray]:
     """Where the rows lie in their blocks, and the KV slot of each token of the batch, int64 `[tokens]`."""
-    tables, lengths, slots = _decode_places(singles, block_size)
-    parts, prefills = [slots], []
+    context = np.array([row.context_len for row in singles], dtype=np.int64)
+    needed, lengths = context // block_size + 1, context + 1
+    tables = _padded_tables(singles, needed)
+    blocks = tables[np.arange(len(singles)), needed - 1]
+    parts, prefills = [blocks * block_size + context % block_size], []
     start = len(singles)
     for row in chunks:
-        prefill, slots = _prefill_place(row, start, block_size)
-        prefills.append(prefill)
-        parts.append(slots)
+        end = row.context_len + row.query_len
+        table = _table_array(row.table, -(-end // block_size))
+        prefills.append(PrefillRow(table, start, row.query_len, end))
+        parts.append(slots_of(table, row.context_len, end, block_size))
         start += row.query_len
     return StepLayout(tables, lengths, prefills), np.concatenate(parts)
 
@@ -75,12 +93,8 @@ def step_batch(
 ) -> StepBatch:
     """The inputs of a step whose rows are placed: once, or once in each group of layers."""
     positions = [np.array([row.context_len for row in singles], dtype=np.int64)]
-    ids = [
-        np.array(
-            [generations[row.request_id].tokens[row.branch, row.context_len] for row in singles],
-            dtype=np.int64,
-        )
-    ]
+    last = [generations[row.request_id].tokens[row.branch, row.context_len] for row in singles]
+    ids = [np.array(last, dtype=np.int64)]
     for row in chunks:
         end = row.context_len + row.query_len
         positions.append(np.arange(row.context_len, end))
@@ -137,19 +151,6 @@ def _scored_spans(ordered: Sequence[Row], generations: Generations) -> tuple[lis
     return spans, positions
 
 
-def _context_len(row: Row) -> int:
-    return row.context_len
-
-
-def _decode_places(rows: Sequence[Row], block_size: int) -> tuple[IntArray, IntArray, IntArray]:
-    """Block tables, lengths and slots `[rows]` of one-token rows."""
-    context = np.array([row.context_len for row in rows], dtype=np.int64)
-    needed = context // block_size + 1
-    tables = _padded_tables(rows, needed)
-    blocks = tables[np.arange(len(rows)), needed - 1]
-    return tables, context + 1, blocks * block_size + context % block_size
-
-
 def _padded_tables(rows: Sequence[Row], needed: IntArray) -> IntArray:
     """Block tables `[rows, widest]`, padded with the null block 0."""
     width, counts = int(needed.max(initial=0)), needed.tolist()
@@ -172,10 +173,105 @@ def _table_array(table: Sequence[int], count: int) -> IntArray:
     return np.fromiter(head, dtype=np.int64, count=count)
 
 
-def _prefill_place(row: Row, start: int, block_size: int) -> tuple[PrefillRow, IntArray]:
-    """The layout of a longer row, and its slots `[queries]`."""
-    end = row.context_len + row.query_len
-    table = _table_array(row.table, -(-end // block_size))
-    position = np.arange(row.context_len, end)
-    slots = table[position // block_size] * block_size + position % block_size
-    return PrefillRow(table, start, row.query_len, end), slots
+def build_group_batch(rows: Sequence[Row], generations: Generations, pool: GroupedPool) -> StepBatch:
+    """Lay out the rows of a step in the pages of every group, decode rows first."""
+    singles, chunks = decode_first(rows)
+    places = []
+    for index, view in enumerate(pool.views):
+        ones, others = ([_in_group(row, index, pool) for row in part] for part in (singles, chunks))
+        places.append(place_rows(ones, others, view.block_size))
+    return step_batch(singles, chunks, generations, places, pool.device)
+
+
+def _in_group(row: Row, index: int, pool: GroupedPool) -> Row:
+    """The row in the tensors of one group: without the pages that its window has left, and the tokens in them."""
+    tables, view = _tables(row), pool.views[index]
+    held = tables.held[index]
+    table = view.local(tables.groups[index][held:])
+    return row._replace(table=table, context_len=row.context_len - held * view.block_size)
+
+
+def _tables(row: Row) -> GroupTables:
+    assert isinstance(row.table, GroupTables)  # of a `GroupedManager`
+    return row.table
+
+
+class GroupedStep:
+    """The tensors of all groups and the places of a step in them: stands for the `PagedStep` of each group.
+
+    `states` has the step of each layer that keeps a state; see `StateStep` for `singly`.
+    """
+
+    def __init__(
+        self,
+        batch: StepBatch,
+        pool: GroupedPool,
+        workspace: Workspace,
+        backend: str,
+        timer: AttentionTimer,
+        *,
+        singly: bool = False,
+    ) -> None:
+        self._group_of = pool.group_of
+        self._steps: dict[int, LayerAttention] = {}
+        self.states: dict[int, StateStep] = {}
+        for index, (view, (layout, slots)) in enumerate(zip(pool.views, batch.groups, strict=True)):
+            if isinstance(view, StateView):
+                step = StateStep(layout, view, batch.position_ids[0].cpu().numpy(), singly=singly)
+                self.states |= dict.fromkeys(view.layers, step)
+            elif view.group.kind is GroupKind.latent:
+                self._steps[index] = LatentStep(layout, slots, view, timer)
+            else:
+                metadata = attention_metadata(layout, view, workspace, backend)
+                self._steps[index] = PagedStep(metadata, slots, view, timer)
+
+    def attend(self, call: LayerCall) -> torch.Tensor:
+        """Attention of one layer, in the pages of its group; see `PagedStep.attend`."""
+        return self._steps[self._group_of[call.module.layer_idx]].attend(call)
+
+
+def check_step(step: int, rows: Sequence[Row], batch: StepBatch, pool: GroupedPool) -> None:
+    """Raise AuditError for a row that would read what it must not, or write where something is. Call it before the
+    forward pass and after `GroupedPool.note_writes`.
+
+    In each group the table must have every page from the first token that the row sees, by the window of the layers
+    themselves, and each of these pages must have been written by that group. A row that goes on must find the state
+    after the token before it.
+    """
+    for row in rows:
+        for index, view in enumerate(pool.views):
+            what = f"step {step}, request {row.request_id}"
+            held, table = _tables(row).held[index], _tables(row).groups[index]
+            sees = 0 if view.window == 0 else max(0, row.context_len - view.window + 1)
+            if held * view.block_size > sees:
+                raise AuditError(
+                    f"{what}: token {row.context_len} sees token {sees} in group {index}, whose pages begin at token "
+                    f"{held * view.block_size}"
+                )
+            end = row.context_len + row.query_len
+            seen = table[sees // view.block_size : -(-end // view.block_size)]
+            if NO_PAGE in seen:
+                place = sees // view.block_size + seen.index(NO_PAGE)
+                raise AuditError(f"{what}: group {index} has no page for block {place}, which the row sees")
+            pool.check_reads(index, seen, what)
+            if isinstance(view, StateView) and row.context_len:
+                pool.check_state(index, seen[0], row.context_len, what)
+    for index, (layout, slots) in enumerate(batch.groups):
+        view = pool.views[index]
+        if isinstance(view, StateView):
+            pool.check_void_states(index, first_written(layout, view.block_size), f"step {step}")
+        else:
+            pool.check_void(index, slots, f"step {step}")
+
+
+def check_units(step: int, expected: Sequence[int], pool: GroupedPool) -> None:
+    """Raise AuditError unless the tensors of each group hold as many tokens, or states, as the core's account of it
+    says.
+    """
+    for index, (found, counted) in enumerate(zip(pool.written_units(), expected, strict=True)):
+        if found != counted:
+            kind = pool.views[index].group.kind
+            unit = "states" if kind is GroupKind.state else "tokens"
+            raise AuditError(
+                f"step {step}: group {index} ({kind}) has {found} {unit} in its tensors, the scheduler counts {counted}"
+            )

@@ -9,22 +9,36 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
 
 from engine.core.errors import CoreError
 from engine.core.identity import TokenIdentity
-from engine.core.memory.grouped import GroupedManager
+from engine.core.memory.group_layout import GroupLayout, LayerSet, separate_layout, uniform_layout
+from engine.core.memory.grouped import GroupedManager, pages_of
 from engine.core.memory.paged import PagedManager
-from engine.core.options import SpeculationMode
+from engine.core.options import (
+    CachePolicy,
+    GroupKind,
+    GroupPages,
+    SchedulerLimits,
+    SpeculationMode,
+    WindowHits,
+)
 from engine.core.plan import SlotUsage, StepPlan, StepResult
 from engine.core.request import Request, Speculation
 from engine.core.scheduling.commit import CommitReport, RequestStats
-from engine.runtime.build import build_parts
-from engine.runtime.errors import AuditError, ParamsError, RequestError, RunError, StepError
-from engine.runtime.models.load import LoadedModel
-from engine.runtime.options import EngineOptions
+from engine.core.scheduling.scheduler import Scheduler
+from engine.runtime.attention.select import engine_backend
+from engine.runtime.errors import AuditError, ModelError, ParamsError, RequestError, RunError, StepError
+from engine.runtime.graphs import GraphOptions
+from engine.runtime.group_pool import state_bytes
+from engine.runtime.kv_pool import kv_dtype_of
+from engine.runtime.models.cpu_layers import can_pack, is_small, replace_layers
+from engine.runtime.models.load import LoadedModel, demands_of
+from engine.runtime.options import EngineOptions, build_manager
 from engine.runtime.params import OutputKind, SamplingParams, is_whole
 from engine.runtime.requests import (
     FinishReason,
@@ -37,10 +51,147 @@ from engine.runtime.requests import (
     encode_prompt,
     truncated,
 )
+from engine.runtime.runner import Runner
 from engine.runtime.structured import Grammars
 from engine.runtime.text import Tokenizer
 
 Prompt = str | Sequence[int]
+
+GIB = 1 << 30
+CPU_BYTES = GIB  # of a KV pool on a CPU, unless the options give its size
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSize:
+    """The size of a KV pool. `bytes` includes one more block, the null block.
+
+    With `groups` of layers, blocks are the pages of all of them, and the block size is the match unit.
+    """
+
+    blocks: int
+    block_size: int
+    bytes: int
+    groups: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """KV slots. Without groups."""
+        return self.blocks * self.block_size
+
+    def __str__(self) -> str:
+        if self.groups:
+            return (
+                f"KV pool: {self.blocks:,} pages of {self.groups} groups of layers, match unit {self.block_size} "
+                f"tokens, {_size(self.bytes)}"
+            )
+        return f"KV pool: {self.blocks:,} blocks of {self.block_size} = {self.tokens:,} tokens, {_size(self.bytes)}"
+
+
+def _size(count: int) -> str:
+    """Bytes in the largest fitting unit."""
+    for unit, width in (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= width:
+            return f"{count / width:.1f} {unit}"
+    return f"{count} bytes"
+
+
+def pool_size(
+    loaded: LoadedModel, options: EngineOptions, draft: LoadedModel | None
+) -> tuple[SchedulerLimits, PoolSize]:
+    """The size of the KV pool, and the limits with a `max_model_len` that fits into it.
+
+    The pool has `pool_tokens` slots, or takes `kv_cache_memory_bytes`, or a share of the device's memory. The share
+    counts memory that is already in use, and leaves a tenth for activations; on a CPU the pool then takes 1 GiB. A size
+    in bytes is at most what requests can use within the limits. Raises ModelError if the memory holds no block.
+    """
+    limits, block_size = (
+        options.limits or SchedulerLimits(max_model_len=loaded.max_position),
+        options.slots_per_block,
+    )
+    longest = limits.max_model_len or loaded.max_position
+    per_token = sum(_token_bytes(model, options) for model in (loaded, draft) if model is not None)
+    tokens = options.pool_tokens
+    if tokens is None:
+        budget = options.kv_cache_memory_bytes
+        if budget is None and loaded.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(loaded.device)
+            budget = max(0, int(options.gpu_memory_utilization * total) - (total - free) - total // 10)
+        useful = limits.max_running * min(longest, loaded.max_position)
+        fitting = (CPU_BYTES if budget is None else budget) // per_token - block_size  # the null block
+        tokens = min(fitting, -(-useful // block_size) * block_size)
+    blocks = tokens // block_size
+    if blocks < 1:
+        raise ModelError(
+            f"model {loaded.name}: its KV cache takes {per_token:,} bytes a token, and the memory given to it holds "
+            f"no block of {block_size} tokens; raise kv_cache_memory_bytes, gpu_memory_utilization or pool_tokens"
+        )
+    capacity = PoolSize(blocks, block_size, (blocks + 1) * block_size * per_token)
+    if GroupPages(options.groups) is GroupPages.off:  # with groups, windows decide how long a sequence may be
+        longest = min(longest, capacity.tokens)
+    return replace(limits, max_model_len=longest), capacity
+
+
+def _token_bytes(loaded: LoadedModel, options: EngineOptions) -> int:
+    """Bytes of K and V of one token of a model, in the pool's data type."""
+    shapes = loaded.kv_shapes if GroupPages(options.groups) is GroupPages.off else loaded.group_shapes
+    numbers = sum(heads * dim for layer in shapes for heads, dim in layer)
+    return numbers * kv_dtype_of(options.kv_dtype, loaded.dtype).itemsize
+
+
+def _default_scheduler(
+    loaded: LoadedModel, options: EngineOptions, blocks: int, limits: SchedulerLimits
+) -> Scheduler:
+    """A scheduler with the manager that the options describe; that of groups in the memory of `blocks` blocks."""
+    longest = limits.max_model_len or loaded.max_position
+    if GroupPages(options.groups) is GroupPages.off:
+        return Scheduler(build_manager(options, blocks, longest), limits)
+    layout = model_layout(loaded, options)
+    memory = blocks * options.block_size * _token_bytes(loaded, options)
+    counts = layout.page_counts(memory, longest, limits.max_batched_tokens)
+    if min(counts) < 1:
+        raise ModelError(
+            f"model {loaded.name}: the memory of {blocks * options.block_size} tokens holds "
+            f"{', '.join(map(str, counts))} pages of its groups of layers, each needs at least 1; enlarge the pool"
+        )
+    manager = GroupedManager(
+        layout,
+        pages_of(layout, counts, behind_first=options.behind_first),
+        most_chunk=limits.max_batched_tokens,
+        prefix_caching=options.prefix_caching,
+        window_hits=WindowHits(options.window_hits),
+    )
+    return Scheduler(manager, limits)
+
+
+def model_layout(loaded: LoadedModel, options: EngineOptions) -> GroupLayout:
+    """The groups of a model's layers, by the K, V and windows that they send and the states that they keep: those that
+    see every token first, states last.
+
+    Raises ModelError for options that groups do not serve, and for pages that cannot be unified.
+    """
+    if CachePolicy(options.cache) is not CachePolicy.paged or options.copy_at_fork:
+        what = "copy_at_fork" if options.copy_at_fork else f"cache {options.cache}"
+        raise ModelError(
+            f"layers in groups: {what} is not served with groups; leave it out, or set groups=off"
+        )
+    kinds: dict[tuple[int, int], int] = {}
+    for shape, window in zip(loaded.group_shapes, loaded.windows, strict=True):
+        if size := sum(heads * dim for heads, dim in shape) * loaded.dtype.itemsize:
+            kinds[window, size] = kinds.get((window, size), 0) + 1
+    whole = GroupKind.latent if loaded.latent_shapes else GroupKind.full
+    sets = [
+        LayerSet(GroupKind.window if window else whole, layers, size, window or None)
+        for (window, size), layers in sorted(kinds.items(), key=lambda each: each[0][0] > 0)
+    ]
+    states = Counter(map(state_bytes, loaded.states.values()))
+    sets += [LayerSet(GroupKind.state, layers, size) for size, layers in states.items()]
+    pages = GroupPages(options.groups)
+    try:
+        if pages is GroupPages.uniform:
+            return uniform_layout(sets, options.block_size)
+        return separate_layout(sets, options.block_size, state_every=options.state_every, pages=pages)
+    except CoreError as error:
+        raise ModelError(f"model {loaded.name}: groups={options.groups}: {error}") from error
 
 
 @dataclass(slots=True)
@@ -125,25 +276,58 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.loaded, self.options, self.tokenizer = loaded, options or EngineOptions(), tokenizer
-        parts = build_parts(loaded, self.options, draft, clock)
-        self.limits, self.capacity = parts.limits, parts.capacity
-        self.scheduler, self.runner = parts.scheduler, parts.runner
-        self._grouped = isinstance(self.scheduler.manager, GroupedManager)  # what is generated stays private
-        options = self.options
+        options, pack = self.options, self.options.pack_weights
+        if pack or (pack is None and can_pack(loaded.model) and is_small(loaded.model)):
+            replace_layers(loaded.model)
+        self.limits, self.capacity = pool_size(loaded, options, draft)
+        make_scheduler = options.scheduler or partial(_default_scheduler, loaded, options)
+        self.scheduler = make_scheduler(self.capacity.blocks, self.limits)
+        self._clock = clock
+        self.runner = self._make_runner(draft)
+        manager = self.scheduler.manager
+        self._grouped = isinstance(manager, GroupedManager)  # what is generated stays private
+        if isinstance(manager, GroupedManager):
+            groups = len(manager.layout.groups)
+            self.capacity = PoolSize(manager.num_blocks, manager.block_size, self.runner.pool.bytes, groups)
         self._speculation = (
             Speculation(options.draft_tokens, SpeculationMode(options.draft_mode)) if draft else None
         )
         self.counters = EngineCounters()
-        self._clock = clock
         self._states: dict[str, RequestState] = {}
         self._by_number: dict[int, RequestState] = {}
-        self._watched: dict[
-            int, RequestState
-        ] = {}  # requests whose text is read in every step, before the commit
+        self._watched: dict[int, RequestState] = {}  # whose text is read in every step, before the commit
         self._next = 0
         self._epoch = 0  # part of every block hash: a higher epoch gives no hits on blocks of an earlier one
         self._grammars = Grammars(tokenizer, loaded.vocab_size, self.loaded.end_ids)
         self._pending: list[RequestOutput] = []  # outputs of requests that ended outside of a step
+
+    def _make_runner(self, draft: LoadedModel | None) -> Runner:
+        """Make the pool, and record graphs: only for Triton on CUDA, whose kernels read the lengths on the device."""
+        loaded, options, limits, manager = self.loaded, self.options, self.limits, self.scheduler.manager
+        grouped = manager if isinstance(manager, GroupedManager) else None
+        records = options.cuda_graphs and loaded.device.type == "cuda" and grouped is None
+        graphs = None
+        demands = demands_of((loaded, draft), options.kv_dtype)
+        if records and engine_backend(options.backend, loaded.device, demands) == "triton":
+            graphs = GraphOptions(limits.max_running, limits.max_model_len or loaded.max_position)
+        return Runner(
+            loaded,
+            num_blocks=self.capacity.blocks,
+            block_size=self.capacity.block_size,
+            host_blocks=options.host_blocks,
+            backend=options.backend,
+            audit=options.audit,
+            audit_every=options.audit_every,
+            temperature=options.temperature,
+            kv_dtype=options.kv_dtype,
+            seed=options.seed,
+            isolate=True,
+            draft=draft,
+            graphs=graphs,
+            groups=grouped.layout if grouped else None,
+            page_counts=grouped.pages.page_counts if grouped else (),
+            clock=self._clock,
+        )
 
     # -- requests ------------------------------------------------------------------------------------------
 
@@ -182,59 +366,40 @@ class Engine:
         bad_words = encode_bad_words(params.bad_words, self.tokenizer)
         check_choices(params, bad_words, self.loaded)
         array, number = np.array(ids, dtype=np.int64), self._next
-        salt = self._salt(params, cache_salt)
+        if not isinstance(cache_salt, str):
+            raise ParamsError("cache_salt", f"{cache_salt!r} is not a string")
+        # log-probabilities of a prompt need all of it computed: such a request has a salt of its own
+        salt = cache_salt if params.prompt_logprobs is None else f"{cache_salt}\nrequest {number}"
         form = params.structured_outputs
         constraint = None if form is None else self._grammars.constraint(form)
         ends = self.loaded.end_ids if form is None else self._grammars.end_ids
+        shared = params.beam_width == 1 and not self._grouped
         identity = TokenIdentity(
-            number,
-            array,
-            salt,
-            epoch=self._epoch,
-            algorithm=self.options.hash,
-            share_outputs=params.beam_width == 1 and not self._grouped,
+            number, array, salt, epoch=self._epoch, algorithm=self.options.hash, share_outputs=shared
         )
-        request = Request(number, len(ids), most, params.width, params.decoding, identity, priority,
-            self._speculation if params.width == 1 else None)  # fmt: skip
+        speculation = self._speculation if params.width == 1 else None
+        request = Request(
+            number, len(ids), most, params.width, params.decoding, identity, priority, speculation
+        )
         self.scheduler.submit(request)
         self._next += 1
         self.runner.add(request, array, params.rules(ends, bad_words, constraint))
-        now = self._clock() if arrival_s is None else arrival_s
-        self._register(
-            RequestState(
-                request_id,
-                number,
-                prompt if isinstance(prompt, str) else None,
-                ids,
-                params,
-                self.runner.generation(number),
-                identity,
-                self.tokenizer if params.detokenize else None,
-                RequestMetrics(now, prompt_tokens=len(ids)),
-            )
+        metrics = RequestMetrics(self._clock() if arrival_s is None else arrival_s, prompt_tokens=len(ids))
+        text, tokenizer = (
+            prompt if isinstance(prompt, str) else None,
+            self.tokenizer if params.detokenize else None,
         )
-
-    def _salt(self, params: SamplingParams, cache_salt: str) -> str:
-        """What keeps a request's blocks apart from those of other tenants.
-
-        A request that wants log-probabilities of its prompt computes all of it, so it has a salt of its own.
-        """
-        if not isinstance(cache_salt, str):
-            raise ParamsError("cache_salt", f"{cache_salt!r} is not a string")
-        if params.prompt_logprobs is None:
-            return cache_salt
-        return f"{cache_salt}\nrequest {self._next}"
+        generation = self.runner.generation(number)
+        state = RequestState(request_id, number, text, ids, params, generation, identity, tokenizer, metrics)
+        self._states[request_id] = self._by_number[number] = state
+        if params.stops or form is not None:
+            self._watched[number] = state
 
     def reset_prefix_cache(self) -> None:
         """Let no later request find a block that was filled before now. Running requests go on."""
         self._epoch += 1
         if isinstance(self.scheduler.manager, PagedManager):
             self.scheduler.manager.pool.note_cleared()
-
-    def _register(self, state: RequestState) -> None:
-        self._states[state.request_id] = self._by_number[state.number] = state
-        if state.params.stops or state.params.structured_outputs is not None:
-            self._watched[state.number] = state
 
     def abort(self, request_id: str) -> bool:
         """End a request and free its blocks. `step` returns its last output. False if there is no such request."""
@@ -261,25 +426,23 @@ class Engine:
         if not self.scheduler.has_work:
             return outputs
         plan = self.scheduler.schedule()
-        self._note_admitted(plan)
-        try:
-            result, _ = self.runner.execute(plan)
-        except (AuditError, CoreError):
-            raise  # the counters are wrong, so the engine must not go on
-        except Exception as error:  # any other error ends only the requests of this step
-            return outputs + self._fail_step(plan, error)
-        result = self._apply_stops(result)
-        report = self.scheduler.commit(plan, result)
-        self.counters.note_step(plan, report, sum(result.accepted.values()))
-        return outputs + self._outputs(report)
-
-    def _note_admitted(self, plan: StepPlan) -> None:
         now = self._clock()
         for number in plan.admitted:
             metrics = self._by_number[number].metrics
             if metrics.scheduled_s is None:
                 metrics.scheduled_s = now
                 metrics.cached_tokens = self.scheduler.stats[number].hit_tokens
+        try:
+            result, _ = self.runner.execute(plan)
+        except (AuditError, CoreError):
+            raise  # the counters are wrong, so the engine must not go on
+        except Exception as error:  # any other error ends only the requests of this step
+            return outputs + self._fail_step(plan, error)
+        if self._watched:
+            result = self._apply_stops(result)
+        report = self.scheduler.commit(plan, result)
+        self.counters.note_step(plan, report, sum(result.accepted.values()))
+        return outputs + self._outputs(report)
 
     def _apply_stops(self, result: StepResult) -> StepResult:
         """Add sequences that a stop string ended, and requests whose tokenizer failed, to the ended ones."""
@@ -295,7 +458,7 @@ class Engine:
             elif stopped:
                 ended[number] = sorted({*ended.get(number, ()), *stopped})
         ended = {number: branches for number, branches in ended.items() if number not in finished}
-        return replace(result, finished=frozenset(finished), ended=ended) if self._watched else result
+        return replace(result, finished=frozenset(finished), ended=ended)
 
     def _outputs(self, report: CommitReport) -> list[RequestOutput]:
         now, done, outputs = self._clock(), set(report.finished), []
@@ -305,9 +468,7 @@ class Engine:
             self.counters.note_tokens(metrics, report.tokens.get(number, state.generation.growing))
             metrics.note_tokens(now)
             state.extend_identity(self.capacity.block_size)
-            if number in done:
-                continue
-            if state.params.output_kind is not OutputKind.FINAL:
+            if number not in done and state.params.output_kind is not OutputKind.FINAL:
                 self._read(state)
                 outputs.append(state.output(finished=False))
         outputs.extend(
@@ -325,14 +486,6 @@ class Engine:
             state.drop_text()
             self._watched[state.number] = state  # the request ends with its next token
 
-    def _last_output(self, state: RequestState, reason: FinishReason | None) -> RequestOutput:
-        try:
-            return state.output(finished=True, reason=reason)
-        except RequestError as error:
-            state.error = state.error or error
-            state.drop_text()
-            return state.output(finished=True, reason="error")
-
     def _close(
         self, state: RequestState, stats: RequestStats, reason: FinishReason | None = None
     ) -> RequestOutput:
@@ -348,7 +501,12 @@ class Engine:
         metrics.output_tokens, metrics.longest = sum(lengths), max(lengths, default=0)
         metrics.preemptions = stats.preemptions
         metrics.drafted_tokens, metrics.accepted_tokens = stats.drafted_tokens, stats.accepted_tokens
-        output = self._last_output(state, reason)
+        try:
+            output = state.output(finished=True, reason=reason)
+        except RequestError as error:
+            state.error = state.error or error
+            state.drop_text()
+            output = state.output(finished=True, reason="error")
         self.runner.forget(number)
         self._by_number.pop(number, None)
         self._watched.pop(number, None)

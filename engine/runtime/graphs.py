@@ -21,7 +21,7 @@ from paged_kernels import Scoring, Workspace, paged_attention_decode
 from paged_kernels.torch import cache as torch_cache
 
 if TYPE_CHECKING:
-    from paged_kernels.triton.parts import PartsOfStep
+    from paged_kernels.triton.decode import PartsOfStep
 
 ForwardPass = Callable[[], ForwardOutput]
 _WARM_UPS = 2  # passes before a recording: they compile kernels and make all allocations
@@ -95,7 +95,7 @@ class StaticMetadata:
         """Fill `out` `[size, heads, dv]`."""
         if self._backend == "triton":
             from paged_kernels.triton import decode as triton_decode
-            from paged_kernels.triton.parts import PartsOfStep
+            from paged_kernels.triton.decode import PartsOfStep
 
             self._parts = self._parts or PartsOfStep()
             rows, scratch = (self._tables, self._lengths), self._workspace
@@ -103,20 +103,9 @@ class StaticMetadata:
                 q, keys, values, *rows, scoring, out, workspace=scratch, parts=self._parts
             )
             return
-        paged_attention_decode(
-            q,
-            keys,
-            values,
-            self._tables,
-            self._lengths,
-            scale=scoring.scale,
-            window=scoring.window,
-            softcap=scoring.softcap,
-            sinks=scoring.sinks,
-            out=out,
-            workspace=self._workspace,
-            backend=self._backend,
-        )
+        options = {name: getattr(scoring, name) for name in ("scale", "window", "softcap", "sinks")}
+        tensors, scratch = (q, keys, values, self._tables, self._lengths), self._workspace
+        paged_attention_decode(*tensors, **options, out=out, workspace=scratch, backend=self._backend)
 
 
 class Recorder(Protocol):
@@ -181,24 +170,19 @@ class DecodeGraphs:
         self._inputs = StaticInputs(most, -(-longest // pool.block_size), pool.device)
         self._sizes = graph_sizes(most)
         self._passes: dict[int, ForwardPass] = {}
-        self._workspace = (
-            Workspace()
-        )  # its own: steps outside of the graphs may need more scratch memory, and then theirs moves
+        # its own: steps outside of the graphs may need more scratch memory, and then theirs moves
+        self._workspace = Workspace()
         with torch.inference_mode():
             if backend == "triton":
-                self._settle()
+                # The largest batch runs once, so that the scratch memory has its final address before the first
+                # recording. The Triton kernels need scratch memory by rows alone. torch, which tests record, needs
+                # more for longer contexts.
+                self._inputs.clear()
+                self._pass(self._sizes[-1])()
+                self._workspace.freeze()
             for size in reversed(self._sizes):
                 self._inputs.clear()
                 self._passes[size] = recorder.record(self._pass(size))
-
-    def _settle(self) -> None:
-        """Run the largest batch once, so that the scratch memory has its final address before the first recording.
-
-        The Triton kernels need scratch memory by rows alone. torch, which tests record, needs more for longer contexts.
-        """
-        self._inputs.clear()
-        self._pass(self._sizes[-1])()
-        self._workspace.freeze()
 
     def _pass(self, size: int) -> ForwardPass:
         inputs = self._inputs
@@ -215,21 +199,16 @@ class DecodeGraphs:
 
     def fits(self, batch: StepBatch) -> bool:
         """Whether every row of a batch has one token and is sampled, and no more rows than were recorded."""
-        rows = len(batch.layout.lengths)
-        if batch.scored:
-            return False
-        return not batch.layout.prefills and 0 < rows <= self._sizes[-1] and len(batch.sampled) == rows
+        rows, plain = len(batch.layout.lengths), not (batch.scored or batch.layout.prefills)
+        return plain and 0 < rows <= self._sizes[-1] and len(batch.sampled) == rows
 
     def run(self, batch: StepBatch) -> ForwardOutput:
         """Replay the recording for a batch that fits. The returned tensors are valid until the next replay."""
         rows = len(batch.layout.lengths)
-        size = self._size(rows)
+        size = next(size for size in self._sizes if size >= rows)
         self._inputs.write(batch)
         self.replays += 1
         return self._passes[size]().first(rows)
-
-    def _size(self, rows: int) -> int:
-        return next(size for size in self._sizes if size >= rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +224,5 @@ class GraphOptions:
 
     def record(self, loaded: LoadedModel, pool: KVPool, backend: str) -> DecodeGraphs:
         """Record all batch sizes for a model and its pool."""
-        recorder = self.recorder or CudaRecorder()
-        return DecodeGraphs(
-            loaded, pool, backend=backend, most=self.most, longest=self.longest, recorder=recorder
-        )
+        sizes, recorder = {"most": self.most, "longest": self.longest}, self.recorder or CudaRecorder()
+        return DecodeGraphs(loaded, pool, backend=backend, **sizes, recorder=recorder)

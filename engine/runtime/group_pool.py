@@ -1,14 +1,20 @@
 """The KV tensors of a model whose layers are in groups, and a count of the written slots of each group.
 
 How pages lie is decided by the core (`GroupPages`). With `uniform`, layer i of every group lies in the same tensor, so
-a page that one group has given back serves another. With `separate` each group has tensors of its own. With `moving`,
-`lcm` and `two_ended` pages of different sizes lie in one memory, as the core places them there. Slots start as NaN, and
+a page that one group has given back serves another. With `separate` each group has tensors of its own. With `lcm` pages
+of different sizes lie in one memory, as the core places them there. Slots start as NaN, and
 become NaN again when the core says that their page is void, as in `KVPool`. The pool notes which group wrote a page,
 from the slots that it was told to write: so the tensors are a witness that does not ask the core whose a page is.
+
+A view has the layers of one group: K and V of tokens (`GroupView`), or the states of sequences (`StateView`). A state
+is what transformers' cache holds for a layer with linear attention, a state space or a short convolution:
+`conv_states` and `recurrent_states` of one sequence. A page holds those of all layers of its group after one token.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,21 +22,191 @@ import torch
 from engine.core.errors import CoreError
 from engine.core.memory.group_layout import GroupLayout, KVGroup
 from engine.core.memory.group_memory import MemoryPages
+from engine.core.memory.group_pages import NO_PAGE
 from engine.core.memory.grouped import pages_of
 from engine.core.options import GroupKind, GroupPages
-from engine.core.plan import IntArray
-from engine.runtime import huge_pages
+from engine.core.plan import IntArray, StepPlan
 from engine.runtime.errors import AuditError, ModelError
-from engine.runtime.group_views import (
-    UNWRITTEN,
-    GroupView,
-    StateShape,
-    StateView,
-    new_ends,
-    state_bytes,
-    state_numbers,
-)
-from engine.runtime.kv_pool import LayerShape
+from engine.runtime.kv_pool import KVPool, LayerShape, SlotMarks, memory_on
+
+SEES_ITS_STATE = 2
+"""The window of a layer with a state: a token needs what stands at the token before it."""
+UNWRITTEN = -1
+
+
+class StatePart(NamedTuple):
+    """One tensor of a layer's state, of one sequence.
+
+    `kind` and `number` say where transformers' cache holds it: `conv_states[number]` or `recurrent_states[number]`.
+    """
+
+    kind: str
+    number: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of one sequence."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+StateShape = tuple[StatePart, ...]
+
+
+def state_bytes(shape: StateShape) -> int:
+    """Bytes of the state of one layer and sequence."""
+    return sum(part.bytes for part in shape)
+
+
+def state_numbers(shape: StateShape, dtype: torch.dtype) -> int:
+    """How many numbers of the pool's type a state takes. Raises ModelError where it takes no whole number of them."""
+    for part in shape:
+        if part.bytes % dtype.itemsize:
+            raise ModelError(f"a state of {part.bytes} bytes does not fill whole numbers of {dtype}")
+    return state_bytes(shape) // dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class PageView:
+    """What the layers of one group share. `layers` are their numbers in the model.
+
+    `offset` is what the core's page numbers have more than those of the tensors. `keys[layer]` and `values[layer]` are
+    the layers' tensors.
+    """
+
+    group: KVGroup
+    layers: tuple[int, ...]
+    keys: Sequence[torch.Tensor]
+    values: Sequence[torch.Tensor]
+    offset: int
+    device: torch.device
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a page."""
+        return self.group.block_size
+
+    def local(self, table: Sequence[int]) -> list[int]:
+        """A block table in the numbers of the tensors; NO_PAGE stays."""
+        offset = self.offset
+        if not offset:
+            return list(table)
+        return [page - offset if page != NO_PAGE else NO_PAGE for page in table]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupView(PageView):
+    """The layers of one group, as the attention of a step needs them.
+
+    `keys[layer]` and `values[layer]` are `[pages + 1, block_size, kv_heads, dim]`. `window` is what the layers tell
+    their attention, 0 for none.
+    """
+
+    window: int = 0
+    token_bytes: int = 0
+    marks: SlotMarks | None = None
+
+    def written(self, pages: torch.Tensor) -> set[int]:
+        """How many slots of `pages`, numbers of the tensors, hold something: of K and V of each layer."""
+        return {
+            int(torch.isfinite(cache[layer].index_select(0, pages)[:, :, 0, 0]).sum())
+            for cache in (self.keys, self.values)
+            for layer in self.layers
+        }
+
+    def holds(self, pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """Whether the first layer holds something at slots `[tokens]` of pages `[tokens]`."""
+        return torch.isfinite(self.keys[self.layers[0]][pages, slots, 0, 0])
+
+
+CacheTensors = KVPool | GroupView
+"""What the attention of a step reads and writes: K and V of all layers, or of those of one group."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateView(PageView):
+    """The layers of one group that keep states. A page of it holds one state of each layer.
+
+    `keys[layer]` and `values[layer]` are `[pages + 1, numbers]`, the memory that K and V of a token group have in such
+    a page; a state fills the first numbers of both together. `shapes` has the parts of each layer's state. `ends`
+    `[layers, pages + 1]` notes after how many tokens of its sequence each state was written, which no counter of the
+    core says.
+    """
+
+    shapes: Mapping[int, StateShape]
+    ends: IntArray
+
+    @property
+    def window(self) -> int:
+        """Tokens that a token needs, itself included."""
+        return SEES_ITS_STATE
+
+    def read(self, layer: int, pages: torch.Tensor) -> dict[StatePart, torch.Tensor]:
+        """The parts of a layer's states in `pages`, each `[pages, *shape]`, as copies."""
+        raw, parts, first = self._raw(layer, pages), {}, 0
+        for part in self.shapes[layer]:
+            numbers = part.bytes // raw.element_size()
+            own = raw[:, first : first + numbers].clone(memory_format=torch.contiguous_format)
+            parts[part] = own.view(part.dtype).view(-1, *part.shape)
+            first += numbers
+        return parts
+
+    def write(
+        self, layer: int, pages: torch.Tensor, parts: Mapping[StatePart, torch.Tensor], ends: IntArray
+    ) -> None:
+        """Write parts `[pages, *shape]` of a layer's states, which stand after `ends` tokens of their sequences."""
+        keys, values = self.keys[layer], self.values[layer]
+        first = 0
+        for part in self.shapes[layer]:
+            numbers = part.bytes // keys.element_size()
+            if part in parts:
+                raw = parts[part].contiguous().view(len(pages), -1).view(keys.dtype)
+                _put(keys, pages, first, raw)
+                _put(values, pages, first - keys.shape[1], raw)
+            first += numbers
+        self.ends[self.layers.index(layer), pages.cpu().numpy()] = ends
+
+    def forget(self, pages: IntArray) -> None:
+        """Pages, numbers of the tensors, became void."""
+        self.ends[:, pages] = UNWRITTEN
+
+    def holds(self, pages: torch.Tensor) -> torch.Tensor:
+        """Whether any layer holds a part of a state in `pages`: bool `[pages]`."""
+        held = [~self._raw(layer, pages).isnan().all(1) for layer in self.layers]
+        return torch.stack(held).any(0)
+
+    def written(self, pages: torch.Tensor) -> set[int]:
+        """How many of `pages` hold a whole state: of each part of each layer."""
+        counts = set()
+        for layer in self.layers:
+            held = ~self._raw(layer, pages).isnan().all(1)
+            for part in self.read(layer, pages).values():
+                counts.add(int((torch.isfinite(part.flatten(1)).all(1) & held).sum()))
+        return counts
+
+    def _raw(self, layer: int, pages: torch.Tensor) -> torch.Tensor:
+        """The states of a layer as numbers of the pool, `[pages, numbers]`."""
+        keys, values = self.keys[layer], self.values[layer]
+        numbers = state_numbers(self.shapes[layer], keys.dtype)
+        from_keys = min(numbers, keys.shape[1])
+        own = [keys[:, :from_keys].index_select(0, pages)]
+        if numbers > from_keys:
+            own.append(values[:, : numbers - from_keys].index_select(0, pages))
+        return torch.cat(own, dim=1)
+
+
+def _put(cache: torch.Tensor, pages: torch.Tensor, first: int, numbers: torch.Tensor) -> None:
+    """Write rows `[pages, numbers]` into `cache` from column `first` on; what lies beyond its columns is left out."""
+    begin, end = max(first, 0), min(first + numbers.shape[1], cache.shape[1])
+    if begin < end:
+        cache[:, begin:end].index_copy_(0, pages, numbers[:, begin - first : end - first])
+
+
+def new_ends(layers: int, places: int) -> IntArray:
+    """Notes of a pool whose `places` pages, the null page included, hold no state yet."""
+    return np.full((layers, places), UNWRITTEN, dtype=np.int64)
+
 
 NOBODY = -1
 """The owner of a page that no group has written since it became void."""
@@ -40,17 +216,16 @@ NOBODY = -1
 class _Pages:
     """Numbered pages in tensors: (tensor, axis of its pages), each with a null page in front.
 
-    The core's number of a page is `offset` + `sign` x its place in the tensors; places are 1 to `count`.
+    The core's number of a page is `offset` + its place in the tensors; places are 1 to `count`.
     """
 
     tensors: tuple[tuple[torch.Tensor, int], ...]
     count: int
     offset: int
-    sign: int = 1
 
     def places(self, numbers: IntArray) -> IntArray:
         """The places of those of the core's page numbers that are pages of these tensors."""
-        places: IntArray = (numbers - self.offset) * self.sign
+        places: IntArray = numbers - self.offset
         return places[(places >= 1) & (places <= self.count)]
 
 
@@ -80,13 +255,13 @@ class GroupedPool:
         self.layout, self.device = layout, device
         states = states or {}
         layers = layers_of(layout, shapes, windows, dtype.itemsize, states)
+        # a state is as the K of one token: so a page of states is a page of K
+        kept = {layer: ((1, state_numbers(shape, dtype)), (0, 0)) for layer, shape in states.items()}
         sent = [
-            [_as_layer(states[layer], dtype) for layer in own]
-            if group.kind is GroupKind.state
-            else [shapes[layer] for layer in own]
+            [kept[layer] if group.kind is GroupKind.state else shapes[layer] for layer in own]
             for own, group in zip(layers, layout.groups, strict=True)
         ]
-        make = _in_one_memory if layout.pages in _ONE_MEMORY else _in_pools
+        make = _in_one_memory if layout.pages is GroupPages.lcm else _in_pools
         self._pages, pages_of_group, caches = make(layout, page_counts, sent, dtype, device)
         self.group_of = [0] * len(shapes)
         self.views: list[GroupView | StateView] = []
@@ -95,7 +270,7 @@ class GroupedPool:
             for layer, (k, v) in zip(own, caches[index], strict=True):
                 keys[layer], values[layer] = k, v
             pages = pages_of_group[index]
-            shared = group, tuple(own), keys, values, pages.offset, pages.sign, device
+            shared = group, tuple(own), keys, values, pages.offset, device
             if group.kind is GroupKind.state:
                 parts = {layer: states[layer] for layer in own}
                 self.views.append(StateView(*shared, parts, new_ends(len(own), pages.count + 1)))
@@ -103,18 +278,14 @@ class GroupedPool:
                 self.views.append(GroupView(*shared, windows[own[0]], group.layer_bytes))
                 for layer in own:
                     self.group_of[layer] = index
-        last = max(max(pages.offset, pages.offset + pages.sign * pages.count) for pages in self._pages)
+        last = max(pages.offset + pages.count for pages in self._pages)
         self._owner = np.full(last + 1, NOBODY, dtype=np.int64)
 
     @property
     def bytes(self) -> int:
         """Bytes of all tensors, the null pages included."""
-        storages = {
-            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-            for pages in self._pages
-            for tensor, _ in pages.tensors
-        }
-        return sum(storages.values())
+        storages = [tensor.untyped_storage() for pages in self._pages for tensor, _ in pages.tensors]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     def poison(self, pages: Sequence[int]) -> None:
         """Set all slots of `pages` to NaN in every layer; they belong to no group then."""
@@ -126,7 +297,7 @@ class GroupedPool:
                 tensor.index_fill_(axis, index, float("nan"))
         for view in self.views:
             if isinstance(view, StateView):
-                places = (numbers - view.offset) * view.sign
+                places = numbers - view.offset
                 view.forget(places[(places >= 1) & (places < view.ends.shape[1])])
 
     def poison_slots(self, spans: Sequence[tuple[int, int, int]]) -> None:
@@ -150,7 +321,7 @@ class GroupedPool:
     def note_writes(self, group: int, slots: IntArray) -> None:
         """Note that `group` writes the slots `[tokens]` of its tensors in this step."""
         view = self.views[group]
-        self._owner[slots // view.block_size * view.sign + view.offset] = group
+        self._owner[slots // view.block_size + view.offset] = group
 
     def check_reads(self, group: int, pages: Sequence[int], what: str) -> None:
         """Raise AuditError unless `group` wrote all of `pages`; `what` names the row."""
@@ -167,7 +338,7 @@ class GroupedPool:
         held = view.holds(slots // view.block_size, slots % view.block_size)
         if bool(held.any()):
             slot = int(slots[held][0])
-            page = slot // view.block_size * view.sign + view.offset
+            page = slot // view.block_size + view.offset
             raise AuditError(
                 f"{what}: group {group} writes page {page}, slot {slot % view.block_size}, twice"
             )
@@ -176,9 +347,7 @@ class GroupedPool:
         """Raise AuditError unless `page` holds the state after `tokens` tokens, in every layer of a state group."""
         view = self.views[group]
         assert isinstance(view, StateView)
-        for layer, end in zip(
-            view.layers, view.ends[:, (page - view.offset) * view.sign].tolist(), strict=True
-        ):
+        for layer, end in zip(view.layers, view.ends[:, page - view.offset].tolist(), strict=True):
             if end != tokens:
                 held = "no state" if end == UNWRITTEN else f"the state after {end} tokens"
                 raise AuditError(
@@ -192,9 +361,7 @@ class GroupedPool:
         assert isinstance(view, StateView)
         held = view.holds(torch.from_numpy(pages).to(self.device)).cpu().numpy()
         for place in pages[held].tolist():
-            raise AuditError(
-                f"{what}: group {group} writes page {place * view.sign + view.offset}, a state, twice"
-            )
+            raise AuditError(f"{what}: group {group} writes page {place + view.offset}, a state, twice")
 
     def written_units(self) -> list[int]:
         """How many tokens each group has in its pages, or states, counted in the tensors.
@@ -203,7 +370,7 @@ class GroupedPool:
         """
         found = []
         for index, view in enumerate(self.views):
-            pages = (np.flatnonzero(self._owner == index) - view.offset) * view.sign
+            pages = np.flatnonzero(self._owner == index) - view.offset
             counts = view.written(torch.from_numpy(pages).to(self.device))
             if len(counts) > 1:
                 raise AuditError(
@@ -218,29 +385,39 @@ class GroupedPool:
         units = zip(self.written_units(), self.layout.groups, strict=True)
         return sum(count * (group.unit_bytes // slot) for count, group in units)
 
-    def unowned_are_void(self) -> bool:
-        """Whether null pages hold zeros, and nothing beside them and the pages that a group has written holds anything.
 
-        It reads all memory, and writes to a part of it for that time.
-        """
-        tensors = [each for pages in self._pages for each in pages.tensors]
-        nulls = [tensor.select(axis, 0) for tensor, axis in tensors]
-        if any(bool(null.any()) for null in nulls):
-            return False
-        memory = {tensor.untyped_storage().data_ptr(): tensor for tensor, _ in tensors}
-        whole = [
-            torch.empty(0, dtype=tensor.dtype, device=self.device).set_(tensor.untyped_storage())
-            for tensor in memory.values()
-        ]
-        saved, owner = [each.clone() for each in whole], self._owner.copy()
-        self.poison(np.flatnonzero(owner != NOBODY).tolist())
-        for null in nulls:
-            null.fill_(float("nan"))
-        held = any(bool(torch.isfinite(each).any()) for each in whole)
-        for each, before in zip(whole, saved, strict=True):
-            each.copy_(before)
-        self._owner = owner
-        return not held
+class BlockOperations:
+    """Applies the block operations of a step plan to several pools with the same block ids.
+
+    Call in this order: `poison_stale`, `swap_out`, `poison_freed`, `swap_in_and_copy`. The calls that poison are needed
+    for the audit only.
+    """
+
+    def __init__(self, pools: Sequence[KVPool | GroupedPool]) -> None:
+        self.pools = pools
+
+    def poison_stale(self, plan: StepPlan) -> None:
+        """Set stale slots of used blocks to NaN, before a swap can save them with their block."""
+        for pool in self.pools if plan.stale else ():
+            pool.poison_slots(plan.stale)
+
+    def swap_out(self, plan: StepPlan) -> None:
+        """Save blocks in host memory, before other sequences write to them."""
+        for pool in self.pools if plan.swap_out else ():
+            pool.swap_out(plan.swap_out)
+
+    def poison_freed(self, plan: StepPlan) -> None:
+        """Set freed blocks to NaN."""
+        for pool in self.pools if plan.frees else ():
+            pool.poison(plan.frees)
+
+    def swap_in_and_copy(self, plan: StepPlan) -> None:
+        """Bring swapped blocks back, then copy blocks."""
+        for pool in self.pools:
+            if plan.swap_in:
+                pool.swap_in(plan.swap_in)
+            if plan.copies:
+                pool.copy(plan.copies)
 
 
 _STATE = -1  # in place of a window
@@ -264,6 +441,12 @@ def layers_of(
             kinds.setdefault((window, size), []).append(layer)
     for layer, shape in sorted(states.items()):
         kinds.setdefault((_STATE, state_bytes(shape)), []).append(layer)
+    told = "; ".join(
+        f"{len(layers)} with a state of {size} bytes"
+        if window == _STATE
+        else f"{len(layers)} of {size} bytes a token{f' and a window of {window}' if window else ''}"
+        for (window, size), layers in kinds.items()
+    )
     wanted = [
         (_STATE if group.kind is GroupKind.state else group.window or 0, group.layer_bytes)
         for group in layout.groups
@@ -276,32 +459,17 @@ def layers_of(
             raise ModelError(
                 f"group {index} has {group.layers} {group.kind} layers of {kind[1]} bytes a {unit}"
                 f"{f' and a window of {group.window}' if group.window else ''}, the model has {len(layers)} such "
-                f"layers for it; its layers: {'; '.join(_told(each, those) for each, those in kinds.items())}"
+                f"layers for it; its layers: {told}"
             )
         found.append(layers)
     here, there = sum(map(len, found)), sum(map(len, kinds.values()))
     if here != there:
-        told = "; ".join(_told(each, those) for each, those in kinds.items())
         raise ModelError(f"the groups have {here} layers, the model has {there}: {told}")
     return found
 
 
-def _told(kind: tuple[int, int], layers: Sequence[int]) -> str:
-    """Layers of one kind in words."""
-    window, size = kind
-    if window == _STATE:
-        return f"{len(layers)} with a state of {size} bytes"
-    return f"{len(layers)} of {size} bytes a token{f' and a window of {window}' if window else ''}"
-
-
-def _as_layer(shape: StateShape, dtype: torch.dtype) -> LayerShape:
-    """A state as if it were the K of one token: so a page of states is a page of K."""
-    return (1, state_numbers(shape, dtype)), (0, 0)
-
-
-_Made = tuple[
-    list[_Pages], list[_Pages], list[_LayerCaches]
-]  # all pages, and by group: its pages, its layers
+# all pages, and by group: its pages, its layers
+_Made = tuple[list[_Pages], list[_Pages], list[_LayerCaches]]
 
 
 def _in_pools(
@@ -321,18 +489,19 @@ def _in_pools(
     offset = 0
     for count, owned in zip(page_counts, pools, strict=True):
         token_groups = [group for group in owned if layout.groups[group].kind is not GroupKind.state]
-        sizes = {
-            _numbers(layout.groups[group], shape)
-            for group in token_groups or owned
-            for shape in shapes[group]
-        }
+        counted = [
+            (layout.groups[group], shape) for group in token_groups or owned for shape in shapes[group]
+        ]
+        sizes = {_numbers(group, shape) for group, shape in counted}
         if len(sizes) != 1:
             raise ModelError(
                 f"pages of {layout.pages} groups {', '.join(map(str, owned))} have different sizes in K and V "
                 f"({sorted(sizes)} numbers): the engine pads no pages; use groups=separate"
             )
         places = max(layout.groups[group].layers for group in owned)
-        stacks = [_memory((places, count + 1, size), dtype, device) for size in sizes.pop()]
+        stacks = [
+            memory_on(device, (places, count + 1, size), dtype).fill_(torch.nan) for size in sizes.pop()
+        ]
         for stack in stacks:
             stack[:, 0] = 0
         pages = _Pages(tuple((stack, 1) for stack in stacks), count, offset)
@@ -345,9 +514,6 @@ def _in_pools(
     return made, of_group, caches
 
 
-_ONE_MEMORY = (GroupPages.lcm, GroupPages.moving, GroupPages.two_ended)
-
-
 def _in_one_memory(
     layout: GroupLayout,
     page_counts: Sequence[int],
@@ -357,32 +523,26 @@ def _in_one_memory(
 ) -> _Made:
     """One memory in which a page of a group lies where the core places it, all of its layers one after the other.
 
-    In front of the memory lies a null page of the largest size, which every group ends in its own. Raises ModelError
-    where the pages that come from the end do not begin at the memory's begin: then there is no place for their null.
+    In front of the memory lies a null page of the largest size, which every group ends in its own.
     """
     core = pages_of(layout, page_counts)
     assert isinstance(core, MemoryPages)
     sizes = [group.page_bytes // dtype.itemsize for group in layout.groups]
     front, memory = max(sizes), core.memory // dtype.itemsize
-    flat = _memory((front + memory,), dtype, device)
+    flat = memory_on(device, (front + memory,), dtype).fill_(torch.nan)
     flat[:front] = 0
     made, caches = [], []
     for index, (group, size) in enumerate(zip(layout.groups, sizes, strict=True)):
         count, first = core.counts[index], core.page(index, 0)
-        from_end = core.span(index, first)[0] > 0
-        if from_end and memory % size:
-            raise ModelError(
-                f"{layout.pages}: the pool has {core.memory:,} bytes, which is no multiple of the {group.page_bytes:,} "
-                f"bytes of a page of group {index}; choose a pool that is"
-            )
         pages = flat[front - size : front + count * size].view(count + 1, size)
-        made.append(
-            _Pages(((pages, 0),), count, first + count, -1)
-            if from_end
-            else _Pages(((pages, 0),), count, first - 1)
-        )
-        layers = pages.view(count + 1, group.layers, -1)
-        caches.append([_cut(layers[:, place], group, shape) for place, shape in enumerate(shapes[index])])
+        made.append(_Pages(((pages, 0),), count, first - 1))
+        own = []
+        for layer, shape in zip(
+            pages.view(count + 1, group.layers, -1).unbind(1), shapes[index], strict=False
+        ):
+            k, _ = _numbers(group, shape)  # K and V of a layer lie one after the other in its part of a page
+            own.append(_shaped(layer[:, :k], layer[:, k:], group, shape))
+        caches.append(own)
     return made, made, caches
 
 
@@ -390,12 +550,6 @@ def _numbers(group: KVGroup, shape: LayerShape) -> tuple[int, int]:
     """How many numbers of K and of V a page has in one layer."""
     (heads, dk), (v_heads, dv) = shape
     return group.units * heads * dk, group.units * v_heads * dv
-
-
-def _cut(layer: torch.Tensor, group: KVGroup, shape: LayerShape) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of one layer, which lie one after the other in its part of a page."""
-    k, _ = _numbers(group, shape)
-    return _shaped(layer[:, :k], layer[:, k:], group, shape)
 
 
 def _shaped(
@@ -407,10 +561,3 @@ def _shaped(
     (heads, dk), (v_heads, dv) = shape
     size = group.block_size
     return k.view(-1, size, heads, dk), v.view(-1, size, v_heads, dv)
-
-
-def _memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Memory full of NaN."""
-    if device.type == "cpu":
-        return huge_pages.empty(shape, dtype).fill_(float("nan"))
-    return torch.full(shape, float("nan"), dtype=dtype, device=device)

@@ -9,10 +9,10 @@ from engine.runtime.engine import Engine, Prompt
 from engine.runtime.errors import PromptError, RequestError
 from engine.runtime.models.load import LoadedModel, load_model
 from engine.runtime.models.spec import ModelSpec, checkpoint_dtype
+from engine.runtime.options import options_of
 from engine.runtime.params import OutputKind, SamplingParams, is_whole
 from engine.runtime.requests import RequestOutput
 from engine.runtime.text import Tokenizer, chat_prompt, load_tokenizer
-from engine.runtime.vllm_names import options_of
 
 
 class LLM:
@@ -25,7 +25,7 @@ class LLM:
     `model` is a checkpoint directory, a `ModelSpec` (random weights of a given shape), or a loaded model. `dtype` holds
     for checkpoint directories; `auto` is the checkpoint's own. Without `tokenizer`, the checkpoint's own is loaded;
     without any, prompts are lists of token ids. A `draft` model proposes tokens that the model verifies (speculative
-    decoding). All other keywords are fields of `EngineOptions`, or vLLM's names for them (`vllm_names.py`). The prefix
+    decoding). All other keywords are fields of `EngineOptions`, or vLLM's names for them (`options.py`). The prefix
     cache is kept between calls. Raises ModelError for a model that cannot run, EngineOptionError for an option.
     """
 
@@ -91,19 +91,17 @@ class LLM:
 
         Raises TokenizerError if the template cannot write them, and what `generate` raises.
         """
-        return self.generate(
-            [
-                chat_prompt(
-                    self.engine.tokenizer,
-                    conversation,
-                    add_generation_prompt=add_generation_prompt and not continue_final_message,
-                    continue_final_message=continue_final_message,
-                    template_values=chat_template_kwargs,
-                )
-                for conversation in _conversations(messages)
-            ],
-            params,
-        )
+        prompts = [
+            chat_prompt(
+                self.engine.tokenizer,
+                conversation,
+                add_generation_prompt=add_generation_prompt and not continue_final_message,
+                continue_final_message=continue_final_message,
+                template_values=chat_template_kwargs,
+            )
+            for conversation in _conversations(messages)
+        ]
+        return self.generate(prompts, params)
 
     def _submit(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[str]:
         """Queue all requests, or none if one is refused. Returns their ids."""
@@ -111,7 +109,8 @@ class LLM:
         try:
             for prompt, one in zip(prompts, params, strict=True):
                 request_id = f"llm-{self._next_id}"
-                self.engine.add_request(request_id, prompt, _with_final_output(one))
+                final = replace(one, output_kind=OutputKind.FINAL)  # one output, at the end
+                self.engine.add_request(request_id, prompt, final)
                 self._next_id += 1
                 ids.append(request_id)
         except Exception:
@@ -120,11 +119,6 @@ class LLM:
             self.engine.step()
             raise
         return ids
-
-
-def _with_final_output(params: SamplingParams) -> SamplingParams:
-    """The same parameters, with one output at the end."""
-    return replace(params, output_kind=OutputKind.FINAL)
 
 
 def has_tokenizer(path: str) -> bool:
@@ -140,11 +134,10 @@ def _conversations(
     each: list[Any] = list(messages) if isinstance(messages, list | tuple) else []
     found: list[Any] = [each] if each and all(isinstance(one, Mapping) for one in each) else each
     for conversation in found or [None]:
-        if (
-            not isinstance(conversation, list | tuple)
-            or not conversation
-            or not all(map(_is_message, conversation))
-        ):
+        written = (
+            isinstance(conversation, list | tuple) and conversation and all(map(_is_message, conversation))
+        )
+        if not written:
             raise PromptError(
                 f"a conversation is a list of messages with the texts `role` and `content`, not {conversation!r}"
             )

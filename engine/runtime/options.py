@@ -2,20 +2,26 @@
 
 The enums of the engine are declared here once; `harness.config.schema` uses the same classes. `build_manager` makes
 the KV cache manager that the options describe.
+
+`options_of` takes vLLM's names as well. A name of vLLM's that PageTwin has something for is translated. One that only
+says what PageTwin does anyway is taken. Everything else is refused by name: an option that is silently ignored would
+make a measurement worthless.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from numbers import Integral
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from engine.core.errors import CoreError
 from engine.core.options import (
     CachePolicy,
     GroupPages,
     HashAlgorithm,
     Placement,
     SchedulerLimits,
+    Scheduling,
     SpeculationMode,
     WindowHits,
 )
@@ -92,7 +98,7 @@ class EngineOptions:
     )  # with groups: what a prefix hit needs of windowed layers
     behind_first: bool = False  # with groups: evict what a window has left first
     state_every: int | None = (
-        None  # tokens between two kept states, but for groups=uniform; None: at each block's end
+        None  # tokens between kept states, but for groups=uniform; None: at each block's end
     )
     limits: SchedulerLimits | None = None
     scheduler: MakeScheduler | None = None
@@ -110,27 +116,15 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         """Raise EngineOptionError for a value that is out of range."""
-        for name, least in (
-            ("pool_tokens", 1),
-            ("kv_cache_memory_bytes", 1),
-            ("host_blocks", 0),
-            ("block_size", 1),
-            ("audit_every", 1),
-            ("draft_tokens", 0),
-            ("state_every", 1),
-        ):
-            value = getattr(self, name)
-            if value is None and name in ("pool_tokens", "kv_cache_memory_bytes", "state_every"):
+        for name in (*_OPTIONAL_COUNTS, *_COUNTS):
+            value, least = getattr(self, name), int(name not in ("host_blocks", "draft_tokens"))
+            if value is None and name in _OPTIONAL_COUNTS:
                 continue
             if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
                 raise EngineOptionError(f"{name}: {value!r} is not a whole number of at least {least}")
-        if (
-            not isinstance(self.gpu_memory_utilization, int | float)
-            or not 0 < self.gpu_memory_utilization <= 1
-        ):
-            raise EngineOptionError(
-                f"gpu_memory_utilization: {self.gpu_memory_utilization!r} is not above 0 and at most 1"
-            )
+        share = self.gpu_memory_utilization
+        if not isinstance(share, int | float) or not 0 < share <= 1:
+            raise EngineOptionError(f"gpu_memory_utilization: {share!r} is not above 0 and at most 1")
         for name, kind in _CHOICES:
             if getattr(self, name) not in tuple(kind):
                 raise EngineOptionError(f"{name}: {getattr(self, name)!r} is not one of {', '.join(kind)}")
@@ -141,6 +135,8 @@ class EngineOptions:
         return self.block_size if CachePolicy(self.cache) is CachePolicy.paged else 1
 
 
+_OPTIONAL_COUNTS = ("pool_tokens", "kv_cache_memory_bytes", "state_every")
+_COUNTS = ("host_blocks", "block_size", "audit_every", "draft_tokens")
 _CHOICES: tuple[tuple[str, type[StrEnum]], ...] = (
     ("cache", CachePolicy),
     ("placement", Placement),
@@ -168,3 +164,89 @@ def build_manager(options: EngineOptions, num_blocks: int, max_model_len: int) -
             host_blocks=options.host_blocks,
         )
     return ContiguousManager(num_blocks, max_model_len, policy.reservation, Placement(options.placement))
+
+
+_RENAMED = {
+    "enable_prefix_caching": "prefix_caching",
+    "kv_cache_dtype": "kv_dtype",
+    "num_speculative_tokens": "draft_tokens",
+    "prefix_caching_hash_algo": "hash",
+}
+_LIMITS = {  # fields of SchedulerLimits
+    "max_num_seqs": "max_running",
+    "max_num_batched_tokens": "max_batched_tokens",
+    "max_model_len": "max_model_len",
+    "enable_chunked_prefill": "chunked_prefill",
+    "long_prefill_token_threshold": "long_prefill_tokens",
+    "scheduling_policy": "policy",
+}
+_ONLY: Mapping[str, tuple[Any, ...]] = {  # names with the values that ask for nothing that is not done anyway
+    "tensor_parallel_size": (1,),
+    "pipeline_parallel_size": (1,),
+    "data_parallel_size": (1,),
+    "trust_remote_code": (False,),
+    "quantization": (None,),
+    "enable_lora": (False,),
+    "swap_space": (0, 4),  # GiB: vLLM's default, which its present engine does not use
+    "cpu_offload_gb": (0,),
+    "disable_log_stats": (True, False),
+    "skip_tokenizer_init": (False,),
+    "tokenizer_mode": ("auto",),
+    "load_format": ("auto", "safetensors"),
+    "task": (None, "auto", "generate"),
+    "runner": (None, "auto", "generate"),
+    "speculative_config": (None,),
+}
+_VALUES = {"kv_dtype": {"auto": "model", "fp8": "fp8_e4m3"}, "hash": {"xxhash": "xxh3_128"}}
+
+
+def options_of(given: Mapping[str, Any]) -> EngineOptions:
+    """The engine options of keywords, PageTwin's names and vLLM's. Raises EngineOptionError, which names the option."""
+    ours, limits = {}, {}
+    known = {field.name for field in fields(EngineOptions)}
+    for name, value in given.items():
+        if name in known:
+            ours[name] = value
+        elif name in _LIMITS:
+            limits[_LIMITS[name]] = value
+        elif name in _RENAMED:
+            renamed = _VALUES.get(_RENAMED[name], {})
+            ours[_RENAMED[name]] = renamed.get(value, value) if isinstance(value, str) else value
+        elif name == "enforce_eager":
+            ours["cuda_graphs"] = not value
+        elif name == "num_gpu_blocks_override":
+            if value is not None:
+                ours["pool_tokens"] = value * given.get("block_size", EngineOptions().block_size)
+        elif name not in _ONLY:
+            vllm = sorted([*_RENAMED, *_LIMITS, "enforce_eager", "num_gpu_blocks_override"])
+            raise EngineOptionError(
+                f"{name}: there is no such option; there are {', '.join(sorted(known))}, and vLLM's {', '.join(vllm)}"
+            )
+        elif value not in _ONLY[name]:
+            allowed = " or ".join(map(repr, _ONLY[name]))
+            raise EngineOptionError(f"{name}: {value!r} is not offered here, only {allowed}")
+    options = EngineOptions(**ours)
+    return replace(options, limits=_limits(options, limits)) if limits else options
+
+
+def _limits(options: EngineOptions, given: dict[str, Any]) -> SchedulerLimits:
+    if options.limits is not None:
+        wrong = ", ".join(name for name, field in _LIMITS.items() if field in given)
+        raise EngineOptionError(f"{wrong}: give it in `limits`, which is given too")
+    for name, field in _LIMITS.items():
+        value = given.get(field)
+        if value is None:
+            given.pop(field, None)
+        elif field == "policy":
+            if value not in tuple(Scheduling):
+                raise EngineOptionError(f"{name}: {value!r} is not one of {', '.join(Scheduling)}")
+            given[field] = Scheduling(value)
+        elif field == "chunked_prefill":
+            if not isinstance(value, bool):
+                raise EngineOptionError(f"{name}: {value!r} is not True or False")
+        elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise EngineOptionError(f"{name}: {value!r} is not a whole number of at least 1")
+    try:
+        return SchedulerLimits(**given)
+    except CoreError as error:
+        raise EngineOptionError(str(error)) from error

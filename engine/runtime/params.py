@@ -7,6 +7,7 @@ Users set `SamplingParams`, whose fields have the same names as in vLLM. `Sampli
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from numbers import Integral
 from typing import Literal
 
@@ -153,9 +154,8 @@ class SamplingParams:
             if not low <= value <= high:  # NaN is refused too
                 raise ParamsError(name, f"{value} is not {_range(low, high, value)}")
         if 0 < self.temperature < MIN_TEMPERATURE:
-            raise ParamsError(
-                "temperature", f"{self.temperature} is too small: 0 takes the most likely token"
-            )
+            small = f"{self.temperature} is too small: 0 takes the most likely token"
+            raise ParamsError("temperature", small)
         if not 0 < self.top_p <= 1:
             raise ParamsError("top_p", f"{self.top_p} is not above 0 and at most 1")
         if self.early_stopping not in (True, False, "never"):
@@ -166,20 +166,16 @@ class SamplingParams:
     def _check_lists(self) -> None:
         for token, bias in (self.logit_bias or {}).items():
             if not is_whole(token) or not _is_number(bias) or not -MAX_BIAS <= bias <= MAX_BIAS:
-                raise ParamsError(
-                    "logit_bias",
-                    f"{token!r}: {bias!r} is not a token id and a number from -{MAX_BIAS} to {MAX_BIAS}",
-                )
+                what = f"a token id and a number from -{MAX_BIAS} to {MAX_BIAS}"
+                raise ParamsError("logit_bias", f"{token!r}: {bias!r} is not {what}")
         if self.allowed_token_ids is not None and not len(self.allowed_token_ids):
-            raise ParamsError(
-                "allowed_token_ids", "is empty: no token could be chosen; leave it out to allow all"
-            )
+            empty = "is empty: no token could be chosen; leave it out to allow all"
+            raise ParamsError("allowed_token_ids", empty)
         if len(self.bad_words) > MAX_BAD_WORDS or not all(self.bad_words):
             raise ParamsError("bad_words", f"must be at most {MAX_BAD_WORDS} texts, none of them empty")
         if self.truncate_prompt_tokens == 0:
-            raise ParamsError(
-                "truncate_prompt_tokens", "0 would leave no prompt; give -1 or a number of at least 1"
-            )
+            nothing = "0 would leave no prompt; give -1 or a number of at least 1"
+            raise ParamsError("truncate_prompt_tokens", nothing)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ParamsError("min_tokens", f"{self.min_tokens} is more than max_tokens {self.max_tokens}")
 
@@ -192,8 +188,9 @@ class SamplingParams:
                 "beam search supports no penalties, min_tokens, logit_bias, allowed_token_ids, bad_words, "
                 "structured_outputs and prompt_logprobs",
             )
-        if self.structured_outputs is not None:
-            self._check_structured()
+        for name in ("allowed_token_ids", "bad_words", "min_tokens", "ignore_eos"):
+            if self.structured_outputs is not None and getattr(self, name):  # could leave no token, or no end
+                raise ParamsError("structured_outputs", f"cannot be combined with {name}")
         if self.beam_width > 1 and self.n > 1:
             raise ParamsError("n", "beam search returns beam_width sequences: set beam_width or n, not both")
         if self.beam_width > 1 and (self.stops or self.logprobs is not None):
@@ -202,12 +199,6 @@ class SamplingParams:
             raise ParamsError("n", f"{self.n} samples at temperature 0 would all be the same")
         if self.stops and not self.detokenize:
             raise ParamsError("stop", "stop strings need the text: set detokenize")
-
-    def _check_structured(self) -> None:
-        """Refuse what could leave no token to choose, or no end."""
-        for name in ("allowed_token_ids", "bad_words", "min_tokens", "ignore_eos"):
-            if getattr(self, name):
-                raise ParamsError("structured_outputs", f"cannot be combined with {name}")
 
     @property
     def decoding(self) -> Decoding:
@@ -289,21 +280,25 @@ def check_types(params: SamplingParams) -> None:
             wanted, fits = "a number", _is_number(value)
         if not fits:
             raise ParamsError(name, f"{value!r} is not {wanted}")
-    if not isinstance(params.stop, str) and not _is_list_of(params.stop, lambda one: isinstance(one, str)):
-        raise ParamsError("stop", f"{params.stop!r} is not a string or a list of strings")
-    if not _is_list_of(params.stop_token_ids, is_whole):
-        raise ParamsError("stop_token_ids", f"{params.stop_token_ids!r} is not a list of whole numbers")
-    if params.logit_bias is not None and not isinstance(params.logit_bias, Mapping):
-        raise ParamsError("logit_bias", f"{params.logit_bias!r} is not a mapping from token ids to numbers")
-    if params.allowed_token_ids is not None and not _is_list_of(params.allowed_token_ids, is_whole):
-        raise ParamsError("allowed_token_ids", f"{params.allowed_token_ids!r} is not a list of whole numbers")
-    if not _is_list_of(params.bad_words, lambda one: isinstance(one, str)):
-        raise ParamsError("bad_words", f"{params.bad_words!r} is not a list of strings")
-    form = params.structured_outputs
-    if form is not None and not isinstance(form, StructuredOutputsParams):
-        raise ParamsError("structured_outputs", f"{form!r} is not StructuredOutputsParams")
-    if params.output_kind not in tuple(OutputKind):
-        raise ParamsError("output_kind", f"{params.output_kind!r} is not one of {', '.join(OutputKind)}")
+    stop, tokens, bias, form = (
+        params.stop,
+        params.allowed_token_ids,
+        params.logit_bias,
+        params.structured_outputs,
+    )
+    words = partial(_is_list_of, fits=lambda one: isinstance(one, str))
+    ids = partial(_is_list_of, fits=is_whole)
+    for name, fits, wanted in (
+        ("stop", isinstance(stop, str) or words(stop), "a string or a list of strings"),
+        ("stop_token_ids", ids(params.stop_token_ids), "a list of whole numbers"),
+        ("logit_bias", bias is None or isinstance(bias, Mapping), "a mapping from token ids to numbers"),
+        ("allowed_token_ids", tokens is None or ids(tokens), "a list of whole numbers"),
+        ("bad_words", words(params.bad_words), "a list of strings"),
+        ("structured_outputs", isinstance(form, StructuredOutputsParams | None), "StructuredOutputsParams"),
+        ("output_kind", params.output_kind in tuple(OutputKind), f"one of {', '.join(OutputKind)}"),
+    ):
+        if not fits:
+            raise ParamsError(name, f"{getattr(params, name)!r} is not {wanted}")
 
 
 def is_whole(value: object) -> bool:

@@ -105,22 +105,18 @@ class RequestOutput:
 def encode_prompt(prompt: str | Sequence[int], tokenizer: Tokenizer | None) -> list[int]:
     """The token ids of a prompt. Raises PromptError, or TokenizerError if the tokenizer fails on a text."""
     if not isinstance(prompt, str):
-        return _token_ids(prompt)
+        if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
+            raise PromptError(f"a prompt is a text or a list of token ids, not {prompt!r}")
+        for token in prompt:
+            if not is_whole(token):
+                raise PromptError(f"{token!r} in the prompt is not a token id")
+        return [int(token) for token in prompt]
     if tokenizer is None:
         raise TokenizerError("this engine has no tokenizer: give the prompt as token ids")
     try:
         return list(tokenizer.encode(prompt))
     except Exception as error:
         raise TokenizerError(f"the tokenizer cannot encode the prompt: {error}") from error
-
-
-def _token_ids(prompt: Sequence[int]) -> list[int]:
-    if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
-        raise PromptError(f"a prompt is a text or a list of token ids, not {prompt!r}")
-    for token in prompt:
-        if not is_whole(token):
-            raise PromptError(f"{token!r} in the prompt is not a token id")
-    return [int(token) for token in prompt]
 
 
 def check_prompt(
@@ -191,18 +187,15 @@ def check_choices(params: SamplingParams, bad_words: Sequence[Sequence[int]], lo
     for field_name, tokens in named:
         for token in tokens:
             if not 0 <= token < loaded.vocab_size:
-                raise ParamsError(
-                    field_name, f"{token} is outside of the vocabulary (0 to {loaded.vocab_size - 1})"
-                )
+                where = f"outside of the vocabulary (0 to {loaded.vocab_size - 1})"
+                raise ParamsError(field_name, f"{token} is {where}")
     hidden = {word[-1] for word in bad_words}  # at the worst moment
     if changes.min_tokens:
         hidden |= params.rules(loaded.end_ids).end_ids
     choices = set(changes.allowed) if changes.allowed else set(range(loaded.vocab_size))
     if choices <= hidden:
-        raise ParamsError(
-            "allowed_token_ids" if changes.allowed else "bad_words",
-            "bad_words and min_tokens may leave no token to choose",
-        )
+        wrong = "allowed_token_ids" if changes.allowed else "bad_words"
+        raise ParamsError(wrong, "bad_words and min_tokens may leave no token to choose")
 
 
 def _check_width(params: SamplingParams, loaded: LoadedModel, limits: SchedulerLimits) -> None:
@@ -290,13 +283,11 @@ class RequestState:
             watched = self.params.stops and self._read[branch] > self.params.min_tokens
             found = find_stop(text.text, self.params.stops, before) if watched else None
             if found:
-                self._stop(branch, *found)
+                position, stop = found
+                kept = len(stop) if self.params.include_stop_str_in_output else 0
+                self._stopped_by[branch], self._cut[branch] = stop, position + kept
+                generation.ends[branch] = self._read[branch]
                 return
-
-    def _stop(self, branch: int, position: int, stop: str) -> None:
-        self._stopped_by[branch] = stop
-        self._cut[branch] = position + (len(stop) if self.params.include_stop_str_in_output else 0)
-        self.generation.ends[branch] = self._read[branch]
 
     def extend_identity(self, block_size: int) -> None:
         """Add generated tokens that fill blocks to `identity`, so that a later request gets prefix cache hits."""
@@ -331,19 +322,17 @@ class RequestState:
         """Hypotheses are reported only at the end, because their earlier tokens can still change."""
         if not finished:
             return []
+        beams, ends = [], self.generation.rules.end_ids
         pairs = zip(self.generation.outputs(), self.generation.scores(), strict=False)
-        return [self._beam(rank, ids, score, reason) for rank, (ids, score) in enumerate(pairs)]
-
-    def _beam(self, rank: int, ids: list[int], score: float, reason: FinishReason | None) -> CompletionOutput:
-        ends = self.generation.rules.end_ids
-        by_token = bool(ids) and ids[-1] in ends
-        text = ""
-        if self.tokenizer is not None:
-            whole = Detokenizer(self.tokenizer, skip_special_tokens=self.params.skip_special_tokens)
-            whole.add(ids[:-1] if by_token else ids, last=True)
-            text = whole.text
-        why: FinishReason = reason or ("stop" if by_token else "length")
-        return CompletionOutput(rank, text, ids, None, score, why, ids[-1] if by_token else None)
+        for rank, (ids, score) in enumerate(pairs):
+            end, text = ids[-1] if ids and ids[-1] in ends else None, ""
+            if self.tokenizer is not None:
+                whole = Detokenizer(self.tokenizer, skip_special_tokens=self.params.skip_special_tokens)
+                whole.add(ids if end is None else ids[:-1], last=True)
+                text = whole.text
+            why: FinishReason = reason or ("length" if end is None else "stop")
+            beams.append(CompletionOutput(rank, text, ids, None, score, why, end))
+        return beams
 
     def _branches(self, finished: bool, reason: FinishReason | None) -> list[CompletionOutput]:
         outputs = []

@@ -1,30 +1,45 @@
-"""The executor that runs a model: takes a step plan, returns the step's result and the seconds of each part."""
+"""The executor that runs a model: takes a step plan, returns the step's result and the seconds of each part.
+
+With a draft model (speculative decoding) a second model proposes tokens, and the model verifies all of them in one
+pass. The draft model has its own KV pool, the draft KV pool, with the same block ids. So block tables, copies, swaps
+and prefix cache hits hold for both pools. Every row of a step also runs through the draft model. Otherwise a block that
+one request filled would be empty in the draft KV pool for the next request that hits it. A proposed token is kept only
+if the model itself chooses the same token, so the output equals that of plain decoding, greedy or sampled.
+"""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
 from engine.core.errors import CoreError
-from engine.core.memory.group_counters import GroupUsage
 from engine.core.memory.group_layout import GroupLayout
+from engine.core.memory.group_pages import GroupUsage
 from engine.core.plan import IntArray, Row, StepPlan, StepResult
 from engine.core.request import Request
-from engine.runtime.attention.latent import latents
 from engine.runtime.attention.layer import (
+    NO_TIMER,
     AttentionTimer,
     ClockTimer,
     CudaTimer,
     LayerAttention,
     PagedStep,
+    latents,
 )
 from engine.runtime.attention.select import attention_metadata, check_kv_dtype, engine_backend
 from engine.runtime.attention.state import mixing
-from engine.runtime.batch import StepBatch, build_batch
+from engine.runtime.batch import (
+    GroupedStep,
+    StepBatch,
+    build_batch,
+    build_group_batch,
+    check_step,
+    check_units,
+)
 from engine.runtime.decoding.choose import (
+    NO_TOKEN,
     Choice,
     ForwardOutput,
     TokenChooser,
@@ -32,15 +47,74 @@ from engine.runtime.decoding.choose import (
     note_prompt_logprobs,
 )
 from engine.runtime.decoding.generation import Generation
-from engine.runtime.drafts import Drafter
 from engine.runtime.errors import AuditError, ModelError, NaNLogitsError
 from engine.runtime.graphs import DecodeGraphs, GraphOptions
-from engine.runtime.group_pool import GroupedPool
-from engine.runtime.group_steps import GroupedStep, build_group_batch, check_step, check_units, note_writes
-from engine.runtime.kv_pool import BlockOperations, KVPool
-from engine.runtime.models.load import LoadedModel
+from engine.runtime.group_pool import BlockOperations, GroupedPool
+from engine.runtime.kv_pool import KVPool
+from engine.runtime.models.load import LoadedModel, demands_of
 from engine.runtime.options import Audit, KVDtype
 from engine.runtime.params import DEFAULT_RULES, DecodingRules
+
+
+class Drafter:
+    """A draft model and its KV pool. Raises ModelError if its vocabulary has another size than the target's.
+
+    `Runner.execute` calls `propose` before the model runs, and `catch_up` after the tokens are chosen.
+    """
+
+    def __init__(self, draft: LoadedModel, target: LoadedModel, pool: KVPool, backend: str) -> None:
+        if draft.vocab_size != target.vocab_size:
+            raise ModelError(
+                f"draft model {draft.name} has {draft.vocab_size} tokens in its vocabulary, {target.name} has "
+                f"{target.vocab_size}: it cannot propose tokens"
+            )
+        self.pool = pool
+        self._draft, self._backend = draft, backend
+
+    def propose(self, step: int, rows: Sequence[Row], generations: Mapping[int, Generation]) -> None:
+        """Run the rows of a step through the draft model, and propose tokens for the rows that verify drafts.
+
+        The proposals are written to the generations. Raises NaNLogitsError.
+        """
+        plain = [row for row in rows if not row.drafts]
+        if plain:
+            self._run(plain, generations)
+        drafting = [row for row in rows if row.drafts]
+        for row in drafting:
+            generations[row.request_id].proposed = []
+        for ahead in range(max((row.drafts for row in drafting), default=0)):
+            unfinished = [_one_token(row, ahead) for row in drafting if row.drafts > ahead]
+            batch, logits = self._run(unfinished, generations)
+            tokens = forward_output(logits).tokens.tolist()
+            if NO_TOKEN in tokens:
+                raise NaNLogitsError(f"step {step}: NaN in the logits of the draft model {self._draft.name}")
+            for row, token in zip(batch.sampled, tokens, strict=True):
+                generations[row.request_id].propose(row.context_len + 1, token)
+
+    def catch_up(
+        self, rows: Sequence[Row], generations: Mapping[int, Generation], accepted: Mapping[int, int]
+    ) -> None:
+        """Run the last proposal through the draft model, for rows whose proposals were all right."""
+        behind = [
+            _one_token(row, row.drafts)
+            for row in rows
+            if row.drafts and accepted.get(row.request_id) == row.drafts
+        ]
+        if behind:
+            self._run(behind, generations)
+
+    def _run(
+        self, rows: Sequence[Row], generations: Mapping[int, Generation]
+    ) -> tuple[StepBatch, torch.Tensor]:
+        batch = build_batch(rows, generations, self.pool.block_size, self.pool.device)
+        metadata = attention_metadata(batch.layout, self.pool, self._draft.workspace, self._backend)
+        paged = PagedStep(metadata, batch.slots, self.pool, NO_TIMER)
+        return batch, self._draft.logits(batch.input_ids, batch.position_ids, paged, batch.logit_index)
+
+
+def _one_token(row: Row, ahead: int) -> Row:
+    """The draft model's row for the token `ahead` positions after the last known one."""
+    return row._replace(context_len=row.context_len + ahead, query_len=1, drafts=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,21 +169,26 @@ class Runner:
                 f"audit {audit!r} must be one of {', '.join(Audit)}, audit_every {audit_every} at least 1 and "
                 f"temperature {temperature} above 0"
             )
-        self.backend = engine_backend(backend, loaded.device)
         check_kv_dtype(kv_dtype, loaded.device, backend)
-        make_pool = partial(
-            pool_for, num_blocks=num_blocks, block_size=block_size, host_blocks=host_blocks, kv_dtype=kv_dtype
-        )
+        self.backend = engine_backend(backend, loaded.device, demands_of((loaded, draft), kv_dtype))
+        sizes = (num_blocks, block_size, host_blocks, kv_dtype)
         self.pool: KVPool | GroupedPool
         if groups is None:
-            self.pool = make_pool(loaded)
+            self.pool = pool_for(loaded, *sizes)
         else:
             _check_grouped(draft, graphs, host_blocks, kv_dtype)
-            self.pool = grouped_pool_for(loaded, groups, page_counts)
+            shapes, windows, states = loaded.group_shapes, loaded.windows, loaded.states
+            self.pool = GroupedPool(
+                groups,
+                page_counts,
+                shapes=shapes,
+                windows=windows,
+                dtype=loaded.dtype,
+                device=loaded.device,
+                states=states,
+            )
         self.audits = 0  # number of audited steps
-        self.failures: dict[
-            int, NaNLogitsError
-        ] = {}  # by request id, until the owner of the runner takes them
+        self.failures: dict[int, NaNLogitsError] = {}  # by request id, until the runner's owner takes them
         self._isolate = isolate
         self._loaded = loaded
         self._poisons = audit != "off"
@@ -121,7 +200,7 @@ class Runner:
         self._generations: dict[int, Generation] = {}
         self.drafter: Drafter | None = None
         if draft is not None:
-            self.drafter = Drafter(draft, loaded, make_pool(draft), self.backend)
+            self.drafter = Drafter(draft, loaded, pool_for(draft, *sizes), self.backend)
         self.graphs: DecodeGraphs | None = None
         if graphs is not None and isinstance(self.pool, KVPool):
             self.graphs = graphs.record(loaded, self.pool, self.backend)
@@ -173,7 +252,9 @@ class Runner:
         if self._poisons:
             self._blocks.poison_freed(plan)
         poisoned = self._now()
-        rows = self._rows(plan)
+        rows: Sequence[Row] = plan.rows
+        if self.drafter is not None:  # drafts that are written into a fork are still tokens of branch 0
+            rows = [row._replace(branch=0) if row.drafts else row for row in rows]
         self._blocks.swap_in_and_copy(plan)
         if self.drafter is not None:
             self.drafter.propose(plan.step, rows, self._generations)
@@ -182,10 +263,12 @@ class Runner:
         graphs = self.graphs if self.graphs is not None and self.graphs.fits(batch) else None
         paged = None if graphs else self._paged(batch)
         built = self._now()
-        witnessed = self._witness(plan, rows, batch)
+        audits = bool(self._audit_every) and plan.step % self._audit_every == 0
+        witnessed = self._witness(plan.step, rows, batch, audits)
         output = graphs.run(batch) if graphs else self._forward(batch, paged)
         ran = self._now()
-        self._audit(plan)
+        if audits:
+            self._audit(plan)
         audited = self._now()
         choice = self._choose(plan, batch, output)
         if self.drafter is not None:
@@ -210,12 +293,6 @@ class Runner:
         """
         return self.pool.written_slots()
 
-    def _rows(self, plan: StepPlan) -> Sequence[Row]:
-        """The plan's rows. Drafts that are written into a fork are still tokens of branch 0, the only sequence."""
-        if self.drafter is None:
-            return plan.rows
-        return [row._replace(branch=0) if row.drafts else row for row in plan.rows]
-
     def _batch(self, rows: Sequence[Row]) -> StepBatch:
         if isinstance(self.pool, GroupedPool):
             return build_group_batch(rows, self._generations, self.pool)
@@ -232,29 +309,24 @@ class Runner:
     def _forward(self, batch: StepBatch, paged: LayerAttention | None) -> ForwardOutput:
         """Run the model over a batch, outside of graphs."""
         assert paged is not None
-        if not isinstance(paged, GroupedStep):
-            return self._run(batch, paged)
-        with mixing(self._loaded.mixers, paged.states), ExitStack() as more:
-            if self._loaded.latent_shapes:
-                more.enter_context(latents(self._loaded.model))
-            return self._run(batch, paged)
+        with ExitStack() as hooks:
+            if isinstance(paged, GroupedStep):
+                hooks.enter_context(mixing(self._loaded.mixers, paged.states))
+                if self._loaded.latent_shapes:
+                    hooks.enter_context(latents(self._loaded.model))
+            ids, positions = batch.input_ids, batch.position_ids
+            return forward_output(self._loaded.logits(ids, positions, paged, batch.logit_index))
 
-    def _run(self, batch: StepBatch, paged: LayerAttention) -> ForwardOutput:
-        ids, positions = batch.input_ids, batch.position_ids
-        return forward_output(self._loaded.logits(ids, positions, paged, batch.logit_index))
-
-    def _witness(self, plan: StepPlan, rows: Sequence[Row], batch: StepBatch) -> float:
+    def _witness(self, step: int, rows: Sequence[Row], batch: StepBatch, audits: bool) -> float:
         """Note the writes of every group, and check a step that is audited; returns the seconds of that."""
         if not (self._poisons and isinstance(self.pool, GroupedPool)):
             return 0.0
         start = self._clock()
-        note_writes(batch, self.pool)
-        if self._is_audited(plan):
-            check_step(plan.step, rows, batch, self.pool)
+        for index, (_, slots) in enumerate(batch.groups):
+            self.pool.note_writes(index, slots.cpu().numpy())
+        if audits:
+            check_step(step, rows, batch, self.pool)
         return self._clock() - start
-
-    def _is_audited(self, plan: StepPlan) -> bool:
-        return bool(self._audit_every) and plan.step % self._audit_every == 0
 
     def _choose(self, plan: StepPlan, batch: StepBatch, output: ForwardOutput) -> Choice:
         rows = len(batch.sampled)
@@ -268,8 +340,6 @@ class Runner:
         return choice
 
     def _audit(self, plan: StepPlan) -> None:
-        if not self._is_audited(plan):
-            return
         self.audits += 1
         if isinstance(self.pool, GroupedPool):
             assert isinstance(plan.usage, GroupUsage)
@@ -290,15 +360,17 @@ class Runner:
 
 
 def pool_for(
-    loaded: LoadedModel,
-    *,
-    num_blocks: int,
-    block_size: int,
-    host_blocks: int = 0,
-    kv_dtype: KVDtype | str = KVDtype.model,
+    loaded: LoadedModel, num_blocks: int, block_size: int, host_blocks: int, kv_dtype: KVDtype | str
 ) -> KVPool:
-    """A KV pool for a model, on its device, in its data type or in 8 bits. Raises ModelError for one with states."""
-    _check_stateless(loaded)
+    """A KV pool for a model, on its device, in its data type or in 8 bits.
+
+    Raises ModelError for a model that keeps recurrent states, for which blocks of one kind have no place.
+    """
+    if loaded.mixers:
+        raise ModelError(
+            f"model {loaded.name}: {len(loaded.states)} of its layers keep a recurrent state, for which a pool of one "
+            "kind of block has no place; set groups (uniform, separate, lcm, moving or two_ended)"
+        )
     return KVPool(
         loaded.kv_shapes,
         num_blocks=num_blocks,
@@ -308,28 +380,6 @@ def pool_for(
         host_blocks=host_blocks,
         kv_dtype=kv_dtype,
     )
-
-
-def grouped_pool_for(loaded: LoadedModel, groups: GroupLayout, page_counts: Sequence[int]) -> GroupedPool:
-    """The tensors of a model's groups, on its device and in its data type. Raises ModelError."""
-    return GroupedPool(
-        groups,
-        page_counts,
-        shapes=loaded.group_shapes,
-        windows=loaded.windows,
-        dtype=loaded.dtype,
-        device=loaded.device,
-        states=loaded.states,
-    )
-
-
-def _check_stateless(loaded: LoadedModel) -> None:
-    """Raise ModelError for a model that keeps recurrent states, for which blocks of one kind have no place."""
-    if loaded.mixers:
-        raise ModelError(
-            f"model {loaded.name}: {len(loaded.states)} of its layers keep a recurrent state, for which a pool of one "
-            "kind of block has no place; set groups (uniform, separate, lcm, moving or two_ended)"
-        )
 
 
 def _check_grouped(
@@ -342,8 +392,8 @@ def _check_grouped(
         "host memory to swap to (host_blocks)": host_blocks > 0,
         f"kv_dtype {kv_dtype}": kv_dtype != KVDtype.model,
     }
-    for what, is_asked in asked.items():
-        if is_asked:
-            raise ModelError(
-                f"layers in groups: {what} is not served with groups; leave it out, or set groups=off"
-            )
+    what = next((what for what, is_asked in asked.items() if is_asked), None)
+    if what is not None:
+        raise ModelError(
+            f"layers in groups: {what} is not served with groups; leave it out, or set groups=off"
+        )

@@ -1,11 +1,12 @@
 """Outputs of a given form: a JSON schema, a regular expression, one of some texts, or a grammar.
 
-The library llguidance computes which tokens can follow (extra `pagetwin[structured]`). A mask of the vocabulary hides
+The library llguidance computes which tokens can follow (extra `structured`). A mask of the vocabulary hides
 all others before a token is chosen, so every output that ends by itself has the form. One that `max_tokens` ends may
 be incomplete.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
 
 _FIELD = "structured_outputs"
 MAX_CHOICES = 1024
+MAX_REGEX = (
+    10_000  # characters; and repetitions of one place: a hundred times as many take seconds for one mask
+)
+_PART = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\{(\d{1,18})(?:,(\d{1,18})?)?\}|.", re.DOTALL)
 _NEVER = float("-inf")
 _BYTES = 256
 
@@ -60,6 +65,10 @@ class StructuredOutputsParams:
             value = getattr(self, name)
             if value is not None and not isinstance(value, kinds):
                 raise ParamsError(_FIELD, f"{name}: {value!r} is not {words}")
+        if self.regex is not None and len(self.regex) > MAX_REGEX:
+            raise ParamsError(_FIELD, f"regex: {len(self.regex):,} characters; allowed are {MAX_REGEX:,}")
+        if self.regex is not None and _repetitions(self.regex) > MAX_REGEX:
+            raise ParamsError(_FIELD, f"regex: its counts repeat one place more than {MAX_REGEX:,} times")
         choice = self.choice
         if choice is None:
             return
@@ -71,8 +80,13 @@ class StructuredOutputsParams:
 
     def source(self) -> tuple[str, str]:
         """The kind of the grammar, and its text, as llguidance names them. Raises ParamsError."""
+        if isinstance(self.json, str):
+            return "json_schema", self.json
         if self.json is not None:
-            return "json_schema", self.json if isinstance(self.json, str) else _dumped(self.json)
+            try:
+                return "json_schema", json.dumps(self.json)
+            except (TypeError, ValueError) as error:
+                raise ParamsError(_FIELD, f"json: the schema is not JSON ({error})") from error
         if self.json_object:
             return "json_schema", '{"type": "object"}'
         if self.regex is not None:
@@ -82,11 +96,21 @@ class StructuredOutputsParams:
         return "grammar", str(self.grammar)
 
 
-def _dumped(schema: Mapping[str, Any]) -> str:
-    try:
-        return json.dumps(schema)
-    except (TypeError, ValueError) as error:
-        raise ParamsError(_FIELD, f"json: the schema is not JSON ({error})") from error
+def _repetitions(regex: str) -> int:
+    """How often the counts of a regular expression, multiplied where they are nested, repeat one place at most."""
+    inside, last = [1], 1  # the most repetitions in each open group, and those of the part before
+    for part in _PART.finditer(regex):
+        if part[0] == "(":
+            inside.append(1)
+            last = 1
+        elif part[0] == ")" and len(inside) > 1:
+            last = inside.pop()
+        elif part[1]:
+            last *= max(1, int(part[2] or part[1]))
+        elif part[0] not in "?*+":
+            last = 1
+        inside[-1] = max(inside[-1], last)
+    return max(inside)
 
 
 class Grammars:
@@ -125,9 +149,9 @@ class Grammars:
         try:
             from llguidance import LLMatcher, grammar_from
         except ModuleNotFoundError as error:
-            needs = "needs the package llguidance: pip install 'pagetwin[structured]'"
+            needs = "needs the package llguidance: pip install llguidance"
             raise ParamsError(_FIELD, needs) from error
-        words = self._read_tokenizer()
+        self._words = words = self._words or self._read_tokenizer()
         kind, text = wanted.source()
         try:
             grammar = grammar_from(kind, text)
@@ -139,17 +163,12 @@ class Grammars:
         return Constraint(matcher, self._vocab_size)
 
     def _read_tokenizer(self) -> "LLTokenizer":
-        if self._words is not None:
-            return self._words
-        if self._tokenizer is None:
-            raise ParamsError(_FIELD, "needs a tokenizer, and this engine has none")
-        self._words = self._wrapped(self._tokenizer)
-        return self._words
-
-    def _wrapped(self, tokenizer: Tokenizer) -> "LLTokenizer":
         from llguidance import LLTokenizer
         from llguidance.hf import from_tokenizer
 
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            raise ParamsError(_FIELD, "needs a tokenizer, and this engine has none")
         if isinstance(tokenizer, ByteTokenizer):
             from llguidance import TokenizerWrapper
 
@@ -220,19 +239,17 @@ class Constraint:
     def _advanced(self, branch: int, output: Sequence[int]) -> "LLMatcher | None":
         """The matcher after `output`; None if the grammar forbids one of its tokens."""
         path = self._paths.setdefault(branch, _Path(self._start.deep_copy()))
-        same = _common(path.read, output)
+        pairs = enumerate(zip(path.read, output, strict=False))
+        shorter = min(len(path.read), len(output))
+        same = next(
+            (index for index, (read, token) in pairs if read != token), shorter
+        )  # equal at the beginning
         if same < len(path.read) and not path.matcher.rollback(len(path.read) - same):
             path.matcher, same = self._start.deep_copy(), 0
         new = list(output[same:])
         taken = path.matcher.try_consume_tokens(new)
         path.read = list(output[: same + taken])
         return path.matcher if taken == len(new) else None
-
-
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """The number of equal tokens at the beginning."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _first_line(text: str) -> str:

@@ -26,21 +26,16 @@ class ByteTokenizer:
     chat_template = None
 
     def __init__(self, first_id: int = 0) -> None:
-        self._first = first_id
-
-    @property
-    def first_id(self) -> int:
-        """The id of byte 0."""
-        return self._first
+        self.first_id = first_id  # of byte 0
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """One id per byte of the text in UTF-8."""
-        return [self._first + byte for byte in text.encode()]
+        return [self.first_id + byte for byte in text.encode()]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """The text of the bytes; invalid UTF-8 becomes replacement characters."""
         parts = b"".join(
-            bytes([token - self._first]) if 0 <= token - self._first < 256 else b"<%d>" % token
+            bytes([token - self.first_id]) if 0 <= token - self.first_id < 256 else b"<%d>" % token
             for token in token_ids
         )
         return parts.decode(errors="replace")
@@ -56,28 +51,9 @@ def load_tokenizer(path: str) -> Any:
         raise ModelError(f"{path}: no tokenizer can be loaded from it ({error})") from error
 
 
-_TEMPLATE_RESERVED = frozenset(
-    (
-        *(
-            "conversation",
-            "tools",
-            "documents",
-            "chat_template",
-            "add_generation_prompt",
-            "continue_final_message",
-        ),
-        *(
-            "tokenize",
-            "padding",
-            "truncation",
-            "max_length",
-            "return_tensors",
-            "return_dict",
-            "tokenizer_kwargs",
-        ),
-        "return_assistant_tokens_mask",
-    )
-)
+_TEMPLATE_RESERVED = """
+    conversation tools documents chat_template add_generation_prompt continue_final_message tokenize padding truncation
+    max_length return_tensors return_dict tokenizer_kwargs return_assistant_tokens_mask"""
 
 
 def chat_prompt(
@@ -98,7 +74,7 @@ def chat_prompt(
         raise TokenizerError(
             "continue_final_message goes on with the last message: set add_generation_prompt to false"
         )
-    reserved = sorted(_TEMPLATE_RESERVED & set(template_values or ()))
+    reserved = sorted(set(_TEMPLATE_RESERVED.split()) & set(template_values or ()))
     if reserved:
         raise TokenizerError(f"chat_template_kwargs: {', '.join(reserved)} cannot be set there")
     if isinstance(tokenizer, ByteTokenizer):

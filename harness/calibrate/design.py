@@ -1,4 +1,7 @@
-"""The workloads that calibrate the cost model: small, with uniform lengths, and different from those of sweeps."""
+"""The workloads of a calibration: small ones that are fitted, with uniform lengths, and others that are held out.
+
+Those held out have published lengths and arrivals. Both are different from those of sweeps.
+"""
 
 import time
 from collections.abc import Iterator
@@ -8,10 +11,13 @@ import numpy as np
 
 from engine.core.options import CachePolicy, Decoding, Preemption, SchedulerLimits
 from engine.core.request import Speculation
-from harness.config.schema import CacheConfig, RunConfig
+from harness.config.schema import ReplayMode
 from harness.workload.decoding import RequestDecoding, TraceDecoding
-from harness.workload.shapes import pool_shape
-from harness.workload.workload import Workload
+from harness.workload.deployment import Deployment, PoolShape
+from harness.workload.point import Point, Workload
+from harness.workload.trace import Traffic
+from traces.reshape import scale_lengths, set_rate
+from traces.synth.generator import generate_trace
 from traces.trace import CONTENT, Segment, Trace, TraceHeader, TraceRequest
 
 SEED = 7_919
@@ -91,14 +97,16 @@ DRAFTING = (
 """Measured where a draft model is configured."""
 
 
-def design(config: RunConfig, lone_request_s: float, budget_s: float | None) -> tuple[CalibrationCase, ...]:
+def design(
+    deployment: Deployment, lone_request_s: float, budget_s: float | None
+) -> tuple[CalibrationCase, ...]:
     """The cases for this device and model: as large as the scheduler's batches, as many requests as time allows.
 
     `lone_request_s` is the wall time of a request of LONE_REQUEST. The cases are scaled so that one pass is expected to
     take a sixth of `budget_s` (None: not scaled). The rest is for further passes and for validation.
     """
-    widest = max(CASES[0].requests, min(config.scheduler.max_running, _LARGEST_BATCH))
-    drafting = DRAFTING if config.decoding.draft_tokens else ()
+    widest = max(CASES[0].requests, min(deployment.scheduler.max_running, _LARGEST_BATCH))
+    drafting = DRAFTING if deployment.decoding.draft_tokens else ()
     cases = (replace(CASES[0], requests=widest), *CASES[1:], *drafting)
     if budget_s is None:
         return cases
@@ -122,18 +130,13 @@ def case_trace(case: CalibrationCase, *, seed: int, lone_request_s: float, longe
     gaps = draw.exponential(1 / rate, case.requests) if rate else np.zeros(case.requests)
     arrivals = np.rint(np.cumsum(gaps) * 1e6).astype(np.int64)
     rows = tuple(_rows(case, draw, arrivals.tolist(), longest))
-    header = TraceHeader(
-        name=f"calibration: {case.name}",
-        format="generated",
-        source="calibration plan",
-        key_kind=CONTENT,
-        source_block_tokens=None,
-        clock_quantum_us=1,
-        sha256="",
-        rows_read=len(rows),
-        rows_kept=len(rows),
-    )
-    return Trace(header, rows)
+    return planned_trace(f"calibration: {case.name}", rows)
+
+
+def planned_trace(name: str, rows: tuple[TraceRequest, ...]) -> Trace:
+    """The trace of requests that no file has."""
+    count = len(rows)
+    return Trace(TraceHeader(name, "generated", "calibration plan", CONTENT, None, 1, "", count, count), rows)
 
 
 def _rows(
@@ -148,24 +151,15 @@ def _rows(
         yield TraceRequest(number, arrival, prompt, output, tuple(piece for piece in pieces if piece.tokens))
 
 
-def case_workload(
-    config: RunConfig, case: CalibrationCase, lone_request_s: float, seed: int = SEED
-) -> Workload:
+def case_point(
+    deployment: Deployment, case: CalibrationCase, lone_request_s: float, seed: int = SEED
+) -> Point:
     """The case's requests on a pool of its own, large enough that nothing is preempted unless the case swaps."""
-    base = pool_shape(config)
-    longest = min(base.max_model_len, _LONGEST)
-    size = 1 if case.contiguous else case.block_size
-    pool = replace(
-        base,
-        policy=CachePolicy.contiguous_max if case.contiguous else CachePolicy.paged,
-        num_blocks=_pool_tokens(case, base.tokens, longest) // size,
-        block_size=size,
-        max_model_len=longest,
-        prefix_caching=not case.contiguous,
-    )
+    longest = min(deployment.pool.max_model_len, _LONGEST)
+    pool = _pool(deployment, case, _pool_tokens(case, deployment.pool.tokens, longest))
     width = max(case.beam_width, case.samples)
     decoding = Decoding.beam if case.beam_width > 1 else Decoding.sample if width > 1 else Decoding.greedy
-    budget = max(case.chunk or config.scheduler.max_batched_tokens, width)
+    budget = max(case.chunk or deployment.scheduler.max_batched_tokens, width)
     limits = SchedulerLimits(
         budget,
         max_running=max(64, case.requests),
@@ -173,10 +167,21 @@ def case_workload(
         preemption=Preemption.swap if case.swaps else Preemption.recompute,
     )
     trace = case_trace(case, seed=seed, lone_request_s=lone_request_s, longest=longest)
-    cache = CacheConfig(host_tokens=_tokens(case) if case.swaps else 0)
+    served = deployment.alone(pool, limits, host_tokens=_tokens(case) if case.swaps else 0)
     speculation = Speculation(case.drafts) if case.drafts else None
-    return Workload(
-        trace, pool, limits, TraceDecoding(RequestDecoding(width, decoding, speculation)), cache=cache
+    return Point(served, Workload(trace, TraceDecoding(RequestDecoding(width, decoding, speculation))))
+
+
+def _pool(deployment: Deployment, case: "CalibrationCase | HeldOut", tokens: int) -> PoolShape:
+    """A pool of so many KV slots, for sequences as long as those of a calibration."""
+    size = 1 if case.contiguous else case.block_size
+    return replace(
+        deployment.pool,
+        policy=CachePolicy.contiguous_max if case.contiguous else CachePolicy.paged,
+        num_blocks=tokens // size,
+        block_size=size,
+        max_model_len=min(deployment.pool.max_model_len, _LONGEST),
+        prefix_caching=not case.contiguous,
     )
 
 
@@ -192,6 +197,48 @@ def _tokens(case: CalibrationCase) -> int:
     return case.requests * (case.prompt[1] + case.output[1] * max(case.beam_width, case.samples))
 
 
-def probe_workload(config: RunConfig, case: CalibrationCase) -> Workload:
+def probe_point(deployment: Deployment, case: CalibrationCase) -> Point:
     """A case that arrives all at once."""
-    return case_workload(config, case, 1.0)
+    return case_point(deployment, case, 1.0)
+
+
+HELD_OUT_SEED = 104_729
+_MEAN_TOKENS = 160  # mean of a held-out request after scaling, unless the model takes fewer
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """A workload for validation. `load` is the requests that arrive in the time of a lone request."""
+
+    name: str
+    table: str
+    requests: int
+    load: float
+    block_size: int = 16
+    contiguous: bool = False
+    beam_width: int = 1
+    users: int = 0  # above 0: a closed loop
+
+
+HELD_OUT = (
+    HeldOut("Azure code, open loop", "azure_code", 20, 2.5),
+    HeldOut("Azure conversation, 6 users", "azure_conv", 20, 1.0, block_size=8, users=6),
+    HeldOut("Mooncake conversation, 3 beams", "mooncake_conversation", 12, 1.0, block_size=32, beam_width=3),
+    HeldOut("arXiv summaries, contiguous", "arxiv", 12, 1.5, contiguous=True),
+)
+
+
+def held_out_point(deployment: Deployment, held_out: HeldOut, lone_request_s: float) -> Point:
+    """The workload on a pool of its own, its lengths cut to what the model takes."""
+    pool = _pool(deployment, held_out, _POOL_TOKENS)
+    longest = pool.max_model_len
+    trace = generate_trace(held_out.table, num_requests=held_out.requests, seed=HELD_OUT_SEED)
+    totals = [row.prompt_tokens + row.output_tokens for row in trace.requests]
+    factor = min(_MEAN_TOKENS / (sum(totals) / len(totals)), (longest - 4) / max(totals), 1.0)
+    trace = set_rate(scale_lengths(trace, factor), held_out.load / lone_request_s)
+    budget = max(deployment.scheduler.max_batched_tokens, held_out.beam_width)
+    limits = SchedulerLimits(budget, max_running=64, max_model_len=longest)
+    decoding = Decoding.beam if held_out.beam_width > 1 else Decoding.greedy
+    traffic = Traffic(ReplayMode.closed, users=held_out.users) if held_out.users else Traffic()
+    requests = TraceDecoding(RequestDecoding(held_out.beam_width, decoding))
+    return Point(deployment.alone(pool, limits), Workload(trace, requests, traffic))

@@ -3,7 +3,9 @@
 The timed kernels of the point's geometry, device and threads give the grid. A calibration gives all other costs.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from math import ceil
@@ -12,7 +14,6 @@ from typing import Any, NamedTuple
 
 from engine.runtime.options import Dtype, KVDtype
 from harness.config.errors import ConfigError
-from harness.config.schema import RunConfig
 from harness.cost.fitted import FittedCost
 from harness.cost.grid import (
     Grid,
@@ -28,8 +29,8 @@ from harness.environment import device_identity, engine_device, kernel_digest
 from harness.replay.cost_model import CostSource
 from harness.replay.features import ATTENTION_FEATURES
 from harness.replay.streaming import GridHull
+from harness.workload.deployment import Deployment
 from harness.workload.devices import engine_kernels
-from harness.workload.shapes import model_shape, pool_shape
 
 KEY = "cost.kernels"
 _DTYPES = {Dtype.float32: "fp32", Dtype.bfloat16: "bf16", Dtype.float16: "fp16"}
@@ -82,93 +83,87 @@ class KernelShapes:
         try:
             return interpolated_grid(self.decode, self.block_size)
         except GridError as error:
-            raise KernelTableError(
-                KEY,
-                f"decodes in {self.run.file}, {self.geometry}: {error}. {_advice(self.geometry, self.block_size)}",
-            ) from error
+            found = f"decodes in {self.run.file}, {self.geometry}: {error}"
+            raise KernelTableError(KEY, f"{found}. {_advice(self.geometry, self.block_size)}") from error
 
     def prefill_grid(self) -> Grid | None:
         """The grid of chunks; None where there are too few shapes, so that the fitted model prices chunks."""
-        try:
+        with suppress(GridError):
             return interpolated_grid(self.prefill, self.block_size)
-        except GridError:
-            return None
+        return None
 
 
-def kernel_shapes(config: RunConfig) -> KernelShapes:
+def kernel_shapes(deployment: Deployment) -> KernelShapes:
     """The timings in `cost.kernels` that fit the point's attention.
 
     Raises:
         KernelTableError: they cannot be read, or none fits.
     """
-    run, wanted = _read(str(config.cost.kernels)), geometry_of(config)
-    size = pool_shape(config).block_size
-    plain = [row for row in run.rows if row["provider"] in (OURS, NATIVE) and _is_plain(row)]
-    mine = [row for row in plain if _geometry(row) == wanted and row["provider"] == _runs(config, row)]
+    run, wanted = _read(str(deployment.cost.kernels)), geometry_of(deployment)
+    size = deployment.pool.block_size
+    # A grid needs equal lengths, no shared prefix, and the engine's layout.
+    even = (row for row in run.rows if not (row["ragged"] or row["shared_prefix"]) and row["layout"] == "NHD")
+    plain = [row for row in even if row["provider"] in (OURS, NATIVE)]
+    mine = [row for row in plain if _geometry(row) == wanted and row["provider"] == _runs(deployment, row)]
     if not any(row["queries"] == 1 for row in mine):
-        whose = _runs(config, {"queries": 1, "dtype": wanted.dtype, "head_dim": wanted.head_dim})
-        raise KernelTableError(
-            KEY,
-            f"no decode in {run.file} is of {wanted}, by '{whose}', which the engine runs there. {_existing(plain)}. "
-            f"{_advice(wanted, size)}",
-        )
+        whose = _runs(deployment, {"queries": 1, "dtype": wanted.dtype, "head_dim": wanted.head_dim})
+        lacks = f"no decode in {run.file} is of {wanted}, by '{whose}', which the engine runs there"
+        raise KernelTableError(KEY, f"{lacks}. {_existing(plain)}. {_advice(wanted, size)}")
     decode = tuple(_shape(row, row["batch"], row["median_us"]) for row in mine if row["queries"] == 1)
     return KernelShapes(run, wanted, size, decode, tuple(_chunks(mine)))
 
 
-def _runs(config: RunConfig, row: Mapping[str, Any]) -> str:
+def _runs(deployment: Deployment, row: Mapping[str, Any]) -> str:
     """The provider that the engine uses for a row: its compiled kernels on a CPU with a compiler, else our kernels."""
-    compiled = engine_kernels(config.engine)[0] == NATIVE
+    compiled = engine_kernels(deployment.engine)[0] == NATIVE
     return NATIVE if compiled and _serves(row) else OURS
 
 
 def _serves(row: Mapping[str, Any]) -> bool:
     """Whether C computes the row; see `native_supports` and `native_prefills` in `engine/runtime/attention`."""
-    from engine.runtime.attention.native.compile import has_matrix_units
+    from engine.runtime.attention.native import has_matrix_units
 
     if row["queries"] > 1 and row["dtype"] == "bf16":
         return row["head_dim"] % 32 == 0 and has_matrix_units()
     return row["dtype"] in ("fp32", "bf16") and row["head_dim"] % 16 == 0
 
 
-def geometry_of(config: RunConfig) -> Geometry:
+def geometry_of(deployment: Deployment) -> Geometry:
     """The attention of a point on the engine's device."""
-    model, engine = model_shape(config.model), config.engine
+    model, engine = deployment.shape, deployment.engine
     threads = engine.threads if engine_device(engine.device) == "cpu" else 0
-    shape = (model.heads, model.kv_heads, model.head_dim, _dtype(config))
+    shape = (model.heads, model.kv_heads, model.head_dim, _dtype(deployment))
     return Geometry(*shape, device_identity(engine.device), threads)
 
 
-def _dtype(config: RunConfig) -> str:
+def _dtype(deployment: Deployment) -> str:
     """The element type of the cache.
 
     Raises:
         KernelTableError: `bench kernels` does not time that cache with the model's queries.
     """
-    model = config.model
+    model = deployment.model
     if model.kv_dtype is KVDtype.model:
         return _DTYPES[model.dtype]
     if model.dtype is not Dtype.bfloat16:
-        raise KernelTableError(
-            KEY,
-            f"model.kv_dtype={model.kv_dtype} beside model.dtype={model.dtype}: bench kernels times 8-bit caches with "
-            "bfloat16 queries; use cost=fitted",
-        )
+        found = f"model.kv_dtype={model.kv_dtype} beside model.dtype={model.dtype}"
+        rule = "bench kernels times 8-bit caches with bfloat16 queries; use cost=fitted"
+        raise KernelTableError(KEY, f"{found}: {rule}")
     return str(model.kv_dtype)
 
 
-def kernels_digest(config: RunConfig) -> str:
+def kernels_digest(deployment: Deployment) -> str:
     """The digest of the timings that `cost.kernels` names; raises KernelTableError."""
-    return _read(str(config.cost.kernels)).digest
+    return _read(str(deployment.cost.kernels)).digest
 
 
-def check_kernel_table(config: RunConfig) -> None:
+def check_kernel_table(deployment: Deployment) -> None:
     """Check that the timings in `cost.kernels` make a table for the point.
 
     Raises:
         KernelTableError: they do not.
     """
-    kernel_shapes(config).decode_grid()
+    kernel_shapes(deployment).decode_grid()
 
 
 def _read(named: str) -> KernelRun:
@@ -184,11 +179,6 @@ def _read_once(file: Path, changed_ns: int) -> KernelRun:
     """Read a file once for all points; a new `changed_ns` makes the cache read it again."""
     del changed_ns
     return read_run(file)
-
-
-def _is_plain(row: Mapping[str, Any]) -> bool:
-    """Whether the case has equal lengths, no shared prefix, and the engine's layout, as a grid needs."""
-    return not row["ragged"] and not row["shared_prefix"] and row["layout"] == "NHD"
 
 
 def _geometry(row: Mapping[str, Any]) -> Geometry:
@@ -211,9 +201,7 @@ def _chunks(rows: Iterable[Mapping[str, Any]]) -> Iterable[TimedShape]:
 
 
 def _existing(rows: Iterable[Mapping[str, Any]]) -> str:
-    counts: dict[tuple[str, Geometry], int] = {}
-    for row in rows:
-        counts[row["provider"], _geometry(row)] = counts.get((row["provider"], _geometry(row)), 0) + 1
+    counts = Counter((row["provider"], _geometry(row)) for row in rows)
     if not counts:
         return "It holds no plain case of our own kernels at all"
     return "There are: " + "; ".join(
@@ -232,7 +220,7 @@ def _advice(wanted: Geometry, block_size: int) -> str:
     )
 
 
-def kernel_table(config: RunConfig, fitted: FittedCost) -> TableCost:
+def kernel_table(deployment: Deployment, fitted: FittedCost) -> TableCost:
     """Attention of all layers from the timings in `cost.kernels`; `fitted` prices shapes outside, and all else.
 
     A timed call is the kernel alone. The engine's overhead is the calibrated time minus the kernel's
@@ -241,19 +229,15 @@ def kernel_table(config: RunConfig, fitted: FittedCost) -> TableCost:
     Raises:
         KernelTableError: the timings do not fit the point's attention.
     """
-    shapes, size = (
-        kernel_shapes(config).of_layers(model_shape(config.model).layers),
-        pool_shape(config).block_size,
-    )
-    extra = engine_overhead(
-        seconds_at_block_size(shapes.decode, size), partial(_decode_in_engine, fitted, size)
-    )
+    shapes = kernel_shapes(deployment).of_layers(deployment.shape.layers)
+    size = shapes.block_size
+    timed = seconds_at_block_size(shapes.decode, size)
+    extra = engine_overhead(timed, partial(_decode_in_engine, fitted, size))
     decode, prefill = with_overhead(shapes.decode_grid(), extra), shapes.prefill_grid()
     more = None
     if prefill is not None:
-        more = engine_overhead(
-            seconds_at_block_size(shapes.prefill, size), partial(_chunk_in_engine, fitted, size)
-        )
+        timed = seconds_at_block_size(shapes.prefill, size)
+        more = engine_overhead(timed, partial(_chunk_in_engine, fitted, size))
         prefill = with_overhead(prefill, more)
     source = _source(shapes, fitted.source, (decode, prefill), (extra, more))
     return TableCost(fitted, decode, prefill, size, source, own_tokens=True)
@@ -312,8 +296,8 @@ def _source(
 
 def _provenance(shapes: KernelShapes, extras: tuple[EngineOverhead, EngineOverhead | None]) -> dict[str, Any]:
     made_on, here = shapes.run.made_on, kernel_digest()
-    same = made_on.kernels == here
     decode, prefill = extras
+    stale = "" if made_on.kernels == here else f", and this tree's are {here}: time them again"
     return {
         "from": "bench kernels",
         "table": shapes.run.digest,
@@ -321,9 +305,7 @@ def _provenance(shapes: KernelShapes, extras: tuple[EngineOverhead, EngineOverhe
         "date": made_on.date,
         "torch": made_on.torch,
         "triton": made_on.triton,
-        "kernel sources": made_on.kernels
-        if same
-        else f"{made_on.kernels}, and this tree's are {here}: time them again",
+        "kernel sources": made_on.kernels + stale,
         "block size": shapes.block_size,
         "decode shapes": len(shapes.decode),
         "around a decode": _words(decode, "row"),

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from engine.runtime.models.spec import checkpoint_stamp
-from harness.config.schema import RunConfig
 from harness.cost.fitted import ATTENTION, REST, FittedCost
 from harness.cost.grid import DECODE_AXES, PREFILL_AXES, Grid, grid_errors
 from harness.cost.table import TableCost
@@ -19,7 +18,8 @@ from harness.environment import code_version, device_identity, versions
 from harness.replay.cost_model import CostSource
 from harness.replay.features import FEATURES
 from harness.store.atomic import write_files
-from harness.workload.devices import clock_of, engine_kernels, has_yardstick
+from harness.workload.deployment import Deployment
+from harness.workload.devices import engine_kernels
 
 CODE = (  # packages that step times depend on
     "engine",
@@ -35,53 +35,51 @@ class CalibrationError(RuntimeError):
     """A calibration that is missing, damaged, or could not be made."""
 
 
-def calibration_fingerprint(config: RunConfig) -> str:
+def calibration_fingerprint(deployment: Deployment) -> str:
     """A digest of all that step times depend on: model, engine settings, device, versions, code."""
-    model, engine = config.model, config.engine
+    model, engine = deployment.model, deployment.engine
     facts: dict[str, Any] = {
         "model": {name: str(value) for name, value in sorted(vars(model).items())},
         "checkpoint": checkpoint_stamp(model.path) if model.path else None,
         "engine": [*engine_kernels(engine), engine.threads, bool(engine.cuda_graphs)],
         "device": device_identity(engine.device),
-        "clock": str(clock_of(config)),
-        "yardstick": has_yardstick(config),
-        "budget": config.scheduler.max_batched_tokens,
-        "draft": _draft_stamp(config),
+        "clock": str(deployment.clock_used),
+        "yardstick": deployment.has_yardstick,
+        "budget": deployment.scheduler.max_batched_tokens,
+        "draft": _draft_stamp(deployment),
         "versions": versions(),
         "code": code_version(CODE),
     }
     return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=10).hexdigest()
 
 
-def _draft_stamp(config: RunConfig) -> str | None:
+def _draft_stamp(deployment: Deployment) -> str | None:
     """The model that proposes tokens, whose passes are priced too; the number of draft tokens does not matter."""
-    decoding = config.decoding
+    decoding = deployment.decoding
     if not decoding.draft_tokens:
         return None
     return checkpoint_stamp(decoding.draft_path) if decoding.draft_path else "the model itself"
 
 
-def calibration_path(config: RunConfig) -> Path:
+def calibration_path(deployment: Deployment) -> Path:
     """The file of this device's calibration for the model, whether it exists or not."""
-    if config.cost.cache_dir:
-        folder = Path(config.cost.cache_dir)
-    else:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagetwin" / "calibration"
-    return folder / f"{config.model.name}-{calibration_fingerprint(config)}.json"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = Path(deployment.cost.cache_dir or cache / "pagetwin" / "calibration")
+    return folder / f"{deployment.model.name}-{calibration_fingerprint(deployment)}.json"
 
 
-def is_calibrated(config: RunConfig) -> bool:
+def is_calibrated(deployment: Deployment) -> bool:
     """Whether a calibration for this model, engine and device exists, damaged or not."""
-    return calibration_path(config).exists()
+    return calibration_path(deployment).exists()
 
 
-def set_aside_damaged(config: RunConfig) -> str | None:
+def set_aside_damaged(deployment: Deployment) -> str | None:
     """Rename a calibration that cannot be read, so that it is made anew; returns what was wrong, or None."""
-    path = calibration_path(config)
+    path = calibration_path(deployment)
     if not path.exists():
         return None
     try:
-        load_calibration(config)
+        load_calibration(deployment)
     except CalibrationError as error:
         aside = path.with_name(f"{path.name}.damaged")
         path.replace(aside)
@@ -89,9 +87,9 @@ def set_aside_damaged(config: RunConfig) -> str | None:
     return None
 
 
-def save_calibration(config: RunConfig, cost: FittedCost, grids: Mapping[str, Grid]) -> Path:
+def save_calibration(deployment: Deployment, cost: FittedCost, grids: Mapping[str, Grid]) -> Path:
     """Store the coefficients with their provenance and held-out error, and the grids where they were measured."""
-    path, source = calibration_path(config), cost.source
+    path, source = calibration_path(deployment), cost.source
     document = {
         "name": source.name,
         "fingerprint": source.fingerprint,
@@ -102,37 +100,24 @@ def save_calibration(config: RunConfig, cost: FittedCost, grids: Mapping[str, Gr
         "draft_acceptance": source.draft_acceptance,
         "hull": source.hull,
         "validation": source.validation,
-        "grids": {name: _grid_section(grid) for name, grid in grids.items()},
+        "grids": {name: grid.section() for name, grid in grids.items()},
         "provenance": source.provenance,
     }
     write_files(path.parent, {path.name: json.dumps(document, indent=1).encode()})
     return path
 
 
-def _grid_section(grid: Grid) -> dict[str, Any]:
-    """JSON has no NaN: a cell that was not measured is null."""
-    cells = [[None if cell != cell else cell for cell in row] for row in grid.seconds]
-    return {"across": grid.across, "along": grid.along, "seconds": cells}
-
-
-def _grid(section: Mapping[str, Any]) -> Grid:
-    cells = tuple(
-        tuple(float("nan") if cell is None else float(cell) for cell in row) for row in section["seconds"]
-    )
-    return Grid(tuple(section["across"]), tuple(section["along"]), cells)
-
-
-def load_table(config: RunConfig) -> TableCost:
+def load_table(deployment: Deployment) -> TableCost:
     """The calibration as a `table` model.
 
     Raises:
         CalibrationError: the calibration is missing or damaged, or its grids were not measured.
     """
-    fitted, path = load_calibration(config), calibration_path(config)
+    fitted, path = load_calibration(deployment), calibration_path(deployment)
     grids = json.loads(path.read_text(encoding="utf-8")).get("grids") or {}
     if not grids:
         raise CalibrationError(f"{path}: this calibration has no grid of measured attention")
-    return measured_table(fitted, {name: _grid(section) for name, section in grids.items()})
+    return measured_table(fitted, {name: Grid.of_section(section) for name, section in grids.items()})
 
 
 def measured_table(fitted: FittedCost, grids: Mapping[str, Grid]) -> TableCost:
@@ -143,26 +128,26 @@ def measured_table(fitted: FittedCost, grids: Mapping[str, Grid]) -> TableCost:
     return TableCost(fitted, grids["decode"], grids["prefill"], GRID_BLOCK_SIZE, source)
 
 
-def has_grid(config: RunConfig) -> bool:
+def has_grid(deployment: Deployment) -> bool:
     """Whether a calibration exists and holds a grid of measured attention."""
     try:
-        return bool(json.loads(calibration_path(config).read_text(encoding="utf-8")).get("grids"))
+        return bool(json.loads(calibration_path(deployment).read_text(encoding="utf-8")).get("grids"))
     except (OSError, ValueError):
         return False
 
 
-def load_calibration(config: RunConfig) -> FittedCost:
+def load_calibration(deployment: Deployment) -> FittedCost:
     """The calibration as a `fitted` model.
 
     Raises:
         CalibrationError: it is missing or damaged; names the path.
     """
-    path = calibration_path(config)
+    path = calibration_path(deployment)
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         coefficients = document["coefficients_s"]
         values = np.array([float(coefficients[name]) for name in FEATURES])
-        if not (np.isfinite(values).all() and (values >= 0).all()):
+        if not (np.isfinite(values) & (values >= 0)).all():
             raise ValueError("a coefficient is negative or no number: seconds per unit are 0 or more")
         source = CostSource(
             kind="fitted",
@@ -177,9 +162,9 @@ def load_calibration(config: RunConfig) -> FittedCost:
             validation=document["validation"],
         )
     except FileNotFoundError as error:
-        raise CalibrationError(f"{path}: this device is not calibrated for {config.model.name}") from error
+        reason = f"this device is not calibrated for {deployment.model.name}"
+        raise CalibrationError(f"{path}: {reason}") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CalibrationError(
-            f"{path}: damaged calibration ({error}); a measured run sets it aside and calibrates anew"
-        ) from error
+        reason = f"damaged calibration ({error}); a measured run sets it aside and calibrates anew"
+        raise CalibrationError(f"{path}: {reason}") from error
     return FittedCost(values[ATTENTION], values[REST], source)

@@ -10,17 +10,19 @@ from statistics import median
 
 from engine.core.memory.group_layout import unseen_share
 from engine.core.options import GroupPages
-from harness.capacity.search import smallest
-from harness.capacity.trials import Slo, broken_goals
+from harness.capacity import Slo, broken_goals, smallest
 from harness.config.errors import ConfigError
 from harness.config.schema import Oversize, ReplayMode, RunConfig
+from harness.metrics import KEEPS_MORE
 from harness.point.cost import cost_model
-from harness.workload.shapes import PoolShape, layer_sets, max_position, model_shape, pool_shape
+from harness.workload.deployment import PoolShape, deployment_of, layer_sets, max_position, model_shape
+from harness.workload.point import resolve
 from harness.workload.simulate import Prediction, simulate_metrics
-from harness.workload.workload import build_workload
-from traces.analysis.belady import optimal_hit_tokens
-from traces.analysis.reuse import PrefixPaths, reuse_profile, shared_prefix_tokens
+from traces.analysis.reuse import PrefixPaths, optimal_hit_tokens, reuse_profile, shared_prefix_tokens
 from traces.trace import Trace
+
+FEWEST = 30
+"""Fewer requests than this are too little data for flags."""
 
 SIZES = (16, 32, 64, 128)
 """Block sizes that vLLM's kernels take and that are tried."""
@@ -75,10 +77,10 @@ def advise(config: RunConfig, trace: Trace, slo: Slo, tell: Tell) -> Advice:
     adviser.reuse(advice)
     adviser.windows(advice)
     tell("pool and sequences")
-    sequences = adviser.capacity(advice)
+    adviser.capacity(advice)
     tell("admission")
     adviser.admission(advice)
-    advice.flags = _flags(adviser.config, sequences)
+    advice.flags = _flags(adviser.config)
     return advice
 
 
@@ -88,7 +90,7 @@ class _Adviser:
     def __init__(self, config: RunConfig, trace: Trace, slo: Slo, tell: Tell) -> None:
         self.config = config
         self._trace, self._slo, self._tell = trace, slo, tell
-        self._pool = pool_shape(config)
+        self._pool = deployment_of(config).pool
         self._memory_tokens = self._tokens_of(self._pool)
         self._paths = PrefixPaths(trace)
 
@@ -116,7 +118,8 @@ class _Adviser:
             scheduler = replace(scheduler, admit_whole_prompt=whole)
         config = replace(config, cache=cache, scheduler=scheduler)
         trace = self._trace if faster == 1 else _faster(self._trace, faster)
-        return simulate_metrics(build_workload(config, trace), cost_model(config), config.decoding.beam_churn)
+        point = resolve(config, trace)
+        return simulate_metrics(point, cost_model(point.deployment))
 
     # -- block size ----------------------------------------------------------------------------------------
 
@@ -124,7 +127,7 @@ class _Adviser:
         """Compare block sizes in the same memory; returns the one to take."""
         for size in sorted({*SIZES, self.config.cache.block_size}):
             metrics = self._run(block_size=size).metrics
-            unit = pool_shape(_with_size(self.config, size)).block_size
+            unit = deployment_of(_with_size(self.config, size)).pool.block_size
             most = reuse_profile(self._paths, unit, spare_last_token=True)
             advice.rows.append(
                 SizeRow(
@@ -137,6 +140,12 @@ class _Adviser:
                     metrics.get("ttft_p99", 0.0),
                     metrics.get("preemptions", 0.0),
                 )
+            )
+        recorded = self._trace.header.source_block_tokens
+        if recorded and recorded > min(row.block_size for row in advice.rows):
+            advice.warnings.append(
+                f"the trace records sharing in blocks of {recorded} tokens: hits of smaller blocks cannot differ here, "
+                "and a real workload's do"
             )
         best = min(advice.rows, key=lambda row: (-row.throughput, row.ttft_p99_s, row.block_size))
         alike = [row for row in advice.rows if _as_good(row, best)]
@@ -170,11 +179,12 @@ class _Adviser:
             f"{_percent(exact)} of the prompt tokens stood at the start of an earlier prompt; in whole match units of "
             f"{row.match_unit} tokens {_percent(row.most_hits)}, in this pool {_percent(row.hits)}"
         )
-        if pool_shape(self.config).groups is None:
+        if deployment_of(self.config).pool.groups is None:
             blocks = self._memory_tokens // row.block_size
             best = optimal_hit_tokens(self._paths, row.block_size, blocks) / max(1, sum(prompts))
             advice.floor += (
-                f", and {_percent(best)} with the best eviction that there can be (Belady's optimum)"
+                f", and at most {_percent(best)} with any eviction (Belady's optimum, a bound: blocks of running "
+                "requests may put it out of reach)"
             )
         if not self.config.cache.prefix_caching:
             if exact > _WORTH_SAYING:
@@ -204,8 +214,11 @@ class _Adviser:
         if self.config.cache.groups is GroupPages.off and unseen > _WORTH_SAYING:
             advice.warnings.append(
                 f"windowed layers keep every block (--disable-hybrid-kv-cache-manager): {_percent(unseen)} of the KV "
-                f"of a request of {mean:,} tokens is never read again; cache.groups=uniform predicts vLLM's default"
+                f"of a request of {mean:,} tokens is never read again; cache.groups=uniform predicts "
+                "vLLM without this flag"
             )
+        if self.config.cache.groups is not GroupPages.off and self.config.cache.prefix_caching:
+            advice.warnings.append(KEEPS_MORE)
 
     # -- pool and sequences --------------------------------------------------------------------------------
 
@@ -213,8 +226,8 @@ class _Adviser:
         lost = found.outcome.get("rejected", 0) + found.outcome.get("unfinished", 0)
         return not lost and not broken_goals(self._slo, found.metrics)
 
-    def capacity(self, advice: Advice) -> int:
-        """The smallest pool and the fewest sequences that meet the SLO; returns the sequences to allow."""
+    def capacity(self, advice: Advice) -> None:
+        """The smallest pool and the fewest sequences that meet the SLO."""
         goals = ", ".join(map(str, self._slo))
         now = self._run()
         preemptions = now.metrics.get("preemptions", 0)
@@ -230,7 +243,7 @@ class _Adviser:
             larger = self._run(tokens=8 * self._memory_tokens)
             helps = "a larger pool helps" if self._meets(larger) else "even 8 times the pool does not help"
             advice.answers.append(f"The SLO ({goals}) is not met: {reason}; {helps}.")
-            return self.config.scheduler.max_running
+            return
         page = max(1, self.config.cache.block_size)
         least = smallest(
             lambda blocks: self._fits(blocks * page),
@@ -246,9 +259,9 @@ class _Adviser:
         assert fewest is not None
         advice.answers.append(
             f"Pool: {least * page:,} tokens meet the SLO ({goals}); this device holds {self._memory_tokens:,}. "
-            f"max_num_seqs: {fewest} is enough, at most {peak} run at once."
+            f"max_num_seqs: {fewest} is enough; {peak} is the observed peak of these {len(self._trace.requests):,} "
+            f"requests, and no load beyond theirs was tried. The flag is the limit that was simulated, {most}."
         )
-        return max(fewest, min(peak, most))
 
     def _fits(self, tokens: int) -> bool:
         """Whether a pool of so many tokens meets the SLO, and drops no request that the whole pool takes."""
@@ -256,7 +269,7 @@ class _Adviser:
             found = self._run(tokens=tokens)
         except ConfigError:  # it holds no page, or no request
             return False
-        whole = build_workload(
+        whole = resolve(
             replace(
                 self.config,
                 cache=replace(self.config.cache, pool_blocks=None, pool_tokens=self._memory_tokens),
@@ -335,16 +348,20 @@ def _faster(trace: Trace, factor: float) -> Trace:
     return replace(trace, requests=tuple(rows))
 
 
-def _flags(config: RunConfig, sequences: int) -> list[str]:
-    """vLLM's flags (0.33) for the configuration and the advice."""
+def _flags(config: RunConfig) -> list[str]:
+    """vLLM's flags (0.33) for the configuration that was simulated, with the block size of the advice."""
     cache, scheduler, device = config.cache, config.scheduler, config.device
     longest = cache.max_model_len or max_position(config.model)
     flags = [
         f"--block-size {cache.block_size}",
-        f"--max-num-seqs {sequences}",
+        f"--max-num-seqs {scheduler.max_running}",
         f"--max-num-batched-tokens {scheduler.max_batched_tokens}",
         f"--max-model-len {longest}",
-        f"--gpu-memory-utilization {device.memory_utilization:g}",
+        *(
+            [f"--gpu-memory-utilization {device.memory_utilization:g}"]
+            if deployment_of(config).pool.memory
+            else []
+        ),
         "--enable-prefix-caching" if cache.prefix_caching else "--no-enable-prefix-caching",
     ]
     if device.tensor_parallel > 1:

@@ -6,10 +6,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.capacity.search import Answer
-from harness.capacity.trials import DROPPED, Goal, Slo, Trial
+from harness.capacity import DROPPED, CapacityAnswer, Goal, Slo, Trial
 from harness.metrics import METRICS
-from harness.report.style import GREY, PALETTE, inline, new_figure, style, svg_bytes
+from harness.report.style import GREY, PALETTE, filled, inline, new_figure, style, svg_bytes
 from harness.store.atomic import write_files
 
 if TYPE_CHECKING:
@@ -21,10 +20,9 @@ _WIDTH_IN, _HEIGHT_IN = 3.4, 2.5
 _FAR = 3.0  # a panel ends at this multiple of the bound; points far beyond add no information
 _LABELS = {"rate": "request rate (requests/s)", "pool": "pool (KV tokens)", "block": "block size (tokens)"}
 _STEADY = 10  # mean latencies that the arrivals should span
-_FOLDER = Path(__file__).parent
 
 
-def draw(trials: Sequence[Trial], slo: Slo, answer: Answer, axis: str) -> "Figure":
+def draw(trials: Sequence[Trial], slo: Slo, answer: CapacityAnswer, axis: str) -> "Figure":
     """One panel for each goal. Call it inside `harness.report.style.style()`."""
     figure = new_figure(_WIDTH_IN * len(slo), _HEIGHT_IN)
     panels = figure.subplots(1, len(slo), squeeze=False)[0]
@@ -33,7 +31,7 @@ def draw(trials: Sequence[Trial], slo: Slo, answer: Answer, axis: str) -> "Figur
     return figure
 
 
-def _panel(panel: "Axes", trials: Sequence[Trial], goal: Goal, answer: Answer, axis: str) -> None:
+def _panel(panel: "Axes", trials: Sequence[Trial], goal: Goal, answer: CapacityAnswer, axis: str) -> None:
     metric = METRICS[goal.metric]
     found = sorted((_place(trial, axis), trial.metrics[goal.metric], trial.met)
                    for trial in trials if goal.metric in trial.metrics)  # fmt: skip
@@ -79,7 +77,7 @@ class CapacityStudy:
     settings: Sequence[tuple[str, str]]
     slo: Slo
     axis: str
-    answer: Answer
+    answer: CapacityAnswer
     trials: Sequence[Trial]
     shown: Sequence[Trial]  # those in the picture
 
@@ -100,7 +98,7 @@ def write_study(study: CapacityStudy, folder: Path) -> Path:
     return folder / "capacity.html"
 
 
-def answer_text(answer: Answer) -> str:
+def answer_text(answer: CapacityAnswer) -> str:
     """The answer in words, with its interval."""
     if answer.value is None:
         return f"{answer.question}: none; {answer.reason}"
@@ -144,7 +142,20 @@ def notes(study: CapacityStudy) -> list[str]:
         found.append(
             "The cost model was not measured on a device: it is the datasheet's roofline plus assumed host times."
         )
-    return found + _short(study)
+    return found + _load(study) + _short(study)
+
+
+def _load(study: CapacityStudy) -> list[str]:
+    """Over how many requests and seconds a rate was found."""
+    met = [trial for trial in study.trials if trial.met and trial.rate]
+    if study.axis != "rate" or not met or study.answer.value is None:
+        return []
+    last = max(met, key=lambda trial: trial.rate or 0.0)
+    count = last.outcome.get("finished", 0)
+    return [
+        f"Found over {count:,} requests a simulation, which arrive in {count / (last.rate or 1.0):.3g} s. Whether the "
+        "rate lasts longer, or for other requests of the trace, was not tried."
+    ]
 
 
 def _short(study: CapacityStudy) -> list[str]:
@@ -165,18 +176,11 @@ def _short(study: CapacityStudy) -> list[str]:
 
 
 def _page(study: CapacityStudy, svg: bytes) -> str:
-    from jinja2 import Environment
     from markupsafe import Markup
 
-    import harness.report
-
-    css = (Path(harness.report.__file__).parent / "page.css").read_text(encoding="utf-8")
-    template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
-        (_FOLDER / "capacity.html.j2").read_text(encoding="utf-8")
-    )
-    return template.render(
+    return filled(
+        Path(__file__).with_name("capacity.html.j2"),
         name=study.name,
-        style=Markup(css),
         answer=answer_text(study.answer),
         found=study.answer.value is not None,
         slo=[str(goal) for goal in study.slo],

@@ -1,4 +1,108 @@
-"""The command line. Most commands are one module with `add`, which describes its options, and `run`.
+"""The command line: what a command is, and what all commands share.
 
-Nothing here imports Hydra, torch or pandas at start. Each command imports what it needs inside its functions.
+A module has the `Command`s of one subject, and `main` lists them. None of these modules imports Hydra, torch or pandas
+at start, so that `--help` is fast: the function of a command imports what it needs.
 """
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from harness.config.errors import UserError
+
+if TYPE_CHECKING:
+    from harness.config.schema import Figures, ReportConfig
+    from harness.store.summary import SummaryRows
+    from harness.sweep.execute import PointFunctions
+
+FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 130
+
+
+class ReportFunctions(Protocol):
+    """The functions of `harness.report` that a command calls. A test passes a module or an object of its own."""
+
+    @property
+    def ReportError(self) -> type[Exception]:  # noqa: N802 - the name of the class in the package
+        """Raised where there is nothing to report on."""
+        ...
+
+    def write_report(
+        self,
+        store_root: Path,
+        *,
+        out: Path | None = None,
+        additions: Sequence[Any] = (),
+        rows: "SummaryRows | None" = None,
+        figures: "Figures" = ...,
+        options: "ReportConfig | None" = None,
+        tell: Callable[[str], None] | None = None,
+    ) -> Path:
+        """Write the report of a store and return its page.
+
+        `rows` gets the rows of a large sweep, `tell` the verdict line by line.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The parsed command line, and what takes the place of `harness.point` and `harness.report`, if anything."""
+
+    command: str
+    flags: argparse.Namespace
+    overrides: tuple[str, ...]
+    point: "PointFunctions | None" = None
+    report: ReportFunctions | None = None
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command: its name, its lines of help, a function that adds its flags, and one that runs it.
+
+    `run` returns the exit code. `about` is the first sentence of the command's own help; where it is empty, `help` is.
+    """
+
+    name: str
+    help: str
+    add: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[Arguments], int]
+    about: str = ""
+    usage: str = ""
+    more: str = ""
+    takes_overrides: bool = True
+
+    def add_to(self, commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+        """Add the command's parser."""
+        parser = commands.add_parser(
+            self.name,
+            help=self.help,
+            description=self.about or f"{self.help[0].upper()}{self.help[1:]}.",
+            usage=f"python -m harness {self.name} {self.usage}" if self.usage else None,
+            epilog=self.more,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        parser.set_defaults(run=self.run, takes_overrides=self.takes_overrides)
+        self.add(parser)
+        if self.takes_overrides:
+            parser.add_argument(
+                "--config-dir",
+                metavar="DIR",
+                help="options of your own: device=mine chooses DIR/device/mine.yaml, and so for each group",
+            )
+
+
+def add_out(parser: argparse.ArgumentParser, default: str, what: str = "") -> None:
+    """Add `--out` with its default, and what lies there."""
+    parser.add_argument("--out", metavar="DIR", default=default, help=f"{what}default: {default}")
+
+
+def out_folder(named: str, option: str = "--out") -> Path:
+    """The folder that an option names. Raises UserError where it cannot be written."""
+    from harness.config.paths import check_out  # which reads traces
+
+    for wrong in check_out(named):
+        raise UserError(f"{option} {named}: {wrong}")
+    return Path(named)

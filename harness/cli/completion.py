@@ -7,7 +7,8 @@ import argparse
 import os
 from collections.abc import Iterator
 
-from harness.console import Arguments, say
+from harness.cli import Arguments, Command
+from harness.console import say
 
 SHELLS = ("bash", "zsh", "fish")
 _ASKED = "_ARGCOMPLETE"  # set by the shell code: print what can follow, and do nothing else
@@ -58,26 +59,11 @@ complete -c python -c python3 -n __pagetwin_is_module -f -a '(__pagetwin_module)
 }
 
 
-def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command's parser."""
-    parser = commands.add_parser(
-        "completion",
-        help="print the shell code for completion with the Tab key",
-        description="Print the shell code that completes commands, options and overrides with the Tab key.",
-        epilog="""\
-It serves `pagetwin` and `python -m harness`.
-  bash   eval "$(python -m harness completion bash)"      in ~/.bashrc
-  zsh    eval "$(python -m harness completion zsh)"       in ~/.zshrc, after compinit
-  fish   python -m harness completion fish | source       in ~/.config/fish/config.fish""",
-        usage="python -m harness completion {bash,zsh,fish}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def _add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shell", choices=SHELLS, metavar="shell", help="bash, zsh or fish")
 
 
-def run(arguments: Arguments) -> int:
-    """Print the shell code."""
+def _run(arguments: Arguments) -> int:
     import argcomplete
 
     shell = arguments.flags.shell
@@ -146,3 +132,13 @@ def _values(key: str) -> tuple[str, ...]:
     if issubclass(found.kind, StrEnum):
         values = tuple(str(member) for member in found.kind)
     return (*values, "null") if found.optional and values else values
+
+
+COMMAND = Command(
+    "completion",
+    "print the shell code for completion with the Tab key",
+    _add,
+    _run,
+    about="Print the shell code that completes commands, options and overrides with the Tab key.",
+    takes_overrides=False,
+)

@@ -1,53 +1,90 @@
-"""`doctor`: compare a store with its digests, say what is damaged, and repair what can be run again."""
+"""What a store holds: `status`, `doctor`, which repairs it, and `logs`."""
 
-import argparse
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from harness.cli import Arguments
+from harness.cli.report import (
+    MOST_LISTED,
+    known_manifest,
+    named_store,
+    opened_store,
+    read_or_none,
+    say_more,
+    show_problems,
+    write_report,
+)
+from harness.cli.sweep import exchanging, locked, point_functions, stoppable
+from harness.cluster import refuse_beside_jobs
+from harness.cluster.book import Book
+from harness.cluster.slurm import log_of
 from harness.config.errors import UserError
+from harness.config.overrides import of_a_file, parse_override, quoted
+from harness.config.paths import is_url
+from harness.config.schema import RunConfig
 from harness.console import numbered, remark, say, shortened
-
-if TYPE_CHECKING:
-    from harness.cli.report import ReportFunctions
-    from harness.cli.sweep import PointFunctions
-    from harness.console import Arguments
-    from harness.store.health import Health
-    from harness.store.manifest import Manifest
-    from harness.store.remote import RemoteStore
-    from harness.sweep.plan import SweepRequest
-
-_MORE = """\
-Every record is compared with its own digest, and every table with the digest in its record. Nothing is deleted: with
---repair the folder of a damaged point moves to FOLDER/damaged, and the point runs again if the sweep of the folder
-still plans it (same code, traces and settings).
-Exit codes: 0 all is whole, 1 something is damaged and not repaired, 2 the input was wrong."""
+from harness.store import ForeignFileError
+from harness.store.atomic import remove_leftovers
+from harness.store.commit import Layout
+from harness.store.manifest import Manifest, read_manifest
+from harness.store.reading import StoreContent
+from harness.store.remote import RemoteStore, shown
+from harness.store.survey import Health, examine, set_aside, survey
+from harness.sweep.execute import execute
+from harness.sweep.plan import SweepRequest, plan_sweep, run_request, sweep_request
 
 
-def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Describe `doctor`."""
-    parser = commands.add_parser(
-        "doctor",
-        help="check a store against its digests, and repair it",
-        description="Check every record and table of a store against its digest.",
-        usage="python -m harness doctor FOLDER [--repair]",
-        epilog=_MORE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("store", metavar="FOLDER", help="results folder")
-    parser.add_argument("--repair", action="store_true", help="set damage aside and run its points again")
+def status_command(arguments: Arguments) -> int:
+    """Print which points of a store are done, which failed and where the traceback is, and which are left."""
+    root, _ = opened_store(arguments.flags.store)
+    manifest, content = read_or_none(root), survey(root)
+    show_problems(content.problems, say)
+    if manifest is None:
+        done, failed = numbered(len(content.records), "point"), len(content.failures)
+        say(f"{shown(root)}: {done} done, {failed} failed; no sweep.json that says of which sweep")
+        return 0
+    _say_status(root, manifest, content)
+    return 0
 
 
-def run(
-    arguments: "Arguments", point: "PointFunctions | None" = None, report: "ReportFunctions | None" = None
-) -> int:
-    """Examine, say what was found, and repair if asked; `point` and `report` as in `harness.cli.sweep`."""
-    from harness.cli.report import opened_store
-    from harness.store.commit import Layout
-    from harness.store.health import examine
-    from harness.store.remote import shown
+def _say_status(root: Path, manifest: Manifest, content: StoreContent) -> None:
+    names = [point.fingerprint for point in manifest.points]
+    done = [name for name in names if name in content.records]
+    broken = content.failures.keys() - content.records.keys()
+    failed = [point for point in manifest.points if point.fingerprint in broken]
+    left = len(names) - len(done) - len(failed)
+    say(f"{shown(root)}: sweep '{manifest.name}', {len(done)} of {len(names)} points done")
+    if failed:
+        say(f"{len(failed)} failed:")
+    for point in failed[:MOST_LISTED]:
+        failure = content.failures[point.fingerprint]
+        say(shortened(f"  {failure.get('label', ' '.join(point.overrides))}: {failure.get('error')}"))
+        say(f"    traceback: {Layout(root).failure(point.fingerprint)}")
+    say_more(len(failed))
+    if left or failed:
+        say(f"{left} not run yet. Go on with: {command_for(root, manifest)}")
+    others = len(content.records) - len(done)
+    if others:
+        say(f"{numbered(others, 'other point')} of earlier sweeps kept in the same folder")
+    if manifest.report:
+        say(f"report: {root / manifest.report}")
 
+
+def command_for(root: Path, manifest: Manifest) -> str:
+    """The command that goes on with a store where it lies now, which may be a copy of where it was written."""
+    recorded = [text.partition("=")[2] for text in manifest.overrides if text.startswith("out=")]
+    written = parse_override(f"out={recorded[-1]}").settings[0].value if recorded else RunConfig().out
+    here = shown(root) if is_url(str(written)) else root.resolve()
+    if (
+        str(written).rstrip("/") if is_url(str(written)) else Path(str(written)).expanduser().resolve()
+    ) == here:
+        return manifest.command
+    words = [word for word in shlex.split(manifest.command) if not word.startswith("out=")]
+    return shlex.join([*words, f"out={quoted(shown(root))}"])
+
+
+def doctor_command(arguments: Arguments) -> int:
+    """Examine, say what was found, and repair if asked; returns the exit code."""
     root, remote = opened_store(arguments.flags.store, fresh=True)
     health = examine(root)
     manifest = _say_health(root, health)
@@ -56,18 +93,14 @@ def run(
     if not arguments.flags.repair:
         say(f"repair with: python -m harness doctor {shlex.quote(shown(root))} --repair")
         return 1
-    return _repair(root, remote, list(health.damage), manifest, point, report)
+    return _repair(root, remote, list(health.damage), manifest, arguments)
 
 
-def _say_health(root: Path, health: "Health") -> "Manifest | None":
+def _say_health(root: Path, health: Health) -> Manifest | None:
     """Print what was found; returns the store's manifest where it can be read."""
-    from harness.cli.report import show_problems
-    from harness.store.errors import ForeignFileError
-    from harness.store.manifest import read_manifest
-    from harness.store.remote import shown
-
     whole, files = numbered(health.records, "record"), numbered(health.files, "file")
     say(f"{shown(root)}: {whole} and {files} beside them are whole")
+    say("not compared, as they have no digests: summary.parquet, sweep.json and the report")
     if health.undigested:
         say(
             f"{numbered(health.undigested, 'record')} of an older version without digests: checked by form alone"
@@ -82,22 +115,10 @@ def _say_health(root: Path, health: "Health") -> "Manifest | None":
 
 
 def _repair(
-    root: Path,
-    remote: "RemoteStore | None",
-    names: list[str],
-    manifest: "Manifest | None",
-    point: "PointFunctions | None",
-    report: "ReportFunctions | None",
+    root: Path, remote: RemoteStore | None, names: list[str], manifest: Manifest | None, arguments: Arguments
 ) -> int:
     """Set the damaged points aside and run them again; returns the exit code."""
-    from harness.cli.report import write_report
-    from harness.cli.sweep import exchanging, locked, point_functions, stoppable
-    from harness.cluster import refuse_beside_jobs
-    from harness.store.atomic import remove_leftovers
-    from harness.store.health import set_aside
-    from harness.sweep.execute import execute
-    from harness.sweep.plan import plan_sweep
-
+    request = None if manifest is None else _request_of(root, manifest)  # refused before anything is moved
     with stoppable(), locked(root), exchanging(remote):
         refuse_beside_jobs(root, "doctor --repair")
         aside = set_aside(root, names)
@@ -105,11 +126,11 @@ def _repair(
             remote.set_aside(names)
         remove_leftovers(root)
         say(f"{numbered(len(names), 'damaged point')} moved to {aside}")
-        if manifest is None:
+        if manifest is None or request is None:
             remark("without sweep.json it is not known how they were made; run the sweep again")
             return 1
-        functions = point or point_functions()
-        sweep = plan_sweep(_request_of(root, manifest), functions)
+        functions = arguments.point or point_functions()
+        sweep = plan_sweep(request, functions)
         todo = [planned for planned in sweep.points if planned.fingerprint in names]
         if len(todo) < len(names):
             lost = numbered(len(names) - len(todo), "point")
@@ -117,22 +138,34 @@ def _repair(
         committed = remote.push_point if remote is not None else None
         outcome = execute(sweep, todo, runner=functions.run_point, committed=committed)
         if todo and outcome.done:
-            write_report(root, manifest, report)
+            write_report(root, manifest, arguments.report)
         repaired = len(todo) - len(outcome.failed)
         say(f"{repaired} of {numbered(len(names), 'damaged point')} repaired")
         return 0 if repaired == len(names) and not outcome.interrupted else 1
 
 
-def _request_of(root: Path, manifest: "Manifest") -> "SweepRequest":
+def _request_of(root: Path, manifest: Manifest) -> SweepRequest:
     """The request that the manifest's command makes, for the folder in which it lies now."""
-    from harness.config.overrides import quoted
-    from harness.sweep.plan import run_request, sweep_request
-
     words = shlex.split(manifest.command)
     if words[:3] != ["python", "-m", "harness"] or len(words) < 4 or words[3] not in ("run", "sweep"):
         raise UserError(f"{root}/sweep.json: its command is no sweep: {manifest.command}")
     overrides = [word for word in words[4:] if "=" in word and not word.startswith(("out=", "-"))]
     request = sweep_request if words[3] == "sweep" else run_request
-    from harness.store.remote import shown
+    return request([*of_a_file(overrides, f"{root}/sweep.json"), f"out={quoted(shown(root))}"])
 
-    return request([*overrides, f"out={quoted(shown(root))}"])
+
+def logs_command(arguments: Arguments) -> int:
+    """Print the job and the log of each point; returns 1 where no point fits."""
+    root = named_store(arguments.flags.store)
+    book = Book.read(root)
+    if not book.submissions:
+        raise UserError(f"no point of '{root}' ran in Slurm (no jobs.json); other points have no log")
+    manifest = known_manifest(root)
+    labels = {point.fingerprint: " ".join(point.overrides) for point in manifest.points} if manifest else {}
+    wanted, found = arguments.flags.point or "", 0
+    for name, task, submission in book.newest_of_points():
+        label = labels.get(name, "(a point of an earlier sweep)")
+        if wanted in label or name.startswith(wanted):
+            say(f"{name[:12]}  job {task}  {log_of(submission, task)}  {label}")
+            found += 1
+    return 0 if found else 1

@@ -1,60 +1,35 @@
-"""`report` and `status`, and the end of every sweep: summary, report, verdict, failures, exit code."""
+"""`report`, and the end of every sweep: summary, report, verdict, failures, exit code."""
 
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from harness.cli import INTERRUPTED, Arguments, ReportFunctions
 from harness.config.errors import UserError
-from harness.config.overrides import parse_override, quoted
+from harness.config.overrides import parse_override
 from harness.config.paths import NO_KERNELS, check_kernels, is_url
-from harness.config.schema import Figures, Paper, ReportConfig, RunConfig
-from harness.console import Arguments, numbered, remark, say, shortened
+from harness.config.schema import Figures, Paper, ReportConfig
+from harness.console import remark, say, shortened
+from harness.store import ForeignFileError
 from harness.store.atomic import exclusive
 from harness.store.commit import Layout
-from harness.store.errors import ForeignFileError
 from harness.store.manifest import Manifest, read_manifest, with_report, write_manifest
-from harness.store.reading import StoreContent, read_store
+from harness.store.reading import read_store
 from harness.store.remote import RemoteStore, shown
 from harness.store.summary import SummaryRows, write_summary
-from harness.store.survey import survey
-from harness.sweep.execute import Outcome
+from harness.sweep.execute import SweepOutcome
 
-INTERRUPTED = 130
 MOST_LISTED = 10  # failed or damaged points that are named one by one
 RESULTS = Path("results")
 MOST_UNNAMED = 5000  # points of a store without a manifest; their whole records take some 1 GB
 MOST_AT_ONCE = 2000  # points whose records are held in memory together; the page shows some of more
 
 
-class ReportFunctions(Protocol):
-    """The functions of `harness.report` that a command calls. A test passes a module or an object of its own."""
-
-    @property
-    def ReportError(self) -> type[Exception]:  # noqa: N802 - the name of the class in the package
-        """Raised by the two functions where there is nothing to report on."""
-        ...
-
-    def write_report(
-        self,
-        store_root: Path,
-        *,
-        out: Path | None = None,
-        additions: Sequence[Any] = (),
-        rows: SummaryRows | None = None,
-        figures: Figures = Figures.all,
-        options: ReportConfig | None = None,
-    ) -> Path:
-        """Write the report of a store and return its page; `rows` gets the rows of a large sweep."""
-        ...
-
-    def verdict_lines(self, store_root: Path) -> Sequence[str]:
-        """The difference between prediction and measurement, in a few lines."""
-        ...
-
-
-def finish(out: Path, manifest: Manifest, outcome: Outcome, report: ReportFunctions | None = None) -> int:
+def finish(
+    out: Path, manifest: Manifest, outcome: SweepOutcome, report: ReportFunctions | None = None
+) -> int:
     """Write summary and report of a sweep and print its outcome; returns the exit code.
 
     `report` takes the place of `harness.report`.
@@ -109,7 +84,10 @@ def write_report(
     Raises:
         UserError: there is nothing to report on.
     """
-    report = report or _report_functions()
+    if report is None:
+        from harness import report as package
+
+        report = package
     large, rows = manifest is not None and len(manifest.points) > MOST_AT_ONCE, SummaryRows()
     if manifest is None:
         _check_unnamed(out)
@@ -124,10 +102,12 @@ def write_report(
         options = options or options_of(manifest)
         if options != ReportConfig():
             more["options"] = options
-        path = report.write_report(out, out=target, additions=_additions(kernels), **more)
+        verdict: list[str] = []
+        path = report.write_report(
+            out, out=target, additions=_additions(kernels), tell=verdict.append, **more
+        )
         if large:
             rows.write(target or out)
-        verdict = report.verdict_lines(out)
     except report.ReportError as error:
         raise UserError(str(error)) from error
     if manifest is not None and path.is_relative_to(out):
@@ -147,16 +127,10 @@ def _check_unnamed(out: Path) -> None:
         )
 
 
-def _report_functions() -> ReportFunctions:
-    from harness import report
-
-    return report
-
-
 def _additions(kernels: Path | None) -> list[Any]:
     if kernels is None:
         return []
-    from harness.bench.kernels.section import kernel_section
+    from harness.bench.page import kernel_section
 
     make = kernel_section(kernels)
 
@@ -237,13 +211,14 @@ def _say_report(path: Path, verdict: Sequence[str]) -> None:
     say(f"report: {path}")
 
 
-def _say_failures(outcome: Outcome) -> None:
+def _say_failures(outcome: SweepOutcome) -> None:
     for failed in outcome.failed[:MOST_LISTED]:
         say(shortened(f"  {failed.label}: {failed.error}\n    traceback: {failed.file}"))
-    _say_more(len(outcome.failed))
+    say_more(len(outcome.failed))
 
 
-def _say_more(failed: int) -> None:
+def say_more(failed: int) -> None:
+    """Print how many failures were not named."""
     if failed > MOST_LISTED:
         say(f"  ... and {failed - MOST_LISTED:,} more, each with a failure.json in its folder under points/")
 
@@ -256,20 +231,21 @@ def show_problems(problems: Sequence[str], write: Callable[[str], None] = remark
         write(f"... and {len(problems) - MOST_LISTED:,} more; see: python -m harness doctor FOLDER")
 
 
-def report_command(arguments: Arguments, report: ReportFunctions | None = None) -> int:
-    """Write the report of a store again, from its records. `report` takes the place of `harness.report`."""
-    _refuse_url("--out", arguments.flags.out)
+def report_command(arguments: Arguments) -> int:
+    """Write the report of a store again, from its records."""
+    if (out := arguments.flags.out) is not None and is_url(out):
+        raise UserError(f"--out {out}: name a folder; only the store of a sweep may lie on object storage")
     root, remote = opened_store(arguments.flags.store)
-    target = Path(arguments.flags.out) if arguments.flags.out else None
+    target = Path(out) if out else None
     if _asks_for_a_figure(arguments):
         return _write_figure(arguments, root, target)
-    manifest = _manifest(root)
+    manifest = read_or_none(root)
     figures = Figures(arguments.flags.figures) if arguments.flags.figures else figures_of(manifest)
     kernels, options = _kernels(arguments.flags.kernels, root, manifest), options_of(manifest)
     options.paper = Paper(arguments.flags.paper) if arguments.flags.paper else options.paper
     options.serif |= arguments.flags.serif
     options.latex |= arguments.flags.latex
-    write_report(root, manifest, report, target, kernels, figures, options)
+    write_report(root, manifest, arguments.report, target, kernels, figures, options)
     _summarise(root, arguments.flags.against, arguments.flags.markdown)
     if remote is not None and target is None:
         with exclusive(root), remote.writing(remark):
@@ -284,20 +260,11 @@ def _asks_for_a_figure(arguments: Arguments) -> bool:
         UserError: another option of the figure is there without it, or one of the report beside it.
     """
     flags = arguments.flags
-    parts = {"--hue": flags.hue, "--col": flags.col, "--where": flags.where, "--metric": flags.metric}
-    given = [name for name, value in parts.items() if value]
+    given = [f"--{name}" for name in ("hue", "col", "where", "metric") if getattr(flags, name)]
     if flags.x is None and given:
         raise UserError(f"{given[0]} needs --x KEY: the setting along the figure's x axis")
-    report = {
-        "--kernels": flags.kernels,
-        "--against": flags.against,
-        "--markdown": flags.markdown,
-        "--figures": flags.figures,
-        "--paper": flags.paper,
-        "--serif": flags.serif or None,
-        "--latex": flags.latex or None,
-    }
-    others = [name for name, value in report.items() if value is not None]
+    whole = ("kernels", "against", "markdown", "figures", "paper", "serif", "latex")
+    others = [f"--{name}" for name in whole if getattr(flags, name) not in (None, False)]
     if flags.x is not None and others:
         raise UserError(f"{others[0]} belongs to the whole report; --x writes one figure alone")
     return flags.x is not None
@@ -305,7 +272,7 @@ def _asks_for_a_figure(arguments: Arguments) -> bool:
 
 def _write_figure(arguments: Arguments, root: Path, target: Path | None) -> int:
     from harness.report import ReportError
-    from harness.report.chosen_figure import FigureChoice, write_chosen_figure
+    from harness.report.write import FigureChoice, write_chosen_figure
 
     flags = arguments.flags
     where: dict[str, str] = {}
@@ -332,7 +299,7 @@ def _summarise(root: Path, against: str | None, markdown: str | None) -> None:
     if against is None and markdown is None:
         return
     from harness.report import ReportError
-    from harness.report.summary import change_lines, summary_markdown
+    from harness.report.verdict_text import change_lines, summary_markdown
 
     other = None if against is None else opened_store(against)[0]
     try:
@@ -357,58 +324,6 @@ def _kernels(named: str | None, root: Path, manifest: Manifest | None) -> Path |
     return None if named == NO_KERNELS else Path(named).expanduser()
 
 
-def status_command(arguments: Arguments) -> int:
-    """Print which points of a store are done, which failed and where the traceback is, and which are left."""
-    root, _ = opened_store(arguments.flags.store)
-    manifest, content = _manifest(root), survey(root)
-    show_problems(content.problems, say)
-    if manifest is None:
-        done, failed = numbered(len(content.records), "point"), len(content.failures)
-        say(f"{shown(root)}: {done} done, {failed} failed; no sweep.json that says of which sweep")
-        return 0
-    _say_status(root, manifest, content)
-    return 0
-
-
-def _say_status(root: Path, manifest: Manifest, content: StoreContent) -> None:
-    names = [point.fingerprint for point in manifest.points]
-    done = [name for name in names if name in content.records]
-    failed = [point for point in manifest.points if _has_failed(point.fingerprint, content)]
-    left = len(names) - len(done) - len(failed)
-    say(f"{shown(root)}: sweep '{manifest.name}', {len(done)} of {len(names)} points done")
-    if failed:
-        say(f"{len(failed)} failed:")
-    for point in failed[:MOST_LISTED]:
-        failure = content.failures[point.fingerprint]
-        say(shortened(f"  {failure.get('label', ' '.join(point.overrides))}: {failure.get('error')}"))
-        say(f"    traceback: {Layout(root).failure(point.fingerprint)}")
-    _say_more(len(failed))
-    if left or failed:
-        say(f"{left} not run yet. Go on with: {command_for(root, manifest)}")
-    others = len(content.records) - len(done)
-    if others:
-        say(f"{numbered(others, 'other point')} of earlier sweeps kept in the same folder")
-    if manifest.report:
-        say(f"report: {root / manifest.report}")
-
-
-def command_for(root: Path, manifest: Manifest) -> str:
-    """The command that goes on with a store where it lies now, which may be a copy of where it was written."""
-    recorded = [text.partition("=")[2] for text in manifest.overrides if text.startswith("out=")]
-    written = parse_override(f"out={recorded[-1]}").settings[0].value if recorded else RunConfig().out
-    here = shown(root) if is_url(str(written)) else root.resolve()
-    if (
-        str(written).rstrip("/") if is_url(str(written)) else Path(str(written)).expanduser().resolve()
-    ) == here:
-        return manifest.command
-    words = [word for word in shlex.split(manifest.command) if not word.startswith("out=")]
-    return shlex.join([*words, f"out={quoted(shown(root))}"])
-
-
-def _has_failed(name: str, content: StoreContent) -> bool:
-    return name in content.failures and name not in content.records
-
-
 def opened_store(named: str | None, *, fresh: bool = False) -> tuple[Path, RemoteStore | None]:
     """The folder of the named store, and where it lies on object storage: its local copy, brought up to date.
 
@@ -421,13 +336,6 @@ def opened_store(named: str | None, *, fresh: bool = False) -> tuple[Path, Remot
     if not remote.there and not Layout(remote.folder).manifest.exists():
         raise UserError(f"no results in '{named}' (no sweep.json, no points/); name the store of a sweep")
     return remote.folder, remote
-
-
-def _refuse_url(option: str, value: str | None) -> None:
-    if value is not None and is_url(value):
-        raise UserError(
-            f"{option} {value}: name a folder; only the store of a sweep may lie on object storage"
-        )
 
 
 def named_store(named: str | None) -> Path:
@@ -444,7 +352,8 @@ def named_store(named: str | None) -> Path:
     return manifests[-1].parent
 
 
-def _manifest(root: Path) -> Manifest | None:
+def read_or_none(root: Path) -> Manifest | None:
+    """The store's manifest; None, and a remark, where it cannot be read."""
     try:
         return read_manifest(root)
     except ForeignFileError as error:

@@ -2,13 +2,14 @@
 
 from omegaconf import OmegaConf
 
-from harness.config.checks import check_config
+from harness.cli import Arguments
+from harness.config.checks import checked
 from harness.config.compose import compose_config, normalise
 from harness.config.errors import UserError
 from harness.config.groups import EXPERIMENTS, conf_dir, default_choices, groups, list_options, purpose
 from harness.config.option_files import is_option_file
 from harness.config.schema import RunConfig
-from harness.console import Arguments, say
+from harness.console import say
 from harness.sweep.plan import SweepRequest, run_request
 
 
@@ -18,10 +19,7 @@ def show_command(arguments: Arguments) -> int:
         _say_groups()
         return 0
     request = run_request(arguments.overrides)
-    config = compose_config(axis.settings[0] for axis in request.axes)
-    errors = check_config(config)
-    if errors:
-        raise UserError("\n".join(map(str, errors)))
+    config = checked(compose_config(axis.settings[0] for axis in request.axes))
     _say_origin(request)
     say(_pool(normalise(config)))
     say(OmegaConf.to_yaml(OmegaConf.structured(normalise(config))).rstrip())
@@ -30,10 +28,10 @@ def show_command(arguments: Arguments) -> int:
 
 def _pool(config: RunConfig) -> str:
     """The size of the pool and where it comes from; or why it is not known."""
-    from harness.workload.shapes import pool_shape
+    from harness.workload.deployment import deployment_of
 
     try:
-        pool = pool_shape(config)
+        pool = deployment_of(config).pool
     except UserError as error:
         return f"# pool: {error}"
     return f"# pool: {pool.num_blocks:,} blocks of {pool.block_size}, {pool.origin}"

@@ -10,34 +10,25 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
 
-from harness.cli.report import (
-    INTERRUPTED,
-    ReportFunctions,
-    finish,
-    known_manifest,
-    same_sweep,
-    show_problems,
-)
+from harness.cli import INTERRUPTED, Arguments
+from harness.cli.report import finish, known_manifest, same_sweep, show_problems
 from harness.cluster import backend_for
 from harness.config.errors import ConfigError, UserError
 from harness.config.memory import point_memory
 from harness.config.paths import is_url
 from harness.config.schema import Place
-from harness.console import Arguments, counted, numbered, planning, remark, say
+from harness.console import counted, numbered, planning, remark, say
+from harness.store import StoreError
 from harness.store.atomic import check_writable, exclusive, remove_leftovers
 from harness.store.commit import Layout
-from harness.store.errors import StoreError
 from harness.store.manifest import Manifest, SweepPoint, keep_report, write_manifest
 from harness.store.reading import StoreContent
 from harness.store.remote import RemoteStore, shown
 from harness.store.survey import survey
-from harness.sweep.estimate import Pace, at_once, pace_of
-from harness.sweep.execute import Outcome, PointRunner, PointStages, execute
+from harness.sweep.execute import PointFunctions, SweepOutcome, execute
 from harness.sweep.plan import (
     PlannedPoint,
-    PointChecks,
     SweepPlan,
     SweepRequest,
     in_its_own_place,
@@ -45,23 +36,9 @@ from harness.sweep.plan import (
     run_request,
     sweep_request,
 )
-from harness.sweep.progress import WORTH_SAYING_S, duration
+from harness.sweep.progress import WORTH_SAYING_S, TimeModel, at_once, duration, time_model
 
 _STOPPING = (signal.SIGTERM, signal.SIGHUP)
-
-
-class PointFunctions(PointChecks, Protocol):
-    """The functions of `harness.point` that a sweep calls. A test passes a module or an object of its own."""
-
-    @property
-    def run_point(self) -> PointRunner:
-        """Runs one point; a function at the top level of a module, since worker processes import it."""
-        ...
-
-    @property
-    def point_stages(self) -> PointStages:
-        """Runs a measured point in stages."""
-        ...
 
 
 @contextmanager
@@ -85,14 +62,9 @@ def _stop(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def sweep_command(
-    arguments: Arguments, point: PointFunctions | None = None, report: ReportFunctions | None = None
-) -> int:
-    """Run the points of the command line that are not done yet, and write the report; returns the exit code.
-
-    `point` and `report` take the place of `harness.point` and `harness.report`, which are imported only when needed.
-    """
-    request, point = _request(arguments), point or point_functions()
+def sweep_command(arguments: Arguments) -> int:
+    """Run the points of the command line that are not done yet, and write the report; returns the exit code."""
+    request, point = _request(arguments), arguments.point or point_functions()
     sweep = plan_sweep(request, point, progress=planning)
     _announce(sweep)
     remote = remote_store(sweep.points[0].config.out)
@@ -102,7 +74,7 @@ def sweep_command(
         content = _read(sweep.out)
         return _dry_run(sweep, _left(sweep, content, arguments), content)
     with stoppable(), locked(sweep.out), exchanging(remote):
-        return _run(sweep, arguments, point, report, remote)
+        return _run(sweep, arguments, point, remote)
 
 
 def point_functions() -> PointFunctions:
@@ -122,17 +94,11 @@ def exchanging(remote: RemoteStore | None) -> AbstractContextManager[None]:
     return nullcontext() if remote is None else remote.writing(remark)
 
 
-def _run(
-    sweep: SweepPlan,
-    arguments: Arguments,
-    point: PointFunctions,
-    report: ReportFunctions | None,
-    remote: RemoteStore | None,
-) -> int:
+def _run(sweep: SweepPlan, arguments: Arguments, point: PointFunctions, remote: RemoteStore | None) -> int:
     """Execute the points that are left and report. The caller holds the lock of the store."""
     manifest, known = _manifest(sweep, arguments), known_manifest(sweep.out)
     content = _read(sweep.out)
-    todo, pace = _left(sweep, content, arguments), pace_of(content.records.values())
+    todo, times = _left(sweep, content, arguments), time_model(content.records.values())
     del content
     backend = backend_for(sweep, point, force=arguments.flags.force) if todo else None
     if todo or not same_sweep(known, manifest):
@@ -142,10 +108,10 @@ def _run(
     if not todo:
         remove_leftovers(sweep.out)  # of jobs of a cluster, which finished all while no command ran
         say(f"nothing left to do: all {len(sweep.points)} points are in {shown(sweep.out)}")
-        return _finish(sweep, manifest, Outcome(len(sweep.points), (), interrupted=False), report)
-    expected = pace.duration(todo, min(at_once(sweep), len(todo)))
+        return _finish(sweep, manifest, SweepOutcome(len(sweep.points), (), interrupted=False), arguments)
+    expected = times.duration(todo, min(at_once(sweep), len(todo)))
     if expected is not None and expected.seconds >= WORTH_SAYING_S:
-        remark(_how_long(sweep, todo, pace))
+        remark(_how_long(sweep, todo, times))
     try:
         committed = remote.push_point if remote is not None else None
         outcome = execute(
@@ -154,7 +120,7 @@ def _run(
             runner=point.run_point,
             stages=point.point_stages,
             backend=backend,
-            pace=pace,
+            times=times,
             committed=committed,
         )
     finally:
@@ -164,7 +130,7 @@ def _run(
             "measured points are open together, and those that had not ended are measured anew; "
             "execute.spread_s=0 ends each point before the next begins"
         )
-    return _finish(sweep, manifest, outcome, report)
+    return _finish(sweep, manifest, outcome, arguments)
 
 
 def _shares_the_time(point: PlannedPoint) -> bool:
@@ -173,9 +139,9 @@ def _shares_the_time(point: PlannedPoint) -> bool:
     return config.measure and config.execute.place is Place.local and config.execute.spread_s > 0
 
 
-def _finish(sweep: SweepPlan, manifest: Manifest, outcome: Outcome, report: ReportFunctions | None) -> int:
+def _finish(sweep: SweepPlan, manifest: Manifest, outcome: SweepOutcome, arguments: Arguments) -> int:
     try:
-        return finish(sweep.out, manifest, outcome, report)
+        return finish(sweep.out, manifest, outcome, arguments.report)
     except KeyboardInterrupt:
         remark(f"stopped while the report was written; the points are kept in {shown(sweep.out)}.")
         remark(f"Go on with the same command: {manifest.command}")
@@ -239,18 +205,18 @@ def _dry_run(sweep: SweepPlan, todo: list[PlannedPoint], content: StoreContent) 
         say(f"{planned.fingerprint[:12]}  {state:<13}  {planned.label}")
     say(f"{numbered(len(sweep.points), 'point')}, {len(todo)} to run, results in {shown(sweep.out)}")
     if todo:
-        say(_how_long(sweep, todo, pace_of(content.records.values())))
+        say(_how_long(sweep, todo, time_model(content.records.values())))
     return 0
 
 
-def _how_long(sweep: SweepPlan, todo: list[PlannedPoint], pace: Pace) -> str:
+def _how_long(sweep: SweepPlan, todo: list[PlannedPoint], times: TimeModel) -> str:
     """The time and memory that the points will take, as far as earlier points and the settings tell."""
     workers = min(at_once(sweep), len(todo))
-    span = pace.duration(todo, workers)
+    span = times.duration(todo, workers)
     memory = max(point_memory(point.config) for point in todo) / 1e9
     if span is None:
         return f"time: not known before such a point has run in this folder; memory: about {memory:,.1f} GB a process"
-    source = f"learned from {numbered(pace.points, 'earlier point')}"
+    source = f"learned from {numbered(times.points, 'earlier point')}"
     between = "its error is not known from so few"
     if span.low is not None and span.high is not None:
         between = f"95 % interval {duration(span.low)} to {duration(span.high)}"

@@ -1,18 +1,21 @@
-"""`twin`: fit a simulation to a deployment's log, compare both second by second, and answer what-ifs."""
+"""`twin`: fit a simulation to a deployment's log, compare both second by second, and answer what-ifs.
+
+Beside it `calibrate --from-log`, which keeps the fitted device.
+"""
 
 import argparse
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from harness.cli import Arguments, Command, out_folder
 from harness.config.errors import UserError
-from harness.config.paths import check_out
 from harness.console import remark, say
 
 if TYPE_CHECKING:
-    from harness.console import Arguments
-    from harness.deployment.log import Deployment
-    from harness.deployment.twin import Twin
+    from harness.twin.log import EngineLog
+    from harness.twin.twin import Twin
 
 _MORE = """\
 FOLDER holds a log of requests (vllm bench serve --save-detailed, OpenTelemetry spans, SGLang's request log, GuideLLM,
@@ -26,16 +29,7 @@ example:
   python -m harness twin logs/ device=rtx_pro_6000"""
 
 
-def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Describe `twin`."""
-    parser = commands.add_parser(
-        "twin",
-        help="simulate a deployment from its log, and ask what if",
-        description="Fit a simulation to a deployment's log, compare both, and answer what-ifs.",
-        epilog=_MORE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def _add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="FOLDER", help="the log and the settings of the deployment")
     parser.add_argument(
         "--device",
@@ -48,26 +42,23 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     parser.add_argument("--out", metavar="DIR", help="default: results/twin/NAME")
     parser.add_argument("--metrics", metavar="URL", help="scrape this Prometheus endpoint into FOLDER first")
     parser.add_argument("--seconds", type=float, default=60.0, help="how long to scrape; default: 60")
-    parser.set_defaults(takes_overrides=True)
 
 
-def run(arguments: "Arguments") -> int:
+def _run(arguments: Arguments) -> int:
     """Read, fit, predict, write and print; returns the exit code."""
-    from harness.deployment.reading import read_deployment
-    from harness.deployment.twin import verdict
-    from harness.deployment.twin_page import notes, write_twin
+    from harness.twin.page import notes, write_twin
+    from harness.twin.reading import read_engine_log
+    from harness.twin.twin import verdict
 
     flags = arguments.flags
     folder = Path(flags.folder).expanduser()
-    out = flags.out or f"results/twin/{folder.resolve().name}"
-    for wrong in check_out(out):
-        raise UserError(f"--out {out}: {wrong}")
+    out = out_folder(flags.out or f"results/twin/{folder.resolve().name}")
     if flags.metrics:
         _scrape(flags, folder)
-    deployment = read_deployment(folder)
+    log = read_engine_log(folder)
     words = tuple(arguments.overrides) + ((f"device={flags.device}",) if flags.device else ())
-    twin = _twin(arguments, deployment, words)
-    page = write_twin(twin, Path(out))
+    twin = _twin(arguments, log, words)
+    page = write_twin(twin, out)
     for note in notes(twin):
         remark(f"note: {note}")
     say(verdict(twin))
@@ -82,33 +73,28 @@ def run(arguments: "Arguments") -> int:
     return 0
 
 
-def _twin(arguments: "Arguments", deployment: "Deployment", overrides: tuple[str, ...]) -> "Twin":
-    from dataclasses import replace
-
-    from harness.deployment.configured import configured
-    from harness.deployment.device_file import fitted_device
-    from harness.deployment.fit import fit_schedule
-    from harness.deployment.prediction import predictor
-    from harness.deployment.twin import Twin
-    from harness.deployment.what_ifs import what_ifs
+def _twin(arguments: Arguments, log: "EngineLog", overrides: tuple[str, ...]) -> "Twin":
+    from harness.twin.configured import configured
+    from harness.twin.fit import fit_schedule, fitted_device
+    from harness.twin.prediction import predictor
+    from harness.twin.twin import Twin
+    from harness.twin.what_ifs import what_ifs
 
     flags = arguments.flags
-    found = configured(deployment, overrides)
+    found = configured(log, overrides)
     config, fit = found.config, None
     if flags.no_fit or flags.device:
-        prediction = predictor(config, deployment.workload)(config.device)
+        prediction = predictor(config, log.workload)(config.device)
     else:
-        found, fit = fit_schedule(deployment, found, first=flags.first, progress=_progress)
-        config, prediction = replace(found.config, device=fitted_device(fit, deployment)), fit.prediction
+        found, fit = fit_schedule(log, found, first=flags.first, progress=_progress)
+        config, prediction = replace(found.config, device=fitted_device(fit, log)), fit.prediction
     changes = (
-        []
-        if flags.no_what_ifs
-        else what_ifs(deployment, config, prediction, lambda one: remark(f"what if {one}"))
+        [] if flags.no_what_ifs else what_ifs(log, config, prediction, lambda one: remark(f"what if {one}"))
     )
-    return Twin(deployment, found, config, prediction, fit, changes, command_of("twin", arguments))
+    return Twin(log, found, config, prediction, fit, changes, command_of("twin", arguments))
 
 
-def command_of(name: str, arguments: "Arguments") -> str:
+def command_of(name: str, arguments: Arguments) -> str:
     """The command line that makes the same again."""
     flags = arguments.flags
     words = ["python -m harness", name]
@@ -128,36 +114,35 @@ def _progress(simulations: int, cost: float) -> None:
 
 
 def _scrape(flags: argparse.Namespace, folder: Path) -> None:
-    from harness.deployment.scrape import scrape
+    from harness.twin.scrape import scrape
 
     remark(f"scraping {flags.metrics} for {flags.seconds:g} s")
     for note in scrape(flags.metrics, flags.seconds, folder):
         remark(f"note: {note}")
 
 
-def calibrate_from_log(arguments: "Arguments") -> int:
+def calibrate_from_log(arguments: Arguments) -> int:
     """`calibrate --from-log`: fit a device to a log, write it as a file, print what it is worth."""
-    from harness.deployment.configured import configured
-    from harness.deployment.device_file import errors_text, write_device
-    from harness.deployment.fit import doubts, explains_nothing, fit_schedule
-    from harness.deployment.reading import read_deployment
+    from harness.twin.configured import configured
+    from harness.twin.fit import doubts, explains_nothing, fit_schedule, write_device
+    from harness.twin.reading import read_engine_log
 
     flags = arguments.flags
-    deployment = read_deployment(Path(flags.from_log).expanduser())
-    found = configured(deployment, arguments.overrides)
+    log = read_engine_log(Path(flags.from_log).expanduser())
+    found = configured(log, arguments.overrides)
+    for warning in found.warnings:
+        remark(warning)
     path = Path(flags.out or f"results/devices/{found.config.device.name}.yaml").expanduser()
     if path.suffix not in (".yaml", ".yml"):
         raise UserError(f"--out {path}: a device's file ends in .yaml")
-    for note in deployment.notes:
+    for note in log.notes:
         remark(f"note: {note}")
     if flags.dry_run:
         for note in found.notes:
             remark(f"note: {note}")
-        say(
-            f"{len(deployment.requests)} requests of {deployment.name}; would be kept in {path}; nothing was fitted"
-        )
+        say(f"{len(log.requests)} requests of {log.name}; would be kept in {path}; nothing was fitted")
         return 0
-    found, fit = fit_schedule(deployment, found, first=flags.first, progress=_progress)
+    found, fit = fit_schedule(log, found, first=flags.first, progress=_progress)
     for note in found.notes:
         remark(f"note: {note}")
     for doubt in doubts(fit):
@@ -165,15 +150,15 @@ def calibrate_from_log(arguments: "Arguments") -> int:
     if explains_nothing(fit):
         raise UserError(
             f"the simulation cannot be fitted to this log: on the requests that were fitted, "
-            f"{errors_text(fit.fitted)}. Nothing was kept; check model, device, settings and the units of its times"
+            f"{fit.fitted}. Nothing was kept; check model, device, settings and the units of its times"
         )
-    write_device(fit, deployment, found.settings, command_of("calibrate", arguments), path)
+    write_device(fit, log, found, command_of("calibrate", arguments), path)
     say(
         f"{fit.device.name}, {found.config.model.name}: fitted to the first {fit.fitted_on} of {fit.requests} requests"
     )
     say(f"  with {fit.simulations} simulations, {fit.cpu_s:.0f} s of CPU")
-    say(f"error on the other {fit.held_out.requests}, which the fit never saw: {errors_text(fit.held_out)}")
-    say(f"  before the fit: {errors_text(fit.before)}")
+    say(f"error on the other {fit.held_out.requests}, which the fit never saw: {fit.held_out}")
+    say(f"  before the fit: {fit.before}")
     for one in fit.constants:
         how = "learned" if one.learned else "mostly the prior"
         say(
@@ -181,3 +166,13 @@ def calibrate_from_log(arguments: "Arguments") -> int:
         )
     say(f"kept in {path}; use it with device={path}")
     return 0
+
+
+COMMAND = Command(
+    "twin",
+    "simulate a deployment from its log, and ask what if",
+    _add,
+    _run,
+    about="Fit a simulation to a deployment's log, compare both, and answer what-ifs.",
+    more=_MORE,
+)

@@ -6,11 +6,11 @@ from pathlib import Path
 from harness.cluster.book import Book
 from harness.config.errors import ConfigError
 from harness.config.schema import Place
-from harness.sweep.execute import Backend
+from harness.sweep.execute import PointBackend
 from harness.sweep.plan import PointChecks, SweepPlan
 
 
-def backend_for(sweep: SweepPlan, checks: PointChecks, *, force: bool = False) -> Backend | None:
+def backend_for(sweep: SweepPlan, checks: PointChecks, *, force: bool = False) -> PointBackend | None:
     """The backend that `execute` asks for; None for this machine. The caller holds the lock of the store.
 
     Args:
@@ -40,7 +40,7 @@ def backend_for(sweep: SweepPlan, checks: PointChecks, *, force: bool = False) -
 
 def refuse_beside_jobs(out: Path, what: str) -> None:
     """Raise ConfigError if jobs of an earlier run may still commit points here, which `what` would run too."""
-    from harness.cluster.slurm_queue import QueueError, look
+    from harness.cluster.slurm import QueueError, look
 
     book = Book.read(out)
     if not book.open_submissions():

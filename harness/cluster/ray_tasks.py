@@ -20,7 +20,8 @@ from typing import Any
 from harness.cluster.job import CheckedRunner, Identity
 from harness.config.errors import ConfigError
 from harness.config.schema import ExecuteConfig, RunConfig
-from harness.console import numbered
+from harness.console import install_hint, numbered
+from harness.metrics.record import PointRecord
 from harness.sweep.execute import Done, PointRunner, commit_result, described, store_failure
 from harness.sweep.plan import PlannedPoint, PointChecks, SweepPlan
 from harness.sweep.progress import Reporter
@@ -34,14 +35,14 @@ _PATIENCE = 10  # times execute.attempts: nodes that may be lost with a point be
 def check_ray(sweep: SweepPlan) -> None:
     """Raise ConfigError where Ray is missing."""
     if find_spec("ray") is None:
-        raise ConfigError("execute", "ray needs Ray; install it with: pip install 'pagetwin[ray]'")
+        raise ConfigError("execute", f"ray needs Ray: {install_hint('ray')}")
 
 
 @dataclass(frozen=True)
 class _Result:
     """A point that has run, as it travels from its node to the driver."""
 
-    record: dict[str, Any]
+    record: PointRecord
     tables: Mapping[str, Mapping[str, Any]]
     files: Mapping[str, bytes]
     took_s: float
@@ -81,7 +82,7 @@ def run_on_ray(
     """
     execute = sweep.points[0].config.execute
     with _connected(execute, sweep.workers, reporter):
-        yield from _Driver(sweep, deque(todo), runner, checks.point_identity, reporter).run()
+        yield from _RayDriver(sweep, deque(todo), runner, checks.point_identity, reporter).run()
 
 
 @contextmanager
@@ -126,7 +127,7 @@ def _cores() -> float:
 
 
 @dataclass
-class _Driver:
+class _RayDriver:
     sweep: SweepPlan
     queue: deque[PlannedPoint]
     runner: PointRunner

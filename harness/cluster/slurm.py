@@ -1,9 +1,15 @@
-"""The driver of `execute=slurm`: it submits jobs, follows them, and submits again what a job that died left.
+"""Slurm: its queue, asked with its own commands, and the driver of `execute=slurm`.
 
-The jobs commit their points into the store; the driver only reads. So it may die and come back: it finds its jobs by
-the book of the store, waits for those that still run, and submits the points that no job has.
+The driver submits jobs, follows them, and submits again what a job that died left. The jobs commit their points into
+the store; the driver only reads. So it may die and come back: it finds its jobs by the book of the store, waits for
+those that still run, and submits the points that no job has.
+
+`squeue` tells the state of each task for as long as the controller remembers it (MinJobAge, 5 minutes by default), and
+needs no accounting. A task that it does not name any more has ended.
 """
 
+import os
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -12,21 +18,101 @@ from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
 
-from harness.cluster.book import Book, Submission
-from harness.cluster.grouping import groups_of
-from harness.cluster.journal import Journal
-from harness.cluster.slurm_queue import BLAMELESS, Queued, QueueError, cancel, end_of, look
-from harness.cluster.submit import Order, submit
+from harness.cluster.book import Book, Journal, Submission
+from harness.cluster.job import Order, groups_of, submit
 from harness.config.errors import ConfigError
-from harness.console import numbered
+from harness.console import install_hint, numbered
+from harness.store import ForeignFileError, StoreError, StoreVersionError
 from harness.store.commit import Layout
-from harness.store.errors import ForeignFileError, StoreError, StoreVersionError
-from harness.store.reading import read_record
+from harness.store.reading import read_file
 from harness.store.survey import survey
-from harness.sweep.estimate import Pace, pace_of
 from harness.sweep.execute import Done, PointRunner, store_failure
 from harness.sweep.plan import PlannedPoint, PointChecks, SweepPlan
-from harness.sweep.progress import Failed, Reporter
+from harness.sweep.progress import Failed, Reporter, TimeModel, time_model
+
+BLAMELESS = frozenset(["BOOT_FAIL", "CANCELLED", "NODE_FAIL", "PREEMPTED", "REVOKED"])
+"""Ends that say nothing about the points of the task."""
+
+ENDED = BLAMELESS | {"COMPLETED", "DEADLINE", "FAILED", "OUT_OF_MEMORY", "TIMEOUT"}
+
+_TIMEOUT_S = 60  # of one command; Slurm's own MessageTimeout is 10 s
+_FIELDS = "%i|%j|%T|%r"
+
+
+class QueueError(Exception):
+    """Slurm does not answer, or a command of it is missing; says what it printed."""
+
+
+@dataclass(frozen=True)
+class Queued:
+    """A task as the queue shows it."""
+
+    name: str  # of the job
+    state: str
+    reason: str  # why it waits, in Slurm's words
+
+    @property
+    def lives(self) -> bool:
+        """Whether the task runs, waits, is being ended or will be started again."""
+        return self.state not in ENDED
+
+
+def look() -> dict[str, Queued]:
+    """All tasks of this user that Slurm remembers, by id (JOB, or JOB_INDEX in an array).
+
+    Raises:
+        QueueError: Slurm does not answer.
+    """
+    words = [
+        "squeue",
+        "--noheader",
+        "--array",
+        "--states=all",
+        f"--user={os.getuid()}",
+        f"--format={_FIELDS}",
+    ]
+    found = {}
+    for line in _ask(words).splitlines():
+        number, _, rest = line.partition("|")
+        head, _, reason = rest.rpartition("|")
+        name, _, state = head.rpartition("|")
+        found[number.strip()] = Queued(name, state, reason)
+    return found
+
+
+def cancel(name: str) -> None:
+    """Cancel all jobs of a name.
+
+    Raises:
+        QueueError: Slurm does not answer.
+    """
+    _ask(["scancel", f"--name={name}", f"--user={os.getuid()}"])
+
+
+def end_of(task: str) -> str | None:
+    """How a task ended that the queue has forgotten, from the accounting; None where there is none."""
+    try:
+        said = _ask(
+            ["sacct", "--noheader", "--allocations", "--parsable2", f"--jobs={task}", "--format=State"]
+        )
+    except QueueError:
+        return None
+    words = said.split()
+    return words[0] if words else None
+
+
+def _ask(words: list[str]) -> str:
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=_TIMEOUT_S, errors="replace")
+    except FileNotFoundError:
+        raise QueueError(f"'{words[0]}' is not installed here") from None
+    except subprocess.TimeoutExpired:
+        raise QueueError(f"{words[0]} did not answer within {_TIMEOUT_S} s") from None
+    if done.returncode:
+        said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+        raise QueueError(f"{words[0]}: {said}")
+    return done.stdout
+
 
 _SBATCH_S = 20  # after this, an sbatch whose caller died has reached Slurm or never will
 _PATIENCE = 10  # times execute.attempts: jobs that may be cancelled or preempted before a point has failed
@@ -36,7 +122,7 @@ _TAIL = 40  # lines of a log that a failure keeps
 def check_installed() -> None:
     """Raise ConfigError where Slurm's commands or submitit are missing."""
     if find_spec("submitit") is None:
-        raise ConfigError("execute", "slurm needs submitit; install it with: pip install 'pagetwin[cluster]'")
+        raise ConfigError("execute", f"slurm needs submitit: {install_hint('cluster')}")
     gone = [name for name in ("sbatch", "squeue", "scancel", "srun") if which(name) is None]
     if gone:
         raise ConfigError(
@@ -62,7 +148,7 @@ def run_on_slurm(
     """
     out, execute = sweep.out.absolute(), sweep.points[0].config.execute
     order = Order(out, execute, runner, checks.point_identity, force)
-    driver = _Driver(order, {point.fingerprint: point for point in todo}, Book.read(sweep.out), reporter)
+    driver = _SlurmDriver(order, {point.fingerprint: point for point in todo}, Book.read(sweep.out), reporter)
     try:
         yield from driver.run()
     except StoreError:
@@ -85,17 +171,15 @@ class _Watched:
 
 
 @dataclass
-class _Driver:
+class _SlurmDriver:
     order: Order
     waiting: dict[str, PlannedPoint]  # by fingerprint: neither committed nor failed
     book: Book
     reporter: Reporter
     tasks: dict[str, _Watched] = field(default_factory=dict)
     deaths: Counter[str] = field(default_factory=Counter)  # by fingerprint: jobs that died with the point
-    losses: Counter[str] = field(
-        default_factory=Counter
-    )  # by fingerprint: jobs that ended without it, however
-    pace: Pace | None = None
+    losses: Counter[str] = field(default_factory=Counter)  # by fingerprint: jobs that ended without it
+    times: TimeModel | None = None
     said: str = ""
 
     def run(self) -> Iterator[Done]:
@@ -161,10 +245,10 @@ class _Driver:
         rest = [point for point in points if not self.deaths[point.fingerprint]]
         simulated = [point for point in rest if not point.config.measure]
         measured = [point for point in rest if point.config.measure]
-        if self.pace is None:
-            self.pace = pace_of(survey(self.order.out).records.values())
+        if self.times is None:
+            self.times = time_model(survey(self.order.out).records.values())
         groups = [
-            *groups_of(simulated, self.pace, execute.jobs, execute.job_min_s),
+            *groups_of(simulated, self.times, execute.jobs, execute.job_min_s),
             *((point,) for point in alone),
         ]
         groups += [tuple(measured)] if measured else []
@@ -217,7 +301,7 @@ class _Driver:
     def _failure(self, watched: _Watched, name: str) -> Failed:
         point, file = watched.points[name], Layout(self.order.out).failure(name)
         try:
-            error = str(read_record(file).get("error"))
+            error = str(read_file(file).get("error"))
         except (ForeignFileError, StoreVersionError) as reason:
             error = str(reason)
         return Failed(
@@ -248,9 +332,8 @@ class _Driver:
             return
         state = queue[task].state if task in queue else (end_of(task) or "ended")
         log = log_of(watched.submission, task)
-        idle = not (
-            told.running or told.done or told.failed
-        )  # died before it came to any point: all are suspect
+        # a job that died before it came to any point makes all of them suspect
+        idle = not (told.running or told.done or told.failed)
         hit = set(watched.points) if idle else told.running
         attempts = self.order.execute.attempts
         for name, point in watched.points.items():

@@ -6,7 +6,6 @@ It does what `engine.core.scheduling.commit` and the recorder do, in one pass.
 from harness.compiled.branches import fork, is_beam, kept_blocks, release_slot, reparent
 from harness.compiled.numba_edge import jitable
 from harness.compiled.pool import release
-from harness.compiled.pricing import DECODE_KV, DECODE_ROWS, PREFILL, PREFILL_KV, ROWS, SAMPLED, TOKENS
 from harness.compiled.scheduling import lacking_tokens
 from harness.compiled.state import (
     ADMITTED,
@@ -34,6 +33,7 @@ from harness.compiled.state import (
     WRITTEN,
     ReplayState,
 )
+from harness.replay.features import AT
 
 
 @jitable
@@ -41,8 +41,18 @@ def log_step(state: ReplayState, num_blocks: int, took_ns: int, attention_s: flo
     """Log the step under way; slot states are those while it runs."""
     at, features, size = state.at, state.features, state.rules.block_size
     counts = (  # in the order of COUNTS
-        *(at[NOW], took_ns, int(features[ROWS]), int(features[DECODE_ROWS]), int(features[PREFILL])),
-        *(int(features[TOKENS]), int(features[DECODE_KV] + features[PREFILL_KV]), int(features[SAMPLED])),
+        *(
+            at[NOW],
+            took_ns,
+            int(features[AT.rows]),
+            int(features[AT.decode_rows]),
+            int(features[AT.prefill_tokens]),
+        ),
+        *(
+            int(features[AT.tokens]),
+            int(features[AT.decode_kv] + features[AT.prefill_kv]),
+            int(features[AT.sampled_rows]),
+        ),
         *(
             at[TAKEN],
             at[COPIES],

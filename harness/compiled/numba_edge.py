@@ -61,7 +61,7 @@ def _cache_dir() -> Path:
     replay = here.parent / "replay"
     for source in (
         *sorted(here.glob("*.py")),
-        replay / "virtual_time.py",
+        replay / "arrivals.py",
         replay / "features.py",
         replay / "beams.py",
         replay / "branches.py",

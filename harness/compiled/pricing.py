@@ -25,7 +25,7 @@ from harness.compiled.state import (
 from harness.cost.fitted import FittedCost
 from harness.cost.roofline import RooflineCost
 from harness.replay.cost_model import CostModel, PacedCost
-from harness.replay.features import LARGE_PREFILL, WARMING, feature_index
+from harness.replay.features import AT, LARGE_PREFILL, WARMING
 
 ROOFLINE, LINEAR = 0, 1
 
@@ -48,41 +48,6 @@ def prices_of(cost: CostModel) -> Prices | None:
     return None
 
 
-(STEP, TOKENS, TO_2, TO_8, TO_32, TO_128, BEYOND_128) = feature_index(
-    ("step", "tokens", *(f"tokens_to_{most}" for most in (2, 8, 32, 128)), "tokens_beyond_128")
-)
-(ROWS, SAMPLED, DECODE_ROWS, DECODE_STEPS, DECODE_INPUTS, DECODE_KV) = feature_index(
-    ("rows", "sampled_rows", "decode_rows", "decode_steps", "decode_inputs", "decode_kv")
-)
-(
-    DISTINCT_KV,
-    PADDED_KV,
-    PADDED_BLOCKS,
-    CHUNKS,
-    PREFILL,
-    PREFILL_KV,
-    PREFILL_BLOCKS,
-    WORK,
-    BLOCKS,
-    NEW,
-    FREED,
-    ADMITTED_TOKENS,
-    AFTER,
-    BEAM_ROWS,
-    BEAM_STEPS,
-    COPIED,
-    DRAWN,
-    BEAM_ROWS_TO_16,
-) = feature_index(
-    (
-        *("decode_distinct_kv", "decode_padded_kv", "decode_padded_blocks", "prefill_rows", "prefill_tokens"),
-        "prefill_kv",
-        *("prefill_blocks", "prefill_work", "blocks", "new_blocks", "freed_slots", "admitted_tokens"),
-        *("after_prefill", "beam_rows", "beam_steps", "copied_slots", "drawn_rows", "beam_rows_to_16"),
-    )
-)
-
-
 @jitable
 def write_features(state: ReplayState, num_blocks: int) -> None:
     """Write the features of the step under way into `state.features`. Features of other requests stay 0."""
@@ -90,14 +55,14 @@ def write_features(state: ReplayState, num_blocks: int) -> None:
     features, size = state.features, state.rules.block_size
     if state.at[ENTRIES]:
         physical = num_blocks - state.at[EMPTY] - state.at[CACHED]
-        features[DISTINCT_KV] *= physical / state.at[ENTRIES]
-    features[NEW] = state.at[TAKEN]
-    features[COPIED] = state.at[COPIES] * size
-    features[FREED] = state.at[VOIDED] * size
-    features[ADMITTED_TOKENS] = 0
+        features[AT.decode_distinct_kv] *= physical / state.at[ENTRIES]
+    features[AT.new_blocks] = state.at[TAKEN]
+    features[AT.copied_slots] = state.at[COPIES] * size
+    features[AT.freed_slots] = state.at[VOIDED] * size
+    features[AT.admitted_tokens] = 0
     for row in range(state.at[RUNNING] - state.at[ADMITTED], state.at[RUNNING]):
-        features[ADMITTED_TOKENS] += state.inputs.prompt[state.batch.request[row]]
-    features[AFTER] = state.after_prefill[0]
+        features[AT.admitted_tokens] += state.inputs.prompt[state.batch.request[row]]
+    features[AT.after_prefill] = state.after_prefill[0]
 
 
 @jitable
@@ -126,38 +91,38 @@ def add_rows(state: ReplayState) -> None:
             chunk_kv, chunk_blocks = chunk_kv + end, chunk_blocks + blocks
             work += query * (end - (query - 1) / 2)
     tokens, features = decodes + chunk_tokens, state.features
-    features[STEP] = 1
-    features[TOKENS] = tokens
-    features[TO_2] = min(tokens, 2)
-    features[TO_8] = min(tokens, 8)
-    features[TO_32] = min(tokens, 32)
-    features[TO_128] = min(tokens, 128)
-    features[BEYOND_128] = max(tokens - 128, 0)
-    features[ROWS] = decodes + chunks
-    features[SAMPLED] = sampled
-    features[DRAWN] = drawn
-    features[BEAM_ROWS] = searching
-    features[BEAM_ROWS_TO_16] = min(searching, 16)
-    features[BEAM_STEPS] = min(searching, 1)
-    features[DECODE_ROWS] = decodes
-    features[DECODE_STEPS] = min(decodes, 1)
-    features[DECODE_INPUTS] = min(decodes, 1)
-    features[DECODE_KV] = kv
-    features[DISTINCT_KV] = kv
-    features[PADDED_KV] = decodes * longest
-    features[PADDED_BLOCKS] = decodes * blocks_of(longest, size)
-    features[CHUNKS] = chunks
-    features[PREFILL] = chunk_tokens
-    features[PREFILL_KV] = chunk_kv
-    features[PREFILL_BLOCKS] = chunk_blocks
-    features[WORK] = work
-    features[BLOCKS] = entries
+    features[AT.step] = 1
+    features[AT.tokens] = tokens
+    features[AT.tokens_to_2] = min(tokens, 2)
+    features[AT.tokens_to_8] = min(tokens, 8)
+    features[AT.tokens_to_32] = min(tokens, 32)
+    features[AT.tokens_to_128] = min(tokens, 128)
+    features[AT.tokens_beyond_128] = max(tokens - 128, 0)
+    features[AT.rows] = decodes + chunks
+    features[AT.sampled_rows] = sampled
+    features[AT.drawn_rows] = drawn
+    features[AT.beam_rows] = searching
+    features[AT.beam_rows_to_16] = min(searching, 16)
+    features[AT.beam_steps] = min(searching, 1)
+    features[AT.decode_rows] = decodes
+    features[AT.decode_steps] = min(decodes, 1)
+    features[AT.decode_inputs] = min(decodes, 1)
+    features[AT.decode_kv] = kv
+    features[AT.decode_distinct_kv] = kv
+    features[AT.decode_padded_kv] = decodes * longest
+    features[AT.decode_padded_blocks] = decodes * blocks_of(longest, size)
+    features[AT.prefill_rows] = chunks
+    features[AT.prefill_tokens] = chunk_tokens
+    features[AT.prefill_kv] = chunk_kv
+    features[AT.prefill_blocks] = chunk_blocks
+    features[AT.prefill_work] = work
+    features[AT.blocks] = entries
 
 
 @jitable
 def note_prefill(state: ReplayState) -> None:
     """Update `after_prefill` after a step: a large prefill slows the next steps down."""
-    large = min(1.0, state.features[PREFILL] / LARGE_PREFILL)
+    large = min(1.0, state.features[AT.prefill_tokens] / LARGE_PREFILL)
     state.after_prefill[0] = state.after_prefill[0] * WARMING + large
 
 
@@ -176,20 +141,20 @@ def roofline(state: ReplayState) -> tuple[float, float]:
     token_s, sample_s, decode_pair_s, kv_s, pair_s = rates[0], rates[1], rates[2], rates[3], rates[4]
     host_s, fixed_s, row_s, link_s = rates[5], rates[6], rates[7], rates[8]
     reduce_s, overlaps, decode_kv_s, copy_s = rates[9], rates[10], rates[11], rates[12]
-    prompts = max(features[PREFILL_KV] * kv_s, features[WORK] * pair_s)
-    decodes = max(features[DECODE_KV] * decode_kv_s, features[DECODE_KV] * decode_pair_s)
-    attention_s = decodes + prompts + (fixed_s + features[ROWS] * row_s)
+    prompts = max(features[AT.prefill_kv] * kv_s, features[AT.prefill_work] * pair_s)
+    decodes = max(features[AT.decode_kv] * decode_kv_s, features[AT.decode_kv] * decode_pair_s)
+    attention_s = decodes + prompts + (fixed_s + features[AT.rows] * row_s)
     reading = state.prices.reading
-    weights_s = reading[min(int(features[TOKENS]), len(reading) - 1)]
-    dense = features[TOKENS] * token_s + features[SAMPLED] * sample_s
+    weights_s = reading[min(int(features[AT.tokens]), len(reading) - 1)]
+    dense = features[AT.tokens] * token_s + features[AT.sampled_rows] * sample_s
     if overlaps:
         square = dense * dense
         dense = sqrt(sqrt(square * square + weights_s * weights_s * (weights_s * weights_s)))
     else:
         dense = max(dense, weights_s)
-    seconds = dense + attention_s + features[COPIED] * copy_s + host_s
+    seconds = dense + attention_s + features[AT.copied_slots] * copy_s + host_s
     if reduce_s or link_s:
-        seconds = seconds + (features[TOKENS] * link_s + reduce_s)
+        seconds = seconds + (features[AT.tokens] * link_s + reduce_s)
     return seconds, attention_s
 
 

@@ -46,11 +46,11 @@ from harness.metrics.log import (
     Outcome,
     RunLog,
 )
+from harness.replay.arrivals import LATEST_NS, NS_PER_S, TimeSpanError, to_s
 from harness.replay.beams import BeamGenealogy
 from harness.replay.features import FEATURES
-from harness.replay.step_table import PHASES
+from harness.replay.recorder import PHASES
 from harness.replay.streaming import CHUNK, RunFold
-from harness.replay.virtual_time import LATEST_NS, NS_PER_S, TimeSpanError, to_s
 
 LOG_STEPS = 2 * CHUNK  # steps in memory before they are handed on: few enough for the CPU's caches
 FULL, DONE, TOO_LONG, PREEMPTED_BRANCHES = 0, 1, 2, 3  # what `advance` returns

@@ -11,6 +11,8 @@ from typing import Any
 
 from harness.config.errors import ConfigError
 
+_MOST = 10**9  # of any number of a shape; more is a mistake, and sizes in bytes would not fit 64 bits
+
 
 class CheckpointFacts:
     """The facts of the checkpoint folder `path`; of a model with several parts those of its text part.
@@ -63,31 +65,31 @@ class CheckpointFacts:
         """The error of the value under `name`; `allowed` says what it must be."""
         return ConfigError(self._key, f"{self.file}: {name} is {self.get(name)!r}, must be {allowed}")
 
-    def number(self, *names: str) -> int:
-        """The first of `names` that is given: a whole number of at least 1.
+    def number(self, *names: str, most: int = _MOST) -> int:
+        """The first of `names` that is given: a whole number from 1 to `most`.
 
         Raises:
             ConfigError: none is given.
         """
-        found = self.maybe(*names)
+        found = self.maybe(*names, most=most)
         if found is None:
             raise ConfigError(
                 self._key, f"{self.file}: has none of {', '.join(names)}, so the model's shape is not known"
             )
         return found
 
-    def maybe(self, *names: str) -> int | None:
+    def maybe(self, *names: str, most: int = _MOST) -> int | None:
         """The same, or None where none is given.
 
         Raises:
-            ConfigError: it is no whole number, or below 1.
+            ConfigError: it is no whole number, below 1, or above `most`.
         """
         name = next((name for name in names if self._facts.get(name) is not None), None)
         if name is None:
             return None
         value = self._facts[name]
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(
-                self._key, f"{self.file}: {name} is {value!r}, must be a whole number of at least 1"
-            )
+            raise self.wrong(name, "a whole number of at least 1")
+        if value > most:
+            raise self.wrong(name, f"at most {most:,}")
         return value

@@ -11,7 +11,8 @@ from os.path import exists, expanduser
 from engine.core.options import CachePolicy, GroupPages, Keep, Preemption, Sharing, SpeculationMode
 from engine.runtime.models.spec import STATE_FAMILIES
 from engine.runtime.options import Backend, KVDtype
-from harness.config.errors import ConfigError
+from harness.config.capabilities import check_combinations
+from harness.config.errors import ConfigError, UserError
 from harness.config.execution import check_execution
 from harness.config.memory import check_memory
 from harness.config.paths import check_paths, check_trace_file
@@ -20,7 +21,6 @@ from harness.config.schema import (
     CostKind,
     DecodingMode,
     ModelConfig,
-    OracleEngine,
     RunConfig,
     SharingModel,
     TraceArrivals,
@@ -41,6 +41,13 @@ def check_config(config: RunConfig) -> list[ConfigError]:
     return [*check_settings(config), *check_paths(config)]
 
 
+def checked(config: RunConfig) -> RunConfig:
+    """The configuration, if it is valid. Raises UserError with all its errors."""
+    if errors := check_config(config):
+        raise UserError("\n".join(map(str, errors)))
+    return config
+
+
 def check_settings(config: RunConfig) -> list[ConfigError]:
     """The errors of one point, without those of the folders that a sweep shares."""
     rules: tuple[Callable[[RunConfig], Iterator[ConfigError]], ...] = (
@@ -49,8 +56,8 @@ def check_settings(config: RunConfig) -> list[ConfigError]:
         check_trace,
         check_policy,
         _pool,
-        check_groups,
-        check_keeping,
+        check_combinations,
+        check_eviction,
         check_decoding,
         _model,
         check_memory,
@@ -59,85 +66,14 @@ def check_settings(config: RunConfig) -> list[ConfigError]:
     return [error for rule in rules for error in rule(config)]
 
 
-def check_groups(config: RunConfig) -> Iterator[ConfigError]:
-    """What a cache with groups of layers does not do, each by the key that asks for it."""
-    cache, scheduler, decoding = config.cache, config.scheduler, config.decoding
-    if cache.groups is GroupPages.off:
-        return
-    head = f"cache.groups={cache.groups}"
-    asked = {
-        "decoding.beam_width": (
-            decoding.beam_width > 1 and decoding.sharing is not Sharing.prefix_cache,
-            "it serves single sequences, so beams are requests of their own (decoding.sharing=prefix_cache)",
-        ),
-        "decoding.n": (
-            decoding.mode is DecodingMode.sample
-            and decoding.n > 1
-            and decoding.sharing is not Sharing.prefix_cache,
-            "it serves single sequences, so samples are requests of their own (decoding.sharing=prefix_cache)",
-        ),
-        "decoding.draft_tokens": (decoding.draft_tokens > 0, "it takes no draft tokens"),
-        "scheduler.preemption": (scheduler.preemption is not Preemption.recompute, "it swaps nothing out"),
-        "cache.host_tokens": (cache.host_tokens > 0, "it swaps nothing out, so host memory would stay empty"),
-        "scheduler.admission": (scheduler.admission is not None, "free pages say little of single groups"),
-        "scheduler.async_scheduling": (
-            scheduler.async_scheduling,
-            "steps in flight would keep blocks behind a window for one step more",
-        ),
-        "cache.eviction": (cache.eviction is not None, "it has two orders of its own (cache.behind_first)"),
-        "cache.deduplicate": (cache.deduplicate, "it merges no equal blocks"),
-        "cache.pool_blocks": (
-            cache.pool_blocks is not None and cache.groups is not GroupPages.uniform,
-            "pages of its pools differ; use cache.pool_tokens",
-        ),
-        "model.kv_dtype": (
-            config.measure and config.model.kv_dtype is not KVDtype.model,
-            "its audit reads NaN in the tensors of each group, which 8-bit K and V do not keep",
-        ),
-        "engine.cuda_graphs": (
-            config.measure and bool(config.engine.cuda_graphs),
-            "a recorded step has one block table",
-        ),
-        "replay.kv_events": (config.replay.kv_events, "it keeps no events of the prefix cache"),
-        "replay.lookups": (config.replay.lookups, "it keeps no lookups"),
-        "replay.residency": (config.replay.residency is not None, "it samples no residency"),
-        "oracle": (
-            config.oracle.engine is not OracleEngine.none,
-            "the oracle compares caches without groups",
-        ),
-    }
-    for key, (is_asked, reason) in asked.items():
-        if is_asked:
-            yield ConfigError(key, f"not with {head}: {reason}; leave it out, or set cache.groups=off")
-
-
-def check_keeping(config: RunConfig) -> Iterator[ConfigError]:
-    """What a rule of keeping cached blocks, and answers in the cache, do not go with."""
-    cache, replay = config.cache, config.replay
-    several = config.device.data_parallel > 1
-    asked = {
-        "cache.keep": (cache.keep is not Keep.recent, f"found {cache.keep}, which"),
-        "cache.answers": (cache.answers, "found true, which"),
-        "replay.optimum": (replay.optimum, "found true, which"),
-    }
-    for key, (is_asked, head) in asked.items():
-        if not is_asked:
-            continue
-        if config.measure and key != "replay.optimum":
-            yield ConfigError(key, f"{head} is predicted alone; set measure=false")
-        if cache.groups is not GroupPages.off:
-            yield ConfigError(key, f"{head} does not go with groups of layers; set cache.groups=off")
-        if several:
-            yield ConfigError(key, f"{head} serves one replica; set device.data_parallel=1")
+def check_eviction(config: RunConfig) -> Iterator[ConfigError]:
+    """Rules of eviction that exclude one another."""
+    cache = config.cache
     if cache.keep is not Keep.recent and cache.eviction is not None:
         yield ConfigError("cache.keep", f"found {cache.keep} beside cache.eviction; choose one of them")
-    if replay.optimum and config.scheduler.order is not None:
+    if config.replay.optimum and config.scheduler.order is not None:
         yield ConfigError(
             "replay.optimum", "found true, but not with scheduler.order: ties of its order are not known"
-        )
-    if replay.optimum and not (cache.prefix_caching and replay.records):
-        yield ConfigError(
-            "replay.optimum", "found true, which needs cache.prefix_caching=true and replay.records=true"
         )
 
 
@@ -265,12 +201,6 @@ def check_policy(config: RunConfig) -> Iterator[ConfigError]:
         yield ConfigError(
             "scheduler.long_prefill_tokens",
             f"found {scheduler.long_prefill_tokens}, but scheduler.chunked_prefill=false cuts no prompt; set null",
-        )
-    if scheduler.async_scheduling and config.measure:
-        yield ConfigError(
-            "scheduler.async_scheduling",
-            "true, but the engine that measures schedules a step when the one before it has ended; set "
-            "measure=false to predict alone, or async_scheduling=false",
         )
 
 

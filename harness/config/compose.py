@@ -26,7 +26,7 @@ from harness.config.errors import ConfigError
 from harness.config.execution import applicable
 from harness.config.groups import conf_dir
 from harness.config.option_files import apply_option_file
-from harness.config.overrides import Setting, config_keys
+from harness.config.overrides import Setting, config_keys, refuse_resolver
 from harness.config.schema import (
     CostConfig,
     CostKind,
@@ -194,6 +194,8 @@ def compose_config(settings: Iterable[Setting], *, shared: bool = False) -> RunC
             where it stands in a file of the user's.
     """
     chosen = list(settings)
+    for item in chosen:
+        refuse_resolver(item.key, item.value)
     try:
         config = _composed_by_values(chosen)
     except UnusualError:
@@ -214,9 +216,11 @@ def compose_as_tree(chosen: Sequence[Setting]) -> RunConfig:
     for item in chosen:
         if not item.is_group:
             _apply(tree, item)
-    for key, value in _consequences(tree, {item.key for item in chosen}).items():
+    typed = _typed(tree)  # names the key of a reference that leads nowhere
+    changes = _consequences(typed, {item.key for item in chosen})
+    for key, value in changes.items():
         OmegaConf.update(tree, key, value, merge=False)
-    return _typed(tree)
+    return _typed(tree) if changes else typed
 
 
 def _composed_by_values(chosen: Sequence[Setting]) -> RunConfig:

@@ -13,12 +13,16 @@ from typing import Any, get_type_hints
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml.events import CollectionEndEvent, CollectionStartEvent
 
 from harness.config.errors import ConfigError
 from harness.config.groups import groups, list_options, option_file
 from harness.config.schema import RunConfig
 
 BASE = "base"
+RUNS_CODE = ("cache.eviction", "scheduler.order", "scheduler.victim", "scheduler.admission", "oracle.python")
+"""Keys whose value names a class that is imported, or a program that is started."""
+_LONGEST, _DEEPEST = 1 << 18, 20  # characters and levels of a YAML file of settings
 SUFFIXES = (".yaml", ".yml")
 # Without these a device or a model would be mostly that of the schema's defaults, which are those of a small CPU run.
 _NEEDED: Mapping[str, tuple[str, ...]] = {
@@ -50,6 +54,37 @@ _ASSUMED: Mapping[str, Mapping[str, float | None]] = {
 }
 
 
+def refuse_in_file(key: str, value: Any, where: str) -> None:
+    """Raise ConfigError where the value of a key names code to run, or is no plain value; `where` names the file."""
+    typed = f"if you trust it, type {key}=... on the command line of a run of your own"
+    if key in RUNS_CODE and value is not None:
+        raise ConfigError(key, f"{where} names code to run, {str(value)!r}, and no file may; {typed}")
+    if "${" in str(value):
+        raise ConfigError(key, f"{where} holds an interpolation, {str(value)!r}, and no file may; {typed}")
+
+
+def plain_yaml(text: str) -> Any:
+    """The value of a YAML text. Of a few lines with aliases YAML makes gigabytes, so a text has none.
+
+    Raises:
+        yaml.YAMLError: no YAML, or longer, deeper or of other kinds than a file of settings is.
+    """
+    if len(text) > _LONGEST:
+        raise yaml.YAMLError(f"{len(text):,} characters; a file of settings has at most {_LONGEST:,}")
+    depth = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        is_start, is_end = (isinstance(event, kind) for kind in (CollectionStartEvent, CollectionEndEvent))
+        depth += is_start - is_end
+        if depth > _DEEPEST or isinstance(event, yaml.AliasEvent):
+            problem = "an alias; write the value again" if depth <= _DEEPEST else "nesting too deep"
+            line = event.start_mark.line + 1 if event.start_mark else 1
+            raise yaml.YAMLError(f"line {line}: {problem}")
+    try:
+        return yaml.safe_load(text)
+    except (ValueError, AttributeError, KeyError) as error:  # a number, date or truth value in form only
+        raise yaml.YAMLError(f"a value cannot be read: {error}") from error
+
+
 def is_option_file(value: Any) -> bool:
     """Whether the value of a group names a file, and not an option: it ends as YAML files do."""
     return isinstance(value, str) and value.endswith(SUFFIXES)
@@ -75,6 +110,7 @@ def apply_option_file(tree: DictConfig, group: str, named: str) -> None:
             raise _error(
                 file, line, group, f"no key {key!r}; the keys are {', '.join([BASE, *sorted(known)])}"
             )
+        refuse_in_file(f"{group}.{key}", value, f"{file}:{line}")
         start[key] = value
     missing = [key for key in _NEEDED.get(group, ()) if key not in start]
     if missing:
@@ -121,6 +157,7 @@ def _entries(file: Path, group: str) -> Iterator[tuple[str, tuple[Any, int]]]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(group, f"cannot read '{file}': {error}") from None
     try:
+        plain_yaml(text)
         node = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
@@ -137,10 +174,7 @@ def _entries(file: Path, group: str) -> Iterator[tuple[str, tuple[Any, int]]]:
         if key in seen:
             raise _error(file, line, group, f"key {key!r} stands twice")
         seen.add(key)
-        yield (
-            key,
-            (yaml.safe_load(text[value_node.start_mark.index : value_node.end_mark.index] or "null"), line),
-        )
+        yield key, (yaml.SafeLoader("").construct_document(value_node), line)
 
 
 def _error(file: Path, line: int | None, key: str, reason: str) -> ConfigError:

@@ -23,7 +23,7 @@ from hydra.errors import HydraException
 
 from harness.config.errors import ConfigError, UnknownKeyError, UserError
 from harness.config.groups import EXPERIMENTS, experiments, groups, list_options
-from harness.config.option_files import is_option_file
+from harness.config.option_files import is_option_file, refuse_in_file
 from harness.config.schema import RunConfig
 
 _NAMES: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
@@ -31,6 +31,7 @@ _LIKE_ENOUGH = 0.6
 MOST_POINTS = 100_000  # of a sweep; more is most likely a typing error, and would fill the memory
 _PLAIN = re.compile(r"""[^=,()\[\]{}"'\\$]+""")  # one plain value of a list
 _SAFE = re.compile(r"[\w./@%+-]+", re.ASCII)  # read by Hydra as they stand
+_PLAIN_REFERENCE = re.compile(r"\$\{[\w.]+\}")  # to another key
 _EMPTY_PLACE = re.compile(r"^\s*,|,\s*(,|$)")
 
 
@@ -129,6 +130,27 @@ def parse_overrides(texts: Sequence[str]) -> list[Axis]:
     if problems:
         raise UserError("\n".join(problems))
     return list(axes.values())
+
+
+def of_a_file(texts: Sequence[str], where: str) -> list[str]:
+    """Overrides that stand in the file `where`, which may be that of a stranger; commands take them from here alone.
+
+    Raises:
+        UserError: one of them names code to run or holds an interpolation; or as `parse_overrides`.
+    """
+    for axis in parse_overrides(texts):
+        for setting in axis.settings:
+            refuse_in_file(axis.key, setting.value, where)
+    return list(texts)
+
+
+def refuse_resolver(key: str, value: Any) -> None:
+    """Raise ConfigError where a value reads the environment (`${oc.env:X}`), which would stand in a shared record."""
+    if isinstance(value, str) and "${" in _PLAIN_REFERENCE.sub("", value):
+        raise ConfigError(
+            key,
+            f"found '{value}'; only ${{key}}, as in ${{cache.pool_tokens}}, is resolved: write the value itself",
+        )
 
 
 @lru_cache(maxsize=4096)

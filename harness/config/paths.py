@@ -7,6 +7,7 @@ from pathlib import Path
 
 from harness.config.errors import ConfigError
 from harness.config.schema import RunConfig
+from traces.reading import may_be_trace
 
 NO_KERNELS = "none"
 """`report.kernels=none`: no kernel section, even where timings lie beside the results."""
@@ -28,6 +29,8 @@ def check_trace_file(path: str, may_be_folder: bool = False) -> Iterator[ConfigE
         yield ConfigError("trace.path", f"no such file: '{path}' (looked for {file.absolute()})")
     elif not file.is_file() and not (may_be_folder and file.is_dir()):
         yield ConfigError("trace.path", f"'{path}' is not a file; name one trace file")
+    elif file.is_dir() and not may_be_trace(file):
+        yield ConfigError("trace.path", f"'{path}' is a folder without files of a trace; name one trace file")
     elif not os.access(file, os.R_OK):
         yield ConfigError("trace.path", f"'{path}' cannot be read: permission denied")
 

@@ -279,7 +279,7 @@ class CostKind(StrEnum):
     operators = (
         "operators"  # attention and matrix products from a CSV of timed operators, all else as roofline
     )
-    published = "published"  # whole steps from published timings of operators on GPUs (pagetwin[gpu-tables])
+    published = "published"  # whole steps from published timings of operators on GPUs (extra gpu-tables)
 
 
 class TableEngine(StrEnum):
@@ -394,9 +394,9 @@ class ReplayConfig:
     lookups: bool = False  # keep a table of the prefix cache's lookups
     residency: float | None = None  # share of blocks whose lifetime, idle time and reuse are kept as a table
     optimum: bool = (
-        False  # also compute the most hits of any order of eviction (Belady), for the run's own order
+        False  # also compute a bound on the hits of any order of eviction (Belady), for the run's own order
     )
-    compiled: Compiled = Compiled.auto  # machine code where the rules allow (harness.workload.compiled)
+    compiled: Compiled = Compiled.auto  # machine code where the rules allow (harness.workload.simulate)
 
 
 class OracleEngine(StrEnum):
@@ -458,8 +458,8 @@ class Place(StrEnum):
     """Where the points of a sweep run."""
 
     local = "local"  # in this process, simulation-only ones in `workers` processes
-    slurm = "slurm"  # in jobs of Slurm on a shared file system (pagetwin[cluster])
-    ray = "ray"  # in tasks of a Ray cluster, which needs no shared file system (pagetwin[ray])
+    slurm = "slurm"  # in jobs of Slurm on a shared file system (extra cluster)
+    ray = "ray"  # in tasks of a Ray cluster, which needs no shared file system (extra ray)
 
 
 @dataclass

@@ -8,10 +8,10 @@ import numpy as np
 
 from harness.metrics.log import FloatArray
 from harness.replay.cost_model import Amount, CostSource, Price
-from harness.replay.features import ATTENTION_FEATURES, FEATURES, feature_index
+from harness.replay.features import ATTENTION_FEATURES, FEATURES
 
-ATTENTION = feature_index(ATTENTION_FEATURES)
-REST = feature_index(name for name in FEATURES if name not in ATTENTION_FEATURES)
+ATTENTION = [FEATURES.index(name) for name in ATTENTION_FEATURES]
+REST = [column for column in range(len(FEATURES)) if column not in ATTENTION]
 _HUBER_ROUNDS = 8
 
 

@@ -1,26 +1,27 @@
-"""A cost model for devices that are not available: bytes moved, operations, and fixed times."""
+"""A cost model for devices that are not available: bytes moved, operations, and fixed times.
 
+How the block size changes decode attention comes from a table of the static model of our Triton kernels:
+`conf/block_sizes.csv` is made from the compiled kernels (`harness.kernel_speed.block_sizes`) and read here, where no
+compiler is needed. It is a model and no measurement: no public table has the block size as an axis, so nothing could
+judge this one.
+"""
+
+import csv
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import sqrt
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from harness.config.errors import UserError
+from harness.config.groups import conf_dir
 from harness.cost.model_shape import ModelShape
 from harness.metrics.log import FloatArray
 from harness.replay.cost_model import Amount, CostSource, Price
-from harness.replay.features import feature_index
-
-TOKENS, ROWS, SAMPLED, DECODE_KV, PREFILL_KV, PREFILL_WORK, COPIED = feature_index(
-    ("tokens", "rows", "sampled_rows", "decode_kv", "prefill_kv", "prefill_work", "copied_slots")
-)
-DECODE_UNSEEN, PREFILL_UNSEEN, WORK_UNSEEN = feature_index(
-    ("decode_unseen_kv", "prefill_unseen_kv", "prefill_unseen_work")
-)
-SWAPPED, SWAPPED_BLOCKS, DRAFT_PASSES, DRAFT_TOKENS, DRAFT_KV = feature_index(
-    ("swapped_slots", "swapped_blocks", "draft_passes", "draft_tokens", "draft_kv")
-)
+from harness.replay.features import AT
 
 
 @dataclass(frozen=True)
@@ -184,20 +185,24 @@ class RooflineCost:
     def price(self, features: Sequence[Amount]) -> Price:
         """Seconds of the step and of its attention."""
         parts = self.parts(features)
-        attention = parts.decodes + parts.prompts + self.attention_fixed(features[ROWS])
+        attention = parts.decodes + parts.prompts + self.attention_fixed(features[AT.rows])
         return Price(self.total(features, parts.dense, attention), attention)
 
     def parts(self, features: Sequence[Amount]) -> Parts:
         """Seconds of dense layers, and of attention over decode rows and over prompts without its fixed times."""
-        tokens = features[TOKENS]
-        decode_kv, prompt_kv, pairs = features[DECODE_KV], features[PREFILL_KV], features[PREFILL_WORK]
+        tokens = features[AT.tokens]
+        decode_kv, prompt_kv, pairs = (
+            features[AT.decode_kv],
+            features[AT.prefill_kv],
+            features[AT.prefill_work],
+        )
         if self._windowed:
-            decode_kv = decode_kv - features[DECODE_UNSEEN] * self._windowed
-            prompt_kv = prompt_kv - features[PREFILL_UNSEEN] * self._windowed
-            pairs = pairs - features[WORK_UNSEEN] * self._windowed
+            decode_kv = decode_kv - features[AT.decode_unseen_kv] * self._windowed
+            prompt_kv = prompt_kv - features[AT.prefill_unseen_kv] * self._windowed
+            pairs = pairs - features[AT.prefill_unseen_work] * self._windowed
         prompts = _larger(prompt_kv * self._kv_s, pairs * self._pair_s)
         decodes = _larger(decode_kv * self._decode_kv_s, decode_kv * self._decode_pair_s)
-        computing = tokens * self._token_s + features[SAMPLED] * self._sample_s
+        computing = tokens * self._token_s + features[AT.sampled_rows] * self._sample_s
         reading = self._weights_s if self._experts_s is None else self._reading(tokens)
         dense = (_smoothly_larger if self.device.overlaps else _larger)(computing, reading)
         return Parts(dense, decodes, prompts)
@@ -208,8 +213,8 @@ class RooflineCost:
 
     def total(self, features: Sequence[Amount], dense: Amount, attention: Amount) -> Amount:
         """Seconds of a step whose dense layers and attention take so long."""
-        tokens = features[TOKENS]
-        seconds = dense + attention + features[COPIED] * self._copy_s + self._host_s
+        tokens = features[AT.tokens]
+        seconds = dense + attention + features[AT.copied_slots] * self._copy_s + self._host_s
         if self._reduce_s or self._link_s:
             seconds = seconds + (tokens * self._link_s + self._reduce_s)
         seconds = seconds + self._swapping(features)
@@ -219,10 +224,10 @@ class RooflineCost:
 
     def moving(self, features: Sequence[Amount]) -> Amount:
         """Seconds of copied slots and swapped blocks alone."""
-        return features[COPIED] * self._copy_s + self._swapping(features)
+        return features[AT.copied_slots] * self._copy_s + self._swapping(features)
 
     def _swapping(self, features: Sequence[Amount]) -> Amount:
-        return features[SWAPPED] * self._swap_s + features[SWAPPED_BLOCKS] * self._transfer_s
+        return features[AT.swapped_slots] * self._swap_s + features[AT.swapped_blocks] * self._transfer_s
 
     def _reading(self, tokens: Amount) -> Amount:
         """Seconds of reading the common weights, and the experts that so many tokens are expected to touch."""
@@ -249,9 +254,9 @@ class _Draft:
 
     def seconds(self, features: Sequence[Amount]) -> Amount:
         """Seconds of all draft passes of a step."""
-        passes, tokens = features[DRAFT_PASSES], features[DRAFT_TOKENS]
+        passes, tokens = features[AT.draft_passes], features[AT.draft_tokens]
         dense = _larger(tokens * self._token_s, passes * self._weights_s)
-        return dense + (features[DRAFT_KV] * self._kv_s + passes * self._pass_s + tokens * self._link_s)
+        return dense + (features[AT.draft_kv] * self._kv_s + passes * self._pass_s + tokens * self._link_s)
 
 
 def _all_reduces(model: ModelShape, device: DeviceShape) -> tuple[float, float]:
@@ -315,3 +320,65 @@ def _provenance(model: ModelShape, device: DeviceShape) -> dict[str, object]:
         "host_link_gbs": device.host_bandwidth / 1e9,
         "host_link_latency_us": device.host_latency_s * 1e6,
     }
+
+
+HEAD_DIM, MOST_GROUP = 128, 16  # the shapes that share the code of the table's kernels
+REFERENCE = 64  # the page size at which the tables were timed that `kv_efficiency` comes from
+UNCERTAINTY = 0.18
+"""The largest median error of the static model on a GPU, above 128 MB of KV (docs/kernel-speed.md). It is for whole
+times of a public kernel at one page size; how far errors at two block sizes cancel is not known."""
+
+
+@dataclass(frozen=True)
+class BlockSizeFactor:
+    """Seconds of decode attention at a block size over those at the reference, and what limits the kernel there."""
+
+    factor: float
+    limit: str
+
+
+def table_file() -> Path:
+    """The table in `conf/`, in a checkout or in the installed package."""
+    return conf_dir() / "block_sizes.csv"
+
+
+@cache
+def read_table() -> dict[tuple[str, int, int], BlockSizeFactor]:
+    """Factors by device, bytes of a cached element, and block size.
+
+    Raises:
+        UserError: the file cannot be read as such a table.
+    """
+    file = table_file()
+    found = {}
+    try:
+        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
+        for row in csv.DictReader(lines):
+            key = row["device"], int(row["element_bytes"]), int(row["block_size"])
+            found[key] = BlockSizeFactor(float(row["factor"]), row["limit"])
+        return found
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{file}: no table of block sizes ({type(error).__name__}: {error})") from error
+
+
+def block_size_factor(
+    device: str, element_bytes: int, block_size: int, head_dim: int, group: int
+) -> BlockSizeFactor:
+    """The factor of one configuration.
+
+    Raises:
+        LookupError: the table does not hold it; the message says what it holds.
+    """
+    if head_dim != HEAD_DIM or group > MOST_GROUP:
+        held = f"it holds heads of {HEAD_DIM} in groups up to {MOST_GROUP}"
+        raise LookupError(f"heads of {head_dim} in groups of {group}; {held}")
+    table = read_table()
+    if (device, element_bytes, block_size) not in table:
+        devices = sorted({name for name, *_ in table})
+        sizes = sorted({size for name, width, size in table if (name, width) == (device, element_bytes)})
+        if device not in devices:
+            raise LookupError(f"device {device}; it holds {', '.join(devices)}")
+        if not sizes:
+            raise LookupError(f"a cache of {element_bytes} bytes an element on {device}")
+        raise LookupError(f"block size {block_size}; it holds {', '.join(map(str, sizes))}")
+    return table[device, element_bytes, block_size]

@@ -14,14 +14,9 @@ from harness.cost.fitted import FittedCost
 from harness.cost.grid import Grid
 from harness.metrics.log import FloatArray
 from harness.replay.cost_model import Amount, CostSource, Price
-from harness.replay.features import feature_index
+from harness.replay.features import AT
 
-_ROWS, _KV, _DISTINCT, _PADDED, _BLOCKS = feature_index(
-    ("decode_rows", "decode_kv", "decode_distinct_kv", "decode_padded_kv", "decode_padded_blocks")
-)
-_CHUNKS, _TOKENS, _CHUNK_KV = feature_index(("prefill_rows", "prefill_tokens", "prefill_kv"))
-_PREFILL = feature_index(("prefill_rows", "prefill_tokens", "prefill_kv", "prefill_blocks", "prefill_work"))
-(_STEPS,) = feature_index(("decode_steps",))
+_PREFILL = (AT.prefill_rows, AT.prefill_tokens, AT.prefill_kv, AT.prefill_blocks, AT.prefill_work)
 
 
 @dataclass(frozen=True)
@@ -47,32 +42,44 @@ class TableCost:
 
     def _decode(self, features: Sequence[Amount]) -> Amount:
         """The grid's seconds for rows of the mean length, plus the fitted costs of padding, block size and sharing."""
-        rows, kv = features[_ROWS], features[_KV]
+        rows, kv = features[AT.decode_rows], features[AT.decode_kv]
         if not np.any(rows):
             return 0.0
         even = kv * (1.0 / self.block_size)
-        uneven = (features[_PADDED] - kv) * self._slot_s + (features[_BLOCKS] - even) * self._block_s
-        shared = (features[_DISTINCT] - kv) * self._coefficients[_DISTINCT]
+        uneven = (features[AT.decode_padded_kv] - kv) * self._slot_s + (
+            features[AT.decode_padded_blocks] - even
+        ) * self._block_s
+        shared = (features[AT.decode_distinct_kv] - kv) * self._coefficients[AT.decode_distinct_kv]
         found = self.decode.at(rows, kv / _some(rows)) + uneven + shared
         return _known(
-            rows, found, self._fitted(features, _ROWS, _KV, _DISTINCT, _PADDED, _BLOCKS, floor=True)
+            rows,
+            found,
+            self._fitted(
+                features,
+                AT.decode_rows,
+                AT.decode_kv,
+                AT.decode_distinct_kv,
+                AT.decode_padded_kv,
+                AT.decode_padded_blocks,
+                floor=True,
+            ),
         )
 
     def _prefill(self, features: Sequence[Amount]) -> Amount:
         """The seconds of the mean chunk, times the number of chunks."""
-        chunks = features[_CHUNKS]
+        chunks = features[AT.prefill_rows]
         if not np.any(chunks):
             return 0.0
         if self.prefill is None:
             return self._fitted(features, *_PREFILL)
-        tokens = features[_TOKENS] / _some(chunks)
-        context = features[_CHUNK_KV] / _some(chunks)
+        tokens = features[AT.prefill_tokens] / _some(chunks)
+        context = features[AT.prefill_kv] / _some(chunks)
         found = self.prefill.at(tokens, context if self.own_tokens else context - tokens) * chunks
         return _known(chunks, found, self._fitted(features, *_PREFILL))
 
     def _fitted(self, features: Sequence[Amount], *columns: int, floor: bool = False) -> Amount:
         """The fitted model's seconds for some of the attention's features."""
-        total: Amount = self._coefficients[_STEPS] if floor else 0.0
+        total: Amount = self._coefficients[AT.decode_steps] if floor else 0.0
         for column in columns:
             total = total + features[column] * self._coefficients[column]
         return total
@@ -83,11 +90,11 @@ class TableCost:
 
     @property
     def _slot_s(self) -> float:
-        return self._coefficients[_PADDED]
+        return self._coefficients[AT.decode_padded_kv]
 
     @property
     def _block_s(self) -> float:
-        return self._coefficients[_BLOCKS]
+        return self._coefficients[AT.decode_padded_blocks]
 
 
 def _some(count: Amount) -> Amount:
@@ -136,8 +143,4 @@ def engine_overhead(
 
 def with_overhead(grid: Grid, extra: EngineOverhead) -> Grid:
     """The grid with the overhead added. The overhead is linear in rows, so interpolation keeps it exact."""
-    cells = (
-        tuple(cell + extra.step_s + extra.each_s * across for cell in row)
-        for across, row in zip(grid.across, grid.seconds, strict=True)
-    )
-    return replace(grid, seconds=tuple(cells))
+    return replace(grid, seconds=grid.seconds + extra.step_s + extra.each_s * np.array(grid.axes[0])[:, None])

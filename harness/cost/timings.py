@@ -1,7 +1,7 @@
 """A run of `bench kernels`, read from its table: for a cost model, for the report and for the checks of a GPU.
 
 `COLUMNS` is the format of the table, `read_run` reads and checks it. Nothing here makes pictures, and nothing imports
-torch or pandas. `harness.bench.kernels` writes such a run.
+torch or pandas. `bench kernels` writes such a run.
 """
 
 import hashlib
@@ -145,10 +145,8 @@ def table_file(named: str | Path) -> Path:
     path = Path(named).expanduser()
     file = path / TABLE if path.is_dir() else path
     if not file.is_file():
-        raise KernelRunError(
-            f"no {TABLE} in '{named}' (looked for {file.absolute()}); name the folder that "
-            "'python -m harness bench kernels --out FOLDER' wrote"
-        )
+        advice = "name the folder that 'python -m harness bench kernels --out FOLDER' wrote"
+        raise KernelRunError(f"no {TABLE} in '{named}' (looked for {file.absolute()}); {advice}")
     return file
 
 
@@ -167,11 +165,9 @@ def read_run(named: str | Path) -> KernelRun:
         table = pq.read_table(pa.BufferReader(content))
     except (OSError, pa.ArrowInvalid) as error:
         raise KernelRunError(f"{file}: cannot be read: {error}; time the kernels again") from None
-    missing = [name for name in COLUMNS if name not in table.column_names]
-    if missing:
-        raise KernelRunError(
-            f"{file}: is no table of this version's bench kernels: lacks {', '.join(missing)}; time the kernels again"
-        )
+    if missing := ", ".join(name for name in COLUMNS if name not in table.column_names):
+        wrong = f"is no table of this version's bench kernels: lacks {missing}"
+        raise KernelRunError(f"{file}: {wrong}; time the kernels again")
     rows = table.select(list(COLUMNS)).to_pylist()
     _check(file, rows)
     return KernelRun(file, hashlib.blake2b(content, digest_size=8).hexdigest(), rows)

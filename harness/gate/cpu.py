@@ -19,11 +19,17 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from harness.config.errors import UserError
-from harness.gate.baseline import Baseline, Measured, coverage, read_baseline
-from harness.gate.effect import effect
-from harness.gate.findings import Finding, LayerResult, Verdict
+from harness.gate.findings import (
+    Baseline,
+    Finding,
+    GateVerdict,
+    LayerResult,
+    Measured,
+    coverage,
+    read_baseline,
+)
 from harness.gate.policy import rounds
-from harness.gate.settings import GateSettings, default_settings
+from harness.gate.settings import GateSettings, default_settings, effect
 
 if TYPE_CHECKING:
     import torch
@@ -35,12 +41,7 @@ DECODE, PREFILL = "CPU: torch decode with a softcap", "CPU: torch prefill with a
 ROWS, HEADS, KV_HEADS, DIM, CONTEXT, BLOCK = 8, 16, 4, 64, 512, 16
 QUERIES = 128  # of the prefill cases
 SOFTCAP = 30.0  # of the torch cases
-CALLS = {
-    NATIVE: 12,
-    CHUNK: 5,
-    DECODE: 5,
-    PREFILL: 5,
-}  # calls of a timed block, so that it takes some milliseconds
+CALLS = {NATIVE: 12, CHUNK: 5, DECODE: 5, PREFILL: 5}  # of a timed block, so that it takes some milliseconds
 C_FILES = ("decode.c", "prefill.c", "decode.h", "vectors.h")
 TORCH_FILES = ("gathered.py", "decode.py", "prefill.py")  # each imports only those before it
 _TOLERANCE = 1e-4
@@ -64,7 +65,7 @@ def sources() -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Inputs:
+class CpuInputs:
     """Queries, caches, block tables and lengths of the cases, in float32 on one thread."""
 
     q: "torch.Tensor"
@@ -74,7 +75,7 @@ class Inputs:
     lengths: "torch.Tensor"
 
 
-def inputs() -> Inputs:
+def inputs() -> CpuInputs:
     """The same inputs in every run."""
     import torch
 
@@ -85,17 +86,17 @@ def inputs() -> Inputs:
     shape = (ROWS * per_row + 1, BLOCK, KV_HEADS, DIM)
     keys, values = (torch.randn(shape, generator=generator) for _ in range(2))
     q = torch.randn(max(ROWS, QUERIES), HEADS, DIM, generator=generator)
-    return Inputs(q, keys, values, table, torch.full((ROWS,), CONTEXT))
+    return CpuInputs(q, keys, values, table, torch.full((ROWS,), CONTEXT))
 
 
-def works(version: Mapping[str, str] | None, data: Inputs, folder: Path) -> dict[str, Work]:
+def works(version: Mapping[str, str] | None, data: CpuInputs, folder: Path) -> dict[str, Work]:
     """The calls of a version of the code by case; None is today's. A call returns its output, made anew in place.
 
     Raises:
         UserError: the version cannot be compiled or loaded here; the message says why.
     """
     if version is None:
-        from engine.runtime.attention.native.compile import library
+        from engine.runtime.attention.native import library
         from paged_kernels.torch import decode, prefill
 
         return _works(library(), decode, prefill, data)
@@ -103,7 +104,7 @@ def works(version: Mapping[str, str] | None, data: Inputs, folder: Path) -> dict
     return _works(_compile(version, folder), modules["decode.py"], modules["prefill.py"], data)
 
 
-def _works(native: ctypes.CDLL, decode: ModuleType, prefill: ModuleType, data: Inputs) -> dict[str, Work]:
+def _works(native: ctypes.CDLL, decode: ModuleType, prefill: ModuleType, data: CpuInputs) -> dict[str, Work]:
     from paged_kernels import Scoring, Workspace
 
     scoring, q = Scoring(DIM**-0.5, softcap=SOFTCAP), data.q
@@ -125,13 +126,17 @@ def _works(native: ctypes.CDLL, decode: ModuleType, prefill: ModuleType, data: I
     return {**compiled, DECODE: torch_decode, PREFILL: torch_prefill}
 
 
-def _native(library: ctypes.CDLL, data: Inputs) -> Work:
+def _c_function(library: ctypes.CDLL, name: str, pointers: int, numbers: int) -> Callable[..., None]:
+    """A kernel of so many pointers, whole numbers, a float, and pointers to output and scratch."""
+    given = [ctypes.c_void_p] * pointers + [ctypes.c_int64] * numbers
+    return ctypes.CFUNCTYPE(None, *given, ctypes.c_float, *[ctypes.c_void_p] * 2)((name, library))
+
+
+def _native(library: ctypes.CDLL, data: CpuInputs) -> Work:
     """The C kernel as `NativeMetadata` of the engine calls it."""
     import torch
 
-    run = ctypes.CFUNCTYPE(
-        None, *[ctypes.c_void_p] * 5, *[ctypes.c_int64] * 9, ctypes.c_float, *[ctypes.c_void_p] * 2
-    )(("decode_f32", library))
+    run = _c_function(library, "decode_f32", 5, 9)
     q, out = data.q[:ROWS].contiguous(), torch.empty(ROWS, HEADS, DIM)
     scratch = torch.empty(HEADS * (2 * DIM + 16 + 2))
     pointers = [tensor.data_ptr() for tensor in (q, data.keys, data.values, data.table, data.lengths)]
@@ -144,20 +149,15 @@ def _native(library: ctypes.CDLL, data: Inputs) -> Work:
     return call
 
 
-def _native_prefill(library: ctypes.CDLL, data: Inputs) -> Work:
+def _native_prefill(library: ctypes.CDLL, data: CpuInputs) -> Work:
     """The C kernel of one row's chunk as `NativeMetadata` of the engine calls it."""
     import torch
 
     from engine.runtime.attention.metadata import prefill_scratch
 
-    run = ctypes.CFUNCTYPE(
-        None, *[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 10, ctypes.c_float, *[ctypes.c_void_p] * 2
-    )(("prefill_f32", library))
-    q, table, out = (
-        data.q[:QUERIES].contiguous(),
-        data.table[0].contiguous(),
-        torch.empty(QUERIES, HEADS, DIM),
-    )
+    run = _c_function(library, "prefill_f32", 4, 10)
+    q, table = data.q[:QUERIES].contiguous(), data.table[0].contiguous()
+    out = torch.empty(QUERIES, HEADS, DIM)
     scratch = torch.empty(prefill_scratch(torch.float32, DIM, DIM, CONTEXT))
     pointers = [tensor.data_ptr() for tensor in (q, data.keys, data.values, table)]
     shape = (QUERIES, CONTEXT, 0, HEADS, BLOCK, HEADS, KV_HEADS, DIM, DIM, 0)
@@ -170,7 +170,7 @@ def _native_prefill(library: ctypes.CDLL, data: Inputs) -> Work:
 
 
 def _compile(version: Mapping[str, str], folder: Path) -> ctypes.CDLL:
-    from engine.runtime.attention.native.compile import NativeUnavailableError, compile_command
+    from engine.runtime.attention.native import NativeUnavailableError, compile_command
 
     for name in C_FILES:
         (folder / name).write_text(version[name], encoding="utf-8")
@@ -209,19 +209,18 @@ def measure(folder: Path | None = None) -> Measured:
     today = sources()
     baseline = _accepted(folder)
     kept = {} if baseline is None else baseline.environment["sources"]
-    accepted = {
-        name: kept.get(name, text) for name, text in today.items()
-    }  # a new file has no accepted version
+    accepted = {name: kept.get(name, text) for name, text in today.items()}  # a new file has no accepted one
     cases: dict[str, dict[str, Any]] = {}
-    remarks = ["CPU figures: time of today's code / time of the accepted code, in turns in one process"]
+    remark = "CPU figures: time of today's code / time of the accepted code, in turns in one process"
     data = inputs()
     with tempfile.TemporaryDirectory() as place:
         ours, theirs = works(None, data, Path(place)), works(accepted, data, Path(place))
         for name in case_names():
-            cases[name] = {"difference": _difference(ours[name], theirs[name])}
+            difference = (ours[name]() - theirs[name]()).abs().max()  # type: ignore[operator]
+            cases[name] = {"difference": float(difference)}
             cases[name]["ratios"] = rounds(_times(ours[name], CALLS[name]), _times(theirs[name], CALLS[name]))
     made_on = {"machine": platform.machine(), "files": sorted(today)}
-    return Measured("cpu", NAME, made_on, None, cases, {"sources": today}, tuple(remarks))
+    return Measured("cpu", NAME, made_on, None, cases, {"sources": today}, (remark,))
 
 
 def _accepted(folder: Path | None) -> Baseline | None:
@@ -229,9 +228,8 @@ def _accepted(folder: Path | None) -> Baseline | None:
         return None
     found = read_baseline(folder / f"{NAME}.json", "cpu")
     if found is not None and not isinstance(found.environment.get("sources"), dict):
-        raise UserError(
-            f"{folder / NAME}.json holds no sources; write it again with gate --layer cpu --update"
-        )
+        reason = "holds no sources; write it again with gate --layer cpu --update"
+        raise UserError(f"{folder / NAME}.json {reason}")
     return found
 
 
@@ -243,12 +241,6 @@ def _times(work: Work, calls: int) -> Work:
     return run
 
 
-def _difference(ours: Work, theirs: Work) -> float:
-    """The largest difference of the two results."""
-    one, other = ours(), theirs()
-    return float((one - other).abs().max())  # type: ignore[operator]
-
-
 def judge(now: Measured, baseline: Baseline, settings: GateSettings | None = None) -> LayerResult:
     """A case regresses if even the lower bound of its ratio is above 1 by more than the negligible margin."""
     margins = (settings or default_settings()).attention
@@ -258,7 +250,7 @@ def judge(now: Measured, baseline: Baseline, settings: GateSettings | None = Non
         bounds = effect(found["ratios"], [1.0] * len(found["ratios"]))
         if difference > _TOLERANCE:
             text = f"its results differ from the accepted code's by {difference:.1e}; accept them if that is meant"
-            findings.append(Finding(case, Verdict.regressed, text))
+            findings.append(Finding(case, GateVerdict.regressed, text))
         else:
             findings.append(Finding(case, bounds.verdict(margins), f"{bounds}"))
     made_on = f"CPU, {platform.machine()}, accepted {baseline.date}"

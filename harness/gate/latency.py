@@ -7,16 +7,25 @@ case. A run can be kept as a record and judged on any machine, as long as the ke
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.bench.kernels.cases import CaseSpec
+from harness.bench.cases import KernelCase, gate
 from harness.config.errors import UserError
 from harness.environment import kernel_digest
-from harness.gate.baseline import Baseline, Measured, coverage, new_baseline, read_baseline, write_baseline
-from harness.gate.effect import Effect, effect
-from harness.gate.findings import Finding, LayerResult, Verdict
-from harness.gate.settings import GateSettings, default_settings
+from harness.gate.findings import (
+    Baseline,
+    Finding,
+    GateVerdict,
+    LayerResult,
+    Measured,
+    coverage,
+    new_baseline,
+    read_baseline,
+    write_baseline,
+)
+from harness.gate.settings import GateSettings, default_settings, effect
 
 if TYPE_CHECKING:
     import torch
@@ -26,20 +35,13 @@ if TYPE_CHECKING:
 
 Round = Callable[[], float]  # seconds per call
 
-FEWEST, MOST, STEP = (
-    30,
-    150,
-    20,
-)  # rounds: the least, the most, and how many before the spread is checked again
+FEWEST, MOST, STEP = 30, 150, 20
+"""Rounds: the least, the most, and how many before the spread is checked again."""
 PRECISE = 0.02  # stop when the bounds of the ratio's median are no further apart than this
 
 # Reasons of NVML (nvmlClocksEventReason…) why the device runs slower than it was asked to.
-_SLOWDOWNS = {
-    0x4: "power cap",
-    0x8: "hardware slowdown",
-    0x20: "thermal (software)",
-    0x40: "thermal (hardware)",
-}
+_SLOWDOWNS = {0x4: "power cap", 0x8: "hardware slowdown"}
+_SLOWDOWNS |= {0x20: "thermal (software)", 0x40: "thermal (hardware)"}
 _HARMLESS = (
     0x4  # many devices reach their power cap under full load: reported, but no reason to doubt a ratio
 )
@@ -69,10 +71,8 @@ def clock_state(index: int = 0) -> ClockState:
         pynvml.nvmlInit()
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
         mask = int(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
-        sm, memory = (
-            int(pynvml.nvmlDeviceGetClockInfo(handle, kind))
-            for kind in (pynvml.NVML_CLOCK_SM, pynvml.NVML_CLOCK_MEM)
-        )
+        kinds = pynvml.NVML_CLOCK_SM, pynvml.NVML_CLOCK_MEM
+        sm, memory = (int(pynvml.nvmlDeviceGetClockInfo(handle, kind)) for kind in kinds)
     except pynvml.NVMLError:  # an old driver, or a virtual device that hides its clocks
         return ClockState()
     return ClockState(sm, memory, tuple(name for bit, name in _SLOWDOWNS.items() if mask & bit))
@@ -89,9 +89,8 @@ def interleaved(kernel: Round, yardsticks: Mapping[str, Round]) -> dict[str, lis
         for name, ratio in _round(kernel, yardsticks).items():
             ratios[name].append(ratio)
         done = len(next(iter(ratios.values())))
-        if done >= MOST or (
-            done >= FEWEST and (done - FEWEST) % STEP == 0 and all(map(precise, ratios.values()))
-        ):
+        asked = done >= FEWEST and (done - FEWEST) % STEP == 0
+        if done >= MOST or (asked and all(map(precise, ratios.values()))):
             return ratios
 
 
@@ -124,15 +123,12 @@ def read_record(file: Path) -> Measured:
     found = read_baseline(file, "latency", remedy)
     if found is None:
         raise UserError(f"there is no record {file}; make gpu writes one as latency.json")
-    return Measured(
-        layer="latency",
-        name=latency_name(str(found.made_on["device"])),
-        made_on=found.made_on,
-        kernels=found.kernels,
-        cases=found.cases,
-        environment=found.environment,
-        remarks=(f"recorded on {found.date}; nothing was timed now",),
+    name, remark = (
+        latency_name(str(found.made_on["device"])),
+        f"recorded on {found.date}; nothing was timed now",
     )
+    run = found.made_on, found.kernels, found.cases, found.environment
+    return Measured("latency", name, *run, (remark,))
 
 
 def latency_name(device: str) -> str:
@@ -146,7 +142,7 @@ def stale_finding(record: Measured) -> LayerResult | None:
     if record.kernels == kernel_digest():
         return None
     reason = f"stale: the record is of kernels {record.kernels}, this tree's are {kernel_digest()}; time them again"
-    finding = Finding("latency", Verdict.inconclusive, reason)
+    finding = Finding("latency", GateVerdict.inconclusive, reason)
     return LayerResult("latency", (finding,), str(record.made_on["device"]), record.remarks)
 
 
@@ -161,16 +157,13 @@ def measure() -> Measured:
     import torch
 
     if not torch.cuda.is_available():
-        raise UserError(
-            "the latency layer needs a CUDA device; judge a recorded run with gate --record FILE, "
-            "or run the layers that need none: gate --layer resource --layer policy"
-        )
-    from harness.bench.kernels.cases import gate
-
+        others = "run the layers that need none: gate --layer resource --layer policy"
+        recorded = "judge a recorded run with gate --record FILE"
+        raise UserError(f"the latency layer needs a CUDA device; {recorded}, or {others}")
     return measure_cases(gate(), torch.device("cuda"), torch.cuda.get_device_name())
 
 
-def measure_cases(specs: list[CaseSpec], device: "torch.device", device_name: str) -> Measured:
+def measure_cases(specs: list[KernelCase], device: "torch.device", device_name: str) -> Measured:
     """Time cases on any device, one after the other."""
     cases: dict[str, Any] = {}
     remarks = []
@@ -179,20 +172,14 @@ def measure_cases(specs: list[CaseSpec], device: "torch.device", device_name: st
             cases |= dict(_timed(spec, device))
         except Exception as error:  # the missing case fails the gate; the other cases are still worth having
             remarks.append(f"{spec.name} was not timed: {type(error).__name__}: {str(error)[:300]}")
-    return Measured(
-        layer="latency",
-        name=latency_name(device_name),
-        made_on={"device": device_name, **_versions("torch", "triton")},
-        kernels=kernel_digest(),
-        cases=cases,
-        environment={"clocks": asdict(clock_state())},
-        remarks=tuple(remarks),
-    )
+    made_on = {"device": device_name, "torch": version("torch"), "triton": version("triton")}
+    run = made_on, kernel_digest(), cases, {"clocks": asdict(clock_state())}
+    return Measured("latency", latency_name(device_name), *run, tuple(remarks))
 
 
-def _timed(spec: CaseSpec, device: "torch.device") -> Iterator[tuple[str, dict[str, Any]]]:
+def _timed(spec: KernelCase, device: "torch.device") -> Iterator[tuple[str, dict[str, Any]]]:
     """Pairs of name and values (`ratios`, `throttled`) of one case, one for each yardstick."""
-    from harness.bench.kernels.calls import build, cache_bytes, copies_past_cache
+    from harness.bench.calls import build, cache_bytes, copies_past_cache
     from harness.cost.timings import CONTIGUOUS, OURS, SDPA
     from paged_kernels.providers import find_providers
 
@@ -206,11 +193,9 @@ def _timed(spec: CaseSpec, device: "torch.device") -> Iterator[tuple[str, dict[s
     before = clock_state()
     ratios = interleaved(kernel, yardsticks)
     doubts = sorted({*before.doubtful, *clock_state().doubtful})
+    slowed = {"throttled": ", ".join(doubts)} if doubts else {}
     for name, rounds in ratios.items():
-        yield (
-            f"{spec.name} / {name}",
-            {"ratios": rounds} | ({"throttled": ", ".join(doubts)} if doubts else {}),
-        )
+        yield f"{spec.name} / {name}", {"ratios": rounds, **slowed}
 
 
 def _provider_round(provider: "Provider", inputs: "list[Case]", device: "torch.device") -> Round:
@@ -219,7 +204,7 @@ def _provider_round(provider: "Provider", inputs: "list[Case]", device: "torch.d
     Raises:
         DisagreementError: the output is wrong.
     """
-    from harness.bench.kernels.calls import checked_runs, prepare_rounds
+    from harness.bench.calls import checked_runs, prepare_rounds
 
     runs, _ = checked_runs(provider, inputs)
     return prepare_rounds(runs, device, capturable=provider.capturable).round
@@ -227,26 +212,17 @@ def _provider_round(provider: "Provider", inputs: "list[Case]", device: "torch.d
 
 def _plain_round(inputs: "list[Case]", device: "torch.device") -> Round:
     """A copy of the bytes that a decode moves, or a matrix product of the operations that a prefill needs."""
-    from harness.bench.kernels.calls import copy_of, prepare_rounds, product_of
+    from harness.bench.calls import copy_of, prepare_rounds, product_of
 
     case = inputs[0]
+    runs = [product_of(case.flops, device)]
     if case.decode:
         runs = [copy_of(case.distinct_kv_bytes + case.io_bytes, device) for _ in inputs]
-    else:
-        runs = [product_of(case.flops, device)]
     return prepare_rounds(runs, device, capturable=True).round
-
-
-def _versions(*packages: str) -> dict[str, str]:
-    from importlib.metadata import version
-
-    return {package: version(package) for package in packages}
 
 
 def case_names() -> list[str]:
     """The names of the timed attention calls. Each gives one ratio for every yardstick."""
-    from harness.bench.kernels.cases import gate
-
     return [spec.name for spec in gate()]
 
 
@@ -260,14 +236,19 @@ def judge(now: Measured, baseline: Baseline, settings: GateSettings | None = Non
     if different:
         pairs = "; ".join(f"{key} {baseline.made_on.get(key)} → {now.made_on[key]}" for key in different)
         reason = f"the baseline was made elsewhere ({pairs}); a comparison says nothing about our kernels"
-        return LayerResult(
-            "latency", (Finding("latency", Verdict.inconclusive, reason),), made_on, now.remarks
-        )
-    effects = {case: _effect(now, baseline, case) for case in sorted(set(now.cases) & set(baseline.cases))}
+        finding = Finding("latency", GateVerdict.inconclusive, reason)
+        return LayerResult("latency", (finding,), made_on, now.remarks)
+    effects = {
+        case: effect(now.cases[case]["ratios"], baseline.cases[case]["ratios"])
+        for case in sorted(set(now.cases) & set(baseline.cases))
+    }
     margins = (settings or default_settings()).latency
     compared = [Finding(case, found.verdict(margins), str(found)) for case, found in effects.items()]
     findings = (*_throttled(now), *coverage(now, baseline), *compared)
-    return LayerResult("latency", findings, made_on, (*now.remarks, *_worst(effects)))
+    # The slowest case stands in a remark even where all pass, since no average is reported.
+    worst = sorted(effects.items(), key=lambda one: -one[1].ratio)[:1]
+    remarks = (f"worst case: {case}, {found}" for case, found in worst)
+    return LayerResult("latency", findings, made_on, (*now.remarks, *remarks))
 
 
 def unfit(now: Measured, settings: GateSettings | None = None) -> Iterator[str]:
@@ -280,20 +261,9 @@ def unfit(now: Measured, settings: GateSettings | None = None) -> Iterator[str]:
             yield f"{case}: too much noise ({found})"
 
 
-def _effect(now: Measured, baseline: Baseline, case: str) -> Effect:
-    return effect(now.cases[case]["ratios"], baseline.cases[case]["ratios"])
-
-
 def _throttled(now: Measured) -> Iterator[Finding]:
     """Findings on a device that slowed down during the measurement. No ratio can then be trusted."""
     for case, values in now.cases.items():
         if values.get("throttled"):
             reason = f"the device slowed down while this was timed: {values['throttled']}"
-            yield Finding(case, Verdict.inconclusive, reason)
-
-
-def _worst(effects: dict[str, Any]) -> Iterator[str]:
-    """A remark with the slowest case, even where all pass, since no average is reported."""
-    if effects:
-        case = max(effects, key=lambda name: effects[name].ratio)
-        yield f"worst case: {case}, {effects[case]}"
+            yield Finding(case, GateVerdict.inconclusive, reason)

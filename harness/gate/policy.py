@@ -19,10 +19,8 @@ from engine.core.options import Decoding, SchedulerLimits
 from engine.core.plan import StepPlan, StepResult
 from engine.core.request import Request
 from engine.core.scheduling.scheduler import Scheduler
-from harness.gate.baseline import Baseline, Measured, coverage
-from harness.gate.effect import Margins, effect
-from harness.gate.findings import Finding, LayerResult, Verdict
-from harness.gate.settings import GateSettings, default_settings
+from harness.gate.findings import Baseline, Finding, GateVerdict, LayerResult, Measured, coverage
+from harness.gate.settings import GateSettings, Margins, default_settings, effect
 
 LOOP_TURNS = 800
 LOAD_BLOCK_SIZE = 16
@@ -94,14 +92,14 @@ class Load:
 
 def loads() -> dict[str, Load]:
     """The loads by name. A changed load is a new case and needs a new name."""
+    prompts = _plain(200, 700, 4)
+    beams = tuple(Request(rid, 40, 48, 8, Decoding.beam) for rid in range(6))
     return {
         "scheduler: decode, 64 sequences": Load(_plain(64, 16, 96), 2000, SchedulerLimits(2048, 64)),
-        "scheduler: chunked prefill, 200 prompts of 700": Load(
-            _plain(200, 700, 4), 4000, SchedulerLimits(512, 64)
-        ),
+        "scheduler: chunked prefill, 200 prompts of 700": Load(prompts, 4000, SchedulerLimits(512, 64)),
         "block manager: shared prefixes": Load(_sharing(120), 3000, SchedulerLimits(4096, 64)),
         "block manager: pool too small, preemption": Load(_plain(48, 64, 96), 200, SchedulerLimits(2048, 48)),
-        "block manager: beams, copy on write": Load(_beams(6, 8), 3000, SchedulerLimits(2048, 64), _half),
+        "block manager: beams, copy on write": Load(beams, 3000, SchedulerLimits(2048, 64), _half),
     }
 
 
@@ -111,14 +109,8 @@ def _plain(count: int, prompt: int, output: int) -> tuple[Request, ...]:
 
 def _sharing(count: int) -> tuple[Request, ...]:
     """Requests with one of three shared prefixes of 1,024 tokens in turn, and 40 tokens of their own."""
-    return tuple(
-        Request(rid, 1064, 8, identity=KeyIdentity(rid, [(rid % 3, 1024), (None, 40)]))
-        for rid in range(count)
-    )
-
-
-def _beams(count: int, width: int) -> tuple[Request, ...]:
-    return tuple(Request(rid, 40, 48, width, Decoding.beam) for rid in range(count))
+    keys = ([(rid % 3, 1024), (None, 40)] for rid in range(count))
+    return tuple(Request(rid, 1064, 8, identity=KeyIdentity(rid, key)) for rid, key in enumerate(keys))
 
 
 def _half(width: int, step: int) -> list[int]:
@@ -155,9 +147,9 @@ def rounds(work: Work, yardstick: Work) -> list[float]:
     gc.freeze()  # later collections skip the objects that exist already
     gc.disable()  # otherwise one side would pay for a collection that the other side caused
     try:
-        while len(found) < MOST_ROUNDS and not (
-            len(found) >= ROUNDS and len(found) % 10 == 0 and _settled(found)
-        ):
+        while len(found) < MOST_ROUNDS:
+            if len(found) >= ROUNDS and len(found) % 10 == 0 and _settled(found):
+                break
             first, second, third, fourth = (_seconds(it) for it in (work, yardstick, yardstick, work))
             found.append(round(min(first, fourth) / min(second, third), 5))
             gc.collect()
@@ -178,11 +170,12 @@ def judge(now: Measured, baseline: Baseline, settings: GateSettings | None = Non
     made_on = f"Python {now.made_on['python']}, {len(now.cases)} ratios"
     if baseline.made_on != now.made_on:
         reason = f"the baseline is of Python {baseline.made_on.get('python')}"
-        return LayerResult("policy", (Finding("policy", Verdict.inconclusive, reason),), made_on)
-    compared = (
-        _compare(case, now, baseline, settings) for case in sorted(set(now.cases) & set(baseline.cases))
-    )
-    return LayerResult("policy", (*coverage(now, baseline), *compared), made_on)
+        return LayerResult("policy", (Finding("policy", GateVerdict.inconclusive, reason),), made_on)
+    findings = [*coverage(now, baseline)]
+    for case in sorted(set(now.cases) & set(baseline.cases)):
+        found = effect(now.cases[case]["ratios"], baseline.cases[case]["ratios"])
+        findings.append(Finding(case, found.verdict(margins(settings)), f"{found}"))
+    return LayerResult("policy", tuple(findings), made_on)
 
 
 def unfit(now: Measured, settings: GateSettings | None = None) -> Iterator[str]:
@@ -191,11 +184,6 @@ def unfit(now: Measured, settings: GateSettings | None = None) -> Iterator[str]:
         found = effect(values["ratios"], values["ratios"])
         if found.upper - found.lower > margins(settings).widest:
             yield f"{case}: too much noise ({found}); try again on a quieter machine"
-
-
-def _compare(case: str, now: Measured, baseline: Baseline, settings: GateSettings | None) -> Finding:
-    found = effect(now.cases[case]["ratios"], baseline.cases[case]["ratios"])
-    return Finding(case, found.verdict(margins(settings)), f"{found}")
 
 
 def _seconds(work: Work) -> float:

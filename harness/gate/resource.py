@@ -1,29 +1,186 @@
 """The resource layer: every kernel configuration, compiled for every architecture that it supports.
 
 No GPU is needed: Triton contains its compiler and NVIDIA's tools. The disassembly gives registers, spills, wide loads
-and instructions. `broken` and `worse` define a regression.
+and instructions. `broken` and `worse` define a regression. A kernel whose digest the baseline has need not be compiled
+again (`unchanged`). The disassembler takes 0.3 to 0.5 s to start and 30 µs for an instruction, so it lists many kernels
+at once.
 """
 
+import hashlib
 import multiprocessing
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import re
+import struct
+import subprocess
+import tempfile
+from collections.abc import Container, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from itertools import accumulate
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from harness import kernel_speed
 from harness.config.errors import UserError
 from harness.environment import kernel_digest
-from harness.gate.baseline import Baseline, Measured, coverage
-from harness.gate.findings import Finding, LayerResult, Verdict
-from harness.gate.machine_code import Built, built, count, listed
+from harness.gate.findings import Baseline, Finding, GateVerdict, LayerResult, Measured, coverage
 from harness.gate.settings import GateSettings, default_settings
 from harness.kernel_speed.gpus import LATENCIES, SCHEDULERS
-from harness.kernel_speed.predict import Kernel
-from harness.kernel_speed.replay import replay
-from harness.kernel_speed.sass import Instruction
+from harness.kernel_speed.predict import Instruction, Kernel, read_listing, replay, tile_loop
 
 if TYPE_CHECKING:
     from paged_kernels.triton.configurations import KernelConfiguration
+
+
+_BUFFER = re.compile(
+    r"local_alloc : \(\) -> !ttg\.memdesc<(?P<depth>\d+)x(?P<keys>\d+)x(?P<width>\d+)x[^>]*mutable>"
+)
+_USAGE = re.compile(r"REG:(?P<registers>\d+) STACK:(?P<stack>\d+)")
+_WIDTH = 16  # bytes of an instruction
+
+
+@dataclass(frozen=True)
+class Instructions:
+    """Counts of instructions in the machine code of one kernel.
+
+    `wide_loads` and `narrow_loads` are loads from global memory of 16 bytes and of fewer bytes per thread, including
+    asynchronous copies to shared memory (LDGSTS). `local` are accesses to local memory, which only spills and arrays
+    indexed at run time need. `hmma` and `hgmma` are matrix instructions of a warp and of a warp group (sm_90, sm_100).
+    `conversions` (F2F) change the type of one number at a quarter of the usual rate. `loop` is the length of the loop
+    that loads tiles of K and V, 0 where none does.
+    """
+
+    total: int
+    wide_loads: int
+    narrow_loads: int
+    local: int
+    hmma: int
+    hgmma: int
+    conversions: int = 0
+    loop: int = 0
+
+
+def count(code: Sequence[Instruction]) -> Instructions:
+    """Count the instructions of a kernel. The total includes the padding at the end (NOP, BRA to itself)."""
+    loads = [one.opcode for one in code if one.opcode.startswith("LDG")]
+    wide = sum(".128" in opcode for opcode in loads)
+    return Instructions(
+        total=len(code),
+        wide_loads=wide,
+        narrow_loads=len(loads) - wide,
+        local=sum(one.name in ("LDL", "STL") for one in code),
+        hmma=sum(one.opcode.startswith("HMMA") for one in code),
+        hgmma=sum(one.opcode.startswith(("HGMMA", "QGMMA", "UTCHMMA", "UTCQMMA")) for one in code),
+        conversions=sum(one.name == "F2F" for one in code),
+        loop=len(tile_loop(code)),
+    )
+
+
+@dataclass(frozen=True)
+class Built:
+    """A compiled kernel: its machine code, registers of a thread, bytes of stack and of shared memory, staged tiles."""
+
+    code: bytes
+    registers: int
+    stack_bytes: int
+    shared_bytes: int
+    depth: int
+
+
+def built(configuration: "KernelConfiguration", capability: int) -> Built:
+    """Compile for compute capability `capability` (such as 90).
+
+    Raises:
+        RuntimeError: a tool failed. Errors of the compiler keep their own types.
+    """
+    kernel = compiled(configuration, capability)
+    cubin: bytes = kernel.asm["cubin"]
+    with tempfile.NamedTemporaryFile(prefix="pagetwin-gate-", suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = _USAGE.search(_tool("cuobjdump", "-res-usage", file.name))
+    if usage is None:
+        raise RuntimeError("cuobjdump did not report registers and stack")
+    return Built(
+        code=text_section(cubin),
+        registers=int(usage["registers"]),
+        stack_bytes=int(usage["stack"]),
+        shared_bytes=int(kernel.metadata.shared),
+        depth=pipeline_depth(kernel.asm["ttgir"], configuration.kv_tile),
+    )
+
+
+def compiled(configuration: "KernelConfiguration", capability: int) -> Any:
+    """Triton's compiled kernel. The compiler is told which arguments are multiples of 16, which makes loads wide."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import compile
+
+    return compile(
+        configuration.source, target=GPUTarget("cuda", capability, 32), options=configuration.options
+    )
+
+
+def pipeline_depth(ttgir: str, kv_tile: tuple[int, int] | None) -> int:
+    """Tiles in the K or V buffer (the smaller number), from Triton's GPU dialect; 0 where no tile is staged."""
+    found = [tuple(map(int, shape)) for shape in _BUFFER.findall(ttgir)]
+    return min((depth for depth, *tile in found if tuple(tile) == kv_tile), default=0)
+
+
+def text_section(cubin: bytes) -> bytes:
+    """The machine code of the only kernel in a cubin, which is a 64-bit ELF file.
+
+    Raises:
+        RuntimeError: the file does not hold exactly one kernel.
+    """
+    (headers,) = struct.unpack_from("<Q", cubin, 40)
+    size, number, names = struct.unpack_from("<HHH", cubin, 58)
+    # of a section: place of the name, place of the content, length of the content
+    sections = [struct.unpack_from("<I20xQQ", cubin, headers + size * index) for index in range(number)]
+    found = [
+        cubin[start : start + length]
+        for name, start, length in sections
+        if cubin.startswith(b".text.", sections[names][1] + name)
+    ]
+    if len(found) != 1:
+        raise RuntimeError(f"{len(found)} kernels in a cubin; expected 1")
+    return found[0]
+
+
+def listed(codes: Sequence[bytes], capability: int) -> Iterator[tuple[Instruction, ...]]:
+    """The instructions of several kernels of one architecture, from one run of the disassembler.
+
+    Targets of branches are places within the kernel, as `read_listing` gives them for a kernel alone.
+    """
+    with tempfile.NamedTemporaryFile(prefix="pagetwin-gate-", suffix=".bin") as file:
+        file.write(b"".join(codes))
+        file.flush()
+        # -ndf leaves out the data-flow analysis, which takes a third of the time and does not change the listing
+        listing = _tool("nvdisasm", "-ndf", "-hex", "-b", _architecture(capability), file.name)
+    code = read_listing(listing)
+    ends = list(accumulate(len(one) // _WIDTH for one in codes))
+    if len(code) != (ends or [0])[-1]:
+        raise RuntimeError(f"nvdisasm listed {len(code)} instructions of {ends[-1]}")
+    for start, end in zip([0, *ends], ends, strict=False):
+        yield tuple(
+            replace(one, target=one.target - start) if one.target >= 0 else one for one in code[start:end]
+        )
+
+
+def _architecture(capability: int) -> str:
+    """The disassembler's name; Triton compiles for the variant `a` of sm_90 and newer."""
+    return f"SM{capability}a" if capability >= 90 else f"SM{capability}"
+
+
+def _tool(name: str, *words: str) -> str:
+    """The output of a tool in Triton's NVIDIA backend. Raises RuntimeError where it fails."""
+    import triton.backends.nvidia.compiler as backend
+
+    program = Path(backend.__file__).parent / "bin" / name
+    done = subprocess.run((str(program), *words), capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"{name} failed: {done.stderr or done.stdout}")
+    return done.stdout
 
 
 # Instructions per byte of K and V at which issue slots limit no GPU, of 16-bit and of 8-bit caches.
@@ -57,7 +214,7 @@ class Resources:
     that it has on their way, cycles that one warp takes before the loop, for a tile and behind the loop, cycles of a
     tile on its scheduler's busiest pipe and on shared memory, bytes that a warp copies for a tile, and waits for
     warp-group products in a tile. Goals are not promised: the baseline may hold a figure that misses one, and the
-    answer then says so (0: no goal).
+    answer then says so (0: no goal). `digest` is of all that the other fields follow from, but for Triton's version.
     """
 
     registers: int
@@ -85,6 +242,7 @@ class Resources:
     product_waits: int = 0
     goal_per_byte: float = 0.0
     goal_in_flight: int = 0
+    digest: str = ""
 
 
 def refuse_interpreter() -> None:
@@ -131,7 +289,40 @@ def resources(
         product_waits=warp.product_waits,
         goal_per_byte=GOAL_PER_BYTE["fp8" in configuration.key] if configuration.most_per_byte else 0.0,
         goal_in_flight=GOAL_IN_FLIGHT if configuration.kv_bytes else 0,
+        digest=digest_of(configuration),
     )
+
+
+def digest_of(configuration: "KernelConfiguration") -> str:
+    """A digest of a kernel (its sources, types, constants, options) and of the code that reads its resources."""
+    made_of = (
+        configuration.source.hash(),
+        sorted(configuration.options.items()),
+        configuration.kv_tile,
+        configuration.kv_bytes,
+        configuration.most_per_byte,
+        _readers(),
+    )
+    return hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]
+
+
+@cache
+def _readers() -> str:
+    """A digest of the files that turn machine code into resources."""
+    files = [Path(__file__), *Path(kernel_speed.__file__).parent.glob("*.py")]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(files))).hexdigest()
+
+
+def unchanged(baseline: Baseline | None) -> dict[str, dict[str, Any]]:
+    """The cases of a baseline whose kernels, constants and compiler are today's, with their resources."""
+    if baseline is None or baseline.made_on != {"triton": _triton_version()}:
+        return {}
+    digests = {_name(one.key, arch): digest_of(one) for one in _configurations() for arch in one.capabilities}
+    return {
+        name: dict(values)
+        for name, values in baseline.cases.items()
+        if name in digests and values.get("digest") == digests[name]
+    }
 
 
 def _per_byte(configuration: "KernelConfiguration", loop: int) -> float:
@@ -145,9 +336,11 @@ def compare_kernel(case: str, capability: int, now: Resources, before: Resources
     """Compare one compiled kernel with its baseline; its instructions may grow by the share `more`."""
     wrong = [*broken(capability, now), *worse(now, before, more)]
     if wrong:
-        return Finding(case, Verdict.regressed, "; ".join(wrong))
+        return Finding(case, GateVerdict.regressed, "; ".join(wrong))
     return Finding(
-        case, Verdict.passed, f"{now.registers} registers, {now.shared_bytes:,} B shared, depth {now.depth}"
+        case,
+        GateVerdict.passed,
+        f"{now.registers} registers, {now.shared_bytes:,} B shared, depth {now.depth}",
     )
 
 
@@ -204,24 +397,34 @@ def case_names() -> list[str]:
     return [_name(key, arch) for key, arch in _case_pairs()]
 
 
-def measure() -> Measured:
+def measure(accepted: Baseline | None = None) -> Measured:
     """Compile all configurations of `paged_kernels`, several at a time, and read their resources.
+
+    Those that are `unchanged` since the baseline `accepted` are not compiled; they have its resources.
 
     Raises:
         UserError: TRITON_INTERPRET is set.
     """
     refuse_interpreter()
-    # spawned processes start the compiler anew; forked ones would share open state of torch and Triton
-    with ProcessPoolExecutor(os.cpu_count() or 1, multiprocessing.get_context("spawn")) as pool:
-        return measured({name: case for found in pool.map(_measure, _batches()) for name, case in found})
+    cases = unchanged(accepted)
+    remarks = (f"{len(cases)} unchanged kernels were not compiled",) if cases else ()
+    if batches := _batches(cases):
+        # spawned processes start the compiler anew; forked ones would share open state of torch and Triton
+        with ProcessPoolExecutor(os.cpu_count() or 1, multiprocessing.get_context("spawn")) as pool:
+            cases |= {name: case for found in pool.map(_measure, batches) for name, case in found}
+    return replace(measured(cases), remarks=remarks)
 
 
 def measured(cases: dict[str, dict[str, Any]]) -> Measured:
     """The run of this layer, from resources by case."""
+    triton = _triton_version()
+    return Measured("resource", f"resource-triton-{triton}", {"triton": triton}, kernel_digest(), cases)
+
+
+def _triton_version() -> str:
     from importlib.metadata import version
 
-    triton = version("triton")
-    return Measured("resource", f"resource-triton-{triton}", {"triton": triton}, kernel_digest(), cases)
+    return version("triton")
 
 
 def compiled_case(configuration: "KernelConfiguration", capability: int) -> tuple[str, dict[str, Any]]:
@@ -267,10 +470,10 @@ def judge(now: Measured, baseline: Baseline, settings: GateSettings | None = Non
         reason = (
             f"the baseline is of Triton {baseline.made_on.get('triton')}: other compilers make other code"
         )
-        return LayerResult("resource", (Finding("resource", Verdict.inconclusive, reason),), made_on)
+        return LayerResult("resource", (Finding("resource", GateVerdict.inconclusive, reason),), made_on)
     more = (settings or default_settings()).resource.more_instructions
     findings = (*coverage(now, baseline), *_compared(now, baseline, more))
-    return LayerResult("resource", findings, made_on, tuple(_goal_remarks(now)))
+    return LayerResult("resource", findings, made_on, (*now.remarks, *_goal_remarks(now)))
 
 
 def _goal_remarks(now: Measured) -> Iterator[str]:
@@ -294,7 +497,7 @@ def _compared(now: Measured, baseline: Baseline, more: float) -> Iterable[Findin
     for name in sorted(set(now.cases) & set(baseline.cases)):
         values = now.cases[name]
         if _UNCOMPILED in values:
-            yield Finding(name, Verdict.regressed, f"does not compile: {values[_UNCOMPILED]}")
+            yield Finding(name, GateVerdict.regressed, f"does not compile: {values[_UNCOMPILED]}")
         else:
             before = Resources(**baseline.cases[name])
             yield compare_kernel(name, _capability(name), Resources(**values), before, more)
@@ -326,8 +529,11 @@ def _name(key: str, capability: int) -> str:
     return f"{key} sm_{capability}"
 
 
-def _batches() -> list[_Batch]:
-    """What a process compiles at a time: the kernels of one architecture, the slowest architectures first."""
+def _batches(known: Container[str] = ()) -> list[_Batch]:
+    """What a process compiles at a time: the kernels of one architecture, the slowest architectures first.
+
+    A kernel is left out where the cases of all architectures that run it are `known`.
+    """
     compiled_for: dict[tuple[int, tuple[int, ...]], list[str]] = {}
     for one in _configurations():
         for arch in one.capabilities:
@@ -335,6 +541,8 @@ def _batches() -> list[_Batch]:
             if twin in one.capabilities:
                 continue
             judged = tuple(other for other in one.capabilities if arch in (other, SAME_CODE.get(other)))
+            if all(_name(one.key, other) in known for other in judged):
+                continue
             compiled_for.setdefault((arch, judged), []).append(one.key)
     return [
         _Batch(tuple(keys[start : start + _BATCH]), arch, judged)

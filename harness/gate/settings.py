@@ -1,6 +1,16 @@
 """The margins of the gate, from `conf/gate/<option>.yaml` and overrides such as `gate.latency.material=0.03`.
 
 Margins are not part of the configuration of a run, so the fingerprint of a point does not depend on them.
+
+`effect` says how much slower than its baseline a case is: the ratio of two medians, of the rounds measured now and of
+those of the baseline. Each round is itself a ratio of kernel to yardstick, so the influence of clocks and of a busy
+machine cancels. The bounds are a bootstrap percentile interval (Efron 1979; `scipy.stats.bootstrap`). It assumes that
+rounds are independent, and nothing about their distribution. The verdict answers two questions, so that noise can
+neither raise an alarm nor hide a regression:
+
+* regressed: even the lower bound is above the baseline by more than the negligible margin;
+* pass: even the upper bound is above the baseline by less than the material margin, and the bounds are close together;
+* inconclusive: neither of the two.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,9 +19,87 @@ from functools import cache
 from math import isfinite
 from typing import Any
 
+import numpy as np
+
 from harness.config.errors import ConfigError, UnknownKeyError, UserError
 from harness.config.groups import GATE, gate_options, option_file
-from harness.gate.effect import Margins
+from harness.gate.findings import GateVerdict
+
+CONFIDENCE = 0.99
+RESAMPLES = 2000
+FEWEST_ROUNDS = 10  # a bootstrap of fewer rounds has bounds that are too narrow
+
+
+@dataclass(frozen=True)
+class Margins:
+    """A case slower by less than `negligible` raises no alarm; a case slower by `material` must not pass.
+
+    With bounds further apart than `widest` no case passes, because a single lucky run could produce them.
+    """
+
+    negligible: float
+    material: float
+    widest: float
+
+
+@dataclass(frozen=True)
+class Effect:
+    """Time now divided by time of the baseline, with bounds at `CONFIDENCE`. 1.0 is no change, 1.05 is 5 % slower."""
+
+    ratio: float
+    lower: float
+    upper: float
+
+    def verdict(self, margins: Margins) -> GateVerdict:
+        """The verdict that the bounds allow."""
+        if self.lower > 1 + margins.negligible:
+            return GateVerdict.regressed
+        close = self.upper - self.lower < margins.widest
+        return GateVerdict.passed if close and self.upper < 1 + margins.material else GateVerdict.inconclusive
+
+    def __str__(self) -> str:
+        bounds = f"{CONFIDENCE:.0%} bounds {self.lower:.3f} to {self.upper:.3f}"
+        return f"{self.ratio:.3f} of the baseline ({bounds})"
+
+
+def effect(now: Sequence[float], baseline: Sequence[float]) -> Effect:
+    """Compare two sets of rounds, each round a ratio of kernel to yardstick.
+
+    Raises:
+        ValueError: fewer than `FEWEST_ROUNDS` rounds, or a round that is not a positive number.
+    """
+    mine, theirs = _rounds(now, "now"), _rounds(baseline, "in the baseline")
+    return Effect(float(np.median(mine) / np.median(theirs)), *_bounds(mine, theirs))
+
+
+def _bounds(mine: "np.ndarray[Any, Any]", theirs: "np.ndarray[Any, Any]") -> tuple[float, float]:
+    from scipy.stats import bootstrap
+
+    if np.ptp(mine) == 0 and np.ptp(theirs) == 0:  # nothing to resample; scipy would warn about it
+        same = float(mine[0] / theirs[0])
+        return same, same
+    interval = bootstrap(
+        (mine, theirs),
+        lambda a, b, axis: np.median(a, axis=axis) / np.median(b, axis=axis),
+        vectorized=True,
+        paired=False,
+        method="percentile",
+        confidence_level=CONFIDENCE,
+        n_resamples=RESAMPLES,
+        rng=np.random.default_rng(0),
+    ).confidence_interval
+    return float(interval.low), float(interval.high)
+
+
+def _rounds(values: Sequence[float], where: str) -> "np.ndarray[Any, Any]":
+    rounds = np.asarray(values, dtype=np.float64)
+    if len(rounds) < FEWEST_ROUNDS:
+        rule = f"{FEWEST_ROUNDS} are the fewest that bounds can rest on"
+        raise ValueError(f"{len(rounds)} rounds {where}; {rule}")
+    if not (np.isfinite(rounds) & (rounds > 0)).all():
+        raise ValueError(f"a round {where} is not a positive number")
+    return rounds
+
 
 DEFAULT = "default"
 _MOST = 10.0  # largest margin, as a share; more would let everything pass
@@ -73,12 +161,9 @@ def _split(text: str) -> tuple[str, str]:
         from harness.config.overrides import nearest  # imports Hydra, which only the hint needs
 
         near = nearest(key, [GATE, *keys()])
-        raise UnknownKeyError(key, f"no such key of the gate; {_hint(near)}")
+        hint = f"did you mean '{near}'?" if near else f"there are {', '.join([GATE, *keys()])}"
+        raise UnknownKeyError(key, f"no such key of the gate; {hint}")
     return key, value
-
-
-def _hint(near: str | None) -> str:
-    return f"did you mean '{near}'?" if near else f"there are {', '.join([GATE, *keys()])}"
 
 
 def _option(name: str) -> str:
@@ -106,12 +191,10 @@ def _read(option: str) -> GateSettings:
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
         kinds = {"latency": Margins, "policy": Margins, "attention": Margins, "resource": ResourceMargins}
-        sections = {
-            name: kind(
-                **{key: _number_of(f"{GATE}.{name}.{key}", value) for key, value in content.pop(name).items()}
-            )
-            for name, kind in kinds.items()
-        }
+        sections: dict[str, Any] = {}
+        for name, kind in kinds.items():
+            given = content.pop(name).items()
+            sections[name] = kind(**{key: _number_of(f"{GATE}.{name}.{key}", value) for key, value in given})
     except (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{file}: no margins of a gate ({type(error).__name__}: {error})") from error
     if content:
@@ -124,14 +207,12 @@ def _read(option: str) -> GateSettings:
 def _check(settings: GateSettings) -> None:
     for name, margins in settings.margins().items():
         if isinstance(margins, Margins) and margins.material <= margins.negligible:
-            raise ConfigError(
-                f"{GATE}.{name}.material",
-                f"found {margins.material:g}, must be greater than {GATE}.{name}.negligible={margins.negligible:g}",
-            )
+            least = f"{GATE}.{name}.negligible={margins.negligible:g}"
+            reason = f"found {margins.material:g}, must be greater than {least}"
+            raise ConfigError(f"{GATE}.{name}.material", reason)
         if isinstance(margins, Margins) and margins.widest <= 0:
-            raise ConfigError(
-                f"{GATE}.{name}.widest", "found 0, must be greater than 0: no bounds are so close"
-            )
+            reason = "found 0, must be greater than 0: no bounds are so close"
+            raise ConfigError(f"{GATE}.{name}.widest", reason)
 
 
 def _changes(settings: GateSettings) -> Iterator[str]:

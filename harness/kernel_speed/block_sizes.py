@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from harness.console import say
-from harness.cost.block_sizes import REFERENCE, table_file
+from harness.cost.roofline import REFERENCE, table_file
 from harness.kernel_speed.gpus import GPUS, SCHEDULERS, Gpu
-from harness.kernel_speed.predict import Kernel, Prediction, predict
-from harness.kernel_speed.replay import Replay
+from harness.kernel_speed.predict import Kernel, Prediction, Replay, predict
 from harness.store.atomic import write_files
 
 ROWS, SLOTS = 64, 4096  # sequences and keys of each: 1.07 GB of a 16-bit cache
@@ -39,14 +38,11 @@ _HEAD = (
 def kernel_of(case: Mapping[str, Any], warps: int = WARPS) -> Kernel:
     """A kernel from the figures that the resource gate keeps of it."""
     warp = Replay(
-        prologue=case["prologue"],
         loop=case["tile"],
-        epilogue=case["epilogue"],
-        pipe=case["pipe"],
-        shared=case["shared"],
-        copied=case["copied"],
         ahead=case["in_flight"] / max(1, case["programs"] * case["copied"] * warps),
-        product_waits=case["product_waits"],
+        **{
+            name: case[name] for name in ("prologue", "epilogue", "pipe", "shared", "copied", "product_waits")
+        },
     )
     return Kernel(case["registers"], case["shared_bytes"], warps, warp)
 
@@ -86,9 +82,8 @@ def rows_of(cases: Mapping[str, Any]) -> Iterator[tuple[str, int, int, float, st
             found = {size: decode_case(cases, width, size, gpu.capability) for size in BLOCK_SIZES}
             if found[REFERENCE] is None:
                 continue
-            times = {
-                size: decode_time(kernel_of(case), gpu, ROWS, SLOTS, width) for size, case in found.items()
-            }
+            each = ((size, kernel_of(case)) for size, case in found.items())
+            times = {size: decode_time(kernel, gpu, ROWS, SLOTS, width) for size, kernel in each}
             for size, time in times.items():
                 yield gpu.name, width, size, time.seconds / times[REFERENCE].seconds, time.limit
 
@@ -96,18 +91,11 @@ def rows_of(cases: Mapping[str, Any]) -> Iterator[tuple[str, int, int, float, st
 def table_text(baseline: Path) -> str:
     """The table made from a baseline of the resource gate."""
     cases = json.loads(baseline.read_text(encoding="utf-8"))["cases"]
-    head = _HEAD.format(
-        source=f"results/baselines/{baseline.name}",
-        rows=ROWS,
-        slots=SLOTS,
-        heads=HEADS,
-        kv_heads=KV_HEADS,
-        dim=DIM,
+    shape = {"rows": ROWS, "slots": SLOTS, "heads": HEADS, "kv_heads": KV_HEADS, "dim": DIM}
+    rows = (
+        f"{gpu},{width},{size},{factor:.4f},{limit}\n" for gpu, width, size, factor, limit in rows_of(cases)
     )
-    return head + "".join(
-        f"{device},{width},{size},{factor:.4f},{limit}\n"
-        for device, width, size, factor, limit in rows_of(cases)
-    )
+    return _HEAD.format(source=f"results/baselines/{baseline.name}", **shape) + "".join(rows)
 
 
 SHAPES = ((16, 4096), (64, 1024), (64, 2048), (64, 4096), (256, 1024), (64, 8192))
@@ -131,12 +119,9 @@ def share_lines(cases: Mapping[str, Any]) -> Iterator[str]:
             case = decode_case(cases, width, 16, gpu.capability)
             if case is None:
                 continue
-            times = {shape: decode_time(kernel_of(case), gpu, *shape, width) for shape in SHAPES}
-            shares = [
-                time.share(rows * slots * 2 * KV_HEADS * DIM * width, gpu)
-                for (rows, slots), time in times.items()
-            ]
-            cells = " | ".join(f"{share:.2f}".lstrip("0") for share in shares)
+            kernel, slot = kernel_of(case), 2 * KV_HEADS * DIM * width
+            times = ((rows * slots, decode_time(kernel, gpu, rows, slots, width)) for rows, slots in SHAPES)
+            cells = " | ".join(f"{time.share(size * slot, gpu):.2f}".lstrip("0") for size, time in times)
             yield f"| {gpu.name}, {'16-bit' if width == 2 else 'fp8'} | {cells} | {_prefill_cell(cases, gpu, width)} |"
 
 
@@ -171,13 +156,11 @@ def newest_baseline(folder: Path) -> Path:
 def main(words: list[str] | None = None) -> int:
     """Write the table, or check it; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m harness.kernel_speed.block_sizes")
-    parser.add_argument(
-        "--check", action="store_true", help="write nothing; exit code 1 if the table is stale"
-    )
-    parser.add_argument(
-        "--baselines", default="results/baselines", metavar="DIR", help="folder of the baselines"
-    )
-    parser.add_argument("--shares", action="store_true", help="write nothing; print predicted shares")
+    what = {"--check": "exit code 1 if the table is stale", "--shares": "print predicted shares"}
+    for flag, does in what.items():
+        parser.add_argument(flag, action="store_true", help=f"write nothing; {does}")
+    folder = "folder of the baselines"
+    parser.add_argument("--baselines", default="results/baselines", metavar="DIR", help=folder)
     flags = parser.parse_args(words)
     baseline = newest_baseline(Path(flags.baselines))
     if flags.shares:
@@ -186,9 +169,9 @@ def main(words: list[str] | None = None) -> int:
         return 0
     file, text = table_file(), table_text(baseline)
     if flags.check:
-        fresh = file.exists() and file.read_text(encoding="utf-8") == text
-        say(f"{file} is {'up to date' if fresh else 'stale: run python -m harness.kernel_speed.block_sizes'}")
-        return 0 if fresh else 1
+        stale = not file.exists() or file.read_text(encoding="utf-8") != text
+        say(f"{file} is {'stale: run python -m harness.kernel_speed.block_sizes' if stale else 'up to date'}")
+        return int(stale)
     write_files(file.parent, {file.name: text.encode()})
     say(f"written: {file}")
     return 0

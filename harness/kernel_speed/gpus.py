@@ -48,14 +48,7 @@ class Latencies:
 AMPERE = Latencies(memory=552, l2=246, l1=33, shared=29, matrix=8, warp_group=0)
 AMPERE_GRAPHICS = Latencies(memory=625, l2=274, l1=34, shared=30, matrix=16, warp_group=0)
 HOPPER = Latencies(memory=688, l2=280, l1=32, shared=29, matrix=8, warp_group=2048)
-LATENCIES = {
-    80: AMPERE,
-    86: AMPERE_GRAPHICS,
-    89: AMPERE_GRAPHICS,
-    90: HOPPER,
-    100: HOPPER,
-    120: AMPERE_GRAPHICS,
-}
+LATENCIES = {80: AMPERE, 90: HOPPER, 100: HOPPER} | dict.fromkeys((86, 89, 120), AMPERE_GRAPHICS)
 GUESSED = frozenset({86, 100, 120})  # architectures whose figures are those of a neighbour
 
 

@@ -2,14 +2,220 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
+from engine.core.memory.block_pool import BlockPool
+from engine.core.memory.paged import PagedManager
+from engine.core.options import CachePolicy, GroupPages
+from engine.core.plan import StepPlan, StepResult
+from engine.core.scheduling.scheduler import Scheduler
+from harness import point
+from harness.config.errors import ConfigError, UserError
 from harness.config.groups import groups
-from harness.lessons.recording import Recording
+from harness.metrics.log import RunLog
 from harness.papers.sizes import shape_of
+from harness.point.cost import cost_model
+from harness.point.run import Progress, calibrated_cost
+from harness.replay.arrivals import to_ns
+from harness.replay.cost_model import CostModel
+from harness.replay.executors import Executor, StepTiming
+from harness.sweep.plan import plan_sweep, run_request
+from harness.workload.point import Point, resolve
+from harness.workload.simulate import replay_point, simulated_executor
 from traces.synth.generator import generate_trace
+
+FREE, CACHED, FIRST = 0, 1, 2
+"""Codes of a block: free without a hash, free in the prefix cache; from FIRST on FIRST + 2 x request, + 1 if shared."""
+
+MOST_EVENTS = 400_000
+"""More changes than this make a page too large to open with ease."""
+
+DEFAULT = (
+    *("measure=false", "cost=roofline", "device=h100", "model=llama3_8b", "trace=sosp23_sharegpt"),
+    *(
+        "workload=as_recorded",
+        "workload.num_requests=60",
+        "workload.prefix_share=0.3",
+        "workload.request_rate=20",
+    ),
+    *("replay=poisson", "cache.pool_tokens=6400", "cache.max_model_len=2048"),
+)
+"""What is replayed where nothing is asked for: small, but with queueing, sharing and preemptions."""
+
+MEASURED = (
+    *("measure=true", "workload.num_requests=40", "workload.prefix_share=0.3", "workload.request_rate=30"),
+    *("cache.pool_tokens=1536", "cache.max_model_len=512"),
+)
+"""The same with `measure=true`: what a small model does on this machine, in a pool that is short."""
+
+_REQUEST = ("request_id", "arrival_s", "prompt_tokens", "output_tokens")
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A run. In step i, blocks `blocks[offsets[i]:offsets[i + 1]]` change to `codes[...]`; times are in seconds."""
+
+    label: str
+    num_blocks: int
+    block_size: int
+    times: Sequence[float]
+    offsets: Sequence[int]
+    blocks: Sequence[int]
+    codes: Sequence[int]
+    running: Sequence[int]
+    waiting: Sequence[int]
+    requests: Mapping[int, tuple[float, int, int]]  # arrival, prompt and output tokens
+    side: str = "predicted"
+    beside: "Recording | None" = None  # the other side of the same requests
+
+    def data(self) -> dict[str, object]:
+        """For the page, as JSON."""
+        return {
+            **vars(self),
+            "beside": self.beside.data() if self.beside else None,
+            "times": [round(time, 5) for time in self.times],
+            "requests": {str(rid): list(values) for rid, values in self.requests.items()},
+        }
+
+
+class _Watching:
+    """An executor around another that notes what each block holds in every step."""
+
+    max_steps = 1
+
+    def __init__(self, inner: Executor, pool: BlockPool, clock: Callable[[], float] = lambda: 0.0) -> None:
+        self._inner, self._pool, self._clock = inner, pool, clock
+        self._noting_s = 0.0
+        self._now: dict[int, int] = {}  # blocks in use -> code
+        self.offsets, self.blocks, self.codes = [0], list[int](), list[int]()
+        self.running, self.waiting = list[int](), list[int]()
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._inner.begin()
+
+    def execute(self, plan: StepPlan, horizon_ns: int | None) -> StepResult:
+        """Note the tables, then price or run the plan."""
+        began = self._clock()
+        self._note(plan)
+        self._noting_s = self._clock() - began
+        return self._inner.execute(plan, horizon_ns)
+
+    def _note(self, plan: StepPlan) -> None:
+        held: dict[int, int] = {}
+        for row in plan.rows:
+            own = FIRST + 2 * row.request_id
+            for block in row.table:
+                held[block] = held[block] | 1 if block in held else own
+        changes = {block: code for block, code in held.items() if self._now.get(block) != code}
+        for block in self._now.keys() - held.keys():
+            if not self._pool.references(block):  # a request that waits for its turn keeps its blocks
+                changes[block] = FREE if self._pool.hash_of(block) is None else CACHED
+            else:
+                held[block] = self._now[block]
+        self._now = held
+        self.blocks += changes
+        self.codes += changes.values()
+        self.offsets.append(len(self.blocks))
+        self.running.append(plan.running)
+        self.waiting.append(plan.waiting)
+        if len(self.blocks) > MOST_EVENTS:
+            raise UserError(
+                f"more than {MOST_EVENTS:,} changes of blocks: take fewer requests (workload.num_requests)"
+            )
+
+    def end(self) -> StepTiming:
+        """The priced or measured time, without that of noting."""
+        timing, noting = self._inner.end(), self._noting_s
+        if not noting:
+            return timing
+        noting /= timing.phases.get("pace", 1.0)  # as the engine's own times
+        phases = {**timing.phases, "policy_s": max(0.0, timing.phases["policy_s"] - noting)}
+        return timing._replace(ns=[max(1, one - to_ns(noting)) for one in timing.ns], phases=phases)
+
+
+def record(overrides: Sequence[str], progress: Progress | None = None) -> Recording:
+    """Simulate the point of these overrides on top of `DEFAULT`, step by step; with `measure=true` also run it.
+
+    The run that ends later comes first and has the other one in `beside`. Raises UserError.
+    """
+    given = {word.split("=", 1)[0] for word in overrides}
+    default = MEASURED if "measure=true" in overrides else DEFAULT
+    request = run_request([*(word for word in default if word.split("=", 1)[0] not in given), *overrides])
+    if request.varying:
+        raise UserError(f"a replay shows one run; give one value for {', '.join(request.varying)}")
+
+    config = plan_sweep(request, point).points[0].config
+    if config.cache.policy is not CachePolicy.paged:
+        raise ConfigError(
+            "cache.policy", f"a replay shows blocks, and {config.cache.policy.value} has none; use paged"
+        )
+    if config.cache.groups is not GroupPages.off:
+        raise ConfigError(
+            "cache.groups",
+            f"a replay shows the blocks of one table, and {config.cache.groups} has several; use off",
+        )
+    resolved = resolve(config)
+    if resolved.replicas > 1:
+        raise ConfigError("device.data_parallel", "a replay shows one pool; replicas have one each")
+    label = " ".join(overrides)
+    if not config.measure:
+        return _recorded(resolved, cost_model(resolved.deployment), label)
+    cost = calibrated_cost(resolved.deployment, progress)  # a device is calibrated before it is measured
+    measured = _measured(resolved, cost, label, progress)
+    predicted = _recorded(resolved, cost, label)
+    first, second = sorted((measured, predicted), key=lambda one: one.times[-1], reverse=True)
+    return replace(first, beside=second)
+
+
+def _measured(point: Point, cost: CostModel, label: str, progress: Progress | None) -> Recording:
+    """One run on the engine. It is warm before, as in a sweep; times are those at the pace of the calibration."""
+    from harness.calibrate.run import reference_of
+    from harness.measure.engine import measure, warm_up
+
+    made: list[_Watching] = []
+
+    def watch(engine: Executor, scheduler: Scheduler, clock: Callable[[], float]) -> Executor:
+        assert isinstance(scheduler.manager, PagedManager)
+        made.append(_Watching(engine, scheduler.manager.pool, clock))
+        return made[-1]
+
+    warm = warm_up(point)
+    reference = reference_of(cost.source.provenance) or warm
+    told = (lambda done, total: progress("measuring", done, total)) if progress else None
+    run = measure(point, seed=point.workload.seed, progress=told, watch=watch, reference=reference)
+    return replace(_recording(point, made[-1], run.log, label), side="measured")
+
+
+def _recorded(point: Point, cost: CostModel, label: str) -> Recording:
+    requests = point.requests()
+    by_id = {timed.request.request_id: timed.request for timed in requests}
+    scheduler = point.scheduler()
+    assert isinstance(scheduler.manager, PagedManager)
+    inner = simulated_executor(point, cost, by_id, fast_forward=False)
+    watching = _Watching(inner, scheduler.manager.pool)
+    log, _ = replay_point(point, requests, watching, scheduler=scheduler)
+    return _recording(point, watching, log, label)
+
+
+def _recording(point: Point, watching: _Watching, log: RunLog, label: str) -> Recording:
+    rows = zip(*(log.requests[name].tolist() for name in _REQUEST), strict=True)
+    return Recording(
+        label,
+        point.pool.num_blocks,
+        point.pool.block_size,
+        log.steps["start_s"].tolist(),
+        watching.offsets,
+        watching.blocks,
+        watching.codes,
+        watching.running,
+        watching.waiting,
+        {rid: (round(arrival, 5), prompt, output) for rid, arrival, prompt, output in rows},
+    )
+
 
 _MODELS = (
     "opt_13b",
@@ -73,23 +279,22 @@ def page(
     lengths: tuple[str, Sequence[tuple[int, int]]] | None = None,
 ) -> str:
     """The page of a lesson; that of `replay` shows the recording, that of `accountant` the lengths of a trace."""
-    from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
 
+    from harness.report.style import filled, page_css
+
     lesson = LESSONS[name]
-    environment = Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
-    )
+    folder = Path(__file__).parent
     known: Mapping[str, Any] = recording.data() if recording else lesson.data() if lesson.data else {}
     if lengths is not None:
         known = {**known, "workloads": {lengths[0]: lengths[1], **known["workloads"]}, "chosen": lengths[0]}
     data = json.dumps(known, separators=(",", ":")).replace("<", "\\u003c")
     label = recording.label if recording else ""
-    body = environment.from_string(text_of(f"{name}.html.j2")).render(data=Markup(data), label=label)
-    css = files("harness.report").joinpath("page.css").read_text(encoding="utf-8")
-    return environment.from_string(text_of("lesson.html.j2")).render(
+    body = filled(folder / f"{name}.html.j2", data=Markup(data), label=label)
+    return filled(
+        folder / "lesson.html.j2",
         lesson=lesson,
-        style=Markup(css + text_of("lesson.css")),
+        style=Markup(page_css() + text_of("lesson.css")),
         body=Markup(body),
         script=Markup("\n".join(text_of(script) for script in lesson.scripts)),
     )

@@ -1,7 +1,7 @@
 """The client of a measured beam search (`harness.workload.beam_requests`): it chooses beams by the engine's tokens.
 
 The best 2 x width log-probabilities of each beam are asked for, as vLLM does. Scores and the choice are those of
-`engine.runtime.decoding.beams`, so the beams are those of transformers' `generate(num_beams)`.
+`engine.runtime.decoding.generation`, so the beams are those of transformers' `generate(num_beams)`.
 The client works between the steps, outside of their time.
 """
 
@@ -13,7 +13,7 @@ from engine.core.identity import BlockIdentity, TokenIdentity
 from engine.core.options import HashAlgorithm
 from engine.core.plan import IntArray
 from engine.core.request import Request
-from engine.runtime.decoding.beams import BeamSearch, FloatArray, candidates_of
+from engine.runtime.decoding.generation import BeamSearch, FloatArray, candidates_of
 from engine.runtime.params import DecodingRules
 from engine.runtime.runner import Runner
 from harness.workload.beam_requests import BeamClient

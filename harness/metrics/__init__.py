@@ -1,25 +1,213 @@
-"""Metrics: figures of merit, computed from the log of a run.
+"""The table of all metrics: name, unit and meaning. Simulation, measurement and report use it.
 
-One set of definitions serves the simulated side, the measured side and the report.
+A new metric gets a line in `METRICS` here and its computation in `harness.metrics.compute`.
 """
 
-from harness.metrics.analytic import CacheShape, Lengths, analytic_metrics
-from harness.metrics.compute import compute_metrics
-from harness.metrics.definitions import HEADLINE, METRICS, Metric
-from harness.metrics.log import REQUEST_COLUMNS, SLOT_STATES, STEP_COLUMNS, Outcome, RunLog, RunLogError
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
 
-__all__ = [
-    "HEADLINE",
-    "METRICS",
-    "REQUEST_COLUMNS",
-    "SLOT_STATES",
-    "STEP_COLUMNS",
-    "CacheShape",
-    "Lengths",
-    "Metric",
-    "Outcome",
-    "RunLog",
-    "RunLogError",
-    "analytic_metrics",
-    "compute_metrics",
-]
+from harness.metrics.log import SLOT_STATES, WASTE_COLUMNS
+
+Better = Literal["lower", "higher", "neither"]
+
+SHARE = "share"
+"""Unit of the metrics that are a share of a whole, 0 to 1; their errors are differences, not ratios."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A figure of merit: `name` is its key in records, `label` and `unit` go on axes."""
+
+    name: str
+    label: str
+    unit: str
+    definition: str
+    better: Better = "neither"
+
+    @property
+    def is_share(self) -> bool:
+        """Whether errors are differences; a relative error of a share near zero has no meaning."""
+        return self.unit == SHARE
+
+
+QUANTILES: Mapping[str, float] = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+"""The quantiles given for every distribution, beside its mean."""
+
+_LATENCIES = (
+    (
+        "ttft",
+        "TTFT",
+        "s",
+        "time to first token: from arrival to the end of the step that chose the first token",
+    ),
+    ("tpot", "TPOT", "s", "time per output token: (E2E − TTFT) / (output tokens − 1), for outputs above 1"),
+    ("itl", "ITL", "s", "inter-token latency: every gap between two tokens of one sequence"),
+    ("e2e", "E2E latency", "s", "from arrival to the end of the step that chose the last token"),
+    ("norm_latency", "normalized latency", "s/token", "E2E latency / output tokens of one sequence"),
+    (
+        "queue",
+        "queue time",
+        "s",
+        "from arrival to the start of the first step that ran a token of the request",
+    ),
+)
+
+_STATE_MEANING = {
+    "token": "K and V that a live sequence attends to; a shared slot counts once",
+    "cached": "a reusable prefix that no live sequence refers to; not waste",
+    "reserved": "allocated, and its owner will fill it before it ends",
+    "internal": "allocated, and its owner will never fill it: block tail or over-reservation",
+    "external": "free, but unusable for the request at the head of the queue",
+    "free": "free and usable",
+}
+
+
+def _latencies() -> Iterator[Metric]:
+    for name, label, unit, meaning in _LATENCIES:
+        yield Metric(f"{name}_mean", f"{label} mean", unit, f"mean of {meaning}", "lower")
+        for short, level in QUANTILES.items():
+            quantile = f"{level * 100:g}th percentile of {meaning}"
+            yield Metric(f"{name}_{short}", f"{label} {short}", unit, quantile, "lower")
+
+
+def _slot_shares() -> Iterator[Metric]:
+    for state in SLOT_STATES:
+        better: Better = "lower" if state in ("internal", "external") else "neither"
+        meaning = f"time-weighted share of the pool's slots that hold {_STATE_MEANING[state]}"
+        if state not in ("token", "cached"):
+            meaning = f"time-weighted share of the pool's slots that are {_STATE_MEANING[state]}"
+        yield Metric(f"{state}_share", f"{state} slots", SHARE, meaning, better)
+
+
+_THROUGHPUT = (
+    Metric("request_throughput", "request throughput", "requests/s", "finished requests / span", "higher"),
+    Metric("output_throughput", "output throughput", "tokens/s",
+           "tokens of the sequences that answer the finished requests / span; a beam search is answered by its best "
+           "sequence, parallel samples by all of them", "higher"),
+    Metric("generated_throughput", "generated tokens", "tokens/s",
+           "tokens generated in all sequences of the finished requests / span, those of beams that are not returned "
+           "too"),
+    Metric("total_throughput", "total throughput", "tokens/s",
+           "prompt and generated tokens of the finished requests / span", "higher"),
+    Metric("span", "span", "s", "virtual time at the end of the last step", "lower"),
+)  # fmt: skip
+
+
+def _waste_shares() -> Iterator[Metric]:
+    for name, meaning in WASTE_COLUMNS.items():
+        better: Better = "neither" if name in ("token", "cached", "reserved", "free") else "lower"
+        label = f"{name.replace('_', ' ')}, of the pools' bytes"
+        yield Metric(
+            f"waste_{name}",
+            label,
+            SHARE,
+            f"time-weighted share of the bytes of all pools that are {meaning}; where layers are in groups",
+            better,
+        )
+
+
+_MEMORY = (
+    Metric("gauge", "blocks in use", SHARE,
+           "time-weighted share of the pool in blocks that a sequence refers to: what vLLM's kv_cache_usage_perc "
+           "shows"),
+    Metric("utilisation", "utilisation of allocated slots", SHARE,
+           "token / (token + reserved + internal), each integrated over time", "higher"),
+    Metric("reserved_of_allocated", "reserved, of allocated slots", SHARE,
+           "reserved / (token + reserved + internal), each integrated over time"),
+    Metric("internal_of_allocated", "internal, of allocated slots", SHARE,
+           "internal / (token + reserved + internal), each integrated over time", "lower"),
+    Metric("sharing_saving", "sharing saving", SHARE,
+           "1 − physical blocks / logical blocks, each integrated over time", "higher"),
+    Metric("tail_waste", "unfilled slots per decoding sequence", "slots",
+           "reserved and internal slots / rows, summed over the steps that only decode", "lower"),
+    Metric("peak_kv", "peak KV in use", "bytes",
+           "largest token + reserved + internal of any step, times the KV bytes of a token", "lower"),
+)  # fmt: skip
+
+_CACHE = (
+    Metric("hit_tokens", "hit tokens, fresh", "tokens",
+           "prompt tokens found cached at first admission", "higher"),
+    Metric("resumed_hit_tokens", "hit tokens, after preemption", "tokens",
+           "tokens found cached when a preempted request came back"),
+    Metric("hit_ratio", "hit ratio", SHARE,
+           "fresh hit tokens / prompt tokens of the requests that were scheduled", "higher"),
+)  # fmt: skip
+
+KEEPS_MORE = (
+    "Windows and states keep more here than with vLLM 0.33's default (prefix_cache_retention_interval=0 in its "
+    "config/cache.py): documents asked twice hit 0.458 here and 0.000 there."
+)
+"""What to know of hits with groups of layers and prefix caching."""
+
+_OPTIMUM = (
+    Metric("optimal_hit_tokens", "hit tokens, best eviction", "tokens",
+           "bound on the fresh hit tokens of any order of eviction, for the run's own order of admissions and ends "
+           "(Belady); blocks of running requests may put it out of reach; with replay.optimum=true"),
+    Metric("optimal_hit_ratio", "hit ratio, best eviction", SHARE,
+           "optimal hit tokens / prompt tokens of the requests that were scheduled"),
+)  # fmt: skip
+
+_COUNTS = (
+    Metric("finished", "finished requests", "requests", "requests that generated all their tokens", "higher"),
+    Metric("steps", "engine steps", "steps", "steps that the engine took"),
+    Metric("computed_tokens", "computed tokens", "tokens", "query tokens of all steps", "lower"),
+    Metric("blocks_allocated", "blocks allocated", "blocks",
+           "blocks taken from the pool over the run", "lower"),
+    Metric("copies_per_token", "copies per generated token", "blocks/token",
+           "blocks copied on write / tokens generated in all sequences of the finished requests", "lower"),
+    Metric("recomputed_tokens", "recomputed tokens", "tokens",
+           "tokens computed again after preemptions", "lower"),
+    Metric("preemptions", "preemptions", "requests", "times that a request lost its blocks", "lower"),
+    Metric("running_mean", "running requests, mean", "requests",
+           "requests in the batch, time-weighted", "higher"),
+    Metric("running_peak", "running requests, peak", "requests",
+           "most requests in the batch at once", "higher"),
+    Metric("waiting_mean", "waiting requests, mean", "requests",
+           "requests in the queue, time-weighted", "lower"),
+)  # fmt: skip
+
+_TIME = (
+    Metric("step_mean", "step time, mean", "s", "seconds of all steps / steps", "lower"),
+    Metric("busy_share", "busy share", SHARE, "seconds of all steps / span"),
+    Metric("attention_per_step", "attention per step", "s",
+           "attention seconds over all layers / steps", "lower"),
+    Metric("attention_per_decode_step", "attention per decode step", "s",
+           "attention seconds over all layers of the steps that only decode / such steps", "lower"),
+    Metric("kv_read_per_decode_step", "KV slots read per decode step", "slots",
+           "KV slots that the rows of the steps that only decode read / such steps; the load of their attention"),
+    Metric("attention_per_kv_token", "attention per KV slot read", "s/slot",
+           "attention seconds of the steps that only decode / KV slots that their rows read", "lower"),
+    Metric("attention_share", "attention share of step time", SHARE,
+           "attention seconds / seconds of all steps"),
+)  # fmt: skip
+
+METRICS: Mapping[str, Metric] = {
+    metric.name: metric
+    for metric in (
+        *_latencies(),
+        *_THROUGHPUT,
+        *_slot_shares(),
+        *_MEMORY,
+        *_waste_shares(),
+        *_CACHE,
+        *_OPTIMUM,
+        *_COUNTS,
+        *_TIME,
+    )
+}
+"""Every metric by name, in the order in which tables show them."""
+
+HEADLINE = (
+    "output_throughput",
+    "ttft_p50",
+    "ttft_p99",
+    "tpot_p50",
+    "itl_p99",
+    "norm_latency_mean",
+    "internal_share",
+    "utilisation",
+    "hit_ratio",
+    "attention_per_decode_step",
+)
+"""The metrics that verdicts and pictures show first: throughput, latency, fragmentation, sharing, kernel time."""

@@ -1,18 +1,92 @@
-"""Can the prediction be trusted? A verdict on each class of figures, from an equivalence test against repeated runs."""
+"""Can the prediction be trusted? A verdict on each class of figures, from an equivalence test against repeated runs.
+
+A test of difference cannot show that two things agree: with few data it never finds a difference. An equivalence test
+(Schuirmann 1987) asks the other way round: the upper confidence bound of the error must lie below the margin. The bound
+is a one-sided percentile bootstrap (Efron 1979), which draws points, and within each point its repeated runs.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import combinations
 from statistics import median
-from typing import Any
 
 import numpy as np
 
-from harness.metrics.comparison import comparison_error
-from harness.metrics.definitions import METRICS, Metric
-from harness.metrics.equivalence import PointError, error_bounds, noise_floor
+from harness.metrics import METRICS, Metric
+from harness.metrics.record import PointRecord, comparison_error
 
-Record = Mapping[str, Any]
+CONFIDENCE = 0.95
+"""Confidence of the one-sided bounds."""
+
+MOST_POINTS = 0.9
+"""The share of the points whose errors the reach covers."""
+
+_DRAWS = 2000
+_CELLS = 4_000_000  # drawn runs in memory at once
+_SEED = 0  # the same records give the same report
+
+
+@dataclass(frozen=True, slots=True)
+class PointError:
+    """The error of one point against the median of its runs, and against each of its runs."""
+
+    label: str
+    error: float
+    runs: tuple[float, ...]
+    spread: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorBounds:
+    """Upper confidence bounds of the sizes of errors over points: of the median, and of `MOST_POINTS` of them."""
+
+    typical: float
+    reach: float
+
+
+def error_bounds(points: Sequence[PointError]) -> ErrorBounds | None:
+    """The bounds; None for a single point with a single run, which says nothing about chance.
+
+    With fewer than three points a bootstrap of points is too narrow: then the largest error against any run bounds
+    both.
+    """
+    runs = min((len(point.runs) for point in points), default=0)
+    if len(points) * runs < 2:
+        return None
+    if len(points) < 3:
+        worst = max(abs(error) for point in points for error in (*point.runs, point.error))
+        return ErrorBounds(worst, worst)
+    errors = np.array([point.runs[:runs] for point in points])
+    draws = int(min(_DRAWS, max(200, _CELLS // errors.size)))
+    random = np.random.default_rng(_SEED)
+    chosen = random.integers(len(points), size=(draws, len(points)))
+    again = random.integers(runs, size=(*chosen.shape, runs))
+    sizes = np.abs(np.median(errors[chosen[:, :, None], again], axis=2))
+    typical, most = np.median(sizes, axis=1), np.quantile(sizes, MOST_POINTS, axis=1)
+    return ErrorBounds(float(np.quantile(typical, CONFIDENCE)), float(np.quantile(most, CONFIDENCE)))
+
+
+def noise_floor(points: Sequence[Sequence[float]], *, share: bool) -> float | None:
+    """The typical error with which one half of the repeated runs predicts the other; None without repeats.
+
+    `points` are the measured values of each point's runs; with `share` an error is a difference, else a ratio minus 1.
+    Each point gives the median over all ways to halve its runs (the first half is the smaller one), all points their
+    median. No model can be shown to be better than this.
+    """
+    found = [median(_halves(runs, share=share)) for runs in points if len(runs) > 1]
+    return median(found) if found else None
+
+
+def _halves(runs: Sequence[float], *, share: bool) -> list[float]:
+    places = range(len(runs))
+    errors = []
+    for chosen in combinations(places, len(runs) // 2):
+        one = median(runs[place] for place in chosen)
+        other = median(runs[place] for place in places if place not in chosen)
+        errors.append(abs(one - other) if share else abs(one / other - 1) if other else 0.0)
+    return errors
+
 
 RELATIVE_BAND = 0.10
 """The band that figures of errors draw for the eye; no verdict depends on it."""
@@ -27,7 +101,6 @@ CEILING, SHARE_CEILING = 0.25, 0.10
 """Errors beyond this (for shares: this difference) at nine of ten points are not trusted at all."""
 
 _RESAMPLES = 2000
-_SEED = 0  # the same records give the same report
 
 
 class Trust(StrEnum):
@@ -85,7 +158,7 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[
 
 @dataclass(frozen=True, slots=True)
 class MetricVerdict:
-    """One metric over all measured points; errors and spreads on the scale of `harness.metrics.comparison.Row`.
+    """One metric over all measured points; errors and spreads on the scale of `harness.metrics.record.Row`.
 
     `bound` is the upper confidence bound of the typical error and `reach` of the errors of nine in ten points, None
     where chance cannot be judged. `floor` is the noise floor: half of the repeats predict the other half.
@@ -153,18 +226,18 @@ class Verdict:
         return (counts, *(one for one in found if one is not None)) if self.measured else ()
 
 
-def judge(records: Sequence[Record], names: Sequence[str] = JUDGED) -> Verdict:
+def judge(records: Sequence[PointRecord], names: Sequence[str] = JUDGED) -> Verdict:
     """The verdict over the records of a sweep, for the metrics `names` that were measured at some point."""
-    measured = [record for record in records if record.get("measured")]
-    levels = {point_label(r): (r.get("levels") or {}).get("counts") for r in measured}
+    measured = [record for record in records if record.measured]
+    levels = {r.point_label: r.levels.get("counts") for r in measured}
     counts = {label: level for label, level in levels.items() if level}
-    audits = [record.get("audit") or {} for record in measured]
+    audits = [record.audit for record in measured]
     found = _point_errors(measured, frozenset(names))
     verdicts = (_judge_metric(METRICS[name], *found[name]) for name in names if name in found)
     return Verdict(
         points=len(records),
         measured=len(measured),
-        unfinished={point_label(r): text for r in records if (text := unfinished_text(r))},
+        unfinished={r.point_label: text for r in records if (text := r.unfinished)},
         counted=len(counts),
         different={k: v.get("first_difference") or "" for k, v in counts.items() if not v["identical"]},
         audit_checks=sum(audit.get("checks") or 0 for audit in audits),
@@ -173,40 +246,24 @@ def judge(records: Sequence[Record], names: Sequence[str] = JUDGED) -> Verdict:
     )
 
 
-def point_label(record: Record) -> str:
-    """The overrides that make a point, or the start of its fingerprint where there are none."""
-    return " ".join(record.get("overrides") or ()) or str(record.get("fingerprint", "?"))[:10]
-
-
-def unfinished_text(record: Record) -> str:
-    """The requests that did not finish at a point, in words; empty where all finished."""
-    outcome = record.get("outcome") or {}
-    parts = []
-    for side in ("simulated", "measured"):
-        counts = outcome.get(side) or {}
-        parts += [f"{side}: {counts[k]} {k}" for k in ("rejected", "unfinished") if counts.get(k)]
-    dropped = outcome.get("dropped") or 0
-    dropped = sum(dropped.values()) if isinstance(dropped, Mapping) else dropped
-    return ", ".join([*parts, f"{dropped} dropped before the replay"] if dropped else parts)
-
-
 _Found = tuple[list[PointError], list[list[float]]]
 
 
-def _point_errors(records: Sequence[Record], names: frozenset[str]) -> dict[str, _Found]:
+def _point_errors(records: Sequence[PointRecord], names: frozenset[str]) -> dict[str, _Found]:
     """For each metric the errors of its points, and the measured values of their runs."""
     found: dict[str, _Found] = {}
     for record in records:
-        runs = (record.get("measured") or {}).get("runs") or ()
-        for row in record.get("comparison") or ():
+        runs = record.measured.get("runs") or ()
+        for row in record.comparison:
             name = row["metric"]
             if name not in names or row["error"] is None:
                 continue
-            values = [float(run[name]) for run in runs if name in run] or [row["measured"]]
+            values = [float(run[name]) for run in runs if name in run]
+            values = values or [row["measured"] or 0.0]  # an error was measured, so this is no None
             errors = [comparison_error(METRICS[name], row["simulated"], value) for value in values]
             known = tuple(row["error"] if error is None else error for error in errors)
             points, measured = found.setdefault(name, ([], []))
-            points.append(PointError(point_label(record), row["error"], known, row["spread"]))
+            points.append(PointError(record.point_label, row["error"], known, row["spread"]))
             measured.append(values)
     return found
 
@@ -241,11 +298,7 @@ def margin(name: str) -> float:
 
 
 def _trust(
-    metric: Metric,
-    found: Sequence[PointError],
-    bound: float | None,
-    reach: float | None,
-    floor: float | None,
+    metric: Metric, found: Sequence[PointError], bound: float | None, reach: float | None, floor: float | None
 ) -> Trust:
     if bound is None or reach is None:
         return Trust.untested

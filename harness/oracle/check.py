@@ -1,20 +1,279 @@
-"""A point's requests through our scheduler and through vLLM's, step by step, until the first difference."""
+"""A point's requests through our scheduler and through vLLM's, step by step, until the first difference.
+
+Our side is a scheduler that notes its decisions. vLLM runs in a process of its own, in the interpreter that has it,
+which may be of another environment than ours.
+"""
 
 import atexit
-from collections.abc import Callable, Iterator, Sequence
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
 
-from engine.core.options import CachePolicy, Decoding, Preemption, Retention
+from engine.core.memory.eviction import LruQueue
+from engine.core.memory.paged import PagedManager
+from engine.core.options import SchedulerLimits
+from engine.core.plan import StepPlan, StepResult
 from engine.core.request import Request
+from engine.core.scheduling.commit import CommitReport
+from engine.core.scheduling.scheduler import Scheduler
+from harness.config.capabilities import Way, obstacles
+from harness.config.errors import ConfigError
 from harness.config.schema import AllowedDifference
 from harness.oracle.decisions import Cause, Comparison, Difference, Step
-from harness.oracle.process import KNOWN, VllmProcess, settings_of, vllm_version
-from harness.oracle.watch import NotedLru, TokenRanges, WatchedScheduler
 from harness.replay.cost_model import CostModel
-from harness.workload.simulate import replay_workload, simulated_executor
-from harness.workload.workload import Workload
+from harness.workload.point import Point
+from harness.workload.simulate import replay_point, simulated_executor
+from traces.trace import TraceRequest
+
+KNOWN = "0.33.0"
+"""The version of vLLM that the driver is written for and tested with."""
+
+KEY = "oracle.python"
+_INSTALL = (
+    "install vLLM in an environment of its own and name its interpreter, "
+    f"oracle.python=PATH/bin/python: pip install vllm=={KNOWN}; without a GPU: "
+    "pip install torch setuptools-scm setuptools-rust jinja2 cmake ninja wheel packaging && "
+    f"VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE={KNOWN} "
+    f"pip install --no-build-isolation --no-binary vllm vllm=={KNOWN}"
+)
+_ASK_VERSION = "from importlib.metadata import version; print(version('vllm'))"
+_DRIVER = Path(__file__).with_name("vllm_driver.py")
+_LAST_LINES = 3
+
+
+@lru_cache(maxsize=8)
+def vllm_version(python: str | None) -> str:
+    """The version of vLLM that an interpreter has; None asks our own. Raises ConfigError, which says how to install."""
+    interpreter = python or sys.executable
+    try:
+        asked = subprocess.run([interpreter, "-c", _ASK_VERSION], capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise ConfigError(KEY, f"'{interpreter}' cannot be started: {error.strerror}; {_INSTALL}") from error
+    if asked.returncode:
+        where = f"'{interpreter}'" if python else "this environment"
+        raise ConfigError(KEY, f"{where} has no vLLM; {_INSTALL}")
+    return asked.stdout.strip()
+
+
+def settings_of(
+    num_blocks: int, block_size: int, prefix_caching: bool, limits: SchedulerLimits, longest: int
+) -> dict[str, Any]:
+    """The settings of a scheduler as the driver takes them; `longest` is the longest request, in tokens."""
+    return {
+        "pool_blocks": num_blocks,
+        "block_size": block_size,
+        "prefix_caching": prefix_caching,
+        "max_batched_tokens": limits.max_batched_tokens,
+        "max_running": limits.max_running,
+        "chunked_prefill": limits.chunked_prefill,
+        "watermark": limits.watermark,
+        "policy": str(limits.policy),
+        "long_prefill_tokens": limits.long_prefill_tokens,
+        "admit_whole_prompt": limits.admit_whole_prompt,
+        "max_model_len": (limits.max_model_len or longest) + 1,
+    }
+
+
+class VllmProcess:
+    """A running driver; use it as a context. `begin` starts with an empty pool, and can be called again."""
+
+    def __init__(self, python: str | None = None) -> None:
+        self._python = python or sys.executable
+        self._version = vllm_version(python)
+        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process
+        self._process = subprocess.Popen(
+            [self._python, "-P", str(_DRIVER)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the process."""
+        process = self._process
+        process.kill()
+        process.wait()
+        for stream in (process.stdin, process.stdout, self._log):
+            assert stream is not None
+            with suppress(BrokenPipeError):  # what it did not read any more
+                stream.close()
+
+    def begin(self, settings: Mapping[str, Any]) -> str:
+        """Start with an empty pool; returns vLLM's version."""
+        return str(self._ask({"settings": settings})["vllm"])
+
+    def step(self, arrived: Sequence[Mapping[str, Any]]) -> Step:
+        """What vLLM decides in the next step, with these requests before it."""
+        return Step.of(self._ask({"submit": arrived}))
+
+    def _ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(json.dumps(question, separators=(",", ":")) + "\n")
+            process.stdin.flush()
+        except BrokenPipeError as error:
+            raise self._died() from error
+        line = process.stdout.readline()
+        if not line:
+            raise self._died()
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def _died(self) -> ConfigError:
+        self._process.wait()
+        self._log.seek(0)
+        lines = self._log.read().decode("utf-8", errors="replace").strip().splitlines()
+        last = " / ".join(line.strip() for line in lines[-_LAST_LINES:]) or "without a word"
+        return ConfigError(
+            KEY, f"vLLM {self._version} stopped ({last}); the driver is written for vLLM {KNOWN}; {_INSTALL}"
+        )
+
+
+_MOST_TOKENS = 1 << 26  # of one segment
+WireRequest = Mapping[str, Any]
+"""`id`, `prompt` as ranges of token ids (first, count), `output` as one such range, `salt`, `priority`."""
+
+
+class NotedLru(LruQueue):
+    """The least recently used order, which notes what was evicted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.evicted: list[int] = []
+
+    def pop(self, count: int) -> list[int]:
+        """Evict `count` blocks."""
+        victims = super().pop(count)
+        self.evicted += victims
+        return victims
+
+
+class WatchedScheduler(Scheduler):
+    """A scheduler that calls `observe(arrived, step)` after each commit, with what was submitted before the step.
+
+    `scheduler` must be new, and its manager must evict by `lru`. Steps must be taken one by one.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, lru: NotedLru, observe: Callable[[Sequence[Request], Step], None]
+    ) -> None:
+        super().__init__(scheduler.manager, scheduler.limits, scheduler.policies)
+        assert isinstance(scheduler.manager, PagedManager)
+        self._pool = scheduler.manager.pool
+        self._lru = lru
+        self._observe = observe
+        self._arrived: list[Request] = []
+        self._ends: dict[int, int] = {}  # context after its row of the last step, by request
+        self._blocks: dict[int, int] = {}  # entries of its table that were noted, by request
+        self._noted = Step()
+
+    def submit(self, request: Request) -> None:
+        """Add a request."""
+        super().submit(request)
+        self._arrived.append(request)
+
+    def schedule(self, max_steps: int = 1) -> StepPlan:
+        """Plan one step, and note it."""
+        plan = super().schedule(1)
+        self._noted = self._decisions(plan)
+        return plan
+
+    def commit(self, plan: StepPlan, result: StepResult) -> CommitReport:
+        """Apply the result, and hand on what was noted."""
+        noted = self._noted
+        report = super().commit(plan, result)
+        for request_id in report.finished:
+            self._ends.pop(request_id, None)
+            del self._blocks[request_id]
+        noted.finished.extend(report.finished)
+        arrived, self._arrived = self._arrived, []
+        self._observe(arrived, noted)
+        return report
+
+    def _decisions(self, plan: StepPlan) -> Step:
+        entering = set(plan.admitted)
+        for request_id in plan.preempted:
+            self._blocks.pop(request_id, None)
+        rows, blocks, ends, hits = [], [], dict[int, int](), dict[int, int]()
+        for row in plan.rows:
+            request_id, context, query = row.request_id, row.context_len, row.query_len
+            enters = request_id in entering
+            if enters:
+                hits[request_id] = context
+            if enters or query != 1 or self._ends.get(request_id) != context:
+                rows.append((request_id, context, query))
+            ends[request_id] = context + query
+            known = self._blocks.get(request_id, 0)
+            if len(row.table) > known:
+                blocks.append((request_id, list(row.table[known:])))
+                self._blocks[request_id] = len(row.table)
+        paused = {
+            group.request.request_id: group.sequences[0].computed
+            for group in self.running
+            if group.request.request_id not in ends
+        }
+        self._ends = {**ends, **paused}
+        evicted, self._lru.evicted = self._lru.evicted, []
+        return Step(
+            admitted=[(request_id, hits.get(request_id, 0)) for request_id in plan.admitted],
+            preempted=sorted(plan.preempted),
+            rows=rows,
+            paused=list(paused),
+            blocks=blocks,
+            evicted=evicted,
+            running=plan.running,
+            waiting=plan.waiting,
+            free=self._pool.free_blocks,
+        )
+
+
+class TokenRanges:
+    """Token ids for a trace's requests as ranges: equal keys give equal tokens, and no others are equal."""
+
+    def __init__(self, rows: Sequence[TraceRequest]) -> None:
+        self._rows = {row.request_id: row for row in rows}
+        self._first: dict[int, int] = {}
+        self._ranges = 0
+
+    def wire(self, request: Request) -> WireRequest:
+        """The request with its token ids; its generated tokens are its own."""
+        row = self._rows[request.request_id]
+        return {
+            "id": request.request_id,
+            "prompt": [self._range(segment.key, segment.tokens) for segment in row.segments],
+            "output": self._range(None, request.output_tokens),
+            "salt": row.salt,
+            "priority": request.priority,
+        }
+
+    def _range(self, key: int | None, tokens: int) -> tuple[int, int]:
+        if key is not None and key in self._first:
+            return self._first[key], tokens
+        first = self._ranges * _MOST_TOKENS
+        self._ranges += 1
+        if key is not None:
+            self._first[key] = first
+        return first, tokens
+
 
 StepOf = Callable[[Sequence[Any]], Step]
 _FIXES = {
@@ -49,25 +308,6 @@ class OracleReport:
         return {"engine": "vllm", **vars(self)}
 
 
-def _obstacles(workload: Workload) -> Iterator[str]:
-    cache, limits, batching = workload.cache, workload.limits, workload.batching
-    decodings = [workload.trace_decoding.of(row) for row in workload.trace.requests]
-    if workload.pool.policy is not CachePolicy.paged:
-        yield f"it has no contiguous cache (cache.policy={workload.pool.policy})"
-    if any(one.width > 1 or one.mode is not Decoding.greedy or one.speculation for one in decodings):
-        yield "requests have beams, several samples or drafts, which its scheduler does not see as one request"
-    if limits.preemption is not Preemption.recompute:
-        yield f"it has no swapping (scheduler.preemption={limits.preemption})"
-    if limits.static_batch or limits.adaptive_watermark:
-        yield "it has neither scheduler.static_batch nor scheduler.adaptive_watermark"
-    if cache.deduplicate or cache.retention is not Retention.lru:
-        yield "it has neither cache.deduplicate nor cache.retention=none"
-    if cache.eviction or batching.order or batching.victim or batching.admission:
-        yield "a policy of your own is in use (cache.eviction, scheduler.order, .victim, .admission)"
-    if workload.replicas > 1:
-        yield "several replicas are simulated (device.data_parallel)"
-
-
 @lru_cache(maxsize=1)
 def _process(python: str | None) -> VllmProcess:
     """A driver for this process's life: vLLM takes half a minute to start."""
@@ -77,35 +317,34 @@ def _process(python: str | None) -> VllmProcess:
 
 
 def compare(
-    workload: Workload,
+    point: Point,
     cost: CostModel,
-    beam_churn: float | None,
     python: str | None,
     allowed: AllowedDifference = AllowedDifference.none,
 ) -> OracleReport:
-    """Replay the workload step by step, without fast-forward, and ask vLLM for each step.
+    """Replay the point step by step, without fast-forward, and ask vLLM for each step.
 
     Raises:
         OracleError: a decision differs and `allowed` does not name its cause.
         ConfigError: vLLM could not be driven.
     """
-    reason = next(_obstacles(workload), None)
+    reason = next((words for _, words in obstacles(point.asked, Way.oracle)), None)
     if reason is not None:
         return OracleReport(vllm_version(python), reason)
     process = _process(python)
-    pool, rows = workload.pool, workload.trace.requests
+    pool, rows = point.pool, point.trace.requests
     longest = max((row.prompt_tokens + row.output_tokens for row in rows), default=1)
     version = process.begin(
-        settings_of(pool.num_blocks, pool.block_size, pool.prefix_caching, workload.limits, longest)
+        settings_of(pool.num_blocks, pool.block_size, pool.prefix_caching, point.limits, longest)
     )
     checker = Checker(pool.block_size, TokenRanges(rows), process.step, allowed)
     lru = NotedLru()
-    scheduler = WatchedScheduler(workload.scheduler(lru), lru, checker.observe)
-    requests = workload.requests()
+    scheduler = WatchedScheduler(point.scheduler(lru), lru, checker.observe)
+    requests = point.requests()
     by_id = {timed.request.request_id: timed.request for timed in requests}
-    executor = simulated_executor(workload, cost, by_id, beam_churn, fast_forward=False)
-    quiet = replace(workload, kv_events=False, lookups=False, residency=None)
-    replay_workload(quiet, requests, executor, scheduler=scheduler)
+    executor = simulated_executor(point, cost, by_id, fast_forward=False)
+    quiet = replace(point, replay=replace(point.replay, kv_events=False, lookups=False, residency=None))
+    replay_point(quiet, requests, executor, scheduler=scheduler)
     return checker.report(version)
 
 

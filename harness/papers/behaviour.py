@@ -18,8 +18,17 @@ from engine.core.plan import StepResult
 from engine.core.request import Request, Speculation
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.sequence import Group, ScheduledRow
-from harness.papers.scenes import admitted, branches, first_step, forked, peak, requests_of, run, scheduler
-from harness.papers.sizes import Found
+from harness.papers.sizes import (
+    Found,
+    admitted,
+    branches,
+    first_step,
+    forked,
+    peak,
+    requests_of,
+    run,
+    scheduler,
+)
 
 
 def allocation_failures(blocks: int, tries: int) -> Found:

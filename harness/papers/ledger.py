@@ -4,17 +4,24 @@ A row holds where the computed values are the right ones of the row (`found`), a
 with them exactly when its verdict says that it is right. So a changed formula of the core breaks rows.
 """
 
+import csv
+import io
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
+from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from harness.config.errors import UserError
+from harness.console import install_hint
+from harness.environment import ENGINE, missing
 from harness.papers import attention, behaviour, sizes
+from harness.store.atomic import write_files
 
 VERDICTS: Mapping[str, str] = {
     "right": "right",
@@ -126,7 +133,10 @@ def compute(claim: Claim) -> Mapping[str, Any]:
 
 
 def judge(claim: Claim) -> Judged:
-    """Compute the claim and compare."""
+    """Compute the claim and compare. Without the engine nothing is computed for a claim about attention itself."""
+    if claim.compute and hasattr(attention, claim.compute[0]) and missing(ENGINE):
+        needed = f"needs the engine: {install_hint('engine')}"
+        return Judged(replace(claim, found={}, claimed={}, missing=needed), {}, ())
     computed = compute(claim)
     return Judged(claim, computed, tuple(_faults(claim, computed)))
 
@@ -176,3 +186,42 @@ def tally(judged: Iterable[Judged]) -> str:
     }
     parts = [f"{counts[verdict]} {text}" for verdict, text in words.items() if counts[verdict]]
     return f"{counts.total()} claims: {', '.join(parts)}"
+
+
+PAGE = "index.html"
+_COLUMNS = ("id", "source", "claim", "verdict", "computed", "right value", "why it is wrong", "row holds")
+
+
+def write_claims(judged: Sequence[Judged], folder: Path, command: str) -> Path:
+    """Write page and CSV; returns the path of the page. Raises StoreError where they cannot be written."""
+    write_files(folder, {"claims.csv": table(judged).encode(), PAGE: page(judged, command).encode()})
+    return folder / PAGE
+
+
+def table(judged: Sequence[Judged]) -> str:
+    """All rows as CSV."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(_COLUMNS)
+    for one in judged:
+        claim = one.claim
+        verdict, holds = VERDICTS[claim.verdict], "yes" if one.holds else "; ".join(one.faults)
+        writer.writerow(
+            [claim.id, claim.source, claim.says, verdict, one.shown, claim.right, claim.why, holds]
+        )
+    return text.getvalue()
+
+
+def page(judged: Sequence[Judged], command: str) -> str:
+    """The page, with a list of verdicts to choose from."""
+    from harness.report.style import filled
+
+    lessons = groupby(judged, lambda one: one.claim.id.partition(".")[0])
+    return filled(
+        Path(__file__).with_name("claims.html.j2"),
+        verdicts=VERDICTS,
+        tally=tally(judged),
+        broken=[one for one in judged if not one.holds],
+        lessons=[(name, sources()[name], list(rows)) for name, rows in lessons],
+        command=command,
+    )

@@ -5,22 +5,90 @@ run again, so a stopped command goes on where it stopped.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from harness.config.errors import UserError
+from harness.config.groups import list_options, option_file, reproductions
 from harness.config.overrides import quoted
-from harness.papers import printed
-from harness.papers.experiments import Bar, Experiment, Place
+from harness.metrics.record import PointRecord
+from harness.papers import sizes
 from harness.store.atomic import exclusive, remove_leftovers
 from harness.store.manifest import Manifest, SweepPoint, write_manifest
 from harness.store.reading import read_store
 from harness.sweep.execute import execute
 from harness.sweep.plan import SweepPlan, plan_sweep, run_request
 
-Record = Mapping[str, Any]
-Grids = Mapping[str, Sequence[Record]]
+Place = tuple[str, tuple[str, ...], str]
+"""A grid, the overrides that choose one of its points, and a metric; metrics joined by `+` are added."""
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One printed value and where ours comes from. `printed` is a number or a range."""
+
+    of: str
+    printed: float | tuple[float, float]
+    part: str = ""
+    value: Place | None = None
+    over: Place | None = None
+    take: str = ""
+    times: float = 1.0
+    fitted: bool = False
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A published figure."""
+
+    name: str
+    figure: str
+    title: str
+    source: str
+    data: str
+    unit: str = ""
+    form: str = "bars"
+    base: tuple[str, ...] = ()
+    grids: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    compute: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    bars: tuple[Bar, ...] = ()
+    curves: tuple[str, str, str] | None = None
+    choices: tuple[str, ...] = ()
+    within: float = 0.10
+    reason: str = ""
+    not_comparable: str = ""
+    needs: str = ""
+
+
+def experiment(name: str) -> Experiment:
+    """The experiment with this name. Raises UserError for an unknown one, or for a file that cannot be used."""
+    if name not in reproductions():
+        raise UserError(f"no figure '{name}'; choose one of\n{list_options('reproduce')}")
+    path = option_file("reproduce", name)
+    row: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    unknown = row.keys() - {one.name for one in fields(Experiment)}
+    if unknown:
+        raise UserError(f"{path}: unknown key {sorted(unknown)[0]!r}")
+    row["bars"] = tuple(_bar(bar) for bar in row.get("bars", ()))
+    for key in ("base", "choices", "curves"):
+        if key in row:
+            row[key] = tuple(row[key])
+    return Experiment(name=name, **row)
+
+
+def _bar(row: dict[str, Any]) -> Bar:
+    for key in ("value", "over"):
+        if key in row:
+            grid, chosen, metric = row[key]
+            row[key] = (grid, tuple(chosen), metric)
+    printed = row.pop("printed")
+    return Bar(printed=tuple(printed) if isinstance(printed, list) else printed, **row)
+
+
+Grids = Mapping[str, Sequence[PointRecord]]
 """The records of each grid, in the order of its points."""
 
 
@@ -30,6 +98,11 @@ class Judged:
 
     bar: Bar
     ours: float
+
+    @property
+    def inside(self) -> bool:
+        """Whether the paper prints a range and our value lies in it."""
+        return isinstance(self.bar.printed, tuple) and self.error == 0
 
     @property
     def error(self) -> float:
@@ -60,10 +133,17 @@ class Result:
             return f"not comparable, because {found.not_comparable}"
         judged = [one for one in self.bars if not one.bar.fitted]
         good = sum(abs(one.error) <= found.within for one in judged)
+        inside = sum(one.inside for one in judged)
+        apart = (
+            [f"{inside} of them inside a printed range, which is no agreement to a number"] if inside else []
+        )
+        fitted = len(self.bars) - len(judged)
+        apart += [f"{fitted} more were fitted to the paper and prove nothing"] if fitted else []
+        more = f" ({'; '.join(apart)})" if apart else ""
         if good == len(judged):
-            return f"reproduced: all {good} values within {100 * found.within:g} %"
+            return f"reproduced: all {good} values within {100 * found.within:g} %{more}"
         why = f": {found.reason}" if found.reason else ""
-        return f"{good} of {len(judged)} values within {100 * found.within:g} %{why}"
+        return f"{good} of {len(judged)} values within {100 * found.within:g} %{more}{why}"
 
 
 def run_experiment(found: Experiment, runs: Path, runner: Any, say: Callable[[str], None]) -> Result:
@@ -71,27 +151,22 @@ def run_experiment(found: Experiment, runs: Path, runner: Any, say: Callable[[st
 
     Raises UserError where a point fails, with its message.
     """
-    grids: dict[str, list[Record]] = {}
+    grids: dict[str, list[PointRecord]] = {}
     for name, overrides in found.grids.items():
         say(f"{found.name}: {name}")
         grids[name] = _run_grid([*found.base, *overrides], runs / found.name / name, runner)
     values = {
         key: value
         for name, given in found.compute.items()
-        for key, value in getattr(printed, name)(**given).items()
+        for key, value in getattr(sizes, name)(**given).items()
     }
     bars = tuple(Judged(bar, bar.times * _ours(bar, grids, values)) for bar in found.bars)
     records = [record for grid in grids.values() for record in grid]
-    seconds = sum(_seconds(record) for record in records)
+    seconds = float(sum(sum(record.seconds.values()) for record in records))
     return Result(found, bars, _curves(found, grids), len(records), seconds)
 
 
-def _seconds(record: Record) -> float:
-    took = record.get("seconds") or {}
-    return float(sum(value for value in took.values() if isinstance(value, int | float)))
-
-
-def _run_grid(overrides: Sequence[str], folder: Path, runner: Any) -> list[Record]:
+def _run_grid(overrides: Sequence[str], folder: Path, runner: Any) -> list[PointRecord]:
     request = run_request([*overrides, f"out={quoted(str(folder))}", "report.figures=none"])
     sweep = plan_sweep(request, runner)
     with exclusive(folder):
@@ -129,10 +204,10 @@ def _ours(bar: Bar, grids: Grids, values: Mapping[str, float]) -> float:
 
 def _metric(place: Place, grids: Grids) -> float:
     grid, chosen, metrics = place
-    found = [record for record in grids[grid] if set(chosen) <= set(record["overrides"])]
+    found = [record for record in grids[grid] if set(chosen) <= set(record.overrides)]
     if len(found) != 1:
         raise UserError(f"{len(found)} points of the grid {grid} have {' '.join(chosen)}; one must")
-    return sum(float(found[0]["simulated"][metric]) for metric in metrics.split("+"))
+    return sum(float(found[0].simulated[metric]) for metric in metrics.split("+"))
 
 
 def _curves(found: Experiment, grids: Grids) -> Mapping[str, Sequence[tuple[float, float]]]:
@@ -142,8 +217,8 @@ def _curves(found: Experiment, grids: Grids) -> Mapping[str, Sequence[tuple[floa
     grid, key, metric = found.curves
     lines: dict[str, list[tuple[float, float]]] = {}
     for record in grids[grid]:
-        varying = dict(word.split("=", 1) for word in record["label"].split())
+        varying = dict(word.split("=", 1) for word in record.label.split())
         x = float(varying.pop(key))
         name = ", ".join(varying.values())
-        lines.setdefault(name, []).append((x, float(record["simulated"][metric])))
+        lines.setdefault(name, []).append((x, float(record.simulated[metric])))
     return lines

@@ -3,14 +3,137 @@
 import json
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.resources import files
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from harness.config.errors import UserError
-from harness.papers.reproduce import Result
-from harness.papers.reproduced_figure import draw
-from harness.report.style import inline, pdf_bytes, style, svg_bytes
+from harness.metrics import METRICS
+from harness.papers.reproduce import Judged, Result
+from harness.report.figures.series import axis_scale, value_axis
+from harness.report.style import (
+    COLUMN_IN,
+    PAGE_IN,
+    PALETTE,
+    Drawing,
+    filled,
+    inline,
+    new_figure,
+    pdf_bytes,
+    style,
+    svg_bytes,
+)
 from harness.store.atomic import write_files
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+_PRINTED, _OURS = "#b8b8b8", PALETTE[0]
+
+
+def draw(result: Result) -> Drawing | None:
+    """Stacked bars, bars or curves; None where there is nothing to draw. Call under `style()`."""
+    import pandas as pd
+
+    if not result.bars and not result.curves:
+        return None
+    found = result.experiment
+    panels = bool(result.bars) + bool(result.curves)
+    figure = new_figure(COLUMN_IN if panels == 1 else PAGE_IN, max(2.4, 0.8 + 0.22 * len(result.bars)))
+    axes = list(figure.subplots(1, panels, squeeze=False)[0])
+    if result.curves:
+        _curves(axes.pop(), result)
+    if axes:
+        (_stacked if found.form == "stacked" else _bars)(axes[0], result)
+    rows = [
+        {
+            "of": one.bar.of,
+            "part": one.bar.part,
+            "printed": _shown(one),
+            "ours": one.ours,
+            "error": one.error,
+            "fitted": one.bar.fitted,
+        }
+        for one in result.bars
+    ]
+    rows += [
+        {"of": name, "part": f"{found.curves[1]}={x:g}" if found.curves else "", "ours": y}
+        for name, points in result.curves.items()
+        for x, y in points
+    ]
+    caption = f"{found.figure}: {found.title}. Grey: printed in the paper. Coloured: ours. {found.data}"
+    return Drawing(found.name, caption, figure, pd.DataFrame(rows))
+
+
+def _shown(one: Judged) -> str:
+    shown = one.bar.printed
+    return f"{shown[0]:g} to {shown[1]:g}" if isinstance(shown, tuple) else f"{shown:g}"
+
+
+def _middle(one: Judged) -> float:
+    shown = one.bar.printed
+    return sum(shown) / 2 if isinstance(shown, tuple) else shown
+
+
+def _bars(axes: "Axes", result: Result) -> None:
+    """Two bars for each value; a printed range is a bar with its ends marked."""
+    names = [" ".join(part for part in (one.bar.of, one.bar.part) if part) for one in result.bars]
+    for place, one in enumerate(result.bars):
+        shown = one.bar.printed
+        reach = (shown[1] - shown[0]) / 2 if isinstance(shown, tuple) else None
+        axes.barh(place - 0.2, _middle(one), 0.38, color=_PRINTED, xerr=reach, label="printed")
+        axes.barh(place + 0.2, one.ours, 0.38, color=_OURS, label="ours")
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.set_xlabel(result.experiment.unit)
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(handles[:2], labels[:2])
+    axes.grid(axis="y", visible=False)
+
+
+def _stacked(axes: "Axes", result: Result) -> None:
+    """Two stacked bars for each system, printed above ours, of the same parts."""
+    systems = list(dict.fromkeys(one.bar.of for one in result.bars))
+    parts = list(dict.fromkeys(one.bar.part for one in result.bars))
+    for place, system in enumerate(systems):
+        for side, shift, alpha in (("printed", -0.2, 0.45), ("ours", 0.2, 1.0)):
+            left = 0.0
+            for part, colour in zip(parts, PALETTE, strict=False):
+                for one in result.bars:
+                    if (one.bar.of, one.bar.part) == (system, part):
+                        width = _middle(one) if side == "printed" else one.ours
+                        axes.barh(place + shift, width, 0.36, left=left, color=colour, alpha=alpha)
+                        left += width
+            axes.text(left + 1, place + shift, side, va="center", fontsize=6)
+    for part, colour in zip(parts, PALETTE, strict=False):
+        axes.barh(0, 0, color=colour, label=part)
+    axes.set_yticks(range(len(systems)), systems)
+    axes.invert_yaxis()
+    axes.set_xlabel(result.experiment.unit)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.4, 1.22), ncols=2)
+    axes.grid(axis="y", visible=False)
+
+
+def _curves(axes: "Axes", result: Result) -> None:
+    from matplotlib.ticker import LogFormatter
+
+    assert result.experiment.curves is not None
+    _, key, metric = result.experiment.curves
+    scale, unit = axis_scale(metric, max(y for points in result.curves.values() for _, y in points))
+    for (name, points), colour in zip(result.curves.items(), PALETTE, strict=False):
+        axes.plot([x for x, _ in points], [scale * y for _, y in points], "o-", color=colour, label=name)
+    value_axis(axes, key, sorted({x for points in result.curves.values() for x, _ in points}))
+    axes.set_ylabel(f"{METRICS[metric].label} ({unit})")
+    lowest = min(y for points in result.curves.values() for _, y in points)
+    if max(y for points in result.curves.values() for _, y in points) > 5 * lowest:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")  # plain text
+        axes.yaxis.set_minor_formatter(LogFormatter())
+    else:
+        axes.set_ylim(bottom=0)
+    if any(result.curves):  # a single curve has no name
+        axes.legend()
+
 
 PAGE, KEPT = "index.html", "results.json"
 
@@ -32,6 +155,12 @@ class Kept:
     seconds: float
 
 
+def _error(one: Judged) -> str:
+    if one.bar.fitted:
+        return "fitted"
+    return "in the range" if one.inside else f"{100 * one.error:+.1f} %"
+
+
 def kept(result: Result) -> Kept:
     """The texts of a result."""
     found = result.experiment
@@ -44,7 +173,7 @@ def kept(result: Result) -> Kept:
                 "part": one.bar.part,
                 "printed": f"{shown[0]:g} to {shown[1]:g}" if isinstance(shown, tuple) else f"{shown:g}",
                 "ours": f"{one.ours:.4g}" if one.ours < 1e4 else f"{one.ours:.0f}",
-                "error": "fitted" if one.bar.fitted else f"{100 * one.error:+.1f} %",
+                "error": _error(one),
             }
         )
     return Kept(
@@ -138,16 +267,10 @@ def _named(bar: Mapping[str, str]) -> str:
 
 
 def _page(found: Sequence[Kept], svgs: Mapping[str, bytes]) -> str:
-    from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
 
-    css = files("harness.report").joinpath("page.css").read_text(encoding="utf-8")
-    text = files("harness.papers").joinpath("reproduce.html.j2").read_text(encoding="utf-8")
-    environment = Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
-    )
-    return environment.from_string(text).render(
-        style=Markup(css),
+    return filled(
+        Path(__file__).with_name("reproduce.html.j2"),
         found=found,
         svgs={name: Markup(inline(svg, name, name)) for name, svg in svgs.items()},
     )

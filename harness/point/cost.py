@@ -1,31 +1,255 @@
 """Choose the cost model of a point, check that it is available, and load it."""
 
 import os
+import re
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from typing import Any
 
+from engine.runtime.options import KVDtype
 from harness.config.errors import ConfigError
-from harness.config.schema import CostKind, ReplayMode, RunConfig
-from harness.cost.block_sizes import REFERENCE, UNCERTAINTY
-from harness.cost.roofline import RooflineCost
-from harness.environment import device_identity
-from harness.point.bounds import origins
-from harness.replay.cost_model import CostModel
-from harness.workload.devices import is_predicted_device
-from harness.workload.shapes import (
-    block_size_factor_of,
-    device_shape,
-    draft_of,
-    draft_shape,
-    model_shape,
-    unmodelled,
+from harness.config.groups import groups, option_file
+from harness.config.schema import CostKind, DeviceConfig, EngineDevice, WeightDtype
+from harness.cost.published import (
+    Limits,
+    PublishedCost,
+    TableSetup,
+    check_package,
+    compiled,
+    described,
+    step_tables,
+    system_of,
 )
+from harness.cost.roofline import REFERENCE, UNCERTAINTY, DeviceShape, RooflineCost
+from harness.environment import device_identity
+from harness.replay.cost_model import CostModel, CostSource
+from harness.workload.deployment import Deployment, draft_of, model_shape, unmodelled
+from harness.workload.point import Point
+from harness.workload.simulate import simulate_metrics
+
+_WEIGHTS = {
+    WeightDtype.model: None,
+    WeightDtype.fp8: "fp8",
+    WeightDtype.int8: "int8_wo",
+    WeightDtype.int4: "int4_wo",
+    WeightDtype.mxfp4: "w4a16_mxfp4",  # of experts alone: dense layers have no such kernel
+}
+
+
+def check_published(deployment: Deployment) -> None:
+    """Check that the tables can price the point.
+
+    Raises:
+        ConfigError: the package is missing or of another version, the tables do not know device, model or engine, the
+            device has other rates than its preset, or the point decodes with drafts.
+    """
+    for name in ("bandwidth_gbs", "tflops"):
+        if (origin := origin_of(deployment.device, name)).startswith("as the user set it"):
+            reason = f"{origin}, but published takes its seconds from timings of the device itself"
+            raise ConfigError(f"device.{name}", f"{reason}; leave it out, or use cost=roofline")
+    check_package()
+    system_of(deployment.device.name)
+    if deployment.decoding.draft_tokens:
+        raise ConfigError("decoding.draft_tokens", "published does not price draft passes; use cost=roofline")
+    compiled(table_setup(deployment))
+
+
+def table_setup(deployment: Deployment) -> TableSetup:
+    """The tables' view of the point's model, devices and engine.
+
+    Raises:
+        ConfigError: the dense layers would have weights in a form that no table has.
+    """
+    model = deployment.model
+    weights = _WEIGHTS[model.weight_dtype]
+    if model.weight_dtype is WeightDtype.mxfp4 and not model.experts_only:
+        raise ConfigError(
+            "model.weight_dtype",
+            "mxfp4, but the tables have it for experts alone; set model.experts_only=true, or use cost=roofline",
+        )
+    return TableSetup(
+        device=deployment.device.name,
+        engine=deployment.cost.engine,
+        parallel=deployment.device.tensor_parallel,
+        expert_parallel=deployment.device.expert_parallel,
+        checkpoint=model.path,
+        shape=None if model.path else deployment.shape,
+        weights=None if model.experts_only else weights,
+        expert_weights=weights,
+        kv="fp8" if model.kv_dtype is KVDtype.fp8_e4m3 else None,
+    )
+
+
+def published_cost(deployment: Deployment, setup: TableSetup | None = None) -> PublishedCost:
+    """The cost model. The tables of a setup are made once in a process, up to the next powers of two of its limits.
+
+    `setup` names a quantisation that no key of the configuration has; None: the configuration's.
+    """
+    if setup is None:
+        check_published(deployment)
+        setup = table_setup(deployment)
+    longest = deployment.longest
+    scheduler = deployment.scheduler
+    limits = Limits(
+        rows=_power_of_two(scheduler.max_running),
+        tokens=_power_of_two(max(scheduler.max_batched_tokens, scheduler.max_running)),
+        sequence=_power_of_two(longest),
+    )
+    device = deployment.hardware
+    step_us = deployment.device.step_overhead_us
+    source = CostSource(
+        "published",
+        deployment.device.name,
+        f"published:{setup}:{step_us}:{device}",
+        {**described(setup), "model": deployment.model.name, **_residual(deployment)},
+    )
+    return PublishedCost(step_tables(setup, limits), RooflineCost(deployment.shape, device), source)
+
+
+def _power_of_two(number: int) -> int:
+    """The next power of two: points of about the same limits share their tables."""
+    return 1 << (number - 1).bit_length()
+
+
+def _residual(deployment: Deployment) -> dict[str, Any]:
+    """Constants that are no operator's: the host's time of a step, and the links of moved blocks."""
+    fitted = deployment.device.fitted_from
+    return {
+        "step_overhead_us": deployment.device.step_overhead_us,
+        "tensor_parallel": deployment.device.tensor_parallel,
+        "from": {
+            "operators": "published timings",
+            "step_overhead_us": f"fitted to {fitted}" if fitted else "assumed",
+            **{name: origin_of(deployment.device, name) for name in DATASHEET if name.startswith("host")},
+        },
+    }
+
+
+MOST_REQUESTS = 2_000
+METRICS = ("ttft_p50", "ttft_p99", "tpot_p50", "e2e_p50", "output_throughput")
+DATASHEET = (
+    *("memory_gb", "bandwidth_gbs", "tflops", "multiprocessors", "l2_mib", "clock_ghz"),
+    *("link_gbs", "host_link_gbs"),
+)
+ASSUMED: Mapping[str, tuple[float, float]] = {
+    "bandwidth_efficiency": (0.75, 0.95),
+    "kv_efficiency": (0.8, 1.0),
+    "compute_efficiency": (0.5, 0.8),
+    "attention_efficiency": (0.4, 0.6),
+    "step_overhead_us": (200.0, 1500.0),
+    "layer_overhead_us": (2.0, 15.0),
+    "attention_overhead_us": (8.0, 16.0),
+    "row_overhead_us": (0.1, 0.25),
+    "link_efficiency": (0.24, 0.75),
+    "link_latency_us": (5.0, 20.0),
+}
+"""Keys of `device` that no datasheet gives, with the range in which they lie for GPUs from Ampere to Blackwell.
+
+Shares and times of attention: published kernel timings of A100, H100 and H200. Shares of dense layers and times of a
+step: fits to public logs of vLLM on RTX 4090 and RTX PRO 6000, widened to both sides. Share of the link: published
+timings of all-reduces of two GPUs (AIConfigurator's tables), the lowest without direct access over PCIe.
+"""
+
+
+TIMED = ("a100_40gb", "a100_80gb", "h100", "h200")
+"""Devices whose decode attention has constants from published timings of the same GPU."""
+ATTENTION_ERROR = {
+    "timed": "fitted to published timings of this GPU: expect 6 to 11 % of error on a kernel's time",
+    "other": "not fitted on this GPU: from one generation to another the form missed published timings by 23 to 59 %, "
+    "mostly where the KV fits the L2 cache; cost=operators or cost=published takes timings of the GPU",
+}
+"""Errors of the plain form in results/reference/gpu-public (`scoreboard`, decode attention from tables)."""
+
+FITTED = tuple(
+    name for name in ASSUMED if name not in ("attention_overhead_us", "link_efficiency", "link_latency_us")
+)
+"""The keys that a fit to the log of one device moves (`harness.twin.fit.CONSTANTS`)."""
+
+
+def origins(device: DeviceConfig) -> dict[str, str]:
+    """Where each constant of a device's prices comes from, by key."""
+    if device.name == EngineDevice.cpu.value:
+        return dict.fromkeys((*DATASHEET, *ASSUMED), "assumed for one core of a server CPU")
+    known = {name: origin_of(device, name) for name in DATASHEET}
+    known |= {name: f"assumed, usually {low:g} to {high:g}" for name, (low, high) in ASSUMED.items()}
+    if device.fitted_from is None:
+        known["decode attention"] = ATTENTION_ERROR["timed" if device.name in TIMED else "other"]
+    else:
+        known |= dict.fromkeys(FITTED, f"fitted to {device.fitted_from}")
+        if device.tensor_parallel > 1:
+            link = f"fitted to {device.fitted_from} if its engine had several devices, else as in its description"
+            known |= dict.fromkeys(("link_efficiency", "link_latency_us"), link)
+    return known
+
+
+def origin_of(device: DeviceConfig, name: str) -> str:
+    """Where a rate or a size comes from. A description of the user's may have the name of a preset."""
+    value, preset = getattr(device, name), _preset(device.name)
+    if name not in preset:
+        return "as the description of the device has it"
+    known, assumed = preset[name]
+    if value != known:
+        return f"as the user set it; the preset {device.name} has {known:g}"
+    return f"assumed by the preset {device.name}; no datasheet has it" if assumed else "datasheet"
+
+
+@cache
+def _preset(name: str) -> dict[str, tuple[float, bool]]:
+    """The rates and sizes of a preset, and whether its file marks each as assumed; none where `name` is no preset."""
+    if name not in groups()["device"]:
+        return {}
+    text = option_file("device", name).read_text(encoding="utf-8")
+    lines = re.findall(r"^(\w+): ([\d.]+) *(# assumed)?", text, flags=re.MULTILINE)
+    return {key: (float(value), bool(mark)) for key, value, mark in lines if key in DATASHEET}
+
+
+def bounds_of(point: Point, cost: CostModel) -> dict[str, Any] | None:
+    """Metrics of the same workload at the datasheet's bound, and at both ends of the ranges of what is assumed.
+
+    None where `cost` is no roofline of a GPU's datasheet, or `cost.bounds` is off. Without a word it is off for more
+    than `MOST_REQUESTS` requests, because it takes three more simulations. The ends are left out where the
+    assumed constants were fitted to a log. A value of the configuration that lies outside its range widens the range.
+    """
+    deployment = point.deployment
+    wanted = deployment.cost.bounds
+    if wanted is None:
+        wanted = len(point.trace.requests) <= MOST_REQUESTS
+    if not wanted or not isinstance(cost, RooflineCost):
+        return None
+    if deployment.device.name == EngineDevice.cpu.value:
+        return None
+    found: dict[str, Any] = {"datasheet": _metrics(point, cost, deployment.hardware.bound)}
+    if deployment.device.fitted_from is None:
+        fast, slow = (_at_end(deployment, fastest) for fastest in (True, False))
+        found["fast_end"] = _metrics(point, cost, fast)
+        found["slow_end"] = _metrics(point, cost, slow)
+    return found
+
+
+def _at_end(deployment: Deployment, fastest: bool) -> DeviceShape:
+    """The device with every assumed constant at the end of its range where steps are shortest, or longest."""
+    device = deployment.device
+    ends: dict[str, Any] = {}
+    for name, (low, high) in ASSUMED.items():
+        value = getattr(device, name)
+        larger_is_faster = name.endswith("efficiency")
+        ends[name] = max(high, value) if larger_is_faster == fastest else min(low, value)
+    return replace(deployment, device=replace(device, **ends)).hardware
+
+
+def _metrics(point: Point, cost: RooflineCost, device: DeviceShape) -> dict[str, float]:
+    other = RooflineCost(cost.model, device, cost.draft)
+    metrics = simulate_metrics(point, other).metrics
+    return {name: metrics[name] for name in METRICS if name in metrics}
+
 
 _PREDICTED = (CostKind.roofline, CostKind.operators, CostKind.published)
 """The kinds that need no calibration of this machine."""
 
 
-def resolve_cost_kind(config: RunConfig) -> CostKind:
+def resolve_cost_kind(deployment: Deployment) -> CostKind:
     """The cost model's kind. `auto` is table with timed kernels, fitted if measured or calibrated, else roofline.
 
     Layers with a state are priced by the roofline alone. A calibration of this machine prices no other device: for
@@ -33,62 +257,59 @@ def resolve_cost_kind(config: RunConfig) -> CostKind:
     """
     from harness.calibrate.store import is_calibrated
 
-    if config.cost.kind is not CostKind.auto:
-        return config.cost.kind
-    if config.model.state_layers:
+    if deployment.cost.kind is not CostKind.auto:
+        return deployment.cost.kind
+    if deployment.model.state_layers:
         return CostKind.roofline
-    if config.cost.kernels is not None:
+    if deployment.cost.kernels is not None:
         return CostKind.table
-    if config.cost.operators is not None:
+    if deployment.cost.operators is not None:
         return CostKind.operators
-    fitted = is_predicted_device(config) and (config.measure or is_calibrated(config))
+    fitted = deployment.is_at_hand and (deployment.measured or is_calibrated(deployment))
     return CostKind.fitted if fitted else CostKind.roofline
 
 
-def takes_timed_kernels(config: RunConfig) -> bool:
+def takes_timed_kernels(deployment: Deployment) -> bool:
     """Whether the price of attention comes from a run of `bench kernels`."""
-    return resolve_cost_kind(config) is CostKind.table and config.cost.kernels is not None
+    return resolve_cost_kind(deployment) is CostKind.table and deployment.cost.kernels is not None
 
 
-def needs_fit(config: RunConfig) -> bool:
+def needs_fit(deployment: Deployment) -> bool:
     """Whether the point needs fitted coefficients. A measured point calibrates its device where they are missing."""
-    return resolve_cost_kind(config) is CostKind.fitted or takes_timed_kernels(config)
+    return resolve_cost_kind(deployment) is CostKind.fitted or takes_timed_kernels(deployment)
 
 
-def check_cost(config: RunConfig) -> None:
+def check_cost(deployment: Deployment) -> None:
     """Raise ConfigError if the point needs a calibration that does not exist, or that could not be written."""
     from harness.calibrate.store import calibration_path, has_grid, is_calibrated
 
-    kind = resolve_cost_kind(config)
-    _check_device(config, kind)
-    _check_modelled(config, kind)
-    _check_replicas(config)
-    _check_acceptance(config, kind)
-    _check_block_sizes(config, kind)
+    kind = resolve_cost_kind(deployment)
+    _check_device(deployment, kind)
+    _check_modelled(deployment, kind)
+    _check_acceptance(deployment, kind)
+    _check_block_sizes(deployment, kind)
     if kind is CostKind.operators:
-        if config.cost.operators is None:
+        if deployment.cost.operators is None:
             raise ConfigError(
                 "cost.operators", "missing: cost=operators reads a table; add cost.operators=FILE.csv"
             )
-        cost_model(config)
+        cost_model(deployment)
     elif kind is CostKind.published:
-        from harness.point.published import check_published
-
-        check_published(config)
-    elif takes_timed_kernels(config):
+        check_published(deployment)
+    elif takes_timed_kernels(deployment):
         from harness.calibrate.kernel_table import check_kernel_table
 
-        check_kernel_table(config)
-    elif kind is CostKind.table and not has_grid(config):
+        check_kernel_table(deployment)
+    elif kind is CostKind.table and not has_grid(deployment):
         raise ConfigError(
             "cost.kind",
             "table, but attention has not been measured on a grid for this model and engine on this device. Run "
             "'python -m harness calibrate' with the same settings first, or use cost=fitted or cost=roofline",
         )
-    if not needs_fit(config) or is_calibrated(config):
+    if not needs_fit(deployment) or is_calibrated(deployment):
         return
-    if config.measure:
-        _check_writable(calibration_path(config).parent)
+    if deployment.measured:
+        _check_writable(calibration_path(deployment).parent)
     else:
         raise ConfigError(
             "cost.kind",
@@ -97,65 +318,38 @@ def check_cost(config: RunConfig) -> None:
         )
 
 
-def _check_device(config: RunConfig, kind: CostKind) -> None:
+def _check_device(deployment: Deployment, kind: CostKind) -> None:
     """Raise ConfigError if seconds of this machine would be given out as those of another device."""
-    if kind not in _PREDICTED and config.device.tensor_parallel > 1:
+    if kind not in _PREDICTED and deployment.device.tensor_parallel > 1:
         raise ConfigError(
             "device.tensor_parallel",
-            f"found {config.device.tensor_parallel}, but {kind} takes its seconds from one device; use cost=roofline",
+            f"found {deployment.device.tensor_parallel}, but {kind} takes its seconds from one device; "
+            "use cost=roofline",
         )
-    if is_predicted_device(config):
+    if deployment.is_at_hand:
         return
-    here = device_identity(config.engine.device)
-    if config.measure:
+    here, name = device_identity(deployment.engine.device), deployment.device.name
+    if deployment.measured:
         raise ConfigError(
             "device.name",
-            f"{config.device.name} would be predicted, but the engine measures on {here}; use measure=false to predict "
-            f"{config.device.name}, or device=cpu, which stands for the machine at hand",
+            f"{name} would be predicted, but the engine measures on {here}; use measure=false to predict {name}, "
+            "or device=cpu, which stands for the machine at hand",
         )
     if kind not in _PREDICTED:
         raise ConfigError(
             "cost.kind",
-            f"{kind} takes its seconds from {here} and cannot price device {config.device.name}; use cost=roofline, or "
+            f"{kind} takes its seconds from {here} and cannot price device {name}; use cost=roofline, or "
             "device=cpu, which stands for the machine at hand",
         )
 
 
-def _check_replicas(config: RunConfig) -> None:
-    """Raise ConfigError if data-parallel replicas are asked for where they are not modelled."""
-    if config.device.data_parallel == 1:
-        return
-    found = f"found {config.device.data_parallel}, but"
-    if config.measure:
-        raise ConfigError(
-            "device.data_parallel", f"{found} the engine measures one replica; use measure=false"
-        )
-    if config.replay.mode in (ReplayMode.closed, ReplayMode.sessions):
-        raise ConfigError(
-            "device.data_parallel",
-            f"{found} in replay.mode={config.replay.mode} requests wait for others, which may run on another replica; "
-            "use an open loop (trace, poisson, gamma, offline)",
-        )
-    if model_shape(config.model).experts:
-        raise ConfigError(
-            "device.data_parallel",
-            f"{found} replicas of a mixture of experts run in lockstep in vLLM, which is not modelled; predict one of "
-            "them at its share of the request rate",
-        )
-    if config.replay.kv_events or config.replay.lookups or config.replay.residency is not None:
-        raise ConfigError(
-            "device.data_parallel",
-            f"{found} KV events, lookups and the residency of blocks are kept for one replica alone",
-        )
-
-
-def _check_modelled(config: RunConfig, kind: CostKind) -> None:
+def _check_modelled(deployment: Deployment, kind: CostKind) -> None:
     """Raise ConfigError if the roofline would price the model as something that it is not."""
     if kind not in _PREDICTED or kind is CostKind.published:
         return
-    models = [(config.model, "model.path")]
-    if config.decoding.draft_tokens and config.decoding.draft_path:
-        models.append((draft_of(config.model, config.decoding.draft_path), "decoding.draft_path"))
+    models = [(deployment.model, "model.path")]
+    if deployment.decoding.draft_tokens and deployment.decoding.draft_path:
+        models.append((draft_of(deployment.model, deployment.decoding.draft_path), "decoding.draft_path"))
     for model, key in models:
         shape = model_shape(model, key)
         unknown = unmodelled(model, key)
@@ -165,22 +359,22 @@ def _check_modelled(config: RunConfig, kind: CostKind) -> None:
                 f"roofline, but {model.path or model.name} has {unknown}, which the roofline does not price. Use "
                 "cost=fitted on the device that runs it",
             )
-        proposes = config.decoding.draft_tokens and (len(models) == 1 or key == "decoding.draft_path")
+        proposes = deployment.decoding.draft_tokens and (len(models) == 1 or key == "decoding.draft_path")
         if proposes and (shape.experts or shape.window):
             raise ConfigError(
                 key,
                 f"{model.path or model.name} proposes tokens and has {'experts' if shape.experts else 'windows'}, "
                 "which the roofline does not price in a draft pass; name a dense model (decoding.draft_path)",
             )
-    if config.device.expert_parallel and not model_shape(config.model).experts:
+    if deployment.device.expert_parallel and not deployment.shape.experts:
         raise ConfigError(
-            "device.expert_parallel", f"true, but {config.model.name} has no experts; set it to false"
+            "device.expert_parallel", f"true, but {deployment.model.name} has no experts; set it to false"
         )
 
 
-def _check_acceptance(config: RunConfig, kind: CostKind) -> None:
+def _check_acceptance(deployment: Deployment, kind: CostKind) -> None:
     """Raise ConfigError if the acceptance of drafts is unknown. Only a calibration measures it."""
-    if config.decoding.draft_tokens and config.decoding.acceptance is None and kind in _PREDICTED:
+    if deployment.decoding.draft_tokens and deployment.decoding.acceptance is None and kind in _PREDICTED:
         raise ConfigError(
             "decoding.acceptance",
             "missing: decoding.draft_tokens proposes tokens, and a roofline does not know the share of accepted ones; "
@@ -188,14 +382,15 @@ def _check_acceptance(config: RunConfig, kind: CostKind) -> None:
         )
 
 
-def _check_block_sizes(config: RunConfig, kind: CostKind) -> None:
+def _check_block_sizes(deployment: Deployment, kind: CostKind) -> None:
     """Raise ConfigError if block sizes are to be priced where the static model of our kernels has no figures."""
-    if config.cost.block_sizes and kind is not CostKind.roofline:
+    if deployment.cost.block_sizes and kind is not CostKind.roofline:
         raise ConfigError(
             "cost.block_sizes",
             f"true, but it is a factor on cost=roofline and this point has {kind}; leave it out",
         )
-    block_size_factor_of(config)
+    if deployment.cost.block_sizes:
+        _ = deployment.hardware  # raises where the table lacks the device, shape or block size
 
 
 def _check_writable(folder: Path) -> None:
@@ -208,40 +403,41 @@ def _check_writable(folder: Path) -> None:
         )
 
 
-def cost_model(config: RunConfig) -> CostModel:
+def cost_model(deployment: Deployment) -> CostModel:
     """The point's cost model. A fitted one must have been calibrated before."""
-    kind = resolve_cost_kind(config)
+    kind = resolve_cost_kind(deployment)
     if kind is CostKind.published:
-        from harness.point.published import published_cost
-
-        return published_cost(config)
+        return published_cost(deployment)
     if kind in _PREDICTED:
-        cost = RooflineCost(model_shape(config.model), device_shape(config), draft_shape(config))
-        provenance = {**cost.source.provenance, "model": config.model.name, "from": origins(config.device)}
+        cost = RooflineCost(deployment.shape, deployment.hardware, deployment.draft)
+        provenance = {
+            **cost.source.provenance,
+            "model": deployment.model.name,
+            "from": origins(deployment.device),
+        }
         if (factor := cost.device.block_size_factor) is not None:
-            provenance["block size"] = _priced_block_size(config, factor)
+            provenance["block size"] = _priced_block_size(deployment, factor)
         cost.source = replace(cost.source, provenance=provenance)
         if kind is CostKind.roofline:
             return cost
-        from harness.cost.operator_table import read_operators
-        from harness.cost.operators import OperatorCost
+        from harness.cost.operators import OperatorCost, read_operators
 
-        return OperatorCost(cost, read_operators(str(config.cost.operators), cost.device))
+        return OperatorCost(cost, read_operators(str(deployment.cost.operators), cost.device))
     from harness.calibrate.store import load_calibration, load_table
 
-    if takes_timed_kernels(config):
+    if takes_timed_kernels(deployment):
         from harness.calibrate.kernel_table import kernel_table
 
-        return kernel_table(config, load_calibration(config))
-    return load_table(config) if kind is CostKind.table else load_calibration(config)
+        return kernel_table(deployment, load_calibration(deployment))
+    return load_table(deployment) if kind is CostKind.table else load_calibration(deployment)
 
 
-def _priced_block_size(config: RunConfig, factor: float) -> dict[str, object]:
+def _priced_block_size(deployment: Deployment, factor: float) -> dict[str, object]:
     """Where the factor on decode attention comes from, as the record has it."""
     return {
         "what": "static model of our Triton decode kernel, not measured",
         "factor": factor,
-        "block_size": config.cache.block_size,
+        "block_size": deployment.cache.block_size,
         "of": f"seconds of decode attention at block size {REFERENCE}",
         "uncertainty": UNCERTAINTY,
     }

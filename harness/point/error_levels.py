@@ -12,16 +12,17 @@ from typing import Any
 import numpy as np
 
 from harness.cost.fitted import held_out_error
-from harness.metrics import METRICS, compute_metrics
-from harness.metrics.comparison import comparison_error
+from harness.metrics import METRICS
+from harness.metrics.compute import compute_metrics
 from harness.metrics.log import FloatArray, RunLog
+from harness.metrics.record import comparison_error
+from harness.replay.arrivals import to_ns, to_s
 from harness.replay.cost_model import CostModel, price_table
 from harness.replay.executors import RecordingEndedError
 from harness.replay.features import FEATURES
 from harness.replay.recorder import MeasuredRun, digests_differ
-from harness.replay.virtual_time import to_ns, to_s
+from harness.workload.point import Point
 from harness.workload.simulate import replay_recording
-from harness.workload.workload import Workload
 
 ATTRIBUTED = ("step_mean", "output_throughput", "tpot_mean", "e2e_mean", "ttft_p50", "queue_mean")
 LEVELS = ("kernel", "rest_of_step", "divergence")
@@ -29,7 +30,7 @@ _COMPOSITION = ("rows", "decode_rows", "query_tokens", "admitted", "preempted")
 
 
 def error_levels(
-    workload: Workload,
+    point: Point,
     runs: Sequence[MeasuredRun],
     cost: CostModel,
     comparison: Sequence[Mapping[str, Any]],
@@ -40,7 +41,7 @@ def error_levels(
     attention = np.concatenate([run.log.steps["attention_s"] for run in runs])
     _, predicted = price_table(cost, features)
     return {
-        "counts": _counts(workload, runs),
+        "counts": _counts(point, runs),
         "kernel": {
             **held_out_error(predicted, attention),
             "measured_mean_s": float(attention.mean()),
@@ -78,7 +79,7 @@ def teacher_forced(
     return held_out_error(price_table(cost, features)[0], seconds)
 
 
-def _counts(workload: Workload, runs: Sequence[MeasuredRun]) -> dict[str, Any]:
+def _counts(point: Point, runs: Sequence[MeasuredRun]) -> dict[str, Any]:
     """Replay each run's measured durations on the simulated side. Every step plan must equal the run's own plan.
 
     With groups of layers, the bytes of the pools by cause must be equal too, in every step.
@@ -88,7 +89,7 @@ def _counts(workload: Workload, runs: Sequence[MeasuredRun]) -> dict[str, Any]:
         measured = run.recorder.digests
         steps += len(measured)
         try:
-            log, recorder = replay_recording(workload, run.recorder)
+            log, recorder = replay_recording(point, run.recorder)
             first = digests_differ(recorder.digests, measured)
             first = _first_waste(log, run.log) if first is None else first
         except RecordingEndedError:

@@ -7,19 +7,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from engine.core.options import CachePolicy, Decoding
-from harness.config.schema import RunConfig
 from harness.environment import environment
-from harness.metrics import compute_metrics
 from harness.metrics.analytic import CacheShape, Lengths, analytic_metrics
-from harness.metrics.comparison import compare
+from harness.metrics.compute import compute_metrics
 from harness.metrics.log import Outcome, RunLog
+from harness.metrics.record import PointRecord, Row, compare
+from harness.point.error_levels import error_levels
 from harness.replay.cost_model import CostModel
-from harness.workload.devices import clock_of, engine_kernels
-from harness.workload.drawn import TABLE, parents_table
-from harness.workload.shapes import PoolShape, model_shape
+from harness.workload.decoding import TABLE, parents_table
+from harness.workload.deployment import Deployment, PoolShape
+from harness.workload.devices import engine_kernels
+from harness.workload.point import Point, Workload
 from harness.workload.simulate import Prediction
-from harness.workload.workload import Workload
 from traces.analysis.reuse import realised_prefix_share
+from traces.trace import Trace
 
 if TYPE_CHECKING:
     from harness.replay.recorder import MeasuredRun
@@ -30,56 +31,49 @@ Table = dict[str, np.ndarray[Any, np.dtype[Any]]]
 
 
 def make_record(
-    config: RunConfig,
-    workload: Workload,
+    point: Point,
     cost: CostModel,
     simulated: Prediction,
     runs: "Sequence[MeasuredRun]",
+    *,
+    bounds: Mapping[str, Any] | None,
+    oracle: Mapping[str, Any] | None,
+    pace: Mapping[str, Any] | None,
     seconds: Mapping[str, float],
-) -> dict[str, Any]:
-    """All sections of a record, except those that the store adds (schema, fingerprint, overrides)."""
-    analytic = _analytic(workload)
+) -> PointRecord:
+    """The record of a point, without what says which point of a sweep it is."""
+    analytic = _analytic(point)
     predicted = simulated.metrics
     measured = [compute_metrics(run.log) for run in runs]
-    comparison = [dict(row) for row in compare(analytic, predicted, measured)]
-    return {
-        "name": config.name,
-        "trace": _trace_section(workload),
-        "pool": _pool_section(workload) | _engine_note(config, workload.pool, measured=bool(runs)),
-        "environment": _environment(config, measured=bool(runs)),
-        "cost": {**asdict(cost.source), "extrapolated": simulated.extrapolated},
-        "outcome": _outcome(workload, simulated.outcome, runs),
-        "analytic": analytic,
-        "simulated": predicted,
-        "measured": _measured_section(measured, comparison) if runs else None,
-        "comparison": comparison,
-        "levels": _levels(workload, runs, cost, comparison, simulated.log) if runs else None,
+    comparison = compare(analytic, predicted, measured)
+    return PointRecord(
+        name=point.name,
+        trace=_trace_section(point.trace),
+        pool=_pool_section(point) | _engine_note(point.deployment, measured=bool(runs)),
+        environment=_environment(point.deployment, measured=bool(runs)),
+        cost={**asdict(cost.source), "extrapolated": simulated.extrapolated},
+        outcome=_outcome(point.trace, simulated.outcome, runs),
+        analytic=analytic,
+        simulated=predicted,
+        measured=_measured_section(measured, comparison) if runs else {},
+        comparison=comparison,
+        levels=error_levels(point, runs, cost, comparison, simulated.log) if runs else {},
         # Not counted here: an audit that finds a mismatch raises AuditError, and the point fails instead of recording.
-        "audit": {"checks": sum(run.audits for run in runs), "mismatches": 0} if runs else None,
-        "seconds": dict(seconds),
-    }
+        audit={"checks": sum(run.audits for run in runs), "mismatches": 0} if runs else {},
+        seconds=seconds,
+        bounds=bounds or {},
+        oracle=oracle or {},
+        pace=pace or {},
+    )
 
 
-def _environment(config: RunConfig, *, measured: bool) -> dict[str, Any]:
+def _environment(deployment: Deployment, *, measured: bool) -> dict[str, Any]:
     """The machine and, for a measured point, the kernels that `engine.backend` chose: attention, then other layers."""
-    ran = {"engine_kernels": engine_kernels(config.engine)} if measured else {}
-    return {**environment(config.engine.device, str(clock_of(config))), **ran}
+    ran = {"engine_kernels": engine_kernels(deployment.engine)} if measured else {}
+    return {**environment(deployment.engine.device, str(deployment.clock_used)), **ran}
 
 
-def _levels(
-    workload: Workload,
-    runs: "Sequence[MeasuredRun]",
-    cost: CostModel,
-    comparison: Sequence[Mapping[str, Any]],
-    simulated: RunLog,
-) -> dict[str, Any]:
-    from harness.point.error_levels import error_levels
-
-    return error_levels(workload, runs, cost, comparison, simulated)
-
-
-def _trace_section(workload: Workload) -> dict[str, Any]:
-    trace = workload.trace
+def _trace_section(trace: Trace) -> dict[str, Any]:
     header = asdict(trace.header)
     return {
         **header,
@@ -91,8 +85,8 @@ def _trace_section(workload: Workload) -> dict[str, Any]:
     }
 
 
-def _pool_section(workload: Workload) -> dict[str, Any]:
-    pool = workload.pool
+def _pool_section(point: Point) -> dict[str, Any]:
+    pool = point.pool
     return {
         "policy": str(pool.policy),
         "num_blocks": pool.num_blocks,
@@ -101,7 +95,7 @@ def _pool_section(workload: Workload) -> dict[str, Any]:
         "bytes": pool.tokens * pool.slot_bytes,
         "kv_bytes_per_token": pool.kv_bytes_per_token,
         "max_model_len": pool.max_model_len,
-        "replicas": workload.replicas,
+        "replicas": point.replicas,
         "sized_by": pool.sized_by,
         "note": pool.note,
         "memory_per_device": asdict(pool.memory) if pool.memory else None,
@@ -109,13 +103,13 @@ def _pool_section(workload: Workload) -> dict[str, Any]:
     }
 
 
-def _engine_note(config: RunConfig, pool: PoolShape, *, measured: bool) -> dict[str, str]:
+def _engine_note(deployment: Deployment, *, measured: bool) -> dict[str, str]:
     """A note beside the pool of a measured point whose engine keeps more than the pool counts; empty for others.
 
     transformers hands expanded K and V of latent layers to its attention. The engine keeps these unless layers are in
     groups, and the pool's bytes are those of latent vectors on both sides.
     """
-    shape = model_shape(config.model)
+    shape, pool = deployment.shape, deployment.pool
     if not measured or shape.latent is None or pool.groups is not None:
         return {}
     width = shape.heads * (shape.head_dim + shape.latent.rope_dim + shape.latent.value_dim)
@@ -142,15 +136,13 @@ def _groups(pool: PoolShape) -> dict[str, Any] | None:
     }
 
 
-def _outcome(
-    workload: Workload, simulated: Mapping[str, int], runs: "Sequence[MeasuredRun]"
-) -> dict[str, Any]:
+def _outcome(trace: Trace, simulated: Mapping[str, int], runs: "Sequence[MeasuredRun]") -> dict[str, Any]:
     """Requests by outcome: simulated, of the worst measured run, and dropped ones, which entered neither side."""
     measured = [_counts(run.log) for run in runs]
     return {
         "simulated": dict(simulated),
         "measured": min(measured, key=lambda counts: counts["finished"], default=None),
-        "dropped": sum(workload.trace.header.dropped.values()),
+        "dropped": sum(trace.header.dropped.values()),
     }
 
 
@@ -159,8 +151,9 @@ def _counts(log: RunLog) -> dict[str, int]:
     return {outcome.name.lower(): int((outcomes == outcome).sum()) for outcome in Outcome}
 
 
-def _analytic(workload: Workload) -> dict[str, float]:
-    rows, pool = workload.trace.requests, workload.pool
+def _analytic(point: Point) -> dict[str, float]:
+    workload, pool = point.workload, point.pool
+    rows = workload.trace.requests
     if pool.groups is not None or workload.resubmits:
         return {}  # the closed forms are those of one block table, and of the requests of the trace
     lengths = Lengths(
@@ -189,9 +182,7 @@ def _has_closed_forms(workload: Workload) -> bool:
     )
 
 
-def _measured_section(
-    runs: Sequence[Mapping[str, float]], comparison: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
+def _measured_section(runs: Sequence[Mapping[str, float]], comparison: Sequence[Row]) -> dict[str, Any]:
     return {
         "runs": [dict(run) for run in runs],
         "median": {row["metric"]: row["measured"] for row in comparison if row["measured"] is not None},

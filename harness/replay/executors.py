@@ -9,12 +9,11 @@ import numpy as np
 from engine.core.options import Decoding
 from engine.core.plan import StepPlan, StepResult
 from engine.core.request import Request
+from harness.replay.arrivals import LATEST_NS, NS_PER_S, TimeSpanError, to_ns
 from harness.replay.beams import Genealogy
 from harness.replay.branches import BranchEnds, BranchSurvival, DraftAcceptance
 from harness.replay.cost_model import Amount, CostModel
-from harness.replay.fast_forward import FastForwardFeatures
-from harness.replay.features import FeatureMeter
-from harness.replay.virtual_time import LATEST_NS, NS_PER_S, TimeSpanError, to_ns
+from harness.replay.features import FastForwardFeatures, FeatureMeter
 
 _ONE_BY_ONE = 10  # further steps of a fast-forward up to which single numbers are quicker than arrays
 _NO_PHASES: Mapping[str, float] = MappingProxyType({})
@@ -30,7 +29,7 @@ class StepTiming(NamedTuple):
     ns: list[int]
     attention_s: list[float]
     phases: Mapping[str, float] = _NO_PHASES
-    features: list[Amount] | None = None
+    features: Sequence[Amount] | None = None
 
 
 class Executor(Protocol):
@@ -107,7 +106,7 @@ class SimulatedExecutor:
         return self._timing
 
     def _prices(
-        self, plan: StepPlan, first: list[Amount], horizon_ns: int | None
+        self, plan: StepPlan, first: Sequence[Amount], horizon_ns: int | None
     ) -> tuple[list[int], list[float]]:
         """Nanoseconds and attention seconds of the steps that start before the horizon, priced in at most two rounds.
 

@@ -5,13 +5,18 @@ from collections.abc import Sequence
 import numpy as np
 
 from engine.core.identity import BlockHash
-from engine.core.memory.cache_events import BlockOrigin, BlocksRemoved, BlocksStored, CacheEvent
-from engine.core.memory.group_counters import GroupWaste
+from engine.core.memory.block_pool import (
+    BlockOrigin,
+    BlocksRemoved,
+    BlocksStored,
+    CacheEvent,
+    ResidencySampler,
+)
+from engine.core.memory.group_pages import GroupWaste
 from engine.core.memory.grouped import GroupedManager
 from engine.core.memory.paged import PagedManager
-from engine.core.memory.residency import ResidencySampler
 from harness.metrics.log import LOOKUP_COLUMNS, RESIDENCY_COLUMNS, WASTE_COLUMNS, Column
-from harness.replay.virtual_time import NS_PER_S
+from harness.replay.arrivals import NS_PER_S
 from traces.formats import kv_events as schema
 
 

@@ -8,10 +8,9 @@ import simpy
 from engine.core.errors import NeverFitsError
 from engine.core.request import Request
 from engine.core.scheduling.scheduler import Scheduler
-from harness.replay.arrivals import Arrivals, OpenLoop, TimedRequest
+from harness.replay.arrivals import LATEST_NS, Arrivals, OpenLoop, TimedRequest, TimeSpanError
 from harness.replay.executors import Executor
 from harness.replay.recorder import Recorder
-from harness.replay.virtual_time import LATEST_NS, TimeSpanError
 
 Progress = Callable[[int, int], None]
 

@@ -12,9 +12,8 @@ import numpy as np
 from engine.core.plan import StepPlan, StepResult
 from engine.core.request import Request
 from engine.core.scheduling.commit import CommitReport, RequestStats
-from harness.metrics.compute import metrics_of_totals
+from harness.metrics.compute import RunningTotals, Totals, metrics_of_totals
 from harness.metrics.log import BoolArray, Column, FloatArray, Outcome
-from harness.metrics.totals import RunningTotals, Totals
 from harness.replay.cost_model import Amount, CostSource
 from harness.replay.executors import StepTiming
 from harness.replay.recorder import Recorder
@@ -35,7 +34,7 @@ def hull_of(steps: Mapping[str, Column]) -> dict[str, tuple[float, float]]:
 class TimedGrid(Protocol):
     """Attention seconds that were timed on a grid of two axes."""
 
-    def at(self, across: Amount, along: Amount) -> Amount:
+    def at(self, across: Amount, along: Amount, /) -> Amount:
         """Seconds at each place; NaN outside of the grid."""
         ...
 

@@ -5,7 +5,7 @@ interval over the matched points; of fewer than three it gives their range. Meas
 any.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from math import log
@@ -13,22 +13,22 @@ from statistics import median
 from typing import Any
 
 from harness.metrics import METRICS
+from harness.metrics.record import PointRecord, Side
 from harness.metrics.verdict import COUNTS, ClassVerdict, Trust, Verdict, median_interval
 from harness.report import numbers
-from harness.report.axes import POLICY, Axes, policy_of, setting
-from harness.report.study import Record, Study
+from harness.report.axes import BLOCK, POLICY, RATE, Axes
+from harness.report.study import Study
 
-BLOCK, SHARE, BEAMS, SAMPLES = (
-    *("cache.block_size", "workload.prefix_share"),
-    *("decoding.beam_width", "decoding.n"),
-)
-RATE = "workload.request_rate"
+SHARE, BEAMS, SAMPLES = "workload.prefix_share", "decoding.beam_width", "decoding.n"
 RATES, LATENCY = "request_throughput", "norm_latency_mean"
 _FEW = 1 / 3  # of the differences exceed the spread: below, a setting does not matter
 _SAME = 0.01  # differences below this are none, where nothing was repeated
 _WAITING = 0.5  # requests in the queue, on average: memory or the batch is short
 _PAIRED = 200  # points that are compared two by two, at most
+_SIDES: tuple[Side, ...] = ("measured", "simulated")
 _KNEE = 2.0  # the load at which normalized latency is so many times that of the lowest load
+
+Pair = tuple[PointRecord, PointRecord]
 
 
 @dataclass(frozen=True)
@@ -73,25 +73,19 @@ def answers(study: Study, axes: Axes, verdict: Verdict) -> list[Answer]:
     return [*found, *_trust(study, axes, verdict)]
 
 
-def value(record: Record, metric: str) -> float | None:
+def value(record: PointRecord, metric: str) -> float | None:
     """A metric of a point: measured (median of the runs) if the point was measured, else simulated."""
-    row = _row(record, metric)
-    found = row.get("measured") if record.get("measured") else row.get("simulated")
-    return None if found is None else float(found)
+    return record.value(metric, "measured" if record.measured else "simulated")
 
 
-def _row(record: Record, metric: str) -> Mapping[str, Any]:
-    return next((row for row in record.get("comparison") or () if row["metric"] == metric), {})
-
-
-def _side(records: Sequence[Record]) -> str:
-    measured = sum(bool(record.get("measured")) for record in records)
+def _side(records: Sequence[PointRecord]) -> str:
+    measured = sum(bool(record.measured) for record in records)
     if not measured:
         return "predicted"
     return "measured" if measured == len(records) else "measured where it was"
 
 
-def ratio(pairs: Sequence[tuple[Record, Record]], metric: str) -> Ratio | None:
+def ratio(pairs: Sequence[Pair], metric: str) -> Ratio | None:
     """The ratios of a metric over pairs of points, first to second; None where no pair has both values."""
     values = [(value(one, metric), value(other, metric)) for one, other in pairs]
     found = [one / other for one, other in values if one is not None and other]
@@ -101,25 +95,30 @@ def ratio(pairs: Sequence[tuple[Record, Record]], metric: str) -> Ratio | None:
     return Ratio(median(found), low, high, len(found))
 
 
-def matched(records: Sequence[Record], axes: Axes, *, free: Sequence[str]) -> list[list[Record]]:
+def matched(records: Sequence[PointRecord], axes: Axes, *, free: Sequence[str]) -> list[list[PointRecord]]:
     """Groups of points that are alike in every swept setting and the policy, except in `free`."""
     fixed = [key for key in (POLICY, *axes.values) if key not in free]
-    groups: dict[tuple[Any, ...], list[Record]] = {}
+    groups: dict[tuple[Any, ...], list[PointRecord]] = {}
     for record in records:
-        groups.setdefault(tuple(setting(record, key) for key in fixed), []).append(record)
+        groups.setdefault(tuple(record.setting(key) for key in fixed), []).append(record)
     return [group for group in groups.values() if len(group) > 1]
+
+
+def _paired(groups: Sequence[Sequence[PointRecord]], key: str, first: Any, second: Any) -> list[Pair]:
+    """The pairs of points of a group that have the first and the second value of a setting."""
+    return [
+        (one, other)
+        for group in groups
+        for one in group
+        for other in group
+        if (one.setting(key), other.setting(key)) == (first, second)
+    ]
 
 
 def _against_baselines(study: Study, axes: Axes) -> Iterator[Answer]:
     """Paging against each contiguous policy, at equal settings; every block size counts."""
-    for name in sorted({policy_of(record) for record in study.records} - {"paged"}):
-        pairs = [
-            (one, other)
-            for group in matched(study.records, axes, free=[POLICY, BLOCK])
-            for one in group
-            for other in group
-            if policy_of(one) == "paged" and policy_of(other) == name
-        ]
+    for name in sorted({record.policy for record in study.records} - {"paged"}):
+        pairs = _paired(matched(study.records, axes, free=[POLICY, BLOCK]), POLICY, "paged", name)
         served, held = ratio(pairs, RATES), ratio(pairs, "utilisation")
         if served is None:
             continue
@@ -144,7 +143,7 @@ def _matched(count: int) -> str:
 def _block_size(study: Study, axes: Axes) -> Iterator[Answer]:
     if BLOCK not in axes.values:
         return
-    groups = matched([r for r in study.records if policy_of(r) == "paged"], axes, free=[BLOCK])
+    groups = matched([r for r in study.records if r.policy == "paged"], axes, free=[BLOCK])
     pairs = [pair for group in groups for pair in combinations(group, 2)]
     if not pairs:
         return
@@ -174,60 +173,51 @@ def _block_size(study: Study, axes: Axes) -> Iterator[Answer]:
     yield Answer("block_size", question, f"{verdict}: {shown} exceed {limit}.{advice}{caution}", figure)
 
 
-def _waste(groups: Sequence[Sequence[Record]]) -> str:
+def _waste(groups: Sequence[Sequence[PointRecord]]) -> str:
     sizes: dict[Any, list[float]] = {}
     for record in (record for group in groups for record in group):
         if (found := value(record, "internal_of_allocated")) is not None:
-            sizes.setdefault(setting(record, BLOCK), []).append(found)
+            sizes.setdefault(record.setting(BLOCK), []).append(found)
     return ", ".join(f"{size} wastes {100 * median(found):.1f} %" for size, found in sorted(sizes.items()))
 
 
-def differs(one: Record, other: Record, metric: str) -> bool:
+def differs(one: PointRecord, other: PointRecord, metric: str) -> bool:
     """Whether two points differ by more than both their spreads of repeats, or by 1 % where nothing was repeated."""
     first, second = value(one, metric), value(other, metric)
     if not first or not second:
         return False
-    spreads = [_row(record, metric).get("spread") for record in (one, other)]
+    spreads = [record.value(metric, "spread") for record in (one, other)]
     noise = max([_SAME, *(spread for spread in spreads if spread is not None)])
     return bool(abs(log(first / second)) > noise)
 
 
 def best_value(
-    groups: Sequence[Sequence[Record]], key: str, metric: str, *, higher: bool
+    groups: Sequence[Sequence[PointRecord]], key: str, metric: str, *, higher: bool
 ) -> tuple[Any, Ratio] | None:
     """The value of `key` with the best metric, and the ratio of the metric at the next best value to it."""
     relative: dict[Any, list[float]] = {}
     for group in groups:
-        known = [(setting(record, key), found) for record in group if (found := value(record, metric))]
+        known = [(record.setting(key), found) for record in group if (found := value(record, metric))]
         mean = median(found for _, found in known) if known else 0.0
         for place, found in known:
             relative.setdefault(place, []).append(found / mean)
     ranked = sorted(relative, key=lambda place: median(relative[place]), reverse=higher)
     if len(ranked) < 2:
         return None
-    pairs = [
-        (one, other)
-        for group in groups
-        for one in group
-        for other in group
-        if (setting(one, key), setting(other, key)) == (ranked[1], ranked[0])
-    ]
-    lead = ratio(pairs, metric)
+    lead = ratio(_paired(groups, key, ranked[1], ranked[0]), metric)
     return (ranked[0], lead) if lead else None
 
 
-def _safest(groups: Sequence[Sequence[Record]], key: str, metric: str) -> tuple[bool, str]:
+def _safest(groups: Sequence[Sequence[PointRecord]], key: str, metric: str) -> tuple[bool, str]:
     """The value of `key` whose worst loss against the best value of each group is the smallest (minimax regret).
 
     Gives whether another value beats it anywhere, and the sentence. Only groups in which every value was run count. A
     loss within the spread of repeats is none.
     """
-    wanted = {setting(record, key) for group in groups for record in group}
+    wanted = {record.setting(key) for group in groups for record in group}
     losses: dict[Any, list[float]] = {place: [] for place in wanted}
     for group in groups:
-        known = [
-            (setting(record, key), record, found) for record in group if (found := value(record, metric))
-        ]
+        known = [(record.setting(key), record, found) for record in group if (found := value(record, metric))]
         if {place for place, _, _ in known} != wanted:
             continue
         _, best, lowest = min(known, key=lambda one: one[2])
@@ -257,28 +247,22 @@ def _along(
     axes: Axes,
     key: str,
     question: str,
-    words: Callable[[Sequence[tuple[Record, Record]], Any, Any], str],
+    words: Callable[[Sequence[Pair], Any, Any], str],
 ) -> Iterator[Answer]:
     """Compare the lowest with the highest value of a swept setting, on the paged points."""
     known = [v for v in axes.values.get(key, ()) if isinstance(v, int | float)]
     if len(known) < 2:
         return
     low, high = known[0], known[-1]
-    groups = matched([r for r in study.records if policy_of(r) == "paged"], axes, free=[key])
-    pairs = [
-        (one, other)
-        for group in groups
-        for one in group
-        for other in group
-        if (setting(one, key), setting(other, key)) == (high, low)
-    ]
+    groups = matched([r for r in study.records if r.policy == "paged"], axes, free=[key])
+    pairs = _paired(groups, key, high, low)
     text = words(pairs, low, high) if pairs else ""
     if text:
         text += f" ({_matched(len(pairs))}, {_side([one for pair in pairs for one in pair])})."
         yield Answer(key, question, text, "curve_" + key.replace(".", "_"))
 
 
-def _sharing_text(pairs: Sequence[tuple[Record, Record]], low: Any, high: Any) -> str:
+def _sharing_text(pairs: Sequence[Pair], low: Any, high: Any) -> str:
     hits = [found for one, _ in pairs if (found := value(one, "hit_ratio")) is not None]
     saved = [found for one, _ in pairs if (found := value(one, "sharing_saving")) is not None]
     first, served = ratio(pairs, "ttft_p50"), ratio(pairs, RATES)
@@ -292,7 +276,7 @@ def _sharing_text(pairs: Sequence[tuple[Record, Record]], low: Any, high: Any) -
     return text + f"; the median time to first token is {first}, requests per second are {served}"
 
 
-def _width_text(pairs: Sequence[tuple[Record, Record]], low: Any, high: Any) -> str:
+def _width_text(pairs: Sequence[Pair], low: Any, high: Any) -> str:
     served, made = ratio(pairs, RATES), ratio(pairs, "generated_throughput")
     saved = [found for one, _ in pairs if (found := value(one, "sharing_saving")) is not None]
     if served is None:
@@ -330,17 +314,17 @@ def _load(study: Study, axes: Axes) -> Iterator[Answer]:
 
 def _knees(study: Study, axes: Axes) -> Iterator[str]:
     for policy in sorted(
-        {policy_of(record) for record in study.records}, key=lambda name: (name != "paged", name)
+        {record.policy for record in study.records}, key=lambda name: (name != "paged", name)
     ):
-        mine = [record for record in study.records if policy_of(record) == policy]
+        mine = [record for record in study.records if record.policy == policy]
         knees, last = [], max(v for v in axes.values[RATE] if isinstance(v, int | float))
         for group in matched(mine, axes, free=[RATE]):
             ordered = sorted(
-                (r for r in group if setting(r, RATE) is not None), key=lambda r: float(setting(r, RATE))
+                (r for r in group if r.setting(RATE) is not None), key=lambda r: float(r.setting(RATE))
             )
             base = value(ordered[0], LATENCY) if ordered else None
             over = [r for r in ordered if base and (value(r, LATENCY) or 0.0) > _KNEE * base]
-            knees.append(float(setting(over[0], RATE)) if over else None)
+            knees.append(float(over[0].setting(RATE)) if over else None)
         found = [knee for knee in knees if knee is not None]
         if not knees:
             continue
@@ -365,16 +349,17 @@ class Ranking:
     clear: int
 
 
-def ranking(pairs: Sequence[tuple[Record, Record]], metric: str) -> Ranking:
+def ranking(pairs: Sequence[Pair], metric: str) -> Ranking:
     """The order of measured pairs against their predicted order; a predicted tie is no agreement."""
     agree = total = clear_agree = clear = 0
     for one, other in pairs:
-        rows = _row(one, metric), _row(other, metric)
-        measured = [row.get("measured") for row in rows]
-        predicted = [row.get("simulated") for row in rows]
-        if None in measured or None in predicted:
+        measured, predicted = (
+            [found for record in (one, other) if (found := record.value(metric, side)) is not None]
+            for side in _SIDES
+        )
+        if len(measured) < 2 or len(predicted) < 2:
             continue
-        same = (measured[0] - measured[1]) * (predicted[0] - predicted[1]) > 0  # type: ignore[operator]
+        same = (measured[0] - measured[1]) * (predicted[0] - predicted[1]) > 0
         total, agree = total + 1, agree + same
         if differs(one, other, metric):
             clear, clear_agree = clear + 1, clear_agree + same
@@ -385,7 +370,7 @@ def _trust(study: Study, axes: Axes, verdict: Verdict) -> Iterator[Answer]:
     if not verdict.measured:
         return
     lines = []
-    paged = [record for record in study.measured if policy_of(record) == "paged"]
+    paged = [record for record in study.measured if record.policy == "paged"]
     pairs = [pair for group in matched(paged, axes, free=[BLOCK]) for pair in combinations(group, 2)]
     for metric in (RATES, LATENCY):
         found = ranking(pairs, metric)
@@ -406,11 +391,9 @@ def _trust(study: Study, axes: Axes, verdict: Verdict) -> Iterator[Answer]:
     yield Answer("trust", "How far can it be trusted?", " ".join(lines), "errors", items)
 
 
-def _apart(records: Sequence[Record]) -> Iterator[str]:
+def _apart(records: Sequence[PointRecord]) -> Iterator[str]:
     """How far the runs of a point lie apart: what changes more slowly than that is not in the noise of repeats."""
-    over = [
-        (record.get("seconds") or {}).get("measured_over") for record in records if len(_runs(record)) > 1
-    ]
+    over = [record.seconds.get("measured_over") for record in records if len(_runs(record)) > 1]
     known = [seconds for seconds in over if seconds is not None]
     if known:
         yield (
@@ -419,11 +402,11 @@ def _apart(records: Sequence[Record]) -> Iterator[str]:
         )
 
 
-def _runs(record: Record) -> Sequence[Any]:
-    return (record.get("measured") or {}).get("runs") or ()
+def _runs(record: PointRecord) -> Sequence[Any]:
+    return record.measured.get("runs") or ()
 
 
-def _any_pairs(records: Sequence[Record]) -> list[tuple[Record, Record]]:
+def _any_pairs(records: Sequence[PointRecord]) -> list[Pair]:
     """All pairs of points; of many points, those of an evenly spread part of them."""
     step = -(-len(records) // _PAIRED)
     return list(combinations(records[:: max(1, step)], 2))

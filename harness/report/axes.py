@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from harness.metrics.verdict import point_label
-from harness.report.study import Record
+from harness.metrics.record import PointRecord
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
 
 Value = Any
 
-POLICY = "cache.policy"
+POLICY, BLOCK, RATE = "cache.policy", "cache.block_size", "workload.request_rate"
 # Where and how a sweep runs; these settings do not belong to the question of the sweep.
 _NOT_SETTINGS = frozenset({"out", "name", "workers", "measure"})
 
@@ -58,13 +57,13 @@ class Axes:
         return tuple(key for key, values in self.values.items() if len(_numbers(values)) > 1)
 
 
-def find_axes(records: Sequence[Record]) -> Axes:
+def find_axes(records: Sequence[PointRecord]) -> Axes:
     """Settings that vary among the points of one policy.
 
     Dependent settings are no axes: those that differ only between policies, those that follow from a named choice (a
     model's shape follows from `model.name`), and those that vary together with an earlier axis.
     """
-    flat = [dict(flatten(record["config"])) for record in records]
+    flat = [dict(flatten(record.config)) for record in records]
     kept: dict[str, tuple[Value, ...]] = {}
     patterns: set[tuple[int, ...]] = set()
     for key in dict.fromkeys(key for settings in flat for key in settings):
@@ -81,9 +80,9 @@ def find_axes(records: Sequence[Record]) -> Axes:
     return Axes({key: kept[key] for key in sorted(kept, key=_asked_order(records))})
 
 
-def _asked_order(records: Sequence[Record]) -> Callable[[str], int]:
+def _asked_order(records: Sequence[PointRecord]) -> Callable[[str], int]:
     """A sort key: axes in the order in which the sweep names them, then the others."""
-    named = [text.partition("=")[0] for record in records[:1] for text in record.get("overrides") or ()]
+    named = [text.partition("=")[0] for record in records[:1] for text in record.overrides]
     return lambda key: named.index(key) if key in named else len(named)
 
 
@@ -123,19 +122,6 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{key}", tuple(value) if isinstance(value, list) else value
 
 
-def setting(record: Record, key: str) -> Value:
-    """One setting of a point by dotted key; None if the point does not have it."""
-    value: Any = record["config"]
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return tuple(value) if isinstance(value, list) else value
-
-
-def policy_of(record: Record) -> str:
-    """The cache policy of a point."""
-    return str(setting(record, POLICY))
-
-
 def label(key: str) -> str:
     """The axis label of a setting."""
     return LABELS.get(key, key)
@@ -146,9 +132,9 @@ def short_label(key: str) -> str:
     return label(key).partition(" (")[0]
 
 
-def plain_point(record: Record) -> str:
+def plain_point(record: PointRecord) -> str:
     """The point's name in words: 'paged, block size 16, beam width 2'."""
-    return plain_words(point_label(record))
+    return plain_words(record.point_label)
 
 
 def plain_words(text: str) -> str:
@@ -160,24 +146,28 @@ def plain_words(text: str) -> str:
     return ", ".join(value if key in bare else f"{short_label(key)} {value}" for key, _, value in words)
 
 
-def reference(records: Sequence[Record], axes: Axes, prefer: Literal["low", "middle"]) -> Record | None:
+def reference(
+    records: Sequence[PointRecord], axes: Axes, prefer: Literal["low", "middle"]
+) -> PointRecord | None:
     """The point nearest to the lowest or the middle value of every axis; of several, the first."""
     if not records:
         return None
     aim = {key: values[0 if prefer == "low" else len(values) // 2] for key, values in axes.values.items()}
-    return max(records, key=lambda record: sum(setting(record, key) == value for key, value in aim.items()))
+    return max(records, key=lambda record: sum(record.setting(key) == value for key, value in aim.items()))
 
 
-def alike(records: Sequence[Record], like: Record, axes: Axes, *, free: Sequence[str]) -> list[Record]:
+def alike(
+    records: Sequence[PointRecord], like: PointRecord, axes: Axes, *, free: Sequence[str]
+) -> list[PointRecord]:
     """The points with the policy of `like` and its settings on all axes except `free`."""
     fixed = [POLICY, *(key for key in axes.values if key not in free)]
-    aim = {key: setting(like, key) for key in fixed}
-    return [record for record in records if all(setting(record, key) == value for key, value in aim.items())]
+    aim = {key: like.setting(key) for key in fixed}
+    return [record for record in records if all(record.setting(key) == value for key, value in aim.items())]
 
 
-def held(like: Record, axes: Axes, *, free: Sequence[str]) -> str:
+def held(like: PointRecord, axes: Axes, *, free: Sequence[str]) -> str:
     """The settings that a figure holds fixed, in words."""
-    return ", ".join(f"{key}={setting(like, key)}" for key in axes.values if key not in free)
+    return ", ".join(f"{key}={like.setting(key)}" for key in axes.values if key not in free)
 
 
 def _numbers(values: Sequence[Value]) -> list[float]:
@@ -192,7 +182,7 @@ def _order(value: Value) -> tuple[int, float, str]:
 
 
 def comparison_table(
-    records: Sequence[Mapping[str, Any]], axes: Axes, metrics: Sequence[str] | None = None
+    records: Sequence[PointRecord], axes: Axes, metrics: Sequence[str] | None = None
 ) -> "pd.DataFrame":
     """One row for each point and metric: label, policy, axes, metric, unit and `VALUES` (NaN where a side has none)."""
     import pandas as pd
@@ -201,23 +191,23 @@ def comparison_table(
         {**settings, **row}
         for record in records
         for settings in (_settings(record, axes),)
-        for row in record.get("comparison") or ()
+        for row in record.comparison
         if metrics is None or row["metric"] in metrics
     ]
     columns = ["point", POLICY, *axes.values, "metric", "unit", *VALUES]
     return pd.DataFrame(rows, columns=columns).astype(dict.fromkeys(VALUES, "float64"))
 
 
-def point_cells(record: Mapping[str, Any], axes: Axes) -> list[str]:
+def point_cells(record: PointRecord, axes: Axes) -> list[str]:
     """Label, policy and axes of a point as text, as its lines in a CSV begin."""
     settings = _settings(record, axes)
     return [_cell(settings[key]) for key in ("point", POLICY, *axes.values)]
 
 
-def comparison_lines(record: Mapping[str, Any], axes: Axes) -> Iterator[list[str]]:
+def comparison_lines(record: PointRecord, axes: Axes) -> Iterator[list[str]]:
     """The rows of `comparison_table` of one point as text, as its CSV has them."""
     first = point_cells(record, axes)
-    for row in record.get("comparison") or ():
+    for row in record.comparison:
         numbers = [row.get(key) for key in VALUES]
         yield [
             *first,
@@ -233,5 +223,5 @@ def _cell(value: Value) -> str:
     return f"{value:.9g}" if isinstance(value, float) else str(value)
 
 
-def _settings(record: Mapping[str, Any], axes: Axes) -> dict[str, Any]:
-    return {"point": point_label(record), **{key: setting(record, key) for key in (POLICY, *axes.values)}}
+def _settings(record: PointRecord, axes: Axes) -> dict[str, Any]:
+    return {"point": record.point_label, **{key: record.setting(key) for key in (POLICY, *axes.values)}}

@@ -1,20 +1,25 @@
 """The page: its sections in reading order, each with figures and tables, or the reason why there are none.
 
 Another package adds a section as an `ExtraSection`: text, figures, tables, and warnings.
+
+It holds the points as data for its chart, small enough to lie in the page.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from harness.metrics import METRICS
+from harness.metrics.record import PointRecord, Side
 from harness.metrics.verdict import CLASSES, FLOOR_FACTOR, TIMES, WORST_FACTOR, Trust, Verdict
-from harness.report import attribution, provenance, tables
+from harness.report import provenance, tables
 from harness.report.answers import answers
-from harness.report.axes import Axes, label, policy_of, reference
-from harness.report.points import points_json
-from harness.report.study import Study
-from harness.report.style import Drawing, Picture, inline
+from harness.report.axes import POLICY, Axes, label, plain_point, reference, short_label
+from harness.report.figures.series import axis_scale, policy_style
+from harness.report.study import MOST_POINTS, Study, spread
+from harness.report.style import Drawing, Picture, filled, inline
 from harness.report.tables import Table
 from harness.report.verdict_text import (
     answer,
@@ -27,7 +32,93 @@ from harness.report.verdict_text import (
 )
 
 if TYPE_CHECKING:
-    from jinja2 import Template
+    pass
+
+
+EXPLORED = ("request_throughput", "output_throughput", "generated_throughput", "norm_latency_mean",
+            "ttft_p50", "ttft_p99", "tpot_p50", "itl_p99", "e2e_mean", "queue_mean", "utilisation",
+            "internal_share", "external_share", "free_share", "sharing_saving", "tail_waste", "peak_kv",
+            "hit_ratio", "copies_per_token", "recomputed_tokens", "preemptions", "running_mean",
+            "waiting_mean", "steps", "busy_share", "attention_per_decode_step",
+            "kv_read_per_decode_step")  # fmt: skip
+_DRAWN_SIDES: tuple[Side, ...] = ("simulated", "measured", "low", "high")
+_DIGITS = 5
+
+Figures = int | float | list[int | float | None] | None
+"""How the figures of one metric at one point stand in the page."""
+
+
+def shown_records(study: Study) -> list[PointRecord]:
+    """The points that the page holds: all, or `MOST_POINTS` spread evenly over them."""
+    return spread(study.records, MOST_POINTS)
+
+
+def points_json(study: Study, axes: Axes) -> str:
+    """The axes, metrics and points as JSON that may stand in a script element; empty for a single point."""
+    if len(study.records) < 2:
+        return ""
+    records = shown_records(study)
+    keys = [POLICY, *axes.values]
+    known = [
+        name for name in EXPLORED if any(record.value(name, "simulated") is not None for record in records)
+    ]
+    scales = {name: _scale(name, records) for name in known}
+    content = {
+        "axes": [_axis(records, key) for key in keys],
+        "metrics": [
+            {"name": name, "label": METRICS[name].label, "unit": unit} for name, (_, unit) in scales.items()
+        ],
+        "points": [
+            {
+                "l": plain_point(record),
+                "s": [_plain_value(record.setting(key)) for key in keys],
+                "v": [_figure_cells(record, name, scale) for name, (scale, _) in scales.items()],
+            }
+            for record in records
+        ],
+    }
+    text = json.dumps(content, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace("&", "\\u0026")
+
+
+def _axis(records: Sequence[PointRecord], key: str) -> dict[str, Any]:
+    """A setting and its values. Cache policies bring the colours that they have in the figures."""
+    values = _values(records, key)
+    axis = {"key": key, "label": short_label(key), "values": values}
+    return axis | ({"colours": [policy_style(value)["color"] for value in values]} if key == POLICY else {})
+
+
+def _scale(name: str, records: Sequence[PointRecord]) -> tuple[float, str]:
+    return axis_scale(name, max(abs(record.value(name, "simulated") or 0.0) for record in records))
+
+
+def _values(records: Sequence[PointRecord], key: str) -> list[Any]:
+    found = {_plain_value(record.setting(key)) for record in records}
+    return sorted(
+        found,
+        key=lambda value: (isinstance(value, str), value if not isinstance(value, str) else 0, str(value)),
+    )
+
+
+def _plain_value(value: Any) -> Any:
+    """Numbers stay numbers; everything else becomes a word."""
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
+
+
+def _figure_cells(record: PointRecord, name: str, scale: float) -> Figures:
+    """The sides of a metric; one number where all are equal, and no more than are known. The script fills them up."""
+    found = [record.value(name, side) for side in _DRAWN_SIDES]
+    values = [None if value is None else _rounded(scale * value) for value in found]
+    while values and values[-1] is None:
+        values.pop()
+    if len(values) == len(_DRAWN_SIDES) and len(set(values)) == 1:
+        return values[0]
+    return values or None
+
+
+def _rounded(value: float) -> int | float:
+    found = float(f"{value:.{_DIGITS}g}")
+    return int(found) if found.is_integer() else found
 
 
 _FOLDER = Path(__file__).parent
@@ -79,18 +170,21 @@ class Section:
 
 
 def build_page(
-    study: Study, axes: Axes, pictures: Pictures, svgs: Svgs, added: Sequence[ExtraSection] = ()
+    study: Study, axes: Axes, pictures: Pictures, svgs: Svgs, added: Sequence[ExtraSection], *, pdf: bool
 ) -> str:
-    """The whole HTML document. `svgs` holds the bytes of every drawing in `pictures`, including those of `added`."""
+    """The whole HTML document. `svgs` holds the bytes of every drawing in `pictures`, including those of `added`.
+
+    `pdf` says whether each is also written as a PDF, which the page then links.
+    """
     from markupsafe import Markup
 
     verdict = judged(study)
     shown = {name: _shown(picture, svgs) for name, picture in pictures.items()}
     sections = _sections(study, axes, shown, added)
     points = points_json(study, axes)
-    return _template().render(
+    return filled(
+        _FOLDER / "page.html.j2",
         name=study.name,
-        style=Markup((_FOLDER / "page.css").read_text(encoding="utf-8")),
         script=Markup((_FOLDER / "explorer.js").read_text(encoding="utf-8")),
         points_data=Markup(points),
         complete=not (study.failures or study.absent or study.problems or verdict.unfinished),
@@ -100,7 +194,7 @@ def build_page(
             *provenance.cautions(study),
             *(f"{one.title}: {line}" for one in added for line in one.warnings),
         ],
-        answer=answer(verdict),
+        answer=answer(verdict, study.records),
         answers=answers(study, axes, verdict),
         tone=_tone(verdict),
         margins=", ".join(f"{one.name} {100 * one.margin:g} %" for one in CLASSES),
@@ -113,6 +207,7 @@ def build_page(
         facts=provenance.headline(study),
         contents=_contents(sections, explored=bool(points)),
         sections=sections,
+        pdf=pdf,
         command=study.command,
     )
 
@@ -122,19 +217,6 @@ def _contents(sections: "Sequence[Section]", *, explored: bool) -> list[tuple[st
     if explored:
         first.append(("explore", "Explore the points"))
     return [*first, *((one.key, one.title) for one in sections), ("again", "Make it again")]
-
-
-def _template() -> "Template":
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    environment = Environment(
-        loader=FileSystemLoader(_FOLDER),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("page.html.j2")
 
 
 def _shown(picture: Picture, svgs: Svgs) -> Shown:
@@ -215,7 +297,7 @@ def _memory_figures(shown: Mapping[str, Shown]) -> list[Shown]:
 
 
 def _memory_text(study: Study) -> list[str]:
-    found = {policy_of(record) for record in study.records}
+    found = {record.policy for record in study.records}
     if len(found) > 1:
         return []
     only = next(iter(found), "none")
@@ -250,14 +332,14 @@ def _environment(study: Study) -> list[Table]:
 
 
 def _levels_section(study: Study, figure: Shown) -> Section:
-    table = attribution.attribution_table(study.measured)
-    lines = attribution.divergence_lines(study.measured)
+    table = provenance.attribution_table(study.measured)
+    lines = provenance.divergence_lines(study.measured)
     tables = [table] if table else []
     return Section("levels", "Where the error comes from", figures=[figure], tables=tables, notes=lines)
 
 
 def _cost_section(study: Study) -> Section:
-    notes = attribution.extrapolation_notes(study.records)
+    notes = provenance.extrapolation_notes(study.records)
     heldout = provenance.heldout_table(study.records)
     facts = provenance.facts_table("cost", study.records, without=("heldout", "validation"))
     if heldout is None:
@@ -273,6 +355,6 @@ def _cost_section(study: Study) -> Section:
         "Fitted on other workloads than the ones above. The table shows its error on steps that were kept out of the "
         "fit, and the error of a grid on shapes that were kept out of the grid:"
     ]
-    validation = attribution.validation_table(study.records)
+    validation = provenance.validation_table(study.records)
     shown = [heldout, *([validation] if validation else []), facts]
     return Section("cost", "Cost model", text, tables=shown, notes=notes)

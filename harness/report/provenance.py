@@ -1,21 +1,22 @@
-"""The origin of the figures: environment, cost model and its held-out error, traces and every change made to them."""
+"""The origin of the figures and of their errors: environment, cost model, traces and every change made to them."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
+from statistics import median
 from typing import Any
 
 from harness.console import numbered
 from harness.metrics import METRICS
-from harness.metrics.verdict import point_label
+from harness.metrics.record import PointRecord
 from harness.report import numbers
-from harness.report.study import Record, Study
+from harness.report.study import Study
 from harness.report.tables import Table
+from harness.report.verdict_text import beside_figures
 
 _MOST_VALUES = 4
 _MOST_ROWS = 40
-_HELD_OUT = (
-    0.15  # a mean error of held-out steps, or an error of a held-out workload, beyond this is a caution
-)
+# a mean error of held-out steps, or an error of a held-out workload, beyond this is a caution
+_HELD_OUT = 0.15
 _MOVED = (0.8, 1.25)  # pace of the device during the runs, relative to its calibration
 _OUTSIDE = 0.05  # share of the predicted time outside the range of the calibration
 WORDS: Mapping[str, str] = {
@@ -46,14 +47,14 @@ WORDS: Mapping[str, str] = {
 _CLOCKS = {"cpu": "CPU seconds of the engine's thread", "wall": "wall time"}
 
 
-def facts_table(section: str, records: Sequence[Record], *, without: Sequence[str] = ()) -> Table:
+def facts_table(section: str, records: Sequence[PointRecord], *, without: Sequence[str] = ()) -> Table:
     """One section of the records as keys and values, except the keys in `without`.
 
     Where the points differ, numbers are shown as a range and other values as a list.
     """
     found: dict[str, dict[Any, None]] = {}
     for record in records:
-        for key, value in map(_dated, _leaves(record.get(section) or {})):
+        for key, value in map(_dated, _leaves(getattr(record, section))):
             if key.partition(".")[0] not in without:
                 found.setdefault(key, {})[tuple(value) if isinstance(value, list) else value] = None
     return Table(["", ""], [[_words(key), _together(list(values))] for key, values in found.items()], words=2)
@@ -68,45 +69,43 @@ def headline(study: Study) -> list[tuple[str, str]]:
     """What the report is about: date, models, devices, traces, requests, points."""
     records = study.records
     facts = [("date", study.date)] if study.date else []
-    facts.append(("model", _several(str(record["config"]["model"]["name"]) for record in records)))
-    measured_on = _several((r.get("environment") or {}).get("gpu") or _device(r) for r in study.measured)
+    facts.append(("model", _several(str(record.setting("model.name") or "") for record in records)))
+    measured_on = _several(r.environment.get("gpu") or _device(r) for r in study.measured)
     predicted_for = _several(_predicted(record) for record in records)
     facts += [("measured on", measured_on)] if study.measured else []
     facts += [("predicted for", predicted_for)]
-    facts.append(("trace", _several(str((record.get("trace") or {}).get("name")) for record in records)))
-    requests = sorted({int(n) for r in records if (n := (r.get("trace") or {}).get("requests")) is not None})
+    facts.append(("trace", _several(str(record.trace.get("name")) for record in records)))
+    requests = sorted({int(n) for r in records if (n := r.trace.get("requests")) is not None})
     if requests:
         few = f"{requests[0]:,}" if len(requests) == 1 else f"{requests[0]:,} to {requests[-1]:,}"
         facts.append(("requests a point", few))
     facts.append(("points", f"{len(records):,}, {len(study.measured):,} of them measured"))
     if study.failures:
         facts.append(("failed", f"{len(study.failures):,}"))
-    clocks = {_second(record) for record in study.measured}
+    clocks = {_second_of(record) for record in study.measured}
     if clocks:
         facts.append(("a measured second is", ", ".join(sorted(clocks))))
     return [(key, value) for key, value in facts if value]
 
 
-def _second(record: Record) -> str:
+def _second_of(record: PointRecord) -> str:
     """What the record's measured seconds are, and at which pace of the device they are stated."""
-    clock = str((record.get("environment") or {}).get("clock"))
-    pace = record.get("pace") or {}
+    clock = str(record.environment.get("clock"))
+    pace = record.pace
     since = pace.get("since", "calibration")
     return _CLOCKS.get(clock, clock) + (
         f", at the pace of the {since}" if pace.get("by") == "yardstick" else ""
     )
 
 
-def _device(record: Record) -> str:
-    found = record.get("environment") or {}
+def _device(record: PointRecord) -> str:
+    found = record.environment
     return str(found.get("device") or found.get("cpu") or "")
 
 
-def _predicted(record: Record) -> str:
+def _predicted(record: PointRecord) -> str:
     """The device that a cost model knows: the calibrated one, or the one of the datasheet."""
-    cost = record.get("cost") or {}
-    device = (cost.get("provenance") or {}).get("device")
-    return str(device or record["config"]["device"]["name"])
+    return str(record.provenance.get("device") or record.setting("device.name") or "")
 
 
 def _several(values: Iterable[str]) -> str:
@@ -117,17 +116,20 @@ def _several(values: Iterable[str]) -> str:
 
 def cautions(study: Study) -> list[str]:
     """What a reader must know before believing a figure: the cost model's errors, and what it does not know."""
-    costs = [record.get("cost") or {} for record in study.records]
-    found = [*_pools(study), *_heldout_cautions(costs), *_moved(study), *_outside(study)]
+    costs = [record.cost for record in study.records]
+    found = [
+        *beside_figures(study.records),
+        *_pools(study),
+        *_heldout_cautions(costs),
+        *_moved(study),
+        *_outside(study),
+    ]
     if study.not_priced:
         found += [f"Not priced: {text}." for text in study.not_priced]
     for record, cost in zip(study.records, costs, strict=True):
-        config = record.get("config") or {}
         if cost.get("kind") == "roofline":
-            found.append(_of_roofline(config.get("device") or {}))
-        if cost.get("kind") in _NOT_MEASURED_HERE and not (config.get("scheduler") or {}).get(
-            "async_scheduling"
-        ):
+            found.append(_of_roofline(record.setting("device.fitted_from")))
+        if cost.get("kind") in _NOT_MEASURED_HERE and not record.setting("scheduler.async_scheduling"):
             found.append(
                 "A step is scheduled when the step before it has ended. vLLM schedules ahead from 0.19 on, and its "
                 "first tokens come up to a step later (scheduler.async_scheduling=true)."
@@ -138,8 +140,7 @@ def cautions(study: Study) -> list[str]:
 _NOT_MEASURED_HERE = ("roofline", "operators", "published")
 
 
-def _of_roofline(device: Mapping[str, Any]) -> str:
-    fitted = device.get("fitted_from")
+def _of_roofline(fitted: str | None) -> str:
     if fitted:
         return f"The device's constants were fitted to {fitted}. For another model, engine or load they are less sure."
     return "The prediction comes from a datasheet and assumed host times; nothing of it was measured."
@@ -164,7 +165,7 @@ def _heldout_cautions(costs: Sequence[Mapping[str, Any]]) -> Iterable[str]:
 
 def _pools(study: Study) -> Iterable[str]:
     """What the pools of the points keep otherwise than an engine would by default."""
-    notes = [str(note) for record in study.records if (note := (record.get("pool") or {}).get("note"))]
+    notes = [str(note) for record in study.records if (note := record.pool.get("note"))]
     for note in dict.fromkeys(notes):
         share = f" ({notes.count(note)} of {len(study.records)} points)" if len(study.records) > 1 else ""
         yield f"{note[0].upper()}{note[1:]}{share}."
@@ -174,8 +175,7 @@ def _moved(study: Study) -> Iterable[str]:
     paces = [
         (pace["ratio"], record)
         for record in study.records
-        if (pace := record.get("pace") or {}).get("ratio")
-        and pace.get("since", "calibration") == "calibration"
+        if (pace := record.pace).get("ratio") and pace.get("since", "calibration") == "calibration"
     ]
     off = [ratio for ratio, _ in paces if not _MOVED[0] <= ratio <= _MOVED[1]]
     if off:
@@ -184,11 +184,7 @@ def _moved(study: Study) -> Iterable[str]:
             f"{max(off):.2f} times its "
             "calibrated step time. Times were corrected for that, and the correction is an estimate."
         )
-    unsteady = [
-        r
-        for r in study.records
-        if ((r.get("cost") or {}).get("provenance") or {}).get("stability", {}).get("moved")
-    ]
+    unsteady = [r for r in study.records if r.provenance.get("stability", {}).get("moved")]
     if unsteady:
         yield (
             "The device changed its pace while it was calibrated; a calibration on a quiet machine is "
@@ -197,9 +193,7 @@ def _moved(study: Study) -> Iterable[str]:
 
 
 def _outside(study: Study) -> Iterable[str]:
-    shares = [
-        ((r.get("cost") or {}).get("extrapolated") or {}).get("share_of_time") or 0.0 for r in study.records
-    ]
+    shares = [(r.cost.get("extrapolated") or {}).get("share_of_time") or 0.0 for r in study.records]
     over = [share for share in shares if share > _OUTSIDE]
     if over:
         yield (
@@ -209,39 +203,33 @@ def _outside(study: Study) -> Iterable[str]:
         )
 
 
-def bounds_table(records: Sequence[Record]) -> Table | None:
+def bounds_table(records: Sequence[PointRecord]) -> Table | None:
     """Each point's expected values between the datasheet's bound and the ends of assumed ranges; None without any."""
     rows = [row for record in records for row in _bounds_rows(record)]
     if not rows:
         return None
-    head = [
-        "point",
-        "metric",
-        "datasheet's bound",
-        "expected",
-        "if all that is assumed is fast",
-        "... is slow",
-    ]
+    head = ["point", "metric", "datasheet's bound", "expected", "if all that is assumed is fast",
+            "... is slow"]  # fmt: skip
     return Table(
         head, rows, words=2, title="Datasheet's bound and expected value", folded=len(rows) > _MOST_ROWS
     )
 
 
-def _bounds_rows(record: Record) -> Iterable[list[str]]:
-    bounds = record.get("bounds") or {}
+def _bounds_rows(record: PointRecord) -> Iterable[list[str]]:
+    bounds = record.bounds
     for name, bound in (bounds.get("datasheet") or {}).items():
         metric = METRICS[name]
         ends = [(bounds.get(end) or {}).get(name) for end in ("fast_end", "slow_end")]
-        values = [bound, (record.get("simulated") or {}).get(name), *ends]
-        yield [point_label(record), metric.label, *(numbers.figure(metric, value) for value in values)]
+        values = [bound, record.simulated.get(name), *ends]
+        yield [record.point_label, metric.label, *(numbers.figure(metric, value) for value in values)]
 
 
-def heldout_table(records: Sequence[Record]) -> Table | None:
+def heldout_table(records: Sequence[PointRecord]) -> Table | None:
     """The errors of the cost models on held-out steps; None if no model was fitted."""
     rows = {
         tuple(_heldout_cells(str(cost.get("name")), part, errors)): None
         for record in records
-        for cost in (record.get("cost") or {},)
+        for cost in (record.cost,)
         for part, errors in (cost.get("heldout") or {}).items()
     }
     head = ["model", "predicts", "held out", "mean |error|", "bias", "95th percentile", "worst"]
@@ -289,25 +277,16 @@ def _text(value: object) -> str:
     return numbers.NONE if value is None else str(value)
 
 
-def traces_table(records: Sequence[Record]) -> Table:
+def traces_table(records: Sequence[PointRecord]) -> Table:
     """Each distinct trace file or generator with its size and digest."""
-    head = [
-        "trace",
-        "format",
-        "source",
-        "clock",
-        "requests",
-        "prompt tokens",
-        "output tokens",
-        "shared prefix",
-        "sha256",
-    ]
-    rows = {_trace_cells(record): None for record in records if record.get("trace")}
+    head = ["trace", "format", "source", "clock", "requests", "prompt tokens", "output tokens",
+            "shared prefix", "sha256"]  # fmt: skip
+    rows = {_trace_cells(record): None for record in records if record.trace}
     return Table(head, sorted(rows), words=4)
 
 
-def _trace_cells(record: Record) -> tuple[str, ...]:
-    trace = record["trace"]
+def _trace_cells(record: PointRecord) -> tuple[str, ...]:
+    trace = record.trace
     counts = (trace.get(name) for name in ("requests", "prompt_tokens", "output_tokens"))
     share = trace.get("realised_prefix_share")
     return (
@@ -321,11 +300,11 @@ def _trace_cells(record: Record) -> tuple[str, ...]:
     )
 
 
-def trace_changes(records: Sequence[Record]) -> list[str]:
+def trace_changes(records: Sequence[PointRecord]) -> list[str]:
     """Every sentence about a change of a trace, with the number of points that it applies to."""
     found: dict[str, int] = {}
     for record in records:
-        for sentence in (record.get("trace") or {}).get("changes") or ():
+        for sentence in record.trace.get("changes") or ():
             found[sentence] = found.get(sentence, 0) + 1
     return [
         s if count == len(records) else f"{s} ({count} of {len(records)} points)"
@@ -333,12 +312,109 @@ def trace_changes(records: Sequence[Record]) -> list[str]:
     ]
 
 
-def left_out(records: Sequence[Record]) -> list[str]:
+def left_out(records: Sequence[PointRecord]) -> list[str]:
     """Rows that a trace reader dropped or noted, by reason; the largest number over the points."""
     found: dict[str, int] = {}
     for record in records:
         for kind in ("dropped", "noted"):
-            for reason, count in ((record.get("trace") or {}).get(kind) or {}).items():
+            for reason, count in (record.trace.get(kind) or {}).items():
                 key = f"{reason} ({kind})"
                 found[key] = max(found.get(key, 0), int(count))
     return [f"{reason}: {count:,} rows" for reason, count in found.items() if count]
+
+
+LEVELS = {
+    "kernel": "price of attention",
+    "rest_of_step": "price of the rest",
+    "divergence": "other schedules",
+}
+_SUB = ("", "spread", "share")
+VALIDATED = ("output_throughput", "tpot_mean", "ttft_p50")
+
+
+def attribution_table(records: Sequence[PointRecord]) -> Table | None:
+    """The error of each level by metric, with its spread over repeats and its share; medians over the points."""
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for record in records:
+        for name, parts in (record.levels.get("attribution") or {}).items():
+            found.setdefault(name, []).append(parts)
+    if not found:
+        return None
+    rows = [[METRICS[name].label, *_level_cells(name, points)] for name, points in found.items()]
+    head = ["metric", *("error" if place % 3 == 0 else _SUB[place % 3] for place in range(9)), "all levels"]
+    groups = [("", 1), *((title, 3) for title in LEVELS.values()), ("", 1)]
+    title = "Signed error by level (the levels add up), its spread over repeated runs, its share; medians over points"
+    return Table(head, rows, title=title, groups=groups)
+
+
+def _level_cells(name: str, points: Sequence[Mapping[str, Any]]) -> list[str]:
+    metric, cells = METRICS[name], []
+    for level in LEVELS:
+        spreads = [point["spread"][level] for point in points if point["spread"][level] is not None]
+        cells.append(numbers.error(metric, median(point["error"][level] for point in points)))
+        cells.append(numbers.error_size(metric, median(spreads) if spreads else None))
+        cells.append(f"{100 * median(point['share'][level] for point in points):.0f} %")
+    return [*cells, numbers.error(metric, median(point["total"] for point in points))]
+
+
+def divergence_lines(records: Sequence[PointRecord]) -> list[str]:
+    """How much of the simulated schedules equals the measured ones, and a hint at what the step prices lack."""
+    found = [levels for r in records if (levels := r.levels).get("divergence")]
+    if not found:
+        return []
+    equal = median(levels["divergence"]["equal_steps"] for levels in found)
+    lines = [
+        f"Schedules: {100 * equal:.0f} % of the steps have the measured composition (median over points)."
+    ]
+    hints = [levels["suspect"] for levels in found if (levels.get("suspect") or {}).get("feature")]
+    if hints:
+        worst = max(hints, key=lambda hint: float(hint["explained"]))
+        lines.append(
+            f"The residuals of the step prices depend most on '{worst['feature']}': it explains up to "
+            f"{100 * worst['explained']:.0f} % of their variance."
+        )
+    return lines
+
+
+def validation_table(records: Sequence[PointRecord]) -> Table | None:
+    """The calibrations' errors on workloads that they were not fitted to; None where there are none."""
+    rows: dict[tuple[str, ...], None] = {}
+    for record in records:
+        cost = record.cost
+        for workload, errors in (cost.get("validation") or {}).items():
+            rows[(str(cost.get("name")), workload, *_validation_cells(errors))] = None
+    names = [f"{METRICS[name].label} (spread)" for name in VALIDATED]
+    head = ["model", "held-out workload", *names]
+    title = "Free-running error on held-out workloads, and the spread of repeats"
+    return Table(head, list(rows), words=2, title=title) if rows else None
+
+
+def _validation_cells(errors: Mapping[str, Mapping[str, float]]) -> list[str]:
+    cells = []
+    for name in VALIDATED:
+        found = errors.get(name) or {}
+        error, spread = found.get("error"), found.get("spread")
+        cells.append(
+            f"{numbers.error(METRICS[name], error)} ({numbers.error_size(METRICS[name], spread)})"
+            if found
+            else numbers.NONE
+        )
+    return cells
+
+
+def extrapolation_notes(records: Sequence[PointRecord]) -> list[str]:
+    """A note on points whose steps lie outside the range that their cost model was measured on."""
+    outside = {
+        record.point_label: section
+        for record in records
+        if (section := record.cost.get("extrapolated")) and section["steps"]
+    }
+    if not outside:
+        return []
+    label, worst = max(outside.items(), key=lambda item: float(item[1]["share_of_time"]))
+    why = ", ".join(f"{name} ({count:,} steps)" for name, count in worst["by"].items())
+    points = "1 point predicts" if len(outside) == 1 else f"{len(outside):,} points predict"
+    return [
+        f"Extrapolation: {points} steps outside the range that the cost model was measured on; at most "
+        f"{100 * worst['share_of_time']:.1f} % of the predicted time, at {label}: {why}."
+    ]

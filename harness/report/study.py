@@ -1,26 +1,65 @@
-"""A sweep read from its store: records, failures, and the files that could not be read."""
+"""A sweep read from its store: records, failures, and the files that could not be read.
+
+Of a very large sweep a page shows a grid of its settings' values, spread evenly. Figures compare points that differ in
+one setting alone. So values are left out, not points: of each key some values stay, and every point that has no other
+value is shown.
+"""
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from harness.metrics.verdict import point_label, unfinished_text
-from harness.report.thinning import MOST_SHOWN, MOST_WHOLE, shown_points
+from harness.metrics.record import PointRecord
+from harness.store import ForeignFileError
 from harness.store.commit import Layout
-from harness.store.errors import ForeignFileError
 from harness.store.manifest import Manifest, read_manifest
-from harness.store.reading import finished_points, point_names, read_store, read_table
+from harness.store.reading import StoreContent, point_names, read_point, read_store, read_table
 from harness.store.survey import Seen, files_state, seen_point
 
 if TYPE_CHECKING:
     import pandas as pd
 
 
-Record = Mapping[str, Any]
+T = TypeVar("T")
+
+MOST_WHOLE = 2000
+"""The most points of a store that is shown whole."""
+MOST_SHOWN = 1000
+"""The most points that the page shows of a larger one."""
+MOST_POINTS = 1000
+"""The most points whose figures lie in the page; `points.csv` has all."""
+_SHRINK = 0.95  # of the key with the most values, in one step
+
+
+def shown_points(asked: Mapping[str, Sequence[str]], most_whole: int, most: int) -> list[str]:
+    """The fingerprints to show, of points with these overrides, in their order: all up to `most_whole`."""
+    if len(asked) <= most_whole:
+        return list(asked)
+    values: dict[str, dict[str, None]] = {}
+    for words in asked.values():
+        for word in words:
+            values.setdefault(word.partition("=")[0], {})[word] = None
+    counts = {key: len(found) for key, found in values.items()}
+    while True:
+        stay = {word for key, found in values.items() for word in spread(list(found), counts[key])}
+        names = [name for name, words in asked.items() if stay.issuperset(words)]
+        widest = max(counts, key=lambda key: counts[key], default="")
+        if len(names) <= most or not widest or counts[widest] <= 2:
+            return spread(names, most)
+        share = (most / len(names)) ** (1 / len(counts))
+        for key in [key for key, count in counts.items() if count > _SHRINK * counts[widest]]:
+            counts[key] = max(2, min(counts[key] - 1, int(counts[key] * max(share, 0.5))))
+
+
+def spread(values: Sequence[T], most: int) -> list[T]:
+    """At most `most` of these values, evenly spread, the first and the last among them."""
+    if len(values) <= most:
+        return list(values)
+    return [values[round(place * (len(values) - 1) / (most - 1))] for place in range(most)]
 
 
 class ReportError(ValueError):
@@ -47,7 +86,7 @@ class Study:
     root: Path
     name: str
     command: str  # empty if unknown
-    records: tuple[Record, ...]
+    records: tuple[PointRecord, ...]
     failures: tuple[Failure, ...] = ()
     problems: tuple[str, ...] = ()
     absent: int = 0
@@ -62,15 +101,15 @@ class Study:
         return self.total > len(self.records)
 
     @property
-    def measured(self) -> tuple[Record, ...]:
+    def measured(self) -> tuple[PointRecord, ...]:
         """The records that have a measured side."""
-        return tuple(record for record in self.records if record.get("measured"))
+        return tuple(record for record in self.records if record.measured)
 
     @property
     def not_priced(self) -> tuple[str, ...]:
         """What the cost models of the points do not price, in their own words."""
-        facts = [_provenance(record) for record in self.records]
-        return tuple(dict.fromkeys(str(found["not priced"]) for found in facts if found.get("not priced")))
+        facts = (record.provenance.get("not priced") for record in self.records)
+        return tuple(dict.fromkeys(str(found) for found in facts if found))
 
     @property
     def block_size_unpriced(self) -> str:
@@ -84,7 +123,7 @@ class Study:
         """The same, or the sentence for block sizes that are priced by the static model of our kernels."""
         if self.block_size_unpriced:
             return self.block_size_unpriced
-        modelled = [_provenance(record).get("block size") for record in self.records]
+        modelled = [record.provenance.get("block size") for record in self.records]
         if found := [one for one in modelled if one]:
             most = max(float(one["uncertainty"]) for one in found)
             return (
@@ -93,22 +132,21 @@ class Study:
             )
         return ""
 
-    def steps(self, record: Record) -> "pd.DataFrame | None":
+    def steps(self, record: PointRecord) -> "pd.DataFrame | None":
         """The step table of a point with both sides and all runs; None if it cannot be read."""
         return self.table(record, "steps")
 
-    def table(self, record: Record, name: str) -> "pd.DataFrame | None":
+    def table(self, record: PointRecord, name: str) -> "pd.DataFrame | None":
         """A table of a point with both sides and all runs; None if it is not there or cannot be read."""
         import pandas as pd
 
         try:
-            return pd.DataFrame(read_table(self.root, str(record["fingerprint"]), name))
+            return pd.DataFrame(read_table(self.root, record.fingerprint, name))
         except ForeignFileError:
             return None  # the record is still shown; the figure that needs the table gives the reason for its absence
 
 
-def _provenance(record: Record) -> dict[str, Any]:
-    return (record.get("cost") or {}).get("provenance") or {}
+_NOT_SHOWN = PointRecord()  # stands for a point that the study leaves out
 
 
 def read_study(root: Path, *, shown_only: bool = False) -> Study:
@@ -129,18 +167,21 @@ def read_study(root: Path, *, shown_only: bool = False) -> Study:
     later = there.keys() - shown if shown_only else set()
     unfinished: dict[str, str] = {}
 
-    def keep(record: Record) -> dict[str, Any]:
-        key = str(record["fingerprint"])
-        if key in asked and (words := unfinished_text(record)):
+    def keep(record: PointRecord) -> PointRecord:
+        key = record.fingerprint
+        if key in asked and (words := record.unfinished):
             unfinished[" ".join(asked[key]) or key[:10]] = words
-        return dict(record) if not asked or key in shown else {}
+        return record if not asked or key in shown else _NOT_SHOWN
 
     content = read_store(root, keep, later)
-    asked = asked or _told_apart({**content.failures, **content.records})
+    asked = asked or _told_apart(
+        {key: failure.get("overrides") or () for key, failure in content.failures.items()}
+        | {key: record.overrides for key, record in content.records.items()}
+    )
     problems += content.problems
     problems += _put_out(root, content.records)
     done = [key for key in asked if key in content.records]
-    records = [_named(content.records[key], asked) for key in done if content.records[key]]
+    records = [_named(content.records[key], asked) for key in done if content.records[key] is not _NOT_SHOWN]
     total = len(done) + len(later)
     failures = [_failure(content.failures[key], key, asked) for key in asked if key in content.failures]
     if not records and not failures:
@@ -155,15 +196,15 @@ def read_study(root: Path, *, shown_only: bool = False) -> Study:
         problems=tuple(problems),
         absent=len(asked.keys() - seen - later),
         others=len(seen - asked.keys()),
-        date=_date(root, [str(record["fingerprint"]) for record in records]),
+        date=_date(root, [record.fingerprint for record in records]),
         total=total,
         unfinished=unfinished,
     )
 
 
-def _put_out(root: Path, records: dict[str, dict[str, Any]]) -> list[str]:
+def _put_out(root: Path, records: dict[str, PointRecord]) -> list[str]:
     """Leave out records that do not say on which cache they ran, as no figure can place them; says which."""
-    bad = [key for key, record in records.items() if record and not _places(record)]
+    bad = [key for key, record in records.items() if record is not _NOT_SHOWN and not _places(record)]
     for key in bad:
         del records[key]
     return [
@@ -171,14 +212,14 @@ def _put_out(root: Path, records: dict[str, dict[str, Any]]) -> list[str]:
     ]
 
 
-def _places(record: Record) -> bool:
-    cache = record["config"].get("cache")
+def _places(record: PointRecord) -> bool:
+    cache = record.config.get("cache")
     if not isinstance(cache, Mapping):
         return False
     return isinstance(cache.get("policy"), str) and isinstance(cache.get("block_size"), int)
 
 
-Asked = Mapping[str, tuple[str, ...]]
+Asked = Mapping[str, Sequence[str]]
 """The points of a sweep: the overrides that tell each from the others, by fingerprint."""
 
 
@@ -203,15 +244,17 @@ class EveryRecord:
     unfinished: dict[str, str] = field(default_factory=dict)
     seen: list[Seen] = field(default_factory=list)
 
-    def __iter__(self) -> Iterator[tuple[Record, Record]]:
+    def __iter__(self) -> Iterator[tuple[PointRecord, PointRecord]]:
         now_ns = time.time_ns()
         for name in self.asked:
             files = files_state(self.root, name, now_ns)
-            for record in finished_points(self.root, [name], self.problems):
+            found = StoreContent(problems=self.problems)
+            read_point(self.root, name, found, None)
+            for record in found.records.values():
                 named = _named(record, self.asked)
                 self.count += 1
-                if words := unfinished_text(record):
-                    self.unfinished[point_label(named)] = words
+                if words := record.unfinished:
+                    self.unfinished[named.point_label] = words
                 self.seen.append(seen_point(record, files))
                 yield record, named
 
@@ -248,9 +291,9 @@ def _manifest(root: Path) -> tuple[Manifest | None, list[str]]:
         return None, [f"skipped {error}"]
 
 
-def _told_apart(points: Mapping[str, Record]) -> dict[str, tuple[str, ...]]:
+def _told_apart(overrides: Asked) -> dict[str, tuple[str, ...]]:
     """The settings in which each point differs from the others; used where no manifest lists them."""
-    words = {key: tuple(map(str, point.get("overrides") or ())) for key, point in points.items()}
+    words = {key: tuple(map(str, found)) for key, found in overrides.items()}
     common = set.intersection(*map(set, words.values())) if len(words) > 1 else set()
     return {key: tuple(word for word in found if word not in common) for key, found in words.items()}
 
@@ -262,13 +305,13 @@ def _nothing(root: Path, problems: list[str]) -> str:
     )
 
 
-def _named(record: Record, asked: Mapping[str, tuple[str, ...]]) -> Record:
+def _named(record: PointRecord, asked: Asked) -> PointRecord:
     """The record with those overrides only that distinguish it from the sweep's other points."""
-    overrides = asked.get(record["fingerprint"])
-    return {**record, "overrides": list(overrides)} if overrides else record
+    overrides = asked.get(record.fingerprint)
+    return replace(record, overrides=list(overrides)) if overrides else record
 
 
-def _failure(failure: Record, fingerprint: str, asked: Mapping[str, tuple[str, ...]]) -> Failure:
+def _failure(failure: Mapping[str, Any], fingerprint: str, asked: Asked) -> Failure:
     label = " ".join(asked.get(fingerprint) or failure.get("overrides") or ()) or fingerprint
     message = failure.get("error") or "no message"
     return Failure(label, str(message), f"points/{fingerprint}/failure.json")

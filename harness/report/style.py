@@ -2,15 +2,19 @@
 
 Paper column widths, 8 pt, a colour-blind palette. The bytes of a figure depend on its data alone. `Drawing` is what a
 figure module returns; `Missing` says why there is none.
+
+For a paper each panel is written to a file of its own, as wide as a column, and tables in LaTeX. That comes after the
+figure itself was written: it is taken apart.
 """
 
 import io
 import re
-import zlib
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from harness.config.schema import Paper
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -73,20 +77,13 @@ RC: dict[Any, Any] = {
     "grid.linewidth": 0.5,
     "lines.linewidth": 1.2,
     "lines.markersize": 3.5,
+    "text.parse_math": False,  # a name may hold dollars
     "svg.fonttype": "none",
     "pdf.fonttype": 42,
 }
 _PROLOGUE = re.compile(r"^.*?(?=<svg\b)", re.DOTALL)
 _METADATA = re.compile(r"\s*<metadata>.*?</metadata>", re.DOTALL)
-_PLACES = re.compile(r'\b(?:d|x|y|transform)="[^"]*"')
-_DIGITS = re.compile(r"(\.\d\d)\d+")  # a hundredth of a point is fine enough for any screen
-_STYLE = re.compile(r'\bstyle="([^"]*)"')
-_BETWEEN = re.compile(r">\n\s*<")
-_REPEATED = 4  # equal styles of so many elements become one class
-_UPRIGHT = re.compile(r' transform="rotate\(-?0 [^"]*"')
-_BARE = re.compile(r"<g>((?:[^<]|<(?!/?g\b))*)</g>")
-_ID = re.compile(r'\s*\bid="([^"]+)"')
-_USE = re.compile(r'(href="#|url\(#)([^")]+)')
+_NAMES = re.compile(r'(\bid="|href="#|url\(#)')
 _SIZE = re.compile(r'(<svg\b[^>]*?)\s+width="[^"]*"', re.DOTALL)
 _HEIGHT = re.compile(r'(<svg\b[^>]*?)\s+height="[^"]*"', re.DOTALL)
 
@@ -161,39 +158,14 @@ def pdf_bytes(figure: "Figure") -> bytes:
 def inline(svg: bytes, name: str, title: str) -> str:
     """The `<svg>` element for a page, sized by the page's style sheet, with `title` as its accessible name.
 
-    It is a fraction of the file's size: places have two decimals, repeated styles are classes, and ids that nothing
-    refers to are left out. What is drawn is the same.
+    Its ids begin with `name`, apart from those of the other drawings of the page.
     """
     from markupsafe import escape
 
     text = _METADATA.sub("", _PROLOGUE.sub("", svg.decode(), count=1))
-    text = _PLACES.sub(lambda found: " ".join(_DIGITS.sub(r"\1", found[0]).split()).replace(' "', '"'), text)
-    used = {found[2] for found in _USE.finditer(text)}
-    short = f"f{zlib.crc32(name.encode()) & 0xFFFFF:x}"  # apart from the other drawings of the page
-    ids = {one: f"{short}-{number}" for number, one in enumerate(sorted(used))}
-    text = _ID.sub(lambda found: f' id="{ids[found[1]]}"' if found[1] in ids else "", text)
-    text = _USE.sub(lambda found: found[1] + ids[found[2]], text)
-    text = _UPRIGHT.sub("", _BETWEEN.sub("><", text))
-    unwrapped = 1
-    while unwrapped:  # from the inside to the outside
-        text, unwrapped = _BARE.subn(r"\1", text)
-    text = _with_classes(text, short)
+    text = _NAMES.sub(rf"\1{name}-", text)
     text = _HEIGHT.sub(r"\1", _SIZE.sub(r"\1", text, count=1), count=1)
     return text.replace("<svg ", f'<svg role="img" aria-label="{escape(title)}" ', 1).strip()
-
-
-def _with_classes(svg: str, prefix: str) -> str:
-    """The drawing with the styles that many elements have as classes, whose names start with `prefix`."""
-    counted = Counter(_STYLE.findall(svg))
-    classes = {
-        style: f"{prefix}s{number}"
-        for number, (style, count) in enumerate(counted.most_common())
-        if count >= _REPEATED
-    }
-    rules = "".join(f".{label}{{{style}}}" for style, label in classes.items())
-    text = _STYLE.sub(lambda found: f'class="{classes[found[1]]}"' if found[1] in classes else found[0], svg)
-    first = text.index(">") + 1
-    return f"{text[:first]}<style>{rules}</style>{text[first:]}" if rules else text
 
 
 @dataclass(frozen=True)
@@ -215,3 +187,136 @@ class Missing:
 
 
 Picture = Drawing | Missing
+
+
+def filled(template: Path, **values: Any) -> str:
+    """A page: the template with these values, and with the style sheet of all pages as `style` unless it is given.
+
+    Raises:
+        jinja2.UndefinedError: the template has a name that no value was given for.
+    """
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
+
+    environment = Environment(
+        loader=FileSystemLoader(template.parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template(template.name).render({"style": Markup(page_css()), **values})
+
+
+def page_css() -> str:
+    """The style sheet of all pages."""
+    return Path(__file__).with_name("page.css").read_text(encoding="utf-8")
+
+
+WIDTHS_IN = {Paper.column: 3.33, Paper.page: 7.0}
+"""Inches of one column and of both, as conferences with two columns have them."""
+
+_LEAST_HEIGHT_IN, _LEGEND_IN = 2.2, 0.5
+_LONG = 40  # rows; a longer table may break over pages
+_SIGNS = {
+    "≤": r"$\le$",
+    "≥": r"$\ge$",
+    "×": r"$\times$",
+    "−": "$-$",
+    "µ": r"\textmu{}",
+    "±": r"$\pm$",
+    "…": r"\dots{}",
+}
+
+
+def panel_files(drawing: Drawing, paper: Paper, *, pdf: bool = True) -> dict[str, bytes]:
+    """Each panel of a figure as SVG and PDF, `NAME-1-column.svg` and so on; call under `style()`.
+
+    A panel that has no title or axis label of its own, because a neighbour has it, gets the neighbour's.
+    """
+    widths = [width for width in WIDTHS_IN if paper in (width, Paper.both)]
+    files: dict[str, bytes] = {}
+    for number, height in _panel_by_panel(drawing.figure) if widths else ():
+        for width in widths:
+            name = f"{drawing.name}-{number}-{width.value}"
+            drawing.figure.set_layout_engine("constrained")
+            drawing.figure.set_size_inches(WIDTHS_IN[width], height)
+            _fit_legends(drawing.figure)
+            files[f"{name}.svg"] = svg_bytes(drawing.figure, name, outlines=True)
+            if pdf:
+                files[f"{name}.pdf"] = pdf_bytes(drawing.figure)
+    return files
+
+
+def _panel_by_panel(figure: "Figure") -> Iterator[tuple[int, float]]:
+    """Leave one panel after the other in the figure; its number and a height for it, in inches."""
+    from matplotlib.gridspec import GridSpec
+
+    bars = {axes for axes in figure.axes if axes.get_label() == "<colorbar>"}
+    shown = [axes for axes in figure.axes if axes not in bars and axes.get_visible() and axes.axison]
+    _complete(shown)
+    whole = float(figure.get_size_inches()[1])
+    labels = [label for axes in shown for label in (axes.xaxis.label, axes.yaxis.label, axes.title)]
+    for text in (*figure.texts, *labels):
+        text.set_wrap(True)
+    every = list(figure.axes)
+    for axes in every:
+        figure.delaxes(axes)
+    for number, panel in enumerate(shown, start=1):
+        spec = panel.get_subplotspec()
+        rows = spec.get_topmost_subplotspec().get_gridspec().nrows if spec else 1
+        own = [axes for axes in every if axes in bars and panel in axes._colorbar_info["parents"]]  # type: ignore[attr-defined]
+        places = GridSpec(1, 1 + len(own), figure=figure, width_ratios=[1, *[0.05] * len(own)])
+        for place, axes in enumerate((panel, *own)):
+            axes.set_subplotspec(places[place])
+            figure.add_axes(axes)
+        yield number, max(_LEAST_HEIGHT_IN, whole / rows + _LEGEND_IN)
+        for axes in (panel, *own):
+            figure.delaxes(axes)
+
+
+def _complete(panels: "Sequence[Axes]") -> None:
+    """Give each panel the labels and the title that only the outermost ones of a grid have."""
+    specs = [(panel, panel.get_subplotspec()) for panel in panels]
+    placed = [(panel, spec.get_topmost_subplotspec()) for panel, spec in specs if spec is not None]
+    for panel, spec in placed:
+        column = [other for other, its in placed if its.colspan == spec.colspan]
+        row = [other for other, its in placed if its.rowspan == spec.rowspan]
+        panel.set_xlabel(
+            panel.get_xlabel() or next(filter(None, (one.get_xlabel() for one in column[::-1])), "")
+        )
+        panel.set_ylabel(panel.get_ylabel() or next(filter(None, (one.get_ylabel() for one in row)), ""))
+        panel.set_title(panel.get_title() or next(filter(None, (one.get_title() for one in column)), ""))
+
+
+def _fit_legends(figure: "Figure") -> None:
+    """Set the figure's legends in as many columns as its width has room for."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    renderer = FigureCanvasAgg(figure).get_renderer()  # type: ignore[no-untyped-call]
+    for legend in list(figure.legends):
+        handles = [handle for handle in legend.legend_handles if handle is not None]
+        labels = [text.get_text() for text in legend.get_texts()]
+        legend.remove()
+        for columns in range(min(4, len(labels)), 0, -1):
+            fitted = figure.legend(handles, labels, loc="outside upper center", ncols=columns)
+            if columns == 1 or fitted.get_window_extent(renderer).width <= figure.bbox.width:
+                break
+            fitted.remove()
+
+
+def latex_table(table: "pd.DataFrame") -> bytes:
+    """The table in LaTeX with the rules of booktabs; more than 40 rows as a longtable, which may break over pages."""
+    long = len(table) > _LONG
+    text = table.to_latex(index=False, escape=True, na_rep="--", float_format="%.6g", longtable=long)
+    for sign, command in _SIGNS.items():
+        text = text.replace(sign, command)
+    packages = "booktabs, longtable" if long else "booktabs"
+    return f"% \\usepackage{{{packages}}}\n{text}".encode()
+
+
+def latex_of_csv(data: bytes) -> bytes:
+    """The same of a table that is written as CSV."""
+    import pandas as pd
+
+    return latex_table(pd.read_csv(io.BytesIO(data)))

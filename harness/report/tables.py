@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.metrics import METRICS
-from harness.metrics.verdict import MetricVerdict, Trust, Verdict, point_label
+from harness.metrics.record import PointRecord
+from harness.metrics.verdict import MetricVerdict, Trust, Verdict
 from harness.report import numbers
-from harness.report.axes import POLICY, Axes, plain_words, policy_of, setting, short_label
-from harness.report.figures.series import axis_scale, evenly
-from harness.report.points import MOST_POINTS
-from harness.report.study import Record, Study
+from harness.report.axes import POLICY, Axes, plain_words, short_label
+from harness.report.figures.series import axis_scale
+from harness.report.study import MOST_POINTS, Study, spread
 
 _FOLD = 40
 _POINT_METRICS = ("output_throughput", "ttft_p50", "tpot_p50", "internal_share", "sharing_saving")
@@ -57,18 +57,8 @@ def verdict_table(verdict: Verdict) -> Table:
         for group in verdict.classes
         for item in group.metrics
     ]
-    head = [
-        "class",
-        "metric",
-        "verdict",
-        "typical error",
-        "its bound",
-        "noise floor",
-        "beyond it",
-        "worst",
-        "widest spread",
-        "worst point",
-    ]
+    head = ["class", "metric", "verdict", "typical error", "its bound", "noise floor", "beyond it",
+            "worst", "widest spread", "worst point"]  # fmt: skip
     if verdict.measured == 1:
         return Table(head[:-1], [row[:-1] for row in rows], words=3)
     return Table(head, rows, words=3, last_is_point=True)
@@ -81,20 +71,10 @@ def _beyond(item: MetricVerdict) -> str:
     return numbers.error_size(item.metric, max(0.0, item.median_error - item.floor))
 
 
-def pools_table(records: Sequence[Record]) -> Table:
+def pools_table(records: Sequence[PointRecord]) -> Table:
     """The distinct pools. Both sides of a point use the same pool."""
-    head = [
-        "allocator",
-        "model",
-        "block size",
-        "blocks",
-        "KV slots",
-        "memory",
-        "per token",
-        "longest request",
-        "size from",
-        "points",
-    ]
+    head = ["allocator", "model", "block size", "blocks", "KV slots", "memory", "per token",
+            "longest request", "size from", "points"]  # fmt: skip
     rows: dict[tuple[str, ...], int] = {}
     for record in records:
         key = _pool_cells(record)
@@ -102,13 +82,13 @@ def pools_table(records: Sequence[Record]) -> Table:
     return Table(head, [[*key, str(count)] for key, count in rows.items()], words=2)
 
 
-def _pool_cells(record: Record) -> tuple[str, ...]:
-    pool = record.get("pool") or {}
+def _pool_cells(record: PointRecord) -> tuple[str, ...]:
+    pool = record.pool
     whole = (pool.get(name) for name in ("block_size", "num_blocks", "tokens"))
     sizes = (pool.get(name) for name in ("bytes", "kv_bytes_per_token"))
     return (
-        str(pool.get("policy", policy_of(record))),
-        str(setting(record, "model.name")),
+        str(pool.get("policy", record.policy)),
+        str(record.setting("model.name")),
         *(numbers.NONE if value is None else f"{value:,}" for value in whole),
         *(numbers.NONE if value is None else numbers.size(value) for value in sizes),
         str(pool.get("max_model_len", numbers.NONE)),
@@ -125,9 +105,9 @@ def _sized_by(pool: Mapping[str, Any]) -> str:
     return f"{words}; {pool['note']}" if pool.get("note") else words
 
 
-def points_table(records: Sequence[Record], axes: Axes) -> Table:
+def points_table(records: Sequence[PointRecord], axes: Axes) -> Table:
     """Every point, ordered by its settings: prediction, measurement and error of a few metrics."""
-    measured = any(record.get("measured") for record in records)
+    measured = any(record.measured for record in records)
     sides = ("predicted", "measured", "error") if measured else ("predicted",)
     scales = {name: _scale(name, records) for name in _POINT_METRICS}
     titles = [(f"{METRICS[name].label} ({unit})", len(sides)) for name, (_, unit) in scales.items()]
@@ -150,20 +130,20 @@ def points_table(records: Sequence[Record], axes: Axes) -> Table:
     ]
     title = f"All {len(rows):,} points"
     if len(rows) > MOST_POINTS:
-        rows = evenly(rows, MOST_POINTS)
+        rows = spread(rows, MOST_POINTS)
         title = f"{MOST_POINTS:,} of {len(ordered):,} points, spread evenly; figures/points.csv has all"
     return Table(head, rows, 1 + len(axes.values), title, len(rows) > _FOLD, groups, sortable=True)
 
 
-def _oracles(records: Sequence[Record]) -> list[str]:
+def _oracles(records: Sequence[PointRecord]) -> list[str]:
     """The other systems whose schedulers decided beside ours, with their versions."""
-    found = {f"vLLM {one['version']}" for record in records if (one := record.get("oracle"))}
+    found = {f"vLLM {one['version']}" for record in records if (one := record.oracle)}
     return sorted(found)
 
 
-def _steps_as(record: Record, oracle: str) -> str:
+def _steps_as(record: PointRecord, oracle: str) -> str:
     """In how many of the point's steps ours decided as `oracle` did."""
-    found = record.get("oracle") or {}
+    found = record.oracle
     if f"vLLM {found.get('version')}" != oracle:
         return numbers.NONE
     if found.get("not_compared"):
@@ -171,40 +151,39 @@ def _steps_as(record: Record, oracle: str) -> str:
     return f"{found.get('compared') or 0:,} of {found.get('steps') or 0:,}"
 
 
-def _settings(record: Record, axes: Axes) -> list[str]:
-    return [str(setting(record, key)) for key in (POLICY, *axes.values)]
+def _settings(record: PointRecord, axes: Axes) -> list[str]:
+    return [str(record.setting(key)) for key in (POLICY, *axes.values)]
 
 
-def _sort_key(record: Record, axes: Axes) -> list[Any]:
-    values = [setting(record, key) for key in axes.values]
+def _sort_key(record: PointRecord, axes: Axes) -> list[Any]:
+    values = [record.setting(key) for key in axes.values]
     places = [
         axes.values[key].index(v) if v in axes.values[key] else -1
         for key, v in zip(axes.values, values, strict=True)
     ]
-    return [policy_of(record) != "paged", policy_of(record), places, record["fingerprint"]]
+    return [record.policy != "paged", record.policy, places, record.fingerprint]
 
 
-def _scale(name: str, records: Sequence[Record]) -> tuple[float, str]:
+def _scale(name: str, records: Sequence[PointRecord]) -> tuple[float, str]:
     """The scale and unit of a column, from its largest prediction."""
-    rows = (row for record in records for row in record.get("comparison") or () if row["metric"] == name)
-    return axis_scale(name, max((row["simulated"] or 0.0 for row in rows), default=0.0))
+    return axis_scale(name, max((record.value(name, "simulated") or 0.0 for record in records), default=0.0))
 
 
-def _figures(record: Record, sides: Sequence[str], scales: Mapping[str, tuple[float, str]]) -> Iterable[str]:
-    rows = {row["metric"]: row for row in record.get("comparison") or ()}
+def _figures(
+    record: PointRecord, sides: Sequence[str], scales: Mapping[str, tuple[float, str]]
+) -> Iterable[str]:
     for name, (scale, _) in scales.items():
-        row = rows.get(name, {})
-        known = {side: row.get(key) for side, key in (("predicted", "simulated"), ("measured", "measured"))}
+        known = {"predicted": record.value(name, "simulated"), "measured": record.value(name, "measured")}
         cells = {side: numbers.NONE if v is None else numbers.digits(scale * v) for side, v in known.items()}
-        cells["error"] = numbers.error(METRICS[name], row.get("error"))
+        cells["error"] = numbers.error(METRICS[name], record.value(name, "error"))
         yield from (cells[side] for side in sides)
 
 
-def detail_table(record: Record) -> Table:
+def detail_table(record: PointRecord) -> Table:
     """All metrics of one point: analytic, simulated and measured."""
     head = ["metric", "analytic", "simulated", "measured", "range of runs", "error", "spread"]
     rows = []
-    for row in record.get("comparison") or ():
+    for row in record.comparison:
         metric = METRICS.get(row["metric"])
         if metric is None:
             continue
@@ -219,7 +198,7 @@ def detail_table(record: Record) -> Table:
             ]
         )
     return Table(
-        head, rows, title=f"All metrics of one point: {plain_words(point_label(record))}", folded=True
+        head, rows, title=f"All metrics of one point: {plain_words(record.point_label)}", folded=True
     )
 
 

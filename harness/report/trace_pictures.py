@@ -1,4 +1,4 @@
-"""Pictures of a trace from the data of `traces.analysis.distributions`: lengths, arrivals, burstiness and reuse."""
+"""Pictures of a trace from the data of `traces.analysis.statistics`: lengths, arrivals, burstiness and reuse."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -127,10 +127,7 @@ def _distance(axes: "Axes", profile: Profile) -> bool:
     above.grid(False)
     above.spines["top"].set_visible(True)
     above.plot(
-        [max(gap, 1e-3) for gap in cdf["gap_s"]],
-        cdf["shares"],
-        color=PALETTE[1],
-        label="time (upper axis)",
+        [max(gap, 1e-3) for gap in cdf["gap_s"]], cdf["shares"], color=PALETTE[1], label="time (upper axis)"
     )
     _logarithmic(above)
     above.set(xlabel="seconds since the last use")

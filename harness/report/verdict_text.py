@@ -1,46 +1,42 @@
-"""The verdict in words. The console and the page's first section show the same sentences."""
+"""The verdict in words. The console and the page's first section show the same sentences.
 
-from collections.abc import Mapping, Sequence
+So does a report in Markdown, for a pull request or a job's page, with what changed against another store.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from harness.metrics.verdict import TIMES, ClassVerdict, Trust, Verdict, judge
+from harness.metrics import HEADLINE, KEEPS_MORE, METRICS
+from harness.metrics.record import PointRecord
+from harness.metrics.verdict import TIMES, ClassVerdict, Trust, Verdict, judge, median_interval
 from harness.report import numbers
-from harness.report.answers import answers
-from harness.report.axes import find_axes
-from harness.report.study import Record, Study, read_study
+from harness.report.answers import Pair, answers, differs, value
+from harness.report.axes import find_axes, plain_words
+from harness.report.study import ReportError, Study, read_study
 
 
 def verdict_lines(store_root: Path) -> list[str]:
     """The verdict on a store for the console, most important line first. Raises ReportError if it has no point."""
-    study = _LAST.pop(store_root, None) or read_study(store_root)
-    verdict = judged(study)
+    return study_lines(read_study(store_root))
+
+
+def study_lines(study: Study) -> list[str]:
+    """The same of a study that was read already."""
+    verdict, records = judged(study), study.records
+    said = answers(study, find_axes(records), verdict)
     return [
         *thinned(study),
         *completeness(study, verdict),
-        answer(verdict),
+        answer(verdict, records),
+        *beside_figures(records),
         *soundness(verdict),
-        *oracle_lines(study.records),
-        *pace_lines(study.records),
-        *(
-            line
-            for found in answers(study, find_axes(study.records), verdict)
-            for line in (found.text, *found.items)
-        ),
+        *oracle_lines(records),
+        *pace_lines(records),
+        *(line for found in said for line in (found.text, *found.items)),
     ]
-
-
-# The large sweep that the page was just made of: reading 100,000 records again would take another minute.
-_LAST: dict[Path, Study] = {}
-
-
-def remember(study: Study) -> None:
-    """Keep a study that is not whole for the verdict that is printed next."""
-    _LAST.clear()
-    if study.is_thinned:
-        _LAST[study.root] = study
 
 
 def judged(study: Study) -> Verdict:
@@ -65,20 +61,22 @@ def completeness(study: Study, verdict: Verdict) -> list[str]:
     if study.failures:
         first = study.failures[0]
         trouble.append(
-            f"{_points(len(study.failures))} FAILED, first {first.label}: {first.message} ({first.path})"
+            f"{_of_points(len(study.failures))} FAILED, first {first.label}: {first.message} ({first.path})"
         )
     if study.absent:
-        trouble.append(f"{_points(study.absent)} NOT run yet: the same command continues where it stopped")
+        trouble.append(f"{_of_points(study.absent)} NOT run yet: the same command continues where it stopped")
     if study.problems:
         trouble.append(f"NOT readable: {study.problems[0]}" + _more(len(study.problems)))
     if verdict.unfinished:
         label, words = next(iter(verdict.unfinished.items()))
-        trouble.append(f"NOT all requests finished at {_points(len(verdict.unfinished))}: {label}: {words}")
-    return trouble or [f"Everything finished: {_points(verdict.points)}, all requests on every side."]
+        trouble.append(
+            f"NOT all requests finished at {_of_points(len(verdict.unfinished))}: {label}: {words}"
+        )
+    return trouble or [f"Everything finished: {_of_points(verdict.points)}, all requests on every side."]
 
 
-def answer(verdict: Verdict) -> str:
-    """Whether the prediction can be trusted, in one sentence; `Verdict.classes` has the verdict on each class."""
+def answer(verdict: Verdict, records: Sequence[PointRecord]) -> str:
+    """Whether the prediction can be trusted, in a sentence or two; `Verdict.classes` has the verdict on each class."""
     if not verdict.points:
         return "No point has a record, so there is nothing to judge."
     if not verdict.measured:
@@ -95,11 +93,23 @@ def answer(verdict: Verdict) -> str:
         _listed("not tested", untested),
     ]
     text = "; ".join(part for part in parts if part)
+    how = f" {corrected}" if (corrected := _corrected(records)) and times else ""
     if bad:
-        return f"{'No' if times and all(one in bad for one in times) else 'Partly'}: {text}."
+        return f"{'No' if times and all(one in bad for one in times) else 'Partly'}: {text}.{how}"
     if within or untested:
-        return f"{'Yes, within limits' if not untested else 'Partly'}: {text}."
-    return f"Yes: {text}."
+        return f"{'Yes, within limits' if not untested else 'Partly'}: {text}.{how}"
+    return f"Yes: {text}.{how}"
+
+
+def _corrected(records: Sequence[PointRecord]) -> str:
+    """That times were judged after a correction, and what they are without it; empty where they were not corrected."""
+    pairs = _paced_errors([(record, record.pace) for record in records])
+    if not pairs:
+        return ""
+    return (
+        f"Times are judged after correcting for the machine's pace; raw, the error of a step's time is "
+        f"{100 * median(plain for _, plain in pairs):.1f} %."
+    )
 
 
 def _listed(word: str, found: Sequence[ClassVerdict]) -> str:
@@ -124,7 +134,7 @@ def soundness(verdict: Verdict) -> list[str]:
 def _counts_line(verdict: Verdict) -> str:
     if verdict.different:
         label, first = next(iter(verdict.different.items()))
-        return f"Counts DIFFER at {_points(len(verdict.different))} of {verdict.counted}, first at {label}: {first}"
+        return f"Counts DIFFER at {_of_points(len(verdict.different))} of {verdict.counted}, first at {label}: {first}"
     if not verdict.counted:
         return "Counts were not compared."
     return f"Counts identical at {verdict.counted} of {verdict.counted} points: same plans, block ids and copies."
@@ -137,7 +147,7 @@ def _audit_line(verdict: Verdict) -> str:
     return f"Audit: written slots counted in the tensors {verdict.audit_checks:,} times, {found} with the counters."
 
 
-def _points(count: int) -> str:
+def _of_points(count: int) -> str:
     return f"{count:,} point" if count == 1 else f"{count:,} points"
 
 
@@ -145,11 +155,11 @@ def _more(count: int) -> str:
     return f" (and {count - 1} more)" if count > 1 else ""
 
 
-def oracle_lines(records: Sequence[Record]) -> list[str]:
+def oracle_lines(records: Sequence[PointRecord]) -> list[str]:
     """One sentence for each version of another system whose scheduler decided beside ours."""
     found: dict[str, list[Mapping[str, Any]]] = {}
     for record in records:
-        if section := record.get("oracle"):
+        if section := record.oracle:
             found.setdefault(str(section.get("version")), []).append(section)
     return [_oracle_line(version, sections) for version, sections in sorted(found.items())]
 
@@ -163,7 +173,7 @@ def _oracle_line(version: str, sections: Sequence[Mapping[str, Any]]) -> str:
     parts = []
     if points:
         parts.append(
-            f"the same decisions as vLLM {version} in {same:,} of {steps:,} steps at {_points(points)} "
+            f"the same decisions as vLLM {version} in {same:,} of {steps:,} steps at {_of_points(points)} "
             "(rows, hits, block tables, evictions, preemptions)"
         )
     if ids < same:
@@ -173,14 +183,14 @@ def _oracle_line(version: str, sections: Sequence[Mapping[str, Any]]) -> str:
         parts.append(f"not compared after an allowed difference, {stopped[0]}{_more(len(stopped))}")
     if refused:
         parts.append(
-            f"{_points(len(refused))} not compared with vLLM: {refused[0]}{_more(len(set(refused)))}"
+            f"{_of_points(len(refused))} not compared with vLLM: {refused[0]}{_more(len(set(refused)))}"
         )
     return f"Scheduler: {'; '.join(parts)}."
 
 
-def pace_lines(records: Sequence[Record]) -> list[str]:
+def pace_lines(records: Sequence[PointRecord]) -> list[str]:
     """One sentence on the pace of the device; empty where it was not followed."""
-    paced = [(record, record["pace"]) for record in records if (record.get("pace") or {}).get("ratio")]
+    paced = [(record, record.pace) for record in records if record.pace.get("ratio")]
     if not paced:
         return []
     ratio = median(pace["ratio"] for _, pace in paced)
@@ -204,18 +214,154 @@ def _the(since: str) -> str:
     return since if since.startswith("calibration") else f"the {since}"
 
 
-def _worth(paced: Sequence[tuple[Record, Mapping[str, Any]]]) -> str:
+def _worth(paced: Sequence[tuple[PointRecord, Mapping[str, Any]]]) -> str:
     """The error of step times on the measured step plans, with the pace followed and without."""
-    found = [
-        (_mape((record.get("levels") or {}).get("teacher_forced")), _mape(pace.get("unscaled")))
-        for record, pace in paced
-    ]
-    pairs = [(scaled, plain) for scaled, plain in found if scaled is not None and plain is not None]
+    pairs = _paced_errors(paced)
     if not pairs:
         return ""
     scaled, plain = (median(errors) for errors in zip(*pairs, strict=True))
     return f"; mean error of a step's time {100 * scaled:.1f} % with it, {100 * plain:.1f} % without"
 
 
+def _paced_errors(paced: Sequence[tuple[PointRecord, Mapping[str, Any]]]) -> list[tuple[float, float]]:
+    """The mean error of a step's time at each point, with the pace followed and without."""
+    found = [
+        (_mape(record.levels.get("teacher_forced")), _mape(pace.get("unscaled"))) for record, pace in paced
+    ]
+    return [(scaled, plain) for scaled, plain in found if scaled is not None and plain is not None]
+
+
 def _mape(errors: Mapping[str, Any] | None) -> float | None:
     return None if errors is None else errors.get("mape")
+
+
+_ENGINE = ("scheduler.max_running", "scheduler.max_batched_tokens", "cache.pool_tokens")
+_REACHED = 0.02  # of the prompt tokens: a share that is reached so closely is the one that was asked for
+
+
+def beside_figures(records: Sequence[PointRecord]) -> list[str]:
+    """What the console says as well: settings that were assumed, missed, or are not those of vLLM."""
+    found = [line for record in records for line in _assumed(record)]
+    shares = {
+        record.setting("workload.prefix_share"): record.trace.get("realised_prefix_share")
+        for record in records
+    }
+    found += [
+        f"workload.prefix_share={share:g} is not reached: {100 * reached:.0f} % of the prompt tokens are shared: a "
+        "text counts from its second use on."
+        for share, reached in shares.items()
+        if share and reached is not None and abs(reached - share) > _REACHED
+    ]
+    return list(dict.fromkeys(found))
+
+
+def _assumed(record: PointRecord) -> Iterable[str]:
+    chosen = {word.lstrip("+").partition("=")[0] for word in record.overrides}
+    missing = [key for key in _ENGINE if not chosen & ({key, key.partition(".")[0]} - {"cache"})]
+    fitted = record.setting("device.fitted_from")
+    if fitted and missing and "cache.pool_blocks" not in chosen:
+        yield (
+            f"The device was fitted to {fitted}, but its file has no settings of that engine: {', '.join(missing)} are "
+            "PageTwin's defaults. Set them to the engine's, or times to first token are those of another engine."
+        )
+    if record.setting("cache.groups") not in (None, "off") and record.setting("cache.prefix_caching"):
+        yield KEEPS_MORE
+
+
+_WORST = 3  # points that changed most, listed by name
+
+
+def summary_markdown(root: Path, against: Path | None = None) -> str:
+    """The answers of a store as Markdown; with `against`, also what changed from that store to this one.
+
+    Raises:
+        ReportError: a store has no point, or the two have no point in common.
+    """
+    study = read_study(root)
+    verdict = judge(study.records)
+    lines = [f"## PageTwin: {study.name}", ""]
+    lines += [
+        *completeness(study, verdict),
+        "",
+        f"**Can the prediction be trusted?** {answer(verdict, study.records)}",
+        "",
+    ]
+    for found in answers(study, find_axes(study.records), verdict):
+        lines.append(f"* **{found.question}** {found.text}")
+        lines += [f"  * {line}" for line in found.items]
+    if against is not None:
+        lines += ["", *change_lines(root, against)]
+    return "\n".join(lines) + "\n"
+
+
+def change_lines(root: Path, against: Path) -> list[str]:
+    """What changed from the store `against` to the store `root`: one row a metric, with bounds, and the largest
+    changes.
+
+    Points are matched by their settings. A ratio is this store over the other; for shares a difference. Measured values
+    are used where both points were measured.
+
+    Raises:
+        ReportError: the stores have no point in common.
+    """
+    pairs = _matched_pairs(read_study(root).records, read_study(against).records)
+    if not pairs:
+        raise ReportError(
+            f"{root} and {against} have no point in common: their settings differ at every point"
+        )
+    rows = [row for name in ("request_throughput", *HEADLINE) for row in _change_row(name, pairs)]
+    head = "| metric | change, median | 95 % interval | changed beyond the spread | side |"
+    return [
+        f"### Change against {against} ({len(pairs):,} matched points)",
+        "",
+        head,
+        "| --- | --- | --- | --- | --- |",
+        *rows,
+        "",
+        *_largest(pairs),
+    ]
+
+
+def _matched_pairs(ours: Sequence[PointRecord], theirs: Sequence[PointRecord]) -> list[Pair]:
+    known = {record.point_label: record for record in theirs}
+    return [(record, known[label]) for record in ours if (label := record.point_label) in known]
+
+
+def _change(name: str, pair: Pair) -> float | None:
+    one, other = (value(record, name) for record in pair)
+    if one is None or other is None:
+        return None
+    if METRICS[name].is_share:
+        return one - other
+    return one / other - 1 if other else None
+
+
+def _change_row(name: str, pairs: Sequence[Pair]) -> Iterator[str]:
+    alike = [pair for pair in pairs if bool(pair[0].measured) == bool(pair[1].measured)]
+    changes = sorted(change for pair in alike if (change := _change(name, pair)) is not None)
+    if not changes:
+        return
+    metric = METRICS[name]
+    low, high = median_interval(changes) or (changes[0], changes[-1])
+    clear = sum(differs(*pair, name) for pair in alike)
+    side = "measured" if any(pair[0].measured for pair in alike) else "predicted"
+    middle = changes[len(changes) // 2]
+    cells = (
+        metric.label,
+        numbers.error(metric, middle),
+        f"{numbers.error(metric, low)} to {numbers.error(metric, high)}",
+        f"{clear} of {len(changes)}",
+        side,
+    )
+    yield f"| {' | '.join(cells)} |"
+
+
+def _largest(pairs: Sequence[Pair]) -> Iterator[str]:
+    name = "request_throughput"
+    changes = [(change, pair[0]) for pair in pairs if (change := _change(name, pair)) is not None]
+    ranked = sorted(changes, key=lambda found: -abs(found[0]))[:_WORST]
+    for change, record in ranked:
+        if numbers.shows(change):
+            yield (
+                f"* {METRICS[name].label} {numbers.error(METRICS[name], change)} at {plain_words(record.point_label)}"
+            )

@@ -1,22 +1,39 @@
-"""Writing the report: the page, and every figure as SVG, PDF and CSV beside it."""
+"""Writing the report: the page, and every figure as SVG, PDF and CSV beside it.
+
+Or one figure whose axes the user chooses: `report --x cache.block_size --hue decoding.beam_width --where ...`.
+"""
 
 import csv
 import io
 import os
-from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.config.schema import Figures, ReportConfig
-from harness.report import verdict_text
-from harness.report.axes import POLICY, VALUES, Axes, comparison_lines, find_axes, point_cells
+from harness.metrics import METRICS
+from harness.metrics.record import PointRecord
+from harness.report.axes import BLOCK, POLICY, VALUES, Axes, comparison_lines, find_axes, point_cells
+from harness.report.figures import curves, errors, memory, speed
 from harness.report.page import ExtraSection, SectionMaker, build_page
-from harness.report.paper import WIDTHS_IN, latex_of_csv, latex_table, panel_files
-from harness.report.study import EveryRecord, Record, ReportError, Study, asked_points, read_study
-from harness.report.style import Drawing, Missing, Picture, pdf_bytes, style, svg_bytes
+from harness.report.study import EveryRecord, ReportError, Study, asked_points, read_study
+from harness.report.style import (
+    WIDTHS_IN,
+    Drawing,
+    Missing,
+    Picture,
+    latex_of_csv,
+    latex_table,
+    panel_files,
+    pdf_bytes,
+    style,
+    svg_bytes,
+)
+from harness.report.verdict_text import study_lines
+from harness.store import StoreError
 from harness.store.atomic import growing, write_files
-from harness.store.errors import StoreError
 from harness.store.summary import SummaryRows
 from harness.store.survey import keep_survey
 from harness.workers import in_workers
@@ -26,21 +43,27 @@ if TYPE_CHECKING:
 
 
 PAGE, PAPER = "index.html", "paper"
-LONG, WIDE = (
-    "points.csv",
-    "points_wide.csv",
-)  # a line for each point and metric; of a large sweep one for each point
+# a line for each point and metric; of a large sweep one for each point
+LONG, WIDE = "points.csv", "points_wide.csv"
 _SUFFIXES = (".svg", ".pdf", ".csv", ".tex")
 _PANEL_ENDS = tuple(f"-{width.value}" for width in WIDTHS_IN)
 _MOST_CURVES = 6
 _PART = 1000  # points that are read at a time
 _WORTH_WORKERS = 5  # parts; of fewer, processes would take longer to start than they save
 _MOST_WORKERS = 8  # processes that read points; each takes some 0.3 GB
-FIGURES = (
-    *("errors", "agreement", "memory", "pool_over_time", "kernel"),
-    *("levels", "tradeoff", "heat", "waste"),
-)
-"""The figures that every page has a place for, as their modules name them."""
+FIGURES: Mapping[str, Callable[[Study, Axes], Picture]] = {
+    "errors": errors.draw_errors,
+    "agreement": errors.draw_agreement,
+    "memory": memory.draw_memory,
+    "pool_over_time": memory.draw_pool,
+    "kernel": speed.draw_kernel,
+    "levels": errors.draw_levels,
+    "tradeoff": speed.draw_tradeoff,
+    "heat": speed.draw_heat,
+    "waste": memory.draw_waste,
+}
+"""The figures that every page has a place for, by name."""
+_WHERE_KNOWN = (memory.draw_causes, memory.draw_groups, memory.draw_hits)
 
 
 def write_report(
@@ -51,13 +74,14 @@ def write_report(
     rows: SummaryRows | None = None,
     figures: Figures = Figures.all,
     options: ReportConfig | None = None,
+    tell: Callable[[str], None] | None = None,
 ) -> Path:
     """Write the report of a store to `out` (default: the store's folder `report`); returns the page's path.
 
     `additions` make further sections, which other packages provide. `rows` gets the row of every point of a sweep
     that is too large to be shown whole; its records are read in several processes. `figures` says what is drawn;
     without any, matplotlib is not imported. `options` has the further wishes of `report.…`: panels for a paper, serifs,
-    tables in LaTeX.
+    tables in LaTeX. `tell` hears the verdict, line by line.
 
     The page needs no other file and no network. The folder `figures` beside it holds each figure as SVG, as PDF at the
     width of a page, and its data as CSV. Equal stores give equal bytes.
@@ -69,9 +93,13 @@ def write_report(
     study = read_study(store_root, shown_only=rows is not None)
     folder = out or store_root / "report"
     try:
-        return _write(study, folder, additions, rows, replace(options or ReportConfig(), figures=figures))
+        study = _write(study, folder, additions, rows, replace(options or ReportConfig(), figures=figures))
     except StoreError as error:
         raise _unwritable(folder, error) from error
+    if tell is not None:
+        for line in study_lines(study):
+            tell(line)
+    return folder / PAGE
 
 
 def _write(
@@ -80,7 +108,8 @@ def _write(
     additions: Sequence[SectionMaker],
     rows: SummaryRows | None,
     options: ReportConfig,
-) -> Path:
+) -> Study:
+    """Write all files; returns the study with what was found in points that are not shown."""
     axes = find_axes(study.records)
     pictures, added, files, panels = _drawn(study, axes, additions, options)
     streamed = study.is_thinned or rows is not None
@@ -93,15 +122,14 @@ def _write(
     if streamed:
         rows = SummaryRows() if rows is None else rows
         study = _write_points(study, axes, folder / "figures", rows, keep=folder == study.root / "report")
-    verdict_text.remember(study)
-    text = build_page(study, axes, pictures, svgs, added)
+    text = build_page(study, axes, pictures, svgs, added, pdf=options.figures is Figures.all)
     write_files(folder, {PAGE: text.encode()})
     _remove_old_figures(folder / "figures", {*pictures}, files)
     if panels:
         write_files(folder / "figures" / PAPER, panels)
     if (folder / "figures" / PAPER).is_dir():
         _remove_old_panels(folder / "figures" / PAPER, panels)
-    return folder / PAGE
+    return study
 
 
 def _drawn(
@@ -147,7 +175,7 @@ def _rows_of(part: tuple[EveryRecord, Axes]) -> tuple[list[Sequence[str]], list[
     cells, rows = [], SummaryRows()
     for stored, record in every:
         cells.append(point_cells(record, axes))
-        rows.add(dict(stored))
+        rows.add(stored)
     return list(zip(*cells, strict=True)), rows.parts(), replace(every, asked={})
 
 
@@ -195,7 +223,9 @@ def _write_wide(folder: Path, heads: Any, rows: SummaryRows) -> None:
             }
             own = heads.slice(place, table.num_rows)
             place += table.num_rows
-            whole = pa.table([*own.columns, *figures.values()], [*own.column_names, *map(_plain, figures)])
+            whole = pa.table(
+                [*own.columns, *figures.values()], [*own.column_names, *map(_plain_column, figures)]
+            )
             writer = writer or CSVWriter(file.buffer, whole.schema)
             writer.write_table(whole)
 
@@ -205,7 +235,7 @@ def _is_figure(column: Any) -> bool:
     return section == "comparison" and name.rpartition(".")[2] in VALUES and str(column.type) != "null"
 
 
-def _plain(column: str) -> str:
+def _plain_column(column: str) -> str:
     return column.removeprefix("comparison.").removesuffix(".simulated")
 
 
@@ -259,36 +289,7 @@ def _remove_old_panels(folder: Path, files: Container[str]) -> None:
 
 
 def _pictures(study: Study, axes: Axes) -> Iterator[tuple[str, Picture]]:
-    from harness.report.figures import (
-        agreement,
-        causes,
-        curves,
-        errors,
-        heat,
-        hits,
-        kernel,
-        levels,
-        memory,
-        timeline,
-        tradeoff,
-        waste,
-    )
-
-    draws: tuple[Callable[[Study, Axes], Picture], ...] = (
-        errors.draw,
-        agreement.draw,
-        memory.draw,
-        timeline.draw,
-        kernel.draw,
-        levels.draw,
-        tradeoff.draw,
-        heat.draw,
-        waste.draw,
-        causes.draw,
-        causes.draw_over_time,
-        hits.draw,
-    )
-    for draw in draws:
+    for draw in (*FIGURES.values(), *_WHERE_KNOWN):
         picture = draw(study, axes)
         yield picture.name, picture
     for key in axes.numeric[:_MOST_CURVES]:
@@ -296,7 +297,7 @@ def _pictures(study: Study, axes: Axes) -> Iterator[tuple[str, Picture]]:
         yield picture.name, picture
 
 
-def _points_csv(records: Sequence[Record], axes: Axes) -> bytes:
+def _points_csv(records: Sequence[PointRecord], axes: Axes) -> bytes:
     """All metrics of all points."""
     text = io.StringIO()
     lines = csv.writer(text, lineterminator="\n")
@@ -308,3 +309,133 @@ def _points_csv(records: Sequence[Record], axes: Axes) -> bytes:
 
 def _csv_bytes(table: "pd.DataFrame") -> bytes:
     return table.to_csv(index=False, float_format="%.9g", lineterminator="\n").encode()
+
+
+_POLICIES = (POLICY, "cache")  # every policy has a line of its own already
+
+
+@dataclass(frozen=True)
+class FigureChoice:
+    """What a figure shows.
+
+    Attributes:
+        x: swept setting along x; it needs two numbers at least.
+        hue: swept setting whose values are lines; None draws one line.
+        col: swept setting whose values are columns of panels; None draws one column.
+        where: values at which settings are held, as text. A swept setting that is neither named here nor drawn
+            is held at its middle value, and the caption says so.
+        metrics: rows of panels, by name.
+    """
+
+    x: str
+    hue: str | None = None
+    col: str | None = None
+    where: Mapping[str, str] = field(default_factory=dict)
+    metrics: Sequence[str] = curves.SHOWN
+
+    @property
+    def name(self) -> str:
+        """The file name without suffix; two different choices have two names."""
+        parts = [self.x, *(f"{key}" for key in (self.hue, self.col) if key)]
+        parts += [f"{key}={value}" for key, value in self.where.items()]
+        parts += () if tuple(self.metrics) == curves.SHOWN else self.metrics
+        return "chosen_" + "_".join("".join(_plain_sign(sign) for sign in part) for part in parts)
+
+
+def _plain_sign(sign: str) -> str:
+    return sign if sign.isalnum() or sign in "=-" else "_"
+
+
+def write_chosen_figure(store_root: Path, choice: FigureChoice, *, out: Path | None = None) -> list[Path]:
+    """Draw one figure and write it as SVG, PDF and CSV into `figures` of the report's folder; returns the files.
+
+    The report itself stays as it is.
+
+    Raises:
+        ReportError: a setting is not swept or a metric is unknown (the message lists what is allowed), no point fits
+            `where`, or the files cannot be written.
+    """
+    study = read_study(store_root)
+    chosen, axes = _check_choice(study, choice)
+    layout = curves.Layout(choice.x, choice.hue, choice.col, tuple(choice.metrics))
+    if layout.hue in _POLICIES:
+        layout = replace(layout, hue=None)
+    with style():
+        picture = curves.draw(chosen, axes, layout, name=choice.name)
+        if isinstance(picture, Missing):
+            raise ReportError(f"--x {choice.x}: {picture.reason}")
+        held = ", ".join(f"{key}={value}" for key, value in choice.where.items())
+        caption = picture.caption + (f" Chosen: {held}." if held else "")
+        named = Drawing(picture.name, caption, picture.figure, picture.data)
+        return write_figure_files((out or store_root / "report") / "figures", named)
+
+
+def _check_choice(study: Study, choice: FigureChoice) -> tuple[Study, Axes]:
+    """The study with the points that fit `where`, and its axes.
+
+    Raises:
+        ReportError: a part of the choice does not fit the store.
+    """
+    whole = find_axes(study.records)
+    _check_metrics(choice.metrics)
+    if choice.x not in whole.numeric:
+        raise ReportError(f"--x: '{choice.x}' is no swept number here; {_allowed(whole.numeric)}")
+    for option, key in (("--hue", choice.hue), ("--col", choice.col)):
+        allowed = [other for other in whole.values if other != choice.x]
+        if key is not None and key not in allowed and not (option == "--hue" and key in _POLICIES):
+            raise ReportError(f"{option}: '{key}' is not swept here or drawn already; {_allowed(allowed)}")
+    if choice.hue is not None and choice.hue == choice.col:
+        raise ReportError(f"--hue and --col are both '{choice.hue}'; name two settings")
+    for key in choice.where:
+        if key in (choice.x, choice.hue, choice.col):
+            raise ReportError(f"--where: '{key}' is drawn already; leave it out of --x, --hue and --col")
+    records = _matching(study.records, choice.where, whole, choice.x)
+    axes = find_axes(records)
+    drawn = [key for key in (choice.x, choice.hue, choice.col) if key and key not in _POLICIES]
+    gone = [key for key in drawn if key not in axes.values]
+    if gone:
+        held = " ".join(f"{key}={value}" for key, value in choice.where.items())
+        raise ReportError(
+            f"--where {held}: '{gone[0]}' has one value at these points; nothing to draw along it"
+        )
+    return replace(study, records=tuple(records)), axes
+
+
+def _check_metrics(metrics: Sequence[str]) -> None:
+    for name in metrics:
+        if name not in METRICS:
+            close = get_close_matches(name, METRICS, n=3, cutoff=0.4)
+            hint = f"did you mean {', '.join(close)}?" if close else f"known are {', '.join(METRICS)}"
+            raise ReportError(f"--metric: no metric is called '{name}'; {hint}")
+    if not metrics:
+        raise ReportError("--metric: name at least one metric")
+
+
+def _matching(
+    records: Sequence[PointRecord], where: Mapping[str, str], axes: Axes, x: str
+) -> list[PointRecord]:
+    """The points that have the values of `where`.
+
+    A policy without blocks has no block size of its own, so its points stay whatever `where` says of the block size.
+    """
+    found = list(records)
+    main = curves.main_policy([record for record in records if record.setting(x) is not None], x)
+    for key, text in where.items():
+        aim = POLICY if key in _POLICIES else key
+        known = list(dict.fromkeys(str(record.setting(aim)) for record in records))
+        if aim != POLICY and aim not in axes.values:
+            raise ReportError(f"--where: '{key}' is not swept here; {_allowed([POLICY, *axes.values])}")
+        if text not in known:
+            raise ReportError(f"--where: no point has {key}={text}; {_allowed(known)}")
+        found = [
+            record
+            for record in found
+            if str(record.setting(aim)) == text or (aim == BLOCK and record.policy != main)
+        ]
+    if not found:
+        raise ReportError(f"--where: no point has all of {', '.join(f'{k}={v}' for k, v in where.items())}")
+    return found
+
+
+def _allowed(names: Sequence[str]) -> str:
+    return f"allowed are {', '.join(names)}" if names else "nothing is swept in this store"

@@ -1,30 +1,39 @@
 """The scoreboard's tables: published runs, decode attention, and deployments of the user's, each as rows of a CSV."""
 
 import csv
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from harness.config.errors import ConfigError, UserError
 from harness.config.schema import CostKind
-from harness.deployment.configured import configured
-from harness.deployment.fit import fit_device
-from harness.deployment.prediction import Errors, errors_of, predictor
-from harness.deployment.reading import read_deployment
-from harness.scoreboard.attention import (
+from harness.report.style import PAGE_IN, PALETTE, RC
+from harness.scoreboard.published_runs import (
     GPUS,
     OTHER_KERNELS,
     SAME_KERNELS,
     held_out,
     package_errors,
+    read_runs,
     read_timings,
+    reason_of,
+    sample,
+    simulated,
     transfer_errors,
 )
-from harness.scoreboard.published_runs import read_runs, reason_of, sample, simulated
+from harness.twin.configured import configured
+from harness.twin.fit import fit_device
+from harness.twin.prediction import Errors, errors_of, predictor
+from harness.twin.reading import read_engine_log
 
 KINDS = (CostKind.roofline, CostKind.published)
+ROUNDED = ("rtx4090", "rtx_pro_6000")
+"""Presets of which a share is rounded from a fit to a public run of vLLM on the card, as their files say."""
+_QUANTILES = ("ttft_p50", "ttft_p90", "tpot_p50", "tpot_p90")
+_GROUP = ("model", "engine", "device", "precision")
 Row = dict[str, Any]
 Say = Callable[[str], None]
 
@@ -103,29 +112,32 @@ def deployment_rows(folders: Sequence[str], overrides: Sequence[str], say: Say) 
     """
     rows: list[Row] = []
     for folder in folders:
-        deployment = read_deployment(Path(folder).expanduser())
+        log = read_engine_log(Path(folder).expanduser())
         for kind in KINDS:
-            row: Row = {"deployment": deployment.name, "cost": str(kind), "fit": "none"}
+            row: Row = {"deployment": log.name, "cost": str(kind), "fit": "none"}
             try:
-                config = configured(deployment, overrides).config
+                config = configured(log, overrides).config
                 config = replace(config, cost=replace(config.cost, kind=kind))
-                found = predictor(config, deployment.workload)(config.device)
+                found = predictor(config, log.workload)(config.device)
             except (ConfigError, UserError) as error:
                 rows.append(row | {"not priced": str(error)[:160]})
                 continue
-            rows.append(row | _errors(errors_of(found, deployment, slice(0, None))))
+            if kind is CostKind.roofline and config.device.name in ROUNDED:
+                row["fit"] = (
+                    "none, but compute_efficiency of the preset is rounded from a fit to a public run"
+                )
+            rows.append(row | _errors(errors_of(found, log, slice(0, None))))
             if kind is CostKind.roofline:
-                fit = fit_device(deployment, config)
+                fit = fit_device(log, config)
                 rows.append(
                     row | {"fit": f"first {fit.fitted_on}; errors of the others"} | _errors(fit.held_out)
                 )
-        say(f"deployment {deployment.name}")
+        say(f"deployment {log.name}")
     return rows
 
 
 def _errors(errors: Errors) -> Row:
-    names = ("ttft_p50", "ttft_p90", "tpot_p50", "tpot_p90")
-    return {"requests": errors.requests, **{name: round(getattr(errors, name), 4) for name in names}}
+    return {"requests": errors.requests, **{name: round(getattr(errors, name), 4) for name in _QUANTILES}}
 
 
 def write_csv(file: Path, rows: Sequence[Row]) -> None:
@@ -140,3 +152,180 @@ def write_csv(file: Path, rows: Sequence[Row]) -> None:
 def counted(reasons: Mapping[str, int]) -> Iterable[Row]:
     """Reasons with their counts, the most frequent first."""
     return [{"reason": name, "rows": count} for name, count in Counter(reasons).most_common() if count]
+
+
+_INTRODUCTION = """\
+# Predictions of GPUs beside published figures
+
+Made by `{command}`. An error is predicted / measured - 1. Nothing here was measured on a GPU of ours, and no
+constant was fitted to the figures that it is compared with, unless a row says so. `compute_efficiency` of the
+presets rtx4090 and rtx_pro_6000 is rounded from a fit to one public run of vLLM 0.19 on each card: the deployment
+of the RTX PRO 6000 that is public is that run.
+
+"""
+_RUNS = """\
+## Published runs
+
+`silicon_sample.csv` of aiconfigurator-core {version} (Apache-2.0) has {total:,} runs of a closed loop with mean
+TTFT and TPOT. Our simulation has as many users, each of whom sends the next request at once: ten requests a user,
+fewer for many users, three at least; steps of at most 8,192 tokens, chunked prefill, no prefix cache, asynchronous
+scheduling, and the pool that the memory gives. Lengths are drawn between 0.8 of the nominal and the nominal where
+the runs are InferenceMAX's (its README: `RANDOM_RANGE_RATIO` 0.8). Quantised Llama 3.1 has static scales and FP8
+KV, as NVIDIA's checkpoints say; the rows do not name the KV's element type. A checkpoint with a scale for each
+block of its FP8 weights is priced with the kernels for such blocks, also where a row says `fp8`. Rows whose batch
+size is a fraction of the concurrency are left out (several replicas, or data-parallel attention, which they do not
+name), and so are runs whose own times need more than 70 % of the datasheet's FLOP/s (prompts came from a cache), and
+runs whose own times say, by Little's law, that far fewer users got tokens at once than the pool has room for, while
+steps were not half full: their engine had a limit that the row does not name. The rule stands in
+`harness/scoreboard/published_runs.py`; it looks at no prediction.
+The sample is deterministic: at most {each} runs of every model, engine, device and precision, on its most frequent
+number of devices, evenly over lengths and users.
+
+`roofline`: presets of `conf/device`, but with twice their FLOP/s for 8-bit weights and four times for 4-bit ones.
+No other command does that: it prices quantised weights at `device.tflops` and says so. `published`: timings of
+operators from the same package, and 0.5 ms a step for the host.
+
+"""
+_ATTENTION = """\
+## Decode attention from tables
+
+vLLM's kernels, bfloat16, 32 query heads and 8 KV heads of 128. *Held out*: every other inner value of an axis is
+left out whole, then the others; what is kept lies four-fold apart. *Ratio to the form* is how `cost=operators`
+interpolates (`harness/cost/operators.py`); *the package* is its own interpolation, behind `cost=published`, from a
+copy of its table without these values. *Another GPU*: constants fitted to the GPUs named and tested on one that
+was not among them and runs the same kernels (FlashAttention 2 on A100, L40S, RTX PRO 6000; 3 on Hopper). *Other
+kernels*: the same where it does not, or where those of the fit differ. The plain form, `a0 + a1 rows + bytes /
+(eta bandwidth)`, is the roofline's. The form was written with all six tables in view; its constants were fitted
+without the GPU that is tested.
+
+"""
+
+
+def write_page(
+    folder: Path,
+    *,
+    command: str,
+    version: str,
+    each: int,
+    runs: Sequence[Row],
+    reasons: Sequence[Row],
+    attention: Sequence[Row],
+    deployments: Sequence[Row],
+) -> Path:
+    """Write README.md and the figure into `folder`, which exists; returns the page."""
+    total = sum(int(row["rows"]) for row in reasons) + len({row["run"] for row in runs})
+    text = _INTRODUCTION.format(command=command)
+    if deployments:
+        names = ("deployment", "cost", "fit", "requests", *_QUANTILES, "not priced")
+        text += "## Deployments\n\n" + _table(deployments, names) + "\n"
+    text += _RUNS.format(version=version, total=total, each=each or "all")
+    text += _table(_summary(runs), ("cost", "runs", "not priced", *_ERRORS)) + "\n"
+    text += "![Errors of TPOT by group](tpot.svg)\n\n### By model, engine and device\n\n"
+    text += _table(_groups(runs), (*_GROUP, "cost", "runs", *_ERRORS)) + "\n"
+    text += "### Not simulated\n\n" + _table([*reasons, *_refused(runs)], ("reason", "rows")) + "\n"
+    text += _ATTENTION + _table(attention, ("test", "device", "how", "n", "mape", "bias", "p95", "max"))
+    page = folder / "README.md"
+    page.write_text(text, encoding="utf-8")
+    _figure(runs, folder)
+    return page
+
+
+_ERRORS = ("TPOT median", "TPOT bias", "TPOT worst", "TTFT median", "TTFT bias", "TTFT worst")
+_SHARES = ("_p50", "_p90", "mape", "bias", "p95", "max", "median", "worst")
+
+
+def _table(rows: Sequence[Row], columns: Sequence[str]) -> str:
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    lines += ["| " + " | ".join(_cell(name, row.get(name, "")) for name in columns) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(name: str, value: object) -> str:
+    if isinstance(value, float) and name.endswith(_SHARES):
+        signed = name.endswith(("bias", "_p50", "_p90", "worst"))
+        return f"{100 * value:+.1f} %" if signed else f"{100 * value:.1f} %"
+    return str(value).replace("|", "/").replace("\n", " ")
+
+
+def _priced(runs: Sequence[Row]) -> list[Row]:
+    return [row for row in runs if row.get("tpot_error", "") != ""]
+
+
+def _statistics(rows: Sequence[Row]) -> dict[str, float]:
+    found = {}
+    for name in ("TPOT", "TTFT"):
+        errors = [float(row[f"{name.lower()}_error"]) for row in rows]
+        found[f"{name} median"] = median(map(abs, errors))
+        found[f"{name} bias"] = median(errors)
+        found[f"{name} worst"] = max(errors, key=abs)
+    return found
+
+
+def _summary(runs: Sequence[Row]) -> list[Row]:
+    found: list[Row] = []
+    for cost in dict.fromkeys(row["cost"] for row in runs):
+        rows = [row for row in runs if row["cost"] == cost]
+        priced = _priced(rows)
+        if priced:
+            count = {"runs": len(priced), "not priced": len(rows) - len(priced)}
+            found.append({"cost": cost, **count, **_statistics(priced)})
+    names = [
+        {row["run"] for row in _priced(runs) if row["cost"] == cost} for cost in ("roofline", "published")
+    ]
+    both = names[0] & names[1]
+    for cost in ("roofline", "published"):
+        rows = [row for row in _priced(runs) if row["cost"] == cost and row["run"] in both]
+        if rows:
+            found.append({"cost": f"{cost}, runs that both price", "runs": len(rows), **_statistics(rows)})
+    return found
+
+
+def _groups(runs: Sequence[Row]) -> list[Row]:
+    names = (*_GROUP, "cost")
+    groups: defaultdict[tuple[str, ...], list[Row]] = defaultdict(list)
+    for row in _priced(runs):
+        groups[tuple(row[name] for name in names)].append(row)
+    return [
+        {**dict(zip(names, key, strict=True)), "runs": len(rows), **_statistics(rows)}
+        for key, rows in sorted(groups.items())
+    ]
+
+
+def _refused(runs: Sequence[Row]) -> list[Row]:
+    counts = Counter(
+        f"{row['cost']} on {row['model']}, {row['device']}: {row['not priced']}"
+        for row in runs
+        if row.get("not priced")
+    )
+    return [{"reason": reason, "rows": count} for reason, count in sorted(counts.items())]
+
+
+def _figure(runs: Sequence[Row], folder: Path) -> None:
+    """The TPOT error of every run by model, engine and device; one colour for each cost model."""
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    import matplotlib.pyplot as plt
+
+    rows = _priced(runs)
+
+    def label(row: Row) -> str:
+        return f"{row['model'].rpartition('/')[2]}, {row['engine']}, {row['device']}, {row['precision']}"
+
+    labels = sorted(set(map(label, rows)))
+    with mpl.rc_context({**RC, "svg.hashsalt": "scoreboard"}):
+        figure, axes = plt.subplots(figsize=(PAGE_IN, 1.2 + 0.17 * len(labels)), layout="constrained")
+        for place, (cost, mark) in enumerate((("roofline", "o"), ("published", "D"))):
+            mine = [row for row in rows if row["cost"] == cost]
+            heights = [labels.index(label(row)) + 0.3 * place - 0.15 for row in mine]
+            errors = [min(max(100 * float(row["tpot_error"]), -100), 150) for row in mine]
+            axes.scatter(errors, heights, s=9, marker=mark, color=PALETTE[place], label=cost, alpha=0.8, lw=0)
+        axes.axvspan(-10, 10, color="#ececec", zorder=0)
+        axes.axvline(0, color="#6f6f6f", lw=0.6)
+        axes.set_yticks(range(len(labels)), labels)
+        axes.set_ylim(len(labels) - 0.4, -0.6)
+        axes.set_xlim(-105, 155)
+        axes.set_xlabel("error of the mean TPOT, % (errors beyond 150 % are drawn there; band: 10 %)")
+        figure.legend(loc="outside upper right", ncols=2)
+        figure.savefig(folder / "tpot.svg", metadata={"Date": None})
+        plt.close(figure)

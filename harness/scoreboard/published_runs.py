@@ -1,4 +1,4 @@
-"""Published end-to-end runs: rows of concurrency, lengths, mean TTFT and TPOT, and our simulation of each.
+"""Published end-to-end runs (concurrency, lengths, mean TTFT and TPOT) and our simulation of each; decode attention.
 
 The rows are `silicon_sample.csv` of the installed package aiconfigurator-core. They are read there and not copied,
 since many of them cite other collections.
@@ -6,7 +6,9 @@ since many of them cite other collections.
 
 import csv
 import json
+import os
 import re
+import shutil
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -14,22 +16,27 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory, mkdtemp
+from typing import Any
 
 import numpy as np
+from scipy.optimize import least_squares
 
 from engine.runtime.options import KVDtype
 from harness.config.compose import compose_config, normalise
 from harness.config.errors import ConfigError, UserError
 from harness.config.schema import CostKind, ReplayMode, RunConfig, TableEngine, WeightDtype
-from harness.cost.aiconfigurator import SYSTEMS, TableSetup, check_package, compiled
-from harness.point.cost import check_cost, cost_model
-from harness.point.published import published_cost
+from harness.cost.fitted import held_out_error
+from harness.cost.grid import TimedShape, shape_errors
+from harness.cost.operators import AttentionMachine, Timings, decode_errors, fitted_form, form_us
+from harness.cost.published import SYSTEMS, TableSetup, check_package, compiled
+from harness.metrics.log import FloatArray
+from harness.point.cost import check_cost, cost_model, published_cost
 from harness.replay.cost_model import CostModel
 from harness.sweep.plan import run_request
-from harness.workload.shapes import model_shape, pool_shape, unmodelled
+from harness.workload.deployment import model_shape, unmodelled
+from harness.workload.point import resolve
 from harness.workload.simulate import simulate
-from harness.workload.workload import build_workload
 from traces.trace import CHAINED, Segment, Trace, TraceHeader, TraceRequest
 
 DEVICES = {system: name for name, system in SYSTEMS.items() if name != "b300"}  # b300 has no preset
@@ -42,19 +49,10 @@ _SAME_SHAPE = {
     "nvidia/DeepSeek-R1-NVFP4": "deepseek-ai/DeepSeek-R1",
     "zhipuai/GLM-5": "zai-org/GLM-5",
 }
-_WEIGHTS = {
-    "fp8": "fp8",
-    "fp8_static": "fp8",
-    "fp8_block": "fp8",
-    "nvfp4": "mxfp4",
-    "int4_wo": "int4",
-}  # of the roofline
-_FASTER = {
-    "fp8": 2.0,
-    "fp8_static": 2.0,
-    "fp8_block": 2.0,
-    "nvfp4": 4.0,
-}  # FLOP/s of tensor cores, as a multiple of bfloat16's
+# Weights of the roofline.
+_WEIGHTS = {"fp8": "fp8", "fp8_static": "fp8", "fp8_block": "fp8", "nvfp4": "mxfp4", "int4_wo": "int4"}
+# FLOP/s of tensor cores, as a multiple of bfloat16's.
+_FASTER = {"fp8": 2.0, "fp8_static": 2.0, "fp8_block": 2.0, "nvfp4": 4.0}
 _DRAWN_FROM = 0.8
 """InferenceMAX draws lengths between 0.8 of the nominal and the nominal (RANDOM_RANGE_RATIO in its README)."""
 _MOST_USED = 0.7
@@ -226,17 +224,18 @@ def simulated(run: PublishedRun, kind: CostKind) -> Simulated:
     """
     config = _configuration(run, kind)
     _check_possible(run, config)
-    _check_batch(run, pool_shape(config).tokens)
+    point = resolve(config, _trace(run))
+    _check_batch(run, point.pool.tokens)
     cost: CostModel
     if kind is CostKind.published:
         refusal = _refusal(_setup(run))
         if refusal:
             raise ConfigError("cost.kind", refusal)
-        cost = published_cost(config, _setup(run))
+        cost = published_cost(point.deployment, _setup(run))
     else:
-        check_cost(config)
-        cost = cost_model(config)
-    rows = simulate(build_workload(config, _trace(run)), cost, None).requests
+        check_cost(point.deployment)
+        cost = cost_model(point.deployment)
+    rows = simulate(point, cost).requests
     first = np.asarray(rows["first_token_s"], dtype=np.float64)
     outputs = np.asarray(rows["output_tokens"], dtype=np.float64)
     spans = np.asarray(rows["finish_s"], dtype=np.float64) - first
@@ -252,11 +251,8 @@ def _check_possible(run: PublishedRun, config: RunConfig) -> None:
     mean = (1 + _DRAWN_FROM) / 2 if run.drawn else 1.0
     seconds = 1e-3 * (run.ttft_ms + max(mean * run.osl - 1, 0) * run.tpot_ms)
     needed = 2.0 * shape.token_weights * run.users * mean * (run.isl + run.osl) / seconds
-    peak = (
-        _base(DEVICES[run.system], checkpoint_of(run.model)).device.tflops
-        * 1e12
-        * _FASTER.get(run.weights or "", 1.0)
-    )
+    tflops = _base(DEVICES[run.system], checkpoint_of(run.model)).device.tflops
+    peak = tflops * 1e12 * _FASTER.get(run.weights or "", 1.0)
     used = needed / (run.parallel * peak)
     if used > _MOST_USED:
         raise ConfigError(
@@ -293,13 +289,8 @@ def _check_batch(run: PublishedRun, pool_tokens: int) -> None:
 @lru_cache(maxsize=64)
 def _base(device: str, checkpoint: str) -> RunConfig:
     """The configuration of a model on a device; what differs among runs is set on a copy."""
-    words = (
-        "measure=false",
-        "cost=roofline",
-        f"device={device}",
-        f"model.path={checkpoint}",
-        "model.dtype=bfloat16",
-    )
+    own = (f"device={device}", f"model.path={checkpoint}")
+    words = ("measure=false", "cost=roofline", *own, "model.dtype=bfloat16")
     return compose_config(axis.settings[0] for axis in run_request(words).axes)
 
 
@@ -383,3 +374,159 @@ def reason_of(error: ConfigError) -> str:
     """The reason of a refusal in a few words, so that like ones are counted together."""
     text = str(error)
     return re.sub(r"/\S*pagetwin-scoreboard-\S*/", "", text)[:160]
+
+
+HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+_SLOT_BYTES = 2 * KV_HEADS * HEAD_DIM * 2  # K and V, bfloat16
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A system of the package: version of vLLM, and the datasheet's GB/s, multiprocessors, L2 in MiB and boost GHz.
+
+    NVIDIA's white papers on A100, H100, Ada, RTX Blackwell and Blackwell.
+    """
+
+    system: str
+    version: str
+    gbs: float
+    multiprocessors: int
+    l2_mib: float
+    clock_ghz: float
+
+    @property
+    def machine(self) -> AttentionMachine:
+        """The same for the form."""
+        cache = self.l2_mib * 2**20
+        return AttentionMachine(
+            self.gbs * 1e9, _SLOT_BYTES, KV_HEADS, self.multiprocessors, cache, self.clock_ghz
+        )
+
+
+GPUS = (
+    Gpu("a100_sxm", "0.14.0", 2039, 108, 40, 1.41),
+    Gpu("h100_sxm", "0.24.0", 3350, 132, 50, 1.98),
+    Gpu("h200_sxm", "0.24.0", 4800, 132, 50, 1.98),
+    Gpu("l40s", "0.24.0", 864, 142, 96, 2.52),
+    Gpu("rtx_pro_6000_server", "0.24.0", 1597, 188, 128, 2.617),
+    Gpu("b200_sxm", "0.24.0", 8000, 148, 126, 1.965),
+)
+# FlashAttention 2 runs on A100, L40S and RTX PRO 6000, FlashAttention 3 on Hopper, and other kernels on B200.
+SAME_KERNELS = (
+    (("h100_sxm",), "h200_sxm"),
+    (("h200_sxm",), "h100_sxm"),
+    (("a100_sxm",), "l40s"),
+    (("l40s",), "a100_sxm"),
+    (("a100_sxm",), "rtx_pro_6000_server"),
+    (("a100_sxm", "l40s"), "rtx_pro_6000_server"),
+    (("a100_sxm", "rtx_pro_6000_server"), "l40s"),
+    (("l40s", "rtx_pro_6000_server"), "a100_sxm"),
+)
+OTHER_KERNELS = (
+    (("a100_sxm", "h100_sxm"), "h200_sxm"),
+    (("a100_sxm", "h200_sxm"), "h100_sxm"),
+    (("h100_sxm", "h200_sxm"), "a100_sxm"),
+    (("a100_sxm", "h100_sxm", "h200_sxm"), "l40s"),
+    (("a100_sxm", "h100_sxm", "h200_sxm", "l40s"), "rtx_pro_6000_server"),
+    (("h100_sxm", "h200_sxm"), "b200_sxm"),
+)
+
+
+def read_timings(gpu: Gpu) -> Timings:
+    """The timings of a GPU; those of one shape take their median."""
+    import pandas as pd
+
+    folder = package_folder() / "systems" / "data" / gpu.system / "attention" / "vllm" / gpu.version
+    table = pd.read_parquet(Path(folder) / "generation_attention_perf.parquet")
+    chosen = (
+        (table["num_heads"] == HEADS)
+        & (table["num_key_value_heads"] == KV_HEADS)
+        & (table["head_dim"] == HEAD_DIM)
+        & (table["kv_cache_dtype"] == "bfloat16")
+    )
+    if "window_size" in table:
+        chosen &= table["window_size"] == 0
+    found = table[chosen].groupby(["batch_size", "step"], as_index=False)["latency"].median()
+    numbers = {name: found[name].to_numpy(dtype=np.float64) for name in ("batch_size", "step", "latency")}
+    return Timings(gpu.machine, numbers["batch_size"], numbers["step"] + 1.0, numbers["latency"] * 1e3)
+
+
+def held_out(timings: Timings, *, by_ratio: bool) -> dict[str, dict[str, float]]:
+    """Errors along rows and along slots: every other inner value is left out whole and predicted, then the others.
+
+    By the ratio to the form, as `cost=operators` interpolates, or by logarithms of times.
+    """
+    shapes = [
+        TimedShape(rows, slots, 64, us * 1e-6)
+        for rows, slots, us in zip(timings.rows, timings.slots, timings.us, strict=True)
+    ]
+    names = ("rows", "KV slots a row")
+    found = decode_errors(shapes, timings.machine) if by_ratio else shape_errors("decode", shapes, names)
+    return {name: found[f"decode grid along {name}"] for name in names}
+
+
+def package_errors(gpu: Gpu) -> dict[str, dict[str, float]]:
+    """The same of the package's own interpolation, which `cost=published` uses: its table without the values left out.
+
+    The package prices a model with these heads from a copy of its folder in which only that table differs.
+    """
+    import pandas as pd
+    from aiconfigurator_core.sdk.engine import EngineHandle
+
+    root = package_folder() / "systems"
+    place = (
+        Path("data") / gpu.system / "attention" / "vllm" / gpu.version / "generation_attention_perf.parquet"
+    )
+    table, known = pd.read_parquet(root / place), read_timings(gpu)
+    checkpoint = checkpoint_of("Qwen/Qwen3-8B")
+    whole = EngineHandle.compile(checkpoint, gpu.system, "vllm")
+    columns = {"rows": (table["batch_size"], known.rows), "KV slots a row": (table["step"] + 1, known.slots)}
+    found = {}
+    for axis, (column, places) in columns.items():
+        predicted, measured = [], []
+        for parity in (0, 1):
+            left_out = np.unique(column)[1:-1][parity::2]
+            with TemporaryDirectory() as folder:
+                shutil.copytree(root, Path(folder) / "systems", copy_function=os.symlink)
+                file = Path(folder) / "systems" / place
+                file.unlink()
+                table[~column.isin(left_out)].to_parquet(file)
+                part = EngineHandle.compile(checkpoint, gpu.system, "vllm", systems_path=f"{folder}/systems")
+                for chosen in np.flatnonzero(np.isin(places, left_out)):
+                    shape = int(known.rows[chosen]), max(int(known.slots[chosen]) - 1, 1), 2
+                    predicted.append(_attention_ms(part, shape))
+                    measured.append(_attention_ms(whole, shape))
+        found[axis] = held_out_error(np.array(predicted), np.array(measured))
+    return found
+
+
+def _attention_ms(handle: Any, shape: tuple[int, int, int]) -> float:
+    return float(sum(ms for name, ms, _, _ in handle.decode_step_per_op(*shape) if "attention" in name))
+
+
+def plain_us(constants: FloatArray, timings: Timings) -> FloatArray:
+    """a0 + a1 rows + bytes / (eta bandwidth), in us, the roofline's form; constants (a0, a1, eta)."""
+    read = timings.rows * timings.slots * timings.machine.slot_bytes / timings.machine.bandwidth * 1e6
+    us: FloatArray = constants[0] + constants[1] * timings.rows + read / constants[2]
+    return us
+
+
+def fitted_plain(tables: Sequence[Timings]) -> FloatArray:
+    """The constants of the plain form that make relative errors small, in which few large errors count little."""
+
+    def errors(constants: FloatArray) -> FloatArray:
+        return np.concatenate([plain_us(constants, table) / table.us - 1.0 for table in tables])
+
+    bounds = ([0.0, 0.0, 0.3], [50.0, 2.0, 1.2])
+    found = least_squares(errors, [10.0, 0.2, 0.9], bounds=bounds, loss="soft_l1", f_scale=0.05)
+    return np.asarray(found.x, dtype=np.float64)
+
+
+def transfer_errors(known: Sequence[Timings], other: Timings) -> Mapping[str, dict[str, float]]:
+    """The errors of the forms, fitted to other GPUs, on a GPU that they have not seen."""
+    waves = form_us(fitted_form(known), other.machine, other.rows, other.slots)
+    plain = plain_us(fitted_plain(known), other)
+    return {
+        "form with waves and cache": held_out_error(waves, other.us),
+        "plain form": held_out_error(plain, other.us),
+    }

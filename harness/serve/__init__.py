@@ -1,4 +1,187 @@
-"""A server with OpenAI's interface in front of the real engine: completions, chat, health, Prometheus metrics.
+"""The server: an OpenAI-compatible HTTP server in front of the engine, started from a command line.
 
-`start` builds the engine and listens, `app` has the routes, `protocol` the requests, `answers` the responses.
+`build_engine` makes the engine of a configuration, with its tokenizer.
 """
+
+import argparse
+import os
+import socket
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine.core.memory.paged import PagedManager
+from engine.core.options import SchedulerLimits
+from engine.core.scheduling.scheduler import Scheduler
+from harness.config.checks import checked
+from harness.config.errors import ConfigError, UserError
+from harness.config.overrides import parse_overrides
+from harness.config.schema import RunConfig
+from harness.console import say
+from harness.environment import SERVER, check_installed
+from harness.sweep.plan import one_configuration
+from harness.workload.deployment import PoolShape, deployment_of, model_shape, new_scheduler
+from harness.workload.devices import check_engine, check_weights
+
+if TYPE_CHECKING:
+    from engine.runtime.engine import Engine
+    from harness.serve.kv_events import KvEventPublisher
+
+
+_GROUPS = ("model", "cache", "scheduler", "engine")
+_KEYS = ("decoding.draft_tokens", "decoding.draft_place", "decoding.draft_path")
+
+
+def serve(flags: argparse.Namespace, overrides: tuple[str, ...]) -> None:
+    """Load the model, print the capacity of the pool, and listen until stopped. Raises UserError before loading."""
+    check_installed("serve", SERVER)
+    import uvicorn
+
+    _check_kv_events(flags)
+    if flags.max_requests < 1:
+        raise UserError(
+            f"--max-requests is {flags.max_requests}, must be at least 1, or every request gets 503"
+        )
+    config = _config(overrides)
+    listener = _listen(flags.host, flags.port)
+    engine = build_engine(config, keep_events=flags.kv_events is not None)
+    from harness.serve.app import build_app
+
+    app = build_app(
+        engine,
+        model=flags.model_name or served_name(config),
+        root=config.model.path,
+        most_requests=flags.max_requests,
+        api_keys=flags.api_key or [key for key in (os.environ.get("PAGETWIN_API_KEY"),) if key],
+        kv_events=_kv_events(engine, flags),
+    )
+    host, port = listener.getsockname()[:2]
+    say(str(engine.capacity))
+    say(f"listening on http://{host}:{port}/v1")
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2))
+    server.run(sockets=[listener])
+
+
+def _check_kv_events(flags: argparse.Namespace) -> None:
+    if flags.kv_events is None and (flags.kv_events_replay or flags.kv_events_topic):
+        raise UserError("--kv-events-replay and --kv-events-topic need --kv-events ENDPOINT")
+
+
+def _kv_events(engine: "Engine", flags: argparse.Namespace) -> "KvEventPublisher | None":
+    """The publisher that the flags ask for. Raises UserError where there is no prefix cache to report."""
+    if flags.kv_events is None:
+        return None
+    from harness.serve.kv_events import KvEventPublisher
+
+    manager = engine.scheduler.manager
+    if not isinstance(manager, PagedManager) or not manager.prefix_caching:
+        raise UserError(
+            "--kv-events: there is no prefix cache; use cache.policy=paged cache.prefix_caching=true"
+        )
+    return KvEventPublisher(
+        manager, flags.kv_events, replay_endpoint=flags.kv_events_replay, topic=flags.kv_events_topic
+    )
+
+
+def served_name(config: RunConfig) -> str:
+    """The name that clients use: that of the checkpoint's directory, or of the model with random weights."""
+    path = config.model.path
+    return config.model.name if path is None else Path(path).expanduser().resolve().name
+
+
+def _config(overrides: tuple[str, ...]) -> RunConfig:
+    _check_keys(overrides)
+    config = checked(one_configuration(overrides, "a server has"))
+    check_engine(config.engine)
+    check_weights(model_shape(config.model).weight_bytes, config.engine)
+    return config
+
+
+def _check_keys(overrides: tuple[str, ...]) -> None:
+    """Raise UserError for keys that have no effect on a server."""
+    wrong = [axis.key for axis in parse_overrides(overrides) if not _is_served(axis.key)]
+    if wrong:
+        raise UserError(
+            f"a server has no use for {', '.join(wrong)}: requests say how they are decoded, and when they come; it "
+            f"takes {', '.join(f'{group}.*' for group in _GROUPS)} and {', '.join(_KEYS)}"
+        )
+
+
+def _is_served(key: str) -> bool:
+    return key in _KEYS or key.split(".")[0].split("/")[0] in _GROUPS
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Bind the port before the model is loaded, so that a used port is reported at once."""
+    try:
+        return socket.create_server((host, port), backlog=2048, family=_family(host))
+    except (OSError, OverflowError) as error:
+        raise UserError(f"cannot listen on {host}:{port}: {error}") from error
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def build_engine(config: RunConfig, *, keep_events: bool = False) -> "Engine":
+    """The engine of a configuration, with its tokenizer; it keeps changes of its prefix cache if asked.
+
+    Raises ConfigError.
+    """
+    from engine.runtime.engine import Engine
+    from engine.runtime.errors import ModelError
+    from engine.runtime.llm import has_tokenizer
+    from engine.runtime.options import EngineOptions
+    from engine.runtime.text import ByteTokenizer, Tokenizer, load_tokenizer
+    from harness.measure.engine import draft_model, loaded_model
+
+    def policy(blocks: int, limits: SchedulerLimits) -> Scheduler:
+        longest = limits.max_model_len or pool.max_model_len
+        shape = replace(pool, num_blocks=blocks, max_model_len=longest)
+        if pool.groups is not None:  # pages in the memory of these blocks
+            memory = blocks * config.cache.block_size * pool.kv_bytes_per_token
+            counts = pool.groups.page_counts(memory, longest, limits.max_batched_tokens)
+            counts = pool.page_counts if config.cache.pool_blocks else counts
+            shape = replace(shape, num_blocks=sum(counts), page_counts=counts)
+        return new_scheduler(replace(deployment, pool=shape, limits=limits), keep_events=keep_events)
+
+    deployment = deployment_of(config)
+    pool = deployment.pool
+    try:
+        loaded = loaded_model(deployment)
+        draft = draft_model(deployment, loaded) if config.decoding.draft_tokens else None
+        tokenizer: Tokenizer
+        if config.model.path is not None and has_tokenizer(config.model.path):
+            tokenizer = load_tokenizer(config.model.path)
+        else:
+            tokenizer = ByteTokenizer(loaded.first_token_id)
+    except ModelError as error:
+        raise ConfigError("model", str(error)) from error
+    options = EngineOptions(
+        pool_tokens=_pool_tokens(config, pool),
+        block_size=config.cache.block_size if pool.groups else pool.block_size,
+        groups=config.cache.groups,
+        cache=config.cache.policy,
+        backend=config.engine.backend,
+        kv_dtype=config.model.kv_dtype,
+        audit=config.engine.audit,
+        audit_every=config.engine.audit_every,
+        cuda_graphs=config.engine.cuda_graphs is not False,
+        limits=deployment.limits,
+        scheduler=policy,
+        hash=config.cache.hash,
+        host_blocks=config.cache.host_tokens // pool.block_size,
+        draft_tokens=config.decoding.draft_tokens,
+        draft_mode=config.decoding.draft_place,
+    )
+    try:
+        return Engine(loaded, options, tokenizer=tokenizer, draft=draft)
+    except ModelError as error:
+        raise ConfigError("cache.groups" if pool.groups else "model", str(error)) from error
+
+
+def _pool_tokens(config: RunConfig, pool: PoolShape) -> int | None:
+    """The tokens whose K and V in all layers take the memory of the pool; None: what the engine finds."""
+    if pool.groups is not None and config.cache.pool_blocks:
+        return pool.tokens * pool.slot_bytes // pool.kv_bytes_per_token
+    return pool.tokens if config.cache.pool_blocks else config.cache.pool_tokens

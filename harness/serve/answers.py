@@ -33,7 +33,9 @@ NumberedOutput = tuple[int, RequestOutput]
 class ServeError(Exception):
     """An error with its HTTP status."""
 
-    def __init__(self, status: int, message: str, *, kind: str, param: str | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, *, kind: str = "invalid_request_error", param: str | None = None
+    ) -> None:
         super().__init__(message)
         self.status, self.kind, self.param = status, kind, param
 

@@ -1,6 +1,7 @@
-"""The web application: its routes, and how errors become responses."""
+"""The web application: its routes, who may use them, and how errors become responses."""
 
 import asyncio
+import secrets
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
@@ -10,10 +11,12 @@ from importlib import metadata
 from typing import Any
 
 from fastapi import FastAPI, Request
+from fastapi.exceptions import HTTPException as FastApiError
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.core.errors import NeverFitsError
 from engine.core.policies import Policies
@@ -33,7 +36,6 @@ from harness.serve.answers import (
     unless_disconnected,
     usage_of,
 )
-from harness.serve.keys import ApiKeys
 from harness.serve.kv_events import KvEventPublisher
 from harness.serve.metrics import ServerMetrics
 from harness.serve.protocol import (
@@ -45,7 +47,56 @@ from harness.serve.protocol import (
     TokenizeRequest,
 )
 
+_OPEN = frozenset(("/health", "/ping", "/metrics", "/version"))
+
+
+class ApiKeys:
+    """Answers 401 to a request without `Authorization: Bearer KEY`, where KEY is one of the keys."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self._app = app
+        self._keys = [key.encode() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or answer it."""
+        if scope["type"] != "http" or scope["method"] == "OPTIONS" or scope["path"] in _OPEN:
+            await self._app(scope, receive, send)
+            return
+        kind, _, key = Request(scope).headers.get("authorization", "").partition(" ")
+        found = [secrets.compare_digest(key.strip().encode(), one) for one in self._keys]
+        if kind.lower() == "bearer" and any(found):
+            await self._app(scope, receive, send)
+            return
+        message = "this server asks for an API key: send the header Authorization: Bearer KEY"
+        body = {"message": message, "type": "authentication_error", "param": None, "code": 401}
+        await JSONResponse({"error": body}, 401, {"www-authenticate": "Bearer"})(scope, receive, send)
+
+
 OutputStream = AsyncGenerator[NumberedOutput, None]
+MAX_BODY_BYTES = 16 << 20  # JSON takes up to 18 times as much memory once it is parsed
+
+
+class BodyLimit:
+    """Answers 413 to a body of more than `MAX_BODY_BYTES`, which is read to its end and not kept."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, and count the bytes of its body."""
+        read = 0
+
+        async def counted() -> Message:
+            nonlocal read
+            message = await receive()
+            read += len(message.get("body", b""))
+            if read <= MAX_BODY_BYTES:
+                return message
+            while message.get("more_body"):
+                message = await receive()
+            raise FastApiError(413, f"the body is larger than {MAX_BODY_BYTES >> 20} MiB")
+
+        await self._app(scope, counted, send)
 
 
 @dataclass
@@ -58,14 +109,33 @@ class Server:
     started: int
     root: str | None = None
     under_way: int = 0
+    longest_token: int = 0  # characters; 0: not known yet
 
     def check_model(self, name: str | None) -> None:
         """Raise ServeError (404) for a name that is not this model's."""
         if name is not None and name != self.model:
             raise ServeError(
-                404, f"the model {name!r} does not exist; this server has {self.model!r}", kind="not_found_error",
+                404,
+                f"the model {name!r} does not exist; this server has {self.model!r}",
+                kind="not_found_error",
                 param="model",
-            )  # fmt: skip
+            )
+
+    def check_length(self, text: object, body: CompletionRequest | ChatRequest, field: str) -> None:
+        """Raise ServeError (400) for a text that no tokens of the longest sequence can hold, before it is encoded."""
+        words = getattr(self.engine.engine.tokenizer, "get_vocab", None)
+        longest = self.engine.engine.limits.max_model_len
+        if not isinstance(text, str) or body.truncate_prompt_tokens is not None or not words or not longest:
+            return
+        if self.longest_token == 0:
+            self.longest_token = max(map(len, words()))
+        if len(text) > longest * self.longest_token:
+            raise ServeError(
+                400,
+                f"{field}: {len(text):,} characters; allowed are {longest * self.longest_token:,}, {longest:,} "
+                f"tokens of the longest",
+                param=field,
+            )
 
     def card(self) -> dict[str, Any]:
         """The model in OpenAI's form."""
@@ -85,14 +155,19 @@ class Server:
         """Complete the prompts, as a whole answer or as a stream."""
         self.check_model(body.model)
         if not prompts:
+            raise ServeError(400, "prompt: at least one is needed", param="prompt")
+        if len(prompts) > self.most_requests:
             raise ServeError(
-                400, "prompt: at least one is needed", kind="invalid_request_error", param="prompt"
+                400,
+                f"prompt: {len(prompts)} prompts; this server takes {self.most_requests} at once",
+                param="prompt",
             )
         if body.priority and not _uses_priority(self.engine.engine):
             raise ServeError(
-                400, f"priority: {body.priority} says nothing to this server; start it with scheduler.policy=priority",
-                kind="invalid_request_error", param="priority",
-            )  # fmt: skip
+                400,
+                f"priority: {body.priority} says nothing to this server; start it with scheduler.policy=priority",
+                param="priority",
+            )
         params = body.sampling_params()
         is_chat, options = isinstance(body, ChatRequest), body.answer_options()
         envelope = Envelope(self.model, is_chat, self.engine.engine.tokenizer, options)
@@ -192,12 +267,15 @@ def build_app(
     app = FastAPI(title="PageTwin", lifespan=lifespan)
     app.state.server = server
     install_error_handlers(app)
+    app.add_middleware(BodyLimit)
     if api_keys:
         app.add_middleware(ApiKeys, keys=tuple(api_keys))
 
     @app.post("/v1/completions")
     async def completions(request: Request, body: CompletionRequest) -> Response:
         prompts = body.prompts
+        for one in prompts:
+            server.check_length(one, body, "prompt")
         if not body.add_special_tokens:
             prompts = [
                 encode_text(engine.tokenizer, one, add_special_tokens=False) if isinstance(one, str) else one
@@ -207,6 +285,7 @@ def build_app(
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request, body: ChatRequest) -> Response:
+        server.check_length("".join(one.plain()["content"] for one in body.messages), body, "messages")
         return await server.answer(request, body, [body.prompt_ids(engine.tokenizer)])
 
     _add_facts(app, server)

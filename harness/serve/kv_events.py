@@ -14,6 +14,7 @@ from typing import Any
 
 from engine.core.memory.paged import PagedManager
 from harness.config.errors import UserError
+from harness.console import install_hint
 from harness.replay.kv_events import KvEventRecorder
 from traces.formats.kv_events import encode
 
@@ -141,5 +142,5 @@ def _zmq() -> Any:
         return import_module("zmq")
     except ImportError as error:
         raise UserError(
-            "--kv-events: needs pyzmq, which is not installed; pip install 'pagetwin[events]'"
+            f"--kv-events: needs pyzmq, which is not installed: {install_hint('events')}"
         ) from error

@@ -14,6 +14,16 @@ _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.
             80.0, 160.0, 640.0, 2560.0)  # fmt: skip
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 
+_OF_REQUESTS = {  # seconds, in the order of `_observe_end`
+    "time_to_first_token_seconds": "From arrival to the first token",
+    "request_time_per_output_token_seconds": "Mean time per token after the first, by request",
+    "e2e_request_latency_seconds": "From arrival to the end",
+    "request_queue_time_seconds": "From arrival to the first batch",
+    "request_inference_time_seconds": "From the first batch to the last token",
+    "request_prefill_time_seconds": "From the first batch to the first token",
+    "request_decode_time_seconds": "From the first token to the last token",
+}
+
 
 class _Totals(Collector):
     """Reads the engine's counters when the metrics are requested."""
@@ -84,28 +94,12 @@ class ServerMetrics:
             family = Histogram(f"vllm:{name}", text, _LABELS, buckets=buckets, registry=self._registry)
             return family.labels(*labels)
 
-        self._ttft = histogram("time_to_first_token_seconds", "From arrival to the first token", _SECONDS)
         self._itl = histogram("inter_token_latency_seconds", "Between two tokens of a sequence", _SECONDS)
-        self._tpot = histogram(
-            "request_time_per_output_token_seconds",
-            "Mean time per token after the first, by request",
-            _SECONDS,
-        )
-        self._e2e = histogram("e2e_request_latency_seconds", "From arrival to the end", _SECONDS)
-        self._queue = histogram("request_queue_time_seconds", "From arrival to the first batch", _SECONDS)
         self._prompt = histogram("request_prompt_tokens", "Prompt tokens of a request", _TOKENS)
-        self._inference = histogram(
-            "request_inference_time_seconds", "From the first batch to the last token", _SECONDS
-        )
-        self._prefill = histogram(
-            "request_prefill_time_seconds", "From the first batch to the first token", _SECONDS
-        )
-        self._decode = histogram(
-            "request_decode_time_seconds", "From the first token to the last token", _SECONDS
-        )
         self._step_tokens = histogram("iteration_tokens_total", "Tokens of an engine step", _TOKENS)
-        self._counters, self._steps = engine.counters, 0
         self._generated = histogram("request_generation_tokens", "Tokens generated for a request", _TOKENS)
+        self._seconds = {name: histogram(name, text, _SECONDS) for name, text in _OF_REQUESTS.items()}
+        self._counters, self._steps = engine.counters, 0
 
     def observe(self, outputs: list[RequestOutput]) -> None:
         """Add the outputs of one step to the histograms."""
@@ -123,17 +117,15 @@ class ServerMetrics:
         metrics = output.metrics
         self._prompt.observe(metrics.prompt_tokens)
         self._generated.observe(metrics.output_tokens)
-        for family, seconds in (
-            (self._ttft, metrics.ttft_s),
-            (self._tpot, metrics.tpot_s),
-            (self._queue, metrics.queue_s),
-            (self._e2e, metrics.e2e_s),
-            (self._inference, between(metrics.scheduled_s, metrics.last_token_s)),
-            (self._prefill, between(metrics.scheduled_s, metrics.first_token_s)),
-            (self._decode, between(metrics.first_token_s, metrics.last_token_s)),
-        ):
-            if seconds is not None:
-                family.observe(seconds)
+        seconds = (
+            *(metrics.ttft_s, metrics.tpot_s, metrics.e2e_s, metrics.queue_s),
+            between(metrics.scheduled_s, metrics.last_token_s),
+            between(metrics.scheduled_s, metrics.first_token_s),
+            between(metrics.first_token_s, metrics.last_token_s),
+        )
+        for family, value in zip(self._seconds.values(), seconds, strict=True):
+            if value is not None:
+                family.observe(value)
 
     def page(self) -> bytes:
         """The text that Prometheus reads."""

@@ -4,7 +4,7 @@ Unknown fields are refused. A known field is refused if its value asks for somet
 silently ignored option would make a measurement worthless.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, Strict, model_validator
@@ -39,6 +39,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {  # fields with the values that ask for 
     "web_search_options": (None,),
 }
 MAX_DIGITS = 18  # of a token id in text
+MAX_SALT = 1024  # characters
 MAX_SHOWN = 80  # characters of a wrong value in a message
 _WITHOUT_EFFECT = ("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key")
 
@@ -87,13 +88,7 @@ class StructuredForm(BaseModel):
 
     def params(self) -> StructuredOutputsParams:
         """The engine's form. Raises ParamsError."""
-        return StructuredOutputsParams(
-            json=self.schema_,
-            regex=self.regex,
-            choice=self.choice,
-            grammar=self.grammar,
-            json_object=self.json_object,
-        )
+        return StructuredOutputsParams(**self.model_dump(by_alias=True))
 
 
 class JsonSchema(BaseModel):
@@ -160,7 +155,7 @@ class _Sampling(BaseModel):
     truncate_prompt_tokens: int | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredForm | None = None
-    cache_salt: str | None = Field(default=None, min_length=1)
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=MAX_SALT)
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     stream: bool = False
@@ -197,6 +192,13 @@ class _Sampling(BaseModel):
         if asked is not None:
             raise ParamsError("structured_outputs", "cannot be combined with response_format")
         return self.structured_outputs.params()
+
+    def _shown(self) -> AnswerOptions:
+        return AnswerOptions(
+            token_ids=self.return_token_ids,
+            prompt_logprobs=self.prompt_logprobs is not None,
+            tokens_as_ids=self.return_tokens_as_token_ids,
+        )
 
     def _bias(self) -> dict[int, float] | None:
         if self.logit_bias is None:
@@ -267,13 +269,7 @@ class CompletionRequest(_Sampling):
 
     def answer_options(self) -> AnswerOptions:
         """What the answer shows."""
-        return AnswerOptions(
-            echo=self.echo,
-            hides_output=self.max_tokens == 0,
-            token_ids=self.return_token_ids,
-            prompt_logprobs=self.prompt_logprobs is not None,
-            tokens_as_ids=self.return_tokens_as_token_ids,
-        )
+        return replace(self._shown(), echo=self.echo, hides_output=self.max_tokens == 0)
 
 
 class TextPart(BaseModel):
@@ -337,11 +333,7 @@ class ChatRequest(_Sampling):
 
     def answer_options(self) -> AnswerOptions:
         """What the answer shows."""
-        return AnswerOptions(
-            token_ids=self.return_token_ids,
-            prompt_logprobs=self.prompt_logprobs is not None,
-            tokens_as_ids=self.return_tokens_as_token_ids,
-        )
+        return self._shown()
 
 
 class TokenizeRequest(BaseModel):

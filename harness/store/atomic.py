@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
-from harness.store.errors import BusyStoreError, write_failed
+from harness.store import BusyStoreError, write_failed
 
 _LOCK = ".lock"
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<owner>[\w-]+)\.tmp")

@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from harness.store import ForeignFileError, StoreError, StoreVersionError
 from harness.store.atomic import write_files
 from harness.store.commit import SCHEMA, Layout, json_bytes
-from harness.store.errors import ForeignFileError, StoreError, StoreVersionError
 
 _NAME = re.compile(r"\w{1,64}")  # of a point, whose folder has it: never a path
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
+from harness.metrics.record import PointRecord
 from harness.store.atomic import write_files
 from harness.store.commit import Layout
-from harness.store.reading import Record
 
 _DERIVED = ("digest", "digests")  # say nothing about a point
 _SCALARS = frozenset({str, int, float, bool, NoneType})
@@ -25,11 +25,11 @@ class SummaryRows:
     """The rows of a summary, added one by one."""
 
     def __init__(self) -> None:
-        self._records: list[Record] = []  # that are no part yet
+        self._records: list[PointRecord] = []  # that are no part yet
         self._parts: list[bytes] = []  # tables in Arrow's format, compressed
         self._kinds: dict[str, dict[Any, None]] = {}  # the types of each column, in the order of the columns
 
-    def add(self, record: Record) -> None:
+    def add(self, record: PointRecord) -> None:
         """Add the row of a record."""
         self._records.append(record)
         if len(self._records) == _ROWS:
@@ -117,7 +117,7 @@ class SummaryRows:
             self._kinds.setdefault(field.name, {})[field.type] = None
 
 
-def write_summary(root: Path, records: Iterable[Record]) -> Path:
+def write_summary(root: Path, records: Iterable[PointRecord]) -> Path:
     """Write the summary of some records and return its path.
 
     Raises:
@@ -129,16 +129,19 @@ def write_summary(root: Path, records: Iterable[Record]) -> Path:
     return rows.write(root)
 
 
-def columns_of(records: Sequence[Record]) -> dict[str, Sequence[Any]]:
+def columns_of(records: Sequence[PointRecord]) -> dict[str, Sequence[Any]]:
     """The rows of `flatten` as columns.
 
     Records of a sweep are mostly built alike. Then whole columns are taken of them, in a third of the time.
     """
-    plain = [{name: value for name, value in record.items() if name not in _DERIVED} for record in records]
+    plain = [
+        {name: value for name, value in record.to_json().items() if name not in _DERIVED}
+        for record in records
+    ]
     columns: dict[str, Sequence[Any]] = {}
     if _gather_columns(plain, "", columns):
         return columns
-    rows = [flatten(record) for record in records]
+    rows = [flatten(record) for record in plain]
     names = dict.fromkeys(chain.from_iterable(rows))
     return {name: [row.get(name) for row in rows] for name in names}
 
@@ -205,16 +208,15 @@ def _cast(part: Any, kind: Any) -> Any:
     return pa.array([None if value is None else str(value) for value in part.to_pylist()], kind)
 
 
-def flatten(record: Record) -> dict[str, Any]:
-    """A record as one row: nested keys are joined by dots, lists of words by spaces.
+def flatten(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The sections of a record as one row: nested keys are joined by dots, lists of words by spaces.
 
     Rows of a list that name a `metric` become `section.<metric>.<field>`. Other lists (repeated runs) are left out,
     because the record also holds their median and spread.
     """
     row: dict[str, Any] = {}
     for name, value in record.items():
-        if name not in _DERIVED:
-            _gather(value, str(name), row)
+        _gather(value, name, row)
     return row
 
 

@@ -1,29 +1,35 @@
-"""A survey of a store: which points are finished, of which kind they are and how long they took.
+"""A survey of a store: which points are finished, of which kind they are and how long they took; and its health.
 
 To read 100,000 records takes a minute of CPU time. So what was read is kept in `.survey.parquet` beside `points/`, with
-the size, the times and the number of each file of a point. A point whose files are as they were is not read again;
-`doctor` reads all in any case. The file is a cache: without it everything is read, and a damaged one is written anew.
+the size, the times and the number of each file of a point. A point whose files are as they were is not read again. The
+file is a cache: without it everything is read, and a damaged one is written anew.
+
+An examination reads all in any case and compares every file with its digest. Damage is set aside and never deleted: the
+folder of a damaged point moves to `damaged/`, where people can look at it, and the point counts as not run.
 """
 
 import hashlib
 import json
 import os
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
 
 from harness.console import remark
+from harness.metrics.record import PointRecord
+from harness.store import ForeignFileError, StoreError, StoreVersionError, write_failed
 from harness.store.atomic import write_files
 from harness.store.commit import Layout, parquet_bytes
-from harness.store.errors import ForeignFileError, StoreError
 from harness.store.reading import (
-    Record,
+    Failure,
     StoreContent,
     essentials,
-    failed_point,
+    finished_point,
     point_names,
     read_columns,
+    read_file,
     read_point,
 )
 from harness.workers import in_workers
@@ -37,6 +43,7 @@ _SETTLED_NS = 2_000_000_000  # files that are younger may change within the same
 _FAILURE = "failure.json"
 _COLUMNS = ("point", "files", "kind", "seconds")
 
+T = TypeVar("T")
 Kept = Mapping[str, "Seen"]
 
 
@@ -49,19 +56,19 @@ class Seen:
     kind: str  # JSON
     seconds: float | None
 
-    def record(self, known: dict[str, Record]) -> Record:
+    def record(self, known: dict[str, PointRecord]) -> PointRecord:
         """The essentials again; points of one kind share their sections, which `known` holds."""
         if self.kind not in known:
-            known[self.kind] = json.loads(self.kind)
-        return {**known[self.kind], "seconds": {} if self.seconds is None else {"point": self.seconds}}
+            known[self.kind] = PointRecord(**json.loads(self.kind))
+        return replace(known[self.kind], seconds={} if self.seconds is None else {"point": self.seconds})
 
 
-def seen_point(record: Record, files: str | None) -> Seen:
+def seen_point(record: PointRecord, files: str | None) -> Seen:
     """What is kept of a record that was read after `files_state` gave `files`."""
     kept = essentials(record)
-    took = kept.pop("seconds").get("point")
-    text = json.dumps(kept, sort_keys=True)
-    return Seen(record["fingerprint"], files, text, took if isinstance(took, float) else None)
+    took = kept.seconds.get("point")
+    text = json.dumps({"config": kept.config, "trace": kept.trace}, sort_keys=True)
+    return Seen(record.fingerprint, files, text, took if isinstance(took, float) else None)
 
 
 def files_state(root: Path, name: str, now_ns: int) -> str | None:
@@ -92,16 +99,14 @@ def survey(root: Path) -> StoreContent:
     seen = {name: kept[name] for name in names if name in kept}
     seen = {name: one for name, one in seen.items() if files_state(root, name, now_ns) == one.files}
     left, known = [name for name in names if name not in seen], len(seen)
-    parts = [_Part(root, left[first : first + _PART], now_ns) for first in range(0, len(left), _PART)]
-    workers = min(os.cpu_count() or 1, _MOST_WORKERS) if len(left) >= _WORTH_WORKERS else 1
     content = StoreContent()
-    for read, failures, problems in in_workers(_read_part, parts, workers):
+    for read, failures, problems in _by_parts(_read_part, root, left, now_ns):
         seen |= {one.point: one for one in read}
         content.failures |= failures
         content.problems += problems
     if len(names) >= _WORTH_KEEPING and len(seen) - known >= _WORTH_KEEPING:
         keep_survey(root, seen.values())
-    shared: dict[str, Record] = {}
+    shared: dict[str, PointRecord] = {}
     content.records = {name: seen[name].record(shared) for name in names if name in seen}
     return content
 
@@ -133,11 +138,18 @@ def _kept(root: Path) -> Kept:
 @dataclass(frozen=True)
 class _Part:
     root: Path
-    names: list[str]
+    names: Sequence[str]
     now_ns: int
 
 
-def _read_part(part: _Part) -> tuple[list[Seen], dict[str, Record], list[str]]:
+def _by_parts(task: Callable[[_Part], T], root: Path, names: Sequence[str], now_ns: int = 0) -> Iterator[T]:
+    """What the task finds at parts of the points; many are read in several processes."""
+    parts = [_Part(root, names[first : first + _PART], now_ns) for first in range(0, len(names), _PART)]
+    workers = min(os.cpu_count() or 1, _MOST_WORKERS) if len(names) >= _WORTH_WORKERS else 1
+    return in_workers(task, parts, workers)
+
+
+def _read_part(part: _Part) -> tuple[list[Seen], dict[str, Failure], list[str]]:
     """Finished points, failures and problems of some points. A task of a worker process."""
     content, seen = StoreContent(), []
     for name in part.names:
@@ -145,5 +157,90 @@ def _read_part(part: _Part) -> tuple[list[Seen], dict[str, Record], list[str]]:
         found = StoreContent(problems=content.problems)
         read_point(part.root, name, found, None)
         seen += [seen_point(record, files) for record in found.records.values()]
-        content.failures |= {key: failed_point(record) for key, record in found.failures.items()}
+        content.failures |= {
+            key: {name: failure[name] for name in ("label", "error") if name in failure}
+            for key, failure in found.failures.items()
+        }
     return seen, content.failures, content.problems
+
+
+DAMAGED = "damaged"
+"""The folder of a store that holds what was set aside."""
+
+
+@dataclass
+class Health:
+    """What an examination found."""
+
+    records: int = 0  # whole, with all files beside them
+    files: int = 0  # beside these records
+    undigested: int = 0  # records of an older version, judged by their form alone
+    damage: dict[str, str] = field(default_factory=dict)  # folder of the point -> what is wrong, in words
+    foreign: list[str] = field(default_factory=list)  # files of another version, which are left alone
+
+    def add(self, other: "Health") -> None:
+        """Add what was found at other points."""
+        self.records += other.records
+        self.files += other.files
+        self.undigested += other.undigested
+        self.damage |= other.damage
+        self.foreign += other.foreign
+
+
+def examine(root: Path) -> Health:
+    """Compare everything under `root/points` with its digest, in several processes if it is much. Changes nothing."""
+    health = Health()
+    for found in _by_parts(_examine_part, root, point_names(root)):
+        health.add(found)
+    return health
+
+
+def _examine_part(part: _Part) -> Health:
+    """The health of these points. A task of a worker process."""
+    health, layout = Health(), Layout(part.root)
+    for name in part.names:
+        try:
+            if layout.point(name).is_dir():
+                _examine_point(layout, name, health)
+        except ForeignFileError as error:
+            health.damage[name] = str(error)
+        except StoreVersionError as error:
+            health.foreign.append(str(error))
+    return health
+
+
+def _examine_point(layout: Layout, name: str, health: Health) -> None:
+    record, failure = layout.record(name), layout.failure(name)
+    if failure.exists():
+        read_file(failure)
+    if not record.exists():
+        tables = sorted(file.name for file in layout.point(name).glob("*.parquet"))
+        if tables and not failure.exists():
+            raise ForeignFileError(f"{layout.point(name)}: {tables[0]} lies there without a record")
+        return
+    found = finished_point(record)
+    health.records += 1
+    health.files += len(found.digests or found.tables)
+    health.undigested += not found.digest
+
+
+def set_aside(root: Path, names: Sequence[str]) -> Path:
+    """Move the folders of points to `root/damaged`; returns that folder.
+
+    Raises:
+        StoreError: the store cannot be written.
+    """
+    aside = root / DAMAGED
+    try:
+        aside.mkdir(exist_ok=True)
+        for name in names:
+            Layout(root).point(name).rename(_free(aside, name))
+    except OSError as error:
+        raise write_failed(aside, error) from error
+    return aside
+
+
+def _free(folder: Path, name: str) -> Path:
+    """A name in `folder` that is not taken: the same point may have been damaged before."""
+    taken = (folder / f"{name}-{number}" if number else folder / name for number in range(10**6))
+    return next(path for path in taken if not path.exists())

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -27,10 +27,10 @@ from harness.config.errors import UserError
 from harness.config.memory import point_memory, workers_that_fit
 from harness.config.schema import RunConfig
 from harness.console import remark
+from harness.metrics.record import PointRecord
 from harness.store.commit import commit_failure, commit_point
-from harness.sweep.estimate import Pace, TimeLeft, at_once, pace_of
-from harness.sweep.plan import PlannedPoint, SweepPlan
-from harness.sweep.progress import Failed, Reporter, reporting
+from harness.sweep.plan import PlannedPoint, PointChecks, SweepPlan
+from harness.sweep.progress import Failed, Reporter, TimeLeft, TimeModel, at_once, reporting, time_model
 from harness.workers import worker_pool
 
 _AHEAD = 4  # points handed in for each worker: the next one is there when one ends
@@ -39,12 +39,12 @@ Progress = Callable[[str, int, int], None]  # phase, requests done, requests in 
 Done = tuple[PlannedPoint, Failed | None]
 
 
-class PointResult(Protocol):
+class StorableResult(Protocol):
     """The result of running a point."""
 
     @property
-    def record(self) -> dict[str, Any]:
-        """The sections of `record.json`, except those that identify the point."""
+    def record(self) -> PointRecord:
+        """The record, without the sections that identify the point."""
         ...
 
     @property
@@ -61,7 +61,7 @@ class PointResult(Protocol):
 class PointRunner(Protocol):
     """A function that runs one point. Worker processes import it, so it must stand at the top level of a module."""
 
-    def __call__(self, config: RunConfig, *, progress: Progress | None = None) -> PointResult:
+    def __call__(self, config: RunConfig, *, progress: Progress | None = None) -> StorableResult:
         """Run the point. An exception makes it a failed point."""
         ...
 
@@ -71,12 +71,26 @@ class PointStages(Protocol):
 
     def __call__(
         self, config: RunConfig, *, progress: Progress | None = None
-    ) -> Generator[None, None, PointResult]:
+    ) -> Generator[None, None, StorableResult]:
         """Run to the next pause; the generator's value is the result. An exception makes it a failed point."""
         ...
 
 
-class Backend(Protocol):
+class PointFunctions(PointChecks, Protocol):
+    """The functions of `harness.point` that a sweep calls. A test passes a module or an object of its own."""
+
+    @property
+    def run_point(self) -> PointRunner:
+        """Runs one point; a function at the top level of a module, since worker processes import it."""
+        ...
+
+    @property
+    def point_stages(self) -> PointStages:
+        """Runs a measured point in stages."""
+        ...
+
+
+class PointBackend(Protocol):
     """Runs points somewhere: here, or on a cluster (`harness.cluster`)."""
 
     def __call__(
@@ -87,7 +101,7 @@ class Backend(Protocol):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SweepOutcome:
     """The outcome of a sweep: how many points are committed, which failed, and whether the user stopped it."""
 
     done: int
@@ -102,10 +116,10 @@ def execute(
     runner: PointRunner | None = None,
     console: Console | None = None,
     stages: PointStages | None = None,
-    backend: Backend | None = None,
-    pace: Pace | None = None,
+    backend: PointBackend | None = None,
+    times: TimeModel | None = None,
     committed: Callable[[str], None] | None = None,
-) -> Outcome:
+) -> SweepOutcome:
     """Run the points in `todo`: measured ones here, one at a time; simulation-only ones in worker processes.
 
     Args:
@@ -115,7 +129,7 @@ def execute(
         console: where progress is shown; None takes standard error.
         stages: runs a measured point in stages, so that its runs are spread (`execute.spread_s`); None: all at once.
         backend: runs all points somewhere else; None runs them on this machine.
-        pace: what earlier points tell of the time; None: nothing.
+        times: what earlier points tell of the time; None: nothing.
         committed: called with the fingerprint of each point that is stored, or whose failure is.
 
     Raises:
@@ -124,7 +138,7 @@ def execute(
     failed: list[Failed] = []
     finished = 0
     before = len(sweep.points) - len(todo)
-    left = TimeLeft(pace or pace_of(()), todo, at_once(sweep))
+    left = TimeLeft(times or time_model(()), todo, at_once(sweep))
     with reporting(len(sweep.points), before, console or _console(), left) as reporter:
         try:
             run = backend or partial(run_here, stages=stages)
@@ -135,8 +149,8 @@ def execute(
                 finished += failure is None
                 failed += [] if failure is None else [failure]
         except KeyboardInterrupt:
-            return Outcome(before + finished, tuple(failed), interrupted=True)
-    return Outcome(before + finished, tuple(failed), interrupted=False)
+            return SweepOutcome(before + finished, tuple(failed), interrupted=True)
+    return SweepOutcome(before + finished, tuple(failed), interrupted=False)
 
 
 def _point_runner() -> PointRunner:
@@ -212,11 +226,11 @@ def run_and_commit(
 
 
 @dataclass
-class _Open:
+class _Begun:
     """A point that has begun, with the seconds that it has used itself."""
 
     point: PlannedPoint
-    stages: Generator[None, None, PointResult]
+    stages: Generator[None, None, StorableResult]
     used_s: float = 0.0
     done: Done | None = None
 
@@ -255,11 +269,11 @@ class _Rounds:
         """Yields each point when it is committed or has failed."""
         waiting = deque(points)
         while waiting:
-            together: list[_Open] = []
+            together: list[_Begun] = []
             expected_s = 0.0
             while waiting and self._joins(waiting[0], together, expected_s):
                 point = waiting.popleft()
-                entry = _Open(point, self.make(point.config, progress=self.reporter.request))
+                entry = _Begun(point, self.make(point.config, progress=self.reporter.request))
                 together.append(entry)
                 yield from self._advance([entry])  # to its first run: a calibration is no part of the round
                 before_s = entry.used_s
@@ -269,14 +283,14 @@ class _Rounds:
                 yield from self._advance(together)
 
     @staticmethod
-    def _joins(point: PlannedPoint, together: Sequence[_Open], expected_s: float) -> bool:
+    def _joins(point: PlannedPoint, together: Sequence[_Begun], expected_s: float) -> bool:
         """Whether the point is opened beside those that are."""
         if not together:
             return True
         config = point.config
         return expected_s < config.execute.spread_s and config.model == together[0].point.config.model
 
-    def _advance(self, together: Sequence[_Open]) -> Iterator[Done]:
+    def _advance(self, together: Sequence[_Begun]) -> Iterator[Done]:
         """Run the next stage of each point that is not done."""
         for entry in together:
             if entry.done is not None:
@@ -289,14 +303,14 @@ class _Rounds:
                 yield done
 
 
-def commit_result(point: PlannedPoint, out: Path, result: PointResult, took_s: float) -> None:
+def commit_result(point: PlannedPoint, out: Path, result: StorableResult, took_s: float) -> None:
     """Store the record of a point that has run, for `took_s` seconds.
 
     Raises:
         StoreError: the store cannot be written.
     """
-    seconds = {**result.record.get("seconds", {}), "point": took_s}
-    record = {**_identifying(point), **result.record, "seconds": seconds}
+    seconds = {**result.record.seconds, "point": took_s}
+    record = replace(result.record, **_identifying(point), seconds=seconds)
     commit_point(out, point.fingerprint, record, result.tables, result.files)
 
 

@@ -1,22 +1,24 @@
 """Planning: overrides become points. Every point is composed, checked and named before any point runs.
 
-If any point is invalid, nothing runs: `SweepPlanError` lists all of them, grouped by reason.
+If any point is invalid, nothing runs: `SweepPlanError` lists all of them, grouped by reason. The name of a point is its
+fingerprint, a hash of everything that its result depends on.
 """
 
 import gc
 import hashlib
+import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from importlib import import_module
 from itertools import islice, product
 from math import prod
 from os.path import expanduser
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, Protocol, get_type_hints
 
 import yaml
 
@@ -25,14 +27,15 @@ from harness.config.compose import compose_config, normalise
 from harness.config.errors import ConfigError, UnknownKeyError, UserError
 from harness.config.execution import EXECUTION_KEYS
 from harness.config.groups import EXPERIMENTS, experiments, list_options, option_file
-from harness.config.option_files import is_option_file
-from harness.config.overrides import MOST_POINTS, Axis, Setting, parse_overrides
+from harness.config.option_files import is_option_file, plain_yaml
+from harness.config.overrides import MOST_POINTS, Axis, Setting, of_a_file, parse_overrides
 from harness.config.paths import check_paths
 from harness.config.ranges import value_of
-from harness.config.schema import ReportConfig, RunConfig
+from harness.config.schema import DecodingConfig, ModelConfig, ReportConfig, RunConfig
+from harness.config.values import PerObject
 from harness.console import shortened
+from harness.store.commit import SCHEMA
 from harness.store.remote import local_place
-from harness.sweep.fingerprint import fingerprint
 from harness.workers import in_workers
 
 DEFAULT_EXPERIMENT = "default"
@@ -133,6 +136,19 @@ def run_request(overrides: Sequence[str]) -> SweepRequest:
     return request
 
 
+def one_configuration(overrides: Sequence[str], what: str) -> RunConfig:
+    """The configuration of a command that takes one alone, composed and not yet checked.
+
+    Raises:
+        UserError: an override cannot be used, or several values of a setting make a sweep; `what` begins the sentence.
+    """
+    axes = run_request(overrides).axes
+    several = [axis.text for axis in axes if len(axis.settings) > 1]
+    if several:
+        raise UserError(f"{what} one configuration: write one value for {', '.join(several)}")
+    return compose_config(axis.settings[0] for axis in axes)
+
+
 def in_its_own_place(request: SweepRequest) -> SweepRequest:
     """The request of a `run`, written to a folder named after its overrides unless `out` or `name` is given.
 
@@ -159,14 +175,14 @@ def experiment_overrides(name: str) -> list[str]:
     """
     file = Path(name).expanduser() if is_option_file(name) else option_file(EXPERIMENTS, name)
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        content = plain_yaml(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(EXPERIMENTS, f"cannot read '{file}': {error}") from None
     if not isinstance(content, list) or not all(isinstance(item, str) for item in content):
         raise UserError(f"{file}: must be a list of overrides, one '- key=value' a line")
     if any(item.lstrip().startswith(f"{EXPERIMENTS}=") for item in content):
         raise UserError(f"{file}: an experiment cannot choose another experiment")
-    return content
+    return of_a_file(content, str(file))
 
 
 def _merge(experiment: str, own: Iterable[Axis]) -> SweepRequest:
@@ -268,7 +284,7 @@ def _combinations(request: SweepRequest) -> Iterator[Settings]:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _PlanPart:
     """The points of a request with these numbers. `checks` is the name of a module where a process gets the part."""
 
     request: SweepRequest
@@ -280,21 +296,22 @@ class _Part:
 def _planned(request: SweepRequest, checks: PointChecks, total: int) -> Iterator[PlannedPoint | BadPoint]:
     """Every point in its order. Very many are planned in several processes, if these can import `checks`."""
     if total < _WORTH_WORKERS or not isinstance(checks, ModuleType):
-        return _plan_part(_Part(request, checks, 0, total))
+        return _plan_part(_PlanPart(request, checks, 0, total))
     parts = [
-        _Part(request, checks.__name__, first, min(first + _PART, total)) for first in range(0, total, _PART)
+        _PlanPart(request, checks.__name__, first, min(first + _PART, total))
+        for first in range(0, total, _PART)
     ]
     workers = min(os.cpu_count() or 1, _MOST_WORKERS)
     return (point for part in in_workers(_plan_list, parts, workers) for point in part)
 
 
-def _plan_list(part: _Part) -> list[PlannedPoint | BadPoint]:
+def _plan_list(part: _PlanPart) -> list[PlannedPoint | BadPoint]:
     """A task of a worker process."""
     with _rare_collections():
         return list(_plan_part(part))
 
 
-def _plan_part(part: _Part) -> Iterator[PlannedPoint | BadPoint]:
+def _plan_part(part: _PlanPart) -> Iterator[PlannedPoint | BadPoint]:
     checks = import_module(part.checks) if isinstance(part.checks, str) else part.checks
     shared: SharedErrors = {}
     for settings in islice(_combinations(part.request), part.first, part.end):
@@ -384,3 +401,61 @@ def _sweep_plan(
         same=same,
         idle=tuple(axis.text for axis in request.axes if all(axis.key in point.idle for point in points)),
     )
+
+
+# Settings that do not change a point's result.
+_NOT_IDENTITY = (
+    *("name", "out", "workers", "report", "execute", "trace.path"),
+    *("cost.cache_dir", "cost.kernels", "cost.operators", "replay.compiled", "oracle.python"),
+)
+_SECTIONS = get_type_hints(RunConfig)
+_IDENTIFYING = tuple(
+    (name, kind if is_dataclass(kind) else None)
+    for name, kind in sorted(_SECTIONS.items())
+    if name not in _NOT_IDENTITY
+)
+_PATHS = {ModelConfig: ("path",), DecodingConfig: ("draft_path", "beam_parents")}  # absolute in a fingerprint
+_FINGERPRINT_BYTES = 16
+
+
+def fingerprint(config: RunConfig, identity: Mapping[str, Any]) -> str:
+    """The identifier of a point (32 hexadecimal digits): a hash of its configuration and of `identity`.
+
+    Args:
+        config: validated and normalised. Four things do not count: the output folder, the report settings, the number
+            of workers, and the paths of traces and timed kernels. `identity` holds the digests of their content.
+        identity: trace digest, code version, device and cost model, from `harness.point.point_identity`.
+    """
+    parts = [
+        f'"{name}": {_section_text(getattr(config, name)) if kind is not None else _json(getattr(config, name))}'
+        for name, kind in _IDENTIFYING
+    ]
+    text = f"[{SCHEMA}, {{{', '.join(parts)}}}, {_json(identity)}]"  # as JSON with sorted keys
+    return hashlib.blake2b(text.encode(), digest_size=_FINGERPRINT_BYTES).hexdigest()
+
+
+def _identity_text(section: Any) -> str:
+    """The settings of a section on which a result depends, as JSON with sorted keys."""
+    content, kind = dict(vars(section)), type(section)
+    for key in _NOT_IDENTITY:
+        name, _, inner = key.rpartition(".")
+        if name and kind is _SECTIONS[name]:
+            del content[inner]
+    for inner in _PATHS.get(kind, ()):
+        if content[inner] is not None:
+            content[inner] = str(Path(content[inner]).resolve())
+    return _json(content)
+
+
+_identity_texts = PerObject(_identity_text, 1 << 12)
+
+
+def _section_text(section: Any) -> str:
+    """The text of a section, which points share; not remembered where it depends on the working directory."""
+    for inner in _PATHS.get(type(section), ()):
+        if getattr(section, inner) is not None:
+            return _identity_text(section)
+    return _identity_texts(section)
+
+
+_json = json.JSONEncoder(sort_keys=True, default=str).encode

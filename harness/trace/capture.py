@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from harness.config.errors import UserError
-from harness.console import remark, say
+from harness.console import install_hint, remark, say
 from harness.trace.flags import describe, user_errors_explained
 
 if TYPE_CHECKING:
     from harness.trace.flags import Actions
 
 _POLL_MS = 100
-_NEEDED = "capture: needs pyzmq, which is not installed; pip install 'pagetwin[events]'"
+_NEEDED = f"capture: needs pyzmq, which is not installed: {install_hint('events')}"
 
 
 def add_capture(actions: "Actions") -> None:

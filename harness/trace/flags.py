@@ -1,22 +1,29 @@
-"""Options that several actions share, and the trace that they choose.
+"""Options that several actions share, the trace that they choose, and the file that they write.
 
-This module is imported for `--help`, so everything heavy is imported inside functions.
+Public traces are in the user's cache. A trace is written completely or not at all; an existing file is replaced only
+with `--overwrite`. This module is imported for `--help`, so everything heavy is imported inside functions.
 """
 
 import argparse
+import os
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, TypeAlias
 
 from harness.config.errors import UserError
+from harness.console import say
 
 if TYPE_CHECKING:
     from traces.arrivals import ArrivalProcess
+    from traces.catalogue import CatalogueEntry
     from traces.trace import Trace
 
     Actions: TypeAlias = argparse._SubParsersAction[argparse.ArgumentParser]
+    Write: TypeAlias = Callable[[Trace, str | Path], None]
 
+_ENDS = (".jsonl", ".jsonl.gz", ".parquet")
 _ARRIVALS = ("even", "poisson", "gamma", "diurnal", "modulated")
 _FLAGS = {
     "format": "--format",
@@ -88,7 +95,6 @@ def add_output(parser: argparse.ArgumentParser) -> None:
 
 def chosen_trace(flags: argparse.Namespace) -> "Trace":
     """The trace that the options name. Raises UserError."""
-    from harness.trace.files import cached_trace
     from harness.workload.trace import encoder
     from traces.reading import read_trace
     from traces.synth.generator import GENERATORS, generate_trace
@@ -146,6 +152,94 @@ def chosen_arrivals(flags: argparse.Namespace) -> "ArrivalProcess | None":
     return ArrivalProcess(flags.arrivals, flags.rate, shape=flags.shape) if flags.arrivals else None
 
 
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def cache_folder() -> Path:
+    """The folder of fetched traces: $PAGETWIN_TRACES, or `pagetwin/traces` in the user's cache folder."""
+    chosen = os.environ.get("PAGETWIN_TRACES")
+    if chosen:
+        return Path(chosen).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "pagetwin" / "traces"
+
+
+def folder_of(entry: "CatalogueEntry") -> Path:
+    """The folder of one trace."""
+    return cache_folder() / entry.name
+
+
+def trace_path(entry: "CatalogueEntry") -> Path:
+    """The path to read: the trace's file, or its folder if it has several files."""
+    return folder_of(entry) / entry.files[0].path if len(entry.files) == 1 else folder_of(entry)
+
+
+def is_fetched(entry: "CatalogueEntry") -> bool:
+    """Whether all files of a public trace exist."""
+    return bool(entry.files) and all((folder_of(entry) / file.path).is_file() for file in entry.files)
+
+
+def cached_trace(name: str) -> Path:
+    """The path for a name: a file or folder, or else a public trace that was fetched. Raises UserError."""
+    from traces.catalogue import catalogue, public_trace
+    from traces.synth.generator import GENERATORS
+
+    path = Path(name).expanduser()
+    try:
+        if path.is_file() or path.is_dir():
+            return path
+        if path.exists():  # reading a pipe or device may never end
+            raise UserError(f"'{name[:80]}' is a pipe or a device; name a trace file, or a folder")
+    except OSError as error:
+        raise UserError(f"cannot use '{name[:80]}': {error.strerror}") from error
+    entry = public_trace(name)
+    if entry is None:
+        public = ", ".join(known.name for known in catalogue() if known.format != "generated")
+        raise UserError(
+            f"'{name}' is neither a file nor a generator ({', '.join(GENERATORS)}) nor a public trace ({public})"
+        )
+    if not is_fetched(entry):
+        raise UserError(f"'{name}' is not in {cache_folder()}; fetch it: python -m harness trace get {name}")
+    return trace_path(entry)
+
+
+def checked_output(name: str, overwrite: bool) -> Path:
+    """The path to write. Raises UserError before any work is done."""
+    path = Path(name).expanduser()
+    if not name.endswith(_ENDS):
+        raise UserError(f"--out: '{name}' must end in {', '.join(_ENDS)}")
+    if path.exists() and not overwrite:
+        raise UserError(f"--out: '{name}' exists; add --overwrite to replace it")
+    if not path.absolute().parent.is_dir():
+        raise UserError(f"--out: no such folder: {path.absolute().parent}")
+    return path
+
+
+def write_trace(trace: "Trace", path: Path, writer: "Write | None" = None) -> None:
+    """Write through a temporary file and a rename, and print what was written. Raises UserError."""
+    from traces.formats.pagetwin import write_jsonl, write_parquet
+
+    digest = trace.digest  # before a file is written: a trace without one is no trace
+    end = next((end for end in (".jsonl.gz", *_ENDS) if path.name.endswith(end)), path.suffix)
+    write = writer or (write_parquet if end == ".parquet" else write_jsonl)
+    try:
+        with NamedTemporaryFile(dir=path.absolute().parent, suffix=end, delete=False) as file:
+            temporary = Path(file.name)
+        try:
+            write(trace, temporary)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(f"--out: cannot write '{path}': {error.strerror or error}") from error
+    say(f"{path}: {len(trace.requests):,} requests, digest {digest}")
+    for change in trace.header.changes:
+        say(f"  {change}")
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
 def user_errors_explained(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
     """Decorate an action so that errors in traces and parameters become UserError with a hint."""
 
@@ -158,13 +252,10 @@ def user_errors_explained(run: Callable[[argparse.Namespace], int]) -> Callable[
         except TraceError as error:
             raise UserError(f"{error}{_hint(error)}") from error
         except ParameterError as error:
-            raise UserError(_flag_sentence(error.parameter, error.reason)) from error
+            flag = _FLAGS.get(error.parameter, error.parameter)
+            raise UserError(f"{flag}: {error.reason}") from error
 
     return wrapped
-
-
-def _flag_sentence(parameter: str, reason: str) -> str:
-    return f"{_FLAGS.get(parameter, parameter)}: {reason}"
 
 
 def _hint(error: Exception) -> str:

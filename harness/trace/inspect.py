@@ -1,6 +1,8 @@
-"""`trace inspect` and `trace validate`: statistics of a trace, and a check of every row.
+"""`trace ls`, `get`, `inspect` and `validate`: what traces there are, statistics of a trace, and a check of every row.
 
-`inspect` prints figures, and draws pictures if a folder for them is given.
+`ls` prints licence, size and sharing of each. `get` downloads a public trace into the user's cache and checks its
+sha256. Without a network it prints which files to place in which folder. `inspect` prints figures, and draws pictures
+if a folder for them is given.
 """
 
 import argparse
@@ -10,11 +12,115 @@ from typing import TYPE_CHECKING, Any
 
 from harness.config.errors import UserError
 from harness.console import remark, say
-from harness.trace.flags import add_source, chosen_trace, describe, user_errors_explained
+from harness.trace.flags import (
+    add_source,
+    cache_folder,
+    chosen_trace,
+    describe,
+    folder_of,
+    is_fetched,
+    trace_path,
+    user_errors_explained,
+)
 
 if TYPE_CHECKING:
     from harness.trace.flags import Actions
+    from traces.catalogue import CatalogueEntry, RemoteFile
     from traces.trace import Trace
+
+
+_FAILED = 1
+
+
+def add_ls(actions: "Actions") -> None:
+    """Describe `ls`."""
+    parser = describe(actions, "ls", "list the embedded generators and the public traces", "ls [--names]")
+    parser.add_argument("--names", action="store_true", help="names alone")
+
+
+def run_ls(flags: argparse.Namespace) -> int:
+    """Print the catalogue."""
+    from traces.catalogue import catalogue
+    from traces.synth.generator import CHAT, chat_source
+
+    entries = catalogue()
+    if flags.names:
+        for entry in entries:
+            say(entry.name)
+        say(CHAT)
+        return 0
+    name_width = max(len(entry.name) for entry in entries)
+    format_width = max(len(entry.format) for entry in entries)
+    for entry in entries:
+        rows = "" if entry.rows is None else f"{entry.rows:,} rows"
+        state = "fetched" if is_fetched(entry) else _size(entry.bytes)
+        say(
+            f"{entry.name:{name_width}}  {entry.format:{format_width}}  {rows:>12} {state:>9}  {entry.licence}"
+        )
+        say(f"{'':{name_width}}  {entry.where}; sharing: {entry.sharing}")
+    say(f"{CHAT:{name_width}}  {'generated':{format_width}}  {'':>12} {'':>9}  conversations, turn by turn")
+    say(f"{'':{name_width}}  calibrated on {chat_source()}; sharing: the history of each conversation")
+    say(f"Fetch a public trace with 'python -m harness trace get NAME'; it goes to {cache_folder()}")
+    return 0
+
+
+def _size(size: int | None) -> str:
+    if size is None:
+        return ""
+    return f"{size / 1e6:,.1f} MB" if size >= 1e5 else f"{size / 1e3:,.0f} kB"
+
+
+def add_get(actions: "Actions") -> None:
+    """Describe `get`."""
+    more = "The cache is $PAGETWIN_TRACES, or pagetwin/traces in the user's cache folder."
+    parser = describe(actions, "get", "download a public trace into the cache", "get NAME", more)
+    parser.add_argument("name", metavar="NAME", help="a public trace of 'trace ls'")
+
+
+def run_get(flags: argparse.Namespace) -> int:
+    """Download the missing files; returns 1 if a file could not be downloaded."""
+    from traces.catalogue import catalogue, public_trace
+
+    entry = public_trace(flags.name)
+    if entry is None:
+        names = ", ".join(known.name for known in catalogue() if known.format != "generated")
+        raise UserError(f"no public trace '{flags.name}'; there are {names}")
+    remark(f"licence: {entry.licence}; source: {entry.where}")
+    if not entry.files:
+        raise UserError(f"{entry.name} must be fetched by hand from {entry.where}; then name its file")
+    folder = folder_of(entry)
+    for file in entry.files:
+        try:
+            _fetch(file, folder)
+        except (OSError, ValueError) as error:
+            remark(f"error: {file.path}: {_first_line(error)}\n{_by_hand(entry, folder)}")
+            return _FAILED
+    say(str(trace_path(entry)))
+    return 0
+
+
+def _fetch(file: "RemoteFile", folder: Path) -> None:
+    """Download one file unless it exists. Raises OSError if that fails, ValueError on a wrong checksum."""
+    import pooch
+
+    pooch.get_logger().setLevel("ERROR")
+    if file.sha256 is None:
+        remark(f"{file.path}: its publisher states no checksum; what arrives is not checked")
+    known = f"sha256:{file.sha256}" if file.sha256 else None
+    downloader = pooch.HTTPDownloader(progressbar=False, timeout=30)
+    pooch.retrieve(file.url, known_hash=known, fname=file.path, path=folder, downloader=downloader)
+
+
+def _by_hand(entry: "CatalogueEntry", folder: Path) -> str:
+    files = [
+        f"  {file.path}  sha256 {file.sha256 or 'not known'}\n    from {file.url}" for file in entry.files
+    ]
+    first = f"Without a connection place these files in {folder}:"
+    return "\n".join([first, *files, f"The publisher's page is {entry.where}"])
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
 def add_inspect(actions: "Actions") -> None:
@@ -38,8 +144,7 @@ def add_inspect(actions: "Actions") -> None:
 @user_errors_explained
 def run_inspect(flags: argparse.Namespace) -> int:
     """Read the trace, print its statistics, draw pictures."""
-    from traces.analysis.distributions import trace_distributions
-    from traces.analysis.statistics import trace_statistics
+    from traces.analysis.statistics import trace_distributions, trace_statistics
 
     sizes = _sizes(flags.block_sizes)
     folder = _folder(flags.out)
@@ -83,11 +188,11 @@ def memory_answers(trace: "Trace", sizes: list[int], model: str | None) -> dict[
     if not lengths.decode_steps.any():
         return {}
     found: dict[str, Any] = {
-        "share of allocated slots that is never filled, paged": {
+        "time-weighted share of allocated slots that is never filled, paged": {
             f"blocks of {size}": f"{100 * paged_split(lengths, size)['internal_of_allocated']:.2f} %"
             for size in sizes
         },
-        "share of allocated slots that is never filled, contiguous": {
+        "time-weighted share of allocated slots that is never filled, contiguous": {
             f"reserving {tokens:,} tokens": f"{100 * reserved_split(lengths, tokens)['internal_of_allocated']:.2f} %"
             for tokens in sorted({longest, 1 << (longest - 1).bit_length()})
         },
@@ -106,7 +211,7 @@ def memory_answers(trace: "Trace", sizes: list[int], model: str | None) -> dict[
 def _kv_bytes(model: str) -> int:
     from harness.config.compose import compose_config
     from harness.config.overrides import parse_overrides
-    from harness.workload.shapes import model_shape
+    from harness.workload.deployment import model_shape
 
     axes = parse_overrides([f"model={model}"])
     return model_shape(compose_config(axis.settings[0] for axis in axes).model).kv_bytes_per_token
@@ -134,7 +239,6 @@ def _folder(name: str | None) -> Path | None:
 
 def _through_cache(trace: "Trace", sizes: list[int]) -> dict[str, Any]:
     """Hit tokens of the engine's cache and of the keys, at the smallest block size. The two must be equal."""
-    from harness.trace.ideal import ideal_hit_tokens
     from traces.analysis.reuse import reuse_profile
 
     size = min(sizes)
@@ -146,6 +250,37 @@ def _through_cache(trace: "Trace", sizes: list[int]) -> dict[str, Any]:
         "hit_tokens_from_keys": keys.hit_tokens(float("inf")),
         "hit_ratio": found / max(keys.prompt_tokens, 1),
     }
+
+
+def ideal_hit_tokens(trace: "Trace", block_size: int) -> int:
+    """Prompt tokens that the real prefix cache hits: full blocks, and never a prompt's last token.
+
+    The prompts of the trace are served one after another in an unlimited pool, by the keys of the trace. Each generates
+    one token and ends before the next begins, so nothing but prompts is cached. `traces.analysis.reuse` computes the
+    same number from the keys alone: if the two differ, one of them is wrong.
+    """
+    from engine.core.identity import KeyIdentity
+    from engine.core.memory.paged import PagedManager
+    from engine.core.options import SchedulerLimits
+    from engine.core.plan import StepResult
+    from engine.core.request import Request
+    from engine.core.scheduling.scheduler import Scheduler
+
+    blocks = sum(-(-request.prompt_tokens // block_size) for request in trace.requests) + 1
+    longest = max(request.prompt_tokens for request in trace.requests) + 1
+    limits = SchedulerLimits(
+        max_batched_tokens=longest, max_running=1, max_model_len=longest, chunked_prefill=False, watermark=0.0
+    )
+    scheduler = Scheduler(PagedManager(blocks, block_size), limits)
+    hits = 0
+    for row in trace.requests:
+        identity = KeyIdentity(row.request_id, row.segments, row.salt)
+        scheduler.submit(Request(row.request_id, row.prompt_tokens, 1, identity=identity))
+        while scheduler.has_work:
+            plan = scheduler.schedule()
+            hits += plan.hit_tokens
+            scheduler.commit(plan, StepResult())
+    return hits
 
 
 def _summary(profile: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ generates a trace with chosen or calibrated sharing.
 """
 
 import argparse
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from harness.config.errors import UserError
 from harness.console import say
@@ -13,10 +13,12 @@ from harness.trace.flags import (
     add_arrivals,
     add_output,
     add_source,
+    checked_output,
     chosen_arrivals,
     chosen_trace,
     describe,
     user_errors_explained,
+    write_trace,
 )
 
 if TYPE_CHECKING:
@@ -44,8 +46,7 @@ def add_convert(actions: "Actions") -> None:
 @user_errors_explained
 def run_convert(flags: argparse.Namespace) -> int:
     """Read the trace and write it in another format."""
-    from harness.trace.files import checked_output, write_trace
-    from traces.formats.mooncake import write_mooncake
+    from traces.formats.hash_ids import write_mooncake
 
     path = checked_output(flags.out, flags.overwrite)
     if flags.to == "mooncake" and flags.out.endswith(".parquet"):
@@ -79,7 +80,6 @@ def add_slice(actions: "Actions") -> None:
 @user_errors_explained
 def run_slice(flags: argparse.Namespace) -> int:
     """Read the trace, cut the window, and write it."""
-    from harness.trace.files import checked_output, write_trace
     from traces.reshape import slice_rows, slice_time
 
     path = checked_output(flags.out, flags.overwrite)
@@ -118,7 +118,6 @@ def add_scale(actions: "Actions") -> None:
 @user_errors_explained
 def run_scale(flags: argparse.Namespace) -> int:
     """Read the trace, scale it, and write it."""
-    from harness.trace.files import checked_output, write_trace
     from traces.reshape import scale_lengths, set_rate
 
     if flags.to_rate is None and flags.lengths is None:
@@ -157,30 +156,20 @@ def add_synth(actions: "Actions") -> None:
 @user_errors_explained
 def run_synth(flags: argparse.Namespace) -> int:
     """Generate a trace, write it, and print the result of its calibration."""
-    from harness.trace.files import checked_output, write_trace
-    from traces.synth.calibrate import calibrated_trace
-    from traces.synth.generator import generate_trace
-    from traces.synth.sharing import Sharing
+    from traces.synth.generator import calibrated_trace, generate_trace
+    from traces.synth.tables import Sharing
 
     path = checked_output(flags.out, flags.overwrite)
     if flags.like and not flags.sharing:
         raise UserError(f"--like needs --sharing: one of {', '.join(_MODELS)}")
     arrivals = chosen_arrivals(flags)
+    drawn: dict[str, Any] = {"num_requests": flags.requests, "seed": flags.seed, "arrivals": arrivals}
     if flags.like:
         target = chosen_trace(_reading(flags))
-        trace = calibrated_trace(
-            flags.table,
-            target,
-            flags.sharing,
-            num_requests=flags.requests,
-            seed=flags.seed,
-            arrivals=arrivals,
-        )
+        trace = calibrated_trace(flags.table, target, flags.sharing, **drawn)
     else:
         sharing = Sharing(flags.sharing, flags.share, flags.count, flags.zipf) if flags.sharing else None
-        trace = generate_trace(
-            flags.table, num_requests=flags.requests, seed=flags.seed, arrivals=arrivals, sharing=sharing
-        )
+        trace = generate_trace(flags.table, sharing=sharing, **drawn)
     write_trace(trace, path)
     for name, value in trace.header.calibration.items():
         say(f"  {name}: {value}")

@@ -30,8 +30,12 @@ _KNOWN = (
     *("exaone4", "glm", "glm4", "helium", "seed_oss", "qwen3_5_text"),
 )
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+# Families, and keys of any other, whose layers are of several kinds by a rule that is not read here.
+_MIXED = ("cohere2", "exaone4", "qwen3_next", "qwen3_5_text")
+_RULES = ("full_attention_interval", "sliding_window_pattern")
 _SLIDING = "sliding_attention"
 _LINEAR = "linear_attention"
+_MOST_LAYERS = 10**6  # as of model.layers
 _EVERY_EIGHT_BITS = ("fp8", "fbgemm_fp8")
 _GROUPED = ("gptq", "awq")
 
@@ -51,7 +55,8 @@ def checkpoint_shape(facts: CheckpointFacts, element_bytes: int, kv_bytes: int |
     """
     heads = facts.number("num_attention_heads", "n_head", "n_heads")
     hidden = facts.number("hidden_size", "n_embd", "d_model")
-    layers = facts.number("num_hidden_layers", "n_layer", "n_layers")
+    layers = facts.number("num_hidden_layers", "n_layer", "n_layers", most=_MOST_LAYERS)
+    _check_kinds(facts, layers)
     mlp = facts.maybe("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
     tied = facts.get("tie_word_embeddings")
     latent = _latent(facts)
@@ -155,14 +160,30 @@ def _layer_types(facts: CheckpointFacts) -> list[Any]:
     return kinds if isinstance(kinds, list) else []
 
 
+def _check_kinds(facts: CheckpointFacts, layers: int) -> None:
+    """Raise ConfigError where the kinds of the layers are listed wrongly, or follow a rule of the family's code."""
+    kinds = facts.get("layer_types")
+    if kinds is not None and (not isinstance(kinds, list) or len(kinds) != layers):
+        raise facts.wrong("layer_types", f"a list of {layers} kinds, one for each layer")
+    rule = next((name for name in _RULES if facts.get(name) is not None), None)
+    if kinds is not None or facts.family == "gemma3_text":
+        return
+    windows = facts.family in ("cohere2", "exaone4") and facts.get("sliding_window") is None
+    if rule or (facts.family in _MIXED and not windows):
+        given = f"{rule} is {facts.get(rule)!r}" if rule else f"model_type is {facts.family}"
+        raise facts.wrong(
+            "layer_types",
+            f"a list of {layers} kinds, because {given}, which mixes kinds of layers; "
+            "transformers writes the list with save_pretrained",
+        )
+
+
 def _windows(facts: CheckpointFacts, layers: int) -> tuple[int | None, int]:
     """The window and the number of layers that have it, by `layer_types` or by the rule of the family."""
     window = facts.maybe("sliding_window")
     if window is None or facts.get("use_sliding_window") is False:
         return None, 0
     kinds = _layer_types(facts)
-    if kinds and len(kinds) != layers:
-        raise facts.wrong("layer_types", f"a list of {layers} kinds, one for each layer")
     if kinds:
         count = kinds.count(_SLIDING)
     elif facts.family in ("gemma2", "gpt_oss"):  # every other layer, from the first on

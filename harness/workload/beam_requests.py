@@ -12,8 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.core.hashing import ItemKeys
-from engine.core.identity import BlockHash, BlockIdentity
+from engine.core.identity import BlockHash, BlockIdentity, ItemKeys
 from engine.core.options import Decoding
 from engine.core.request import Request
 from harness.replay.beams import Genealogy

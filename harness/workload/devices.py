@@ -1,47 +1,12 @@
 """Checks that the engine can run on this machine as configured. They run before any point, and without torch."""
 
 import os
-import re
 
-from engine.runtime.attention.native.compile import why_unavailable
+from engine.runtime.attention.native import why_unavailable
 from engine.runtime.options import Backend
 from harness.config.errors import ConfigError
-from harness.config.schema import Clock, EngineConfig, EngineDevice, RunConfig
-from harness.environment import device_identity, engine_device, gpu_names
-
-
-def clock_of(config: RunConfig) -> Clock:
-    """The clock; `auto` is CPU-seconds of the engine's thread where one CPU thread does all work, else wall time."""
-    if config.replay.clock is not Clock.auto:
-        return config.replay.clock
-    single = engine_device(config.engine.device) == "cpu" and config.engine.threads == 1
-    return Clock.cpu if single else Clock.wall
-
-
-def has_yardstick(config: RunConfig) -> bool:
-    """Whether a yardstick between the steps follows the pace (`cost.follow_pace`). It describes a core, not a GPU."""
-    return config.cost.follow_pace and engine_device(config.engine.device) == "cpu"
-
-
-def is_predicted_device(config: RunConfig) -> bool:
-    """Whether `device`, which the simulation predicts, is the device that the engine runs on.
-
-    Only then do seconds measured here say anything about it. `device=cpu`, the default, stands for the machine at
-    hand. Of any other name the first part must be a word of the GPU's: `h100_sxm` is an "NVIDIA H100 80GB HBM3". The
-    memory must be equal where both name it, and a PCIe card must be called one.
-    """
-    name = config.device.name.lower()
-    if name == EngineDevice.cpu.value:
-        return True
-    if engine_device(config.engine.device) == "cpu":
-        return False
-    parts, words = name.split("_"), re.findall(r"[a-z0-9]+", device_identity(config.engine.device).lower())
-    sizes = [{word for word in some if re.fullmatch(r"\d+gb", word)} for some in (parts, words)]
-    same_memory = sizes[0] == sizes[1] or not all(sizes)
-    return (
-        parts[0] in words and parts[0] != "nvidia" and same_memory and ("pcie" in words) == ("pcie" in parts)
-    )
-
+from harness.config.schema import EngineConfig, EngineDevice
+from harness.environment import ENGINE, check_installed, engine_device, gpu_names
 
 _SHARE = 0.8  # of the machine's memory: the model, its activations and Python need the rest
 
@@ -79,11 +44,13 @@ def _check_fits(size: int, engine: EngineConfig, key: str, what: str, remedy: st
 
 
 def check_engine(engine: EngineConfig) -> None:
-    """Check the device and its kernels.
+    """Check that the engine is installed, its device and its kernels.
 
     Raises:
+        UserError: torch or transformers is missing.
         ConfigError: the device does not exist, or the kernels do not run on it.
     """
+    check_installed("engine", ENGINE)
     if engine.device is EngineDevice.cuda and not gpu_names():
         raise ConfigError(
             "engine.device",

@@ -12,7 +12,7 @@ from paged_kernels.attention import (
 )
 from paged_kernels.backends import BACKENDS, Choice, choose_backend, resolve_backend
 from paged_kernels.cache_ops import copy_blocks, reshape_and_cache, swap_blocks
-from paged_kernels.errors import (
+from paged_kernels.checks import (
     BackendUnavailableError,
     DeviceError,
     DtypeError,

@@ -11,9 +11,9 @@ A cascade is a decode over shared prefixes: blocks that several sequences share 
 A merge combines two partial attentions of the same queries over different keys.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -21,6 +21,10 @@ import torch
 from paged_kernels import reference
 from paged_kernels.backends import Demand, check_prefill_kernel, choose_backend, resolve_backend
 from paged_kernels.checks import (
+    DeviceError,
+    OptionError,
+    ShapeError,
+    TableError,
     can_read_values,
     check_caches,
     check_outputs,
@@ -30,30 +34,17 @@ from paged_kernels.checks import (
     check_tables,
     check_values,
 )
-from paged_kernels.errors import DeviceError, OptionError, ShapeError, TableError
-from paged_kernels.memory import DEFAULT_WORKSPACE, IntArray, Workspace, token_bytes
+from paged_kernels.memory import DEFAULT_WORKSPACE, PagedBatch, Workspace, token_bytes
 from paged_kernels.scoring import Scoring
-from paged_kernels.torch import cascade as torch_cascade
-from paged_kernels.torch.decode import decode_metadata, run_decode
+from paged_kernels.torch import decode as torch_decode
+from paged_kernels.torch.decode import DecodeMetadata, decode_metadata, run_decode
 from paged_kernels.torch.gathered import merge_reference
 from paged_kernels.torch.prefill import prefill_metadata, run_prefill
 
 if TYPE_CHECKING:
-    from paged_kernels.triton.parts import PartsOfStep
+    from paged_kernels.triton.decode import PartsOfStep
 
 Run = Callable[[], None]
-
-
-class PagedBatch(NamedTuple):
-    """Ragged queries over paged KV: the common form of decode and prefill. Shapes as in `paged_attention_prefill`."""
-
-    q: torch.Tensor
-    key_cache: torch.Tensor
-    value_cache: torch.Tensor
-    block_table: torch.Tensor
-    seq_lens: torch.Tensor
-    cu_seqlens_q: torch.Tensor
-    max_seqlen_q: int
 
 
 def run_triton(
@@ -69,28 +60,18 @@ def run_triton(
     """Run the batch in one launch. A decode may need one before that lists the parts of its rows (unless `parts` has
     the list), and one after it that combines them. `prefill_kernel` is one of `backends.PREFILL_KERNELS`.
     """
-    from paged_kernels.triton import decode as triton_decode
-    from paged_kernels.triton import prefill as triton_prefill
+    if batch.max_seqlen_q == 1 and len(batch.q) == len(batch.seq_lens):
+        from paged_kernels.triton.decode import run_decode as run_decode_kernel
 
-    q, key_cache, value_cache, table, lengths, bounds, widest = batch
-    if widest == 1 and len(q) == len(lengths):
-        arguments = (q, key_cache, value_cache, table, lengths, scoring, out, lse, num_splits)
-        triton_decode.run_decode(*arguments, workspace=workspace, parts=parts)
+        run_decode_kernel(*batch[:5], scoring, out, lse, num_splits, workspace=workspace, parts=parts)
     elif prefill_kernel == "hopper":
         from paged_kernels.triton.prefill_hopper import run_hopper_prefill
 
-        spans = (table, lengths, bounds, widest)
-        run_hopper_prefill(q, key_cache, value_cache, *spans, scoring, out, lse)
+        run_hopper_prefill(batch, scoring, out, lse)
     else:
-        spans = (table, lengths, bounds, widest)
-        triton_prefill.run_prefill(q, key_cache, value_cache, *spans, scoring, out, lse)
+        from paged_kernels.triton.prefill import run_prefill as run_prefill_kernel
 
-
-def run_torch(
-    batch: PagedBatch, scoring: Scoring, out: torch.Tensor, lse: torch.Tensor | None, workspace: Workspace
-) -> None:
-    """Prepare the batch and run it."""
-    prepare_torch(batch, scoring, out, lse, workspace)()
+        run_prefill_kernel(batch, scoring, out, lse)
 
 
 def prepare_torch(
@@ -105,58 +86,48 @@ def prepare_torch(
     queries = np.diff(bounds)
     decode = np.flatnonzero((queries == 1) & (lengths > 0))
     runs: list[Run] = []
-    if len(decode):
-        arguments = (batch, table[decode], lengths[decode], bounds[decode], scoring, out, lse, workspace)
-        runs.append(_prepare_decode(*arguments))
     size, caches = batch.key_cache.shape[1], (batch.key_cache, batch.value_cache)
+    if len(decode):
+        width = token_bytes(*caches)
+        metadata = decode_metadata(table[decode], lengths[decode], size, token_bytes=width, device=out.device)
+        if len(decode) == len(out):
+            runs.append(partial(run_decode, metadata, batch.q, *caches, scoring, out, workspace, lse))
+        else:
+            rows = torch.from_numpy(bounds[decode]).to(out.device)
+            runs.append(partial(_run_some, metadata, rows, batch, scoring, out, workspace, lse))
     for row in np.flatnonzero((queries > 1) & (lengths > 0)):
         spans = (int(bounds[row]), int(queries[row]), int(lengths[row]))
-        metadata = prefill_metadata(table[row], *spans, size, device=out.device)
-        runs.append(partial(run_prefill, metadata, batch.q, *caches, scoring, out, workspace, lse))
-    empty = (slice(bounds[row], bounds[row + 1]) for row in np.flatnonzero(lengths == 0))
-    runs += [partial(_empty, rows, out, lse) for rows in empty]
-    return partial(_run_all, runs)
+        prefill = prefill_metadata(table[row], *spans, size, device=out.device)
+        runs.append(partial(run_prefill, prefill, batch.q, *caches, scoring, out, workspace, lse))
+    empty = [slice(bounds[row], bounds[row + 1]) for row in np.flatnonzero(lengths == 0)]
+
+    def run_all() -> None:
+        for run in runs:
+            run()
+        for span in empty:  # sequences without keys
+            out[span] = 0.0
+            if lse is not None:
+                lse[span] = float("-inf")
+
+    return run_all
 
 
-def _run_all(runs: Sequence[Run]) -> None:
-    for run in runs:
-        run()
-
-
-def _empty(rows: slice, out: torch.Tensor, lse: torch.Tensor | None) -> None:
-    """Fill the rows of a sequence without keys: 0 and -inf."""
-    out[rows] = 0.0
-    if lse is not None:
-        lse[rows] = float("-inf")
-
-
-def _prepare_decode(
+def _run_some(
+    metadata: DecodeMetadata,
+    rows: torch.Tensor,
     batch: PagedBatch,
-    table: IntArray,
-    lengths: IntArray,
-    first: IntArray,
     scoring: Scoring,
     out: torch.Tensor,
-    lse: torch.Tensor | None,
     workspace: Workspace,
-) -> Run:
-    """The rows with one query. They are copied out of the flat batch, unless they are the whole batch."""
-    caches = (batch.key_cache, batch.value_cache)
-    size = token_bytes(*caches)
-    metadata = decode_metadata(table, lengths, caches[0].shape[1], token_bytes=size, device=out.device)
-    if len(first) == len(out):
-        return partial(run_decode, metadata, batch.q, *caches, scoring, out, workspace, lse)
-    rows = torch.from_numpy(first).to(out.device)
-
-    def run() -> None:
-        part = out.new_empty(len(first), *out.shape[1:])
-        sums = None if lse is None else lse.new_empty(len(first), lse.shape[1])
-        run_decode(metadata, batch.q[rows], *caches, scoring, part, workspace, sums)
-        out[rows] = part
-        if lse is not None and sums is not None:
-            lse[rows] = sums
-
-    return run
+    lse: torch.Tensor | None,
+) -> None:
+    """Decode some rows of a flat batch: they are copied out of it, and their results into it."""
+    part = out.new_empty(len(rows), *out.shape[1:])
+    sums = None if lse is None else lse.new_empty(len(rows), lse.shape[1])
+    run_decode(metadata, batch.q[rows], batch.key_cache, batch.value_cache, scoring, part, workspace, sums)
+    out[rows] = part
+    if lse is not None and sums is not None:
+        lse[rows] = sums
 
 
 def paged_attention_decode(
@@ -228,15 +199,12 @@ def paged_attention_prefill(
     `prefill_kernel="hopper"` takes the Triton backend's kernel for H100 and H200. No GPU has run it yet, so its results
     and its speed are not known; it refuses other devices, and what it does not serve, by name.
     """
-    widest = max_seqlen_q or _most_queries(q, cu_seqlens_q)
+    widest = max_seqlen_q
+    if not widest:
+        widest = max(1, int(cu_seqlens_q.diff().max()) if can_read_values(cu_seqlens_q) else len(q))
     batch = PagedBatch(q, key_cache, value_cache, block_table, seq_lens, cu_seqlens_q, widest)
     scoring = Scoring(scale, window, softcap, sinks, alibi, k_scale, v_scale)
     return _dispatch(batch, scoring, out, lse, workspace, backend, None, prefill_kernel, validate=validate)
-
-
-def _most_queries(q: torch.Tensor, bounds: torch.Tensor) -> int:
-    """An upper bound of the queries of any sequence; the largest number where the host may read the bounds."""
-    return max(1, int(bounds.diff().max())) if can_read_values(bounds) else max(1, len(q))
 
 
 def _dispatch(
@@ -265,7 +233,7 @@ def _dispatch(
     elif chosen == "torch_ref":
         _copy_result(out, lse, *reference.paged_attention(*batch[:6], scoring))
     else:
-        run_torch(batch, scoring, out, lse, workspace or DEFAULT_WORKSPACE)
+        prepare_torch(batch, scoring, out, lse, workspace or DEFAULT_WORKSPACE)()
     return out
 
 
@@ -340,15 +308,11 @@ def cascade_attention_decode(
         _copy_result(out, lse, *result)
     else:
         scratch = workspace or DEFAULT_WORKSPACE
-        metadata = torch_cascade.cascade_metadata(
-            *shared,
-            batch.block_table,
-            batch.seq_lens,
-            group_ids,
-            block_size=key_cache.shape[1],
-            token_bytes=token_bytes(key_cache, value_cache),
+        size, width = key_cache.shape[1], token_bytes(key_cache, value_cache)
+        metadata = torch_decode.cascade_metadata(
+            *shared, *batch[3:5], group_ids, block_size=size, token_bytes=width
         )
-        torch_cascade.run_cascade(*batch[:3], metadata, scoring, out, lse, scratch)
+        torch_decode.run_cascade(*batch[:3], metadata, scoring, out, lse, scratch)
     return out
 
 

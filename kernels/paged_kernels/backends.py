@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from paged_kernels.errors import BackendUnavailableError, OptionError
+from paged_kernels.checks import BackendUnavailableError, OptionError
 from paged_kernels.scoring import Scoring
 
 BACKENDS = ("torch", "torch_ref", "triton")
@@ -62,14 +62,15 @@ def choose_backend(name: str, device: torch.device | str, demand: Demand | None 
         raise OptionError(f"backend {name!r} does not exist; choose auto, {', '.join(BACKENDS)}")
     if name not in ("auto", "triton"):
         return Choice(name)
-    reason = (
-        _no_triton(torch.device(device), name) or (demand and _unserved(torch.device(device), demand)) or ""
-    )
+    device = torch.device(device)
+    reason = _no_triton(device, name) or (demand and _unserved(device, demand)) or ""
     if not reason:
         return Choice("triton")
     if name == "triton":
         raise BackendUnavailableError(f"backend 'triton' {reason}; use backend 'torch'")
-    _log_once(reason)
+    if reason not in _logged:
+        _logged.add(reason)
+        log.info("attention runs on torch: the Triton path %s", reason)
     return Choice("torch", reason)
 
 
@@ -127,7 +128,7 @@ def _not_on_hopper(
 
 def _no_triton(device: torch.device, name: str) -> str:
     if importlib.util.find_spec("triton") is None:
-        return "needs the triton package (install pagetwin[gpu])"
+        return "needs the triton package (pip install triton)"
     if device.type != "cuda" and (name == "auto" or os.environ.get("TRITON_INTERPRET") != "1"):
         return (
             f"compiles for a CUDA device and this run is on {device.type!r} (TRITON_INTERPRET=1 steps through the "
@@ -172,9 +173,3 @@ def _even(cache: torch.Tensor) -> bool:
     """Whether pairs of numbers of a row lie at even places."""
     numbers = (*cache.stride()[:-1], cache.shape[-1], cache.storage_offset())
     return all(number % 2 == 0 for number in numbers)
-
-
-def _log_once(reason: str) -> None:
-    if reason not in _logged:
-        _logged.add(reason)
-        log.info("attention runs on torch: the Triton path %s", reason)

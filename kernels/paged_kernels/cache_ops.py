@@ -9,8 +9,16 @@ from collections.abc import Sequence
 import torch
 
 from paged_kernels.backends import Demand, choose_backend, resolve_backend
-from paged_kernels.checks import check_caches, check_same, check_scales, check_slots
-from paged_kernels.errors import DeviceError, DtypeError, ShapeError, TableError
+from paged_kernels.checks import (
+    DeviceError,
+    DtypeError,
+    ShapeError,
+    TableError,
+    check_caches,
+    check_same,
+    check_scales,
+    check_slots,
+)
 from paged_kernels.torch import cache as torch_cache
 
 Pairs = torch.Tensor | Sequence[tuple[int, int]]
@@ -68,9 +76,9 @@ def copy_blocks(
 
         if key_cache.shape == value_cache.shape and key_cache.stride() == value_cache.stride():
             triton_cache.copy_blocks(key_cache, source, destination, value_cache, disjoint=disjoint)
-        else:
-            triton_cache.copy_blocks(key_cache, source, destination, disjoint=disjoint)
-            triton_cache.copy_blocks(value_cache, source, destination, disjoint=disjoint)
+            return
+        for cache in (key_cache, value_cache):
+            triton_cache.copy_blocks(cache, source, destination, disjoint=disjoint)
     else:
         torch_cache.copy_blocks(key_cache, source, destination)
         torch_cache.copy_blocks(value_cache, source, destination)
@@ -101,9 +109,9 @@ def swap_blocks(source: torch.Tensor, destination: torch.Tensor, block_mapping: 
 
 def _pairs(mapping: Pairs, sources: int, destinations: int) -> torch.Tensor:
     """The mapping as `[n, 2]`. Its values are checked if it is on the host, where reading them costs no wait."""
-    pairs = (
-        mapping if isinstance(mapping, torch.Tensor) else torch.tensor(mapping, dtype=torch.int64).view(-1, 2)
-    )
+    pairs = mapping
+    if not isinstance(pairs, torch.Tensor):
+        pairs = torch.tensor(pairs, dtype=torch.int64).view(-1, 2)
     if pairs.dim() != 2 or pairs.shape[1] != 2:
         raise ShapeError(
             f"block_mapping {tuple(pairs.shape)} must be [n, 2]: pairs of source and destination"

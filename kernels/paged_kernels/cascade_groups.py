@@ -86,9 +86,8 @@ def find_cascade_groups(
     `block_table` is `[rows, blocks]`, `seq_lens` `[rows]`. `token_bytes` are the bytes of one token's K and V in one
     layer, `rows_per_tile` the sequences that one program packs.
     """
-    finder = _Finder(
-        block_table, np.maximum(seq_lens - 1, 0) // block_size, block_size, token_bytes, rows_per_tile, cost
-    )
+    shareable = np.maximum(seq_lens - 1, 0) // block_size
+    finder = _Finder(block_table, shareable, block_size, token_bytes, rows_per_tile, cost)
     saved, groups = finder.best(np.arange(len(seq_lens)), 0)
     saved -= cost.overhead_s
     if not groups or saved <= 0:
@@ -100,15 +99,12 @@ def find_cascade_groups(
         group_ids[rows], shared[rows] = group, blocks
         tables[group, :blocks] = block_table[rows[0], :blocks]
     lens = np.array([blocks * block_size for _, blocks in groups], dtype=np.int64)
-    suffixes = _suffixes(block_table, shared, -(-seq_lens // block_size))
-    return CascadeGroups(tables, lens, suffixes, seq_lens - shared * block_size, group_ids, saved)
-
-
-def _suffixes(table: IntArray, shared: IntArray, needed: IntArray) -> IntArray:
-    """Each row's blocks after the shared ones, padded with the null block."""
+    # each row's blocks after the shared ones, padded with the null block
+    needed = -(-seq_lens // block_size)
     column = np.arange(max(1, int((needed - shared).max(initial=0)))) + shared[:, None]
     inside = column < needed[:, None]
-    return np.where(inside, np.take_along_axis(table, np.where(inside, column, 0), axis=1), 0)
+    suffixes = np.where(inside, np.take_along_axis(block_table, np.where(inside, column, 0), axis=1), 0)
+    return CascadeGroups(tables, lens, suffixes, seq_lens - shared * block_size, group_ids, saved)
 
 
 def rows_per_tile(group: int, device: torch.device) -> int:
@@ -145,11 +141,9 @@ class _Finder:
         """Leading blocks that all rows have in common."""
         most = int(self.shareable[rows].min())
         same = (self.table[rows, depth:most] == self.table[rows[0], depth:most]).all(axis=0)
-        return (
-            depth + (int(same.argmin()) if not same.all() else len(same))
-            if most > depth
-            else min(depth, most)
-        )
+        if most <= depth:
+            return min(depth, most)
+        return depth + (len(same) if same.all() else int(same.argmin()))
 
     def _saved(self, rows: int, blocks: int) -> float:
         group = RowGroup(rows, blocks * self.block_size * self.token_bytes, -(-rows // self.rows_per_tile))

@@ -1,4 +1,4 @@
-"""Checks of arguments, on the host, before any launch. Messages hold the wrong values.
+"""Errors of this package, and checks of arguments on the host, before any launch. Messages hold the wrong values.
 
 Checks of shapes, dtypes, devices and strides cost nothing. Values (lengths, block tables, slots) are on the device, and
 reading them waits for the device. This is not possible while a CUDA graph is captured, and a caller that trusts its
@@ -7,8 +7,44 @@ values may skip it.
 
 import torch
 
-from paged_kernels.errors import DeviceError, DtypeError, OptionError, ShapeError, StrideError, TableError
 from paged_kernels.scoring import Scoring
+
+
+class KernelError(ValueError):
+    """Arguments that an operation cannot serve. The subclasses say what is wrong with them."""
+
+
+class ShapeError(KernelError):
+    """Shapes that do not fit each other, or that no kernel serves: head_dim, group, number of rows."""
+
+
+class DtypeError(KernelError):
+    """A dtype, or a combination of dtypes, that the operation does not support."""
+
+
+class DeviceError(KernelError):
+    """Tensors that are not all on one device."""
+
+
+class StrideError(KernelError):
+    """Strides or addresses that the kernels cannot read in wide loads."""
+
+
+class TableError(KernelError):
+    """A block id, slot or length outside its cache or table."""
+
+
+class OptionError(KernelError):
+    """A number or name that an option does not allow."""
+
+
+class WorkspaceError(KernelError):
+    """A frozen workspace that is smaller than a call needs."""
+
+
+class BackendUnavailableError(KernelError):
+    """A backend that was chosen by name cannot run here. There is no silent fallback."""
+
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -4,13 +4,27 @@ A new buffer costs one page fault per 4 KiB, which is several times the cost of 
 keeps its buffers.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from paged_kernels.errors import StrideError, WorkspaceError
+from paged_kernels.checks import StrideError, WorkspaceError
 
 IntArray = npt.NDArray[np.int64]  # tables and lengths on the host
+
+
+class PagedBatch(NamedTuple):
+    """Ragged queries over paged KV: the common form of decode and prefill. Shapes as in `paged_attention_prefill`."""
+
+    q: torch.Tensor
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    max_seqlen_q: int
 
 
 def as_layers(cache: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Wrong input ends in one message: exit code 2 or 1, at most 30 lines, no traceback, little memory and time.
 
-`make test` tries a seeded sample in this process, `make nightly` tries all in processes of their own.
+By day a seeded sample is tried in this process, by night all, each in a process of its own.
 """
 
 import os
@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 from bad_inputs import bad_inputs, sample
+from tiers import cases
 
 from harness.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
-NIGHTLY = os.environ.get("PAGETWIN_NIGHTLY") == "1"
 MOST_LINES, MOST_BYTES, MOST_SECONDS = 30, 2 * 10**9, 10.0
 USAGE = 60  # lines of a usage text, which argparse prints for a wrong flag
 
@@ -44,7 +44,7 @@ def test_there_are_four_hundred_bad_inputs(tmp_path: Path) -> None:
     assert len(set(bad_inputs(tmp_path))) >= 400
 
 
-@pytest.mark.parametrize("seed", range(4))
+@cases("seed", range(4), day=1)
 def test_a_sample_of_bad_inputs_ends_in_one_message_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], seed: int
 ) -> None:
@@ -57,9 +57,7 @@ def test_a_sample_of_bad_inputs_ends_in_one_message_each(
     assert wrong == {}
 
 
-@pytest.mark.skipif(
-    not NIGHTLY, reason="PAGETWIN_NIGHTLY=1 tries all bad inputs, each in a process of its own"
-)
+@pytest.mark.nightly
 def test_every_bad_input_ends_in_one_message_with_little_memory_and_time(tmp_path: Path) -> None:
     wrong = {}
     for words in bad_inputs(tmp_path):

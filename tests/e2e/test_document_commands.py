@@ -14,11 +14,7 @@ from harness.config.ranges import value_of
 from harness.config.schema import RunConfig
 from harness.sweep.plan import run_request
 
-NIGHTLY = os.environ.get("PAGETWIN_NIGHTLY") == "1"
-SHOWN = {
-    "tutorial.md": False,
-    "recipes.md": True,
-}  # documents with output, and whether they are left to the night
+SHOWN = ("tutorial.md", "recipes.md")  # documents with output
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BASH = re.compile(r"^```(?:bash|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -57,16 +53,13 @@ def test_a_command_that_does_not_parse_is_seen(wrong: str) -> None:
         check(example)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", SHOWN)
 def test_the_commands_of_a_document_print_what_it_shows(name: str, tmp_path: Path) -> None:
-    if SHOWN[name] and not NIGHTLY:
-        pytest.skip("PAGETWIN_NIGHTLY=1 runs the commands of this document")
     folder = new_folder(tmp_path)
     for example in examples((ROOT / "docs" / name).read_text(encoding="utf-8")):
-        if NIGHTLY or not example.is_measured:
-            printed = output_of(example, folder)
-            assert agree(example.printed, printed), f"{example.command}\n{printed}"
+        printed = output_of(example, folder)
+        assert agree(example.printed, printed), f"{example.command}\n{printed}"
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from tiers import cases
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 PRINTS = {
@@ -16,7 +16,6 @@ PRINTS = {
     "read_the_store.py": "TTFT p99",
     "simulate_from_python.py": "block size",
 }
-SLOW = ("read_the_store.py",)  # it draws a report
 
 
 def output_of(name: str, folder: Path) -> str:
@@ -33,9 +32,7 @@ def test_every_example_is_run() -> None:
     assert sorted(PRINTS) == sorted(file.name for file in EXAMPLES.glob("*.py"))
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in PRINTS]
-)
+@cases("name", PRINTS, day=("block_manager.py", "simulate_from_python.py"))
 def test_an_example_runs_and_prints(name: str, tmp_path: Path) -> None:
     assert PRINTS[name] in output_of(name, tmp_path)
     assert list(tmp_path.iterdir()) == []  # nothing is left where the user stands

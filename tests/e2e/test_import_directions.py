@@ -17,59 +17,50 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("traces", "engine", "kernels/paged_kernels", "harness", "tests/gpu_acceptance")
+FOLDERS = ("traces", "engine", "kernels/paged_kernels", "harness", "benchmarks", "tests/gpu_acceptance")
 OURS = tuple(folder.rpartition("/")[2] for folder in FOLDERS)
 
 UNITS = """
     traces
-        traces.errors traces.trace traces.randomness traces.arrivals traces.formats traces.tokens traces.reshape
+        traces.errors traces.trace traces.arrivals traces.formats traces.tokens traces.reshape
         traces.analysis traces.synth traces.catalogue traces.reading
 
     engine
-        engine.core.errors engine.core.options engine.core.hashing engine.core.identity engine.core.request
-        engine.core.sequence engine.core.plan engine.core.calendar engine.core.policies engine.core.memory
-        engine.core.scheduling
+        engine.core.errors engine.core.options engine.core.identity engine.core.request engine.core.plan
+        engine.core.sequence engine.core.policies engine.core.memory engine.core.scheduling
     engine.core
 
-    paged_kernels.errors paged_kernels.memory paged_kernels.scoring paged_kernels.checks paged_kernels.backends
+    paged_kernels.scoring paged_kernels.checks paged_kernels.memory paged_kernels.backends
         paged_kernels.cascade_groups paged_kernels.reference paged_kernels.torch paged_kernels.triton
         paged_kernels.attention paged_kernels.cache_ops
     paged_kernels
         paged_kernels.providers
 
     engine.runtime
-        engine.runtime.errors engine.runtime.huge_pages engine.runtime.text
-        engine.runtime.structured engine.runtime.params engine.runtime.options engine.runtime.kv_pool
-        engine.runtime.group_views engine.runtime.group_pool
+        engine.runtime.errors engine.runtime.text engine.runtime.structured engine.runtime.params
+        engine.runtime.options engine.runtime.kv_pool engine.runtime.group_pool
     engine.runtime.attention
-        engine.runtime.attention.native engine.runtime.attention.cascade engine.runtime.attention.metadata
-        engine.runtime.attention.layer engine.runtime.attention.latent engine.runtime.attention.state
-        engine.runtime.attention.select
+        engine.runtime.attention.native engine.runtime.attention.metadata engine.runtime.attention.layer
+        engine.runtime.attention.state engine.runtime.attention.select
     engine.runtime.models engine.runtime.decoding
-        engine.runtime.batch engine.runtime.group_steps engine.runtime.graphs engine.runtime.drafts
-        engine.runtime.runner engine.runtime.build engine.runtime.requests engine.runtime.engine
-        engine.runtime.vllm_names engine.runtime.llm engine.runtime.async_engine
+        engine.runtime.batch engine.runtime.graphs engine.runtime.runner engine.runtime.requests
+        engine.runtime.engine engine.runtime.llm engine.runtime.async_engine
 
     harness
         harness.workers harness.console harness.config harness.environment harness.metrics harness.store
         harness.replay harness.cost harness.compiled
         harness.workload harness.oracle harness.measure harness.calibrate harness.point harness.sweep harness.cluster
-    harness.report.style harness.report.paper harness.report.thinning harness.report.study harness.report.axes
-        harness.report.numbers
+    harness.report.style harness.report.study harness.report.axes harness.report.numbers
         harness.report.trace_pictures harness.report.figures harness.report.answers harness.report.verdict_text
-        harness.report.points harness.report.tables
-        harness.report.attribution harness.report.provenance harness.report.page harness.report.write
-        harness.report.chosen_figure harness.report.summary harness.report
-    harness.capacity harness.serve harness.trace harness.deployment harness.scoreboard harness.papers
+        harness.report.tables harness.report.provenance harness.report.page harness.report.write harness.report
+    harness.capacity harness.serve harness.trace harness.twin harness.scoreboard harness.papers
         harness.lessons
     harness.bench
-        harness.bench.plugin harness.bench.session harness.bench.policy harness.bench.kernels harness.bench.engine
-        harness.bench.sim
     harness.kernel_speed harness.gate
     harness.cli
     harness.__main__
 
-    gpu_acceptance
+    benchmarks gpu_acceptance
 """
 ORDER = UNITS.split()
 

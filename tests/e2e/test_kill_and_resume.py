@@ -10,13 +10,15 @@ import time
 from pathlib import Path
 
 import pyarrow.parquet as pq
-import pytest
+from tiers import cases, tier
 
 ROOT = Path(__file__).resolve().parents[2]
 SUPPORT = ROOT / "tests" / "support"
 SCRIPT = "import sys; import fake_point; from harness.cli.main import main; \
 sys.exit(main(sys.argv[1:], point=fake_point, report=fake_point))"
 POINTS = 24
+KILLS = tier(1, 4)
+WORKERS = ["measure=false", "workers=2"]
 
 
 def command(*words: str) -> list[str]:
@@ -77,11 +79,10 @@ def children(pid: int) -> list[int]:
     return [int(child) for task in tasks.iterdir() for child in (task / "children").read_text().split()]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("words", [[], ["measure=false", "workers=2"]], ids=["here", "workers"])
-def test_a_sweep_that_is_killed_again_and_again_finishes(tmp_path: Path, words: list[str]) -> None:
+@cases("words", [WORKERS, []], day=1, ids=["workers", "here"])
+def test_a_sweep_that_is_killed_finishes_when_it_is_started_again(tmp_path: Path, words: list[str]) -> None:
     dice = random.Random(7)
-    for _ in range(4):
+    for _ in range(KILLS):
         let_run(tmp_path, 5)
         process = start(tmp_path, *words)
         wait_for_records(tmp_path, len(records(tmp_path)) + 2, process)
@@ -92,7 +93,7 @@ def test_a_sweep_that_is_killed_again_and_again_finishes(tmp_path: Path, words: 
             assert json.loads(record.read_text())["fingerprint"] == record.parent.name
             assert pq.read_table(record.parent / "steps.parquet").num_rows == 1000
     before, ran = len(records(tmp_path)), runs(tmp_path)
-    assert 8 <= before <= 20 < POINTS
+    assert 2 * KILLS <= before <= 5 * KILLS < POINTS
     (tmp_path / "limit").unlink()
     last = start(tmp_path, *words)
     last.communicate()
@@ -104,7 +105,7 @@ def test_a_sweep_that_is_killed_again_and_again_finishes(tmp_path: Path, words: 
 
 def test_workers_die_with_the_sweep_that_was_killed(tmp_path: Path) -> None:
     let_run(tmp_path, 2)
-    process = start(tmp_path, "measure=false", "workers=2")
+    process = start(tmp_path, *WORKERS)
     wait_for_records(tmp_path, 1, process)
     workers = children(process.pid)
     assert workers
@@ -116,8 +117,11 @@ def test_workers_die_with_the_sweep_that_was_killed(tmp_path: Path) -> None:
     assert not any(map(is_running, workers))
 
 
-@pytest.mark.parametrize("name", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize("words", [[], ["measure=false", "workers=2"]], ids=["here", "workers"])
+@cases(
+    ("words", "name"),
+    [(words, name) for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) for words in ([], WORKERS)],
+    day=(([], signal.SIGTERM), (WORKERS, signal.SIGINT)),
+)
 def test_a_stopped_sweep_can_go_on_and_says_so(
     tmp_path: Path, words: list[str], name: signal.Signals
 ) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.slow
 
 
 def call(*words: object, **options: object) -> str:
@@ -68,6 +67,7 @@ def test_the_wheel_brings_the_c_files_that_are_compiled_on_first_use(wheel: Path
     }
 
 
+@pytest.mark.nightly
 def test_the_licences_of_excerpts_travel_with_them_in_the_source_distribution_alone(
     wheel: Path, tmp_path: Path
 ) -> None:

@@ -17,14 +17,13 @@ from typing import Any
 
 import torch
 
+from benchmarks.engines import BenchRequest, Outputs, Serve, ours, reference_requests, transformers_cb
 from engine.core.options import SchedulerLimits
 from engine.runtime.engine import Engine
 from engine.runtime.models.load import LoadedModel, wrap_model
 from engine.runtime.models.spec import ModelSpec, config_values
 from engine.runtime.options import EngineOptions
 from engine.runtime.params import OutputKind, SamplingParams
-from harness.bench.engine.runner import OURS, Outputs, compare, ours, transformers_cb
-from harness.bench.engine.workload import BenchRequest, bench_requests
 from harness.console import remark, say
 from harness.environment import gpu_names, versions
 from harness.store.atomic import write_files
@@ -45,7 +44,7 @@ MODELS = {
     ),
 }  # fmt: skip
 WARM_UP, TIMED, PROFILED = 4, 24, 6  # decode steps
-PEER = "transformers_cb"
+OURS, PEER = "pagetwin", "transformers_cb"
 REQUESTS, REPEATS, POOL_TOKENS, BLOCK_SIZE = 64, 2, 65_536, 16
 LEAST_PEER_S = 30.0  # with less time left the peer does not start
 
@@ -273,27 +272,58 @@ def _rows(loaded: LoadedModel, load: Load, until: float) -> Iterator[dict[str, A
 
 def _peers(loaded: LoadedModel, count: int) -> list[dict[str, Any]]:
     """Our engine and transformers in turn on the same requests, output tokens a second of wall time."""
-    requests = bench_requests(count, loaded.vocab_size, 0)
-    serve, _ = ours(loaded, block_size=BLOCK_SIZE, pool_tokens=POOL_TOKENS)
+    requests = reference_requests(count, loaded.vocab_size)
 
     def other(
         some: Sequence[BenchRequest],
     ) -> Outputs:  # set up inside the call, so that an error is the peer's result
         return transformers_cb(loaded, block_size=BLOCK_SIZE, pool_tokens=POOL_TOKENS)(some)
 
+    engines = {OURS: ours(loaded, block_size=BLOCK_SIZE, pool_tokens=POOL_TOKENS), PEER: other}
     tokens = sum(request.output_tokens for request in requests)
-    engines = {OURS: serve, PEER: other}
-    found = compare(engines, requests, REPEATS, dict.fromkeys(engines, time.perf_counter))
     return [
         {
             "name": one.name,
             "seconds": one.seconds,
             "error": one.error,
             "equal": one.equal,
-            "tokens_s": one.rate(tokens) if one.seconds else None,
+            "tokens_s": tokens / median(one.seconds) if one.seconds else None,
         }
-        for one in found
+        for one in compared(engines, requests, REPEATS)
     ]
+
+
+@dataclass
+class Compared:
+    """The rounds of one engine, in seconds of wall time, and how many of its outputs equal those of the first."""
+
+    name: str
+    seconds: list[float]
+    equal: int = 0
+    error: str | None = None
+
+
+def compared(engines: dict[str, Serve], requests: Sequence[BenchRequest], repeats: int) -> list[Compared]:
+    """Rounds of all engines in turn, after a warm-up of two requests each."""
+    found = {name: Compared(name, []) for name in engines}
+    said: dict[str, Outputs] = {}
+    for number in range(-1, repeats):
+        for name, serve in engines.items():
+            if found[name].error is not None:
+                continue
+            began = time.perf_counter()
+            try:
+                outputs = serve(requests if number >= 0 else requests[:2])
+            except Exception as error:  # any error of a peer's library is that peer's result
+                found[name].error = f"{type(error).__name__}: {error}"
+                continue
+            if number >= 0:
+                found[name].seconds.append(time.perf_counter() - began)
+                said[name] = outputs
+    reference = said.get(next(iter(engines)), [])
+    for name, outputs in said.items():
+        found[name].equal = sum(one == other for one, other in zip(outputs, reference, strict=True))
+    return list(found.values())
 
 
 def _say_row(row: dict[str, Any]) -> None:

@@ -14,8 +14,7 @@ from typing import Any
 
 from harness.console import remark, say
 from harness.gate import latency as layer
-from harness.gate.baseline import Measured, new_baseline
-from harness.gate.findings import Verdict
+from harness.gate.findings import GateVerdict, Measured, new_baseline
 from harness.store.atomic import write_files
 
 SLOWER = 1.05
@@ -52,16 +51,16 @@ def trial(first: Measured, second: Measured) -> dict[str, Any]:
     same = layer.judge(second, baseline)
     by_verdict = {
         verdict: [f"{one.case}: {one.reason}" for one in same.findings if one.verdict is verdict]
-        for verdict in Verdict
+        for verdict in GateVerdict
     }
     planted = {case: _verdict_of(layer.judge(slowed(second, case), baseline), case) for case in second.cases}
-    missed = [case for case, verdict in planted.items() if verdict is not Verdict.regressed]
+    missed = [case for case, verdict in planted.items() if verdict is not GateVerdict.regressed]
     return {
         "made_on": dict(first.made_on),
         "kernels": first.kernels,
         "cases": len(second.cases),
-        "alarms": by_verdict[Verdict.regressed],
-        "inconclusive": by_verdict[Verdict.inconclusive],
+        "alarms": by_verdict[GateVerdict.regressed],
+        "inconclusive": by_verdict[GateVerdict.inconclusive],
         "slower": SLOWER,
         "planted": len(planted),
         "caught": len(planted) - len(missed),
@@ -82,9 +81,9 @@ def slowed(measured: Measured, case: str) -> Measured:
     )
 
 
-def _verdict_of(result: Any, case: str) -> Verdict:
-    verdicts: dict[str, Verdict] = {finding.case: finding.verdict for finding in result.findings}
-    return verdicts.get(case, Verdict.inconclusive)
+def _verdict_of(result: Any, case: str) -> GateVerdict:
+    verdicts: dict[str, GateVerdict] = {finding.case: finding.verdict for finding in result.findings}
+    return verdicts.get(case, GateVerdict.inconclusive)
 
 
 def _keep(file: Path, content: Mapping[str, Any]) -> None:

@@ -7,7 +7,6 @@ the latency gate.
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from math import nan
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -15,8 +14,9 @@ from xml.etree import ElementTree
 from gpu_acceptance.goals import BASELINES, ERRORS, GOALS, SWEEPS, Found, Judged, missing
 from gpu_acceptance.kernel_goals import kernel_findings, timed_cases
 from harness.cost.grid import DECODE_AXES, PREFILL_AXES, Grid, grid_errors
+from harness.metrics.record import PointRecord
 from harness.metrics.verdict import judge
-from harness.store.reading import Record, read_store
+from harness.store.reading import read_store
 
 _SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error")
 MODELS = ("1b", "8b")
@@ -112,7 +112,7 @@ def prediction_findings(out: Path) -> dict[str, Found]:
     return found | _gate(out / "gate.json")
 
 
-def _errors(sweep: str, records: list[Record]) -> dict[str, Found]:
+def _errors(sweep: str, records: list[PointRecord]) -> dict[str, Found]:
     """The median error over the sweep's points, with the worst point."""
     names = [name for name, _, _ in ERRORS]
     verdicts = {one.metric.name: one for one in judge(records, names).metrics} if records else {}
@@ -133,7 +133,9 @@ def _kernel(folder: Path) -> Found:
     for file in sorted(folder.glob("*.json")):
         grids = json.loads(file.read_text(encoding="utf-8")).get("grids") or {}
         for part, section in grids.items():
-            errors |= grid_errors(part, _grid(section), DECODE_AXES if part == "decode" else PREFILL_AXES)
+            errors |= grid_errors(
+                part, Grid.of_section(section), DECODE_AXES if part == "decode" else PREFILL_AXES
+            )
     errors = {name: error for name, error in errors.items() if error["mape"] == error["mape"]}
     if not errors:
         return missing("no calibration with a grid of attention")
@@ -141,14 +143,8 @@ def _kernel(folder: Path) -> Found:
     return Found(errors[worst]["mape"], f"{worst}, {errors[worst]['n']:.0f} shapes")
 
 
-def _grid(section: Mapping[str, Any]) -> Grid:
-    """The grid of a file. A null in the file is a cell that was not measured, and becomes NaN."""
-    cells = tuple(tuple(nan if cell is None else float(cell) for cell in row) for row in section["seconds"])
-    return Grid(tuple(section["across"]), tuple(section["along"]), cells)
-
-
-def _ratios(records: list[Record]) -> dict[str, Found]:
-    rates = {record["pool"]["policy"]: _throughput(record) for record in records}
+def _ratios(records: list[PointRecord]) -> dict[str, Found]:
+    rates = {record.pool["policy"]: _throughput(record) for record in records}
     paged = rates.get("paged")
     return {f"ratio_{policy}": _ratio(paged, rates.get(policy)) for policy in BASELINES}
 
@@ -159,9 +155,8 @@ def _ratio(paged: float | None, other: float | None) -> Found:
     return Found(paged / other, f"{paged:.0f} and {other:.0f} output tokens/s")
 
 
-def _throughput(record: Record) -> float | None:
-    measured = record.get("measured")
-    return measured["median"].get("output_throughput") if measured else None
+def _throughput(record: PointRecord) -> float | None:
+    return record.measured["median"].get("output_throughput") if record.measured else None
 
 
 def _gate(file: Path) -> dict[str, Found]:

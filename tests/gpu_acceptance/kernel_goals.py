@@ -28,7 +28,7 @@ from gpu_acceptance.goals import (
     Found,
     missing,
 )
-from harness.bench.kernels.cases import CaseSpec
+from harness.bench.cases import KernelCase
 from harness.console import remark
 from harness.cost.timings import ALWAYS, CASCADE, CONTIGUOUS, OURS, SDPA, TABLE, KernelRunError, read_run
 from harness.kernel_speed.block_sizes import decode_case, decode_time, kernel_of, newest_baseline
@@ -150,7 +150,7 @@ def _sharing(case: TimedCase) -> Sharing:
     from paged_kernels.cascade_groups import rows_per_tile
 
     row = case.ours
-    spec = CaseSpec(**{name: row[name] for name in CaseSpec.__dataclass_fields__})
+    spec = KernelCase(**{name: row[name] for name in KernelCase.__dataclass_fields__})
     token_bytes = 2 * spec.kv_heads * spec.head_dim * spec.element_bytes
     tiles = -(-spec.batch // rows_per_tile(spec.heads // spec.kv_heads, torch.device("cuda")))
     seconds = (case.us[OURS] / 1e6, case.us[ALWAYS] / 1e6)

@@ -89,7 +89,7 @@ def last_level_cache_bytes() -> int:
     """The last-level cache of this machine's GPU; without a GPU, that of the cascade cost rule's own device."""
     import torch
 
-    from harness.bench.kernels.calls import cache_bytes
+    from harness.bench.calls import cache_bytes
     from paged_kernels.cascade_groups import H200
 
     return cache_bytes(torch.device("cuda")) if torch.cuda.is_available() else H200.cache_bytes

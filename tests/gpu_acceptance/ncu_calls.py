@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from harness.bench.kernels.calls import build, known_providers
-from harness.bench.kernels.cases import CaseSpec
+from harness.bench.calls import build, known_providers
+from harness.bench.cases import KernelCase
 from harness.console import say
 from harness.cost.timings import ALWAYS, OURS
 from harness.store.atomic import write_files
@@ -26,17 +26,17 @@ from paged_kernels.providers import Case, Run, UnsupportedCaseError
 
 Watch = Callable[[str], AbstractContextManager[None]]
 VECTOR = "vector"
-WIDE = CaseSpec(batch=32, context=4096)
-NAMED: tuple[tuple[CaseSpec, str], ...] = (
+WIDE = KernelCase(batch=32, context=4096)
+NAMED: tuple[tuple[KernelCase, str], ...] = (
     *((replace(WIDE, block_size=size), VECTOR) for size in (1, 16, 64, 256)),
     (replace(WIDE, block_size=64), OURS),
-    (CaseSpec(batch=1, context=32_768), OURS),
+    (KernelCase(batch=1, context=32_768), OURS),
     (replace(WIDE, kv_heads=32), OURS),
-    (CaseSpec(batch=4, context=4096, queries=2048), OURS),
-    (CaseSpec(batch=16, context=8320, shared_prefix=8192), ALWAYS),
+    (KernelCase(batch=4, context=4096, queries=2048), OURS),
+    (KernelCase(batch=16, context=8320, shared_prefix=8192), ALWAYS),
 )
 """The profiled calls: block-size curve, one block id for each tile, one long sequence, MHA, a prefill, a cascade."""
-TINY = (CaseSpec(batch=2, context=64, heads=4, kv_heads=2, head_dim=16, dtype="fp32"), OURS)
+TINY = (KernelCase(batch=2, context=64, heads=4, kv_heads=2, head_dim=16, dtype="fp32"), OURS)
 
 
 def attend(case: Case) -> torch.Tensor:
@@ -48,13 +48,23 @@ def prepare(case: Case) -> Run:
     """Prepare the call as our provider does, with fixed addressing. Raises UnsupportedCaseError for others."""
     if case.device.type != "cuda" or not case.decode:
         raise UnsupportedCaseError(f"{case.name}: the addressing of the Triton decode alone can be fixed")
-    from paged_kernels.triton.decode import run_decode
+    from paged_kernels.triton.decode import PartsOfStep, run_decode
     from paged_kernels.triton.launch import pick_splits
 
     out = case.q.new_empty(*case.q.shape[:2], case.value_cache.shape[3])
     splits = pick_splits(case.lengths, case.kv_heads, case.device)
     inputs = (case.q, case.key_cache, case.value_cache, case.block_table, case.seq_lens)
-    run = partial(run_decode, *inputs, case.scoring, out, None, splits, workspace=Workspace(), path="vector")
+    run = partial(
+        run_decode,
+        *inputs,
+        case.scoring,
+        out,
+        None,
+        splits,
+        workspace=Workspace(),
+        path="vector",
+        parts=PartsOfStep(),
+    )
 
     def call() -> torch.Tensor:
         run()
@@ -86,7 +96,7 @@ def main(words: Sequence[str] | None = None) -> int:
     return 0
 
 
-def profile(spec: CaseSpec, provider: str, device: torch.device, watched: Watch) -> torch.Tensor:
+def profile(spec: KernelCase, provider: str, device: torch.device, watched: Watch) -> torch.Tensor:
     """Call the case twice, the second time inside `watched`; returns its output."""
     run = _prepared(provider, build(spec, device, seed=0))
     run()

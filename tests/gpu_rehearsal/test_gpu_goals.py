@@ -22,11 +22,11 @@ from gpu_acceptance.kernel_goals import (
     proposal,
 )
 from gpu_acceptance.parts import PARTS
-from harness.bench.kernels.cases import CaseSpec
+from harness.bench.cases import KernelCase
 from paged_kernels.cascade_groups import CascadeCost, RowGroup
 
 
-def row(spec: CaseSpec, provider: str, us: float, **other: Any) -> dict[str, Any]:
+def row(spec: KernelCase, provider: str, us: float, **other: Any) -> dict[str, Any]:
     plain = {"name": spec.name, **spec.values(), "provider": provider, "median_us": us}
     return {**plain, "copy_share": 0.92, "matmul_share": 0.1, "flat_bytes": spec.kv_bytes, **other}
 
@@ -36,9 +36,9 @@ def cases(*rows: dict[str, Any]) -> list[TimedCase]:
 
 
 WIDE, LONG, SMALL = (
-    CaseSpec(batch=32, context=4096),
-    CaseSpec(batch=8, context=16_384),
-    CaseSpec(batch=1, context=1024),
+    KernelCase(batch=32, context=4096),
+    KernelCase(batch=8, context=16_384),
+    KernelCase(batch=1, context=1024),
 )
 
 
@@ -96,7 +96,7 @@ def test_the_worst_large_decode_stands_for_all() -> None:
 
 @pytest.mark.parametrize("other", [{"block_size": 1}, {"dtype": "fp8_e4m3"}, {"kv_heads": 1}])
 def test_other_blocks_types_and_groups_make_no_claim_about_bandwidth(other: dict[str, Any]) -> None:
-    spec = replace(CaseSpec(batch=256, context=8192), **other)
+    spec = replace(KernelCase(batch=256, context=8192), **other)
     assert kernel_findings(cases(row(spec, "paged", 100, copy_share=0.3)))["decode_copy"].value is None
 
 
@@ -122,24 +122,24 @@ def test_one_case_behind_a_peer_is_found_although_the_median_is_ahead() -> None:
 
 
 def test_a_prefill_is_measured_by_the_matrix_ceiling_and_by_sdpa() -> None:
-    spec = CaseSpec(batch=1, context=4096, queries=2048)
+    spec = KernelCase(batch=1, context=4096, queries=2048)
     found = kernel_findings(cases(row(spec, "paged", 100, matmul_share=0.61), row(spec, "sdpa", 80)))
     assert judged("prefill_ceiling", found["prefill_ceiling"]) == "yes"
     assert (found["prefill_sdpa"].value, judged("prefill_sdpa", found["prefill_sdpa"])) == (0.8, "no")
 
 
 def test_the_prefill_kernel_for_hopper_is_compared_with_the_plain_one() -> None:
-    spec = CaseSpec(batch=1, context=4096, queries=2048)
+    spec = KernelCase(batch=1, context=4096, queries=2048)
     found = kernel_findings(cases(row(spec, "paged", 100), row(spec, "paged-hopper", 110)))["prefill_hopper"]
     assert (found.value, judged("prefill_hopper", found)) == (1.1, "no")
     assert kernel_findings(cases(row(spec, "paged", 100)))["prefill_hopper"].value is None
 
 
-def shared(rows: int, tokens: int) -> CaseSpec:
-    return CaseSpec(batch=rows, context=tokens + 128, shared_prefix=tokens)
+def shared(rows: int, tokens: int) -> KernelCase:
+    return KernelCase(batch=rows, context=tokens + 128, shared_prefix=tokens)
 
 
-def timed(spec: CaseSpec, flat: float, rule: float, always: float) -> list[dict[str, Any]]:
+def timed(spec: KernelCase, flat: float, rule: float, always: float) -> list[dict[str, Any]]:
     return [row(spec, "paged", flat), row(spec, "cascade", rule), row(spec, "cascade-always", always)]
 
 
@@ -348,7 +348,7 @@ def test_decode_is_compared_with_the_best_public_kernel_at_its_shape(us: float, 
 
 @pytest.mark.parametrize(("us", "verdict"), [(260, "yes"), (275, "no")])
 def test_whole_prompts_are_compared_with_the_best_public_kernel(us: float, verdict: str) -> None:
-    spec = CaseSpec(batch=1, context=4096, queries=4096)
+    spec = KernelCase(batch=1, context=4096, queries=4096)
     found = kernel_findings(cases(row(spec, "paged", us, **H200)))["prefill_public"]
     assert judged("prefill_public", found) == verdict
 

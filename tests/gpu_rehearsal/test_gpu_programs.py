@@ -20,10 +20,10 @@ from gpu_acceptance.decoding import (
 )
 from gpu_acceptance.gate_trial import slowed, trial
 from gpu_acceptance.parts import SMALL_TESTS, Setting, steps_of
-from harness.bench.kernels.calls import copies_past_cache
-from harness.bench.kernels.cases import FULL, MOST_KV_BYTES, PRESETS, CaseSpec
+from harness.bench.calls import copies_past_cache
+from harness.bench.cases import FULL, MOST_KV_BYTES, PRESETS, KernelCase
 from harness.cli.main import main
-from harness.gate.baseline import Measured
+from harness.gate.findings import Measured
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -135,11 +135,12 @@ def test_no_case_of_a_full_grid_shadows_one_of_the_other_presets() -> None:
 
 
 def test_a_shared_prefix_is_rotated_past_the_cache_by_its_own_bytes() -> None:
-    case = CaseSpec(batch=64, context=1152, shared_prefix=1024)
+    case = KernelCase(batch=64, context=1152, shared_prefix=1024)
     assert case.distinct_kv_bytes == 4096 * (1024 + 64 * 128)
     assert copies_past_cache(case.distinct_kv_bytes, 60 << 20) > copies_past_cache(case.kv_bytes, 60 << 20)
 
 
+@pytest.mark.nightly
 def test_a_bench_whose_time_is_over_keeps_what_it_has_and_says_what_it_left(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

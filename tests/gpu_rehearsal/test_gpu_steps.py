@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tiers import cases
 
 import harness.point
 from gpu_acceptance import machine as preflight
@@ -21,10 +22,11 @@ from gpu_acceptance.machine import check_packages, device_folder, device_overrid
 from gpu_acceptance.parts import PARTS, REHEARSED, SECONDS, Setting, Step, steps_of
 from gpu_acceptance.run import MINUTES, main
 from harness.calibrate.store import calibration_path
-from harness.cli.calibrate import _config
+from harness.cli.engine import calibrated_config
 from harness.cli.main import main as harness_main
 from harness.config.errors import UserError
 from harness.sweep.plan import plan_sweep, sweep_request
+from harness.workload.deployment import deployment_of
 
 H200 = ("device=h200",)
 
@@ -70,7 +72,7 @@ def run_here(words: Sequence[str], **options: Any) -> "subprocess.CompletedProce
     return subprocess.CompletedProcess(list(words), code, out.getvalue(), err.getvalue())
 
 
-@pytest.mark.parametrize("part", PARTS)
+@cases("part", PARTS, day=("prediction",))
 def test_every_step_is_ready_for_a_gpu(
     part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,14 +119,17 @@ def overrides_of(part: str, name: str, out: Path) -> list[str]:
     return [word for word in command if "=" in word] + [*REHEARSED]
 
 
-@pytest.mark.parametrize(
+@cases(
     ("part", "sweep"),
     [("quick", "sweep"), *(("prediction", name) for name in ("default", "azure", "contiguous"))],
+    day=1,
 )
 def test_a_sweep_finds_what_the_calibration_step_keeps(part: str, sweep: str, tmp_path: Path) -> None:
-    kept = calibration_path(_config(tuple(overrides_of(part, "calibration", tmp_path))))
+    kept = calibration_path(
+        deployment_of(calibrated_config(tuple(overrides_of(part, "calibration", tmp_path))))
+    )
     plan = plan_sweep(sweep_request(overrides_of(part, sweep, tmp_path)), harness.point)
-    assert {calibration_path(point.config) for point in plan.points} == {kept}
+    assert {calibration_path(deployment_of(point.config)) for point in plan.points} == {kept}
 
 
 def test_a_failed_step_does_not_stop_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,7 @@ from itertools import count
 from unittest.mock import patch
 
 from harness.gate import cpu
-from harness.gate.baseline import Baseline
-from harness.gate.findings import Verdict
+from harness.gate.findings import Baseline, GateVerdict
 
 EVERY = 5  # calls of which one runs twice
 
@@ -37,7 +36,7 @@ def slowed(works: dict[str, cpu.Work]) -> dict[str, cpu.Work]:
     return {name: slower(work) for name, work in works.items()}
 
 
-def trial(*, slow: bool) -> dict[str, Verdict]:
+def trial(*, slow: bool) -> dict[str, GateVerdict]:
     """The verdicts of one run of the gate, today's code against itself, by case."""
     original = cpu.works
 
@@ -75,9 +74,9 @@ def main() -> int:
             sys.stdout.write(f"{case}, {what}: {words}; load {os.getloadavg()[0]:.1f}\n")
             sys.stdout.flush()
             if slow:
-                missed = max(missed, trials - counts[Verdict.regressed])
+                missed = max(missed, trials - counts[GateVerdict.regressed])
             else:
-                accused = max(accused, counts[Verdict.regressed])
+                accused = max(accused, counts[GateVerdict.regressed])
     return int(missed * 20 > asked.slowed or accused * 40 > asked.unchanged)
 
 

@@ -10,7 +10,6 @@ Playwright and Chromium are installed. The folder is deleted at the end if it wa
 """
 
 import argparse
-import copy
 import os
 import random
 import shutil
@@ -19,12 +18,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from harness.console import say
+from harness.metrics.record import PointRecord
 from harness.point import run_point
 from harness.store.commit import Layout
 from harness.store.manifest import Manifest, SweepPoint, write_manifest
@@ -41,7 +41,7 @@ _TABS, _PATIENCE_MS = 5, 120_000
 
 @dataclass(frozen=True)
 class Result:
-    record: dict[str, Any]
+    record: PointRecord
     tables: dict[str, dict[str, Any]]
     files: dict[str, bytes]
 
@@ -90,10 +90,11 @@ def commit(chunk: tuple[Path, Sequence[PlannedPoint]]) -> None:
         key = _like(planned)
         if key not in ran:
             ran[key] = run_point(planned.config)
-        record = copy.deepcopy(ran[key].record)
+        ran_like = ran[key].record
         by = 1 + random.Random(planned.fingerprint).uniform(-MOVED, MOVED)
-        for section in ("simulated", "comparison"):
-            record[section] = moved(record[section], by)
+        record = replace(
+            ran_like, simulated=moved(ran_like.simulated, by), comparison=moved(ran_like.comparison, by)
+        )
         commit_result(planned, folder, Result(record, dict(ran[key].tables), dict(ran[key].files)), 0.02 * by)
 
 

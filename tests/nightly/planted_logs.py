@@ -21,11 +21,11 @@ from pathlib import Path
 import numpy as np
 
 from harness.config.schema import DeviceConfig
-from harness.deployment.configured import Configured, configured
-from harness.deployment.fit import CONSTANTS, LINK_CONSTANTS, Fit, fit_device
-from harness.deployment.log import Deployment
-from harness.deployment.prediction import Errors, predictor
-from harness.deployment.reading import read_deployment
+from harness.twin.configured import Configured, configured
+from harness.twin.fit import CONSTANTS, LINK_CONSTANTS, Fit, fit_device
+from harness.twin.log import EngineLog
+from harness.twin.prediction import Errors, predictor
+from harness.twin.reading import read_engine_log
 from traces.trace import CHAINED, Segment, Trace, TraceHeader, TraceRequest
 
 REQUESTS = 300
@@ -100,9 +100,9 @@ def planted_device(described: DeviceConfig, seed: int) -> DeviceConfig:
     return found
 
 
-def described(case: Case, deployment: Deployment) -> Configured:
+def described(case: Case, log: EngineLog) -> Configured:
     """The configuration as `calibrate --from-log` makes it."""
-    return configured(deployment, (f"device={case.device}",))
+    return configured(log, (f"device={case.device}",))
 
 
 def write_log(case: Case, seed: int, folder: Path) -> None:
@@ -110,7 +110,7 @@ def write_log(case: Case, seed: int, folder: Path) -> None:
     (folder / "engine.json").write_text(json.dumps(arguments(case)))
     trace = trace_of(case, seed)
     write_requests(folder, trace, None, seed)
-    config = described(case, read_deployment(folder)).config
+    config = described(case, read_engine_log(folder)).config
     config = replace(config, model=replace(config.model, expert_skew=case.skew or config.model.expert_skew))
     run = predictor(config, trace)(planted_device(config.device, seed))
     write_requests(folder, trace, np.stack([run.seen_s, run.first_token_s, run.last_token_s]), seed)
@@ -135,8 +135,8 @@ def fitted(case: Case, seed: int) -> Fit:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         write_log(case, seed, folder)
-        deployment = read_deployment(folder)
-        return fit_device(deployment, described(case, deployment).config)
+        log = read_engine_log(folder)
+        return fit_device(log, described(case, log).config)
 
 
 def shown(errors: Errors) -> str:

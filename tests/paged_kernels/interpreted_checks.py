@@ -7,6 +7,7 @@ program costs about 7 ms here and a tile 4 ms. What runs at full size and in all
 import pytest
 import torch
 from interpreted_cases import attend, check, halves, options_of, spec_of
+from tiers import cases
 
 from paged_kernels import (
     Workspace,
@@ -16,12 +17,10 @@ from paged_kernels import (
     merge_attn_states,
     reshape_and_cache,
 )
-from paged_kernels.providers.build import build_case
-from paged_kernels.providers.verify import TOLERANCE, exact_attention, relative_error
+from paged_kernels.providers.case import TOLERANCE, build_case, exact_attention, relative_error
+from paged_kernels.triton import decode as triton_decode
 from paged_kernels.triton import launch as triton_config
-from paged_kernels.triton import parts as triton_parts
-from paged_kernels.triton.decode import run_decode
-from paged_kernels.triton.parts import PartsOfStep
+from paged_kernels.triton.decode import PartsOfStep, run_decode
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -35,33 +34,35 @@ OPTIONS = [
 pytestmark = pytest.mark.filterwarnings("error:invalid value")
 
 
-@pytest.mark.parametrize("block_size", [1, 8, 16, 32, 64, 128, 256])
+@cases("block_size", [1, 8, 16, 32, 64, 128, 256], day=(1, 256))
 def test_decode_at_any_block_size_and_length(block_size):
     lengths = (0, 1, max(1, block_size - 1), block_size, block_size + 1, 90)
     check(spec_of(lengths, block_size=block_size, heads=2, kv_heads=1), num_splits=2)
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("num_splits", [1, 3])
+@cases("options", OPTIONS, day=OPTIONS[-1:])
+@cases("num_splits", [1, 3], day=(3,))
 def test_decode_options(options, num_splits):
     check(spec_of((33, 0, 150), block_size=8, **options), num_splits=num_splits)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "kv_dtype"), [(FP16, None), (BF16, None), (BF16, E4M3), (FP16, E5M2), (FP32, E4M3)]
+@cases(
+    ("dtype", "kv_dtype"),
+    [(FP16, None), (BF16, None), (BF16, E4M3), (FP16, E5M2), (FP32, E4M3)],
+    day=((BF16, E4M3),),
 )
 def test_decode_of_any_dtype(dtype, kv_dtype):
     check(spec_of((33, 90), block_size=8, dtype=dtype, kv_dtype=kv_dtype), num_splits=2)
 
 
-@pytest.mark.parametrize("heads", [(1, 1), (3, 1), (7, 1), (16, 1)])
-@pytest.mark.parametrize("dims", [(64, 64), (80, 48), (96, 96), (256, 128)])
+@cases("heads", [(1, 1), (3, 1), (7, 1), (16, 1)], day=((3, 1),))
+@cases("dims", [(64, 64), (80, 48), (96, 96), (256, 128)], day=((80, 48),))
 def test_decode_of_any_group_and_width(heads, dims):
     check(spec_of((65,), heads=heads[0], kv_heads=heads[1], dk=dims[0], dv=dims[1]), num_splits=1)
 
 
 @pytest.mark.parametrize("queries", [(), (20, 3)])
-@pytest.mark.parametrize("block_size", [8, 64])
+@cases("block_size", [8, 64], day=1)
 def test_heads_before_slots_in_memory_change_nothing(queries, block_size):
     case, other = (
         build_case(spec_of((70, 33), queries, block_size=block_size, layout=layout))
@@ -71,7 +72,7 @@ def test_heads_before_slots_in_memory_change_nothing(queries, block_size):
     assert torch.equal(attend(case), attend(other))
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 100}, {"sinks": True}])
+@cases("options", [{}, {"window": 100}, {"sinks": True}], day=({"window": 100},))
 def test_parts_are_balanced_on_the_device(monkeypatch, options):
     monkeypatch.setattr(triton_config, "SPLIT_TOKENS", 64)
     check(spec_of((400, 1, 0, 70), block_size=16, heads=2, kv_heads=1, **options))
@@ -97,8 +98,8 @@ def test_the_list_of_parts_covers_every_tile_that_a_row_sees_once(window, dtype)
 
 def test_layers_of_a_step_share_one_list_of_parts(monkeypatch):
     case, parts, launches = build_case(spec_of((20, 65), heads=2, kv_heads=1)), PartsOfStep(), []
-    plan = triton_parts.plan_kernel
-    monkeypatch.setattr(triton_parts, "plan_kernel", Counted(plan, launches))
+    plan = triton_decode.plan_kernel
+    monkeypatch.setattr(triton_decode, "plan_kernel", Counted(plan, launches))
     wide, narrow = (case.scoring._replace(window=window) for window in (0, 30))
     inputs = (case.q, case.key_cache, case.value_cache, case.block_table, case.seq_lens)
     outs = [torch.empty_like(case.q) for _ in range(4)]
@@ -139,12 +140,12 @@ def test_a_workspace_that_is_large_enough_may_be_frozen():
         attend(case, num_splits=5, workspace=workspace)
 
 
-@pytest.mark.parametrize("block_size", [1, 8, 64, 256])
+@cases("block_size", [1, 8, 64, 256], day=(8,))
 def test_prefill_chunks_see_their_prefix(block_size):
     check(spec_of((40, 0, 70, 9, 1), (40, 0, 5, 9, 1), block_size=block_size, heads=2, kv_heads=1))
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@cases("options", OPTIONS, day=OPTIONS[-1:])
 def test_prefill_options(options):
     check(spec_of((20, 90), (20, 3), block_size=8, **options))
 
@@ -158,7 +159,7 @@ def test_prefill_of_a_group_that_is_no_power_of_two():
     check(spec_of((20, 33), (20, 7), heads=3, kv_heads=1, dk=24, dv=16))
 
 
-@pytest.mark.parametrize("options", [{}, *OPTIONS[1:3], {"sinks": True}, {"kv_dtype": E5M2}])
+@cases("options", [{}, *OPTIONS[1:3], {"sinks": True}, {"kv_dtype": E5M2}], day=({"kv_dtype": E5M2},))
 def test_a_cascade_equals_the_whole(options):
     case = build_case(spec_of((97, 160, 120), shared_tokens=96, block_size=16, **options))
     lse = torch.empty(3, 4)

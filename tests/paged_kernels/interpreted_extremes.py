@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 from interpreted_cases import attend, check, halves, options_of, spec_of
+from tiers import cases
 
 from paged_kernels import (
     cascade_attention_decode,
@@ -20,13 +21,10 @@ from paged_kernels import (
     reshape_and_cache,
 )
 from paged_kernels.memory import Workspace, storable
-from paged_kernels.providers.build import build_case
-from paged_kernels.providers.case import contiguous_kv
-from paged_kernels.providers.verify import TOLERANCE, exact_attention, relative_error
+from paged_kernels.providers.case import TOLERANCE, build_case, contiguous_kv, exact_attention, relative_error
 from paged_kernels.triton import launch as triton_config
-from paged_kernels.triton.decode import run_contiguous_decode
+from paged_kernels.triton.decode import PartsOfStep, run_contiguous_decode
 from paged_kernels.triton.launch import PAIRS, target_parts
-from paged_kernels.triton.parts import PartsOfStep
 from paged_kernels.triton.scan import widened
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -51,7 +49,7 @@ def assert_same(found, exact, *, atol=1e-5):
 @np.errstate(invalid="ignore", over="ignore")  # here they are meant
 @pytest.mark.parametrize("which", ["key", "value"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("num_splits", [1, 3, None])
+@cases("num_splits", [1, 3, None], day=(3,))
 def test_a_strange_number_reaches_the_output_of_any_split(monkeypatch, which, value, num_splits):
     monkeypatch.setattr(triton_config, "SPLIT_TOKENS", 64)
     case, (exact, sums) = strange(value, which)
@@ -64,7 +62,7 @@ def test_a_strange_number_reaches_the_output_of_any_split(monkeypatch, which, va
 @np.errstate(invalid="ignore")  # here it is meant
 @pytest.mark.parametrize("which", ["key", "value"])
 @pytest.mark.parametrize("column", [6, 7])
-@pytest.mark.parametrize("kv_dtype", [E4M3, E5M2])
+@cases("kv_dtype", [E4M3, E5M2], day=1)
 def test_an_eight_bit_nan_reaches_the_output_from_either_place_of_a_pair(which, column, kv_dtype):
     case = build_case(spec_of((150, 40), block_size=16, dtype=BF16, kv_dtype=kv_dtype))
     clean = attend(case, num_splits=2)
@@ -97,8 +95,8 @@ def widen_all(pairs, even, odd, kind: tl.constexpr):
 
 @np.errstate(invalid="ignore", over="ignore")  # here they are meant
 @pytest.mark.parametrize("which", ["key", "value"])
-@pytest.mark.parametrize("shared", [64, 160])
-@pytest.mark.parametrize("options", [{}, {"sinks": True}])
+@cases("shared", [64, 160], day=1)
+@cases("options", [{}, {"sinks": True}], day=1)
 def test_nan_reaches_the_output_of_a_cascade(which, shared, options):
     case, (exact, _) = strange(float("nan"), which, (300, 200), shared_tokens=shared, **options)
     for backend in ("triton", "torch"):
@@ -127,7 +125,7 @@ def test_a_merge_keeps_the_nan_of_either_side(backend, side):
 
 
 @np.errstate(invalid="ignore")
-@pytest.mark.parametrize("num_splits", [1, 4, None])
+@cases("num_splits", [1, 4, None], day=(4,))
 def test_a_read_behind_the_end_would_be_seen(monkeypatch, num_splits):
     """Slots behind a sequence are NaN, so a length that is one too long shows in the output."""
     monkeypatch.setattr(triton_config, "SPLIT_TOKENS", 64)
@@ -138,7 +136,7 @@ def test_a_read_behind_the_end_would_be_seen(monkeypatch, num_splits):
     assert attend(case, num_splits=num_splits)[0].isnan().all()
 
 
-@pytest.mark.parametrize("num_splits", [1, 3, None])
+@cases("num_splits", [1, 3, None], day=(3,))
 def test_blocks_freed_behind_the_window_are_not_read(num_splits):
     case = build_case(spec_of((300,), block_size=16, window=40))
     right = attend(case, num_splits=num_splits)
@@ -152,7 +150,7 @@ def test_a_length_on_the_edge_of_a_split_is_exact():
     check(spec_of((192, 128, 64), block_size=16), num_splits=3)
 
 
-@pytest.mark.parametrize("more", [-1, 0, 1])
+@cases("more", [-1, 0, 1], day=(1,))
 def test_a_length_on_the_edge_of_a_balanced_part_is_exact(monkeypatch, more):
     monkeypatch.setattr(triton_config, "SPLIT_TOKENS", 64)
     lengths = (192 + more, 128 + more, 64)

@@ -3,14 +3,13 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paged_kernels import cascade_attention_decode
 from paged_kernels.cascade_groups import CPU, H200, CascadeCost, RowGroup, find_cascade_groups
-from paged_kernels.providers.build import CaseSpec, build_case
+from paged_kernels.providers.case import TOLERANCE, CaseSpec, build_case, exact_attention, relative_error
 from paged_kernels.providers.ours import ALWAYS, Cascade, Paged
-from paged_kernels.providers.verify import TOLERANCE, exact_attention, relative_error
 
 TOKEN_BYTES = 4096  # 8 KV heads of 128 in bfloat16
 
@@ -35,7 +34,8 @@ def uniform(rows, shared, own, block_size=16):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"window": 40, "alibi": True}, {"softcap": 2.0, "sinks": True}, {"layout": "HND"}]
+    "options",
+    [{}, {"window": 40, "alibi": True}, {"softcap": 2.0, "sinks": True}, {"layout": "HND"}, {"dv": 32}],
 )
 def test_the_cascade_equals_float64(options):
     spec = CaseSpec(
@@ -52,7 +52,20 @@ def test_the_cascade_equals_float64(options):
     assert torch.allclose(lse.double(), sums, atol=1e-5)
 
 
-@settings(max_examples=25, deadline=None)
+def test_what_the_windows_of_all_rows_have_left_of_a_prefix_may_be_nan():
+    case = build_case(
+        CaseSpec((33, 40), heads=4, kv_heads=2, dk=16, dtype=torch.float32, shared_tokens=32, window=9)
+    )
+    exact, _ = exact_attention(case)
+    for cache in (case.key_cache, case.value_cache):
+        cache[case.block_table[0, 0].long()] = float("nan")
+    found = cascade_attention_decode(
+        case.q, case.key_cache, case.value_cache, case.block_table[:1, :2], torch.tensor([32]),
+        case.block_table[:, 2:], case.seq_lens - 32, **case.scoring._asdict(),
+    )  # fmt: skip
+    assert relative_error(found, exact) < TOLERANCE[torch.float32]
+
+
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 40)), min_size=1, max_size=5), st.integers(0, 9))
 def test_any_division_gives_the_reference(rows, seed):
     """Rows are (group - 1, own tokens); groups share 0, 8 and 16 tokens."""

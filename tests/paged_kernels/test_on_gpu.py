@@ -21,8 +21,14 @@ from paged_kernels import (  # noqa: E402 - nothing of it is needed where torch 
     swap_blocks,
 )
 from paged_kernels.providers import UnsupportedCaseError, find_providers  # noqa: E402
-from paged_kernels.providers.build import CaseSpec, build_case  # noqa: E402
-from paged_kernels.providers.verify import exact_attention, exact_output, relative_error, verify  # noqa: E402
+from paged_kernels.providers.case import (  # noqa: E402  # noqa: E402
+    CaseSpec,
+    build_case,
+    exact_attention,
+    exact_output,
+    relative_error,
+    verify,
+)
 
 DEVICE = torch.device("cuda")
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32

@@ -21,12 +21,12 @@ from interpreted_cases import spec_of
 from ptx.triton_launch import Driver
 from triton.runtime import driver
 
-from harness.gate.machine_code import built, count, listed, text_section
+from harness.gate.resource import built, count, listed, text_section
 from paged_kernels import BackendUnavailableError, OptionError, Scoring, paged_attention_prefill
 from paged_kernels.backends import check_prefill_kernel, no_hopper
-from paged_kernels.providers.build import build_case
+from paged_kernels.memory import PagedBatch
+from paged_kernels.providers.case import build_case, exact_attention, relative_error
 from paged_kernels.providers.ours import HopperPrefill
-from paged_kernels.providers.verify import exact_attention, relative_error
 from paged_kernels.triton.configurations import kernel_configurations
 from paged_kernels.triton.prefill_hopper import run_hopper_prefill
 
@@ -50,7 +50,7 @@ def replayed(case, *, lse=None, seed=0, rewrite=str, longest=None):
     module = loaded(FILE, seed=seed, rewrite=rewrite)
     out = torch.full_like(case.q, float("nan"))
     inputs = (case.q, case.key_cache, case.value_cache, case.block_table, case.seq_lens, case.cu_seqlens_q)
-    module.run_hopper_prefill(*inputs, longest or max(case.queries), case.scoring, out, lse)
+    module.run_hopper_prefill(PagedBatch(*inputs, longest or max(case.queries)), case.scoring, out, lse)
     return out
 
 
@@ -151,7 +151,7 @@ def test_the_halves_multiply_in_turns():
     module = loaded(FILE)
     case = case_of((700,), (30,), block_size=32)
     arguments = (case.q, case.key_cache, case.value_cache, case.block_table, case.seq_lens, case.cu_seqlens_q)
-    module.run_hopper_prefill(*arguments, 30, case.scoring, torch.empty_like(case.q))
+    module.run_hopper_prefill(PagedBatch(*arguments, 30), case.scoring, torch.empty_like(case.q))
     turns = module.gl.turns  # of all programs, one after the other; each has 6 tiles and 2 halves
     assert len(turns) % 12 == 0
     assert turns == [0, 1] * (len(turns) // 2)
@@ -221,7 +221,6 @@ def test_an_arrival_follows_a_barrier_of_the_warp_group(compiled):
         assert all(names[place - 1] == "BAR" for place, name in enumerate(names) if name == "SYNCS")
 
 
-@pytest.mark.slow
 def test_the_launcher_compiles_what_the_gate_compiles(compiled, monkeypatch):
     """Triton specialises the launcher's arguments itself; the gate states their types and divisors."""
     kernels, run = [], triton.JITFunction.run
@@ -233,7 +232,7 @@ def test_the_launcher_compiles_what_the_gate_compiles(compiled, monkeypatch):
     monkeypatch.setattr(driver, "_active", Driver(90))
     case = case_of((300, 40), (200, 40), heads=32, kv_heads=8, dk=128)
     inputs = (case.q, case.key_cache, case.value_cache, case.block_table, case.seq_lens, case.cu_seqlens_q)
-    run_hopper_prefill(*inputs, 200, case.scoring, torch.empty_like(case.q))
+    run_hopper_prefill(PagedBatch(*inputs, 200), case.scoring, torch.empty_like(case.q))
     (kernel,) = kernels
     (code,) = listed([text_section(kernel.asm["cubin"])], 90)
     assert count(code) == count(compiled[1])

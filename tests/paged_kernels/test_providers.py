@@ -8,9 +8,8 @@ import torch
 
 from paged_kernels import OptionError
 from paged_kernels.providers import UnsupportedCaseError, find_providers
-from paged_kernels.providers.build import CaseSpec, build_case
-from paged_kernels.providers.flex import FlexAttention
-from paged_kernels.providers.verify import DisagreementError, exact_output, verify
+from paged_kernels.providers.case import CaseSpec, DisagreementError, build_case, exact_output, verify
+from paged_kernels.providers.libraries import FlexAttention
 
 CPU = torch.device("cpu")
 SMALL = {"heads": 8, "kv_heads": 2, "dk": 32, "dtype": torch.float32}

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from paged_kernels import paged_attention_decode, paged_attention_prefill, reshape_and_cache, swap_blocks
-from paged_kernels.providers.build import CaseSpec, build_case
-from paged_kernels.providers.verify import TOLERANCE, exact_attention, relative_error
+from paged_kernels.providers.case import TOLERANCE, CaseSpec, build_case, exact_attention, relative_error
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LENGTHS = (0, 1, 15, 16, 17, 120)
@@ -55,6 +54,29 @@ def test_options_in_either_layout(queries, options, layout):
 def test_eight_bit_caches(queries, with_lse, dtype, kv_dtype):
     spec = spec_of(queries, dtype=dtype, kv_dtype=kv_dtype, k_scale=0.25, v_scale=2.0)
     assert errors(spec, with_lse=with_lse)[0] < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("queries", [(), QUERIES])
+@pytest.mark.parametrize("widths", [(32, 16), (16, 32)])
+def test_keys_and_values_of_different_widths_have_a_sum_too(queries, widths):
+    error, apart = errors(spec_of(queries, dk=widths[0], dv=widths[1]))
+    assert error < TOLERANCE[torch.float32]
+    assert apart < 1e-5
+
+
+@pytest.mark.parametrize("queries", [(), (0, 1, 2, 4, 3, 20)])
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_what_a_window_has_left_may_be_nan(queries, with_lse):
+    case = build_case(spec_of(queries, window=7))
+    exact, _ = exact_attention(case)
+    for row, (length, count) in enumerate(zip(case.lengths, case.queries, strict=True)):
+        left = torch.arange(max(0, length - count + 1 - 7))
+        places = case.block_table[row, left // 16].long(), left % 16
+        case.key_cache[places] = case.value_cache[places] = float("nan")
+    lse = torch.empty(case.q.shape[:2]) if with_lse else None
+    inputs = (case.q, case.key_cache, case.value_cache, case.block_table, case.seq_lens, case.cu_seqlens_q)
+    found = paged_attention_prefill(*inputs, **case.scoring._asdict(), lse=lse, backend="torch")
+    assert relative_error(found, exact) < TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize("dk", [64, 80, 96, 128, 256])

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiers import cases
 
 pytest.importorskip("triton", reason="the kernels need pagetwin[gpu]")
 HERE = Path(__file__).parent
@@ -24,14 +25,13 @@ def run_checks(name, **environment):
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["interpreted_checks.py", "interpreted_extremes.py"])
+@cases("name", ["interpreted_checks.py", "interpreted_extremes.py"], day=1)
 def test_interpreted_kernels_equal_the_reference(name):
     done = run_checks(name, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_kernels_compile_without_a_gpu(tmp_path):
     done = run_checks("compile_checks.py", TRITON_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

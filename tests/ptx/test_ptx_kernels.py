@@ -1,6 +1,6 @@
 """The compiled kernels, run from their PTX without a GPU, against float64.
 
-`make test` runs a decode with its merge and a store. `make nightly` runs every kind of kernel, every case of Triton's
+By day a decode with its merge and a store run. By night every kind of kernel, every case of Triton's
 interpreter again, and the parser over every kernel of the resource gate.
 """
 
@@ -29,7 +29,7 @@ from paged_kernels import (
     merge_attn_states,
     reshape_and_cache,
 )
-from paged_kernels.providers.verify import exact_attention, relative_error
+from paged_kernels.providers.case import exact_attention, relative_error
 from paged_kernels.triton import launch as triton_config
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -37,10 +37,6 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 NAN, INF = float("nan"), float("inf")
 SPLITS = (1, 3, None)
-nightly = pytest.mark.skipif(
-    os.environ.get("PAGETWIN_NIGHTLY") != "1", reason="PAGETWIN_NIGHTLY=1 runs all compiled kernels"
-)
-pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +65,7 @@ def test_compiled_code_stores_rows_bit_for_bit():
         assert torch.equal(cache.view(torch.int16), wanted.view(torch.int16))
 
 
-@nightly
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 @pytest.mark.parametrize("num_splits", SPLITS)
 @pytest.mark.parametrize("dk", [64, 128])
@@ -79,7 +75,7 @@ def test_decode(dtype, num_splits, dk, block_size):
     assert_exact(case, *run_compiled(case, num_splits=num_splits)[:2])
 
 
-@nightly
+@pytest.mark.nightly
 @pytest.mark.parametrize("num_splits", SPLITS)
 def test_what_nothing_has_written_does_not_matter(num_splits):
     case = hostile((150, 64, 0, 1))
@@ -88,7 +84,7 @@ def test_what_nothing_has_written_does_not_matter(num_splits):
     assert torch.equal(one[1], other[1])
 
 
-@nightly
+@pytest.mark.nightly
 @pytest.mark.parametrize("kv_dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("queries", [(), (9, 40)])
 def test_8_bit_caches(kv_dtype, queries):
@@ -97,7 +93,7 @@ def test_8_bit_caches(kv_dtype, queries):
     assert_exact(case, *run_compiled(case, capability=89, num_splits=None if queries else 3)[:2])
 
 
-@nightly
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "options",
     [
@@ -126,7 +122,7 @@ def test_shapes_and_options(options, queries):
     assert_exact(case, *run_compiled(case, num_splits=None if queries else 3)[:2])
 
 
-@nightly
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 @pytest.mark.parametrize("dk", [64, 128])
 def test_prefill(dtype, dk):
@@ -136,7 +132,7 @@ def test_prefill(dtype, dk):
     assert launches.reached("prefill_kernel") > 0.99
 
 
-@nightly
+@pytest.mark.nightly
 @pytest.mark.parametrize("options", [{}, {"sinks": True, "window": 90, "softcap": 2.0, "alibi": True}])
 def test_cascade(options):
     case = hostile((200, 150, 129), shared_tokens=128, **options)
@@ -149,7 +145,7 @@ def test_cascade(options):
     assert launches.reached("prefix_kernel") > 0.99
 
 
-@nightly
+@pytest.mark.nightly
 @pytest.mark.parametrize("side", ["none", "a", "b", "both"])
 def test_merge_of_empty_sides(side):
     parts, sums = torch.randn(2, 3, 8, 64).bfloat16(), torch.randn(2, 3, 8)
@@ -166,7 +162,7 @@ def test_merge_of_empty_sides(side):
     assert torch.allclose(lse.double(), exact_lse, atol=1e-6)
 
 
-@nightly
+@pytest.mark.nightly
 @pytest.mark.parametrize("pairs", [[[1, 2], [3, 4]], [[1, 2], [2, 1], [3, 4]]])
 def test_copies_are_bit_for_bit(pairs):
     keys, values = torch.randn(2, 2, 5, 16, 2, 64).bfloat16().unbind(0)
@@ -180,7 +176,7 @@ def test_copies_are_bit_for_bit(pairs):
     assert torch.equal(values, expected[1])
 
 
-@nightly
+@pytest.mark.nightly
 @pytest.mark.parametrize("which", ["key_cache", "value_cache"])
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 @pytest.mark.parametrize("num_splits", SPLITS)
@@ -195,7 +191,7 @@ def test_a_strange_number_reaches_the_output(which, value, num_splits):
     assert torch.equal(lse.isfinite(), sums.isfinite())  # an infinite LSE may become NaN on the way
 
 
-@nightly
+@pytest.mark.nightly
 @pytest.mark.parametrize("num_splits", [1, 4, None])
 def test_a_read_behind_the_end_shows(num_splits):
     case = hostile((300, 40), block_size=16)
@@ -204,7 +200,7 @@ def test_a_read_behind_the_end_shows(num_splits):
     assert run_compiled(case, num_splits=num_splits)[0][0].isnan().all()
 
 
-@nightly
+@pytest.mark.nightly
 @pytest.mark.parametrize("num_splits", SPLITS)
 def test_blocks_that_a_window_has_freed_are_not_read(num_splits):
     case = hostile((300,), block_size=16, window=40)
@@ -215,7 +211,7 @@ def test_blocks_that_a_window_has_freed_are_not_read(num_splits):
     assert torch.equal(run_compiled(case, num_splits=num_splits)[0], right)
 
 
-@nightly
+@pytest.mark.nightly
 @pytest.mark.parametrize("lengths", [(192, 128, 64), (193, 129, 65), (191, 127, 63), (0,), (1, 0, 1)])
 @pytest.mark.parametrize("num_splits", SPLITS)
 def test_lengths_on_the_edges_of_splits_and_tiles(lengths, num_splits):
@@ -227,7 +223,7 @@ def test_lengths_on_the_edges_of_splits_and_tiles(lengths, num_splits):
     assert not out[case.seq_lens == 0].any()
 
 
-@nightly
+@pytest.mark.nightly
 @pytest.mark.parametrize("queries", [(), (20, 33)])
 def test_tables_of_int64(queries):
     case = hostile((150, 40), queries)
@@ -235,7 +231,7 @@ def test_tables_of_int64(queries):
     assert torch.equal(run_compiled(replace(case, **wide))[0], run_compiled(case)[0])
 
 
-@nightly
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["interpreted_checks.py", "interpreted_extremes.py"])
 def test_every_case_of_tritons_interpreter_holds_for_compiled_code(name, tmp_path):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "ptx.pytest_plugin"]
@@ -251,7 +247,7 @@ def test_every_case_of_tritons_interpreter_holds_for_compiled_code(name, tmp_pat
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
-@nightly
+@pytest.mark.nightly
 @pytest.mark.parametrize("capability", [80, 89])
 def test_every_instruction_of_every_kernel_of_the_resource_gate_is_known(capability):
     import triton

@@ -16,13 +16,10 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from ptx.kernel_cases import TIGHT, hostile, run_compiled
 from ptx.program import AccessError, HazardError, PtxError
+from tiers import cases
 
-from paged_kernels.providers.verify import exact_attention, relative_error
+from paged_kernels.providers.case import exact_attention, relative_error
 
-nightly = pytest.mark.skipif(
-    os.environ.get("PAGETWIN_NIGHTLY") != "1", reason="PAGETWIN_NIGHTLY=1 plants a mistake at every place"
-)
-pytestmark = pytest.mark.slow
 SIZE = r"cp\.async\.cg\.shared\.global (\[.*\]), (\[.*\]), 0x10, %r\d+;"
 BARRIER, WAIT = r"^\tbar\.sync \t0;$", r"^\tcp\.async\.wait_group \t\d;$"
 TABLE = r"@(%p\d+) ld\.global\.b32 (\{ %r\d+ \}, \[ %rd\d+ \+ 0 \];)"
@@ -81,9 +78,7 @@ def outcome(case, exact, rewrite, **options):
     return "unnoticed" if relative_error(out, exact) < TIGHT[torch.bfloat16] else None
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else nightly) for name in PLANTED]
-)
+@cases("name", PLANTED, day=QUICK)
 def test_a_planted_mistake_is_noticed(name):
     which, pattern, instead, expected = PLANTED[name]
     found = outcome(
@@ -100,7 +95,7 @@ def test_the_kernel_without_a_mistake_is_right():
     assert outcome(*case_and_output(), lambda kernel, text: text, num_splits=1) == "unnoticed"
 
 
-@nightly
+@pytest.mark.nightly
 @pytest.mark.parametrize("queries", [(), (33,)])
 def test_most_barriers_and_waits_are_missed_when_they_are_dropped(queries):
     """Triton puts some barriers where another one, or the order of the steps, already keeps the accesses apart."""

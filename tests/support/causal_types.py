@@ -2,7 +2,7 @@
 
 import re
 
-QUICK = (  # for every day: a type of each kind of answer
+QUICK = (  # a type of each kind of answer
     *(
         "llama",
         "gemma3_text",
@@ -13,7 +13,7 @@ QUICK = (  # for every day: a type of each kind of answer
         "zaya",
         "deepseek_v32",
     ),
-    *("whisper", "big_bird", "diffllama", "mamba", "moshi"),
+    *("whisper", "big_bird", "diffllama", "mamba", "moshi", "nemotron_h", "gemma4_text"),
 )
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 ASSISTANT = {
@@ -100,7 +100,7 @@ def build(name):
     from transformers import AutoModelForCausalLM, GenerationConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    from engine.runtime.models.small_copy import small_config
+    from engine.runtime.models.guard import small_config
 
     torch.set_num_threads(1)
     kind = name.partition("+")[0]
@@ -134,6 +134,7 @@ def answer(name):
     """
     from engine.runtime.errors import ModelError
     from engine.runtime.models.load import wrap_model
+    from engine.runtime.models.spec import check_config
 
     try:
         model = build(name)
@@ -144,6 +145,10 @@ def answer(name):
     except ModelError as error:
         return NUMBERS.sub("", str(error).removeprefix(f"model {name}: ").replace("|", "/"))
     check_tokens(loaded)
+    try:
+        check_config(name, default_config(name).to_dict())
+    except ModelError as error:
+        return f"equal where all heads have one width; else refused: {str(error).removeprefix(f'model {name}: ')}"
     if not loaded.mixers:
         return "equal"
     return "equal, in groups: recurrent state" + (", prompts token by token" if loaded.singly else "")
@@ -160,7 +165,7 @@ def check_tokens(loaded):
     import torch
 
     from engine.core.options import SchedulerLimits
-    from engine.runtime.group_views import state_bytes
+    from engine.runtime.group_pool import state_bytes
     from engine.runtime.llm import LLM
     from engine.runtime.models.load import original_model
     from engine.runtime.params import SamplingParams

@@ -97,7 +97,7 @@ COMMANDS: tuple[Command, ...] = (
             for name in ["ls", "get", "inspect", "convert", "slice", "scale", "synth", "validate"]
         )
     ),
-    *_help("bench", "bench engine", "bench kernels", "bench policy", "bench sim"),
+    *_help("bench", "bench kernels"),
     Command("bench gpu --help", Answer.HELP, may_move=True),
     # no command, and commands that do not exist
     *_plain(
@@ -314,14 +314,6 @@ COMMANDS: tuple[Command, ...] = (
         "bench kernels --seconds -1",
         "bench kernels --ragged perhaps --dry-run",
         "bench kernels --device tpu",
-        "bench engine --peers nonsense",
-        "bench engine --requests 0",
-        "bench engine --device tpu",
-        "bench engine --dtype int4",
-        "bench policy --rounds none",
-        "bench policy --nonsense",
-        "bench sim --requests none",
-        "bench sim --trace not/there --requests 10",
     ),
     Command("bench gpu --part nonsense", may_move=True),
     Command("bench gpu --minutes none", may_move=True),

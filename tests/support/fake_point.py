@@ -8,19 +8,20 @@ the number of runs that may go on: each run after them waits until the number is
 import json
 import os
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from harness.config.errors import ConfigError
+from harness.metrics.record import PointRecord
 
 LONGEST_WAIT_S = 120  # a safety net: no test rests on it
 
 
 @dataclass(frozen=True)
 class Result:
-    record: dict[str, Any]
+    record: PointRecord
     tables: dict[str, dict[str, Any]]
     files: dict[str, bytes] = field(default_factory=dict)
 
@@ -50,7 +51,7 @@ def run_point(config: Any, *, progress: Any = None) -> Result:
         os._exit(9)
     if config.trace.name == "interrupt" and not (notes and (notes / "fixed").exists()):
         raise KeyboardInterrupt
-    record = {"simulated": {"metric": config.workload.seed}, "seconds": {"all": 0.0}}
+    record = PointRecord(simulated={"metric": config.workload.seed}, seconds={"all": 0.0})
     return Result(record, {"steps": {"step": list(range(1000))}, "requests": {"request_id": [0, 1]}})
 
 
@@ -77,13 +78,15 @@ def _wait_below_the_limit(notes: Path, number: int) -> None:
 
 
 def write_report(
-    store_root: Path, *, out: Path | None = None, additions: Sequence[Any] = (), rows: Any = None
+    store_root: Path,
+    *,
+    tell: Callable[[str], None],
+    out: Path | None = None,
+    additions: Sequence[Any] = (),
+    rows: Any = None,
 ) -> Path:
+    tell("prediction and measurement agree")
     page = (out or store_root) / "report.html"
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(json.dumps(json.loads((store_root / "sweep.json").read_text())["points"]))
     return page
-
-
-def verdict_lines(store_root: Path) -> list[str]:
-    return ["prediction and measurement agree"]

@@ -1,6 +1,5 @@
 """Families of models as tiny random ones, and the runs in which each must equal `generate()`."""
 
-import functools
 import itertools
 
 COMMON = {
@@ -112,6 +111,7 @@ STATEFUL = {
         | {"num_hidden_layers": 4, "layer_types": MIXED_STATE, "linear_head_dim": 8, "linear_num_heads": 4},
     ),
 }
+DISTINCT = ("llama", "gemma2", "gpt2", "opt", "phi", "gpt_oss", "mixtral", "deepseek_v3")  # the day's
 BRIEFLY = (  # much like one of the others
     *(
         "ministral",
@@ -138,7 +138,6 @@ MEMORY = ("calm", "recompute", "swap")
 CONTIGUOUS = ("contiguous_max", "contiguous_pow2", "contiguous_oracle")
 
 
-@functools.cache
 def build(family, layer_types=()):
     """A random model whose special parameters (sinks, norms, biases) are not all zero or one."""
     import torch
@@ -211,3 +210,31 @@ def all_runs():
     """The whole grid."""
     paged = list(itertools.product(FAMILIES, BLOCKS, BUDGETS, PREFIXES, MEMORY, (SHORT, LONG)))
     return paged + list(itertools.product(FAMILIES, (1,), BUDGETS, (False,), CONTIGUOUS, (SHORT, LONG)))
+
+
+def unowned_are_void(pool):
+    """Whether null pages hold zeros, and nothing beside them and the pages that a group has written holds anything.
+
+    It reads all memory, and writes to a part of it for that time.
+    """
+    import numpy as np
+    import torch
+
+    tensors = [each for pages in pool._pages for each in pages.tensors]
+    nulls = [tensor.select(axis, 0) for tensor, axis in tensors]
+    if any(bool(null.any()) for null in nulls):
+        return False
+    memory = {tensor.untyped_storage().data_ptr(): tensor for tensor, _ in tensors}
+    whole = [
+        torch.empty(0, dtype=tensor.dtype, device=pool.device).set_(tensor.untyped_storage())
+        for tensor in memory.values()
+    ]
+    saved, owner = [each.clone() for each in whole], pool._owner.copy()
+    pool.poison(np.flatnonzero(owner != -1).tolist())
+    for null in nulls:
+        null.fill_(float("nan"))
+    held = any(bool(torch.isfinite(each).any()) for each in whole)
+    for each, before in zip(whole, saved, strict=True):
+        each.copy_(before)
+    pool._owner = owner
+    return not held

@@ -9,7 +9,7 @@ from slot_model import SlotModel
 from engine.core.errors import CoreError, NeverFitsError
 from engine.core.identity import TokenIdentity
 from engine.core.memory.group_layout import GroupLayout, LayerSet, separate_layout, uniform_layout
-from engine.core.memory.group_tables import NO_PAGE, GroupTables
+from engine.core.memory.group_pages import NO_PAGE, GroupTables
 from engine.core.memory.grouped import GroupedManager, pages_of
 from engine.core.options import GroupKind, GroupPages, SchedulerLimits, Scheduling, WindowHits
 from engine.core.plan import Row, StepPlan

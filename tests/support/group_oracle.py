@@ -20,9 +20,8 @@ from engine.core.memory.group_layout import LayerSet, uniform_layout
 from engine.core.memory.group_pages import PoolPages
 from engine.core.memory.grouped import GroupedManager
 from engine.core.options import GroupKind
+from harness.oracle.check import TokenRanges, VllmProcess, settings_of
 from harness.oracle.decisions import Step
-from harness.oracle.process import VllmProcess, settings_of
-from harness.oracle.watch import TokenRanges
 from traces.trace import Segment, TraceRequest
 
 RECORDINGS = Path(__file__).parents[1] / "data" / "oracle"

@@ -3,8 +3,7 @@
 import torch
 
 from paged_kernels import paged_attention_decode, paged_attention_prefill
-from paged_kernels.providers.build import CaseSpec, build_case
-from paged_kernels.providers.verify import TOLERANCE, exact_attention, relative_error
+from paged_kernels.providers.case import TOLERANCE, CaseSpec, build_case, exact_attention, relative_error
 
 FP32 = torch.float32
 

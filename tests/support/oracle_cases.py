@@ -19,10 +19,17 @@ from typing import Any
 from engine.core import KeyIdentity, PagedManager, Request, Scheduler, SchedulerLimits, StepResult
 from engine.core.options import Scheduling
 from harness.config.schema import AllowedDifference
-from harness.oracle.check import Checker, OracleReport, StepOf
+from harness.oracle.check import (
+    Checker,
+    NotedLru,
+    OracleReport,
+    StepOf,
+    TokenRanges,
+    VllmProcess,
+    WatchedScheduler,
+    settings_of,
+)
 from harness.oracle.decisions import Step
-from harness.oracle.process import VllmProcess, settings_of
-from harness.oracle.watch import NotedLru, TokenRanges, WatchedScheduler
 from traces.trace import Segment, TraceRequest
 
 RECORDINGS = Path(__file__).parents[1] / "data" / "oracle"

@@ -5,6 +5,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from engine.runtime.options import Audit
 from harness.config.schema import RunConfig, TraceFormat
@@ -24,6 +25,26 @@ def small_config(cache_dir: Path) -> RunConfig:
     config.replay.repeats = 1
     config.cost.cache_dir = str(cache_dir)
     return config
+
+
+class Ticks:
+    """A clock that goes on by as much at each look: a busy machine gets as far in its budget as any other."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self._now = seconds, 0.0
+
+    def perf_counter(self) -> float:
+        self._now += self._seconds
+        return self._now
+
+
+TICKS_S = 24  # a budget of a calibration whose clock ticks: every case once and some twice
+
+
+def tick(patch: pytest.MonkeyPatch) -> None:
+    """Let the budgets of calibrations be of ticks."""
+    patch.setattr("harness.calibrate.design.time", Ticks(0.5))
+    patch.setattr("harness.calibrate.run.time", Ticks(0.05))  # a lone request's time, which sizes the cases
 
 
 def azure_file(folder: Path, rows: int = 16) -> Path:

@@ -6,6 +6,7 @@ from functools import cached_property
 from pathlib import Path
 
 from point_cases import azure_file, mooncake_file, small_config, with_trace
+from tiers import tier
 
 from engine.core.options import CachePolicy, Preemption, Retention, Scheduling, SpeculationMode
 from harness.config.checks import check_config
@@ -21,8 +22,9 @@ from harness.config.schema import (
 )
 from harness.metrics.log import RunLog
 from harness.point.cost import cost_model
+from harness.workload.deployment import deployment_of
+from harness.workload.point import resolve
 from harness.workload.simulate import simulate
-from harness.workload.workload import build_workload
 
 Change = Callable[[RunConfig], None]
 
@@ -145,8 +147,8 @@ class Case:
         return normalise(config)
 
     def log(self, *, fast_forward: bool = True) -> RunLog:
-        workload = build_workload(self.config)
-        return simulate(workload, cost_model(self.config), None, fast_forward=fast_forward)
+        workload = resolve(self.config)
+        return simulate(workload, cost_model(deployment_of(self.config)), fast_forward=fast_forward)
 
 
 PAIRS = [
@@ -158,8 +160,16 @@ PAIRS = [
     )  # is refused: nothing is shared there
 ]
 
+ALL = [(format_, policy, mode) for format_ in FORMATS for policy, mode in PAIRS]
+# by day every policy once, and in these every mode and both formats
+SOME = [
+    (FORMATS[place % 2], policy, modes[place // 2 % len(modes)])
+    for place, policy in enumerate(POLICIES)
+    for modes in ([mode for other, mode in PAIRS if other == policy],)
+]
 
-def cases(folder: Path) -> Iterator[Case]:
-    for format_ in FORMATS:
-        for policy, mode in PAIRS:
-            yield Case(folder, format_, policy, mode)
+
+def matrix(folder: Path) -> Iterator[Case]:
+    """The cases of this run's tier."""
+    for format_, policy, mode in tier(SOME, ALL):
+        yield Case(folder, format_, policy, mode)

@@ -14,17 +14,16 @@ from engine.core.options import Decoding, SchedulerLimits
 from engine.core.request import Request
 from engine.core.scheduling.scheduler import Scheduler
 from harness.metrics.log import RunLog
-from harness.replay.arrivals import Arrivals, OpenLoop, TimedRequest
+from harness.replay.arrivals import Arrivals, OpenLoop, TimedRequest, to_ns
 from harness.replay.beams import BeamGenealogy
 from harness.replay.cost_model import Amount, CostModel, CostSource, Price
 from harness.replay.executors import SimulatedExecutor
-from harness.replay.features import feature_index
+from harness.replay.features import AT
 from harness.replay.loop import Replay
 from harness.replay.recorder import Recorder
 from harness.replay.streaming import Hull, StreamingRecorder
-from harness.replay.virtual_time import to_ns
 
-DECODE_KV, TOKENS, COPIED, VOIDED = feature_index(["decode_kv", "tokens", "copied_slots", "freed_slots"])
+DECODE_KV, TOKENS, COPIED, VOIDED = [AT.decode_kv, AT.tokens, AT.copied_slots, AT.freed_slots]
 
 
 @dataclass

@@ -15,8 +15,10 @@ import numpy as np
 import pandas as pd
 
 from harness.config.schema import RunConfig
-from harness.metrics import STEP_COLUMNS, CacheShape, Lengths, RunLog, analytic_metrics, compute_metrics
-from harness.metrics.comparison import compare
+from harness.metrics.analytic import CacheShape, Lengths, analytic_metrics
+from harness.metrics.compute import compute_metrics
+from harness.metrics.log import STEP_COLUMNS, RunLog
+from harness.metrics.record import compare
 from harness.store.manifest import Manifest, SweepPoint, write_manifest
 
 POOL, MAX_LEN, STEPS, REQUESTS = 6144, 1024, 150, 24

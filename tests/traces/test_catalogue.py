@@ -11,7 +11,7 @@ import yaml
 from harness.config.schema import TraceConfig, TraceFormat
 from traces.catalogue import catalogue, licence_of
 from traces.reading import READERS
-from traces.synth.chat import CHAT
+from traces.synth.generator import CHAT
 from traces.synth.tables import TABLES
 
 CHOICES = sorted((Path(__file__).parents[2] / "conf" / "trace").glob("*.yaml"))

@@ -1,4 +1,4 @@
-"""How many prompt tokens a prefix cache can reuse: exact, from the segment keys, without tokens or an engine.
+"""Hit tokens from the segment keys of a trace: exact, without tokens or an engine.
 
 `shared_prefix_tokens` is for an unlimited cache and needs one pass. `reuse_profile` computes the hit ratio for all
 cache sizes at once, at one block size. Its cache holds full blocks in LRU order. The leading blocks of a prompt that
@@ -9,10 +9,21 @@ trace only.
 Blocks that always occur together form one extent, so smaller blocks need no more work. The stack distance of a block
 (Mattson et al. 1970) is the number of blocks touched since its last use; it gives the hits of every cache size.
 `PrefixPaths` holds the prompts as paths in a tree. It is built once and serves any block size.
+
+`optimal_hit_tokens` has the most that any eviction order can find: Belady's optimum, exact. A block that a request has
+in its prompt can be kept until the next request that looks it up. Such an interval takes one block of the cache and
+gives one hit. So the optimum is the largest set of intervals of which no more than the cache has blocks overlap, and
+evicting the block whose next lookup is farthest away finds it (Belady 1966; for intervals: Carlisle and Lloyd 1995). A
+prefix stays whole by itself, because a block is looked up no earlier than those before it. Requests are taken in the
+order of the trace, and nothing else takes memory. So no engine with this many blocks that admits requests in this order
+finds more in their prompts, whatever it evicts, pins or keeps.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections import Counter, deque
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 import numpy as np
 import numpy.typing as npt
@@ -97,11 +108,13 @@ class PrefixPaths:
 
     def _path(self, walk: list[_Step]) -> tuple[list[int], list[int]]:
         """Nodes of the leading keyed segments, and the token at which each ends."""
-        nodes, stops, parent, ends = [], [], -1, self._cuts.ends
+        nodes, stops, parent = [], [], -1
         for path, key, start, stop in walk:
-            cuts = (*self._cuts.between(path, key, start, stop), stop) if (path, key) in ends else (stop,)
-            for cut in cuts:
-                parent = self._name(parent, key, cut)
+            ends = self._cuts.get((path, key), ())
+            for cut in (*ends[bisect_right(ends, start) : bisect_left(ends, stop)], stop):
+                parent = self._names.setdefault((parent, key, cut), len(self._uses))
+                if parent == len(self._uses):
+                    self._uses.append(0)
                 self._uses[parent] += 1
                 nodes.append(parent)
                 stops.append(cut)
@@ -119,42 +132,22 @@ class PrefixPaths:
             ends.append((len(self._uses) - 1, total))
         return ends
 
-    def _name(self, parent: int, key: int, stop: int) -> int:
-        name = self._names.setdefault((parent, key, stop), len(self._uses))
-        if name == len(self._uses):
-            self._uses.append(0)
-        return name
 
-
-class _Cuts:
-    """The ends of segments with one key after one path. Longer segments are cut there."""
-
-    def __init__(self) -> None:
-        self.ends: dict[tuple[int, int], list[int]] = {}
-
-    def between(self, path: int, key: int, start: int, stop: int) -> Iterator[int]:
-        for cut in self.ends.get((path, key), ()):
-            if cut >= stop:
-                return
-            if cut > start:
-                yield cut
-
-
-def _cuts(walks: Iterable[list[_Step]]) -> _Cuts:
-    cuts = _Cuts()
-    found: dict[tuple[int, int], int | set[int]] = {}
+def _cuts(walks: Iterable[list[_Step]]) -> dict[tuple[int, int], list[int]]:
+    """The ends of segments with one key after one path, where they differ. Longer segments are cut there."""
+    known: dict[tuple[int, int], int | set[int]] = {}
     for walk in walks:
         for path, key, _, stop in walk:
-            known = found.setdefault((path, key), stop)
-            if known != stop:
-                stops = known if isinstance(known, set) else {known}
-                stops.add(stop)
-                found[path, key] = stops
-    for place, ends in found.items():
-        if isinstance(ends, set):
-            coarse = {end // _GRAIN * _GRAIN for end in ends} if len(ends) > _MANY_ENDS else ends
-            cuts.ends[place] = sorted(coarse)
-    return cuts
+            ends = known.setdefault((path, key), stop)
+            if isinstance(ends, set):
+                ends.add(stop)
+            elif ends != stop:
+                known[path, key] = {ends, stop}
+    return {
+        place: sorted({end // _GRAIN * _GRAIN for end in ends} if len(ends) > _MANY_ENDS else ends)
+        for place, ends in known.items()
+        if isinstance(ends, set)
+    }
 
 
 def _walk(
@@ -300,3 +293,95 @@ def _weighted_quantiles(
     places = np.cumsum(weights[order])
     picks = np.searchsorted(places, np.asarray(shares) * places[-1], "left")
     return [float(values[order][min(int(pick), values.size - 1)]) for pick in picks]
+
+
+_NEVER = 1 << 60
+Block = tuple[int, int]
+
+
+def optimal_hit_tokens(
+    trace: Trace | PrefixPaths, block_size: int, capacity_blocks: int, *, spare_last_token: bool = True
+) -> int:
+    """Hit tokens of the optimum in a cache of `capacity_blocks` blocks.
+
+    `spare_last_token` limits lookups as an engine does, which always computes the last token of a prompt. Pass
+    `PrefixPaths(trace)` to compute several sizes.
+    """
+    paths = trace if isinstance(trace, PrefixPaths) else PrefixPaths(trace)
+    prompts, lookups = [], []  # the full blocks of each prompt, and how many of them are looked up
+    for index, request in enumerate(paths.trace.requests):
+        extents = paths.extents(index, block_size)
+        prompts.append([(name, number) for name, blocks in extents for number in range(blocks)])
+        lookups.append((request.prompt_tokens - spare_last_token) // block_size)
+    return optimal_hits(prompts, lookups, capacity_blocks) * block_size
+
+
+def optimal_hits(prompts: list[list[Block]], lookups: list[int], capacity: int) -> int:
+    """Hits of the optimum: request i has the blocks `prompts[i]`, and looks the first `lookups[i]` of them up."""
+    ahead: dict[Block, int] = {}
+    next_use: list[list[int]] = []
+    for index in range(len(prompts) - 1, -1, -1):
+        next_use.append([ahead.get(block, _NEVER) for block in prompts[index]])
+        ahead.update(dict.fromkeys(prompts[index][: lookups[index]], index))
+    next_use.reverse()
+    kept: dict[Block, int] = {}  # block: the request that looks it up next
+    farthest: list[tuple[int, int, Block]] = []  # entries that are no longer kept stay until they come up
+    hits = 0
+    for blocks, looked_up, uses in zip(prompts, lookups, next_use, strict=True):
+        hits += sum(block in kept for block in blocks[:looked_up])
+        for place, (block, use) in enumerate(zip(blocks, uses, strict=True)):
+            kept.pop(block, None)
+            if use != _NEVER:
+                kept[block] = use
+                heappush(farthest, (-use, -place, block))
+        while len(kept) > capacity:
+            use, _, block = heappop(farthest)
+            if kept.get(block) == -use:
+                del kept[block]
+    return hits
+
+
+def optimal_hits_of_run(
+    asked: Sequence[Sequence[Hashable]],
+    held: Sequence[Sequence[Hashable]],
+    events: Iterable[tuple[bool, int]],
+    capacity: int,
+) -> int:
+    """The most hits of any order of eviction in a run that has admitted and ended its requests in a given order.
+
+    Request i looks the blocks `asked[i]` up when it is admitted, and has `held[i]` in use until its end, its answer
+    included. An event is (True, i) for the admission of i, (False, i) for its end. Blocks in use by a request that has
+    not ended are hit, and take nothing of `capacity`: so no run with these events finds more, whatever it evicts.
+    Evicting the block whose next lookup is farthest away is best, as each kept block is an interval from an end to the
+    next lookup.
+    """
+    order = list(events)
+    looked_up = [set(blocks) for blocks in asked]
+    users: dict[Hashable, deque[int]] = {}  # block: the places of the admissions that come to use it
+    for place, (enters, index) in enumerate(order):
+        for block in held[index] if enters else ():
+            users.setdefault(block, deque()).append(place)
+    in_use: Counter[Hashable] = Counter()
+    kept: dict[Hashable, int] = {}
+    farthest: list[tuple[int, int, Hashable]] = []  # entries that are no longer kept stay until they come up
+    hits = 0
+    for place, (enters, index) in enumerate(order):
+        if enters:
+            hits += sum(block in kept or in_use[block] > 0 for block in asked[index])
+            for block in held[index]:
+                users[block].popleft()
+                kept.pop(block, None)
+                in_use[block] += 1
+            continue
+        for number, block in enumerate(held[index]):
+            in_use[block] -= 1
+            use = users[block][0] if users[block] else None
+            if in_use[block] or use is None or block not in looked_up[order[use][1]]:
+                continue  # in use, never used again, or computed again by its next user in any case
+            kept[block] = use
+            heappush(farthest, (-use, -(place << 32) - number, block))
+        while len(kept) > capacity:
+            use, _, block = heappop(farthest)
+            if kept.get(block) == -use:
+                del kept[block]
+    return hits

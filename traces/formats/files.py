@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, cast
 
-from traces.errors import RowError, TraceError
+from traces.errors import RowError, TraceError, placed
 
 MAX_LINE_BYTES = 64 << 20  # the longest published row has 0.2 MB; a longer line is no row
 _GZIP_MAGIC = b"\x1f\x8b"
@@ -70,8 +70,9 @@ def open_source(path: str | Path, expect_sha256: str | None = None) -> SourceFil
     _refuse_foreign_bytes(name, first)
     if expect_sha256 is not None and sha256 != expect_sha256.lower():
         raise TraceError(name, 1, "sha256", f"expected {expect_sha256}, found {sha256}")
-    marked = first.startswith(_BYTE_ORDER_MARK)
-    return SourceFile(name, sha256, _first_text(name, first.removeprefix(_BYTE_ORDER_MARK)), marked)
+    with placed(name, 1):
+        line = decode(first.removeprefix(_BYTE_ORDER_MARK).rstrip(b"\r\n"))
+    return SourceFile(name, sha256, line, first.startswith(_BYTE_ORDER_MARK))
 
 
 def decode(raw: bytes) -> str:
@@ -88,10 +89,8 @@ def read_document(file: SourceFile) -> str:
     """The whole text of a file that is one document. Raises TraceError with the line of bytes that are not text."""
     texts = []
     for line, raw in file.lines():
-        try:
+        with placed(file.path, line):
             texts.append(decode(raw))
-        except RowError as error:
-            raise TraceError(file.path, line, error.field, error.reason) from error
     return "\n".join(texts)
 
 
@@ -121,13 +120,6 @@ def _refuse_foreign_bytes(name: str, first: bytes) -> None:
         reason = _too_long()
     if reason is not None:
         raise TraceError(name, 1, None, reason)
-
-
-def _first_text(name: str, first: bytes) -> str:
-    try:
-        return decode(first.rstrip(b"\r\n"))
-    except RowError as error:
-        raise TraceError(name, 1, error.field, error.reason) from error
 
 
 class ArrayItems:
@@ -179,9 +171,9 @@ class ArrayItems:
 
     def _expect(self, signs: str) -> str:
         sign = self._sign()
-        if not sign or sign not in signs:
-            if not sign:
-                raise self._error("JSON ends early (cut file)")
+        if not sign:
+            raise self._error("JSON ends early (cut file)")
+        if sign not in signs:
             raise self._error(f"{' or '.join(signs)} expected, found {sign}")
         self._advance(self._place + 1)
         return sign

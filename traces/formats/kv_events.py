@@ -6,12 +6,12 @@ with the key `type`. `decode` also reads the older form, in which an event is an
 the newest, in which the batch is a map too (vllm/distributed/kv_events.py; the forms changed with vLLM's pull request
 42892).
 
-`KvEventSource` reads a file as a trace of blocks. Needs msgpack: `pip install 'pagetwin[events]'`.
+`KvEventSource` reads a file as a trace of blocks. Needs msgpack (extra `events`).
 """
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,16 +20,16 @@ import numpy as np
 
 from traces.errors import RowError, TraceError
 from traces.formats.parsing import kind
-from traces.formats.rows import Numbered, Row, RowCounts, note
+from traces.formats.rows import Numbered, Row, RowCounts, RowSource, note
 from traces.formats.segments import BlockSegments
-from traces.trace import CHAINED, TraceHeader
 
 EventHash = bytes | int
 """A block hash as vLLM publishes it: bytes, or an unsigned 64-bit number."""
 
 DEVICE = "GPU"  # vLLM's word for the medium of blocks that are not offloaded
 JOINED_S = 1.0  # an event continues the prompt that ends with its parent if that grew so long ago at most
-_NEEDED = "KV events need msgpack, which is not installed; pip install 'pagetwin[events]'"
+_64_BITS = 0xFFFF_FFFF_FFFF_FFFF
+_NEEDED = "KV events need msgpack, which is not installed; pip install msgpack"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +106,9 @@ def _record(event: KvEvent) -> dict[str, Any]:
     name = type(event).__name__
     record: dict[str, Any] = {"type": name}
     if isinstance(event, BlockStored):
-        record |= {
-            "lora_id": None,
-            "lora_name": event.lora_name,
-            "parent_block_hash": event.parent_block_hash,
-        }
-        record |= {"token_ids": list(event.token_ids), "block_size": event.block_size}
+        record |= {"lora_id": None, "lora_name": event.lora_name}
+        record |= {"parent_block_hash": event.parent_block_hash, "token_ids": list(event.token_ids)}
+        record["block_size"] = event.block_size
         if event.extra_keys is not None:
             record["extra_keys"] = [None if keys is None else list(keys) for keys in event.extra_keys]
     if not isinstance(event, AllBlocksCleared):
@@ -200,9 +197,7 @@ def is_events(path: Path) -> bool:
             head = file.read(4)
     except OSError:
         return False  # the caller opens it again, and reports the reason
-    return head[:2] in (b"\x92\xcb", b"\x93\xcb") or (
-        head[:1] in (b"\x82", b"\x83") and head[1:] == b"\xa2ts"
-    )
+    return head[:2] in (b"\x92\xcb", b"\x93\xcb") or head in (b"\x82\xa2ts", b"\x83\xa2ts")
 
 
 @dataclass(slots=True)
@@ -214,8 +209,7 @@ class _Prompt:
     hashes: list[EventHash]
 
 
-@dataclass
-class KvEventSource:
+class KvEventSource(RowSource):
     """A file of events as a trace of blocks: a request for each prompt whose blocks entered the cache.
 
     A prompt is the chain of blocks from its first to its last one, and one more token, which no event shows. An event
@@ -224,38 +218,22 @@ class KvEventSource:
     requests that found all their blocks, nor lengths of outputs: each has one output token.
     """
 
-    path: Path
-    expect_sha256: str | None = None
-    format: str = "kv_events"
-    key_kind: str = CHAINED
-    has_clock: bool = True
-    is_ordered: bool = True
-    takes_arrivals: bool = False
-    embedded: TraceHeader | None = None
-    source_block_tokens: int | None = None
-    noted: dict[str, int] = field(default_factory=dict)
-    assumed: list[str] = field(
-        default_factory=lambda: [
+    format = "kv_events"
+
+    def __init__(self, path: Path, expect_sha256: str | None = None) -> None:
+        try:
+            with path.open("rb") as file:
+                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise TraceError(str(path), None, None, f"cannot be read: {error.strerror}") from error
+        if expect_sha256 not in (None, sha256):
+            raise TraceError(str(path), None, None, f"has SHA-256 {sha256}, not {expect_sha256}")
+        super().__init__(path.name, sha256)
+        self.path = path
+        self.assumed = [
             "KV events show neither outputs nor requests that found all their blocks: one output token each, "
             "and prompts of whole blocks and one token"
         ]
-    )
-
-    def __post_init__(self) -> None:
-        try:
-            with self.path.open("rb") as file:
-                self.sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-        except OSError as error:
-            raise TraceError(str(self.path), None, None, f"cannot be read: {error.strerror}") from error
-        if self.expect_sha256 not in (None, self.sha256):
-            raise TraceError(
-                str(self.path), None, None, f"has SHA-256 {self.sha256}, not {self.expect_sha256}"
-            )
-        self.source = self.path.name
-
-    def clock_quantum_us(self) -> int:
-        """One microsecond: times are cut to it."""
-        return 1
 
     def rows(self, counts: RowCounts, sort: bool) -> Numbered:
         """One row for each prompt, in order of its first event."""
@@ -264,7 +242,12 @@ class KvEventSource:
                 return
             counts.read += 1
             assert self.source_block_tokens is not None
-            keys = np.array([_key(one) for one in prompt.hashes], dtype=np.uint64)
+            # A block's key is its number, or the first 8 bytes of its hash.
+            whole = (
+                int.from_bytes(one[:8], "big") if isinstance(one, bytes) else one & _64_BITS
+                for one in prompt.hashes
+            )
+            keys = np.fromiter(whole, np.uint64, len(prompt.hashes))
             tokens = len(keys) * self.source_block_tokens + 1
             segments = BlockSegments(keys, self.source_block_tokens, tokens)
             yield number, Row(round(prompt.first_s * 1e9), tokens, 1, segments)
@@ -309,10 +292,3 @@ class KvEventSource:
             chain.append(last)
             last = parents[last]
         return chain[::-1]
-
-
-def _key(block_hash: EventHash) -> int:
-    """A 64-bit key of a block: the number itself, or the first 8 bytes of the hash."""
-    if isinstance(block_hash, bytes):
-        return int.from_bytes(block_hash[:8], "big")
-    return block_hash & 0xFFFF_FFFF_FFFF_FFFF

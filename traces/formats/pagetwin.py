@@ -9,32 +9,27 @@ in the header: a file that was cut at the end of a line is refused.
 import gzip
 import hashlib
 import json
-from collections.abc import Iterable
+from abc import abstractmethod
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TextIO
 
-from traces.errors import RowError, TraceError
+from traces.errors import RowError, TraceError, placed
 from traces.formats.files import SourceFile, decode
 from traces.formats.parsing import MAX_INTEGER, check_best_of, kind, read_object, require_keys
-from traces.formats.rows import Numbered, Row, RowCounts, note
+from traces.formats.rows import Numbered, Row, RowCounts, RowSource, note
 from traces.trace import AFTER, AT, CHAINED, CONTENT, Segment, Trace, TraceHeader, TraceRequest
 
 VERSION = 2
 _UNCOUNTED = 1  # the version before, whose header does not say how many requests follow
 REQUIRED = ("request_id", "arrival_us", "prompt_tokens", "output_tokens", "segments")
 INTEGERS: dict[str, tuple[int, int]] = {  # name -> lowest and highest value
-    "request_id": (0, MAX_INTEGER),
-    "arrival_us": (0, MAX_INTEGER),
-    "prompt_tokens": (1, MAX_INTEGER),
-    "output_tokens": (1, MAX_INTEGER),
-    "turn": (1, MAX_INTEGER),
-    "parent": (0, MAX_INTEGER),
-    "think_us": (0, MAX_INTEGER),
+    **dict.fromkeys(("request_id", "arrival_us"), (0, MAX_INTEGER)),
+    **dict.fromkeys(("prompt_tokens", "output_tokens", "turn"), (1, MAX_INTEGER)),
+    **dict.fromkeys(("parent", "think_us"), (0, MAX_INTEGER)),
     "output_key": (0, 2**64 - 1),
-    "n": (1, MAX_INTEGER),
-    "best_of": (1, MAX_INTEGER),
-    "beam_width": (1, MAX_INTEGER),
+    **dict.fromkeys(("n", "best_of", "beam_width"), (1, MAX_INTEGER)),
     "priority": (-MAX_INTEGER, MAX_INTEGER),
 }
 TEXTS = ("session", "salt", "model", "kind")
@@ -85,18 +80,23 @@ def _header(values: dict[str, Any]) -> TraceHeader:
         if not isinstance(values.get(name, ""), str):
             raise RowError(name, f"string expected, found {kind(values[name])}")
     for name in ("dropped", "noted", "calibration"):
-        _check_mapping(values.get(name, {}), name)
+        mapping = values.get(name, {})
+        if not isinstance(mapping, dict):
+            raise RowError(name, f"object expected, found {kind(mapping)}")
+        for key, count in mapping.items() if name != "calibration" else ():
+            _check_integer(count, f"{name}.{key}", 0, MAX_INTEGER)
     changes = values.get("changes", [])
     if not (isinstance(changes, list) and all(isinstance(change, str) for change in changes)):
         raise RowError("changes", "list of strings expected")
-    _check_counts(values)
-    calibration = {name: plain_number(value) for name, value in values.get("calibration", {}).items()}
+    dropped = sum(values.get("dropped", {}).values())
+    if values["rows_read"] != values["rows_kept"] + dropped:
+        reason = f"{values['rows_read']} is not rows_kept {values['rows_kept']} + dropped {dropped}"
+        raise RowError("rows_read", reason)
+    calibration = {  # decimal numbers as floats again
+        name: value if isinstance(value, (str, int)) else float(value)
+        for name, value in values.get("calibration", {}).items()
+    }
     return TraceHeader(**{**values, "changes": tuple(changes), "calibration": calibration})
-
-
-def plain_number(value: Any) -> Any:
-    """Decimal numbers of a header as floats again."""
-    return value if isinstance(value, (str, int)) else float(value)
 
 
 def make_request(record: dict[str, Any]) -> TraceRequest:
@@ -113,8 +113,16 @@ def make_request(record: dict[str, Any]) -> TraceRequest:
             raise RowError(name, f"string expected, found {kind(record[name])}")
     segments = _segments(record["segments"], record["prompt_tokens"])
     more = {name: record[name] for name in DEFAULTS if record.get(name) is not None}
-    more["after"] = _after(record.get("after", ()))
-    _check_release(more)
+    after = record.get("after", ())
+    if not isinstance(after, (list, tuple)):
+        raise RowError("after", f"list of request ids expected, found {kind(after)}")
+    for index, item in enumerate(after):
+        _check_integer(item, f"after[{index}]", 0, MAX_INTEGER)
+    more["after"], release = tuple(after), more.get("release", AT)
+    if release not in (AT, AFTER):
+        raise RowError("release", f"{AT} or {AFTER} expected, found {kind(release)}")
+    if release == AFTER and not after:
+        raise RowError("after", "release after needs at least one request in after")
     check_best_of(record)
     lengths = {name: record[name] for name in REQUIRED[:4]}
     return TraceRequest(**lengths, segments=segments, **more)
@@ -138,42 +146,11 @@ def _segments(value: Any, prompt_tokens: int) -> tuple[Segment, ...]:
     return tuple(segments)
 
 
-def _after(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, (list, tuple)):
-        raise RowError("after", f"list of request ids expected, found {kind(value)}")
-    for index, item in enumerate(value):
-        _check_integer(item, f"after[{index}]", 0, MAX_INTEGER)
-    return tuple(value)
-
-
-def _check_release(more: dict[str, Any]) -> None:
-    release = more.get("release", AT)
-    if release not in (AT, AFTER):
-        raise RowError("release", f"{AT} or {AFTER} expected, found {kind(release)}")
-    if release == AFTER and not more["after"]:
-        raise RowError("after", "release after needs at least one request in after")
-
-
 def _check_integer(value: Any, name: str, lowest: int, highest: int) -> None:
     if type(value) is not int:
         raise RowError(name, f"integer expected, found {kind(value)}")
     if not lowest <= value <= highest:
         raise RowError(name, f"{value} is not from {lowest} to {highest}")
-
-
-def _check_mapping(value: Any, name: str) -> None:
-    if not isinstance(value, dict):
-        raise RowError(name, f"object expected, found {kind(value)}")
-    if name != "calibration":
-        for key, count in value.items():
-            _check_integer(count, f"{name}.{key}", 0, MAX_INTEGER)
-
-
-def _check_counts(values: dict[str, Any]) -> None:
-    dropped = sum(values.get("dropped", {}).values())
-    if values["rows_read"] != values["rows_kept"] + dropped:
-        reason = f"{values['rows_read']} is not rows_kept {values['rows_kept']} + dropped {dropped}"
-        raise RowError("rows_read", reason)
 
 
 class OrderCheck:
@@ -188,16 +165,13 @@ class OrderCheck:
     def add(self, request: TraceRequest, line: int) -> None:
         """Check a request against all before it, and remember it. Raises RowError and then remembers nothing."""
         if request.request_id in self._lines:
-            raise RowError(
-                "request_id", f"{request.request_id} already at line {self._lines[request.request_id]}"
-            )
+            known = self._lines[request.request_id]
+            raise RowError("request_id", f"{request.request_id} already at line {known}")
         if request.arrival_us < self._last_us:
             raise RowError("arrival_us", f"{request.arrival_us} before {self._last_us} of the line before")
-        links = [("after", earlier) for earlier in request.after]
-        if request.parent is not None:
-            links.append(("parent", request.parent))
+        links = [*(("after", earlier) for earlier in request.after), ("parent", request.parent)]
         for name, earlier in links:
-            if earlier not in self._lines:
+            if earlier is not None and earlier not in self._lines:
                 raise RowError(name, f"request {earlier} is not earlier")
         if self._is_chained:
             self._check_chain(request, line)
@@ -220,24 +194,46 @@ class OrderCheck:
         self._parents |= fresh
 
 
-class CanonicalSource:
-    """The attributes of a row source, taken from the header in the file."""
-
-    has_clock = True
-    is_ordered = True
-    takes_arrivals = False
+class CanonicalSource(RowSource):
+    """The rows of a canonical file. The attributes are those of the header in the file."""
 
     def __init__(self, header: TraceHeader, requests: int | None) -> None:
-        self.embedded: TraceHeader | None = header
-        self.format = header.format
-        self.source = header.source
-        self.sha256 = header.sha256
-        self.key_kind = header.key_kind
+        super().__init__(header.source, header.sha256)
+        self.embedded = header
+        self.format, self.key_kind = header.format, header.key_kind
         self.source_block_tokens = header.source_block_tokens
-        self.noted: dict[str, int] = {}
-        self.assumed: list[str] = []
-        self._quantum_us = header.clock_quantum_us
         self._requests = requests
+
+    def clock_quantum_us(self) -> int:
+        """The value in the header."""
+        assert self.embedded is not None  # set at once
+        return self.embedded.clock_quantum_us
+
+    def rows(self, counts: RowCounts, sort: bool) -> Numbered:
+        """Requests under their own ids."""
+        check = OrderCheck(self.key_kind)
+        for line, record in self.records():
+            if counts.limit_reached():
+                return
+            counts.read += 1
+            try:
+                request = make_request(self.plain(record))
+                check.add(request, line)
+            except RowError as error:
+                counts.refuse(line, error)
+                continue
+            more = {name: getattr(request, name) for name in DEFAULTS}
+            time_ns, prompt, output = request.arrival_us * 1000, request.prompt_tokens, request.output_tokens
+            yield request.request_id, Row(time_ns, prompt, output, request.segments, more)
+        self.check_count(counts)
+
+    @abstractmethod
+    def records(self) -> Iterator[tuple[int, Any]]:
+        """The records of the file with their lines. Raises TraceError where it cannot be read on."""
+
+    @abstractmethod
+    def plain(self, record: Any) -> dict[str, Any]:
+        """A record as plain data. Raises RowError."""
 
     def check_count(self, counts: RowCounts) -> None:
         """Compare the records of the whole file with the header. Raises TraceError, or counts what is missing."""
@@ -251,16 +247,19 @@ class CanonicalSource:
             reason = f"{expected:,} by the header, but {found:,} follow: the file {happened}; make it again"
             raise TraceError(counts.file, found + 1, _REQUESTS, reason)
 
-    def clock_quantum_us(self) -> int:
-        """The value in the header."""
-        return self._quantum_us
-
 
 def write_jsonl(trace: Trace, path: str | Path) -> None:
     """Write a trace as JSONL, with gzip if the name ends in .gz. Raises OSError."""
     with _open_text(Path(path)) as file:
         file.write(json.dumps({"header": header_record(trace)}) + "\n")
-        file.writelines(f"{line}\n" for line in _lines(trace.requests))
+        for request in trace.requests:
+            file.write(json.dumps(record_of(request), separators=(",", ":")) + "\n")
+
+
+def _open_text(path: Path) -> TextIO:
+    if path.name.endswith(".gz"):
+        return gzip.open(path, "wt", encoding="utf-8")
+    return path.open("w", encoding="utf-8", newline="\n")
 
 
 def record_of(request: TraceRequest) -> dict[str, Any]:
@@ -279,51 +278,19 @@ class CanonicalRows(CanonicalSource):
 
     def __init__(self, file: SourceFile) -> None:
         self.file = file
-        super().__init__(*self._header())
-
-    def rows(self, counts: RowCounts, sort: bool) -> Numbered:
-        """Requests under their own ids."""
-        check = OrderCheck(self.key_kind)
-        for line, raw in self.file.lines():
-            if line == 1 or not raw.strip():
-                continue
-            if counts.limit_reached():
-                return
-            counts.read += 1
-            try:
-                request = make_request(read_object(decode(raw)))
-                check.add(request, line)
-            except RowError as error:
-                counts.refuse(line, error)
-                continue
-            yield request.request_id, row_of(request)
-        self.check_count(counts)
-
-    def _header(self) -> tuple[TraceHeader, int | None]:
-        try:
-            record = read_object(self.file.first_line).get("header")
+        with placed(file.path, 1):
+            record = read_object(file.first_line).get("header")
             if not isinstance(record, dict):
                 raise RowError("header", f"object expected, found {kind(record)}")
-            return read_header(record)
-        except RowError as error:
-            raise TraceError(self.file.path, 1, error.field, error.reason) from error
+            super().__init__(*read_header(record))
 
+    def records(self) -> Iterator[tuple[int, bytes]]:
+        """The lines after the header that are not blank."""
+        return ((line, raw) for line, raw in self.file.lines() if line > 1 and raw.strip())
 
-def row_of(request: TraceRequest) -> Row:
-    """The row that becomes this request again."""
-    more = {name: getattr(request, name) for name in DEFAULTS}
-    time_ns = request.arrival_us * 1000
-    return Row(time_ns, request.prompt_tokens, request.output_tokens, request.segments, more)
-
-
-def _lines(requests: Iterable[TraceRequest]) -> Iterable[str]:
-    return (json.dumps(record_of(request), separators=(",", ":")) for request in requests)
-
-
-def _open_text(path: Path) -> TextIO:
-    if path.name.endswith(".gz"):
-        return gzip.open(path, "wt", encoding="utf-8")
-    return path.open("w", encoding="utf-8", newline="\n")
+    def plain(self, record: bytes) -> dict[str, Any]:
+        """The object on a line."""
+        return read_object(decode(record))
 
 
 def write_parquet(trace: Trace, path: str | Path) -> None:
@@ -335,17 +302,13 @@ def write_parquet(trace: Trace, path: str | Path) -> None:
     schema = _schema().with_metadata({_METADATA: header})
     with parquet.ParquetWriter(path, schema, compression="zstd", write_page_checksum=True) as writer:
         for start in range(0, len(trace.requests), _BATCH):
-            writer.write_table(pa.table(_columns(trace, start), schema=schema))
-
-
-def _columns(trace: Trace, start: int) -> dict[str, list[Any]]:
-    requests = trace.requests[start : start + _BATCH]
-    columns: dict[str, list[Any]] = {
-        name: [getattr(request, name) for request in requests] for name in (*REQUIRED[:4], *DEFAULTS)
-    }
-    columns[_KEYS] = [[key for key, _ in request.segments] for request in requests]
-    columns[_TOKENS] = [[tokens for _, tokens in request.segments] for request in requests]
-    return columns
+            requests = trace.requests[start : start + _BATCH]
+            columns: dict[str, list[Any]] = {
+                name: [getattr(request, name) for request in requests] for name in (*REQUIRED[:4], *DEFAULTS)
+            }
+            columns[_KEYS] = [[key for key, _ in request.segments] for request in requests]
+            columns[_TOKENS] = [[tokens for _, tokens in request.segments] for request in requests]
+            writer.write_table(pa.table(columns, schema=schema))
 
 
 def _schema() -> Any:
@@ -363,29 +326,36 @@ class CanonicalParquet(CanonicalSource):
     def __init__(self, path: Path, expect_sha256: str | None = None) -> None:
         self.path = str(path)
         self._file = self._open(path, expect_sha256)
-        super().__init__(*self._header())
+        text = (self._file.schema_arrow.metadata or {}).get(_METADATA)
+        if text is None:
+            hint = "make one with `python -m harness trace convert`"
+            raise TraceError(self.path, 1, "header", f"a Parquet file, but not a trace of ours: {hint}")
+        if not self._file.schema_arrow.remove_metadata().equals(_schema()):
+            raise TraceError(self.path, 1, "header", "columns are not those of a trace")
+        try:
+            super().__init__(*read_header(read_object(text.decode())))
+        except (RowError, UnicodeDecodeError) as error:
+            raise TraceError(self.path, 1, getattr(error, "field", "header"), str(error)) from error
 
-    def rows(self, counts: RowCounts, sort: bool) -> Numbered:
-        """Requests under their own ids."""
+    def records(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """The records with their numbers, from 1."""
         import pyarrow as pa
 
-        check = OrderCheck(self.key_kind)
+        number = 0
         try:
             for batch in self._file.iter_batches(_BATCH):
                 for record in batch.to_pylist():
-                    if counts.limit_reached():
-                        return
-                    counts.read += 1
-                    try:
-                        request = make_request(_plain(record))
-                        check.add(request, counts.read)
-                    except RowError as error:
-                        counts.refuse(counts.read, error)
-                        continue
-                    yield request.request_id, row_of(request)
-            self.check_count(counts)
+                    number += 1
+                    yield number, record
         except (pa.ArrowException, OSError) as error:
-            raise TraceError(self.path, counts.read + 1, None, f"cannot be read on: {error}") from error
+            raise TraceError(self.path, number + 1, None, f"cannot be read on: {error}") from error
+
+    def plain(self, record: dict[str, Any]) -> dict[str, Any]:
+        """A record with its segments in pairs."""
+        keys, tokens = record.pop(_KEYS) or [], record.pop(_TOKENS) or []
+        if len(keys) != len(tokens):
+            raise RowError("segments", f"{len(keys)} keys but {len(tokens)} lengths")
+        return {**record, "segments": list(map(list, zip(keys, tokens, strict=True)))}
 
     def _open(self, path: Path, expect_sha256: str | None) -> Any:
         import pyarrow as pa
@@ -399,24 +369,3 @@ class CanonicalParquet(CanonicalSource):
         if expect_sha256 is not None and found != expect_sha256.lower():
             raise TraceError(self.path, 1, "sha256", f"expected {expect_sha256}, found {found}")
         return file
-
-    def _header(self) -> tuple[TraceHeader, int | None]:
-        text = (self._file.schema_arrow.metadata or {}).get(_METADATA)
-        if text is None:
-            reason = (
-                "a Parquet file, but not a trace of ours: make one with `python -m harness trace convert`"
-            )
-            raise TraceError(self.path, 1, "header", reason)
-        if not self._file.schema_arrow.remove_metadata().equals(_schema()):
-            raise TraceError(self.path, 1, "header", "columns are not those of a trace")
-        try:
-            return read_header(read_object(text.decode()))
-        except (RowError, UnicodeDecodeError) as error:
-            raise TraceError(self.path, 1, getattr(error, "field", "header"), str(error)) from error
-
-
-def _plain(record: dict[str, Any]) -> dict[str, Any]:
-    keys, tokens = record.pop(_KEYS) or [], record.pop(_TOKENS) or []
-    if len(keys) != len(tokens):
-        raise RowError("segments", f"{len(keys)} keys but {len(tokens)} lengths")
-    return {**record, "segments": list(map(list, zip(keys, tokens, strict=True)))}

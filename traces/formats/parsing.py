@@ -6,7 +6,8 @@ CSV: one record per line, and columns are found by name. JSON: no repeated keys,
 import csv
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from decimal import Decimal
 from typing import Any
 
@@ -112,10 +113,7 @@ def _missing_reason(missing: list[str], names: list[str], header: str) -> str:
 
 def read_object(text: str) -> dict[str, object]:
     """The JSON object in a text. Raises RowError."""
-    value = read_value(text)
-    if not isinstance(value, dict):
-        raise RowError("line", f"expected an object, found {kind(value)}")
-    return value
+    return require_object(read_value(text), "line")
 
 
 def read_value(text: str) -> object:
@@ -176,8 +174,7 @@ def text(record: dict[str, object], key: str) -> str:
 
 def integers(value: object, field: str, highest: int = 2**63 - 1) -> list[int]:
     """A list of integers from 0 to `highest`. Raises RowError that names the first wrong item."""
-    if not isinstance(value, list):
-        raise RowError(field, f"list expected, found {kind(value)}")
+    value = require_list(value, field)
     if set(map(type, value)) - {int}:
         index, item = next((i, item) for i, item in enumerate(value) if type(item) is not int)
         raise RowError(f"{field}[{index}]", f"integer expected, found {kind(item)}")
@@ -202,6 +199,35 @@ def require_keys(record: dict[str, object], wanted: tuple[str, ...]) -> None:
         unknown = [key for key in record if key not in wanted]
         hint = f", unknown key {', '.join(unknown)[:200]}" if unknown else ""
         raise RowError(missing[0], f"missing key {', '.join(missing)}{hint}")
+
+
+@contextmanager
+def within(place: str) -> Iterator[None]:
+    """Put a place in a document before the field of every RowError that is raised inside."""
+    try:
+        yield
+    except RowError as error:
+        raise RowError(f"{place}.{error.field}", error.reason) from error
+
+
+def note_unknown(noted: dict[str, int], record: dict[str, object], known: tuple[str, ...]) -> None:
+    """Note each key of a record that its format does not use."""
+    for key in record.keys() - set(known):
+        note(noted, f"unknown key {key}")
+
+
+def require_object(value: object, place: str) -> dict[str, object]:
+    """An object inside of a document. Raises RowError that names the place."""
+    if not isinstance(value, dict):
+        raise RowError(place, f"expected an object, found {kind(value)}")
+    return value
+
+
+def require_list(value: object, place: str) -> list[Any]:
+    """A list inside of a document. Raises RowError that names the place."""
+    if not isinstance(value, list):
+        raise RowError(place, f"list expected, found {kind(value)}")
+    return value
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:

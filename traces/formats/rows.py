@@ -1,21 +1,19 @@
-"""The contract of a format: rows, row readers and row sources, and the loop over the lines of a file.
+"""The contract of a format: rows, row sources, and the loop over the lines of a file.
 
-A `RowReader` reads one line at a time. `LineRows` reads the lines of a file, gives them to the reader, and is a
-`RowSource`. It reads blocks of lines if the reader can (`BlockReader`), else line by line. `RowCounts` counts what
-became of each row: rows read = rows kept + rows dropped.
+A `RowSource` gives the rows of a document or a folder. A `LineSource` is one whose records are lines: it reads one line
+at a time. `RowCounts` counts what became of each row: rows read = rows kept + rows dropped.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
-from traces.errors import RowError, TraceError
+from traces.errors import RowError, TraceError, placed
 from traces.formats.files import SourceFile, decode
-from traces.trace import Segment, TraceHeader
+from traces.trace import CHAINED, Segment, TraceHeader
 
 Encode = Callable[[str], Sequence[int]]
-_BLOCK_LINES = 2048
 Line = tuple[int, bytes]
 
 
@@ -32,50 +30,7 @@ class Row(NamedTuple):
     more: Mapping[str, Any] | None = None
 
 
-Rows = tuple[int, Iterator[Row]]
 Numbered = Iterator[tuple[int, Row]]  # a row with its request_id
-
-
-class RowReader(Protocol):
-    """Reads one line format, row by row: `read_row`, then `accept` after the order of times was checked."""
-
-    format: str
-    source_block_tokens: int | None
-    time_field: str
-    has_header: bool
-    has_clock: bool
-    is_ordered: bool  # rows must be in order of time; if False, they are sorted stably after reading
-    noted: dict[str, int]
-
-    @property
-    def key_kind(self) -> str:
-        """What equal keys mean, judged by the rows read so far."""
-        ...
-
-    def read_header(self, text: str) -> None:
-        """Find the columns in line 1 of a format with a header. Raises RowError."""
-        ...
-
-    def read_row(self, text: str, line: int) -> Row:
-        """The row on physical line `line`. Raises RowError."""
-        ...
-
-    def accept(self, row: Row, line: int, request_id: int) -> Row:
-        """Check the row against earlier rows, remember it and complete it. On RowError nothing is remembered."""
-        ...
-
-    def clock_quantum_us(self) -> int:
-        """Resolution of the arrivals read so far, in microseconds."""
-        ...
-
-
-@runtime_checkable
-class BlockReader(Protocol):
-    """A line reader that can also read many lines at once."""
-
-    def read_block(self, lines: list[bytes], first_line: int, last_ns: int | None) -> Rows | None:
-        """The last time in ns and the rows of `lines`. None, with nothing remembered, if any line is doubtful."""
-        ...
 
 
 def note(noted: dict[str, int], name: str, count: int = 1) -> None:
@@ -94,6 +49,12 @@ class SessionTurns:
         turn, parent = self._last.get(session, (0, None))
         self._last[session] = (turn + 1, request_id)
         return {"session": session, "turn": turn + 1, "parent": parent}
+
+    def number(self, row: Row, request_id: int) -> Row:
+        """The row as the next turn of its session, or as it is where it has none."""
+        more = row.more or {}
+        session = more.get("session")
+        return row if session is None else row._replace(more={**more, **self.add(session, request_id)})
 
 
 @dataclass
@@ -130,109 +91,95 @@ class RowCounts:
         return f"none of {self.read:,} rows can be replayed: {reasons}"
 
 
-class LineRows:
-    """The rows of a file whose records are lines."""
+class RowSource(ABC):
+    """An open source: its origin and its rows. A format states what differs from the defaults here."""
 
-    embedded: TraceHeader | None = None
-    takes_arrivals = False
+    format: str
+    key_kind: str = CHAINED  # what equal keys mean; final after all rows are read
+    source_block_tokens: int | None = None  # the granularity at which the source records sharing
+    has_clock = True
+    is_ordered = True  # rows must be in order of time; if False, they are sorted stably after reading
+    takes_arrivals = False  # it has times, but an arrival process gives the start of its conversations
+    embedded: TraceHeader | None = None  # header inside a file in PageTwin's own format: its times are kept
 
-    def __init__(self, file: SourceFile, reader: RowReader) -> None:
-        self.file = file
-        self.reader = reader
-        self.source = file.name
-        self.sha256 = file.sha256
-        self.format = reader.format
-        self.is_ordered = reader.is_ordered
-        self.has_clock = reader.has_clock
-        self.assumed: list[str] = []
-        self.noted = reader.noted
-        if file.has_byte_order_mark:
-            note(self.noted, "byte_order_mark")
-        self._last: tuple[int, int] | None = None  # line and time of the last valid row
-        if reader.has_header:
-            self._read_header()
-
-    @property
-    def key_kind(self) -> str:
-        """What equal keys mean, judged by the rows read so far."""
-        return self.reader.key_kind
-
-    @property
-    def source_block_tokens(self) -> int | None:
-        """The granularity at which the source records sharing."""
-        return self.reader.source_block_tokens
+    def __init__(self, source: str, sha256: str) -> None:
+        self.source = source  # file name without folders
+        self.sha256 = sha256
+        self.noted: dict[str, int] = {}
+        self.assumed: list[str] = []  # sentences on what the source does not record
 
     def clock_quantum_us(self) -> int:
-        """Resolution of the arrivals read so far."""
-        return self.reader.clock_quantum_us()
+        """Resolution of the arrivals read so far, in microseconds."""
+        return 1
+
+    @abstractmethod
+    def rows(self, counts: RowCounts, sort: bool) -> Numbered:
+        """Valid rows with their request ids, until `counts.limit_reached()`. Malformed rows go to `counts.refuse()`.
+
+        `sort` allows unordered times, which the caller then sorts.
+        """
+
+
+class LineSource(RowSource):
+    """The rows of a file whose records are lines: `read_row`, then `accept` after the order of times was checked."""
+
+    time_field: str
+    has_header = False
+
+    def __init__(self, file: SourceFile) -> None:
+        super().__init__(file.name, file.sha256)
+        self.file = file
+        if file.has_byte_order_mark:
+            note(self.noted, "byte_order_mark")
+        self.turns = SessionTurns()
+        self.last: tuple[int, int] | None = None  # line and time of the last valid row
+        if self.has_header:
+            with placed(file.path, 1):
+                self.read_header(file.first_line)
+
+    def read_header(self, text: str) -> None:
+        """Find the columns in line 1 of a format with a header. Raises RowError."""
+
+    @abstractmethod
+    def read_row(self, text: str, line: int) -> Row:
+        """The row on physical line `line`. Raises RowError."""
+
+    def accept(self, row: Row, line: int, request_id: int) -> Row:
+        """Check the row against earlier rows, remember it and complete it. On RowError nothing is remembered."""
+        return row
 
     def rows(self, counts: RowCounts, sort: bool) -> Numbered:
-        """Accepted rows with their request ids. `sort` allows unordered times, which the caller then sorts."""
-        lines = self._data_lines(counts)
-        blocks = self.reader if isinstance(self.reader, BlockReader) and not sort else None
-        if blocks is None or (counts.limit is not None and counts.limit < _BLOCK_LINES):
-            yield from self._one_by_one(lines, counts, sort)
-            return
-        while block := list(islice(lines, _BLOCK_LINES)):
-            rows = self._block(blocks, block)
-            if rows is None:
-                yield from self._one_by_one(block, counts, sort)
-                continue
-            for row in rows:
-                if counts.limit_reached():
-                    return
-                counts.read += 1
-                yield counts.read - 1, row
+        """Accepted rows with their request ids."""
+        return self.one_by_one(self.data_lines(counts), counts, sort)
 
-    def _read_header(self) -> None:
-        try:
-            self.reader.read_header(self.file.first_line)
-        except RowError as error:
-            raise TraceError(self.file.path, 1, error.field, error.reason) from error
-
-    def _block(self, reader: BlockReader, block: list[Line]) -> Iterator[Row] | None:
-        first, last = block[0][0], block[-1][0]
-        if last - first + 1 != len(block):  # a blank line was skipped
-            return None
-        last_ns = None if self._last is None else self._last[1]
-        rows = reader.read_block([raw for _, raw in block], first, last_ns)
-        if rows is None:
-            return None
-        self._last = last, rows[0]
-        return rows[1]
-
-    def _one_by_one(self, lines: Iterator[Line] | list[Line], counts: RowCounts, sort: bool) -> Numbered:
+    def one_by_one(self, lines: Iterable[Line], counts: RowCounts, sort: bool) -> Numbered:
+        """The rows of some lines, each read, checked and accepted alone."""
         for line, raw in lines:
             if counts.limit_reached():
                 return
             counts.read += 1
             try:
-                row = self.reader.read_row(decode(raw), line)
-                self._check_order(row, sort)
-                row = self.reader.accept(row, line, counts.read - 1)
+                row = self.read_row(decode(raw), line)
+                if not sort and self.is_ordered:
+                    self._check_order(row.time_ns)
+                row = self.accept(row, line, counts.read - 1)
             except RowError as error:
                 counts.refuse(line, error, self.file.path)  # which may lie in the folder that was named
                 continue
             if row.time_ns is not None:
-                self._last = line, row.time_ns
+                self.last = line, row.time_ns
             yield counts.read - 1, row
 
-    def _check_order(self, row: Row, sort: bool) -> None:
-        if self._last is None or sort or not self.is_ordered or row.time_ns is None:
-            return
-        line, last_ns = self._last
-        if row.time_ns < last_ns:
-            back = (last_ns - row.time_ns) / 1000
-            raise RowError(
-                self.reader.time_field,
-                f"goes back by {back:,.15g} us behind line {line}; sort the file by time first, or allow it (sort)",
-            )
+    def _check_order(self, time_ns: int | None) -> None:
+        if self.last is not None and time_ns is not None and time_ns < self.last[1]:
+            back = f"goes back by {(self.last[1] - time_ns) / 1000:,.15g} us behind line {self.last[0]}"
+            raise RowError(self.time_field, f"{back}; sort the file by time first, or allow it (sort)")
 
-    def _data_lines(self, counts: RowCounts) -> Iterator[Line]:
+    def data_lines(self, counts: RowCounts) -> Iterator[Line]:
         """The lines that are not blank. Blank lines are allowed at the end only."""
         blank = None
         for line, raw in self.file.lines():
-            if self.reader.has_header and line == 1:
+            if self.has_header and line == 1:
                 continue
             if not raw.strip():
                 blank = blank or line
@@ -243,35 +190,3 @@ class LineRows:
                 note(counts.noted, "blank line skipped")
                 blank = None
             yield line, raw
-
-
-class RowSource(Protocol):
-    """An open source: its origin and its rows."""
-
-    format: str
-    source: str  # file name without folders
-    sha256: str
-    has_clock: bool
-    is_ordered: bool
-    noted: dict[str, int]
-    assumed: list[str]  # sentences on what the source does not record
-    takes_arrivals: bool  # it has times, but an arrival process gives the start of its conversations
-    embedded: TraceHeader | None  # header inside a file in PageTwin's own format, whose times are not shifted
-
-    @property
-    def key_kind(self) -> str:
-        """What equal keys mean. Final after all rows are read."""
-        ...
-
-    @property
-    def source_block_tokens(self) -> int | None:
-        """The granularity at which the source records sharing."""
-        ...
-
-    def clock_quantum_us(self) -> int:
-        """Resolution of the arrivals read so far."""
-        ...
-
-    def rows(self, counts: RowCounts, sort: bool) -> Numbered:
-        """Valid rows with their request ids, until `counts.limit_reached()`. Malformed rows go to `counts.refuse()`."""
-        ...

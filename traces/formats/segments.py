@@ -83,8 +83,7 @@ class ChainCheck:
     Nothing is remembered of a row or block that is refused.
     """
 
-    def __init__(self, field: str = "hash_ids", place: str = "line") -> None:
-        self._field = field
+    def __init__(self, place: str = "line") -> None:
         self._place = place  # what `line` counts: lines or requests
         self._parents = np.zeros(_FIRST_SIZE, np.int64)  # parent id + 2; 1: no parent, 0: id not seen
         self._positions = np.zeros(_FIRST_SIZE, np.int32)
@@ -100,14 +99,12 @@ class ChainCheck:
             if known is None:
                 fresh.append((key, parent, position))
             elif known[1] != position:
-                raise self._unchained(
-                    f"id {key} at position {position}, was at {known[1]} at {self._place} {known[2]}"
-                )
+                was = f"at position {position}, was at {known[1]} at {self._place} {known[2]}"
+                raise RowError("hash_ids", f"id {key} {was}: ids are not chained")
             elif known[0] != parent:
-                found, had = (("none" if name < 0 else str(name)) for name in (parent, known[0]))
-                raise self._unchained(
-                    f"id {key} has parent {found}, had parent {had} at {self._place} {known[2]}"
-                )
+                own, had = (("none" if name < 0 else str(name)) for name in (parent, known[0]))
+                was = f"has parent {own}, had parent {had} at {self._place} {known[2]}"
+                raise RowError("hash_ids", f"id {key} {was}: ids are not chained")
             parent = key
         for key, parent, position in fresh:
             self._remember(key, parent, position, line)
@@ -125,7 +122,8 @@ class ChainCheck:
         positions = np.arange(ids.size) - starts[rows]
         parents = np.concatenate([[-1], ids[:-1]]) + 2
         parents[positions == 0] = 1
-        first = self._first_places(ids)
+        _, index, inverse = np.unique(ids, return_index=True, return_inverse=True)
+        first = index[inverse]  # for each place, the first place in the block with the same id
         expected = self._parents[ids], self._positions[ids]
         seen = expected[0] > 0
         agree = (expected[0] == parents) & (expected[1] == positions)
@@ -137,12 +135,6 @@ class ChainCheck:
         self._positions[ids[new]] = positions[new]
         self._lines[ids[new]] = first_line + rows[new]
         return True
-
-    def _first_places(self, ids: Ints) -> Ints:
-        """For each place, the first place in the block with the same id."""
-        _, index, inverse = np.unique(ids, return_index=True, return_inverse=True)
-        first: Ints = index[inverse]
-        return first
 
     def _known(self, key: int) -> tuple[int, int, int] | None:
         if key >= _DENSE:
@@ -169,9 +161,6 @@ class ChainCheck:
             larger = np.zeros(size, old.dtype)
             larger[: len(old)] = old
             setattr(self, name, larger)
-
-    def _unchained(self, reason: str) -> RowError:
-        return RowError(self._field, f"{reason}: ids are not chained")
 
 
 @dataclass
@@ -214,25 +203,19 @@ class TokenTree:
             child = node.next.get(int(tokens[0]))
             if child is None:
                 child = node.next[int(tokens[0])] = self._node(tokens)
-            common = _agreeing(child.tokens, tokens)
-            if common < len(child.tokens):
-                self._split(child, common)
+            length = min(len(child.tokens), len(tokens))
+            different = np.flatnonzero(child.tokens[:length] != tokens[:length])
+            common = int(different[0]) if different.size else length
+            if common < len(
+                child.tokens
+            ):  # cut the edge: its upper part keeps the node, the lower gets a new one
+                lower = self._node(child.tokens[common:])
+                lower.uses, lower.next = child.uses, child.next
+                child.tokens, child.next = child.tokens[:common], {int(lower.tokens[0]): lower}
             child.uses += 1
             node, tokens = child, tokens[common:]
         return node
 
-    def _split(self, node: _Node, position: int) -> None:
-        """Cut an edge in two. The upper part keeps the node, the lower part gets a new one."""
-        lower = self._node(node.tokens[position:])
-        lower.uses, lower.next = node.uses, node.next
-        node.tokens, node.next = node.tokens[:position], {int(lower.tokens[0]): lower}
-
     def _node(self, tokens: Tokens) -> _Node:
         self._keys += 1
         return _Node(self._keys - 1, tokens)
-
-
-def _agreeing(first: Tokens, second: Tokens) -> int:
-    length = min(len(first), len(second))
-    different = np.flatnonzero(first[:length] != second[:length])
-    return int(different[0]) if different.size else length

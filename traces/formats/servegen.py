@@ -16,11 +16,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from traces.errors import RowError, TraceError
+from traces.errors import RowError, TraceError, placed
 from traces.formats.files import SourceFile, decode, open_source, read_document
 from traces.formats.parsing import kind, read_object, split_fields
-from traces.formats.rows import Numbered, Row, RowCounts
-from traces.trace import CONTENT, Segment, TraceHeader
+from traces.formats.rows import Numbered, Row, RowCounts, RowSource
+from traces.trace import CONTENT, Segment
 
 WINDOW_S = 600
 _PMF_WINDOW_S = 21_600
@@ -30,6 +30,7 @@ _SUM_ERROR = 1e-6
 _SHAPES = (0.01, 10_000.0)  # outside this range gaps are 0 or all equal, unlike any traffic
 _NUMBERS = ((0, "window"), (1, "rate"), (2, "cv"), (4, "shape"), (5, "scale"))
 _PATTERN = "chunk-*-trace.csv"
+_LEVELS = (_PATTERN, f"*/{_PATTERN}", f"*/*/{_PATTERN}")  # of a client, a model, a category
 _CHUNK = 1024
 Floats = npt.NDArray[np.float64]
 
@@ -91,16 +92,13 @@ def read_client(trace_file: Path) -> Client:
 def _read_windows(file: SourceFile) -> tuple[Window, ...]:
     windows: list[Window] = []
     for line, raw in file.lines():
-        try:
+        with placed(file.path, line):
             window = _window(split_fields(decode(raw)))
-            if window.start_s != (windows[-1].start_s + WINDOW_S if windows else window.start_s):
-                raise RowError(
-                    "window", f"{window.start_s} follows {windows[-1].start_s}; they are {WINDOW_S} s apart"
-                )
+            if windows and window.start_s != windows[-1].start_s + WINDOW_S:
+                apart = f"follows {windows[-1].start_s}; they are {WINDOW_S} s apart"
+                raise RowError("window", f"{window.start_s} {apart}")
             if window.start_s % WINDOW_S:
                 raise RowError("window", f"{window.start_s} is no multiple of {WINDOW_S}")
-        except RowError as error:
-            raise TraceError(file.path, line, error.field, error.reason) from error
         windows.append(window)
     return tuple(windows)
 
@@ -113,10 +111,9 @@ def _window(fields: list[str]) -> Window:
     if start != int(start):
         raise RowError("window", f"whole seconds expected, found {start:g}")
     if rate > 0:
-        if not family:
-            raise RowError("family", "Gamma or Weibull expected, found nothing in a window with a rate")
         if family not in _FAMILIES:
-            raise RowError("family", f"Gamma or Weibull expected, found {family[:40]}")
+            shown = family[:40] or "nothing in a window with a rate"
+            raise RowError("family", f"Gamma or Weibull expected, found {shown}")
         if not (_SHAPES[0] <= shape <= _SHAPES[1] and scale > 0):
             reason = f"shape from {_SHAPES[0]:g} to {_SHAPES[1]:g} and scale above 0 expected"
             raise RowError("shape", f"{reason}, found {shape:g} and {scale:g}")
@@ -135,14 +132,12 @@ def _number(text: str, field: str) -> float:
 
 def _read_pmfs(file: SourceFile) -> dict[int, tuple[Lengths, Lengths] | None]:
     pmfs: dict[int, tuple[Lengths, Lengths] | None] = {}
-    try:
+    with placed(file.path):
         for start, sides in read_object(read_document(file)).items():
             if not (start.isascii() and start.isdigit()) or not isinstance(sides, dict):
                 raise RowError(start[:40], f"window start with an object expected, found {kind(sides)}")
             pair = [_pmf(sides.get(side), f"{start}.{side}") for side in _SIDES]
             pmfs[int(start)] = (pair[0], pair[1]) if pair[0] and pair[1] else None
-    except RowError as error:
-        raise TraceError(file.path, error.text_line, error.field, error.reason) from error
     return pmfs
 
 
@@ -164,41 +159,26 @@ def _pmf(value: object, place: str) -> Lengths | None:
 
 
 def _is_pair(length: object, probability: object) -> bool:
-    return (
-        type(length) is int
-        and 0 <= length < 2**31
-        and isinstance(probability, (int, float))
-        and not isinstance(probability, bool)
-        and 0 <= probability <= 1
-    )
+    is_length = type(length) is int and 0 <= length < 2**31
+    is_number = isinstance(probability, (int, float)) and not isinstance(probability, bool)
+    return is_length and is_number and 0 <= probability <= 1  # type: ignore[operator]
 
 
-class ServeGenSource:
+class ServeGenSource(RowSource):
     """Requests of all clients in a folder (or of one client's trace file), in order of time and in constant memory."""
 
     format = "servegen"
     key_kind = CONTENT
-    source_block_tokens: int | None = None
-    has_clock = True
-    is_ordered = True
-    takes_arrivals = False
-    embedded: TraceHeader | None = None
 
     def __init__(self, path: Path, seed: int) -> None:
         self.clients = [read_client(file) for file in client_files(path)]
-        self.source = path.name
         sums = "".join(f"{client.sha256}  {client.name}\n" for client in self.clients)
-        self.sha256 = hashlib.sha256(sums.encode()).hexdigest()
-        self.noted: dict[str, int] = {}
+        super().__init__(path.name, hashlib.sha256(sums.encode()).hexdigest())
         self.assumed = [
             f"drawn from the models of {len(self.clients)} ServeGen clients, seed {seed}; gaps scaled to each window's "
             "rate; prompt and output lengths drawn independently"
         ]
         self._seed = seed
-
-    def clock_quantum_us(self) -> int:
-        """One microsecond."""
-        return 1
 
     def rows(self, counts: RowCounts, sort: bool) -> Numbered:
         """Requests window by window, with the streams of all clients merged by time."""
@@ -228,7 +208,8 @@ class ServeGenSource:
 
 def _arrivals(window: Window, source: np.random.Generator) -> Iterator[Floats]:
     """Times within the window, in chunks: a renewal process whose first gap began before the window."""
-    scale = 1 / (window.rate_rps * _mean_gap(window))
+    unit = window.shape if window.family == "Gamma" else gamma(1 + 1 / window.shape)
+    scale = 1 / (window.rate_rps * (window.scale * unit))
     last = -source.uniform() * float(_unit_gaps(window, source, 1)[0]) * scale
     while last < WINDOW_S:
         times = last + np.cumsum(_unit_gaps(window, source, _CHUNK) * scale)
@@ -242,16 +223,16 @@ def _unit_gaps(window: Window, source: np.random.Generator, count: int) -> Float
     return source.weibull(window.shape, count) * window.scale
 
 
-def _mean_gap(window: Window) -> float:
-    factor = window.shape if window.family == "Gamma" else gamma(1 + 1 / window.shape)
-    return window.scale * factor
+def has_clients(folder: Path) -> bool:
+    """Whether trace files of clients lie in a folder or at most two levels below."""
+    return any(next(folder.glob(level), None) for level in _LEVELS)
 
 
 def client_files(path: Path) -> list[Path]:
     """The trace files of all clients. Raises TraceError if there are none."""
     if path.is_file():
         return [path]
-    found = sorted(path.rglob(_PATTERN)) if path.is_dir() else []
+    found = sorted(file for level in _LEVELS for file in path.glob(level)) if path.is_dir() else []
     if not found:
         raise TraceError(str(path), None, None, f"no ServeGen client ({_PATTERN}) here")
     return found

@@ -3,25 +3,174 @@
 Lengths are drawn by inverse CDF. If prompt and output lengths depend on each other in the data, they are drawn together
 with a Gaussian copula. Gaps are gamma distributed unless an arrival process is given. Prompts are unique
 unless a sharing model is given.
+
+The generator `chat` makes conversations from the table `chat_turns`: the prompt of a turn is all earlier questions and
+answers, and then a new question. A later turn waits for the answer and a pause. `output_key` is the key of the answer
+in the next prompt.
+
+`calibrated_trace` shares prefixes like a given trace: its hit-ratio curve is the nearest one found. For each of a few
+Zipf exponents and numbers of texts, a search finds the share of the prompt that gives the hit ratio of the given trace.
+The combination whose whole curve is nearest is kept.
 """
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
+from functools import lru_cache
+from importlib.resources import files
+from itertools import islice
 from math import erf, pi, sin, sqrt
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from traces.arrivals import ArrivalProcess
+from traces.analysis.reuse import ReuseProfile, reuse_profile
+from traces.arrivals import FIRST_KEY, ArrivalProcess, uniform
 from traces.errors import ParameterError
-from traces.randomness import uniform
-from traces.synth.chat import CHAT, chat_requests, chat_source
-from traces.synth.sharing import Sharing, share_prompts
-from traces.synth.tables import TABLES, CalibrationTable, LengthTable, load_table
-from traces.trace import CONTENT, Segment, Trace, TraceHeader, TraceRequest
+from traces.reshape import take
+from traces.synth.tables import (
+    TABLES,
+    CalibrationTable,
+    Sharing,
+    load_table,
+    share_prompts,
+    text_tokens,
+    zipf_place,
+)
+from traces.trace import AFTER, CONTENT, Segment, Trace, TraceHeader, TraceRequest
+
+CHAT = "chat"
+_STARTS = ArrivalProcess("poisson", 0.2)
+_LONGEST = 8192  # tokens of prompt and answer; a conversation ends before it exceeds them
+_MEAN_TURNS = 6
+_SESSION_STREAM = 21
+
+
+def chat_source() -> str:
+    """The data that the conversations are calibrated on."""
+    return str(_table()["source"])
+
+
+def chat_requests(
+    count: int, seed: int, starts: ArrivalProcess | None, system: Sharing | None
+) -> tuple[tuple[TraceRequest, ...], dict[str, float | str], str]:
+    """`count` turns in order of arrival, the quality of their calibration, and the licence.
+
+    `starts` gives the starts of conversations (default: 0.2 per second). Arrivals of later turns do not contain the
+    time of the answers. They only order the trace: the replay releases a turn after the answer before it.
+    """
+    process = starts or _STARTS
+    sessions = zip(range(count), process.stream_us(seed), strict=False)
+    made: list[tuple[int, int, int, TraceRequest]] = []
+    for session, start_us in sessions:
+        turns = list(_session(session, start_us, seed, system))
+        made.extend((turn.arrival_us, session, number, turn) for number, turn in enumerate(turns))
+        # Enough are made when no later conversation can precede `count` of the turns.
+        enough = len(made) >= count + 64 * _MEAN_TURNS
+        if enough and sum(entry[0] <= start_us for entry in made) >= count:
+            break
+    ordered = [turn for *_, turn in sorted(made, key=lambda entry: entry[:3])]
+    return _numbered(ordered[:count]), _chat_quality(process, system), str(_table()["licence"])
+
+
+def _session(session: int, start_us: int, seed: int, system: Sharing | None) -> Iterator[TraceRequest]:
+    table = _table()
+    drawn = _numbers(seed ^ _SESSION_STREAM, session)
+    turns = max(1, round(_quantile(table, "turns", next(drawn))))
+    history: list[Segment] = list(_opening(seed, next(drawn), system))
+    before, arrival_us = None, start_us
+    for turn in range(1, turns + 1):
+        name = "later_user_tokens" if before else "first_prompt_tokens"
+        asked, answered = (
+            max(1, round(_quantile(table, part, next(drawn)))) for part in (name, "output_tokens")
+        )
+        pause_us = round(float(np.interp(next(drawn), np.arange(20) / 20, table["pause_s"])) * 1e6)
+        key = FIRST_KEY + (1 << 40) + (session << 12) + turn * 2
+        prompt = [*history, Segment(key, asked)]
+        total = sum(tokens for _, tokens in prompt)
+        if total + answered > _LONGEST:
+            return
+        arrival_us += pause_us if before else 0
+        request = TraceRequest(
+            request_id=turn,
+            arrival_us=arrival_us,
+            prompt_tokens=total,
+            output_tokens=answered,
+            segments=tuple(prompt),
+            session=str(session),
+            turn=turn,
+            think_us=pause_us if before else None,
+            output_key=key + 1,
+        )
+        yield request
+        history, before = [*prompt, Segment(key + 1, answered)], request
+
+
+def _opening(seed: int, drawn: float, system: Sharing | None) -> Iterator[Segment]:
+    if system is not None and system.share:
+        key = FIRST_KEY + zipf_place(drawn, system.count, system.zipf)
+        yield Segment(key, text_tokens(seed, key, system.share * _table()["means"]["first_prompt_tokens"]))
+
+
+def _numbered(turns: list[TraceRequest]) -> tuple[TraceRequest, ...]:
+    """The turns with ids in order of arrival, and links to the turn before."""
+    last: dict[str | None, int] = {}
+    numbered = []
+    for number, turn in enumerate(turns):
+        before = last.get(turn.session)
+        linked: dict[str, Any] = {}
+        if before is not None:
+            linked = {"parent": before, "after": (before,), "release": AFTER}
+        numbered.append(replace(turn, request_id=number, **linked))
+        last[turn.session] = number
+    return tuple(numbered)
+
+
+def _chat_quality(process: ArrivalProcess, system: Sharing | None) -> dict[str, float | str]:
+    table = _table()
+    ratios = {
+        f"{name}_mean_ratio": round(_mean(table, name) / mean, 4) for name, mean in table["means"].items()
+    }
+    return {
+        "calibrated_on": chat_source(),
+        **ratios,
+        "arrivals": f"conversations {process.describe()}",
+        "sharing": "history of each conversation" + (f"; {system.describe()}" if system else ""),
+        "longest_tokens": _LONGEST,
+    }
+
+
+def _mean(table: dict[str, Any], name: str) -> float:
+    """Mean of draws from the table, before rounding."""
+    places = (np.arange(100_000) + 0.5) / 100_000
+    return float(np.mean([np.interp(places, *_knots(table, name))]))
+
+
+def _quantile(table: dict[str, Any], name: str, share: float) -> float:
+    return float(np.interp(share, *_knots(table, name)))
+
+
+def _knots(table: dict[str, Any], name: str) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    values = table[name]
+    places = np.array([*(step / 20 for step in range(20)), 0.99, 1.0])
+    return places, np.array([*values[:20], table["p99"][name], values[20]])
+
+
+@lru_cache
+def _table() -> dict[str, Any]:
+    table: dict[str, Any] = json.loads((files("traces") / "data" / "chat_turns.json").read_text("utf-8"))
+    return table
+
+
+def _numbers(seed: int, session: int) -> Iterator[float]:
+    count = 64
+    while True:
+        yield from islice(uniform(seed, session, count).tolist(), count // 2 if count > 64 else 0, None)
+        count *= 2
+
 
 Floats = npt.NDArray[np.float64]
 _PROMPTS, _OUTPUTS = 1, 2  # stream numbers; changing one changes every generated trace
@@ -89,25 +238,19 @@ def _lengths_only(
     first, second = uniform(seed, _PROMPTS, count), uniform(seed, _OUTPUTS, count)
     if table.copula:
         second = correlated(first, second, table.prompt_output_spearman)
-    prompts, outputs = _lengths(table.prompt_tokens, first), _lengths(table.output_tokens, second)
-    columns = zip(process.times_us(count, seed), prompts, outputs, strict=True)
+    drawn = table.prompt_tokens.quantile(first), table.output_tokens.quantile(second)
+    lengths = [np.maximum(np.rint(side), 1).astype(np.int64).tolist() for side in drawn]
+    columns = zip(process.times_us(count, seed), *lengths, strict=True)
     return tuple(
         TraceRequest(number, arrival_us, prompt, output, (Segment(None, prompt),))
         for number, (arrival_us, prompt, output) in enumerate(columns)
     )
 
 
-def _lengths(table: LengthTable, shares: np.ndarray[tuple[int], np.dtype[np.float64]]) -> list[int]:
-    drawn = np.rint(table.quantile(shares))
-    lengths: list[int] = np.maximum(drawn, 1).astype(np.int64).tolist()
-    return lengths
-
-
 def _chat(num_requests: int, seed: int, arrivals: ArrivalProcess | None, sharing: Sharing | None) -> Trace:
     if sharing is not None and sharing.model != "system":
-        raise ParameterError(
-            "sharing", f'{CHAT} shares by conversation; beside it only "system" can be added'
-        )
+        reason = f'{CHAT} shares by conversation; beside it only "system" can be added'
+        raise ParameterError("sharing", reason)
     requests, quality, licence = chat_requests(num_requests, seed, arrivals, sharing)
     specification = {
         "source": chat_source(),
@@ -140,3 +283,89 @@ def _header(
         licence=licence,
         calibration=quality,
     )
+
+
+_EXPONENTS = (0.0, 0.8, 1.4)
+_COUNTS = (8, 64)
+_STEPS = 7  # halvings of the interval of shares: the result is within 0.01
+_BLOCK = 16
+_POINTS = 12
+
+
+def calibrated_trace(
+    table: str,
+    target: Trace,
+    model: str,
+    *,
+    num_requests: int,
+    seed: int,
+    arrivals: ArrivalProcess | None = None,
+) -> Trace:
+    """A generated trace that shares like `target`. Its header says how close it is.
+
+    For each combination the share is found by bisection, so that the ideal hit ratio equals that of the target's first
+    `num_requests` requests. The combination whose whole curve is nearest is kept. Raises ParameterError if the target
+    shares nothing.
+    """
+    target = take(target, num_requests)
+    wanted = reuse_profile(target, _BLOCK)
+    if not wanted.distance.size:
+        raise ParameterError("like", f"{target.header.name} shares no prefix; nothing to calibrate to")
+    tokens = (
+        wanted.distinct_blocks * _BLOCK
+    )  # capacities from a thousandth of all distinct blocks to all of them
+    capacities = np.geomspace(max(tokens / 1000, _BLOCK), tokens, _POINTS).tolist()
+    best: tuple[float, Sharing, Trace, ReuseProfile] | None = None
+    for count in _COUNTS:
+        for zipf in _EXPONENTS:
+            sharing, trace, profile = _nearest(
+                Sharing(model, 0.5, count, zipf), wanted, table, len(target.requests), seed, arrivals
+            )
+            pairs = zip(profile.curve(capacities), wanted.curve(capacities), strict=True)
+            error = sqrt(sum((one - other) ** 2 for one, other in pairs) / len(capacities))
+            if best is None or error < best[0]:
+                best = error, sharing, trace, profile
+    assert best is not None  # both lists have entries
+    return _with_quality(best[2], target, wanted, best[3], best[0])
+
+
+def _nearest(
+    sharing: Sharing, wanted: ReuseProfile, table: str, count: int, seed: int, arrivals: ArrivalProcess | None
+) -> tuple[Sharing, Trace, ReuseProfile]:
+    low, high = 0.0, 1.0
+    goal = wanted.hit_ratio(float("inf"))
+    for _ in range(_STEPS):
+        sharing = replace(sharing, share=(low + high) / 2)
+        trace = generate_trace(table, num_requests=count, seed=seed, arrivals=arrivals, sharing=sharing)
+        profile = reuse_profile(trace, _BLOCK)
+        if profile.hit_ratio(float("inf")) < goal:
+            low = sharing.share
+        else:
+            high = sharing.share
+    return sharing, trace, profile
+
+
+def _with_quality(
+    trace: Trace, target: Trace, wanted: ReuseProfile, found: ReuseProfile, error: float
+) -> Trace:
+    sides = {}
+    for side in ("prompt_tokens", "output_tokens"):
+        drawn, recorded = ([getattr(one, side) for one in both.requests] for both in (trace, target))
+        sides[f"{side}_ks_to_target"] = round(ks_distance(np.array(drawn), np.array(recorded)), 4)
+    unlimited = float("inf")
+    stated: dict[str, float | str] = {
+        **trace.header.calibration,
+        "sharing_calibrated_on": f"{target.header.name}, {len(target.requests):,} requests, blocks of {_BLOCK} tokens",
+        "target_hit_ratio": round(wanted.hit_ratio(unlimited), 4),
+        "hit_ratio_error": round(found.hit_ratio(unlimited) - wanted.hit_ratio(unlimited), 4),
+        "hit_curve_rms_error": round(error, 4),
+        **sides,
+    }
+    return replace(trace, header=replace(trace.header, calibration=stated))
+
+
+def ks_distance(first: npt.NDArray[np.int64], second: npt.NDArray[np.int64]) -> float:
+    """The largest distance between two empirical distribution functions (Kolmogorov-Smirnov)."""
+    points = np.union1d(first, second)
+    shares = [np.searchsorted(np.sort(side), points, "right") / len(side) for side in (first, second)]
+    return float(np.abs(shares[0] - shares[1]).max())

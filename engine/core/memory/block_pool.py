@@ -3,26 +3,136 @@
 It follows the block pool of vLLM's v1 core. A block whose reference count falls to 0 keeps its hash and can be found
 until it is allocated again (lazy eviction). Free blocks without a hash are allocated first, last in first out. Cached
 blocks follow, in the order of the eviction queue. Block 0 is the null block: it is never given out and never counted.
-`check_pool` recounts everything and verifies the invariants.
+`BlockPool.check` recounts everything and verifies the invariants.
+`ResidencySampler` follows a share of the blocks: how long one lives, how long it lies idle, and how soon it is used
+again. The figures and the rules are those of vLLM's `KVCacheMetricsCollector` (vllm/v1/core/kv_cache_metrics.py): a
+block is sampled when it is allocated, each further reference to it (a hit, a fork) is a use, and its residency ends
+when the pool gives the block out again.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from operator import itemgetter
-from typing import TypeVar
+from random import Random
+from typing import Any, NamedTuple, TypeVar
 
 from engine.core.errors import CoreError, InvariantError, OutOfBlocksError
 from engine.core.identity import BlockHash
-from engine.core.memory.cache_events import (
-    UNKNOWN_ORIGIN,
-    BlockOrigin,
-    BlocksRemoved,
-    BlocksStored,
-    CacheCleared,
-    CacheEvent,
-)
 from engine.core.memory.eviction import EvictionQueue, LruQueue
-from engine.core.memory.hash_index import HashIndex
 from engine.core.options import Retention
+
+
+class BlockOrigin(NamedTuple):
+    """Where cached blocks come from: the block before them, their tokens (empty where unknown), adapter and tenant.
+
+    `items` has, for each block, its multimodal items with the place where each begins; it is empty where none has one.
+    """
+
+    parent: BlockHash | None = None
+    token_ids: Sequence[int] = ()
+    adapter: str | None = None
+    salt: str = ""
+    items: Sequence[Sequence[tuple[str, int]]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksStored:
+    """Blocks entered the prefix cache under `hashes`, in prefix order. Private blocks are not reported."""
+
+    hashes: tuple[BlockHash, ...]
+    blocks: tuple[int, ...]
+    origin: BlockOrigin = BlockOrigin()  # noqa: RUF009  # a tuple
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksRemoved:
+    """Blocks left the prefix cache: they were evicted, or their hashes were removed."""
+
+    hashes: tuple[BlockHash, ...]
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheCleared:
+    """The whole prefix cache was emptied."""
+
+
+CacheEvent = BlocksStored | BlocksRemoved | CacheCleared
+UNKNOWN_ORIGIN = BlockOrigin()
+
+
+class HashIndex:
+    """A map from block hash to blocks. Several blocks may have the same hash; a lookup finds the oldest entry."""
+
+    def __init__(self) -> None:
+        self._first: dict[BlockHash, int] = {}
+        self._others: dict[BlockHash, list[int]] = {}
+
+    def add(self, hashes: Sequence[BlockHash], blocks: Sequence[int]) -> None:
+        """Add `blocks` under `hashes`, which must differ from each other."""
+        found = list(map(self._first.setdefault, hashes, blocks))
+        if found == blocks:
+            return
+        for block_hash, block, oldest in zip(hashes, blocks, found, strict=True):
+            if oldest != block:
+                self._others.setdefault(block_hash, []).append(block)
+
+    def drop(self, hashes: Sequence[BlockHash], blocks: Sequence[int]) -> None:
+        """Remove `blocks`. A hash is removed with its last block."""
+        first = self._first
+        if not self._others:
+            for block_hash in hashes:
+                del first[block_hash]
+            return
+        for block_hash, block in zip(hashes, blocks, strict=True):
+            self._drop_one(block_hash, block)
+
+    def _drop_one(self, block_hash: BlockHash, block: int) -> None:
+        others = self._others.get(block_hash)
+        if others is None:
+            del self._first[block_hash]
+            return
+        if self._first[block_hash] == block:
+            self._first[block_hash] = others.pop(0)
+        else:
+            others.remove(block)
+        if not others:
+            del self._others[block_hash]
+
+    def first(self, block_hash: BlockHash) -> int | None:
+        """The block that was added first under `block_hash`, or None."""
+        return self._first.get(block_hash)
+
+    def find(self, hashes: Sequence[BlockHash]) -> list[int]:
+        """The blocks of the longest prefix of `hashes` that is in the index. Changes nothing."""
+        blocks: list[int] = []
+        first = self._first
+        for block_hash in hashes:
+            block = first.get(block_hash)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def copies(self) -> Iterator[tuple[BlockHash, list[int]]]:
+        """The hashes that several blocks have, each with its blocks, the oldest first."""
+        return ((block_hash, [self._first[block_hash], *more]) for block_hash, more in self._others.items())
+
+    def clear(self) -> None:
+        """Remove every hash."""
+        self._first.clear()
+        self._others.clear()
+
+    def pairs(self) -> list[tuple[int, BlockHash]]:
+        """Every (block, hash) pair, sorted by block."""
+        more = [(block, block_hash) for block_hash, blocks in self._others.items() for block in blocks]
+        return sorted(
+            [*((block, block_hash) for block_hash, block in self._first.items()), *more],
+            key=lambda pair: pair[0],
+        )
+
 
 NULL_BLOCK = 0
 """The block that is never given out; padding in a block table points to it."""
@@ -30,7 +140,7 @@ NULL_BLOCK = 0
 _CHUNK = 65_536  # blocks that enter the stack at once
 
 _VOIDED_TIMES = (
-    4  # the list of void blocks is cut to one entry a block when it is so many times as long as the pool
+    4  # the list of void blocks is cut to one entry a block when so many times as long as the pool
 )
 
 _Value = TypeVar("_Value")
@@ -363,8 +473,32 @@ class BlockPool:
             self.events.append(CacheCleared())
 
     def check(self, references: dict[int, int]) -> None:
-        """Verify every invariant with `check_pool`; `references` has the table entries of each block."""
-        check_pool(self._refs, self._uncached, self._evictable, self._hash_of, self._index, references)
+        """Raise InvariantError unless all of this holds; `references` has the table entries of each block.
+
+        Reference counts equal the table entries. The free queue holds exactly the blocks with count 0. Free blocks with
+        a hash are in the eviction queue. The hashes of the blocks and the index agree.
+        """
+        refs, uncached, hash_of = self._refs, self._uncached, self._hash_of
+        everyone = range(1, len(refs))
+        wrong = next((block for block in everyone if refs[block] != references.get(block, 0)), None)
+        if wrong is not None:
+            raise InvariantError(
+                f"block {wrong}: reference count {refs[wrong]}, table entries {references.get(wrong, 0)}"
+            )
+        in_queue = self._evictable.blocks()
+        queued = sorted([*uncached, *in_queue])
+        if queued != [block for block in everyone if not refs[block]] or len(in_queue) != len(
+            self._evictable
+        ):
+            raise InvariantError(
+                f"the free queue has {len(queued)} entries, which are not exactly the blocks with reference count 0"
+            )
+        cached = {block for block in everyone if hash_of[block] is not None}
+        if not cached >= set(in_queue) or not cached.isdisjoint(uncached):
+            raise InvariantError("a free block is in the wrong part of the free queue")
+        public = [(block, hash_of[block]) for block in sorted(cached) if type(hash_of[block]) is not int]
+        if self._index.pairs() != public:
+            raise InvariantError(f"{len(public)} blocks have a hash, the index has other entries")
         free = self.num_blocks + 1 - len(self._refs) + len(self._uncached) + len(self._evictable)
         if self.free_blocks != free:
             raise InvariantError(f"{free} blocks have reference count 0, {self.free_blocks} were counted")
@@ -375,34 +509,117 @@ def _twice(verb: str, blocks: Sequence[int]) -> CoreError:
     return CoreError(f"block {block} is {verb} twice in one call: a table has each block once")
 
 
-def check_pool(
-    refs: Sequence[int],
-    uncached: Sequence[int],
-    evictable: EvictionQueue,
-    hash_of: Sequence[BlockHash | None],
-    index: HashIndex,
-    references: Mapping[int, int],
-) -> None:
-    """Raise InvariantError unless all of this holds:
+_USES = 4  # of a block that are kept, the last ones; so there are at most three gaps
+_NS = 1e9
 
-    Reference counts equal the table entries. The free queue holds exactly the blocks with count 0. Free blocks with a
-    hash are in the eviction queue. The hashes of the blocks and the index agree.
+
+class Residency(NamedTuple):
+    """One sampled block, from its allocation until the pool gave it out again.
+
+    `idle_s` is the time since its last use, or since its allocation where it was not used again. `reuse_gaps_s` are the
+    times between its last four uses.
     """
-    everyone = range(1, len(refs))
-    wrong = next((block for block in everyone if refs[block] != references.get(block, 0)), None)
-    if wrong is not None:
-        raise InvariantError(
-            f"block {wrong}: reference count {refs[wrong]}, table entries {references.get(wrong, 0)}"
-        )
-    in_queue = evictable.blocks()
-    free = sorted([*uncached, *in_queue])
-    if free != [block for block in everyone if not refs[block]] or len(in_queue) != len(evictable):
-        raise InvariantError(
-            f"the free queue has {len(free)} entries, which are not exactly the blocks with reference count 0"
-        )
-    cached = {block for block in everyone if hash_of[block] is not None}
-    if not cached >= set(in_queue) or not cached.isdisjoint(uncached):
-        raise InvariantError("a free block is in the wrong part of the free queue")
-    public = [(block, hash_of[block]) for block in sorted(cached) if type(hash_of[block]) is not int]
-    if index.pairs() != public:
-        raise InvariantError(f"{len(public)} blocks have a hash, the index has other entries")
+
+    lifetime_s: float
+    idle_s: float
+    reuse_gaps_s: tuple[float, ...]
+
+
+class _Sampled(NamedTuple):
+    born_ns: int
+    uses_ns: deque[int]
+
+
+class ResidencySampler:
+    """Follows a share `rate` of the blocks that a pool gives out; `drain` returns those whose residency has ended.
+
+    The core reads no clock: `clock` gives the time in ns, and whoever runs the scheduler sets it. Which blocks are
+    sampled depends on `seed` and on the order of allocations alone, so both sides of a point sample the same blocks.
+
+    >>> now = [0]
+    >>> sampler = ResidencySampler(rate=1.0, clock=lambda: now[0])
+    >>> pool = SampledPool(1, sampler)
+    >>> block = pool.take_one()
+    >>> now[0] = 3_000_000_000
+    >>> pool.release([block])
+    [1]
+    >>> pool.take(1), sampler.drain()
+    ([1], [Residency(lifetime_s=3.0, idle_s=3.0, reuse_gaps_s=())])
+    """
+
+    def __init__(self, rate: float = 0.01, *, clock: Callable[[], int] | None = None, seed: int = 0) -> None:
+        if not 0 < rate <= 1:
+            raise CoreError(f"the share of sampled blocks is {rate}, must be above 0 and at most 1")
+        self.rate = rate
+        self.clock = clock
+        self._random = Random(seed)
+        self._sampled: dict[int, _Sampled] = {}
+        self._ended: list[Residency] = []
+
+    def _now_ns(self) -> int:
+        if self.clock is None:
+            raise CoreError(
+                "residency is sampled without a clock: set ResidencySampler.clock, which gives ns"
+            )
+        return self.clock()
+
+    def allocated(self, blocks: Sequence[int]) -> None:
+        """The pool gives out `blocks`: their last residency ends, and a new one begins."""
+        now, rate, draw, sampled = self._now_ns(), self.rate, self._random.random, self._sampled
+        for block in blocks:
+            if block in sampled:
+                self._end(sampled.pop(block), now)
+            if draw() < rate:
+                sampled[block] = _Sampled(now, deque(maxlen=_USES))
+
+    def used(self, blocks: Sequence[int]) -> None:
+        """Each of `blocks` got one more reference."""
+        now, sampled = self._now_ns(), self._sampled
+        for block in blocks:
+            if block in sampled:
+                sampled[block].uses_ns.append(now)
+
+    def _end(self, found: _Sampled, now: int) -> None:
+        uses = found.uses_ns
+        last = uses[-1] if uses else found.born_ns
+        gaps = tuple((later - earlier) / _NS for earlier, later in pairwise(uses))
+        self._ended.append(Residency((now - found.born_ns) / _NS, (now - last) / _NS, gaps))
+
+    def forget(self) -> None:
+        """The pool was emptied: no residency goes on, and those that ended are dropped."""
+        self._sampled.clear()
+        self._ended.clear()
+
+    def drain(self) -> list[Residency]:
+        """The residencies that have ended since the last call, in order."""
+        ended, self._ended = self._ended, []
+        return ended
+
+
+class SampledPool(BlockPool):
+    """A block pool whose blocks are sampled. A class of its own, so that other pools pay nothing."""
+
+    def __init__(self, num_blocks: int, sampler: ResidencySampler, **options: Any) -> None:
+        super().__init__(num_blocks, **options)
+        self.sampler = sampler
+
+    def take(self, count: int) -> list[int]:
+        """As `BlockPool.take`."""
+        blocks = super().take(count)
+        self.sampler.allocated(blocks)
+        return blocks
+
+    def take_one(self) -> int:
+        """As `BlockPool.take_one`."""
+        return self.take(1)[0]
+
+    def share(self, blocks: Sequence[int]) -> int:
+        """As `BlockPool.share`."""
+        revived = super().share(blocks)
+        self.sampler.used(blocks)
+        return revived
+
+    def reset(self) -> None:
+        """As `BlockPool.reset`."""
+        super().reset()
+        self.sampler.forget()

@@ -3,55 +3,157 @@
 Serving systems did this before paging (the Orca variants of the PagedAttention paper). A reservation is a block table
 of consecutive blocks with one slot each. So the same scheduler, runner and kernels serve it, and any difference in
 throughput comes from the allocator.
+
+Placement says which free run a reservation takes. First fit takes the lowest hole that is long enough, and merges
+neighbours when a run is given back. Buddy gives every run a chunk of the next power of two, as the SOSP'23 paper
+assumes for its baselines. The paper does not say how a pool is cut that is no power of two, nor which chunk is the
+smallest. Here such a pool is cut into descending powers of two, one for each binary digit, and the smallest chunk is
+one slot.
 """
 
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 
-from engine.core.calendar import DecodeCalendar
 from engine.core.errors import CoreError, InvariantError, OutOfBlocksError, UnknownSequenceError
 from engine.core.memory.manager import FastForwardColumns, beyond_end, check_parents
-from engine.core.memory.placement import runs_for
 from engine.core.options import Placement, Reservation
 from engine.core.plan import CopyList, SlotUsage, StaleList, SwapList
 from engine.core.request import Request
-from engine.core.sequence import Group, ScheduledRow, SequenceState
+from engine.core.sequence import DecodeCalendar, Group, ScheduledRow, SequenceState
 
 
-def reserved_slots(request: Request, reservation: Reservation, max_model_len: int) -> int:
-    """Slots to reserve for each sequence of `request`: at most `max_model_len`, unless its KV needs more."""
-    if reservation is Reservation.max:
-        return max_model_len
-    if reservation is Reservation.oracle:
-        return request.final_kv_tokens
-    outputs = 1 << (request.output_tokens - 1).bit_length()
-    return max(request.final_kv_tokens, min(max_model_len, request.prompt_tokens + outputs))
+class FreeRuns:
+    """Holes of a pool with slots 1 … `num_slots`, in address order."""
+
+    def __init__(self, num_slots: int) -> None:
+        if num_slots < 1:
+            raise CoreError(f"a pool needs at least 1 slot, found {num_slots}")
+        self._starts = [1]
+        self._ends = [num_slots + 1]
+        self.free = num_slots
+
+    def holes(self) -> list[range]:
+        """The holes in address order."""
+        return [range(start, end) for start, end in zip(self._starts, self._ends, strict=True)]
+
+    @staticmethod
+    def chunk(length: int) -> int:
+        """How many slots are allocated for a run of `length`: exactly `length`."""
+        return length
+
+    def runs_of(self, length: int) -> int:
+        """How many runs of `length` could be taken one after the other."""
+        return sum((end - start) // length for start, end in zip(self._starts, self._ends, strict=True))
+
+    def free_below(self, length: int) -> int:
+        """Free slots in holes that are too short for a run of `length`."""
+        return sum(len(hole) for hole in self.holes() if len(hole) < length)
+
+    def take(self, length: int) -> range:
+        """The start of the first hole that is long enough. Raises OutOfBlocksError, and changes nothing, if none is."""
+        for index, (start, end) in enumerate(zip(self._starts, self._ends, strict=True)):
+            if end - start >= length:
+                self._starts[index] += length
+                if self._starts[index] == end:
+                    del self._starts[index], self._ends[index]
+                self.free -= length
+                return range(start, start + length)
+        raise OutOfBlocksError(
+            f"no hole of {length} slots; {self.free} are free in {len(self._starts)} holes"
+        )
+
+    def give(self, run: range) -> None:
+        """Free a run. Raises CoreError if a part of it is free already."""
+        at = bisect_left(self._starts, run.start)
+        if (at < len(self._starts) and self._starts[at] < run.stop) or (
+            at and self._ends[at - 1] > run.start
+        ):
+            raise CoreError(f"slots {run.start}..{run.stop - 1} are free already")
+        self._starts.insert(at, run.start)
+        self._ends.insert(at, run.stop)
+        self.free += len(run)
+        for left in (at, at - 1):
+            if 0 <= left < len(self._starts) - 1 and self._ends[left] == self._starts[left + 1]:
+                del self._ends[left], self._starts[left + 1]
 
 
-class PendingCopies:
-    """(source, target) slot copies that the executor has not taken yet. They always cover whole parts of runs."""
+class BuddyRuns:
+    """Free chunks by size, lowest address first. A freed chunk is merged with its buddy if that is free too."""
 
-    def __init__(self) -> None:
-        self._pairs: CopyList = []
+    def __init__(self, num_slots: int) -> None:
+        if num_slots < 1:
+            raise CoreError(f"a pool needs at least 1 slot, found {num_slots}")
+        self.free = num_slots
+        self._free: dict[int, list[int]] = {}
+        self._taken: dict[int, int] = {}  # first slot -> chunk size
+        offset = 0
+        for digit in reversed(range(num_slots.bit_length())):
+            self._free[1 << digit] = [offset] if num_slots >> digit & 1 else []
+            offset += num_slots & 1 << digit
 
-    def __bool__(self) -> bool:
-        return bool(self._pairs)
+    @staticmethod
+    def chunk(length: int) -> int:
+        """How many slots are allocated for a run of `length`: the next power of two."""
+        return 1 << (length - 1).bit_length()
 
-    def add(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy each source to its target."""
-        self._pairs.extend(zip(sources, targets, strict=True))
+    def holes(self) -> list[range]:
+        """The free chunks in address order."""
+        found = [(start, size) for size, starts in self._free.items() for start in starts]
+        return [range(start + 1, start + 1 + size) for start, size in sorted(found)]
 
-    def drop_into(self, run: range) -> None:
-        """Remove the copies into `run`."""
-        self._pairs = [pair for pair in self._pairs if pair[1] not in run]
+    def runs_of(self, length: int) -> int:
+        """How many runs of `length` could be taken one after the other."""
+        chunk = self.chunk(length)
+        return sum(len(starts) * (size // chunk) for size, starts in self._free.items() if size >= chunk)
 
-    def first_target(self, run: range) -> int | None:
-        """The first slot to which the start of `run` will be copied, or None."""
-        return next((target for source, target in self._pairs if source == run.start), None)
+    def free_below(self, length: int) -> int:
+        """Free slots in chunks that are too small for a run of `length`."""
+        chunk = self.chunk(length)
+        return sum(len(starts) * size for size, starts in self._free.items() if size < chunk)
 
-    def drain(self) -> CopyList:
-        """Return all copies and remove them."""
-        pairs, self._pairs = self._pairs, []
-        return pairs
+    def take(self, length: int) -> range:
+        """The lowest chunk of the smallest fitting size. Raises OutOfBlocksError, and changes nothing, if none fits."""
+        chunk = self.chunk(length)
+        fitting = [size for size, starts in self._free.items() if size >= chunk and starts]
+        if not fitting:
+            raise OutOfBlocksError(f"no chunk of {chunk} slots for {length}; {self.free} are free")
+        size = min(fitting)
+        start = self._free[size].pop(0)
+        while size > chunk:
+            size //= 2
+            insort(self._free[size], start + size)
+        self._taken[start] = chunk
+        self.free -= chunk
+        return range(start + 1, start + 1 + length)
+
+    def give(self, run: range) -> None:
+        """Free a run. Raises CoreError, and changes nothing, if the run is not allocated."""
+        start = run.start - 1
+        if start not in self._taken or self.chunk(len(run)) != self._taken[start]:
+            raise CoreError(f"slots {run.start}..{run.stop - 1} are not an allocated run")
+        size = self._taken.pop(start)
+        self.free += size
+        while self._remove(size, start ^ size):
+            start &= ~size
+            size *= 2
+        insort(self._free[size], start)
+
+    def _remove(self, size: int, start: int) -> bool:
+        """Remove the free chunk at `start`; False if there is none of this size."""
+        starts = self._free.get(size, [])
+        at = bisect_left(starts, start)
+        if at == len(starts) or starts[at] != start:
+            return False
+        del starts[at]
+        return True
+
+
+Runs = FreeRuns | BuddyRuns
+
+
+def runs_for(placement: Placement, num_slots: int) -> Runs:
+    """An empty pool of `num_slots` slots."""
+    return BuddyRuns(num_slots) if placement is Placement.buddy else FreeRuns(num_slots)
 
 
 class NeverSwaps:
@@ -62,20 +164,14 @@ class NeverSwaps:
         return False
 
     def swap_out(self, group: Group) -> None:
-        """Refused."""
+        """Refused, as are `swap_in` and `forget_swapped`."""
         raise CoreError(f"request {group.request.request_id}: contiguous memory is not swapped")
+
+    swap_in = forget_swapped = swap_out
 
     def can_swap_in(self, group: Group, spare_blocks: int) -> bool:
         """Always False: no group was swapped out."""
         return False
-
-    def swap_in(self, group: Group) -> None:
-        """Refused."""
-        raise CoreError(f"request {group.request.request_id}: contiguous memory is not swapped")
-
-    def forget_swapped(self, group: Group) -> None:
-        """Refused."""
-        raise CoreError(f"request {group.request.request_id}: contiguous memory is not swapped")
 
     def drain_swaps(self) -> tuple[SwapList, SwapList]:
         """Two empty lists."""
@@ -112,7 +208,7 @@ class ContiguousManager(NeverSwaps):
         self._empty = runs_for(placement, num_slots)
         self._spare: dict[int, list[range]] = {}  # request id: runs of branches that do not exist yet
         self._live: dict[SequenceState, range] = {}
-        self._copies = PendingCopies()
+        self._copies: CopyList = []  # (source, target) slots; they always cover whole parts of runs
         self._voided: list[int] = []
         self._stale: StaleList = []
         self._written = 0
@@ -120,7 +216,13 @@ class ContiguousManager(NeverSwaps):
         self._never_filled = 0
 
     def _length(self, request: Request) -> int:
-        return reserved_slots(request, self.reservation, self.max_model_len)
+        """Slots to reserve for each sequence of `request`: at most `max_model_len`, unless its KV needs more."""
+        if self.reservation is Reservation.max:
+            return self.max_model_len
+        if self.reservation is Reservation.oracle:
+            return request.final_kv_tokens
+        outputs = 1 << (request.output_tokens - 1).bit_length()
+        return max(request.final_kv_tokens, min(self.max_model_len, request.prompt_tokens + outputs))
 
     def never_fits(self, request: Request) -> str | None:
         """Why no schedule can serve `request`, or None: its reservations, one per branch, exceed the pool."""
@@ -203,7 +305,7 @@ class ContiguousManager(NeverSwaps):
         source = self._run(parent)
         for child, run in zip(children, self._spare.pop(parent.request.request_id, []), strict=True):
             self._own(child, run)
-            self._copies.add(source[: parent.computed], run[: parent.computed])
+            self._copies += zip(source[: parent.computed], run[: parent.computed], strict=True)
             self._written += parent.computed
 
     def reparent(self, branches: Sequence[SequenceState], parents: Sequence[int]) -> None:
@@ -216,7 +318,7 @@ class ContiguousManager(NeverSwaps):
         for branch, parent in zip(branches, parents, strict=True):
             run = dropped.pop() if parent in taken_over else runs[parent]
             if parent in taken_over:
-                self._copies.add(runs[parent][prompt:end], run[prompt:end])
+                self._copies += zip(runs[parent][prompt:end], run[prompt:end], strict=True)
             taken_over.add(parent)
             self._own(branch, run)
 
@@ -256,12 +358,12 @@ class ContiguousManager(NeverSwaps):
         Copies into `run` are cancelled. If another branch would copy from `run`, the first such branch takes over `run`
         itself, and its own run is released instead.
         """
-        self._copies.drop_into(run)
-        start = self._copies.first_target(run)
+        self._copies = [pair for pair in self._copies if pair[1] not in run]
+        start = next((target for source, target in self._copies if source == run.start), None)
         if start is None:
             return run
         taker, own = next(pair for pair in self._live.items() if pair[1].start == start)
-        self._copies.drop_into(own)
+        self._copies = [pair for pair in self._copies if pair[1] not in own]
         self._own(taker, run)
         return own
 
@@ -299,7 +401,8 @@ class ContiguousManager(NeverSwaps):
 
     def drain_copies(self) -> CopyList:
         """Slot copies of forks and re-parented beams."""
-        return self._copies.drain()
+        copies, self._copies = self._copies, []
+        return copies
 
     def drain_frees(self) -> list[int]:
         """Slots of released reservations that held tokens."""

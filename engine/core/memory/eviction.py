@@ -1,10 +1,18 @@
-"""The eviction order: which cached free block is taken first. The default is least recently used."""
+"""The eviction order: which cached free block is taken first. The default is least recently used.
 
-from collections import deque
-from collections.abc import Sequence
+`KeepQueue` knows whose blocks are cached: sessions with a time to live, pins, priorities, dead turns. Its rules put
+blocks into ranks; the lowest rank is evicted first, within a rank the least recently released table, and within a
+table the last block.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from engine.core.errors import OutOfBlocksError
+from engine.core.options import Keep
+from engine.core.request import Request
 
 
 class EvictionQueue(Protocol):
@@ -15,23 +23,18 @@ class EvictionQueue(Protocol):
 
     def __len__(self) -> int:
         """The number of blocks in the queue."""
-        ...
 
     def push(self, blocks: Sequence[int]) -> None:
         """Add blocks of one table, which were just released, in table order."""
-        ...
 
     def remove(self, block: int) -> None:
         """Remove `block`, because a sequence refers to it again."""
-        ...
 
     def pop(self, count: int) -> list[int]:
         """Remove and return the next `count` blocks to evict, in order of eviction."""
-        ...
 
     def blocks(self) -> list[int]:
         """All blocks in order of eviction."""
-        ...
 
 
 class LruQueue:
@@ -72,7 +75,9 @@ class LruQueue:
         self._stale_entries += len(blocks)
         self._size -= len(blocks)
         if self._stale_entries > 64 + 2 * self._size:
-            self._rewrite()
+            kept = self.blocks()
+            self._runs, self._stale, self._stale_entries, self._size = deque(), {}, 0, 0
+            self.push(kept[::-1])
 
     def pop(self, count: int) -> list[int]:
         """Remove and return blocks from the oldest runs.
@@ -85,7 +90,13 @@ class LruQueue:
         while len(victims) < count:
             run = self._runs[0]
             if self._stale:
-                self._pop_fresh(run, victims)
+                block = run.pop()
+                if stale := self._stale.pop(block, 0):  # the entry is stale, and counted off
+                    self._stale_entries -= 1
+                    if stale > 1:
+                        self._stale[block] = stale - 1
+                else:
+                    victims.append(block)
             else:
                 short = count - len(victims)
                 victims += run[: -short - 1 : -1]
@@ -94,28 +105,6 @@ class LruQueue:
                 self._runs.popleft()
         self._size -= count
         return victims
-
-    def _pop_fresh(self, run: list[int], victims: list[int]) -> None:
-        block = run.pop()
-        if not self._skip(block):
-            victims.append(block)
-
-    def _skip(self, block: int) -> bool:
-        """Whether the next entry of `block` is stale; if so, that entry is counted off."""
-        stale = self._stale.get(block, 0)
-        if not stale:
-            return False
-        self._stale_entries -= 1
-        if stale == 1:
-            del self._stale[block]
-        else:
-            self._stale[block] = stale - 1
-        return True
-
-    def _rewrite(self) -> None:
-        kept = self.blocks()
-        self._runs, self._stale, self._stale_entries, self._size = deque(), {}, 0, 0
-        self.push(kept[::-1])
 
     def blocks(self) -> list[int]:
         """All live entries in order of eviction."""
@@ -127,3 +116,115 @@ class LruQueue:
                 else:
                     kept.append(block)
         return kept
+
+
+Blocks = OrderedDict[int, None]
+
+
+@dataclass(frozen=True, slots=True)
+class TurnOf:
+    """The session of a request, and its place in it."""
+
+    session: str
+    turn: int
+
+
+class KeepQueue:
+    """The cached blocks without references, under a rule of `Keep` other than `recent`.
+
+    * `ttl`: blocks of a session that were released less than `seconds` ago are evicted last.
+    * `pin`: the first `pinned` blocks of a sequence are evicted last.
+    * `priority`: blocks of requests with a higher `Request.priority` number, which matter less, are evicted first.
+    * `superseded`: what a later turn of a session has not taken up is evicted first, once that turn is released.
+
+    `turns` names the sessions. The manager sets `owner` to the request whose table it releases. `clock` gives the time
+    in ns.
+    """
+
+    def __init__(
+        self, rule: Keep, turns: Mapping[int, TurnOf], *, seconds: float = 0.0, pinned: int = 0
+    ) -> None:
+        self._rule, self._turns = rule, turns
+        self._ttl_ns, self._pinned = round(seconds * 1e9), pinned
+        self.owner: Request | None = None
+        self.clock: Callable[[], int] = lambda: 0
+        self._ranks: dict[int, Blocks] = {}
+        self._rank_of: dict[int, int] = {}
+        self._since: dict[int, int] = {}  # ttl: block of a session: when it was released, ns
+        self._session_of: dict[int, str] = {}  # superseded: block: the session that released it last
+        self._of_session: dict[str, Blocks] = {}
+
+    def __len__(self) -> int:
+        return len(self._rank_of)
+
+    def push(self, blocks: Sequence[int]) -> None:
+        """Add blocks of one table of `owner`, in table order."""
+        owner = self.owner
+        turn = None if owner is None else self._turns.get(owner.request_id)
+        if self._rule is Keep.superseded and turn is not None:
+            self._supersede(turn.session)
+        for index in range(len(blocks) - 1, -1, -1):
+            block = blocks[index]
+            self._add(block, self._rank(index, owner, turn))
+            if turn is None:
+                continue
+            if self._rule is Keep.ttl:
+                self._since[block] = self.clock()
+            elif self._rule is Keep.superseded:
+                self._session_of[block] = turn.session
+                self._of_session.setdefault(turn.session, OrderedDict())[block] = None
+
+    def _rank(self, index: int, owner: Request | None, turn: TurnOf | None) -> int:
+        if self._rule is Keep.pin:
+            return int(index < self._pinned)
+        if self._rule is Keep.priority:
+            return 0 if owner is None else -owner.priority
+        return int(self._rule is Keep.superseded or turn is not None)
+
+    def _add(self, block: int, rank: int) -> None:
+        self._rank_of[block] = rank
+        self._ranks.setdefault(rank, OrderedDict())[block] = None
+
+    def _supersede(self, session: str) -> None:
+        """What earlier turns left in the queue was not taken up by the turn that is released now."""
+        for block in self._of_session.pop(session, ()):
+            del self._session_of[block]
+            del self._ranks[self._rank_of[block]][block]
+            self._add(block, 0)
+
+    def remove(self, block: int) -> None:
+        """Remove a block, because a sequence refers to it again or it is evicted."""
+        del self._ranks[self._rank_of.pop(block)][block]
+        self._since.pop(block, None)
+        session = self._session_of.pop(block, None)
+        if session is not None:
+            del self._of_session[session][block]
+
+    def _expire(self) -> None:
+        """Blocks whose time is over fall to the rank that is evicted first, behind what is there."""
+        now, kept = self.clock(), self._ranks.get(1, OrderedDict[int, None]())
+        while kept and now - self._since[next(iter(kept))] >= self._ttl_ns:
+            block, _ = kept.popitem(last=False)
+            del self._since[block]
+            self._add(block, 0)
+
+    def pop(self, count: int) -> list[int]:
+        """Remove and return the next blocks to evict.
+
+        Raises OutOfBlocksError, and changes nothing, if there are fewer.
+        """
+        if count > len(self):
+            raise OutOfBlocksError(f"{count} blocks to evict were asked for, {len(self)} are in the queue")
+        if self._rule is Keep.ttl:
+            self._expire()
+        victims: list[int] = []
+        for rank in sorted(self._ranks):
+            queue = self._ranks[rank]
+            while queue and len(victims) < count:
+                victims.append(next(iter(queue)))
+                self.remove(victims[-1])
+        return victims
+
+    def blocks(self) -> list[int]:
+        """All blocks in order of eviction, as if no time passed."""
+        return [block for rank in sorted(self._ranks) for block in self._ranks[rank]]

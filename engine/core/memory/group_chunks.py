@@ -1,9 +1,9 @@
-"""Pages of several sizes in chunks of one compatible size: the policies `lcm` and `moving`.
+"""Pages of several sizes in chunks of one compatible size: the policy `lcm`.
 
 A chunk has the least common multiple of all page sizes, so it holds a whole number of pages of any group, and those of
 one group at a time. A chunk without content belongs to nobody, so memory moves between the groups.
 
-Source of `lcm`: Jenga (Zhang et al., SOSP 2025): a compatible page with small pages nested in it, and small pages of
+Source: Jenga (Zhang et al., SOSP 2025): a compatible page with small pages nested in it, and small pages of
 one large page given to one request first, so that it becomes free as a whole when the request ends. The order in which
 pages are taken is our reading of it: empty pages of other requests are used before content is evicted.
 """
@@ -20,10 +20,8 @@ from engine.core.options import GroupPages, Retention
 class ChunkPages(MemoryPages):
     """`count` chunks. A page is taken from, in this order:
 
-    `lcm`: an empty page in a chunk of the same request, a free chunk, an empty page of the group anywhere, a chunk
-    without references (the one that was released first loses its cached pages), the group's cached page to evict.
-    `moving`: an empty page of the group anywhere, a free chunk, the group's cached page to evict, and last a chunk
-    without references. So pools of their own keep their cached pages as long as they can, and the split moves.
+    an empty page in a chunk of the same request, a free chunk, an empty page of the group anywhere, a chunk without
+    references (the one that was released first loses its cached pages), the group's cached page to evict.
 
     Raises CoreError for other layouts.
     """
@@ -36,11 +34,10 @@ class ChunkPages(MemoryPages):
         retention: Retention = Retention.lru,
         behind_first: bool = False,
     ) -> None:
-        if layout.pages not in (GroupPages.lcm, GroupPages.moving):
-            raise CoreError(f"chunks serve lcm and moving, not {layout.pages}")
+        if layout.pages is not GroupPages.lcm:
+            raise CoreError(f"chunks serve lcm, not {layout.pages}")
         super().__init__(layout, count * layout.chunk_bytes, retention=retention, behind_first=behind_first)
         self.chunks = count
-        self._by_request = layout.pages is GroupPages.lcm
         self._nested = [layout.chunk_bytes // group.page_bytes for group in layout.groups]
         self._free = list(range(count - 1, -1, -1))
         self._group_of: dict[int, int] = {}  # chunk: the group whose pages it holds
@@ -116,21 +113,16 @@ class ChunkPages(MemoryPages):
 
     def _next(self, group: int, owner: int, *, may_open: bool) -> int:
         """The place to take; `may_open`: it may lie in a chunk without references."""
-        if self._by_request:
-            own = self._owned.get((group, owner))
-            usable = (
-                next((chunk for chunk in own if may_open or chunk in self._live_in), None) if own else None
-            )
-            if usable is not None:
-                return min(self._empty_in[usable])
-            if may_open and self._free:
-                return self._open(group, owner)
+        own = self._owned.get((group, owner), ())
+        usable = next((chunk for chunk in own if may_open or chunk in self._live_in), None)
+        if usable is not None:
+            return min(self._empty_in[usable])
+        if may_open and self._free:
+            return self._open(group, owner)
         for place in self._empty[group]:
             if may_open or place // self._nested[group] in self._live_in:
                 return place
-        if may_open and self._free:
-            return self._open(group, owner)
-        if self._by_request and may_open and self._idle:
+        if may_open and self._idle:
             return self._reopen(group, owner)
         for page in self.orders[group]:
             chunk = self._chunk(group, page)
@@ -138,8 +130,6 @@ class ChunkPages(MemoryPages):
                 self._evict(group, [page])
                 self._make_empty(group, self.place(group, page))
                 return self.place(group, page)
-        if may_open and self._idle:
-            return self._reopen(group, owner)
         raise CoreError(f"group {group} finds no page, although its pages fit")
 
     def _open(self, group: int, owner: int) -> int:

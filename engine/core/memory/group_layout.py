@@ -131,7 +131,7 @@ class GroupLayout:
 
     @property
     def chunk_bytes(self) -> int:
-        """The compatible page of `lcm` and `moving`: the smallest size that pages of every group divide."""
+        """The compatible page of `lcm`: the smallest size that pages of every group divide."""
         return lcm(*(group.page_bytes for group in self.groups))
 
     def page_slots(self, group: int) -> int:
@@ -143,16 +143,14 @@ class GroupLayout:
         return sum(group.most_blocks(tokens, chunk) * group.page_bytes for group in self.groups)
 
     def page_counts(self, memory: int, longest: int, chunk: int) -> tuple[int, ...]:
-        """Pages in `memory` bytes: of the one pool, or of each group's pool. Else chunks, or slots (`two_ended`).
+        """Pages in `memory` bytes: of the one pool, or of each group's pool; or chunks (`lcm`).
 
         Fixed shares are as the needs of one sequence of `longest` tokens: so many of them fit into each pool alike.
         """
         if self.pages is GroupPages.uniform:
             return (memory // self.groups[0].page_bytes,)
-        if self.pages in (GroupPages.lcm, GroupPages.moving):
+        if self.pages is GroupPages.lcm:
             return (memory // self.chunk_bytes,)
-        if self.pages is GroupPages.two_ended:
-            return (memory // self.slot_bytes,)
         whole = self.tokens_bytes(longest, chunk)
         return tuple(memory * group.most_blocks(longest, chunk) // whole for group in self.groups)
 
@@ -241,13 +239,8 @@ def separate_layout(
     """One group for each set, with pages of its own size. `state_every`: tokens between two states that are kept.
 
     None keeps a state at the end of each block. `pages` says how these share the memory.
-
-    Raises:
-        CoreError: `two_ended` without two sets.
     """
     _check_sets(sets, block_size)
-    if pages is GroupPages.two_ended and len(sets) != 2:
-        raise CoreError(f"two ends serve two kinds of layers, the model has {len(sets)}")
     groups = []
     for each in sets:
         state = each.kind is GroupKind.state

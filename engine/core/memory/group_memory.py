@@ -1,7 +1,7 @@
 """Pages of different sizes in one memory: what they hold, who refers to them, and which are evicted first.
 
-Where a page lies is decided by a subclass: `ChunkPages` (in chunks of one compatible size) or `TwoEndedPages` (from
-both ends). A page is named by a number that no other group has: the first number of its group, and its place.
+Where a page lies is decided by a subclass, `ChunkPages` (in chunks of one compatible size). A page is named by a number
+that no other group has: the first number of its group, and its place.
 """
 
 from abc import ABC, abstractmethod
@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from engine.core.errors import CoreError, InvariantError, OutOfBlocksError
+from engine.core.memory.block_pool import HashIndex
 from engine.core.memory.group_layout import GroupLayout
 from engine.core.memory.group_pages import GroupKey
-from engine.core.memory.hash_index import HashIndex
 from engine.core.options import Retention
 
 

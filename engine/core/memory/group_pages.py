@@ -1,18 +1,24 @@
 """The pages of groups: which pool a group takes them from, and the order in which cached ones are evicted.
 
 `PoolPages` keeps one `BlockPool` for all groups or one for each. Page numbers of all pools differ from each other.
+Beside them stand the block tables of a sequence in every group, the keys of its blocks, what a lookup found, and
+the counters, which say where every byte of the pools goes.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import mul
+from typing import NamedTuple, overload
 
-from engine.core.errors import CoreError
-from engine.core.identity import BlockHash
+from engine.core.errors import CoreError, InvariantError
+from engine.core.identity import BlockHash, BlockIdentity
 from engine.core.memory.block_pool import BlockPool
 from engine.core.memory.eviction import LruQueue
-from engine.core.memory.group_layout import GroupLayout
-from engine.core.options import GroupPages, Retention
+from engine.core.memory.group_layout import GroupLayout, KVGroup
+from engine.core.options import GroupKind, GroupPages, Retention
+from engine.core.plan import SlotUsage
+from engine.core.sequence import SequenceState
 
 GroupKey = tuple[int, BlockHash]
 """The key of a cached page: its group, and the hash of the tokens up to the block's end."""
@@ -173,11 +179,11 @@ class PoolPages:
 
         Raises OutOfBlocksError where they are not free; then those of earlier groups are taken.
         """
-        return [self._take(group, need) if need else [] for group, need in enumerate(needs)]
-
-    def _take(self, group: int, count: int) -> list[int]:
-        share = self.shares[self._share_of[group]]
-        return [block + share.offset for block in share.pool.take(count)]
+        shares = [self.shares[index] for index in self._share_of]
+        return [
+            [block + share.offset for block in share.pool.take(need)] if need else []
+            for share, need in zip(shares, needs, strict=True)
+        ]
 
     def share(self, group: int, pages: Sequence[int]) -> int:
         """Add a reference to each of `pages`; returns how many had none."""
@@ -253,3 +259,201 @@ class PoolPages:
             numbers = range(share.offset + 1, share.offset + share.pool.num_blocks + 1)
             own = Counter({page - share.offset: entries[page] for page in numbers if page in entries})
             share.pool.check(dict(own))
+
+
+NO_PAGE = 0
+"""In a block table: a block that is not held, because its window has left it or a hit did not need it."""
+
+
+class GroupTables(Sequence[int]):
+    """The block tables of one sequence, one for each group; as a sequence of integers, one after the other.
+
+    Entry i of a group's table is the page of tokens i x block_size and following, or NO_PAGE. `held` is the first
+    entry of each table that may be a page, `hits` and `cached` say how many leading blocks came from the prefix cache
+    and how many are in it. Below `due` computed tokens the next token needs no page and leaves none behind.
+    """
+
+    __slots__ = ("cached", "due", "groups", "held", "hits", "keys")
+
+    def __init__(self, groups: list[list[int]], hits: list[int], keys: "GroupKeys | None") -> None:
+        self.groups = groups
+        self.held = [0] * len(groups)
+        self.due = 0
+        self.hits, self.cached = hits, list(hits)
+        self.keys = keys
+
+    def __len__(self) -> int:
+        return sum(map(len, self.groups))
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        return [page for table in self.groups for page in table][index]
+
+    def pages(self, group: int) -> list[int]:
+        """The pages that a group holds, in order."""
+        return self.groups[group][self.held[group] :]
+
+
+class GroupKeys(Sequence[BlockHash]):
+    """The keys of a request's blocks in every group. As a sequence: the public hashes of its first group.
+
+    Blocks of the prompt that others may have are keyed by their hash, all others by a number of this request alone.
+    """
+
+    def __init__(self, identity: BlockIdentity, groups: Sequence[KVGroup], number: int) -> None:
+        self._sizes = [group.block_size for group in groups]
+        self._public = {size: identity.prompt_hashes(size) for size in set(self._sizes)}
+        self._number = number
+        self._keys: list[list[GroupKey]] = [[] for _ in groups]
+
+    def __len__(self) -> int:
+        return len(self._public[self._sizes[0]])
+
+    def __getitem__(self, index: int | slice) -> BlockHash | Sequence[BlockHash]:  # type: ignore[override]
+        return self._public[self._sizes[0]][index]
+
+    def upto(self, group: int, blocks: int) -> list[GroupKey]:
+        """The keys of a group's leading blocks: at least the first `blocks`. Do not change the list."""
+        keys = self._keys[group]
+        if len(keys) < blocks:
+            public = self._public[self._sizes[group]]
+            for index in range(len(keys), blocks):
+                keys.append((group, public[index] if index < len(public) else (self._number, index)))
+        return keys
+
+
+class PrefixHit(Sequence[int]):
+    """A hit of whole match units: `pages` has for each group the leading blocks that it needs, the others NO_PAGE.
+
+    As a sequence it has one entry for each match unit, their numbers.
+    """
+
+    def __init__(self, units: int, pages: Sequence[list[int]]) -> None:
+        self.units, self.pages = units, pages
+
+    def __len__(self) -> int:
+        return self.units
+
+    def __getitem__(self, index: int | slice) -> int | Sequence[int]:  # type: ignore[override]
+        return range(self.units)[index]
+
+
+def check_table(sequence: SequenceState, tables: GroupTables, index: int, group: KVGroup) -> None:
+    """Raise InvariantError unless the table has the blocks of its tokens, and those that the next token needs."""
+    table, held, computed = tables.groups[index], tables.held[index], sequence.computed
+    if len(table) != group.blocks(computed):
+        raise InvariantError(f"{sequence}, group {index}: {len(table)} blocks for {computed} tokens")
+    if any(table[:held]) or not all(table[held:]):
+        raise InvariantError(f"{sequence}, group {index}: the pages do not begin at block {held}: {table}")
+    if held > group.skipped(computed):
+        raise InvariantError(
+            f"{sequence}, group {index}: block {held - 1} was released, and token {computed} sees it"
+        )
+
+
+class GroupWaste(NamedTuple):
+    """The bytes of all pools by what they are, while a step runs; they sum to the pools.
+
+    Of pages that sequences refer to: `token` is needed by a next token (a state, too), `behind_window` is written and
+    no longer seen, in a block that is not behind its window as a whole, `duplicate` holds what another such page holds,
+    `reserved` will be written, `tail` never will, `padding` is lost to the one page size, `imbalance` to places of
+    padding layers. Of the others: `cached` is a prefix to be hit, `external` is free, and of no use to the request at
+    the head of the queue because another pool lacks pages, `free` is the rest.
+    """
+
+    token: int
+    behind_window: int
+    duplicate: int
+    reserved: int
+    tail: int
+    padding: int
+    imbalance: int
+    cached: int
+    external: int
+    free: int
+
+
+class GroupUsage(SlotUsage):
+    """The slot states of a cache with groups, and the account of each group for the engine's audit.
+
+    `written_units()` returns how often each group has a written token (or state) in the pools, in live and in cached
+    pages; a page counts once. It reads the live tables: call it before the next step is scheduled.
+    """
+
+    written_units: Callable[[], list[int]]
+
+
+class GroupCounters:
+    """Counters of the live tables: table entries, pages and written units of each group, and what is never filled.
+
+    A unit is a token, or a whole state. Written units include the step that is being scheduled; a shared page counts
+    once.
+    """
+
+    def __init__(self, layout: GroupLayout) -> None:
+        self._groups = layout.groups
+        slot = layout.slot_bytes
+        self._unit_slots = [group.unit_bytes // slot for group in layout.groups]
+        self._lost_slots = [
+            (group.page_bytes - group.units * group.unit_bytes) // slot for group in layout.groups
+        ]
+        self._are_states = [group.kind is GroupKind.state for group in layout.groups]
+        self.entries = 0
+        self.pages = [0] * len(layout.groups)
+        self.written = [0] * len(layout.groups)
+        self.unfillable = [0] * len(layout.groups)
+        self._unfillable: dict[int, tuple[int, int]] = {}  # page: group, units
+
+    def wrote(self, tokens: int) -> None:
+        """Rows write `tokens` tokens in every group; a state page counts as written when it is taken."""
+        for index, is_state in enumerate(self._are_states):
+            if not is_state:
+                self.written[index] += tokens
+
+    def shared(self, index: int, entries: int, revived: int) -> None:
+        """A table got `entries` full pages of the cache, of which `revived` had no reference."""
+        self.entries += entries
+        self.pages[index] += revived
+        self.written[index] += revived * self._groups[index].units
+
+    def took(self, index: int, pages: int, last: int, blocks: int, final_tokens: int) -> None:
+        """A table got new pages, the last one as its entry number `blocks`, of a sequence of `final_tokens` tokens."""
+        self.entries += pages
+        self.pages[index] += pages
+        if self._are_states[index]:
+            self.written[index] += pages
+            return
+        units = blocks * self._groups[index].block_size - final_tokens
+        if units > 0:
+            self._unfillable[last] = index, units
+            self.unfillable[index] += units
+
+    def dropped(self, index: int, entries: int, gone: Sequence[int], units: int) -> None:
+        """A table lost `entries` pages; those of `gone`, with `units` written units, have no reference any more."""
+        self.entries -= entries
+        self.pages[index] -= len(gone)
+        self.written[index] -= units
+        if gone and gone[-1] in self._unfillable:
+            self.unfillable[index] -= self._unfillable.pop(gone[-1])[1]
+
+    def slots(self) -> tuple[int, int]:
+        """Slots that are written, and slots of live pages that never will be."""
+        written = sum(map(mul, self.written, self._unit_slots))
+        lost = sum(map(mul, self.unfillable, self._unit_slots))
+        return written, lost + sum(map(mul, self.pages, self._lost_slots))
+
+    def check(self, entries: int, written: Sequence[int]) -> None:
+        """Compare with a recount; raises InvariantError."""
+        unfillable = [0] * len(self._groups)
+        for index, units in self._unfillable.values():
+            unfillable[index] += units
+        if (self.entries, self.written, self.unfillable) != (entries, list(written), unfillable):
+            raise InvariantError(
+                f"table entries, written units, unfillable units: counters {self.entries}, {self.written}, "
+                f"{self.unfillable}; tables {entries}, {list(written)}, {unfillable}"
+            )

@@ -10,21 +10,27 @@ from collections.abc import Container, Sequence
 from itertools import count
 from math import gcd
 
-from engine.core.calendar import DecodeCalendar
 from engine.core.errors import CoreError, InvariantError, UnknownSequenceError
 from engine.core.memory.contiguous import NeverSwaps
 from engine.core.memory.group_chunks import ChunkPages
-from engine.core.memory.group_counters import GroupCounters, GroupUsage, GroupWaste
-from engine.core.memory.group_ends import TwoEndedPages
 from engine.core.memory.group_layout import GroupLayout, KVGroup
 from engine.core.memory.group_memory import MemoryPages
-from engine.core.memory.group_pages import PoolPages
-from engine.core.memory.group_tables import NO_PAGE, GroupKeys, GroupTables, PrefixHit, check_table
+from engine.core.memory.group_pages import (
+    NO_PAGE,
+    GroupCounters,
+    GroupKeys,
+    GroupTables,
+    GroupUsage,
+    GroupWaste,
+    PoolPages,
+    PrefixHit,
+    check_table,
+)
 from engine.core.memory.manager import FastForwardColumns, beyond_end
 from engine.core.options import GroupKind, GroupPages, Retention, WindowHits
 from engine.core.plan import CopyList, SlotUsage, StaleList
 from engine.core.request import Request
-from engine.core.sequence import Group, ScheduledRow, SequenceState
+from engine.core.sequence import DecodeCalendar, Group, ScheduledRow, SequenceState
 
 
 def pages_of(
@@ -35,11 +41,8 @@ def pages_of(
     behind_first: bool = False,
 ) -> PoolPages | MemoryPages:
     """Empty pages of a layout; `counts` as `GroupLayout.page_counts` has them."""
-    if layout.pages in (GroupPages.lcm, GroupPages.moving):
+    if layout.pages is GroupPages.lcm:
         return ChunkPages(layout, counts[0], retention=retention, behind_first=behind_first)
-    if layout.pages is GroupPages.two_ended:
-        memory = counts[0] * layout.slot_bytes
-        return TwoEndedPages(layout, memory, retention=retention, behind_first=behind_first)
     return PoolPages(layout, counts, retention=retention, behind_first=behind_first)
 
 
@@ -75,9 +78,7 @@ class GroupedManager(NeverSwaps):
         self._states = [i for i, group in enumerate(layout.groups) if group.kind is GroupKind.state]
         self._fresh_states: set[int] = set()  # pages of states that the step being scheduled writes
         self.counters = GroupCounters(layout)
-        self.waste: list[GroupWaste] | None = (
-            None  # set a list to get where the bytes go, an entry for each step
-        )
+        self.waste: list[GroupWaste] | None = None  # set a list to get where the bytes go, step by step
         self.held: list[tuple[int, ...]] = []  # beside it: bytes of the pages of each group that are in use
 
     # -- admission -----------------------------------------------------------------------------------------
@@ -271,12 +272,13 @@ class GroupedManager(NeverSwaps):
     def _release_behind(self, sequence: SequenceState, tables: GroupTables) -> None:
         """Release the blocks that the next token does not see; full ones stay in the prefix cache."""
         start = sequence.computed
+        whole = start // self.block_size * self.block_size
         for index, group in enumerate(self.layout.groups):
             table, held = tables.groups[index], tables.held[index]
             skipped = min(group.skipped(start), len(table))
             if skipped <= held:
                 continue
-            self._cache_group(tables, index, min(skipped, self._whole_units(start) // group.block_size))
+            self._cache_group(tables, index, min(skipped, whole // group.block_size))
             self._drop_behind(tables, index, held, skipped)
 
     def _drop_behind(self, tables: GroupTables, index: int, held: int, skipped: int) -> None:
@@ -317,12 +319,9 @@ class GroupedManager(NeverSwaps):
 
         No hit ends inside a unit, so blocks behind the last whole one are worth nothing (vLLM: `_align_cacheable`).
         """
-        whole = self._whole_units(tokens)
+        whole = tokens // self.block_size * self.block_size
         for index, group in enumerate(self.layout.groups):
             self._cache_group(tables, index, whole // group.block_size)
-
-    def _whole_units(self, tokens: int) -> int:
-        return tokens // self.block_size * self.block_size
 
     def _cache_group(self, tables: GroupTables, index: int, blocks: int) -> None:
         first, keys = tables.cached[index], tables.keys
@@ -400,12 +399,13 @@ class GroupedManager(NeverSwaps):
     def _usage(self, head: Request | None) -> SlotUsage:
         whole, cached, free = self.pages.slots()
         token, internal = self.counters.slots()
-        external = self.pages.stranded(self._first_needs(head)) if head is not None else 0
+        external = 0
+        if head is not None:
+            most = [group.most_blocks(head.prompt_tokens, self._most_chunk) for group in self.layout.groups]
+            external = self.pages.stranded(most)
         reserved = whole - cached - free - token - internal
-        live = self.pages.live_pages
-        usage = GroupUsage(
-            token, cached, reserved, internal, external, free - external, self.counters.entries, live
-        )
+        entries, live = self.counters.entries, self.pages.live_pages
+        usage = GroupUsage(token, cached, reserved, internal, external, free - external, entries, live)
         usage.written_units = self._written_units
         return usage
 
@@ -461,9 +461,6 @@ class GroupedManager(NeverSwaps):
             for page, behind in found.items()
             if page not in copies and len(behind) == self.pages.references(index, page)
         )
-
-    def _first_needs(self, request: Request) -> list[int]:
-        return [group.most_blocks(request.prompt_tokens, self._most_chunk) for group in self.layout.groups]
 
     def drain_copies(self) -> CopyList:
         """Always empty: nothing is copied. The step is planned: its states can be hit from now on."""

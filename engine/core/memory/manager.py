@@ -9,11 +9,10 @@ from typing import Protocol
 
 import numpy as np
 
-from engine.core.calendar import DecodeCalendar
 from engine.core.errors import CoreError
 from engine.core.plan import CopyList, IntArray, SlotUsage, StaleList, SwapList
 from engine.core.request import Request
-from engine.core.sequence import Group, ScheduledRow, SequenceState
+from engine.core.sequence import DecodeCalendar, Group, ScheduledRow, SequenceState
 
 BlocksTaken = tuple[int, int, int, int]
 """Step (1 is the first after the scheduled one), blocks allocated, blocks evicted for them, their unfillable slots."""
@@ -89,17 +88,13 @@ class KVCacheManager(Protocol):
 
     block_size: int
     num_blocks: int
-    growth: (
-        int | None
-    )  # a decoding sequence needs a new block after so many tokens; None: never, its memory is reserved
+    growth: int | None  # tokens after which a decoding sequence needs a block; None: its memory is reserved
 
     def never_fits(self, request: Request) -> str | None:
         """Why no schedule can serve `request`, or None if one can."""
-        ...
 
     def lookup(self, group: Group) -> Sequence[int]:
         """Blocks of the longest cached prefix of the group's first sequence. At least one token is left to compute."""
-        ...
 
     def can_admit(
         self,
@@ -113,107 +108,81 @@ class KVCacheManager(Protocol):
 
         `chunk_end` is where its first chunk would end, for managers whose chunks can need more at once than lastingly.
         """
-        ...
 
     def admit(self, group: Group, hits: Sequence[int]) -> None:
         """Open a block table for the group's first sequence, which starts with the cached blocks `hits`."""
-        ...
 
     def can_extend(self, rows: Sequence[ScheduledRow]) -> bool:
         """Whether enough blocks are free for all of `rows`, which belong to one group."""
-        ...
 
     def extend(self, row: ScheduledRow) -> int:
         """Allocate what the row writes to: new blocks, and a copy of a shared last block. Returns how many blocks."""
-        ...
 
     def can_append(self, group: Group) -> bool:
         """Whether enough blocks are free to give every sequence of a steady group one more."""
-        ...
 
     def append(self, group: Group) -> int:
         """Give every sequence of a steady group its next block. Returns the number of new blocks."""
-        ...
 
     def advance(self, calendar: DecodeCalendar) -> None:
         """Count the tokens that steady groups write in the step that is being scheduled, and cache blocks they fill.
 
         Call it when no group can be preempted in this step any more, and before the first lookup.
         """
-        ...
 
     def fork(self, parent: SequenceState, children: Sequence[SequenceState]) -> None:
         """Give `children` the tokens of `parent`: shared blocks, or copies."""
-        ...
 
     def reparent(self, branches: Sequence[SequenceState], parents: Sequence[int]) -> None:
         """Give branch i the tokens that branch `parents[i]` had."""
-        ...
 
     def promote(self, sequence: SequenceState, child: SequenceState) -> None:
         """Give `sequence` the block table of `child`; `child` has none afterwards."""
-        ...
 
     def truncate(self, sequence: SequenceState, tokens: int) -> int:
         """Keep at most the first `tokens` computed tokens; returns how many are kept."""
-        ...
 
     def release(self, sequence: SequenceState) -> None:
         """Release all memory of the sequence. Raises UnknownSequenceError if it has none."""
-        ...
 
     def preempt(self, group: Group) -> None:
         """Release all memory of the group, which will be looked up and computed again."""
-        ...
 
     def can_swap_out(self, group: Group) -> bool:
         """Whether host memory has room for the group's blocks."""
-        ...
 
     def swap_out(self, group: Group) -> None:
         """Save the group's blocks in host memory and release them on the device."""
-        ...
 
     def can_swap_in(self, group: Group, spare_blocks: int) -> bool:
         """Whether a swapped group and its next step fit now, and `spare_blocks` blocks stay free."""
-        ...
 
     def swap_in(self, group: Group) -> None:
         """Allocate blocks for a swapped group and bring its content back."""
-        ...
 
     def forget_swapped(self, group: Group) -> None:
         """Release the host memory of a swapped group that will not come back."""
-        ...
 
     def fast_forward_limit(self, calendar: DecodeCalendar, steps: int) -> int:
         """How many identical decode steps, at most `steps`, the free blocks allow."""
-        ...
 
     def fast_forward(self, calendar: DecodeCalendar, steps: int, first: SlotUsage) -> FastForwardColumns:
         """Allocate the blocks of `steps` decode steps except the first one, in which the pool has the state `first`."""
-        ...
 
     def usage(self, head: Request | None) -> SlotUsage:
         """The slots by state. `head` is the request at the head of the waiting queue, None if no request waits."""
-        ...
 
     def drain_copies(self) -> CopyList:
         """(source, destination) block copies to run before the next forward pass. Each call empties the list."""
-        ...
 
     def drain_frees(self) -> list[int]:
         """Blocks whose content became void since the last call."""
-        ...
 
     def drain_stale(self) -> StaleList:
         """Slots (block, first, end) of blocks in use whose content became void since the last call."""
-        ...
 
     def drain_swaps(self) -> tuple[SwapList, SwapList]:
         """(device, host) blocks to save, and (host, device) blocks to bring back, since the last call."""
-        ...
 
     def check(self) -> None:
         """Verify every invariant. Raises InvariantError."""
-        ...

@@ -1,28 +1,24 @@
 """The paged KV cache manager: block tables that grow block by block, share prefixes, and copy on write.
 
-`PagedManager` comes first. Below it are its parts: how many blocks a request needs, forks and beams, fast-forward.
+`PagedManager` comes first. Below it are its parts: copies at forks, and swapping: all blocks of a
+preempted group are saved in host memory, completely or not at all, and come back later.
 """
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 
-from engine.core.calendar import DecodeCalendar
-from engine.core.errors import CoreError
-from engine.core.memory.block_pool import BlockPool
+from engine.core.errors import CoreError, OutOfBlocksError, UnknownSequenceError
+from engine.core.memory.block_pool import BlockPool, ResidencySampler, SampledPool
 from engine.core.memory.block_tables import BlockTables
-from engine.core.memory.eviction import EvictionQueue
-from engine.core.memory.keeping import KeepQueue
+from engine.core.memory.eviction import EvictionQueue, KeepQueue
 from engine.core.memory.manager import FastForwardColumns, beyond_end, check_parents
 from engine.core.memory.prefix_cache import LookupRecord, PrefixCache, RecentHits
-from engine.core.memory.residency import ResidencySampler, SampledPool
-from engine.core.memory.swap import HostPool, Swapper
 from engine.core.options import Retention, SpeculationMode
 from engine.core.plan import CopyList, SlotUsage, StaleList, SwapList
 from engine.core.request import Request
-from engine.core.sequence import Group, ScheduledRow, SequenceState
+from engine.core.sequence import DecodeCalendar, Group, ScheduledRow, SequenceState
 
 
 class PagedManager:
@@ -71,8 +67,7 @@ class PagedManager:
         self.prefix_cache = PrefixCache(self.tables, prefix_caching, deduplicate, copying=copy_at_fork)
         self.swapper = Swapper(self.tables, self.prefix_cache, HostPool(host_blocks))
         self._copying = CopyAtFork(self.tables) if copy_at_fork else None
-        self.sharing = BranchSharing(self.tables, self._copying, keeps_beams=keeps_beams)
-        self.sizing = PagedSizing(block_size, shares=not copy_at_fork)
+        self._keeps_beams = keeps_beams
         self.lookups: list[LookupRecord] | None = [] if keep_lookups else None
         self.recent_hits = RecentHits()
         self._looked_up: dict[Group, LookupRecord] = {}  # the last lookup, until its group is admitted
@@ -80,11 +75,22 @@ class PagedManager:
     # -- admission -----------------------------------------------------------------------------------------
 
     def never_fits(self, request: Request) -> str | None:
-        """Why no schedule can serve `request`, or None: at its end it needs more blocks than the pool has."""
-        blocks = self.sizing.most_blocks(request)
+        """Why no schedule can serve `request`, or None: at its end it needs more blocks than the pool has.
+
+        A forked child with draft tokens needs more beside its parent.
+        """
+        blocks = self._blocks(request, request.width, request.final_kv_tokens)
+        speculation = request.speculation
+        if speculation and speculation.mode is SpeculationMode.fork and request.output_tokens > 1:
+            blocks += 1 if self._copying is None else blocks
         if blocks <= self.num_blocks:
             return None
         return f"needs {blocks} blocks of {self.block_size} tokens, the pool has {self.num_blocks}"
+
+    def _blocks(self, request: Request, width: int, tokens: int) -> int:
+        """Blocks of `width` branches with `tokens` tokens each. Branches share only the full blocks of their prompt."""
+        shared = request.prompt_tokens // self.block_size if width > 1 and self._copying is None else 0
+        return shared + width * (-(-tokens // self.block_size) - shared)
 
     def lookup(self, group: Group) -> list[int]:
         """Blocks of the longest cached prefix. At least one token is left to compute.
@@ -110,7 +116,7 @@ class PagedManager:
         if tokens is not None and tokens < group.root_target:
             need = self.tables.blocks_of(tokens)
         else:
-            need = self.sizing.blocks(group.request, group.width, group.tokens)
+            need = self._blocks(group.request, group.width, group.tokens)
         need += (pool.unreferenced(hits) - len(hits)) if hits else 0
         return need + spare_blocks <= pool.free_blocks
 
@@ -209,20 +215,39 @@ class PagedManager:
 
     def fork(self, parent: SequenceState, children: Sequence[SequenceState]) -> None:
         """Let children share the parent's blocks. A partial last block is copied when a branch writes to it."""
-        self.sharing.fork(parent, children)
+        table = self.tables.get(parent)
+        for child in children:
+            child.block_hashes, child.cached_blocks = parent.block_hashes, parent.cached_blocks
+            self.tables.open(child, self.tables.share_table(table))
+            if self._copying is not None:
+                self._copying.add(child)
 
     def reparent(self, branches: Sequence[SequenceState], parents: Sequence[int]) -> None:
-        """Give branch i the blocks of branch `parents[i]`. All references are added before any is dropped."""
-        self.sharing.reparent(branches, parents)
+        """Give branch i the blocks of branch `parents[i]`. Tables of parents without a child are dropped last."""
+        check_parents(branches, parents)
+        if self._keeps_beams:
+            return
+        tables = [self.tables.get(branch) for branch in branches]
+        cached = [branch.cached_blocks for branch in branches]
+        taken_over: set[int] = set()
+        for branch, parent in zip(branches, parents, strict=True):
+            branch.cached_blocks = cached[parent]
+            if parent not in taken_over:
+                branch.table = tables[parent]
+                taken_over.add(parent)
+                continue
+            branch.table = self.tables.share_table(tables[parent])
+            if self._copying is not None:
+                self._copying.add(branch)
+        for index, table in enumerate(tables):
+            if index not in taken_over:
+                self.tables.drop(table, branches[0].computed)
 
     def promote(self, sequence: SequenceState, child: SequenceState) -> None:
         """Release the blocks of `sequence` and give it the table of `child`."""
         self._release_table(sequence)
-        sequence.computed, sequence.cached_blocks, sequence.block_hashes = (
-            child.computed,
-            child.cached_blocks,
-            child.block_hashes,
-        )
+        sequence.computed, sequence.cached_blocks = child.computed, child.cached_blocks
+        sequence.block_hashes = child.block_hashes
         self.tables.move_table(child, sequence)
 
     def truncate(self, sequence: SequenceState, tokens: int) -> int:
@@ -280,14 +305,33 @@ class PagedManager:
     # -- fast-forward --------------------------------------------------------------------------------------
 
     def fast_forward_limit(self, calendar: DecodeCalendar, steps: int) -> int:
-        """How many decode steps, at most `steps`, can run with the free blocks."""
-        return fast_forward_limit(calendar, steps, self.block_size, self.pool.free_blocks)
+        """How many decode steps, at least 1 and at most `steps`, can run with the free blocks.
+
+        The first step is scheduled already. Every row needs one block per `block_size` steps. So full rounds of
+        `block_size` steps are counted at once, and only the last round is counted step by step.
+        """
+        size, free_blocks = self.block_size, self.pool.free_blocks
+        rounds = min(free_blocks // max(1, calendar.rows), (steps - 1) // size)
+        allowed, left = 1 + rounds * size, free_blocks - rounds * calendar.rows
+        for need in islice(calendar.due_rows(), min(steps - allowed, size)):
+            left -= need
+            if left < 0:
+                break
+            allowed += 1
+        return allowed
 
     def fast_forward(self, calendar: DecodeCalendar, steps: int, first: SlotUsage) -> FastForwardColumns:
         """Allocate the blocks of `steps` decode steps except the first, in the same order as single steps do."""
-        columns = fast_forward_columns(self, calendar, steps, first)
-        self.pool.drain_voided()  # blocks evicted during the fast-forward; `columns.frees` counts them
-        return columns
+        taken = []
+        pool, counters = self.pool, self.tables.counters
+        for step in range(1, steps):
+            for group in calendar.due(step):
+                cached, internal = pool.cached_blocks, counters.internal
+                count = self.append(group)
+                taken.append((step, count, cached - pool.cached_blocks, counters.internal - internal))
+        counters.written += (steps - 1) * calendar.rows
+        pool.drain_voided()  # blocks evicted during the fast-forward; the columns count them
+        return FastForwardColumns.of(first, steps - 1, self.block_size, taken)
 
     def usage(self, head: Request | None) -> SlotUsage:
         """Slots by state. Any free block serves any request, so nothing is external."""
@@ -309,37 +353,14 @@ class PagedManager:
 
     def drain_swaps(self) -> tuple[SwapList, SwapList]:
         """(device, host) blocks to save, (host, device) blocks to bring back."""
-        swaps, self.swapper.pending_out, self.swapper.pending_in = (
-            (self.swapper.pending_out, self.swapper.pending_in),
-            [],
-            [],
-        )
+        swapper = self.swapper
+        swaps = swapper.pending_out, swapper.pending_in
+        swapper.pending_out, swapper.pending_in = [], []
         return swaps
 
     def check(self) -> None:
         """Compare every counter with a recount over the live tables. Call it between steps."""
         self.tables.check()
-
-
-@dataclass(frozen=True, slots=True)
-class PagedSizing:
-    """How many blocks a request needs. With `shares`, branches share the full blocks of their prompt."""
-
-    block_size: int
-    shares: bool
-
-    def blocks(self, request: Request, width: int, tokens: int) -> int:
-        """Blocks of `width` branches with `tokens` tokens each. Only full prompt blocks count as shared."""
-        shared = request.prompt_tokens // self.block_size if width > 1 and self.shares else 0
-        return shared + width * (-(-tokens // self.block_size) - shared)
-
-    def most_blocks(self, request: Request) -> int:
-        """The largest number of blocks that the request ever has: at its end, plus a forked child with draft tokens."""
-        blocks = self.blocks(request, request.width, request.final_kv_tokens)
-        speculation = request.speculation
-        if speculation is None or speculation.mode is not SpeculationMode.fork or request.output_tokens == 1:
-            return blocks
-        return blocks + (1 if self.shares else blocks)
 
 
 class CopyAtFork:
@@ -380,73 +401,118 @@ class CopyAtFork:
             pending.remove(sequence)
 
 
-class BranchSharing:
-    """Forks and re-parented beams. With `copying` None, blocks are shared until a branch writes to them.
+class HostPool:
+    """Host blocks 0 … `num_blocks - 1`; the block that was freed last is allocated first."""
 
-    With `keeps_beams` a beam that gets another parent keeps its blocks.
-    """
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 0:
+            raise CoreError(f"a host pool cannot have {num_blocks} blocks")
+        self.num_blocks = num_blocks
+        self._free: list[int] = []  # freed blocks; those from `_next` on were never given out
+        self._next = 0
+        self._taken: set[int] = set()
 
-    def __init__(self, tables: BlockTables, copying: CopyAtFork | None, *, keeps_beams: bool = False) -> None:
-        self._tables, self._keeps_beams = tables, keeps_beams
-        self._copying = copying
+    @property
+    def free_blocks(self) -> int:
+        """The number of free host blocks."""
+        return self.num_blocks - len(self._taken)
 
-    def fork(self, parent: SequenceState, children: Sequence[SequenceState]) -> None:
-        """Give each child a table with the parent's blocks."""
-        table = self._tables.get(parent)
-        for child in children:
-            child.block_hashes, child.cached_blocks = parent.block_hashes, parent.cached_blocks
-            self._tables.open(child, self._tables.share_table(table))
-            if self._copying is not None:
-                self._copying.add(child)
+    def take(self, count: int) -> list[int]:
+        """Allocate `count` host blocks. Raises OutOfBlocksError, and changes nothing, when fewer are free."""
+        if count > self.free_blocks:
+            raise OutOfBlocksError(f"{count} host blocks asked for, {self.free_blocks} are free")
+        again = min(count, len(self._free))
+        blocks = [self._free.pop() for _ in range(again)]
+        blocks += range(self._next, self._next + count - again)
+        self._next += count - again
+        self._taken.update(blocks)
+        return blocks
 
-    def reparent(self, branches: Sequence[SequenceState], parents: Sequence[int]) -> None:
-        """Give branch i the blocks of branch `parents[i]`. Tables of parents without a child are dropped last."""
-        check_parents(branches, parents)
-        if self._keeps_beams:
-            return
-        tables = [self._tables.get(branch) for branch in branches]
-        cached = [branch.cached_blocks for branch in branches]
-        taken_over: set[int] = set()
-        for branch, parent in zip(branches, parents, strict=True):
-            branch.cached_blocks = cached[parent]
-            if parent not in taken_over:
-                branch.table = tables[parent]
-                taken_over.add(parent)
-                continue
-            branch.table = self._tables.share_table(tables[parent])
-            if self._copying is not None:
-                self._copying.add(branch)
-        for index, table in enumerate(tables):
-            if index not in taken_over:
-                self._tables.drop(table, branches[0].computed)
+    def give(self, blocks: list[int]) -> None:
+        """Free allocated blocks. Raises CoreError, and changes nothing, if one is free already."""
+        foreign = set(blocks) - self._taken
+        if foreign or len(set(blocks)) < len(blocks):
+            raise CoreError(f"host blocks {sorted(foreign) or blocks} are freed, but are not allocated")
+        self._taken.difference_update(blocks)
+        self._free += reversed(blocks)
 
 
-def fast_forward_limit(calendar: DecodeCalendar, steps: int, block_size: int, free_blocks: int) -> int:
-    """How many decode steps, at least 1 and at most `steps`, can run with `free_blocks`.
+class Swapper:
+    """Moves groups between device and host memory. `pending_out` and `pending_in` are work for the next step."""
 
-    The first step is scheduled already. Every row needs one block per `block_size` steps. So full rounds of
-    `block_size` steps are counted at once, and only the last round is counted step by step.
-    """
-    rounds = min(free_blocks // max(1, calendar.rows), (steps - 1) // block_size)
-    allowed, left = 1 + rounds * block_size, free_blocks - rounds * calendar.rows
-    for need in islice(calendar.due_rows(), min(steps - allowed, block_size)):
-        left -= need
-        if left < 0:
-            break
-        allowed += 1
-    return allowed
+    def __init__(self, tables: BlockTables, prefix_cache: PrefixCache, host: HostPool) -> None:
+        self.host = host
+        self.pending_out: SwapList = []  # (device, host), to be saved before the next step
+        self.pending_in: SwapList = []  # (host, device), to be brought back
+        self._tables = tables
+        self._prefix_cache = prefix_cache
+        self._saved: dict[Group, dict[int, int]] = {}  # former device block -> host block
 
+    def can_swap_out(self, group: Group) -> bool:
+        """Whether host memory has room for all blocks of `group`."""
+        blocks = {block for sequence in group.sequences for block in sequence.table}
+        return 0 < len(blocks) <= self.host.free_blocks
 
-def fast_forward_columns(
-    manager: "PagedManager", calendar: DecodeCalendar, steps: int, first: SlotUsage
-) -> FastForwardColumns:
-    """Allocate the blocks of `steps` decode steps except the first, step by step and row by row, as single steps do."""
-    taken = []
-    pool, counters = manager.pool, manager.tables.counters
-    for step in range(1, steps):
-        for group in calendar.due(step):
-            cached, internal = pool.cached_blocks, counters.internal
-            count = manager.append(group)
-            taken.append((step, count, cached - pool.cached_blocks, counters.internal - internal))
-    counters.written += (steps - 1) * calendar.rows
-    return FastForwardColumns.of(first, steps - 1, manager.block_size, taken)
+    def swap_out(self, group: Group) -> None:
+        """Allocate a host block for every block of the group and release the device blocks.
+
+        The sequences keep their old tables, so that `swap_in` knows which branches shared a block.
+        """
+        for sequence in group.sequences:
+            self._prefix_cache.cache_computed(sequence)
+            self._tables.trim(sequence)
+        tables = [self._tables.get(sequence) for sequence in group.sequences]
+        blocks = list(dict.fromkeys(block for table in tables for block in table))
+        saved = dict(zip(blocks, self.host.take(len(blocks)), strict=True))
+        for sequence in group.sequences:
+            sequence.table = self._tables.close(sequence)
+        self.pending_out += saved.items()
+        self._saved[group] = saved
+
+    def blocks_needed(self, group: Group, copies: int | None) -> int:
+        """How many device blocks the group needs to come back and take one step.
+
+        `copies`: how many blocks must still be copied for its branches. None: each branch but the last one copies a
+        shared partial last block.
+        """
+        tails = [s.table[-1] for s in group.sequences if s.computed % self._tables.block_size]
+        if copies is None:
+            copies = len(tails) - len(set(tails))
+        return len(self._of(group)) + len(group.sequences) - len(tails) + copies
+
+    def swap_in(self, group: Group) -> None:
+        """Allocate device blocks for the group again; its branches share them as before."""
+        saved = self._of(group)
+        device = dict(zip(saved, self._tables.pool.take(len(saved)), strict=True))
+        self.pending_in += [(host, device[block]) for block, host in saved.items()]
+        held: set[int] = set()
+        for sequence in group.sequences:
+            self._hold(sequence, [device[block] for block in sequence.table], held)
+            self._prefix_cache.recount(sequence)
+            self._prefix_cache.cache_computed(sequence)
+            self._prefix_cache.forget(sequence)  # its content is not on the device yet: replace no blocks
+        del self._saved[group]
+        self.host.give(list(saved.values()))
+
+    def _hold(self, sequence: SequenceState, table: list[int], held: set[int]) -> None:
+        """Open `table` for `sequence`. Another branch refers to the blocks in `held` already."""
+        tables, size = self._tables, self._tables.block_size
+        fresh = [block for block in table if block not in held]
+        held.update(fresh)
+        tables.pool.share([block for block in table if block not in fresh])
+        tables.counters.entries += len(table)
+        tables.counters.written += len(fresh) * size
+        if fresh and fresh[-1] == table[-1]:
+            tables.counters.written -= len(table) * size - sequence.computed
+            tables.counters.block_taken(sequence.request, table[-1], len(table) - 1)
+        tables.open(sequence, table)
+
+    def forget(self, group: Group) -> None:
+        """Free the host blocks of a group that will not come back."""
+        self.host.give(list(self._of(group).values()))
+        del self._saved[group]
+
+    def _of(self, group: Group) -> dict[int, int]:
+        if group not in self._saved:
+            raise UnknownSequenceError(f"request {group.request.request_id} has nothing in host memory")
+        return self._saved[group]

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.core.identity import BlockHash
+from engine.core.memory.block_pool import BlockOrigin
 from engine.core.memory.block_tables import BlockTables
-from engine.core.memory.cache_events import BlockOrigin
 from engine.core.options import Decoding
 from engine.core.request import Request
 from engine.core.sequence import Group, SequenceState
@@ -65,9 +65,8 @@ class PrefixCache:
         self._size = tables.block_size
         self._enabled = enabled
         self._deduplicate = deduplicate
-        self._fresh: dict[
-            SequenceState, tuple[int, Sequence[BlockHash]]
-        ] = {}  # cached in this step: first index, hashes
+        # What was cached in this step: first index, hashes.
+        self._fresh: dict[SequenceState, tuple[int, Sequence[BlockHash]]] = {}
 
     def serves(self, request: Request) -> bool:
         """Whether the request uses the prefix cache."""
@@ -183,9 +182,8 @@ class PrefixCache:
         if sequence not in self._fresh:
             return
         (first, hashes), table = self._fresh.pop(sequence), self._tables.get(sequence)
-        for index, block_hash in zip(
-            range(first, sequence.cached_blocks), hashes, strict=False
-        ):  # fewer blocks may be left after truncation
+        # Fewer blocks may be left after truncation.
+        for index, block_hash in zip(range(first, sequence.cached_blocks), hashes, strict=False):
             own, holder = table[index], self._pool.first_block(block_hash)
             if holder is not None and own != holder and self._pool.references(own) == 1:
                 self._tables.counters.written += (self._pool.share([holder]) - 1) * self._size

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from engine.core.errors import CoreError
 from engine.core.memory.manager import FastForwardColumns, KVCacheManager
 from engine.core.plan import StepPlan, StepResult
-from engine.core.scheduling.queues import RunningBatch
+from engine.core.scheduling.batch import RunningBatch
 from engine.core.sequence import Group
 
 
@@ -80,7 +80,9 @@ class Commit:
         report.emitted = [*plan.steady_ids, *emitted] if emitted else plan.steady_ids
         self._batch.settle()
         if self._static and not len(self._batch):
-            self._return_batch(report)
+            held, self._held = self._held, []
+            for group in held:
+                self._close(group, report)
         return report
 
     def _check(self, plan: StepPlan, result: StepResult) -> None:
@@ -103,15 +105,13 @@ class Commit:
                     f"step {plan.step}: request {request_id} ends branches {sorted(branches)}, it has {ended.branches}"
                 )
         for group in self._batch.others:
-            if group.is_beam and group.rows and group.rows[0].samples and group.forked:
-                self._check_parents(plan, group, result)
-
-    def _check_parents(self, plan: StepPlan, group: Group, result: StepResult) -> None:
-        request_id, width = group.request.request_id, len(group.sequences)
-        parents = result.parents.get(request_id)
-        if parents is None or len(parents) != width or not all(0 <= parent < width for parent in parents):
-            raise CoreError(f"step {plan.step}: request {request_id} needs {width} parents, each below {width}; "
-                            f"found {parents}")  # fmt: skip
+            if not (group.is_beam and group.rows and group.rows[0].samples and group.forked):
+                continue
+            request_id, width = group.request.request_id, len(group.sequences)
+            parents = result.parents.get(request_id)
+            if parents is None or len(parents) != width or not all(0 <= parent < width for parent in parents):
+                raise CoreError(f"step {plan.step}: request {request_id} needs {width} parents, each below {width}; "
+                                f"found {parents}")  # fmt: skip
 
     # -- steady groups -------------------------------------------------------------------------------------
 
@@ -155,16 +155,13 @@ class Commit:
             self._finish(group, report)
             return
         if not group.forked:
-            self._fork_if_ready(group)
+            root = group.sequences[0]
+            if group.request.width > 1 and root.computed == group.request.prompt_tokens:
+                self._manager.fork(root, group.fork())
         elif sampled and group.is_beam:
             self._manager.reparent(group.sequences, result.parents[request_id])
         if request_id in result.ended:
             self._end_branches(group, result.ended[request_id], report)
-
-    def _fork_if_ready(self, group: Group) -> None:
-        root = group.sequences[0]
-        if group.request.width > 1 and root.computed == group.request.prompt_tokens:
-            self._manager.fork(root, group.fork())
 
     def _verify(self, group: Group, result: StepResult) -> int:
         """Keep the accepted draft tokens and drop the others; returns how many were accepted."""
@@ -201,8 +198,3 @@ class Commit:
         """Release all memory of the group."""
         for sequence in group.holders:
             self._manager.release(sequence)
-
-    def _return_batch(self, report: CommitReport) -> None:
-        held, self._held = self._held, []
-        for group in held:
-            self._close(group, report)

@@ -5,7 +5,7 @@ tokens and known tokens, and each step computes more of them within a token budg
 decoders, then the others in order of admission. When blocks run out, a group is preempted: it is recomputed later, or
 swapped to the host. Waiting requests are then admitted in queue order, but only if the step has preempted no group and
 no group is swapped out. A steady decoder costs
-scheduling time only in a step in which it needs a block. Below `Scheduler` are the admission rules and preemption.
+scheduling time only in a step in which it needs a block. Below `Scheduler` are the admission rules.
 """
 
 from collections.abc import Sequence
@@ -16,9 +16,8 @@ from engine.core.options import Preemption, SchedulerLimits
 from engine.core.plan import StepPlan, StepResult
 from engine.core.policies import Admission, AdmitWhatFits, Policies
 from engine.core.request import Request
+from engine.core.scheduling.batch import BatchRows, RowScheduler, RunningBatch, StepBuilder, WaitingQueue
 from engine.core.scheduling.commit import Commit, CommitReport, RequestStats
-from engine.core.scheduling.queues import RunningBatch, WaitingQueue
-from engine.core.scheduling.step import RowScheduler, StepBuilder
 from engine.core.sequence import Group
 
 _FALLING = 0.99  # what one step leaves of the adaptive watermark
@@ -59,7 +58,6 @@ class Scheduler:
         self._submitted = 0
         self._open: int | None = None  # the step that is scheduled and not yet committed
         self._rows = RowScheduler(manager)
-        self._preemptor = Preemptor(manager, self._batch, self.waiting, self.swapped, self.stats)
         self._admission = AdmissionRules(manager, self._batch, limits, self.policies.admission)
         self._commit = Commit(manager, self._batch, self._groups, self.stats, limits.static_batch)
 
@@ -180,7 +178,24 @@ class Scheduler:
     def _make_room(self, step: StepBuilder, candidates: Sequence[Group]) -> None:
         """Preempt one of `candidates`, which are in running order."""
         victim = candidates[self.policies.victim.choose(candidates)]
-        self._preemptor.preempt(victim, self.limits.preemption, step)
+        stats, mode = self.stats[victim.request.request_id], self.limits.preemption
+        stats.preemptions += 1
+        step.preempted.append(victim.request.request_id)
+        step.appended.pop(victim, None)
+        self._batch.remove(victim)
+        # A group without generated tokens is cheaper to compute again. One with a draft child is not swapped either.
+        swaps = mode is Preemption.swap or (mode is Preemption.auto and len(victim.sequences) > 1)
+        if swaps and victim.generated and victim.draft is None:
+            if self.manager.can_swap_out(victim):
+                stats.swaps += 1
+                victim.rows = []
+                self.manager.swap_out(victim)
+                self.swapped.push(victim)
+                return
+            stats.swap_fallbacks += 1
+        self.manager.preempt(victim)
+        victim.restart()
+        self.waiting.push(victim)
 
     def _prefill_cap(self) -> int | None:
         """The largest chunk of one prompt, None for no limit. A request that is alone gets the whole budget."""
@@ -210,33 +225,44 @@ class Scheduler:
                 return
             self.waiting.pop()
             self.manager.admit(group, hits)
-            self._note_hits(group, cached)
+            stats = self.stats[group.request.request_id]
+            if stats.preemptions:
+                stats.resumed_hit_tokens += cached
+                stats.recomputed_tokens += max(0, group.lost - cached)
+            else:
+                stats.hit_tokens += cached
             step.hit_tokens += cached
             step.admitted.append(group.request.request_id)
             self._batch.add(group)
             self._rows.enter(group, step, cap)
 
-    def _note_hits(self, group: Group, cached: int) -> None:
-        stats = self.stats[group.request.request_id]
-        if stats.preemptions:
-            stats.resumed_hit_tokens += cached
-            stats.recomputed_tokens += max(0, group.lost - cached)
-        else:
-            stats.hit_tokens += cached
-
     # -- the plan ------------------------------------------------------------------------------------------
 
     def _plan(self, step: StepBuilder, max_steps: int) -> StepPlan:
-        calendar = self._batch.calendar
-        head = self.waiting.head
-        return step.plan(
-            self._step,
-            self.manager,
-            calendar,
-            self._fast_forward_steps(step, max_steps) if max_steps > 1 else 1,
-            len(self._batch),
-            len(self.waiting) + len(self.swapped),
-            head.request if head else None,
+        """The plan, with the copies, frees and swaps that the manager has collected since the last one."""
+        manager, calendar, head = self.manager, self._batch.calendar, self.waiting.head
+        num_steps = self._fast_forward_steps(step, max_steps) if max_steps > 1 else 1
+        steady = calendar.view()
+        swap_out, swap_in = manager.drain_swaps()
+        return StepPlan(
+            step=self._step,
+            rows=BatchRows(steady, calendar.clock.now, step.rows),
+            copies=manager.drain_copies(),
+            frees=manager.drain_frees(),
+            num_steps=num_steps,
+            admitted=step.admitted,
+            preempted=step.preempted,
+            new_blocks=step.new_blocks + sum(step.appended.values()),
+            hit_tokens=step.hit_tokens,
+            running=len(self._batch),
+            waiting=len(self.waiting) + len(self.swapped),
+            usage=manager.usage(head.request if head else None),
+            swap_out=swap_out,
+            swap_in=swap_in,
+            stale=manager.drain_stale(),
+            resumed=step.resumed,
+            steady=len(steady.sequences),
+            steady_ids=steady.request_ids,
         )
 
     def _fast_forward_steps(self, step: StepBuilder, max_steps: int) -> int:
@@ -272,7 +298,7 @@ class AdmissionRules:
         self._raised, self._raised_at = (
             0.0,
             0,
-        )  # the adaptive floor in blocks after the last preemption, and its step
+        )  # the adaptive floor in blocks after the last preemption, its step
 
     @property
     def is_steady(self) -> bool:
@@ -303,22 +329,21 @@ class AdmissionRules:
         steps = self._batch.calendar.clock.now - self._raised_at
         return int(self._raised * _FALLING**steps) if self._raised else 0
 
-    def _has_room(self, group: Group) -> bool:
-        return self._batch.sequences + group.width <= self._limits.max_running
-
     def may_swap_in(self, group: Group) -> bool:
         """Whether the batch has room for every branch of a swapped group, and the pool has enough blocks."""
-        return self._has_room(group) and self._manager.can_swap_in(group, self._spare_blocks())
+        has_room = self._batch.sequences + group.width <= self._limits.max_running
+        return has_room and self._manager.can_swap_in(group, self._spare_blocks())
 
     def may_admit(
         self, group: Group, hits: Sequence[int], cached: int, budget: int, prefill_cap: int | None = None
     ) -> bool:
         """Whether the batch has room for every branch, the budget is large enough, and the pool has enough blocks.
 
-        Where the first chunk alone must fit, it has at most `prefill_cap` tokens.
+        Where the first chunk alone must fit, it has at most `prefill_cap` tokens. Raises CoreError if the user's policy
+        refuses the request while the batch is empty.
         """
         limits = self._limits
-        if not self._has_room(group):
+        if self._batch.sequences + group.width > limits.max_running:
             return False
         if not limits.chunked_prefill and group.root_target - cached > budget:
             return False
@@ -327,11 +352,9 @@ class AdmissionRules:
         tokens = None if limits.admit_whole_prompt else end
         if not self._manager.can_admit(group, hits, self._spare_blocks(), tokens, end):
             return False
-        return self.only_built_in or self._is_allowed(group.request)
-
-    def _is_allowed(self, request: Request) -> bool:
-        """Whether the user's policy admits `request`. Raises CoreError if it refuses while the batch is empty."""
-        usage, running = self._manager.usage(None), len(self._batch)
+        if self.only_built_in:
+            return True
+        usage, running, request = self._manager.usage(None), len(self._batch), group.request
         if self._policy.allows(request, (usage.free + usage.cached) // self._manager.block_size, running):
             return True
         if not running:
@@ -340,53 +363,3 @@ class AdmissionRules:
                 f"although nothing is running, so it would wait for ever"
             )
         return False
-
-
-class Preemptor:
-    """Moves a whole group from the batch to the waiting queue or to the swapped queue."""
-
-    def __init__(
-        self,
-        manager: KVCacheManager,
-        batch: RunningBatch,
-        waiting: WaitingQueue,
-        swapped: WaitingQueue,
-        stats: dict[int, RequestStats],
-    ) -> None:
-        self._manager = manager
-        self._batch = batch
-        self._waiting = waiting
-        self._swapped = swapped
-        self._stats = stats
-
-    def preempt(self, victim: Group, mode: Preemption, step: StepBuilder) -> None:
-        """Swap the victim to host memory, or drop its blocks so that it is computed again."""
-        stats = self._stats[victim.request.request_id]
-        stats.preemptions += 1
-        step.preempted.append(victim.request.request_id)
-        step.appended.pop(victim, None)
-        self._batch.remove(victim)
-        if _should_swap(victim, mode):
-            if self._manager.can_swap_out(victim):
-                self._swap_out(victim, stats)
-                return
-            stats.swap_fallbacks += 1
-        self._manager.preempt(victim)
-        victim.restart()
-        self._waiting.push(victim)
-
-    def _swap_out(self, victim: Group, stats: RequestStats) -> None:
-        stats.swaps += 1
-        victim.rows = []
-        self._manager.swap_out(victim)
-        self._swapped.push(victim)
-
-
-def _should_swap(victim: Group, mode: Preemption) -> bool:
-    """Whether to swap `victim` out.
-
-    A group without generated tokens is cheaper to compute again. A group with a draft child is not swapped either.
-    """
-    if mode is Preemption.recompute or not victim.generated or victim.draft is not None:
-        return False
-    return mode is Preemption.swap or len(victim.sequences) > 1

@@ -3,19 +3,42 @@
 `use_paged_attention` makes `paged_attention` the attention of a model. It calls `PagedStep.attend`, which first writes
 all new K and V to the pool and then computes attention. An `AttentionTimer` measures how long this takes, without
 waiting for the device between two layers.
+
+Latent attention (MLA) can keep its latent vectors: what a layer would expand into K and V is stored as it is. A latent
+layer of transformers (from 5.0 on) expands its compressed vectors by its method `expand_kv(latent, rotary)`, and hands
+the result to its attention. While `latents` is open, the layer hands over the latent vectors `[1, 1, tokens, rank]` as
+K and the rotary keys `[1, 1, tokens, rope_dim]` as V instead. They are stored in pages, and `LatentStep` expands those
+of each sequence, by the layer's own method, where they are read. So a page has `rank + rope_dim` numbers a token, as
+DeepSeek's cache has. Without `latents` the engine keeps expanded K and V.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own idiom
 
-from engine.runtime.attention.metadata import AttentionMetadata
+from engine.runtime.attention.metadata import AttentionMetadata, PrefillRow, StepLayout, slots_of
 from engine.runtime.errors import ModelError
-from engine.runtime.kv_pool import CacheTensors
+from engine.runtime.group_pool import CacheTensors
 from paged_kernels import Scoring
+from paged_kernels.scoring import causal_window
+from paged_kernels.torch import cache as torch_cache
 
 IMPLEMENTATION = "pagetwin"
+
+
+class LayerCall(NamedTuple):
+    """What a layer sends to its attention: q `[1, heads, tokens, dk]`, k and v `[1, kv_heads, tokens, d]`."""
+
+    module: Any
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    scoring: Scoring
+    rest: Mapping[str, Any]  # other keywords
 
 
 def paged_attention(
@@ -45,7 +68,7 @@ def paged_attention(
     scoring = Scoring(scaling, sliding_window or 0, softcap or 0.0, s_aux)
     if attention_mask is not None:
         rest["attention_mask"] = attention_mask
-    return paged.attend(module, query, key, value, scoring, rest), None
+    return paged.attend(LayerCall(module, query, key, value, scoring, rest)), None
 
 
 def use_paged_attention(model: Any, name: str) -> None:
@@ -150,15 +173,7 @@ NO_TIMER = NoTimer()
 class LayerAttention(Protocol):
     """What a model is given as `paged=`: the attention of every layer of one step. See `PagedStep.attend`."""
 
-    def attend(
-        self,
-        module: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scoring: Scoring,
-        rest: Mapping[str, Any],
-    ) -> torch.Tensor:
+    def attend(self, call: LayerCall) -> torch.Tensor:
         """Attention of one layer: `[1, heads, tokens, d]` in, `[1, tokens, heads, d]` out."""
         ...
 
@@ -172,26 +187,16 @@ class PagedStep:
     def __init__(
         self, metadata: AttentionMetadata, slots: torch.Tensor, pool: CacheTensors, timer: AttentionTimer
     ) -> None:
-        self._metadata = metadata
-        self._slots = slots
-        self._pool = pool
-        self._timer = timer
+        self._metadata, self._slots, self._pool, self._timer = metadata, slots, pool, timer
 
-    def attend(
-        self,
-        module: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scoring: Scoring,
-        rest: Mapping[str, Any],
-    ) -> torch.Tensor:
+    def attend(self, call: LayerCall) -> torch.Tensor:
         """Attention of one layer: `[1, heads, tokens, d]` in, `[1, tokens, heads, d]` out.
 
         All rows are written before any row is read, because a sequence may share a block that another one fills in the
         same step.
         """
         began = self._timer.begin()
+        module, query, key, value, scoring, _ = call
         keys, values = self._pool.keys[module.layer_idx], self._pool.values[module.layer_idx]
         if module.layer_idx == 0 and self._pool.marks is not None:
             self._pool.marks.write(self._slots)
@@ -202,3 +207,78 @@ class PagedStep:
         self._metadata.attend(q, keys, values, scoring, out)
         self._timer.end(began)
         return out.unsqueeze(0)
+
+
+_METHOD = "expand_kv"
+
+
+def latent_layers(model: Any) -> list[Any]:
+    """The attention modules of a model that expand latent vectors themselves."""
+    return [module for module in model.modules() if callable(getattr(type(module), _METHOD, None))]
+
+
+@contextmanager
+def latents(model: Any) -> Iterator[None]:
+    """While this is open, latent layers hand their latent vectors to the attention."""
+    modules = latent_layers(model)
+    for module in modules:
+        setattr(module, _METHOD, lambda latent, rotary: (latent, rotary))
+    try:
+        yield
+    finally:
+        for module in modules:
+            delattr(module, _METHOD)
+
+
+def expand(module: Any, latent: torch.Tensor, rotary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """K `[1, heads, tokens, dk]` and V `[1, heads, tokens, dv]` by the layer's own method, hidden or not."""
+    keys, values = getattr(type(module), _METHOD)(module, latent, rotary)
+    return keys, values
+
+
+class LatentStep:
+    """The latent layers of one step: stores latent vectors in pages, and attends to what they expand to.
+
+    The rows are those of `layout`, in the tensors of `pool`; `slots` `[tokens]` are the slots of the new tokens.
+    """
+
+    def __init__(
+        self, layout: StepLayout, slots: torch.Tensor, pool: CacheTensors, timer: AttentionTimer
+    ) -> None:
+        self._slots, self._pool, self._timer = slots, pool, timer
+        singles = [
+            PrefillRow(table, number, 1, int(length))
+            for number, (table, length) in enumerate(zip(layout.tables, layout.lengths, strict=True))
+        ]
+        self._rows = [*singles, *layout.prefills]
+        read = [slots_of(row.table, 0, row.length, pool.block_size) for row in self._rows]
+        slots_read = torch.from_numpy(np.concatenate(read)).to(pool.device)
+        self._read = slots_read // pool.block_size, slots_read % pool.block_size
+
+    def attend(self, call: LayerCall) -> torch.Tensor:
+        """Attention of one latent layer; see `PagedStep.attend`. `key` and `value` are latents and rotary keys."""
+        began = self._timer.begin()
+        module, query, key, value, scoring, _ = call
+        stored = self._pool.keys[module.layer_idx], self._pool.values[module.layer_idx]
+        for cache, new in zip(stored, (key, value), strict=True):
+            torch_cache.store(cache, new[0].transpose(0, 1), self._slots)
+        latent, rotary = (cache[*self._read, 0][None, None] for cache in stored)
+        keys, values = expand(module, latent, rotary)
+        parts, first = [], 0
+        for _, start, queries, length in self._rows:
+            rows, read = slice(start, start + queries), slice(first, first + length)
+            parts.append(_attend_row(query[:, :, rows], keys[:, :, read], values[:, :, read], scoring))
+            first += length
+        self._timer.end(began)
+        return torch.cat(parts, dim=2).transpose(1, 2)
+
+
+def _attend_row(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scoring: Scoring
+) -> torch.Tensor:
+    """The queries of one row, the last tokens of its keys: `[1, heads, queries, dv]`."""
+    if not scoring.plain:
+        raise ModelError("a latent layer with a softcap, sinks or ALiBi is not served")
+    queries, length = query.shape[2], keys.shape[2]
+    mask = causal_window(queries, length, scoring.window, device=query.device)
+    return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scoring.scale)

@@ -5,7 +5,6 @@ The metadata of a step is made once and used by every layer. `TorchMetadata`, `T
 `StaticMetadata` in `engine/runtime/graphs.py` is a fourth kind, for recorded graphs.
 """
 
-import ctypes
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -16,24 +15,24 @@ import numpy as np
 import torch
 
 from engine.core.plan import IntArray
-from engine.runtime.attention.native.compile import has_matrix_units, library
-from engine.runtime.kv_pool import CacheTensors
+from engine.runtime.attention.native import c_function, has_matrix_units
+from engine.runtime.group_pool import CacheTensors
 from paged_kernels import Scoring, Workspace
+from paged_kernels.cascade_groups import cost_of, find_cascade_groups, rows_per_tile
+from paged_kernels.memory import PagedBatch
 from paged_kernels.torch import cache as torch_cache
 from paged_kernels.torch.decode import decode_metadata, run_decode
 from paged_kernels.torch.prefill import prefill_metadata, run_prefill
 
 if TYPE_CHECKING:
-    from engine.runtime.attention.cascade import SharedStep
+    from paged_kernels.triton.cascade import SharedPrefixes
 
-_DecodeFunction = Callable[..., None]
 _VECTOR, _TILE = 16, 16  # LANES and TILE of the C files
 _DECODE_FUNCTIONS = {torch.float32: "decode_f32", torch.bfloat16: "decode_bf16"}
+_PREFILL_FUNCTIONS = {torch.float32: "prefill_f32", torch.bfloat16: "prefill_bf16"}
 _DEPTH = 32  # DEPTH of prefill_bf16.c: numbers that the matrix unit adds in one step
-_QUERIES, _KEYS = (
-    {torch.float32: 8, torch.bfloat16: 32},
-    {torch.float32: 64, torch.bfloat16: 128},
-)  # ROWS, KEYS
+# ROWS and KEYS of the C files
+_QUERIES, _KEYS = {torch.float32: 8, torch.bfloat16: 32}, {torch.float32: 64, torch.bfloat16: 128}
 
 
 class PrefillRow(NamedTuple):
@@ -43,6 +42,13 @@ class PrefillRow(NamedTuple):
     start: int
     queries: int
     length: int  # tokens of the sequence with these ones
+
+
+def slots_of(table: IntArray, start: int, end: int, block_size: int) -> IntArray:
+    """The KV slots of tokens `start` to `end - 1` of a sequence with these blocks."""
+    position = np.arange(start, end)
+    slots: IntArray = table[position // block_size] * block_size + position % block_size
+    return slots
 
 
 class StepLayout(NamedTuple):
@@ -74,15 +80,13 @@ class TorchMetadata:
     """Attention by torch: gathers K and V of the decode rows for a few large calls, runs prefill rows one by one."""
 
     def __init__(self, layout: StepLayout, pool: CacheTensors, workspace: Workspace) -> None:
-        size, device = pool.block_size, pool.device
+        size, device, (tables, lengths, prefills) = pool.block_size, pool.device, layout
         self._workspace = workspace
-        self._decode_rows = slice(0, len(layout.lengths))
-        self._decode = (
-            decode_metadata(layout.tables, layout.lengths, size, token_bytes=pool.token_bytes, device=device)
-            if len(layout.lengths)
-            else None
-        )
-        self._prefills = [prefill_metadata(*row, size, device=device) for row in layout.prefills]
+        self._decode_rows = slice(0, len(lengths))
+        self._decode = None
+        if len(lengths):
+            self._decode = decode_metadata(tables, lengths, size, token_bytes=pool.token_bytes, device=device)
+        self._prefills = [prefill_metadata(*row, size, device=device) for row in prefills]
 
     store = staticmethod(torch_cache.store)
 
@@ -95,6 +99,53 @@ class TorchMetadata:
             run_decode(self._decode, q[rows], keys, values, scoring, out[rows], self._workspace)
         for prefill in self._prefills:
             run_prefill(prefill, q, keys, values, scoring, out, self._workspace)
+
+
+class SharedStep(NamedTuple):
+    """The decode rows of a step in two parts, on the device: shared prefixes of groups, and each row's own suffix."""
+
+    prefixes: "SharedPrefixes"
+    tables: torch.Tensor  # int32 [rows, blocks], of the suffixes
+    lengths: torch.Tensor  # int32 [rows], of the suffixes
+
+
+def share_step(
+    tables: IntArray,
+    lengths: IntArray,
+    block_size: int,
+    *,
+    token_bytes: int,
+    group: int,
+    device: torch.device,
+) -> SharedStep | None:
+    """Split decode rows, tables `[rows, blocks]` and lengths `[rows]`, into shared prefixes and suffixes.
+
+    Rows share blocks when their prompts have a common prefix, or when they are beams of one request. The groups are
+    found on the host and change from step to step: a recorded graph has fixed groups, so it never uses a cascade.
+    `token_bytes` is the size of one token's K and V in a layer, `group` the number of query heads per KV head. None
+    where nothing is shared, or where the cost rule says that a cascade is not faster.
+    """
+    from paged_kernels.triton.cascade import sort_groups
+    from paged_kernels.triton.decode import MAX_ROWS
+
+    rows = len(lengths)
+    if not 2 <= rows <= MAX_ROWS or len(np.unique(tables[:, 0])) == rows:
+        return None  # rows without a common first block share nothing; this check does not walk the tables
+    groups = find_cascade_groups(
+        tables,
+        lengths,
+        block_size,
+        token_bytes=token_bytes,
+        rows_per_tile=rows_per_tile(group, device),
+        cost=cost_of(device),
+    )
+    if groups is None:
+        return None
+    shared, own = (_int32(_widened(each), device) for each in (groups.shared_tables, groups.suffix_tables))
+    lens, rest, ids = (
+        _int32(each, device) for each in (groups.prefix_lens, groups.suffix_lens, groups.group_ids)
+    )
+    return SharedStep(sort_groups(shared, lens, ids), own, rest)
 
 
 class TritonMetadata:
@@ -110,7 +161,7 @@ class TritonMetadata:
         from paged_kernels.triton import cascade as triton_cascade
         from paged_kernels.triton import decode as triton_decode
         from paged_kernels.triton import prefill as triton_prefill
-        from paged_kernels.triton.parts import PartsOfStep
+        from paged_kernels.triton.decode import PartsOfStep
 
         self.store = triton_cache.store
         self._run_decode, self._run_prefill = triton_decode.run_decode, triton_prefill.run_prefill
@@ -137,40 +188,32 @@ class TritonMetadata:
             self._decode(q[rows], keys, values, scoring, out[rows])
         if self._queries:
             spans = (self._prefill_tables, self._prefill_lengths, self._bounds, self._queries)
-            self._run_prefill(q, keys, values, *spans, scoring, out)
+            self._run_prefill(PagedBatch(q, keys, values, *spans), scoring, out)
+
+    def _is_cut(self, window: int) -> bool:
+        """Whether a window hides keys of a row: then little of a shared prefix is read, and no cascade is worth it."""
+        return 0 < window < int(self._layout.lengths.max())
 
     def _decode(
         self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scoring: Scoring, out: torch.Tensor
     ) -> None:
         shared = None if self._is_cut(scoring.window) else self._shared_step(q, keys, values)
         if shared is not None:
-            prefixes, tables, lengths = shared
-            arguments = (q, keys, values, prefixes, tables, lengths, scoring, out)
+            arguments = (q, keys, values, *shared, scoring, out)
             self._run_cascade(*arguments, workspace=self._workspace, parts=self._parts)
             return
         splits = self._one_part(keys.shape[2])
         flat = (q, keys, values, self._tables, self._lengths, scoring, out, None, splits)
         self._run_decode(*flat, workspace=self._workspace, parts=self._parts)
 
-    def _is_cut(self, window: int) -> bool:
-        """Whether a sliding window hides keys of a row. Then little of a shared prefix is read: no cascade."""
-        return 0 < window < int(self._layout.lengths.max())
-
-    def _shared_step(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> "SharedStep | None":
+    def _shared_step(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> SharedStep | None:
         """The groups of rows that share blocks, found once for all layers of one shape."""
         token_bytes = keys[0, 0].nbytes + values[0, 0].nbytes
         shape = (q.shape[1], keys.shape[2], token_bytes)
         if shape not in self._shared:
-            from engine.runtime.attention.cascade import share_step
-
-            self._shared[shape] = share_step(
-                self._layout.tables,
-                self._layout.lengths,
-                self._pool.block_size,
-                token_bytes=token_bytes,
-                group=q.shape[1] // keys.shape[2],
-                device=self._pool.device,
-            )
+            rows, size = self._layout[:2], self._pool.block_size
+            group, device = q.shape[1] // keys.shape[2], self._pool.device
+            self._shared[shape] = share_step(*rows, size, token_bytes=token_bytes, group=group, device=device)
         return self._shared[shape]
 
     def _one_part(self, kv_heads: int) -> int | None:
@@ -178,8 +221,8 @@ class TritonMetadata:
         if kv_heads not in self._splits:
             from paged_kernels.triton.launch import pick_splits
 
-            splits = pick_splits(tuple(self._layout.lengths.tolist()), kv_heads, self._pool.device)
-            self._splits[kv_heads] = 1 if splits == 1 else None
+            lengths = tuple(self._layout.lengths.tolist())
+            self._splits[kv_heads] = pick_splits(lengths, kv_heads, self._pool.device)
         return self._splits[kv_heads]
 
 
@@ -203,15 +246,9 @@ def _widened(tables: IntArray) -> IntArray:
 
 def native_supports(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scoring: Scoring) -> bool:
     """Whether the C kernel can compute this layer: no softcap or sinks, float32 or bfloat16, heads of whole vectors."""
-    return (
-        scoring.plain
-        and q.dtype in _DECODE_FUNCTIONS
-        and q.dtype is keys.dtype
-        and keys.is_contiguous()
-        and values.is_contiguous()
-        and keys.shape[3] % _VECTOR == 0
-        and values.shape[3] % _VECTOR == 0
-    )
+    whole = keys.shape[3] % _VECTOR == 0 == values.shape[3] % _VECTOR
+    typed = q.dtype in _DECODE_FUNCTIONS and q.dtype is keys.dtype
+    return scoring.plain and typed and whole and keys.is_contiguous() and values.is_contiguous()
 
 
 def native_prefills(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scoring: Scoring) -> bool:
@@ -248,7 +285,8 @@ class NativeMetadata:
         """Run the decode rows, then each prefill row."""
         rows = len(self._layout.lengths)
         if not native_supports(q, keys, values, scoring):
-            self._torch_metadata().attend(q, keys, values, scoring, out)
+            self._torch = self._torch or TorchMetadata(self._layout, self._pool, self._workspace)
+            self._torch.attend(q, keys, values, scoring, out)
             return
         if rows:
             self._decode(q[:rows].contiguous(), keys, values, scoring, out[:rows])
@@ -258,19 +296,14 @@ class NativeMetadata:
         else:
             self._prefills.attend(q, keys, values, scoring, out)
 
-    def _torch_metadata(self) -> TorchMetadata:
-        if self._torch is None:
-            self._torch = TorchMetadata(self._layout, self._pool, self._workspace)
-        return self._torch
-
     def _decode(
         self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scoring: Scoring, out: torch.Tensor
     ) -> None:
         """Each thread computes rows with about the same number of tokens, and has its own scratch memory."""
-        run, heads = _decode_function(_DECODE_FUNCTIONS[q.dtype]), q.shape[1]
+        run, heads = c_function(_DECODE_FUNCTIONS[q.dtype], "pppppiiiiiiiiifpp"), q.shape[1]
         (_, block, kv_heads, dk), dv = keys.shape, values.shape[3]
         floats = heads * (dk + dv + _TILE + 2)
-        self._check_bounds(keys)
+        check_bounds(*self._blocks, self._longest, self._tables.shape[1], keys)
         scratch = self._workspace.take("native", floats * len(self._parts), q, torch.float32)
         pointers = [tensor.data_ptr() for tensor in (q, keys, values, self._tables, self._lengths)]
         shape = (self._tables.shape[1], block, heads, kv_heads, dk, dv, scoring.window)
@@ -280,10 +313,7 @@ class NativeMetadata:
             own = scratch.data_ptr() + 4 * floats * number
             run(*pointers, *self._parts[number], *shape, scale, out.data_ptr(), own)
 
-        if len(self._parts) == 1:
-            part(0)
-        else:
-            list(_threads(len(self._parts)).map(part, range(len(self._parts))))
+        _run_parts(part, len(self._parts))
 
     def _prefill(
         self,
@@ -296,8 +326,7 @@ class NativeMetadata:
     ) -> None:
         """Each thread computes some of the query heads, and has its own copy of their keys and values."""
         (_, block, kv_heads, dk), dv, heads = keys.shape, values.shape[3], q.shape[1]
-        lowest, highest = int(row.table.min()), int(row.table.max())
-        check_bounds(lowest, highest, row.length, len(row.table), keys)
+        check_bounds(int(row.table.min()), int(row.table.max()), row.length, len(row.table), keys)
         rows = slice(row.start, row.start + row.queries)
         query, result = q[rows].contiguous(), out[rows]
         table = torch.from_numpy(np.ascontiguousarray(row.table, dtype=np.int64))
@@ -305,7 +334,7 @@ class NativeMetadata:
         cuts = [heads * number // threads for number in range(threads + 1)]
         floats = prefill_scratch(q.dtype, dk, dv, row.length)
         scratch = self._workspace.take("native_prefill", floats * threads, q, torch.float32)
-        run = _prefill_function(q.dtype)
+        run = c_function(_PREFILL_FUNCTIONS[q.dtype], "ppppiiiiiiiiiifpp")
         pointers = [tensor.data_ptr() for tensor in (query, keys, values, table)]
         shape = (block, heads, kv_heads, dk, dv, scoring.window)
         scale = scoring.scale * scoring.k_scale
@@ -315,18 +344,14 @@ class NativeMetadata:
             some = (row.queries, row.length, cuts[number], cuts[number + 1])
             run(*pointers, *some, *shape, scale, result.data_ptr(), own)
 
-        if threads == 1:
-            part(0)
-        else:
-            list(_threads(threads).map(part, range(threads)))
-
-    def _check_bounds(self, keys: torch.Tensor) -> None:
-        """Raise IndexError, as torch's gather does, for a read outside of the pool. C would not notice it."""
-        check_bounds(*self._blocks, self._longest, self._tables.shape[1], keys)
+        _run_parts(part, threads)
 
 
 def check_bounds(lowest: int, highest: int, longest: int, width: int, keys: torch.Tensor) -> None:
-    """Raise IndexError for block ids outside of the pool, or more tokens than a table of `width` blocks holds."""
+    """Raise IndexError for block ids outside of the pool, or more tokens than a table of `width` blocks holds.
+
+    So does torch's gather; C would not notice it.
+    """
     if lowest < 0 or highest >= keys.shape[0] or longest > width * keys.shape[1]:
         raise IndexError(
             f"block ids {lowest} to {highest}, {longest} tokens in {width} blocks of {keys.shape[1]}: "
@@ -342,16 +367,6 @@ def _even_parts(lengths: np.ndarray, parts: int) -> list[tuple[int, int]]:
     return [(a, b) for a, b in pairwise(cuts) if b > a]
 
 
-@cache
-def _decode_function(name: str) -> _DecodeFunction:
-    found = getattr(library(), name)
-    pointer, integer = ctypes.c_void_p, ctypes.c_int64
-    found.argtypes = [pointer] * 5 + [integer] * 9 + [ctypes.c_float, pointer, pointer]
-    found.restype = None
-    function: _DecodeFunction = found
-    return function
-
-
 def prefill_scratch(dtype: torch.dtype, dk: int, dv: int, length: int) -> int:
     """Floats of scratch memory that a thread needs for a prefill row of `length` tokens; see the C files."""
     rows, keys = _QUERIES[dtype], _KEYS[dtype]
@@ -361,14 +376,11 @@ def prefill_scratch(dtype: torch.dtype, dk: int, dv: int, length: int) -> int:
     return rows * (dk // 2 + dv + keys + keys // 2) + padded * (dk + dv) // 2
 
 
-@cache
-def _prefill_function(dtype: torch.dtype) -> Callable[..., None]:
-    found = library().prefill_f32 if dtype is torch.float32 else library().prefill_bf16
-    pointer, integer = ctypes.c_void_p, ctypes.c_int64
-    found.argtypes = [pointer] * 4 + [integer] * 10 + [ctypes.c_float, pointer, pointer]
-    found.restype = None
-    function: Callable[..., None] = found
-    return function
+def _run_parts(part: Callable[[int], None], count: int) -> None:
+    if count == 1:
+        part(0)
+    else:
+        list(_threads(count).map(part, range(count)))
 
 
 @cache

@@ -3,6 +3,8 @@
 A backend that is named in the options and cannot run here is refused, and so is a KV data type that it cannot read.
 """
 
+from collections.abc import Iterable
+
 import torch
 
 from engine.runtime.attention.metadata import (
@@ -12,20 +14,22 @@ from engine.runtime.attention.metadata import (
     TorchMetadata,
     TritonMetadata,
 )
-from engine.runtime.attention.native.compile import why_unavailable
+from engine.runtime.attention.native import why_unavailable
 from engine.runtime.errors import ModelError
-from engine.runtime.kv_pool import CacheTensors
+from engine.runtime.group_pool import CacheTensors
 from engine.runtime.options import KVDtype
-from paged_kernels import BackendUnavailableError, Workspace, resolve_backend
-from paged_kernels.backends import FP8_CAPABILITY
+from paged_kernels import BackendUnavailableError, Workspace, choose_backend, resolve_backend
+from paged_kernels.backends import FP8_CAPABILITY, Demand
 
 NATIVE = "native"
 
 
-def engine_backend(name: str, device: torch.device) -> str:
+def engine_backend(name: str, device: torch.device, demands: Iterable[Demand] = ()) -> str:
     """The backend for `name` on `device`. `auto` is `triton` on CUDA, `native` on a CPU with a compiler, else `torch`.
 
-    Raises BackendUnavailableError if the named backend cannot run here, and OptionError for an unknown name.
+    Where the Triton kernels do not serve one of `demands`, those of a model's layers, `auto` is `torch` and the log
+    says why. Raises BackendUnavailableError if the named backend cannot run here, or not these layers, and OptionError
+    for an unknown name.
     """
     if name == NATIVE:
         reason = "runs on CPUs only" if device.type != "cpu" else why_unavailable()
@@ -34,7 +38,8 @@ def engine_backend(name: str, device: torch.device) -> str:
         return NATIVE
     if name == "auto" and device.type == "cpu" and not why_unavailable():
         return NATIVE
-    return resolve_backend(name, device)
+    choices = (choose_backend(name, device, demand).backend for demand in demands)
+    return next((backend for backend in choices if backend != "triton"), resolve_backend(name, device))
 
 
 def attention_metadata(

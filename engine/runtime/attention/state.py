@@ -20,7 +20,7 @@ import torch
 from engine.core.plan import IntArray
 from engine.runtime.attention.metadata import StepLayout
 from engine.runtime.errors import ModelError
-from engine.runtime.group_views import StatePart, StateShape, StateView
+from engine.runtime.group_pool import StatePart, StateShape, StateView
 
 NO_STATE = 0
 """In place of a page, where a row begins its sequence."""
@@ -35,10 +35,6 @@ class Mixer:
     cache: str
     layer: int
     parts: StateShape
-
-    def bind(self, sent: Sequence[Any], named: Mapping[str, Any]) -> BoundArguments:
-        """The arguments of a call by their names."""
-        return _bind(self.module, sent, named)
 
     def call(self, bound: BoundArguments, cache: Any) -> Any:
         """The module's own code, with another cache."""
@@ -72,22 +68,28 @@ def find_mixers(model: Any, token: int, paged: Any) -> tuple[Mixer, ...]:
         return ()
     running: list[_Call] = []
     noted: dict[tuple[int, str, int], _Call] = {}
+
+    def noting(update: Callable[..., Any], kind: str) -> Callable[..., Any]:
+        def hooked(states: torch.Tensor, layer_idx: int, state_idx: int = 0, **more: Any) -> Any:
+            noted[layer_idx, kind, state_idx] = running[-1]
+            return update(states, layer_idx, state_idx, **more)
+
+        return hooked
+
+    def leave(*_: Any) -> None:
+        running.pop()
+
     for name, kind in _HOOKS.items():
-        setattr(cache, name, _noting(getattr(cache, name), kind, running, noted))
-    hooks = [
-        *(each.register_forward_pre_hook(_enter(running), with_kwargs=True) for each in model.modules()),
-        *(each.register_forward_hook(_leave(running), always_call=True) for each in model.modules()),
-    ]
+        setattr(cache, name, noting(getattr(cache, name), kind))
+    hooks = []
+    for module in model.modules():
+        hooks.append(module.register_forward_pre_hook(lambda *call: running.append(call), with_kwargs=True))
+        hooks.append(module.register_forward_hook(leave, always_call=True))
     ids = torch.tensor([[token]], device=model.device)
     try:
         with torch.inference_mode():
-            model(
-                input_ids=ids,
-                position_ids=torch.zeros_like(ids),
-                past_key_values=cache,
-                use_cache=True,
-                paged=paged,
-            )
+            positions = torch.zeros_like(ids)
+            model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, paged=paged)
     except (
         Exception
     ):  # it does not work on this cache: what loads the model says why, or finds it equal without
@@ -113,49 +115,25 @@ def find_mixers(model: Any, token: int, paged: Any) -> tuple[Mixer, ...]:
 _Call = tuple[torch.nn.Module, Sequence[Any], Mapping[str, Any]]  # a module and what it is called with
 
 
-def _enter(running: list[_Call]) -> Callable[..., None]:
-    def hook(module: torch.nn.Module, sent: Sequence[Any], named: Mapping[str, Any]) -> None:
-        running.append((module, sent, named))
-
-    return hook
-
-
-def _leave(running: list[_Call]) -> Callable[..., None]:
-    def hook(module: torch.nn.Module, arguments: Any, output: Any) -> None:
-        running.pop()
-
-    return hook
-
-
-def _noting(
-    update: Any, kind: str, running: list[_Call], noted: dict[tuple[int, str, int], _Call]
-) -> Callable[..., Any]:
-    def hooked(states: torch.Tensor, layer_idx: int, state_idx: int = 0, **more: Any) -> Any:
-        noted[layer_idx, kind, state_idx] = running[-1]
-        return update(states, layer_idx, state_idx, **more)
-
-    return hooked
-
-
 @contextmanager
 def mixing(mixers: Sequence[Mixer], steps: Mapping[int, "StateStep"] | None) -> Iterator[None]:
     """While this is open, each mixer works on the states of the step of its layer. With None it keeps no state."""
+
+    def hooked(mixer: Mixer, step: StateStep | None) -> Callable[..., Any]:
+        def forward(*sent: Any, paged: Any = None, **named: Any) -> Any:
+            if step is None:
+                return mixer.call(_bind(mixer.module, sent, named), None)
+            return step.mix(mixer, sent, named)
+
+        return forward
+
     for mixer in mixers:
-        vars(mixer.module)["forward"] = _hooked(mixer, steps[mixer.layer] if steps is not None else None)
+        vars(mixer.module)["forward"] = hooked(mixer, None if steps is None else steps[mixer.layer])
     try:
         yield
     finally:
         for mixer in mixers:
             vars(mixer.module).pop("forward", None)
-
-
-def _hooked(mixer: Mixer, step: "StateStep | None") -> Callable[..., Any]:
-    def forward(*sent: Any, paged: Any = None, **named: Any) -> Any:
-        if step is None:
-            return mixer.call(mixer.bind(sent, named), None)
-        return step.mix(mixer, sent, named)
-
-    return forward
 
 
 class Piece(NamedTuple):
@@ -177,10 +155,8 @@ def pieces_of(layout: StepLayout, block_size: int, *, singly: bool = False) -> l
     A piece reads the state of the block before its first token and writes that of the block of its last one. With
     `singly` a piece that goes on from a state has one token.
     """
-    spans = [
-        (table, number, int(length) - 1, int(length))
-        for number, (table, length) in enumerate(zip(layout.tables, layout.lengths, strict=True))
-    ]
+    ones = enumerate(zip(layout.tables, layout.lengths, strict=True))
+    spans = [(table, number, int(length) - 1, int(length)) for number, (table, length) in ones]
     spans += [(row.table, row.start, row.length - row.queries, row.length) for row in layout.prefills]
     cut: dict[tuple[int, int, bool], list[tuple[int, int, int, int]]] = {}
     for table, start, context, end in spans:
@@ -237,7 +213,7 @@ class StateStep:
         output: torch.Tensor | None = None
         for index, sources, targets, ends in self._pieces:
             cache = self._cache(mixer, sources)
-            bound = mixer.bind(self._cut(tuple(sent), index), self._cut(dict(named), index))
+            bound = _bind(mixer.module, self._cut(tuple(sent), index), self._cut(dict(named), index))
             made = mixer.call(bound, cache)
             if not isinstance(made, torch.Tensor) or made.shape[:2] != index.shape:
                 raise ModelError(
@@ -255,13 +231,12 @@ class StateStep:
         """A cache of transformers that holds the states of the rows of a piece, or none at their begin."""
         from transformers.cache_utils import Cache, LinearAttentionLayer
 
-        layer = LinearAttentionLayer(
-            number_of_states=1 + max(part.number for part in self._view.shapes[mixer.layer])
-        )
+        states = 1 + max(part.number for part in self._view.shapes[mixer.layer])
+        layer = LinearAttentionLayer(number_of_states=states)
         if sources is not None:
-            states = self._view.read(mixer.layer, sources)
+            kept = self._view.read(mixer.layer, sources)
             for part in mixer.parts:
-                getattr(layer, f"{part.kind}_states")[part.number] = states[part]
+                getattr(layer, f"{part.kind}_states")[part.number] = kept[part]
                 getattr(layer, f"is_{part.kind}_states_initialized")[part.number] = True
                 layer.has_previous_state[part.number] = True
                 if part.kind == "conv":

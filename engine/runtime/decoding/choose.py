@@ -6,23 +6,25 @@ sampling or beam search. It also verifies draft tokens, records log-probabilitie
 Sampling stays outside of the graph: it needs float64 over the whole vocabulary, and greedy rows must not pay for that.
 """
 
-import ctypes
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from engine.core.options import Decoding
 from engine.core.plan import Row
-from engine.runtime.attention.native.compile import library, why_unavailable
-from engine.runtime.decoding.beams import best_continuations, candidates_of
-from engine.runtime.decoding.change import change_logits
-from engine.runtime.decoding.generation import Generation, ScoredSpan, TokenLogprobs
-from engine.runtime.decoding.sample import Draw, draw_all
+from engine.runtime.attention.native import c_function, why_unavailable
+from engine.runtime.decoding.generation import (
+    Generation,
+    ScoredSpan,
+    TokenLogprobs,
+    best_continuations,
+    candidates_of,
+)
+from engine.runtime.decoding.sample import Draw, change_logits, draw_all
 from engine.runtime.errors import NaNLogitsError
 
 NO_TOKEN = -1  # the token of a row with NaN logits
@@ -40,17 +42,9 @@ def best_tokens(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     logits = logits.contiguous()
     best = torch.empty(len(logits), dtype=torch.float32)
     index = torch.empty(len(logits), dtype=torch.int64)
-    run = _best_function(_BEST_FUNCTIONS[logits.dtype])
+    run = c_function(_BEST_FUNCTIONS[logits.dtype], "piipp")
     run(logits.data_ptr(), *logits.shape, best.data_ptr(), index.data_ptr())
     return best, index
-
-
-@cache
-def _best_function(name: str) -> Any:
-    function = getattr(library(), name)
-    function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p]
-    function.restype = None
-    return function
 
 
 class ForwardOutput(NamedTuple):

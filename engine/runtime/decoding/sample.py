@@ -1,20 +1,70 @@
-"""Sampling: temperature, top-k, top-p and min-p, and one random number per token.
+"""Which token a row draws: changes of its logits, temperature, top-k, top-p and min-p, and one random number.
 
 The number depends only on (seed, request, branch, position), through a counter-based hash. So a request gets the same
 tokens with any other requests in the batch, in any order of execution, and after a preemption.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.core.plan import Row
-from engine.runtime.decoding.change import change_logits
+from engine.core.plan import IntArray, Row
 from engine.runtime.decoding.generation import Generation
-from engine.runtime.params import DecodingRules
+from engine.runtime.params import DecodingRules, LogitChanges
+
+_NEVER = float("-inf")
+
+
+def change_logits(logits: torch.Tensor, generation: Generation, branch: int, position: int) -> None:
+    """Change the logits `[vocab]` for `position` of a branch, in place, as the request's rules say.
+
+    Output tokens before `position` count, draft tokens among them. Penalties are those of vLLM: the repetition penalty
+    (Keskar et al. 2019) divides positive logits of tokens of prompt and output and multiplies negative ones; frequency
+    and presence penalties (OpenAI's) are subtracted for tokens of the output.
+    """
+    changes = generation.rules.changes
+    if changes is None:
+        return
+    start = generation.request.prompt_tokens
+    prompt, output = generation.tokens[branch, :start], generation.tokens[branch, start:position]
+    if changes.constraint is not None:
+        changes.constraint.hide(logits, branch, output.tolist())
+    if changes.allowed:
+        kept = logits[list(changes.allowed)].clone()
+        logits.fill_(_NEVER)
+        logits[list(changes.allowed)] = kept
+    if len(output) < changes.min_tokens and generation.rules.end_ids:
+        logits[sorted(generation.rules.end_ids)] = _NEVER
+    for token, bias in changes.bias:
+        logits[token] += bias
+    for token in _ends_of_bad_words(changes.bad_words, output):
+        logits[token] = _NEVER
+    _penalise(logits, changes, prompt, output)
+
+
+def _ends_of_bad_words(words: Sequence[Sequence[int]], output: IntArray) -> list[int]:
+    """The tokens that would complete a bad word after this output."""
+    return [
+        word[-1]
+        for word in words
+        if len(word) <= len(output) + 1 and output[len(output) + 1 - len(word) :].tolist() == list(word[:-1])
+    ]
+
+
+def _penalise(logits: torch.Tensor, changes: LogitChanges, prompt: IntArray, output: IntArray) -> None:
+    if changes.repetition_penalty != 1.0:
+        seen = torch.from_numpy(np.unique(np.concatenate([prompt, output]))).to(logits.device)
+        known = logits[seen]
+        penalty = changes.repetition_penalty
+        logits[seen] = torch.where(known > 0, known / penalty, known * penalty)
+    if changes.frequency_penalty or changes.presence_penalty:
+        tokens, counts = np.unique(output, return_counts=True)
+        less = changes.frequency_penalty * counts + changes.presence_penalty
+        logits[torch.from_numpy(tokens).to(logits.device)] -= torch.from_numpy(less).to(logits)
+
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 _MIX_A = np.uint64(0xBF58476D1CE4E5B9)
@@ -95,7 +145,12 @@ def draw_all(
 
     `seed` and `temperature` hold for requests that set none. Returns the draws and their tokens.
     """
-    draws = list(_draws(wanted, rows, generations))
+    draws = []
+    for index in wanted:
+        row = rows[index]
+        position, request = row.context_len + row.query_len, generations[row.request_id].request
+        branches = range(request.width) if position == request.prompt_tokens else (row.branch,)
+        draws += [Draw(index, row.request_id, branch, position) for branch in branches]
     rules = [generations[draw.request_id].rules for draw in draws]
     source = logits[torch.tensor([draw.row for draw in draws], device=logits.device)].float()
     for row, drawn in zip(source, draws, strict=True):
@@ -103,26 +158,11 @@ def draw_all(
     values = [temperature if rule.temperature is None else rule.temperature for rule in rules]
     temperatures = torch.tensor(values, dtype=torch.float64, device=logits.device).unsqueeze(1)
     _restrict_rows(source, temperatures, rules)
-    return draws, draw(source, temperatures, _uniforms_of(seed, draws, rules)).tolist()
-
-
-def _draws(
-    wanted: Sequence[int], rows: Sequence[Row], generations: Mapping[int, Generation]
-) -> Iterator[Draw]:
-    for index in wanted:
-        row = rows[index]
-        position = row.context_len + row.query_len
-        request = generations[row.request_id].request
-        first = position == request.prompt_tokens
-        for branch in range(request.width) if first else (row.branch,):
-            yield Draw(index, row.request_id, branch, position)
-
-
-def _uniforms_of(seed: int, draws: Sequence[Draw], rules: Sequence[DecodingRules]) -> npt.NDArray[np.float64]:
-    """The random numbers of draws. If a request sets a seed, its id is not used, so that its tokens can be repeated."""
+    # if a request sets a seed, its id is not used, so that its tokens can be repeated
     seeds = [seed if rule.seed is None else rule.seed for rule in rules]
-    ids = [draw.request_id if rule.seed is None else 0 for rule, draw in zip(rules, draws, strict=True)]
-    return uniforms(seeds, ids, [draw.branch for draw in draws], [draw.position for draw in draws])
+    ids = [drawn.request_id if rule.seed is None else 0 for rule, drawn in zip(rules, draws, strict=True)]
+    numbers = uniforms(seeds, ids, [drawn.branch for drawn in draws], [drawn.position for drawn in draws])
+    return draws, draw(source, temperatures, numbers).tolist()
 
 
 def _restrict_rows(source: torch.Tensor, temperatures: torch.Tensor, rules: Sequence[DecodingRules]) -> None:
@@ -131,9 +171,7 @@ def _restrict_rows(source: torch.Tensor, temperatures: torch.Tensor, rules: Sequ
     if not index:
         return
     chosen = torch.tensor(index, device=source.device)
-    limits = [rules[row] for row in index]
-    top_k = torch.tensor([rule.top_k for rule in limits], device=source.device)
-    top_p = torch.tensor([rule.top_p for rule in limits], device=source.device)
-    min_p = torch.tensor([rule.min_p for rule in limits], device=source.device)
+    limits = zip(*((rules[row].top_k, rules[row].top_p, rules[row].min_p) for row in index), strict=True)
+    top_k, top_p, min_p = (torch.tensor(column, device=source.device) for column in limits)
     scale = temperatures[chosen].float()
     source[chosen] = restrict(source[chosen] / scale, top_k, top_p, min_p) * scale

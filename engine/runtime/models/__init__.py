@@ -1,5 +1,5 @@
 """Models: which one to run, how it is loaded, and faster layers for CPUs.
 
 `spec.py` describes and checks a model without torch, `load.py` builds it on the paged KV cache, and `cpu_layers.py`
-and `cpu_rotary.py` speed up its layers. Importing this package imports no torch.
+speeds up its layers. Importing this package imports no torch.
 """

@@ -1,4 +1,4 @@
-"""Faster layers for CPUs: linear layers with packed weights, gated MLPs, and norms (rotation: `cpu_rotary.py`).
+"""Faster layers for CPUs: linear layers with packed weights, gated MLPs, norms, and the rotation of q and k.
 
 The code of transformers is not edited. A layer keeps its weights and gets another `forward`. Norms and MLPs are
 recognised by their parts, not by the name of their class, and are replaced only if the new `forward` gives the same
@@ -7,22 +7,25 @@ CPU's matrix kernels read; their results are bit-identical in bfloat16, and in f
 The gate and the up layer of an MLP become one product, and C computes silu(gate) * up of it in one pass (`gate.c`).
 In float32 the many rows of a prefill are multiplied by the weights as they are, and the middle of an MLP lies in memory
 that is kept: new memory of tens of megabytes would be cleared by the operating system at every call.
+
+transformers rotates q and k with a function of the model's file, in about ten passes over memory. An attention module
+gets its own `forward` with another function in that place, in one pass of C (`rotate.c`). Everything else keeps its
+function. The function is replaced only if both give the same numbers for random input.
 """
 
-import ctypes
 import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from inspect import signature
-from typing import Any, NamedTuple
+from types import FunctionType, MethodType
+from typing import Any, NamedTuple, cast
 
 import torch
 
-from engine.runtime import huge_pages
-from engine.runtime.attention.native.compile import library, why_unavailable
-from engine.runtime.models.cpu_rotary import rotary_forward
+from engine.runtime.attention.native import c_function, why_unavailable
+from engine.runtime.kv_pool import host_memory
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 
@@ -34,8 +37,6 @@ class Replacement(NamedTuple):
     forward: Forward
     packed: tuple[torch.nn.Linear, ...] = ()
 
-
-_Replace = Callable[[torch.nn.Module], Replacement | None]
 
 _BATCH = 64  # rows that the layout is chosen for; any number works
 _FINE, _COARSE = 8, 64  # rows are padded to multiples of _FINE up to _BATCH rows, of _COARSE above
@@ -57,37 +58,30 @@ _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of the largest numbe
 
 def can_pack(model: Any) -> bool:
     """Whether the weights are on a CPU with oneDNN, in a data type that it packs."""
-    device = next(model.parameters()).device.type
+    return next(model.parameters()).device.type == "cpu" and packs(model.dtype)
+
+
+def packs(dtype: torch.dtype) -> bool:
+    """Whether oneDNN packs weights of this data type on this CPU: bfloat16 needs AVX-512 or AVX-NE-CONVERT."""
     has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    return device == "cpu" and has_onednn and model.dtype in _DTYPES
+    if not has_onednn or dtype not in _DTYPES:
+        return False
+    return dtype is torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def is_small(model: Any) -> bool:
     """Whether a second copy of the linear weights takes less than a quarter of the free memory."""
-    return _linear_bytes(model) < _SMALL_SHARE * _free_bytes()
+    weights = sum(module.weight.nbytes for module in model.modules() if type(module) is torch.nn.Linear)
+    return weights < _SMALL_SHARE * _free_bytes()
 
 
 def pack_linears(model: Any) -> int:
-    """Pack every linear layer that is not packed yet. Returns the number of linear layers."""
+    """Pack every linear layer that is not packed yet and that can be. Returns the number of linear layers."""
     layers = [module for module in model.modules() if type(module) is torch.nn.Linear]
     for layer in layers:
-        if "forward" not in vars(layer):
+        if "forward" not in vars(layer) and packs(layer.weight.dtype):
             vars(layer)["forward"] = _packed_forward(layer)
     return len(layers)
-
-
-def unpack_linears(model: Any) -> None:
-    """Restore the original forward of every linear layer."""
-    for module in model.modules():
-        if type(module) is torch.nn.Linear:
-            vars(module).pop("forward", None)
-
-
-def _reordered(weight: torch.Tensor) -> torch.Tensor:
-    """A copy of a weight in the order that oneDNN's matrix product reads."""
-    with torch.no_grad():
-        copy: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _BATCH)
-    return copy
 
 
 def pad_rows(x: torch.Tensor) -> torch.Tensor:
@@ -111,33 +105,28 @@ def unpad_rows(product: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 def _packed_forward(layer: torch.nn.Linear) -> Forward:
     plain, own, bias = torch.nn.functional.linear, layer.weight, layer.bias
-    packed, few, many = _product(own.detach(), bias), _few_numbers(own), _many_numbers(own)
+    packed, (few, many) = _product(own.detach(), bias), _packed_numbers(own)
     return lambda x: packed(x) if few <= x.numel() <= many else plain(x, own, bias)
 
 
-def _many_numbers(weight: torch.Tensor) -> float:
-    """Rows with more numbers than this are computed faster with a weight that is not packed."""
-    plain = weight.dtype is torch.float32 and torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
-    return _MANY_ROWS * weight.shape[1] if plain else math.inf
-
-
-def _few_numbers(weight: torch.Tensor) -> int:
-    """Rows with fewer numbers than this are computed faster with a weight that is not packed."""
-    packed = weight.dtype is torch.float32 and weight.nbytes > _SMALL_WEIGHT_BYTES
-    return _FEW_ROWS * weight.shape[1] if packed else 0
+def _packed_numbers(weight: torch.Tensor) -> tuple[float, float]:
+    """From how many numbers to how many the product of rows is faster with a packed weight."""
+    if weight.dtype is not torch.float32:
+        return 0, math.inf
+    has_mkl = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
+    few = _FEW_ROWS * weight.shape[1] if weight.nbytes > _SMALL_WEIGHT_BYTES else 0
+    return few, _MANY_ROWS * weight.shape[1] if has_mkl else math.inf
 
 
 def _product(weight: torch.Tensor, bias: torch.Tensor | None) -> Forward:
     """The linear function of a packed copy of a weight `[out, in]`."""
     if weight.dtype is torch.float32 and weight.nbytes <= _SMALL_WEIGHT_BYTES:
-        turned = huge_pages.empty(weight.t().shape, weight.dtype).copy_(weight.t()).t()
+        turned = host_memory(weight.t().shape, weight.dtype).copy_(weight.t()).t()
         return lambda x: torch.nn.functional.linear(x, turned, bias)
-    packed, run = _reordered(weight), torch.ops.mkldnn._linear_pointwise.default
+    with torch.no_grad():  # a copy in the order that oneDNN's matrix product reads
+        packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _BATCH)
+    run = torch.ops.mkldnn._linear_pointwise.default
     return lambda x: unpad_rows(run(pad_rows(x), packed, bias, "none", [], ""), x)
-
-
-def _linear_bytes(model: Any) -> int:
-    return sum(module.weight.nbytes for module in model.modules() if type(module) is torch.nn.Linear)
 
 
 def _free_bytes() -> int:
@@ -157,14 +146,14 @@ def norm_forward(module: torch.nn.Module) -> Replacement | None:
     """
     if len(signature(type(module).forward).parameters) != 2:  # self and the rows
         return None
-    weight, eps = getattr(module, "weight", None), _epsilon(module)
-    if not isinstance(weight, torch.Tensor) or weight.dim() != 1 or eps is None:
+    weight = getattr(module, "weight", None)
+    named = (getattr(module, name, None) for name in ("variance_epsilon", "eps"))
+    eps = next((value for value in named if isinstance(value, float)), None)
+    if not isinstance(weight, torch.Tensor) or weight.dim() != 1 or eps is None or why_unavailable():
         return None
     if weight.dtype not in _NORM_FUNCTIONS or len(weight) % _VECTOR or len(list(module.parameters())) > 1:
         return None
-    if why_unavailable():
-        return None
-    run, width, own = _norm_function(_NORM_FUNCTIONS[weight.dtype]), len(weight), type(module).forward
+    run, width, own = c_function(_NORM_FUNCTIONS[weight.dtype], "ppiifp"), len(weight), type(module).forward
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         if x.dtype is not weight.dtype:
@@ -175,23 +164,6 @@ def norm_forward(module: torch.nn.Module) -> Replacement | None:
         return out
 
     return Replacement(width, forward)
-
-
-def _epsilon(module: torch.nn.Module) -> float | None:
-    for name in ("variance_epsilon", "eps"):
-        value = getattr(module, name, None)
-        if isinstance(value, float):
-            return value
-    return None
-
-
-@cache
-def _norm_function(name: str) -> Any:
-    function = getattr(library(), name)
-    pointer, integer = ctypes.c_void_p, ctypes.c_int64
-    function.argtypes = [pointer, pointer, integer, integer, ctypes.c_float, pointer]
-    function.restype = None
-    return function
 
 
 def replace_layers(model: Any) -> int:
@@ -227,14 +199,13 @@ def _replace(module: torch.nn.Module) -> bool:
     if attention is not None:
         vars(module)["forward"] = attention
         return True
-    for make in _REPLACEMENTS:
-        made = make(module)
-        if made is not None and _same_results(module, made.width, made.forward):
-            vars(module)["forward"] = made.forward
-            for layer in made.packed:
-                vars(layer)["forward"] = layer.forward
-            return True
-    return False
+    made = norm_forward(module) or _gated_mlp(module)
+    if made is None or not _same_results(module, made.width, made.forward):
+        return False
+    vars(module)["forward"] = made.forward
+    for layer in made.packed:
+        vars(layer)["forward"] = layer.forward
+    return True
 
 
 def _same_results(module: torch.nn.Module, width: int, forward: Forward) -> bool:
@@ -258,11 +229,11 @@ def _gated_mlp(module: torch.nn.Module) -> Replacement | None:
         return None
     gate, up, down = (part for part in parts if isinstance(part, torch.nn.Linear))
     alike = gate.weight.shape == up.weight.shape and (gate.bias is None) == (up.bias is None)
-    if not alike or not _is_silu(getattr(module, "act_fn", None)):
+    if not alike or not packs(gate.weight.dtype) or not _is_silu(getattr(module, "act_fn", None)):
         return None
     bias = None if gate.bias is None else torch.cat([gate.bias.detach(), up.bias.detach()])
     both = torch.cat([gate.weight.detach(), up.weight.detach()])
-    product, few, many = _product(both, bias), _few_numbers(both), _many_numbers(both)
+    product, (few, many) = _product(both, bias), _packed_numbers(both)
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         if x.numel() > many:
@@ -285,7 +256,7 @@ class _Scratch(threading.local):
         if self._held.numel() < numbers:
             self._held = torch.empty(0)  # free the old memory first
             with torch.inference_mode(False):  # else it could be written in this mode alone
-                self._held = huge_pages.empty((numbers,), torch.float32)
+                self._held = host_memory((numbers,), torch.float32)
         return self._held[:numbers].view(shape)
 
 
@@ -298,20 +269,17 @@ def _gated_rows(x: torch.Tensor, gate: torch.nn.Linear, up: torch.nn.Linear) -> 
     both = _SCRATCH.take(2, len(rows), gate.out_features)
     found, times = both[0], both[1]
     for layer, out in ((gate, found), (up, times)):
-        _multiply(rows, layer.weight.detach(), layer.bias, out)
+        weight, bias = layer.weight.detach().t(), cast("torch.Tensor | None", layer.bias)
+        if bias is None:
+            torch.mm(rows, weight, out=out)
+        else:
+            torch.addmm(bias.detach(), rows, weight, out=out)
     if found.numel() % _VECTOR or why_unavailable():
         torch.nn.functional.silu(found, inplace=True).mul_(times)
     else:  # for C this is one row with the gate, then up; it writes where it has read
-        run = _silu_mul_function(_SILU_MUL_FUNCTIONS[found.dtype])
+        run = c_function(_SILU_MUL_FUNCTIONS[found.dtype], "piip")
         run(both.data_ptr(), 1, found.numel(), found.data_ptr())
     return found.view(*x.shape[:-1], gate.out_features)
-
-
-def _multiply(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-    if bias is None:
-        torch.mm(rows, weight.t(), out=out)
-    else:
-        torch.addmm(bias.detach(), rows, weight.t(), out=out)
 
 
 def silu_mul(x: torch.Tensor) -> torch.Tensor:
@@ -322,17 +290,9 @@ def silu_mul(x: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.silu(gate).mul_(up)
     rows = x.contiguous()
     out = x.new_empty(*x.shape[:-1], width)
-    run = _silu_mul_function(_SILU_MUL_FUNCTIONS[x.dtype])
+    run = c_function(_SILU_MUL_FUNCTIONS[x.dtype], "piip")
     run(rows.data_ptr(), rows.numel() // (2 * width), width, out.data_ptr())
     return out
-
-
-@cache
-def _silu_mul_function(name: str) -> Any:
-    function = getattr(library(), name)
-    function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
-    function.restype = None
-    return function
 
 
 def _is_silu(activation: Any) -> bool:
@@ -343,4 +303,86 @@ def _is_silu(activation: Any) -> bool:
     return bool(torch.allclose(activation(x), torch.nn.functional.silu(x), atol=1e-6))
 
 
-_REPLACEMENTS: tuple[_Replace, ...] = (norm_forward, _gated_mlp)
+Rotation = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+_ROTATION = "apply_rotary_pos_emb"  # what the files of transformers call it
+_ROTATION_PARAMETERS = ["q", "k", "cos", "sin", "unsqueeze_dim"]
+_ROTATE_FUNCTIONS = {torch.float32: "rotate_f32", torch.bfloat16: "rotate_bf16"}
+_ROTATION_WIDTH = 32  # heads have a multiple of this width: two halves of LANES, see the C files
+# C may round once where torch rounds twice in float32
+_ROTATE_TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 0.0}
+
+
+def rotary_forward(module: torch.nn.Module) -> Callable[..., Any] | None:
+    """A forward of an attention module that rotates in C; None if it does not rotate, or not by this rule."""
+    own = type(module).forward
+    if not isinstance(own, FunctionType) or _ROTATION not in own.__code__.co_names or why_unavailable():
+        return None
+    theirs = own.__globals__.get(_ROTATION)
+    if not isinstance(theirs, FunctionType):
+        return None
+    dtypes = _equal_dtypes(theirs)
+    if not dtypes or next(module.parameters()).dtype not in dtypes:
+        return None
+
+    def rotation(
+        q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *rest: Any, **more: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if rest or more or q.dtype not in dtypes or not (_fits(q, cos, sin) and _fits(k, cos, sin)):
+            return theirs(q, k, cos, sin, *rest, **more)  # type: ignore[no-any-return]
+        cos, sin = cos.contiguous(), sin.contiguous()
+        return _rotated(q, cos, sin), _rotated(k, cos, sin)
+
+    names = {**own.__globals__, _ROTATION: rotation}
+    copy = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
+    copy.__kwdefaults__ = own.__kwdefaults__
+    return MethodType(copy, module)
+
+
+def _fits(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+    """Whether C can rotate heads `[1, heads, tokens, width]` by cos and sin `[1, tokens, width]`."""
+    return (
+        x.dim() == 4
+        and cos.shape == sin.shape == (1, *x.shape[2:])
+        and x.shape[0] == 1
+        and x.dtype is cos.dtype is sin.dtype
+        and x.shape[3] % _ROTATION_WIDTH == 0
+        and x.stride(3) == 1
+    )
+
+
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Heads `[1, heads, tokens, width]`; they lie in memory token by token, as attention stores and reads them."""
+    _, heads, tokens, width = x.shape
+    out = x.new_empty(1, tokens, heads, width)
+    sizes = (tokens, heads, width // 2, x.stride(2), x.stride(1))
+    rotate = c_function(_ROTATE_FUNCTIONS[x.dtype], "pppiiiiip")
+    rotate(x.data_ptr(), cos.data_ptr(), sin.data_ptr(), *sizes, out.data_ptr())
+    return out.transpose(1, 2)
+
+
+@cache
+def _equal_dtypes(theirs: FunctionType) -> frozenset[torch.dtype]:
+    """The data types in which a function of transformers gives the numbers of ours."""
+    if list(signature(theirs).parameters) != _ROTATION_PARAMETERS:
+        return frozenset()
+    return frozenset(dtype for dtype in _ROTATE_FUNCTIONS if _is_equal(theirs, dtype))
+
+
+def _is_equal(theirs: Rotation, dtype: torch.dtype) -> bool:
+    """cos and sin are random too, so that their halves differ and no other rule gives the same."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((1, 3, 5, 64), (1, 2, 5, 64), (1, 5, 64), (1, 5, 64))
+    q, k, cos, sin = (torch.randn(*shape, generator=generator).to(dtype) for shape in shapes)
+    with torch.inference_mode():
+        try:
+            wanted = theirs(q, k, cos, sin)
+        except RuntimeError:  # it takes cos and sin of another width
+            return False
+        found = (_rotated(q, cos, sin), _rotated(k, cos, sin))
+    return all(
+        one.shape == other.shape
+        and one.dtype is other.dtype
+        and torch.allclose(one, other, rtol=0, atol=_ROTATE_TOLERANCE[dtype])
+        for one, other in zip(found, wanted, strict=True)
+    )

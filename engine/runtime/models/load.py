@@ -5,7 +5,7 @@ replaced attention is probed with one token (`probe.py`), and a small copy of th
 what it computes natively (`guard.py`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,21 +15,23 @@ import torch
 from engine.runtime.attention.layer import LayerAttention, use_paged_attention
 from engine.runtime.attention.state import Mixer, find_mixers, mixing, state_shapes
 from engine.runtime.errors import ModelError
-from engine.runtime.group_views import StateShape
-from engine.runtime.kv_pool import LayerShape
+from engine.runtime.group_pool import StateShape
+from engine.runtime.kv_pool import LayerShape, kv_dtype_of
 from engine.runtime.models.cpu_layers import original_layers
 from engine.runtime.models.guard import check_architecture
 from engine.runtime.models.probe import (
     ShapeProbe,
     check_masks,
+    longest_sequence,
     probe_latents,
     probe_layers,
     run_flat,
     said,
 )
-from engine.runtime.models.small_copy import longest_sequence
 from engine.runtime.models.spec import ModelSpec, check_config, check_model, config_values
+from engine.runtime.options import KVDtype
 from paged_kernels import Workspace
+from paged_kernels.backends import Demand
 
 
 @dataclass(frozen=True)
@@ -38,9 +40,8 @@ class LoadedModel:
 
     name: str
     model: Any  # a transformers PreTrainedModel, in eval mode
-    kv_shapes: tuple[
-        LayerShape, ...
-    ]  # per layer ((kv_heads, dk), (kv_heads, dv)), as the layer really sends them; all 0 where it sends none
+    # per layer ((kv_heads, dk), (kv_heads, dv)), as the layer really sends them; all 0 where it sends none
+    kv_shapes: tuple[LayerShape, ...]
     latent_shapes: tuple[LayerShape, ...] | None  # of latent vectors, where every layer can hand them over
     windows: tuple[int, ...]  # per layer in tokens, as the layer tells its attention; 0: it sees every token
     vocab_size: int
@@ -79,11 +80,32 @@ class LoadedModel:
         return run_flat(self.model, ids, positions, paged, keep)
 
 
+def demands_of(models: Iterable[LoadedModel | None], kv_dtype: KVDtype | str) -> set[Demand]:
+    """What the layers of models ask of the attention kernels, with K and V in `kv_dtype`. Raises ModelError."""
+    found = set()
+    for loaded in models:
+        if loaded is None:
+            continue
+        stored = kv_dtype_of(kv_dtype, loaded.dtype)
+        heads = loaded.model.config.get_text_config().to_dict().get("num_attention_heads")
+        for kv_heads, dim in {shape for layer in loaded.kv_shapes for shape in layer if shape[0]}:
+            group = heads // kv_heads if isinstance(heads, int) else 1
+            found.add(Demand(loaded.dtype, stored, group, dim, dim % 16 == 0, dim % 2 == 0))
+    return found
+
+
 def load_model(spec: ModelSpec, *, device: str = "cpu") -> LoadedModel:
     """Build the model with random weights, or load the checkpoint, and put it on paged KV. Raises ModelError."""
     check_model(spec)
     dtype = getattr(torch, spec.dtype)
-    model = _random_model(spec, dtype) if spec.path is None else _checkpoint(spec, dtype)
+    if spec.path is not None:
+        return wrap_model(_checkpoint(spec, dtype).to(device), name=spec.name)
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(spec.family, **config_values(spec))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(spec.seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return wrap_model(model.to(device), name=spec.name)
 
 
@@ -97,9 +119,8 @@ def wrap_model(model: Any, *, name: str) -> LoadedModel:
         model.set_attn_implementation(original)
         if isinstance(error, ModelError):
             raise
-        raise ModelError(
-            f"model {name}: {model.config.model_type} cannot be put on paged KV: {said(error)}"
-        ) from error
+        kind = model.config.model_type
+        raise ModelError(f"model {name}: {kind} cannot be put on paged KV: {said(error)}") from error
 
 
 def _on_paged_kv(model: Any, name: str, original: str) -> LoadedModel:
@@ -151,15 +172,6 @@ def original_model(loaded: LoadedModel) -> Iterator[Any]:
         use_paged_attention(loaded.model, loaded.name)
 
 
-def _random_model(spec: ModelSpec, dtype: torch.dtype) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.for_model(spec.family, **config_values(spec))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(spec.seed)
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)
-
-
 def _checkpoint(spec: ModelSpec, dtype: torch.dtype) -> Any:
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
@@ -180,10 +192,9 @@ def _checkpoint(spec: ModelSpec, dtype: torch.dtype) -> Any:
 
 
 def _end_token_ids(model: Any) -> tuple[int, ...]:
-    generation = getattr(model, "generation_config", None)
-    value = getattr(generation, "eos_token_id", None)
-    if value is None:
-        value = getattr(model.config.get_text_config(), "eos_token_id", None)
+    configs = (getattr(model, "generation_config", None), model.config.get_text_config())
+    values = (getattr(config, "eos_token_id", None) for config in configs)
+    value = next((value for value in values if value is not None), None)
     return tuple(value) if isinstance(value, list | tuple) else () if value is None else (int(value),)
 
 

@@ -5,26 +5,30 @@ every layer calls our function exactly once. In a second pass transformers is as
 a mask alone, and on paged KV there are no masks. Both passes refuse with a `ModelError` what they find wrong.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
-from engine.runtime.attention.latent import expand, latent_layers, latents
-from engine.runtime.attention.layer import IMPLEMENTATION
+from engine.runtime.attention.layer import IMPLEMENTATION, LayerCall, expand, latent_layers, latents
 from engine.runtime.errors import ModelError
 from engine.runtime.kv_pool import LayerShape
-from engine.runtime.models.small_copy import longest_sequence
-from paged_kernels import Scoring
 
 # keywords that layers may send beside q, k, v and the paged kernels' arguments; they do not change the attention
 _IGNORED_KEYWORDS = frozenset(
-    {"position_ids", "use_cache", "dropout", "is_causal", "cache_position", "layer_type"}
+    ["position_ids", "use_cache", "dropout", "is_causal", "cache_position", "layer_type"]
 )
 NO_KV: LayerShape = ((0, 0), (0, 0))
 """What a layer sends that has no attention."""
 _FARTHEST = 1 << 17  # masks are looked at for a query at most this far from the first token
+
+
+def longest_sequence(config: Any) -> int | None:
+    """The longest sequence that a configuration names, in tokens; None if it names none."""
+    names = "max_position_embeddings n_positions max_target_positions max_seq_len model_max_length"
+    values = (getattr(config, name, None) for name in names.split())
+    return next((value for value in values if isinstance(value, int)), None)
 
 
 def run_flat(
@@ -40,8 +44,9 @@ def run_flat(
     return logits
 
 
-def _is_ignored(name: str) -> bool:
-    return name in _IGNORED_KEYWORDS or name.startswith("output_")  # `output_*`: what the model returns
+def _zeros(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """An output of attention."""
+    return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
 
 class ShapeProbe:
@@ -54,36 +59,30 @@ class ShapeProbe:
         self.sent: dict[int, tuple[Any, torch.Tensor, torch.Tensor]] = {}  # the layer, K and V
         self.unsupported: set[str] = set()
 
-    def attend(
-        self,
-        module: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scoring: Scoring,
-        rest: Mapping[str, Any],
-    ) -> torch.Tensor:
+    def attend(self, call: LayerCall) -> torch.Tensor:
         """Record one layer's call."""
+        module, query, key, value, scoring, rest = call
         self.calls += 1
         if rest.get("is_causal", getattr(module, "is_causal", True)) is False:
             self.unsupported.add("keys to the right of a query")
         self.shapes[module.layer_idx] = ((key.shape[1], key.shape[3]), (value.shape[1], value.shape[3]))
         self.windows[module.layer_idx] = scoring.window
         self.sent[module.layer_idx] = module, key, value
-        self.unsupported |= {
-            name for name, sent in rest.items() if sent is not None and not _is_ignored(name)
+        self.unsupported |= {  # `output_*` says what the model returns
+            name
+            for name, sent in rest.items()
+            if sent is not None and name not in _IGNORED_KEYWORDS and not name.startswith("output_")
         }
-        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+        return _zeros(query, value)
 
 
 class LatentProbe(ShapeProbe):
     """A `ShapeProbe` that is handed latent vectors, and returns zeros as wide as what they expand to."""
 
-    def attend(self, module: Any, query: torch.Tensor, *sent: Any) -> torch.Tensor:
+    def attend(self, call: LayerCall) -> torch.Tensor:
         """Record one layer's call."""
-        super().attend(module, query, *sent)
-        values = expand(module, *sent[:2])[1]
-        return query.new_zeros(1, query.shape[2], query.shape[1], values.shape[3])
+        super().attend(call)
+        return _zeros(call.query, expand(call.module, call.key, call.value)[1])
 
 
 class LayerProbe(NamedTuple):
@@ -106,14 +105,14 @@ def probe_layers(model: Any, name: str, token: int, stateful: Sequence[int] = ()
     except ModelError as error:
         raise ModelError(f"model {name}: {error}") from error
     except Exception as error:
-        why = (
-            "its code computes on attention masks, and paged KV has none"
-            if _runs_on_masks(model, token)
-            else "its code fails"
-        )
-        raise ModelError(
-            f"model {name}: {model.config.model_type} on paged KV: {why} ({said(error)})"
-        ) from error
+        why = "its code computes on attention masks, and paged KV has none"
+        try:
+            with _masks_by(MaskProbe(farthest=1)) as masks:
+                _run_token(model, token, masks)
+        except Exception:
+            why = "its code fails"
+        kind = model.config.model_type
+        raise ModelError(f"model {name}: {kind} on paged KV: {why} ({said(error)})") from error
     layers = model.config.get_text_config().num_hidden_layers
     called = sorted(layer for layer in probe.shapes if isinstance(layer, int))
     expected = sorted({*called, *stateful, *range(layers)}) if stateful else called
@@ -132,10 +131,8 @@ def probe_layers(model: Any, name: str, token: int, stateful: Sequence[int] = ()
             f"model {name}: {model.config.model_type} asks its attention for {', '.join(sorted(probe.unsupported))}, "
             "which the paged kernels do not support"
         )
-    return LayerProbe(
-        tuple(probe.shapes.get(layer, NO_KV) for layer in expected),
-        tuple(probe.windows.get(layer, 0) for layer in expected),
-    )
+    shapes = tuple(probe.shapes.get(layer, NO_KV) for layer in expected)
+    return LayerProbe(shapes, tuple(probe.windows.get(layer, 0) for layer in expected))
 
 
 def probe_latents(model: Any, token: int, layers: int) -> tuple[LayerShape, ...] | None:
@@ -197,24 +194,16 @@ class MaskProbe:
         self._masks[id(mask)] = mask, mask_function
         return mask
 
-    def attend(
-        self,
-        module: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scoring: Scoring,
-        rest: Mapping[str, Any],
-    ) -> torch.Tensor:
+    def attend(self, call: LayerCall) -> torch.Tensor:
         """Compare the mask of one layer with the window that it sends."""
-        _, mask_function = self._masks.get(id(rest.get("attention_mask")), (None, None))
+        _, mask_function = self._masks.get(id(call.rest.get("attention_mask")), (None, None))
         if mask_function is not None:
             visible = self._visible(mask_function)
-            window = scoring.window or self._query + 1
+            window = call.scoring.window or self._query + 1
             told = torch.arange(self._query + 1) > self._query - window
             if visible is not None and not torch.equal(visible, told):
-                self.hidden.append(module.layer_idx)
-        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+                self.hidden.append(call.module.layer_idx)
+        return _zeros(call.query, call.value)
 
     def _visible(self, mask_function: _MaskFunction) -> torch.Tensor | None:
         """Which keys `[positions]` the farthest query sees; None if the mask depends on more than positions."""
@@ -242,23 +231,13 @@ def check_masks(model: Any, name: str, token: int) -> None:
         )
 
 
-def _runs_on_masks(model: Any, token: int) -> bool:
-    probe = MaskProbe(farthest=1)
-    with _masks_by(probe):
-        try:
-            _run_token(model, token, probe)
-        except Exception:
-            return False
-    return True
-
-
 @contextmanager
-def _masks_by(probe: MaskProbe) -> Iterator[None]:
+def _masks_by(probe: MaskProbe) -> Iterator[MaskProbe]:
     """Let transformers make its masks with the probe. Without a registered function it makes none."""
     from transformers import AttentionMaskInterface
 
     AttentionMaskInterface.register(IMPLEMENTATION, probe.make)
     try:
-        yield
+        yield probe
     finally:
         AttentionMaskInterface._global_mapping.pop(IMPLEMENTATION)

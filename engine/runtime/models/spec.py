@@ -53,24 +53,19 @@ _OWN_ATTENTION = "its attention is written out in its own code, so transformers 
 _POSITION_BIAS = "it adds position biases to its scores, which the paged kernels do not support"
 _NO_KV = "it keeps a recurrent state alone and has no KV cache per token, and a pool is sized in tokens"
 _DROPS_KEYWORDS = "it does not pass extra arguments to its attention, so the paged KV does not reach it"
+_TWO_FORMS = (
+    "transformers limits the time steps of its states in a piece of a prompt and not in a single token, so its tokens "
+    "would depend on how a prompt is cut"
+)
 _MASK_ONLY = "its chunked attention exists only as a mask, which the paged kernels do not get"
 
 REFUSED_TYPES: Mapping[str, str] = {
-    "gptj": _OWN_ATTENTION,
-    "falcon": _OWN_ATTENTION,
-    "codegen": _OWN_ATTENTION,
-    "gpt_neo": _OWN_ATTENTION,
-    "xglm": _OWN_ATTENTION,
-    "bloom": _POSITION_BIAS,
-    "mpt": _POSITION_BIAS,
-    "mamba": _NO_KV,
-    "mamba2": _NO_KV,
-    "falcon_mamba": _NO_KV,
-    "rwkv": _NO_KV,
-    "stablelm": _DROPS_KEYWORDS,
-    "nemotron": _DROPS_KEYWORDS,
-    "llama4": _MASK_ONLY,
-    "llama4_text": _MASK_ONLY,
+    **dict.fromkeys(("gptj", "falcon", "codegen", "gpt_neo", "xglm"), _OWN_ATTENTION),
+    **dict.fromkeys(("bloom", "mpt"), _POSITION_BIAS),
+    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "rwkv"), _NO_KV),
+    **dict.fromkeys(("stablelm", "nemotron"), _DROPS_KEYWORDS),
+    "nemotron_h": _TWO_FORMS,
+    **dict.fromkeys(("llama4", "llama4_text"), _MASK_ONLY),
 }
 
 REFUSED_ROPE = {
@@ -79,17 +74,21 @@ REFUSED_ROPE = {
 }
 
 
+_NAMES = {  # of our fields in a family's config
+    "llama": "hidden_size num_hidden_layers num_attention_heads max_position_embeddings intermediate_size "
+    "initializer_range",
+    "gpt2": "n_embd n_layer n_head n_positions n_inner initializer_range",
+    "opt": "hidden_size num_hidden_layers num_attention_heads max_position_embeddings ffn_dim init_std",
+}
+
+
+def _named(spec: ModelSpec, family: str) -> dict[str, Any]:
+    sizes = (spec.hidden, spec.layers, spec.heads, spec.max_position, spec.intermediate)
+    return dict(zip(_NAMES[family].split(), (*sizes, spec.initializer_range), strict=True))
+
+
 def _llama_like(spec: ModelSpec) -> Config:
-    return {
-        "hidden_size": spec.hidden,
-        "num_hidden_layers": spec.layers,
-        "num_attention_heads": spec.heads,
-        "num_key_value_heads": spec.kv_heads,
-        "head_dim": spec.head_dim,
-        "intermediate_size": spec.intermediate,
-        "max_position_embeddings": spec.max_position,
-        "initializer_range": spec.initializer_range,
-    }
+    return {**_named(spec, "llama"), "num_key_value_heads": spec.kv_heads, "head_dim": spec.head_dim}
 
 
 def _windowed(spec: ModelSpec) -> Config:
@@ -112,29 +111,6 @@ def _with_states(spec: ModelSpec) -> Config:
     }
 
 
-def _gpt2(spec: ModelSpec) -> Config:
-    return {
-        "n_embd": spec.hidden,
-        "n_layer": spec.layers,
-        "n_head": spec.heads,
-        "n_inner": spec.intermediate,
-        "n_positions": spec.max_position,
-        "initializer_range": spec.initializer_range,
-    }
-
-
-def _opt(spec: ModelSpec) -> Config:
-    return {
-        "hidden_size": spec.hidden,
-        "num_hidden_layers": spec.layers,
-        "num_attention_heads": spec.heads,
-        "ffn_dim": spec.intermediate,
-        "word_embed_proj_dim": spec.hidden,
-        "max_position_embeddings": spec.max_position,
-        "init_std": spec.initializer_range,
-    }
-
-
 STATE_FAMILIES = frozenset({"qwen3_next"})
 """Families of `FAMILIES` with a recurrent state in some layers."""
 
@@ -144,8 +120,8 @@ FAMILIES: Mapping[str, Callable[[ModelSpec], Config]] = {
     "mistral": _windowed,
     "gemma2": _windowed,
     "qwen3_next": _with_states,
-    "gpt2": _gpt2,
-    "opt": _opt,
+    "gpt2": lambda spec: _named(spec, "gpt2"),
+    "opt": lambda spec: {**_named(spec, "opt"), "word_embed_proj_dim": spec.hidden},
 }
 
 
@@ -253,9 +229,28 @@ def check_config(name: str, config: Mapping[str, Any]) -> None:
     kind = str(config.get("model_type"))
     if kind in REFUSED_TYPES:
         raise ModelError(f"model {name}: {kind} cannot run on paged KV: {REFUSED_TYPES[kind]}")
+    for widths in (_head_dims(config), _head_dims(config.get("text_config"))):
+        if len(widths) > 1:
+            raise ModelError(
+                f"model {name}: {kind} has layers with heads of {' and '.join(map(str, sorted(widths)))} numbers, and "
+                "what is compared with transformers at load is a small copy with heads of one width"
+            )
     for rope in _rope_types(config):
         if rope in REFUSED_ROPE:
             raise ModelError(f"model {name}: RoPE type {rope!r} is refused: {REFUSED_ROPE[rope]}")
+
+
+def _head_dims(config: Any) -> set[int]:
+    """The head widths that a config names: of its layers, and of those that it lists one by one."""
+    if not isinstance(config, Mapping):
+        return set()
+    own = config.get("per_layer_config")
+    layers = [
+        config,
+        *(one for one in (own if isinstance(own, Mapping) else {}).values() if isinstance(one, Mapping)),
+    ]
+    found = (layer.get(key) for layer in layers for key in ("head_dim", "global_head_dim"))
+    return {width for width in found if isinstance(width, int)}
 
 
 def _rope_types(config: Mapping[str, Any]) -> Iterator[str]:

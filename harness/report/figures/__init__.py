@@ -1,1 +1,1 @@
-"""The figures, one in each module. Each takes the study and returns a drawing with its data, or why there is none."""
+"""The figures by subject. Each takes the study and returns a drawing with its data, or why there is none."""

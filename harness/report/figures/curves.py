@@ -9,22 +9,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from harness.metrics import METRICS
+from harness.metrics.record import PointRecord
 from harness.report.axes import (
+    BLOCK,
     POLICY,
     Axes,
     alike,
     comparison_table,
     held,
     label,
-    policy_of,
     reference,
-    setting,
     short_label,
 )
 from harness.report.figures.series import (
     MOST_SERIES,
     axis_scale,
-    evenly,
     policies,
     policy_line,
     series_colours,
@@ -32,7 +31,7 @@ from harness.report.figures.series import (
     value_axis,
     zero_based,
 )
-from harness.report.study import Record, Study
+from harness.report.study import Study, spread
 from harness.report.style import GREY, PAGE_IN, WARNING, Drawing, Missing, Picture, panels
 
 if TYPE_CHECKING:
@@ -48,7 +47,6 @@ SHOWN = (
     "internal_share",
     "sharing_saving",
 )
-BLOCK = "cache.block_size"
 _MOST_COLUMNS = 4
 
 
@@ -74,13 +72,15 @@ def layout_of(axes: Axes, key: str) -> Layout:
     return Layout(key, hue, col)
 
 
-def draw(study: Study, axes: Axes, layout: Layout, *, name: str = "", like: Record | None = None) -> Picture:
+def draw(
+    study: Study, axes: Axes, layout: Layout, *, name: str = "", like: PointRecord | None = None
+) -> Picture:
     """The metrics along `layout.x`; settings outside the layout are those of `like`, by default the middle point."""
     key = layout.x
     name = name or "curve_" + key.replace(".", "_")
-    main = [record for record in study.records if setting(record, key) is not None]
+    main = [record for record in study.records if record.setting(key) is not None]
     policy = main_policy(main, key)
-    main = [record for record in main if policy_of(record) == policy]
+    main = [record for record in main if record.policy == policy]
     like = like or reference(main, axes, "middle")
     if like is None:
         return Missing(name, f"No point has a value of {label(key)}.")
@@ -120,20 +120,20 @@ def draw(study: Study, axes: Axes, layout: Layout, *, name: str = "", like: Reco
     return Drawing(name, _caption(study, like, axes, layout, table, shown), figure, table)
 
 
-def main_policy(records: Sequence[Record], key: str) -> str | None:
+def main_policy(records: Sequence[PointRecord], key: str) -> str | None:
     """The policy in which the setting has the most values. Block sizes, for example, vary only with paged memory."""
     seen: dict[str, set[Any]] = {}
     for record in records:
-        seen.setdefault(policy_of(record), set()).add(setting(record, key))
+        seen.setdefault(record.policy, set()).add(record.setting(key))
     return max(seen, key=lambda policy: (len(seen[policy]), policy == "paged"), default=None)
 
 
-def _series(records: Sequence[Record], axes: Axes, layout: Layout) -> "pd.DataFrame":
+def _series(records: Sequence[PointRecord], axes: Axes, layout: Layout) -> "pd.DataFrame":
     table = comparison_table(records, axes, layout.metrics)
     for key, most in ((layout.hue, MOST_SERIES), (layout.col, _MOST_COLUMNS)):
         if key:
             known = [value for value in axes.values[key] if (table[key] == value).any()]
-            table = table[table[key].isin(evenly(known, most))]
+            table = table[table[key].isin(spread(known, most))]
     return table.assign(
         x=table[layout.x].astype(float),
         series=table[layout.hue].astype(str) if layout.hue else "",
@@ -142,7 +142,7 @@ def _series(records: Sequence[Record], axes: Axes, layout: Layout) -> "pd.DataFr
 
 
 def _with_others(
-    study: Study, table: "pd.DataFrame", like: Record, axes: Axes, layout: Layout
+    study: Study, table: "pd.DataFrame", like: PointRecord, axes: Axes, layout: Layout
 ) -> "pd.DataFrame":
     """Add the points of the other policies that match in all settings that they have in common."""
     import pandas as pd
@@ -151,8 +151,7 @@ def _with_others(
     same = [
         record
         for record in study.records
-        if policy_of(record) != policy_of(like)
-        and all(setting(record, key) == setting(like, key) for key in fixed)
+        if record.policy != like.policy and all(record.setting(key) == like.setting(key) for key in fixed)
     ]
     if not same:
         return table
@@ -223,20 +222,20 @@ def _legend(panel: "Panel", table: "pd.DataFrame", layout: Layout) -> None:
 
 
 def _caption(
-    study: Study, like: Record, axes: Axes, layout: Layout, table: "pd.DataFrame", shown: int
+    study: Study, like: PointRecord, axes: Axes, layout: Layout, table: "pd.DataFrame", shown: int
 ) -> str:
     fixed = held(like, axes, free=layout.free)
     measured = table["measured"].notna().any()
     text = "Lines are predicted, marks measured" if measured else "Lines are predicted"
-    text += f"; cache policy {policy_of(like)}" + (f", {fixed}" if fixed else "")
-    same = [record for record in study.records if policy_of(record) == policy_of(like)]
+    text += f"; cache policy {like.policy}" + (f", {fixed}" if fixed else "")
+    same = [record for record in study.records if record.policy == like.policy]
     text += f": {'all' if shown == len(same) else shown} of its {len(same):,} points."
     others = [
-        name for name in policies(study.records) if name != policy_of(like) and (table[POLICY] == name).any()
+        name for name in policies(study.records) if name != like.policy and (table[POLICY] == name).any()
     ]
     if others:
         hue = layout.hue if layout.hue and layout.hue != BLOCK else None
-        at = f" at {hue}={setting(like, hue)}" if hue else ""
+        at = f" at {hue}={like.setting(hue)}" if hue else ""
         text += f" Dashed: {', '.join(others)} with the same settings where they apply{at}"
         text += " (band: measured)." if table["x"].isna().any() else "."
     return text

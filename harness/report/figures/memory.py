@@ -1,21 +1,25 @@
-"""Memory by allocator: what the slots of the pool hold on average, analytic, simulated and measured."""
+"""What memory holds: a pool by allocator, over time and by cause; what blocks cost and what the prefix cache finds."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from harness.metrics import SLOT_STATES
-from harness.report.axes import Axes, alike, comparison_table, held, policy_of, reference, setting
-from harness.report.figures.series import evenly, policies
-from harness.report.study import Record, Study
-from harness.report.style import PAGE_IN, STATE_COLOURS, Drawing, Missing, Picture, panels
+import numpy as np
+import numpy.typing as npt
+
+from harness.metrics import METRICS
+from harness.metrics.analytic import expected_tail_waste
+from harness.metrics.log import SLOT_STATES, WASTE_COLUMNS
+from harness.metrics.record import PointRecord
+from harness.report.axes import BLOCK, Axes, alike, comparison_table, held, label, reference
+from harness.report.figures.series import axis_scale, policies, side_legend, value_axis
+from harness.report.study import Study, spread
+from harness.report.style import PAGE_IN, PALETTE, STATE_COLOURS, Drawing, Missing, Picture, panels
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes as Panel
 
 
-NAME = "memory"
-_BLOCK = "cache.block_size"
 _SIDES = ("analytic", "simulated", "measured")
 _POOL: Mapping[str, str] = {f"{state}_share": state for state in SLOT_STATES}
 _ALLOCATED: Mapping[str, str] = {
@@ -25,13 +29,13 @@ _ALLOCATED: Mapping[str, str] = {
 }
 
 
-def draw(study: Study, axes: Axes) -> Picture:
+def draw_memory(study: Study, axes: Axes) -> Picture:
     """Stacked bars: left of the whole pool, right of the allocated slots, for which closed forms exist."""
     chosen = [record for policy in policies(study.records) for record in _of_policy(study, axes, policy)]
     table = comparison_table(chosen, axes, [*_POOL, *_ALLOCATED])
     if table.empty:
-        return Missing(NAME, "No point has figures about slots: no request held memory long enough.")
-    table = table.assign(allocator=table["point"].map({_label_key(r): _allocator(r) for r in chosen}))
+        return Missing("memory", "No point has figures about slots: no request held memory long enough.")
+    table = table.assign(allocator=table["point"].map({r.point_label: _allocator(r) for r in chosen}))
     names = list(dict.fromkeys(table["allocator"]))
     figure, (left, right) = panels(PAGE_IN, 0.95 + 0.42 * len(names), 1, 2)
     sides = _SIDES if table["measured"].notna().any() else _SIDES[:2]
@@ -42,35 +46,29 @@ def draw(study: Study, axes: Axes) -> Picture:
     for state, colour in STATE_COLOURS.items():
         left.barh(0, 0, color=colour, label=state)
     figure.legend(*left.get_legend_handles_labels(), loc="outside upper center", ncols=6)
-    return Drawing(NAME, _caption(chosen[0], axes), figure, table)
+    return Drawing("memory", _memory_caption(chosen[0], axes), figure, table)
 
 
-def _caption(like: Record, axes: Axes) -> str:
-    fixed = held(like, axes, free=[_BLOCK])
+def _memory_caption(like: PointRecord, axes: Axes) -> str:
+    fixed = held(like, axes, free=[BLOCK])
     return (
         "Time-weighted slot states by allocator. A: analytic, S: simulated, M: measured (median run); closed forms "
         "exist for the allocated slots alone, where sequences share nothing but their own prompt"
     ) + (f". Held: {fixed}." if fixed else ".")
 
 
-def _of_policy(study: Study, axes: Axes, policy: str) -> list[Record]:
+def _of_policy(study: Study, axes: Axes, policy: str) -> list[PointRecord]:
     """The points of a policy that differ in block size alone, at the lowest value of every other axis."""
-    mine = [record for record in study.records if policy_of(record) == policy]
+    mine = [record for record in study.records if record.policy == policy]
     like = reference(mine, axes, "low")
-    same = alike(mine, like, axes, free=[_BLOCK]) if like else []
-    sizes = evenly(sorted({setting(record, _BLOCK) for record in same}), 6)
-    return sorted((r for r in same if setting(r, _BLOCK) in sizes), key=lambda r: int(setting(r, _BLOCK)))
+    same = alike(mine, like, axes, free=[BLOCK]) if like else []
+    sizes = spread(sorted({record.setting(BLOCK) for record in same}), 6)
+    return sorted((r for r in same if r.setting(BLOCK) in sizes), key=lambda r: int(r.setting(BLOCK)))
 
 
-def _label_key(record: Record) -> str:
-    from harness.metrics.verdict import point_label
-
-    return point_label(record)
-
-
-def _allocator(record: Record) -> str:
-    policy = policy_of(record)
-    return f"paged, {setting(record, _BLOCK)}-token blocks" if policy == "paged" else policy
+def _allocator(record: PointRecord) -> str:
+    policy = record.policy
+    return f"paged, {record.setting(BLOCK)}-token blocks" if policy == "paged" else policy
 
 
 def _stack(
@@ -88,14 +86,16 @@ def _stack(
             at = row + (index - (len(sides) - 1) / 2) * height
             ticks[at] = side[0].upper()
             values = {state: 100 * float(found[side].get(metric, 0.0)) for metric, state in states.items()}
-            _bar(panel, at, 0.88 * height, values, "no closed form" if side == "analytic" else "not measured")
+            _slot_bar(
+                panel, at, 0.88 * height, values, "no closed form" if side == "analytic" else "not measured"
+            )
     panel.set_yticks(list(ticks), list(ticks.values()), fontsize=6)
     _name_rows(panel, names)
     panel.set(xlim=(0, 100), ylim=(len(names) - 0.45, -0.55), xlabel="%")
     panel.grid(visible=False, axis="y")
 
 
-def _bar(panel: "Panel", at: float, height: float, values: Mapping[str, float], absent: str) -> None:
+def _slot_bar(panel: "Panel", at: float, height: float, values: Mapping[str, float], absent: str) -> None:
     """One stacked bar, or the reason why there is none. NaN marks a figure that this side does not have."""
     left = 0.0
     for state, value in values.items():
@@ -112,3 +112,320 @@ def _name_rows(panel: "Panel", names: Sequence[str]) -> None:
     outer.set_yticks(range(len(names)), [name.replace(", ", "\n") for name in names])
     outer.tick_params(length=0)
     outer.spines["left"].set_visible(False)
+
+
+_BINS = 120
+_REPLAYED = ("simulated", "measured")
+Float = npt.NDArray[np.float64]
+
+
+def draw_pool(study: Study, axes: Axes) -> Picture:
+    """One stacked area for each policy and side, at the middle point of every axis. Gaps are idle time."""
+    data = _pool_table(study, axes)
+    if data is None:
+        return Missing(
+            "pool_over_time", "No point in the middle of the sweep has a readable step table (steps.parquet)."
+        )
+    names = list(dict.fromkeys(data["policy"]))
+    sides = [side for side in _REPLAYED if (data["side"] == side).any()]
+    figure, grid = panels(PAGE_IN, 0.7 + 1.5 * len(names), len(names), len(sides))
+    cells = [(name, side) for name in names for side in sides]
+    for panel, (name, side) in zip(grid, cells, strict=True):
+        mine = data[data["policy"] == name]
+        _area(panel, mine[mine["side"] == side])
+        panel.set(title=f"{name}, {side}", ylim=(0, 100), xlim=(0, mine["time_s"].max()))
+    for panel in grid[:: len(sides)]:
+        panel.set_ylabel("slots of the pool (%)")
+    for panel in grid[-len(sides) :]:
+        panel.set_xlabel("virtual time (s)")
+    figure.legend(*grid[0].get_legend_handles_labels(), loc="outside upper center", ncols=6)
+    points = "; ".join(dict.fromkeys(data["point"]))
+    caption = (
+        f"What the slots hold while the trace is replayed (white: nothing runs or waits). Points: {points}."
+    )
+    return Drawing("pool_over_time", caption, figure, data)
+
+
+def _pool_table(study: Study, axes: Axes) -> "pd.DataFrame | None":
+    import pandas as pd
+
+    parts = []
+    for policy in policies(study.records):
+        record = reference([r for r in study.records if r.policy == policy], axes, "middle")
+        steps = study.steps(record) if record else None
+        if record is None or steps is None or steps.empty:
+            continue
+        first = steps[steps["run"] == steps.groupby("side")["run"].transform("min")]
+        end = float((first["start_s"] + first["seconds"]).max())
+        for side, mine in first.groupby("side"):
+            part = _bin(mine, end)
+            parts.append(part.assign(policy=policy, side=side, point=record.point_label))
+    return pd.concat(parts, ignore_index=True) if parts else None
+
+
+def _bin(steps: "pd.DataFrame", end_s: float) -> "pd.DataFrame":
+    """Shares of the pool per bin of time, each step weighted by its overlap; NaN where no step runs."""
+    states = steps[list(SLOT_STATES)]
+    return binned(steps, 100 * states.div(states.sum(axis=1), axis=0), end_s)
+
+
+def binned(steps: "pd.DataFrame", heights: "pd.DataFrame", end_s: float | None = None) -> "pd.DataFrame":
+    """Columns that have a value in each step, as means of bins of time; NaN where no step runs.
+
+    Rows are those of `steps`.
+    """
+    import pandas as pd
+
+    start, seconds = steps["start_s"].to_numpy(np.float64), steps["seconds"].to_numpy(np.float64)
+    end_s = float((start + seconds).max()) if end_s is None else end_s
+    edges = np.linspace(0.0, end_s or 1.0, _BINS + 1)
+    busy = np.diff(_integral(edges, start, seconds, np.ones_like(start)))
+    columns = {"time_s": (edges[1:] + edges[:-1]) / 2}
+    for state in heights:
+        held = np.diff(_integral(edges, start, seconds, heights[state].to_numpy(np.float64)))
+        # in a bin that is busy for less than a tenth, rounding dominates
+        columns[str(state)] = np.divide(held, busy, out=np.full(_BINS, np.nan), where=busy > 0.1 * edges[1])
+    return pd.DataFrame(columns)
+
+
+def _integral(at: Float, start: Float, seconds: Float, height: Float) -> Float:
+    """∫ of the step function (height[i] during step i, else 0) from 0 to each time in `at`; steps are in order."""
+    knots = np.column_stack([start, start + seconds]).ravel()
+    sums = np.column_stack([np.zeros_like(start), seconds * height]).ravel().cumsum()
+    return np.asarray(np.interp(at, knots, sums, left=0.0), dtype=np.float64)
+
+
+def _area(panel: "Panel", data: "pd.DataFrame") -> None:
+    bottom = np.zeros(len(data))
+    for state in SLOT_STATES:
+        top = bottom + data[state].to_numpy(np.float64)
+        panel.fill_between(
+            data["time_s"], bottom, top, color=STATE_COLOURS[state], linewidth=0, step="mid", label=state
+        )
+        bottom = top
+    panel.grid(visible=False)
+
+
+_GIB = 2**30
+_MOST_BARS = 12
+_CAUSE_COLOURS = {
+    "token": "#0072b2",
+    "behind_window": "#d55e00",
+    "duplicate": "#cc79a7",
+    "reserved": "#56b4e9",
+    "tail": "#e69f00",
+    "padding": "#8c564b",
+    "imbalance": "#b8860b",
+    "cached": "#009e73",
+    "external": "#444444",
+    "free": "#dddddd",
+}
+
+
+def draw_causes(study: Study, axes: Axes) -> Picture:
+    """One stacked bar for each point; the mark is the share of blocks in use."""
+    metrics = [*(f"waste_{name}" for name in WASTE_COLUMNS), "gauge"]
+    grouped = [record for record in study.records if "waste_token" in record.simulated]
+    if not grouped:
+        return Missing(
+            "causes", "No point has layers in groups (cache.groups=uniform), so causes are not drawn."
+        )
+    table = comparison_table(spread(grouped, _MOST_BARS), axes, metrics)
+    points = list(dict.fromkeys(table["point"]))
+    figure, (panel,) = panels(PAGE_IN, 1.1 + 0.34 * len(points), 1, 1)
+    wide = table.pivot_table(index="point", columns="metric", values="simulated", sort=False)
+    for row, point in enumerate(points):
+        _cause_bar(
+            panel, row, {name: float(wide.loc[point].get(f"waste_{name}", 0.0)) for name in WASTE_COLUMNS}
+        )
+        panel.plot(
+            100 * float(wide.loc[point]["gauge"]), row, "|", color="black", markersize=14, markeredgewidth=2
+        )
+    for name, colour in _CAUSE_COLOURS.items():
+        panel.barh(0, 0, color=colour, label=name.replace("_", " "))
+    panel.plot([], [], "|", color="black", markersize=10, markeredgewidth=2, label="gauge of vLLM")
+    panel.set_yticks(range(len(points)), points, fontsize=6)
+    panel.set(
+        xlim=(0, 100), ylim=(len(points) - 0.5, -0.5), xlabel="% of the bytes of all pools, time-weighted"
+    )
+    panel.grid(visible=False, axis="y")
+    figure.legend(*panel.get_legend_handles_labels(), loc="outside upper center", ncols=6, fontsize=6)
+    caption = (
+        "Predicted bytes of the pools by what they hold, weighted by the seconds of steps; the parts add up to the "
+        "pools. The mark is the share of blocks that sequences refer to, which vLLM's gauge kv_cache_usage_perc shows: "
+        "what lies left of it and is not token is in use and holds nothing that a next token needs."
+    )
+    return Drawing("causes", caption, figure, table)
+
+
+def _cause_bar(panel: "Panel", row: int, shares: dict[str, float]) -> None:
+    left = 0.0
+    for name, share in shares.items():
+        panel.barh(row, 100 * share, left=left, height=0.7, color=_CAUSE_COLOURS[name], linewidth=0)
+        left += 100 * share
+
+
+def draw_groups(study: Study, axes: Axes) -> Picture:
+    """Above: what the bytes of the pools hold; below: the bytes that each group has in use. One point of the middle."""
+    grouped = [record for record in study.records if record.pool.get("groups")]
+    record = reference(grouped, axes, "middle") if grouped else None
+    steps = study.steps(record) if record else None
+    waste = study.table(record, "waste") if record else None
+    if record is None or steps is None or waste is None or "group_0" not in waste or steps.empty:
+        return Missing(
+            "groups_over_time",
+            "No point with groups of layers has a readable table of its bytes (waste.parquet).",
+        )
+    steps, waste = (table[table["side"] == "simulated"].reset_index(drop=True) for table in (steps, waste))
+    layers = record.pool["groups"]["layers"]
+    names = [f"group_{index}" for index in range(len(layers))]
+    data = binned(steps, waste[[*WASTE_COLUMNS, *names]])
+    figure, (causes, groups) = panels(PAGE_IN, 4.2, 2, 1)
+    bottom = 0 * data["time_s"]
+    for name, colour in _CAUSE_COLOURS.items():
+        top = bottom + data[name] / _GIB
+        causes.fill_between(
+            data["time_s"], bottom, top, color=colour, linewidth=0, step="mid", label=name.replace("_", " ")
+        )
+        bottom = top
+    for index, (name, layer) in enumerate(zip(names, layers, strict=True)):
+        words = f"{index}: {layer['layers']} {layer['kind']}" + (
+            f" {layer['window']:,}" if layer["window"] else ""
+        )
+        groups.plot(data["time_s"], data[name] / _GIB, color=PALETTE[index % len(PALETTE)], label=words)
+    causes.set(ylabel="bytes of the pools (GiB)", ylim=(0, None))
+    groups.set(ylabel="in use (GiB)", xlabel="virtual time (s)", ylim=(0, None))
+    for panel in (causes, groups):
+        panel.set_xlim(0, float(data["time_s"].max()))
+        panel.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=6)
+    caption = (
+        f"Predicted bytes over time at {record.point_label}. Above: what they hold; the parts add up to the pools. "
+        "Below: the pages that each group of layers has in use, with its number of layers and its window in tokens."
+    )
+    return Drawing("groups_over_time", caption, figure, data)
+
+
+_OF_BLOCKS = ("tail_waste", "hit_ratio")
+
+
+def draw_waste(study: Study, axes: Axes) -> Picture:
+    """Left: unfilled slots per decoding sequence; right: hit ratio. Marks: points; line: (B − 1) / 2."""
+    if BLOCK not in axes.values:
+        return Missing(
+            "waste", "The block size was not swept (cache.block_size=8,16,32), so its cost is not drawn."
+        )
+    paged = [record for record in study.records if record.policy == "paged"]
+    table = comparison_table(paged, axes, _OF_BLOCKS)
+    if table.empty:
+        return Missing("waste", "No paged point has figures about blocks.")
+    figure, grid = panels(PAGE_IN, 2.5, 1, 2)
+    for panel, name in zip(grid, _OF_BLOCKS, strict=True):
+        _block_panel(panel, name, table[table["metric"] == name])
+    side_legend(grid[0], measured=bool(table["measured"].notna().any()))
+    figure.legend(*grid[0].get_legend_handles_labels(), loc="outside upper center", ncols=5)
+    caption = (
+        "Every mark is one paged point. Left: reserved and internal slots per sequence that decodes, "
+        "with the closed form "
+        "(B − 1) / 2 of a length that is uniform modulo the block size. Right: prompt tokens found in the cache, whole "
+        "blocks only, so large blocks find less."
+    )
+    return Drawing("waste", caption, figure, table)
+
+
+def _block_panel(panel: "Panel", name: str, found: "pd.DataFrame") -> None:
+    scale, unit = axis_scale(name, float(found["simulated"].max()))
+    sizes = sorted(found[BLOCK].astype(float).unique())
+    if name == "tail_waste":
+        line = np.linspace(min(sizes), max(sizes), 50)
+        panel.plot(
+            line,
+            [expected_tail_waste(size) for size in line],
+            color="#444444",
+            linestyle="--",
+            label="(B − 1) / 2",
+        )
+    x = found[BLOCK].astype(float)
+    panel.plot(x * 0.98, scale * found["simulated"], "D", color=PALETTE[0], markerfacecolor="none")
+    panel.plot(x * 1.02, scale * found["measured"], "o", color=PALETTE[3], alpha=0.7)
+    value_axis(panel, BLOCK, sizes)
+    panel.set(xlabel=label(BLOCK), ylabel=unit, title=METRICS[name].label)
+    panel.set_ylim(bottom=0)
+
+
+_MOST_BARS = 16
+_HITS = ("hit_ratio", "optimal_hit_ratio")
+_NO_GROUPS = "no groups"
+_LINES = ("-", "--", ":", "-.", "-", "--")
+
+
+def draw_hits(study: Study, axes: Axes) -> Picture:
+    """Left: the hit ratio of each point, and Belady's optimum for its run. Right: hit ratio against the match unit."""
+    paged = [record for record in study.records if record.policy == "paged"]
+    best = spread([record for record in paged if _HITS[1] in record.simulated], _MOST_BARS)
+    table = comparison_table(paged, axes, _HITS).drop_duplicates(["point", "metric"])
+    units = {record.point_label: _unit(record) for record in paged}
+    table["match_unit"] = [units[point][0] for point in table["point"]]
+    table["pages"] = [units[point][1] for point in table["point"]]
+    swept = table["match_unit"].nunique() > 1 and (table["pages"] != _NO_GROUPS).any()
+    if not best and not swept:
+        return Missing(
+            "hits",
+            "No point asked for the best order of eviction (replay.optimum=true), and no points with groups of layers "
+            "have different match units, so hits are not drawn.",
+        )
+    columns = bool(best) + bool(swept)
+    figure, grid = panels(PAGE_IN, max(2.6, 1.1 + 0.3 * len(best)), 1, columns)
+    if best:
+        _against_the_best(grid[0], comparison_table(best, axes, _HITS))
+    if swept:
+        _against_the_unit(grid[-1], table[table["metric"] == "hit_ratio"])
+    caption = "Predicted share of prompt tokens that the prefix cache finds."
+    if best:
+        caption += (
+            " Bars are points; the mark is the most that any order of eviction finds with the run's own admissions and "
+            "ends (Belady). What lies between them is all that a better rule of keeping could gain."
+        )
+    if swept:
+        caption += (
+            " The match unit is the length of which the end of every hit is a multiple: less is never found."
+        )
+    return Drawing("hits", caption, figure, table)
+
+
+def _unit(record: PointRecord) -> tuple[int, str]:
+    """The match unit in tokens, and how groups share the memory."""
+    groups = record.pool.get("groups")
+    return (
+        (groups["match_unit"], groups["pages"]) if groups else (record.pool.get("block_size", 0), _NO_GROUPS)
+    )
+
+
+def _against_the_best(panel: "Panel", table: "pd.DataFrame") -> None:
+    wide = table.pivot_table(index="point", columns="metric", values="simulated", sort=False)
+    places = range(len(wide))
+    panel.barh(places, 100 * wide["hit_ratio"], height=0.7, color=PALETTE[0], linewidth=0, label="found")
+    panel.plot(
+        *(100 * wide["optimal_hit_ratio"], places, "|"),
+        color="black",
+        markersize=12,
+        markeredgewidth=2,
+        label="best order of eviction",
+    )
+    panel.set_yticks(places, list(wide.index), fontsize=6)
+    panel.set(ylim=(len(wide) - 0.5, -0.5), xlabel="prompt tokens found (%)")
+    panel.set_xlim(left=0)
+    panel.grid(visible=False, axis="y")
+    panel.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, fontsize=6)
+
+
+def _against_the_unit(panel: "Panel", table: "pd.DataFrame") -> None:
+    styles = zip(PALETTE, _LINES, table.groupby("pages", sort=False), strict=False)
+    for colour, line, (pages, mine) in styles:  # lines that lie on each other stay visible
+        ordered = mine.sort_values("match_unit")
+        shares = 100 * ordered["simulated"]
+        panel.plot(ordered["match_unit"], shares, line, marker="o", color=colour, label=str(pages))
+    panel.set_xscale("log", base=2)
+    panel.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    panel.set(xlabel="match unit (tokens)", ylabel="prompt tokens found (%)")
+    panel.set_ylim(0, 105 * float(table["simulated"].max()) or 1)
+    panel.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, fontsize=6)

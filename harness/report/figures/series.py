@@ -5,7 +5,9 @@ from math import log
 from typing import TYPE_CHECKING, Any
 
 from harness.metrics import METRICS
-from harness.report.axes import label, policy_of
+from harness.metrics.record import PointRecord
+from harness.report.axes import label
+from harness.report.study import spread
 from harness.report.style import GREY, PALETTE
 
 if TYPE_CHECKING:
@@ -23,9 +25,9 @@ MOST_SERIES = 5
 """The most lines in one panel; more cannot be distinguished."""
 
 
-def policies(records: Sequence[Mapping[str, Any]]) -> list[str]:
+def policies(records: Sequence[PointRecord]) -> list[str]:
     """The cache policies of these points, paged first."""
-    return sorted({policy_of(record) for record in records}, key=lambda policy: (policy != "paged", policy))
+    return sorted({record.policy for record in records}, key=lambda policy: (policy != "paged", policy))
 
 
 def policy_style(policy: str) -> dict[str, Any]:
@@ -61,13 +63,6 @@ def series_colours(values: Sequence[Any]) -> dict[Any, str]:
     return dict(zip(values, colours, strict=True)) if len(values) > 1 else dict.fromkeys(values, PALETTE[0])
 
 
-def evenly(values: Sequence[Any], most: int = MOST_SERIES) -> list[Any]:
-    """At most `most` of the values, the first and the last among them."""
-    if len(values) <= most:
-        return list(values)
-    return [values[round(index * (len(values) - 1) / (most - 1))] for index in range(most)]
-
-
 def axis_scale(name: str, largest: float) -> tuple[float, str]:
     """Factor and unit in which a metric is drawn: milliseconds for 0.02 s, percent for shares."""
     metric = METRICS[name]
@@ -88,7 +83,7 @@ def value_axis(panel: "Panel", key: str, values: Sequence[float], *, most: int =
     logarithmic = low > 0 and high / low >= 4
     if logarithmic:
         panel.set_xscale("log", base=2)
-    ticks = _apart(evenly(sorted(values), most), most, log if logarithmic else float)
+    ticks = _apart(spread(sorted(values), most), most, log if logarithmic else float)
     panel.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     panel.minorticks_off()
     panel.set_xlabel(label(key))

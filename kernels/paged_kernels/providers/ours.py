@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from paged_kernels.attention import PagedBatch, prepare_torch, run_triton
+from paged_kernels.attention import prepare_torch, run_triton
 from paged_kernels.backends import Demand, check_prefill_kernel, choose_backend, no_hopper
 from paged_kernels.cascade_groups import (
     CascadeCost,
@@ -16,10 +16,10 @@ from paged_kernels.cascade_groups import (
     find_cascade_groups,
     rows_per_tile,
 )
-from paged_kernels.errors import OptionError
-from paged_kernels.memory import Workspace
+from paged_kernels.checks import OptionError
+from paged_kernels.memory import PagedBatch, Workspace
 from paged_kernels.providers.case import Case, Run, UnsupportedCaseError, contiguous_kv
-from paged_kernels.torch import cascade as torch_cascade
+from paged_kernels.torch import decode as torch_decode
 
 # With this cost every shared block is read once. It measures the crossover that the cost rule is compared with.
 ALWAYS = CascadeCost(memory_bytes_per_s=1.0, cache_bytes_per_s=1.0, cache_bytes=0, overhead_s=0.0)
@@ -40,8 +40,8 @@ class Paged:
         """Prepare as an engine does, once per step for all layers."""
         batch, out, workspace = batch_of(case), output_of(case), Workspace()
         if backend_of(case) == "triton":
+            from paged_kernels.triton.decode import PartsOfStep
             from paged_kernels.triton.launch import pick_splits
-            from paged_kernels.triton.parts import PartsOfStep
 
             splits = pick_splits(case.lengths, case.kv_heads, case.device) if case.decode else None
             arguments = (batch, case.scoring, out, None, splits, workspace, PartsOfStep())
@@ -70,10 +70,8 @@ class HopperPrefill:
         except OptionError as error:
             raise UnsupportedCaseError(f"{case.name}: {error}") from error
         out = output_of(case)
-        run = partial(
-            run_triton, batch_of(case), case.scoring, out, None, None, None, prefill_kernel="hopper"
-        )
-        return returning(out, run)
+        arguments = (batch_of(case), case.scoring, out, None, None, None)
+        return returning(out, partial(run_triton, *arguments, prefill_kernel="hopper"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,18 +89,19 @@ class ContiguousDecode:
     def prepare(self, case: Case) -> Run:
         """Copy each sequence's KV into contiguous memory."""
         if not case.decode:
-            raise UnsupportedCaseError(
-                f"{case.name} is no decode; only the decode kernel has a contiguous form"
-            )
+            why = "is no decode; only the decode kernel has a contiguous form"
+            raise UnsupportedCaseError(f"{case.name} {why}")
         if backend_of(case) != "triton":
             raise UnsupportedCaseError(f"{case.name} is served by torch, whose decode has no contiguous form")
-        from paged_kernels.triton.decode import run_contiguous_decode
+        from paged_kernels.triton.decode import PartsOfStep, run_contiguous_decode
         from paged_kernels.triton.launch import pick_splits
 
         keys, values = contiguous_kv(case)
         out, splits = output_of(case), pick_splits(case.lengths, case.kv_heads, case.device)
         arguments = (case.q, keys, values, case.seq_lens, case.scoring, out, None, splits)
-        return returning(out, partial(run_contiguous_decode, *arguments, workspace=Workspace()))
+        return returning(
+            out, partial(run_contiguous_decode, *arguments, workspace=Workspace(), parts=PartsOfStep())
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +142,9 @@ class Cascade:
             arguments = (*caches, prefixes, table, lengths, case.scoring, out)
             return returning(out, partial(run_cascade, *arguments, workspace=workspace))
         sizes = {"block_size": case.block_size, "token_bytes": case.token_bytes}
-        metadata = torch_cascade.cascade_metadata(shared, lens, table, lengths, ids, **sizes)
+        metadata = torch_decode.cascade_metadata(shared, lens, table, lengths, ids, **sizes)
         torch_arguments = (*caches, metadata, case.scoring, out, None, workspace)
-        return returning(out, partial(torch_cascade.run_cascade, *torch_arguments))
+        return returning(out, partial(torch_decode.run_cascade, *torch_arguments))
 
     def _groups(self, case: Case) -> CascadeGroups | None:
         return find_cascade_groups(

@@ -1,8 +1,10 @@
-"""Fast decode on torch: gather the blocks of a few sequences into a reused buffer, then one SDPA over them.
+"""Fast decode and cascade on torch: gather the blocks of a few sequences into a reused buffer, then one SDPA over them.
 
 The query heads of a group become extra query rows of their key head. That is several times faster than repeating the
 keys. Sequences are taken in batch order, a few at a time, so the gathered KV is still in the CPU cache when it is read.
 A caller that sorts rows by length avoids padding. All index tensors are made once per step and serve every layer.
+
+A cascade attends to each row's own keys, gathers each prefix once for all of its rows, and merges both.
 """
 
 from dataclasses import dataclass, field
@@ -17,8 +19,10 @@ from paged_kernels.torch.gathered import (
     as_query_dtype,
     explicit_attention,
     fused_attention,
+    gather_blocks,
     gather_into,
     gives_lse,
+    merge_reference,
 )
 
 CPU_GATHER_BYTES = 4 << 20  # K and V of one gather; more would not stay in the CPU cache until they are read
@@ -48,6 +52,7 @@ class DecodeChunk:
     width: int  # gathered slots per sequence
     masks: dict[tuple[int, torch.dtype], torch.Tensor] = field(default_factory=dict)
     views: dict[tuple[int, int, int, torch.dtype], _Views] = field(default_factory=dict)
+    behind: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def mask(self, window: int, dtype: torch.dtype) -> torch.Tensor:
         """Additive mask `[rows, 1, 1, width]`, made once and kept for all layers with this window."""
@@ -59,6 +64,15 @@ class DecodeChunk:
                 visible &= position >= self.lengths - window
             found = self.masks[window, dtype] = additive(visible, dtype)[:, None, None, :]
         return found
+
+    def left(self, window: int) -> torch.Tensor | None:
+        """Gathered slots that a window has left; they may be NaN. None without a window."""
+        if not window:
+            return None
+        if window not in self.behind:
+            position = torch.arange(self.width, device=self.lengths.device)
+            self.behind[window] = (position < self.lengths - window).flatten().nonzero().squeeze(1)
+        return self.behind[window]
 
     def distance(self) -> torch.Tensor:
         """Key position - query position, `[rows, 1, 1, 1, width]`."""
@@ -92,34 +106,25 @@ def decode_metadata(
     chunks = []
     start = 0
     while start < len(seq_lens):
-        stop = _chunk_end(needed, start, max(1, limit // (token_bytes * block_size)))
+        # padded to the widest, rows of one gather have at most so many blocks, but there is at least one row
+        most = max(1, limit // (token_bytes * block_size))
+        area = np.maximum.accumulate(needed[start:]) * np.arange(1, len(needed) - start + 1)
+        stop = start + max(1, int(np.searchsorted(area, most, side="right")))
         rows = slice(start, stop)
         chunks.append(_make_chunk(block_table[rows], seq_lens[rows], needed[rows], block_size, start, device))
         start = stop
     return DecodeMetadata(tuple(chunks), block_size)
 
 
-def _chunk_end(needed: IntArray, start: int, limit_blocks: int) -> int:
-    """Where the rows of one gather end: padded to the widest they have at most `limit_blocks`, but at least one row."""
-    widest = np.maximum.accumulate(needed[start:])
-    area = widest * np.arange(1, len(widest) + 1)
-    return start + max(1, int(np.searchsorted(area, limit_blocks, side="right")))
-
-
 def _make_chunk(
-    table: IntArray,
-    lengths: IntArray,
-    needed: IntArray,
-    block_size: int,
-    start: int,
-    device: torch.device | str,
+    table: IntArray, lengths: IntArray, needed: IntArray, size: int, start: int, device: torch.device | str
 ) -> DecodeChunk:
     width_blocks = int(needed.max())
     blocks = np.where(np.arange(width_blocks) < needed[:, None], table[:, :width_blocks], 0)
-    width = width_blocks * block_size
-    behind = lengths[:, None] + np.arange(block_size - 1)
+    width = width_blocks * size
+    behind = lengths[:, None] + np.arange(size - 1)
     local = behind + np.arange(len(lengths))[:, None] * width
-    void = local[behind < (needed * block_size)[:, None]]
+    void = local[behind < (needed * size)[:, None]]
     return DecodeChunk(
         start=start,
         stop=start + len(lengths),
@@ -142,31 +147,26 @@ def run_decode(
 ) -> None:
     """Attention of one query per row, q `[rows, heads, dk]`, into `out` and `lse` `[rows, heads]`."""
     kv_heads = key_cache.shape[2]
-    attend = _fused if scoring.plain and (lse is None or gives_lse(q.device)) else _explicit
     for chunk in metadata.chunks:
         k, v = (
             as_query_dtype(values, q.dtype, key_cache.dtype)
-            for values in _gather(chunk, key_cache, value_cache, workspace)
+            for values in _gather(chunk, key_cache, value_cache, scoring.window, workspace)
         )
         rows = slice(chunk.start, chunk.stop)
         packed = q[rows].reshape(chunk.stop - chunk.start, kv_heads, -1, q.shape[2])
-        result, part = attend(packed, k, v, chunk, scoring, lse=lse is not None)
+        result, part = _attend(packed, k, v, chunk, scoring, lse=lse is not None)
         out[rows].copy_(result.reshape(out[rows].shape))
         if lse is not None and part is not None:
             lse[rows] = part
 
 
-def _fused(
+def _attend(
     packed: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chunk: DecodeChunk, scoring: Scoring, *, lse: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    mask = chunk.mask(scoring.window, packed.dtype)
-    result, sums = fused_attention(packed, k, v, mask, scoring, lse=lse)
-    return result, None if sums is None else sums.flatten(1)
-
-
-def _explicit(
-    packed: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chunk: DecodeChunk, scoring: Scoring, *, lse: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+    if scoring.plain and (not lse or gives_lse(k, v)):
+        mask = chunk.mask(scoring.window, packed.dtype)
+        result, sums = fused_attention(packed, k, v, mask, scoring, lse=lse)
+        return result, None if sums is None else sums.flatten(1)
     mask = chunk.mask(scoring.window, torch.promote_types(packed.dtype, torch.float32)).unsqueeze(2)
     distance = chunk.distance() if scoring.alibi is not None else None
     queries, k, v = packed.unsqueeze(3), k.unsqueeze(2), v.unsqueeze(2)
@@ -175,9 +175,13 @@ def _explicit(
 
 
 def _gather(
-    chunk: DecodeChunk, key_cache: torch.Tensor, value_cache: torch.Tensor, workspace: Workspace
+    chunk: DecodeChunk,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    window: int,
+    workspace: Workspace,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gather the chunk's blocks, and zero the slots after each sequence's end, because 0 x NaN is NaN."""
+    """Gather the chunk's blocks, and zero the slots that no query sees, because 0 x NaN is NaN."""
     key_cache, value_cache = storable(key_cache), storable(value_cache)
     shape = (key_cache.shape[2], key_cache.shape[3], value_cache.shape[3], key_cache.dtype)
     views = chunk.views.get(shape)
@@ -185,9 +189,10 @@ def _gather(
         views = chunk.views[shape] = _views(chunk, key_cache, value_cache, workspace)
     gather_into(key_cache, chunk.blocks, views.k_flat)
     gather_into(value_cache, chunk.blocks, views.v_flat)
-    if chunk.void is not None:
-        views.k_slots.index_fill_(0, chunk.void, 0)
-        views.v_slots.index_fill_(0, chunk.void, 0)
+    for unseen in (chunk.void, chunk.left(window)):
+        if unseen is not None:
+            views.k_slots.index_fill_(0, unseen, 0)
+            views.v_slots.index_fill_(0, unseen, 0)
     return views.k, views.v
 
 
@@ -205,3 +210,128 @@ def _views(
         for buffer, cache in zip(flat, (key_cache, value_cache), strict=True)
     ]
     return _Views(flat[0], flat[1], by_slot[0], by_slot[1], heads[0], heads[1])
+
+
+class _Group(NamedTuple):
+    """A prefix and the rows that share it."""
+
+    rows: torch.Tensor
+    asked: torch.Tensor  # [rows], position of each row's query
+    blocks: torch.Tensor  # block ids of the prefix
+    length: int  # tokens of the prefix
+    least: int  # the least of `asked`
+
+
+@dataclass(frozen=True, slots=True)
+class CascadeMetadata:
+    """What a cascade needs from tables and lengths: made once per step, used by every layer."""
+
+    own: torch.Tensor  # rows with keys of their own
+    decode: DecodeMetadata | None  # of these rows
+    groups: tuple[_Group, ...]
+
+
+def cascade_metadata(
+    shared_table: torch.Tensor,
+    prefix_lens: torch.Tensor,
+    suffix_table: torch.Tensor,
+    suffix_lens: torch.Tensor,
+    group_ids: torch.Tensor,
+    *,
+    block_size: int,
+    token_bytes: int,
+) -> CascadeMetadata:
+    """Prepare the suffixes as a decode, and list which rows read which prefix.
+
+    Tensors as in `cascade_attention_decode`, `token_bytes` as in `decode_metadata`.
+    """
+    own = torch.nonzero(suffix_lens > 0).squeeze(1)
+    tables, lengths = (
+        value.cpu().numpy().astype(np.int64) for value in (suffix_table[own], suffix_lens[own])
+    )
+    device = suffix_lens.device
+    decode = None
+    if len(own):
+        decode = decode_metadata(tables, lengths, block_size, token_bytes=token_bytes, device=device)
+    groups = []
+    for group, length in enumerate(prefix_lens.tolist()):
+        rows = torch.nonzero(group_ids == group).squeeze(1)
+        if length and len(rows):
+            blocks = shared_table[group][: -(-length // block_size)].long()
+            asked = length - 1 + suffix_lens[rows]
+            groups.append(_Group(rows, asked, blocks, length, int(asked.min())))
+    return CascadeMetadata(own, decode, tuple(groups))
+
+
+def run_cascade(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    metadata: CascadeMetadata,
+    scoring: Scoring,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    workspace: Workspace,
+) -> None:
+    """One query per row, q `[rows, heads, dk]`, over its group's prefix and its own suffix, into `out` and `lse`."""
+    plain = scoring._replace(sinks=None)  # a sink is added once, at the end
+    wide = torch.promote_types(q.dtype, torch.float32)
+    merged = q.new_zeros(*q.shape[:2], value_cache.shape[3], dtype=wide)
+    sums = q.new_full(q.shape[:2], float("-inf"), dtype=wide)
+    if metadata.decode is not None:
+        own = metadata.own
+        part, part_lse = merged[own].to(q.dtype), sums[own]
+        run_decode(metadata.decode, q[own], key_cache, value_cache, plain, part, workspace, part_lse)
+        merged[own], sums[own] = part.to(wide), part_lse
+    for group in metadata.groups:
+        rows = group.rows
+        state = _prefix(q[rows], group, key_cache, value_cache, plain, workspace)
+        merged[rows], sums[rows] = merge_reference(merged[rows], sums[rows], *state)
+    if scoring.sinks is not None:
+        empty = sums == float("-inf")
+        with_sink = torch.logaddexp(sums, scoring.sinks.to(wide)).masked_fill(empty, float("-inf"))
+        merged *= torch.exp(sums - with_sink).masked_fill(empty, 0.0).unsqueeze(-1)
+        sums = with_sink
+    out.copy_(merged)
+    if lse is not None:
+        lse.copy_(sums)
+
+
+def _prefix(
+    q: torch.Tensor,
+    group: _Group,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    scoring: Scoring,
+    workspace: Workspace,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output `[rows, heads, dv]` and LSE of the group's rows over its prefix."""
+    length, asked = group.length, group.asked
+    k, v = (
+        as_query_dtype(_gather_prefix(group, cache, name, scoring.window, workspace), q.dtype, cache.dtype)
+        for name, cache in (("prefix_k", key_cache), ("prefix_v", value_cache))
+    )
+    wide = torch.promote_types(q.dtype, torch.float32)
+    packed = q.view(len(q), k.shape[0], -1, q.shape[2])
+    if scoring.plain and not scoring.window and gives_lse(k, v):
+        rows = packed.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+        result, sums = fused_attention(rows, k.unsqueeze(0), v.unsqueeze(0), None, scoring, lse=True)
+        if sums is not None:
+            back = (k.shape[0], len(q), -1)
+            out = result[0].view(*back, v.shape[2]).transpose(0, 1).flatten(1, 2)
+            return out.to(wide), sums[0].view(*back).transpose(0, 1).flatten(1)
+    distance = torch.arange(length, device=q.device) - asked.unsqueeze(1)
+    mask = additive(distance > -scoring.window if scoring.window else distance <= 0, wide)
+    queries = packed.permute(1, 2, 0, 3).unsqueeze(0)
+    result, lse = explicit_attention(queries, k[None, :, None], v[None, :, None], mask, scoring, distance)
+    return result[0].flatten(0, 1).transpose(0, 1).to(wide), lse[0].flatten(0, 1).transpose(0, 1)
+
+
+def _gather_prefix(
+    group: _Group, cache: torch.Tensor, name: str, window: int, workspace: Workspace
+) -> torch.Tensor:
+    """The prefix as `[kv_heads, length, dim]`. Slots that the window of every row has left may be NaN and are 0."""
+    tokens = gather_blocks(cache, group.blocks, name, workspace).view(-1, *cache.shape[2:])
+    if window:
+        tokens[: max(0, group.least + 1 - window)] = 0
+    return tokens[: group.length].transpose(0, 1)

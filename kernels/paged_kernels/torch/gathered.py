@@ -51,9 +51,13 @@ def as_query_dtype(values: torch.Tensor, dtype: torch.dtype, kv_dtype: torch.dty
     return values.view(kv_dtype).to(dtype) if kv_dtype.itemsize == 1 else values
 
 
-def gives_lse(device: torch.device) -> bool:
-    """Whether `fused_attention` can return the LSE: torch's public call does not, its CPU kernel does."""
-    return device.type == "cpu" and hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
+def gives_lse(k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether `fused_attention` can return the LSE over k and v `[..., d]`.
+
+    torch's public call does not, its CPU kernel does, for K and V of one width.
+    """
+    has_kernel = hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
+    return has_kernel and k.device.type == "cpu" and k.shape[-1] == v.shape[-1]
 
 
 def fused_attention(
@@ -100,13 +104,10 @@ def explicit_attention(
         scores = scores + scoring.alibi.to(wide).view(1, scores.shape[1], -1, 1, 1) * distance
     scores = scores + mask
     empty = (scores == float("-inf")).all(-1)
-    lse = torch.logsumexp(_with_sinks(scores, scoring.sinks), dim=-1)
+    with_sinks = scores
+    if scoring.sinks is not None:
+        column = scoring.sinks.to(wide).view(1, scores.shape[1], -1, 1, 1).expand(*scores.shape[:-1], 1)
+        with_sinks = torch.cat([scores, column], dim=-1)
+    lse = torch.logsumexp(with_sinks, dim=-1)
     weights = torch.exp(scores - lse.masked_fill(empty, 0.0).unsqueeze(-1))
     return torch.matmul(weights.to(v.dtype), v) * scoring.v_scale, lse.masked_fill(empty, float("-inf"))
-
-
-def _with_sinks(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    if sinks is None:
-        return scores
-    column = sinks.to(scores.dtype).view(1, scores.shape[1], -1, 1, 1).expand(*scores.shape[:-1], 1)
-    return torch.cat([scores, column], dim=-1)

@@ -70,7 +70,7 @@ def run_prefill(
 ) -> None:
     """Attention of rows `start : stop` of q `[tokens, heads, dk]` into the same rows of `out` and `lse`."""
     k, v = (
-        as_query_dtype(_gather(metadata, cache, name, workspace), q.dtype, cache.dtype)
+        as_query_dtype(_gather(metadata, cache, name, scoring.window, workspace), q.dtype, cache.dtype)
         for name, cache in (("prefill_k", key_cache), ("prefill_v", value_cache))
     )
     context = metadata.length - (metadata.stop - metadata.start)
@@ -84,10 +84,18 @@ def run_prefill(
             lse[rows] = part
 
 
-def _gather(metadata: PrefillMetadata, cache: torch.Tensor, name: str, workspace: Workspace) -> torch.Tensor:
-    """The sequence's tokens as `[kv_heads, length, dim]`; the unused slots of its last block are left out."""
-    gathered = gather_blocks(cache, metadata.blocks, name, workspace)
-    return gathered.view(-1, *cache.shape[2:])[: metadata.length].transpose(0, 1)
+def _gather(
+    metadata: PrefillMetadata, cache: torch.Tensor, name: str, window: int, workspace: Workspace
+) -> torch.Tensor:
+    """The sequence's tokens as `[kv_heads, length, dim]`; the unused slots of its last block are left out.
+
+    Slots that the window of every query has left are 0: they may be NaN, and 0 x NaN is NaN.
+    """
+    tokens = gather_blocks(cache, metadata.blocks, name, workspace).view(-1, *cache.shape[2:])
+    context = metadata.length - (metadata.stop - metadata.start)
+    if window:
+        tokens[: max(0, context + 1 - window)] = 0
+    return tokens[: metadata.length].transpose(0, 1)
 
 
 def _fused(

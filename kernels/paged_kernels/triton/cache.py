@@ -120,38 +120,28 @@ def merge_kernel(  # type: ignore[no-untyped-def]
 
 def store(cache: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
     """Write `rows` `[tokens, heads, dim]` (any token and head strides) to `slots`. Slot -1 skips a token."""
-    _store(rows, None, cache, None, slots, 1.0, 1.0)
+    reshape_and_cache(rows, None, cache, None, slots)
 
 
 def reshape_and_cache(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slots: torch.Tensor,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-) -> None:
-    """Write keys and values `[tokens, kv_heads, dim]` of all tokens in one launch. Slot -1 skips a token."""
-    _store(key, value, key_cache, value_cache, slots, k_scale, v_scale)
-
-
-def _store(
     key: torch.Tensor,
     value: torch.Tensor | None,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor | None,
     slots: torch.Tensor,
-    k_scale: float,
-    v_scale: float,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> None:
+    """Write keys and values `[tokens, kv_heads, dim]` of all tokens in one launch. Slot -1 skips a token.
+
+    Without `value` and `value_cache` only keys are written.
+    """
     key = key if key.stride(2) == 1 else key.contiguous()
     second, second_cache = key if value is None else value, key_cache if value_cache is None else value_cache
     second = second if second.stride(2) == 1 else second.contiguous()
     block_size, kv_heads, dk = key_cache.shape[1:]
-    shape = AttentionShape(
-        key.dtype, key_cache.dtype, kv_heads, kv_heads, dk, second_cache.shape[3], block_size
-    )
+    dtypes, dv = (key.dtype, key_cache.dtype), second_cache.shape[3]
+    shape = AttentionShape(*dtypes, kv_heads, kv_heads, dk, dv, block_size)
     store_kernel[(len(key),)](
         key, second, key_cache, second_cache, slots, 1.0 / k_scale, 1.0 / v_scale, key_cache.shape[0] * block_size,
         key.stride(0), key.stride(1), second.stride(0), second.stride(1),

@@ -18,7 +18,7 @@ import triton.language as tl
 from paged_kernels.memory import Workspace
 from paged_kernels.scoring import Scoring
 from paged_kernels.triton.decode import (
-    DecodeLaunch,
+    PartsOfStep,
     item_of_program,
     launch_combine,
     launch_decode,
@@ -28,7 +28,6 @@ from paged_kernels.triton.decode import (
 from paged_kernels.triton.launch import (
     MAX_SPLITS,
     SPLIT_TOKENS,
-    LaunchConfig,
     capability_of,
     chunks_of,
     multiprocessors,
@@ -36,7 +35,6 @@ from paged_kernels.triton.launch import (
     prefix_constants,
     tokens_of,
 )
-from paged_kernels.triton.parts import PartsOfStep
 from paged_kernels.triton.prefill import tile_of_rows
 from paged_kernels.triton.scan import as_operands, finished, joined, nothing_seen, scan_keys
 
@@ -133,30 +131,28 @@ def run_cascade(
 ) -> None:
     """One query per row over its group's prefix and its own suffix, into `out` and `lse` as in `run_decode`."""
     workspace = workspace or Workspace()
-    launch = prepare_launch(
-        q,
-        key_cache,
-        value_cache,
-        suffix_table,
-        suffix_lens,
-        scoring,
-        num_splits=None,
-        lse=lse is not None,
-        workspace=workspace,
-        path=path,
-        parts=parts or PartsOfStep(),
-    )
+    inputs = (q, key_cache, value_cache, suffix_table, suffix_lens)
+    listed, has_lse = parts or PartsOfStep(), lse is not None
+    launch = prepare_launch(inputs, scoring, None, workspace, path, listed, lse=has_lse)
     sums = suffix_lens if lse is None else lse
     config = prefix_config(launch.shape, len(q), capability_of(q.device))
     tiles = triton.cdiv(len(q), tokens_of(launch.shape, config)) + len(shared.lens) - 1
     splits = prefix_splits or pick_prefix_splits(
         tiles * launch.shape.kv_heads, shared.tables.shape[1] * launch.shape.block_size, q.device
     )
-    part = workspace.take(
-        "prefix_parts", q.shape[0] * splits * q.shape[1] * launch.shape.dv, q, torch.float32
-    )
-    part_lse = workspace.take("prefix_part_lse", q.shape[0] * splits * q.shape[1], q, torch.float32)
-    _launch_prefix(launch, shared, config, (tiles, splits), part, part_lse)
+    pieces = q.shape[0] * splits * q.shape[1]
+    part = workspace.take("prefix_parts", pieces * launch.shape.dv, q, torch.float32)
+    part_lse = workspace.take("prefix_part_lse", pieces, q, torch.float32)
+    shape, groups = launch.shape, len(shared.lens)
+    caches = [shape.as_read(cache) for cache in (key_cache, value_cache)]
+    constants = prefix_constants(shape, config, launch.features, groups=groups, splits=splits, path=path)
+    prefix_kernel[(tiles * shape.kv_heads * chunks_of(shape, config), splits)](
+        q, *caches, shared.tables, shared.bounds, shared.order, shared.lens,
+        suffix_lens, or_any(scoring.alibi, q), part, part_lse,
+        scoring.scale * scoring.k_scale, scoring.softcap, scoring.v_scale, scoring.window, groups,
+        q.stride(0), q.stride(1), *(cache.stride(2) for cache in caches),
+        shared.tables.stride(0), **constants, num_warps=config.warps, num_stages=config.stages,
+    )  # fmt: skip
     launch_decode(launch, out, sums, direct=False)
     launch_combine(launch, out, sums, (part, part_lse, shared.group_ids), splits)
 
@@ -169,26 +165,3 @@ def pick_prefix_splits(programs: int, longest: int, device: torch.device) -> int
     most = max(1, min(MAX_SPLITS, longest // SPLIT_TOKENS))
     wanted = min(most, max(1, -(-2 * multiprocessors(device) // programs)))
     return 1 << (wanted.bit_length() - 1)
-
-
-def _launch_prefix(
-    launch: DecodeLaunch,
-    shared: SharedPrefixes,
-    config: LaunchConfig,
-    grid: tuple[int, int],
-    part: torch.Tensor,
-    part_lse: torch.Tensor,
-) -> None:
-    q, scoring, shape = launch.q, launch.scoring, launch.shape
-    groups, (tiles, splits) = len(shared.lens), grid
-    caches = [shape.as_read(cache) for cache in (launch.key_cache, launch.value_cache)]
-    constants = prefix_constants(
-        shape, config, launch.features, groups=groups, splits=splits, path=launch.path
-    )
-    prefix_kernel[(tiles * shape.kv_heads * chunks_of(shape, config), splits)](
-        q, *caches, shared.tables, shared.bounds, shared.order, shared.lens,
-        launch.seq_lens, or_any(scoring.alibi, q), part, part_lse,
-        scoring.scale * scoring.k_scale, scoring.softcap, scoring.v_scale, scoring.window, groups,
-        q.stride(0), q.stride(1), *(cache.stride(2) for cache in caches),
-        shared.tables.stride(0), **constants, num_warps=config.warps, num_stages=config.stages,
-    )  # fmt: skip

@@ -14,7 +14,6 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from paged_kernels.triton import cache as triton_cache_kernel
 from paged_kernels.triton import cascade as triton_prefix_kernel
 from paged_kernels.triton import decode as triton_decode_kernel
-from paged_kernels.triton import parts as triton_parts
 from paged_kernels.triton import prefill as triton_prefill_kernel
 from paged_kernels.triton import prefill_hopper as triton_hopper_prefill
 from paged_kernels.triton.cache import CHUNK
@@ -53,35 +52,15 @@ PLAIN = Features()
 MOST_PER_BYTE = {2: 0.060, 1: 0.085}
 SMALL = LaunchConfig(0, 0, 4, 3)  # Triton's defaults
 FULL = Features(window=True, softcap=True, sinks=True, alibi=True, lse=True)
-# Element types of pointers that point neither to queries nor to a cache.
-POINTERS = {
-    **dict.fromkeys(
-        (
-            "table",
-            "lengths",
-            "bounds",
-            "order",
-            "suffix_lens",
-            "prefix_lens",
-            "group_ids",
-            "entries",
-            "spans",
-        ),
-        "*i32",
-    ),
-    **dict.fromkeys(("sinks", "alibi", "lse", "part", "part_lse", "prefix", "prefix_lse"), "*fp32"),
-    **dict.fromkeys(("slots", "source_block", "destination_block"), "*i64"),
-    **dict.fromkeys(("lse_a", "lse_b"), "*fp32"),
+# Types of the arguments that point neither to queries nor to a cache, by name.
+_NAMED = {
+    "*i32": "table lengths bounds order suffix_lens prefix_lens group_ids entries spans",
+    "*fp32": "sinks alibi lse part part_lse prefix prefix_lse lse_a lse_b",
+    "*i64": "slots source_block destination_block",
 }
+POINTERS = {name: kind for kind, names in _NAMED.items() for name in names.split()}
 QUERIES = ("q", "out", "key", "value", "o_a", "o_b")
-CACHES = (
-    "key_cache",
-    "value_cache",
-    "first_source",
-    "second_source",
-    "first_destination",
-    "second_destination",
-)
+_CACHES = "key_cache value_cache first_source second_source first_destination second_destination"
 FLOATS = frozenset({"scale", "softcap", "v_scale", "k_inverse", "v_inverse"})
 # Numbers without known divisibility. Every other number is a stride that the launcher has checked.
 FREE = frozenset({"window", "rows", "target", "sequences", "groups", "table_row", "limit"})
@@ -164,7 +143,7 @@ def _decodes() -> Iterator[KernelConfiguration]:
     yield decode(_shape(128), splits=1)
     shape = _shape(128)
     constants = plan_constants(rows=64, tile=decode_config(shape).tile, window=False)
-    yield configuration("plan/rows64", triton_parts.plan_kernel, shape, constants, SMALL)
+    yield configuration("plan/rows64", triton_decode_kernel.plan_kernel, shape, constants, SMALL)
     constants = combine_constants(shape, PLAIN, splits=0)
     yield configuration("combine/bf16/d128", triton_decode_kernel.combine_kernel, shape, constants, SMALL)
 
@@ -206,9 +185,8 @@ def _cascades() -> Iterator[KernelConfiguration]:
         yield from prefix(shape)
     shape = _shape(128)
     constants = combine_constants(shape, PLAIN, splits=0, prefix_splits=4)
-    yield configuration(
-        "combine/bf16/d128/prefix4", triton_decode_kernel.combine_kernel, shape, constants, SMALL
-    )
+    kernel = triton_decode_kernel.combine_kernel
+    yield configuration("combine/bf16/d128/prefix4", kernel, shape, constants, SMALL)
 
 
 def _writes() -> Iterator[KernelConfiguration]:
@@ -247,9 +225,8 @@ def prefill(
     for config, alike in _alike(lambda capability: prefill_config(shape, capability), capabilities):
         constants = prefill_constants(shape, config, features, sequences=64, path=path)
         key = f"prefill/{_name(shape, features)}/{constants['PATH']}/sm_{alike[0]}"
-        kernel, matrix = triton_prefill_kernel.prefill_kernel, config.rows >= 64
-        made = configuration(key, kernel, shape, constants, config, matrix=matrix)
-        yield from _on(made, alike)
+        kernel = triton_prefill_kernel.prefill_kernel
+        yield from _on(configuration(key, kernel, shape, constants, config, matrix=config.rows >= 64), alike)
 
 
 def prefix(shape: AttentionShape, capabilities: tuple[int, ...] = TUNED) -> Iterator[KernelConfiguration]:
@@ -257,9 +234,8 @@ def prefix(shape: AttentionShape, capabilities: tuple[int, ...] = TUNED) -> Iter
     for config, alike in _alike(lambda capability: prefix_config(shape, 64, capability), capabilities):
         constants = prefix_constants(shape, config, PLAIN, groups=1, splits=4, path="auto")
         key = f"prefix/{_name(shape, PLAIN)}/{constants['PATH']}/sm_{alike[0]}"
-        kernel, matrix = triton_prefix_kernel.prefix_kernel, config.rows >= 64
-        made = configuration(key, kernel, shape, constants, config, matrix=matrix)
-        yield from _on(made, alike)
+        kernel = triton_prefix_kernel.prefix_kernel
+        yield from _on(configuration(key, kernel, shape, constants, config, matrix=config.rows >= 64), alike)
 
 
 def everywhere(made: KernelConfiguration) -> KernelConfiguration:
@@ -298,33 +274,17 @@ def configuration(
     element, cached = (f"*{ELEMENTS[dtype]}" for dtype in (shape.dtype, shape.kv_dtype))
     if constants.get("PAIRS"):
         cached = "*i16"
-    pointers = POINTERS | dict.fromkeys(QUERIES, element) | dict.fromkeys(CACHES, cached)
-    signature = {
-        name: "constexpr"
-        if name in constants
-        else pointers.get(name) or ("fp32" if name in FLOATS else "i32")
-        for name in kernel.arg_names
-    }
+    kinds = POINTERS | dict.fromkeys(QUERIES, element) | dict.fromkeys(_CACHES.split(), cached)
+    kinds |= dict.fromkeys(FLOATS, "fp32") | dict.fromkeys(constants, "constexpr")
+    signature = {name: kinds.get(name, "i32") for name in kernel.arg_names}
     aligned = frozenset(signature) - frozenset(constants) - FLOATS - FREE
     narrow = shape.kv_dtype.itemsize == 1  # sm_80 has no instructions to convert 8-bit floats
-    return KernelConfiguration(
-        key=key,
-        kernel=kernel,
-        signature=signature,
-        constants=constants,
-        aligned=aligned,
-        num_warps=config.warps,
-        num_stages=config.stages,
-        kv_tile=_kv_tile(constants),
-        matrix=matrix,
-        capabilities=(90,) if narrow else TUNED,
-    )
-
-
-def _kv_tile(constants: Mapping[str, Any]) -> tuple[int, int] | None:
-    if "DK_PAD" not in constants:
-        return None
-    return constants["TILE"], constants["DK_PAD"] // (2 if constants["PAIRS"] else 1)
+    kv_tile = None
+    if "DK_PAD" in constants:
+        kv_tile = constants["TILE"], constants["DK_PAD"] // (2 if constants["PAIRS"] else 1)
+    launch = (config.warps, config.stages, kv_tile, matrix)
+    made = KernelConfiguration(key, kernel, signature, constants, aligned, *launch)
+    return replace(made, capabilities=(90,)) if narrow else made
 
 
 def _shape(
@@ -341,7 +301,5 @@ def _shape(
 
 def _name(shape: AttentionShape, features: Features) -> str:
     kept = "" if shape.kv_dtype == shape.dtype else f"-kv-{ELEMENTS[shape.kv_dtype]}"
-    options = (
-        "" if features == PLAIN else "/" + "+".join(name for name, on in features._asdict().items() if on)
-    )
+    options = "/" + "+".join(name for name, on in features._asdict().items() if on) if any(features) else ""
     return f"{ELEMENTS[shape.dtype]}{kept}/d{shape.dk}/g{shape.group}/bs{shape.block_size}{options}"

@@ -1,7 +1,12 @@
 """Triton decode: split-KV attention of one query per sequence. The query heads of a group are the rows of one tile.
 
-A program computes one part (split) of one sequence's keys for one KV head. The device lists the parts once per step
-(`parts.py`). A sequence with one part is written directly to the output. `combine_kernel` merges the parts of others.
+A program computes one part (split) of one sequence's keys for one KV head. A sequence with one part is written directly
+to the output. `combine_kernel` merges the parts of others.
+
+The device lists the parts once per step, and every layer reads the list. It computes the number of parts of each row
+from the lengths: parts of nearly equal size, enough to fill the device. So one long sequence among short ones does not
+slow the batch down, and a captured graph follows lengths that change. A decode program reads one entry of the list. To
+compute it there, each program of each layer would read the lengths of all rows.
 
 The same kernel runs over contiguous KV (`run_contiguous_decode`), to measure the cost of paging.
 """
@@ -10,7 +15,7 @@ The same kernel runs over contiguous KV (`run_contiguous_decode`), to measure th
 # mypy: disable-error-code="untyped-decorator"
 # ruff: noqa: N803, N806
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -27,10 +32,109 @@ from paged_kernels.triton.launch import (
     combine_constants,
     decode_config,
     decode_constants,
+    plan_constants,
     target_parts,
 )
-from paged_kernels.triton.parts import MAX_ROWS, Parts, PartsOfStep, share_of_part
 from paged_kernels.triton.scan import as_operands, finished, joined, nothing_seen, scan_keys
+
+MAX_ROWS = 4096  # rows per launch: the program of a row reads the lengths of all of them
+
+
+@triton.jit
+def parts_of_rows(  # type: ignore[no-untyped-def]
+    length, real, window, target, TILE: tl.constexpr, MIN_TILES: tl.constexpr, HAS_WINDOW: tl.constexpr
+):
+    """Number of parts of each row's keys, int32 as `length`: one at least, `rows + target` at most in all."""
+    tiles = tl.cdiv(length, TILE)
+    if HAS_WINDOW:
+        tiles -= tl.maximum(length - window, 0) // TILE
+    share = tl.maximum(tl.cdiv(tl.sum(tiles, 0), target), MIN_TILES)
+    return tl.where(real, tl.maximum(tl.cdiv(tiles, share), 1), 0)
+
+
+@triton.jit
+def share_of_part(length, split, parts, window, TILE: tl.constexpr, HAS_WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """First tile, and last tile + 1, of part number `split` of a row's `parts`."""
+    first = length * 0
+    if HAS_WINDOW:
+        first = tl.maximum(length - window, 0) // TILE
+    last = tl.cdiv(length, TILE)
+    share = tl.cdiv(last - first, parts)
+    begin = first + split * share
+    return begin, tl.minimum(begin + share, last)
+
+
+@triton.jit(do_not_specialize=["window", "rows", "target"])
+def plan_kernel(  # type: ignore[no-untyped-def]
+    lengths, entries, spans, window, rows, target,
+    ROWS_PAD: tl.constexpr, TILE: tl.constexpr, MIN_TILES: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    ENTRY: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """The entries [rows + target, ENTRY] of one row's parts, and its span [2]: first part and number of parts.
+
+    The program after the last row marks the entries that are left by the row number `rows`.
+    """
+    row = tl.program_id(0)
+    index = tl.arange(0, ROWS_PAD)
+    all_lengths = tl.load(lengths + index, mask=index < rows, other=0)
+    counts = parts_of_rows(all_lengths, index < rows, window, target, TILE, MIN_TILES, HAS_WINDOW).to(
+        tl.int32
+    )
+    start = tl.sum(tl.where(index < row, counts, 0), 0)
+    parts = tl.sum(tl.where(index == row, counts, 0), 0)
+    length = tl.sum(tl.where(index == row, all_lengths, 0), 0)
+    if row < rows:
+        tl.store(spans + 2 * row, start)
+        tl.store(spans + 2 * row + 1, parts)
+    else:
+        parts = rows + target - start
+    for first in range(0, parts, CHUNK):
+        split = first + tl.arange(0, CHUNK)
+        begin, end = share_of_part(length, split, parts, window, TILE, HAS_WINDOW)
+        entry, kept = entries + (start + split) * ENTRY, split < parts
+        tl.store(entry, tl.zeros([CHUNK], tl.int32) + row, mask=kept)
+        tl.store(entry + 1, begin, mask=kept)
+        tl.store(entry + 2, end, mask=kept)
+        tl.store(entry + 3, tl.zeros([CHUNK], tl.int32) + length.to(tl.int32), mask=kept)
+        tl.store(entry + 4, tl.zeros([CHUNK], tl.int32) + parts, mask=kept)
+
+
+class Parts(NamedTuple):
+    """The parts of a batch of rows, on the device."""
+
+    entries: torch.Tensor  # int32 [rows + target, ENTRY], flat
+    spans: torch.Tensor  # int32 [rows, 2], flat: first part and number of parts
+
+
+class PartsOfStep:
+    """The lists of one step, each made when a layer asks for it first. Layers with other windows or tiles have others.
+
+    The lengths on the device must not change while it is used: an engine makes a new one for each step. In a captured
+    graph the list is made again by every replay, if the first layer asked for it while the graph was captured.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, ...], Parts] = {}
+
+    def of(
+        self, lengths: torch.Tensor, *, target: int, tile: int, window: int, workspace: Workspace
+    ) -> Parts:
+        """The parts of rows of `lengths` [rows], aimed at `target` parts in all beside one of each row."""
+        rows = len(lengths)
+        key = (lengths.data_ptr(), rows, target, tile, window)
+        if key not in self._made:
+            # Each list of a step has a buffer of its own, so that none replaces another that is still read.
+            number = len(self._made)
+            made = Parts(
+                workspace.take(f"decode_list_{number}", (rows + target) * ENTRY, lengths, torch.int32),
+                workspace.take(f"decode_spans_{number}", 2 * rows, lengths, torch.int32),
+            )
+            plan_kernel[(rows + 1,)](
+                lengths, *made, window, rows, target,
+                **plan_constants(rows=rows, tile=tile, window=window > 0), num_warps=4,
+            )  # fmt: skip
+            self._made[key] = made
+        return self._made[key]
 
 
 @triton.jit
@@ -183,6 +287,10 @@ def combine_kernel(  # type: ignore[no-untyped-def]
             tl.store(lse + row * HEADS + head, logsum)
 
 
+# q [rows, heads, dk], K and V, block table, lengths
+DecodeInputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
 class DecodeLaunch(NamedTuple):
     """One decode over rows of q: the arguments of both of its kernels."""
 
@@ -226,19 +334,9 @@ def run_decode(
     listed = parts or PartsOfStep()
     for start in range(0, len(q), MAX_ROWS):
         rows = slice(start, start + MAX_ROWS)
-        launch = prepare_launch(
-            q[rows],
-            key_cache,
-            value_cache,
-            block_table[rows],
-            seq_lens[rows],
-            scoring,
-            num_splits=num_splits,
-            lse=lse is not None,
-            workspace=workspace,
-            path=path,
-            parts=listed,
-        )
+        inputs = (q[rows], key_cache, value_cache, block_table[rows], seq_lens[rows])
+        has_lse = lse is not None
+        launch = prepare_launch(inputs, scoring, num_splits, workspace, path, listed, lse=has_lse)
         sums = seq_lens if lse is None else lse[rows]
         launch_decode(launch, out[rows], sums, direct=True)
         if launch.splits != 1:
@@ -256,28 +354,25 @@ def run_contiguous_decode(
     num_splits: int | None = None,
     *,
     workspace: Workspace | None = None,
+    parts: PartsOfStep | None = None,
 ) -> None:
     """The decode over contiguous KV `[rows, length, kv_heads, dim]`: the paged kernel with plain addresses."""
-    table = seq_lens.unsqueeze(1)  # not read
-    options: dict[str, Any] = {"workspace": workspace, "path": "contiguous"}
-    run_decode(q, keys, values, table, seq_lens, scoring, out, lse, num_splits, **options)
+    inputs = (q, keys, values, seq_lens.unsqueeze(1), seq_lens)  # the table is not read
+    run_decode(*inputs, scoring, out, lse, num_splits, workspace=workspace, path="contiguous", parts=parts)
 
 
 def prepare_launch(
-    q: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
+    inputs: DecodeInputs,
     scoring: Scoring,
-    *,
     num_splits: int | None,
-    lse: bool,
     workspace: Workspace | None,
     path: str,
     parts: PartsOfStep,
+    *,
+    lse: bool,
 ) -> DecodeLaunch:
     """Compute the shape, launch numbers and scratch buffers of one decode."""
+    q, key_cache, value_cache, _, seq_lens = inputs
     shape = shape_of(q, key_cache, value_cache)
     splits, target = num_splits or 0, target_parts(shape.kv_heads, q.device)
     most = 0 if splits == 1 else len(q) * splits if splits else len(q) + target
@@ -285,16 +380,10 @@ def prepare_launch(
     part = scratch.take("decode_parts", most * shape.heads * shape.dv, q, torch.float32)
     part_lse = scratch.take("decode_part_lse", most * shape.heads, q, torch.float32)
     features, config = Features.of(scoring, lse=lse), decode_config(shape)
-    window, unused = scoring.window, Parts(seq_lens, seq_lens)
-    listed = (
-        unused
-        if splits
-        else parts.of(seq_lens, target=target, tile=config.tile, window=window, workspace=scratch)
-    )
-    return DecodeLaunch(
-        q, key_cache, value_cache, block_table, seq_lens, scoring, shape, config, features,
-        splits, listed, path, part, part_lse,
-    )  # fmt: skip
+    listed = Parts(seq_lens, seq_lens)  # not read
+    if not splits:
+        listed = parts.of(seq_lens, target=target, tile=config.tile, window=scoring.window, workspace=scratch)
+    return DecodeLaunch(*inputs, scoring, shape, config, features, splits, listed, path, part, part_lse)
 
 
 def shape_of(q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> AttentionShape:

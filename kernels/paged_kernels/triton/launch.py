@@ -176,16 +176,12 @@ def target_parts(kv_heads: int, device: torch.device) -> int:
     return max(1, -(-WAVES * multiprocessors(device) // kv_heads))
 
 
-def min_tiles(tile: int) -> int:
-    """The least number of tiles of a part."""
-    return max(1, SPLIT_TOKENS // tile)
-
-
 def pick_splits(lengths: tuple[int, ...], kv_heads: int, device: torch.device) -> int | None:
-    """A fixed number of parts for lengths that are known on the host, or None if the device should balance them.
+    """1 where one part per row fills the device, which saves the second launch; None: the device balances the parts.
 
-    Sequences of about equal length are cut into equal parts: the smallest number whose waves are nearly as full as the
-    best number's (the rule of FlashAttention-3). One part saves the second launch.
+    The lengths are known on the host. One part is enough for sequences of about equal length whose waves are nearly as
+    full as those of the best number of parts (the rule of FlashAttention-3). Other numbers are never fixed, because
+    each would be one more kernel to compile. The engine and what is timed beside other libraries both ask here.
     """
     if max(lengths) > 1.25 * sum(lengths) / len(lengths):
         return None
@@ -193,7 +189,7 @@ def pick_splits(lengths: tuple[int, ...], kv_heads: int, device: torch.device) -
     most = max(1, min(MAX_SPLITS, max(lengths) // SPLIT_TOKENS))
     waves = [programs * splits / seats for splits in range(1, most + 1)]
     fill = [wave / math.ceil(wave) for wave in waves]
-    return next(splits for splits, share in enumerate(fill, 1) if share >= 0.9 * max(fill))
+    return 1 if fill[0] >= 0.9 * max(fill) else None
 
 
 @functools.cache
@@ -229,23 +225,12 @@ class Features(NamedTuple):
 
 
 def decode_constants(
-    shape: AttentionShape,
-    config: LaunchConfig,
-    features: Features,
-    *,
-    splits: int,
-    direct: bool,
-    path: str,
+    shape: AttentionShape, config: LaunchConfig, features: Features, *, splits: int, direct: bool, path: str
 ) -> dict[str, Any]:
     """Constants of `decode_kernel`. `splits` 0 reads the list of parts."""
-    return _common(shape, config, features) | {
-        "PATH": id_path(shape.block_size, config.tile, path),
-        "SPLITS": splits,
-        "ENTRY": ENTRY,
-        "DIRECT": direct,
-        "HAS_SINKS": features.sinks and direct,
-        "HAS_LSE": features.lse,
-    }
+    options = {"HAS_SINKS": features.sinks and direct, "HAS_LSE": features.lse}
+    parts = {"SPLITS": splits, "ENTRY": ENTRY, "DIRECT": direct}
+    return _common(shape, config, features, path) | parts | options
 
 
 def plan_constants(*, rows: int, tile: int, window: bool) -> dict[str, Any]:
@@ -253,7 +238,7 @@ def plan_constants(*, rows: int, tile: int, window: bool) -> dict[str, Any]:
     return {
         "ROWS_PAD": rows_pad(rows),
         "TILE": tile,
-        "MIN_TILES": min_tiles(tile),
+        "MIN_TILES": max(1, SPLIT_TOKENS // tile),  # of a part
         "HAS_WINDOW": window,
         "ENTRY": ENTRY,
         "CHUNK": 128,
@@ -280,23 +265,15 @@ def prefill_constants(
     shape: AttentionShape, config: LaunchConfig, features: Features, *, sequences: int, path: str
 ) -> dict[str, Any]:
     """Constants of `prefill_kernel`."""
-    return _common(shape, config, features) | {
-        "PATH": id_path(shape.block_size, config.tile, path),
-        "ROWS_PAD": rows_pad(sequences),
-        "HAS_SINKS": features.sinks,
-        "HAS_LSE": features.lse,
-    }
+    options = {"HAS_SINKS": features.sinks, "HAS_LSE": features.lse}
+    return _common(shape, config, features, path) | {"ROWS_PAD": rows_pad(sequences)} | options
 
 
 def prefix_constants(
     shape: AttentionShape, config: LaunchConfig, features: Features, *, groups: int, splits: int, path: str
 ) -> dict[str, Any]:
     """Constants of `prefix_kernel`, which computes the shared prefixes of a cascade."""
-    return _common(shape, config, features) | {
-        "PATH": id_path(shape.block_size, config.tile, path),
-        "GROUPS_PAD": rows_pad(groups),
-        "SPLITS": splits,
-    }
+    return _common(shape, config, features, path) | {"GROUPS_PAD": rows_pad(groups), "SPLITS": splits}
 
 
 def store_constants(shape: AttentionShape, *, values: bool = True) -> dict[str, Any]:
@@ -324,7 +301,7 @@ def rows_pad(rows: int) -> int:
     return max(64, int(triton.next_power_of_2(rows)))
 
 
-def _common(shape: AttentionShape, config: LaunchConfig, features: Features) -> dict[str, Any]:
+def _common(shape: AttentionShape, config: LaunchConfig, features: Features, path: str) -> dict[str, Any]:
     each, narrowest = (2, 32) if shape.pairs else (1, 16)
     strides = (stride // each for stride in shape.strides)
     return {
@@ -338,6 +315,7 @@ def _common(shape: AttentionShape, config: LaunchConfig, features: Features) -> 
         "DV_PAD": max(narrowest, padded(shape.dv)),
         "BLOCK_SIZE": shape.block_size,
         "TILE": config.tile,
+        "PATH": id_path(shape.block_size, config.tile, path),
         "HAS_WINDOW": features.window,
         "HAS_SOFTCAP": features.softcap,
         "HAS_ALIBI": features.alibi,

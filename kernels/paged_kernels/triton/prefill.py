@@ -13,8 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
+from paged_kernels.memory import PagedBatch
 from paged_kernels.scoring import Scoring
-from paged_kernels.triton.decode import item_of_program, or_any, shape_of
+from paged_kernels.triton.decode import MAX_ROWS, item_of_program, or_any, shape_of
 from paged_kernels.triton.launch import (
     Features,
     capability_of,
@@ -23,7 +24,6 @@ from paged_kernels.triton.launch import (
     prefill_constants,
     tokens_of,
 )
-from paged_kernels.triton.parts import MAX_ROWS
 from paged_kernels.triton.scan import as_operands, finished, joined, nothing_seen, scan_keys
 
 
@@ -115,13 +115,7 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
 
 
 def run_prefill(
-    q: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    max_seqlen_q: int,
+    batch: PagedBatch,
     scoring: Scoring,
     out: torch.Tensor,
     lse: torch.Tensor | None = None,
@@ -134,40 +128,26 @@ def run_prefill(
     outside all spans stay unchanged. The last stride of each tensor must be 1; the others are free. `lse` is float32
     and contiguous.
     """
-    for first in range(0, len(seq_lens), MAX_ROWS):
-        some = slice(first, first + MAX_ROWS)
-        bounds = cu_seqlens_q[first : first + MAX_ROWS + 1]
-        spans = (block_table[some], seq_lens[some], bounds, max_seqlen_q)
-        _launch(q, key_cache, value_cache, *spans, scoring, out, lse, path)
-
-
-def _launch(
-    q: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    bounds: torch.Tensor,
-    max_seqlen_q: int,
-    scoring: Scoring,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    path: str,
-) -> None:
-    shape, sequences = shape_of(q, key_cache, value_cache), len(seq_lens)
+    q = batch.q
+    shape = shape_of(q, batch.key_cache, batch.value_cache)
     config, features = (
         prefill_config(shape, capability_of(q.device)),
         Features.of(scoring, lse=lse is not None),
     )
-    tokens, caches = tokens_of(shape, config), [shape.as_read(cache) for cache in (key_cache, value_cache)]
-    # Each span ends in at most one partly filled tile.
-    tiles = min(triton.cdiv(len(q), tokens) + sequences, sequences * triton.cdiv(max_seqlen_q, tokens))
-    prefill_kernel[(tiles * shape.kv_heads * chunks_of(shape, config),)](
-        q, *caches, block_table, seq_lens, bounds,
-        or_any(scoring.sinks, q), or_any(scoring.alibi, q), out, or_any(lse, q),
-        scoring.scale * scoring.k_scale, scoring.softcap, scoring.v_scale, scoring.window, sequences,
-        q.stride(0), q.stride(1), *(cache.stride(2) for cache in caches),
-        block_table.stride(0), out.stride(0), out.stride(1),
-        **prefill_constants(shape, config, features, sequences=sequences, path=path),
-        num_warps=config.warps, num_stages=config.stages,
-    )  # fmt: skip
+    tokens, caches = tokens_of(shape, config), [shape.as_read(cache) for cache in batch[1:3]]
+    for first in range(0, len(batch.seq_lens), MAX_ROWS):
+        table, lengths = (each[first : first + MAX_ROWS] for each in (batch.block_table, batch.seq_lens))
+        sequences = len(lengths)
+        # Each span ends in at most one partly filled tile.
+        tiles = min(
+            triton.cdiv(len(q), tokens) + sequences, sequences * triton.cdiv(batch.max_seqlen_q, tokens)
+        )
+        prefill_kernel[(tiles * shape.kv_heads * chunks_of(shape, config),)](
+            q, *caches, table, lengths, batch.cu_seqlens_q[first : first + MAX_ROWS + 1],
+            or_any(scoring.sinks, q), or_any(scoring.alibi, q), out, or_any(lse, q),
+            scoring.scale * scoring.k_scale, scoring.softcap, scoring.v_scale, scoring.window, sequences,
+            q.stride(0), q.stride(1), *(cache.stride(2) for cache in caches),
+            table.stride(0), out.stride(0), out.stride(1),
+            **prefill_constants(shape, config, features, sequences=sequences, path=path),
+            num_warps=config.warps, num_stages=config.stages,
+        )  # fmt: skip

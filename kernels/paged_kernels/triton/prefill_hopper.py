@@ -28,10 +28,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from paged_kernels.memory import PagedBatch
 from paged_kernels.scoring import Scoring
-from paged_kernels.triton.decode import or_any, shape_of
+from paged_kernels.triton.decode import MAX_ROWS, or_any, shape_of
 from paged_kernels.triton.launch import LOG2E, AttentionShape, rows_pad
-from paged_kernels.triton.parts import MAX_ROWS
 
 HALF = 64  # query rows of a warp group: those of one instruction (wgmma)
 WARPS = 4  # of a warp group
@@ -301,23 +301,15 @@ def hopper_constants(shape: AttentionShape, *, sequences: int, lse: bool) -> dic
 
 
 def run_hopper_prefill(
-    q: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    max_seqlen_q: int,
-    scoring: Scoring,
-    out: torch.Tensor,
-    lse: torch.Tensor | None = None,
+    batch: PagedBatch, scoring: Scoring, out: torch.Tensor, lse: torch.Tensor | None = None
 ) -> None:
     """As `prefill.run_prefill`. The caller has asked `backends.check_prefill_kernel`, which refuses other cases."""
+    q, key_cache, value_cache, tables, seq_lens, cu_seqlens_q, max_seqlen_q = batch
     shape = shape_of(q, key_cache, value_cache)
     tokens = 2 * HALF // shape.group
     for first in range(0, len(seq_lens), MAX_ROWS):
         some = slice(first, first + MAX_ROWS)
-        bounds, lengths, table = cu_seqlens_q[first : first + MAX_ROWS + 1], seq_lens[some], block_table[some]
+        bounds, lengths, table = cu_seqlens_q[first : first + MAX_ROWS + 1], seq_lens[some], tables[some]
         sequences = len(lengths)
         # each span ends in at most one partly filled tile
         tiles = min(triton.cdiv(len(q), tokens) + sequences, sequences * triton.cdiv(max_seqlen_q, tokens))

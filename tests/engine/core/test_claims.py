@@ -15,8 +15,7 @@ import pytest
 import yaml
 from slot_model import SlotModel
 
-from engine.core.hashing import PrefixHasher
-from engine.core.identity import TokenIdentity
+from engine.core.identity import PrefixHasher, TokenIdentity
 from engine.core.memory.contiguous import ContiguousManager
 from engine.core.memory.manager import KVCacheManager
 from engine.core.memory.paged import PagedManager

@@ -9,11 +9,9 @@ import pytest
 from engine.core.errors import CoreError, NeverFitsError, OutOfBlocksError, UnknownSequenceError
 from engine.core.identity import TokenIdentity
 from engine.core.memory.block_pool import BlockPool
-from engine.core.memory.contiguous import ContiguousManager
+from engine.core.memory.contiguous import BuddyRuns, ContiguousManager, FreeRuns
 from engine.core.memory.manager import KVCacheManager
-from engine.core.memory.paged import PagedManager
-from engine.core.memory.placement import BuddyRuns, FreeRuns
-from engine.core.memory.swap import HostPool
+from engine.core.memory.paged import HostPool, PagedManager
 from engine.core.options import Decoding, SchedulerLimits, SpeculationMode
 from engine.core.plan import StepPlan, StepResult
 from engine.core.request import Request, Speculation

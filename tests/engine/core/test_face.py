@@ -6,13 +6,13 @@ from importlib import import_module
 import pytest
 
 import engine.core
-from engine.core.memory import block_manager, block_pool, residency
+from engine.core.memory import block_manager, block_pool
 from engine.core.scheduling import scheduler
 
 
 @pytest.mark.parametrize(
     "module",
-    [engine.core, block_manager, block_pool, residency, scheduler],
+    [engine.core, block_manager, block_pool, scheduler],
     ids=lambda module: module.__name__,
 )
 def test_the_examples_of_the_docstrings_run(module: object) -> None:

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core.errors import CoreError
-from engine.core.hashing import process_seed
-from engine.core.identity import KeyIdentity, MultimodalItem, TokenIdentity
+from engine.core.identity import KeyIdentity, MultimodalItem, TokenIdentity, process_seed
 from engine.core.options import HashAlgorithm
 
 SEGMENTS = st.lists(

@@ -7,15 +7,14 @@ import pytest
 from core_driver import Setup, random_walk
 
 from engine.core import identity
-from engine.core.calendar import DecodeCalendar
 from engine.core.memory.block_pool import BlockPool
 from engine.core.memory.block_tables import BlockTables
+from engine.core.memory.contiguous import BuddyRuns
 from engine.core.memory.eviction import LruQueue
-from engine.core.memory.paged import CopyAtFork, PagedManager
-from engine.core.memory.placement import BuddyRuns
+from engine.core.memory.paged import CopyAtFork, HostPool, PagedManager, Swapper
 from engine.core.memory.prefix_cache import PrefixCache
-from engine.core.memory.swap import HostPool, Swapper
 from engine.core.options import Placement, Preemption, Reservation, Scheduling
+from engine.core.sequence import DecodeCalendar
 
 SETUPS = [
     Setup(),

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from slot_model import SlotModel
 
@@ -72,7 +72,6 @@ def drive(
     st.booleans(),
     st.booleans(),
 )
-@settings(max_examples=120, deadline=None)
 def test_paged_runs_read_what_they_wrote_and_leave_nothing(
     arrivals: list[Arrival], size: int, blocks: int, budget: int, caching: bool, chunked: bool
 ) -> None:
@@ -85,7 +84,6 @@ def test_paged_runs_read_what_they_wrote_and_leave_nothing(
 
 
 @given(ARRIVALS, st.integers(80, 300), st.integers(5, 40))
-@settings(max_examples=60, deadline=None)
 def test_contiguous_runs_read_what_they_wrote_and_leave_nothing(
     arrivals: list[Arrival], slots: int, budget: int
 ) -> None:

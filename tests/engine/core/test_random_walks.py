@@ -1,9 +1,8 @@
 """Every operation of the policy core in random order, under every policy, against the brute-force slot model.
 
-`make test` runs a few thousand operations; with PAGETWIN_NIGHTLY=1 it is more than 200,000.
+By day they are a few thousand operations, by night more than 200,000.
 """
 
-import os
 import random
 
 import pytest
@@ -11,12 +10,12 @@ from core_driver import Arrival, CoreDriver, Setup, random_walk
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from tiers import tier
 
 from engine.core.options import Decoding, Placement, Preemption, Reservation, Retention, Scheduling
 
-NIGHTLY = bool(os.environ.get("PAGETWIN_NIGHTLY"))
 RULES = 120  # a walk
-SEEDS_A_TEST = 50 if NIGHTLY else 2
+SEEDS_A_TEST = tier(2, 50)
 SETUPS = {
     "paged": st.sampled_from([True, True, True, False]),
     "size": st.sampled_from([1, 4, 8]),
@@ -139,8 +138,8 @@ class CoreMachine(RuleBasedStateMachine):
 
 def test_any_order_of_operations_keeps_every_invariant() -> None:
     profile = settings(
-        max_examples=600 if NIGHTLY else 25,
-        stateful_step_count=60 if NIGHTLY else 30,
+        max_examples=tier(25, 600),
+        stateful_step_count=tier(30, 60),
         deadline=None,
         suppress_health_check=list(HealthCheck),
     )

@@ -1,6 +1,7 @@
 """Greedy outputs equal transformers' `generate()` token for token in float32, however the scheduler cuts the work."""
 
 import pytest
+from tiers import cases
 
 from engine.core.options import SchedulerLimits
 
@@ -60,8 +61,8 @@ def test_prefix_hits_change_nothing(family, model_of, generate, prompts):
     assert first == again == expected(generate, family, prompts)
 
 
-@pytest.mark.parametrize("block_size", [1, 8, 16, 32])
-@pytest.mark.parametrize("budget", [7, 40])
+@cases("block_size", [1, 8, 16, 32], day=(1, 16))
+@cases("budget", [7, 40], day=(7,))
 def test_any_block_size_and_budget(block_size, budget, model_of, generate, prompts):
     found, _ = run(model_of(), prompts, budget=budget, block_size=block_size)
     assert found == expected(generate, "llama", prompts)

@@ -6,7 +6,8 @@ The models are random ones of unmodified transformers classes. Every step is aud
 import functools
 
 import pytest
-from families import build, prompts
+from families import build, prompts, unowned_are_void
+from tiers import cases
 
 from engine.core.errors import CoreError
 from engine.core.memory.group_layout import KVGroup, LayerSet, separate_layout
@@ -28,12 +29,12 @@ ALIKE = (
     "deepseek_v2",
 )  # one group alone: of all tokens, of a window, of expanded latent vectors
 FAMILIES = (*MIXED, *ALIKE)
-PAGES = ("separate", "lcm", "moving", "two_ended")
+PAGES = ("separate", "lcm")
 RUNS = [
     *((family, "uniform") for family in FAMILIES),
     *(("gemma2", pages) for pages in PAGES),
     *((family, "separate") for family in ("gemma3_text", "gpt_oss", "deepseek_v2")),
-    *(("gemma3_text", "lcm"), ("ministral", "two_ended")),
+    *(("gemma3_text", "lcm"), ("ministral", "lcm")),
 ]
 PREEMPTED = [*((family, "uniform") for family in FAMILIES), *(("gemma2", pages) for pages in PAGES)]
 SIZES = (5, 32, 61, 90)  # tokens of the prompts; the last one begins as the one before it
@@ -117,7 +118,7 @@ class Reuse:
 
 
 def expand_as_it_is(*sent):
-    from engine.runtime.attention.latent import expand
+    from engine.runtime.attention.layer import expand
 
     return expand(*sent)
 
@@ -125,7 +126,11 @@ def expand_as_it_is(*sent):
 # -- the same tokens ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("family", "groups"), RUNS)
+@cases(
+    ("family", "groups"),
+    RUNS,
+    day=(("gemma2", "uniform"), ("gemma2", "lcm"), ("gpt_oss", "separate"), ("deepseek_v2", "uniform")),
+)
 def test_chunked_prompts_and_prefix_hits_give_the_tokens_of_generate(family, groups):
     llm = make_llm(family, groups=groups)
     assert serve(llm, turns=2) == [expected(family)] * 2
@@ -133,14 +138,14 @@ def test_chunked_prompts_and_prefix_hits_give_the_tokens_of_generate(family, gro
     assert llm.runner.audits == llm.engine.counters.steps
 
 
-@pytest.mark.parametrize(("family", "groups"), PREEMPTED)
+@cases(("family", "groups"), PREEMPTED, day=(("gemma2", "lcm"), ("deepseek_v2", "uniform")))
 def test_preemption_changes_no_token(family, groups):
     llm = make_llm(family, groups=groups, pool_tokens=90)
     assert serve(llm, sizes=SHORT) == [expected(family, SHORT)]
     assert llm.engine.counters.preemptions > 0
 
 
-@pytest.mark.parametrize("family", MIXED)
+@cases("family", MIXED, day=("gemma2",))
 def test_a_block_behind_a_window_is_used_by_another_sequence_while_its_own_runs(family):
     llm = make_llm(family, pool_tokens=150)
     reuse = Reuse(llm)
@@ -148,16 +153,20 @@ def test_a_block_behind_a_window_is_used_by_another_sequence_while_its_own_runs(
     assert reuse.found > 0
 
 
-@pytest.mark.parametrize("backend", ["torch", "native"])
+@cases("backend", ["torch", "native"], day=("native",))
 def test_every_backend_reads_the_pages_of_each_group(backend):
-    from engine.runtime.attention.native.compile import why_unavailable
+    from engine.runtime.attention.native import why_unavailable
 
     if backend == "native" and why_unavailable():
         pytest.skip("no compiled kernels")
     assert serve(make_llm("cohere2", backend=backend)) == [expected("cohere2")]
 
 
-@pytest.mark.parametrize("options", [{"block_size": 16}, {"prefix_caching": False}, {"window_hits": "all"}])
+@cases(
+    "options",
+    [{"block_size": 16}, {"prefix_caching": False}, {"window_hits": "all"}],
+    day=({"window_hits": "all"},),
+)
 def test_options_change_no_token(options):
     assert serve(make_llm("gemma2", **options), turns=2) == [expected("gemma2")] * 2
 
@@ -188,16 +197,16 @@ def test_a_layer_whose_latent_vectors_expand_to_something_else_keeps_what_it_sen
 # -- the tensors -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("groups", ["uniform", *PAGES])
+@cases("groups", ["uniform", *PAGES], day=("uniform", "lcm"))
 def test_pages_without_an_owner_hold_nothing_in_any_layer(groups):
     llm = make_llm("ministral", groups=groups)
     serve(llm)
     llm.runner.pool.poison(llm.scheduler.manager.drain_frees())
-    assert llm.runner.pool.unowned_are_void()
+    assert unowned_are_void(llm.runner.pool)
     view = llm.runner.pool.views[1]
     void = view.keys[view.layers[0]].isnan().flatten(1).all(1).nonzero()[0, 0]
     view.values[view.layers[0]][void, 0, 0, 0] = 1.0
-    assert not llm.runner.pool.unowned_are_void()
+    assert not unowned_are_void(llm.runner.pool)
 
 
 def test_groups_of_one_pool_share_its_tensors():
@@ -237,15 +246,6 @@ def test_a_layout_of_another_model_is_refused(sets, said):
         Runner(
             loaded("gemma2"), num_blocks=1, block_size=4, groups=layout, page_counts=[9] * len(layout.groups)
         )
-
-
-def test_pages_from_the_end_need_a_memory_of_whole_pages():
-    from engine.runtime.errors import ModelError
-
-    with pytest.raises(
-        ModelError, match=r"45,056 bytes, which is no multiple of the 3,072 bytes of a page of group 1"
-    ):
-        make_llm("ministral", groups="two_ended", pool_tokens=95, block_size=8)
 
 
 @pytest.mark.parametrize(
@@ -322,7 +322,7 @@ def test_the_engine_notices_a_planted_bug(bug, monkeypatch):
 
 
 def test_a_counter_of_one_group_that_drifts_is_noticed(monkeypatch):
-    from engine.core.memory.group_counters import GroupCounters
+    from engine.core.memory.group_pages import GroupCounters
     from engine.runtime.errors import AuditError
 
     llm = make_llm("gemma2")

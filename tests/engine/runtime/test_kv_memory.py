@@ -1,6 +1,7 @@
 """KV memory for real: every reservation policy, swaps to the host and back, copies at the fork."""
 
 import pytest
+from tiers import cases
 
 from engine.core.options import Preemption, SchedulerLimits
 
@@ -19,10 +20,13 @@ def run(loaded, prompts, budget=512, preemption=Preemption.recompute, decoding=N
     return [[one.token_ids for one in output.outputs] for output in outputs], llm
 
 
-@pytest.mark.parametrize("placement", ["first_fit", "buddy"])
+@cases("placement", ["first_fit", "buddy"], day=("buddy",))
 @pytest.mark.parametrize("cache", ["contiguous_max", "contiguous_pow2", "contiguous_oracle"])
-@pytest.mark.parametrize(
-    "decoding", [{}, {"n": 3, "temperature": 1.0, "seed": 5}, {"beam_width": 3}], ids=str
+@cases(
+    "decoding",
+    [{}, {"n": 3, "temperature": 1.0, "seed": 5}, {"beam_width": 3}],
+    day=({"beam_width": 3},),
+    ids=str,
 )
 def test_every_reservation_policy_gives_the_tokens_of_paging(cache, placement, decoding, model_of, prompts):
     found, llm = run(

@@ -4,7 +4,7 @@ import gc
 from collections import deque
 
 import numpy as np
-import pytest
+from tiers import cases
 
 from engine.core.options import Preemption, SchedulerLimits
 from engine.runtime.engine import Engine
@@ -52,7 +52,7 @@ def serve(engine, draw, count, params, first):
     assert all(output.error is None for output in engine.run())
 
 
-@pytest.mark.parametrize("case", CASES)
+@cases("case", CASES, day=("beams", "swapped"))
 def test_the_books_do_not_grow_with_the_requests_that_were_served(case, model_of):
     from engine.runtime.text import ByteTokenizer
 

@@ -8,7 +8,8 @@ import functools
 import numpy as np
 import pytest
 import torch
-from families import STATEFUL, build, prompts
+from families import STATEFUL, build, prompts, unowned_are_void
+from tiers import cases
 
 from engine.core.errors import CoreError
 from engine.core.memory.group_layout import KVGroup, LayerSet, separate_layout
@@ -18,9 +19,9 @@ from engine.core.options import GroupKind, SchedulerLimits
 from engine.runtime.attention import state
 from engine.runtime.attention.metadata import PrefillRow, StepLayout
 from engine.runtime.errors import AuditError, ModelError, NaNLogitsError
-from engine.runtime.group_views import StatePart, StateView, new_ends
+from engine.runtime.group_pool import StatePart, StateView, new_ends
 
-PAGES = ("uniform", "separate", "lcm", "moving", "two_ended")
+PAGES = ("uniform", "separate", "lcm")
 SIZES = (5, 32, 61, 90)  # tokens of the prompts; the last one begins as the one before it
 SHORT = (6, 7, 8, 9, 10)
 NEW = 20
@@ -87,7 +88,7 @@ RUNS = [
 # -- the same tokens ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("family", "groups"), RUNS)
+@cases(("family", "groups"), RUNS, day=(("qwen3_next", "separate"),))
 def test_chunked_prompts_and_hits_on_kept_states_give_the_tokens_of_generate(family, groups):
     llm = make_llm(family, groups=groups, pool_tokens=6000)
     assert serve(llm, turns=2) == [expected(family)] * 2
@@ -95,14 +96,14 @@ def test_chunked_prompts_and_hits_on_kept_states_give_the_tokens_of_generate(fam
     assert llm.runner.audits == llm.engine.counters.steps
 
 
-@pytest.mark.parametrize("groups", PAGES)
+@cases("groups", PAGES, day=("separate",))
 def test_preemption_changes_no_token(groups):
     llm = make_llm(groups=groups, pool_tokens=256)
     assert serve(llm, sizes=SHORT) == [expected(sizes=SHORT)]
     assert llm.engine.counters.preemptions > 0
 
 
-@pytest.mark.parametrize("options", [{"state_every": 12}, {"block_size": 16}, {"prefix_caching": False}])
+@cases("options", [{"state_every": 12}, {"block_size": 16}, {"prefix_caching": False}], day=1)
 def test_options_change_no_token(options):
     assert serve(make_llm(pool_tokens=6000, **options), turns=2) == [expected()] * 2
 
@@ -168,7 +169,7 @@ def test_pages_without_an_owner_hold_nothing_in_any_layer():
     llm = make_llm("falcon_h1", pool_tokens=6000)
     serve(llm)
     llm.runner.pool.poison(llm.scheduler.manager.drain_frees())
-    assert llm.runner.pool.unowned_are_void()
+    assert unowned_are_void(llm.runner.pool)
 
 
 def test_a_state_takes_the_memory_of_keys_and_values_and_keeps_its_own_type():
@@ -177,7 +178,7 @@ def test_a_state_takes_the_memory_of_keys_and_values_and_keeps_its_own_type():
     group = KVGroup(GroupKind.state, 1, 0, 4, 32, 32)
     keys, values = (torch.full((3, 10), torch.nan, dtype=torch.bfloat16) for _ in range(2))
     device = torch.device("cpu")
-    view = StateView(group, (0,), [keys], [values], 0, 1, device, {0: (conv, part)}, new_ends(1, 3))
+    view = StateView(group, (0,), [keys], [values], 0, device, {0: (conv, part)}, new_ends(1, 3))
     page, sent = torch.tensor([2]), {conv: torch.randn(1, 4).bfloat16(), part: torch.randn(1, 3, 2)}
     view.write(0, page, sent, np.array([9]))
     assert all(torch.equal(view.read(0, page)[each], sent[each]) for each in sent)

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from harness.bench.kernels.calls import build, copies_past_cache
-from harness.bench.kernels.cases import PRESETS, CaseSpec, expand
+from harness.bench.calls import build, copies_past_cache
+from harness.bench.cases import PRESETS, KernelCase, expand
 from harness.config.errors import UserError
 
 
@@ -27,18 +27,18 @@ def test_a_grid_is_every_combination_once() -> None:
 )
 def test_an_impossible_case_is_refused_with_its_figures(wrong: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        CaseSpec(**wrong)  # type: ignore[arg-type]
+        KernelCase(**wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_names_of_a_preset_are_unique_and_lead_back_to_the_case(preset: str) -> None:
     cases = PRESETS[preset]()
     assert len({case.name for case in cases}) == len(cases)
-    assert all(CaseSpec(**case.values()) == case for case in cases)
+    assert all(KernelCase(**case.values()) == case for case in cases)
 
 
 def test_a_ragged_batch_has_the_context_as_its_mean() -> None:
-    lengths = CaseSpec(batch=9, context=1000, ragged=True).lengths
+    lengths = KernelCase(batch=9, context=1000, ragged=True).lengths
     assert np.mean(lengths) == 1000
     assert (min(lengths), max(lengths)) == (500, 1500)
 
@@ -48,7 +48,7 @@ def test_a_ragged_batch_has_the_context_as_its_mean() -> None:
 )
 def test_tensors_are_what_the_numbers_say(dtype: str, query: str) -> None:
     torch = pytest.importorskip("torch")
-    spec = CaseSpec(
+    spec = KernelCase(
         batch=3,
         context=24,
         block_size=8,

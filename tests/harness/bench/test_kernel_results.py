@@ -5,23 +5,23 @@ from typing import Any
 
 import pytest
 
-from harness.bench.kernels.cases import CaseSpec
-from harness.bench.kernels.results import (
+from harness.bench.cases import KernelCase
+from harness.bench.results import (
     Problem,
     ProblemKind,
+    Timing,
     ceilings_of,
     note,
     read_problems,
     rows_of,
     table_lines,
 )
-from harness.bench.session import Timing
 from harness.cost.timings import Ceilings, KernelRunError, MadeOn, read_run
 
 BASE = {"batch": 32, "context": 4096}
 
 
-def timing(spec: CaseSpec, provider: str, *samples_us: float) -> Timing:
+def timing(spec: KernelCase, provider: str, *samples_us: float) -> Timing:
     extra: dict[str, Any] = {
         "case": spec.values(),
         "provider": provider,
@@ -33,20 +33,18 @@ def timing(spec: CaseSpec, provider: str, *samples_us: float) -> Timing:
         "flops": 4 * spec.heads * spec.head_dim * sum(spec.lengths),
     }
     samples = tuple(sample * 1e-6 for sample in samples_us)
-    return Timing(
-        f"test_attention[{spec.name}|{provider}]", spec.name, {}, extra, samples, sorted(samples)[1]
-    )
+    return Timing(f"test_attention[{spec.name}|{provider}]", spec.name, extra, samples, sorted(samples)[1])
 
 
 def ceiling(name: str, moved: float, flops: float) -> Timing:
     extra = {"bytes": moved, "flops": flops, "how": "CUDA graph"}
-    return Timing(f"test_ceiling[{name}]", "ceiling", {}, extra, (1e-3, 1.1e-3, 1.2e-3), 1.1e-3)
+    return Timing(f"test_ceiling[{name}]", "ceiling", extra, (1e-3, 1.1e-3, 1.2e-3), 1.1e-3)
 
 
 MADE_ON = MadeOn("a device", "feed", "2.13.0", "3.6.0", 0, "2026-01-01")
 CEILINGS = [ceiling("copy", 4e9, 0), ceiling("read", 4.5e9, 0), ceiling("matmul", 0, 8e11)]
-PAGED16, PAGED64 = CaseSpec(**BASE), CaseSpec(**BASE, block_size=64)
-SHARED = CaseSpec(**BASE, shared_prefix=2048)
+PAGED16, PAGED64 = KernelCase(**BASE), KernelCase(**BASE, block_size=64)
+SHARED = KernelCase(**BASE, shared_prefix=2048)
 TIMINGS = [
     *CEILINGS,
     timing(PAGED16, "paged", 148, 150, 152),
@@ -61,7 +59,7 @@ TIMINGS = [
 @pytest.fixture(scope="module")
 def table() -> Any:
     pytest.importorskip("pandas")
-    from harness.bench.kernels.page import table_of
+    from harness.bench.page import table_of
 
     return table_of(rows_of(TIMINGS), MADE_ON)
 
@@ -104,7 +102,7 @@ def test_the_table_has_exactly_the_documented_columns(table: Any) -> None:
 @pytest.fixture(scope="module")
 def drawn(table: Any) -> dict[str, Any]:
     pytest.importorskip("matplotlib")
-    from harness.bench.kernels.figures import pictures
+    from harness.bench.figures import pictures
     from harness.report.style import style
 
     with style():
@@ -137,8 +135,8 @@ def test_the_roofline_shows_every_call(drawn: dict[str, Any]) -> None:
 
 
 def test_a_figure_without_data_says_why() -> None:
-    from harness.bench.kernels.figures import pictures
-    from harness.bench.kernels.page import table_of
+    from harness.bench.figures import pictures
+    from harness.bench.page import table_of
     from harness.report.style import Missing, style
 
     alone = table_of(rows_of([*CEILINGS, timing(PAGED16, "paged", 1, 2, 3)]), MADE_ON)
@@ -150,7 +148,7 @@ def test_a_figure_without_data_says_why() -> None:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from harness.bench.kernels.page import write_run
+    from harness.bench.page import write_run
 
     problems = [
         Problem(PAGED16.name, "flex", ProblemKind.unsupported, "no <block> of 16"),

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from harness.bench.kernels.results import read_problems, shortened
-from harness.bench.kernels.runner import legend
+from harness.bench.results import read_problems, shortened
+from harness.bench.runner import legend
 from harness.cli.main import main
 
 USERS = "user_attention:sometimes_right"
@@ -29,6 +29,7 @@ def benchmarks(out: Path) -> list[dict[str, Any]]:
     return [one for one in found if one["group"] != "ceiling"]
 
 
+@pytest.mark.nightly
 def test_every_case_is_timed_by_every_provider_with_all_samples(run: Path) -> None:
     found = {
         (one["extra_info"]["case"]["block_size"], one["extra_info"]["provider"]) for one in benchmarks(run)
@@ -37,6 +38,7 @@ def test_every_case_is_timed_by_every_provider_with_all_samples(run: Path) -> No
     assert all(len(one["stats"]["data"]) == 3 for one in benchmarks(run))
 
 
+@pytest.mark.nightly
 def test_a_cpu_run_says_that_it_is_cpu_time(run: Path) -> None:
     assert {one["extra_info"]["how"] for one in benchmarks(run)} == {"CPU time"}
     assert "It says nothing about the kernels' speed on a GPU" in " ".join(
@@ -44,16 +46,19 @@ def test_a_cpu_run_says_that_it_is_cpu_time(run: Path) -> None:
     )
 
 
+@pytest.mark.nightly
 def test_times_are_per_call_and_plausible(run: Path) -> None:
     assert all(1e-6 < one["stats"]["median"] < 1 for one in benchmarks(run))
 
 
+@pytest.mark.nightly
 def test_a_wrong_function_is_not_timed_but_named(run: Path) -> None:
     problems = read_problems(run / "problems.jsonl")
     assert [(one.provider, one.kind.value) for one in problems] == [(USERS, "wrong")]
     assert "relative error 0.005" in problems[0].reason
 
 
+@pytest.mark.nightly
 def test_the_table_has_a_row_for_each(run: Path) -> None:
     import pandas as pd
 
@@ -65,7 +70,7 @@ def test_the_table_has_a_row_for_each(run: Path) -> None:
 
 def test_a_provider_that_fails_twice_is_given_up(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    from harness.bench.kernels.benchmarks import _noting, _skip_if_hopeless
+    from harness.bench.benchmarks import _noting, _skip_if_hopeless
 
     file = tmp_path / "problems.jsonl"
     for case in ("first", "second"):
@@ -117,9 +122,10 @@ def test_a_mistake_is_named_before_anything_is_timed(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.nightly
 def test_the_engines_compiled_kernels_are_timed_beside_ours(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    from engine.runtime.attention.native.compile import why_unavailable
+    from engine.runtime.attention.native import why_unavailable
 
     if why_unavailable():
         pytest.skip("no C compiler on this machine")

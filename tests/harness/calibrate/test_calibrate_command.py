@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from point_cases import small_config
+from point_cases import TICKS_S, small_config, tick
 
 from harness.calibrate.design import CASES, DRAFTING
 from harness.calibrate.store import load_calibration, load_table
@@ -14,24 +14,12 @@ from harness.config.schema import CostKind, RunConfig
 from harness.cost.fitted import FittedCost
 from harness.point import run_point
 from harness.replay.features import FEATURES
-
-pytestmark = pytest.mark.slow
+from harness.workload.deployment import deployment_of
 
 WORDS = (
     *("calibrate", "model.layers=1", "model.hidden=64", "model.intermediate=128", "model.vocab=512"),
     *("model.heads=4", "model.kv_heads=2", "model.head_dim=16"),
 )
-
-
-class Ticks:
-    """A clock that goes on by as much at each look: a busy machine gets as far in its budget as any other."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds, self._now = seconds, 0.0
-
-    def perf_counter(self) -> float:
-        self._now += self._seconds
-        return self._now
 
 
 @pytest.fixture(scope="module", name="folder")
@@ -51,11 +39,8 @@ def printed_fixture(folder: Path) -> str:
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(out),
     ):
-        patch.setattr("harness.calibrate.design.time", Ticks(0.5))  # every case once and some twice
-        patch.setattr(
-            "harness.calibrate.run.time", Ticks(0.05)
-        )  # a lone request's time, which sizes the cases
-        code = main([*WORDS, "--budget", "24", f"cost.cache_dir={folder}", "decoding.draft_tokens=3"])
+        tick(patch)
+        code = main([*WORDS, "--budget", str(TICKS_S), f"cost.cache_dir={folder}", "decoding.draft_tokens=3"])
     assert code == 0, out.getvalue()
     return out.getvalue()
 
@@ -107,7 +92,7 @@ def test_the_file_says_where_its_numbers_come_from(printed: str, folder: Path) -
 
 
 def test_a_sweep_finds_the_calibration_again(printed: str, folder: Path) -> None:
-    cost = load_calibration(configured(folder))
+    cost = load_calibration(deployment_of(configured(folder)))
     assert isinstance(cost, FittedCost)
     assert min(cost.price([1.0] * len(FEATURES))) > 0
 
@@ -117,12 +102,12 @@ def test_a_measured_point_with_drafts_is_predicted_by_it(printed: str, folder: P
     config.cost.kind = CostKind.fitted
     record = run_point(config).record
     assert len(list(folder.glob("*.json"))) == 1  # nothing was calibrated anew
-    assert record["levels"]["counts"]["identical"]
-    assert record["simulated"]["steps"] == pytest.approx(record["measured"]["median"]["steps"], rel=0.5)
+    assert record.levels["counts"]["identical"]
+    assert record.simulated["steps"] == pytest.approx(record.measured["median"]["steps"], rel=0.5)
 
 
 def test_a_table_is_there_if_time_was_left_for_it(printed: str, folder: Path) -> None:
     if "no time was left" in printed:
         assert not document(folder)["grids"]
     else:
-        assert load_table(configured(folder)).decode.seconds
+        assert len(load_table(deployment_of(configured(folder))).decode.seconds)

@@ -11,10 +11,19 @@ import pytest
 from point_cases import small_config
 from sim_cases import replay
 
-from engine.runtime.attention.native import compile as compiling
-from harness.calibrate.design import CASES, LONE_REQUEST, SEED, Budget, case_trace, case_workload, design
-from harness.calibrate.pace import PROBE, off_pace, stability_of
-from harness.calibrate.run import Passes
+from engine.runtime.attention import native as compiling
+from harness.calibrate.design import (
+    CASES,
+    HELD_OUT,
+    LONE_REQUEST,
+    SEED,
+    Budget,
+    case_point,
+    case_trace,
+    design,
+    held_out_point,
+)
+from harness.calibrate.run import PROBE, Passes, off_pace, stability_of
 from harness.calibrate.store import (
     CalibrationError,
     calibration_path,
@@ -25,24 +34,24 @@ from harness.calibrate.store import (
     save_calibration,
     set_aside_damaged,
 )
-from harness.calibrate.validate import HELD_OUT, held_out_workload
 from harness.cli.main import main
 from harness.config.schema import EngineDevice
 from harness.cost.fitted import ATTENTION, REST, FittedCost
 from harness.cost.grid import grid_of
 from harness.measure.engine import measure
-from harness.measure.yardstick import Reading
+from harness.measure.executor import Reading
 from harness.metrics.log import Outcome
 from harness.point.run import point_identity
 from harness.replay.cost_model import CostSource
-from harness.replay.features import FEATURES, feature_index
+from harness.replay.features import AT, FEATURES
 from harness.replay.recorder import MeasuredRun
-from harness.workload.workload import Workload
+from harness.workload.deployment import deployment_of
+from harness.workload.point import Point
 
 
 def test_a_smaller_budget_asks_for_fewer_requests_of_every_case(tmp_path: Path) -> None:
     config = small_config(tmp_path)
-    small, large = (design(config, 0.05, budget) for budget in (5, 30))
+    small, large = (design(deployment_of(config), 0.05, budget) for budget in (5, 30))
     assert [case.name for case in small] == [case.name for case in CASES]
     assert all(few.requests <= many.requests for few, many in zip(small, large, strict=True))
     assert sum(case.requests for case in small) < sum(case.requests for case in large)
@@ -52,14 +61,14 @@ def test_a_smaller_budget_asks_for_fewer_requests_of_every_case(tmp_path: Path) 
 def test_the_plan_follows_the_scheduler_s_largest_batch(tmp_path: Path) -> None:
     config = small_config(tmp_path)
     config.scheduler.max_running = 128
-    assert design(config, 0.05, None)[0].requests == 128
+    assert design(deployment_of(config), 0.05, None)[0].requests == 128
 
 
 def test_no_case_but_those_that_swap_is_preempted_for_want_of_blocks(tmp_path: Path) -> None:
     config = small_config(tmp_path)
     config.cache.pool_tokens = 65_536
-    for case in (case for case in design(config, 0.05, None) if not case.swaps):
-        workload = case_workload(config, case, 0.05)
+    for case in (case for case in design(deployment_of(config), 0.05, None) if not case.swaps):
+        workload = case_point(deployment_of(config), case, 0.05)
         needed = sum(row.prompt_tokens + row.output_tokens for row in workload.trace.requests)
         assert case.contiguous or needed <= workload.pool.tokens, case.name
 
@@ -68,8 +77,8 @@ def test_swaps_are_measured_with_blocks_of_two_sizes(tmp_path: Path) -> None:
     """Blocks of one size could not tell the price of a transfer from that of its bytes."""
     config = small_config(tmp_path)
     moved = {}
-    for case in (case for case in design(config, 0.05, None) if case.swaps):
-        workload = case_workload(config, case, 0.05)
+    for case in (case for case in design(deployment_of(config), 0.05, None) if case.swaps):
+        workload = case_point(deployment_of(config), case, 0.05)
         log, recorder = replay(
             workload.requests(),
             manager=workload.scheduler().manager,
@@ -78,33 +87,33 @@ def test_swaps_are_measured_with_blocks_of_two_sizes(tmp_path: Path) -> None:
             keep_plans=True,
         )
         assert (log.requests["outcome"] == Outcome.FINISHED).all()
-        moved[case.block_size] = recorder.features[:, feature_index(["swapped_blocks"])].sum()
+        moved[case.block_size] = recorder.features[:, AT.swapped_blocks].sum()
     assert len(moved) == 2
     assert min(moved.values()) > 20
 
 
 def test_drafts_are_measured_where_a_draft_model_is_configured(tmp_path: Path) -> None:
     config = small_config(tmp_path)
-    assert not any(case.drafts for case in design(config, 0.05, None))
+    assert not any(case.drafts for case in design(deployment_of(config), 0.05, None))
     config.decoding.draft_tokens = 4
-    assert sum(case.drafts > 0 for case in design(config, 0.05, None)) == 2
+    assert sum(case.drafts > 0 for case in design(deployment_of(config), 0.05, None)) == 2
 
 
 def test_a_draft_model_makes_another_calibration_and_the_number_of_its_tokens_does_not(
     tmp_path: Path,
 ) -> None:
     config = small_config(tmp_path)
-    plain = calibration_path(config)
+    plain = calibration_path(deployment_of(config))
     config.decoding.draft_tokens = 4
-    drafting = calibration_path(config)
+    drafting = calibration_path(deployment_of(config))
     config.decoding.draft_tokens = 2
-    assert plain != drafting == calibration_path(config)
+    assert plain != drafting == calibration_path(deployment_of(config))
 
 
-def test_held_out_workloads_are_not_those_of_the_plan(tmp_path: Path) -> None:
+def test_held_out_points_are_not_those_of_the_plan(tmp_path: Path) -> None:
     config = small_config(tmp_path)
     fitted = {case_trace(case, seed=SEED, lone_request_s=0.05, longest=512).digest for case in CASES}
-    held_out = [held_out_workload(config, entry, 0.05) for entry in HELD_OUT]
+    held_out = [held_out_point(deployment_of(config), entry, 0.05) for entry in HELD_OUT]
     assert {workload.trace.digest for workload in held_out}.isdisjoint(fitted)
     assert {workload.trace.header.name for workload in held_out}.isdisjoint({case.name for case in CASES})
     for workload in held_out:
@@ -156,14 +165,14 @@ def fitted_cost() -> FittedCost:
 def test_a_calibration_comes_back_as_it_was_stored(tmp_path: Path) -> None:
     config = small_config(tmp_path)
     grid = grid_of([(1, 16, 1e-5), (1, 64, 2e-5), (4, 16, 3e-5)])
-    save_calibration(config, fitted_cost(), {"decode": grid, "prefill": grid})
-    found = load_calibration(config)
+    save_calibration(deployment_of(config), fitted_cost(), {"decode": grid, "prefill": grid})
+    found = load_calibration(deployment_of(config))
     assert found.source == fitted_cost().source
     assert found.coefficients() == fitted_cost().coefficients()
-    table = load_table(config)
+    table = load_table(deployment_of(config))
     assert table.source.kind == "table"
     assert np.isnan(table.decode.seconds[1][1])
-    assert table.decode.seconds[0] == (1e-5, 2e-5)
+    assert table.decode.seconds[0].tolist() == [1e-5, 2e-5]
 
 
 @pytest.mark.parametrize("damage", [lambda text: text[:100], lambda text: "[]", lambda text: "null"])
@@ -171,39 +180,39 @@ def test_a_damaged_calibration_is_set_aside_so_that_it_is_made_anew(
     tmp_path: Path, damage: Callable[[str], str]
 ) -> None:
     config = small_config(tmp_path)
-    file = save_calibration(config, fitted_cost(), {})
+    file = save_calibration(deployment_of(config), fitted_cost(), {})
     file.write_text(damage(file.read_text()))
-    told = set_aside_damaged(config)
+    told = set_aside_damaged(deployment_of(config))
     assert told is not None
     assert "damaged calibration" in told
-    assert not is_calibrated(config)
+    assert not is_calibrated(deployment_of(config))
     assert file.with_name(f"{file.name}.damaged").exists()
 
 
 def test_a_calibration_with_a_negative_coefficient_is_damaged(tmp_path: Path) -> None:
     config = small_config(tmp_path)
-    file = save_calibration(config, fitted_cost(), {})
+    file = save_calibration(deployment_of(config), fitted_cost(), {})
     document = json.loads(file.read_text())
     name = next(iter(document["coefficients_s"]))
     document["coefficients_s"][name] = -1.0
     file.write_text(json.dumps(document))
     with pytest.raises(CalibrationError, match="a coefficient is negative or no number"):
-        load_calibration(config)
+        load_calibration(deployment_of(config))
 
 
 def test_a_whole_calibration_is_not_set_aside(tmp_path: Path) -> None:
     config = small_config(tmp_path)
-    save_calibration(config, fitted_cost(), {})
-    assert set_aside_damaged(config) is None
-    assert is_calibrated(config)
+    save_calibration(deployment_of(config), fitted_cost(), {})
+    assert set_aside_damaged(deployment_of(config)) is None
+    assert is_calibrated(deployment_of(config))
 
 
 def test_a_calibration_without_grid_makes_no_table(tmp_path: Path) -> None:
     config = small_config(tmp_path)
-    save_calibration(config, fitted_cost(), {})
-    assert not has_grid(config)
+    save_calibration(deployment_of(config), fitted_cost(), {})
+    assert not has_grid(deployment_of(config))
     with pytest.raises(CalibrationError, match="no grid"):
-        load_table(config)
+        load_table(deployment_of(config))
 
 
 @pytest.mark.parametrize(
@@ -215,7 +224,7 @@ def test_a_calibration_without_grid_makes_no_table(tmp_path: Path) -> None:
             ["calibrate", "engine.device=cpu", "model.layers=100000", "model.intermediate=1000000"],
             "its weights take",
         ),
-        (["calibrate", "cache.block_size=8,16"], "one setting at a time"),
+        (["calibrate", "cache.block_size=8,16"], "takes one configuration"),
         (["calibrate", "model.heads=0"], "model.heads"),
     ],
 )
@@ -233,18 +242,18 @@ def test_the_lone_request_is_the_unit_of_all_loads() -> None:
 
 def test_the_probe_takes_the_same_steps_however_long_they_are(tmp_path: Path) -> None:
     config = small_config(tmp_path)
-    workload = case_workload(config, PROBE, 0.05)
-    runs = [measure(config, workload, seed=0, step_ns=(ns,) * 1000) for ns in (3_000_000, 3_000_000)]
+    workload = case_point(deployment_of(config), PROBE, 0.05)
+    runs = [measure(workload, seed=0, step_ns=(ns,) * 1000) for ns in (3_000_000, 3_000_000)]
     assert runs[0].recorder.digests == runs[1].recorder.digests
-    other = measure(config, workload, seed=0, step_ns=(50_000_000,) * 1000)
+    other = measure(workload, seed=0, step_ns=(50_000_000,) * 1000)
     assert other.recorder.digests != runs[0].recorder.digests  # requests meet others where steps are longer
 
 
 def test_a_run_by_a_given_clock_keeps_the_engine_s_own_seconds(tmp_path: Path) -> None:
     config = small_config(tmp_path)
-    workload = case_workload(config, CASES[4], 0.01)
-    first = measure(config, workload, seed=0)
-    again = measure(config, workload, seed=0, step_ns=first.recorder.step_ns)
+    workload = case_point(deployment_of(config), CASES[4], 0.01)
+    first = measure(workload, seed=0)
+    again = measure(workload, seed=0, step_ns=first.recorder.step_ns)
     assert again.recorder.digests == first.recorder.digests
     assert again.log.steps["start_s"].tolist() == first.log.steps["start_s"].tolist()
     assert again.log.steps["seconds"].tolist() != first.log.steps["seconds"].tolist()
@@ -252,7 +261,7 @@ def test_a_run_by_a_given_clock_keeps_the_engine_s_own_seconds(tmp_path: Path) -
 
 def test_a_clock_that_ends_early_leaves_the_rest_to_the_engine(tmp_path: Path) -> None:
     config = small_config(tmp_path)
-    log = measure(config, case_workload(config, CASES[0], 0.01), seed=0, step_ns=[7_000_000]).log
+    log = measure(case_point(deployment_of(config), CASES[0], 0.01), seed=0, step_ns=[7_000_000]).log
     assert log.steps["start_s"][1] == 0.007
     assert len(log.steps["step"]) > 5
     assert (log.requests["outcome"] == Outcome.FINISHED).all()
@@ -266,7 +275,7 @@ class Paces:
         self.asked: list[Sequence[int] | None] = []
 
     def __call__(
-        self, config: object, workload: Workload, *, seed: int, step_ns: Any = None, reference: Any = None
+        self, workload: Point, *, seed: int, step_ns: Any = None, reference: Any = None
     ) -> MeasuredRun:
         self.asked.append(step_ns)
         log, recorder = replay(
@@ -282,7 +291,9 @@ def test_the_quietest_pass_of_a_case_counts(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("harness.calibrate.run.measure", runs)
     monkeypatch.setattr("harness.calibrate.run.probe_s", lambda config: 1.0)
     cases = CASES[1:4]
-    found = Passes(small_config(tmp_path), cases, 0.05, lambda name: None, Budget(None), None).measure()
+    found = Passes(
+        deployment_of(small_config(tmp_path)), cases, 0.05, lambda name: None, Budget(None), None
+    ).measure()
     assert [entry.case for entry in found] == list(cases)
     kept = [entry.runs[0].log.steps["seconds"][0] for entry in found]
     assert kept == [0.5, 1.5, 3.0]  # the second pass runs backwards
@@ -295,7 +306,12 @@ def test_with_a_yardstick_all_passes_but_the_first_are_fitted(
     runs = Paces([9.0, 9.0, 9.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0])
     monkeypatch.setattr("harness.calibrate.run.measure", runs)
     passes = Passes(
-        small_config(tmp_path), CASES[1:4], 0.05, lambda name: None, Budget(None), Reading(1.0, 1.0, 1.0)
+        deployment_of(small_config(tmp_path)),
+        CASES[1:4],
+        0.05,
+        lambda name: None,
+        Budget(None),
+        Reading(1.0, 1.0, 1.0),
     )
     found = passes.measure()
     kept = [[run.log.steps["seconds"][0] for run in entry.runs] for entry in found]
@@ -310,7 +326,9 @@ def test_a_case_beside_an_odd_probe_is_measured_once_more(
     probes = iter([1.0, 1.0, 1.0, 2.2, 1.0, 1.0, 1.0, 1.0])
     monkeypatch.setattr("harness.calibrate.run.measure", runs)
     monkeypatch.setattr("harness.calibrate.run.probe_s", lambda config: next(probes))
-    found = Passes(small_config(tmp_path), CASES[1:4], 0.05, lambda name: None, Budget(None), None).measure()
+    found = Passes(
+        deployment_of(small_config(tmp_path)), CASES[1:4], 0.05, lambda name: None, Budget(None), None
+    ).measure()
     assert len(runs.asked) == 7
     assert [entry.runs[0].log.steps["seconds"][0] for entry in found] == [1.0, 1.0, 0.7]
 
@@ -322,11 +340,11 @@ def test_without_compiled_kernels_neither_calibration_nor_point_is_the_same(
         pytest.skip("no C compiler: the engine runs torch")
     config = small_config(tmp_path)
     config.engine.device = EngineDevice.cpu
-    before = calibration_path(config), point_identity(config)
+    before = calibration_path(deployment_of(config)), point_identity(config)
     monkeypatch.setenv(compiling.SWITCH, "0")
     compiling.load_library.cache_clear()
     try:
-        after = calibration_path(config), point_identity(config)
+        after = calibration_path(deployment_of(config)), point_identity(config)
     finally:
         compiling.load_library.cache_clear()
     assert before[0] != after[0]

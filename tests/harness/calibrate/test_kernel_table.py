@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from harness.bench.kernels.cases import CaseSpec
-from harness.bench.kernels.results import Row, device_name
+from harness.bench.cases import KernelCase
+from harness.bench.results import TimingRow, device_name
 from harness.calibrate.kernel_table import KernelTableError, kernel_shapes, kernel_table
 from harness.cli.main import main
 from harness.config.compose import compose_config, normalise
@@ -17,9 +17,10 @@ from harness.cost.fitted import ATTENTION, REST, FittedCost
 from harness.cost.timings import MadeOn
 from harness.point.cost import check_cost, resolve_cost_kind
 from harness.replay.cost_model import CostSource
-from harness.replay.features import FEATURES, feature_index
+from harness.replay.features import AT, FEATURES
 from harness.replay.streaming import GridHull
-from harness.sweep.fingerprint import fingerprint
+from harness.sweep.plan import fingerprint
+from harness.workload.deployment import deployment_of
 
 TINY = {"heads": 8, "kv_heads": 4, "head_dim": 32, "dtype": "fp32"}
 LAYERS = 4
@@ -29,22 +30,22 @@ def seconds_of(batch: int, context: int) -> float:
     return 1e-5 + 1e-8 * batch * context
 
 
-def row(provider: str = "paged", us: float | None = None, **values: Any) -> Row:
-    spec = CaseSpec(**{**TINY, **values})
+def row(provider: str = "paged", us: float | None = None, **values: Any) -> TimingRow:
+    spec = KernelCase(**{**TINY, **values})
     time = us if us is not None else 1e6 * seconds_of(spec.batch, spec.context)
     shares = {"copy_share": 0.5, "read_share": 0.5, "matmul_share": 0.1, "flat_bytes": 1, "against_ours": 1.0}
     timed = {"median_us": time, "least_us": time, "most_us": time, "spread": 0.0}
-    return Row(spec, provider, "CPU time", 0.0, 8, gbytes_s=1.0, tflop_s=0.01, **timed, **shares)
+    return TimingRow(spec, provider, "CPU time", 0.0, 8, gbytes_s=1.0, tflop_s=0.01, **timed, **shares)
 
 
-def rows(**values: Any) -> list[Row]:
+def rows(**values: Any) -> list[TimingRow]:
     return [
         row(batch=batch, context=context, **values) for batch in (1, 4, 16, 64) for context in (16, 64, 512)
     ]
 
 
-def write(folder: Path, found: list[Row], device: str | None = None, threads: int = 1) -> Path:
-    from harness.bench.kernels.page import table_of
+def write(folder: Path, found: list[TimingRow], device: str | None = None, threads: int = 1) -> Path:
+    from harness.bench.page import table_of
 
     facts = MadeOn(device or device_name("cpu"), "feed", "2.13.0", "3.6.0", threads, "2026-01-01")
     folder.mkdir(parents=True, exist_ok=True)
@@ -74,20 +75,20 @@ def decode(count: int, slots: int, block_size: int = 16) -> list[float]:
     features = [0.0] * len(FEATURES)
     names = ("step", "decode_rows", "decode_steps", "decode_kv", "decode_padded_kv", "decode_padded_blocks")
     amounts = (1, count, 1, count * slots, count * slots, count * -(-slots // block_size))
-    for place, amount in zip(feature_index(names), amounts, strict=True):
+    for place, amount in zip(map(FEATURES.index, names), amounts, strict=True):
         features[place] = float(amount)
     return features
 
 
 def test_attention_of_all_layers_comes_from_the_timed_calls(tmp_path: Path) -> None:
-    table = kernel_table(config(write(tmp_path, rows())), fitted())
+    table = kernel_table(deployment_of(config(write(tmp_path, rows()))), fitted())
     price = table.price(decode(4, 64))
     assert price.attention_s == pytest.approx(LAYERS * seconds_of(4, 64))
     assert price.seconds == pytest.approx(1e-3 + LAYERS * seconds_of(4, 64))
 
 
 def test_what_the_engine_adds_around_a_kernel_is_added(tmp_path: Path) -> None:
-    table = kernel_table(config(write(tmp_path, rows())), fitted(extra=5e-5))
+    table = kernel_table(deployment_of(config(write(tmp_path, rows()))), fitted(extra=5e-5))
     assert table.price(decode(4, 64)).attention_s == pytest.approx(
         LAYERS * seconds_of(4, 64) + 5e-5, rel=0.01
     )
@@ -95,13 +96,13 @@ def test_what_the_engine_adds_around_a_kernel_is_added(tmp_path: Path) -> None:
 
 
 def test_outside_of_what_was_timed_the_fitted_model_prices(tmp_path: Path) -> None:
-    table = kernel_table(config(write(tmp_path, rows())), fitted())
+    table = kernel_table(deployment_of(config(write(tmp_path, rows()))), fitted())
     beyond = decode(64, 600)
     assert table.price(beyond).attention_s == pytest.approx(fitted().price(beyond).attention_s)
 
 
 def test_provenance_and_the_grids_own_error_go_into_the_record(tmp_path: Path) -> None:
-    source = kernel_table(config(write(tmp_path, rows())), fitted()).source
+    source = kernel_table(deployment_of(config(write(tmp_path, rows()))), fitted()).source
     assert source.kind == "table"
     facts = source.provenance["grid"]
     assert facts["from"] == "bench kernels"
@@ -123,13 +124,13 @@ def test_other_geometries_providers_and_kinds_of_case_are_left_out(tmp_path: Pat
         *rows(us=1e6, layout="HND"),
         *[row(us=1e6, batch=4, context=64, ragged=True), row(us=1e6, batch=4, context=64, shared_prefix=16)],
     ]
-    shapes = kernel_shapes(config(write(tmp_path, [*others, *rows()])))
+    shapes = kernel_shapes(deployment_of(config(write(tmp_path, [*others, *rows()]))))
     assert len(shapes.decode) == 12
     assert all(shape.seconds < 1e-3 for shape in shapes.decode)
 
 
 def test_the_kernel_that_the_engine_runs_is_the_one_that_counts(tmp_path: Path) -> None:
-    from engine.runtime.attention.native.compile import why_unavailable
+    from engine.runtime.attention.native import why_unavailable
 
     if why_unavailable():
         pytest.skip("no C compiler: the engine runs torch")
@@ -138,7 +139,7 @@ def test_the_kernel_that_the_engine_runs_is_the_one_that_counts(tmp_path: Path) 
         for one, us in (("paged", 1e6), ("native", 1.0))
     ]
     kernels = write(tmp_path, [*rows(us=1e6), *rows(provider="native"), *chunks])
-    shapes = kernel_shapes(config(kernels, "engine.backend=auto"))
+    shapes = kernel_shapes(deployment_of(config(kernels, "engine.backend=auto")))
     assert len(shapes.decode) == 12
     assert all(shape.seconds < 1e-3 for shape in (*shapes.decode, *shapes.prefill))
     assert len(shapes.prefill) == 1
@@ -148,7 +149,7 @@ def test_the_kernel_that_the_engine_runs_is_the_one_that_counts(tmp_path: Path) 
 def test_chunks_of_16_bits_are_priced_by_what_the_engine_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_units: bool, expected: str
 ) -> None:
-    from engine.runtime.attention.native import compile as compiling
+    from engine.runtime.attention import native as compiling
 
     if compiling.why_unavailable():
         pytest.skip("no C compiler: the engine runs torch")
@@ -156,14 +157,14 @@ def test_chunks_of_16_bits_are_priced_by_what_the_engine_runs(
     both = {"dtype": "bf16", "queries": 16, "batch": 1, "context": 64}
     chunks = [row(us=1.0 if one == expected else 1e6, provider=one, **both) for one in ("paged", "native")]
     kernels = write(tmp_path, [*rows(provider="native", dtype="bf16"), *chunks])
-    shapes = kernel_shapes(config(kernels, "engine.backend=auto", "model.dtype=bfloat16"))
+    shapes = kernel_shapes(deployment_of(config(kernels, "engine.backend=auto", "model.dtype=bfloat16")))
     assert [shape.seconds < 1e-3 for shape in shapes.prefill] == [True]
 
 
 def test_block_size_is_an_axis(tmp_path: Path) -> None:
     slow = [row(us=3e6 * seconds_of(4, 64), batch=4, context=64, block_size=4)]
     kernels = write(tmp_path, [*rows(), *slow, *rows(block_size=64)])
-    table = kernel_table(config(kernels, "cache.block_size=4"), fitted())
+    table = kernel_table(deployment_of(config(kernels, "cache.block_size=4")), fitted())
     assert table.decode.at(4, 64) == pytest.approx(LAYERS * 3 * seconds_of(4, 64), rel=0.01)
     assert table.block_size == 4
 
@@ -175,12 +176,12 @@ def test_chunks_are_priced_by_the_call_with_the_fewest_of_them(tmp_path: Path) -
         for context in (256, 512, 1024)
         for batch in (2, 8)
     ]
-    table = kernel_table(config(write(tmp_path, [*rows(), *chunks])), fitted())
+    table = kernel_table(deployment_of(config(write(tmp_path, [*rows(), *chunks]))), fitted())
     assert table.prefill is not None
     assert table.prefill.at(64, 512) == pytest.approx(LAYERS * (64 + 51.2) * 1e-6)
     features = [0.0] * len(FEATURES)
     for place, amount in zip(
-        feature_index(("prefill_rows", "prefill_tokens", "prefill_kv")), (2, 128, 1024), strict=True
+        (AT.prefill_rows, AT.prefill_tokens, AT.prefill_kv), (2, 128, 1024), strict=True
     ):
         features[place] = float(amount)
     assert table.price(features).attention_s == pytest.approx(2 * LAYERS * (64 + 51.2) * 1e-6)
@@ -188,14 +189,14 @@ def test_chunks_are_priced_by_the_call_with_the_fewest_of_them(tmp_path: Path) -
 
 def test_too_few_chunks_are_left_to_the_fitted_model(tmp_path: Path) -> None:
     kernels = write(tmp_path, [*rows(), row(queries=16, batch=1, context=256)])
-    table = kernel_table(config(kernels), fitted())
+    table = kernel_table(deployment_of(config(kernels)), fitted())
     assert table.prefill is None
     assert "chunks are fitted" in table.source.provenance["grid"]["prefill shapes"]
 
 
 def refusal(kernels: Path, *words: str) -> str:
     with pytest.raises(KernelTableError) as caught:
-        kernel_shapes(config(kernels, *words)).decode_grid()
+        kernel_shapes(deployment_of(config(kernels, *words))).decode_grid()
     assert caught.value.key == "cost.kernels"
     return str(caught.value)
 
@@ -260,7 +261,7 @@ def test_a_folder_that_is_not_there_is_refused(named: str, capsys: pytest.Captur
 
 def test_auto_with_timed_kernels_is_the_table(tmp_path: Path) -> None:
     kernels = write(tmp_path, rows())
-    assert resolve_cost_kind(config(kernels, "cost.kind=auto")) is CostKind.table
+    assert resolve_cost_kind(deployment_of(config(kernels, "cost.kind=auto"))) is CostKind.table
 
 
 def test_other_models_do_not_look_at_the_kernels(tmp_path: Path) -> None:
@@ -271,7 +272,7 @@ def test_a_prediction_without_a_calibration_is_told_to_make_one(tmp_path: Path) 
     kernels = write(tmp_path / "k", rows())
     found = config(kernels, "measure=false", f"cost.cache_dir={tmp_path / 'none'}")
     with pytest.raises(Exception, match=r"table, but this model and engine have not been calibrated"):
-        check_cost(found)
+        check_cost(deployment_of(found))
 
 
 def test_where_the_kernels_lie_is_no_part_of_a_points_name(tmp_path: Path) -> None:
@@ -289,12 +290,12 @@ def test_what_the_kernels_say_is_part_of_a_points_name(tmp_path: Path) -> None:
 
 
 def test_native_asked_for_by_name_is_priced_by_native(tmp_path: Path) -> None:
-    from engine.runtime.attention.native.compile import why_unavailable
+    from engine.runtime.attention.native import why_unavailable
 
     if why_unavailable():
         pytest.skip("no C compiler: the engine runs torch")
     kernels = write(tmp_path, [*rows(us=1e6), *rows(provider="native")])
-    shapes = kernel_shapes(config(kernels, "engine.backend=native"))
+    shapes = kernel_shapes(deployment_of(config(kernels, "engine.backend=native")))
     assert all(shape.seconds < 1e-3 for shape in shapes.decode)
 
 
@@ -304,4 +305,4 @@ def test_a_cache_in_8_bits_is_not_priced_by_another(tmp_path: Path) -> None:
     words = ("model.kv_dtype=fp8_e4m3", "model.dtype=bfloat16")
     assert "32, fp8_e4m3, on" in refusal(write(tmp_path, rows()), *words)
     kernels = write(tmp_path, rows(dtype="fp8_e4m3"))
-    assert len(kernel_shapes(config(kernels, *words)).decode) == 12
+    assert len(kernel_shapes(deployment_of(config(kernels, *words))).decode) == 12

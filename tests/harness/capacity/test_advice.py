@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 
 from engine.core.options import GroupPages
+from harness.capacity import parse_slo
 from harness.capacity.advice import Advice, advise
-from harness.capacity.trials import parse_slo
 from harness.cli.main import main
 from harness.config.compose import compose_config
 from harness.config.overrides import parse_overrides
-from harness.workload.workload import build_workload
+from harness.metrics.record import PointRecord
+from harness.store.reading import StoreContent
+from harness.workload.point import resolve
 from traces.formats.pagetwin import write_jsonl
 
 SLO = "ttft_p99<5,tpot_mean<0.1"
@@ -44,7 +46,7 @@ def advice_of(file: Path, *overrides: str, slo: str = SLO) -> Advice:
         *overrides,
     )
     config = compose_config(axis.settings[0] for axis in parse_overrides(words))
-    return advise(config, build_workload(config).trace, parse_slo(slo), lambda what: None)
+    return advise(config, resolve(config).trace, parse_slo(slo), lambda what: None)
 
 
 def test_a_block_size_that_changes_nothing_is_said_not_to_matter(tmp_path: Path) -> None:
@@ -93,8 +95,49 @@ def test_pool_and_sequences_are_no_larger_than_what_is_there(tmp_path: Path) -> 
     (pool,) = [text for text in advice.answers if text.startswith("Pool: ")]
     assert "this device holds 20,000" in pool
     assert int(pool.split()[1].replace(",", "")) < 20_000
-    (sequences,) = [flag for flag in advice.flags if flag.startswith("--max-num-seqs")]
-    assert 1 <= int(sequences.split()[1]) <= 12
+    assert "is the observed peak of these 12 requests" in pool
+    assert int(pool.partition("max_num_seqs: ")[2].split()[0]) <= 12
+
+
+def test_the_flags_are_those_that_were_simulated(tmp_path: Path) -> None:
+    """A limit at the observed peak would hold back any larger load; the pool's flag says nothing of a pool by hand."""
+    file = write(tmp_path, 0, 200, 20, 3, 1.0)
+    assert "--max-num-seqs 256" in advice_of(file).flags
+    by_hand = advice_of(file, "cache.pool_tokens=20000").flags
+    assert not [flag for flag in by_hand if flag.startswith("--gpu-memory-utilization")]
+
+
+def test_the_best_eviction_is_called_a_bound(tmp_path: Path) -> None:
+    assert "Belady's optimum, a bound" in advice_of(write(tmp_path, 100, 20, 20, 3, 1.0)).floor
+
+
+def test_sharing_that_is_recorded_in_larger_blocks_is_warned_of(tmp_path: Path) -> None:
+    row = {"timestamp": 0, "input_length": 1024, "output_length": 4, "hash_ids": [1, 2]}
+    file = tmp_path / "trace.jsonl"
+    file.write_text("".join(json.dumps(row | {"timestamp": 1000 * i}) + "\n" for i in range(3)))
+    warnings = advice_of(file, "trace=mooncake", f"trace.path={file}").warnings
+    assert any(text.startswith("the trace records sharing in blocks of 512 tokens") for text in warnings)
+
+
+def test_groups_are_warned_of_where_vllm_keeps_less(tmp_path: Path) -> None:
+    file = write(tmp_path, 0, 1500, 4, 2, 1.0)
+    warnings = advice_of(file, "model=gemma3_12b", "cache.groups=uniform").warnings
+    assert any("documents asked twice hit 0.458 here and 0.000 there" in text for text in warnings)
+
+
+def test_requests_that_are_left_out_are_said_first_with_their_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "trace.jsonl"
+    rows = [{"arrival_s": i, "prompt_tokens": 9000 if i == 2 else 500, "output_tokens": 4} for i in range(3)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["advise", str(file), "--model", "llama3_8b", "--device", "h100"]) == 0
+    lines = capsys.readouterr().out.strip().splitlines()
+    assert lines[0] == (
+        "Left out: 1 of 3 requests with 90 % of the prompt tokens, because 1 are longer than 8,192 tokens "
+        "(cache.max_model_len). All advice is for the others."
+    )
+    assert lines[-1] == "No flags: 2 requests are too few to advise from; give 30 or more."
 
 
 def test_an_slo_that_is_not_met_is_said_with_what_breaks_it(tmp_path: Path) -> None:
@@ -114,11 +157,12 @@ def test_windowed_layers_without_groups_are_warned_of(tmp_path: Path) -> None:
 def test_the_command_prints_answers_first_and_flags_last(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = write(tmp_path, 100, 20, 20, 6, 1.0)
+    file = write(tmp_path, 100, 20, 20, 30, 1.0)
     assert main(["advise", str(file), "--model", "llama3_8b", "--device", "h100", "--slo", SLO]) == 0
     lines = capsys.readouterr().out.strip().splitlines()
     assert lines[0].startswith("Block size: ")
-    assert lines[-1].startswith("vllm serve llama-3-8b --block-size 16 ")
+    assert lines[-2].endswith("vLLM's own default is 0.92")
+    assert lines[-1].startswith("vllm serve <hub id of llama-3-8b> --block-size 16 ")
 
 
 def test_a_model_with_windows_is_advised_with_groups(
@@ -162,6 +206,22 @@ def test_a_store_gives_its_trace_and_its_settings(tmp_path: Path, capsys: pytest
     assert "simulated 6 requests on h100 with llama-3-8b" in shown
 
 
+def test_a_class_that_a_record_names_is_never_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    word = "scheduler.order=stranger:Order"
+    (tmp_path / "stranger.py").write_text("raise SystemExit('imported')")
+    trace = f"trace.path={write(tmp_path, 100, 20, 20, 6, 1.0)}"
+    record = PointRecord(overrides=[trace, "trace=file", word])
+    content = StoreContent({"point": record})
+    (tmp_path / "store" / "points").mkdir(parents=True)
+    monkeypatch.setattr("harness.store.reading.read_store", lambda root: content)
+    assert main(["advise", "store"]) == 2
+    said = capsys.readouterr().err
+    assert "scheduler.order: the record of point in store names code to run, 'stranger:Order'" in said
+
+
 def test_the_log_of_a_deployment_gives_its_requests_and_its_settings(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -184,9 +244,16 @@ def test_the_folder_of_a_twin_gives_its_requests(tmp_path: Path, capsys: pytest.
     )
     folder = tmp_path / "twin"
     folder.mkdir()
-    write_jsonl(build_workload(config).trace, folder / "workload.jsonl")
+    write_jsonl(resolve(config).trace, folder / "workload.jsonl")
     assert main(["advise", str(folder), "--model", "llama3_8b", "--device", "h100"]) == 0
     assert "simulated 6 requests on h100 with llama-3-8b" in capsys.readouterr().out
+
+
+def test_no_command_is_given_for_a_toy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["advise", str(write(tmp_path, 100, 20, 20, 30, 1.0))]) == 0
+    shown = capsys.readouterr().out
+    assert "tiny-llama is a toy with random weights" in shown
+    assert "vllm serve" not in shown
 
 
 @pytest.mark.parametrize(

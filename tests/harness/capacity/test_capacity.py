@@ -9,9 +9,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.capacity import (
+    CapacityAnswer,
+    Trial,
+    Trials,
+    best_block_size,
+    beyond_peak,
+    broken_goals,
+    estimate,
+    highest,
+    highest_rate,
+    parse_slo,
+    smallest,
+    smallest_pool,
+)
 from harness.capacity.page import CapacityStudy, answer_text, left_out_text, notes, write_study
-from harness.capacity.search import best_block_size, estimate, highest, highest_rate, smallest, smallest_pool
-from harness.capacity.trials import Trials, broken_goals, parse_slo
 from harness.cli.main import main
 from harness.config.errors import UserError
 from harness.config.schema import CostKind, Oversize, ReplayMode, RunConfig
@@ -61,7 +73,14 @@ def test_goals_are_bounds_on_metrics() -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("ttft_p98<2", "did you mean ttft_p9"), ("ttft_p99=2", "is no goal"), ("ttft_p99<.", "is no number")],
+    [
+        ("ttft_p98<2", "did you mean ttft_p9"),
+        ("ttft_p99=2", "is no goal"),
+        ("ttft_p99<.", "is no number"),
+        ("ttft_p99<0", "can be met by no run"),
+        ("output_throughput>-1", "or by every run"),
+        ("ttft_p99<1e999", "by every run"),
+    ],
 )
 def test_a_wrong_goal_is_named(text: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
@@ -179,6 +198,28 @@ def test_too_few_requests_for_a_steady_state_are_noted(tmp_path: Path) -> None:
     assert (tmp_path / "capacity.csv").read_text().count("\n") == len(trials.made) + 1
 
 
+def test_a_rate_says_over_which_load_it_was_found() -> None:
+    answer = CapacityAnswer("q", "requests/s", estimate([4.0]))
+    trial = Trial(4.0, 100, 16, 0, {}, {"finished": 20}, None, ())
+    study = CapacityStudy("q", [], (), "rate", answer, [trial], [trial])
+    assert any(
+        note.startswith("Found over 20 requests a simulation, which arrive in 5 s.") for note in notes(study)
+    )
+
+
+def test_a_rate_that_needs_more_than_the_peak_of_the_device_is_refused() -> None:
+    """100 tokens a request of a model with millions of weights, on a device of 1 megaFLOP/s."""
+    config = single_server()
+    config.device.name, config.device.tflops = "gpu", 1e-6
+    trials = Trials(config, ())
+    trials.made.append(Trial(10.0, 100, 16, 0, {"computed_tokens": 2000.0}, {"finished": 20}, None, ()))
+    assert "requests/s meet the SLO for the 20 requests of a simulation, but need" in beyond_peak(
+        trials, 10.0
+    )
+    trials.config.device.tflops = 1e6
+    assert beyond_peak(trials, 10.0) == ""
+
+
 def test_the_command_finds_writes_and_prints(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,9 +234,10 @@ def test_the_command_finds_writes_and_prints(
 
 def test_the_command_refuses_a_sweep(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["capacity", "cache.block_size=8,16"]) == 2
-    assert "one setting at a time" in capsys.readouterr().err
+    assert "capacity takes one configuration" in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 def test_no_block_size_is_the_best_where_one_holds_any_rate() -> None:
     trials = Trials(single_server(), parse_slo("ttft_p99<1e9"))
     answer = best_block_size(trials, [16, 512], 1, 0.2, lambda _: None)
@@ -220,6 +262,7 @@ def test_a_file_in_the_place_of_the_results_folder_is_refused_before_the_search(
     assert "is not a folder" in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 def test_a_best_block_size_without_a_clear_lead_says_so() -> None:
     trials = Trials(single_server(), parse_slo("queue_mean<1"))
     answer = best_block_size(trials, [16, 32], 2, 0.2, lambda _: None)
@@ -235,7 +278,7 @@ def test_a_choice_of_blocks_that_the_cost_model_does_not_price_is_noted() -> Non
     assert any("does not price block size" in note for note in notes(study))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_answer_does_not_depend_on_the_number_of_workers() -> None:
     slo = parse_slo("queue_mean<1")
     found = []

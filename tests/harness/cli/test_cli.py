@@ -16,6 +16,7 @@ from fake_point import ReportError
 
 from harness.cli.main import main
 from harness.config.schema import RunConfig
+from harness.metrics.record import PointRecord
 from harness.store import atomic
 from harness.store.atomic import exclusive
 from harness.store.commit import commit_point
@@ -172,10 +173,9 @@ def test_a_dry_run_tells_done_from_todo_and_writes_nothing(cli: Cli, tmp_path: P
 def learned(tmp_path: Path, *seconds: float) -> None:
     """Commit finished points of the default kind that took so many seconds for 100 requests each."""
     for number, took in enumerate(seconds):
-        record = {"config": asdict(RunConfig(measure=False)), "trace": {"requests": 100}}
-        commit_point(
-            tmp_path / "results" / "default", f"{number + 1:032x}", {**record, "seconds": {"point": took}}, {}
-        )
+        config = asdict(RunConfig(measure=False))
+        record = PointRecord(config=config, trace={"requests": 100}, seconds={"point": took})
+        commit_point(tmp_path / "results" / "default", f"{number + 1:032x}", record, {})
 
 
 def test_a_dry_run_says_how_long_by_what_earlier_points_took(cli: Cli, tmp_path: Path) -> None:
@@ -562,28 +562,12 @@ def test_a_glob_that_fits_no_option_is_refused(cli: Cli) -> None:
     ("words", "message"),
     [
         (["serve", "--max-requests", "0"], "--max-requests is 0, must be at least 1"),
-        (
-            ["bench", "engine", "--pool-tokens", "1"],
-            "--pool-tokens is 1, less than one block of --block-size 16",
-        ),
-        (
-            ["bench", "engine", "--out", "no/such/file.json"],
-            "--out: 'no/such/file.json' is no file in a folder",
-        ),
-        (["bench", "policy", "--out", "file"], "cannot use 'file'"),
+        (["bench", "kernels", "--rounds", "0"], "--rounds is 0, must be at least 1"),
     ],
 )
-def test_a_senseless_flag_is_refused(cli: Cli, tmp_path: Path, words: list[str], message: str) -> None:
-    (tmp_path / "file").touch()
+def test_a_senseless_flag_is_refused(cli: Cli, words: list[str], message: str) -> None:
     code, _, err = cli(*words)
     assert (code, message in err) == (2, True), err
-
-
-def test_a_missing_gpu_is_named(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harness.bench.engine.gpu_names", list)
-    code, _, err = cli("bench", "engine", "--device", "cuda")
-    assert code == 2
-    assert "the NVIDIA driver shows no device" in err
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device"])
@@ -638,7 +622,7 @@ def test_a_store_that_was_written_to_a_place_that_is_unknown_here_has_a_status(
 
 def test_a_row_of_a_comparison_holds_plain_values_alone(cli: Cli, tmp_path: Path) -> None:
     rows = [{"metric": "ttft_p50", "error": {}, "spread": []}]
-    commit_point(tmp_path / "store", "a", {"config": {}, "comparison": rows}, {})
+    commit_point(tmp_path / "store", "a", PointRecord(comparison=rows), {})
     code, out, _ = cli("status", "store")
     assert code == 0
     assert "its section 'comparison' is no list of rows" in out

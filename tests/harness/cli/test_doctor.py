@@ -7,7 +7,7 @@ import fake_point
 import pytest
 
 from harness.cli.main import main
-from harness.store import health
+from harness.store import survey
 from harness.store.reading import read_store
 
 Cli = Callable[..., tuple[int, str, str]]
@@ -43,7 +43,9 @@ def runs() -> int:
 
 def test_a_whole_store_is_said_to_be_whole(cli: Cli) -> None:
     code, out, _ = cli("doctor", "results/default")
-    assert (code, out) == (0, "results/default: 3 records and 6 files beside them are whole\n")
+    whole, unchecked = out.splitlines()
+    assert (code, whole) == (0, "results/default: 3 records and 6 files beside them are whole")
+    assert unchecked == "not compared, as they have no digests: summary.parquet, sweep.json and the report"
 
 
 @pytest.mark.parametrize("name", ["steps.parquet", "requests.parquet", "record.json"])
@@ -60,9 +62,9 @@ def test_a_damaged_file_is_named_and_nothing_is_changed(cli: Cli, name: str) -> 
 def test_several_processes_find_what_one_finds(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     damage()
     alone = cli("doctor", "results/default")
-    monkeypatch.setattr(health, "_WORTH_WORKERS", 3)
-    monkeypatch.setattr(health, "_PART", 1)
-    monkeypatch.setattr(health.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(survey, "_WORTH_WORKERS", 3)
+    monkeypatch.setattr(survey, "_PART", 1)
+    monkeypatch.setattr(survey.os, "cpu_count", lambda: 2)
     assert cli("doctor", "results/default") == alone
 
 
@@ -93,6 +95,22 @@ def test_a_point_that_the_sweep_no_longer_plans_is_set_aside_and_not_run(
     assert (code, runs()) == (1, 3)
     assert "1 point cannot be run again: other code, traces or settings" in err
     assert "0 of 1 damaged point repaired" in out
+
+
+@pytest.mark.parametrize(
+    "word", ["scheduler.order=evil:Order", "oracle.python=./evil", "experiment=./evil.yaml"]
+)
+def test_a_store_whose_command_names_code_is_not_repaired_and_left_as_it_is(cli: Cli, word: str) -> None:
+    Path("evil.yaml").write_text("- cache.eviction=evil:Q\n")
+    file = damage()
+    manifest = Path("results/default/sweep.json")
+    manifest.write_text(
+        manifest.read_text().replace('workload.seed=1,2,3",', f'workload.seed=1,2,3 {word}",', 1)
+    )
+    code, _, err = cli("doctor", "results/default", "--repair")
+    assert (code, runs()) == (2, 3)
+    assert "and no file may" in err
+    assert file.exists()
 
 
 def test_tables_without_a_record_are_damage(cli: Cli) -> None:

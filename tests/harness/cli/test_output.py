@@ -27,6 +27,10 @@ def test_a_terminal_that_knows_the_signs_gets_them() -> None:
     assert shown("utf-8", "−1.5 %") == "−1.5 %\n"
 
 
+def test_what_a_file_says_cannot_move_the_cursor_or_turn_the_text() -> None:
+    assert shown("utf-8", "a\tb\nc\x1b[2Jd\re\x9b\u202ef") == "a\tb\nc\\x1b[2Jd\\re\\x9b\\u202ef\n"
+
+
 def test_a_stream_that_was_closed_before_the_start_is_written_by_nobody(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.cluster.book import Book, Submission
-from harness.cluster.journal import BEGAN, DONE, FAILED, LET_GO, STARTED, STOPPED, Journal
+from harness.cluster.book import BEGAN, DONE, FAILED, LET_GO, STARTED, STOPPED, Book, Journal, Submission
 from harness.config.errors import UserError
 
 BOOK = """{"schema": 1, "submissions": [

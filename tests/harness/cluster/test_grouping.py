@@ -6,16 +6,16 @@ import fake_point
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.cluster.grouping import groups_of
-from harness.sweep.estimate import Fit, Pace, work_of
+from harness.cluster.job import groups_of
 from harness.sweep.plan import PlannedPoint, plan_sweep, sweep_request
+from harness.sweep.progress import TimeFit, TimeModel, work_of
 
-UNKNOWN = Pace({}, 0)
+UNKNOWN = TimeModel({}, 0)
 
 
-def each(seconds: float) -> Pace:
-    """A pace of so many seconds a request."""
-    return Pace({(False,): Fit(0.0, seconds, None, 1, 1)}, 1)
+def each(seconds: float) -> TimeModel:
+    """A time model of so many seconds a request."""
+    return TimeModel({(False,): TimeFit(0.0, seconds, None, 1, 1)}, 1)
 
 
 def points(*overrides: str) -> list[PlannedPoint]:
@@ -32,14 +32,14 @@ def test_a_thousand_small_points_are_not_a_thousand_jobs() -> None:
 
 
 def test_known_short_points_fill_one_job() -> None:
-    pace = each(0.5 / work_of(SEEDS[0].config))  # half a second a point
-    assert len(groups_of(SEEDS, pace, 32, 60.0)) == 1
-    assert len(groups_of(SEEDS, pace, 32, 10.0)) == 3
+    times = each(0.5 / work_of(SEEDS[0].config))  # half a second a point
+    assert len(groups_of(SEEDS, times, 32, 60.0)) == 1
+    assert len(groups_of(SEEDS, times, 32, 10.0)) == 3
 
 
 def test_known_long_points_get_a_job_each_up_to_the_most() -> None:
-    pace = each(100.0)
-    assert [len(group) for group in groups_of(SEEDS[:5], pace, 32, 60.0)] == [1] * 5
+    times = each(100.0)
+    assert [len(group) for group in groups_of(SEEDS[:5], times, 32, 60.0)] == [1] * 5
 
 
 def test_no_points_make_no_group() -> None:

@@ -6,9 +6,9 @@ import fake_point
 import pytest
 
 from harness.cli.main import main
-from harness.cluster import slurm_queue
+from harness.cluster import slurm
 from harness.cluster.book import Book, Submission
-from harness.cluster.slurm_queue import Queued, QueueError, end_of, look
+from harness.cluster.slurm import Queued, QueueError, end_of, look
 
 
 def program(folder: Path, name: str, text: str, code: int = 0) -> None:
@@ -97,7 +97,7 @@ def test_slurm_is_refused_without_its_package(
 ) -> None:
     monkeypatch.setattr("harness.cluster.slurm.find_spec", lambda name: None)
     assert run(tmp_path, "execute=slurm") == 2
-    assert "pip install 'pagetwin[cluster]'" in capsys.readouterr().err
+    assert "pip install '.[cluster]'" in capsys.readouterr().err
 
 
 def test_a_local_run_is_refused_where_jobs_may_be_at_work_and_cannot_be_asked(
@@ -144,7 +144,7 @@ def test_a_store_without_jobs_has_no_logs(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_the_command_timeout_is_beyond_slurms_own() -> None:
-    assert slurm_queue._TIMEOUT_S > 10
+    assert slurm._TIMEOUT_S > 10
 
 
 def test_a_repair_is_refused_while_jobs_work_on_the_store(

@@ -12,7 +12,7 @@ from cluster_drive import ROOT, SUPPORT, Sweep
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pagetwin[ray]")
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = pytest.mark.ray
 POINTS = 12
 ONCE = Counter(f"any {seed}" for seed in range(POINTS))
 

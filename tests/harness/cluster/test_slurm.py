@@ -15,7 +15,6 @@ from cluster_drive import Sweep, wait
 
 pytestmark = [
     pytest.mark.slurm,
-    pytest.mark.slow,
     pytest.mark.skipif(
         bool(slurm_node.missing()), reason=f"no Slurm: {', '.join(slurm_node.missing())} missing"
     ),

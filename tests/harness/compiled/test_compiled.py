@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import tier
 
 from engine.core.identity import KeyIdentity
 from engine.core.memory.paged import PagedManager
@@ -27,7 +28,7 @@ from harness.cost.fitted import FittedCost
 from harness.cost.model_shape import Experts, LatentKV, ModelShape
 from harness.cost.roofline import DeviceShape, RooflineCost
 from harness.metrics.log import RunLog
-from harness.replay.arrivals import TimedRequest
+from harness.replay.arrivals import TimedRequest, TimeSpanError
 from harness.replay.beams import BeamGenealogy
 from harness.replay.cost_model import CostModel, CostSource, PacedCost
 from harness.replay.executors import SimulatedExecutor
@@ -35,7 +36,6 @@ from harness.replay.features import ATTENTION_FEATURES, FEATURES
 from harness.replay.loop import Replay
 from harness.replay.recorder import Recorder
 from harness.replay.streaming import RunFold, StreamingRecorder
-from harness.replay.virtual_time import TimeSpanError
 
 SHAPE = ModelShape(
     layers=4, hidden=256, heads=8, kv_heads=2, head_dim=32, intermediate=688, vocab=2048, bytes_per_element=2
@@ -229,7 +229,7 @@ def assert_same(one: RunLog, other: RunLog) -> None:
     assert one.span_s == other.span_s
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=tier(20, 400))
 @given(workloads(), LIMITS, POOLS, st.sampled_from(sorted(COSTS)))
 def test_every_step_request_and_gap_is_the_core_s(
     requests: PlainRequests, limits: SchedulerLimits, pool: PlainPool, cost: str
@@ -240,7 +240,7 @@ def test_every_step_request_and_gap_is_the_core_s(
     )
 
 
-@settings(deadline=None, max_examples=400)
+@settings(max_examples=tier(20, 400))
 @given(sharing(), LIMITS, POOLS, st.sampled_from(["expected", "fitted"]))
 def test_shared_prefixes_are_replayed_as_the_core_does(
     shared: Sharing, limits: SchedulerLimits, pool: PlainPool, cost: str
@@ -267,7 +267,7 @@ def assert_same_or_refused(
     return False
 
 
-@settings(deadline=None, max_examples=400)
+@settings(max_examples=tier(20, 400))
 @given(branching(), LIMITS, POOLS, st.sampled_from(["expected", "fitted", "roofline"]))
 def test_samples_and_beams_are_replayed_as_the_core_does(
     shared: Sharing, limits: SchedulerLimits, pool: PlainPool, cost: str
@@ -275,7 +275,6 @@ def test_samples_and_beams_are_replayed_as_the_core_does(
     assert_same_or_refused(shared, limits, replace(pool, num_blocks=pool.num_blocks * 4), COSTS[cost])
 
 
-@settings(deadline=None, max_examples=150)
 @given(branching(), LIMITS, POOLS)
 def test_only_preempted_branches_are_left_to_the_core(
     shared: Sharing, limits: SchedulerLimits, pool: PlainPool
@@ -283,7 +282,6 @@ def test_only_preempted_branches_are_left_to_the_core(
     assert_same_or_refused(shared, limits, pool, COSTS["expected"])
 
 
-@settings(deadline=None)
 @given(sharing(), st.sampled_from([1, 3, 8, 16]))
 def test_names_are_equal_exactly_where_the_hashes_are(shared: Sharing, block_size: int) -> None:
     names = shared.named(block_size).names

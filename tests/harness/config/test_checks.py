@@ -114,6 +114,22 @@ def test_a_folder_is_no_trace_file(tmp_path: Path) -> None:
     assert "is not a file" in messages("trace.format=azure", f"trace.path='{tmp_path}'")[0]
 
 
+def test_a_folder_without_a_trace_is_refused_and_nothing_below_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below" / "large.bin").write_text("x\n")
+    opened: list[Path] = []
+
+    def count(file: Path, *stamp: int) -> int:
+        opened.append(file)
+        return 0
+
+    monkeypatch.setattr("harness.config.memory._rows", count)
+    assert "is a folder without files of a trace" in messages("trace=file", f"trace.path='{tmp_path}'")[0]
+    assert opened == []
+
+
 def test_a_trace_file_that_may_not_be_read_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

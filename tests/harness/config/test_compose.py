@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
+from tiers import cases, tier
 
 from engine.core.options import CachePolicy
 from harness.config.checks import check_config
@@ -49,15 +50,29 @@ OVERRIDES = st.fixed_dictionaries(
 )
 
 
-@pytest.mark.slow
 @given(OVERRIDES)
-@settings(max_examples=25, deadline=None)  # Hydra's own composition takes a third of a second
+@settings(max_examples=tier(3, 60))  # Hydra's own composition takes a third of a second
 def test_cached_composition_equals_hydras_own(chosen: dict[str, object]) -> None:
     texts = [f"{key}={'null' if value is None else value}" for key, value in chosen.items()]
     tree = compose_with_hydra(texts)
     for key, value in real_defaults(tree, chosen).items():
         OmegaConf.update(tree, key, value, merge=False)
     assert composed(*texts) == OmegaConf.to_object(tree)
+
+
+@pytest.mark.parametrize(
+    "key", ["model.name", "model.path", "model.dtype", "engine.device", "cache.pool_blocks"]
+)
+def test_a_reference_that_leads_nowhere_is_refused_with_its_key(key: str) -> None:
+    with pytest.raises(ConfigError, match="nowhere") as refused:
+        composed(f"{key}=${{nowhere}}")
+    assert refused.value.key == key
+
+
+@pytest.mark.parametrize("text", ["${oc.env:HOME}", "x${oc.env:HOME,y}", "${${model.name}:HOME}"])
+def test_what_reads_the_environment_is_refused_and_not_shown(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"name: found .*write the value itself"):
+        composed(f"name='{text}'")
 
 
 def test_composing_leaves_the_cached_configuration_as_it_was() -> None:
@@ -96,9 +111,10 @@ def test_a_value_of_the_wrong_type_names_the_key_the_value_and_what_is_allowed(
 
 
 OPTIONS = [(group, option) for group, options in groups().items() for option in options]
+FIRST = [(group, options[0]) for group, options in groups().items()]
 
 
-@pytest.mark.parametrize(("group", "option"), OPTIONS)
+@cases(("group", "option"), OPTIONS, day=FIRST)
 def test_every_option_composes(group: str, option: str) -> None:
     assert composed(f"{group}={option}") is not None
 
@@ -166,7 +182,7 @@ ANY_GROUP = st.sampled_from(sorted(groups())).flatmap(
 
 
 @given(st.lists(st.one_of(ANY_KEY, ANY_KEY, ANY_GROUP), max_size=6))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=tier(12, 200))
 def test_composition_by_values_equals_composition_by_trees(texts: list[str]) -> None:
     by_values, by_trees = both_ways(*texts)
     assert by_values == by_trees

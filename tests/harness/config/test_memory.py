@@ -85,7 +85,7 @@ def test_a_last_line_without_an_end_counts(tmp_path: Path) -> None:
 
 
 def test_the_files_of_a_folder_count_together(tmp_path: Path) -> None:
-    for name in "ab":
+    for name in ("a.jsonl", "b.jsonl"):
         (tmp_path / name).write_text("row\n" * 3)
     assert rows_at_most(str(tmp_path)) == 6
 

@@ -52,6 +52,36 @@ def test_a_file_may_start_from_a_preset(tmp_path: Path) -> None:
     )
 
 
+def test_a_file_that_reads_the_environment_is_refused_and_its_value_is_not_shown(tmp_path: Path) -> None:
+    file = written(tmp_path, "base: h100\nname: ${oc.env:HOME}\n")
+    with pytest.raises(
+        ConfigError, match=r"device.name: .*mine.yaml:2 holds an interpolation, '\$\{oc.env:HOME\}'"
+    ):
+        composed(f"device={file}")
+
+
+def test_a_file_that_names_a_class_is_refused(tmp_path: Path) -> None:
+    file = written(tmp_path, "base: paged\neviction: stranger:Queue\n")
+    with pytest.raises(ConfigError, match=r"cache.eviction: .*mine.yaml:2 names code to run"):
+        composed(f"cache={file}")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("name: !!python/name:os.system x\n", "could not determine a constructor"),
+        ("name: " + "[" * 20_000, "nesting too deep"),
+        ("a: &a x\nname: *a\n", "alias"),
+        ("name: " + "x" * 300_000, "at most 262,144"),
+        ("name: !!timestamp x\n", "cannot be read"),
+        ("name: " + "1" * 5000, "cannot be read"),
+    ],
+)
+def test_a_file_that_is_no_plain_settings_is_refused(tmp_path: Path, text: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        composed(f"device={written(tmp_path, text)}")
+
+
 def test_a_key_on_the_command_line_counts_more_than_the_file(tmp_path: Path) -> None:
     assert composed(f"device={written(tmp_path, CARD)}", "device.tflops=100").device.tflops == 100
     assert composed("device.tflops=100", f"device={written(tmp_path, CARD)}").device.tflops == 100

@@ -13,7 +13,7 @@ from harness.cost.roofline import DeviceShape, RooflineCost
 from harness.cost.table import TableCost
 from harness.replay.beams import BeamGenealogy, churn_of_run
 from harness.replay.cost_model import CostModel, CostSource, PacedCost, price_table
-from harness.replay.features import FEATURES, feature_index
+from harness.replay.features import AT, FEATURES
 
 SOURCE = CostSource("fitted", "test", "test")
 
@@ -28,12 +28,12 @@ def measured_features(seed: int) -> np.ndarray:
 
 
 def true_seconds(features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    attention = features[:, feature_index(["decode_padded_kv", "prefill_work", "decode_steps"])] @ [
+    attention = features[:, [AT.decode_padded_kv, AT.prefill_work, AT.decode_steps]] @ [
         2e-7,
         1e-8,
         1e-4,
     ]
-    rest = features[:, feature_index(["step", "tokens", "sampled_rows"])] @ [5e-4, 1e-5, 3e-5]
+    rest = features[:, [AT.step, AT.tokens, AT.sampled_rows]] @ [5e-4, 1e-5, 3e-5]
     return attention + rest, attention
 
 
@@ -66,7 +66,7 @@ def test_a_few_drawn_out_steps_do_not_move_the_fit() -> None:
 def test_the_fit_follows_a_machine_on_which_one_token_is_cheaper_than_two() -> None:
     """As on a CPU, where one token is a product with a vector, and two to four tokens cost nearly the same."""
     features = measured_features(0)
-    tokens = features[:, feature_index(["tokens"])[0]]
+    tokens = features[:, AT.tokens]
     seconds = 4.7e-3 + 1.5e-3 * (tokens > 1) + 5e-5 * tokens
     cost = fit_cost(features, seconds, np.zeros(len(features)), SOURCE)
     assert (tokens == 1).any()
@@ -75,7 +75,7 @@ def test_the_fit_follows_a_machine_on_which_one_token_is_cheaper_than_two() -> N
 
 def test_a_decode_has_a_floor_beside_its_attention() -> None:
     features = measured_features(0)
-    decodes = features[:, feature_index(["decode_rows"])[0]] > 0
+    decodes = features[:, AT.decode_rows] > 0
     seconds = 1e-3 + 8e-4 * decodes
     cost = fit_cost(features, seconds, np.zeros(len(features)), SOURCE)
     assert 0 < decodes.mean() < 1
@@ -99,9 +99,14 @@ def test_held_out_error_keeps_its_sign() -> None:
 
 def test_features_count_what_the_plans_hold() -> None:
     features = replay([request(0, 0, 40, 3)], fast_forward=False, keep_plans=True)[1].features
-    tokens, decode_kv, prefill_kv, work, blocks, new = feature_index(
-        ["tokens", "decode_kv", "prefill_kv", "prefill_work", "blocks", "new_blocks"]
-    )
+    tokens, decode_kv, prefill_kv, work, blocks, new = [
+        AT.tokens,
+        AT.decode_kv,
+        AT.prefill_kv,
+        AT.prefill_work,
+        AT.blocks,
+        AT.new_blocks,
+    ]
     assert features[:, tokens].tolist() == [40, 1, 1]
     assert features[:, decode_kv].tolist() == [0, 41, 42]
     assert features[0, prefill_kv] == 40
@@ -111,7 +116,7 @@ def test_features_count_what_the_plans_hold() -> None:
 
 
 def test_chunked_prefill_work_is_that_of_the_whole() -> None:
-    (work,) = feature_index(["prefill_work"])
+    work = AT.prefill_work
     whole = replay([request(0, 0, 400, 1)], keep_plans=True, fast_forward=False)[1].features
     from engine.core.options import SchedulerLimits
 
@@ -123,7 +128,7 @@ def test_chunked_prefill_work_is_that_of_the_whole() -> None:
 
 
 def test_beam_copies_are_slots_of_whole_blocks() -> None:
-    (copied,) = feature_index(["copied_slots"])
+    copied = AT.copied_slots
     features = replay(
         [request(0, 0, 20, 2, 4, Decoding.beam)],
         manager=PagedManager(100, 16),
@@ -134,7 +139,7 @@ def test_beam_copies_are_slots_of_whole_blocks() -> None:
 
 
 def test_the_steps_after_a_large_prefill_are_marked_and_fade() -> None:
-    (after,) = feature_index(["after_prefill"])
+    after = AT.after_prefill
     features = replay([request(0, 0, 200, 4)], fast_forward=False, keep_plans=True)[1].features
     assert features[:, after].tolist() == [0, 1, 0.75, 0.75**2]
 
@@ -164,7 +169,7 @@ def test_every_feature_of_a_fast_forward_is_that_of_its_steps(size: int) -> None
 
 
 def test_shared_blocks_count_once_among_distinct_slots() -> None:
-    rows, kv, distinct = feature_index(["decode_rows", "decode_kv", "decode_distinct_kv"])
+    rows, kv, distinct = (AT.decode_rows, AT.decode_kv, AT.decode_distinct_kv)
     alone = replay([request(0, 0, 32, 4)], keep_plans=True, fast_forward=False)[1].features
     assert alone[1:, distinct].tolist() == alone[1:, kv].tolist()
     samples = [request(0, 0, 32, 4, 4, Decoding.sample)]
@@ -202,7 +207,7 @@ def test_a_grid_needs_two_values_on_each_axis() -> None:
 def test_outside_its_grid_the_table_prices_as_the_fit_does() -> None:
     features = measured_features(0)
     table = table_cost(features)
-    chunks, rows, kv = feature_index(["prefill_rows", "decode_rows", "decode_kv"])
+    chunks, rows, kv = (AT.prefill_rows, AT.decode_rows, AT.decode_kv)
     only = features[(features[:, chunks] == 0) & (features[:, kv] > 128 * features[:, rows])]
     assert len(only) > 10
     assert price_table(table, only)[0].tolist() == pytest.approx(price_table(table.fitted, only)[0].tolist())
@@ -213,9 +218,13 @@ def test_outside_its_grid_the_table_prices_as_the_fit_does() -> None:
 
 def test_inside_its_grid_the_table_follows_the_measurements_and_not_the_fit() -> None:
     features = measured_features(0)
-    chunks, rows, kv, padded, blocks = feature_index(
-        ["prefill_rows", "decode_rows", "decode_kv", "decode_padded_kv", "decode_padded_blocks"]
-    )
+    chunks, rows, kv, padded, blocks = [
+        AT.prefill_rows,
+        AT.decode_rows,
+        AT.decode_kv,
+        AT.decode_padded_kv,
+        AT.decode_padded_blocks,
+    ]
     step = features[(features[:, chunks] == 0) & (features[:, rows] == 4)][0].copy()
     step[kv] = step[padded] = 4 * 64
     step[blocks] = 16
@@ -331,7 +340,7 @@ def test_an_all_reduce_reaches_a_share_of_the_link_and_the_bound_all_of_it() -> 
     whole = replace(device, link_efficiency=1.0)
     model = ModelShape(32, 4096, 32, 8, 128, 14336, 128256, 2)
     features = np.zeros((1, len(FEATURES)))
-    features[0, feature_index(("tokens",))[0]] = 64
+    features[0, AT.tokens] = 64
     seconds = [
         price_table(RooflineCost(model, each), features)[0][0] for each in (device, whole, device.bound)
     ]
@@ -342,7 +351,7 @@ def test_an_all_reduce_reaches_a_share_of_the_link_and_the_bound_all_of_it() -> 
 
 def test_scatter_of_small_attention_does_not_raise_large_attention() -> None:
     features = np.zeros((400, len(FEATURES)))
-    step, kv = feature_index(["step", "decode_kv"])
+    step, kv = (AT.step, AT.decode_kv)
     features[:, step] = 1
     features[:300, kv], features[300:, kv] = 20, 600
     attention = 1e-6 * features[:, kv]

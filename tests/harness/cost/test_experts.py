@@ -9,7 +9,7 @@ from sim_cases import replay, request
 from harness.cost.model_shape import Experts, LatentKV, ModelShape
 from harness.cost.roofline import DeviceShape, RooflineCost
 from harness.replay.cost_model import price_table
-from harness.replay.features import FEATURES, feature_index
+from harness.replay.features import AT, FEATURES
 
 QWEN3_30B_A3B = ModelShape(48, 2048, 32, 4, 128, 6144, 151936, 2, experts=Experts(128, 8, 768))
 DEEPSEEK = ModelShape(
@@ -19,7 +19,7 @@ DEEPSEEK = ModelShape(
 )
 H100 = DeviceShape("h100", 3.35e12, 989e12, 0, 0)
 SLOW = replace(H100, flops=1e12)
-TOKENS, ROWS, DECODE_KV = feature_index(("tokens", "rows", "decode_kv"))
+TOKENS, ROWS, DECODE_KV = [AT.tokens, AT.rows, AT.decode_kv]
 
 
 def decode_step(rows: int, context: int = 0) -> np.ndarray:

@@ -5,19 +5,24 @@ import pytest
 
 from harness.cost.grid import (
     DECODE_AXES,
+    Grid,
     GridError,
+    LogGrid,
     TimedShape,
     grid_errors,
     grid_of,
     interpolated_grid,
+    octaves,
     seconds_at_block_size,
     shape_errors,
+    tabulated,
 )
 from harness.cost.table import engine_overhead, with_overhead
 from harness.metrics.log import STEP_COLUMNS
 from harness.replay.streaming import DECODE_GRID, PREFILL_GRID, ExtrapolatedSteps, GridHull
 
 AXES = ("rows", "KV slots a row")
+THREE_AXES = ((1.0, 2.0, 4.0, 8.0), (16.0, 64.0, 256.0), (0.0, 100.0, 1000.0))
 
 
 def power(rows: float, slots: float, size: float) -> float:
@@ -176,3 +181,48 @@ def test_a_step_that_mixes_rows_and_chunks_shows_no_place_in_a_grid():
     found = ExtrapolatedSteps(hull)
     found.add(steps(rows=[3], decode_rows=[2], prefill_tokens=[9999], kv_read_tokens=[1]))
     assert found.section()["steps"] == 0  # type: ignore[index]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_an_endless_grid_is_exact_where_the_function_is_linear(count: int) -> None:
+    grid = tabulated(THREE_AXES[:count], lambda *place: 3.0 + sum(place))
+    place = (3.0, 100.0, 550.0)[:count]
+    assert grid.at(*place) == pytest.approx(3.0 + sum(place), rel=1e-12)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_arrays_have_the_bits_of_numbers(count: int) -> None:
+    draw = np.random.default_rng(1)
+    axes = THREE_AXES[:count]
+    grid = Grid(axes, draw.uniform(1e-6, 1e-3, [len(axis) for axis in axes]), endless=True)
+    places = [draw.uniform(axis[0] * 0.5, axis[-1] * 1.5, 500) for axis in axes]
+    many = grid.at(*places)
+    assert isinstance(many, np.ndarray)
+    assert many.tolist() == [grid.at(*map(float, place)) for place in zip(*places, strict=True)]
+
+
+def test_an_endless_grid_goes_on_outside_as_between_its_outer_values() -> None:
+    grid = tabulated(((1.0, 2.0, 4.0),), lambda value: value * value)
+    assert grid.at(6.0) == pytest.approx(16.0 + 2.0 * 6.0)
+
+
+def test_no_place_outside_costs_less_than_nothing() -> None:
+    grid = tabulated(((1.0, 2.0),), lambda value: value - 1.0)
+    assert grid.at(0.0) == 0.0
+    assert np.asarray(grid.at(np.array([0.0]))).tolist() == [0.0]
+
+
+def test_octaves_hold_all_small_numbers_and_the_last() -> None:
+    found = octaves(1, 100, 2, dense_to=4)
+    assert found[:5] == (1.0, 2.0, 3.0, 4.0, 6.0)
+    assert found[-1] == 100.0
+
+
+def test_an_axis_has_at_least_two_values() -> None:
+    assert octaves(1, 1, 4) == (1.0, 2.0)
+
+
+def test_a_grid_of_logarithms_meets_a_power_law_and_ends_where_it_was_timed() -> None:
+    grid = LogGrid(((1, 8, 512),), np.array([1e-6, 4e-6, 64e-6]))
+    assert [grid.at(1.0), grid.at(64.0), grid.at(512.0)] == pytest.approx([1e-6, 16e-6, 64e-6], rel=1e-12)
+    assert np.isnan(np.asarray(grid.at(np.array([0.0, 513.0])))).all()

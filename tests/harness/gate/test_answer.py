@@ -9,13 +9,23 @@ from typing import Any
 import numpy as np
 import pytest
 
+import harness.gate as running
 from harness.cli.main import main
 from harness.config.errors import UserError
 from harness.environment import digested_files, kernel_digest
 from harness.gate import latency
-from harness.gate import run as running
-from harness.gate.baseline import Measured, new_baseline, read_baseline, write_baseline
-from harness.gate.findings import Finding, LayerResult, Verdict, gravest, lines, markdown
+from harness.gate.findings import (
+    Finding,
+    GateVerdict,
+    LayerResult,
+    Measured,
+    gravest,
+    lines,
+    markdown,
+    new_baseline,
+    read_baseline,
+    write_baseline,
+)
 from harness.gate.latency import latency_name, write_record
 
 DEVICE = "NVIDIA H200"
@@ -33,49 +43,51 @@ def run_of(cases: dict[str, float], **other: Any) -> Measured:
     return replace(plain, **other)
 
 
-def compared(now: Measured, before: Measured) -> dict[str, Verdict]:
+def compared(now: Measured, before: Measured) -> dict[str, GateVerdict]:
     result = latency.judge(now, new_baseline(before, "test"))
     return {finding.case: finding.verdict for finding in result.findings}
 
 
 def test_an_unchanged_run_passes_and_names_its_worst_case() -> None:
     result = latency.judge(run_of({"a": 1.1, "b": 1.2}), new_baseline(run_of({"a": 1.1, "b": 1.2}), "test"))
-    assert result.verdict is Verdict.passed
+    assert result.verdict is GateVerdict.passed
     assert result.remarks[0].startswith("worst case: ")
 
 
 def test_one_slower_case_among_many_regresses_the_layer() -> None:
     cases = {f"case {number}": 1.1 for number in range(20)}
     result = latency.judge(run_of(cases | {"case 7": 1.2}), new_baseline(run_of(cases), "test"))
-    assert result.verdict is Verdict.regressed
+    assert result.verdict is GateVerdict.regressed
     assert [finding.case for finding in result.worst] == ["case 7"]
 
 
 def test_a_missing_case_fails() -> None:
-    assert compared(run_of({"a": 1.0}), run_of({"a": 1.0, "b": 1.0}))["b"] is Verdict.regressed
+    assert compared(run_of({"a": 1.0}), run_of({"a": 1.0, "b": 1.0}))["b"] is GateVerdict.regressed
 
 
 def test_a_renamed_case_fails_as_missing_and_shows_as_new() -> None:
     found = compared(run_of({"a": 1.0, "b2": 1.0}), run_of({"a": 1.0, "b": 1.0}))
-    assert found == {"a": Verdict.passed, "b": Verdict.regressed, "b2": Verdict.inconclusive}
+    assert found == {"a": GateVerdict.passed, "b": GateVerdict.regressed, "b2": GateVerdict.inconclusive}
 
 
 def test_a_run_without_cases_fails() -> None:
-    assert latency.judge(run_of({}), new_baseline(run_of({"a": 1.0}), "test")).verdict is Verdict.regressed
+    assert (
+        latency.judge(run_of({}), new_baseline(run_of({"a": 1.0}), "test")).verdict is GateVerdict.regressed
+    )
 
 
 def test_another_device_or_yardstick_is_no_comparison() -> None:
     for change in ({"device": "NVIDIA H100"}, {"torch": "2.12.0"}):
         before = run_of({"a": 1.0})
         now = replace(before, made_on={**before.made_on, **change})
-        assert latency.judge(now, new_baseline(before, "test")).verdict is Verdict.inconclusive
+        assert latency.judge(now, new_baseline(before, "test")).verdict is GateVerdict.inconclusive
 
 
 def test_a_throttled_device_makes_no_pass() -> None:
     now = run_of({"a": 1.0})
     slowed = {"a": {**now.cases["a"], "throttled": "thermal (hardware)"}}
     result = latency.judge(replace(now, cases=slowed), new_baseline(now, "test"))
-    assert result.verdict is Verdict.inconclusive
+    assert result.verdict is GateVerdict.inconclusive
     assert "thermal" in result.worst[0].reason
 
 
@@ -115,13 +127,16 @@ def test_a_baseline_needs_a_reason_and_a_case() -> None:
 
 
 def test_the_gravest_verdict_wins_and_nothing_is_inconclusive() -> None:
-    assert gravest([Verdict.passed, Verdict.regressed, Verdict.inconclusive]) is Verdict.regressed
-    assert gravest([]) is Verdict.inconclusive
+    assert (
+        gravest([GateVerdict.passed, GateVerdict.regressed, GateVerdict.inconclusive])
+        is GateVerdict.regressed
+    )
+    assert gravest([]) is GateVerdict.inconclusive
 
 
 def test_a_page_lists_what_did_not_pass_and_says_what_was_not_run() -> None:
-    bad = Finding("decode|16", Verdict.regressed, "registers 96 → 97\nand more")
-    result = LayerResult("resource", (bad, Finding("b", Verdict.passed, "")), "Triton 3.6.0")
+    bad = Finding("decode|16", GateVerdict.regressed, "registers 96 → 97\nand more")
+    result = LayerResult("resource", (bad, Finding("b", GateVerdict.passed, "")), "Triton 3.6.0")
     page = markdown([result])
     assert "## Regression gate: regressed (not run: latency, policy, cpu)" in page
     assert "| decode\\|16 | regressed | registers 96 → 97 and more |" in page
@@ -129,7 +144,7 @@ def test_a_page_lists_what_did_not_pass_and_says_what_was_not_run() -> None:
 
 
 def test_a_terminal_gets_one_line_a_finding_and_the_verdict_last() -> None:
-    found = tuple(Finding(f"case {number}", Verdict.regressed, "slower") for number in range(60))
+    found = tuple(Finding(f"case {number}", GateVerdict.regressed, "slower") for number in range(60))
     text = list(lines([LayerResult("policy", found, "Python 3.11")]))
     assert text[-2] == "  … and 20 more"
     assert text[-1].startswith("gate: regressed")
@@ -206,6 +221,11 @@ def test_layers_are_measured_judged_and_updated(folder: Path, monkeypatch: pytes
     assert gate("--layer", "latency") == 0
     assert gate("--layer", "latency", "--update") == 2
     assert gate("--layer", "latency", "--update", "--reason", "test") == 0
+
+
+def test_a_new_baseline_is_never_of_changed_kernels_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gate("--layer", "resource", "--changed", "--update", "--reason", "test") == 2
+    assert "--changed: a new baseline is measured whole" in capsys.readouterr().err
 
 
 def test_without_a_gpu_the_latency_layer_says_what_to_do(

@@ -1,6 +1,7 @@
 """The CPU layer: today's attention beside the accepted code, and what its ratios mean. Nothing here depends on time."""
 
 import runpy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,15 @@ import pytest
 
 from harness.config.errors import UserError
 from harness.gate import cpu
-from harness.gate.baseline import Measured, new_baseline, write_baseline
-from harness.gate.findings import Finding, LayerResult, Verdict, lines
+from harness.gate.findings import (
+    Finding,
+    GateVerdict,
+    LayerResult,
+    Measured,
+    lines,
+    new_baseline,
+    write_baseline,
+)
 from harness.gate.settings import gate_settings
 
 CASE = cpu.NATIVE
@@ -22,34 +30,34 @@ def run_of(level: float, *, noise: float = 0.06, difference: float = 0.0, seed: 
     return Measured("cpu", cpu.NAME, {"machine": "x86_64"}, None, cases, {"sources": {}})
 
 
-def verdict(now: Measured, *overrides: str) -> Verdict:
+def verdict(now: Measured, *overrides: str) -> GateVerdict:
     return cpu.judge(now, new_baseline(run_of(1.0), "test"), gate_settings(overrides)).verdict
 
 
 def test_a_fifth_more_time_is_called_regressed_under_the_noise_of_a_busy_machine() -> None:
     found = [verdict(run_of(1.2, seed=seed)) for seed in range(20)]
-    assert found.count(Verdict.regressed) >= 19
+    assert found.count(GateVerdict.regressed) >= 19
 
 
 def test_unchanged_code_is_not_called_regressed() -> None:
-    assert Verdict.regressed not in [verdict(run_of(1.0, seed=seed)) for seed in range(40)]
+    assert GateVerdict.regressed not in [verdict(run_of(1.0, seed=seed)) for seed in range(40)]
 
 
 def test_nothing_that_is_a_fifth_slower_can_pass() -> None:
-    assert Verdict.passed not in [verdict(run_of(1.2, noise=0.2, seed=seed)) for seed in range(20)]
+    assert GateVerdict.passed not in [verdict(run_of(1.2, noise=0.2, seed=seed)) for seed in range(20)]
 
 
 def test_margins_can_be_chosen() -> None:
-    assert verdict(run_of(1.08)) is not Verdict.regressed
+    assert verdict(run_of(1.08)) is not GateVerdict.regressed
     assert (
         verdict(run_of(1.08), "gate.attention.negligible=0.01", "gate.attention.material=0.02")
-        is Verdict.regressed
+        is GateVerdict.regressed
     )
 
 
 def test_other_results_are_a_regression_whatever_the_time() -> None:
     (finding,) = cpu.judge(run_of(1.0, difference=0.5), new_baseline(run_of(1.0), "test")).findings
-    assert finding.verdict is Verdict.regressed
+    assert finding.verdict is GateVerdict.regressed
     assert "results differ" in finding.reason
 
 
@@ -60,8 +68,13 @@ def test_every_timed_block_of_the_trials_has_a_planted_slow_call() -> None:
 
 
 @pytest.fixture(scope="module")
-def torch() -> Any:
-    return pytest.importorskip("torch")
+def torch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Both sides are compiled alike here, and quickly: nothing of this file is timed."""
+    found = pytest.importorskip("torch")
+    from quick_compiler import quick_compiler
+
+    with pytest.MonkeyPatch.context() as patch, quick_compiler(patch, tmp_path_factory.mktemp("today")):
+        yield found
 
 
 def test_the_accepted_code_runs_beside_todays_and_computes_the_same(torch: Any, tmp_path: Path) -> None:
@@ -127,8 +140,8 @@ def test_a_file_that_is_new_is_compared_with_itself_and_its_case_is_named(
     write_baseline(tmp_path / f"{cpu.NAME}.json", new_baseline(kept, "test"))
     now = cpu.measure(tmp_path)
     found = {finding.case: finding.verdict for finding in cpu.judge(now, new_baseline(kept, "test")).findings}
-    assert found[cpu.NATIVE] is Verdict.passed
-    assert found[cpu.CHUNK] is not Verdict.passed
+    assert found[cpu.NATIVE] is GateVerdict.passed
+    assert found[cpu.CHUNK] is not GateVerdict.passed
 
 
 def test_accepted_code_that_does_not_compile_is_named(torch: Any, tmp_path: Path) -> None:
@@ -138,10 +151,10 @@ def test_accepted_code_that_does_not_compile_is_named(torch: Any, tmp_path: Path
 
 
 def test_the_answer_lists_every_ratio_of_a_layer_that_times() -> None:
-    result = LayerResult("cpu", (Finding("a", Verdict.passed, "1.010 of the baseline"),), "CPU")
+    result = LayerResult("cpu", (Finding("a", GateVerdict.passed, "1.010 of the baseline"),), "CPU")
     assert "  pass: a: 1.010 of the baseline" in list(lines([result]))
 
 
 def test_passed_kernels_of_the_resource_layer_are_counted_and_not_listed() -> None:
-    result = LayerResult("resource", (Finding("a", Verdict.passed, "same"),), "sm_90")
+    result = LayerResult("resource", (Finding("a", GateVerdict.passed, "same"),), "sm_90")
     assert not any("same" in line for line in lines([result]))

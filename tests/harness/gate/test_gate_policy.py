@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.gate.baseline import Measured, new_baseline
-from harness.gate.findings import Verdict
+from harness.gate.findings import GateVerdict, Measured, new_baseline
 from harness.gate.policy import (
     case_names,
     judge,
@@ -57,23 +56,23 @@ def spread(level: float, noise: float = 0.03) -> list[float]:
 
 def test_equal_work_passes(work: Any) -> None:
     before, now = (run_of(loop=rounds(work(30), work(20))) for _ in range(2))
-    assert judge(now, new_baseline(before, "test")).verdict is Verdict.passed
+    assert judge(now, new_baseline(before, "test")).verdict is GateVerdict.passed
 
 
 def test_twice_the_work_is_found(work: Any) -> None:
     before, now = (run_of(loop=rounds(work(amount), work(20))) for amount in (30, 60))
-    assert judge(now, new_baseline(before, "test")).verdict is Verdict.regressed
+    assert judge(now, new_baseline(before, "test")).verdict is GateVerdict.regressed
 
 
 def test_two_thirds_more_is_found_for_the_scheduler() -> None:
     before, now = (run_of(scheduler=spread(level)) for level in (1.0, 1.65))
-    assert judge(now, new_baseline(before, "test")).verdict is Verdict.regressed
+    assert judge(now, new_baseline(before, "test")).verdict is GateVerdict.regressed
 
 
 def test_another_python_is_no_comparison() -> None:
     before = run_of(loop=spread(1.0))
     now = replace(before, made_on={"python": "3.12"})
-    assert judge(now, new_baseline(before, "test")).verdict is Verdict.inconclusive
+    assert judge(now, new_baseline(before, "test")).verdict is GateVerdict.inconclusive
 
 
 def test_figures_that_no_later_run_could_match_become_no_baseline() -> None:

@@ -5,16 +5,14 @@ from pathlib import Path
 
 import pytest
 
+import harness.gate as running
 from harness.cli.main import main
 from harness.config.errors import ConfigError, UnknownKeyError, UserError
 from harness.config.groups import gate_options, groups
 from harness.gate import latency, settings
-from harness.gate import run as running
-from harness.gate.baseline import Measured, new_baseline
-from harness.gate.effect import Margins
-from harness.gate.findings import Verdict
+from harness.gate.findings import GateVerdict, Measured, new_baseline
 from harness.gate.resource import Resources, compare_kernel
-from harness.gate.settings import default_settings, gate_settings
+from harness.gate.settings import Margins, default_settings, gate_settings
 
 ROUNDS = 30
 
@@ -98,8 +96,10 @@ def test_a_file_that_is_incomplete_is_refused(
         settings._read("mine")
 
 
-@pytest.mark.parametrize(("material", "verdict"), [(0.05, Verdict.inconclusive), (0.2, Verdict.passed)])
-def test_the_latency_layer_judges_by_its_margins(material: float, verdict: Verdict) -> None:
+@pytest.mark.parametrize(
+    ("material", "verdict"), [(0.05, GateVerdict.inconclusive), (0.2, GateVerdict.passed)]
+)
+def test_the_latency_layer_judges_by_its_margins(material: float, verdict: GateVerdict) -> None:
     chosen = gate_settings([f"gate.latency.material={material}", "gate.latency.negligible=0.049"])
     before, now = run_of("latency", "a", 1.0), run_of("latency", "a", 1.05)
     assert latency.judge(now, new_baseline(before, "test"), chosen).verdict is verdict
@@ -108,8 +108,8 @@ def test_the_latency_layer_judges_by_its_margins(material: float, verdict: Verdi
 def test_instructions_may_grow_by_the_margin() -> None:
     before = Resources(32, 0, 1024, 2, 1000, 8, 0, 0, 16, 0)
     now = replace(before, instructions=1200)
-    assert compare_kernel("case", 90, now, before, 0.10).verdict is Verdict.regressed
-    assert compare_kernel("case", 90, now, before, 0.25).verdict is Verdict.passed
+    assert compare_kernel("case", 90, now, before, 0.10).verdict is GateVerdict.regressed
+    assert compare_kernel("case", 90, now, before, 0.25).verdict is GateVerdict.passed
 
 
 def test_changed_margins_are_named_in_the_answer(tmp_path: Path) -> None:

@@ -2,15 +2,15 @@
 
 import numpy as np
 import pytest
+from tiers import tier
 
-from harness.gate.effect import effect
-from harness.gate.findings import Verdict
-from harness.gate.settings import default_settings
+from harness.gate.findings import GateVerdict
+from harness.gate.settings import default_settings, effect
 
-ROUNDS, TRIALS, NOISE = 40, 400, 0.02
+ROUNDS, TRIALS, NOISE = 40, tier(120, 400), 0.02
 
 
-def verdicts(slowdown: float, noise: float, seed: int, trials: int = TRIALS) -> list[Verdict]:
+def verdicts(slowdown: float, noise: float, seed: int, trials: int = TRIALS) -> list[GateVerdict]:
     """Verdicts of trials in which the kernel really is slower by `slowdown` and each round has `noise`.
 
     Rounds are log-normal around the truth, with a heavy tail: one in twenty is disturbed by ten times the noise.
@@ -26,39 +26,38 @@ def verdicts(slowdown: float, noise: float, seed: int, trials: int = TRIALS) -> 
     return [effect(rounds(1.3 * (1 + slowdown)), rounds(1.3)).verdict(margins) for _ in range(trials)]
 
 
-def share(found: list[Verdict], verdict: Verdict) -> float:
+def share(found: list[GateVerdict], verdict: GateVerdict) -> float:
     return found.count(verdict) / len(found)
 
 
-@pytest.mark.slow
 def test_false_alarms_are_rarer_than_one_in_a_hundred_without_an_effect() -> None:
     found = verdicts(0.0, NOISE, seed=1)
-    assert share(found, Verdict.regressed) < 0.01
-    assert share(found, Verdict.passed) > 0.95
+    assert share(found, GateVerdict.regressed) < 0.01
+    assert share(found, GateVerdict.passed) > 0.95
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_no_false_alarm_even_where_the_noise_is_high() -> None:
-    assert share(verdicts(0.0, 0.10, seed=2), Verdict.regressed) < 0.01
+    assert share(verdicts(0.0, 0.10, seed=2), GateVerdict.regressed) < 0.01
 
 
 def test_five_percent_slower_is_found_at_two_percent_noise() -> None:
     found = verdicts(0.05, NOISE, seed=3)
-    assert share(found, Verdict.regressed) >= 0.95
-    assert share(found, Verdict.passed) <= 0.01
+    assert share(found, GateVerdict.regressed) >= 0.95
+    assert share(found, GateVerdict.passed) <= 0.01
 
 
 def test_too_much_noise_is_inconclusive_and_no_guess() -> None:
-    found = verdicts(0.0, 0.20, seed=4, trials=100)
-    assert share(found, Verdict.inconclusive) >= 0.95
+    found = verdicts(0.0, 0.20, seed=4, trials=tier(30, 100))
+    assert share(found, GateVerdict.inconclusive) >= 0.95
 
 
 def test_a_large_regression_is_found_through_much_noise() -> None:
-    assert share(verdicts(1.0, 0.20, seed=5, trials=100), Verdict.regressed) >= 0.95
+    assert share(verdicts(1.0, 0.20, seed=5, trials=tier(30, 100)), GateVerdict.regressed) >= 0.95
 
 
 def test_a_faster_kernel_passes() -> None:
-    assert share(verdicts(-0.10, NOISE, seed=6, trials=100), Verdict.passed) == 1.0
+    assert share(verdicts(-0.10, NOISE, seed=6, trials=tier(30, 100)), GateVerdict.passed) == 1.0
 
 
 def test_bounds_hold_the_true_ratio_about_as_often_as_they_claim() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from harness.bench.kernels.cases import CaseSpec
+from harness.bench.cases import KernelCase
 from harness.cost import timings as names
 from harness.environment import kernel_digest
 from harness.gate import latency as interleaving
@@ -22,7 +22,7 @@ def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("few_rounds")
 def test_decode_and_prefill_give_a_ratio_to_each_yardstick() -> None:
-    decode, prefill = CaseSpec(**TINY), CaseSpec(**TINY, queries=32)
+    decode, prefill = KernelCase(**TINY), KernelCase(**TINY, queries=32)
     found = measure_cases([decode, prefill], torch.device("cpu"), "a CPU")
     assert list(found.cases) == [
         *(f"{decode.name} / sdpa", f"{decode.name} / copy"),
@@ -45,7 +45,7 @@ def test_a_case_that_fails_is_left_out_and_the_others_go_on(monkeypatch: pytest.
         return prepare(self, case)
 
     monkeypatch.setattr(Paged, "prepare", broken_for_blocks_of_8)
-    bad, good = CaseSpec(**TINY, block_size=8), CaseSpec(**TINY)
+    bad, good = KernelCase(**TINY, block_size=8), KernelCase(**TINY)
     found = measure_cases([bad, good], torch.device("cpu"), "a CPU")
     assert list(found.cases) == [f"{good.name} / sdpa", f"{good.name} / copy"]
     assert found.remarks == (f"{bad.name} was not timed: RuntimeError: no such device function",)
@@ -57,6 +57,6 @@ def test_a_kernel_that_computes_something_else_is_not_timed(monkeypatch: pytest.
 
     prepare = Paged.prepare
     monkeypatch.setattr(Paged, "prepare", lambda self, case: lambda: prepare(self, case)() * 1.01)
-    found = measure_cases([CaseSpec(**TINY)], torch.device("cpu"), "a CPU")
+    found = measure_cases([KernelCase(**TINY)], torch.device("cpu"), "a CPU")
     assert found.cases == {}
     assert "DisagreementError" in found.remarks[0]

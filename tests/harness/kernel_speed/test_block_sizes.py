@@ -7,11 +7,12 @@ import pytest
 from harness.config.compose import compose_config, normalise
 from harness.config.errors import ConfigError
 from harness.config.schema import RunConfig
-from harness.cost import block_sizes as table
+from harness.cost import roofline as table
 from harness.kernel_speed.block_sizes import BLOCK_SIZES, main, newest_baseline, parts_of, table_text
 from harness.kernel_speed.gpus import GPUS
 from harness.point.cost import check_cost, cost_model
 from harness.sweep.plan import run_request
+from harness.workload.deployment import deployment_of
 
 ROOT = Path(__file__).resolve().parents[3]
 BASELINES = ROOT / "results" / "baselines"
@@ -25,11 +26,11 @@ def config(*overrides: str) -> RunConfig:
 
 def decode_seconds(*overrides: str) -> float:
     """Seconds of reading 100,000 KV slots by decode rows."""
-    from harness.replay.features import feature_index
+    from harness.replay.features import AT
 
-    cost = cost_model(config(*overrides))
+    cost = cost_model(deployment_of(config(*overrides)))
     features = [0.0] * 64
-    features[feature_index(("decode_kv",))[0]] = 1e5
+    features[AT.decode_kv] = 1e5
     return float(cost.parts(features).decodes)  # type: ignore[attr-defined]
 
 
@@ -78,7 +79,9 @@ def test_without_the_switch_nothing_changes() -> None:
 
 
 def test_the_record_says_that_the_factor_is_a_model() -> None:
-    provenance = cost_model(config("device=h200", "cache.block_size=8", *ASKED)).source.provenance
+    provenance = cost_model(
+        deployment_of(config("device=h200", "cache.block_size=8", *ASKED))
+    ).source.provenance
     said = provenance["block size"]
     assert said["what"] == "static model of our Triton decode kernel, not measured"
     assert said["uncertainty"] == table.UNCERTAINTY
@@ -86,7 +89,7 @@ def test_the_record_says_that_the_factor_is_a_model() -> None:
 
 
 def test_the_bound_has_no_factor() -> None:
-    cost = cost_model(config("device=h200", "cache.block_size=8", *ASKED))
+    cost = cost_model(deployment_of(config("device=h200", "cache.block_size=8", *ASKED)))
     assert cost.device.bound.block_size_factor is None  # type: ignore[attr-defined]
 
 
@@ -104,7 +107,7 @@ def test_the_bound_has_no_factor() -> None:
 )
 def test_what_the_table_does_not_hold_is_refused_by_name(overrides: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=r"cost\.block_sizes") as caught:
-        check_cost(config(*overrides))
+        check_cost(deployment_of(config(*overrides)))
     assert message in str(caught.value)
 
 

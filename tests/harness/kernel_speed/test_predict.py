@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from harness.kernel_speed.gpus import GPUS, LATENCIES, MULTIPROCESSORS
-from harness.kernel_speed.predict import LAUNCH_S, Kernel, predict
-from harness.kernel_speed.replay import Replay
+from harness.kernel_speed.predict import LAUNCH_S, Kernel, Replay, predict
 
 H200 = GPUS["h200"]
 WARP = Replay(

@@ -3,8 +3,17 @@
 import pytest
 
 from harness.kernel_speed.gpus import AMPERE, HOPPER
-from harness.kernel_speed.replay import Warp, replay, run
-from harness.kernel_speed.sass import Instruction, decode, exits, read_listing, shortest_path, tile_loop
+from harness.kernel_speed.predict import (
+    Instruction,
+    Warp,
+    decode,
+    exits,
+    read_listing,
+    replay,
+    run,
+    shortest_path,
+    tile_loop,
+)
 
 # `nvdisasm -c -hex` of sm_80: lines as it prints them, of a kernel that was compiled for this test
 LISTING = """

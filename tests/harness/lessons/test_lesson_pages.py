@@ -1,24 +1,23 @@
 """The lessons in a real browser: their logic equals the policy core, and anyone can use them offline."""
 
-import os
 import random
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tiers import cases, tier
 
 from engine.core import BlockManager, OutOfBlocksError, PagedManager, Placement, Request
 from engine.core.identity import TokenIdentity
 from engine.core.memory.contiguous import ContiguousManager
 from engine.core.options import Reservation
 from harness.cli.main import main
-from harness.lessons.pages import page
-from harness.lessons.recording import Recording, record
-from harness.papers.scenes import blocks_at, first_step, lengths_of
+from harness.lessons.pages import Recording, page, record
+from harness.papers.sizes import blocks_at, first_step, lengths_of
 
 pytestmark = pytest.mark.browser
 LESSONS = ("pool", "accountant", "replay")
-SEQUENCES = 10_000 if os.environ.get("PAGETWIN_NIGHTLY") else 600
+SEQUENCES = tier(200, 10_000)
 PATIENCE_MS = 120_000  # a safety net on a busy machine
 BOTH = pytest.mark.parametrize("name", LESSONS)
 
@@ -302,8 +301,8 @@ def test_a_page_is_small_and_asks_for_nothing(opened, folder, name: str) -> None
 
 
 @BOTH
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [400, 1280])
+@cases("scheme", ["light", "dark"], day=("dark",))
+@cases("width", [400, 1280], day=(400,))
 def test_a_page_has_no_fault_of_accessibility(opened, name: str, scheme: str, width: int) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe is not installed").Axe()
     found = axe.run(opened(name, width, scheme))

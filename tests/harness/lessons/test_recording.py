@@ -6,13 +6,14 @@ from engine.core.memory.block_pool import BlockPool
 from engine.core.plan import StepPlan
 from harness import point
 from harness.cli.main import main
-from harness.lessons.recording import CACHED, DEFAULT, FIRST, Recording, _Watching, record
+from harness.lessons.pages import CACHED, DEFAULT, FIRST, Recording, _Watching, record
 from harness.measure import engine
 from harness.point.cost import cost_model
 from harness.replay.executors import StepTiming
 from harness.sweep.plan import plan_sweep, run_request
+from harness.workload.deployment import deployment_of
+from harness.workload.point import resolve
 from harness.workload.simulate import simulate
-from harness.workload.workload import build_workload
 
 
 def states(recording: Recording) -> list[dict[int, int]]:
@@ -39,8 +40,8 @@ def test_blocks_in_use_and_cached_are_those_of_the_log(more: tuple[str, ...]) ->
     given = {word.split("=", 1)[0] for word in more}
     words = [*(word for word in DEFAULT if word.split("=", 1)[0] not in given), *more]
     config = plan_sweep(run_request(words), point).points[0].config
-    workload = build_workload(config)
-    steps = simulate(workload, cost_model(config), None).steps
+    workload = resolve(config)
+    steps = simulate(workload, cost_model(deployment_of(config))).steps
     recording = record(more)
     found = states(recording)
     assert recording.times == pytest.approx(steps["start_s"].tolist())
@@ -50,7 +51,6 @@ def test_blocks_in_use_and_cached_are_those_of_the_log(more: tuple[str, ...]) ->
     assert cached == (steps["cached"] // recording.block_size).tolist()
 
 
-@pytest.mark.slow
 def test_a_measured_run_is_recorded_beside_its_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
     found, real = [], engine.measure
 

@@ -4,7 +4,7 @@ import pytest
 
 from harness.config.compose import compose_config
 from harness.config.overrides import parse_overrides
-from harness.workload.shapes import model_shape, pool_shape
+from harness.workload.deployment import deployment_of, model_shape
 
 TINY = ("model=tiny_llama", "workload.num_requests=3", "cache.pool_tokens=1024")
 
@@ -18,15 +18,17 @@ def test_a_token_takes_a_byte_a_number_and_weights_stay_as_they_are(dtype, share
     wide, narrow = (
         config(f"model.dtype={dtype}", f"model.kv_dtype={kind}") for kind in ("model", "fp8_e4m3")
     )
-    assert pool_shape(wide).kv_bytes_per_token == share * pool_shape(narrow).kv_bytes_per_token
+    assert (
+        deployment_of(wide).pool.kv_bytes_per_token == share * deployment_of(narrow).pool.kv_bytes_per_token
+    )
     assert model_shape(wide.model).weight_bytes == model_shape(narrow.model).weight_bytes
 
 
 def test_a_device_holds_as_many_more_tokens():
     sized = [
-        pool_shape(
+        deployment_of(
             config("model=llama3_8b", "device=h200", "cache.pool_tokens=null", f"model.kv_dtype={kind}")
-        )
+        ).pool
         for kind in ("model", "fp8_e4m3")
     ]
     assert sized[1].tokens == pytest.approx(2 * sized[0].tokens, rel=1e-3)
@@ -34,10 +36,10 @@ def test_a_device_holds_as_many_more_tokens():
 
 def test_the_measured_side_keeps_8_bits_and_audits_them():
     from harness.measure.engine import measure
-    from harness.workload.workload import build_workload
+    from harness.workload.point import resolve
 
     asked = config("model.kv_dtype=fp8_e4m3", "engine.audit=full", "engine.device=cpu")
-    run = measure(asked, build_workload(asked), seed=0)
+    run = measure(resolve(asked), seed=0)
     assert run.audits > 5
     assert run.log.kv_bytes_per_token == 2 * 4 * 4 * 32
 

@@ -6,8 +6,15 @@ from itertools import count, repeat
 import pytest
 
 from engine.runtime.runner import StepTimes
-from harness.measure.executor import MeasuredExecutor
-from harness.measure.yardstick import READ_EVERY_S, WINDOW, Reading, Yardstick, middle, pace_of
+from harness.measure.executor import (
+    READ_EVERY_S,
+    WINDOW,
+    MeasuredExecutor,
+    Reading,
+    Yardstick,
+    middle,
+    pace_of,
+)
 
 ALIKE = Reading(1e-4, 1e-4, 1e-4)
 READ = READ_EVERY_S  # a step after which the yardstick is read

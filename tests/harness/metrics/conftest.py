@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.metrics import REQUEST_COLUMNS, STEP_COLUMNS, RunLog
+from harness.metrics.log import REQUEST_COLUMNS, STEP_COLUMNS, RunLog
 
 Columns = Mapping[str, Sequence[float]]
 MakeLog = Callable[..., RunLog]

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.metrics import METRICS, CacheShape, Lengths, analytic_metrics
+from harness.metrics import METRICS
 from harness.metrics import analytic as forms
-from harness.metrics.analytic import ideal_hit_tokens
+from harness.metrics.analytic import CacheShape, Lengths, analytic_metrics, ideal_hit_tokens
 
 REQUESTS = st.lists(st.tuples(st.integers(1, 90), st.integers(2, 60)), min_size=1, max_size=6)
 

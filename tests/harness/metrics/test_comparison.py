@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.metrics import METRICS
-from harness.metrics.comparison import compare, comparison_error
+from harness.metrics.record import compare, comparison_error
 
 TIME, SHARE = METRICS["ttft_p50"], METRICS["internal_share"]
 

@@ -9,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from harness.metrics import METRICS, SLOT_STATES, RunLog, RunLogError, compute_metrics
+from harness.metrics import METRICS
+from harness.metrics.compute import compute_metrics
+from harness.metrics.log import SLOT_STATES, RunLog, RunLogError
 
 ONE_REQUEST = {
     "arrival_s": [1.0],

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from harness.metrics.equivalence import PointError, error_bounds, noise_floor
+from harness.metrics.verdict import PointError, error_bounds, noise_floor
 
 
 def points(errors, noise=0.0, runs=3, seed=0):

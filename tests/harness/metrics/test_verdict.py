@@ -2,7 +2,7 @@
 
 import pytest
 
-from harness.metrics.comparison import compare
+from harness.metrics.record import PointRecord, compare
 from harness.metrics.verdict import Trust, judge, median_interval
 
 
@@ -17,7 +17,7 @@ def record(name, simulated=1.0, runs=(1.0,), **changes):
         "levels": {"counts": {"identical": True, "steps": 9, "first_difference": None}},
         "audit": {"checks": 3, "mismatches": 0},
     }
-    return base | changes
+    return PointRecord(**base | changes)
 
 
 def test_worst_and_median_error_over_the_points():
@@ -66,7 +66,7 @@ def test_spread_of_repeats_stands_beside_the_error():
 
 
 def test_simulation_only_points_are_counted_but_not_judged():
-    verdict = judge([record("a"), record("b", measured=None, comparison=[], levels=None, audit=None)])
+    verdict = judge([record("a"), record("b", measured={}, comparison=[], levels={}, audit={})])
     assert (verdict.points, verdict.measured) == (2, 1)
     assert verdict.metrics[0].points == 1
 

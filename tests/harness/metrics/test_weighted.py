@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.metrics.totals import weighted_mean, weighted_quantiles
+from harness.metrics.compute import weighted_mean, weighted_quantiles
 
 LEVELS = np.array([0.0, 0.25, 0.5, 0.9, 0.99, 1.0])
 SAMPLES = st.lists(st.tuples(st.floats(0, 1e6), st.integers(0, 5)), min_size=1, max_size=30).filter(

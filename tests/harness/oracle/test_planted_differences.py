@@ -11,7 +11,7 @@ from engine.core.memory.eviction import LruQueue
 from engine.core.memory.paged import PagedManager
 from engine.core.memory.prefix_cache import PrefixCache
 from engine.core.policies import ByPriority, LastInQueue, Youngest
-from engine.core.scheduling.queues import WaitingQueue
+from engine.core.scheduling.batch import WaitingQueue
 from engine.core.scheduling.scheduler import AdmissionRules, Scheduler
 from engine.core.sequence import Group, SequenceState
 from harness.oracle.check import OracleError

@@ -1,28 +1,25 @@
 """The policy core beside vLLM's scheduler, live. Needs an interpreter with vLLM: PAGETWIN_VLLM=PATH/bin/python.
 
-`make nightly` (PAGETWIN_NIGHTLY=1) compares 60 random workloads and the excerpts of two public traces.
+By night 60 random workloads are compared, and the excerpts of two public traces.
 """
 
-import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from oracle_cases import PYTHON, checked, random_case
+from tiers import tier
 
 from engine.core.options import Scheduling
 from harness.cli.main import main
 from harness.config.errors import ConfigError
 from harness.config.schema import AllowedDifference
-from harness.oracle.check import OracleError
-from harness.oracle.process import VllmProcess, vllm_version
+from harness.oracle.check import OracleError, VllmProcess, vllm_version
 from harness.store.reading import read_store
 
-NIGHTLY = bool(os.environ.get("PAGETWIN_NIGHTLY"))
 TRACES = Path(__file__).parents[2] / "data" / "traces"
-SEEDS = 60 if NIGHTLY else 12
-ONLY_NIGHTLY = pytest.mark.skipif(not NIGHTLY, reason="PAGETWIN_NIGHTLY=1 replays traces")
+SEEDS = tier(12, 60)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +32,6 @@ def vllm() -> Iterator[VllmProcess]:
         yield process
 
 
-@pytest.mark.slow
 def test_random_workloads_are_scheduled_alike(vllm: VllmProcess) -> None:
     found = Counter[str]()
     for seed in range(1000, 1000 + SEEDS):
@@ -50,7 +46,6 @@ def test_random_workloads_are_scheduled_alike(vllm: VllmProcess) -> None:
     assert min(found["preempted"], found["evicted"], found["hit_tokens"]) > 0
 
 
-@pytest.mark.slow
 def test_without_a_prefix_cache_blocks_are_reused_in_another_order(vllm: VllmProcess) -> None:
     case = random_case(8, Scheduling.fcfs)
     assert not case.caching
@@ -59,7 +54,6 @@ def test_without_a_prefix_cache_blocks_are_reused_in_another_order(vllm: VllmPro
         checked(case, vllm.step)
 
 
-@pytest.mark.slow
 def test_a_priority_victim_of_the_same_step_is_known_and_ends_the_comparison(vllm: VllmProcess) -> None:
     case = random_case(14)
     vllm.begin(case.settings)
@@ -71,20 +65,19 @@ def test_a_priority_victim_of_the_same_step_is_known_and_ends_the_comparison(vll
     assert report.stopped is not None
 
 
-@pytest.mark.slow
 def test_a_point_records_the_comparison(
     vllm: VllmProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     point = ("measure=false", "cost=roofline", "workload.num_requests=20", "cache=paged", "workers=1")
     python = [f"oracle.python={PYTHON}"] if PYTHON else []
     assert main(["sweep", *point, "decoding.beam_width=1,2", "oracle=vllm", *python, f"out={tmp_path}"]) == 0
-    sections = [record["oracle"] for record in read_store(tmp_path).records.values()]
+    sections = [record.oracle for record in read_store(tmp_path).records.values()]
     assert any(one["compared"] == one["steps"] > 0 for one in sections)
     assert any("beams" in (one["not_compared"] or "") for one in sections)
     assert f"the same decisions as vLLM {vllm_version(PYTHON)} in" in capsys.readouterr().out
 
 
-@ONLY_NIGHTLY
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("trace", "path"),
     [
@@ -111,7 +104,7 @@ def test_a_public_trace_is_scheduled_alike(
     overrides = [*settings, *sizes, *load, *trace_of, "oracle=vllm", *python, f"out={tmp_path}"]
     assert main(["run", *overrides]) == 0
     (record,) = read_store(tmp_path).records.values()
-    assert record["oracle"]["compared"] == record["oracle"]["steps"] > 100
+    assert record.oracle["compared"] == record.oracle["steps"] > 100
 
 
 def test_an_interpreter_without_vllm_is_refused_with_the_command(

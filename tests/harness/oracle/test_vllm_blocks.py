@@ -23,7 +23,7 @@ from engine.core import (
 )
 from engine.core.sequence import Group, ScheduledRow
 from harness.config.errors import ConfigError
-from harness.oracle.process import vllm_version
+from harness.oracle.check import vllm_version
 from harness.replay.kv_events import KvEventRecorder
 from traces.formats.kv_events import BlockStored
 
@@ -77,7 +77,6 @@ def random_prompt(draw: random.Random) -> dict[str, Any]:
     }
 
 
-@pytest.mark.slow
 def test_hashes_and_extra_keys_of_prompts_with_pictures_are_vllms(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -152,7 +151,6 @@ class _Noted(ResidencySampler):
         super().used(blocks)
 
 
-@pytest.mark.slow
 def test_the_residency_of_blocks_is_what_vllms_collector_says() -> None:
     sampler, draw = _Noted(), random.Random(1)
     scheduler = Scheduler(PagedManager(40, 4, residency=sampler), SchedulerLimits(64, 8))

@@ -1,18 +1,18 @@
 """Caches with groups beside vLLM's scheduler with the same groups: recorded, and live where vLLM is installed."""
 
-import os
 from collections import Counter
 
 import pytest
 from group_oracle import RECORDED, compare, random_case, recording
 from oracle_cases import PYTHON
+from tiers import tier
 
 from engine.core.memory.group_layout import KVGroup
 from engine.core.memory.grouped import GroupedManager
 from harness.config.errors import ConfigError
-from harness.oracle.process import VllmProcess, vllm_version
+from harness.oracle.check import VllmProcess, vllm_version
 
-SEEDS = range(200, 321 if os.environ.get("PAGETWIN_NIGHTLY") else 206)
+SEEDS = range(200, tier(206, 321))
 
 
 @pytest.mark.parametrize("seed", RECORDED)
@@ -42,7 +42,6 @@ def test_a_hit_that_needs_no_window_is_noticed(monkeypatch: pytest.MonkeyPatch) 
         compare_all()
 
 
-@pytest.mark.slow
 def test_random_workloads_are_scheduled_as_by_vllm() -> None:
     try:
         vllm_version(PYTHON)

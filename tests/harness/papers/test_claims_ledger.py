@@ -2,6 +2,7 @@
 
 import csv
 import json
+import sys
 from collections import Counter
 
 import pytest
@@ -112,6 +113,14 @@ def test_the_command_fails_where_a_row_does_not_hold(tmp_path, capsys, monkeypat
     monkeypatch.setattr(ModelShape, "layer_kv_bytes", property(lambda shape: 1))
     assert main(["claims", "S4.6", "--out", str(tmp_path)]) == 1
     assert "S4.6 does not hold: bytes: our code gives 40, the row has 819,200" in capsys.readouterr().out
+
+
+def test_without_torch_a_claim_about_attention_is_not_computed_and_says_so(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    (name,) = (claim.id for claim in claims() if claim.compute and claim.compute[0] == "permuted_table")
+    judged = judge(CLAIMS[name])
+    assert (judged.computed, judged.faults) == ({}, ())
+    assert judged.shown.startswith("needs the engine: pip install")
 
 
 def test_an_unknown_claim_is_refused(tmp_path, capsys) -> None:

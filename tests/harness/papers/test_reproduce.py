@@ -3,19 +3,21 @@
 import json
 
 import pytest
+from tiers import cases
 
 from harness import point
 from harness.cli.main import main
 from harness.config.errors import UserError
 from harness.config.groups import conf_dir, reproductions
-from harness.papers.experiments import Bar, Experiment, experiment
-from harness.papers.printed import memory, pages
-from harness.papers.reproduce import Judged, Result, run_experiment
+from harness.papers.reproduce import Bar, Experiment, Judged, Result, experiment, run_experiment
+from harness.papers.reproduce_page import kept
+from harness.papers.sizes import memory, pages
 from harness.sweep.plan import plan_sweep, run_request
 
 KEPT = conf_dir().parent / "results" / "reference" / "papers" / "results.json"
 TINY = (
     "measure=false",
+    "workers=1",
     "model=tiny_llama",
     "device=h100",
     "cost=roofline",
@@ -47,7 +49,7 @@ def result_of(bars: list[tuple[float, float]], **changes: object) -> Result:
     return Result(figure(**changes), judged, {}, 0, 0.0)
 
 
-@pytest.mark.parametrize("name", reproductions())
+@cases("name", reproductions(), day=3)
 def test_every_point_of_a_figure_can_be_planned(name: str) -> None:
     found = experiment(name)
     for grid in found.grids.values():
@@ -93,7 +95,14 @@ def test_a_value_beyond_it_comes_with_the_reason() -> None:
 
 def test_a_fitted_value_does_not_count() -> None:
     fitted = Judged(Bar("a", 10, fitted=True), 10)
-    assert Result(figure(), (fitted, Judged(Bar("b", 10), 20)), {}, 0, 0.0).verdict.startswith("0 of 1")
+    said = Result(figure(), (fitted, Judged(Bar("b", 10), 20)), {}, 0, 0.0).verdict
+    assert said.startswith("0 of 1 values within 10 % (1 more were fitted to the paper and prove nothing)")
+
+
+def test_a_range_that_is_met_is_said_apart() -> None:
+    ranged = Result(figure(), (Judged(Bar("a", (5, 50)), 20), Judged(Bar("b", 10), 10)), {}, 0, 0.0)
+    assert "(1 of them inside a printed range, which is no agreement to a number)" in ranged.verdict
+    assert [bar["error"] for bar in kept(ranged).bars] == ["in the range", "+0.0 %"]
 
 
 def test_a_kernel_needs_a_gpu() -> None:

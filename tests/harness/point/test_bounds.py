@@ -1,19 +1,19 @@
 """The datasheet's bound and the expected value stand side by side, each under its own name."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from harness.config.compose import compose_config, normalise
 from harness.config.overrides import parse_overrides
 from harness.config.schema import DeviceConfig
-from harness.point.bounds import ASSUMED, METRICS, origins
+from harness.metrics.record import PointRecord
+from harness.point.cost import ASSUMED, METRICS, origins
 from harness.point.run import run_point
 from harness.report.provenance import bounds_table
 
 
-def record_of(*texts: str) -> dict[str, Any]:
+def record_of(*texts: str) -> PointRecord:
     texts = (
         *("measure=false", "cost=roofline", "workload.num_requests=12", "model=llama31_8b", "device=h100"),
         *("cache.pool_blocks=2000", "cache.max_model_len=2048", "workload.length_scale=0.1", *texts),
@@ -22,12 +22,12 @@ def record_of(*texts: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def record() -> dict[str, Any]:
+def record() -> PointRecord:
     return record_of()
 
 
-def test_the_expected_value_lies_between_its_ends_and_beyond_the_bound(record: dict[str, Any]) -> None:
-    expected, bounds = record["simulated"], record["bounds"]
+def test_the_expected_value_lies_between_its_ends_and_beyond_the_bound(record: PointRecord) -> None:
+    expected, bounds = record.simulated, record.bounds
     for name in ("ttft_p50", "tpot_p50"):
         values = [
             bounds["datasheet"][name],
@@ -40,15 +40,15 @@ def test_the_expected_value_lies_between_its_ends_and_beyond_the_bound(record: d
 
 
 def test_the_bound_of_a_decode_step_is_its_bytes_over_the_datasheets_bandwidth(
-    record: dict[str, Any],
+    record: PointRecord,
 ) -> None:
     """One token of Llama 3.1 8B reads 15.0 GB of weights and little KV: 4.5 ms at 3,350 GB/s."""
     weights = 2 * (32 * (4096 * 10_240 + 3 * 4096 * 14_336) + 4096 * 128_256)
-    assert record["bounds"]["datasheet"]["tpot_p50"] == pytest.approx(weights / 3.35e12, rel=0.05)
+    assert record.bounds["datasheet"]["tpot_p50"] == pytest.approx(weights / 3.35e12, rel=0.05)
 
 
-def test_each_constant_says_where_it_comes_from(record: dict[str, Any]) -> None:
-    provenance = record["cost"]["provenance"]
+def test_each_constant_says_where_it_comes_from(record: PointRecord) -> None:
+    provenance = record.cost["provenance"]
     assert provenance["model"] == "llama-3.1-8b"
     assert provenance["from"]["bandwidth_gbs"] == "datasheet"
     assert provenance["from"]["kv_efficiency"] == "assumed, usually 0.8 to 1"
@@ -57,26 +57,26 @@ def test_each_constant_says_where_it_comes_from(record: dict[str, Any]) -> None:
 
 def test_constants_that_were_fitted_name_their_log_and_have_no_ends() -> None:
     fitted = record_of("device.fitted_from=my-log.jsonl")
-    assert fitted["cost"]["provenance"]["from"]["compute_efficiency"] == "fitted to my-log.jsonl"
-    assert set(fitted["bounds"]) == {"datasheet"}
+    assert fitted.cost["provenance"]["from"]["compute_efficiency"] == "fitted to my-log.jsonl"
+    assert set(fitted.bounds) == {"datasheet"}
 
 
 @pytest.mark.parametrize("texts", [("cost.bounds=false",), ("device=cpu", "model=tiny_llama")])
 def test_there_is_no_bound_where_none_is_asked_for_or_known(texts: tuple[str, ...]) -> None:
-    assert record_of(*texts)["bounds"] is None
+    assert not record_of(*texts).bounds
 
 
-def test_the_report_has_a_row_for_each_metric(record: dict[str, Any]) -> None:
-    table = bounds_table([{**record, "overrides": ["device=h100"], "fingerprint": "x"}])
+def test_the_report_has_a_row_for_each_metric(record: PointRecord) -> None:
+    table = bounds_table([replace(record, overrides=["device=h100"])])
     assert table is not None
     assert len(table.rows) == len(METRICS)
-    assert bounds_table([{**record, "bounds": None}]) is None
+    assert bounds_table([replace(record, bounds={})]) is None
 
 
 def test_many_requests_are_replayed_once_unless_bounds_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harness.point.bounds.MOST_REQUESTS", 10)
-    assert record_of()["bounds"] is None
-    assert record_of("cost.bounds=true")["bounds"] is not None
+    monkeypatch.setattr("harness.point.cost.MOST_REQUESTS", 10)
+    assert not record_of().bounds
+    assert record_of("cost.bounds=true").bounds
 
 
 def test_what_a_preset_assumes_is_not_called_a_datasheets() -> None:

@@ -1,20 +1,22 @@
 """Points with drafts, branches that end, widths of the trace's own and recorded beams: both sides decide alike."""
 
+import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 from point_cases import azure_file, mooncake_file, small_config, with_trace
+from tiers import cases
 
 from engine.core.options import CachePolicy, Decoding, Preemption, SpeculationMode
 from harness.config.checks import check_config
 from harness.config.compose import normalise
 from harness.config.errors import ConfigError
-from harness.config.schema import CostKind, DecodingMode, RunConfig, TraceFormat, Widths
+from harness.config.schema import CostKind, DecodingMode, Figures, RunConfig, TraceFormat, Widths
 from harness.point import check_point, point_identity, run_point
 from harness.report import write_report
 from harness.store.commit import Layout, commit_point, parquet_bytes
-from harness.workload.workload import build_workload
+from harness.workload.point import resolve
 
 
 @pytest.fixture(name="config")
@@ -41,7 +43,7 @@ def crowded(config: RunConfig) -> RunConfig:
 
 def counts(config: RunConfig) -> dict:
     assert not check_config(config)
-    return dict(run_point(normalise(config)).record["levels"]["counts"])
+    return dict(run_point(normalise(config)).record.levels["counts"])
 
 
 def in_format(config: RunConfig, format_: TraceFormat, folder: Path) -> RunConfig:
@@ -52,7 +54,7 @@ def in_format(config: RunConfig, format_: TraceFormat, folder: Path) -> RunConfi
     return with_trace(config, format_, mooncake_file(folder))
 
 
-@pytest.mark.parametrize("format_", [TraceFormat.azure, TraceFormat.mooncake])
+@cases("format_", [TraceFormat.azure, TraceFormat.mooncake], day=1)
 @pytest.mark.parametrize("place", SpeculationMode)
 def test_drafts_give_identical_plans_on_both_sides(
     place: SpeculationMode, format_: TraceFormat, config: RunConfig, tmp_path: Path
@@ -61,31 +63,31 @@ def test_drafts_give_identical_plans_on_both_sides(
     assert found["identical"], found
 
 
-@pytest.mark.parametrize("place", SpeculationMode)
+@cases("place", SpeculationMode, day=(SpeculationMode.fork,))
 def test_drafts_under_preemption_give_identical_plans(
     place: SpeculationMode, config: RunConfig, tmp_path: Path
 ) -> None:
     config = in_format(crowded(drafting(config, place)), TraceFormat.azure, tmp_path)
     record = run_point(config).record
-    assert record["levels"]["counts"]["identical"], record["levels"]["counts"]
-    assert record["measured"]["median"]["preemptions"] > 0
+    assert record.levels["counts"]["identical"], record.levels["counts"]
+    assert record.measured["median"]["preemptions"] > 0
 
 
 def test_a_model_that_drafts_for_itself_is_right_and_takes_fewer_steps(config: RunConfig) -> None:
     plain = run_point(config).record
     drafted = run_point(drafting(config)).record
-    assert drafted["measured"]["median"]["steps"] < plain["measured"]["median"]["steps"]
-    assert drafted["simulated"]["computed_tokens"] == drafted["measured"]["median"]["computed_tokens"]
+    assert drafted.measured["median"]["steps"] < plain.measured["median"]["steps"]
+    assert drafted.simulated["computed_tokens"] == drafted.measured["median"]["computed_tokens"]
 
 
-@pytest.mark.parametrize("format_", [TraceFormat.azure, TraceFormat.mooncake])
+@cases("format_", [TraceFormat.azure, TraceFormat.mooncake], day=1)
 def test_branches_end_alike_on_both_sides(format_: TraceFormat, config: RunConfig, tmp_path: Path) -> None:
     config = in_format(sampling(config), format_, tmp_path)
     config.decoding.branch_hazard = 0.1
     record = run_point(config).record
-    assert record["levels"]["counts"]["identical"], record["levels"]["counts"]
-    assert record["simulated"]["computed_tokens"] == record["measured"]["median"]["computed_tokens"]
-    assert record["outcome"]["measured"]["finished"] == 16
+    assert record.levels["counts"]["identical"], record.levels["counts"]
+    assert record.simulated["computed_tokens"] == record.measured["median"]["computed_tokens"]
+    assert record.outcome["measured"]["finished"] == 16
 
 
 def test_branches_that_end_under_preemption_give_identical_plans(config: RunConfig, tmp_path: Path) -> None:
@@ -94,8 +96,8 @@ def test_branches_that_end_under_preemption_give_identical_plans(config: RunConf
     config.cache.pool_tokens, config.cache.host_tokens = 640, 640
     config.scheduler.preemption = Preemption.swap
     record = run_point(config).record
-    assert record["levels"]["counts"]["identical"], record["levels"]["counts"]
-    assert record["measured"]["median"]["preemptions"] > 0
+    assert record.levels["counts"]["identical"], record.levels["counts"]
+    assert record.measured["median"]["preemptions"] > 0
 
 
 def test_tokens_of_ended_branches_are_not_counted_as_generated(config: RunConfig) -> None:
@@ -125,7 +127,7 @@ def wide_fixture(config: RunConfig, tmp_path: Path) -> RunConfig:
 
 
 def forms(config: RunConfig) -> list[tuple[int, Decoding]]:
-    requests = [timed.request for timed in build_workload(config).requests()]
+    requests = [timed.request for timed in resolve(config).requests()]
     return [(request.width, request.decoding) for request in requests]
 
 
@@ -138,31 +140,31 @@ def test_widths_of_the_trace_reach_the_requests(wide: RunConfig) -> None:
         (2, Decoding.beam),
         (3, Decoding.sample),
     ]
-    assert "widths as recorded" in build_workload(wide).trace.header.changes[-1]
+    assert "widths as recorded" in resolve(wide).trace.header.changes[-1]
 
 
 def test_widths_of_the_trace_can_be_replaced(wide: RunConfig) -> None:
     wide.workload.widths, wide.decoding.beam_width = Widths.configured, 2
     assert set(forms(wide)) == {(2, Decoding.beam)}
-    assert "widths of 5 requests replaced" in build_workload(wide).trace.header.changes[-1]
+    assert "widths of 5 requests replaced" in resolve(wide).trace.header.changes[-1]
 
 
 def test_widths_of_the_trace_are_decided_alike_on_both_sides(wide: RunConfig) -> None:
     record = run_point(wide).record
-    assert record["levels"]["counts"]["identical"], record["levels"]["counts"]
-    assert record["outcome"]["measured"]["finished"] == 6
-    assert "computed_tokens" not in record["analytic"]
+    assert record.levels["counts"]["identical"], record.levels["counts"]
+    assert record.outcome["measured"]["finished"] == 6
+    assert "computed_tokens" not in record.analytic
 
 
 def test_drafts_go_beside_requests_of_several_sequences(wide: RunConfig) -> None:
     record = run_point(drafting(wide)).record
-    assert record["levels"]["counts"]["identical"], record["levels"]["counts"]
+    assert record.levels["counts"]["identical"], record.levels["counts"]
 
 
 def test_a_width_that_no_step_takes_is_refused_by_request(wide: RunConfig) -> None:
     wide.scheduler.max_running = 3
     with pytest.raises(ConfigError, match=r"request 2 .*has 4 sequences, a step takes 3.*widths=configured"):
-        build_workload(wide)
+        resolve(wide)
 
 
 def test_a_width_beyond_the_vocabulary_is_refused_before_anything_runs(wide: RunConfig) -> None:
@@ -176,14 +178,14 @@ def test_an_absurd_width_is_refused_without_drawing_its_branches(wide: RunConfig
     path.write_text(WIDE.replace(",2,3,", ",,1000000000,"))
     wide.decoding.branch_hazard = 0.1
     with pytest.raises(ConfigError, match=r"request 1 .*has 1000000000 sequences"):
-        build_workload(wide)
+        resolve(wide)
 
 
 def test_metrics_without_rows_count_the_tokens_of_ended_branches_alike(config: RunConfig) -> None:
     sampling(config).measure, config.decoding.branch_hazard = False, 0.1
-    kept = run_point(config).record["simulated"]
+    kept = run_point(config).record.simulated
     config.replay.records = False
-    alone = run_point(config).record["simulated"]
+    alone = run_point(config).record.simulated
     assert alone["output_throughput"] == pytest.approx(kept["output_throughput"], rel=1e-12)
 
 
@@ -193,12 +195,22 @@ def test_widths_mean_nothing_to_a_format_that_has_none() -> None:
     assert normalise(one) == normalise(other)
 
 
-@pytest.fixture(name="recorded")
-def recorded_fixture(config: RunConfig, tmp_path: Path) -> tuple[RunConfig, Path]:
-    """A measured point with beams, committed to a store."""
-    config.decoding.beam_width = 3
+@pytest.fixture(scope="module", name="with_beams")
+def with_beams_fixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with a measured point with beams."""
+    folder = tmp_path_factory.mktemp("recorded")
+    config = small_config(folder)
+    config.cost.kind, config.decoding.beam_width = CostKind.roofline, 3
     result = run_point(config)
-    commit_point(tmp_path / "store", "a" * 32, result.record, result.tables)
+    commit_point(folder / "store", "a" * 32, result.record, result.tables)
+    return folder / "store"
+
+
+@pytest.fixture(name="recorded")
+def recorded_fixture(config: RunConfig, with_beams: Path, tmp_path: Path) -> tuple[RunConfig, Path]:
+    """The point of `with_beams`, and a copy of its store."""
+    config.decoding.beam_width = 3
+    shutil.copytree(with_beams, tmp_path / "store")
     return config, tmp_path / "store"
 
 
@@ -206,15 +218,15 @@ def test_a_prediction_replays_the_beams_that_a_measured_point_recorded(
     recorded: tuple[RunConfig, Path],
 ) -> None:
     config, store = recorded
-    measured = run_point(config).record["measured"]["median"]
+    measured = run_point(config).record.measured["median"]
     config.measure = False
     for place in (store, Layout(store).point("a" * 32), Layout(store).table("a" * 32, "parents")):
         config.decoding.beam_parents = str(place)
-        predicted = run_point(config).record["simulated"]
+        predicted = run_point(config).record.simulated
         assert predicted["copies_per_token"] == measured["copies_per_token"] > 0
         assert predicted["blocks_allocated"] == measured["blocks_allocated"]
     config.decoding.beam_parents, config.decoding.beam_churn = None, 0.0
-    assert run_point(config).record["simulated"]["copies_per_token"] < measured["copies_per_token"]
+    assert run_point(config).record.simulated["copies_per_token"] < measured["copies_per_token"]
 
 
 def test_recorded_beams_of_other_widths_are_refused(recorded: tuple[RunConfig, Path]) -> None:
@@ -327,9 +339,9 @@ def test_a_curve_has_room_for_a_metric_without_a_figure(config: RunConfig, tmp_p
     for drafts in (1, 2, 4):
         drafting(config).decoding.draft_tokens, config.measure = drafts, False
         result = run_point(config)
-        rows = [row for row in result.record["comparison"] if row["metric"] != "tpot_p50"]
+        rows = [row for row in result.record.comparison if row["metric"] != "tpot_p50"]
         which = {"config": asdict(config), "overrides": [f"decoding.draft_tokens={drafts}"]}
-        record = result.record | which | {"comparison": rows}
+        record = replace(result.record, **which, comparison=rows)
         commit_point(tmp_path / "store", f"{drafts:032d}", record, result.tables)
-    page = write_report(tmp_path / "store")
+    page = write_report(tmp_path / "store", figures=Figures.svg)
     assert "no figure at these points" in page.read_text(encoding="utf-8")

@@ -4,12 +4,13 @@ import numpy as np
 import pytest
 from sim_cases import LinearCost, replay, request
 
-from harness.metrics import METRICS, compute_metrics
-from harness.metrics.comparison import comparison_error
+from harness.metrics import METRICS
+from harness.metrics.compute import compute_metrics
+from harness.metrics.record import PointRecord, comparison_error
 from harness.point.error_levels import ATTRIBUTED, attribution, divergence, suspect, with_step_times
 from harness.replay.arrivals import TimedRequest
 from harness.replay.recorder import MeasuredRun
-from harness.report.attribution import (
+from harness.report.provenance import (
     attribution_table,
     divergence_lines,
     extrapolation_notes,
@@ -101,7 +102,7 @@ def test_the_missing_term_is_named() -> None:
     assert found["explained"] > 0.9
 
 
-def record(cost: LinearCost) -> dict:
+def record(cost: LinearCost) -> PointRecord:
     run = measured_run()
     levels = {
         "attribution": attributed(cost),
@@ -111,10 +112,10 @@ def record(cost: LinearCost) -> dict:
     outside = {"steps": 7, "share_of_time": 0.25, "by": {"rows": 7}}
     spread = {"output_throughput": {"error": 0.01, "spread": 0.002}}
     cost_section = {"name": "m", "extrapolated": outside, "validation": {"held out": spread}}
-    return {"levels": levels, "cost": cost_section, "overrides": ["a=1"]}
+    return PointRecord(levels=levels, cost=cost_section, overrides=["a=1"])
 
 
-def test_the_report_shows_levels_schedules_held_out_workloads_and_extrapolation() -> None:
+def test_the_report_shows_levels_schedules_held_out_points_and_extrapolation() -> None:
     records = [record(LinearCost(1.1e-3, 2e-5, 0.7e-6))]
     table = attribution_table(records)
     assert table is not None
@@ -128,5 +129,5 @@ def test_the_report_shows_levels_schedules_held_out_workloads_and_extrapolation(
 
 
 def test_a_simulated_point_has_nothing_to_attribute() -> None:
-    assert attribution_table([{"levels": None}]) is None
-    assert extrapolation_notes([{"cost": {"extrapolated": None}}]) == []
+    assert attribution_table([PointRecord()]) is None
+    assert extrapolation_notes([PointRecord()]) == []

@@ -3,20 +3,18 @@
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-from point_matrix import FORMATS, PAIRS, Case
+from point_matrix import ALL, SOME, Case
+from tiers import cases
 
 from harness.config.schema import TraceFormat
 from harness.point import run_point
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("policy", "mode"), PAIRS)
-@pytest.mark.parametrize("format_", FORMATS)
+@cases(("format_", "policy", "mode"), ALL, day=SOME)
 def test_measured_durations_give_identical_plans(
     format_: TraceFormat, policy: str, mode: str, tmp_path: Path
 ) -> None:
     case = Case(tmp_path, format_, policy, mode)
     record = run_point(replace(case.config, measure=True)).record
-    assert record["levels"]["counts"]["identical"], record["levels"]["counts"]
-    assert record["outcome"]["measured"] == record["outcome"]["simulated"]
+    assert record.levels["counts"]["identical"], record.levels["counts"]
+    assert record.outcome["measured"] == record.outcome["simulated"]

@@ -10,6 +10,7 @@ from harness.config.overrides import parse_overrides
 from harness.config.schema import CostKind, RunConfig
 from harness.point.cost import check_cost, resolve_cost_kind
 from harness.point.run import point_identity, run_point
+from harness.workload.deployment import deployment_of
 
 
 def config(*texts: str) -> RunConfig:
@@ -34,25 +35,27 @@ def table(tmp_path: Path) -> Path:
 
 def test_a_point_is_priced_from_the_table_and_says_so(table: Path) -> None:
     point = config(f"cost.operators={table}")
-    check_cost(point)
-    cost = run_point(point).record["cost"]
+    check_cost(deployment_of(point))
+    cost = run_point(point).record.cost
     assert (cost["kind"], cost["name"]) == ("operators", "h200")
     assert cost["provenance"]["decode shapes"] == 9
     assert cost["extrapolated"]["steps"] >= 0
 
 
 def test_auto_takes_the_table_that_is_named(table: Path) -> None:
-    assert resolve_cost_kind(config("cost=auto", f"cost.operators={table}")) is CostKind.operators
+    assert (
+        resolve_cost_kind(deployment_of(config("cost=auto", f"cost.operators={table}"))) is CostKind.operators
+    )
 
 
 def test_a_table_that_is_not_named_is_asked_for() -> None:
     with pytest.raises(ConfigError, match=r"cost\.operators: missing: cost=operators reads a table"):
-        check_cost(config())
+        check_cost(deployment_of(config()))
 
 
 def test_a_table_of_other_devices_is_refused_before_the_point_runs(table: Path) -> None:
     with pytest.raises(ConfigError, match="no row of device b200; its devices are: h200"):
-        check_cost(config(f"cost.operators={table}", "device=b200"))
+        check_cost(deployment_of(config(f"cost.operators={table}", "device=b200")))
 
 
 def test_another_content_of_the_table_is_another_point(table: Path) -> None:

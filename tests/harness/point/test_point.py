@@ -8,24 +8,33 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from point_cases import azure_file, mooncake_file, small_config, with_trace
+from point_cases import azure_file, mooncake_file, small_config, tick, with_trace
+from tiers import cases
 
 from engine.core.options import CachePolicy
 from engine.runtime.options import Backend
+from harness.calibrate.run import calibrate
 from harness.config.errors import ConfigError
 from harness.config.schema import CostKind, DecodingMode, EngineDevice, Oversize, RunConfig, TraceFormat
 from harness.measure.engine import graphs_of
+from harness.metrics.record import PointRecord
 from harness.point import check_point, point_identity, point_stages, run_point
-from harness.workload.workload import build_workload
+from harness.workload.deployment import deployment_of
+from harness.workload.point import resolve
 
 
 @pytest.fixture(scope="module")
 def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("calibration")
+    """A folder with the calibration of the small model, as much of it as a budget of ticks allows."""
+    folder = tmp_path_factory.mktemp("calibration")
+    with pytest.MonkeyPatch.context() as patch:
+        tick(patch)
+        calibrate(deployment_of(small_config(folder)), budget_s=6)
+    return folder
 
 
 @pytest.fixture(scope="module")
-def record(cache_dir: Path) -> dict:
+def record(cache_dir: Path) -> PointRecord:
     return run_point(small_config(cache_dir)).record
 
 
@@ -57,8 +66,8 @@ def crowded(config: RunConfig) -> RunConfig:
 MODES = [greedy, beams, samples, contiguous_beams, crowded]
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("format_", [TraceFormat.azure, TraceFormat.mooncake])
+@cases("mode", MODES, day=(beams, crowded))
+@cases("format_", [TraceFormat.azure, TraceFormat.mooncake], day=1)
 def test_measured_durations_give_identical_plans(
     format_: TraceFormat, mode: Callable[[RunConfig], RunConfig], cache_dir: Path, tmp_path: Path
 ) -> None:
@@ -70,11 +79,11 @@ def test_measured_durations_give_identical_plans(
         config.workload.length_scale = 0.02
         config.cache.block_size = 4
     result = run_point(mode(config)).record
-    assert result["levels"]["counts"]["identical"], result["levels"]["counts"]
-    assert result["levels"]["counts"]["steps"] > 10
-    assert result["audit"]["checks"] == result["levels"]["counts"]["steps"]
+    assert result.levels["counts"]["identical"], result.levels["counts"]
+    assert result.levels["counts"]["steps"] > 10
+    assert result.audit["checks"] == result.levels["counts"]["steps"]
     if mode is crowded:
-        assert result["measured"]["median"]["preemptions"] > 0
+        assert result.measured["median"]["preemptions"] > 0
 
 
 def test_points_that_are_open_together_do_not_touch_each_other(cache_dir: Path) -> None:
@@ -88,8 +97,8 @@ def test_points_that_are_open_together_do_not_touch_each_other(cache_dir: Path) 
             waiting.append(stages)
         except StopIteration as ended:
             records.append(ended.value.record)
-    assert [record["levels"]["counts"]["identical"] for record in records] == [True, True]
-    assert [len(record["measured"]["runs"]) for record in records] == [2, 2]
+    assert [record.levels["counts"]["identical"] for record in records] == [True, True]
+    assert [len(record.measured["runs"]) for record in records] == [2, 2]
 
 
 def test_the_record_says_over_which_time_the_runs_lie(cache_dir: Path) -> None:
@@ -98,48 +107,49 @@ def test_the_record_says_over_which_time_the_runs_lie(cache_dir: Path) -> None:
     begun = time.perf_counter()
     with pytest.raises(StopIteration) as ended:
         next(stages)
-    assert 0 < ended.value.value.record["seconds"]["measured_over"] <= time.perf_counter() - begun
+    assert 0 < ended.value.value.record.seconds["measured_over"] <= time.perf_counter() - begun
 
 
 def test_sharing_found_by_tokens_is_what_the_trace_says(cache_dir: Path) -> None:
     config = small_config(cache_dir)
     config.workload.prefix_share = 0.9
     result = run_point(config).record
-    assert result["measured"]["median"]["hit_tokens"] == result["simulated"]["hit_tokens"] > 0
+    assert result.measured["median"]["hit_tokens"] == result.simulated["hit_tokens"] > 0
 
 
-def test_the_record_names_every_change_to_the_trace(record: dict) -> None:
-    changes = " | ".join(record["trace"]["changes"])
+def test_the_record_names_every_change_to_the_trace(record: PointRecord) -> None:
+    changes = " | ".join(record.trace["changes"])
     assert "lengths multiplied by 0.05" in changes
     assert "100" in changes
 
 
-def test_all_requests_finish_on_both_sides(record: dict) -> None:
-    assert record["outcome"]["simulated"] == {"finished": 16, "rejected": 0, "unfinished": 0}
-    assert record["outcome"]["measured"] == {"finished": 16, "rejected": 0, "unfinished": 0}
+def test_all_requests_finish_on_both_sides(record: PointRecord) -> None:
+    assert record.outcome["simulated"] == {"finished": 16, "rejected": 0, "unfinished": 0}
+    assert record.outcome["measured"] == {"finished": 16, "rejected": 0, "unfinished": 0}
 
 
-def test_the_held_out_error_of_the_cost_model_is_in_the_record(record: dict) -> None:
-    assert record["cost"]["kind"] == "fitted"
-    assert record["cost"]["heldout"]["step"]["n"] > 50
+def test_the_held_out_error_of_the_cost_model_is_in_the_record(record: PointRecord) -> None:
+    assert record.cost["kind"] == "fitted"
+    assert record.cost["heldout"]["step"]["n"] > 50
 
 
-def test_the_pace_of_the_device_is_in_the_record_with_the_error_it_hides(record: dict) -> None:
-    pace = record["pace"]
+def test_the_pace_of_the_device_is_in_the_record_with_the_error_it_hides(record: PointRecord) -> None:
+    pace = record.pace
     assert pace["low"] <= pace["ratio"] <= pace["high"]
     assert pace["by"] == "yardstick"
-    unscaled, scaled = pace["unscaled"]["total_error"], record["levels"]["teacher_forced"]["total_error"]
+    unscaled, scaled = pace["unscaled"]["total_error"], record.levels["teacher_forced"]["total_error"]
     assert (1 + scaled) / (1 + unscaled) == pytest.approx(pace["ratio"])
 
 
+@pytest.mark.nightly
 def test_the_pace_is_not_followed_where_the_user_says_so(cache_dir: Path) -> None:
     config = small_config(cache_dir)
     config.cost.follow_pace = False
-    assert run_point(config).record["pace"] is None
+    assert run_point(config).record.to_json()["pace"] is None
 
 
-def test_both_sides_did_the_same_work(record: dict) -> None:
-    rows = {row["metric"]: row for row in record["comparison"]}
+def test_both_sides_did_the_same_work(record: PointRecord) -> None:
+    rows = {row["metric"]: row for row in record.comparison}
     assert rows["computed_tokens"]["error"] == 0
     assert rows["computed_tokens"]["analytic"] == rows["computed_tokens"]["measured"]
 
@@ -154,8 +164,8 @@ def test_a_simulation_needs_no_engine_and_no_calibration(tmp_path: Path) -> None
     config = small_config(tmp_path)
     config.measure = False
     result = run_point(config).record
-    assert result["cost"]["kind"] == "roofline"
-    assert result["measured"] is result["levels"] is None
+    assert result.cost["kind"] == "roofline"
+    assert result.to_json()["measured"] is result.to_json()["levels"] is None
 
 
 def test_a_request_that_can_never_fit_is_refused_before_anything_runs(tmp_path: Path) -> None:
@@ -171,8 +181,8 @@ def test_dropping_what_never_fits_is_counted(tmp_path: Path) -> None:
     config = small_config(tmp_path)
     config.measure, config.cache.pool_tokens, config.workload.oversize = False, 64, Oversize.drop
     result = run_point(config).record
-    assert result["outcome"]["dropped"] > 0
-    assert result["trace"]["requests"] + result["outcome"]["dropped"] == 16
+    assert result.outcome["dropped"] > 0
+    assert result.trace["requests"] + result.outcome["dropped"] == 16
 
 
 def test_dropping_everything_is_refused(tmp_path: Path) -> None:
@@ -233,7 +243,7 @@ def test_a_configuration_that_is_no_object_is_refused(tmp_path: Path) -> None:
 
 def test_other_weights_at_the_same_path_are_another_point(tmp_path: Path) -> None:
     config = small_config(tmp_path)
-    config.model.path = str(checkpoint(tmp_path))
+    config.model.path = str(checkpoint(tmp_path, intermediate_size=128, vocab_size=512))
     before = point_identity(config)
     (tmp_path / "model.safetensors").write_bytes(b"other")
     assert point_identity(config) != before
@@ -290,10 +300,10 @@ def test_graphs_that_are_asked_for_serve_the_scheduler_s_batches_and_the_longest
     tmp_path: Path,
 ) -> None:
     config = small_config(tmp_path)
-    workload = build_workload(config)
-    assert graphs_of(config, workload) is None
+    workload = resolve(config)
+    assert graphs_of(deployment_of(config)) is None
     config.engine.cuda_graphs = True
-    graphs = graphs_of(config, workload)
+    graphs = graphs_of(deployment_of(config))
     assert graphs is not None
     assert (graphs.most, graphs.longest) == (workload.limits.max_running, workload.pool.max_model_len)
 
@@ -325,6 +335,6 @@ def test_a_measured_record_names_the_kernels_that_ran(tmp_path: Path) -> None:
     config.engine.device, config.engine.backend = EngineDevice.cpu, Backend.torch
     config.cost.kind, config.workload.num_requests, config.replay.repeats = CostKind.roofline, 3, 1
     record = run_point(config).record
-    assert record["environment"]["engine_kernels"][0] == "torch"
+    assert record.environment["engine_kernels"][0] == "torch"
     config.measure = False
-    assert "engine_kernels" not in run_point(config).record["environment"]
+    assert "engine_kernels" not in run_point(config).record.environment

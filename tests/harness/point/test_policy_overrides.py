@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from point_cases import azure_file, small_config, with_trace
+from tiers import cases
 
 from engine.core.options import (
     CachePolicy,
@@ -22,8 +23,8 @@ from harness.config.checks import check_config
 from harness.config.errors import ConfigError
 from harness.config.schema import CostKind, DecodingMode, RunConfig, SchedulerConfig, TraceFormat
 from harness.point import run_point
-from harness.workload.policies import limits_of
-from harness.workload.workload import build_workload
+from harness.workload.deployment import limits_of
+from harness.workload.point import resolve
 
 
 @pytest.fixture(name="config")
@@ -76,12 +77,12 @@ Change = Callable[[RunConfig], None]
 POLICIES = [pow2, oracle_first_fit, swap, copies, frugal, static, own]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@cases("policy", POLICIES, day=(oracle_first_fit, frugal))
 def test_measured_durations_give_identical_plans(policy: Change, config: RunConfig) -> None:
     policy(config)
     assert not check_config(config)
     record = run_point(config).record
-    assert record["levels"]["counts"]["identical"], record["levels"]["counts"]
+    assert record.levels["counts"]["identical"], record.levels["counts"]
 
 
 @pytest.mark.parametrize(
@@ -95,7 +96,7 @@ def test_measured_durations_give_identical_plans(policy: Change, config: RunConf
 def test_a_policy_that_cannot_be_had_is_refused_by_key(name: str, message: str, config: RunConfig) -> None:
     config.scheduler.victim = name
     with pytest.raises(ConfigError, match=f"scheduler.victim.*{message}"):
-        build_workload(config).scheduler()
+        resolve(config).scheduler()
 
 
 def test_a_name_without_a_class_is_refused_before_anything_runs(config: RunConfig) -> None:
@@ -117,7 +118,7 @@ def test_tenants_and_priorities_of_a_trace_reach_the_scheduler(config: RunConfig
     )
     with_trace(config, TraceFormat.simple, path)
     config.workload.request_rate = None
-    requests = [timed.request for timed in build_workload(config).requests()]
+    requests = [timed.request for timed in resolve(config).requests()]
     names = [request.identity.prompt_hashes(16) for request in requests if request.identity]
     assert [request.priority for request in requests] == [2, 1, 0]
     assert names[0] == names[2] != names[1]

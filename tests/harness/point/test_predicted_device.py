@@ -7,7 +7,7 @@ from harness.config.errors import ConfigError
 from harness.config.schema import CostKind, RunConfig
 from harness.point.cost import check_cost, cost_model, resolve_cost_kind
 from harness.sweep.plan import run_request
-from harness.workload.devices import is_predicted_device
+from harness.workload.deployment import deployment_of
 
 
 def config(*overrides: str) -> RunConfig:
@@ -25,25 +25,25 @@ def calibrated(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("device", ["h100", "a100_80gb", "h200"])
 def test_a_calibration_of_this_machine_does_not_price_another_device(device: str) -> None:
     other = config("measure=false", f"device={device}")
-    assert resolve_cost_kind(other) is CostKind.roofline
-    assert cost_model(other).source.name == device
+    assert resolve_cost_kind(deployment_of(other)) is CostKind.roofline
+    assert cost_model(deployment_of(other)).source.name == device
 
 
 @pytest.mark.usefixtures("calibrated")
 def test_a_calibration_of_this_machine_prices_this_machine() -> None:
-    assert resolve_cost_kind(config("measure=false")) is CostKind.fitted
+    assert resolve_cost_kind(deployment_of(config("measure=false"))) is CostKind.fitted
 
 
 @pytest.mark.usefixtures("calibrated")
 @pytest.mark.parametrize("kind", ["fitted", "table"])
 def test_measured_costs_of_another_device_are_refused(kind: str) -> None:
     with pytest.raises(ConfigError, match="cannot price device h100; use cost=roofline"):
-        check_cost(config("measure=false", "device=h100", f"cost={kind}"))
+        check_cost(deployment_of(config("measure=false", "device=h100", f"cost={kind}")))
 
 
 def test_measuring_here_what_is_predicted_for_another_device_is_refused() -> None:
     with pytest.raises(ConfigError, match="h200 would be predicted, but the engine measures on"):
-        check_cost(config("device=h200", "model.dtype=bfloat16"))
+        check_cost(deployment_of(config("device=h200", "model.dtype=bfloat16")))
 
 
 @pytest.mark.parametrize(
@@ -66,12 +66,12 @@ def test_measuring_here_what_is_predicted_for_another_device_is_refused() -> Non
 def test_a_gpu_is_known_by_whole_words_of_its_name(
     monkeypatch: pytest.MonkeyPatch, name: str, gpu: str, same: bool
 ) -> None:
-    monkeypatch.setattr("harness.workload.devices.engine_device", lambda device: "cuda")
-    monkeypatch.setattr("harness.workload.devices.device_identity", lambda device: gpu)
-    assert is_predicted_device(config(f"device.name={name}")) is same
+    monkeypatch.setattr("harness.workload.deployment.engine_device", lambda device: "cuda")
+    monkeypatch.setattr("harness.workload.deployment.device_identity", lambda device: gpu)
+    assert deployment_of(config(f"device.name={name}")).is_at_hand is same
 
 
 @pytest.mark.usefixtures("calibrated")
 def test_seconds_of_one_device_are_not_those_of_several() -> None:
     with pytest.raises(ConfigError, match="takes its seconds from one device"):
-        check_cost(config("measure=false", "device.tensor_parallel=4"))
+        check_cost(deployment_of(config("measure=false", "device.tensor_parallel=4")))

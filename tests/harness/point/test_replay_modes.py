@@ -1,6 +1,7 @@
 """Points of every replay mode: both sides decide alike, and points without rows are reported all the same."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,9 +43,9 @@ def test_measured_durations_give_identical_plans_in_every_replay_mode(
     config = change(small_config(tmp_path))
     config.replay.mode, config.cost.kind = mode, CostKind.roofline
     record = run_point(config).record
-    assert record["levels"]["counts"]["identical"], record["levels"]["counts"]
-    assert record["outcome"]["measured"]["finished"] == 16
-    assert sum(record["levels"]["attribution"]["e2e_mean"]["share"].values()) == pytest.approx(1)
+    assert record.levels["counts"]["identical"], record.levels["counts"]
+    assert record.outcome["measured"]["finished"] == 16
+    assert sum(record.levels["attribution"]["e2e_mean"]["share"].values()) == pytest.approx(1)
 
 
 def test_conversations_are_measured_turn_after_turn(tmp_path: Path) -> None:
@@ -53,14 +54,14 @@ def test_conversations_are_measured_turn_after_turn(tmp_path: Path) -> None:
     config.workload.length_scale, config.workload.num_requests = 0.02, 12
     config.replay.mode, config.cost.kind = ReplayMode.sessions, CostKind.roofline
     record = run_point(config).record
-    assert record["levels"]["counts"]["identical"]
-    assert record["outcome"]["measured"]["finished"] == 12
+    assert record.levels["counts"]["identical"]
+    assert record.outcome["measured"]["finished"] == 12
 
 
 def test_a_deadline_leaves_unfinished_requests_in_the_outcome(tmp_path: Path) -> None:
     config = small_config(tmp_path)
     config.measure, config.replay.duration_s = False, 0.05
-    outcome = run_point(config).record["outcome"]["simulated"]
+    outcome = run_point(config).record.outcome["simulated"]
     assert outcome["unfinished"] > 0
     assert sum(outcome.values()) == 16
 
@@ -74,8 +75,8 @@ def test_requests_without_output_are_dropped_and_lead_the_verdict(tmp_path: Path
     config = with_trace(small_config(tmp_path), TraceFormat.simple, path)
     config.measure, config.workload.request_rate, config.workload.length_scale = False, None, 1.0
     result = run_point(config)
-    assert result.record["outcome"]["dropped"] == 1
-    commit_point(tmp_path / "store", "a" * 32, result.record | {"config": CACHE}, result.tables)
+    assert result.record.outcome["dropped"] == 1
+    commit_point(tmp_path / "store", "a" * 32, replace(result.record, config=CACHE), result.tables)
     assert "1 dropped before the replay" in verdict_lines(tmp_path / "store")[0]
 
 
@@ -83,7 +84,7 @@ def test_unfinished_requests_lead_the_verdict(tmp_path: Path) -> None:
     config = small_config(tmp_path)
     config.measure, config.replay.duration_s = False, 0.05
     result = run_point(config)
-    commit_point(tmp_path / "store", "a" * 32, result.record | {"config": CACHE}, result.tables)
+    commit_point(tmp_path / "store", "a" * 32, replace(result.record, config=CACHE), result.tables)
     assert verdict_lines(tmp_path / "store")[0].startswith("NOT all requests finished at 1 point")
 
 
@@ -93,8 +94,8 @@ def test_metrics_alone_equal_those_of_the_rows(tmp_path: Path) -> None:
     kept = run_point(config)
     config.replay.records = False
     alone = run_point(config)
-    assert alone.record["simulated"]["span"] == kept.record["simulated"]["span"]
-    assert alone.record["outcome"] == kept.record["outcome"]
+    assert alone.record.simulated["span"] == kept.record.simulated["span"]
+    assert alone.record.outcome == kept.record.outcome
     assert len(kept.tables["steps"]["step"]) > 0
     assert len(alone.tables["steps"]["step"]) == 0
 
@@ -128,11 +129,10 @@ def test_settings_of_other_modes_make_no_other_point() -> None:
     assert normalise(one) != normalise(other)
 
 
-@pytest.mark.slow
 def test_a_sweep_without_rows_has_a_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     words = ["sweep", "measure=false", "cost=roofline", "replay=streamed", "cache.block_size=8,16"]
-    assert main([*words, "workload.num_requests=20", "workers=1", "out=store"]) == 0
+    assert main([*words, "report.figures=svg", "workload.num_requests=20", "workers=1", "out=store"]) == 0
     assert "Everything finished" in capsys.readouterr().out or (tmp_path / "store" / "report").exists()

@@ -1,12 +1,12 @@
 """Measured samples and beams under each way of sharing: counts, and tokens and parents of beams sent as requests."""
 
-import os
 import random
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from point_cases import mooncake_file, small_config, with_trace
+from tiers import cases, tier
 
 from engine.core.options import GroupPages, Preemption, Retention, Scheduling, Sharing
 from harness.config.checks import check_settings
@@ -15,7 +15,8 @@ from harness.measure.beam_search import TokenBeams
 from harness.measure.engine import loaded_model, measure
 from harness.point import check_point, run_point
 from harness.replay.beams import RecordedGenealogy
-from harness.workload.workload import Workload, build_workload
+from harness.workload.deployment import deployment_of
+from harness.workload.point import Point, resolve
 from traces.trace import Segment
 
 WIDTH = 3
@@ -40,11 +41,11 @@ def counts(config: RunConfig) -> dict:
     assert check_settings(config) == []
     check_point(config)
     record = run_point(config).record
-    assert record["audit"]["checks"] == record["levels"]["counts"]["steps"]
-    return dict(record["levels"]["counts"])
+    assert record.audit["checks"] == record.levels["counts"]["steps"]
+    return dict(record.levels["counts"])
 
 
-@pytest.mark.parametrize("block_size", [1, 8, 16])
+@cases("block_size", [1, 8, 16], day=(1, 8))
 def test_both_sides_decide_alike_for_beams_sent_as_requests(config: RunConfig, block_size: int) -> None:
     config.cache.block_size = block_size
     assert counts(config)["identical"]
@@ -73,7 +74,7 @@ def test_both_sides_decide_alike_for_rollouts_however_they_share(config: RunConf
     assert counts(config)["identical"]
 
 
-SEEDS = range(60 if os.environ.get("PAGETWIN_NIGHTLY") else 4)
+SEEDS = range(tier(2, 60))
 
 
 def drawn(config: RunConfig, folder: Path, seed: int) -> RunConfig:
@@ -110,7 +111,7 @@ def test_random_beams_sent_as_requests_are_decided_alike(
     assert counts(drawn(config, tmp_path, seed))["identical"]
 
 
-def searched(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[Workload, TokenBeams]:
+def searched(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[Point, TokenBeams]:
     """The workload, and the client after a measured run."""
     clients: list[TokenBeams] = []
     begin = TokenBeams.__init__
@@ -120,8 +121,8 @@ def searched(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[Worklo
         clients.append(self)
 
     monkeypatch.setattr(TokenBeams, "__init__", noted)
-    workload = build_workload(config)
-    measure(config, workload, seed=0)
+    workload = resolve(config)
+    measure(workload, seed=0)
     return workload, clients[-1]
 
 
@@ -131,7 +132,7 @@ def test_the_beams_are_those_of_transformers(config: RunConfig, monkeypatch: pyt
     from engine.runtime.models.load import original_model
 
     workload, client = searched(config, monkeypatch)
-    with original_model(loaded_model(config)) as model:
+    with original_model(loaded_model(deployment_of(config))) as model:
         for row in workload.trace.requests:
             prompt = client._prompts[row.request_id]
             found = model.generate(
@@ -150,7 +151,7 @@ def test_the_beams_are_those_that_the_engine_itself_chooses(config: RunConfig) -
     runs = {}
     for sharing in (Sharing.prefix_cache, Sharing.copy_on_write):
         config.decoding.sharing = sharing
-        runs[sharing] = measure(config, build_workload(config), seed=0)
+        runs[sharing] = measure(resolve(config), seed=0)
     parents = [RecordedGenealogy(run.recorder.parents).chosen for run in runs.values()]
     as_lists = [{rid: [list(step) for step in steps] for rid, steps in found.items()} for found in parents]
     assert as_lists[0] == as_lists[1]
@@ -164,18 +165,18 @@ def test_recorded_parents_give_the_measured_run_back(config: RunConfig, tmp_path
     config.decoding.beam_parents, config.measure = str(tmp_path), False
     again = run_point(config).record
     for name in ("finished", "computed_tokens"):
-        assert again["simulated"][name] == result.record["measured"]["median"][name]
+        assert again.simulated[name] == result.record.measured["median"][name]
 
 
 def test_tenants_do_not_find_each_others_beams(config: RunConfig) -> None:
-    workload = build_workload(config)
+    workload = resolve(config)
     rows = workload.trace.requests
     twins = tuple(
         replace(rows[0], request_id=number, arrival_us=number * 10**7, salt=salt)
         for number, salt in enumerate(("one", "one", "two"))
     )
     keyed = tuple(replace(row, segments=(Segment(7, row.prompt_tokens),)) for row in twins)
-    run = measure(config, replace(workload, trace=workload.trace.changed(keyed, "twins")), seed=0)
+    run = measure(workload.of_trace(workload.trace.changed(keyed, "twins")), seed=0)
     hits = {
         rid: int(hit)
         for rid, hit in zip(run.log.requests["request_id"], run.log.requests["hit_tokens"], strict=True)

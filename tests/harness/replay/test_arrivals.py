@@ -10,10 +10,9 @@ from engine.core.options import SchedulerLimits
 from engine.core.request import Request
 from harness.config.schema import ReplayMode, RunConfig
 from harness.metrics.log import Outcome
-from harness.replay.arrivals import ClosedLoop, OpenLoop, Sessions, Turn
-from harness.replay.virtual_time import to_ns
-from harness.workload.traffic import pauses_ns, retimed
-from harness.workload.workload import build_workload
+from harness.replay.arrivals import ClosedLoop, OpenLoop, Sessions, Turn, to_ns
+from harness.workload.point import resolve
+from harness.workload.trace import pauses_ns, retimed
 
 
 def plain(count: int, prompt: int = 20, output: int = 10) -> list[Request]:
@@ -169,7 +168,7 @@ def workload_config(mode: ReplayMode, requests: int = 400) -> RunConfig:
 def test_drawn_arrivals_have_the_rate_and_the_irregularity_asked_for(
     mode: ReplayMode, variation: float
 ) -> None:
-    trace = build_workload(workload_config(mode, 4000)).trace
+    trace = resolve(workload_config(mode, 4000)).trace
     gaps = np.diff([row.arrival_us for row in trace.requests]) / 1e6
     assert gaps.mean() == pytest.approx(1 / 20, rel=0.1)
     assert gaps.std() / gaps.mean() == pytest.approx(variation, rel=0.1)
@@ -177,13 +176,13 @@ def test_drawn_arrivals_have_the_rate_and_the_irregularity_asked_for(
 
 
 def test_an_offline_batch_is_there_at_the_start() -> None:
-    trace = build_workload(workload_config(ReplayMode.offline)).trace
+    trace = resolve(workload_config(ReplayMode.offline)).trace
     assert {row.arrival_us for row in trace.requests} == {0}
 
 
 def test_another_seed_draws_other_arrivals_and_the_same_seed_the_same() -> None:
     one, other = workload_config(ReplayMode.poisson, 20), workload_config(ReplayMode.poisson, 20)
-    trace = build_workload(one).trace
+    trace = resolve(one).trace
     assert retimed(trace, one).requests == retimed(trace, other).requests
     other.workload.seed = 1
     assert retimed(trace, one).requests != retimed(trace, other).requests

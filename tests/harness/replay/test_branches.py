@@ -15,7 +15,7 @@ from harness.replay.arrivals import TimedRequest
 from harness.replay.beams import BeamGenealogy
 from harness.replay.branches import BranchSurvival, DraftAcceptance
 from harness.replay.executors import SimulatedExecutor
-from harness.replay.features import feature_index
+from harness.replay.features import AT
 from harness.replay.loop import Replay
 from harness.replay.recorder import Recorder
 
@@ -79,13 +79,13 @@ def test_drawn_rows_are_the_sampled_rows_of_requests_that_sample() -> None:
     features, rows = feature_rows(requests)
     drawing = {rid for rid, mode in enumerate(modes) if mode is Decoding.sample}
     expected = [sum(row.samples and row.request_id in drawing for row in step) for step in rows]
-    assert features[:, feature_index(["drawn_rows"])[0]].tolist() == expected
-    assert 0 < sum(expected) < features[:, feature_index(["sampled_rows"])[0]].sum()
+    assert features[:, AT.drawn_rows].tolist() == expected
+    assert 0 < sum(expected) < features[:, AT.sampled_rows].sum()
 
 
 def test_beam_rows_count_to_sixteen_a_second_time() -> None:
     features, _ = feature_rows([request(rid, 0.0, 20, 12, 8, Decoding.beam) for rid in range(4)])
-    rows, first = features[:, feature_index(["beam_rows", "beam_rows_to_16"])].T
+    rows, first = features[:, [AT.beam_rows, AT.beam_rows_to_16]].T
     assert rows.max() > 16
     assert first.tolist() == np.minimum(rows, 16).tolist()
 

@@ -10,15 +10,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-from point_matrix import FORMATS, PAIRS, Case, cases
+from point_matrix import ALL, SOME, Case, matrix
 from sim_cases import fingerprint
+from tiers import cases, tier
 
 from harness.config.schema import TraceFormat
 
 
-@pytest.mark.parametrize(("policy", "mode"), PAIRS)
-@pytest.mark.parametrize("format_", FORMATS)
+@cases(("format_", "policy", "mode"), ALL, day=SOME)
 def test_fast_forward_changes_no_record(format_: TraceFormat, policy: str, mode: str, tmp_path: Path) -> None:
     case = Case(tmp_path, format_, policy, mode)
     together, single = case.log(), case.log(fast_forward=False)
@@ -26,16 +25,15 @@ def test_fast_forward_changes_no_record(format_: TraceFormat, policy: str, mode:
     assert fingerprint(together) == fingerprint(single)
 
 
-@pytest.mark.slow
 def test_the_pools_of_these_points_are_too_small(tmp_path: Path) -> None:
     """Without preemption the cases above and below would say little."""
-    preempted = {case.policy for case in cases(tmp_path) if case.log().steps["preempted"].sum()}
-    assert preempted >= {"paged", "unnamed", "swap", "swap_groups", "priority", "own"}
+    preempted = {case.policy for case in matrix(tmp_path) if case.log().steps["preempted"].sum()}
+    assert preempted >= {"paged", "unnamed", "swap", "priority", "own", *tier((), ("swap_groups",))}
 
 
 def digest(folder: Path) -> str:
     """One name for what all the cases come to."""
-    names = {f"{case.format}, {case.policy}, {case.mode}": fingerprint(case.log()) for case in cases(folder)}
+    names = {f"{case.format}, {case.policy}, {case.mode}": fingerprint(case.log()) for case in matrix(folder)}
     return hashlib.sha256(json.dumps(names).encode()).hexdigest()
 
 
@@ -48,8 +46,7 @@ print(digest(Path(sys.argv[1])))
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", ["0", "12345"])
+@cases("seed", ["12345", "0"], day=1)
 def test_every_process_and_hash_seed_gives_the_same_bytes(seed: str, tmp_path: Path) -> None:
     here = Path(__file__).resolve()
     script = SCRIPT.format(paths=[str(here.parent), str(here.parents[2] / "support")])

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from sim_cases import LinearCost, fingerprint, request
 
@@ -31,7 +31,7 @@ from harness.metrics.log import RunLog
 from harness.replay.arrivals import Arrivals, ClosedLoop, OpenLoop, Sessions, TimedRequest, Turn
 from harness.replay.beams import BeamGenealogy
 from harness.replay.executors import RecordedExecutor, SimulatedExecutor
-from harness.replay.fast_forward import FastForwardFeatures
+from harness.replay.features import FastForwardFeatures
 from harness.replay.loop import Replay
 from harness.replay.recorder import Recorder, digests_differ
 
@@ -126,16 +126,13 @@ CASES = st.builds(
 )
 
 
-@pytest.mark.slow
 @given(CASES)
-@settings(max_examples=80, deadline=None)
 def test_fast_forward_changes_no_record_under_any_policy(chosen: Case) -> None:
     together, single = (chosen.play(fast_forward=together)[0] for together in (True, False))
     assert fingerprint(together) == fingerprint(single)
 
 
 @given(CASES)
-@settings(max_examples=30, deadline=None)
 def test_a_recording_plays_back_to_the_same_plans_under_any_policy(chosen: Case) -> None:
     _, first = chosen.play(fast_forward=False)
     again = chosen.recorder()
@@ -174,7 +171,7 @@ print(json.dumps([fingerprint(case(rows, name, limits, "open").play(fast_forward
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_same_seed_gives_the_same_bytes_in_every_process_and_hash_seed() -> None:
     here = Path(__file__).resolve()
     script = SCRIPT.format(tests=str(here.parent)) + "\n"

@@ -3,9 +3,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from sim_cases import LinearCost, contiguous, fingerprint, replay, request
+from tiers import tier
 
 from engine.core.memory.paged import PagedManager
 from engine.core.options import Decoding, SchedulerLimits
@@ -59,12 +60,11 @@ def test_every_generated_token_has_one_gap_but_the_first() -> None:
     assert log.itl_weight.sum() == sum(9 + rid for rid in range(6))
 
 
-@pytest.mark.slow
 def test_a_constant_step_and_one_place_make_a_single_server_queue() -> None:
     """M/D/1: mean wait in queue = rho s / (2 (1 - rho)), Pollaczek and Khinchine; s is the service time."""
     draw = np.random.default_rng(1)
     service, rho = 0.004, 0.7
-    arrivals = np.cumsum(draw.exponential(service / rho, 20_000))
+    arrivals = np.cumsum(draw.exponential(service / rho, tier(4_000, 20_000)))
     requests = [request(rid, float(at), 8, 4) for rid, at in enumerate(arrivals)]
     log, _ = replay(requests, limits=SchedulerLimits(512, 1))
     waits = log.requests["first_scheduled_s"] - log.requests["arrival_s"]
@@ -97,7 +97,6 @@ REQUESTS = st.lists(
 
 
 @given(REQUESTS, st.sampled_from([1, 4, 16]), st.integers(40, 120), st.booleans())
-@settings(max_examples=80, deadline=None)
 def test_fast_forward_changes_no_record(rows: list, size: int, blocks: int, paged: bool) -> None:
     at, requests = 0, []
     for rid, (gap, prompt, output, width, mode, shared) in enumerate(rows):
@@ -172,7 +171,6 @@ class NaiveGaps:
 
 
 @given(REQUESTS, st.integers(12, 60), st.integers(2, 60))
-@settings(max_examples=40, deadline=None)
 def test_gaps_are_those_of_every_token_one_by_one(rows: list, blocks: int, budget: int) -> None:
     """Under preemption and budgets that leave requests out: gaps are kept without looking at steady requests."""
     at, requests = 0, []

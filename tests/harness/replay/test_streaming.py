@@ -5,8 +5,7 @@ import pytest
 from sim_cases import LinearCost, replay, request, stream
 
 from engine.core.memory.paged import PagedManager
-from harness.metrics import compute_metrics
-from harness.metrics.totals import BinnedSamples, ExactSamples
+from harness.metrics.compute import BinnedSamples, ExactSamples, compute_metrics
 from harness.replay.arrivals import TimedRequest
 from harness.replay.streaming import COLUMNS, StreamingRecorder, hull_of
 

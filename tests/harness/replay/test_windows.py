@@ -9,9 +9,9 @@ from harness.compiled.pricing import prices_of
 from harness.cost.model_shape import ModelShape
 from harness.cost.roofline import DeviceShape, RooflineCost
 from harness.replay.cost_model import price_table
-from harness.replay.features import feature_index
+from harness.replay.features import AT
 
-UNSEEN = feature_index(("decode_unseen_kv", "prefill_unseen_kv", "prefill_unseen_work"))
+UNSEEN = [AT.decode_unseen_kv, AT.prefill_unseen_kv, AT.prefill_unseen_work]
 GEMMA = ModelShape(42, 3584, 16, 8, 256, 14336, 256000, 2, window=64, windowed_layers=21)
 DEVICE = DeviceShape("h100", 3.35e12, 989e12, 1e-4, 1e-6)
 

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 from synthetic_store import grid, write_store
+from tiers import tier
 
+from harness.config.schema import Figures
 from harness.report import write_report
 
 SMALL = {"cache.block_size": (8, 16), "workload.prefix_share": (0.0, 0.5), "decoding.beam_width": (1, 2)}
@@ -18,8 +20,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def page(store: Path) -> Path:
-    """The report on `store`."""
-    return write_report(store)
+    """The report on `store`, by day without PDFs."""
+    return write_report(store, figures=tier(Figures.svg, Figures.all))
 
 
 @pytest.fixture(autouse=True)

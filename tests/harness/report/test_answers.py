@@ -1,11 +1,11 @@
 """The sentences change when the data do: stores in which another allocator, a block size or the noise wins."""
 
-import copy
+from dataclasses import replace
 
 import pytest
 from synthetic_store import grid, write_store
 
-from harness.metrics.comparison import compare
+from harness.metrics.record import compare
 from harness.metrics.verdict import Trust, judge
 from harness.report.answers import answers
 from harness.report.axes import find_axes
@@ -34,16 +34,14 @@ class Changed:
 
     @staticmethod
     def _changed(record, measured, simulated):
-        record = copy.deepcopy(dict(record))
         point = {
-            "policy": record["config"]["cache"]["policy"],
-            "block": record["config"]["cache"]["block_size"],
-            "share": record["config"]["workload"]["prefix_share"],
+            "policy": record.policy,
+            "block": record.setting("cache.block_size"),
+            "share": record.setting("workload.prefix_share"),
         }
-        runs = record["measured"]["runs"]
-        truth = runs[0]
+        truth = record.measured["runs"][0]
         noise = (0.999, 1.0, 1.002)
-        record["measured"]["runs"] = [
+        runs = [
             {
                 name: value * measured(point, name) * (1.0 if "share" in name else shake)
                 for name, value in truth.items()
@@ -53,8 +51,8 @@ class Changed:
         predicted = {
             name: value * measured(point, name) * simulated(point, name) for name, value in truth.items()
         }
-        record["comparison"] = compare(record["analytic"], predicted, record["measured"]["runs"])
-        return record
+        rows = compare(record.analytic, predicted, runs)
+        return replace(record, measured={**record.measured, "runs": runs}, comparison=rows, seconds={})
 
     def text(self, key):
         found = {one.key: " ".join([one.text, *one.items]) for one in answers(self, self.axes, self.verdict)}
@@ -110,8 +108,8 @@ def test_where_no_block_size_wins_everywhere_the_one_with_the_smallest_worst_los
         ),
     )
     for record in study.records:  # the same truth for every size, so that the factors alone decide
-        row = next(row for row in record["comparison"] if row["metric"] == "norm_latency_mean")
-        config = record["config"]
+        row = next(row for row in record.comparison if row["metric"] == "norm_latency_mean")
+        config = record.config
         factor = factors[config["workload"]["prefix_share"]].get(config["cache"]["block_size"], 1.0)
         row["measured"] = factor
     text = study.text("block_size")
@@ -122,11 +120,11 @@ def test_where_no_block_size_wins_everywhere_the_one_with_the_smallest_worst_los
 
 def test_block_sizes_within_the_spread_do_not_matter(records):
     same = {
-        name: records[0]["measured"]["runs"][0][name] for name in ("norm_latency_mean", "request_throughput")
+        name: records[0].measured["runs"][0][name] for name in ("norm_latency_mean", "request_throughput")
     }
     study = Changed(records)
     for record in study.records:
-        for row in record["comparison"]:
+        for row in record.comparison:
             if row["metric"] in same:
                 row["measured"] = same[row["metric"]]
     assert study.text("block_size").startswith("Block size does not matter here: 0 of 18 differences")
@@ -141,7 +139,7 @@ def test_a_perfect_model_is_trusted_in_every_class_and_the_answer_is_yes(records
 def test_the_time_between_the_runs_of_a_point_is_said(records):
     study = Changed(records)
     for number, record in enumerate(study.records):
-        record["seconds"]["measured_over"] = 100.0 + number
+        record.seconds["measured_over"] = 100.0 + number
     middle = 100 + (len(study.records) - 1) / 2
     assert f"to the last run of a point it took {middle:,.0f} s in the median" in study.text("trust")
 
@@ -173,7 +171,7 @@ def test_a_simulation_that_orders_block_sizes_the_other_way_round_agrees_in_no_p
 def test_a_pool_that_is_never_short_is_called_so(records):
     study = Changed(records)
     for record in study.records:
-        for row in record["comparison"]:
+        for row in record.comparison:
             if row["metric"] in ("waiting_mean", "preemptions"):
                 row["measured"] = 0.0
     assert "The pool was never short" in study.text("load")

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tiers import cases
 
 from harness.report.style import inline
 
@@ -192,8 +193,7 @@ def axe_faults(opened) -> list[str]:
     return [f"{one['id']}: {one['help']}: {node['html'][:120]}" for one in found for node in one["nodes"]]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 400)])
+@cases(("scheme", "width"), [("light", 1280), ("dark", 400)], day=(("dark", 400),))
 def test_axe_finds_no_fault(opened, scheme, width):
     """Contrast, names, landmarks, order of headings and what else axe-core checks, with every fold open."""
     opened.set_viewport_size({"width": width, "height": 800})
@@ -210,7 +210,6 @@ def test_axe_notices_a_planted_fault(opened):
 
 
 def test_a_drawing_in_the_page_looks_as_its_file_does(browser, page):
-    """Short places, classes for styles and fewer groups change no pixel that an eye could see."""
     numpy = pytest.importorskip("numpy")
     image = pytest.importorskip("PIL.Image")
     tab = browser.new_page(viewport={"width": 1000, "height": 1400})

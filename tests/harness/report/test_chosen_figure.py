@@ -8,7 +8,7 @@ import pytest
 
 from harness.cli.main import main
 from harness.report import ReportError
-from harness.report.chosen_figure import FigureChoice, write_chosen_figure
+from harness.report.write import FigureChoice, write_chosen_figure
 
 X, HUE, COL = "cache.block_size", "decoding.beam_width", "workload.prefix_share"
 

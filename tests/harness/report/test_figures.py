@@ -1,14 +1,15 @@
 """What the figures hold: every point, baselines that can be told apart, and warnings where they are read."""
 
-from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from synthetic_store import grid, write_point, write_store
+from tiers import cases
 
-from harness.report.axes import find_axes, policy_of
-from harness.report.figures import curves, hits, kernel
+from harness.metrics.record import PointRecord
+from harness.report.axes import find_axes
+from harness.report.figures import curves, errors, memory, speed
 from harness.report.figures.series import policies, policy_line, value_axis
 from harness.report.study import read_study
 from harness.report.style import MOST_DRAWN_MARKS, Drawing, new_figure, style, svg_bytes
@@ -34,7 +35,7 @@ def drawing(study, key):
     return found
 
 
-@pytest.mark.parametrize("key", ["cache.block_size", "workload.prefix_share", "decoding.beam_width"])
+@cases("key", ["cache.block_size", "workload.prefix_share", "decoding.beam_width"], day=1)
 def test_every_paged_point_is_in_the_curves_along_each_setting(study, key):
     found = drawing(study, key)
     paged = found.data[found.data["cache.policy"] == "paged"]
@@ -52,11 +53,11 @@ def test_no_two_baselines_look_alike_in_the_curves(study):
 
 def test_attention_is_compared_at_equal_load(study):
     with style():
-        found = kernel.draw(study, find_axes(study.records))
+        found = speed.draw_kernel(study, find_axes(study.records))
     assert {"kv_slots", "seconds"} <= set(found.data.columns)
     paged = found.data[(found.data["layout"] == "16") & (found.data["side"] == "predicted")]
     per_slot = paged["seconds"] / paged["kv_slots"]
-    row = next(row for row in study.records[9]["comparison"] if row["metric"] == "attention_per_kv_token")
+    row = next(row for row in study.records[9].comparison if row["metric"] == "attention_per_kv_token")
     assert per_slot.min() <= row["simulated"] <= per_slot.max()
 
 
@@ -72,7 +73,7 @@ def test_a_figure_along_block_sizes_says_that_the_cost_model_does_not_price_them
     with style():
         found = [
             curves.draw(study, axes, curves.layout_of(axes, "cache.block_size")),
-            kernel.draw(study, axes),
+            speed.draw_kernel(study, axes),
         ]
     said = ["does not price block size" in one.figure.get_supxlabel() for one in found]
     assert said == [not priced] * 2
@@ -99,6 +100,7 @@ def wide(tmp_path_factory):
     return read_study(write_store(tmp_path_factory.mktemp("wide"), grid(axes)))
 
 
+@pytest.mark.nightly
 def test_a_setting_with_many_values_gives_four_columns_with_every_policy(wide):
     found = drawing(wide, "decoding.beam_width")
     assert len(found.figure.axes) == 4 * len(curves.SHOWN)
@@ -122,23 +124,34 @@ def test_very_many_marks_become_a_picture_and_text_stays_text(marks, pictures):
     assert ">words</text>" in svg
 
 
-def grouped_points(study) -> list[dict]:
+def grouped_points(study) -> list[PointRecord]:
     """Paged points with match units of their own and a hit ratio; the last had no prompt that could hit."""
-    paged = [deepcopy(record) for record in study.records if policy_of(record) == "paged"]
+    paged = [record for record in study.records if record.policy == "paged"]
     for number, record in enumerate(paged):
-        record["pool"] = record.get("pool", {}) | {
-            "groups": {"match_unit": 16 << number % 3, "pages": "uniform"}
-        }
-        others = [row for row in record["comparison"] if row["metric"] != "hit_ratio"]
+        pool = {**record.pool, "groups": {"match_unit": 16 << number % 3, "pages": "uniform"}}
+        others = [row for row in record.comparison if row["metric"] != "hit_ratio"]
         found = {"metric": "hit_ratio", "unit": "", "simulated": 0.25}
-        record["comparison"] = [*others, found] if record is not paged[-1] else others
+        rows = [*others, found] if number + 1 < len(paged) else others
+        paged[number] = replace(record, pool=pool, comparison=rows)
     return paged
 
 
 def test_hits_against_the_match_unit_leave_out_a_point_without_them(study):
     paged = grouped_points(study)
     with style():
-        drawn = hits.draw(replace(study, records=paged), find_axes(paged))
+        drawn = memory.draw_hits(replace(study, records=paged), find_axes(paged))
     assert isinstance(drawn, Drawing)
     assert sorted(drawn.data["match_unit"].unique()) == [16, 32, 64]
     assert drawn.data["point"].nunique() == len(paged) - 1
+
+
+def test_the_axis_of_errors_has_ticks_where_it_is_logarithmic_and_says_so(tmp_path):
+    sides = {"analytic": None, "simulated": 0.7, "measured": 1.0, "low": 0.99, "high": 1.01}
+    row = {"metric": "ttft_p50", "unit": "s", **sides, "error": -0.3, "spread": 0.01}
+    write_point(tmp_path, ONE, comparison=[row])
+    wide = read_study(tmp_path)
+    with style():
+        found = errors.draw_errors(wide, find_axes(wide.records))
+    (panel,) = found.figure.axes
+    assert {-50.0, 50.0} <= set(panel.get_xticks())
+    assert "logarithmic beyond ±20" in panel.get_xlabel()

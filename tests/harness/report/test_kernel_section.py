@@ -5,21 +5,21 @@ from pathlib import Path
 
 import pytest
 from synthetic_store import write_store
+from tiers import cases
 
-from harness.bench.kernels.cases import CaseSpec
-from harness.bench.kernels.results import Problem, ProblemKind, note
-from harness.bench.kernels.section import kernel_section
-from harness.bench.session import Timing
+from harness.bench.cases import KernelCase
+from harness.bench.page import kernel_section, table_of
+from harness.bench.results import Problem, ProblemKind, Timing, note, rows_of
 from harness.cli.main import main
 from harness.cost.timings import MadeOn
 from harness.environment import kernel_digest
-from harness.report import write_report
+from harness.report import write, write_report
 
 POINT = {"cache.policy": "paged", "cache.block_size": 16, "decoding.beam_width": 1}
 SWEPT_ON = "a device"
 
 
-def timing(spec: CaseSpec, provider: str, us: float) -> Timing:
+def timing(spec: KernelCase, provider: str, us: float) -> Timing:
     extra = {
         "case": spec.values(),
         "provider": provider,
@@ -30,33 +30,37 @@ def timing(spec: CaseSpec, provider: str, us: float) -> Timing:
         "flops": 4 * spec.heads * spec.head_dim * sum(spec.lengths),
     }
     samples = (us * 0.99e-6, us * 1e-6, us * 1.01e-6)
-    return Timing(f"test_attention[{spec.name}|{provider}]", spec.name, {}, extra, samples, us * 1e-6)
+    return Timing(f"test_attention[{spec.name}|{provider}]", spec.name, extra, samples, us * 1e-6)
 
 
 def ceiling(name: str, moved: float, flops: float) -> Timing:
     extra = {"bytes": moved, "flops": flops, "how": "CUDA graph"}
-    return Timing(f"test_ceiling[{name}]", "ceiling", {}, extra, (1e-3, 1e-3, 1e-3), 1e-3)
+    return Timing(f"test_ceiling[{name}]", "ceiling", extra, (1e-3, 1e-3, 1e-3), 1e-3)
 
 
 def write_kernels(folder: Path, device: str = SWEPT_ON, kernels: str | None = None) -> Path:
-    """A run of two block sizes beside the contiguous twin, and of a shared prefix."""
-    from harness.bench.kernels.page import write_run
-
-    small, large = (CaseSpec(batch=32, context=4096, block_size=size) for size in (16, 64))
-    shared = CaseSpec(batch=32, context=4096, shared_prefix=2048)
+    """The table of a run of two block sizes beside the contiguous twin, and of a shared prefix."""
+    small, large = (KernelCase(batch=32, context=4096, block_size=size) for size in (16, 64))
+    shared = KernelCase(batch=32, context=4096, shared_prefix=2048)
     timings = [
         *(ceiling("copy", 4e9, 0), ceiling("read", 4.5e9, 0), ceiling("matmul", 0, 8e11)),
         *(timing(small, "paged", 150), timing(small, "contiguous", 147), timing(large, "paged", 149)),
         *(timing(shared, "paged", 141), timing(shared, "cascade", 82)),
     ]
     facts = MadeOn(device, kernels or kernel_digest(), "2.13.0", "3.6.0", 0, "2026-01-01")
-    write_run(timings, [], {}, facts, folder)
+    folder.mkdir(parents=True)
+    table_of(rows_of(timings), facts).to_parquet(folder / "kernels.parquet", index=False)
     return folder
 
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_kernels(tmp_path_factory.mktemp("bench") / "kernels")
+
+
+@pytest.fixture(autouse=True)
+def _no_other_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harness.report.write._pictures", lambda study, axes: write._not_drawn())
 
 
 @pytest.fixture
@@ -72,8 +76,8 @@ def store(tmp_path: Path) -> Path:
     return root
 
 
-def report_of(store: Path, *words: str) -> str:
-    assert main(["report", str(store), *words]) == 0
+def report_of(store: Path, *words: str, figures: str = "none") -> str:
+    assert main(["report", str(store), "--figures", figures, *words]) == 0
     return (store / "report" / "index.html").read_text()
 
 
@@ -109,7 +113,8 @@ def test_a_run_that_is_found_can_be_left_out(store: Path, kernels: Path, tmp_pat
 
 
 def test_figures_of_a_run_that_is_gone_go_too(store: Path, kernels: Path) -> None:
-    report_of(store, "--kernels", str(kernels))
+    report_of(store, "--kernels", str(kernels), figures="svg")
+    assert list((store / "report" / "figures").glob("kernel_*"))
     report_of(store)
     assert list((store / "report" / "figures").glob("kernel_*")) == []
 
@@ -124,7 +129,7 @@ def test_a_run_of_another_device_is_said_loudly(
     assert f"warning: {warning}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("timed", "warned"), [("NVIDIA H200", False), ("NVIDIA H100", True)])
+@cases(("timed", "warned"), [("NVIDIA H200", False), ("NVIDIA H100", True)], day=(("NVIDIA H100", True),))
 def test_a_prediction_is_matched_by_the_device_that_it_is_for(
     timed: str, warned: bool, tmp_path: Path
 ) -> None:
@@ -134,6 +139,7 @@ def test_a_prediction_is_matched_by_the_device_that_it_is_for(
     assert ("the sweep predicts h200" in text) is warned
 
 
+@pytest.mark.nightly
 def test_figures_of_other_kernel_sources_are_said_loudly(store: Path, tmp_path: Path) -> None:
     text = report_of(store, "--kernels", str(write_kernels(tmp_path / "old", kernels="0ld")))
     assert "these figures are of kernel sources 0ld" in text
@@ -148,6 +154,7 @@ def test_our_own_failures_are_loud_and_those_of_others_are_noted(store: Path, tm
     assert "<li>failed: a case by flex: no compiler</li>" in text
 
 
+@pytest.mark.nightly
 def test_notes_that_cannot_be_read_are_said_to_be_lost(store: Path, tmp_path: Path) -> None:
     folder = write_kernels(tmp_path / "kernels-of-mine")
     (folder / "problems.jsonl").write_text('{"case": "a"')

@@ -1,6 +1,7 @@
 """Figures and tables for papers: a panel a file, widths, letters, and LaTeX that holds what the CSV holds."""
 
 import re
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,12 +10,11 @@ import pandas as pd
 import pytest
 
 from harness import point
-from harness.cli.main import main, parse_arguments
-from harness.cli.report import options_of, report_command
+from harness.cli.main import main
+from harness.cli.report import options_of
 from harness.config.schema import Paper, ReportConfig
 from harness.report import write, write_report
-from harness.report.paper import latex_table, panel_files
-from harness.report.style import Drawing, panels, style
+from harness.report.style import Drawing, latex_table, panel_files, panels, style, svg_bytes
 from harness.sweep.plan import plan_sweep, run_request
 
 TABLE = pd.DataFrame({"a_b": [1.0, None], "50 %": ["x & y", "#1 ~ {≤} \\"]})
@@ -32,9 +32,17 @@ def drawn(name: str = "two") -> Drawing:
     return Drawing(name, "A figure.", figure, TABLE)
 
 
+@cache
 def files_of(paper: Paper, *, serif: bool = False) -> dict[str, bytes]:
     with style(serif=serif):
         return panel_files(drawn(), paper)
+
+
+def test_dollars_in_a_name_are_drawn_and_no_formula() -> None:
+    with style():
+        figure, (panel,) = panels(3.5, 2.4, 1, 1)
+        panel.set_title(r"$\frac{$")
+        assert rb"$\frac{$" in svg_bytes(figure, "name")
 
 
 def svg_inches(svg: bytes) -> float:
@@ -139,7 +147,7 @@ def test_a_long_table_may_break_over_pages() -> None:
 def one_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     """The report draws one figure alone: to draw all takes many seconds."""
     monkeypatch.setattr(write, "_pictures", lambda study, axes: [("two", drawn())])
-    monkeypatch.setattr(write, "build_page", lambda *parts: "<p>page</p>")
+    monkeypatch.setattr(write, "build_page", lambda *parts, **options: "<p>page</p>")
 
 
 @pytest.mark.usefixtures("one_figure")
@@ -163,12 +171,11 @@ def test_the_keys_of_a_sweep_and_the_options_of_report_ask_for_the_same(store: P
     report = SimpleNamespace(
         ReportError=RuntimeError,
         write_report=lambda *_, **more: asked.append(more.get("options")) or store / "index.html",  # type: ignore[func-returns-value]
-        verdict_lines=lambda _: [],
     )
     manifest: Any = SimpleNamespace(overrides=("report.paper=both", "report.serif=true", "report.latex=true"))
     words = ["report", str(store), "--paper", "both", "--serif", "--latex"]
-    report_command(parse_arguments(words), report)
-    report_command(parse_arguments(words[:2]), report)
+    main(words, report=report)
+    main(words[:2], report=report)
     assert asked == [options_of(manifest), None]
     assert asked[0] == ReportConfig(paper=Paper.both, serif=True, latex=True)
 

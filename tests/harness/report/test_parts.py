@@ -1,18 +1,20 @@
 """Axes, numbers and time bins: the small decisions behind the figures."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 
-from harness.metrics import METRICS, SLOT_STATES
+from harness.metrics import METRICS
+from harness.metrics.log import SLOT_STATES
+from harness.metrics.record import PointRecord
 from harness.report import numbers
 from harness.report.axes import alike, find_axes, reference
-from harness.report.figures.series import evenly
-from harness.report.figures.timeline import _bin
+from harness.report.figures.memory import _bin
 from harness.report.provenance import cautions, facts_table, heldout_table
-from harness.report.study import Study
+from harness.report.study import Study, spread
 from harness.report.tables import points_table
 
 
@@ -21,7 +23,7 @@ def point(**settings):
     for key, value in settings.items():
         group, leaf = key.split("__")
         config[group] = config.get(group, {}) | {leaf: value}
-    return {"config": config, "fingerprint": str(settings)}
+    return PointRecord(config=config, fingerprint=str(settings))
 
 
 def test_axes_are_what_varies_within_a_policy():
@@ -38,7 +40,7 @@ def test_what_a_named_choice_brings_is_no_axis():
 
 def test_axes_stand_in_the_order_of_the_overrides():
     records = [point(cache__block_size=b, cache__pool_tokens=p) for b in (8, 16) for p in (100, 200)]
-    first = {**records[0], "overrides": ["cache.pool_tokens=100", "cache.block_size=8"]}
+    first = replace(records[0], overrides=["cache.pool_tokens=100", "cache.block_size=8"])
     assert list(find_axes([first, *records[1:]]).values) == ["cache.pool_tokens", "cache.block_size"]
 
 
@@ -62,8 +64,8 @@ def test_alike_frees_one_axis_only():
     assert found == [records[0], records[2]]
 
 
-def test_evenly_keeps_the_ends():
-    assert evenly(range(10), 4) == [0, 3, 6, 9]
+def test_values_that_are_spread_keep_the_ends():
+    assert spread(range(10), 4) == [0, 3, 6, 9]
 
 
 @pytest.mark.parametrize(
@@ -103,23 +105,24 @@ def test_time_bins_weight_steps_by_their_overlap_and_leave_idle_time_out():
 
 def test_held_out_error_of_the_cost_model_is_shown_once():
     errors = {"step": {"n": 120.0, "mape": 0.04, "bias": -0.01, "p95": 0.1, "max": 0.3}}
-    table = heldout_table([{"cost": {"name": "m", "heldout": errors}}] * 2)
+    table = heldout_table([PointRecord(cost={"name": "m", "heldout": errors})] * 2)
     assert table.rows == [("m", "whole step", "120", "4.0 %", "−1.0 %", "10.0 %", "30.0 %")]
 
 
 def test_a_model_that_was_not_fitted_has_no_held_out_error():
-    assert heldout_table([{"cost": {"name": "datasheet", "heldout": {}}}]) is None
+    assert heldout_table([PointRecord(cost={"name": "datasheet", "heldout": {}})]) is None
 
 
 def test_facts_that_differ_are_ranges_or_lists():
     records = [
-        {"environment": {"load": load, "host": host}} for load, host in ((1.5, "a"), (0.5, "b"), (1.0, "a"))
+        PointRecord(environment={"load": load, "host": host})
+        for load, host in ((1.5, "a"), (0.5, "b"), (1.0, "a"))
     ]
     assert facts_table("environment", records).rows == [["load", "0.5 – 1.5"], ["host", "a · b"]]
 
 
 def study_of(cost: str, **settings):
-    record = point(**settings) | {"cost": {"kind": cost}}
+    record = replace(point(**settings), cost={"kind": cost})
     return Study(Path("s"), "s", "", (record,))
 
 
@@ -138,7 +141,9 @@ def test_steps_that_are_not_scheduled_ahead_are_said_of_predicted_devices_alone(
 
 def oracle_cells(*sections):
     """The last column of the table of points whose records have these sections, and its title."""
-    records = [point(cache__block_size=8 + n) | {"oracle": found} for n, found in enumerate(sections)]
+    records = [
+        replace(point(cache__block_size=8 + n), oracle=found or {}) for n, found in enumerate(sections)
+    ]
     table = points_table(records, find_axes(records))
     return table.groups[-1][0], [row[-1] for row in table.rows]
 

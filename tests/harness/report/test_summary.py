@@ -6,7 +6,7 @@ import pytest
 from synthetic_store import write_point, write_store
 
 from harness.report import ReportError
-from harness.report.summary import change_lines, summary_markdown
+from harness.report.verdict_text import change_lines, summary_markdown
 
 POINTS = [{"cache.policy": "paged", "cache.block_size": size} for size in (8, 16, 32)]
 

@@ -16,8 +16,7 @@ from harness.config.schema import Figures
 from harness.metrics import METRICS
 from harness.report import study, verdict_lines, write
 from harness.report.axes import VALUES, comparison_table, find_axes
-from harness.report.study import EveryRecord, asked_points, read_study
-from harness.report.thinning import shown_points, spread
+from harness.report.study import EveryRecord, asked_points, read_study, shown_points, spread
 from harness.store.commit import Layout
 from harness.store.manifest import read_manifest
 from harness.store.reading import read_store
@@ -74,7 +73,7 @@ def reported(tmp_path_factory: pytest.TempPathFactory, few: None) -> Path:
     root = write_store(tmp_path_factory.mktemp("large"), grid(SMALL))
     manifest = read_manifest(root)
     assert manifest is not None
-    command.write_report(root, manifest)
+    command.write_report(root, manifest, figures=Figures.none)
     return root
 
 
@@ -129,7 +128,7 @@ def test_the_summary_is_that_of_whole_records(reported: Path, tmp_path: Path) ->
 def test_a_damaged_record_that_is_not_shown_is_named(reported: Path, tmp_path: Path) -> None:
     root = tmp_path / "copy"
     copytree(reported, root)
-    shown = {record["fingerprint"] for record in read_study(root).records}
+    shown = {record.fingerprint for record in read_study(root).records}
     other = next(p.fingerprint for p in read_manifest(root).points if p.fingerprint not in shown)  # type: ignore[union-attr]
     Layout(root).record(other).write_text("{")
     found = read_study(root, shown_only=True)

@@ -1,5 +1,7 @@
 """The verdict in words, on the console and on the page."""
 
+import json
+
 import pytest
 from synthetic_store import write_point
 
@@ -75,6 +77,46 @@ def test_the_pace_of_the_device_is_said_with_what_following_it_was_worth(tmp_pat
         "Pace: during the runs the device took 1.30 times as long as at calibration (probes from 1.10 to 1.50, "
         "2 points), and the prediction was scaled by it; mean error of a step's time 5.0 % with it, 30.0 % without."
     )
+
+
+def test_the_verdict_says_that_times_were_corrected_and_the_raw_error(tmp_path):
+    pace = {"ratio": 1.2, "low": 1.1, "high": 1.3, "probes": 4, "unscaled": UNSCALED}
+    levels = {"teacher_forced": {"n": 9, "mape": 0.05, "bias": 0.0, "total_error": 0.0}}
+    rows = [row(0.0, 0.001, metric=name) for name in TIMES]
+    write_point(tmp_path, POINT, pace=pace, levels=levels, comparison=rows, measured=runs_of(rows))
+    (line,) = [line for line in verdict_lines(tmp_path) if line.startswith("Yes")]
+    assert line.endswith(
+        "after correcting for the machine's pace; raw, the error of a step's time is 30.0 %."
+    )
+
+
+def test_a_share_that_is_not_reached_is_said(tmp_path):
+    write_point(tmp_path, POINT | {"workload.prefix_share": 0.75})
+    assert any("workload.prefix_share=0.75 is not reached: 36 %" in line for line in verdict_lines(tmp_path))
+
+
+def with_config(tmp_path, **groups):
+    """A point whose configuration has these values."""
+    folder = write_point(tmp_path, POINT)
+    record = json.loads((folder / "record.json").read_text())
+    for group, values in groups.items():
+        record["config"][group].update(values)
+    (folder / "record.json").write_text(json.dumps(record))
+    return verdict_lines(tmp_path)
+
+
+def test_a_fitted_device_without_its_engines_settings_is_said(tmp_path):
+    lines = with_config(tmp_path, device={"fitted_from": "shop, first 75 of 300 requests"})
+    assert any(
+        "has no settings of that engine: scheduler.max_running, scheduler.max_batched_tokens, cache.pool_tokens are"
+        in line
+        for line in lines
+    )
+
+
+def test_groups_that_keep_more_than_vllm_are_said(tmp_path):
+    lines = with_config(tmp_path, cache={"groups": "uniform", "prefix_caching": True})
+    assert any("documents asked twice hit 0.458 here and 0.000 there" in line for line in lines)
 
 
 @pytest.mark.parametrize("pace", [None, {}])

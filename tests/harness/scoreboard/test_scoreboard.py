@@ -3,14 +3,14 @@
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from harness.cli.main import main
 from harness.config.errors import ConfigError
 from harness.config.schema import CostKind
-from harness.scoreboard.board import counted, write_csv
-from harness.scoreboard.page import write_page
+from harness.scoreboard.board import counted, deployment_rows, write_csv, write_page
 from harness.scoreboard.published_runs import (
     PublishedRun,
     _check_batch,
@@ -19,6 +19,7 @@ from harness.scoreboard.published_runs import (
     sample,
     simulated,
 )
+from harness.twin.prediction import Errors
 
 
 def run(name: str, users: int, parallel: int = 1, model: str = "a/model") -> PublishedRun:
@@ -117,6 +118,26 @@ def test_the_page_counts_the_rows_of_the_file(page: str) -> None:
     assert "has 10 runs of a closed loop" in page
 
 
+def test_the_page_says_what_no_command_does_and_what_was_fitted(page: str) -> None:
+    assert "twice their FLOP/s for 8-bit weights" in page
+    assert "`compute_efficiency` of the\npresets rtx4090 and rtx_pro_6000 is rounded from a fit" in page
+
+
+def test_a_deployment_on_a_preset_that_was_rounded_from_a_fit_is_marked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("harness.scoreboard.board.KINDS", (CostKind.roofline,))
+    monkeypatch.setattr("harness.scoreboard.board.fit_device", lambda *_: _fit_of_nothing())
+    recorded = Path(__file__).resolve().parents[2] / "data" / "deployments" / "servingsim-recorder"
+    (unfitted, _) = deployment_rows([str(recorded)], ("device=rtx_pro_6000",), lambda _: None)
+    assert "compute_efficiency of the preset is rounded from a fit" in unfitted["fit"]
+
+
+def _fit_of_nothing() -> SimpleNamespace:
+    """The recorded excerpt is too short for a fit; its row is not what is looked at."""
+    return SimpleNamespace(fitted_on=0, held_out=Errors(0, 0, 0, 0, 0, 0, 0))
+
+
 def test_a_csv_has_the_columns_of_all_rows(tmp_path: Path) -> None:
     write_csv(tmp_path / "a.csv", [{"a": 1}, {"a": 2, "b": "x"}])
     assert (tmp_path / "a.csv").read_text() == "a,b\n1,\n2,x\n"
@@ -128,9 +149,9 @@ def test_without_the_extra_the_command_says_how_to_install_it(
     def version(package: str) -> str:
         raise metadata.PackageNotFoundError(package)
 
-    monkeypatch.setattr("harness.cost.aiconfigurator.metadata.version", version)
+    monkeypatch.setattr("harness.cost.published.metadata.version", version)
     assert main(["scoreboard", "--out", str(tmp_path)]) == 2
-    assert "pip install 'pagetwin[gpu-tables]'" in capsys.readouterr().err
+    assert "pip install '.[gpu-tables]'" in capsys.readouterr().err
 
 
 RUN = {

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from harness.config.errors import ConfigError
-from harness.cost.aiconfigurator import check_package
-from harness.cost.decode_form import AttentionMachine, Timings, form_us
-from harness.scoreboard.attention import (
+from harness.cost.operators import AttentionMachine, Timings, form_us
+from harness.cost.published import check_package
+from harness.scoreboard.published_runs import (
     GPUS,
     OTHER_KERNELS,
     SAME_KERNELS,
@@ -75,7 +75,6 @@ def test_published_decodes_that_were_left_out_are_predicted_within_four_per_cent
     assert pooled < (0.042 if gpu.system == "b200_sxm" else 0.04)
 
 
-@pytest.mark.slow
 def test_the_packages_own_interpolation_is_off_by_what_the_record_says() -> None:
     try:
         check_package()

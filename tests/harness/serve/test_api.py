@@ -224,13 +224,12 @@ def test_health_and_metrics(client, address, engine):
         first, second = ('{model_name="tiny",engine="0"}', '{engine="0",model_name="tiny"}')
         return float(values.get(f"vllm:{name}{first}") or values[f"vllm:{name}{second}"])
 
-    assert value("generation_tokens_total") == engine.counters.generation_tokens > 5
-    # an answer is sent before the histograms take it in
+    assert value("generation_tokens_total") == engine.counters.generation_tokens >= 5
+    # an answer is sent before the histograms and the books take it in
     assert wait_until(lambda: value("time_to_first_token_seconds_count") >= 1)
-    assert value("inter_token_latency_seconds_sum") > 0
-    assert value("num_requests_running") == 0
-    assert value("kv_cache_usage_perc") == 0
-    assert 'finished_reason="length"' in page()
+    assert wait_until(lambda: value("inter_token_latency_seconds_sum") > 0)
+    assert wait_until(lambda: value("num_requests_running") == value("kv_cache_usage_perc") == 0)
+    assert wait_until(lambda: 'finished_reason="length"' in page())
 
 
 @pytest.fixture

@@ -56,6 +56,7 @@ WRONG = {
         "length_penalty": 1e300,
     },
     "a flag as an id": {"prompt": [True, False]},
+    "a salt of a megabyte": {"prompt": [5], "cache_salt": "a" * 2**20},
     "text and ids together": {"prompt": ["a", 5]},
     "a prompt that is a number": {"prompt": 5},
     "an over-long prompt": {"prompt": [5] * 4000},
@@ -131,9 +132,38 @@ def test_a_chat_that_is_none_is_a_4xx(messages, address):
 
 def test_more_prompts_than_the_server_takes_are_turned_away(address, engine):
     answer = post(address, {"prompt": [[5]] * 41, "max_tokens": 2})
-    assert answer.status_code == 503
-    assert "the limit is 40" in answer.json()["error"]["message"]
+    assert answer.status_code == 400  # trying again would not help
+    assert "41 prompts; this server takes 40 at once" in answer.json()["error"]["message"]
     assert serves(address)
+
+
+@pytest.mark.parametrize(("size", "status"), [((16 << 20) - 14, 400), ((16 << 20) - 13, 413)])
+def test_a_body_above_the_limit_is_not_parsed(size, status, address):
+    body = b'{"prompt": "' + b"a" * size + b'"}'
+    answer = httpx.post(f"{address}/v1/completions", content=body, timeout=PATIENCE_S)
+    assert answer.status_code == status
+    assert answer.json()["error"]["message"]
+    assert serves(address)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_text_that_no_tokens_of_the_longest_sequence_hold_is_not_encoded(
+    chat, address, engine, monkeypatch
+):
+    most = 128 * max(map(len, engine.tokenizer.get_vocab()))
+    monkeypatch.setattr(type(engine.tokenizer), "encode", lambda *rest, **more: pytest.fail("encoded"))
+    monkeypatch.setattr(
+        type(engine.tokenizer), "apply_chat_template", lambda *rest, **more: pytest.fail("encoded")
+    )
+    text = "a" * (most + 1)
+    place, body = (
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]})
+        if chat
+        else ("/v1/completions", {"prompt": text})
+    )
+    answer = post(address, body, place)
+    assert answer.status_code == 400
+    assert f"{most + 1:,} characters; allowed are {most:,}" in answer.json()["error"]["message"]
 
 
 def test_connections_that_never_send_a_request_stop_nobody(address):

@@ -13,7 +13,6 @@ import pytest
 from serve_cases import build_engine, served, tokenizer
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(shutil.which("lm_eval") is None, reason="lm_eval is not installed"),
 ]
 ROWS = (

@@ -1,20 +1,20 @@
 """No request, of any type or value, ends anybody else's: random bodies and parameters, always followed by a proper one.
 
-`make test` runs the first few hundred, `make nightly` (`PAGETWIN_FUZZ_SECONDS`) as many as the time allows. A failure
-names the number of the case, and `odd_values.seeded` gives the same case for it.
+By day the first few run, by night as many as ten minutes allow. A failure names the number of the case, and
+`odd_values.seeded` gives the same case for it.
 """
 
 import itertools
-import os
 import time
 
 import httpx
 import odd_values
 import pytest
 from serve_cases import PATIENCE_S, build_engine, served, wait_until
+from tiers import tier
 
-SECONDS = float(os.environ.get("PAGETWIN_FUZZ_SECONDS", "0"))
-FEW = 120
+SECONDS = tier(0, 600)  # by day there is no clock, but a number of cases
+FEW = 60
 PROPER = {"prompt": [5, 9, 2], "max_tokens": 3, "temperature": 0}
 
 

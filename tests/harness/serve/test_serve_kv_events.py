@@ -15,10 +15,10 @@ from serve_cases import PATIENCE_S, build_engine, served, wait_until
 from engine.core import KeyIdentity, PagedManager, Request, Scheduler, SchedulerLimits, StepResult
 from harness.cli.main import main
 from harness.config.errors import ConfigError, UserError
-from harness.deployment.reading import read_deployment
-from harness.oracle.process import vllm_version
+from harness.oracle.check import vllm_version
 from harness.serve.kv_events import END, KvEventPublisher
 from harness.trace.capture import Captured, capture
+from harness.twin.reading import read_engine_log
 from traces.formats.kv_events import AllBlocksCleared, BlockStored, decode
 from traces.reading import read_trace
 from traces.trace import Trace
@@ -147,7 +147,7 @@ def test_the_rebuilt_trace_has_the_same_prefix_hits(server: Server, tmp_path: Pa
 def test_a_clients_log_joined_with_the_events_has_the_servers_hits(server: Server, tmp_path: Path) -> None:
     (tmp_path / "log.csv").write_text("\n".join(server.log) + "\n")
     (tmp_path / "kv.events").write_bytes(b"".join(server.captured.batches))
-    found = read_deployment(tmp_path)
+    found = read_engine_log(tmp_path)
     assert any("4 of 4 requests have their prompt's blocks" in note for note in found.notes)
     assert hits(found.workload) == server.cached == [0, 16, 0, 16]
 
@@ -178,7 +178,6 @@ print(json.dumps([[type(e).__name__, getattr(e, "token_ids", None)] for b in bat
 """
 
 
-@pytest.mark.slow
 def test_vllms_own_classes_read_the_messages(server: Server) -> None:
     try:
         vllm_version(PYTHON)

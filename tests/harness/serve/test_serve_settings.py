@@ -2,6 +2,7 @@
 
 import pytest
 from own_policies import LongestFirst, MostRecentFirst, ShortPromptsFirst
+from tiers import cases
 
 from harness.cli.main import main
 from harness.config.errors import UserError
@@ -14,7 +15,7 @@ TINY = (
 
 
 def built(*overrides):
-    from harness.serve.start import _config, build_engine
+    from harness.serve import _config, build_engine
 
     return build_engine(_config((*TINY, *overrides)))
 
@@ -83,7 +84,7 @@ def test_a_policy_that_cannot_be_made_is_the_users_error():
 
 
 def test_compiled_kernels_that_cannot_be_had_are_refused_before_anything_is_loaded(monkeypatch, capsys):
-    from engine.runtime.attention.native.compile import load_library
+    from engine.runtime.attention.native import load_library
 
     monkeypatch.setenv("PAGETWIN_NATIVE", "0")
     load_library.cache_clear()
@@ -104,7 +105,7 @@ def test_a_model_that_no_memory_holds_is_refused_before_anything_is_loaded(capsy
 WINDOWED = ("model.family=gemma2", "model.layers=2", "model.window=24", "model.windowed_layers=1")
 
 
-@pytest.mark.parametrize("groups", ["uniform", "separate"])
+@cases("groups", ["uniform", "separate"], day=1)
 def test_a_server_with_groups_answers_as_one_without(groups):
     import httpx
     from serve_cases import served

@@ -48,7 +48,6 @@ def engine_fixture():
     return build_engine(load_model(ModelSpec(vocab=512, max_position=256, initializer_range=0.2, **shape)))
 
 
-@pytest.mark.slow
 def test_every_request_of_vllms_load_generator_is_served_and_counted(engine, tmp_path: Path) -> None:
     tokenizer().save_pretrained(tmp_path / "words")
     words = "--backend openai --endpoint /v1/completions --model tiny --dataset-name random --ignore-eos "

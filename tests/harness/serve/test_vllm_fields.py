@@ -311,7 +311,7 @@ def test_a_key_is_asked_for_where_one_is_set():
 
 def test_a_checkpoint_is_served_under_the_name_of_its_directory(tmp_path):
     from harness.config.schema import ModelConfig, RunConfig
-    from harness.serve.start import served_name
+    from harness.serve import served_name
 
     (tmp_path / "my-llama").mkdir()
     config = RunConfig(model=ModelConfig(path=str(tmp_path / "my-llama")))

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness.store import atomic
+from harness.metrics.record import PointRecord
+from harness.store import StoreError, atomic
 from harness.store.atomic import check_writable, remove_leftovers, write_files
 from harness.store.commit import commit_failure, commit_point
-from harness.store.errors import StoreError
 from harness.store.reading import read_store, read_table
 
 TABLES = {
@@ -38,39 +38,39 @@ def fail_after(monkeypatch: pytest.MonkeyPatch, writes: int, error: int) -> None
 
 
 def test_a_committed_point_is_read_back(tmp_path: Path) -> None:
-    commit_point(tmp_path, "abc", {"config": {}, "name": "x", "value": np.float64(1.5)}, TABLES)
+    commit_point(tmp_path, "abc", PointRecord(name="x", simulated={"value": np.float64(1.5)}), TABLES)
     content = read_store(tmp_path)
-    assert content.records["abc"]["value"] == 1.5
+    assert content.records["abc"].simulated["value"] == 1.5
     assert content.problems == []
     assert read_table(tmp_path, "abc", "steps")["step"].tolist() == [0, 1, 2]
 
 
 def test_a_record_is_strict_json(tmp_path: Path) -> None:
-    commit_point(tmp_path, "abc", {"nan": float("nan"), "inf": np.inf, "shape": (1, 2)}, {})
+    commit_point(tmp_path, "abc", PointRecord(pool={"nan": float("nan"), "inf": np.inf, "shape": (1, 2)}), {})
     record = json.loads((tmp_path / "points/abc/record.json").read_text(), parse_constant=pytest.fail)
-    assert (record["nan"], record["inf"], record["shape"]) == (None, None, [1, 2])
+    assert record["pool"] == {"nan": None, "inf": None, "shape": [1, 2]}
 
 
 @pytest.mark.parametrize("writes", range(3))
 def test_a_disk_that_fills_mid_commit_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: int
 ) -> None:
-    commit_point(tmp_path, "first", {"value": 1}, TABLES)
+    commit_point(tmp_path, "first", PointRecord(), TABLES)
     before = everything(tmp_path)
     fail_after(monkeypatch, writes, errno.ENOSPC)
     with pytest.raises(StoreError, match=r"the disk is full; free some space and repeat the command"):
-        commit_point(tmp_path, "second", {"value": 2}, TABLES)
+        commit_point(tmp_path, "second", PointRecord(), TABLES)
     assert everything(tmp_path) == before
 
 
 def test_a_disk_that_fills_while_a_point_is_replaced_keeps_the_old_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    commit_point(tmp_path, "abc", {"value": 1}, TABLES)
+    commit_point(tmp_path, "abc", PointRecord(), TABLES)
     before = everything(tmp_path)
     fail_after(monkeypatch, 2, errno.ENOSPC)
     with pytest.raises(StoreError):
-        commit_point(tmp_path, "abc", {"value": 2}, TABLES)
+        commit_point(tmp_path, "abc", PointRecord(name="other"), TABLES)
     assert everything(tmp_path) == before
 
 
@@ -105,7 +105,7 @@ def test_an_interrupted_commit_leaves_no_temporary_file(
 
     monkeypatch.setattr(atomic.os, "fsync", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        commit_point(tmp_path, "abc", {}, TABLES)
+        commit_point(tmp_path, "abc", PointRecord(), TABLES)
     assert everything(tmp_path) == {}
 
 
@@ -127,7 +127,7 @@ def test_temporary_files_of_a_living_process_stay(tmp_path: Path) -> None:
 def test_success_forgets_an_earlier_failure(tmp_path: Path) -> None:
     commit_failure(tmp_path, "abc", {"error": "boom"})
     assert set(read_store(tmp_path).failures) == {"abc"}
-    commit_point(tmp_path, "abc", {"config": {}}, TABLES)
+    commit_point(tmp_path, "abc", PointRecord(), TABLES)
     content = read_store(tmp_path)
     assert (set(content.records), set(content.failures)) == ({"abc"}, set())
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from harness.metrics.record import PointRecord
+from harness.store import ForeignFileError, StoreVersionError
 from harness.store.commit import commit_failure, commit_point
-from harness.store.errors import ForeignFileError, StoreVersionError
 from harness.store.manifest import Manifest, SweepPoint, read_manifest, with_report, write_manifest
 from harness.store.reading import read_store, read_table
 from harness.store.summary import flatten, write_summary
@@ -18,8 +19,8 @@ TABLES = {"steps": {"step": [0]}}
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
-    commit_point(tmp_path, "aa", {"config": {}, "value": 1}, TABLES)
-    commit_point(tmp_path, "bb", {"config": {}, "value": 2}, TABLES)
+    commit_point(tmp_path, "aa", PointRecord(simulated={"value": 1}), TABLES)
+    commit_point(tmp_path, "bb", PointRecord(simulated={"value": 2}), TABLES)
     return tmp_path
 
 
@@ -199,9 +200,11 @@ def test_a_record_becomes_one_row_with_dotted_columns() -> None:
 
 
 def test_the_summary_has_one_row_a_point_and_one_type_a_column(tmp_path: Path) -> None:
-    write_summary(tmp_path, [{"a": 1, "b": 1}, {"a": 0.5, "b": "text"}, {"c": None, "b": None}])
+    configs = [{"a": 1, "b": 1}, {"a": 0.5, "b": "text"}, {"c": None, "b": None}]
+    write_summary(tmp_path, [PointRecord(config=config) for config in configs])
     table = pq.read_table(tmp_path / "summary.parquet").to_pydict()
-    assert table == {"a": [1.0, 0.5, None], "b": ["1", "text", None], "c": [None, None, None]}
+    found = {name: table[f"config.{name}"] for name in "abc"}
+    assert found == {"a": [1.0, 0.5, None], "b": ["1", "text", None], "c": [None, None, None]}
 
 
 def test_the_summary_of_nothing_is_empty(tmp_path: Path) -> None:

@@ -5,18 +5,19 @@ from pathlib import Path
 
 import pytest
 
+from harness.metrics.record import PointRecord
+from harness.store import StoreError
 from harness.store import survey as module
 from harness.store.commit import Layout, commit_failure, commit_point
-from harness.store.errors import StoreError
 from harness.store.reading import StoreContent, essentials, read_store
 from harness.store.survey import SURVEY, survey
 
 NAMES = [f"{number:02d}" for number in range(6)]
 
 
-def record(seconds: float) -> dict[str, object]:
+def record(seconds: float) -> PointRecord:
     config = {"measure": False, "cache": {"policy": "paged", "block_size": 8}, "workload": {"seed": 1}}
-    return {"config": config, "trace": {"requests": 4, "digest": "x"}, "seconds": {"point": seconds}}
+    return PointRecord(config=config, trace={"requests": 4, "digest": "x"}, seconds={"point": seconds})
 
 
 @pytest.fixture
@@ -57,7 +58,7 @@ def test_a_point_that_was_run_again_is_read_again(store: Path, monkeypatch: pyte
     survey(store)
     commit_point(store, "02", record(99.0), {"steps": {"a": [1, 2]}})
     names = reads(monkeypatch)
-    assert survey(store).records["02"]["seconds"] == {"point": 99.0}
+    assert survey(store).records["02"].seconds == {"point": 99.0}
     assert names == ["02"]
 
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from harness.config.schema import ReplayConfig, RunConfig, WorkloadConfig
+from harness.metrics.record import PointRecord
 from harness.store.reading import essentials
-from harness.sweep.estimate import Span, _kind, _kind_of, fitted, pace_of
+from harness.sweep.progress import Span, _kind, _kind_of, fitted, time_model
 
 POLICY = {"cache": {"policy": "paged"}, "decoding": {"beam_width": 1}, "cost": {"kind": "auto"}}
 KIND = {**POLICY, "model": {"name": "tiny-llama", "path": None}, "device": {"name": "cpu"}}
@@ -17,12 +18,12 @@ KIND = {**POLICY, "model": {"name": "tiny-llama", "path": None}, "device": {"nam
 
 def record(
     seconds: float | None, requests: int, *, measure: bool = False, repeats: int = 3, **sections: Any
-) -> dict[str, Any]:
-    return {
-        "config": {**KIND, "measure": measure, "replay": {"repeats": repeats}, **sections},
-        "trace": {"requests": requests},
-        "seconds": {"point": seconds} if seconds is not None else {},
-    }
+) -> PointRecord:
+    return PointRecord(
+        config={**KIND, "measure": measure, "replay": {"repeats": repeats}, **sections},
+        trace={"requests": requests},
+        seconds={"point": seconds} if seconds is not None else {},
+    )
 
 
 def point(requests: int, *, measure: bool = False, repeats: int = 3) -> Any:
@@ -38,33 +39,33 @@ def expected(span: Span | None) -> float:
 
 
 def test_time_is_proportional_to_requests_and_divided_among_workers() -> None:
-    pace = pace_of([record(2.0, 100), record(3.0, 100), record(4.0, 100)])
-    assert expected(pace.duration([point(1000), point(1000)], workers=2)) == pytest.approx(30.0)
+    times = time_model([record(2.0, 100), record(3.0, 100), record(4.0, 100)])
+    assert expected(times.duration([point(1000), point(1000)], workers=2)) == pytest.approx(30.0)
 
 
 def test_measured_points_run_alone_and_count_their_runs() -> None:
-    pace = pace_of([record(8.0, 100, measure=True, repeats=3)])
-    assert expected(pace.duration([point(100, measure=True, repeats=1)], workers=8)) == pytest.approx(4.0)
+    times = time_model([record(8.0, 100, measure=True, repeats=3)])
+    assert expected(times.duration([point(100, measure=True, repeats=1)], workers=8)) == pytest.approx(4.0)
 
 
 def test_a_kind_of_point_that_never_ran_is_not_guessed() -> None:
-    pace = pace_of([record(2.0, 100)])
-    assert pace.duration([point(100), point(100, measure=True)], workers=1) is None
+    times = time_model([record(2.0, 100)])
+    assert times.duration([point(100), point(100, measure=True)], workers=1) is None
 
 
 def test_records_without_seconds_do_not_count() -> None:
-    assert pace_of([record(None, 100), record(1.0, 0)]).points == 0
+    assert time_model([record(None, 100), record(1.0, 0)]).points == 0
 
 
 def test_points_of_the_same_kind_are_learned_from_first() -> None:
     other = [record(50.0, 100, model={"name": "other"}) for _ in range(5)]
-    pace = pace_of([*other, record(2.0, 100), record(2.0, 100)])
-    assert expected(pace.duration([point(100)], workers=1)) == pytest.approx(2.0)
+    times = time_model([*other, record(2.0, 100), record(2.0, 100)])
+    assert expected(times.duration([point(100)], workers=1)) == pytest.approx(2.0)
 
 
 def test_points_of_other_kinds_count_where_there_are_none_of_the_same() -> None:
-    pace = pace_of([record(5.0, 100, model={"name": "other"})])
-    assert expected(pace.duration([point(100)], workers=1)) == pytest.approx(5.0)
+    times = time_model([record(5.0, 100, model={"name": "other"})])
+    assert expected(times.duration([point(100)], workers=1)) == pytest.approx(5.0)
 
 
 def test_a_fixed_part_of_each_point_is_told_from_that_of_its_requests() -> None:
@@ -78,17 +79,17 @@ def test_points_that_are_not_slower_when_they_are_larger_have_one_time() -> None
 
 
 def test_a_point_has_the_seconds_of_its_own_kind() -> None:
-    pace = pace_of([record(50.0, 100, model={"name": "other"}), record(2.0, 100)])
-    assert pace.seconds(point(200).config) == pytest.approx(4.0)
+    times = time_model([record(50.0, 100, model={"name": "other"}), record(2.0, 100)])
+    assert times.seconds(point(200).config) == pytest.approx(4.0)
 
 
 def test_a_planned_point_is_of_the_same_kind_as_its_record() -> None:
     config = RunConfig(measure=False)
-    assert _kind_of(config) == _kind(essentials({"config": asdict(config)})["config"])
+    assert _kind_of(config) == _kind(essentials(PointRecord(config=asdict(config))).config)
 
 
 def test_a_single_point_says_nothing_of_the_error() -> None:
-    span = pace_of([record(2.0, 100)]).duration([point(100)], workers=1)
+    span = time_model([record(2.0, 100)]).duration([point(100)], workers=1)
     assert span == Span(pytest.approx(2.0), None, None)
 
 
@@ -97,7 +98,7 @@ def test_the_interval_holds_the_time_as_often_as_it_says() -> None:
     for _ in range(300):
         took = draws.normal(1.0, 0.2, 40)
         earlier = [record(float(seconds), 100) for seconds in took[:10]]
-        span = pace_of(earlier).duration([point(100)] * 30, workers=1)
+        span = time_model(earlier).duration([point(100)] * 30, workers=1)
         assert span is not None
         assert span.low is not None
         assert span.high is not None

@@ -13,14 +13,13 @@ import fake_point
 import pytest
 from rich.console import Console
 
-from harness.store.errors import StoreError
+from harness.store import StoreError
 from harness.store.reading import read_store, read_table
-from harness.sweep.estimate import Pace, TimeLeft
-from harness.sweep.execute import Outcome, execute
+from harness.sweep.execute import SweepOutcome, execute
 from harness.sweep.plan import SweepPlan, plan_sweep, sweep_request
-from harness.sweep.progress import reporting
+from harness.sweep.progress import TimeLeft, TimeModel, reporting
 
-LEFT = TimeLeft(Pace({}, 0), (), 1)
+LEFT = TimeLeft(TimeModel({}, 0), (), 1)
 
 
 @pytest.fixture
@@ -56,12 +55,12 @@ class Stages:
         return fake_point.run_point(config, progress=progress)
 
 
-def run_staged(plan: SweepPlan, stages: Stages) -> Outcome:
+def run_staged(plan: SweepPlan, stages: Stages) -> SweepOutcome:
     """Execute all points of a plan in stages."""
     return execute(plan, plan.points, stages=stages, console=Console(file=io.StringIO()))
 
 
-def run(plan: SweepPlan) -> tuple[Outcome, str]:
+def run(plan: SweepPlan) -> tuple[SweepOutcome, str]:
     """Execute all points of a plan, logging to a string."""
     text = io.StringIO()
     outcome = execute(plan, plan.points, runner=fake_point.run_point, console=Console(file=text, width=200))
@@ -71,12 +70,12 @@ def run(plan: SweepPlan) -> tuple[Outcome, str]:
 def test_every_point_is_committed_with_its_tables(plan: Callable[..., SweepPlan]) -> None:
     sweep = plan("workload.seed=1,2,3")
     outcome, _ = run(sweep)
-    assert outcome == Outcome(3, (), interrupted=False)
+    assert outcome == SweepOutcome(3, (), interrupted=False)
     for point in sweep.points:
         record = read_store(sweep.out).records[point.fingerprint]
-        assert record["simulated"]["metric"] == point.config.workload.seed
-        assert record["overrides"] == list(point.overrides)
-        assert record["config"]["cache"]["policy"] == "paged"
+        assert record.simulated["metric"] == point.config.workload.seed
+        assert record.overrides == list(point.overrides)
+        assert record.config["cache"]["policy"] == "paged"
         assert len(read_table(sweep.out, point.fingerprint, "steps")["step"]) == 1000
 
 
@@ -90,7 +89,6 @@ def test_a_failing_point_is_kept_with_its_traceback_and_others_run(plan: Callabl
     assert "FAILED: RuntimeError: the point is broken" in log
 
 
-@pytest.mark.slow
 def test_simulated_points_run_in_worker_processes(plan: Callable[..., SweepPlan]) -> None:
     sweep = plan("measure=false", "workers=2", "trace.name=ok,fail", "workload.seed=1,2")
     outcome, _ = run(sweep)
@@ -98,7 +96,6 @@ def test_simulated_points_run_in_worker_processes(plan: Callable[..., SweepPlan]
     assert {failed.error for failed in outcome.failed} == {"RuntimeError: the point is broken"}
 
 
-@pytest.mark.slow
 def test_a_worker_that_dies_fails_its_own_point_only(plan: Callable[..., SweepPlan]) -> None:
     sweep = plan("measure=false", "workers=2", "trace.name=die,ok", "workload.seed=1,2")
     outcome, _ = run(sweep)
@@ -110,10 +107,11 @@ def test_a_worker_that_dies_fails_its_own_point_only(plan: Callable[..., SweepPl
 def test_an_interrupt_keeps_what_is_done(plan: Callable[..., SweepPlan]) -> None:
     sweep = plan("trace.name=ok,interrupt,late")
     outcome, _ = run(sweep)
-    assert outcome == Outcome(1, (), interrupted=True)
+    assert outcome == SweepOutcome(1, (), interrupted=True)
     assert len(read_store(sweep.out).records) == 1
 
 
+@pytest.mark.nightly
 def test_workers_are_handed_a_few_points_ahead_and_not_all(
     plan: Callable[..., SweepPlan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,7 +212,7 @@ def test_counts_show_on_a_narrow_terminal_whatever_the_points_name(
 def test_the_runs_of_measured_points_take_turns(plan: Callable[..., SweepPlan]) -> None:
     stages = Stages()
     sweep = plan("workload.seed=1,2,3", "replay.repeats=2")
-    assert run_staged(sweep, stages) == Outcome(3, (), interrupted=False)
+    assert run_staged(sweep, stages) == SweepOutcome(3, (), interrupted=False)
     assert stages.runs == ["1.1", "2.1", "3.1", "1.2", "2.2", "3.2"]
     assert len(read_store(sweep.out).records) == 3
 
@@ -249,7 +247,7 @@ def test_a_point_is_said_to_take_its_own_seconds(
     sweep = plan("workload.seed=1,2,3", "replay.repeats=2")
     run_staged(sweep, Stages())
     records = read_store(sweep.out).records
-    assert [records[point.fingerprint]["seconds"]["point"] for point in sweep.points] == [3.0] * 3
+    assert [records[point.fingerprint].seconds["point"] for point in sweep.points] == [3.0] * 3
 
 
 def test_a_run_that_fails_leaves_the_other_points_open(plan: Callable[..., SweepPlan]) -> None:
@@ -263,5 +261,5 @@ def test_a_run_that_fails_leaves_the_other_points_open(plan: Callable[..., Sweep
 
 def test_an_interrupt_in_the_last_round_keeps_the_points_that_ended(plan: Callable[..., SweepPlan]) -> None:
     sweep = plan("workload.seed=1,2,3", "replay.repeats=2")
-    assert run_staged(sweep, Stages(interrupted="2.2")) == Outcome(1, (), interrupted=True)
+    assert run_staged(sweep, Stages(interrupted="2.2")) == SweepOutcome(1, (), interrupted=True)
     assert read_store(sweep.out).records.keys() == {sweep.points[0].fingerprint}

@@ -19,17 +19,16 @@ from harness.config.ranges import value_of
 from harness.config.schema import RunConfig
 from harness.store.commit import SCHEMA
 from harness.sweep import plan as module
-from harness.sweep.fingerprint import fingerprint
 from harness.sweep.plan import (
     SweepPlan,
     SweepPlanError,
     experiment_overrides,
+    fingerprint,
     plan_sweep,
     run_request,
     sweep_request,
 )
 
-NIGHTLY = os.environ.get("PAGETWIN_NIGHTLY") == "1"
 ROOT = Path(__file__).resolve().parents[3]
 PATHS = {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "kernels")))}
 
@@ -109,7 +108,6 @@ def test_an_unknown_experiment_lists_the_experiments() -> None:
         sweep_request(["experiment=defualt"])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", experiments())
 def test_every_experiment_plans(name: str, tmp_path: Path) -> None:
     file = tmp_path / "trace"
@@ -194,7 +192,6 @@ def test_a_fingerprint_is_the_same_in_every_process() -> None:
     assert re.fullmatch("[0-9a-f]{32}", fingerprint(RunConfig(), {}))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "text", ["cache.block_size=4", "measure=false", "workload.num_requests=3", "engine.threads=2"]
 )
@@ -272,7 +269,7 @@ def test_a_fingerprint_is_that_of_the_whole_configuration_as_sorted_json() -> No
     assert fingerprint(config, {"trace": "abc"}) == expected
 
 
-@pytest.mark.skipif(not NIGHTLY, reason="PAGETWIN_NIGHTLY=1 plans 100,000 points")
+@pytest.mark.nightly
 def test_a_hundred_thousand_points_are_planned_in_1_gb() -> None:
     """It takes about 60 CPU-seconds; a limit on them would fail on a busy machine."""
     script = (
@@ -310,6 +307,7 @@ def test_points_that_are_planned_in_several_processes_are_the_same(
     assert len(together.same) == 2
 
 
+@pytest.mark.nightly
 def test_bad_points_that_several_processes_find_are_listed_as_one(in_processes: None) -> None:
     with pytest.raises(SweepPlanError) as error:
         plan_sweep(sweep_request(["trace.name=any,never-fits", "workload.seed=range(3)"]), fake_point)

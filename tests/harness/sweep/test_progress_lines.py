@@ -12,19 +12,26 @@ from rich.console import Console
 
 from harness import console
 from harness.config.schema import RunConfig, WorkloadConfig
-from harness.sweep.estimate import Fit, Pace, TimeLeft
-from harness.sweep.progress import LiveReporter, PlainReporter, duration, reporting
+from harness.sweep.progress import (
+    LiveReporter,
+    PlainReporter,
+    TimeFit,
+    TimeLeft,
+    TimeModel,
+    duration,
+    reporting,
+)
 
 CONFIG = RunConfig(measure=False, workload=WorkloadConfig(num_requests=10))
 POINT: Any = SimpleNamespace(label="cache.block_size=8", config=CONFIG, fingerprint="8")
-UNKNOWN = Pace({}, 0)
-FIVE_SECONDS = Pace({(False,): Fit(5.0, 0.0, None, 9, 1)}, 9)
+UNKNOWN = TimeModel({}, 0)
+FIVE_SECONDS = TimeModel({(False,): TimeFit(5.0, 0.0, None, 9, 1)}, 9)
 
 
-def left(points: int, pace: Pace = UNKNOWN, workers: int = 1, times: Sequence[float] = ()) -> TimeLeft:
-    """The time left of a sweep of `points` equal points, by a clock that shows `times`."""
-    clock = iter(times).__next__ if times else time.monotonic
-    return TimeLeft(pace, [POINT] * points, workers, clock)
+def left(points: int, times: TimeModel = UNKNOWN, workers: int = 1, shown: Sequence[float] = ()) -> TimeLeft:
+    """The time left of a sweep of `points` equal points, by a clock that shows these times."""
+    clock = iter(shown).__next__ if shown else time.monotonic
+    return TimeLeft(times, [POINT] * points, workers, clock)
 
 
 def screen(**options: Any) -> tuple[Console, io.StringIO]:
@@ -79,7 +86,7 @@ def test_a_run_of_an_open_point_shortens_the_time_left() -> None:
 
 def test_the_time_left_follows_from_the_points_that_ended() -> None:
     where, text = screen()
-    PlainReporter(31, 0, where, left(31, times=[0.0, 100.0, 100.0])).ends(POINT, None)
+    PlainReporter(31, 0, where, left(31, shown=[0.0, 100.0, 100.0])).ends(POINT, None)
     assert text.getvalue().splitlines() == ["[1/31] cache.block_size=8  done  (about 50 min left)"]
 
 
@@ -116,18 +123,18 @@ def test_a_duration_is_said_in_the_unit_that_fits(seconds: float, said: str) -> 
 
 
 def test_before_any_point_ended_the_time_left_is_what_earlier_points_took() -> None:
-    assert left(10, FIVE_SECONDS, workers=2, times=[0.0, 0.0]).seconds() == pytest.approx(25.0)
+    assert left(10, FIVE_SECONDS, workers=2, shown=[0.0, 0.0]).seconds() == pytest.approx(25.0)
 
 
 def test_the_time_left_follows_this_sweep_when_it_goes_at_another_speed() -> None:
-    found = left(100, FIVE_SECONDS, times=[0.0, *(10.0 * done for done in range(1, 51)), 500.0])
+    found = left(100, FIVE_SECONDS, shown=[0.0, *(10.0 * done for done in range(1, 51)), 500.0])
     for _ in range(50):
         found.ended(POINT)
     assert found.seconds() == pytest.approx(50 * 10, rel=0.05)
 
 
 def test_the_time_left_runs_down_while_a_point_runs() -> None:
-    assert left(10, FIVE_SECONDS, times=[0.0, 20.0]).seconds() == pytest.approx(30.0)
+    assert left(10, FIVE_SECONDS, shown=[0.0, 20.0]).seconds() == pytest.approx(30.0)
 
 
 def test_an_unknown_time_is_not_guessed() -> None:

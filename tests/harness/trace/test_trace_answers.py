@@ -21,8 +21,8 @@ def test_a_trace_that_a_sweep_takes_by_name_can_be_inspected(capsys: pytest.Capt
 
 def test_larger_blocks_waste_more_and_reservation_wastes_most(capsys: pytest.CaptureFixture[str]) -> None:
     found = inspected(capsys, "azure_conv", "--requests", "60", "--block-sizes", "8,64")
-    paged = found["share of allocated slots that is never filled, paged"]
-    reserved = found["share of allocated slots that is never filled, contiguous"]
+    paged = found["time-weighted share of allocated slots that is never filled, paged"]
+    reserved = found["time-weighted share of allocated slots that is never filled, contiguous"]
     shares = [
         float(text.split()[0]) for text in (paged["blocks of 8"], paged["blocks of 64"], *reserved.values())
     ]

@@ -6,6 +6,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from tiers import NIGHT, cases
 
 from harness.cli.main import main
 from harness.compiled import numba_edge as compiling
@@ -15,9 +16,10 @@ from harness.config.schema import Compiled
 from harness.point.cost import cost_model
 from harness.replay.cost_model import CostModel
 from harness.sweep.plan import run_request
-from harness.workload import compiled
+from harness.workload import simulate as compiled
+from harness.workload.deployment import deployment_of
+from harness.workload.point import Point, resolve
 from harness.workload.simulate import prediction_of, simulate, simulate_metrics
-from harness.workload.workload import Workload, build_workload
 
 PLAIN = (
     *("measure=false", "cost=roofline", "model=llama3_8b", "device=a100_80gb", "trace=azure_conv"),
@@ -26,12 +28,19 @@ PLAIN = (
 )
 
 
-def point(*settings: str) -> tuple[Workload, CostModel]:
+@pytest.fixture(autouse=True)
+def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By day Python runs the loop: to compile it takes longer than all tests here, and `test_compiled.py` does."""
+    if not NIGHT:
+        monkeypatch.setattr("harness.compiled.replay.compiled", lambda function: function)
+
+
+def point(*settings: str) -> tuple[Point, CostModel]:
     config = compose_config(axis.settings[0] for axis in run_request((*PLAIN, *settings)).axes)
-    return build_workload(config), cost_model(config)
+    return resolve(config), cost_model(deployment_of(config))
 
 
-@pytest.mark.parametrize(
+@cases(
     "settings",
     [
         (),
@@ -47,13 +56,19 @@ def point(*settings: str) -> tuple[Workload, CostModel]:
         ("decoding=beam", "workload.prefix_share=0.5"),
         ("decoding=beam", "decoding.beam_churn=0.6", "cache.block_size=8"),
     ],
+    day=[
+        ("cache.retention=none", "cache.block_size=1"),
+        ("replay.mode=gamma", "workload.request_rate=40", "scheduler.watermark=0.1"),
+        ("workload.prefix_share=0.5", "cache.pool_tokens=20000", "cache.max_model_len=8192"),
+        ("decoding=sample", "decoding.n=3", "workload.prefix_share=0.5"),
+    ],
 )
 def test_records_are_those_of_the_core(settings: tuple[str, ...]) -> None:
     workload, cost = point(*settings)
     kept, streamed = [], []
     for mode in (Compiled.never, Compiled.always):
-        told = replace(workload, compiled=mode)
-        kept.append(prediction_of(simulate(told, cost, None), cost.source))
+        told = replace(workload, replay=replace(workload.replay, compiled=mode))
+        kept.append(prediction_of(simulate(told, cost), cost.source))
         streamed.append(simulate_metrics(told, cost))
     for one, other in (kept, streamed):
         assert repr(one.metrics) == repr(other.metrics)  # nan too
@@ -73,8 +88,8 @@ def test_records_are_those_of_the_core(settings: tuple[str, ...]) -> None:
             ("decoding.beam_width=4", "cache.pool_tokens=9000", "cache.max_model_len=8192"),
             "a request with several samples or beams is preempted",
         ),
-        (("cache=contiguous_max",), "cache.policy=contiguous_max is not paged"),
-        (("scheduler=static",), "not first come, first served with continuous batching"),
+        (("cache=contiguous_max",), "it is not paged"),
+        (("scheduler=static",), "batching is not continuous"),
         (("replay.mode=closed",), "requests wait for others"),
         (("replay.duration_s=5",), "stops early"),
         (("scheduler=swap", "cache.host_tokens=100000"), "swapped out"),
@@ -129,7 +144,7 @@ def test_auto_goes_on_in_the_core_where_branches_are_preempted(monkeypatch: pyte
     settings = ("decoding.beam_width=4", "cache.pool_tokens=9000", "cache.max_model_len=8192")
     workload, cost = point(*settings)
     assert compiled.compiled_replay(workload, cost) is not None
-    core = simulate_metrics(replace(workload, compiled=Compiled.never), cost)
+    core = simulate_metrics(replace(workload, replay=replace(workload.replay, compiled=Compiled.never)), cost)
     assert core.metrics["preemptions"] > 0
     assert repr(simulate_metrics(workload, cost).metrics) == repr(core.metrics)
 
@@ -139,9 +154,10 @@ def test_without_numba_the_core_replays_and_always_says_what_is_missing(
 ) -> None:
     monkeypatch.setattr(compiled, "is_available", lambda: False)
     workload, cost = point("replay.compiled=always")
-    with pytest.raises(ConfigError, match="pip install numba"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[fast\]'"):
         compiled.compiled_replay(workload, cost)
-    assert compiled.compiled_replay(replace(workload, compiled=Compiled.auto), cost) is None
+    told = replace(workload, replay=replace(workload.replay, compiled=Compiled.auto))
+    assert compiled.compiled_replay(told, cost) is None
 
 
 def test_a_numba_that_cannot_be_imported_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +165,7 @@ def test_a_numba_that_cannot_be_imported_is_none(monkeypatch: pytest.MonkeyPatch
         sys.modules, "numba", None
     )  # import raises ImportError, as beside a numpy that is too new
     workload, cost = point("replay.compiled=always")
-    with pytest.raises(ConfigError, match="pip install numba"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[fast\]'"):
         compiled.compiled_replay(workload, cost)
 
 
@@ -178,4 +194,7 @@ def test_arrivals_beyond_the_clock_are_refused_before_anything_runs() -> None:
 def test_always_is_refused_before_any_point_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["measure=false", "cost=roofline", "workload.num_requests=5", f"out={tmp_path}"]
     assert main(["sweep", *words, "cache.policy=paged,contiguous_max", "replay.compiled=always"]) == 2
-    assert "replay.compiled: always, but cache.policy=contiguous_max is not paged" in capsys.readouterr().err
+    assert (
+        "replay.compiled: always, but it is not paged (cache.policy=contiguous_max)"
+        in capsys.readouterr().err
+    )

@@ -13,7 +13,7 @@ from harness.config.overrides import parse_overrides
 from harness.config.schema import RunConfig
 from harness.metrics.log import WASTE_COLUMNS
 from harness.point.run import run_point
-from harness.workload.shapes import PoolShape, pool_shape
+from harness.workload.deployment import PoolShape, deployment_of
 
 
 def config(*overrides: str) -> RunConfig:
@@ -22,7 +22,7 @@ def config(*overrides: str) -> RunConfig:
 
 
 def pool(*overrides: str) -> PoolShape:
-    return pool_shape(config(*overrides))
+    return deployment_of(config(*overrides)).pool
 
 
 def refusals(*overrides: str) -> list[str]:
@@ -79,11 +79,11 @@ def test_a_model_with_states_is_replayed_and_its_pool_adds_up() -> None:
             *NEXT, "device=h200", "workload.num_requests=6", "cache.max_model_len=8192", "replay.records=true"
         )
     )
-    assert found.record["outcome"]["simulated"]["finished"] == 6
-    assert "layers with a state" in found.record["cost"]["provenance"]["not priced"]
+    assert found.record.outcome["simulated"]["finished"] == 6
+    assert "layers with a state" in found.record.cost["provenance"]["not priced"]
     steps = found.tables["steps"]
     states = sum(steps[name] for name in ("token", "cached", "reserved", "internal", "external", "free"))
-    assert set(states.tolist()) == {found.record["pool"]["tokens"]}
+    assert set(states.tolist()) == {found.record.pool["tokens"]}
 
 
 @pytest.mark.parametrize(
@@ -162,9 +162,9 @@ def test_a_predicted_point_holds_less_where_windows_are_released() -> None:
     )
     uniform = run_point(config(*sizes)).record
     off = run_point(config(*sizes, "cache.groups=off")).record
-    assert uniform["pool"]["groups"]["match_unit"] == 16
-    assert uniform["pool"]["bytes"] == off["pool"]["bytes"]
-    held, whole = uniform["simulated"], off["simulated"]
+    assert uniform.pool["groups"]["match_unit"] == 16
+    assert uniform.pool["bytes"] == off.pool["bytes"]
+    held, whole = uniform.simulated, off.simulated
     assert held["peak_kv"] < whole["peak_kv"]
     assert math.isclose(sum(held[f"waste_{name}"] for name in WASTE_COLUMNS), 1)
     used = held["gauge"] - held["waste_token"]  # what the gauge counts and no next token needs
@@ -173,7 +173,7 @@ def test_a_predicted_point_holds_less_where_windows_are_released() -> None:
     assert held["finished"] == whole["finished"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_report_shows_where_the_bytes_go(tmp_path: Path) -> None:
     words = ["model=gemma2_9b", "device=h100", "cache.groups=uniform", "cache.max_model_len=8192"]
     sizes = ["cache.pool_tokens=20000", "workload.num_requests=4", "report.figures=svg", f"out={tmp_path}"]
@@ -186,7 +186,6 @@ def test_the_report_shows_where_the_bytes_go(tmp_path: Path) -> None:
     assert list(tmp_path.glob("points/*/waste.parquet"))
 
 
-@pytest.mark.slow
 def test_the_head_of_the_report_says_that_windows_are_held_without_groups(tmp_path: Path) -> None:
     words = ["model=gemma2_9b", "device=h100", "cache.max_model_len=8192", "cache.pool_tokens=20000"]
     sizes = ["workload.num_requests=2", "report.figures=none", f"out={tmp_path}"]

@@ -13,7 +13,7 @@ from harness.config.schema import RunConfig
 from harness.cost.model_shape import Experts, LatentKV
 from harness.point.cost import check_cost
 from harness.sweep.plan import run_request
-from harness.workload.shapes import model_shape, pool_shape, unmodelled
+from harness.workload.deployment import deployment_of, model_shape, unmodelled
 
 LLAMA = {
     "model_type": "llama",
@@ -66,16 +66,18 @@ def test_a_model_that_is_not_modelled_is_not_priced(
     tmp_path: Path, facts: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ConfigError) as refused:
-        check_cost(config(tmp_path, facts))
+        check_cost(deployment_of(config(tmp_path, facts)))
     assert words in str(refused.value)
 
 
 @pytest.mark.parametrize(("facts", "words"), NOT_MODELLED)
 def test_its_pool_must_be_set_by_hand(tmp_path: Path, facts: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        pool_shape(config(tmp_path, facts, "cache.pool_tokens=null", "device=h100", "model.dtype=bfloat16"))
+        deployment_of(
+            config(tmp_path, facts, "cache.pool_tokens=null", "device=h100", "model.dtype=bfloat16")
+        )
     assert words in str(refused.value)
-    assert pool_shape(config(tmp_path, facts, "cache.pool_tokens=4096")).tokens == 4096
+    assert deployment_of(config(tmp_path, facts, "cache.pool_tokens=4096")).pool.tokens == 4096
 
 
 @pytest.mark.parametrize(
@@ -92,7 +94,26 @@ def test_its_pool_must_be_set_by_hand(tmp_path: Path, facts: dict[str, Any], wor
 def test_a_dense_model_is_priced(tmp_path: Path, facts: dict[str, Any], longest: str) -> None:
     dense = config(tmp_path, facts, f"cache.max_model_len={longest}")
     assert unmodelled(dense.model) == ""
-    check_cost(dense)
+    check_cost(deployment_of(dense))
+
+
+@pytest.mark.parametrize(
+    ("facts", "given"),
+    [
+        ({"model_type": "qwen3_next"}, "model_type is qwen3_next"),
+        ({"model_type": "qwen3_next", "full_attention_interval": 4}, "full_attention_interval is 4"),
+        (
+            {"model_type": "cohere2", "sliding_window": 4096, "sliding_window_pattern": 4},
+            "sliding_window_pattern is 4",
+        ),
+        ({"model_type": "exaone4", "sliding_window": 4096}, "model_type is exaone4"),
+    ],
+)
+def test_layers_of_several_kinds_that_are_not_listed_are_refused(
+    tmp_path: Path, facts: dict[str, Any], given: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"layer_types is None, must be a list of 2 kinds, because {given}"):
+        model_shape(config(tmp_path, facts).model)
 
 
 @pytest.mark.parametrize(("tied", "matrices"), [(True, 1), (False, 2)])
@@ -142,7 +163,7 @@ def test_a_number_that_is_missing_or_impossible_is_named(
     tmp_path: Path, facts: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ConfigError) as refused:
-        check_cost(config(tmp_path, facts))
+        check_cost(deployment_of(config(tmp_path, facts)))
     assert words in str(refused.value)
     assert "config.json" in str(refused.value)
 
@@ -187,10 +208,10 @@ def test_a_draft_that_is_not_modelled_is_not_priced(tmp_path: Path) -> None:
     config(draft, {"model_type": "olmoe", "num_experts": 8})
     drafting = ("decoding=speculative", "decoding.acceptance=0.7", f"decoding.draft_path={draft}")
     with pytest.raises(ConfigError, match="a mixture of experts"):
-        check_cost(config(model, {}, *drafting))
+        check_cost(deployment_of(config(model, {}, *drafting)))
     (draft / "config.json").unlink()
     with pytest.raises(ConfigError, match=r"decoding\.draft_path"):
-        check_cost(config(model, {}, *drafting))
+        check_cost(deployment_of(config(model, {}, *drafting)))
 
 
 MIXTRAL = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 96}
@@ -248,7 +269,7 @@ def test_experts_are_read_under_the_names_of_their_family(
     sparse = config(tmp_path, facts)
     assert model_shape(sparse.model).experts == experts
     assert unmodelled(sparse.model) == ""
-    check_cost(sparse)
+    check_cost(deployment_of(sparse))
 
 
 def test_latent_attention_is_read_and_keeps_one_vector_and_one_key(tmp_path: Path) -> None:
@@ -286,9 +307,9 @@ def test_the_element_type_of_a_checkpoint_that_does_not_say_is_not_guessed_for_a
 
 def test_the_automatic_pool_of_a_model_with_windows_says_which_vllm_it_is_like(tmp_path: Path) -> None:
     facts = {"model_type": "mistral", "sliding_window": 4096}
-    long = pool_shape(
+    long = deployment_of(
         config(tmp_path, facts, "cache.pool_tokens=null", "device=h100", "model.dtype=bfloat16")
-    )
+    ).pool
     assert (
         "windowed layers keep every block, as in vLLM with --disable-hybrid-kv-cache-manager" in long.origin
     )
@@ -300,8 +321,11 @@ def test_the_automatic_pool_of_a_model_with_windows_says_which_vllm_it_is_like(t
         "model.dtype=bfloat16",
         "cache.max_model_len=4096",
     )
-    assert pool_shape(short).note == ""
-    assert pool_shape(config(tmp_path, facts, "cache.pool_tokens=8192")).origin == "set by cache.pool_tokens"
+    assert deployment_of(short).pool.note == ""
+    assert (
+        deployment_of(config(tmp_path, facts, "cache.pool_tokens=8192")).pool.origin
+        == "set by cache.pool_tokens"
+    )
 
 
 @pytest.mark.parametrize(
@@ -374,6 +398,8 @@ _LATENT = {
         (_LATENT | _EXPERTS | {"first_k_dense_replace": "one"}, "first_k_dense_replace is 'one'"),
         ({"num_key_value_heads": 3}, "num_key_value_heads is 3"),
         ({"layer_types": ["sliding_attention"], "sliding_window": 64}, "layer_types is"),
+        ({"layer_types": ["full_attention"]}, "layer_types is"),
+        ({"num_hidden_layers": 10**30}, "num_hidden_layers is 10*, must be at most 1,000,000"),
     ],
 )
 def test_a_shape_that_no_model_can_have_is_refused(tmp_path: Path, facts: dict[str, Any], said: str) -> None:

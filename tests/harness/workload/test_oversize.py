@@ -1,15 +1,15 @@
 """Requests that never fit are found by the hardest ones alone, with the answer that a look at every one gives."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.config.compose import compose_config
 from harness.config.errors import ConfigError
 from harness.config.overrides import parse_overrides
 from harness.config.schema import RunConfig
-from harness.workload import workload
-from harness.workload.workload import build_workload
+from harness.workload import point
+from harness.workload.point import resolve
 from traces.errors import TraceError
 
 POLICIES = ["paged", "contiguous_max", "contiguous_pow2", "contiguous_oracle"]
@@ -21,7 +21,7 @@ def composed(*texts: str) -> RunConfig:
 
 def answer(config: RunConfig) -> str:
     try:
-        built = build_workload(config)
+        built = resolve(config)
     except (ConfigError, TraceError) as error:
         return str(error)
     return f"{len(built.trace.requests)} requests, {built.trace.header.dropped}"
@@ -35,7 +35,6 @@ def answer(config: RunConfig) -> str:
     oversize=st.sampled_from(["error", "drop"]),
     seed=st.integers(0, 3),
 )
-@settings(max_examples=60, deadline=None)
 def test_the_hardest_requests_give_the_answer_of_all(
     policy: str, pool: int, block: int, chunked: bool, oversize: str, seed: int
 ) -> None:
@@ -46,12 +45,12 @@ def test_the_hardest_requests_give_the_answer_of_all(
     )
     quick = answer(config)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(workload, "_all_fit", lambda whole: False)
+        patch.setattr(point, "_all_fit", lambda whole: False)
         assert quick == answer(config)
 
 
 def test_a_smaller_pool_is_not_taken_for_one_that_fits() -> None:
     texts = ("workload.num_requests=24", "cache.max_model_len=null")
-    build_workload(composed(*texts, "cache.pool_tokens=4096"))
+    resolve(composed(*texts, "cache.pool_tokens=4096"))
     with pytest.raises(ConfigError, match="can never fit"):
-        build_workload(composed(*texts, "cache.pool_tokens=64"))
+        resolve(composed(*texts, "cache.pool_tokens=64"))

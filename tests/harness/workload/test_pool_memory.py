@@ -9,8 +9,7 @@ from harness.config.compose import compose_config
 from harness.config.errors import ConfigError
 from harness.config.overrides import parse_overrides
 from harness.config.schema import RunConfig
-from harness.workload.memory import activation_bytes, device_memory
-from harness.workload.shapes import model_shape, pool_shape
+from harness.workload.deployment import activation_bytes, deployment_of, device_memory, model_shape
 
 GIB = 2**30
 
@@ -75,18 +74,18 @@ def test_the_pool_is_near_the_one_that_vllm_logged(
 
 
 def test_the_blocks_of_a_4090_are_within_five_percent_of_vllms() -> None:
-    pool = pool_shape(
+    pool = deployment_of(
         composed("device=rtx4090", "model=llama31_8b", *limits(2048, 256), "cache.pool_tokens=null")
-    )
+    ).pool
     assert pool.block_size == 16
     assert pool.num_blocks == pytest.approx(2588, rel=0.05)
     assert pool.sized_by == "device.memory_gb"
 
 
 def test_the_parts_of_the_memory_add_up_to_what_is_usable() -> None:
-    pool = pool_shape(
+    pool = deployment_of(
         composed("device=rtx4090", "model=llama31_8b", *limits(2048, 256), "cache.pool_tokens=null")
-    )
+    ).pool
     memory = pool.memory
     assert memory is not None
     assert (
@@ -99,9 +98,9 @@ def test_the_parts_of_the_memory_add_up_to_what_is_usable() -> None:
 
 def test_a_log_may_say_what_the_formula_estimates() -> None:
     said = ("device.activation_gb=1.0", "device.other_memory_gb=0.1", "device.graph_memory_gb=0.5")
-    memory = pool_shape(
+    memory = deployment_of(
         composed("device=rtx4090", "model=llama31_8b", "cache.pool_tokens=null", *said)
-    ).memory
+    ).pool.memory
     assert memory is not None
     assert (memory.activations, memory.other, memory.graphs) == (1.0e9, 0.1e9, 0.5e9)
 
@@ -115,14 +114,14 @@ def test_the_sampler_of_many_rows_needs_more_than_the_layers() -> None:
 
 def test_latent_kv_lies_whole_on_each_of_the_devices() -> None:
     one, two = (
-        pool_shape(
+        deployment_of(
             composed(
                 "device=h100",
                 "model=deepseek_v2_lite",
                 "cache.pool_tokens=null",
                 f"device.tensor_parallel={n}",
             )
-        )
+        ).pool
         for n in (1, 2)
     )
     assert one.memory is not None
@@ -132,9 +131,9 @@ def test_latent_kv_lies_whole_on_each_of_the_devices() -> None:
 
 
 def test_blocks_set_the_pool_as_they_stand_in_a_log() -> None:
-    pool = pool_shape(composed("cache.pool_blocks=2588"))
+    pool = deployment_of(composed("cache.pool_blocks=2588")).pool
     assert (pool.num_blocks, pool.tokens, pool.sized_by) == (2588, 41_408, "cache.pool_blocks")
-    assert pool_shape(composed("cache.pool_tokens=4096")).sized_by == "cache.pool_tokens"
+    assert deployment_of(composed("cache.pool_tokens=4096")).pool.sized_by == "cache.pool_tokens"
 
 
 def test_blocks_and_tokens_together_are_refused() -> None:
@@ -150,4 +149,4 @@ def test_blocks_need_a_cache_that_has_blocks() -> None:
 
 def test_weights_that_do_not_fit_are_refused_with_their_size() -> None:
     with pytest.raises(ConfigError, match=r"no KV fits beside llama-3\.1-70b: each h100 has 76\.6 GB usable"):
-        pool_shape(composed("device=h100", "model=llama31_70b", "cache.pool_tokens=null"))
+        deployment_of(composed("device=h100", "model=llama31_70b", "cache.pool_tokens=null"))

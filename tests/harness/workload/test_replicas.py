@@ -14,13 +14,14 @@ from harness.config.compose import compose_config, normalise
 from harness.config.errors import ConfigError
 from harness.config.overrides import parse_overrides
 from harness.config.schema import RunConfig
-from harness.metrics import compute_metrics
+from harness.metrics.compute import compute_metrics
 from harness.metrics.log import RunLog
-from harness.point.cost import check_cost, cost_model
+from harness.point.cost import cost_model
 from harness.replay.arrivals import OpenLoop
 from harness.replay.replicas import Balancer
+from harness.workload.deployment import deployment_of
+from harness.workload.point import Point, resolve
 from harness.workload.simulate import simulate, simulate_metrics
-from harness.workload.workload import Workload, build_workload
 from traces.trace import Trace
 
 TEXTS = (
@@ -40,10 +41,10 @@ def config(*texts: str) -> RunConfig:
 
 def run(*texts: str, fast_forward: bool = True) -> RunLog:
     point = config(*texts)
-    return simulate(build_workload(point), cost_model(point), None, fast_forward=fast_forward)
+    return simulate(resolve(point), cost_model(deployment_of(point)), fast_forward=fast_forward)
 
 
-def twice(workload: Workload) -> Workload:
+def twice(workload: Point) -> Point:
     """Every request of the trace twice, at the same time; no request of this trace shares content."""
     trace = workload.trace
     rows = [
@@ -51,7 +52,7 @@ def twice(workload: Workload) -> Workload:
         for number, row in enumerate(trace.requests)
         for copy in (0, 1)
     ]
-    return replace(workload, trace=Trace(trace.header, tuple(rows)))
+    return workload.of_trace(Trace(trace.header, tuple(rows)))
 
 
 def lane_of(counts: list[tuple[int, int]]) -> list[int]:
@@ -105,8 +106,8 @@ def test_pairs_of_equal_requests_wait_as_one_of_them_waits_for_one_replica() -> 
         config("cache.prefix_caching=false"),
         config("cache.prefix_caching=false", "device.data_parallel=2"),
     )
-    single = simulate(build_workload(one), cost_model(one), None)
-    double = simulate(twice(build_workload(two)), cost_model(two), None)
+    single = simulate(resolve(one), cost_model(deployment_of(one)))
+    double = simulate(twice(resolve(two)), cost_model(deployment_of(two)))
     by_id = dict(
         zip(double.requests["request_id"].tolist(), double.requests["finish_s"].tolist(), strict=True)
     )
@@ -134,9 +135,9 @@ def test_replicas_shorten_the_wait_and_are_busy_for_a_share_of_the_time() -> Non
 
 def test_metrics_without_rows_are_those_of_the_rows() -> None:
     point = config("device.data_parallel=2")
-    workload, cost = build_workload(point), cost_model(point)
+    workload, cost = resolve(point), cost_model(deployment_of(point))
     prediction = simulate_metrics(workload, cost)
-    assert prediction.metrics == compute_metrics(simulate(workload, cost, None))
+    assert prediction.metrics == compute_metrics(simulate(workload, cost))
     assert not len(prediction.log.steps["step"])
 
 
@@ -145,9 +146,10 @@ def test_metrics_without_rows_are_those_of_the_rows() -> None:
     [
         (("replay.mode=closed",), "requests wait for others"),
         (("model=qwen3_30b_a3b",), "run in lockstep in vLLM"),
-        (("replay.kv_events=true",), "are kept for one replica alone"),
+        (("replay.kv_events=true",), "is kept for one replica alone"),
     ],
 )
 def test_what_replicas_do_not_model_is_refused_by_name(texts: tuple[str, ...], words: str) -> None:
+    replicated = config("device.data_parallel=2", *texts)
     with pytest.raises(ConfigError, match=words):
-        check_cost(config("device.data_parallel=2", *texts))
+        resolve(replicated)

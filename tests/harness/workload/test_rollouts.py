@@ -11,10 +11,11 @@ from harness.config.compose import compose_config
 from harness.config.errors import ConfigError
 from harness.config.overrides import parse_overrides
 from harness.config.schema import RunConfig
-from harness.metrics import compute_metrics
+from harness.metrics.compute import compute_metrics
 from harness.point.cost import cost_model
+from harness.workload.deployment import deployment_of
+from harness.workload.point import Point, resolve
 from harness.workload.simulate import simulate, simulate_metrics
-from harness.workload.workload import Workload, build_workload
 from traces.trace import Segment, Trace, TraceHeader, TraceRequest
 
 PROMPT, OUTPUT, SIZE = 100, 24, 16  # six full blocks of the prompt and 4 tokens in a tail
@@ -38,17 +39,17 @@ def one_prompt(rows: int = 1, prompt: int = PROMPT, **fields: int) -> Trace:
     return Trace(header, tuple(made))
 
 
-def workload_of(*overrides: str, trace: Trace | None = None) -> Workload:
+def workload_of(*overrides: str, trace: Trace | None = None) -> Point:
     """The workload of `config`, whose trace is replaced before the samples become requests."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("harness.workload.workload.reshaped_trace", lambda config: trace or one_prompt())
-        return build_workload(config(*overrides))
+        patch.setattr("harness.workload.point.reshaped_trace", lambda config: trace or one_prompt())
+        return resolve(config(*overrides))
 
 
 @lru_cache
 def found(sharing: Sharing, n: int, *overrides: str) -> dict[str, float]:
     words = (f"decoding.n={n}", f"decoding.sharing={sharing}", *overrides)
-    log = simulate(workload_of(*words), cost_model(config(*words)), None)
+    log = simulate(workload_of(*words), cost_model(deployment_of(config(*words))))
     slots = log.steps["token"] + log.steps["reserved"] + log.steps["internal"]
     return {**compute_metrics(log), "blocks": float(slots.max() / SIZE)}
 
@@ -127,7 +128,7 @@ BEAMS = ("decoding.beam_width=4", "decoding.mode=greedy", "decoding.sharing=pref
 @pytest.mark.parametrize("prompt", [96, 100, 111])
 def test_each_token_of_each_beam_computes_what_lies_behind_its_full_blocks(prompt: int) -> None:
     trace = one_prompt(prompt=prompt)
-    log = simulate(workload_of(*BEAMS, trace=trace), cost_model(config(*BEAMS)), None)
+    log = simulate(workload_of(*BEAMS, trace=trace), cost_model(deployment_of(config(*BEAMS))))
     metrics = compute_metrics(log)
     hits = [(prompt + token - 1) // SIZE * SIZE for token in range(1, OUTPUT)]
     behind = [prompt + token - hit for token, hit in enumerate(hits, 1)]
@@ -138,7 +139,8 @@ def test_each_token_of_each_beam_computes_what_lies_behind_its_full_blocks(promp
 
 def test_beams_sent_as_requests_hold_their_shared_blocks_and_a_tail_each() -> None:
     def blocks(churn: float) -> float:
-        log = simulate(workload_of(*BEAMS), cost_model(config(*BEAMS)), churn)
+        words = (*BEAMS, f"decoding.beam_churn={churn}")
+        log = simulate(workload_of(*words), cost_model(deployment_of(config(*words))))
         return float((log.steps["token"] + log.steps["reserved"] + log.steps["internal"]).max() / SIZE)
 
     full = PROMPT // SIZE
@@ -147,7 +149,7 @@ def test_beams_sent_as_requests_hold_their_shared_blocks_and_a_tail_each() -> No
 
 
 def test_the_next_token_is_sent_when_all_beams_have_answered() -> None:
-    log = simulate(workload_of(*BEAMS), cost_model(config(*BEAMS)), None)
+    log = simulate(workload_of(*BEAMS), cost_model(deployment_of(config(*BEAMS))))
     by_length: dict[int, list[int]] = {}
     for place, tokens in enumerate(log.requests["prompt_tokens"].tolist()):
         by_length.setdefault(tokens, []).append(place)
@@ -164,7 +166,7 @@ def test_beams_of_equal_prompts_find_each_others_blocks() -> None:
     workload = workload_of(*words, trace=trace.changed((first, second), "equal prompts"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("harness.replay.beams.BeamGenealogy.parents", lambda *_: [0, 1, 2, 3])
-        log = simulate(workload, cost_model(config(*words)), None)
+        log = simulate(workload, cost_model(deployment_of(config(*words))))
     late = log.requests["arrival_s"] > 500
     length = log.requests["prompt_tokens"][late]
     assert (log.requests["hit_tokens"][late] == (length - 1) // SIZE * SIZE).all()
@@ -172,8 +174,8 @@ def test_beams_of_equal_prompts_find_each_others_blocks() -> None:
 
 
 def test_a_prediction_without_rows_has_the_figures_of_one_with_rows() -> None:
-    workload, cost = workload_of(*BEAMS, trace=one_prompt(rows=5)), cost_model(config(*BEAMS))
-    kept = compute_metrics(simulate(workload, cost, None))
+    workload, cost = workload_of(*BEAMS, trace=one_prompt(rows=5)), cost_model(deployment_of(config(*BEAMS)))
+    kept = compute_metrics(simulate(workload, cost))
     folded = simulate_metrics(workload, cost).metrics
     for name in ("finished", "hit_tokens", "computed_tokens", "span", "internal_share"):
         assert folded[name] == pytest.approx(kept[name]), name
@@ -183,7 +185,7 @@ def test_beams_of_the_trace_are_sent_as_requests() -> None:
     workload = workload_of(
         "decoding.sharing=prefix_cache", "decoding.mode=greedy", trace=one_prompt(beam_width=4)
     )
-    log = simulate(workload, cost_model(config()), None)
+    log = simulate(workload, cost_model(deployment_of(config())))
     assert len(log.requests["request_id"]) == 1 + 4 * (OUTPUT - 1)
 
 

@@ -13,11 +13,14 @@ from harness.config.checks import check_config
 from harness.config.compose import compose_config
 from harness.config.overrides import parse_overrides
 from harness.config.schema import RunConfig
-from harness.metrics import compute_metrics
+from harness.metrics.compute import compute_metrics
 from harness.metrics.log import RunLog
 from harness.point.cost import cost_model
+from harness.report.style import Missing
+from harness.report.write import FIGURES
+from harness.workload.deployment import deployment_of
+from harness.workload.point import Point, resolve
 from harness.workload.simulate import simulate
-from harness.workload.workload import Workload, build_workload
 from traces.trace import Segment, Trace, TraceHeader, TraceRequest
 
 BASE = (
@@ -63,8 +66,8 @@ def run_of(keep: str, *overrides: str) -> RunLog:
     point = config(
         f"cache.keep={keep}", "replay.mode=trace", "cache.answers=false", "cache.pool_tokens=2048", *overrides
     )
-    workload: Workload = build_workload(point, agent_trace())
-    return simulate(workload, cost_model(point), None)
+    workload: Point = resolve(point, agent_trace())
+    return simulate(workload, cost_model(deployment_of(point)))
 
 
 def metrics(keep: str, *overrides: str) -> dict[str, float]:
@@ -103,7 +106,7 @@ def test_answers_are_found_by_the_next_turn() -> None:
     with_answers = config(*sizes)
     without = config(*sizes, "cache.answers=false")
     found, lost = (
-        compute_metrics(simulate(build_workload(point), cost_model(point), None))
+        compute_metrics(simulate(resolve(point), cost_model(deployment_of(point))))
         for point in (with_answers, without)
     )
     assert found["hit_tokens"] > lost["hit_tokens"]
@@ -133,9 +136,18 @@ def test_the_optimum_is_part_of_a_point_that_asks_for_it() -> None:
     assert all(one <= two for one, two in pairwise([0, log.optimal_hit_tokens]))
 
 
-@pytest.mark.slow
-def test_the_report_shows_each_rule_beside_the_optimum(tmp_path: Path) -> None:
-    sizes = ("trace=chat", "workload.num_requests=8", "cache.pool_tokens=9000", "report.figures=svg")
+def test_the_report_shows_each_rule_beside_the_optimum(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = {name: lambda *_, name=name: Missing(name, "not looked at") for name in FIGURES}
+    monkeypatch.setattr("harness.report.write.FIGURES", drawn)
+    sizes = (
+        "workers=1",
+        "trace=chat",
+        "workload.num_requests=8",
+        "cache.pool_tokens=9000",
+        "report.figures=svg",
+    )
     words = (*BASE, *sizes, "cache.keep=recent,superseded", f"out={tmp_path}")
     assert main(["sweep", *words]) == 0
     assert (tmp_path / "report" / "figures" / "hits.svg").exists()

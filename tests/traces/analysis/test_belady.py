@@ -7,8 +7,7 @@ import pytest
 
 from engine.core import KeyIdentity, PagedManager, Request, Scheduler, SchedulerLimits, StepResult
 from engine.core.memory.eviction import LruQueue
-from traces.analysis.belady import optimal_hit_tokens, optimal_hits, optimal_hits_of_run
-from traces.analysis.reuse import reuse_profile
+from traces.analysis.reuse import optimal_hit_tokens, optimal_hits, optimal_hits_of_run, reuse_profile
 from traces.trace import Segment, Trace, TraceHeader, TraceRequest
 
 

@@ -6,17 +6,17 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.trace.ideal import ideal_hit_tokens
-from traces.analysis.distributions import trace_distributions
+from harness.trace.inspect import ideal_hit_tokens
 from traces.analysis.reuse import PrefixPaths, reuse_profile, shared_prefix_tokens
+from traces.analysis.statistics import trace_distributions
 from traces.arrivals import ArrivalProcess
 from traces.errors import ParameterError
 from traces.reading import read_trace
 from traces.synth.generator import generate_trace
-from traces.synth.sharing import Sharing
+from traces.synth.tables import Sharing
 from traces.tokens import separating_tokens, token_ids
 from traces.trace import Segment, Trace, TraceHeader, TraceRequest
 
@@ -68,21 +68,18 @@ def apart(rows: list[list[tuple[int | None, int]]]) -> bool:
 
 
 @given(prompts.filter(apart), st.integers(1, 4), st.integers(1, 40))
-@settings(deadline=None, max_examples=80)
 def test_every_cache_size_hits_what_a_plain_lru_hits(rows, size: int, capacity: int) -> None:
     trace = make(rows)
     assert reuse_profile(trace, size).hit_tokens(capacity) == plain_lru(trace, size, capacity)
 
 
 @given(prompts.filter(apart))
-@settings(deadline=None, max_examples=60)
 def test_an_unlimited_cache_of_single_tokens_hits_what_the_keys_share(rows) -> None:
     trace = make(rows)
     assert reuse_profile(trace, 1).hit_tokens(UNLIMITED) == sum(shared_prefix_tokens(trace))
 
 
 @given(prompts.filter(apart), st.integers(1, 5))
-@settings(deadline=None, max_examples=40)
 def test_the_engine_s_prefix_cache_hits_what_the_keys_say(rows, size: int) -> None:
     trace = make(rows)
     expected = reuse_profile(trace, size, spare_last_token=True).hit_tokens(UNLIMITED)
@@ -110,7 +107,6 @@ def test_published_lru_hits_are_met_exactly(name: str, published: Find) -> None:
     assert tuple(profile.hit_tokens(size) for size in (UNLIMITED, 1_000, 10_000)) == MOONCAKE[name]
 
 
-@pytest.mark.slow
 def test_mooncake_conversation_hits_0_374_through_the_real_cache_and_from_its_ids(published: Find) -> None:
     trace = read_trace(published("mooncake-fast25/conversation_trace.jsonl"))
     total = sum(request.prompt_tokens for request in trace.requests)
@@ -127,7 +123,6 @@ def test_mooncake_conversation_hits_0_374_through_the_real_cache_and_from_its_id
     assert coarser == {1024: 0.339611, 4096: 0.29123}
 
 
-@pytest.mark.slow
 def test_ragpulse_hits_0_314_of_its_prompts_and_0_315_of_its_segments(published: Find) -> None:
     trace = read_trace(published("ragpulse/0_trace.jsonl"))
     hits = sum(shared_prefix_tokens(trace))
@@ -142,7 +137,6 @@ def test_ragpulse_hits_0_314_of_its_prompts_and_0_315_of_its_segments(published:
     )
 
 
-@pytest.mark.slow
 def test_agentic_conversations_hit_what_their_statistics_say(published: Find) -> None:
     trace = read_trace(published("kv-cache-tester-agentic/traces"))
     dropped = (
@@ -155,7 +149,6 @@ def test_agentic_conversations_hit_what_their_statistics_say(published: Find) ->
     assert ideal_hit_tokens(trace, 64) == profile.hit_tokens(UNLIMITED)
 
 
-@pytest.mark.slow
 def test_sharegpt_turns_hit_as_published_at_every_block_size(published: Find) -> None:
     name = "etalon-lengths/sharegpt_8k_filtered_stats_llama2_tokenizer.csv"
     trace = read_trace(published(name), "lengths_chat", arrivals=ArrivalProcess("poisson", 1.0))

@@ -12,12 +12,12 @@ from trace_samples import CANONICAL, CONTENTS, jsonl
 
 from traces.analysis.reuse import shared_prefix_tokens
 from traces.errors import TraceError
-from traces.formats.mooncake import write_mooncake
+from traces.formats.hash_ids import write_mooncake
 from traces.formats.pagetwin import write_jsonl, write_parquet
 from traces.reading import read_trace
 from traces.reshape import drop_oversize, take
 from traces.synth.generator import generate_trace
-from traces.synth.sharing import Sharing
+from traces.synth.tables import Sharing
 from traces.trace import Segment, Trace, TraceHeader, TraceRequest
 
 WRITERS = {".jsonl": write_jsonl, ".jsonl.gz": write_jsonl, ".parquet": write_parquet}

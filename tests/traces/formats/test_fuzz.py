@@ -1,14 +1,11 @@
-"""Whatever bytes a file holds, reading gives a trace or a TraceError, and the counts of rows agree.
+"""Whatever bytes a file holds, reading gives a trace or a TraceError, and the counts of rows agree."""
 
-`PAGETWIN_FUZZ_EXAMPLES` sets the number of examples of each test.
-"""
-
-import os
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tiers import tier
 from trace_samples import CONTENTS, RAG, RAG_TABLES, write_ragpulse, write_servegen
 
 from traces.arrivals import ArrivalProcess
@@ -19,7 +16,6 @@ from traces.trace import Trace
 CLOCK = ArrivalProcess("poisson", 1.0)
 RAG_FILES = ("0_trace.jsonl", *RAG_TABLES)
 NO_CLOCK = ("lengths", "lengths_chat", "sharegpt")
-EXAMPLES = int(os.environ.get("PAGETWIN_FUZZ_EXAMPLES", "15"))  # a night's run sets more
 SPLICES = st.binary(max_size=3) | st.sampled_from(
     [
         b"-1",
@@ -49,7 +45,7 @@ SPLICES = st.binary(max_size=3) | st.sampled_from(
 fuzzing = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-    max_examples=EXAMPLES,
+    max_examples=tier(10, 500),
 )
 
 

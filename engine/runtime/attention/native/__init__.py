@@ -1,6 +1,148 @@
-"""C kernels for CPUs, compiled on first use. Without a C compiler torch does the same work.
+"""C kernels for CPUs, compiled on first use. Without a C compiler torch does the same work. Imports no torch.
 
-`decode.c`, `prefill.c` and `prefill_bf16.c` (attention) are called in `attention/metadata.py`, `norm.c` and `gate.c` in
-`models/cpu_layers.py`, `rotate.c` in `models/cpu_rotary.py`, and `best.c` (the best token of
-each row of logits) in `decoding/choose.py`.
+`decode.c`, `prefill.c` and `prefill_bf16.c` (attention) are called in `attention/metadata.py`, `norm.c`, `gate.c` and
+`rotate.c` in `models/cpu_layers.py`, and `best.c` (the best token of each row of logits) in `decoding/choose.py`.
+
+The C files of this folder become a library for this machine's processor. It is compiled once and kept in the user's
+cache folder (`~/.cache/pagetwin/native`). The file name holds a digest of the sources, the compiler and the processor.
+`PAGETWIN_NATIVE=0` switches all compiled kernels off.
 """
+
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+_HERE = Path(__file__).parent
+_FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-shared", "-fPIC")
+_TIMEOUT_S = 120
+SWITCH = "PAGETWIN_NATIVE"  # environment variable: 0 switches the compiled kernels off
+
+
+class NativeUnavailableError(RuntimeError):
+    """There are no compiled kernels; the message says why."""
+
+
+def library() -> ctypes.CDLL:
+    """The library of compiled kernels. Raises NativeUnavailableError."""
+    found = load_library()
+    if isinstance(found, str):
+        raise NativeUnavailableError(found)
+    return found
+
+
+@cache
+def c_function(name: str, arguments: str) -> Any:
+    """A function of the library by its name, and the types of its arguments: `p`ointer, `i`nteger, `f`loat.
+
+    Raises NativeUnavailableError.
+    """
+    types = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
+    function = getattr(library(), name)
+    function.argtypes, function.restype = [types[each] for each in arguments], None
+    return function
+
+
+def why_unavailable() -> str:
+    """Why there are no compiled kernels; an empty string if there are."""
+    found = load_library()
+    return found if isinstance(found, str) else ""
+
+
+def has_matrix_units() -> bool:
+    """Whether there are compiled kernels with prefill in bfloat16: on CPUs with AMX, where Linux allows its use."""
+    found = load_library()
+    return not isinstance(found, str) and _allowed(found)
+
+
+@cache
+def _allowed(found: ctypes.CDLL) -> bool:
+    ask = found.prefill_bf16_runs
+    ask.argtypes, ask.restype = [], ctypes.c_int64
+    return bool(ask())
+
+
+@cache
+def load_library() -> ctypes.CDLL | str:
+    """Load the library, compiling it first if needed, or return why it is unavailable. A process tries this once."""
+    if os.environ.get(SWITCH) == "0":
+        return f"{SWITCH}=0 leaves compiled kernels out"
+    try:
+        return _loaded(_compiler())
+    except NativeUnavailableError as error:
+        return str(error)
+
+
+def _compiler() -> list[str]:
+    """The C compiler with its options. Raises NativeUnavailableError."""
+    try:
+        compiler, *options = shlex.split(os.environ.get("CC") or "cc")
+    except ValueError as error:
+        raise NativeUnavailableError(f"CC={os.environ['CC']!r} is not a command: {error}") from error
+    path = shutil.which(compiler)
+    if path is None:
+        raise NativeUnavailableError("there is no C compiler (cc, or the command in CC)")
+    return [path, *options]
+
+
+def compile_command(sources: list[Path], target: Path) -> list[str]:
+    """The command that compiles C files into the library `target` as ours are. Raises NativeUnavailableError."""
+    return _command(_compiler(), sources, target)
+
+
+def _command(compiler: list[str], sources: list[Path], target: Path) -> list[str]:
+    return [*compiler, *_FLAGS, *map(str, sources), "-o", str(target), "-lm"]
+
+
+def _loaded(compiler: list[str]) -> ctypes.CDLL | str:
+    """The library in the cache folder if it loads, else a newly compiled one, or the error message."""
+    try:
+        target = _cache_dir() / f"kernels-{_digest(compiler)}.so"
+        if target.exists():
+            with suppress(OSError):  # an incomplete file is compiled again below
+                return ctypes.CDLL(str(target))
+        _compile(compiler, target)
+        return ctypes.CDLL(str(target))
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: no home folder
+        message = getattr(error, "stderr", None) or str(error)
+        return f"{shlex.join(compiler)} made no library: {message.strip()[:500]}"
+
+
+def _compile(compiler: list[str], target: Path) -> None:
+    """Compile to a temporary file and rename it, so that no other process loads an incomplete library."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        built = Path(folder) / target.name
+        command = _command(compiler, sorted(_HERE.glob("*.c")), built)
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_TIMEOUT_S)
+        built.replace(target)
+
+
+def _digest(compiler: list[str]) -> str:
+    """A digest of the sources, the compiler and the processor, because machines may share a home directory."""
+    digest = hashlib.sha256(" ".join((*compiler, *_FLAGS, platform.machine(), _processor())).encode())
+    for source in sorted((*_HERE.glob("*.c"), *_HERE.glob("*.h"))):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _processor() -> str:
+    """The processor's feature flags from /proc/cpuinfo, or its name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+
+
+def _cache_dir() -> Path:
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "pagetwin" / "native"

@@ -7,8 +7,10 @@
         for (int64_t r = 0; r < rows; r++, x += 2 * width, out += width)                                  \
             for (int64_t i = 0; i < width; i += LANES) {                                                  \
                 const vec gate = LOAD(x + i), small = exp_negative((vec)((ints)gate | INT32_MIN));        \
-                const ints positive = gate > 0;                                                           \
-                const vec above = (vec)((positive & (ints)((vec){0} + 1)) | (~positive & (ints)small));   \
+                /* -88.72: exp of its negative has no float32, and torch's silu is 0 */                   \
+                const ints positive = gate > 0, seen = ~(gate < (vec){0} - 88.72f);                       \
+                const vec one = (vec){0} + 1;                                                             \
+                const vec above = (vec)((positive & (ints)one) | (~positive & seen & (ints)small));       \
                 STORE(out + i, ROUNDED(gate * above / (1 + small)) * LOAD(x + width + i));                \
             }                                                                                             \
     }

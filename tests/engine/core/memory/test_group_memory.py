@@ -1,16 +1,15 @@
 """Pages of several sizes in one memory: random walks, planted bugs that they notice, and the rules one by one."""
 
-import os
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from group_driver import FULL, LATENT, SHORT, STATE, WINDOW, GroupDriver, GroupSetup
+from tiers import tier
 
 from engine.core.errors import CoreError, OutOfBlocksError
 from engine.core.identity import KeyIdentity
 from engine.core.memory.group_chunks import ChunkPages
-from engine.core.memory.group_ends import TwoEndedPages
 from engine.core.memory.group_layout import GroupLayout, LayerSet, separate_layout, uniform_layout
 from engine.core.memory.group_memory import MemoryPages
 from engine.core.memory.grouped import GroupedManager, pages_of
@@ -19,18 +18,15 @@ from engine.core.plan import StepPlan, StepResult
 from engine.core.request import Request
 from engine.core.scheduling.scheduler import Scheduler
 
-SEEDS = 60 if os.environ.get("PAGETWIN_NIGHTLY") else 3
-LCM, MOVING, TWO_ENDED = GroupPages.lcm, GroupPages.moving, GroupPages.two_ended
+SEEDS = tier(3, 60)
+LCM = GroupPages.lcm
 SETUPS = [
     GroupSetup(pages=LCM),
     GroupSetup(sets=(FULL, WINDOW, SHORT), pages=LCM, memory=4800, behind_first=True, whole=False),
     GroupSetup(sets=(LATENT, STATE), pages=LCM, state_every=8, memory=3200),
-    GroupSetup(pages=MOVING, memory=2400, whole=False),
-    GroupSetup(sets=(FULL, SHORT), pages=MOVING, scheduling=Scheduling.priority),
-    GroupSetup(pages=TWO_ENDED, memory=2400),
-    GroupSetup(sets=(FULL, SHORT), pages=TWO_ENDED, memory=2000, behind_first=True, whole=False),
-    GroupSetup(sets=(LATENT, STATE), pages=TWO_ENDED, state_every=8, memory=1800),
-    GroupSetup(pages=TWO_ENDED, caching=False, memory=1600),
+    GroupSetup(pages=LCM, memory=2400, whole=False),
+    GroupSetup(sets=(FULL, SHORT), pages=LCM, scheduling=Scheduling.priority),
+    GroupSetup(pages=LCM, caching=False, memory=1600),
 ]
 PAGES = separate_layout([FULL, WINDOW], 4, pages=LCM)  # pages of 64 and of 128 bytes: chunks of 128
 
@@ -71,21 +67,6 @@ def nobody_leaves(real: Callable[..., None]) -> Callable[..., None]:
     return lambda pages, group, gone: real(pages, group, gone[1:])
 
 
-def holes_do_not_count(real: Callable[..., int]) -> Callable[..., int]:
-    return lambda pages, group: pages.live[group]
-
-
-def from_the_same_end(real: Callable[..., tuple[int, int]]) -> Callable[..., tuple[int, int]]:
-    return lambda pages, group, page: (
-        real(pages, 0, page)
-        if group == 0
-        else (
-            pages.place(1, page) * pages._sizes[1],
-            (pages.place(1, page) + 1) * pages._sizes[1],
-        )
-    )
-
-
 def keys_stay(real: Callable[..., None]) -> Callable[..., None]:
     return lambda pages, victims: [pages._keys.pop(page) for page in victims] and None
 
@@ -93,9 +74,6 @@ def keys_stay(real: Callable[..., None]) -> Callable[..., None]:
 PLANTED: list[tuple[str, Any, str, Callable[..., Any]]] = [
     ("the content of a page that is given away stays in the cache", MemoryPages, "_evict", evict_nothing),
     ("a chunk counts a reference that is gone", ChunkPages, "_leave", nobody_leaves),
-    ("an end forgets the places of pages that are gone", TwoEndedPages, "_emptied", nobody_leaves),
-    ("a page in use in the middle is overlooked", TwoEndedPages, "_live_extent", holes_do_not_count),
-    ("both kinds grow from one end", TwoEndedPages, "span", from_the_same_end),
     ("an evicted page is still found", MemoryPages, "_forget", keys_stay),
 ]
 
@@ -124,10 +102,6 @@ def chunks_of(pages: MemoryPages, taken: list[int]) -> set[int]:
     return {pages.span(0, page)[0] // pages.layout.chunk_bytes for page in taken}
 
 
-def moving(layout: GroupLayout) -> GroupLayout:
-    return GroupLayout(MOVING, layout.groups)
-
-
 def test_a_compatible_page_is_the_least_common_multiple() -> None:
     layout = separate_layout(
         [LayerSet(GroupKind.full, 2, 8), LayerSet(GroupKind.window, 3, 8, 7)], 4, pages=LCM
@@ -150,15 +124,8 @@ def test_small_pages_of_others_are_taken_before_content_is_evicted() -> None:
     assert chunks_of(pages, [first]) == chunks_of(pages, [second])
 
 
-def test_a_moving_split_fills_a_chunk_before_it_opens_another() -> None:
-    pages = ChunkPages(moving(PAGES), 4)
-    taken = [pages.take([1, 0], owner)[0][0] for owner in (1, 2)]
-    assert len(chunks_of(pages, taken)) == 1
-
-
-@pytest.mark.parametrize("layout", [PAGES, moving(PAGES)], ids=["lcm", "moving"])
-def test_a_chunk_passes_to_the_other_group_once_it_is_empty(layout: GroupLayout) -> None:
-    pages = ChunkPages(layout, 2)
+def test_a_chunk_passes_to_the_other_group_once_it_is_empty() -> None:
+    pages = ChunkPages(PAGES, 2)
     small = pages.take([4, 0], 1)[0]
     assert not pages.fits([0, 1])
     pages.release(0, small)
@@ -174,32 +141,9 @@ def test_a_page_in_use_keeps_its_chunk_from_the_other_group() -> None:
     assert pages.stranded([0, 2]) == PAGES.page_slots(0)
 
 
-def test_both_ends_take_what_is_left_between_them() -> None:
-    layout = separate_layout([FULL, WINDOW], 4, pages=TWO_ENDED)
-    for small, large in ((8, 0), (6, 1), (0, 4)):
-        pages = TwoEndedPages(layout, 512)
-        taken = pages.take([small, large])
-        spans = sorted(pages.span(group, page) for group in range(2) for page in taken[group])
-        assert spans[0][0] == 0
-        assert spans[-1][1] == 512
-        assert not pages.fits([1, 0])
-
-
-def test_an_empty_place_before_a_page_in_use_is_external_to_the_other_kind() -> None:
-    layout = separate_layout([FULL, WINDOW], 4, pages=TWO_ENDED)
-    pages = TwoEndedPages(layout, 512)
-    small = pages.take([8, 0])[0]
-    pages.release(0, small[:7])
-    assert not pages.fits([0, 1])
-    assert pages.stranded([0, 1]) == 7 * layout.page_slots(0)
-    assert pages.fits([7, 0])
-
-
-@pytest.mark.parametrize("kind", [LCM, MOVING, TWO_ENDED])
-def test_a_hit_takes_its_page_from_what_is_free(kind: GroupPages) -> None:
+def test_a_hit_takes_its_page_from_what_is_free() -> None:
     """A cached page is free for others, but not beside the request that refers to it."""
-    layout = separate_layout([FULL, WINDOW], 4, pages=kind)
-    pages = pages_of(layout, layout.page_counts(128, 48, 12))
+    pages = pages_of(PAGES, PAGES.page_counts(128, 48, 12))
     (page,) = pages.take([1, 0])[0]
     pages.cache(0, [page], [(0, 7)])
     pages.release(0, [page])
@@ -212,11 +156,6 @@ def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
     with pytest.raises(OutOfBlocksError, match="no room"):
         pages.take([5, 0])
     pages.check({})
-
-
-def test_two_ends_refuse_three_kinds() -> None:
-    with pytest.raises(CoreError, match="two ends serve two kinds of layers, the model has 3"):
-        separate_layout([FULL, WINDOW, SHORT], 4, pages=TWO_ENDED)
 
 
 # -- what a policy is worth --------------------------------------------------------------------------------
@@ -250,7 +189,7 @@ def test_one_memory_serves_more_short_prompts_than_a_fixed_split() -> None:
     """The split is right for 8,192 tokens. Prompts of 500 need nearly as much of the windows as of the full layers."""
     memory, prompts = 2 * 2**30, [500] * 24
     fixed = most_at_once(GroupPages.separate, prompts, memory)
-    assert fixed < min(most_at_once(pages, prompts, memory) for pages in (LCM, MOVING, TWO_ENDED))
+    assert fixed < most_at_once(LCM, prompts, memory)
 
 
 def test_in_one_memory_a_request_holds_what_it_needs_and_a_page_of_each_group() -> None:

@@ -1,26 +1,24 @@
 """Caches with groups: random walks over every choice, planted bugs that the walks notice, and the rules one by one."""
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from group_driver import FULL, LATENT, SHORT, STATE, WINDOW, GroupDriver, GroupSetup
+from tiers import tier
 
 from engine.core.errors import CoreError, NeverFitsError
 from engine.core.identity import KeyIdentity
-from engine.core.memory.group_counters import GroupCounters, GroupWaste
 from engine.core.memory.group_layout import GroupLayout, KVGroup, LayerSet, separate_layout, uniform_layout
-from engine.core.memory.group_pages import PoolPages
-from engine.core.memory.group_tables import GroupKeys
+from engine.core.memory.group_pages import GroupCounters, GroupKeys, GroupWaste, PoolPages
 from engine.core.memory.grouped import GroupedManager
 from engine.core.options import Decoding, GroupKind, GroupPages, SchedulerLimits, Scheduling, WindowHits
 from engine.core.plan import StepResult
 from engine.core.request import Request, Speculation
 from engine.core.scheduling.scheduler import Scheduler
 
-SEEDS = 60 if os.environ.get("PAGETWIN_NIGHTLY") else 3
+SEEDS = tier(3, 60)
 SEPARATE = GroupPages.separate
 SETUPS = [
     GroupSetup(),

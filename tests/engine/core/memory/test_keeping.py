@@ -6,7 +6,7 @@ import pytest
 
 from engine.core import KeyIdentity, PagedManager, Request, Scheduler, SchedulerLimits, StepResult
 from engine.core.errors import OutOfBlocksError
-from engine.core.memory.keeping import KeepQueue, TurnOf
+from engine.core.memory.eviction import KeepQueue, TurnOf
 from engine.core.options import Keep
 
 SIZE = 4

@@ -5,7 +5,7 @@ import pytest
 from engine.core.errors import CoreError, InvariantError, OutOfBlocksError
 from engine.core.memory.block_pool import BlockPool
 from engine.core.memory.eviction import LruQueue
-from engine.core.memory.swap import HostPool
+from engine.core.memory.paged import HostPool
 
 
 def test_blocks_are_taken_in_id_order_and_the_null_block_never() -> None:

@@ -6,8 +6,7 @@ from slot_model import SlotModel
 
 from engine.core.errors import CoreError
 from engine.core.identity import TokenIdentity
-from engine.core.memory.block_pool import BlockPool
-from engine.core.memory.cache_events import BlocksStored, CacheEvent
+from engine.core.memory.block_pool import BlockPool, BlocksStored, CacheEvent
 from engine.core.memory.contiguous import ContiguousManager
 from engine.core.memory.paged import PagedManager
 from engine.core.memory.prefix_cache import RecentHits

@@ -14,7 +14,7 @@ from engine.core import (
     TokenIdentity,
 )
 from engine.core.errors import CoreError
-from engine.core.memory.residency import Residency, SampledPool
+from engine.core.memory.block_pool import Residency, SampledPool
 
 SECOND = 1_000_000_000
 

@@ -9,12 +9,13 @@ import functools
 import numpy as np
 import pytest
 import torch
+from tiers import cases, tier
 
 from engine.core.memory.paged import PagedManager
 from engine.core.options import Decoding, SchedulerLimits
 from engine.core.request import Request
 from engine.core.scheduling.scheduler import Scheduler
-from engine.runtime.attention import cascade as cascading
+from engine.runtime.attention import metadata as cascading
 from engine.runtime.attention import metadata as kernels
 from engine.runtime.graphs import EagerRecorder, GraphOptions
 from engine.runtime.models.load import load_model
@@ -22,12 +23,22 @@ from engine.runtime.models.spec import ModelSpec
 from engine.runtime.runner import Runner
 from paged_kernels import WorkspaceError
 from paged_kernels.cascade_groups import CascadeCost
+from paged_kernels.scoring import Scoring
 from paged_kernels.triton import cascade as triton_cascade
 from paged_kernels.triton import decode as triton_decode
 
 ALWAYS = CascadeCost(memory_bytes_per_s=1.0, cache_bytes_per_s=1.0, cache_bytes=0, overhead_s=0.0)
 NEVER = CascadeCost(memory_bytes_per_s=1e30, cache_bytes_per_s=1e30, cache_bytes=0, overhead_s=1.0)
-SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "intermediate": 32, "vocab": 64}
+LAYERS = tier(1, 2)
+SHAPE = {
+    "layers": LAYERS,
+    "hidden": 32,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 8,
+    "intermediate": 32,
+    "vocab": 64,
+}
 PREFIX = list(range(3, 16))  # 13 tokens: three whole blocks of four, and one token more
 SHARED = [[*PREFIX, 20, 21], [*PREFIX, 30], [*PREFIX, 40, 41, 42], [50, 51]]
 
@@ -80,6 +91,7 @@ def price(monkeypatch, cost):
     monkeypatch.setattr(cascading, "cost_of", lambda device: cost)
 
 
+@pytest.mark.nightly  # by day `interpreted_checks.py` has it
 def test_greedy_tokens_are_those_of_torch(cascades, monkeypatch):
     price(monkeypatch, ALWAYS)
     prompts = [[5, 9, 2, 7], [8], list(range(3, 20))]
@@ -112,6 +124,7 @@ def serve_staggered(prompts, backend):
     return [runner.outputs(number) for number in range(len(prompts))], runner
 
 
+@pytest.mark.nightly
 def test_beams_read_what_they_share_once_and_stay_what_they_are(cascades, monkeypatch):
     price(monkeypatch, ALWAYS)
     prompts = [[*PREFIX, 20], [7, 8, 9, 10, 11, 12]]
@@ -119,12 +132,14 @@ def test_beams_read_what_they_share_once_and_stay_what_they_are(cascades, monkey
     assert {groups for _, groups in cascades} == {2}
 
 
+@pytest.mark.nightly
 def test_where_it_does_not_pay_the_batch_stays_flat(cascades, monkeypatch):
     price(monkeypatch, NEVER)
     assert serve([[*PREFIX, 20]], "triton", width=3)[0] == serve([[*PREFIX, 20]], "torch", width=3)[0]
     assert cascades == []
 
 
+@pytest.mark.nightly
 def test_all_layers_share_one_plan(cascades, monkeypatch):
     price(monkeypatch, ALWAYS)
     plans = []
@@ -134,13 +149,38 @@ def test_all_layers_share_one_plan(cascades, monkeypatch):
     assert len(cascades) == SHAPE["layers"] * len(plans)
 
 
-def test_a_window_that_hides_the_prefix_keeps_the_batch_flat(cascades, monkeypatch):
-    price(monkeypatch, ALWAYS)
-    metadata = kernels.TritonMetadata.__new__(kernels.TritonMetadata)
-    metadata._layout = kernels.StepLayout(np.ones((2, 1), dtype=np.int64), np.array([9, 20]), [])
-    assert [metadata._is_cut(window) for window in (0, 8, 19, 20, 64)] == [False, True, True, False, False]
+def test_a_window_that_hides_the_prefix_keeps_the_batch_flat():
+    class Asked(kernels.TritonMetadata):
+        """Notes whether the rows of a step were asked for what they share, and launches nothing."""
+
+        def __init__(self):
+            self._layout = kernels.StepLayout(np.ones((2, 1), dtype=np.int64), np.array([9, 20]), [])
+            self._workspace = self._parts = None
+            self.asked = False
+
+        def _shared_step(self, *inputs):
+            self.asked = True
+            return ()
+
+        def _run_cascade(self, *inputs, **options):
+            pass
+
+        def _one_part(self, kv_heads):
+            return 1
+
+        _tables = _lengths = None
+        _run_decode = _run_cascade
+
+    def is_cut(window):
+        metadata = Asked()
+        keys = torch.zeros(1, 1, 1, 1)
+        metadata._decode(keys, keys, keys, Scoring(1.0, window), keys)
+        return not metadata.asked
+
+    assert [is_cut(window) for window in (0, 8, 19, 20, 64)] == [False, True, True, False, False]
 
 
+@pytest.mark.nightly
 def test_recorded_steps_stay_flat_and_say_the_same_tokens(cascades, monkeypatch):
     price(monkeypatch, ALWAYS)
     prompts = [[*PREFIX, 20], [5, 9, 2]]
@@ -150,6 +190,7 @@ def test_recorded_steps_stay_flat_and_say_the_same_tokens(cascades, monkeypatch)
     assert cascades == []
 
 
+@pytest.mark.nightly
 def test_scratch_of_recorded_steps_never_moves(monkeypatch):
     places = []
     run = triton_decode.launch_decode
@@ -164,6 +205,7 @@ def test_scratch_of_recorded_steps_never_moves(monkeypatch):
     assert len(recorded) >= 2 * SHAPE["layers"]
 
 
+@pytest.mark.nightly
 def test_a_recording_refuses_more_rows_than_its_scratch_was_made_for():
     _, runner = serve([[5, 9, 2]], "triton", graphs=GraphOptions(2, 64, EagerRecorder()), tokens=2)
     workspace = runner.graphs._workspace
@@ -191,7 +233,8 @@ def decode_beside_nan(block, *, splits=None, width=1, monkeypatch):
     return runner.execute(plan)
 
 
-@pytest.mark.parametrize("block", [0, 2])
+@pytest.mark.nightly
+@cases("block", [2, 0], day=1)
 def test_nan_in_any_part_of_a_split_row_reaches_the_logits(block, monkeypatch):
     from engine.runtime.errors import NaNLogitsError
 

@@ -13,7 +13,6 @@ pytest.importorskip("triton", reason="the kernels need pagetwin[gpu]")
 HERE = Path(__file__).parent
 
 
-@pytest.mark.slow
 def test_the_engine_on_interpreted_kernels_equals_the_engine_on_torch():
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     done = subprocess.run(
@@ -32,7 +31,7 @@ LENGTHS = np.array([50, 50, 50, 20])
 
 
 def halves(monkeypatch, tables=TABLES, lengths=LENGTHS):
-    from engine.runtime.attention import cascade as cascading
+    from engine.runtime.attention import metadata as cascading
     from paged_kernels.cascade_groups import CascadeCost
 
     monkeypatch.setattr(cascading, "cost_of", lambda device: CascadeCost(1.0, 1.0, 0, 0.0))
@@ -57,7 +56,7 @@ def test_rows_without_a_first_block_in_common_are_not_divided(rows, monkeypatch)
 
 
 def test_the_rule_of_the_device_decides():
-    from engine.runtime.attention.cascade import share_step
+    from engine.runtime.attention.metadata import share_step
 
     sizes = {"token_bytes": 64, "group": 2, "device": torch.device("cpu")}
     assert share_step(TABLES, LENGTHS, 16, **sizes) is None  # 3 KB: two more passes cost more

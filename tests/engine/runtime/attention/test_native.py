@@ -5,9 +5,11 @@ import os
 import numpy as np
 import pytest
 import torch
+from quick_compiler import quick_compiler
+from tiers import cases
 
-from engine.runtime.attention.native import compile as compiling
-from engine.runtime.attention.native.compile import NativeUnavailableError, library, why_unavailable
+from engine.runtime.attention import native as compiling
+from engine.runtime.attention.native import NativeUnavailableError, library, why_unavailable
 
 compiled = pytest.mark.skipif(bool(why_unavailable()), reason=f"no compiled kernels: {why_unavailable()}")
 DTYPES = [torch.float32, torch.bfloat16]
@@ -207,8 +209,8 @@ def matrix_units():
 
 
 @compiled
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("window", [0, 1, 21, 90])
+@cases("shape", SHAPES, day=(SHAPES[2], SHAPES[5]))
+@cases("window", [0, 1, 21, 90], day=(0, 21))
 def test_prefill_equals_attention_in_float64_under_poison(shape, window):
     from paged_kernels import Scoring
 
@@ -219,8 +221,8 @@ def test_prefill_equals_attention_in_float64_under_poison(shape, window):
         assert torch.allclose(found.double(), expected, atol=2e-5)  # torch: 4e-6
 
 
-@pytest.mark.parametrize("shape", MATRIX_SHAPES)
-@pytest.mark.parametrize("window", [0, 1, 21, 150])
+@cases("shape", MATRIX_SHAPES, day=(MATRIX_SHAPES[2], MATRIX_SHAPES[5]))
+@cases("window", [0, 1, 21, 150], day=(0, 21))
 def test_prefill_in_bfloat16_equals_attention_in_float64_under_poison(shape, window, matrix_units):
     from paged_kernels import Scoring
 
@@ -281,7 +283,7 @@ def test_a_prompt_in_pieces_gives_the_same_numbers_as_whole(dtype, request):
 
 @compiled
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
+@cases("shape", SHAPES, day=2)
 def test_several_threads_give_the_same_prefill(shape, dtype):
     from paged_kernels import Scoring
 
@@ -338,10 +340,9 @@ def test_scores_of_any_size_stay_numbers_in_prefill(extreme, dtype, exact):
 
 
 @pytest.fixture
-def no_library():
-    compiling.load_library.cache_clear()
-    yield
-    compiling.load_library.cache_clear()
+def no_library(monkeypatch, tmp_path):
+    with quick_compiler(monkeypatch, tmp_path):
+        yield
 
 
 @pytest.mark.parametrize(
@@ -353,13 +354,12 @@ def no_library():
     ],
 )
 def test_without_a_compiler_torch_does_it_and_a_user_is_told_why(
-    setting, value, reason, monkeypatch, tmp_path, no_library
+    setting, value, reason, monkeypatch, no_library
 ):
     from engine.runtime.attention.select import engine_backend
     from paged_kernels import BackendUnavailableError
 
     monkeypatch.setenv(setting, value)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     cpu = torch.device("cpu")
     with pytest.raises(NativeUnavailableError, match=reason):
         library()
@@ -370,7 +370,6 @@ def test_without_a_compiler_torch_does_it_and_a_user_is_told_why(
 
 @compiled
 def test_the_library_is_kept_for_the_next_process(monkeypatch, tmp_path, no_library):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     library()
     compiling.load_library.cache_clear()
     monkeypatch.setattr(compiling, "_compile", lambda *_: pytest.fail("compiled again"))
@@ -384,7 +383,6 @@ def test_a_compiler_that_fails_is_asked_once(monkeypatch, tmp_path, no_library):
     failing.write_text(f"#!/bin/sh\necho >> {asked}\nexit 1\n")
     failing.chmod(0o755)
     monkeypatch.setenv("CC", str(failing))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert "made no library" in why_unavailable()
     assert why_unavailable()
     assert asked.read_text() == "\n"
@@ -392,7 +390,6 @@ def test_a_compiler_that_fails_is_asked_once(monkeypatch, tmp_path, no_library):
 
 @compiled
 def test_half_a_library_is_compiled_again(monkeypatch, tmp_path, no_library):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(compiling, "_digest", lambda *_: "half")
     kept = tmp_path / "pagetwin" / "native" / "kernels-half.so"
     kept.parent.mkdir(parents=True)
@@ -402,9 +399,8 @@ def test_half_a_library_is_compiled_again(monkeypatch, tmp_path, no_library):
 
 
 @compiled
-def test_a_compiler_may_have_options_of_its_own(monkeypatch, tmp_path, no_library):
+def test_a_compiler_may_have_options_of_its_own(monkeypatch, no_library):
     monkeypatch.setenv("CC", "env " + os.environ.get("CC", "cc") + " -O1")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert why_unavailable() == ""
 
 
@@ -418,7 +414,7 @@ def test_native_kernels_are_refused_beside_a_gpu():
 
 
 @compiled
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt2", "qwen3"])
+@cases("family", ["gemma2", "llama", "mistral", "gpt2", "qwen3"], day=1)
 def test_tokens_are_those_of_the_torch_backend(family, model_of, prompts):
     from engine.runtime.llm import LLM
     from engine.runtime.params import SamplingParams
@@ -457,10 +453,10 @@ def test_one_nan_among_the_logits_is_not_overlooked(where):
 
 
 def test_large_host_memory_is_a_plain_writable_tensor():
-    from engine.runtime import huge_pages
+    from engine.runtime.kv_pool import host_memory
 
     for rows in (3, 5000):
-        memory = huge_pages.empty((rows, 1024), torch.bfloat16)
+        memory = host_memory((rows, 1024), torch.bfloat16)
         memory.fill_(2.0)
         assert memory.is_contiguous()
         assert float(memory.float().sum()) == 2048.0 * rows

@@ -1,12 +1,12 @@
 """Beam search with end tokens, penalties and every way of stopping equals `generate(num_beams=k)`."""
 
 import itertools
-import os
 from collections import Counter
 
 import numpy as np
 import pytest
 import torch
+from tiers import cases
 
 from engine.core.options import SchedulerLimits
 
@@ -104,7 +104,7 @@ SOME = [
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-@pytest.mark.parametrize("case", SOME, ids=str)
+@cases("case", SOME, day=SOME[::3], ids=str)
 def test_end_tokens_penalties_and_stopping(family, case, model_of, ends_of):
     assert_same(model_of(family), case, ends_of(family))
 
@@ -123,8 +123,7 @@ def test_one_end_token_looks_at_twice_as_many_candidates(model_of, ends_of):
     assert_same(model_of(), (16, 4, 1.0, False), ends_of("llama")[:1])
 
 
-@pytest.mark.slow
-@pytest.mark.skipif("PAGETWIN_GRID" not in os.environ, reason="the whole grid: set PAGETWIN_GRID=1")
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("block_size", [1, 8, 16])
 @pytest.mark.parametrize("stopping", STOPPING)

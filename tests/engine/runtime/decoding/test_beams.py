@@ -48,7 +48,7 @@ def test_one_beam_is_greedy(model_of, generate, prompts):
 
 
 def test_the_best_of_all_continuations_are_candidates():
-    from engine.runtime.decoding.beams import best_continuations
+    from engine.runtime.decoding.generation import best_continuations
 
     logits = torch.log_softmax(torch.tensor([[[0.0, 3.0, 1.0], [2.0, 0.0, 1.9]]]), dim=-1)
     best = best_continuations(logits, torch.tensor([[0.0, -0.1]]), 2)

@@ -34,7 +34,7 @@ def generation(prompt, output, **params):
 
 
 def changed(logits, prompt, output, **params):
-    from engine.runtime.decoding.change import change_logits
+    from engine.runtime.decoding.sample import change_logits
 
     logits = torch.tensor(logits)
     change_logits(logits, generation(prompt, output, **params), 0, len(prompt) + len(output))
@@ -57,7 +57,7 @@ def test_frequency_and_presence_count_the_output_alone():
 
 
 def test_a_bad_word_loses_its_last_token_where_the_others_stand():
-    from engine.runtime.decoding.change import _ends_of_bad_words
+    from engine.runtime.decoding.sample import _ends_of_bad_words
 
     words = [(4,), (7, 8), (6, 7, 9), (1, 2, 3, 4, 5)]
     assert _ends_of_bad_words(words, np.array([6, 7])) == [4, 8, 9]

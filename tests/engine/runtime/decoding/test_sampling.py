@@ -139,3 +139,12 @@ def test_logprobs_are_those_of_the_model(model_of, prompts):
         assert entry.rank == int((row > row[entry.token]).sum()) + 1
         assert [token for token, _ in entry.best] == row.topk(3).indices.tolist()
     assert out.cumulative_logprob == pytest.approx(sum(entry.logprob for entry in out.logprobs))
+
+
+def test_logprobs_refuse_to_be_read_as_a_dictionary_by_token_id():
+    from engine.runtime.decoding.generation import TokenLogprobs
+
+    entry = TokenLogprobs(token=7, logprob=-0.5, rank=1, best=((2, -0.1), (7, -0.5)))
+    for read in (lambda: entry[2], lambda: 2 in entry, lambda: list(entry)):
+        with pytest.raises(TypeError, match=r"`dict\(best\)` has those of the most likely tokens"):
+            read()

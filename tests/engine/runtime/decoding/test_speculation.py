@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from tiers import cases
 
 from engine.core.options import Preemption, SchedulerLimits
 
@@ -50,8 +51,10 @@ def rate(outputs):
 
 
 @pytest.mark.parametrize("mode", ["lookahead", "fork"])
-@pytest.mark.parametrize(
-    ("noise", "low", "high"), [(0.0, 0.999, 1.0), (0.006, 0.3, 0.7), (0.018, 0.05, 0.2), (3.0, 0, 0.02)]
+@cases(
+    ("noise", "low", "high"),
+    [(0.0, 0.999, 1.0), (0.006, 0.3, 0.7), (0.018, 0.05, 0.2), (3.0, 0, 0.02)],
+    day=((0.006, 0.3, 0.7),),
 )
 def test_greedy_speculation_equals_plain_greedy(mode, noise, low, high, model_of, prompts):
     found, llm, outputs = run(model_of(), prompts[:3], noise, draft_mode=mode)
@@ -68,7 +71,7 @@ def test_a_perfect_draft_takes_a_fifth_of_the_steps(model_of, prompts):
     assert fast.engine.counters.generation_tokens == slow.engine.counters.generation_tokens == TOKENS
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 7])
+@cases("tokens", [1, 2, 7], day=(7,))
 def test_any_number_of_draft_tokens(tokens, model_of, prompts):
     assert run(model_of(), prompts[:3], 0.006, draft_tokens=tokens)[0] == run(model_of(), prompts[:3])[0]
 
@@ -86,7 +89,7 @@ def test_an_end_token_among_the_accepted_ones_is_the_last(model_of, prompts):
     assert run(model_of(), prompts[:1], 0.0, params)[0][0] == whole[: whole.index(whole[6]) + 1]
 
 
-@pytest.mark.parametrize("preemption", list(Preemption))
+@cases("preemption", list(Preemption), day=(Preemption.swap,))
 @pytest.mark.parametrize("mode", ["lookahead", "fork"])
 def test_preempted_speculation_goes_on_as_before(mode, preemption, model_of, prompts):
     tight = {"pool_tokens": 160, "block_size": 4, "host_blocks": 64, "draft_mode": mode, "budget": 64}
@@ -124,7 +127,7 @@ def test_logprobs_of_accepted_tokens_are_reported_once(model_of, prompts):
 
 def test_a_draft_lane_that_is_not_copied_is_noticed(model_of, prompts, monkeypatch):
     from engine.runtime.errors import RunError
-    from engine.runtime.kv_pool import BlockOperations
+    from engine.runtime.group_pool import BlockOperations
 
     def only_the_first(self, plan):
         if plan.copies:

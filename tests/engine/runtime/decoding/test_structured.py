@@ -128,6 +128,9 @@ def test_bytes_are_tokens_where_the_model_has_no_tokenizer(model_of):
         ({"choice": "ab"}, "choice: 'ab' is not a list"),
         ({"choice": [""]}, "none of them empty"),
         ({"regex": 5}, "regex: 5 is not a string"),
+        ({"regex": "a" * 10_001}, "regex: 10,001 characters"),
+        ({"regex": "((((b{100}){100}){100}){90})"}, "repeat one place more than 10,000 times"),
+        ({"regex": r"(?:[({](\\){2,200}){51}"}, "repeat one place more than 10,000 times"),
         ({"json": [1]}, "json: \\[1\\] is not a JSON schema"),
         ({"json": {"a": {1, 2}}}, "the schema is not JSON"),
     ],
@@ -188,7 +191,7 @@ def test_a_missing_package_is_named(llm, monkeypatch):
     from engine.runtime.errors import ParamsError
 
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(ParamsError, match=r"pip install 'pagetwin\[structured\]'"):
+    with pytest.raises(ParamsError, match="pip install llguidance"):
         said(llm, {"regex": "a"})
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from tiny_models import SHAPE
 
-from engine.runtime.attention.native.compile import why_unavailable
-from engine.runtime.models.cpu_layers import original_layers, replace_layers, restore_layers
+from engine.runtime.attention.native import why_unavailable
+from engine.runtime.models.cpu_layers import original_layers, packs, replace_layers, restore_layers
 
 
 def model(family, dtype="float32"):
@@ -128,7 +128,14 @@ def test_norms_and_gated_layers_of_real_widths_are_adopted(dtype):
     shape = LlamaConfig(hidden_size=1024, intermediate_size=2816)
     one = torch.nn.ModuleList([LlamaRMSNorm(1024), LlamaMLP(shape)]).to(dtype)
     replace_layers(one)
-    assert {"LlamaRMSNorm", "LlamaMLP"} <= adopted(one)
+    assert {"LlamaRMSNorm", *(["LlamaMLP"] if packs(dtype) else [])} <= adopted(one)
+
+
+def test_layers_that_the_cpu_cannot_pack_keep_their_own_forward(monkeypatch):
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    one = model("llama", "bfloat16")
+    replace_layers(one)
+    assert not {"Linear", "LlamaMLP"} & adopted(one)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -137,7 +144,7 @@ def test_silu_times_up_is_torchs(width, dtype):
     from engine.runtime.models.cpu_layers import silu_mul
 
     x = torch.randn(2, 7, 2 * width, generator=torch.Generator().manual_seed(0)) * 6
-    x[0, 0, :4] = torch.tensor([0.0, -90.0, 90.0, float("nan")])
+    x[0, 0, :6] = torch.tensor([0.0, -90.0, 90.0, float("nan"), -1e31, -3e38])
     gate, up = x.to(dtype).chunk(2, dim=-1)
     expected = torch.nn.functional.silu(gate) * up
     found = silu_mul(x.to(dtype))

@@ -1,7 +1,7 @@
 """Every causal type of the installed transformers equals `generate()` on paged KV, or is refused with a reason.
 
-`engine/MODELS.md` says which, and this file writes it: `PAGETWIN_WRITE=1`. `make test` runs a type of each kind of
-answer, `make nightly` (`PAGETWIN_NIGHTLY=1`) all of them.
+`engine/MODELS.md` says which, and this file writes it: `PAGETWIN_NIGHTLY=1 PAGETWIN_WRITE=1`. By day a type of each
+kind of answer runs, by night all of them.
 """
 
 import os
@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from causal_types import QUICK, answer, names
 from families import FAMILIES
+from tiers import cases
 
 DOCUMENT = Path(__file__).resolve().parents[4] / "engine" / "MODELS.md"
 WRITES = "PAGETWIN_WRITE" in os.environ
-NIGHTLY = "PAGETWIN_NIGHTLY" in os.environ or WRITES
 UNTESTED = "not built: "
 
 
@@ -33,7 +33,7 @@ def said(name):
     return "equal" if special is None else f"equal, whole grid{f': {special}' if special else ''}"
 
 
-@pytest.mark.parametrize("name", QUICK)
+@cases("name", QUICK, day=("llama", "bert+decoder", "phimoe+window", "bart", "deepseek_v32", "mamba"))
 def test_a_type_is_what_the_document_says(name):
     assert said(name) == documented()[name]
 
@@ -48,8 +48,7 @@ def test_no_type_fails_with_an_error_that_names_no_reason():
     assert [name for name, text in documented().items() if not text or "!!!" in text] == []
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not NIGHTLY, reason="every type: make nightly")
+@pytest.mark.nightly
 def test_every_type_is_what_the_document_says():
     found = {name: said(name) for name in names()}
     if WRITES:
@@ -70,7 +69,8 @@ def document(found):
             "# Models",
             "",
             "`tests/engine/runtime/models/test_every_type.py` writes this file and tests what it says. To write it "
-            "again: `PAGETWIN_WRITE=1 python -m pytest tests/engine/runtime/models/test_every_type.py`.",
+            "again: `PAGETWIN_NIGHTLY=1 PAGETWIN_WRITE=1 python -m pytest "
+            "tests/engine/runtime/models/test_every_type.py`.",
             "",
             f"These are all causal types of transformers {transformers.__version__}: {len(equal)} rows are equal, "
             f"{len(refused)} are refused, {len(untested)} could not be built. Each row is a small random model with "

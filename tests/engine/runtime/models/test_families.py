@@ -1,17 +1,17 @@
 """Every family equals transformers' `generate()` token for token in float32, however memory and work are cut up.
 
-`make test` runs every pair of (family, block size, tokens a step, prefix caching, preemption, lengths) for the families
-that differ most, a row for each of the others, and a reservation policy for all; `PAGETWIN_GRID=1` runs the whole grid.
+By night every pair of (family, block size, tokens a step, prefix caching, preemption, lengths) runs for most families,
+a row for each of the others, and the whole grid; by day the families that differ most have their rows of the pairs.
 `test_every_type.py` runs every other type.
 """
 
 import functools
-import os
 
 import pytest
 from families import (
     BUDGETS,
     CONTIGUOUS,
+    DISTINCT,
     FAMILIES,
     NEW,
     all_runs,
@@ -20,6 +20,7 @@ from families import (
     prompts,
     runs_of,
 )
+from tiers import cases
 
 from engine.core.options import Preemption, SchedulerLimits
 
@@ -88,7 +89,7 @@ def chosen_runs():
     return runs_of(FAMILIES)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@cases("family", FAMILIES, day=DISTINCT)
 def test_a_family_equals_generate(family):
     check(family, [run for run in chosen_runs() if run[0] == family])
 
@@ -101,8 +102,7 @@ def check(family, runs):
         assert serve(*run) == said, (run, what)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif("PAGETWIN_GRID" not in os.environ, reason="the whole grid: set PAGETWIN_GRID=1")
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_whole_grid_of_a_family(family):
     check(family, [run for run in all_runs() if run[0] == family])

@@ -6,8 +6,8 @@ import torch
 
 from engine.runtime.errors import ModelError
 from engine.runtime.models import guard
+from engine.runtime.models.guard import small_config, small_copy
 from engine.runtime.models.load import wrap_model
-from engine.runtime.models.small_copy import small_config, small_copy
 
 
 def build(kind, **values):
@@ -41,6 +41,17 @@ def test_a_window_in_masks_is_refused_by_the_numbers_too(monkeypatch):
     monkeypatch.setattr(load, "check_masks", lambda *rest: None)
     with pytest.raises(ModelError, match="attends to other keys"):
         wrap_model(build(planted.MaskOnlyWindow), name="planted")
+
+
+def test_states_that_a_single_token_moves_otherwise_than_a_piece_are_refused_by_the_numbers(monkeypatch):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from engine.runtime.models import load
+
+    monkeypatch.setattr(load, "check_config", lambda *rest: None)  # which refuses it by name
+    config = AutoConfig.for_model("nemotron_h", layers_block_type=["mamba", "attention"])
+    with pytest.raises(ModelError, match="carries more from step to step"):
+        wrap_model(AutoModelForCausalLM.from_config(small_config(config)), name="planted")
 
 
 def test_the_same_model_without_anything_planted_is_not_refused():

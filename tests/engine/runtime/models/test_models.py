@@ -124,6 +124,17 @@ def test_old_spelling_of_rope_scaling_is_understood(checkpoint, tmp_path):
         check_model(ModelSpec(path=path))
 
 
+@pytest.mark.parametrize("key", [{"per_layer_config": {"1": {"head_dim": 512}}}, {"global_head_dim": 512}])
+@pytest.mark.parametrize("inside", [False, True])
+def test_layers_with_heads_of_two_widths_are_refused_before_weights_are_read(
+    checkpoint, tmp_path, key, inside
+):
+    values = {"head_dim": 256, **key}
+    path = edit_config(checkpoint, tmp_path, **({"text_config": values} if inside else values))
+    with pytest.raises(ModelError, match="layers with heads of 256 and 512 numbers"):
+        check_model(ModelSpec(path=path))
+
+
 def test_a_missing_directory_is_no_checkpoint(tmp_path):
     with pytest.raises(ModelError, match="nowhere is not a checkpoint: there is no such directory"):
         check_model(ModelSpec(path=str(tmp_path / "nowhere")))
@@ -212,13 +223,14 @@ def test_layers_without_a_kv_cache_are_noticed(model_of, monkeypatch):
 def test_an_option_that_the_kernels_do_not_know_is_refused(model_of):
     import torch
 
+    from engine.runtime.attention.layer import LayerCall
     from engine.runtime.models.probe import ShapeProbe
     from paged_kernels import Scoring
 
     probe = ShapeProbe()
     layer = model_of().model.model.layers[0].self_attn
     q, kv = torch.zeros(1, 4, 1, 8), torch.zeros(1, 2, 1, 8)
-    probe.attend(layer, q, kv, kv, Scoring(1.0), {"position_bias": q, "use_cache": False})
+    probe.attend(LayerCall(layer, q, kv, kv, Scoring(1.0), {"position_bias": q, "use_cache": False}))
     assert probe.unsupported == {"position_bias"}
 
 
@@ -228,3 +240,27 @@ def test_triton_on_the_cpu_is_refused_when_the_runner_is_built(model_of):
 
     with pytest.raises(BackendUnavailableError, match="'cpu'"):
         Runner(model_of(), num_blocks=4, block_size=4, backend="triton")
+
+
+def test_layers_that_the_triton_kernels_do_not_serve_run_on_torch(model_of, monkeypatch):
+    import torch
+
+    from engine.runtime.attention.select import engine_backend
+    from engine.runtime.models.load import demands_of
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    (narrow,) = demands_of((model_of(), None), "model")
+    assert (narrow.group, narrow.head_dim, narrow.aligned) == (2, 8, False)
+    served = narrow._replace(head_dim=128, aligned=True)
+    for demands, backend in (((served,), "triton"), ((served, narrow), "torch")):
+        assert engine_backend("auto", torch.device("cuda"), demands) == backend
+
+
+def test_layers_that_the_named_triton_kernels_do_not_serve_are_refused(monkeypatch):
+    from engine.runtime.llm import LLM
+    from paged_kernels import BackendUnavailableError
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    wide = ModelSpec(layers=1, hidden=64, heads=2, kv_heads=1, head_dim=512, vocab=64)
+    with pytest.raises(BackendUnavailableError, match="serves a head_dim up to 256, not 512"):
+        LLM(wide, backend="triton", pool_tokens=64)

@@ -7,7 +7,7 @@ import torch
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("rows", [1, 3, 5, 8, 9, 63, 64, 65, 70, 96])
 def test_a_packed_layer_computes_the_same(dtype, rows):
-    from engine.runtime.models.cpu_layers import pack_linears, unpack_linears
+    from engine.runtime.models.cpu_layers import pack_linears, restore_layers
 
     torch.manual_seed(1)
     layer = torch.nn.Linear(96, 160, dtype=getattr(torch, dtype)).eval()
@@ -16,7 +16,7 @@ def test_a_packed_layer_computes_the_same(dtype, rows):
         plain = layer(x)
         assert pack_linears(layer) == 1
         packed = layer(x)
-        unpack_linears(layer)
+        restore_layers(layer)
         assert torch.equal(layer(x), plain)
     assert torch.allclose(packed.float(), plain.float(), atol=1e-5 if dtype == "float32" else 1e-2)
 

@@ -1,0 +1,117 @@
+"""One engine in a process of its own: it starts once, then serves the requests of every line of its standard input.
+
+`engine_matrix.py` runs this file as a script, ours in our interpreter and vLLM in the one that has it. So nothing of
+PageTwin is imported at the top, and vLLM's environment needs none of our packages. The first line of the input has the
+settings. Every answer has the CPU-seconds of the whole process tree: vLLM works in child processes, and a clock of its
+parent alone would call it a hundred times too fast.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+Tokens = list[list[int]]
+ServeLive = Callable[[Sequence[Sequence[int]], Sequence[int]], Tokens]  # prompts, output tokens of each
+
+
+def pagetwin(settings: Mapping[str, Any]) -> ServeLive:
+    """Our engine on the checkpoint at `model`."""
+    import_module("engine")  # before torch: it sets how torch's threads wait
+    import torch
+
+    from benchmarks.engines import BenchRequest, ours
+    from engine.runtime.models.load import load_model
+    from engine.runtime.models.spec import ModelSpec
+
+    torch.set_num_threads(settings["threads"])
+    loaded = load_model(ModelSpec(name="bench", path=settings["model"], dtype=settings["dtype"]))
+    serve = ours(
+        loaded,
+        block_size=settings["block_size"],
+        pool_tokens=settings["pool_tokens"],
+        step_tokens=settings["step_tokens"],
+    )
+
+    def run(prompts: Sequence[Sequence[int]], wanted: Sequence[int]) -> Tokens:
+        return serve([BenchRequest(tuple(ids), count) for ids, count in zip(prompts, wanted, strict=True)])
+
+    return run
+
+
+def vllm(settings: Mapping[str, Any]) -> ServeLive:
+    """vLLM on the same checkpoint: eager, or compiled as it does by default."""
+    library: Any = import_module("vllm")
+    engine = library.LLM(
+        settings["model"],
+        skip_tokenizer_init=True,
+        dtype=settings["dtype"],
+        max_model_len=settings["max_len"],
+        max_num_seqs=settings["max_running"],
+        max_num_batched_tokens=settings["step_tokens"],
+        enforce_eager=settings["eager"],
+        enable_prefix_caching=False,
+        kv_cache_memory_bytes=settings["kv_bytes"],
+    )
+
+    def run(prompts: Sequence[Sequence[int]], wanted: Sequence[int]) -> Tokens:
+        params = [
+            library.SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
+            for count in wanted
+        ]
+        asked = [{"prompt_token_ids": list(ids)} for ids in prompts]
+        outputs = engine.generate(asked, params, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    return run
+
+
+ENGINES: Mapping[str, Callable[[Mapping[str, Any]], ServeLive]] = {"pagetwin": pagetwin, "vllm": vllm}
+
+
+def tree_seconds() -> float:
+    """CPU seconds, user and system, of this process and of all processes below it, ended ones included.
+
+    Without psutil, running child processes are not seen; callers that need them ask for psutil first.
+    """
+    try:
+        psutil: Any = import_module("psutil")
+    except ImportError:
+        return sum(os.times()[:4])
+    root = psutil.Process()
+    return sum(_seconds(psutil, process) for process in (root, *root.children(recursive=True)))
+
+
+def _seconds(psutil: Any, process: Any) -> float:
+    """Seconds of a process and of its children that have ended; 0 if it has ended itself, since its parent has them."""
+    try:
+        times = process.cpu_times()
+    except psutil.NoSuchProcess:
+        return 0.0
+    return float(times.user + times.system + times.children_user + times.children_system)
+
+
+def main() -> int:
+    """Start the engine that the first line of standard input names, then answer every further line."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # an engine's log must not mix with the answers
+    settings = json.loads(sys.stdin.readline())
+    serve = ENGINES[settings["engine"]](settings)
+    _say(answers, {"ready": True})
+    for line in sys.stdin:
+        asked = json.loads(line)
+        began = tree_seconds()
+        tokens = serve(asked["prompts"], asked["outputs"])
+        _say(answers, {"cpu_s": tree_seconds() - began, "tokens": tokens})
+    return 0
+
+
+def _say(answers: Any, found: Mapping[str, Any]) -> None:
+    answers.write(json.dumps(found) + "\n")
+    answers.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

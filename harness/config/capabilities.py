@@ -1,0 +1,350 @@
+"""What goes with what: one table of what a point may ask for, and of the ways to run it that cannot take it.
+
+The checks of a configuration, the choice between compiled and plain replay, the comparison with vLLM's scheduler, their
+error texts and a page of the documentation come from `TABLE`. To add a capability, or to lift a limit, change its row.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from engine.core.options import CachePolicy, GroupPages, Keep, Preemption, Retention, Scheduling, Sharing
+from engine.runtime.options import KVDtype
+from harness.config.errors import ConfigError
+from harness.config.schema import (
+    CacheConfig,
+    DecodingConfig,
+    DecodingMode,
+    DeviceConfig,
+    EngineConfig,
+    ModelConfig,
+    OracleEngine,
+    ReplayConfig,
+    ReplayMode,
+    RunConfig,
+    SchedulerConfig,
+)
+
+
+class Way(StrEnum):
+    """A way to run a point that does not take everything; its value says in words what to do instead."""
+
+    groups = "leave it out, or set cache.groups=off"
+    measured = "set measure=false to predict alone"
+    replicas = "leave it out, or set device.data_parallel=1"
+    client = "leave it out, or use decoding.sharing=copy_on_write"  # beams that a client sends as requests
+    no_cache = "use cache.policy=paged cache.prefix_caching=true"
+    no_rows = "use replay.records=true"
+    compiled = "use replay.compiled=auto"
+    oracle = "set oracle.engine=none"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a point asks for: sections of its configuration, and what its requests have.
+
+    Before the trace is read `several` (a request has several sequences), `drafts` and `may_share` (two prompts may
+    share a block) are what the configuration says.
+    """
+
+    model: ModelConfig
+    engine: EngineConfig
+    device: DeviceConfig
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    decoding: DecodingConfig
+    replay: ReplayConfig
+    oracle: OracleEngine
+    measured: bool
+    several: bool
+    sampled: bool
+    drafts: bool
+    may_share: bool
+    experts: bool
+
+    @property
+    def single(self) -> bool:
+        """Whether several sequences are requests of their own."""
+        return not self.several or self.decoding.sharing is Sharing.prefix_cache
+
+
+def asked_of(config: RunConfig) -> Asked:
+    """What a configuration asks for."""
+    decoding, model = config.decoding, config.model
+    sampled = decoding.mode is DecodingMode.sample and decoding.beam_width == 1
+    return Asked(
+        *(model, config.engine, config.device, config.cache, config.scheduler, decoding, config.replay),
+        oracle=config.oracle.engine,
+        measured=config.measure,
+        several=decoding.beam_width > 1 or (sampled and decoding.n > 1),
+        sampled=sampled,
+        drafts=decoding.draft_tokens > 0,
+        may_share=config.cache.prefix_caching,
+        experts=model.experts > 0,
+    )
+
+
+@dataclass(frozen=True)
+class Capability:
+    """Something that a point may ask for by `key`, and why each of some ways cannot take it.
+
+    `value(asked)` is what it has there, None where it does not ask for it.
+    """
+
+    key: str
+    value: Callable[[Asked], Any]
+    reasons: Mapping[Way, str]
+
+
+def _if(wanted: bool, value: Any) -> Any:
+    return value if wanted else None
+
+
+_OWN = "a policy of your own runs in Python alone"
+_ROWS = "such a run keeps no rows"
+_NO_CACHE = "there is no prefix cache"
+_ALONE = "only the prediction has it"
+_UNKNOWN = "requests for beams are none of the trace, and it does not know them"
+_ONE = "it serves one replica"
+_KEPT = "it is kept for one replica alone"
+
+TABLE: tuple[Capability, ...] = (
+    Capability(
+        "cache.policy",
+        lambda a: _if(a.cache.policy is not CachePolicy.paged, a.cache.policy),
+        {Way.compiled: "it is not paged", Way.oracle: "vLLM has no contiguous cache"},
+    ),
+    Capability(
+        "cache.groups",
+        lambda a: _if(a.cache.groups is not GroupPages.off, a.cache.groups),
+        {Way.compiled: "layers are in groups", Way.oracle: "the oracle compares caches without groups"},
+    ),
+    Capability(
+        "decoding.beam_width",
+        lambda a: _if(a.decoding.beam_width > 1 and not a.single, a.decoding.beam_width),
+        {Way.groups: "it serves single sequences, so beams are requests of their own "
+         "(decoding.sharing=prefix_cache)"},
+    ),
+    Capability(
+        "decoding.n",
+        lambda a: _if(a.sampled and a.decoding.n > 1 and not a.single, a.decoding.n),
+        {Way.groups: "it serves single sequences, so samples are requests of their own "
+         "(decoding.sharing=prefix_cache)"},
+    ),
+    Capability(
+        "decoding.mode",
+        lambda a: _if(a.several or a.sampled, "several sequences" if a.several else "sample"),
+        {Way.oracle: "vLLM's scheduler does not see beams or samples as one request"},
+    ),
+    Capability(
+        "decoding.draft_tokens",
+        lambda a: _if(a.drafts, a.decoding.draft_tokens),
+        {Way.groups: "it takes no draft tokens", Way.compiled: "requests have drafts",
+         Way.oracle: "drafts are not compared"},
+    ),
+    Capability(
+        "decoding.branch_hazard",
+        lambda a: a.decoding.branch_hazard or None,
+        {Way.compiled: "ends of sampled branches are drawn"},
+    ),
+    Capability(
+        "decoding.beam_parents",
+        lambda a: a.decoding.beam_parents,
+        {Way.compiled: "beams follow a recording"},
+    ),
+    Capability(
+        "decoding.sharing",
+        lambda a: _if(a.several and a.decoding.sharing is Sharing.tail_at_fork, "tail_at_fork"),
+        {Way.compiled: "beams keep their blocks"},
+    ),
+    Capability(
+        "scheduler.preemption",
+        lambda a: _if(a.scheduler.preemption is not Preemption.recompute, a.scheduler.preemption),
+        {Way.groups: "it swaps nothing out", Way.oracle: "vLLM swaps nothing out"},
+    ),
+    Capability(
+        "scheduler.preemption",
+        lambda a: _if(a.scheduler.preemption is Preemption.swap, "swap"),
+        {Way.compiled: "preempted requests are swapped out"},
+    ),
+    Capability(
+        "scheduler.policy",
+        lambda a: _if(a.scheduler.policy is not Scheduling.fcfs, a.scheduler.policy),
+        {Way.compiled: "it is not first come, first served"},
+    ),
+    Capability(
+        "scheduler.static_batch",
+        lambda a: a.scheduler.static_batch or None,
+        {Way.compiled: "batching is not continuous", Way.oracle: "vLLM has no static batches"},
+    ),
+    Capability(
+        "scheduler.adaptive_watermark",
+        lambda a: a.scheduler.adaptive_watermark or None,
+        {Way.compiled: "the watermark is adaptive", Way.oracle: "vLLM has no adaptive watermark"},
+    ),
+    Capability(
+        "scheduler.admission",
+        lambda a: a.scheduler.admission,
+        {Way.groups: "free pages say little of single groups", Way.compiled: _OWN, Way.oracle: _OWN},
+    ),
+    Capability("scheduler.order", lambda a: a.scheduler.order, {Way.compiled: _OWN, Way.oracle: _OWN}),
+    Capability("scheduler.victim", lambda a: a.scheduler.victim, {Way.compiled: _OWN, Way.oracle: _OWN}),
+    Capability(
+        "cache.eviction",
+        lambda a: a.cache.eviction,
+        {Way.groups: "it has two orders of its own (cache.behind_first)", Way.compiled: _OWN, Way.oracle: _OWN},
+    ),
+    Capability(
+        "scheduler.async_scheduling",
+        lambda a: a.scheduler.async_scheduling or None,
+        {
+            Way.groups: "steps in flight would keep blocks behind a window for one step more",
+            Way.measured: "the engine that measures schedules a step when the one before it has ended",
+            Way.compiled: "steps are scheduled ahead",
+        },
+    ),
+    Capability(
+        "cache.host_tokens",
+        lambda a: a.cache.host_tokens or None,
+        {Way.groups: "it swaps nothing out, so host memory would stay empty"},
+    ),
+    Capability(
+        "cache.deduplicate",
+        lambda a: a.cache.deduplicate or None,
+        {Way.groups: "it merges no equal blocks", Way.oracle: "vLLM merges no equal blocks"},
+    ),
+    Capability(
+        "cache.deduplicate",
+        lambda a: (a.cache.deduplicate and a.may_share) or None,
+        {Way.compiled: "prompts may share prefixes, and equal blocks are merged"},
+    ),
+    Capability(
+        "cache.retention",
+        lambda a: _if(a.cache.retention is not Retention.lru, a.cache.retention),
+        {Way.oracle: "vLLM keeps freed blocks until they are taken"},
+    ),
+    Capability(
+        "cache.copy_at_fork",
+        lambda a: (a.cache.copy_at_fork and a.several) or None,
+        {Way.compiled: "branches copy their blocks"},
+    ),
+    Capability(
+        "cache.pool_blocks",
+        lambda a: _if(a.cache.groups is not GroupPages.uniform, a.cache.pool_blocks),
+        {Way.groups: "pages of its pools differ; use cache.pool_tokens"},
+    ),
+    Capability(
+        "cache.keep",
+        lambda a: _if(a.cache.keep is not Keep.recent, a.cache.keep),
+        {Way.measured: _ALONE, Way.groups: "its order is that of one block table", Way.replicas: _ONE,
+         Way.client: _UNKNOWN, Way.compiled: "cached blocks are kept by a rule"},
+    ),
+    Capability(
+        "cache.answers",
+        lambda a: a.cache.answers or None,
+        {Way.measured: _ALONE, Way.groups: "it keeps no answers", Way.replicas: _ONE, Way.client: _UNKNOWN,
+         Way.compiled: "later prompts find the blocks of answers"},
+    ),
+    Capability(
+        "replay.optimum",
+        lambda a: a.replay.optimum or None,
+        {Way.groups: "the bound is that of one block table", Way.replicas: _ONE, Way.client: _UNKNOWN,
+         Way.no_cache: _NO_CACHE, Way.no_rows: _ROWS},
+    ),
+    *(
+        Capability(
+            key,
+            value,
+            {Way.groups: reason, Way.replicas: _KEPT, Way.no_cache: _NO_CACHE, Way.no_rows: _ROWS,
+             Way.compiled: kept},
+        )
+        for key, value, reason, kept in (
+            ("replay.kv_events", lambda a: a.replay.kv_events or None, "it keeps no events of the prefix cache",
+             "events of the prefix cache are kept"),
+            ("replay.lookups", lambda a: a.replay.lookups or None, "it keeps no lookups",
+             "lookups of the prefix cache are kept"),
+            ("replay.residency", lambda a: a.replay.residency, "it samples no residency",
+             "the residency of blocks is sampled"),
+        )
+    ),
+    Capability(
+        "replay.mode",
+        lambda a: _if(a.replay.mode in (ReplayMode.closed, ReplayMode.sessions), a.replay.mode),
+        {
+            Way.replicas: "requests wait for others, which may run on another replica; use an open loop (trace, "
+            "poisson, gamma, offline)",
+            Way.compiled: "requests wait for others",
+        },
+    ),
+    Capability(
+        "replay.duration_s",
+        lambda a: a.replay.duration_s,
+        {Way.compiled: "the replay stops early"},
+    ),
+    Capability(
+        "device.data_parallel",
+        lambda a: _if(a.device.data_parallel > 1, a.device.data_parallel),
+        {Way.measured: "the engine measures one replica", Way.client: _UNKNOWN,
+         Way.compiled: "there are several replicas", Way.oracle: "several replicas are simulated"},
+    ),
+    Capability(
+        "model.experts",
+        lambda a: a.experts or None,
+        {Way.replicas: "replicas of a mixture of experts run in lockstep in vLLM, which is not modelled; predict one "
+         "of them at its share of the request rate"},
+    ),
+    Capability(
+        "model.kv_dtype",
+        lambda a: _if(a.measured and a.model.kv_dtype is not KVDtype.model, a.model.kv_dtype),
+        {Way.groups: "its audit reads NaN in the tensors of each group, which 8-bit K and V do not keep"},
+    ),
+    Capability(
+        "engine.cuda_graphs",
+        lambda a: _if(a.measured, a.engine.cuda_graphs or None),
+        {Way.groups: "a recorded step has one block table"},
+    ),
+    Capability(
+        "oracle",
+        lambda a: _if(a.oracle is not OracleEngine.none, a.oracle),
+        {Way.groups: "the oracle compares caches without groups"},
+    ),
+)  # fmt: skip
+
+
+def obstacles(asked: Asked, way: Way) -> Iterator[tuple[str, str]]:
+    """What a point asks for that a way cannot take: the key, and the reason in words."""
+    for row in TABLE:
+        if way in row.reasons and (value := row.value(asked)) is not None:
+            yield row.key, f"{row.reasons[way]} ({row.key}={_text(value)})"
+
+
+def check_combinations(config: RunConfig) -> Iterator[ConfigError]:
+    """What a configuration asks for that does not go together."""
+    asked = asked_of(config)
+    ways = {
+        Way.groups: (config.cache.groups is not GroupPages.off, f"cache.groups={config.cache.groups}"),
+        Way.measured: (config.measure, "measure=true"),
+        Way.replicas: (
+            config.device.data_parallel > 1, f"device.data_parallel={config.device.data_parallel}"
+        ),
+        Way.no_cache: (
+            not config.cache.prefix_caching or config.cache.policy is not CachePolicy.paged,
+            "a cache without prefixes",
+        ),
+        Way.no_rows: (not config.replay.records, "replay.records=false"),
+    }  # fmt: skip
+    for way, (is_on, head) in ways.items():
+        if is_on:
+            yield from refusals(asked, way, head)
+
+
+def refusals(asked: Asked, way: Way, head: str) -> Iterator[ConfigError]:
+    """An error for each thing that `way`, in words `head`, cannot take."""
+    for row in TABLE:
+        if way in row.reasons and (value := row.value(asked)) is not None:
+            yield ConfigError(row.key, f"found {_text(value)}, not with {head}: {row.reasons[way]}; {way}")
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,300 @@
+"""The configuration that simulates a deployment: its settings under our keys, a preset of its model, and its device."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from harness.config.checks import check_config
+from harness.config.compose import compose_config, normalise
+from harness.config.errors import UserError
+from harness.config.groups import groups
+from harness.config.overrides import of_a_file
+from harness.config.schema import ReplayMode, RunConfig
+from harness.point.cost import check_cost
+from harness.sweep.plan import run_request
+from harness.twin.log import EngineLog
+from harness.twin.settings import EngineSettings, with_vllm_defaults
+from harness.workload.deployment import deployment_of
+
+# The name of a model on the hub, in lower case without its owner and `meta-`, and the preset that describes its shape.
+PRESETS = {
+    "llama-2-7b": "llama2_7b",
+    "llama-3-8b": "llama3_8b",
+    "llama-3-70b": "llama3_70b",
+    "llama-3.1-8b": "llama31_8b",
+    "llama-3.1-70b": "llama31_70b",
+    "llama-3.3-70b": "llama31_70b",
+    "mistral-7b-v0.3": "mistral_7b",
+    "mixtral-8x7b-v0.1": "mixtral_8x7b",
+    "qwen3-8b": "qwen3_8b",
+    "qwen3-32b": "qwen3_32b",
+    "qwen3-30b-a3b": "qwen3_30b_a3b",
+    "gemma-2-9b": "gemma2_9b",
+    "gemma-3-12b": "gemma3_12b",
+    "gemma-3-27b": "gemma3_27b",
+    "deepseek-v2-lite": "deepseek_v2_lite",
+    "gpt-oss-20b": "gpt_oss_20b",
+    "opt-13b": "opt_13b",
+    "opt-66b": "opt_66b",
+    "opt-175b": "opt_175b",
+}
+_TUNED = ("-instruct", "-chat", "-it", "-hf", "-base", "-2507", "-thinking")  # of the same shape
+# A word of a device's name as a driver gives it, and the preset that describes the device.
+DEVICES = {
+    "rtx pro 6000": "rtx_pro_6000",
+    "rtx 4090": "rtx4090",
+    "l40s": "l40s",
+    "a10g": "a10g",
+    "a100-sxm4-40gb": "a100_40gb",
+    "a100-sxm4-80gb": "a100_80gb",
+    "h100 80gb hbm3": "h100",
+    "h200": "h200",
+    "b200": "b200",
+}
+_WEIGHTS = {"fp8": "fp8", "mxfp4": "mxfp4"}
+_WEIGHTS |= dict.fromkeys(("awq", "awq_marlin", "gptq", "gptq_marlin"), "int4")
+_UNSAID = "The log does not say whether the engine scheduled ahead of its results"
+_POOL = {"cache.pool_blocks", "cache.pool_tokens"}
+_SAMPLE = "model=llama3_8b, model=./mine.yaml or model.path=FOLDER"
+
+
+@dataclass(frozen=True)
+class Configured:
+    """The configuration of a deployment, the settings with the defaults that it fills in, and what to know of it."""
+
+    config: RunConfig
+    settings: EngineSettings
+    notes: tuple[str, ...]
+    overrides: tuple[str, ...]  # all of it as overrides, in the order in which they apply
+    replaced: Mapping[str, str] = field(default_factory=dict)  # keys that the user set otherwise than the log
+    warnings: tuple[str, ...] = ()  # what is said before any figure
+
+    @property
+    def knows_schedule(self) -> bool:
+        """Whether the log or the user say if the engine scheduled ahead of its results."""
+        return not any(note.startswith(_UNSAID) for note in self.notes)
+
+    @property
+    def notes_but_schedule(self) -> tuple[str, ...]:
+        """The notes without the one on an unsaid schedule."""
+        return tuple(note for note in self.notes if not note.startswith(_UNSAID))
+
+    def scheduled(self, ahead: bool) -> "Configured":
+        """The same with asynchronous scheduling on or off."""
+        scheduler = replace(self.config.scheduler, async_scheduling=ahead)
+        words = (*self.overrides, f"scheduler.async_scheduling={str(ahead).lower()}")
+        return replace(self, config=replace(self.config, scheduler=scheduler), overrides=words)
+
+
+def configured(log: EngineLog, overrides: Sequence[str]) -> Configured:
+    """Compose the configuration of a deployment; `overrides` of the user win over what its files say.
+
+    Raises:
+        UserError: model or device are not known, a setting is not simulated, or a value is not allowed.
+    """
+    settings = log.settings
+    if settings.unmodelled:
+        said = ", ".join(f"{name} = {value}" for name, value in settings.unmodelled.items())
+        raise UserError(
+            f"the engine ran with {said}, which changes its schedule or its memory and is not simulated: a fit would "
+            "put its effect into other constants"
+        )
+    chosen = {word.lstrip("+").partition("=")[0] for word in overrides}
+    device = () if "device" in chosen else (f"device={_device(settings)}",)
+    model = () if chosen & {"model", "model.path"} else _model(settings)
+    first = _composed(("measure=false", *device, *overrides))
+    settings = with_vllm_defaults(settings, memory_gb=first.device.memory_gb, device=first.device.name)
+    pool = _POOL if chosen & _POOL else set()  # one key of the pool replaces the other
+    own = [word for word in _own(settings) if word.partition("=")[0] not in chosen | pool]
+    own = of_a_file([*device, *model, *own], f"the log of {log.name}")
+    words = ("measure=false", "cost=roofline", *own, *overrides)
+    config = normalise(_composed(words))
+    errors = check_config(config)
+    if errors:
+        raise UserError("\n".join(map(str, errors)))
+    check_cost(deployment_of(config))
+    crowded = _crowded(log, config)
+    if crowded and "scheduler.max_running" not in chosen:
+        raise UserError(f"{crowded}; set scheduler.max_running to that of this run")
+    kept = {word.lstrip("+") for word in overrides} | set(own)
+    gone = (word.partition("=") for word in _own(settings) if word not in kept)
+    replaced = {key: value for key, _, value in gone}  # the log's values
+    notes = [f"{crowded}, as you set them."] if crowded else []
+    notes += [*_contradictions(settings, replaced, config, chosen), *_notes(settings, chosen, config)]
+    warnings = (_capped(log, chosen, config), log.lost, _assumed(settings, chosen, config))
+    return Configured(config, settings, tuple(notes), words, replaced, tuple(filter(None, warnings)))
+
+
+def _capped(log: EngineLog, chosen: set[str], config: RunConfig) -> str:
+    """What to say where a capped client's requests are replayed as an open loop; empty where they are not.
+
+    Raises:
+        UserError: they would be, and the user does not say how to replay them.
+    """
+    cap = log.requests.client_cap(log.stated_cap)
+    if cap is None or config.replay.mode is ReplayMode.closed:
+        return ""
+    found = (
+        f"the client of this log held its requests back at {cap} in flight: each was sent when an answer ended, so "
+        "that a replay of its times would queue as no client of it did, and times to first token would be wrong"
+    )
+    if not chosen & {"replay", "replay.mode"}:
+        raise UserError(
+            f"{found}. Add replay=closed replay.users={cap} (so many users, each of whom sends the next at once), or "
+            "replay.mode=trace to replay the times all the same"
+        )
+    return f"Warning: {found}. They are replayed as you set it."
+
+
+def _crowded(log: EngineLog, config: RunConfig) -> str:
+    """What to say where more requests are between first and last token than may run at once; empty where not.
+
+    Requests that touch within a hundredth of the median answer's time do not count: clocks are not that exact.
+    """
+    requests = log.requests
+    spans = requests.last_token_s - requests.first_token_s
+    margin = 0.01 * float(np.median(spans))
+    begins = np.sort(requests.first_token_s[spans > 2 * margin] + margin)
+    ends = np.sort(requests.last_token_s[spans > 2 * margin] - margin)
+    at_once = np.arange(1, len(begins) + 1) - np.searchsorted(ends, begins, side="right")
+    most = int(at_once.max(initial=0))
+    allowed = config.scheduler.max_running * config.device.data_parallel
+    if most <= allowed:
+        return ""
+    return (
+        f"the log has {most} requests between their first and their last token at once, but the settings let {allowed} "
+        "run (scheduler.max_running x device.data_parallel): they are those of another run"
+    )
+
+
+def _composed(words: Sequence[str]) -> RunConfig:
+    last: dict[str, str] = {word.partition("=")[0]: word for word in words}
+    request = run_request(tuple(last.values()))
+    several = [axis.text for axis in request.axes if len(axis.settings) > 1]
+    if several:
+        raise UserError(f"one setting at a time; '{several[0]}' makes a sweep")
+    return compose_config(axis.settings[0] for axis in request.axes)
+
+
+def _own(settings: EngineSettings) -> list[str]:
+    words = list(settings.overrides())
+    words.append(f"device.tensor_parallel={settings.tensor_parallel or 1}")
+    words.append(f"device.data_parallel={settings.data_parallel or 1}")
+    if settings.expert_parallel and (settings.tensor_parallel or 1) > 1:
+        words.append("device.expert_parallel=true")
+    if settings.quantization is not None:
+        if settings.quantization not in _WEIGHTS:
+            raise UserError(
+                f"the engine's quantization is {settings.quantization}, which does not say how wide the weights are; "
+                "name it, as model.weight_dtype=fp8 (or int4, int8, mxfp4)"
+            )
+        words.append(f"model.weight_dtype={_WEIGHTS[settings.quantization]}")
+    return words
+
+
+def _contradictions(
+    settings: EngineSettings, replaced: Mapping[str, str], config: RunConfig, chosen: set[str]
+) -> list[str]:
+    found = [
+        f"{key}: the log says {value}; what you set instead is simulated." for key, value in replaced.items()
+    ]
+    own_model = bool(chosen & {"model", "model.path"})
+    presets = {"model": preset_of(settings.model or "") if own_model else None}
+    presets["device"] = preset_of_device(settings.device or "")
+    for group, preset in presets.items():
+        if preset is not None:
+            usual = getattr(_composed(("measure=false", f"{group}={preset}")), group).name
+            said, ours = getattr(settings, group), getattr(config, group).name
+            if usual != ours:
+                found.append(f"The log says that {said} ran; {ours} is simulated, as you set it.")
+    return found
+
+
+def _model(settings: EngineSettings) -> tuple[str, ...]:
+    """The override that chooses the model. Raises UserError where nothing is known of it."""
+    name = settings.model
+    if name is None:
+        raise UserError(f"the log does not say which model ran; add it, as {_SAMPLE}")
+    if (Path(name).expanduser() / "config.json").is_file():
+        return (f"model.path={name}",)
+    preset = preset_of(name)
+    if preset is None:
+        raise UserError(
+            f"no preset describes the model {name}; add its shape, as {_SAMPLE}. The presets are "
+            f"{', '.join(groups()['model'])}"
+        )
+    return (f"model={preset}",)
+
+
+def preset_of(name: str) -> str | None:
+    """The preset of a model by its name on the hub, or None. Tuned variants have the shape of their base."""
+    short = name.rstrip("/").rpartition("/")[2].lower().removeprefix("meta-")
+    while short not in PRESETS:
+        suffix = next((one for one in _TUNED if short.endswith(one)), None)
+        if suffix is None:
+            return None
+        short = short.removesuffix(suffix)
+    found = PRESETS[short]
+    return found if found in groups()["model"] else None
+
+
+def preset_of_device(name: str) -> str | None:
+    """The preset of a device by the name that its driver gives, or None. A GB200 is no B200."""
+    found = next(
+        (DEVICES[one] for one in DEVICES if re.search(rf"(?<!\w){re.escape(one)}", name.lower())), None
+    )
+    return found if found in groups()["device"] else None
+
+
+def _device(settings: EngineSettings) -> str:
+    known = ", ".join(name for name in groups()["device"] if name != "cpu")
+    if settings.device is None:
+        raise UserError(
+            f"the log does not say on which device it ran; add it, as device=h100 (presets: {known}) or "
+            "device=./mine.yaml"
+        )
+    found = preset_of_device(settings.device)
+    if found is None:
+        raise UserError(
+            f"no preset describes the device {settings.device}; add it, as device=./mine.yaml, or take the nearest "
+            f"of {known}"
+        )
+    return found
+
+
+def _assumed(settings: EngineSettings, chosen: set[str], config: RunConfig) -> str:
+    """What to say where neither log nor user give a setting of the engine; empty where they do."""
+    missing = []
+    for key in ("scheduler.max_running", "scheduler.max_batched_tokens", "cache.block_size"):
+        group, name = key.split(".")
+        if getattr(settings, name) is None and key not in chosen:
+            missing.append(f"{key}={getattr(getattr(config, group), name)}")
+    if not missing:
+        return ""
+    return (
+        f"Warning: the log does not give the engine's settings; PageTwin's own defaults are simulated "
+        f"({', '.join(missing)}), and times to first token follow them."
+    )
+
+
+def _notes(settings: EngineSettings, chosen: set[str], config: RunConfig) -> list[str]:
+    found = [f"{name} = {value}: no key of ours, not simulated." for name, value in settings.unmapped.items()]
+    if settings.host_memory_gb:
+        found.append(
+            f"{settings.host_memory_gb:.3g} GB of host memory for KV blocks: reuse from there is not simulated."
+        )
+    if settings.async_scheduling is None and "scheduler.async_scheduling" not in chosen:
+        how = "on" if config.scheduler.async_scheduling else "off"
+        found.append(
+            f"{_UNSAID}; {how} is simulated. vLLM does "
+            "since 0.19 unless it is told otherwise, and SGLang by default. The choice moves the time to first "
+            "token: set scheduler.async_scheduling=true or false."
+        )
+    if not settings.knows_pool and not chosen & _POOL:
+        found.append(
+            "The log does not give the pool: it is what the device's memory holds beside the weights."
+        )
+    return found

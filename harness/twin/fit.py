@@ -1,0 +1,371 @@
+"""Fit the constants of a device to an engine's log, by running the simulator until its times are the log's.
+
+The constants are those of the roofline's expected value: shares of the datasheet's rates, and fixed times. One log
+cannot tell all of them apart (a plain least-squares fit puts the weights' time into the constant of a step), so each
+has bounds and a weak prior: the value that the device's description gives, with a spread on the logarithm.
+`write_device` keeps the result as a file that `device=FILE` reads.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+import numpy as np
+from scipy.optimize import least_squares
+
+from harness.config.errors import UserError
+from harness.config.schema import DeviceConfig, RunConfig
+from harness.store.atomic import write_files
+from harness.twin.configured import Configured
+from harness.twin.log import EngineLog, FloatArray
+from harness.twin.prediction import Errors, Prediction, errors_of, predictor
+
+Progress = Callable[[int, float], None]
+"""Called after each simulation with how many there were and the cost so far."""
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A constant of the device that a log can teach: its key, spread of the prior's logarithm, and bounds.
+
+    `centre` replaces the description's value where that is 0, which has no logarithm.
+    """
+
+    key: str
+    spread: float
+    low: float
+    high: float
+    centre: float
+
+
+CONSTANTS = (
+    Constant("bandwidth_efficiency", 0.1, 0.4, 1.0, 0.85),
+    Constant("kv_efficiency", 0.1, 0.4, 1.0, 0.85),
+    Constant("compute_efficiency", 0.25, 0.15, 1.0, 0.6),
+    Constant("attention_efficiency", 0.25, 0.1, 1.0, 0.5),
+    Constant("step_overhead_us", 0.7, 30.0, 20_000.0, 500.0),
+    Constant("layer_overhead_us", 0.5, 0.5, 200.0, 8.0),
+    Constant("row_overhead_us", 0.7, 0.01, 10.0, 0.2),
+)
+LINK_CONSTANTS = (
+    Constant("link_efficiency", 0.5, 0.02, 1.0, 0.5),
+    Constant("link_latency_us", 0.7, 1.0, 500.0, 10.0),
+)
+"""Only a log of several devices says anything about their link."""
+
+_PRIOR_WEIGHT = 3.0  # a prior counts as this many requests at their tolerance
+# More requests than this do not make the fit surer: what is left is the form's error, not noise.
+_EFFECTIVE = 75
+# Of a logarithm; beyond it a request counts by its distance alone.
+_TPOT_TOLERANCE, _TTFT_TOLERANCE = 0.03, 0.1
+_STEP = 0.2  # of a spread: a smaller change moves too few steps for a derivative
+_ROUNDS = 12
+
+
+@dataclass(frozen=True)
+class FittedConstant:
+    """One constant before and after. `spread` is that of its logarithm, given the log; `learned` if the log narrowed it
+    to less than half of the prior's."""
+
+    key: str
+    prior: float
+    value: float
+    spread: float
+    learned: bool
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The device as a log shows it, and how well it predicts the part of the log that the fit has not seen."""
+
+    device: DeviceConfig
+    constants: tuple[FittedConstant, ...]
+    fitted_on: int
+    requests: int
+    before: Errors  # on the held-out part, with the description's constants
+    fitted: Errors  # on the part that was fitted
+    held_out: Errors
+    simulations: int
+    cpu_s: float
+    prediction: Prediction
+    cost: float = 0.0  # half the sum of squared residuals, priors included
+
+
+def requests_to_fit(requests: int, share: float = 0.25) -> int:
+    """How many of the first requests a fit takes: a share of them, at least 30, at most 400, never all.
+
+    Raises:
+        UserError: there are fewer than 40 requests, or the share is not between 0 and 1.
+    """
+    if not 0 < share < 1:
+        raise UserError(f"the share of the log to fit is {share:g}, must be between 0 and 1")
+    if requests < 40:
+        raise UserError(
+            f"the log has {requests} finished requests; a fit needs 40, and holds some of them out. twin --no-fit "
+            "compares it with the device's description"
+        )
+    return min(max(round(share * requests), 30), 400, requests - 10)
+
+
+def fit_device(
+    log: EngineLog, config: RunConfig, *, first: int | None = None, progress: Progress | None = None
+) -> Fit:
+    """Fit the constants of `config.device` to the first requests of the log, and judge them on the others.
+
+    `first` is how many requests are fitted, in order of their entry; None takes a quarter. Of later requests the fit
+    sees arrivals and lengths, while the first are running, and no time. The result is deterministic.
+
+    Raises:
+        ConfigError: the settings are not those of an engine that could have served the log.
+        UserError: the log has too few requests.
+    """
+    began = time.process_time()
+    count = len(log.requests)
+    first = requests_to_fit(count) if first is None else first
+    if not 1 <= first < count:
+        raise UserError(
+            f"the fit takes {first} of {count} requests, must be at least 1 and leave some for the test"
+        )
+    problem = _Problem(log, config, first, progress)
+    zero = np.zeros(len(problem.constants))
+    found = least_squares(
+        problem.residuals,
+        zero,
+        jac=problem.jacobian,
+        bounds=(problem.scaled_low, problem.scaled_high),
+        max_nfev=_ROUNDS,
+        ftol=1e-4,
+    )
+    whole = predictor(config, log.workload)
+    device = problem.device(found.x)
+    before, after = whole(problem.device(zero)), whole(device)
+    rest = slice(first, None)
+    return Fit(
+        device,
+        problem.described(found.x),
+        first,
+        count,
+        errors_of(before, log, rest),
+        errors_of(after, log, slice(0, first)),
+        errors_of(after, log, rest),
+        problem.simulations + 2,
+        time.process_time() - began,
+        after,
+        float(found.cost),
+    )
+
+
+_DOUBTFUL = {"TPOT": 0.1, "TTFT": 0.25}  # errors of the fitted part that no noise of a log explains
+_AT_BOUND = 0.005  # of the bound
+
+
+def doubts(fit: Fit) -> list[str]:
+    """What speaks against a fit, in sentences: constants at a bound, and errors on the requests that were fitted."""
+    limits = {one.key: (one.low, one.high) for one in CONSTANTS + LINK_CONSTANTS}
+    ends = [
+        f"{one.key} = {one.value:.4g}"
+        for one in fit.constants
+        if any(abs(one.value / end - 1) < _AT_BOUND for end in limits[one.key])
+    ]
+    found = []
+    if ends:
+        found.append(
+            f"{', '.join(ends)} lies at the end of what a GPU can do: the log asks for more. Are model, device, number "
+            "of devices and units of time those of the run?"
+        )
+    errors = {"TPOT": fit.fitted.tpot_p50, "TTFT": fit.fitted.ttft_p50}
+    far = [f"{name} {100 * error:+.0f} %" for name, error in errors.items() if abs(error) > _DOUBTFUL[name]]
+    if far:
+        found.append(
+            f"the fit misses even the requests that it was fitted to ({', '.join(far)}): the run had other settings, "
+            "another load beside this one, or another device than is simulated."
+        )
+    return found
+
+
+def explains_nothing(fit: Fit) -> bool:
+    """Whether a median of the fitted part is predicted at less than half or more than twice what was measured."""
+    return any(error > 1 or error < -0.5 for error in (fit.fitted.tpot_p50, fit.fitted.ttft_p50))
+
+
+_CLEARLY = 0.9  # of the other schedule's cost: a fit that is better by less proves nothing
+
+
+def fit_schedule(
+    log: EngineLog, found: Configured, *, first: int | None = None, progress: Progress | None = None
+) -> tuple[Configured, Fit]:
+    """`fit_device`; where neither log nor user say whether the engine scheduled ahead of its results, in both ways.
+
+    The schedule whose fit is clearly better is taken, else the configured one. A note gives the errors of both.
+
+    Raises:
+        ConfigError, UserError: as `fit_device`.
+    """
+    if found.knows_schedule:
+        return found, fit_device(log, found.config, first=first, progress=progress)
+    ways = {ahead: found.scheduled(ahead) for ahead in (True, False)}
+    fits = {ahead: fit_device(log, way.config, first=first, progress=progress) for ahead, way in ways.items()}
+    usual = found.config.scheduler.async_scheduling
+    chosen = (not usual) if fits[not usual].cost < _CLEARLY * fits[usual].cost else usual
+    clear = fits[chosen].cost < _CLEARLY * fits[not chosen].cost
+    said = "; ".join(
+        f"{'on' if ahead else 'off'}: TPOT p50 {100 * fit.held_out.tpot_p50:+.1f} %, TTFT p50 "
+        f"{100 * fit.held_out.ttft_p50:+.1f} % on requests held out"
+        for ahead, fit in fits.items()
+    )
+    why = "the log does not tell which, so that the usual one is taken:"
+    if clear:
+        why = "the first requests show that it was"
+    note = (
+        f"The log does not say whether the engine scheduled ahead of its results; fitted both ways, {why} "
+        f"{'on' if chosen else 'off'}. {said}. Set scheduler.async_scheduling=true or false if you know it."
+    )
+    return replace(ways[chosen], notes=(*found.notes_but_schedule, note)), fits[chosen]
+
+
+class _Problem:
+    """The residuals of a fit over the constants' logarithms, in units of their priors' spreads."""
+
+    def __init__(self, log: EngineLog, config: RunConfig, first: int, progress: Progress | None) -> None:
+        self._base = config.device
+        self.constants = CONSTANTS + (LINK_CONSTANTS if config.device.tensor_parallel > 1 else ())
+        self._spread = np.array([constant.spread for constant in self.constants])
+        self._centre = np.log([self._prior(constant) for constant in self.constants])
+        ends = np.log([(constant.low, constant.high) for constant in self.constants]).T
+        self.scaled_low, self.scaled_high = (ends - self._centre) / self._spread
+        self._measured = log.requests.take(slice(0, first))
+        last_s = float(self._measured.last_token_s.max())
+        rows = tuple(row for row in log.workload.requests if row.arrival_us / 1e6 <= last_s)
+        # Later requests may have entered before the last of the first ones had ended.
+        part = log.workload.changed(rows, f"the {len(rows)} requests until {last_s:.3f} s")
+        self._predict = predictor(config, part)
+        tpot = self._measured.tpot_s
+        # An engine that gives all tokens at once leaves 0 between them, which has no logarithm.
+        self._several = np.nan_to_num(tpot) > 0
+        if self._several.any():
+            self._floor_s = float(np.median(tpot[self._several]))
+        else:
+            self._floor_s = 0.1 * float(np.median(self._measured.ttft_s))
+        if self._floor_s <= 0:
+            raise UserError(
+                f"of most of the first {first} requests the first token comes at the arrival and the last with it: "
+                "the log has no durations that a fit could learn from"
+            )
+        self._weight = float(np.sqrt(min(1.0, _EFFECTIVE / first)))
+        self._known: dict[bytes, FloatArray] = {}
+        self._progress = progress
+        self.simulations = 0
+
+    def _prior(self, constant: Constant) -> float:
+        value = float(getattr(self._base, constant.key)) or constant.centre
+        return min(max(value, constant.low * 1.001), constant.high * 0.999)
+
+    def device(self, scaled: FloatArray) -> DeviceConfig:
+        """The device at a place of the search."""
+        values = np.exp(self._centre + scaled * self._spread)
+        found = replace(self._base)
+        for constant, value in zip(self.constants, values, strict=True):
+            setattr(found, constant.key, min(max(float(value), constant.low), constant.high))
+        return found
+
+    def residuals(self, scaled: FloatArray) -> FloatArray:
+        """Of each request's TPOT and TTFT, and of each prior; TTFT beside one step's time, so that none is 0."""
+        key = scaled.tobytes()
+        if key not in self._known:
+            predicted = self._predict(self.device(scaled))
+            self.simulations += 1
+            count, several = len(self._measured), self._several
+            tpot = np.log(predicted.tpot_s[:count][several] / self._measured.tpot_s[several])
+            floor = self._floor_s
+            ttft = np.log((predicted.ttft_s(self._measured) + floor) / (self._measured.ttft_s + floor))
+            each = (_robust(tpot, _TPOT_TOLERANCE), _robust(ttft, _TTFT_TOLERANCE))
+            self._known[key] = np.concatenate([*(self._weight * one for one in each), _PRIOR_WEIGHT * scaled])
+            if self._progress:
+                self._progress(self.simulations, 0.5 * float(self._known[key] @ self._known[key]))
+        return self._known[key]
+
+    def jacobian(self, scaled: FloatArray) -> FloatArray:
+        """Differences over a fifth of a spread: a simulation is a step function of its constants."""
+        here = self.residuals(scaled)
+        columns = np.empty((len(here), len(scaled)))
+        for i in range(len(scaled)):
+            step = _STEP if scaled[i] + _STEP < self.scaled_high[i] else -_STEP
+            moved = scaled.copy()
+            moved[i] += step
+            columns[:, i] = (self.residuals(moved) - here) / step
+        return columns
+
+    def described(self, scaled: FloatArray) -> tuple[FittedConstant, ...]:
+        """The constants before and after, with the spread that the log leaves them."""
+        slopes = self.jacobian(scaled) / _PRIOR_WEIGHT  # in units in which the prior has the variance 1
+        left = np.sqrt(np.diag(np.linalg.inv(slopes.T @ slopes)))
+        before, after = self.device(np.zeros_like(scaled)), self.device(scaled)
+        return tuple(
+            FittedConstant(
+                constant.key,
+                float(getattr(before, constant.key)),
+                float(getattr(after, constant.key)),
+                float(share * constant.spread),
+                bool(share < 0.5),
+            )
+            for constant, share in zip(self.constants, left, strict=True)
+        )
+
+
+def _robust(errors: FloatArray, tolerance: float) -> FloatArray:
+    """Residuals whose squares grow linearly beyond the tolerance (pseudo-Huber), with the errors' signs."""
+    loss = np.sqrt(1 + (errors / tolerance) ** 2) - 1
+    rooted: FloatArray = np.sign(errors) * np.sqrt(2 * loss)
+    return rooted
+
+
+# -- the fitted device as a file --------------------------------------------------------------------------------------
+
+
+def write_device(fit: Fit, log: EngineLog, found: Configured, command: str, path: Path) -> None:
+    """Write the device. Raises StoreError where the file cannot be written."""
+    write_files(path.parent, {path.name: _device_text(fit, log, found, command).encode()})
+
+
+def fitted_device(fit: Fit, log: EngineLog) -> DeviceConfig:
+    """The device of a fit, with the name of the log that it was fitted to."""
+    ran = f" of {log.settings.model}" if log.settings.model else ""
+    return replace(
+        fit.device, fitted_from=f"{log.name}, first {fit.fitted_on} of {fit.requests} requests{ran}"
+    )
+
+
+def _device_text(fit: Fit, log: EngineLog, found: Configured, command: str) -> str:
+    """The file's text: comments that say where it comes from, then one key and value a line."""
+    settings = found.settings
+    engine = " ".join(filter(None, (settings.engine, settings.version)))
+    lines = [
+        f"# {fit.device.name} as the log of a deployment shows it: choose with device=FILE.",
+        f"# Made by: {command}",
+        f"# Log: {log.name} ({', '.join(log.sources)}), {engine}, model {settings.model or 'not named'}.",
+        f"# Digest of its requests: {log.workload.digest[:16]}",
+        f"# Fitted on the first {fit.fitted_on} of {fit.requests} requests. Errors on the others:",
+        f"#   {fit.held_out}",
+        f"#   with the constants of the description, before the fit: {fit.before}",
+        *(f"# {warning}" for warning in found.warnings),
+        *(f"# Warning: {doubt}" for doubt in doubts(fit)),
+        "# Constants: value before the fit, and whether the log taught it (to half of the prior's spread or less).",
+    ]
+    learned = {constant.key: constant for constant in fit.constants}
+    device = fitted_device(fit, log)
+    for one in fields(DeviceConfig):
+        value = getattr(device, one.name)
+        if value is None:
+            continue
+        constant = learned.get(one.name)
+        comment = ""
+        if constant is not None:
+            how = "learned from the log" if constant.learned else "mostly the prior"
+            comment = f"  # before {constant.prior:.4g}; {how}, spread {100 * constant.spread:.0f} %"
+        written = json.dumps(value) if isinstance(value, bool | str) else str(value)
+        if isinstance(value, float):
+            written = f"{value:.6g}"
+        lines.append(f"{one.name}: {written}{comment}")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,168 @@
+"""What a serving engine left of a run: the times of each request, its state in each second, and its settings.
+
+All times are seconds on one clock that starts at the first arrival. `harness.twin.reading` makes these values
+from files. The i-th request of `workload` is the i-th row of `requests`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from harness.twin.settings import EngineSettings
+from traces.trace import Trace
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+
+WRITTEN_TWICE = "written twice, with the same times"
+_WORTH_SAYING = 0.01  # of the requests
+FEWEST_HELD = 5
+"""Fewer requests than this that follow an answer's end are no proof of a capped client."""
+
+
+def tpot_s(
+    first_token_s: FloatArray, last_token_s: FloatArray, output_tokens: FloatArray | IntArray
+) -> FloatArray:
+    """Mean seconds between the tokens of each request; nan for a request of one token."""
+    gaps = output_tokens - 1
+    return np.where(gaps > 0, (last_token_s - first_token_s) / np.maximum(gaps, 1), np.nan)
+
+
+@dataclass(frozen=True)
+class RequestTimes:
+    """The requests that ended well, in order of `entered_s`; every column has one entry for each.
+
+    `arrival_s` is when the client sent the request or the server took it, as the log has it. `queued_s` is when it
+    entered the queue of the scheduler, `scheduled_s` when it was first scheduled. `last_token_s` is its end. A column
+    that the log does not have is None.
+    """
+
+    request_id: tuple[str, ...]
+    arrival_s: FloatArray
+    first_token_s: FloatArray
+    last_token_s: FloatArray
+    prompt_tokens: IntArray
+    output_tokens: IntArray
+    queued_s: FloatArray | None = None
+    scheduled_s: FloatArray | None = None
+    cached_tokens: IntArray | None = None  # prompt tokens found in the prefix cache
+
+    def __len__(self) -> int:
+        return len(self.request_id)
+
+    @property
+    def entered_s(self) -> FloatArray:
+        """When each request entered the scheduler's queue; its arrival where that is not logged.
+
+        A simulation starts there: what a server does before (HTTP, tokenisation) is not simulated.
+        """
+        return self.arrival_s if self.queued_s is None else self.queued_s
+
+    @property
+    def ttft_s(self) -> FloatArray:
+        """Seconds from `entered_s` to the first token."""
+        return self.first_token_s - self.entered_s
+
+    @property
+    def tpot_s(self) -> FloatArray:
+        """Mean seconds between the tokens of a request; nan for a request of one token."""
+        return tpot_s(self.first_token_s, self.last_token_s, self.output_tokens)
+
+    @property
+    def latency_s(self) -> FloatArray:
+        """Seconds from `entered_s` to the last token."""
+        return self.last_token_s - self.entered_s
+
+    def client_cap(self, stated: int | None = None) -> int | None:
+        """The number in flight at which a client held its requests back: `stated`, or what the times show; else None.
+
+        A client that is capped at N sends its request k when an answer ends that leaves N - 1: the (k - N)-th end.
+        A stated cap that was never reached held nothing back.
+        """
+        sent, ended = np.sort(self.arrival_s), np.sort(self.last_token_s)
+        most = int((np.arange(1, len(sent) + 1) - np.searchsorted(ended, sent, side="right")).max(initial=0))
+        if stated is not None:
+            return stated if most >= stated and len(sent) > stated else None
+        idle_s = np.abs(sent[most:] - ended[: len(sent) - most])
+        follows = idle_s <= 0.01 * float(np.median(self.latency_s))
+        return most if len(follows) >= FEWEST_HELD and float(follows.mean()) > 0.5 else None
+
+    def take(self, chosen: slice) -> "RequestTimes":
+        """The requests of a slice, on the same clock."""
+        columns: dict[str, Any] = {
+            name: None if column is None else column[chosen] for name, column in vars(self).items()
+        }
+        return RequestTimes(**columns)
+
+    def under_way(self, at_s: FloatArray) -> tuple[IntArray, IntArray]:
+        """Requests that run and that wait at each instant, counted from the times of the requests.
+
+        A request waits from `entered_s` to `scheduled_s` and runs from there to its last token. Without `scheduled_s`
+        it runs from its first token on. A preempted request counts as running.
+        """
+        starts = self.first_token_s if self.scheduled_s is None else self.scheduled_s
+
+        def before(times: FloatArray) -> IntArray:
+            return np.searchsorted(np.sort(times), at_s, side="right").astype(np.int64)
+
+        entered, started, ended = before(self.entered_s), before(starts), before(self.last_token_s)
+        return started - ended, entered - started
+
+
+@dataclass(frozen=True)
+class Timeseries:
+    """The engine's state at instants `at_s`, as it logged it; every column has one entry for each instant.
+
+    `kv_use` is the share of the KV pool in use, from 0 to 1. A column that was not logged is None. `preemptions` and
+    the token counters are totals since the first instant.
+    """
+
+    at_s: FloatArray
+    running: FloatArray
+    waiting: FloatArray
+    kv_use: FloatArray | None = None
+    prompt_tokens_per_s: FloatArray | None = None
+    generated_tokens_per_s: FloatArray | None = None
+    preemptions: FloatArray | None = None
+    hit_tokens: FloatArray | None = None
+    queried_tokens: FloatArray | None = None
+
+    def __len__(self) -> int:
+        return len(self.at_s)
+
+
+@dataclass(frozen=True)
+class EngineLog:
+    """A run of a serving engine. `sources` names the files that were read, `notes` says what was assumed or left out.
+
+    `workload` has the requests as a trace that can be replayed: request i is row i of `requests` and arrives at its
+    `entered_s`. `dropped` counts the rows of the log that are no finished request, by reason.
+    """
+
+    name: str
+    settings: EngineSettings
+    requests: RequestTimes
+    workload: Trace
+    series: Timeseries | None = None
+    sources: tuple[str, ...] = ()
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    stated_cap: int | None = None  # requests in flight that the client allowed, as its log says
+
+    @property
+    def lost(self) -> str:
+        """What to say where requests that the engine served in part are not in the log's rows; empty where not."""
+        dropped = {reason: count for reason, count in self.dropped.items() if reason != WRITTEN_TWICE}
+        lost = sum(dropped.values())
+        rows = lost + len(self.requests)
+        if lost < _WORTH_SAYING * rows:
+            return ""
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in dropped.items())
+        return (
+            f"Warning: {100 * lost / rows:.0f} % of the log's requests ({lost:,} of {rows:,}: {reasons}) are not "
+            "simulated, and the engine had their load."
+        )

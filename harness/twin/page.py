@@ -1,0 +1,206 @@
+"""The report of a twin: one HTML file without network, a Markdown summary, figures, tables as CSV, the workload."""
+
+import tempfile
+from pathlib import Path
+
+from harness.config.schema import ReplayMode
+from harness.report.numbers import digits, seconds
+from harness.report.style import Drawing, inline, pdf_bytes, style, svg_bytes
+from harness.store.atomic import write_files
+from harness.twin.figures import changes, latency, state
+from harness.twin.fit import doubts
+from harness.twin.twin import Twin, change_of, constants_of, grade, trust, verdict
+from harness.twin.what_ifs import WhatIf
+from harness.workload.deployment import deployment_of
+from traces.formats.pagetwin import write_jsonl
+
+PAGE = "index.html"
+_REPLACED = "; the user set another value, which was simulated"
+_LABELS = {
+    "ttft_p50": "TTFT p50",
+    "ttft_p99": "TTFT p99",
+    "tpot_p50": "TPOT p50",
+    "tpot_p99": "TPOT p99",
+    "output_throughput": "output tokens/s",
+}
+
+
+def write_twin(twin: Twin, folder: Path) -> Path:
+    """Write the report; returns the path of the page. Raises StoreError where it cannot be written."""
+    with style():
+        drawings = [state(twin), latency(twin), *([changes(twin)] if twin.changes else [])]
+        files = {name: data for drawing in drawings for name, data in _files(drawing).items()}
+    files["workload.jsonl"] = _workload(twin)
+    files["summary.md"] = summary(twin).encode()
+    files[PAGE] = _page(twin, drawings, files).encode()
+    write_files(folder, files)
+    return folder / PAGE
+
+
+def _files(drawing: Drawing) -> dict[str, bytes]:
+    table = drawing.data.to_csv(index=False, float_format="%.9g", lineterminator="\n")
+    return {
+        f"{drawing.name}.svg": svg_bytes(drawing.figure, drawing.name),
+        f"{drawing.name}.pdf": pdf_bytes(drawing.figure),
+        f"{drawing.name}.csv": table.encode(),
+    }
+
+
+def _workload(twin: Twin) -> bytes:
+    """The requests as a trace, which `trace=pagetwin trace.path=FILE` replays."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "workload.jsonl"
+        write_jsonl(twin.log.workload, path)
+        return path.read_bytes()
+
+
+def facts(twin: Twin) -> list[tuple[str, str]]:
+    """What was simulated, and where each setting comes from."""
+    config, settings = twin.config, twin.configured.settings
+    pool = deployment_of(config).pool
+    replaced = twin.configured.replaced
+    if pool.memory is not None:
+        source = "computed"
+    else:
+        own = settings.knows_pool and not {"cache.pool_tokens", "cache.pool_blocks"} & replaced.keys()
+        source = "as the log has it" if own else "as the user set it"
+    origin = settings.origin
+    gone = {key.rpartition(".")[2] for key in replaced}
+    gone |= {"pool_blocks"} if "pool_tokens" in gone else set()
+    gone |= {"quantization"} if "weight_dtype" in gone else set()
+    rows = [
+        ("engine", " ".join(filter(None, (settings.engine, settings.version)))),
+        ("model", f"{config.model.name} ({settings.model or 'named by the user'})"),
+        ("device", f"{config.device.tensor_parallel} x {config.device.name}"),
+        ("pool", f"{pool.num_blocks:,} blocks of {pool.block_size}, {source}"),
+    ]
+    return rows + [
+        (name, f"{value} ({origin.get(name, 'not said')}{_REPLACED if name in gone else ''})")
+        for name, value in settings.given().items()
+        if name not in ("engine", "version", "model", "device")
+    ]
+
+
+def notes(twin: Twin) -> list[str]:
+    """What was assumed, left out or is not priced."""
+    found = [] if twin.fit is None else [f"Warning: {doubt}" for doubt in doubts(twin.fit)]
+    found += [*twin.log.notes, *twin.configured.notes]
+    found += [
+        f"{count:,} rows of the log are not in the twin: {reason}."
+        for reason, count in twin.log.dropped.items()
+    ]
+    if twin.config.replay.mode is not ReplayMode.closed:
+        found.append(
+            "Requests arrive when they did. A client that waits for answers, or retries, would send at other times "
+            "under other settings."
+        )
+    remarks = dict.fromkeys((one.group, one.note) for one in twin.changes if one.note and one.figures)
+    found += [f"What-if {group}: {note}." for group, note in remarks]
+    found.append(
+        "Not priced: block size in the kernels, work of the server before the scheduler's queue and after the last "
+        "token, other load on the device."
+    )
+    return found
+
+
+def summary(twin: Twin) -> str:
+    """The report in Markdown."""
+    lines = [f"# Twin of {twin.log.name}", "", verdict(twin), ""]
+    lines += ["| figure | measured | predicted |", "|---|---|---|"]
+    lines += [f"| {' | '.join(row)} |" for row in _figures(twin)[:-1]]
+    for name, (mean, bias, top) in twin.series_errors().items():
+        lines.append(
+            f"| {name}, error per second | at most {top:.1f} | mean absolute {mean:.2f}, bias {bias:+.2f} |"
+        )
+    lines.append(f"| {' | '.join(_figures(twin)[-1])} |")
+    lines += ["", "Figures of all requests; the sentence above is of those that the fit had not seen.", ""]
+    if twin.fit is not None:
+        lines += [f"Held-out errors: {twin.fit.held_out}.", f"Before the fit: {twin.fit.before}.", ""]
+    if twin.changes:
+        lines += [
+            "| what if | " + " | ".join(_LABELS.values()) + " | trust |",
+            "|---|" + "---|" * (len(_LABELS) + 1),
+        ]
+        lines += [
+            f"| {one.group} {one.setting} | {' | '.join(_cells(twin, one))} | {trust(twin, one)} |"
+            for one in twin.changes
+        ]
+        lines.append("")
+    lines += [f"* {note}" for note in notes(twin)]
+    lines += ["", f"Command: `{twin.command}`", ""]
+    return "\n".join(lines)
+
+
+def _cells(twin: Twin, one: WhatIf) -> list[str]:
+    """The figures of a what-if with their change from the base."""
+    cells = []
+    for name in _LABELS:
+        value, change = (one.figures or {}).get(name), change_of(one, twin.base, name)
+        if value is None or change is None:
+            cells.append("–")
+            continue
+        said = f"x {1 + change:.0f}"
+        if abs(change) < 9.995:
+            said = f"{100 * change:+.1f}\u00a0%" if abs(change) >= 0.0005 else "0.0\u00a0%"
+        cells.append(f"{_shown(name, value)} ({said})")
+    return cells
+
+
+def _shown(name: str, value: float | None) -> str:
+    if value is None or value != value:
+        return "–"
+    return seconds(value) if name.startswith(("ttft", "tpot")) else digits(value)
+
+
+def _figures(twin: Twin) -> list[tuple[str, str, str]]:
+    """Name, measured and predicted of each figure; the last is the share of hits."""
+    measured, predicted = twin.hits
+    found = "–" if measured is None else f"{100 * measured:.1f} %"
+    ours = twin.base.figures or {}
+    return [
+        *(
+            (label, _shown(name, twin.measured[name]), _shown(name, ours.get(name)))
+            for name, label in _LABELS.items()
+        ),
+        ("prompt tokens found in the prefix cache", found, f"{100 * predicted:.1f} %"),
+    ]
+
+
+def _page(twin: Twin, drawings: list[Drawing], files: dict[str, bytes]) -> str:
+    from jinja2 import Environment, StrictUndefined
+    from markupsafe import Markup
+
+    import harness.report
+
+    css = (Path(harness.report.__file__).parent / "page.css").read_text(encoding="utf-8")
+    template = Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
+    ).from_string(Path(__file__).with_name("twin.html.j2").read_text(encoding="utf-8"))
+    figures = _figures(twin)
+    return template.render(
+        name=twin.log.name,
+        style=Markup(css),
+        verdict=verdict(twin),
+        grade=grade(twin),
+        fit=twin.fit,
+        errors=twin.errors,
+        constants=constants_of(twin),
+        before=str(twin.fit.before) if twin.fit else "",
+        held_out=str(twin.errors),
+        facts=facts(twin),
+        figures=figures,
+        series=twin.series_errors(),
+        drawings=[
+            (drawing, Markup(inline(files[f"{drawing.name}.svg"], drawing.name, drawing.caption)))
+            for drawing in drawings
+        ],
+        labels=list(_LABELS.values()),
+        changes=[
+            (one, _cells(twin, one), trust(twin, one), f"{100 * one.kv_peak:.0f} %" if one.figures else "–")
+            for one in twin.changes
+        ],
+        base_cells=[ours for _, _, ours in figures[:-1]],
+        base=twin.base,
+        notes=notes(twin),
+        command=twin.command,
+    )

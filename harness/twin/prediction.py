@@ -1,0 +1,177 @@
+"""What the simulation says of a deployment: the times of each request and the engine's state, in the log's terms."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import isfinite
+
+import numpy as np
+
+from harness.config.errors import ConfigError
+from harness.config.schema import DeviceConfig, RunConfig
+from harness.metrics.log import Outcome, RunLog
+from harness.point.cost import cost_model
+from harness.twin.log import EngineLog, FloatArray, RequestTimes, Timeseries, tpot_s
+from harness.workload.point import Point, resolve
+from harness.workload.simulate import simulate
+from traces.trace import Trace
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The simulated run of a deployment's requests. Request i is the i-th of the deployment; times in seconds."""
+
+    seen_s: FloatArray  # when the first step began after the arrival: what an engine logs as the entry to its queue
+    arrival_s: FloatArray
+    first_token_s: FloatArray
+    last_token_s: FloatArray
+    output_tokens: FloatArray
+    log: RunLog
+
+    def ttft_s(self, measured: RequestTimes) -> FloatArray:
+        """Seconds to the first token, from where `measured` counts: the entry to the queue, or the arrival."""
+        begin = self.arrival_s if measured.queued_s is None else self.seen_s
+        return self.first_token_s[: len(measured)] - begin[: len(measured)]
+
+    @property
+    def tpot_s(self) -> FloatArray:
+        """Mean seconds between the tokens of each request; nan for a request of one token."""
+        return tpot_s(self.first_token_s, self.last_token_s, self.output_tokens)
+
+    def series(self, at_s: FloatArray) -> Timeseries:
+        """Running and waiting requests and the share of the pool in use, at each instant."""
+        if self.log.replicas > 1:
+            return self._series_of_replicas(at_s)
+        steps = self.log.steps
+        place = np.searchsorted(np.asarray(steps["start_s"], np.float64), at_s, side="right") - 1
+        known = (place >= 0) & (at_s < self.log.span_s)
+
+        def at(*columns: str) -> FloatArray:
+            total = np.sum([np.asarray(steps[name], np.float64) for name in columns], axis=0)
+            return np.where(known, total[np.maximum(place, 0)], 0.0)
+
+        return Timeseries(at_s, at("running"), at("waiting"), at(*_IN_USE) / self.log.capacity_slots)
+
+    def _series_of_replicas(self, at_s: FloatArray) -> Timeseries:
+        """The same for all replicas together, counted from the times of the requests: a step shows one replica alone.
+
+        A preempted request counts as running, and the use of the pools is not known.
+        """
+
+        def before(column: str) -> FloatArray:
+            times = np.sort(np.asarray(self.log.requests[column], dtype=np.float64))
+            return np.searchsorted(times, at_s, side="right").astype(np.float64)
+
+        started = before("first_scheduled_s")
+        return Timeseries(at_s, started - before("finish_s"), before("arrival_s") - started)
+
+
+_IN_USE = ("token", "internal", "reserved", "external")  # slots of blocks that some request holds
+Predict = Callable[[DeviceConfig], Prediction]
+
+
+def predictor(config: RunConfig, workload: Trace) -> Predict:
+    """A function from a device to the prediction for the requests of `workload`.
+
+    The workload is built once: a device that differs in its rates and times alone changes nothing else. `config` gives
+    model, engine settings and the pool.
+
+    Raises:
+        ConfigError: a request of the log can never be served with these settings.
+    """
+    built = resolve(config, workload)
+    if any(row.output_key is not None for row in workload.requests):
+        cache = replace(built.deployment.cache, answers=True)
+        built = replace(built, deployment=replace(built.deployment, cache=cache))
+    if len(built.trace.requests) != len(workload.requests):
+        missing = len(workload.requests) - len(built.trace.requests)
+        raise ConfigError(
+            "workload.oversize",
+            f"{missing} of {len(workload.requests)} requests of the log can never be served with these settings, but "
+            "the engine served them; check cache.max_model_len, the pool and scheduler.max_batched_tokens",
+        )
+
+    def predict(device: DeviceConfig) -> Prediction:
+        return _prediction(replace(built, deployment=replace(built.deployment, device=device)))
+
+    return predict
+
+
+def _prediction(point: Point) -> Prediction:
+    log = simulate(point, cost_model(point.deployment))
+    rows = log.requests
+    place = {int(name): at for at, name in enumerate(rows["request_id"])}
+    order = np.array([place[row.request_id] for row in point.trace.requests])
+    columns = {name: np.asarray(rows[name], dtype=np.float64)[order] for name in _COLUMNS}
+    if (columns["outcome"] != Outcome.FINISHED).any():
+        raise ConfigError(
+            "scheduler", "the simulation rejects requests that the engine served; check the engine's settings"
+        )
+    start = np.asarray(log.steps["start_s"], dtype=np.float64)
+    began = start[np.minimum(np.searchsorted(start, columns["arrival_s"] - _NS), len(start) - 1)]
+    return Prediction(
+        seen_s=np.minimum(began, columns["first_scheduled_s"]),
+        arrival_s=columns["arrival_s"],
+        first_token_s=columns["first_token_s"],
+        last_token_s=columns["finish_s"],
+        output_tokens=columns["output_tokens"],
+        log=log,
+    )
+
+
+_NS = 1e-9
+_COLUMNS = ("arrival_s", "first_scheduled_s", "first_token_s", "finish_s", "output_tokens", "outcome")
+
+
+@dataclass(frozen=True)
+class Errors:
+    """How a prediction differs from a log. Signed shares: -0.1 is 10 % too low. `requests` counts those compared.
+
+    nan: the log's value is 0, or no request has one. The median over requests leaves out those with a 0 in the log.
+    """
+
+    requests: int
+    ttft_p50: float
+    ttft_p90: float
+    tpot_p50: float
+    tpot_p90: float
+    ttft_each: float  # median over the requests of the absolute error of each
+    tpot_each: float
+
+    def __str__(self) -> str:
+        """The signed errors of the medians and of the 90th percentiles."""
+        shown = {
+            "TPOT p50": self.tpot_p50,
+            "TTFT p50": self.ttft_p50,
+            "TPOT p90": self.tpot_p90,
+            "TTFT p90": self.ttft_p90,
+        }
+        return ", ".join(
+            f"{name} {100 * value:+.1f} %" if isfinite(value) else f"{name} unknown"
+            for name, value in shown.items()
+        )
+
+
+def errors_of(predicted: Prediction, log: EngineLog, chosen: slice) -> Errors:
+    """The errors over the requests of a slice, in order of their entry."""
+    measured = log.requests
+    ttft, tpot = predicted.ttft_s(measured)[chosen], predicted.tpot_s[chosen]
+    true_ttft, true_tpot = measured.ttft_s[chosen], measured.tpot_s[chosen]
+    several, timed, waited = ~np.isnan(true_tpot), np.nan_to_num(true_tpot) > 0, true_ttft > 0
+    return Errors(
+        requests=len(true_ttft),
+        ttft_p50=_quantile_error(ttft, true_ttft, 0.5),
+        ttft_p90=_quantile_error(ttft, true_ttft, 0.9),
+        tpot_p50=_quantile_error(tpot[several], true_tpot[several], 0.5),
+        tpot_p90=_quantile_error(tpot[several], true_tpot[several], 0.9),
+        ttft_each=_error_of_each(ttft[waited], true_ttft[waited]),
+        tpot_each=_error_of_each(tpot[timed], true_tpot[timed]),
+    )
+
+
+def _quantile_error(predicted: FloatArray, measured: FloatArray, share: float) -> float:
+    true = float(np.quantile(measured, share)) if len(measured) else 0.0
+    return float(np.quantile(predicted, share)) / true - 1 if true > 0 else float("nan")
+
+
+def _error_of_each(predicted: FloatArray, measured: FloatArray) -> float:
+    return float(np.median(np.abs(predicted / measured - 1))) if len(measured) else float("nan")

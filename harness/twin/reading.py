@@ -1,0 +1,441 @@
+"""Reading what an engine left: the files of a folder become one `EngineLog`, on one clock.
+
+A folder has one log of requests. It may have the engine's settings, a series of its state, and the workload as a trace
+with the sharing between prompts. Each file is recognised by its content and read by the reader of its format. Files
+that are none of these are named in the notes.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from harness.config.errors import UserError
+from harness.twin import exports, printed, settings_files
+from harness.twin.exports import BENCH_KEYS, PLAIN_COLUMNS
+from harness.twin.kv_join import BlockEvents, read_block_events
+from harness.twin.log import WRITTEN_TWICE, EngineLog, RequestTimes, Timeseries
+from harness.twin.rows import LATEST_S, LoggedRequest, RequestLog, placed
+from harness.twin.scrape import SERIES_COLUMNS, read_series
+from harness.twin.settings import EngineSettings, with_sglang_defaults, with_vllm_defaults
+from harness.twin.sharing import trace_of_log
+from traces.errors import RowError, TraceError
+from traces.formats.files import SourceFile, open_source
+from traces.formats.kv_events import is_events
+from traces.reading import read_trace
+from traces.trace import Trace
+
+T = TypeVar("T")
+_IGNORED = ("LICENSE", "LICENCE", "README", "README.md", "NOTICE")
+_JSON = (".json", ".jsonl")  # such a file must be what its name says
+_LOOK_LINES, _LOOK_BYTES = 3000, 1 << 20  # the part of a file by which it is recognised
+_KEY = re.compile(r'"(\w+)"\s*:')
+_COARSE_S, _FINE_S = 0.5, 0.01  # steps of the search for the clock of a series
+_MOST_SHIFTS = 10_000
+_LONGEST_S = 86_400.0  # of a request; a longer one is a mix of clocks or of units
+_LONG_S = 1.0  # before a queue, or of the shortest time to a first token: more says that two clocks were read
+
+
+class EngineLogError(TraceError, UserError):
+    """A log or a file of settings that cannot be used, placed as a `TraceError` is.
+
+    Its message says which file, line and field is wrong, and what was expected there. In a file that holds one JSON
+    value `field` is the path inside it.
+    """
+
+
+def read_engine_log(folder: Path) -> EngineLog:
+    """The log that a folder (or one file of requests) holds.
+
+    Raises:
+        EngineLogError: a file is malformed (file, line and field are named), there is no log of requests or more than
+            one, or the files contradict each other.
+    """
+    try:
+        return _engine_log(folder)
+    except TraceError as error:
+        raise EngineLogError(error.file, error.line, error.field, error.reason) from error
+
+
+def _engine_log(folder: Path) -> EngineLog:
+    if not folder.exists():
+        raise EngineLogError(str(folder), None, None, "no such file or folder")
+    found, files = _Found(), [folder]
+    if folder.is_dir():
+        files = sorted(path for path in folder.iterdir() if path.is_file() and path.name not in _IGNORED)
+    for path in files:
+        _read_path(path, found, alone=len(files) == 1)
+    logs = found.requests or found.printed_requests
+    log = _only(folder, logs, "log of requests")
+    if log is None:
+        reason = f"no log of requests in it; a reader knows {', '.join(READERS)}."
+        raise EngineLogError(str(folder), None, None, " ".join([reason, *found.notes[:3]]))
+    rows, origin = _sorted_rows(log)
+    times = _times(rows, origin)
+    notes = [*found.notes, *log.notes]
+    workload = _only(folder, found.workloads, "workload")
+    events = _only(folder, found.events, "file of KV events")
+    if workload is None:
+        trace, sharing = trace_of_log(log, rows, times, found.prompts, events)
+    else:
+        trace, sharing = _matched(workload, log, rows, times), ()
+        if events is not None:
+            sharing = (f"{events.file}: KV events, not used: the workload says what is shared.",)
+    series = _only(folder, found.series or found.printed, "series")
+    if series is not None:
+        series, note = _on_clock(series, times)
+        notes.append(note)
+    groups = (logs, found.settings, found.series, found.workloads, found.events)
+    return EngineLog(
+        folder.resolve().name,
+        _merged_settings(found, log, events),
+        times,
+        trace,
+        series,
+        tuple(dict.fromkeys(path.name for group in groups for path, _ in group)),
+        log.dropped,
+        (*notes, *_assumptions(times), *sharing),
+        _stated_cap(log),
+    )
+
+
+def _stated_cap(log: RequestLog) -> int | None:
+    stated = log.facts.get("max_concurrency")
+    if stated is None:
+        return None
+    if isinstance(stated, bool) or not isinstance(stated, int) or stated < 1:
+        reason = f"whole number of at least 1 expected, found {stated}"
+        raise TraceError(log.file.path, None, "max_concurrency", reason)
+    return stated
+
+
+def _only(folder: Path, found: Sequence[tuple[Path, T]], what: str) -> T | None:
+    if len(found) > 1:
+        names = ", ".join(path.name for path, _ in found)
+        raise EngineLogError(str(folder), None, None, f"more than one {what}: {names}; keep one of them")
+    return found[0][1] if found else None
+
+
+# -- what each file is ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Found:
+    """What the files of a folder turned out to be, by path."""
+
+    requests: list[tuple[Path, RequestLog]] = field(default_factory=list)
+    printed_requests: list[tuple[Path, RequestLog]] = field(default_factory=list)  # by a server
+    series: list[tuple[Path, Timeseries]] = field(default_factory=list)
+    printed: list[tuple[Path, Timeseries]] = field(default_factory=list)  # the same, by a server
+    workloads: list[tuple[Path, Trace]] = field(default_factory=list)
+    settings: list[tuple[Path, EngineSettings]] = field(default_factory=list)
+    prompts: dict[str, tuple[int, ...]] = field(default_factory=dict)  # token ids by request
+    events: list[tuple[Path, BlockEvents]] = field(default_factory=list)  # KV cache events
+    notes: list[str] = field(default_factory=list)
+
+
+def _read_path(path: Path, found: _Found, *, alone: bool) -> None:
+    """Read a file. What is no text is named in the notes, unless it is all there is."""
+    if is_events(path):
+        found.events.append((path, read_block_events(path)))
+        return
+    try:
+        file = open_source(path)
+    except TraceError as error:
+        if alone or path.suffix in _JSON:
+            raise
+        found.notes.append(f"{path.name}: not read: {error.reason}.")
+        return
+    head = _Head(file)
+    for recognises, read in READERS.values():
+        if recognises(head):
+            read(file, found)
+            return
+    _check_json(file)
+    found.notes.append(f"{file.name}: not read, its content is of no known kind.")
+
+
+def _check_json(file: SourceFile) -> None:
+    """Raise TraceError if a file that is called .json or .jsonl holds something else, as one that was cut short."""
+    if not file.name.endswith(_JSON):
+        return
+    lines = list(file.lines())
+    parts = [(number, line) for number, line in lines if line.strip()]
+    if file.name.endswith(".json"):
+        parts = [(1, b"\n".join(line for _, line in lines))]
+    for number, part in parts:
+        try:
+            json.loads(part)
+        except (ValueError, RecursionError) as error:
+            line = number + getattr(error, "lineno", 1) - 1
+            reason = f"is no JSON ({error}); mend it or take it out of the folder"
+            raise TraceError(file.path, line, None, reason) from None
+
+
+class _Head:
+    """The beginning of a file, by which its kind is recognised."""
+
+    def __init__(self, file: SourceFile) -> None:
+        self.name = file.name
+        self.first = file.first_line.strip()
+        raw = b"\n".join(line for _, line in islice(file.lines(), _LOOK_LINES))
+        self.text = raw[:_LOOK_BYTES].decode("utf-8", "replace")
+
+    @property
+    def object(self) -> Mapping[str, Any]:
+        """The object on the first line, or its outermost keys where the object is cut or spread over lines."""
+        try:
+            record = json.loads(self.first)
+        except (ValueError, RecursionError):
+            return dict.fromkeys(_KEY.findall(self.text)) if self.first.startswith("{") else {}
+        return record if isinstance(record, dict) else {}
+
+    def has(self, *keys: str) -> bool:
+        """Whether the first object has all keys."""
+        return set(keys) <= self.object.keys()
+
+
+_Reader = Callable[[SourceFile, _Found], None]
+
+
+def _log(read: Callable[[SourceFile], RequestLog]) -> _Reader:
+    return lambda file, found: found.requests.append((Path(file.path), read(file)))
+
+
+def _settings(read: Callable[[SourceFile], EngineSettings]) -> _Reader:
+    return lambda file, found: found.settings.append((Path(file.path), read(file)))
+
+
+def _series(file: SourceFile, found: _Found) -> None:
+    series, notes = read_series(file)
+    found.series.append((Path(file.path), series))
+    found.notes += notes
+
+
+def _workload(file: SourceFile, found: _Found) -> None:
+    found.workloads.append((Path(file.path), read_trace(file.path, "pagetwin")))
+
+
+def _server_log(file: SourceFile, found: _Found) -> None:
+    settings, series, notes = printed.read_server_log(file)
+    requests, prompts = printed.read_vllm_requests(file)
+    found.prompts |= prompts
+    found.notes += notes
+    if requests.rows:
+        found.printed_requests.append((Path(file.path), requests))
+    if settings.given():
+        found.settings.append((Path(file.path), settings))
+    if series is not None:
+        found.printed.append((Path(file.path), series))
+
+
+READERS: dict[str, tuple[Callable[[_Head], bool], _Reader]] = {
+    "requests.jsonl of LLMServingSim's recorder": (
+        lambda head: head.has("input_toks", "queued_ts"),
+        _log(exports.read_recorded_requests),
+    ),
+    "its timeseries.csv": (lambda head: head.first.startswith(",".join(SERIES_COLUMNS[:2])), _series),
+    "a trace of PageTwin": (lambda head: head.has("header"), _workload),
+    "the result of `vllm bench serve --save-detailed`": (
+        lambda head: head.has(*BENCH_KEYS),
+        _log(exports.read_bench_result),
+    ),
+    "OpenTelemetry spans (OTLP JSON, Jaeger)": (
+        lambda head: "resourceSpans" in head.object or ("data" in head.object and '"spans"' in head.text),
+        _log(exports.read_spans),
+    ),
+    "GuideLLM's JSON": (lambda head: head.has("benchmarks"), _log(exports.read_guidellm)),
+    "AIPerf's profile_export.jsonl": (
+        lambda head: all(f'"{word}"' in head.text for word in ("metadata", "metrics", "request_start_ns")),
+        _log(exports.read_aiperf),
+    ),
+    "SGLang's request log": (
+        lambda head: printed.is_sglang_log(head.text),
+        _log(printed.read_sglang_requests),
+    ),
+    "a CSV of " + ", ".join(PLAIN_COLUMNS): (
+        lambda head: {"arrival_s", "first_token_s"} <= set(head.first.split(",")),
+        _log(exports.read_plain),
+    ),
+    "JSON lines with the same names": (
+        lambda head: head.has("arrival_s", "first_token_s"),
+        _log(exports.read_plain),
+    ),
+    "the engine's arguments as JSON": (
+        lambda head: head.first.startswith("{") and settings_files.is_json_settings(head.object),
+        _settings(settings_files.read_json_settings),
+    ),
+    "vLLM's YAML for --config": (
+        lambda head: head.name.endswith((".yaml", ".yml")),
+        _settings(settings_files.read_yaml_settings),
+    ),
+    "a server's log": (
+        lambda head: printed.is_server_log(head.text) or printed.is_request_log(head.text),
+        _server_log,
+    ),
+    "a command line": (
+        lambda head: settings_files.is_command(head.text),
+        _settings(settings_files.read_command),
+    ),
+}
+
+
+# -- the requests on one clock ----------------------------------------------------------------------------------------
+
+
+def _sorted_rows(log: RequestLog) -> tuple[list[LoggedRequest], float]:
+    """The rows in the order in which they entered the queue, and the first arrival on the clock of the file."""
+    if not log.rows:
+        counted = ", ".join(f"{count:,} {reason}" for reason, count in log.dropped.items()) or "none at all"
+        raise TraceError(log.file.path, None, None, f"no finished request: {counted}")
+    log.rows = list(_once(log))
+    for row in log.rows:
+        _check_row(log.file, row)
+    rows = sorted(log.rows, key=lambda row: row.arrival_s if row.queued_s is None else row.queued_s)
+    return rows, min(row.arrival_s for row in rows)
+
+
+def _once(log: RequestLog) -> Iterator[LoggedRequest]:
+    """The rows without those that stand in the file again under the same name and with the same times."""
+    seen: set[tuple[str, float, float, float]] = set()
+    for row in log.rows:
+        key = (row.request_id, row.arrival_s, row.first_token_s, row.last_token_s)
+        if row.request_id and key in seen:
+            log.add(WRITTEN_TWICE)
+            continue
+        seen.add(key)
+        yield row
+
+
+def _check_row(file: SourceFile, row: LoggedRequest) -> None:
+    """Raise TraceError where a request of any format is impossible: nothing in a log is believed or repaired."""
+    cached, place = row.cached_tokens or 0, f"request {row.request_id}"
+    stations = [("arrival", row.arrival_s), ("queued", row.queued_s), ("scheduled", row.scheduled_s)]
+    stations += [("first token", row.first_token_s), ("last token", row.last_token_s)]
+    known = [(name, time) for name, time in stations if time is not None]
+    with placed(file, row.line):
+        if row.prompt_tokens < 1:
+            raise RowError("prompt_tokens", f"{row.prompt_tokens} is below 1")
+        if not 0 <= cached <= row.prompt_tokens:
+            reason = f"is more than prompt_tokens {row.prompt_tokens}" if cached > 0 else "is below 0"
+            raise RowError("cached_tokens", f"{cached} {reason}")
+        for (earlier, before), (later, after) in pairwise(known):
+            if after < before:
+                raise RowError(place, f"the {later} is {before - after:.6g} s before the {earlier}")
+        if max(abs(row.arrival_s), abs(row.last_token_s)) > LATEST_S:
+            reason = "is no time in seconds; convert milliseconds or less to seconds"
+            raise RowError(place, f"the arrival {row.arrival_s:.6g} {reason}")
+        if row.last_token_s - row.arrival_s > _LONGEST_S:
+            late = f"its last token is {row.last_token_s - row.arrival_s:.6g} s after its arrival, more than a day"
+            raise RowError(place, f"{late}; all times must be seconds of one clock")
+
+
+def _times(rows: Sequence[LoggedRequest], origin: float) -> RequestTimes:
+    def column(name: str, start: float | int = 0, kind: type = np.int64) -> Any:
+        """All values of a name, less `start`; None where a row has none."""
+        values = [getattr(row, name) for row in rows]
+        return None if None in values else np.array(values, kind) - start
+
+    names = ("arrival_s", "first_token_s", "last_token_s", "queued_s", "scheduled_s")
+    return RequestTimes(
+        request_id=tuple(row.request_id for row in rows),
+        **{name: column(name, origin, np.float64) for name in names},
+        **{name: column(name) for name in ("prompt_tokens", "output_tokens", "cached_tokens")},
+    )
+
+
+def _matched(workload: Trace, log: RequestLog, rows: Sequence[LoggedRequest], times: RequestTimes) -> Trace:
+    """The workload's prompts at the log's times. Its i-th request is the i-th row of the log's file."""
+    read = log.read
+    if len(workload.requests) != read:
+        reason = f"{len(workload.requests):,} requests, but {log.file.name} has {read:,}"
+        raise TraceError(workload.header.source, None, None, reason)
+    if log.dropped:
+        reason = f"{sum(log.dropped.values())} rows of {log.file.name} are left out, so that they cannot be matched"
+        raise TraceError(workload.header.source, None, None, reason)
+    place = {id(row): index for index, row in enumerate(log.rows)}
+    requests = []
+    for number, (row, at_s) in enumerate(zip(rows, times.entered_s, strict=True)):
+        request = workload.requests[place[id(row)]]
+        if (request.prompt_tokens, request.output_tokens) != (row.prompt_tokens, row.output_tokens):
+            reason = (
+                f"{row.prompt_tokens} prompt and {row.output_tokens} output tokens, but request "
+                f"{request.request_id} of the workload has {request.prompt_tokens} and {request.output_tokens}"
+            )
+            raise TraceError(log.file.path, row.line, f"request {row.request_id}", reason)
+        requests.append(replace(request, request_id=number, arrival_us=round(float(at_s) * 1e6)))
+    return workload.changed(tuple(requests), f"arrivals as measured in {log.file.name}")
+
+
+def _on_clock(series: Timeseries, times: RequestTimes) -> tuple[Timeseries, str]:
+    """The series on the clock of the requests: shifted to where the requests' own times give its running counts.
+
+    Its clock has another origin, and often another zone, so that only the counts can tell. A constant count, or a
+    series beside the requests, cannot: then the error in the note is large, or the shift is one of many.
+    """
+
+    def error(shift: float) -> float:
+        return float(np.abs(times.under_way(series.at_s + shift)[0] - series.running).mean())
+
+    first, last = float(times.entered_s.min()), float(times.last_token_s.max())
+    low, high = first - float(series.at_s[-1]), last - float(series.at_s[0])
+    coarse = np.linspace(low, high, min(_MOST_SHIFTS, int((high - low) / _COARSE_S) + 2))
+    near = float(coarse[int(np.argmin([error(shift) for shift in coarse]))])
+    fine = near + np.linspace(-2 * _COARSE_S, 2 * _COARSE_S, int(4 * _COARSE_S / _FINE_S) + 1)
+    errors = [error(shift) for shift in fine]
+    best = int(np.argmin(errors))
+    note = (
+        f"series: shifted by {fine[best]:+.2f} s, where the running requests counted from the times of the requests "
+        f"differ least from the logged ones, by {errors[best]:.2f} in the mean."
+    )
+    return replace(series, at_s=series.at_s + fine[best]), note
+
+
+def _merged_settings(found: _Found, log: RequestLog, events: BlockEvents | None) -> EngineSettings:
+    """The settings of all files. What an engine printed or found out wins over what it was told.
+
+    Raises:
+        TraceError: two files contradict each other.
+    """
+    merged = EngineSettings()
+    for path, settings in found.settings:
+        known, said = merged.given(), settings.given()
+        for name in known.keys() & said.keys():
+            if known[name] != said[name] and name not in ("model", "version"):
+                reason = f"{said[name]}, but {merged.origin.get(name, 'another file')} says {known[name]}"
+                raise TraceError(str(path), None, name, reason)
+        merged = merged.filled(settings)
+    if merged.model is None and "model_id" in log.facts:
+        merged = merged.changed(log.file.name, model=str(log.facts["model_id"]))
+    if events is not None:  # only a prefix cache has events
+        shown = {"block_size": events.block_size, "prefix_caching": True}
+        merged = merged.completed(events.file, shown)
+    return with_sglang_defaults(with_vllm_defaults(merged))
+
+
+def _assumptions(times: RequestTimes) -> list[str]:
+    found = []
+    if times.queued_s is None:
+        found.append(
+            "requests: the log has no time of the scheduler's queue, so the time to first token counts from the "
+            "arrival and includes what the server does before."
+        )
+    else:
+        delay = float(np.median(times.queued_s - times.arrival_s))
+        if delay > _LONG_S:
+            found.append(
+                f"requests: the scheduler's queue is entered {delay:.3g} s after the arrival in the median; if that is "
+                "another clock, only times from the queue on can be trusted."
+            )
+    shortest = float(times.ttft_s.min())
+    if shortest > _LONG_S:
+        found.append(
+            f"requests: no request had its first token within {shortest:.3g} s, not even the first; if arrivals are of "
+            "another clock than first tokens, so much of each time to first token is no waiting."
+        )
+    return found

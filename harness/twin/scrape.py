@@ -1,0 +1,156 @@
+"""The state of a server once a second, as `timeseries.csv`: reading it, and scraping it from a live server.
+
+The file is that of LLMServingSim's vLLM recorder (`bench/core/stat_logger.py` of
+github.com/casys-kaist/LLMServingSim at 5daddb2). A live server's state comes from its Prometheus endpoint.
+
+Names: `vllm/v1/metrics/loggers.py` of vLLM 0.19.0 (`vllm:num_requests_running`, `vllm:kv_cache_usage_perc`, called
+`vllm:gpu_cache_usage_perc` before 0.11), and `sglang/srt/observability/metrics_collector.py` of SGLang 0.5.23.
+`engine.json` has the pool (`vllm:cache_config_info`).
+"""
+
+import json
+import re
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from harness.config.errors import UserError
+from harness.store.atomic import write_files
+from harness.twin.log import Timeseries
+from harness.twin.rows import LATEST_S, csv_rows, placed, text_number
+from traces.errors import RowError, TraceError
+from traces.formats.files import SourceFile
+
+SERIES_COLUMNS = ("t", "prompt_throughput", "gen_throughput", "running", "waiting", "kv_cache_pct")
+_LINE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)")
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs")
+_WAITING = ("vllm:num_requests_waiting", "sglang:num_queue_reqs")
+_KV = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage")
+_PROMPT = ("vllm:prompt_tokens_total", "sglang:prompt_tokens_total")
+_GENERATED = ("vllm:generation_tokens_total", "sglang:generation_tokens_total")
+_TIMEOUT_S = 5.0
+Samples = dict[str, list[tuple[dict[str, str], float]]]
+Fetch = Callable[[str], str]
+
+
+def scrape(
+    url: str,
+    seconds: float,
+    folder: Path,
+    *,
+    every_s: float = 1.0,
+    fetch: Fetch | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> list[str]:
+    """Scrape `url` for `seconds` and write `timeseries.csv` and `engine.json` into `folder`; returns notes.
+
+    Raises:
+        UserError: the endpoint cannot be read, or is not that of a known engine.
+    """
+    if not seconds >= every_s:
+        raise UserError(f"--seconds is {seconds:g}, must be at least {every_s:g}")
+    fetch = fetch or _fetched
+    began, last = clock(), (0.0, 0.0, 0.0)
+    rows: list[list[float]] = []
+    first: Samples | None = None
+    while (now := clock() - began) < seconds:
+        samples = parse(fetch(url))
+        if first is None and not any(name in samples for name in _RUNNING):
+            raise UserError(
+                f"--metrics {url}: has none of {', '.join(_RUNNING)}: no endpoint of vLLM or SGLang"
+            )
+        first = first or samples
+        prompt, generated, running, waiting = (
+            sum(_values(samples, names)) for names in (_PROMPT, _GENERATED, _RUNNING, _WAITING)
+        )
+        counters = (now, prompt, generated)
+        span = counters[0] - last[0]
+        rates = [(counters[i] - last[i]) / span if rows and span > 0 else 0.0 for i in (1, 2)]
+        use = _values(samples, _KV)
+        rows.append([now, *rates, running, waiting, 100 * sum(use) / len(use) if use else 0.0])
+        last = counters
+        sleep(max(0.0, len(rows) * every_s - (clock() - began)))
+    assert first is not None
+    lines = [",".join(SERIES_COLUMNS), *(",".join(f"{value:.6g}" for value in row) for row in rows)]
+    write_files(folder, {"timeseries.csv": ("\n".join(lines) + "\n").encode()})
+    return [f"{len(rows)} states in {folder / 'timeseries.csv'}.", *_write_settings(first, folder)]
+
+
+def parse(text: str) -> Samples:
+    """The samples of a page in Prometheus' text format, by name, with their labels."""
+    found: Samples = {}
+    for line in text.splitlines():
+        sample = _LINE.match(line)
+        if sample is None:
+            continue
+        try:
+            value = float(sample[3])
+        except ValueError:
+            continue
+        found.setdefault(sample[1], []).append((dict(_LABEL.findall(sample[2] or "")), value))
+    return found
+
+
+def _fetched(url: str) -> str:
+    if not url.startswith(("http://", "https://")):
+        raise UserError(f"--metrics {url}: an address that starts with http:// or https:// expected")
+    try:
+        with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:
+            text: bytes = answer.read()
+    except (urllib.error.URLError, OSError) as error:
+        raise UserError(f"--metrics {url}: cannot be read: {getattr(error, 'reason', error)}") from error
+    return text.decode("utf-8", "replace")
+
+
+def _values(samples: Samples, names: tuple[str, ...]) -> list[float]:
+    return next(([value for _, value in samples[name]] for name in names if name in samples), [])
+
+
+def _write_settings(samples: Samples, folder: Path) -> list[str]:
+    """`engine.json` with what the endpoint says of the pool, unless the folder has one."""
+    labels = next((labels for labels, _ in samples.get("vllm:cache_config_info", ())), None)
+    if labels is None:
+        return ["The endpoint does not describe the pool (vllm:cache_config_info)."]
+    names = ("block_size", "enable_prefix_caching", "gpu_memory_utilization")
+    known = {name: labels[name] for name in names if labels.get(name) not in (None, "None")}
+    facts = {}
+    if labels.get("num_gpu_blocks", "").isdigit():
+        facts = {name: int(labels[name]) for name in ("num_gpu_blocks", "block_size")}
+    path = folder / "engine.json"
+    if path.exists():
+        return [f"{path} is there already and was kept."]
+    record = {"engine_kwargs": known, "kv_cache": facts}
+    write_files(folder, {path.name: (json.dumps(record, indent=1) + "\n").encode()})
+    return [f"{path} has the pool; max_num_seqs and max_num_batched_tokens are not on the endpoint."]
+
+
+def read_series(file: SourceFile) -> tuple[Timeseries, list[str]]:
+    """The series on its own clock, and notes. KV use of 0 throughout was not recorded. Raises TraceError."""
+    rows: list[list[float]] = []
+    for line, fields in csv_rows(file, SERIES_COLUMNS):
+        with placed(file, line):
+            rows.append([text_number(fields, name) for name in SERIES_COLUMNS])
+            _check_row(rows)
+    if not rows:
+        raise TraceError(file.path, 1, None, "no data rows")
+    at_s, prompt, generated, running, waiting, kv = np.array(rows).T
+    notes = [] if kv.any() else [f"{file.name}: kv_cache_pct is 0 throughout, so KV use was not recorded."]
+    return Timeseries(at_s, running, waiting, kv / 100 if kv.any() else None, prompt, generated), notes
+
+
+def _check_row(rows: list[list[float]]) -> None:
+    low = next((name for name, value in zip(SERIES_COLUMNS, rows[-1], strict=True) if value < 0), None)
+    if low is not None:
+        raise RowError(low, "is below 0")
+    if len(rows) > 1 and rows[-1][0] <= rows[-2][0]:
+        raise RowError("t", f"{rows[-1][0]:g} is not after {rows[-2][0]:g} of the row before")
+    if rows[-1][0] > LATEST_S:
+        raise RowError("t", f"{rows[-1][0]:g} is no time in seconds")
+    if rows[-1][5] > 100:
+        raise RowError("kv_cache_pct", f"{rows[-1][5]:g} is above 100")

@@ -1,0 +1,134 @@
+"""Files with the settings of an engine: a JSON dump of its arguments, vLLM's YAML for `--config`, a command line.
+
+JSON is `engine.json` or `meta.json` of LLMServingSim's recorder (`engine_kwargs`, `kv_cache`, `hardware`), or an object
+of vLLM's arguments by name. A command line is a text file with `vllm serve ...` or `sglang.launch_server ...`.
+"""
+
+import re
+import shlex
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from harness.config.option_files import plain_yaml
+from harness.twin.rows import JsonDocument
+from harness.twin.settings import SGLANG, VLLM, EngineSettings, count
+from traces.errors import RowError, TraceError
+from traces.formats.files import SourceFile, read_document
+from traces.formats.parsing import kind
+
+_COMMAND = re.compile(r"vllm\s+serve\b|vllm\.entrypoints\.|sglang\.launch_server|sglang\s+serve\b")
+_VERSION_OF_IMAGE = re.compile(r"(?:vllm-openai|sglang):v?(\d+\.\d+(?:\.\d+)?\S*)")
+_TELLING = ("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "tensor_parallel_size")
+
+
+def is_command(text: str) -> bool:
+    """Whether a text holds the command line of a known engine."""
+    return _COMMAND.search(text) is not None
+
+
+def read_json_settings(file: SourceFile) -> EngineSettings:
+    """The settings of a JSON dump. Raises TraceError."""
+    document = JsonDocument(file)
+    record = document.value
+    place = ("engine_kwargs",) if "engine_kwargs" in record else ()
+    args = document.object(place)
+    version = record.get("vllm_version")
+    with document.placed(()):
+        if not isinstance(version, str | None):
+            raise RowError("vllm_version", f"string expected, found {kind(version)}")
+    with document.placed(place):
+        said = {name: value for name, value in args.items() if name != "vllm_version"}
+        found = VLLM.read(said, file.name, version)
+    if record.get("kv_cache"):  # what the engine found out at its start: the pool that it made
+        facts = document.object(("kv_cache",))
+        names = {"pool_blocks": "num_gpu_blocks", "block_size": "block_size", "pool_tokens": "num_kv_tokens"}
+        with document.placed(("kv_cache",)):
+            values = {
+                field: count(facts[name], field)
+                for field, name in names.items()
+                if facts.get(name) is not None
+            }
+        found = found.changed(f"{file.name}, as the engine found it", **values)
+    hardware = record.get("hardware")
+    name = hardware.get("device_name", hardware.get("name")) if isinstance(hardware, dict) else None
+    return found.changed(file.name, device=str(name)) if name else found
+
+
+def is_json_settings(head: Mapping[str, Any]) -> bool:
+    """Whether an object is a dump of an engine's arguments."""
+    return "engine_kwargs" in head or any(name in head for name in _TELLING)
+
+
+def read_yaml_settings(file: SourceFile) -> EngineSettings:
+    """The settings of vLLM's YAML for `--config`. Raises TraceError."""
+    import yaml
+
+    try:
+        record = plain_yaml(read_document(file))
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = mark.line + 1 if mark else None
+        raise TraceError(
+            file.path, line, None, f"no YAML: {getattr(error, 'problem', None) or error}"
+        ) from error
+    if not isinstance(record, dict):
+        raise TraceError(file.path, 1, None, f"names and values expected, found {kind(record)}")
+    return _by_line(file, VLLM.read, record)
+
+
+def read_command(file: SourceFile) -> EngineSettings:
+    """The settings of a command line. Lines may end in a backslash, and `#` starts a comment. Raises TraceError."""
+    whole = read_document(file)
+    try:
+        words = shlex.split(whole.replace("\\\n", " "), comments=True)
+    except ValueError as error:
+        raise TraceError(file.path, None, None, f"no shell command: {error}") from error
+    found = _by_line(file, settings_of_words, words)
+    version = _VERSION_OF_IMAGE.search(whole)
+    return found.changed(file.name, version=version[1]) if version else found
+
+
+def settings_of_words(words: list[str], where: str) -> EngineSettings:
+    """The settings of the words of a command line. Raises RowError."""
+    text = " ".join(words)
+    is_sglang = "sglang" in text and "vllm serve" not in text
+    engine = SGLANG if is_sglang else VLLM
+    args: dict[str, Any] = {}
+    programs = ("serve", "sglang.launch_server")
+    starts = [
+        at for at, word in enumerate(words, 1) if word in programs or word.startswith("vllm.entrypoints.")
+    ]
+    start = starts[0] if starts else 0
+    words = words[start:]
+    if words and not words[0].startswith("-") and start and not is_sglang:
+        args["model"] = words.pop(0)
+    while words:
+        word = words.pop(0)
+        if not word.startswith("-"):
+            continue
+        name, sign, value = word.lstrip("-").partition("=")
+        name = engine.short.get(name, name).replace("-", "_")
+        if sign:
+            args[name] = value
+        elif words and not _is_flag(words[0]):
+            args[name] = words.pop(0)
+        elif name.startswith("no_"):
+            args[name.removeprefix("no_")] = False
+        else:
+            args[name] = True
+    return engine.read(args, where)
+
+
+def _is_flag(word: str) -> bool:
+    return word.startswith("-") and not re.fullmatch(r"-\d+(\.\d+)?", word)
+
+
+def _by_line(file: SourceFile, read: Callable[[Any, str], EngineSettings], options: Any) -> EngineSettings:
+    """What `read` makes of options. An error names the line on which its option stands, written with `-` or `_`."""
+    try:
+        return read(options, file.name)
+    except RowError as error:
+        wanted = (error.field or "").replace("_", "-").encode()
+        lines = (line for line, raw in file.lines() if wanted in raw.replace(b"_", b"-"))
+        line = None if error.field is None else next(lines, None)
+        raise TraceError(file.path, line, error.field, error.reason) from error

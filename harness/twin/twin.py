@@ -1,0 +1,163 @@
+"""A twin: a deployment beside its simulation, with the errors that were found and the what-ifs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from harness.config.schema import RunConfig
+from harness.twin.configured import Configured
+from harness.twin.fit import Fit
+from harness.twin.log import EngineLog, FloatArray, Timeseries
+from harness.twin.prediction import Errors, Prediction, errors_of
+from harness.twin.what_ifs import WhatIf, base_of, measured_figures
+
+_TICK_S = 1.0
+_MOST_TICKS = 5000
+
+
+@dataclass(frozen=True)
+class Twin:
+    """A deployment, its configuration and its prediction. Without a `fit` the device's own constants predicted it."""
+
+    log: EngineLog
+    configured: Configured
+    config: RunConfig  # with the device that predicted
+    prediction: Prediction
+    fit: Fit | None
+    changes: Sequence[WhatIf]
+    command: str
+
+    @property
+    def errors(self) -> Errors:
+        """On the requests that the fit had not seen; without a fit on all."""
+        if self.fit is not None:
+            return self.fit.held_out
+        return errors_of(self.prediction, self.log, slice(0, None))
+
+    @property
+    def first_held_out(self) -> int:
+        """The place of the first request that was not fitted."""
+        return 0 if self.fit is None else self.fit.fitted_on
+
+    @property
+    def base(self) -> WhatIf:
+        """The deployment's own settings, as predicted."""
+        return base_of(self.log, self.prediction)
+
+    @property
+    def measured(self) -> dict[str, float]:
+        """The figures of the log."""
+        return measured_figures(self.log)
+
+    @property
+    def series(self) -> Timeseries:
+        """The measured series; where none was logged, running and waiting counted from the times of the requests."""
+        if self.log.series is not None:
+            return self.log.series
+        requests = self.log.requests
+        end = float(requests.last_token_s.max())
+        at_s: FloatArray = np.linspace(0.0, end, min(_MOST_TICKS, int(end / _TICK_S) + 2))
+        running, waiting = requests.under_way(at_s)
+        return Timeseries(at_s, running.astype(np.float64), waiting.astype(np.float64))
+
+    @property
+    def hits(self) -> tuple[float | None, float]:
+        """Share of prompt tokens that the prefix cache had, measured (None: the log does not say) and predicted.
+
+        Measured are the log's `cached_tokens`, else the counters of its series.
+        """
+        requests, series = self.log.requests, self.log.series
+        measured = None
+        if requests.cached_tokens is not None:
+            measured = float(requests.cached_tokens.sum() / requests.prompt_tokens.sum())
+        elif series is not None and series.hit_tokens is not None and series.queried_tokens is not None:
+            queried = float(series.queried_tokens[-1] - series.queried_tokens[0])
+            measured = float(series.hit_tokens[-1] - series.hit_tokens[0]) / queried if queried else None
+        return measured, self.base.hit_share
+
+    def series_errors(self) -> dict[str, tuple[float, float, float]]:
+        """Mean absolute error, signed mean error and measured maximum of each state; KV use in points of 100."""
+        measured = self.series
+        predicted = self.prediction.series(measured.at_s)
+        found = {}
+        for name, scale in (("running", 1.0), ("waiting", 1.0), ("kv_use", 100.0)):
+            ours, theirs = getattr(predicted, name), getattr(measured, name)
+            if ours is not None and theirs is not None:
+                off = scale * (ours - theirs)
+                found[name] = (float(np.abs(off).mean()), float(off.mean()), float(scale * theirs.max()))
+        return found
+
+
+def verdict(twin: Twin) -> str:
+    """The answer in one sentence, after what makes it doubtful from the start."""
+    errors = twin.errors
+    which = "requests that the fit had not seen"
+    if twin.fit is None:
+        which = f"requests, with {constants_of(twin)}"
+    known = {"TPOT": errors.tpot_p50, "TTFT": errors.ttft_p50}
+    missing = [name for name, error in known.items() if not np.isfinite(error)]
+    said = [
+        f"the predicted median {name} {'is ' if index == 0 else ''}{_signed(error)}"
+        for index, (name, error) in enumerate(one for one in known.items() if one[0] not in missing)
+    ]
+    parts = [", and ".join(said) + " the measured one"] if said else []
+    parts += [
+        f"the median {name} cannot be compared, because the log's is 0 or no request has one"
+        for name in missing
+    ]
+    few = " So few requests prove little." if errors.requests < FEWEST else ""
+    answer = f"On {errors.requests:,} {which}: {'; '.join(parts)}.{few}"
+    return " ".join([*twin.configured.warnings, answer])
+
+
+FEWEST = 30
+"""Fewer requests than this give no median to rely on."""
+
+
+def constants_of(twin: Twin) -> str:
+    """Where the device's constants come from, in words."""
+    fitted_from = twin.config.device.fitted_from
+    if twin.fit is not None:
+        return "constants fitted to this log"
+    if fitted_from is None:
+        return "the constants of the device's description"
+    same = fitted_from.startswith(f"{twin.log.name}, ")
+    return f"constants fitted to {fitted_from}" + (", which are among these requests" if same else "")
+
+
+def _signed(error: float) -> str:
+    if abs(error) < 0.0005:
+        return "within 0.1 % of"
+    return f"{100 * abs(error):.1f} % {'above' if error > 0 else 'below'}"
+
+
+def grade(twin: Twin) -> str:
+    """good, fair or bad, by the goals for a fitted deployment: TPOT 3 % and TTFT 5 %, and three times that.
+
+    With one of both unknown it is fair at best.
+    """
+    errors = twin.errors
+    shares = (abs(errors.tpot_p50) / 0.03, abs(errors.ttft_p50) / 0.05)
+    known = [share for share in shares if np.isfinite(share)]
+    worst = max(known, default=np.inf)
+    return "bad" if worst > 3 else "fair" if worst > 1 or len(known) < len(shares) else "good"
+
+
+def change_of(change: WhatIf, base: WhatIf, name: str) -> float | None:
+    """The relative change of a figure from the base; None where it was refused or is not known."""
+    if change.figures is None or base.figures is None:
+        return None
+    before, after = base.figures[name], change.figures[name]
+    return after / before - 1 if before and np.isfinite(before) and np.isfinite(after) else None
+
+
+def trust(twin: Twin, change: WhatIf) -> str:
+    """How far an answer can be trusted, in words."""
+    if change.figures is None:
+        return "no answer"
+    if change.same_as:
+        return f"no change: the same figures as {change.same_as}"
+    if change.outside >= 0.005:
+        return f"extrapolated: {100 * change.outside:.0f} % of the time in steps larger than any in the log"
+    return "inside the log's range"

@@ -1,0 +1,638 @@
+"""What serves: a model on a device, its engine, limits, pool and cache policy, and where its seconds come from.
+
+`deployment_of` derives all of it from a configuration, once. A `Deployment` is what everything below the configuration
+works on: replay, measurement, calibration and prices take it, and derive no shape and no pool again. Nothing here
+imports torch.
+"""
+
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from engine.core.errors import CoreError
+from engine.core.memory.block_pool import ResidencySampler
+from engine.core.memory.contiguous import ContiguousManager
+from engine.core.memory.eviction import EvictionQueue
+from engine.core.memory.group_layout import GroupLayout, LayerSet, separate_layout, uniform_layout
+from engine.core.memory.grouped import GroupedManager, pages_of
+from engine.core.memory.manager import KVCacheManager
+from engine.core.memory.paged import PagedManager
+from engine.core.options import CachePolicy, GroupKind, GroupPages, SchedulerLimits, SchedulerOptions, Sharing
+from engine.core.policies import Policies
+from engine.core.scheduling.scheduler import Scheduler
+from engine.runtime.models.spec import ModelSpec
+from engine.runtime.options import Dtype, KVDtype
+from harness.config.checkpoint import CheckpointFacts
+from harness.config.errors import ConfigError
+from harness.config.schema import (
+    CacheConfig,
+    Clock,
+    CostConfig,
+    DecodingConfig,
+    DeviceConfig,
+    EngineConfig,
+    EngineDevice,
+    ModelConfig,
+    RunConfig,
+    SchedulerConfig,
+)
+from harness.cost.model_shape import Experts, LatentKV, ModelShape
+from harness.cost.roofline import DeviceShape, block_size_factor
+from harness.environment import device_identity, engine_device
+from harness.workload.architecture import TIED, UNGATED, bits_of, checkpoint_shape, unknown_parts
+
+BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2, Dtype.float16: 2}
+
+
+_WINDOWS_KEPT = (
+    "windowed layers keep every block, as in vLLM with --disable-hybrid-kv-cache-manager; by default vLLM frees blocks "
+    "beyond a window, so its pool holds more (cache.groups=uniform predicts that)"
+)
+
+
+# The sampler of the profile run holds for each logit: bfloat16 (2), float32 (4), sorted (4), index of the sorted (8),
+# probability (4), sum of the sorted (4). FlashInfer's and Triton's samplers, which newer versions choose, take less.
+_SAMPLER_BYTES = 26
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """The memory of each device in bytes: `usable` = `weights` + `activations` + `other` + `graphs` + KV.
+
+    `usable` is the share of the device's memory that the engine may take. `activations` is the peak of the profile run,
+    `other` what libraries allocate outside of PyTorch and the rotations of the positions.
+    """
+
+    usable: float
+    weights: float
+    activations: float
+    other: float
+    graphs: float
+
+    @property
+    def kv(self) -> float:
+        """What is left for KV; negative where the weights do not fit."""
+        return self.usable - self.weights - self.activations - self.other - self.graphs
+
+
+@dataclass(frozen=True)
+class PoolShape:
+    """KV memory of a point. A contiguous policy has blocks of one token.
+
+    `sized_by` is the key that set the size, `device.memory_gb` where nothing did; then `memory` has the parts. `window`
+    is that of the model's windowed layers. The pool keeps their blocks as long as those of the others, as vLLM does
+    with `--disable-hybrid-kv-cache-manager`; `note` says so where sequences may be longer. With `groups`
+    (cache.groups) blocks behind a window are released; then `num_blocks` are the pages of all pools, `page_counts`
+    those of each, and `block_size` is the match unit of the prefix cache.
+    """
+
+    policy: CachePolicy
+    num_blocks: int
+    block_size: int
+    kv_bytes_per_token: int
+    max_model_len: int
+    prefix_caching: bool
+    sized_by: str = "cache.pool_tokens"
+    memory: DeviceMemory | None = None
+    window: int | None = None
+    note: str = ""
+    groups: GroupLayout | None = None
+    page_counts: tuple[int, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        """KV slots of the pool, of `slot_bytes` each. Without groups, a slot holds one token in all layers."""
+        if self.groups is None:
+            return self.num_blocks * self.block_size
+        return pages_of(self.groups, self.page_counts).slots()[0]
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot; with groups, the largest size of which pages, tokens and states are multiples."""
+        return self.kv_bytes_per_token if self.groups is None else self.groups.slot_bytes
+
+    @property
+    def origin(self) -> str:
+        """In words where the size comes from."""
+        if self.memory is None:
+            return f"set by {self.sized_by}"
+        parts = {name: f"{size / 1e9:.2f}" for name, size in asdict(self.memory).items()}
+        words = (
+            f"automatic, on each device {parts['usable']} GB usable - {parts['weights']} weights - "
+            f"{parts['activations']} activations - {parts['other']} other - {parts['graphs']} graphs"
+        )
+        return f"{words}; {self.note}" if self.note else words
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """A model that is served: the settings of its parts, and the numbers that follow from them.
+
+    `shape` is that of the model, `pool` the KV memory and `limits` those of the scheduler. `clock` is the clock of
+    the engine's seconds as configured. With `measured` the engine at hand runs it too, so that it can be calibrated.
+    """
+
+    model: ModelConfig
+    device: DeviceConfig
+    engine: EngineConfig
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    decoding: DecodingConfig
+    cost: CostConfig
+    clock: Clock
+    measured: bool
+    shape: ModelShape
+    pool: PoolShape
+    limits: SchedulerLimits
+
+    @cached_property
+    def draft(self) -> ModelShape | None:
+        """The shape of the model that proposes tokens; None without speculation."""
+        return _draft_shape(self.model, self.decoding)
+
+    @cached_property
+    def hardware(self) -> DeviceShape:
+        """The simulated device in SI units.
+
+        Raises:
+            ConfigError: the heads cannot be split evenly among the devices, or `cost.block_sizes` has no figure.
+        """
+        return _device_shape(self)
+
+    @property
+    def clock_used(self) -> Clock:
+        """The clock; `auto` is CPU-seconds of the engine's thread where that does all work, else wall time."""
+        if self.clock is not Clock.auto:
+            return self.clock
+        single = engine_device(self.engine.device) == "cpu" and self.engine.threads == 1
+        return Clock.cpu if single else Clock.wall
+
+    @property
+    def has_yardstick(self) -> bool:
+        """Whether a yardstick between the steps follows the pace (`cost.follow_pace`). It describes a core, no GPU."""
+        return self.cost.follow_pace and engine_device(self.engine.device) == "cpu"
+
+    @property
+    def is_at_hand(self) -> bool:
+        """Whether `device`, which the simulation predicts, is the device that the engine runs on.
+
+        Only then do seconds measured here say anything about it. `device=cpu`, the default, stands for the machine at
+        hand. Of any other name the first part must be a word of the GPU's: `h100_sxm` is an "NVIDIA H100 80GB HBM3".
+        The memory must be equal where both name it, and a PCIe card must be called one.
+        """
+        name = self.device.name.lower()
+        if name == EngineDevice.cpu.value:
+            return True
+        if engine_device(self.engine.device) == "cpu":
+            return False
+        parts, words = name.split("_"), re.findall(r"[a-z0-9]+", device_identity(self.engine.device).lower())
+        sizes = [{word for word in some if re.fullmatch(r"\d+gb", word)} for some in (parts, words)]
+        same_memory = sizes[0] == sizes[1] or not all(sizes)
+        pcie = ("pcie" in words) == ("pcie" in parts)
+        return parts[0] in words and parts[0] != "nvidia" and same_memory and pcie
+
+    @property
+    def longest(self) -> int:
+        """The longest sequence that is served, in tokens: `cache.max_model_len`, or the model's."""
+        return self.cache.max_model_len or max_position(self.model)
+
+    def alone(self, pool: PoolShape, limits: SchedulerLimits, host_tokens: int = 0) -> "Deployment":
+        """The same model and engine with the default policies on another pool: for runs that time the engine."""
+        return replace(
+            self,
+            cache=CacheConfig(host_tokens=host_tokens),
+            scheduler=SchedulerConfig(),
+            decoding=replace(self.decoding, sharing=Sharing.copy_on_write, beam_churn=None),
+            device=replace(self.device, data_parallel=1),
+            pool=pool,
+            limits=limits,
+        )
+
+
+def deployment_of(config: RunConfig) -> Deployment:
+    """The deployment that a configuration describes.
+
+    Raises:
+        ConfigError: the model's shape cannot be read, the pool holds no block, or the sequences are longer than the
+            model allows.
+    """
+    shape = model_shape(config.model)
+    pool = _pool_shape(config, shape)
+    return Deployment(
+        config.model,
+        config.device,
+        config.engine,
+        config.cache,
+        config.scheduler,
+        config.decoding,
+        config.cost,
+        config.replay.clock,
+        config.measure,
+        shape,
+        pool,
+        limits_of(config.scheduler, pool.max_model_len),
+    )
+
+
+_SECTIONS = ("model", "device", "engine", "cache", "scheduler", "decoding", "cost")
+
+
+def write_deployment(deployment: Deployment, file: Path) -> None:
+    """Write the settings of a deployment as YAML, from which `read_deployment` makes an equal one."""
+    config = RunConfig(**{name: getattr(deployment, name) for name in _SECTIONS}, measure=deployment.measured)
+    config.replay.clock = deployment.clock
+    tree = OmegaConf.masked_copy(OmegaConf.structured(config), [*_SECTIONS, "measure"])
+    tree.clock = str(deployment.clock)
+    file.write_text(OmegaConf.to_yaml(tree), encoding="utf-8")
+
+
+def limits_of(scheduler: SchedulerConfig, max_model_len: int) -> SchedulerLimits:
+    """The scheduler's limits, as the configuration says; `max_model_len` in tokens."""
+    options = {option.name: getattr(scheduler, option.name) for option in fields(SchedulerOptions)}
+    return SchedulerLimits(**options, max_model_len=max_model_len)
+
+
+def model_shape(model: ModelConfig, key: str = "model.path") -> ModelShape:
+    """The shape of the model, from the configuration or from the checkpoint's config.json.
+
+    Raises:
+        ConfigError: the checkpoint's config.json does not give the shape; names `key`.
+    """
+    width = 1 if model.kv_dtype is KVDtype.fp8_e4m3 else None
+    size = BYTES[model.dtype]
+    bits = bits_of(model.weight_dtype, model.weight_group)
+    if model.path:
+        shape = checkpoint_shape(CheckpointFacts(model.path, key), size, width)
+        if shape.experts:
+            shape = replace(shape, experts=replace(shape.experts, skew=model.expert_skew))
+        if bits is not None:  # an engine can quantise while it loads
+            shape = replace(shape, layer_bits=None if model.experts_only else bits, expert_bits=bits)
+        return _with_states(shape, model)
+    return ModelShape(
+        *(model.layers, model.hidden, model.heads, model.kv_heads, model.head_dim),
+        *(model.intermediate, model.vocab, size),
+        mlp_matrices=2 if model.family in UNGATED else 3,
+        kv_bytes_per_element=width,
+        tied_embeddings=model.family in TIED if model.tied_embeddings is None else model.tied_embeddings,
+        experts=_experts(model),
+        latent=_latent(model),
+        window=model.window if model.windowed_layers else None,
+        windowed_layers=model.windowed_layers if model.window else 0,
+        state_layers=model.state_layers,
+        state_bytes=model.state_bytes,
+        layer_bits=None if model.experts_only else bits,
+        expert_bits=bits,
+    )
+
+
+def _with_states(shape: ModelShape, model: ModelConfig) -> ModelShape:
+    """A checkpoint's shape with the layers that keep a state, which its config.json does not tell in bytes."""
+    if not model.state_layers:
+        return shape
+    if model.state_layers + shape.windowed_layers > shape.layers or model.state_layers == shape.layers:
+        raise ConfigError(
+            "model.state_layers",
+            f"found {model.state_layers}, but the checkpoint has {shape.layers} layers, {shape.windowed_layers} of "
+            "them with a window, and at least one layer must keep tokens",
+        )
+    return replace(shape, state_layers=model.state_layers, state_bytes=model.state_bytes)
+
+
+def _experts(model: ModelConfig) -> Experts | None:
+    if not model.experts:
+        return None
+    return Experts(
+        count=model.experts,
+        active=model.experts_per_token,
+        intermediate=model.expert_intermediate,
+        shared=model.shared_intermediate,
+        dense_layers=model.dense_layers,
+        skew=model.expert_skew,
+    )
+
+
+def _latent(model: ModelConfig) -> LatentKV | None:
+    if not model.latent_rank:
+        return None
+    return LatentKV(model.latent_rank, model.rope_dim, model.value_dim, model.query_rank)
+
+
+def unmodelled(model: ModelConfig, key: str = "model.path") -> str:
+    """What `ModelShape` does not know of `model`, in words; empty if it knows all."""
+    if model.path:
+        return " and ".join(unknown_parts(CheckpointFacts(model.path, key), states=model.state_layers > 0))
+    moe = ("moe" in model.family or model.family == "mixtral") and not model.experts
+    return f"a mixture of experts (family {model.family}), but model.experts is 0" if moe else ""
+
+
+def draft_of(model: ModelConfig, path: str) -> ModelConfig:
+    """The checkpoint at `path` as a draft model for `model`, in its element type."""
+    return replace(model, name=Path(path).name, path=path)
+
+
+def max_position(model: ModelConfig) -> int:
+    """The longest sequence that the model takes, in tokens."""
+    if not model.path:
+        return model.max_position
+    facts = CheckpointFacts(model.path)
+    return (
+        facts.maybe("max_position_embeddings", "n_positions", "seq_length", "max_seq_len")
+        or model.max_position
+    )
+
+
+def layer_sets(model: ModelShape) -> list[LayerSet]:
+    """The layers of a model by what they keep of a sequence: all tokens (or latent vectors), a window, a state."""
+    everything = model.attention_layers - model.windowed_layers
+    kind = GroupKind.latent if model.latent else GroupKind.full
+    found = [LayerSet(kind, everything, model.layer_kv_bytes)] if everything else []
+    if model.windowed_layers:
+        found.append(LayerSet(GroupKind.window, model.windowed_layers, model.layer_kv_bytes, model.window))
+    if model.state_layers:
+        found.append(LayerSet(GroupKind.state, model.state_layers, model.state_bytes))
+    return found
+
+
+def model_spec(model: ModelConfig) -> ModelSpec:
+    """The engine's description of `model`."""
+    known = {each.name: getattr(model, each.name) for each in fields(ModelSpec) if hasattr(model, each.name)}
+    return ModelSpec(**known | {"dtype": str(model.dtype)})
+
+
+def _draft_shape(model: ModelConfig, decoding: DecodingConfig) -> ModelShape | None:
+    if not decoding.draft_tokens:
+        return None
+    path = decoding.draft_path
+    return model_shape(draft_of(model, path), "decoding.draft_path") if path else model_shape(model)
+
+
+def _device_shape(deployment: Deployment) -> DeviceShape:
+    device, heads = deployment.device, deployment.shape.heads
+    if heads % device.tensor_parallel:
+        raise ConfigError(
+            "device.tensor_parallel",
+            f"found {device.tensor_parallel}, must divide the {heads} heads of {deployment.model.name} evenly",
+        )
+    return DeviceShape(
+        name=device.name,
+        bandwidth=device.bandwidth_gbs * 1e9,
+        flops=device.tflops * 1e12,
+        step_overhead_s=device.step_overhead_us * 1e-6,
+        layer_overhead_s=device.layer_overhead_us * 1e-6,
+        parallel=device.tensor_parallel,
+        link_bandwidth=device.link_gbs * 1e9,
+        link_latency_s=device.link_latency_us * 1e-6,
+        link_efficiency=device.link_efficiency,
+        host_bandwidth=device.host_link_gbs * 1e9,
+        host_latency_s=device.host_link_latency_us * 1e-6,
+        bandwidth_efficiency=device.bandwidth_efficiency,
+        kv_efficiency=device.kv_efficiency,
+        compute_efficiency=device.compute_efficiency,
+        attention_efficiency=device.attention_efficiency,
+        attention_overhead_s=device.attention_overhead_us * 1e-6,
+        row_overhead_s=device.row_overhead_us * 1e-6,
+        overlaps=True,
+        expert_parallel=device.expert_parallel,
+        multiprocessors=device.multiprocessors,
+        cache=device.l2_mib * 2**20,
+        clock_ghz=device.clock_ghz,
+        block_size_factor=_block_size_factor(deployment),
+    )
+
+
+def _block_size_factor(deployment: Deployment) -> float | None:
+    """The factor on decode attention at this block size, by the static model; None without `cost.block_sizes`."""
+    cache, shape = deployment.cache, deployment.shape
+    if not deployment.cost.block_sizes or cache.policy is not CachePolicy.paged:
+        return None
+    if shape.latent:
+        raise ConfigError(
+            "cost.block_sizes", f"true, but {deployment.model.name} has latent attention; leave it out"
+        )
+    width, group = shape.kv_bytes_per_element or shape.bytes_per_element, shape.heads // shape.kv_heads
+    try:
+        return block_size_factor(
+            deployment.device.name, int(width), cache.block_size, shape.head_dim, group
+        ).factor
+    except LookupError as error:
+        raise ConfigError(
+            "cost.block_sizes",
+            f"true, but the static model's table (conf/block_sizes.csv) does not hold {error.args[0]}",
+        ) from error
+
+
+def _pool_shape(config: RunConfig, model: ModelShape) -> PoolShape:
+    """The pool: `cache.pool_blocks` or `cache.pool_tokens`, or what the devices' memory holds beside the weights."""
+    cache = config.cache
+    most = max_position(config.model)
+    if cache.max_model_len is not None and cache.max_model_len > most:
+        raise ConfigError(
+            "cache.max_model_len",
+            f"{cache.max_model_len} tokens, but {config.model.name} takes {most} at most",
+        )
+    longest = cache.max_model_len or most
+    size = cache.block_size if cache.policy is CachePolicy.paged else 1
+    tokens, sized_by, memory = _pool_tokens(config, model, size)
+    groups = _group_layout(cache, model)
+    if groups is not None:
+        chunk = config.scheduler.max_batched_tokens
+        counts = groups.page_counts(tokens * model.kv_bytes_per_token, longest, chunk)
+        if cache.pool_blocks:  # counts pages themselves
+            counts = (cache.pool_blocks,)
+        if min(counts) < 1:
+            raise ConfigError(
+                "cache.pool_tokens",
+                f"the memory of {tokens} tokens holds {', '.join(map(str, counts))} pages of the groups of "
+                f"{config.model.name}, each needs at least 1; enlarge the pool",
+            )
+    elif tokens < size:
+        raise ConfigError(
+            "cache.pool_tokens", f"{tokens} tokens hold no block of {size}; allowed: {size} or more"
+        )
+    slides = model.window is not None and model.window < longest
+    return PoolShape(
+        policy=cache.policy,
+        num_blocks=pages_of(groups, counts).num_pages if groups else tokens // size,
+        block_size=groups.match_unit if groups else size,
+        kv_bytes_per_token=model.kv_bytes_per_token,
+        max_model_len=longest,
+        prefix_caching=cache.prefix_caching and cache.policy is CachePolicy.paged,
+        sized_by=sized_by,
+        memory=memory,
+        window=model.window,
+        note=_WINDOWS_KEPT if slides and not groups else "",
+        groups=groups,
+        page_counts=counts if groups else (),
+    )
+
+
+def _group_layout(cache: CacheConfig, model: ModelShape) -> GroupLayout | None:
+    """The groups of the model's layers; None with cache.groups=off."""
+    if cache.groups is GroupPages.off:
+        return None
+    sets = layer_sets(model)
+    try:
+        if cache.groups is GroupPages.uniform:
+            return uniform_layout(sets, cache.block_size)
+        return separate_layout(sets, cache.block_size, state_every=cache.state_every, pages=cache.groups)
+    except CoreError as error:
+        raise ConfigError("cache.groups", f"{cache.groups}: {error}") from error
+
+
+def _pool_tokens(config: RunConfig, model: ModelShape, size: int) -> tuple[int, str, DeviceMemory | None]:
+    """Tokens of the pool, the key that says so, and the memory that they were taken from."""
+    cache, device = config.cache, config.device
+    if cache.pool_blocks:
+        return cache.pool_blocks * size, "cache.pool_blocks", None
+    if cache.pool_tokens:
+        return cache.pool_tokens, "cache.pool_tokens", None
+    unknown = unmodelled(config.model)
+    if unknown:
+        raise ConfigError(
+            "cache.pool_tokens",
+            f"null, but the memory beside the weights of {config.model.path or config.model.name} is not known: it has "
+            f"{unknown}, which PageTwin does not model. Set the pool by hand (cache.pool_blocks or pool_tokens)",
+        )
+    draft = _draft_shape(config.model, config.decoding)
+    own = draft is not None and config.decoding.draft_path is not None
+    weights = model.weight_bytes + (draft.weight_bytes if draft and own else 0)
+    lanes = [model, draft] if draft else [model]
+    token_bytes = sum(shape.kv_bytes_per_token * shape.kv_share(device.tensor_parallel) for shape in lanes)
+    memory = device_memory(device, config.scheduler, model, weights)
+    if memory.kv < token_bytes:
+        raise ConfigError(
+            "cache.pool_tokens",
+            f"no KV fits beside {config.model.name}: each {device.name} has {memory.usable / 1e9:.1f} GB usable "
+            f"(memory_gb x memory_utilization), weights take {memory.weights / 1e9:.1f} GB and all else "
+            f"{(memory.usable - memory.weights - memory.kv) / 1e9:.1f} GB. Choose another device, more devices "
+            "(device.tensor_parallel), or set the pool by hand",
+        )
+    return int(memory.kv // token_bytes), "device.memory_gb", memory
+
+
+def device_memory(
+    device: DeviceConfig, scheduler: SchedulerConfig, model: ModelShape, weight_bytes: float
+) -> DeviceMemory:
+    """The memory of each of the devices that share the model; `weight_bytes` are those of all models together."""
+    formula = activation_bytes(model, scheduler, device.tensor_parallel)
+    return DeviceMemory(
+        usable=device.memory_gb * 1e9 * device.memory_utilization,
+        weights=weight_bytes / device.tensor_parallel,
+        activations=formula if device.activation_gb is None else device.activation_gb * 1e9,
+        other=device.other_memory_gb * 1e9,
+        graphs=device.graph_memory_gb * 1e9,
+    )
+
+
+def activation_bytes(model: ModelShape, scheduler: SchedulerConfig, parallel: int = 1) -> float:
+    """The peak of a profile run on each device: of a forward pass with a full budget of tokens, or of the sampler.
+
+    The pass holds per token four vectors of the hidden width (input, residual, queries, output), and the MLP's
+    input after and before the gate. A token of a mixture of experts holds them for each of its experts. The sampler
+    holds `max_running` rows of logits over the whole vocabulary, beside one hidden vector for each token.
+    """
+    tokens, width = scheduler.max_batched_tokens, model.bytes_per_element
+    hidden = float(model.hidden * width)
+    mlp = model.mlp_matrices * model.intermediate * width / parallel
+    if model.experts:
+        routed = model.experts.intermediate / parallel
+        each = max((model.mlp_matrices - 1) * routed, model.hidden) + routed
+        shared = model.mlp_matrices * model.experts.shared * width / parallel
+        mlp = max(mlp if model.experts.dense_layers else 0.0, model.experts.active * each * width + shared)
+    forward = tokens * (4 * hidden + mlp)
+    rows = min(scheduler.max_running, tokens)
+    return max(forward, tokens * hidden + rows * model.vocab * _SAMPLER_BYTES)
+
+
+_METHODS = {
+    "cache.eviction": ("push", "remove", "pop", "blocks", "__len__"),
+    "scheduler.order": ("key",),
+    "scheduler.victim": ("choose",),
+    "scheduler.admission": ("allows",),
+}
+
+
+def new_scheduler(
+    deployment: Deployment,
+    *,
+    keep_events: bool = False,
+    keep_lookups: bool = False,
+    residency: ResidencySampler | None = None,
+    eviction: EvictionQueue | None = None,
+) -> Scheduler:
+    """A scheduler over an empty pool; a paged one keeps changes and lookups of its prefix cache where asked.
+
+    `residency` samples its blocks. `eviction` is used instead of the eviction order that the cache names.
+
+    Raises:
+        ConfigError: a class of the user cannot be imported or made, or lacks a method.
+    """
+    pool, cache, limits = deployment.pool, deployment.cache, deployment.limits
+    if pool.groups is not None:
+        pages = pages_of(
+            pool.groups, pool.page_counts, retention=cache.retention, behind_first=cache.behind_first
+        )
+        manager: KVCacheManager = GroupedManager(
+            pool.groups,
+            pages,
+            most_chunk=limits.max_batched_tokens,
+            prefix_caching=pool.prefix_caching,
+            window_hits=cache.window_hits,
+        )
+    elif pool.policy is not CachePolicy.paged:
+        reservation = pool.policy.reservation
+        manager = ContiguousManager(pool.num_blocks, pool.max_model_len, reservation, cache.placement)
+    else:
+        manager = PagedManager(
+            pool.num_blocks,
+            pool.block_size,
+            prefix_caching=pool.prefix_caching,
+            retention=cache.retention,
+            deduplicate=cache.deduplicate,
+            copy_at_fork=cache.copy_at_fork,
+            keeps_beams=deployment.decoding.sharing is Sharing.tail_at_fork,
+            host_blocks=cache.host_tokens // pool.block_size,
+            eviction=_user_policy("cache.eviction", cache.eviction) if eviction is None else eviction,
+            keep_events=keep_events,
+            keep_lookups=keep_lookups,
+            residency=residency,
+        )
+    return Scheduler(manager, limits, _policies(limits, deployment.scheduler))
+
+
+def _policies(limits: SchedulerLimits, scheduler: SchedulerConfig) -> Policies:
+    builtin = Policies.of(limits.policy)
+    return Policies(
+        order=_user_policy("scheduler.order", scheduler.order) or builtin.order,
+        victim=_user_policy("scheduler.victim", scheduler.victim) or builtin.victim,
+        admission=_user_policy("scheduler.admission", scheduler.admission) or builtin.admission,
+    )
+
+
+def _user_policy(key: str, name: str | None) -> Any:
+    """A new instance of the user's class; modules in the working directory are found too."""
+    if name is None:
+        return None
+    module, _, cls = name.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)
+    try:
+        instance = getattr(import_module(module), cls)()
+    except Exception as error:  # a user's module may raise anything
+        raise ConfigError(key, f"'{name}' cannot be made: {type(error).__name__}: {error}") from error
+    return _with_methods(key, name, instance, _METHODS[key])
+
+
+def _with_methods(key: str, name: str, instance: Any, methods: Sequence[str]) -> Any:
+    missing = [method for method in methods if not callable(getattr(instance, method, None))]
+    if missing:
+        raise ConfigError(key, f"'{name}' lacks {', '.join(missing)}; see engine/core/policies.py")
+    return instance

@@ -1,0 +1,422 @@
+"""A point: what serves (`Deployment`), what arrives (`Workload`), and how it is replayed. `resolve` makes it, once."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from engine.core.identity import BlockIdentity, KeyIdentity
+from engine.core.memory.block_pool import ResidencySampler
+from engine.core.memory.eviction import EvictionQueue, KeepQueue, TurnOf
+from engine.core.options import Decoding, Keep, SchedulerLimits, Sharing
+from engine.core.request import Request
+from engine.core.scheduling.scheduler import Scheduler
+from harness.config.capabilities import Asked, Way, refusals
+from harness.config.checks import NO_INDIRECTION
+from harness.config.errors import ConfigError
+from harness.config.schema import (
+    CacheConfig,
+    OracleConfig,
+    Oversize,
+    ReplayConfig,
+    RunConfig,
+    SchedulerConfig,
+)
+from harness.config.values import PerObject
+from harness.replay.arrivals import LATEST_NS, Arrivals, Resubmitting, TimedRequest
+from harness.replay.beams import Genealogy
+from harness.replay.cost_model import CostSource
+from harness.workload.beam_requests import BeamClient, KeyedBeams, requests_sent
+from harness.workload.decoding import (
+    SHORT,
+    DrawnOutcomes,
+    RequestDecoding,
+    TraceDecoding,
+    drawn_outcomes_of,
+    keyed_text,
+    names_widths,
+    one_request_per_sample,
+    recorded_parents,
+    resubmitted,
+    trace_decoding_of,
+)
+from harness.workload.deployment import Deployment, PoolShape, deployment_of, new_scheduler
+from harness.workload.trace import Traffic, reshaped_trace, retimed, traffic_of
+from traces.errors import TraceError
+from traces.formats.kv_events import msgpack
+from traces.reshape import drop_oversize
+from traces.trace import Segment, Trace, TraceRequest, revised
+
+Identify = Callable[[TraceRequest], BlockIdentity]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What arrives: the requests of a trace, how each is decoded and sent, and what only token values decide.
+
+    `trace.header.dropped` counts the requests that were left out, by reason. With `resubmits` beams are served by a
+    client (`Point.beam_client`), which sends requests of one sequence. `seed` is that of token ids and samples.
+    """
+
+    trace: Trace
+    trace_decoding: TraceDecoding = TraceDecoding()  # noqa: RUF009  # frozen
+    traffic: Traffic = Traffic()  # noqa: RUF009  # frozen
+    drawn: DrawnOutcomes = DrawnOutcomes()  # noqa: RUF009  # frozen
+    resubmits: bool = False
+    seed: int = 0
+
+    @property
+    def decoding(self) -> Decoding:
+        """The decoding of requests whose rows do not name one."""
+        return self.trace_decoding.configured.mode
+
+    @property
+    def width(self) -> int:
+        """Sequences of a request whose row does not name its width."""
+        return self.trace_decoding.configured.width
+
+    @property
+    def client_stride(self) -> int:
+        """A number greater than the id of every row."""
+        return 1 + max(row.request_id for row in self.trace.requests)
+
+    def genealogy(self, source: CostSource) -> Genealogy:
+        """The parents of beams: recorded, or drawn as the calibration found them."""
+        return self.drawn.genealogy(source, self.width)
+
+
+@dataclass(frozen=True)
+class Point:
+    """A deployment and a workload, and how the one is replayed on the other: what is predicted and measured.
+
+    `scheduler()` makes a scheduler over an empty pool, `requests()` or `stream()` the requests.
+    """
+
+    deployment: Deployment
+    workload: Workload
+    replay: ReplayConfig = field(default_factory=ReplayConfig)
+    oracle: OracleConfig = field(default_factory=OracleConfig)
+    name: str = "default"
+
+    @property
+    def trace(self) -> Trace:
+        """The trace of the workload."""
+        return self.workload.trace
+
+    @property
+    def pool(self) -> PoolShape:
+        """The KV memory of the deployment."""
+        return self.deployment.pool
+
+    @property
+    def limits(self) -> SchedulerLimits:
+        """The scheduler's limits of the deployment."""
+        return self.deployment.limits
+
+    @property
+    def replicas(self) -> int:
+        """Data-parallel engines, each with its own pool."""
+        return self.deployment.device.data_parallel
+
+    @property
+    def asked(self) -> Asked:
+        """What the point asks for, as the table of capabilities has it."""
+        served = self.deployment
+        decodings = {self.workload.trace_decoding.of(row) for row in self.trace.requests}
+        return Asked(
+            *(served.model, served.engine, served.device, served.cache, served.scheduler, served.decoding),
+            self.replay,
+            oracle=self.oracle.engine,
+            measured=served.measured,
+            several=any(each.width > 1 for each in decodings),
+            sampled=any(each.mode is Decoding.sample for each in decodings),
+            drafts=any(each.speculation is not None for each in decodings),
+            may_share=served.cache.deduplicate and self.may_share,
+            experts=served.shape.experts is not None,
+        )
+
+    @property
+    def may_share(self) -> bool:
+        """Whether two prompts may share a block."""
+        return self.pool.prefix_caching and any(
+            shares_block(row, self.pool.block_size) for row in self.trace.requests
+        )
+
+    def of_trace(self, trace: Trace) -> "Point":
+        """The same with other requests."""
+        return replace(self, workload=replace(self.workload, trace=trace))
+
+    def scheduler(self, eviction: EvictionQueue | None = None) -> Scheduler:
+        """A scheduler over an empty pool; `eviction` replaces the eviction order.
+
+        Raises:
+            ConfigError: a class of the user cannot be imported or made, or lacks a method.
+        """
+        replay = self.replay
+        return new_scheduler(
+            self.deployment,
+            keep_events=replay.kv_events,
+            keep_lookups=replay.lookups,
+            residency=None if replay.residency is None else ResidencySampler(replay.residency),
+            eviction=self._keeping() if eviction is None else eviction,
+        )
+
+    def _keeping(self) -> KeepQueue | None:
+        """The order of eviction that knows the sessions of the trace; None for the least recently released."""
+        cache = self.deployment.cache
+        if cache.keep is Keep.recent:
+            return None
+        turns = {
+            row.request_id: TurnOf(row.session, row.turn or 1)
+            for row in self.trace.requests
+            if row.session is not None
+        }
+        pinned = cache.keep_tokens // self.pool.block_size
+        return KeepQueue(cache.keep, turns, seconds=cache.keep_s, pinned=pinned)
+
+    def beam_client(self, genealogy: Genealogy) -> KeyedBeams | None:
+        """The client that sends the beams of these requests; None where the engine itself serves beams."""
+        return KeyedBeams(self.workload.client_stride, genealogy) if self.workload.resubmits else None
+
+    def arrivals(self, requests: Iterable[TimedRequest], client: BeamClient | None = None) -> Arrivals:
+        """The source of `requests`, one for each row of the trace in order; or of what `client` sends for them."""
+        rows = self.trace.requests
+        source = self.workload.traffic.arrivals(rows, requests)
+        if client is None:
+            return source
+        return Resubmitting(source, client, sum(requests_sent(_request(self, row)) for row in rows))
+
+    def requests(self, identify: Identify | None = None) -> list[TimedRequest]:
+        """The requests in order of arrival; blocks are identified by prefix keys, or as `identify` says."""
+        return list(self.stream(identify))
+
+    def stream(self, identify: Identify | None = None) -> Iterator[TimedRequest]:
+        """The same one by one, for traces that should not be in memory as a whole."""
+        identify = identify or self._by_keys()
+        for row in self.trace.requests:
+            yield TimedRequest(_request(self, row, identify(row)), row.arrival_us * 1000)
+
+    def _by_keys(self) -> Identify:
+        if self.workload.resubmits:
+            return _by_keyed_text
+        return _by_keys_and_answers if self.deployment.cache.answers else _by_keys
+
+
+def shares_block(row: TraceRequest, block_size: int) -> bool:
+    """Whether another request may share the first block of `row`."""
+    keyed = 0
+    for segment in row.segments:
+        if segment.key is None or keyed >= block_size:
+            break
+        keyed += segment.tokens
+    return keyed >= block_size
+
+
+def _by_keyed_text(row: TraceRequest) -> BlockIdentity:
+    return KeyIdentity(row.request_id, keyed_text(row), row.salt)
+
+
+def _by_keys(row: TraceRequest) -> BlockIdentity:
+    return KeyIdentity(row.request_id, row.segments, row.salt)
+
+
+def _by_keys_and_answers(row: TraceRequest) -> BlockIdentity:
+    output = None if row.output_key is None else (row.output_key, row.output_tokens)
+    return KeyIdentity(row.request_id, row.segments, row.salt, output=output)
+
+
+def _request(
+    point: Point,
+    row: TraceRequest,
+    identity: BlockIdentity | None = None,
+    decoding: RequestDecoding | None = None,
+) -> Request:
+    decoding = decoding or point.workload.trace_decoding.of(row)
+    return Request(
+        row.request_id,
+        row.prompt_tokens,
+        _output_tokens(point, row, decoding),
+        decoding.width,
+        decoding.mode,
+        identity,
+        priority=row.priority,
+        speculation=decoding.speculation,
+    )
+
+
+def _output_tokens(point: Point, row: TraceRequest, decoding: RequestDecoding) -> int:
+    """Output tokens of the trace; where the ends of sampled branches are drawn, those of the longest branch."""
+    survival = point.workload.drawn.survival
+    never_runs = decoding.width > point.limits.max_running
+    if survival is None or decoding.mode is not Decoding.sample or never_runs:
+        return row.output_tokens
+    branches = range(decoding.width)
+    return max(survival.length(row.request_id, branch, row.output_tokens) for branch in branches)
+
+
+def resolve(config: RunConfig, recorded: Trace | None = None) -> Point:
+    """The point that a configuration describes; `recorded` replaces the trace that it names, and is not reshaped.
+
+    Raises:
+        ConfigError: a request can never fit and `workload.oversize` is `error`, or settings do not fit together.
+    """
+    deployment = deployment_of(config)
+    trace_decoding, traffic = trace_decoding_of(config), traffic_of(config)
+    trace = trace_decoding.noted(recorded or retimed(reshaped_trace(config), config))
+    _check_span(trace)
+    beams = _has_beams(config, trace, trace_decoding)
+    by_prefix = config.decoding.sharing is Sharing.prefix_cache
+    resubmits = by_prefix and beams
+    if config.measure and config.decoding.sharing is Sharing.tail_at_fork and beams:
+        raise ConfigError("decoding.sharing", NO_INDIRECTION)
+    if resubmits:
+        trace = resubmitted(trace, trace_decoding)
+    elif by_prefix and recorded is None:
+        trace = one_request_per_sample(trace, trace_decoding)
+        single = replace(trace_decoding.configured, width=1)
+        trace_decoding = TraceDecoding(single, recorded=False)
+    drawn = drawn_outcomes_of(config)
+    workload = Workload(trace, trace_decoding, traffic, drawn, resubmits, config.workload.seed)
+    point = Point(deployment, workload, config.replay, config.oracle, config.name)
+    for way, is_on, head in (
+        (Way.client, resubmits, "beams that a client sends (decoding.sharing=prefix_cache)"),
+        (Way.replicas, point.replicas > 1, f"device.data_parallel={point.replicas}"),
+    ):
+        if is_on and (refused := next(refusals(point.asked, way, head), None)):
+            raise refused
+    if config.replay.kv_events:
+        try:
+            msgpack()
+        except TraceError as error:
+            raise ConfigError("replay.kv_events", error.reason) from error
+    reasons = _oversize(point)
+    if reasons:
+        if config.workload.oversize is Oversize.error:
+            raise ConfigError("workload.oversize", _refusal(point, reasons))
+        left = drop_oversize(trace, lambda row: _kind(point, row) if row.request_id in reasons else None)
+        if not left.requests:
+            raise ConfigError("workload.oversize", f"no request fits: {_refusal(point, reasons)}")
+        point = point.of_trace(left)
+    path = config.decoding.beam_parents
+    if path is None:
+        return point
+    drawn = replace(drawn, parents=recorded_parents(path, point.trace, trace_decoding))
+    return replace(point, workload=replace(point.workload, drawn=drawn))
+
+
+def _has_beams(config: RunConfig, trace: Trace, trace_decoding: TraceDecoding) -> bool:
+    """Whether a request has beams; not looked up where beams share as all others do."""
+    if config.decoding.sharing is Sharing.copy_on_write:
+        return False
+    return any(trace_decoding.of(row).mode is Decoding.beam for row in trace.requests)
+
+
+def _check_span(trace: Trace) -> None:
+    """Check that the last request arrives within the range of the replay's clock; raises ConfigError."""
+    last_us = trace.requests[-1].arrival_us if trace.requests else 0
+    if last_us * 1000 > LATEST_NS:
+        raise ConfigError(
+            "workload.request_rate",
+            f"the last of {len(trace.requests):,} requests arrives after {last_us / 1e6 / 86400 / 365:,.0f} years, "
+            "and replays count 146; take fewer requests or a higher rate",
+        )
+
+
+def _oversize(point: Point) -> dict[int, str]:
+    """Reasons by request id. Requests of equal lengths and decoding are checked once."""
+    if point.workload.trace_decoding.configured == RequestDecoding() and _all_fit(point):
+        return {}
+    scheduler = point.scheduler()
+    known: dict[tuple[int, int, RequestDecoding], str | None] = {}
+    reasons: dict[int, str] = {}
+    for row in _doubtful(point):
+        decoding = RequestDecoding() if point.workload.resubmits else point.workload.trace_decoding.of(row)
+        alike = (row.prompt_tokens, _output_tokens(point, row, decoding), decoding)
+        if alike not in known:
+            known[alike] = scheduler.never_fits(_request(point, row, decoding=decoding))
+        reason = known[alike]
+        if reason:
+            reasons[row.request_id] = reason
+    return reasons
+
+
+def _doubtful(point: Point) -> Sequence[TraceRequest]:
+    """The requests that must be looked at one by one: of a long trace those that exceed lengths that are known to fit.
+
+    Where every request has one sequence, a shorter one needs no more tokens, blocks and slots.
+    """
+    rows = point.trace.requests
+    plain = point.workload.trace_decoding.configured == RequestDecoding()
+    if len(rows) <= SHORT or not plain or names_widths(rows):
+        return rows
+    prompts = np.fromiter((row.prompt_tokens for row in rows), np.int64, len(rows))
+    outputs = np.fromiter((row.output_tokens for row in rows), np.int64, len(rows))
+    prompt, output = (int(np.quantile(lengths, _USUAL)) for lengths in (prompts, outputs))
+    usual = revised(rows[0], lengths=(prompt, output), segments=(Segment(None, prompt),))
+    if point.scheduler().never_fits(_request(point, usual)) is not None:
+        return rows
+    return [rows[place] for place in np.flatnonzero((prompts > prompt) | (outputs > output))]
+
+
+_USUAL = 0.995  # of the lengths
+
+
+def _all_fit(point: Point) -> bool:
+    """Whether it is known, without a look at every request, that all fit; each has one sequence."""
+    hardest = _hardest(point.trace.requests)
+    lengths = tuple((row.prompt_tokens, row.output_tokens) for row in hardest)
+    asked = (point.pool, id(point.deployment.cache), id(point.deployment.scheduler), lengths)
+    if not hardest or asked in _FITTING:
+        return bool(hardest)
+    scheduler = point.scheduler()
+    fits = all(scheduler.never_fits(_request(point, row)) is None for row in hardest)
+    if fits:
+        if len(_FITTING) >= _MOST_REMEMBERED:
+            _FITTING.clear()
+        _FITTING[asked] = point.deployment.cache, point.deployment.scheduler
+    return fits
+
+
+# What fits: pool, options and lengths of the hardest requests; the options are held, so that their ids stay their own.
+_FITTING: dict[
+    tuple[PoolShape, int, int, tuple[tuple[int, int], ...]], tuple[CacheConfig, SchedulerConfig]
+] = {}
+_MOST_REMEMBERED = 1 << 12
+
+
+def _front(requests: tuple[TraceRequest, ...]) -> tuple[TraceRequest, ...]:
+    """The requests that no other exceeds in both prompt and output; none of a long trace or of rows with own widths.
+
+    Where every request has one sequence, each needs no more tokens, blocks and slots than one of these.
+    """
+    if len(requests) > SHORT or names_widths(requests):
+        return ()
+    front: list[TraceRequest] = []
+    for row in sorted(requests, key=lambda row: (-row.prompt_tokens, -row.output_tokens)):
+        if not front or row.output_tokens > front[-1].output_tokens:
+            front.append(row)
+    return tuple(front)
+
+
+_hardest = PerObject(_front, most=64)
+
+
+TOO_LONG, NEVER_FITS = "longer_than_the_model", "never_fits"
+"""Why a request is dropped: the model (`cache.max_model_len`) takes no such sequence, or pool and limits do not."""
+
+
+def _kind(point: Point, row: TraceRequest) -> str:
+    longest = point.limits.max_model_len
+    total = row.prompt_tokens + _output_tokens(point, row, point.workload.trace_decoding.of(row))
+    return TOO_LONG if longest is not None and total > longest else NEVER_FITS
+
+
+def _refusal(point: Point, reasons: dict[int, str]) -> str:
+    request_id, reason = next(iter(reasons.items()))
+    row = next(row for row in point.trace.requests if row.request_id == request_id)
+    return (
+        f"{len(reasons)} of {len(point.trace.requests)} requests can never fit; the first is request {request_id} "
+        f"({row.prompt_tokens} prompt + {row.output_tokens} output tokens), which {reason}. Raise cache.pool_tokens "
+        "or cache.max_model_len, lower workload.length_scale or decoding.beam_width, set workload.widths=configured "
+        "where a row's own width is too large, or set workload.oversize=drop"
+    )

@@ -1,0 +1,189 @@
+"""The matrix beside vLLM: engines in processes of their own, rounds in turns, groups that are kept."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks import engine_matrix as matrix
+from benchmarks.engine_matrix import Cell, LiveError, Load, Shape, geometric_mean, main, started
+from benchmarks.engine_process import tree_seconds
+
+SMALL = Shape(
+    "llama",
+    {
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "intermediate_size": 128,
+        "max_position_embeddings": 2048,
+    },
+    {
+        "prefill": Load(8, (200, 300), (8, 12)),
+        "decode": Load(8, (2, 4), (40, 60)),
+    },  # more than a tick of 10 ms
+)
+VLLM = """\
+import os, time
+class SamplingParams:
+    def __init__(self, **values): self.values = values
+class LLM:
+    def __init__(self, model, **values):
+        open(LOG, "a").write(f"start eager={values['enforce_eager']} threads={os.environ['OMP_NUM_THREADS']}\\n")
+        if os.path.exists(LOG + ".broken"): raise RuntimeError("no kernels")
+    def generate(self, prompts, params, use_tqdm):
+        began = time.process_time()
+        while time.process_time() - began < 0.02: pass
+        open(LOG, "a").write(f"serve {len(prompts)}\\n")
+        return [Output([7] * one.values["max_tokens"]) for one in params]
+class Output:
+    def __init__(self, ids): self.outputs, self.token_ids = [self], ids
+"""
+
+
+@pytest.fixture
+def peer(tmp_path, monkeypatch):
+    """A made-up vLLM that says what it was asked; its log. It takes our interpreter's place in the command line."""
+    log = tmp_path / "log"
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "vllm.py").write_text(f"LOG = {str(log)!r}\n{VLLM}")
+    python = tmp_path / "python"
+    python.write_text(
+        f'#!/bin/sh\nexport PYTHONPATH={tmp_path / "lib"}\nexec {sys.executable} "$@"\n', encoding="utf-8"
+    )
+    python.chmod(0o755)
+    monkeypatch.setattr(matrix, "vllm_version", lambda python: "0.0")
+    monkeypatch.setattr(matrix, "SHAPES", {"small": SMALL})
+    monkeypatch.setattr(matrix, "DTYPES", ("float32",))
+    monkeypatch.setattr(matrix, "THREADS", (1,))
+    return python, log
+
+
+@pytest.fixture
+def without_ours(tmp_path, monkeypatch):
+    """The made-up engine in the place of ours too: what is tested here is the order of things, not our engine."""
+    real = matrix._engines
+
+    def engines(python):
+        found = real(python)
+        return found | {matrix.OURS: found["eager"]}
+
+    monkeypatch.setattr(matrix, "_engines", engines)
+    monkeypatch.setattr(matrix, "_checkpoint", lambda *rest: tmp_path)
+
+
+def _words(python, out, *more):
+    return [str(python), "--out", str(out), "--rounds", "2", *more]
+
+
+@pytest.mark.nightly
+def test_our_engine_is_compared_in_a_process_of_its_own(peer, tmp_path):
+    out = tmp_path / "matrix.json"
+    assert main([*_words(peer[0], out)[:-1], "1"]) == 1  # the made-up engine's tokens differ in float32
+    decode = json.loads(out.read_text())["groups"]["small float32 1t"]["decode"]
+    assert decode["equal"] == {"eager": 0, "compiled": 0}
+    assert decode["seconds"]["pagetwin"][0] > 0
+
+
+def test_a_group_has_rounds_of_every_engine_and_is_not_run_again(peer, without_ours, tmp_path, capsys):
+    python, log = peer
+    out = tmp_path / "matrix.json"
+    assert main(_words(python, out)) == 0
+    group = json.loads(out.read_text())["groups"]["small float32 1t"]
+    assert {key: len(found) for key, found in group["decode"]["seconds"].items()} == {
+        "pagetwin": 2,
+        "eager": 2,
+        "compiled": 2,
+    }
+    assert group["decode"]["equal"] == {"eager": 8, "compiled": 8}
+    asked = log.read_text().splitlines()
+    assert asked[1:3] == ["start eager=True threads=1", "start eager=False threads=1"]
+    assert len(asked) == 3 + 3 * 2 * 3  # three engines, two workloads, a warm-up and two rounds
+    assert "4 of 4 cells: geometric mean" in capsys.readouterr().out
+    assert "small float32 1t prefill compiled" in out.with_suffix(".txt").read_text()
+    main(_words(python, out))
+    assert len(log.read_text().splitlines()) == len(asked)
+
+
+def test_an_engine_that_does_not_start_is_named_and_tried_again(peer, without_ours, tmp_path, capsys):
+    python, _ = peer
+    out = tmp_path / "matrix.json"
+    broken = tmp_path / "log.broken"
+    broken.touch()
+    assert main(_words(python, out)) == 1
+    assert "RuntimeError: no kernels" in capsys.readouterr().err
+    broken.unlink()
+    main(_words(python, out))
+    assert "error" not in json.loads(out.read_text())["groups"]["small float32 1t"]
+
+
+def test_figures_of_other_rounds_are_not_mixed(peer, without_ours, tmp_path, capsys):
+    python, _ = peer
+    out = tmp_path / "matrix.json"
+    main(_words(python, out))
+    assert main([*_words(python, out)[:-1], "3"]) == 2
+    assert "was taken with another rounds: 2" in capsys.readouterr().err
+
+
+def test_an_interpreter_without_vllm_is_refused(tmp_path, capsys):
+    assert main(_words(sys.executable, tmp_path / "matrix.json")) == 2
+    assert "has no vLLM; on a CPU: pip install" in capsys.readouterr().err
+
+
+def test_a_group_that_does_not_exist_is_refused(peer, tmp_path, capsys):
+    assert main(_words(peer[0], tmp_path / "matrix.json", "--only", "int8")) == 2
+    assert "there are small float32 1t" in capsys.readouterr().err
+
+
+def test_the_ratio_is_of_median_rounds_and_the_spread_of_single_ones():
+    cell = Cell("a", 10, [1.0, 2.0, 4.0], [2.0, 2.0, 2.0], 1, 1)
+    assert (cell.ratio, cell.spread) == (1.0, (0.5, 2.0))
+    faster = cell._replace(vllm_s=[8.0, 8.0, 8.0])
+    assert geometric_mean([cell, faster]) == pytest.approx(2.0)
+
+
+def test_the_processes_of_an_engine_end_with_it(peer, tmp_path):
+    python, _ = peer
+    child = tmp_path / "child"
+    library = tmp_path / "lib" / "vllm.py"
+    spawn = (
+        "\nimport subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        f"open({str(child)!r}, 'w').write(str(child.pid))\n"
+    )
+    library.write_text(library.read_text() + spawn)
+    settings = {"engine": "vllm", "threads": 1, "eager": True, "model": "", "dtype": "float32"}
+    settings |= {"max_len": 8, "step_tokens": 64, "max_running": 1, "kv_bytes": 1}
+    with started(str(python), settings) as engine, pytest.raises(LiveError, match="KeyError: 'outputs'"):
+        engine.ask({"prompts": []})
+    pid = int(child.read_text())
+    for _ in range(100):  # a killed process stays until its new parent has read its status
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().split()[2]
+        except FileNotFoundError:
+            break
+        if state == "Z":
+            break
+        time.sleep(0.05)
+    else:
+        os.kill(pid, 9)
+        pytest.fail("the child of an engine outlived it")
+
+
+def test_work_in_a_child_process_is_counted_while_the_child_runs_and_after_it():
+    burn = (
+        "import time\nwhile time.process_time() < 0.4: pass\nprint(flush=True)\nimport sys; sys.stdin.read()"
+    )
+    began = tree_seconds()
+    with subprocess.Popen(
+        [sys.executable, "-c", burn], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
+        assert child.stdout.readline() == b"\n"
+        running = tree_seconds() - began
+    assert 0.35 <= running <= tree_seconds() - began

@@ -1,0 +1,225 @@
+"""A deployment becomes one configuration: its settings, its model, its device. What is not simulated is refused."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from harness.config.errors import UserError
+from harness.twin.configured import configured, preset_of, preset_of_device
+from harness.twin.log import EngineLog
+from harness.twin.reading import read_engine_log
+from harness.workload.deployment import deployment_of
+
+RECORDED = Path(__file__).resolve().parents[2] / "data" / "deployments" / "servingsim-recorder"
+
+
+@pytest.fixture(scope="module")
+def recorded() -> EngineLog:
+    return read_engine_log(RECORDED)
+
+
+def with_settings(log: EngineLog, **values: Any) -> EngineLog:
+    return replace(log, settings=replace(log.settings, **values))
+
+
+def test_the_settings_of_the_log_are_configured(recorded: EngineLog) -> None:
+    config = configured(recorded, ("device=rtx_pro_6000",)).config
+    assert config.model.name == "llama-3.1-8b"
+    assert (config.scheduler.max_running, config.scheduler.max_batched_tokens) == (128, 2048)
+    assert config.scheduler.async_scheduling is True
+    assert config.measure is False
+
+
+def test_an_override_wins_over_the_log(recorded: EngineLog) -> None:
+    config = configured(recorded, ("device=rtx_pro_6000", "scheduler.max_running=7")).config
+    assert config.scheduler.max_running == 7
+
+
+def test_the_pool_of_the_log_is_the_pool(recorded: EngineLog) -> None:
+    found = configured(with_settings(recorded, pool_blocks=2588), ("device=rtx4090",))
+    assert found.config.cache.pool_tokens == 2588 * 16
+    assert not any("does not give the pool" in note for note in found.notes)
+
+
+def test_a_pool_that_is_computed_is_said(recorded: EngineLog) -> None:
+    notes = configured(recorded, ("device=rtx_pro_6000",)).notes
+    assert any("does not give the pool" in note for note in notes)
+
+
+def test_a_device_that_the_log_names_is_taken(recorded: EngineLog) -> None:
+    found = configured(with_settings(recorded, device="NVIDIA GeForce RTX 4090"), ())
+    assert found.config.device.name == "rtx4090"
+
+
+def test_a_default_that_depends_on_the_device_is_filled_in(recorded: EngineLog) -> None:
+    found = configured(
+        with_settings(recorded, max_running=None, max_batched_tokens=None), ("device=rtx4090",)
+    )
+    assert (found.config.scheduler.max_running, found.config.scheduler.max_batched_tokens) == (256, 2048)
+    assert found.settings.origin["max_running"] == "default of vLLM 0.19.0"
+
+
+def test_a_default_of_our_own_is_said(recorded: EngineLog) -> None:
+    unknown = with_settings(recorded, engine="unknown", version=None, max_running=None)
+    warnings = configured(unknown, ("device=rtx4090",)).warnings
+    assert any("PageTwin's own defaults are simulated (scheduler.max_running=" in said for said in warnings)
+
+
+def test_replicas_of_a_dense_model_are_configured(recorded: EngineLog) -> None:
+    assert (
+        configured(with_settings(recorded, data_parallel=4), ("device=h100",)).config.device.data_parallel
+        == 4
+    )
+
+
+def test_tensor_parallel_and_quantised_weights_are_configured(recorded: EngineLog) -> None:
+    found = configured(
+        with_settings(recorded, tensor_parallel=2, quantization="fp8"), ("device=h100",)
+    ).config
+    assert found.device.tensor_parallel == 2
+    assert found.model.weight_dtype == "fp8"
+
+
+@pytest.mark.parametrize(
+    ("values", "overrides", "said"),
+    [
+        ({}, (), "does not say on which device it ran"),
+        ({"device": "Gaudi 3"}, (), "no preset describes the device Gaudi 3"),
+        ({"model": "org/novel-9b"}, ("device=h100",), "no preset describes the model org/novel-9b"),
+        ({"model": None}, ("device=h100",), "does not say which model ran"),
+        ({"unmodelled": {"pipeline_parallel_size": "2"}}, ("device=h100",), "pipeline_parallel_size = 2"),
+        (
+            {"data_parallel": 4, "model": "Qwen/Qwen3-30B-A3B"},
+            ("device=h100",),
+            "replicas of a mixture of experts",
+        ),
+        ({"quantization": "bitsandbytes"}, ("device=h100",), "quantization is bitsandbytes"),
+        ({}, ("device=h100,a100_80gb",), "makes a sweep"),
+        ({}, ("device=h100", "cache.block_size=0"), "cache.block_size"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused_by_name(
+    recorded: EngineLog, values: dict[str, Any], overrides: tuple[str, ...], said: str
+) -> None:
+    with pytest.raises(UserError, match=said):
+        configured(with_settings(recorded, **values), overrides)
+
+
+@pytest.mark.parametrize(
+    ("name", "preset"),
+    [
+        ("meta-llama/Llama-3.1-8B", "llama31_8b"),
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama31_8b"),
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507", "qwen3_30b_a3b"),
+        ("google/gemma-3-27b-it", "gemma3_27b"),
+        ("/models/Qwen3-32B/", "qwen3_32b"),
+        ("Qwen/Qwen3-32B-FP8", None),
+        ("org/novel", None),
+    ],
+)
+def test_a_name_on_the_hub_has_a_preset(name: str, preset: str | None) -> None:
+    assert preset_of(name) == preset
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "blocks"), [("pool_blocks", 3000, 3000), ("pool_tokens", 1600, 100)]
+)
+def test_either_key_of_the_pool_wins_over_the_log(
+    recorded: EngineLog, key: str, value: int, blocks: int
+) -> None:
+    found = configured(
+        with_settings(recorded, pool_blocks=5000), ("device=rtx_pro_6000", f"cache.{key}={value}")
+    )
+    assert deployment_of(found.config).pool.num_blocks == blocks
+
+
+def test_a_setting_that_replaces_that_of_the_log_is_said(recorded: EngineLog) -> None:
+    found = configured(recorded, ("device=rtx_pro_6000", "scheduler.max_running=7"))
+    assert "scheduler.max_running: the log says 128; what you set instead is simulated." in found.notes
+
+
+def test_a_setting_that_repeats_the_log_is_no_contradiction(recorded: EngineLog) -> None:
+    assert not configured(recorded, ("device=rtx_pro_6000", "scheduler.max_running=128")).replaced
+
+
+def test_a_model_other_than_that_of_the_log_is_said(recorded: EngineLog) -> None:
+    notes = configured(recorded, ("device=rtx_pro_6000", "model=qwen3_8b")).notes
+    assert any("meta-llama/Llama-3.1-8B ran; qwen3-8b is simulated" in note for note in notes)
+
+
+def test_a_gb200_is_no_b200(recorded: EngineLog) -> None:
+    assert preset_of_device("NVIDIA B200") == "b200"
+    with pytest.raises(UserError, match="no preset describes the device NVIDIA GB200"):
+        configured(with_settings(recorded, device="NVIDIA GB200"), ())
+
+
+@pytest.mark.parametrize(("device", "noted"), [("device=h100", True), ("device=rtx4090", False)])
+def test_a_device_other_than_the_log_s_is_noted(recorded: EngineLog, device: str, noted: bool) -> None:
+    found = configured(with_settings(recorded, device="NVIDIA GeForce RTX 4090"), (device,))
+    words = "The log says that NVIDIA GeForce RTX 4090 ran; h100 is simulated, as you set it."
+    assert (words in found.notes) is noted
+
+
+# -- what is said before any figure -------------------------------------------------------------------------------
+
+
+def capped(log: EngineLog, cap: int) -> EngineLog:
+    """The same requests from a client that sends the next when an answer of `cap` ends; each takes a second more."""
+    count = len(log.requests)
+    sent = np.zeros(count)
+    ended = np.zeros(count)
+    for i in range(count):
+        sent[i] = 0.0 if i < cap else np.sort(ended[:i])[i - cap] + 1e-4
+        ended[i] = sent[i] + 1.0 + 0.1 * (i % 7)
+    times = replace(
+        log.requests,
+        arrival_s=sent,
+        queued_s=None,
+        scheduled_s=None,
+        first_token_s=sent + 0.2,
+        last_token_s=ended,
+    )
+    return replace(log, requests=times)
+
+
+def test_a_log_of_a_capped_client_is_not_replayed_as_an_open_loop(recorded: EngineLog) -> None:
+    with pytest.raises(
+        UserError, match=r"held its requests back at 4 in flight.*replay=closed replay.users=4"
+    ):
+        configured(capped(recorded, 4), ("device=rtx_pro_6000",))
+
+
+def test_a_cap_that_the_log_states_and_reaches_is_refused(recorded: EngineLog) -> None:
+    most = len(recorded.requests)
+    several = replace(recorded, requests=capped(recorded, 3).requests, stated_cap=3)
+    with pytest.raises(UserError, match="at 3 in flight"):
+        configured(several, ("device=rtx_pro_6000",))
+    assert configured(replace(recorded, stated_cap=most), ("device=rtx_pro_6000",)).warnings == ()
+
+
+def test_a_capped_log_as_a_closed_loop_is_taken(recorded: EngineLog) -> None:
+    found = configured(capped(recorded, 4), ("device=rtx_pro_6000", "replay=closed", "replay.users=4"))
+    assert found.config.replay.users == 4
+    assert found.warnings == ()
+
+
+def test_a_capped_log_that_is_replayed_at_its_times_is_warned_of(recorded: EngineLog) -> None:
+    found = configured(capped(recorded, 4), ("device=rtx_pro_6000", "replay.mode=trace"))
+    assert found.warnings[0].startswith(
+        "Warning: the client of this log held its requests back at 4 in flight"
+    )
+
+
+def test_requests_that_failed_are_said_first(recorded: EngineLog) -> None:
+    failed = replace(recorded, dropped={"failed": 5, "written twice, with the same times": 9})
+    assert configured(failed, ("device=rtx_pro_6000",)).warnings == (
+        "Warning: 20 % of the log's requests (5 of 25: 5 failed) are not simulated, and the engine had their load.",
+    )
+
+
+def test_an_element_type_of_the_kv_other_than_the_logs_is_said(recorded: EngineLog) -> None:
+    notes = configured(recorded, ("device=rtx_pro_6000", "model.kv_dtype=fp8_e4m3")).notes
+    assert "model.kv_dtype: the log says model; what you set instead is simulated." in notes

@@ -1,0 +1,236 @@
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from harness.config.errors import ConfigError, UserError
+from harness.config.schema import CostKind, DeviceConfig, RunConfig
+from harness.point.cost import FITTED, origins
+from harness.twin.configured import Configured
+from harness.twin.fit import (
+    CONSTANTS,
+    Fit,
+    doubts,
+    explains_nothing,
+    fit_device,
+    fit_schedule,
+    requests_to_fit,
+)
+from harness.twin.log import EngineLog, RequestTimes
+from harness.twin.prediction import errors_of, predictor
+from harness.twin.settings import EngineSettings
+from traces.trace import CHAINED, Segment, Trace, TraceHeader, TraceRequest
+
+GPU = DeviceConfig(
+    name="some_gpu",
+    memory_gb=80.0,
+    bandwidth_gbs=2000.0,
+    tflops=300.0,
+    step_overhead_us=500.0,
+    layer_overhead_us=8.0,
+    attention_overhead_us=10.0,
+    row_overhead_us=0.2,
+    bandwidth_efficiency=0.85,
+    kv_efficiency=0.85,
+    compute_efficiency=0.6,
+    attention_efficiency=0.5,
+)
+TRUE = replace(
+    GPU, bandwidth_efficiency=0.7, compute_efficiency=0.45, step_overhead_us=1500.0, row_overhead_us=0.6
+)
+
+
+def config() -> RunConfig:
+    found = RunConfig(measure=False, device=GPU)
+    found.cost.kind = CostKind.roofline
+    model = found.model
+    model.layers, model.hidden, model.heads, model.kv_heads, model.head_dim = 16, 2048, 32, 8, 64
+    model.intermediate, model.vocab, model.max_position = 8192, 32000, 8192
+    found.scheduler.max_running, found.scheduler.max_batched_tokens = 16, 512
+    found.cache.pool_tokens = 65_536
+    return found
+
+
+def workload(count: int = 100) -> Trace:
+    draw = np.random.default_rng(7)
+    at = np.cumsum(draw.exponential(40_000, count)).astype(int)
+    lengths = draw.integers(50, 900, count), draw.integers(8, 60, count)
+    rows = tuple(
+        TraceRequest(rid, int(at[rid]), int(prompt), int(output), (Segment(None, int(prompt)),))
+        for rid, (prompt, output) in enumerate(zip(*lengths, strict=True))
+    )
+    return Trace(TraceHeader("planted", "simple", "drawn", CHAINED, None, 1, "0" * 64, count, count), rows)
+
+
+def planted(device: DeviceConfig, count: int = 100, found: RunConfig | None = None) -> EngineLog:
+    """A log that the simulator itself wrote, for a device with known constants."""
+    trace = workload(count)
+    run = predictor(found or config(), trace)(device)
+    times = RequestTimes(
+        request_id=tuple(str(row.request_id) for row in trace.requests),
+        arrival_s=run.arrival_s,
+        first_token_s=run.first_token_s,
+        last_token_s=run.last_token_s,
+        prompt_tokens=np.array([row.prompt_tokens for row in trace.requests]),
+        output_tokens=np.array([row.output_tokens for row in trace.requests]),
+    )
+    return EngineLog("planted", EngineSettings(), times, trace)
+
+
+@pytest.fixture(scope="module")
+def fit() -> Fit:
+    """A fit of a planted device, from a description that is 20 % off in TPOT."""
+    return fit_device(planted(TRUE), config(), first=40)
+
+
+def test_a_fit_predicts_the_requests_of_a_planted_device_that_it_has_not_seen(fit: Fit) -> None:
+    assert abs(fit.before.tpot_p50) > 0.15
+    assert fit.held_out.requests == 60
+    assert abs(fit.held_out.tpot_p50) < 0.01
+    assert abs(fit.held_out.ttft_p50) < 0.04
+
+
+def test_a_log_that_the_device_s_description_explains_moves_no_constant() -> None:
+    fit = fit_device(planted(GPU), config(), first=40)
+    for constant in fit.constants:
+        assert constant.value == pytest.approx(constant.prior, rel=0.02)
+
+
+def test_a_constant_that_the_log_does_not_show_keeps_its_prior(fit: Fit) -> None:
+    """Prompts of at most 900 tokens spend next to nothing in attention's products."""
+    known = {constant.key: constant for constant in fit.constants}
+    assert not known["attention_efficiency"].learned
+    assert known["attention_efficiency"].value == pytest.approx(GPU.attention_efficiency, rel=0.1)
+    assert known["compute_efficiency"].learned
+
+
+def test_the_times_of_requests_that_are_held_out_do_not_change_the_fit(fit: Fit) -> None:
+    honest = planted(TRUE)
+    times = honest.requests
+    later = np.where(np.arange(100) >= 40, 5.0, 0.0)
+    moved = replace(times, first_token_s=times.first_token_s + later, last_token_s=times.last_token_s + later)
+    other = fit_device(replace(honest, requests=moved), config(), first=40)
+    assert fit.device == other.device
+    assert other.held_out.ttft_p50 < -0.9
+
+
+def test_the_record_calls_fitted_what_the_fit_moves_and_nothing_else() -> None:
+    assert set(FITTED) == {constant.key for constant in CONSTANTS}
+    moved = origins(replace(GPU, fitted_from="my log"))
+    assert {key for key, words in moved.items() if "my log" in words} == set(FITTED)
+
+
+@pytest.mark.nightly
+def test_only_a_log_of_several_devices_says_anything_about_their_link() -> None:
+    alone = fit_device(planted(GPU, 50), config(), first=40)
+    pair = config()
+    pair.device = replace(GPU, tensor_parallel=2)
+    both = fit_device(planted(GPU, 50), pair, first=40)
+    keys = [{constant.key for constant in fit.constants} for fit in (alone, both)]
+    assert keys[1] - keys[0] == {"link_efficiency", "link_latency_us"}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_schedule_that_a_log_does_not_name_is_found_by_fitting_both(ahead: bool) -> None:
+    usual = Configured(
+        config(),
+        EngineSettings(),
+        ("The log does not say whether the engine scheduled ahead of its results; off",),
+        (),
+    )
+    log = planted(TRUE, 42, usual.scheduled(ahead).config)
+    found, _ = fit_schedule(log, usual, first=30)
+    assert found.config.scheduler.async_scheduling is ahead
+    assert "on: TPOT p50" in found.notes[-1]
+    assert "off: TPOT p50" in found.notes[-1]
+
+
+def test_a_schedule_that_the_user_names_is_fitted_alone() -> None:
+    known = Configured(config(), EngineSettings(), (), ())
+    found, fit = fit_schedule(planted(TRUE, 42), known, first=30)
+    assert found is known
+    assert fit.fitted_on == 30
+
+
+def test_a_request_that_could_not_have_been_served_is_an_error_of_the_settings() -> None:
+    wrong = config()
+    wrong.cache.max_model_len = 500
+    with pytest.raises(ConfigError, match="can never"):
+        fit_device(planted(GPU, 50), wrong, first=40)
+
+
+@pytest.mark.parametrize(("requests", "first"), [(300, 75), (50, 30), (10_000, 400), (41, 30)])
+def test_a_quarter_of_the_log_is_fitted_within_bounds(requests: int, first: int) -> None:
+    assert requests_to_fit(requests) == first
+
+
+def test_a_log_of_a_few_requests_is_refused() -> None:
+    with pytest.raises(UserError, match="has 39 finished requests"):
+        requests_to_fit(39)
+
+
+def test_errors_are_signed_and_of_the_chosen_requests() -> None:
+    log = planted(GPU, 50)
+    slow = predictor(config(), log.workload)(replace(GPU, step_overhead_us=50_000.0))
+    errors = errors_of(slow, log, slice(10, None))
+    assert errors.requests == 40
+    assert errors.tpot_p50 > 1
+    same = errors_of(predictor(config(), log.workload)(GPU), log, slice(0, 50))
+    assert (same.ttft_p50, same.tpot_p50) == (0, 0)
+
+
+def test_the_series_of_a_prediction_counts_as_the_times_of_its_requests_do() -> None:
+    log = planted(GPU, 50)
+    at_s = np.arange(0.0, 3.0, 0.37)
+    series = predictor(config(), log.workload)(GPU).series(at_s)
+    ran, waited = log.requests.under_way(at_s)
+    assert np.abs(series.running + series.waiting - (ran + waited)).max() <= 1
+    assert series.kv_use is not None
+    assert 0 < series.kv_use.max() < 1
+
+
+@pytest.mark.nightly
+def test_requests_whose_tokens_came_at_once_do_not_stop_the_fit() -> None:
+    """Their time between tokens is 0, which has no logarithm."""
+    found = planted(TRUE, 44)
+    ends = found.requests.last_token_s.copy()
+    ends[3] = found.requests.first_token_s[3]
+    fit = fit_device(replace(found, requests=replace(found.requests, last_token_s=ends)), config(), first=30)
+    assert np.isfinite(fit.held_out.tpot_p50)
+
+
+def test_a_log_without_any_duration_is_refused() -> None:
+    found = planted(TRUE, 44)
+    requests = found.requests
+    instant = replace(requests, first_token_s=requests.entered_s, last_token_s=requests.entered_s)
+    with pytest.raises(UserError, match="no durations"):
+        fit_device(replace(found, requests=instant), config(), first=30)
+
+
+# -- what speaks against a fit ------------------------------------------------------------------------------------
+
+
+def test_a_fit_that_explains_its_log_has_no_doubts(fit: Fit) -> None:
+    assert doubts(fit) == []
+    assert not explains_nothing(fit)
+
+
+def test_a_constant_at_its_bound_is_a_doubt(fit: Fit) -> None:
+    first, *others = fit.constants
+    low = next(one.low for one in CONSTANTS if one.key == first.key)
+    found = doubts(replace(fit, constants=(replace(first, value=low * 1.001), *others)))
+    assert len(found) == 1
+    assert first.key in found[0]
+    assert "units of time" in found[0]
+
+
+def test_a_fit_that_misses_what_it_was_fitted_to_is_doubted(fit: Fit) -> None:
+    far = replace(fit, fitted=replace(fit.fitted, tpot_p50=-0.2))
+    assert "TPOT -20 %" in doubts(far)[0]
+    assert not explains_nothing(far)
+
+
+@pytest.mark.parametrize("error", [-0.6, 1.5])
+def test_a_fit_that_is_off_by_more_than_a_factor_of_two_explains_nothing(fit: Fit, error: float) -> None:
+    assert explains_nothing(replace(fit, fitted=replace(fit.fitted, ttft_p50=error)))

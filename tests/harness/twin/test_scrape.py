@@ -1,0 +1,110 @@
+"""A live server's Prometheus page becomes the same series and settings as a log."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from harness.config.errors import UserError
+from harness.twin.reading import read_engine_log
+from harness.twin.scrape import scrape
+
+RECORDED = Path(__file__).resolve().parents[2] / "data" / "deployments" / "servingsim-recorder"
+PAGE = """\
+# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{{engine="0",model_name="m"}} {running}
+vllm:num_requests_running{{engine="1",model_name="m"}} 1.0
+vllm:num_requests_waiting{{engine="0",model_name="m"}} 2.0
+vllm:kv_cache_usage_perc{{engine="0",model_name="m"}} 0.25
+vllm:kv_cache_usage_perc{{engine="1",model_name="m"}} 0.75
+vllm:prompt_tokens_total{{engine="0",model_name="m"}} {prompt}
+vllm:generation_tokens_total{{engine="0",model_name="m"}} {generated}
+"""
+POOL = (
+    'vllm:cache_config_info{block_size="16",cache_dtype="auto",enable_prefix_caching="True",'
+    'gpu_memory_utilization="0.9",num_gpu_blocks="2588"} 1.0\n'
+)
+
+
+class Second:
+    """A clock that only sleeping moves."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def pages(states: list[tuple[int, int, int]]) -> Callable[[str], str]:
+    found: Iterator[tuple[int, int, int]] = iter(states)
+
+    def fetch(url: str) -> str:
+        running, prompt, generated = next(found)
+        return PAGE.format(running=running, prompt=prompt, generated=generated) + POOL
+
+    return fetch
+
+
+@pytest.fixture
+def scraped(tmp_path: Path) -> Path:
+    """A folder with a log of requests, and three seconds of a server's page."""
+    shutil.copy(RECORDED / "requests.jsonl", tmp_path)
+    clock, fetch = Second(), pages([(5, 100, 10), (7, 400, 60), (6, 450, 110)])
+    scrape("http://server/metrics", 3, tmp_path, fetch=fetch, clock=clock, sleep=clock.sleep)
+    return tmp_path
+
+
+def test_the_page_becomes_a_series(scraped: Path) -> None:
+    series = read_engine_log(scraped).series
+    assert series is not None
+    assert series.running.tolist() == [6, 8, 7]
+    assert series.waiting.tolist() == [2, 2, 2]
+    assert series.at_s[1] - series.at_s[0] == pytest.approx(1)
+
+
+def test_replicas_are_added_up_and_their_kv_use_is_averaged(scraped: Path) -> None:
+    series = read_engine_log(scraped).series
+    assert series is not None
+    assert series.kv_use is not None
+    assert series.kv_use.tolist() == [0.5, 0.5, 0.5]
+
+
+def test_counters_become_rates(scraped: Path) -> None:
+    series = read_engine_log(scraped).series
+    assert series is not None
+    assert series.prompt_tokens_per_s is not None
+    assert series.prompt_tokens_per_s.tolist() == [0, 300, 50]
+
+
+def test_the_page_gives_the_pool(scraped: Path) -> None:
+    settings = read_engine_log(scraped).settings
+    assert (settings.pool_blocks, settings.tokens_of_pool) == (2588, 41408)
+
+
+def test_settings_that_are_there_are_kept(tmp_path: Path) -> None:
+    shutil.copy(RECORDED / "engine.json", tmp_path)
+    clock = Second()
+    notes = scrape("u", 1, tmp_path, fetch=pages([(1, 0, 0)]), clock=clock, sleep=clock.sleep)
+    assert any("there already and was kept" in note for note in notes)
+    assert (tmp_path / "engine.json").read_bytes() == (RECORDED / "engine.json").read_bytes()
+
+
+def test_a_page_of_another_program_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"http://x: has none of vllm:num_requests_running"):
+        scrape("http://x", 1, tmp_path, fetch=lambda url: "go_goroutines 7\n")
+
+
+def test_a_server_that_does_not_answer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--metrics http://127\.0\.0\.1:1/metrics: cannot be read"):
+        scrape("http://127.0.0.1:1/metrics", 1, tmp_path)
+
+
+def test_an_address_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="starts with http"):
+        scrape("file:///etc/passwd", 1, tmp_path)

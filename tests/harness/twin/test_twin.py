@@ -1,0 +1,389 @@
+"""`twin` writes a page, tables and what-ifs; `calibrate --from-log` writes a device that a later run can use."""
+
+import csv
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from harness.cli.main import main
+from harness.config.schema import CostKind, DeviceConfig, RunConfig
+from harness.twin.configured import configured
+from harness.twin.page import facts
+from harness.twin.prediction import Prediction, errors_of, predictor
+from harness.twin.reading import read_engine_log
+from harness.twin.twin import Twin, change_of, grade, trust, verdict
+from harness.twin.what_ifs import WhatIf, base_of, outside_of, what_ifs
+from traces.reading import read_trace
+from traces.trace import CHAINED, Segment, Trace, TraceHeader, TraceRequest
+
+RECORDED = Path(__file__).resolve().parents[2] / "data" / "deployments" / "servingsim-recorder"
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The report of the recorded excerpt, without a fit."""
+    out = tmp_path_factory.mktemp("twin")
+    folder = out / "<b>shop"
+    shutil.copytree(RECORDED, folder)
+    assert main(["twin", str(folder), "--device", "rtx_pro_6000", "--out", str(out)]) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def twin() -> Twin:
+    log = read_engine_log(RECORDED)
+    found = configured(log, ("device=rtx_pro_6000",))
+    prediction = predictor(found.config, log.workload)(found.config.device)
+    changes = what_ifs(log, found.config, prediction)
+    return Twin(log, found, found.config, prediction, None, changes, "python -m harness twin")
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_the_page_needs_no_other_file_and_no_network(report: Path) -> None:
+    page = (report / "index.html").read_text()
+    sources = re.findall(r'(?:src|href)="([^"]+)"', page)
+    links = [one for one in sources if not one.startswith(("#", "data:"))]
+    assert {one.rpartition(".")[2] for one in links} == {"svg", "pdf", "csv"}
+    assert "url(http" not in page
+
+
+def test_the_page_has_every_section(report: Path) -> None:
+    page = (report / "index.html").read_text()
+    assert re.findall(r'<section id="(\w+)"', page) == ["verdict", "state", "latency", "what_ifs", "settings"]
+
+
+def test_the_page_says_that_nothing_was_fitted(report: Path) -> None:
+    assert "Not fitted here: the constants of the device" in (report / "index.html").read_text()
+
+
+def test_every_request_is_in_the_table_of_latencies(report: Path) -> None:
+    found = rows(report / "latency.csv")
+    requests = read_engine_log(RECORDED).requests
+    assert [row["request_id"] for row in found] == list(requests.request_id)
+    assert [float(row["measured_ttft_s"]) for row in found] == pytest.approx(requests.ttft_s, abs=1e-8)
+
+
+def test_the_state_has_no_measured_kv_use_where_none_was_logged(report: Path) -> None:
+    columns = rows(report / "state.csv")[0].keys()
+    assert "measured_running" in columns
+    assert "measured_kv_use" not in columns
+
+
+def test_the_workload_in_the_report_is_that_of_the_log(report: Path) -> None:
+    assert read_trace(report / "workload.jsonl").digest == read_engine_log(RECORDED).workload.digest
+
+
+def test_the_summary_has_every_what_if(report: Path) -> None:
+    summary = (report / "summary.md").read_text()
+    for row in rows(report / "what_ifs.csv"):
+        assert f"| {row['group']} {row['setting']} |" in summary
+
+
+def test_what_is_not_priced_is_said(report: Path) -> None:
+    for name in ("index.html", "summary.md"):
+        assert "does not price block size" in (report / name).read_text()
+
+
+def test_a_name_is_escaped_in_the_page(report: Path) -> None:
+    page = (report / "index.html").read_text()
+    assert "<b>shop" not in page
+    assert "&lt;b&gt;shop" in page
+
+
+def test_a_log_without_a_device_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["twin", str(RECORDED)]) == 2
+    assert "add it, as device=h100" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["twin", "no-such-folder", "device=h100"]) == 2
+    assert "no-such-folder: no such file or folder" in capsys.readouterr().err
+
+
+def test_the_what_ifs_cover_the_settings_of_the_issue(twin: Twin) -> None:
+    groups = {one.group for one in twin.changes}
+    assert groups == {
+        "block size",
+        "pool",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "preemption",
+        "prefix caching",
+    }
+
+
+def test_fewer_sequences_wait_longer(twin: Twin) -> None:
+    fewest = next(one for one in twin.changes if one.group == "max_num_seqs")
+    config = replace(twin.config, scheduler=replace(twin.config.scheduler, max_running=2))
+    few = predictor(config, twin.log.workload)(config.device)
+    assert fewest.figures is not None
+    assert np.median(few.ttft_s(twin.log.requests)) > twin.base.figures["ttft_p50"]  # type: ignore[index]
+
+
+def test_a_pool_smaller_than_what_is_used_preempts(twin: Twin) -> None:
+    smallest = [one for one in twin.changes if one.group == "pool"][-1]
+    assert twin.base.preemptions == 0
+    assert smallest.preemptions > 0 or (change_of(smallest, twin.base, "ttft_p50") or 0) > 0
+
+
+def test_the_state_of_replicas_is_that_of_all_together(twin: Twin) -> None:
+    """Until the first request ends, those that run and wait are those that have arrived."""
+    config = replace(twin.config, device=replace(twin.config.device, data_parallel=2))
+    run = predictor(config, twin.log.workload)(config.device)
+    at_s = np.array([0.5, 1.0, 1.5])
+    assert run.last_token_s.min() > 1.5
+    series = run.series(at_s)
+    arrived = [(run.arrival_s <= at).sum() for at in at_s]
+    assert (series.running + series.waiting).tolist() == arrived
+    assert series.kv_use is None
+
+
+def test_an_answer_beyond_the_log_is_marked(twin: Twin) -> None:
+    change = WhatIf("g", "s", twin.base.figures, 0.5, 0, 0.0, 0.25, "")
+    assert trust(twin, change) == "extrapolated: 25 % of the time in steps larger than any in the log"
+
+
+def test_what_is_to_be_known_first_stands_before_the_errors(twin: Twin) -> None:
+    warned = replace(twin, configured=replace(twin.configured, warnings=("Warning: half of it is missing.",)))
+    assert verdict(warned).startswith("Warning: half of it is missing. On 20 requests")
+
+
+def test_rows_of_one_simulation_are_said_to_be_one(twin: Twin) -> None:
+    tight = [one for one in twin.changes if one.group == "pool"][-1]
+    again = next(one for one in twin.changes if one.group == "preemption")
+    assert again.figures == tight.figures
+    assert trust(twin, again) == f"no change: the same figures as pool {tight.setting}"
+
+
+def test_steps_larger_than_any_of_the_base_are_outside(twin: Twin) -> None:
+    config = replace(twin.config, scheduler=replace(twin.config.scheduler, max_batched_tokens=256))
+    small = predictor(config, twin.log.workload)(config.device)
+    assert outside_of(twin.prediction, small) > 0
+    assert outside_of(small, small) == 0
+
+
+def test_a_device_that_was_fitted_to_the_same_log_is_said(twin: Twin) -> None:
+    device = replace(twin.config.device, fitted_from=f"{twin.log.name}, first 5 of 20 requests")
+    fitted = replace(twin, config=replace(twin.config, device=device))
+    assert "first 5 of 20 requests, which are among these requests" in verdict(fitted)
+    other = replace(fitted, log=replace(twin.log, name="another"))
+    assert "among these" not in verdict(other)
+
+
+def test_the_base_has_no_change(twin: Twin) -> None:
+    base = base_of(twin.log, twin.prediction)
+    assert change_of(base, twin.base, "tpot_p50") == 0
+
+
+def test_the_verdict_has_both_errors(twin: Twin) -> None:
+    errors = twin.errors
+    said = verdict(twin)
+    assert f"{100 * abs(errors.tpot_p50):.1f} %" in said
+    assert f"{100 * abs(errors.ttft_p50):.1f} %" in said
+
+
+# -- calibrate --from-log -----------------------------------------------------------------------------------------
+
+TRUE = DeviceConfig(
+    name="planted",
+    memory_gb=80.0,
+    bandwidth_gbs=2000.0,
+    tflops=300.0,
+    step_overhead_us=2500.0,
+    layer_overhead_us=8.0,
+    bandwidth_efficiency=0.8,
+    compute_efficiency=0.5,
+)
+ENGINE = ("scheduler.max_running=16", "scheduler.max_batched_tokens=512", "cache.pool_tokens=65536")
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A log that the simulator wrote for a device with known constants, and a description that does not know them."""
+    folder = tmp_path_factory.mktemp("planted")
+    draw = np.random.default_rng(7)
+    at = np.cumsum(draw.exponential(40_000, 60)).astype(int)
+    lengths = zip(draw.integers(50, 500, 60), draw.integers(8, 40, 60), strict=True)
+    requests = tuple(
+        TraceRequest(i, int(at[i]), int(prompt), int(output), (Segment(None, int(prompt)),))
+        for i, (prompt, output) in enumerate(lengths)
+    )
+    trace = Trace(TraceHeader("planted", "simple", "drawn", CHAINED, None, 1, "0" * 64, 60, 60), requests)
+    run = simulated(trace)
+    lines = ["arrival_s,prompt_tokens,output_tokens,first_token_s,last_token_s"]
+    for i, row in enumerate(requests):
+        times = f"{run.first_token_s[i]:.9f},{run.last_token_s[i]:.9f}"
+        lines.append(f"{row.arrival_us / 1e6:.6f},{row.prompt_tokens},{row.output_tokens},{times}")
+    (folder / "requests.csv").write_text("\n".join(lines) + "\n")
+    described = (
+        "name: planted\nmemory_gb: 80.0\nbandwidth_gbs: 2000.0\ntflops: 300.0\nstep_overhead_us: 500.0\n"
+    )
+    described += "layer_overhead_us: 8.0\nbandwidth_efficiency: 0.85\ncompute_efficiency: 0.6\n"
+    (folder.parent / "described.yaml").write_text(described)
+    return folder
+
+
+def simulated(trace: Trace) -> Prediction:
+    config = RunConfig(measure=False, device=TRUE)
+    config.cost.kind = CostKind.roofline
+    config.scheduler.max_running, config.scheduler.max_batched_tokens = 16, 512
+    config.cache.pool_tokens = 65_536
+    config.model.max_position = 2048
+    return predictor(config, trace)(TRUE)
+
+
+@pytest.fixture(scope="module")
+def calibrated(planted: Path) -> Path:
+    out = planted.parent / "fitted.yaml"
+    words = ["calibrate", "--from-log", str(planted), "--first", "40", "--out", str(out)]
+    words += [f"device={planted.parent / 'described.yaml'}", "model=tiny_llama", *ENGINE]
+    assert main(words) == 0
+    return out
+
+
+def test_a_calibrated_device_has_the_times_of_the_log(calibrated: Path) -> None:
+    """A step of the planted device takes 2.5 ms of overhead, which the description has as 0.5 ms."""
+    found = dict(re.findall(r"^(\w+): ([\d.]+)", calibrated.read_text(), flags=re.MULTILINE))
+    total = float(found["step_overhead_us"]) + 4 * float(found["layer_overhead_us"])
+    assert total == pytest.approx(2500 + 4 * 8, rel=0.03)
+
+
+def test_a_calibrated_device_says_where_it_comes_from(calibrated: Path) -> None:
+    text = calibrated.read_text()
+    assert "# Made by: python -m harness calibrate --from-log" in text
+    assert "# Fitted on the first 40 of 60 requests" in text
+    assert re.search(r"TPOT p50 [+-]\d", text)
+
+
+def test_a_calibrated_device_predicts_the_log_without_a_fit(calibrated: Path, planted: Path) -> None:
+    log = read_engine_log(planted)
+    config = configured(log, (f"device={calibrated}", "model=tiny_llama", *ENGINE)).config
+    errors = errors_of(predictor(config, log.workload)(config.device), log, slice(0, None))
+    assert abs(errors.tpot_p50) < 0.01
+    assert abs(errors.ttft_p50) < 0.05
+
+
+@pytest.mark.nightly
+def test_a_log_in_milliseconds_is_fitted_to_nothing_and_not_kept(
+    planted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = (planted / "requests.csv").read_text().splitlines()
+    times = [0, 3, 4]
+    for index, line in enumerate(lines[1:], 1):
+        cells = line.split(",")
+        lines[index] = ",".join(
+            str(float(cell) * 1000) if i in times else cell for i, cell in enumerate(cells)
+        )
+    (tmp_path / "requests.csv").write_text("\n".join(lines) + "\n")
+    out = tmp_path / "kept.yaml"
+    words = ["calibrate", "--from-log", str(tmp_path), "--first", "30", "--out", str(out)]
+    assert main([*words, f"device={planted.parent / 'described.yaml'}", "model=tiny_llama", *ENGINE]) == 2
+    said = capsys.readouterr().err
+    assert "the simulation cannot be fitted to this log" in said
+    assert "units of time" in said
+    assert not out.exists()
+
+
+def test_settings_that_let_fewer_requests_run_than_the_log_shows_are_refused(
+    planted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copy(planted / "requests.csv", tmp_path)
+    (tmp_path / "engine.json").write_text('{"max_num_seqs": 1, "max_num_batched_tokens": 512}')
+    assert (
+        main(["twin", str(tmp_path), f"device={planted.parent / 'described.yaml'}", "model=tiny_llama"]) == 2
+    )
+    said = capsys.readouterr().err
+    assert "requests between their first and their last token at once, but the settings let 1 run" in said
+
+
+def test_a_dry_run_of_a_calibration_fits_nothing(
+    planted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "x.yaml"
+    words = ["calibrate", "--from-log", str(planted), "--dry-run", "--out", str(out), "device=h100"]
+    assert main([*words, "model=tiny_llama", *ENGINE]) == 0
+    assert "nothing was fitted" in capsys.readouterr().out
+    assert not out.exists()
+
+
+def test_a_calibration_of_a_short_log_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "calibrate",
+        "--from-log",
+        str(RECORDED),
+        "device=rtx_pro_6000",
+        "--out",
+        str(tmp_path / "x.yaml"),
+    ]
+    assert main(words) == 2
+    assert "the log has 20 finished requests; a fit needs 40" in capsys.readouterr().err
+
+
+# -- in a browser -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.browser
+def test_the_page_opens_offline_without_an_error(report: Path, browser) -> None:
+    page = browser.new_context(offline=True, viewport={"width": 1100, "height": 900}).new_page()
+    troubles: list[str] = []
+    page.on("console", lambda message: troubles.append(message.text))
+    page.on("pageerror", lambda error: troubles.append(str(error)))
+    page.on(
+        "request",
+        lambda request: troubles.extend([] if request.url.startswith("file:") else [request.url]),
+    )
+    page.goto((report / "index.html").as_uri(), timeout=120_000)
+    width = page.evaluate("document.documentElement.scrollWidth")
+    figures = page.locator("figure svg").count()
+    assert troubles == []
+    assert width <= 1100
+    assert figures == 3
+
+
+def of_one_token(twin: Twin) -> Twin:
+    """The twin with a log whose requests have one output token each."""
+    requests = twin.log.requests
+    short = replace(requests, output_tokens=np.ones_like(requests.output_tokens))
+    return replace(twin, log=replace(twin.log, requests=short))
+
+
+def test_a_log_without_times_between_tokens_has_no_error_of_tpot(twin: Twin) -> None:
+    said = verdict(of_one_token(twin))
+    assert "nan" not in said
+    assert "the median TPOT cannot be compared" in said
+
+
+def test_a_measured_tpot_of_zero_gives_no_infinite_error(twin: Twin) -> None:
+    requests = twin.log.requests
+    at_once = replace(requests, last_token_s=requests.first_token_s)
+    errors = errors_of(twin.prediction, replace(twin.log, requests=at_once), slice(0, None))
+    assert np.isnan(errors.tpot_p50)
+
+
+def test_a_twin_of_which_one_error_is_unknown_is_not_good(twin: Twin) -> None:
+    unknown = of_one_token(twin)
+    predicted = replace(unknown.prediction, first_token_s=unknown.log.requests.first_token_s.copy())
+    ttft = unknown.log.requests.ttft_s
+    exact = replace(predicted, seen_s=predicted.first_token_s - ttft)
+    assert grade(replace(unknown, prediction=exact)) == "fair"
+
+
+def test_the_page_does_not_claim_the_logs_pool_where_the_user_set_one(twin: Twin) -> None:
+    log = replace(twin.log, settings=replace(twin.log.settings, pool_blocks=5000))
+    found = configured(log, ("device=rtx_pro_6000", "cache.pool_blocks=4000"))
+    shown = dict(facts(replace(twin, log=log, configured=found, config=found.config)))
+    assert shown["pool"] == "4,000 blocks of 16, as the user set it"
+
+
+def test_the_page_says_which_setting_of_the_log_was_not_simulated(twin: Twin) -> None:
+    found = configured(twin.log, ("device=rtx_pro_6000", "scheduler.max_running=7"))
+    shown = dict(facts(replace(twin, configured=found, config=found.config)))
+    assert shown["max_running"].endswith("the user set another value, which was simulated)")
