@@ -37,7 +37,7 @@ def test_title_names_the_sweep(opened):
 def test_verdict_is_on_the_first_screen(opened):
     box = opened.locator(".answer").bounding_box()
     assert box["y"] + box["height"] < 800
-    assert opened.locator(".finished").bounding_box()["y"] < box["y"]
+    assert opened.locator(".finished").first.bounding_box()["y"] < box["y"]
 
 
 def test_figures_hold_selectable_text(opened):

@@ -262,7 +262,8 @@ def test_gauges_are_right_when_the_last_client_has_gone(address, engine, monkeyp
         patched.setattr(engine, "step", step_or_rest)
         body = {"prompt": "the cat", "max_tokens": 100, "stream": True, "ignore_eos": True}
         with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=PATIENCE_S) as answer:
-            assert next(answer.iter_lines()).startswith("data: ")
+            lines = answer.iter_lines()  # kept: the connection closes with it
+            assert next(lines).startswith("data: ")
             assert engine.counters.running == 1
         assert wait_until(lambda: not engine._states)
         found = httpx.get(f"{address}/metrics", timeout=PATIENCE_S).text
