@@ -24,7 +24,7 @@ from traces.formats.files import SourceFile, open_source
 from traces.formats.hash_ids import TRACE_FILE, BailianSource, MooncakeSource, RagPulseSource
 from traces.formats.kv_events import KvEventSource, is_events
 from traces.formats.pagetwin import MAGIC, CanonicalParquet, CanonicalRows
-from traces.formats.rows import Encode, LineSource, Row, RowCounts, RowSource, note
+from traces.formats.rows import Encode, LineSource, RowCounts, RowSource, TraceRow, note
 from traces.formats.servegen import ServeGenSource, has_clients
 from traces.formats.tables import (
     AzureSource,
@@ -119,7 +119,7 @@ class TraceStream:
             first = time_us if first is None else first
             yield _request(number, time_us - first, row)
 
-    def timed(self) -> Iterator[tuple[int, int, Row]]:
+    def timed(self) -> Iterator[tuple[int, int, TraceRow]]:
         """Kept rows: request id, recorded time in microseconds, row."""
         clock, links = self._clock(), Links()
         last: int | None = None
@@ -202,7 +202,7 @@ def stream_to_trace(stream: TraceStream) -> Trace:
     return Trace(stream.header(), tuple(requests))
 
 
-def _request(number: int, arrival_us: int, row: Row) -> TraceRequest:
+def _request(number: int, arrival_us: int, row: TraceRow) -> TraceRequest:
     _, prompt, output, segments, more = row
     return TraceRequest(number, arrival_us, prompt, output, segments, **(more or {}))
 

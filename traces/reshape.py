@@ -17,7 +17,7 @@ import numpy as np
 
 from traces.arrivals import FIRST_KEY, uniform, zipf_cumulative
 from traces.errors import ParameterError
-from traces.formats.rows import Row
+from traces.formats.rows import TraceRow
 from traces.trace import AFTER, AT, CONTENT, Segment, Trace, TraceRequest, revised
 
 _CHOICE_STREAM = 4
@@ -35,7 +35,7 @@ class Links:
         """Remember that `request_id` is dropped, and its own links, which will replace it."""
         self._dropped[request_id] = self.resolved(linked.get("parent"), linked.get("after", ()))
 
-    def relink(self, row: Row) -> Row:
+    def relink(self, row: TraceRow) -> TraceRow:
         """The row with links to kept requests only."""
         if not self._dropped or row.more is None or not row.more.keys() & {"parent", "after"}:
             return row

@@ -108,7 +108,7 @@ class StaticMetadata:
         paged_attention_decode(*tensors, **options, out=out, workspace=scratch, backend=self._backend)
 
 
-class Recorder(Protocol):
+class GraphRecorder(Protocol):
     """Turns a forward pass into one that can be replayed."""
 
     def record(self, run: ForwardPass) -> ForwardPass:
@@ -163,7 +163,14 @@ class DecodeGraphs:
     """
 
     def __init__(
-        self, loaded: LoadedModel, pool: KVPool, *, backend: str, most: int, longest: int, recorder: Recorder
+        self,
+        loaded: LoadedModel,
+        pool: KVPool,
+        *,
+        backend: str,
+        most: int,
+        longest: int,
+        recorder: GraphRecorder,
     ) -> None:
         self.replays = 0
         self._loaded, self._pool, self._backend = loaded, pool, backend
@@ -220,7 +227,7 @@ class GraphOptions:
 
     most: int
     longest: int
-    recorder: Recorder | None = None
+    recorder: GraphRecorder | None = None
 
     def record(self, loaded: LoadedModel, pool: KVPool, backend: str) -> DecodeGraphs:
         """Record all batch sizes for a model and its pool."""

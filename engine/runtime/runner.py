@@ -40,7 +40,7 @@ from engine.runtime.batch import (
 )
 from engine.runtime.decoding.choose import (
     NO_TOKEN,
-    Choice,
+    ChosenTokens,
     ForwardOutput,
     TokenChooser,
     forward_output,
@@ -328,11 +328,11 @@ class Runner:
             check_step(step, rows, batch, self.pool)
         return self._clock() - start
 
-    def _choose(self, plan: StepPlan, batch: StepBatch, output: ForwardOutput) -> Choice:
+    def _choose(self, plan: StepPlan, batch: StepBatch, output: ForwardOutput) -> ChosenTokens:
         rows = len(batch.sampled)
         note_prompt_logprobs(batch.scored, output.logits[rows:], self._generations)
         if not rows:
-            return Choice()
+            return ChosenTokens()
         choice = self._chooser.choose(plan.step, batch.sampled, output.first(rows), self._generations)
         if choice.failed and not self._isolate:
             raise next(iter(choice.failed.values()))

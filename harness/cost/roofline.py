@@ -85,7 +85,7 @@ class DeviceShape:
 _EFFICIENCIES = ("bandwidth_efficiency", "kv_efficiency", "compute_efficiency", "attention_efficiency")
 
 
-class Parts(NamedTuple):
+class StepParts(NamedTuple):
     """Seconds of the parts of a step that a table of timed operators can replace."""
 
     dense: Amount
@@ -188,7 +188,7 @@ class RooflineCost:
         attention = parts.decodes + parts.prompts + self.attention_fixed(features[AT.rows])
         return Price(self.total(features, parts.dense, attention), attention)
 
-    def parts(self, features: Sequence[Amount]) -> Parts:
+    def parts(self, features: Sequence[Amount]) -> StepParts:
         """Seconds of dense layers, and of attention over decode rows and over prompts without its fixed times."""
         tokens = features[AT.tokens]
         decode_kv, prompt_kv, pairs = (
@@ -205,7 +205,7 @@ class RooflineCost:
         computing = tokens * self._token_s + features[AT.sampled_rows] * self._sample_s
         reading = self._weights_s if self._experts_s is None else self._reading(tokens)
         dense = (_smoothly_larger if self.device.overlaps else _larger)(computing, reading)
-        return Parts(dense, decodes, prompts)
+        return StepParts(dense, decodes, prompts)
 
     def attention_fixed(self, rows: Amount) -> Amount:
         """Seconds of attention in all layers that depend on the number of rows alone."""

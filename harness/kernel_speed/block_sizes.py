@@ -19,7 +19,7 @@ from typing import Any
 from harness.console import say
 from harness.cost.roofline import REFERENCE, table_file
 from harness.kernel_speed.gpus import GPUS, SCHEDULERS, Gpu
-from harness.kernel_speed.predict import Kernel, Prediction, Replay, predict
+from harness.kernel_speed.predict import Kernel, LaunchTime, WarpCycles, predict
 from harness.store.atomic import write_files
 
 ROWS, SLOTS = 64, 4096  # sequences and keys of each: 1.07 GB of a 16-bit cache
@@ -37,7 +37,7 @@ _HEAD = (
 
 def kernel_of(case: Mapping[str, Any], warps: int = WARPS) -> Kernel:
     """A kernel from the figures that the resource gate keeps of it."""
-    warp = Replay(
+    warp = WarpCycles(
         loop=case["tile"],
         ahead=case["in_flight"] / max(1, case["programs"] * case["copied"] * warps),
         **{
@@ -59,7 +59,7 @@ def parts_of(rows: int, slots: int, gpu: Gpu, tile: int) -> int:
     return ceil(tiles / max(ceil(rows * tiles / target), SPLIT_TOKENS // tile))
 
 
-def decode_time(kernel: Kernel, gpu: Gpu, rows: int, slots: int, element_bytes: int) -> Prediction:
+def decode_time(kernel: Kernel, gpu: Gpu, rows: int, slots: int, element_bytes: int) -> LaunchTime:
     """The predicted time of our decode: parts of all rows and KV heads, and the launch that merges them."""
     tile = keys_of(kernel, element_bytes)
     parts = parts_of(rows, slots, gpu, tile)

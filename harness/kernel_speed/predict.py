@@ -328,7 +328,7 @@ def cycles_of(one: Instruction, latencies: Latencies) -> int:
 
 
 @dataclass(frozen=True)
-class Replay:
+class WarpCycles:
     """What one warp of a kernel takes, in cycles; a kernel without a loop that copies has 0 for the loop.
 
     `loop` is one round of the loop over tiles, with what it waits for at the unloaded latency of the memory. `pipe` are
@@ -348,7 +348,7 @@ class Replay:
     product_waits: int
 
 
-def replay(code: Sequence[Instruction], latencies: Latencies, crowd: int = 1) -> Replay:
+def replay(code: Sequence[Instruction], latencies: Latencies, crowd: int = 1) -> WarpCycles:
     """Replay one of `crowd` warps that go in step: to the loop over tiles, through many rounds of it, and to the end.
 
     Before and behind the loop the warp takes the way with fewest stall cycles, since the true one depends on data. In
@@ -362,7 +362,7 @@ def replay(code: Sequence[Instruction], latencies: Latencies, crowd: int = 1) ->
     loop, warp = tile_loop(code), Warp()
     if not loop:
         run(warp, (code[place] for place in shortest_path(code, 0, exits(code))), latencies, crowd)
-        return Replay(warp.now, 0.0, 0.0, 0.0, 0.0, 0, 0.0, 0)
+        return WarpCycles(warp.now, 0.0, 0.0, 0.0, 0.0, 0, 0.0, 0)
     body = code[loop.start : loop.stop]
     run(warp, (code[place] for place in shortest_path(code, 0, [loop.start])), latencies, crowd)
     prologue = warp.now
@@ -374,7 +374,7 @@ def replay(code: Sequence[Instruction], latencies: Latencies, crowd: int = 1) ->
     per_round, ended = (warp.now - start) / ROUNDS, warp.now
     ahead = warp.ahead / sum(map(is_copy, body))
     run(warp, (code[place] for place in shortest_path(code, loop.stop, exits(code))), latencies, crowd)
-    return Replay(
+    return WarpCycles(
         prologue=prologue,
         loop=per_round,
         epilogue=warp.now - ended,
@@ -429,7 +429,7 @@ class Kernel:
     registers: int
     shared_bytes: int
     warps: int
-    replay: Replay
+    replay: WarpCycles
 
     @property
     def tile_bytes(self) -> int:
@@ -456,7 +456,7 @@ class Kernel:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class LaunchTime:
     """Seconds of a launch, and what limits it: `bytes`, `latency` (of one warp) or `pipes`."""
 
     seconds: float
@@ -470,7 +470,7 @@ class Prediction:
 
 def predict(
     kernel: Kernel, gpu: Gpu, items: int, tiles: float, *, launches: int = 1, partial_bytes: float = 0.0
-) -> Prediction:
+) -> LaunchTime:
     """The time of `items` programs of `tiles` tiles each.
 
     `partial_bytes` are written by all programs together and read again by a second launch that merges them.
@@ -498,4 +498,4 @@ def predict(
         cycles += count * (reading**4 + working**4) ** 0.25
     cycles += one.prologue if limit == "bytes" else 0.0  # nothing is read before the first address is known
     cycles += 2.0 * partial_bytes / gpu.bytes_per_cycle
-    return Prediction(launches * LAUNCH_S + cycles / gpu.clock, limit, full + bool(rest))
+    return LaunchTime(launches * LAUNCH_S + cycles / gpu.clock, limit, full + bool(rest))

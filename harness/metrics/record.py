@@ -13,7 +13,7 @@ from typing import Any, Literal, TypedDict
 from harness.metrics import METRICS, Metric
 
 
-class Row(TypedDict):
+class MetricRow(TypedDict):
     """One metric at one point, in the metric's unit; None where a side has no value.
 
     `measured` is the median of the runs, `low` and `high` their range. `error` and `spread` are on one scale:
@@ -36,7 +36,7 @@ def compare(
     analytic: Mapping[str, float],
     simulated: Mapping[str, float],
     measured_runs: Sequence[Mapping[str, float]],
-) -> list[Row]:
+) -> list[MetricRow]:
     """A row for every metric that some side has, in the order of `METRICS`; unknown names are ignored."""
     sides = (analytic, simulated, *measured_runs)
     present = [metric for metric in METRICS.values() if any(metric.name in side for side in sides)]
@@ -48,11 +48,11 @@ def _row(
     analytic: Mapping[str, float],
     simulated: Mapping[str, float],
     measured_runs: Sequence[Mapping[str, float]],
-) -> Row:
+) -> MetricRow:
     runs = [run[metric.name] for run in measured_runs if metric.name in run]
     middle = median(runs) if runs else None
     predicted = simulated.get(metric.name)
-    return Row(
+    return MetricRow(
         metric=metric.name,
         unit=metric.unit,
         analytic=analytic.get(metric.name),
@@ -122,7 +122,7 @@ class PointRecord:
     analytic: Mapping[str, float] = field(default_factory=dict)
     simulated: Mapping[str, float] = field(default_factory=dict)
     measured: Section = field(default_factory=dict)  # metrics of each of `runs`, their `median` and `spread`
-    comparison: Sequence[Row] = ()
+    comparison: Sequence[MetricRow] = ()
     levels: Section = field(default_factory=dict)
     audit: Section = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
@@ -179,7 +179,7 @@ class PointRecord:
         return ", ".join([*parts, f"{dropped} dropped before the replay"] if dropped else parts)
 
     @cached_property
-    def rows(self) -> Mapping[str, Row]:
+    def rows(self) -> Mapping[str, MetricRow]:
         """The rows of the comparison by metric."""
         return {row["metric"]: row for row in self.comparison}
 

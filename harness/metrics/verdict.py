@@ -158,7 +158,7 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[
 
 @dataclass(frozen=True, slots=True)
 class MetricVerdict:
-    """One metric over all measured points; errors and spreads on the scale of `harness.metrics.record.Row`.
+    """One metric over all measured points; errors and spreads on the scale of `harness.metrics.record.MetricRow`.
 
     `bound` is the upper confidence bound of the typical error and `reach` of the errors of nine in ten points, None
     where chance cannot be judged. `floor` is the noise floor: half of the repeats predict the other half.

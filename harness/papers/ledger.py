@@ -61,7 +61,7 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Judged:
+class JudgedClaim:
     """A claim and what was computed for it; `faults` says what does not fit, and is empty where the row holds."""
 
     claim: Claim
@@ -132,13 +132,13 @@ def compute(claim: Claim) -> Mapping[str, Any]:
     return values
 
 
-def judge(claim: Claim) -> Judged:
+def judge(claim: Claim) -> JudgedClaim:
     """Compute the claim and compare. Without the engine nothing is computed for a claim about attention itself."""
     if claim.compute and hasattr(attention, claim.compute[0]) and missing(ENGINE):
         needed = f"needs the engine: {install_hint('engine')}"
-        return Judged(replace(claim, found={}, claimed={}, missing=needed), {}, ())
+        return JudgedClaim(replace(claim, found={}, claimed={}, missing=needed), {}, ())
     computed = compute(claim)
-    return Judged(claim, computed, tuple(_faults(claim, computed)))
+    return JudgedClaim(claim, computed, tuple(_faults(claim, computed)))
 
 
 def _faults(claim: Claim, computed: Mapping[str, Any]) -> Iterator[str]:
@@ -174,7 +174,7 @@ def _text(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def tally(judged: Iterable[Judged]) -> str:
+def tally(judged: Iterable[JudgedClaim]) -> str:
     """How many claims there are of each verdict, in words."""
     counts = Counter(one.claim.verdict for one in judged)
     words = {
@@ -192,13 +192,13 @@ PAGE = "index.html"
 _COLUMNS = ("id", "source", "claim", "verdict", "computed", "right value", "why it is wrong", "row holds")
 
 
-def write_claims(judged: Sequence[Judged], folder: Path, command: str) -> Path:
+def write_claims(judged: Sequence[JudgedClaim], folder: Path, command: str) -> Path:
     """Write page and CSV; returns the path of the page. Raises StoreError where they cannot be written."""
     write_files(folder, {"claims.csv": table(judged).encode(), PAGE: page(judged, command).encode()})
     return folder / PAGE
 
 
-def table(judged: Sequence[Judged]) -> str:
+def table(judged: Sequence[JudgedClaim]) -> str:
     """All rows as CSV."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -212,7 +212,7 @@ def table(judged: Sequence[Judged]) -> str:
     return text.getvalue()
 
 
-def page(judged: Sequence[Judged], command: str) -> str:
+def page(judged: Sequence[JudgedClaim], command: str) -> str:
     """The page, with a list of verdicts to choose from."""
     from harness.report.style import filled
 

@@ -93,7 +93,7 @@ Grids = Mapping[str, Sequence[PointRecord]]
 
 
 @dataclass(frozen=True)
-class Judged:
+class JudgedBar:
     """A bar with our value; `error` is relative to the printed value, or to the nearer end of its range."""
 
     bar: Bar
@@ -118,7 +118,7 @@ class Result:
     """A reproduced figure: its bars, its curves, and the verdict in words."""
 
     experiment: Experiment
-    bars: tuple[Judged, ...]
+    bars: tuple[JudgedBar, ...]
     curves: Mapping[str, Sequence[tuple[float, float]]]
     points: int
     seconds: float
@@ -160,7 +160,7 @@ def run_experiment(found: Experiment, runs: Path, runner: Any, say: Callable[[st
         for name, given in found.compute.items()
         for key, value in getattr(sizes, name)(**given).items()
     }
-    bars = tuple(Judged(bar, bar.times * _ours(bar, grids, values)) for bar in found.bars)
+    bars = tuple(JudgedBar(bar, bar.times * _ours(bar, grids, values)) for bar in found.bars)
     records = [record for grid in grids.values() for record in grid]
     seconds = float(sum(sum(record.seconds.values()) for record in records))
     return Result(found, bars, _curves(found, grids), len(records), seconds)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from harness.config.errors import UserError
 from harness.metrics import METRICS
-from harness.papers.reproduce import Judged, Result
+from harness.papers.reproduce import JudgedBar, Result
 from harness.report.figures.series import axis_scale, value_axis
 from harness.report.style import (
     COLUMN_IN,
@@ -65,12 +65,12 @@ def draw(result: Result) -> Drawing | None:
     return Drawing(found.name, caption, figure, pd.DataFrame(rows))
 
 
-def _shown(one: Judged) -> str:
+def _shown(one: JudgedBar) -> str:
     shown = one.bar.printed
     return f"{shown[0]:g} to {shown[1]:g}" if isinstance(shown, tuple) else f"{shown:g}"
 
 
-def _middle(one: Judged) -> float:
+def _middle(one: JudgedBar) -> float:
     shown = one.bar.printed
     return sum(shown) / 2 if isinstance(shown, tuple) else shown
 
@@ -155,7 +155,7 @@ class Kept:
     seconds: float
 
 
-def _error(one: Judged) -> str:
+def _error(one: JudgedBar) -> str:
     if one.bar.fitted:
         return "fitted"
     return "in the range" if one.inside else f"{100 * one.error:+.1f} %"

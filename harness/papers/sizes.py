@@ -34,7 +34,7 @@ Prompts = Sequence[Sequence[int]]
 """Token ids of each prompt."""
 
 
-class Step(NamedTuple):
+class StepUsage(NamedTuple):
     """What one step did: its usage of slots, query tokens of its rows, copies, new blocks and hit tokens."""
 
     usage: SlotUsage
@@ -77,7 +77,7 @@ def blocks_at(size: int, lengths: Sequence[int]) -> SlotUsage:
     return first_step(PagedManager(blocks, size, prefix_caching=False), lengths_of(*lengths)).usage
 
 
-def run(found: Scheduler, requests: Iterable[Request]) -> list[Step]:
+def run(found: Scheduler, requests: Iterable[Request]) -> list[StepUsage]:
     """Submit the requests and serve them to their end; branches keep their parents."""
     widths = {}
     for request in requests:
@@ -87,7 +87,7 @@ def run(found: Scheduler, requests: Iterable[Request]) -> list[Step]:
     while found.has_work:
         plan = found.schedule()
         steps.append(
-            Step(
+            StepUsage(
                 plan.usage,
                 tuple(int(tokens) for tokens in plan.query_len),
                 len(plan.copies),
@@ -111,14 +111,16 @@ def _parents(plan: StepPlan, widths: dict[int, int]) -> dict[int, Sequence[int]]
     }
 
 
-def branches(prompt: int, width: int, own: int, size: int = 16, *, copy_at_fork: bool = False) -> list[Step]:
+def branches(
+    prompt: int, width: int, own: int, size: int = 16, *, copy_at_fork: bool = False
+) -> list[StepUsage]:
     """A group that writes `own` tokens in each of `width` branches behind its prompt, run to its end."""
     request = Request(0, prompt, own + 1, width, Decoding.sample)
     blocks = width * -(-(prompt + own) // size)
     return run(scheduler(PagedManager(blocks, size, copy_at_fork=copy_at_fork)), [request])
 
 
-def peak(steps: Sequence[Step]) -> SlotUsage:
+def peak(steps: Sequence[StepUsage]) -> SlotUsage:
     """The usage of the step with the most blocks."""
     return max((step.usage for step in steps), key=lambda usage: usage.physical_blocks)
 

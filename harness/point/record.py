@@ -11,7 +11,7 @@ from harness.environment import environment
 from harness.metrics.analytic import CacheShape, Lengths, analytic_metrics
 from harness.metrics.compute import compute_metrics
 from harness.metrics.log import Outcome, RunLog
-from harness.metrics.record import PointRecord, Row, compare
+from harness.metrics.record import MetricRow, PointRecord, compare
 from harness.point.error_levels import error_levels
 from harness.replay.cost_model import CostModel
 from harness.workload.decoding import TABLE, parents_table
@@ -182,7 +182,7 @@ def _has_closed_forms(workload: Workload) -> bool:
     )
 
 
-def _measured_section(runs: Sequence[Mapping[str, float]], comparison: Sequence[Row]) -> dict[str, Any]:
+def _measured_section(runs: Sequence[Mapping[str, float]], comparison: Sequence[MetricRow]) -> dict[str, Any]:
     return {
         "runs": [dict(run) for run in runs],
         "median": {row["metric"]: row["measured"] for row in comparison if row["measured"] is not None},

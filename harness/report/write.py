@@ -357,7 +357,7 @@ def write_chosen_figure(store_root: Path, choice: FigureChoice, *, out: Path | N
     """
     study = read_study(store_root)
     chosen, axes = _check_choice(study, choice)
-    layout = curves.Layout(choice.x, choice.hue, choice.col, tuple(choice.metrics))
+    layout = curves.FacetLayout(choice.x, choice.hue, choice.col, tuple(choice.metrics))
     if layout.hue in _POLICIES:
         layout = replace(layout, hue=None)
     with style():

@@ -381,7 +381,7 @@ _SLOT_BYTES = 2 * KV_HEADS * HEAD_DIM * 2  # K and V, bfloat16
 
 
 @dataclass(frozen=True)
-class Gpu:
+class PublishedSystem:
     """A system of the package: version of vLLM, and the datasheet's GB/s, multiprocessors, L2 in MiB and boost GHz.
 
     NVIDIA's white papers on A100, H100, Ada, RTX Blackwell and Blackwell.
@@ -404,12 +404,12 @@ class Gpu:
 
 
 GPUS = (
-    Gpu("a100_sxm", "0.14.0", 2039, 108, 40, 1.41),
-    Gpu("h100_sxm", "0.24.0", 3350, 132, 50, 1.98),
-    Gpu("h200_sxm", "0.24.0", 4800, 132, 50, 1.98),
-    Gpu("l40s", "0.24.0", 864, 142, 96, 2.52),
-    Gpu("rtx_pro_6000_server", "0.24.0", 1597, 188, 128, 2.617),
-    Gpu("b200_sxm", "0.24.0", 8000, 148, 126, 1.965),
+    PublishedSystem("a100_sxm", "0.14.0", 2039, 108, 40, 1.41),
+    PublishedSystem("h100_sxm", "0.24.0", 3350, 132, 50, 1.98),
+    PublishedSystem("h200_sxm", "0.24.0", 4800, 132, 50, 1.98),
+    PublishedSystem("l40s", "0.24.0", 864, 142, 96, 2.52),
+    PublishedSystem("rtx_pro_6000_server", "0.24.0", 1597, 188, 128, 2.617),
+    PublishedSystem("b200_sxm", "0.24.0", 8000, 148, 126, 1.965),
 )
 # FlashAttention 2 runs on A100, L40S and RTX PRO 6000, FlashAttention 3 on Hopper, and other kernels on B200.
 SAME_KERNELS = (
@@ -432,7 +432,7 @@ OTHER_KERNELS = (
 )
 
 
-def read_timings(gpu: Gpu) -> Timings:
+def read_timings(gpu: PublishedSystem) -> Timings:
     """The timings of a GPU; those of one shape take their median."""
     import pandas as pd
 
@@ -465,7 +465,7 @@ def held_out(timings: Timings, *, by_ratio: bool) -> dict[str, dict[str, float]]
     return {name: found[f"decode grid along {name}"] for name in names}
 
 
-def package_errors(gpu: Gpu) -> dict[str, dict[str, float]]:
+def package_errors(gpu: PublishedSystem) -> dict[str, dict[str, float]]:
     """The same of the package's own interpolation, which `cost=published` uses: its table without the values left out.
 
     The package prices a model with these heads from a copy of its folder in which only that table differs.

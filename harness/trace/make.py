@@ -157,7 +157,7 @@ def add_synth(actions: "Actions") -> None:
 def run_synth(flags: argparse.Namespace) -> int:
     """Generate a trace, write it, and print the result of its calibration."""
     from traces.synth.generator import calibrated_trace, generate_trace
-    from traces.synth.tables import Sharing
+    from traces.synth.tables import PrefixSharing
 
     path = checked_output(flags.out, flags.overwrite)
     if flags.like and not flags.sharing:
@@ -168,7 +168,9 @@ def run_synth(flags: argparse.Namespace) -> int:
         target = chosen_trace(_reading(flags))
         trace = calibrated_trace(flags.table, target, flags.sharing, **drawn)
     else:
-        sharing = Sharing(flags.sharing, flags.share, flags.count, flags.zipf) if flags.sharing else None
+        sharing = (
+            PrefixSharing(flags.sharing, flags.share, flags.count, flags.zipf) if flags.sharing else None
+        )
         trace = generate_trace(flags.table, sharing=sharing, **drawn)
     write_trace(trace, path)
     for name, value in trace.header.calibration.items():

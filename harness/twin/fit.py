@@ -20,7 +20,7 @@ from harness.config.schema import DeviceConfig, RunConfig
 from harness.store.atomic import write_files
 from harness.twin.configured import Configured
 from harness.twin.log import EngineLog, FloatArray
-from harness.twin.prediction import Errors, Prediction, errors_of, predictor
+from harness.twin.prediction import Errors, PredictedRun, errors_of, predictor
 
 Progress = Callable[[int, float], None]
 """Called after each simulation with how many there were and the cost so far."""
@@ -89,7 +89,7 @@ class Fit:
     held_out: Errors
     simulations: int
     cpu_s: float
-    prediction: Prediction
+    prediction: PredictedRun
     cost: float = 0.0  # half the sum of squared residuals, priors included
 
 

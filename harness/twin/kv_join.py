@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from harness.twin.log import FloatArray, IntArray, RequestTimes
+from harness.twin.log import FloatArray, IntArray, LoggedRequests
 from traces.errors import TraceError
 from traces.formats.kv_events import DEVICE, AllBlocksCleared, BlockStored, EventHash, read_batches
 
@@ -142,13 +142,13 @@ class Joined:
         return sum(one is not None for one in self.prompts)
 
 
-def join(events: BlockEvents, times: RequestTimes) -> Joined:
+def join(events: BlockEvents, times: LoggedRequests) -> Joined:
     """The blocks of each request of a log, from the events of the same run. Both clocks may differ by a constant."""
     return _Join(events, times).run()
 
 
 class _Join:
-    def __init__(self, events: BlockEvents, times: RequestTimes) -> None:
+    def __init__(self, events: BlockEvents, times: LoggedRequests) -> None:
         self.events, self.times, self.size = events, times, events.block_size
         self.full = (times.prompt_tokens // self.size).tolist()
         self.last = ((times.prompt_tokens + times.output_tokens - 1) // self.size).tolist()

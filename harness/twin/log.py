@@ -33,7 +33,7 @@ def tpot_s(
 
 
 @dataclass(frozen=True)
-class RequestTimes:
+class LoggedRequests:
     """The requests that ended well, in order of `entered_s`; every column has one entry for each.
 
     `arrival_s` is when the client sent the request or the server took it, as the log has it. `queued_s` is when it
@@ -91,12 +91,12 @@ class RequestTimes:
         follows = idle_s <= 0.01 * float(np.median(self.latency_s))
         return most if len(follows) >= FEWEST_HELD and float(follows.mean()) > 0.5 else None
 
-    def take(self, chosen: slice) -> "RequestTimes":
+    def take(self, chosen: slice) -> "LoggedRequests":
         """The requests of a slice, on the same clock."""
         columns: dict[str, Any] = {
             name: None if column is None else column[chosen] for name, column in vars(self).items()
         }
-        return RequestTimes(**columns)
+        return LoggedRequests(**columns)
 
     def under_way(self, at_s: FloatArray) -> tuple[IntArray, IntArray]:
         """Requests that run and that wait at each instant, counted from the times of the requests.
@@ -145,7 +145,7 @@ class EngineLog:
 
     name: str
     settings: EngineSettings
-    requests: RequestTimes
+    requests: LoggedRequests
     workload: Trace
     series: Timeseries | None = None
     sources: tuple[str, ...] = ()

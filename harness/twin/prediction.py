@@ -10,14 +10,14 @@ from harness.config.errors import ConfigError
 from harness.config.schema import DeviceConfig, RunConfig
 from harness.metrics.log import Outcome, RunLog
 from harness.point.cost import cost_model
-from harness.twin.log import EngineLog, FloatArray, RequestTimes, Timeseries, tpot_s
+from harness.twin.log import EngineLog, FloatArray, LoggedRequests, Timeseries, tpot_s
 from harness.workload.point import Point, resolve
 from harness.workload.simulate import simulate
 from traces.trace import Trace
 
 
 @dataclass(frozen=True)
-class Prediction:
+class PredictedRun:
     """The simulated run of a deployment's requests. Request i is the i-th of the deployment; times in seconds."""
 
     seen_s: FloatArray  # when the first step began after the arrival: what an engine logs as the entry to its queue
@@ -27,7 +27,7 @@ class Prediction:
     output_tokens: FloatArray
     log: RunLog
 
-    def ttft_s(self, measured: RequestTimes) -> FloatArray:
+    def ttft_s(self, measured: LoggedRequests) -> FloatArray:
         """Seconds to the first token, from where `measured` counts: the entry to the queue, or the arrival."""
         begin = self.arrival_s if measured.queued_s is None else self.seen_s
         return self.first_token_s[: len(measured)] - begin[: len(measured)]
@@ -66,7 +66,7 @@ class Prediction:
 
 
 _IN_USE = ("token", "internal", "reserved", "external")  # slots of blocks that some request holds
-Predict = Callable[[DeviceConfig], Prediction]
+Predict = Callable[[DeviceConfig], PredictedRun]
 
 
 def predictor(config: RunConfig, workload: Trace) -> Predict:
@@ -90,13 +90,13 @@ def predictor(config: RunConfig, workload: Trace) -> Predict:
             "the engine served them; check cache.max_model_len, the pool and scheduler.max_batched_tokens",
         )
 
-    def predict(device: DeviceConfig) -> Prediction:
+    def predict(device: DeviceConfig) -> PredictedRun:
         return _prediction(replace(built, deployment=replace(built.deployment, device=device)))
 
     return predict
 
 
-def _prediction(point: Point) -> Prediction:
+def _prediction(point: Point) -> PredictedRun:
     log = simulate(point, cost_model(point.deployment))
     rows = log.requests
     place = {int(name): at for at, name in enumerate(rows["request_id"])}
@@ -108,7 +108,7 @@ def _prediction(point: Point) -> Prediction:
         )
     start = np.asarray(log.steps["start_s"], dtype=np.float64)
     began = start[np.minimum(np.searchsorted(start, columns["arrival_s"] - _NS), len(start) - 1)]
-    return Prediction(
+    return PredictedRun(
         seen_s=np.minimum(began, columns["first_scheduled_s"]),
         arrival_s=columns["arrival_s"],
         first_token_s=columns["first_token_s"],
@@ -151,7 +151,7 @@ class Errors:
         )
 
 
-def errors_of(predicted: Prediction, log: EngineLog, chosen: slice) -> Errors:
+def errors_of(predicted: PredictedRun, log: EngineLog, chosen: slice) -> Errors:
     """The errors over the requests of a slice, in order of their entry."""
     measured = log.requests
     ttft, tpot = predicted.ttft_s(measured)[chosen], predicted.tpot_s[chosen]

@@ -19,7 +19,7 @@ from harness.config.errors import UserError
 from harness.twin import exports, printed, settings_files
 from harness.twin.exports import BENCH_KEYS, PLAIN_COLUMNS
 from harness.twin.kv_join import BlockEvents, read_block_events
-from harness.twin.log import WRITTEN_TWICE, EngineLog, RequestTimes, Timeseries
+from harness.twin.log import WRITTEN_TWICE, EngineLog, LoggedRequests, Timeseries
 from harness.twin.rows import LATEST_S, LoggedRequest, RequestLog, placed
 from harness.twin.scrape import SERIES_COLUMNS, read_series
 from harness.twin.settings import EngineSettings, with_sglang_defaults, with_vllm_defaults
@@ -335,21 +335,21 @@ def _check_row(file: SourceFile, row: LoggedRequest) -> None:
             raise RowError(place, f"{late}; all times must be seconds of one clock")
 
 
-def _times(rows: Sequence[LoggedRequest], origin: float) -> RequestTimes:
+def _times(rows: Sequence[LoggedRequest], origin: float) -> LoggedRequests:
     def column(name: str, start: float | int = 0, kind: type = np.int64) -> Any:
         """All values of a name, less `start`; None where a row has none."""
         values = [getattr(row, name) for row in rows]
         return None if None in values else np.array(values, kind) - start
 
     names = ("arrival_s", "first_token_s", "last_token_s", "queued_s", "scheduled_s")
-    return RequestTimes(
+    return LoggedRequests(
         request_id=tuple(row.request_id for row in rows),
         **{name: column(name, origin, np.float64) for name in names},
         **{name: column(name) for name in ("prompt_tokens", "output_tokens", "cached_tokens")},
     )
 
 
-def _matched(workload: Trace, log: RequestLog, rows: Sequence[LoggedRequest], times: RequestTimes) -> Trace:
+def _matched(workload: Trace, log: RequestLog, rows: Sequence[LoggedRequest], times: LoggedRequests) -> Trace:
     """The workload's prompts at the log's times. Its i-th request is the i-th row of the log's file."""
     read = log.read
     if len(workload.requests) != read:
@@ -372,7 +372,7 @@ def _matched(workload: Trace, log: RequestLog, rows: Sequence[LoggedRequest], ti
     return workload.changed(tuple(requests), f"arrivals as measured in {log.file.name}")
 
 
-def _on_clock(series: Timeseries, times: RequestTimes) -> tuple[Timeseries, str]:
+def _on_clock(series: Timeseries, times: LoggedRequests) -> tuple[Timeseries, str]:
     """The series on the clock of the requests: shifted to where the requests' own times give its running counts.
 
     Its clock has another origin, and often another zone, so that only the counts can tell. A constant count, or a
@@ -418,7 +418,7 @@ def _merged_settings(found: _Found, log: RequestLog, events: BlockEvents | None)
     return with_sglang_defaults(with_vllm_defaults(merged))
 
 
-def _assumptions(times: RequestTimes) -> list[str]:
+def _assumptions(times: LoggedRequests) -> list[str]:
     found = []
     if times.queued_s is None:
         found.append(

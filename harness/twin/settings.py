@@ -130,7 +130,7 @@ _SECRET = re.compile(r"key|token$|password|secret|header", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
-class EngineOptions:
+class EngineArguments:
     """What the options of an engine mean, by their names with `_`.
 
     `mapped` gives our field, and how its value is read. `unmodelled` options change the schedule or the memory in a way
@@ -260,7 +260,7 @@ _AS_MODEL = dict.fromkeys(("auto", "bfloat16"), "model")
 
 # -- vLLM -------------------------------------------------------------------------------------------------------------
 
-VLLM = EngineOptions(
+VLLM = EngineArguments(
     "vllm",
     mapped={
         "model": ("model", _text),
@@ -353,7 +353,7 @@ def with_vllm_defaults(
 
 # -- SGLang -----------------------------------------------------------------------------------------------------------
 
-SGLANG = EngineOptions(
+SGLANG = EngineArguments(
     "sglang",
     mapped={
         "model_path": ("model", _text),

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from harness.twin.kv_join import BlockEvents, Joined, join
-from harness.twin.log import RequestTimes
+from harness.twin.log import LoggedRequests
 from harness.twin.rows import LoggedRequest, RequestLog
 from traces.errors import TraceError
 from traces.formats.kv_events import EventHash
@@ -37,7 +37,7 @@ class Shared:
 def trace_of_log(
     log: RequestLog,
     rows: Sequence[LoggedRequest],
-    times: RequestTimes,
+    times: LoggedRequests,
     prompts: Mapping[str, tuple[int, ...]],
     events: BlockEvents | None,
 ) -> tuple[Trace, tuple[str, ...]]:
@@ -61,7 +61,7 @@ def trace_of_log(
 def _shared(
     log: RequestLog,
     rows: Sequence[LoggedRequest],
-    times: RequestTimes,
+    times: LoggedRequests,
     prompts: Mapping[str, tuple[int, ...]],
     events: BlockEvents | None,
 ) -> Shared:
@@ -244,7 +244,7 @@ def _answer(request: int) -> int:
 # -- counts of hits ---------------------------------------------------------------------------------------------------
 
 
-def _by_counts(rows: Sequence[LoggedRequest], times: RequestTimes) -> Shared:
+def _by_counts(rows: Sequence[LoggedRequest], times: LoggedRequests) -> Shared:
     """A beginning of so many tokens as were found cached, taken from an earlier request that could have left it.
 
     That is a prompt which had its first token before this request was scheduled, or a prompt with its whole answer

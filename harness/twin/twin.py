@@ -9,7 +9,7 @@ from harness.config.schema import RunConfig
 from harness.twin.configured import Configured
 from harness.twin.fit import Fit
 from harness.twin.log import EngineLog, FloatArray, Timeseries
-from harness.twin.prediction import Errors, Prediction, errors_of
+from harness.twin.prediction import Errors, PredictedRun, errors_of
 from harness.twin.what_ifs import WhatIf, base_of, measured_figures
 
 _TICK_S = 1.0
@@ -23,7 +23,7 @@ class Twin:
     log: EngineLog
     configured: Configured
     config: RunConfig  # with the device that predicted
-    prediction: Prediction
+    prediction: PredictedRun
     fit: Fit | None
     changes: Sequence[WhatIf]
     command: str

@@ -15,7 +15,7 @@ from harness.config.errors import ConfigError
 from harness.config.schema import RunConfig
 from harness.metrics.compute import compute_metrics
 from harness.twin.log import EngineLog, FloatArray
-from harness.twin.prediction import Prediction, predictor
+from harness.twin.prediction import PredictedRun, predictor
 from harness.workload.deployment import deployment_of
 
 FIGURES = ("ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99", "output_throughput")
@@ -47,7 +47,7 @@ class WhatIf:
 
 
 def what_ifs(
-    log: EngineLog, config: RunConfig, base: Prediction, progress: Callable[[str], None] | None = None
+    log: EngineLog, config: RunConfig, base: PredictedRun, progress: Callable[[str], None] | None = None
 ) -> list[WhatIf]:
     """Every change of the base, in groups. `progress` is told each before it is simulated."""
     found: list[WhatIf] = []
@@ -69,7 +69,7 @@ def what_ifs(
     return found
 
 
-def base_of(log: EngineLog, base: Prediction) -> WhatIf:
+def base_of(log: EngineLog, base: PredictedRun) -> WhatIf:
     """The deployment's own settings as a row of the table."""
     return _row(log, base, base, "as it is", "", "")
 
@@ -109,7 +109,9 @@ def _changes(config: RunConfig, peak: float) -> Iterator[tuple[str, str, RunConf
     yield "prefix caching", "on" if other else "off", changed({}, prefix_caching=other), ""
 
 
-def _row(log: EngineLog, found: Prediction, base: Prediction, group: str, setting: str, note: str) -> WhatIf:
+def _row(
+    log: EngineLog, found: PredictedRun, base: PredictedRun, group: str, setting: str, note: str
+) -> WhatIf:
     figures = figures_of(log, found)
     steps, requests = found.log.steps, found.log.requests
     used = 1 - np.asarray(steps["free"] + steps["cached"], dtype=np.float64) / found.log.capacity_slots
@@ -126,7 +128,7 @@ def _row(log: EngineLog, found: Prediction, base: Prediction, group: str, settin
     )
 
 
-def figures_of(log: EngineLog, found: Prediction) -> dict[str, float]:
+def figures_of(log: EngineLog, found: PredictedRun) -> dict[str, float]:
     """The figures of `FIGURES`, of the same requests and with the same definitions as those of the log."""
     rate = compute_metrics(found.log)["output_throughput"]
     return _figures(found.ttft_s(log.requests), found.tpot_s, rate)
@@ -150,7 +152,7 @@ def _figures(ttft_s: FloatArray, tpot_s: FloatArray, rate: float) -> dict[str, f
     return dict(zip(FIGURES, (*quantiles, rate), strict=True))
 
 
-def outside_of(found: Prediction, base: Prediction) -> float:
+def outside_of(found: PredictedRun, base: PredictedRun) -> float:
     """The share of the time in steps with more rows, tokens or KV to read than any step of `base`."""
     if found is base:
         return 0.0

@@ -23,7 +23,7 @@ from traces.formats.rows import Encode
 from traces.reading import read_trace
 from traces.reshape import scale_lengths, set_rate, share_prefixes
 from traces.synth.generator import generate_trace
-from traces.synth.tables import Sharing
+from traces.synth.tables import PrefixSharing
 from traces.trace import Trace, TraceRequest
 
 
@@ -131,11 +131,11 @@ def _arrivals(config: RunConfig) -> ArrivalProcess | None:
     return ArrivalProcess(str(trace.arrivals), trace.arrival_rate, shape=trace.arrival_shape)
 
 
-def _sharing(config: RunConfig) -> Sharing | None:
+def _sharing(config: RunConfig) -> PrefixSharing | None:
     trace, workload = config.trace, config.workload
     if trace.sharing is SharingModel.none:
         return None
-    return Sharing(str(trace.sharing), trace.share, workload.num_prefixes, workload.prefix_zipf)
+    return PrefixSharing(str(trace.sharing), trace.share, workload.num_prefixes, workload.prefix_zipf)
 
 
 class RecentTraces:

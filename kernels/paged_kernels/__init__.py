@@ -10,7 +10,7 @@ from paged_kernels.attention import (
     paged_attention_decode,
     paged_attention_prefill,
 )
-from paged_kernels.backends import BACKENDS, Choice, choose_backend, resolve_backend
+from paged_kernels.backends import BACKENDS, BackendChoice, choose_backend, resolve_backend
 from paged_kernels.cache_ops import copy_blocks, reshape_and_cache, swap_blocks
 from paged_kernels.checks import (
     BackendUnavailableError,
@@ -28,8 +28,8 @@ from paged_kernels.scoring import Scoring
 
 __all__ = [
     "BACKENDS",
+    "BackendChoice",
     "BackendUnavailableError",
-    "Choice",
     "DeviceError",
     "DtypeError",
     "KernelError",

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 _logged: set[str] = set()
 
 
-class Choice(NamedTuple):
+class BackendChoice(NamedTuple):
     """The backend that runs a call. For `auto`, `reason` says why it is not Triton ("" if it is)."""
 
     backend: str
@@ -56,22 +56,22 @@ def resolve_backend(name: str, device: torch.device | str) -> str:
     return choose_backend(name, device).backend
 
 
-def choose_backend(name: str, device: torch.device | str, demand: Demand | None = None) -> Choice:
+def choose_backend(name: str, device: torch.device | str, demand: Demand | None = None) -> BackendChoice:
     """As `resolve_backend`, but also checks what the call demands, and gives the reason of a fallback."""
     if name not in ("auto", *BACKENDS):
         raise OptionError(f"backend {name!r} does not exist; choose auto, {', '.join(BACKENDS)}")
     if name not in ("auto", "triton"):
-        return Choice(name)
+        return BackendChoice(name)
     device = torch.device(device)
     reason = _no_triton(device, name) or (demand and _unserved(device, demand)) or ""
     if not reason:
-        return Choice("triton")
+        return BackendChoice("triton")
     if name == "triton":
         raise BackendUnavailableError(f"backend 'triton' {reason}; use backend 'torch'")
     if reason not in _logged:
         _logged.add(reason)
         log.info("attention runs on torch: the Triton path %s", reason)
-    return Choice("torch", reason)
+    return BackendChoice("torch", reason)
 
 
 def check_prefill_kernel(

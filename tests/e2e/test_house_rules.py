@@ -83,6 +83,15 @@ def test_functions_are_short() -> None:
     assert long == []
 
 
+def test_no_public_class_name_stands_twice() -> None:
+    places: dict[str, list[str]] = {}
+    for file, tree in shipped().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(file)
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}
+
+
 def test_every_file_has_a_docstring() -> None:
     assert [file for file, tree in shipped().items() if not ast.get_docstring(tree)] == []
 

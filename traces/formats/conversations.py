@@ -37,7 +37,7 @@ from traces.formats.parsing import (
     text,
     within,
 )
-from traces.formats.rows import Encode, Numbered, Row, RowCounts, RowSource, note
+from traces.formats.rows import Encode, Numbered, RowCounts, RowSource, TraceRow, note
 from traces.formats.segments import BlockSegments, ChainCheck, Tokens, TokenTree
 from traces.trace import AFTER, Segment
 
@@ -73,7 +73,7 @@ class Conversation:
 
     name: str
     block_tokens: int
-    rows: tuple[Row, ...]
+    rows: tuple[TraceRow, ...]
     inputs: tuple[int, ...]
     digest: str  # of the requests, without the file's id
     noted: dict[str, int]
@@ -88,7 +88,7 @@ class _Timeline:
     base: int  # added to ids, so that ids of different files differ
     highest: int
     first_id: int
-    rows: list[Row] = field(default_factory=list)
+    rows: list[TraceRow] = field(default_factory=list)
     noted: dict[str, int] = field(default_factory=dict)
     chain: ChainCheck = field(default_factory=lambda: ChainCheck(place="request"))
     launcher: int | None = None  # the last turn of the conversation itself
@@ -176,7 +176,7 @@ class _Timeline:
             arrival_us = max(arrival_us, (self.rows[request_id - self.first_id].time_ns or 0) // 1000)
         model = entry.get("model")
         more["model"] = model and str(model)
-        self.rows.append(Row(arrival_us * 1000, prompt, output, segments, more))
+        self.rows.append(TraceRow(arrival_us * 1000, prompt, output, segments, more))
         return arrival_us
 
 
@@ -348,7 +348,7 @@ class ShareGptSource(RowSource):
             more["output_key"] = said[0].key if len(said) == 1 else None
             if turn:
                 more |= {"parent": number - 1, "after": (number - 1,), "release": AFTER, "think_us": 0}
-            yield number, Row(None, asked, answered - asked, segments, more)
+            yield number, TraceRow(None, asked, answered - asked, segments, more)
             start = answered
         assert start == len(dialogue.tokens)  # the last cut is the end
 
@@ -444,7 +444,7 @@ class ServingSimSource(RowSource):
         for number, call in calls:
             yield number, self._row(call, tree)
 
-    def _row(self, call: _Call, tree: TokenTree) -> Row:
+    def _row(self, call: _Call, tree: TokenTree) -> TraceRow:
         more = dict(call.more)
         segments: tuple[Segment, ...] = (Segment(None, call.prompt_tokens),)
         if call.prompt_ids is not None:
@@ -454,7 +454,7 @@ class ServingSimSource(RowSource):
                 more["output_key"] = said[0].key if len(said) == 1 else None
                 if len(said) > 1:
                     note(self.noted, "outputs that return in part only: not recorded as shared")
-        return Row(call.time_ns, call.prompt_tokens, call.output_tokens, segments, more or None)
+        return TraceRow(call.time_ns, call.prompt_tokens, call.output_tokens, segments, more or None)
 
     def _calls(self, counts: RowCounts) -> Iterator[tuple[int, _Call]]:
         sessions: dict[str, int] = {}

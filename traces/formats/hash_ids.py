@@ -38,7 +38,7 @@ from traces.formats.parsing import (
     require_keys,
     text,
 )
-from traces.formats.rows import Line, LineSource, Numbered, Row, RowCounts, note
+from traces.formats.rows import Line, LineSource, Numbered, RowCounts, TraceRow, note
 from traces.formats.segments import BlockSegments, ChainCheck
 from traces.trace import CHAINED, CONTENT, Segment, Trace, TraceRequest
 
@@ -65,7 +65,7 @@ class MooncakeSource(LineSource):
         self._chain = ChainCheck()
         self._ticks = _TickFinder()
 
-    def read_row(self, text: str, line: int) -> Row:
+    def read_row(self, text: str, line: int) -> TraceRow:
         """Time in nanoseconds from the start of the recording; segments of 512 tokens and the rest."""
         record = read_object(text)
         require_keys(record, _KEYS)
@@ -76,9 +76,9 @@ class MooncakeSource(LineSource):
         if len(record) > len(_KEYS):
             note_unknown(self.noted, record, _KEYS)
         segments = BlockSegments(np.array(ids, np.int64), BLOCK_TOKENS, prompt)
-        return Row(time_ms * _NS_PER_MS, prompt, output, segments)
+        return TraceRow(time_ms * _NS_PER_MS, prompt, output, segments)
 
-    def accept(self, row: Row, line: int, request_id: int) -> Row:
+    def accept(self, row: TraceRow, line: int, request_id: int) -> TraceRow:
         """Check that every id has one parent and one position in the whole file."""
         self._chain.check_row([key for key, _ in row.segments if key is not None], line)
         assert row.time_ns is not None  # every row of this format has a time
@@ -102,7 +102,7 @@ class MooncakeSource(LineSource):
                 counts.read += 1
                 yield counts.read - 1, row
 
-    def _block_rows(self, block: list[Line]) -> Iterator[Row] | None:
+    def _block_rows(self, block: list[Line]) -> Iterator[TraceRow] | None:
         """The rows of many lines, parsed and checked as columns. None, with nothing remembered, if one is doubtful."""
         first_line, last_line = block[0][0], block[-1][0]
         if last_line - first_line + 1 != len(block):  # a blank line was skipped
@@ -118,7 +118,7 @@ class MooncakeSource(LineSource):
         ends = starts.tolist()
         numbers = zip(times.tolist(), prompts.tolist(), outputs.tolist(), ends, ends[1:], strict=False)
         return (
-            Row(time * _NS_PER_MS, prompt, output, BlockSegments(ids[start:end], BLOCK_TOKENS, prompt))
+            TraceRow(time * _NS_PER_MS, prompt, output, BlockSegments(ids[start:end], BLOCK_TOKENS, prompt))
             for time, prompt, output, start, end in numbers
         )
 
@@ -261,7 +261,7 @@ class BailianSource(LineSource):
         self._chain = ChainCheck()
         self._rule: str | None = None
 
-    def read_row(self, line_text: str, line: int) -> Row:
+    def read_row(self, line_text: str, line: int) -> TraceRow:
         """Time in nanoseconds from the start. `more` holds the chat ids until `accept` replaces them by links."""
         record = read_object(line_text)
         require_keys(record, _BAILIAN_KEYS)
@@ -278,9 +278,11 @@ class BailianSource(LineSource):
         segments = [Segment(key, _BAILIAN_BLOCK) for key in ids[:whole]]
         if rest:
             segments.append(Segment(ids[-1] if rule == _WITH_TAIL else None, rest))
-        return Row(time_us * 1_000, prompt, output, tuple(segments), {"kind": word, "turn": turn, **links})
+        return TraceRow(
+            time_us * 1_000, prompt, output, tuple(segments), {"kind": word, "turn": turn, **links}
+        )
 
-    def accept(self, row: Row, line: int, request_id: int) -> Row:
+    def accept(self, row: TraceRow, line: int, request_id: int) -> TraceRow:
         """Link the chat to the chat that it continues."""
         assert row.more is not None  # set by read_row
         more = dict(row.more)
@@ -363,7 +365,7 @@ class RagPulseSource(LineSource):
         super().__init__(file)
         self._offset_s = self._last_s = 0
 
-    def read_row(self, line_text: str, line: int) -> Row:
+    def read_row(self, line_text: str, line: int) -> TraceRow:
         """Time in nanoseconds from the start of the first week. Segments in the order of `GROUPS`, then template."""
         record = read_object(line_text)
         require_keys(record, _RAGPULSE_KEYS)
@@ -377,9 +379,9 @@ class RagPulseSource(LineSource):
             segments.append(Segment(None, rest))
         session = text(record, "session_id")
         more = {"session": session, "turn": time_s}  # until `accept`, `turn` holds the recorded time
-        return Row(self._week_time_s(time_s) * 1_000_000_000, prompt, output, tuple(segments), more)
+        return TraceRow(self._week_time_s(time_s) * 1_000_000_000, prompt, output, tuple(segments), more)
 
-    def accept(self, row: Row, line: int, request_id: int) -> Row:
+    def accept(self, row: TraceRow, line: int, request_id: int) -> TraceRow:
         """Detect a restart of the clock, and number the turns of a session."""
         assert row.more is not None  # set by read_row
         session, time_s = row.more["session"], row.more["turn"]

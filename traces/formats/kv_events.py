@@ -20,7 +20,7 @@ import numpy as np
 
 from traces.errors import RowError, TraceError
 from traces.formats.parsing import kind
-from traces.formats.rows import Numbered, Row, RowCounts, RowSource, note
+from traces.formats.rows import Numbered, RowCounts, RowSource, TraceRow, note
 from traces.formats.segments import BlockSegments
 
 EventHash = bytes | int
@@ -250,7 +250,7 @@ class KvEventSource(RowSource):
             keys = np.fromiter(whole, np.uint64, len(prompt.hashes))
             tokens = len(keys) * self.source_block_tokens + 1
             segments = BlockSegments(keys, self.source_block_tokens, tokens)
-            yield number, Row(round(prompt.first_s * 1e9), tokens, 1, segments)
+            yield number, TraceRow(round(prompt.first_s * 1e9), tokens, 1, segments)
 
     def _prompts(self) -> list[_Prompt]:
         parents: dict[EventHash, EventHash | None] = {}

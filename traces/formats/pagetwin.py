@@ -18,7 +18,7 @@ from typing import Any, TextIO
 from traces.errors import RowError, TraceError, placed
 from traces.formats.files import SourceFile, decode
 from traces.formats.parsing import MAX_INTEGER, check_best_of, kind, read_object, require_keys
-from traces.formats.rows import Numbered, Row, RowCounts, RowSource, note
+from traces.formats.rows import Numbered, RowCounts, RowSource, TraceRow, note
 from traces.trace import AFTER, AT, CHAINED, CONTENT, Segment, Trace, TraceHeader, TraceRequest
 
 VERSION = 2
@@ -224,7 +224,7 @@ class CanonicalSource(RowSource):
                 continue
             more = {name: getattr(request, name) for name in DEFAULTS}
             time_ns, prompt, output = request.arrival_us * 1000, request.prompt_tokens, request.output_tokens
-            yield request.request_id, Row(time_ns, prompt, output, request.segments, more)
+            yield request.request_id, TraceRow(time_ns, prompt, output, request.segments, more)
         self.check_count(counts)
 
     @abstractmethod

@@ -17,7 +17,7 @@ Encode = Callable[[str], Sequence[int]]
 Line = tuple[int, bytes]
 
 
-class Row(NamedTuple):
+class TraceRow(NamedTuple):
     """One row of a source: time in nanoseconds since the format's own origin, lengths in tokens.
 
     `time_ns` is None if the source has no clock. `more` holds further fields of `TraceRequest`, by name.
@@ -30,7 +30,7 @@ class Row(NamedTuple):
     more: Mapping[str, Any] | None = None
 
 
-Numbered = Iterator[tuple[int, Row]]  # a row with its request_id
+Numbered = Iterator[tuple[int, TraceRow]]  # a row with its request_id
 
 
 def note(noted: dict[str, int], name: str, count: int = 1) -> None:
@@ -50,7 +50,7 @@ class SessionTurns:
         self._last[session] = (turn + 1, request_id)
         return {"session": session, "turn": turn + 1, "parent": parent}
 
-    def number(self, row: Row, request_id: int) -> Row:
+    def number(self, row: TraceRow, request_id: int) -> TraceRow:
         """The row as the next turn of its session, or as it is where it has none."""
         more = row.more or {}
         session = more.get("session")
@@ -141,10 +141,10 @@ class LineSource(RowSource):
         """Find the columns in line 1 of a format with a header. Raises RowError."""
 
     @abstractmethod
-    def read_row(self, text: str, line: int) -> Row:
+    def read_row(self, text: str, line: int) -> TraceRow:
         """The row on physical line `line`. Raises RowError."""
 
-    def accept(self, row: Row, line: int, request_id: int) -> Row:
+    def accept(self, row: TraceRow, line: int, request_id: int) -> TraceRow:
         """Check the row against earlier rows, remember it and complete it. On RowError nothing is remembered."""
         return row
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from traces.errors import RowError, TraceError, placed
 from traces.formats.files import SourceFile, decode, open_source, read_document
 from traces.formats.parsing import kind, read_object, split_fields
-from traces.formats.rows import Numbered, Row, RowCounts, RowSource
+from traces.formats.rows import Numbered, RowCounts, RowSource, TraceRow
 from traces.trace import CONTENT, Segment
 
 WINDOW_S = 600
@@ -47,7 +47,7 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Lengths:
+class LengthDistribution:
     """A distribution of lengths in tokens: values and their cumulative probabilities."""
 
     tokens: tuple[int, ...]
@@ -61,13 +61,15 @@ class Lengths:
 
 
 @dataclass(frozen=True)
-class Client:
+class ServeGenClient:
     """A client: the content of its two files."""
 
     name: str
     sha256: str
     windows: tuple[Window, ...]
-    pmfs: dict[int, tuple[Lengths, Lengths] | None]  # start of 6 h in seconds -> prompts, outputs
+    pmfs: dict[
+        int, tuple[LengthDistribution, LengthDistribution] | None
+    ]  # start of 6 h in seconds -> prompts, outputs
 
     def lengths(self, start_s: int, source: np.random.Generator, count: int) -> tuple[list[int], list[int]]:
         """Prompt and output lengths of `count` requests in the window that starts at `start_s`."""
@@ -76,7 +78,7 @@ class Client:
         return pair[0].draw(source, count), pair[1].draw(source, count)
 
 
-def read_client(trace_file: Path) -> Client:
+def read_client(trace_file: Path) -> ServeGenClient:
     """Read `chunk-N-trace.csv` and `chunk-N-dataset.json` beside it. Raises TraceError."""
     file = open_source(trace_file)
     data = open_source(trace_file.with_name(trace_file.name.replace("-trace.csv", "-dataset.json")))
@@ -86,7 +88,7 @@ def read_client(trace_file: Path) -> Client:
         if window.rate_rps and pmfs.get(start) is None:
             raise TraceError(file.path, line, "rate", f"no length distribution for window {start}")
     name = trace_file.name.removesuffix("-trace.csv")
-    return Client(name, f"{file.sha256}{data.sha256}", windows, pmfs)
+    return ServeGenClient(name, f"{file.sha256}{data.sha256}", windows, pmfs)
 
 
 def _read_windows(file: SourceFile) -> tuple[Window, ...]:
@@ -130,8 +132,8 @@ def _number(text: str, field: str) -> float:
     return value
 
 
-def _read_pmfs(file: SourceFile) -> dict[int, tuple[Lengths, Lengths] | None]:
-    pmfs: dict[int, tuple[Lengths, Lengths] | None] = {}
+def _read_pmfs(file: SourceFile) -> dict[int, tuple[LengthDistribution, LengthDistribution] | None]:
+    pmfs: dict[int, tuple[LengthDistribution, LengthDistribution] | None] = {}
     with placed(file.path):
         for start, sides in read_object(read_document(file)).items():
             if not (start.isascii() and start.isdigit()) or not isinstance(sides, dict):
@@ -141,7 +143,7 @@ def _read_pmfs(file: SourceFile) -> dict[int, tuple[Lengths, Lengths] | None]:
     return pmfs
 
 
-def _pmf(value: object, place: str) -> Lengths | None:
+def _pmf(value: object, place: str) -> LengthDistribution | None:
     """A literal dict of probabilities by length, None if it is empty."""
     try:
         table = ast.literal_eval(value) if isinstance(value, str) else value
@@ -155,7 +157,7 @@ def _pmf(value: object, place: str) -> Lengths | None:
     if abs(total - 1) > _SUM_ERROR:
         raise RowError(place, f"probabilities sum to {total:g}")
     tokens = sorted(table)
-    return Lengths(tuple(tokens), tuple(np.cumsum([table[length] for length in tokens]).tolist()))
+    return LengthDistribution(tuple(tokens), tuple(np.cumsum([table[length] for length in tokens]).tolist()))
 
 
 def _is_pair(length: object, probability: object) -> bool:
@@ -189,7 +191,10 @@ class ServeGenSource(RowSource):
                     return
                 counts.read += 1
                 more = {"kind": self.clients[client].name}
-                yield counts.read - 1, Row(time_us * 1000, prompt, output, (Segment(None, prompt),), more)
+                yield (
+                    counts.read - 1,
+                    TraceRow(time_us * 1000, prompt, output, (Segment(None, prompt),), more),
+                )
 
     def _window(self, index: int, number: int) -> Iterator[tuple[int, int, int, int]]:
         """(time in us, prompt, output, client) of one client in one window. The draws are the same in every run."""

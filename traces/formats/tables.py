@@ -34,7 +34,7 @@ from traces.formats.parsing import (
     require_keys,
     seconds_us,
 )
-from traces.formats.rows import LineSource, Row, note
+from traces.formats.rows import LineSource, TraceRow, note
 from traces.trace import AFTER, CONTENT, Segment
 
 _STAMP = re.compile(
@@ -73,12 +73,12 @@ class AzureSource(TableSource):
                 "NumImages", "not a text trace (column NumImages): remove the column to replay its text"
             )
 
-    def read_row(self, text: str, line: int) -> Row:
+    def read_row(self, text: str, line: int) -> TraceRow:
         """Time in nanoseconds since year 1, in UTC if the file has time zones."""
         stamp, context, generated = self.columns.pick(text)
         prompt = plain_integer(context, "ContextTokens", 1)
         output = plain_integer(generated, "GeneratedTokens", 0)
-        return Row(self._time_ns(stamp), prompt, output, (Segment(None, prompt),))
+        return TraceRow(self._time_ns(stamp), prompt, output, (Segment(None, prompt),))
 
     def clock_quantum_us(self) -> int:
         """One microsecond, or a second if no row has a fraction."""
@@ -129,13 +129,13 @@ class VidurSource(TableSource):
     time_field = "arrived_at"
     names = ("arrived_at", "num_prefill_tokens", "num_decode_tokens")
 
-    def read_row(self, text: str, line: int) -> Row:
+    def read_row(self, text: str, line: int) -> TraceRow:
         """Time in nanoseconds from the start of the recording; finer digits than microseconds are refused."""
         arrived, prefill, decode = self.columns.pick(text)
         prompt = plain_integer(prefill, "num_prefill_tokens", 1)
         output = plain_integer(decode, "num_decode_tokens", 0)
         time_us = seconds_us(arrived, "arrived_at", self.noted)
-        return Row(time_us * 1_000, prompt, output, (Segment(None, prompt),))
+        return TraceRow(time_us * 1_000, prompt, output, (Segment(None, prompt),))
 
 
 _BURSTGPT = ("Timestamp", "Model", "Request tokens", "Response tokens", "Total tokens", "Log Type")
@@ -157,7 +157,7 @@ class BurstGptSource(TableSource):
         self.names = _BURSTGPT + (_VERSION_2 if all(name in present for name in _VERSION_2) else ())
         super().read_header(text)
 
-    def read_row(self, text: str, line: int) -> Row:
+    def read_row(self, text: str, line: int) -> TraceRow:
         """Time in nanoseconds since the first day began."""
         stamp, model, asked, answered, stated, log_type, *version_2 = self.columns.pick(text)
         prompt = plain_integer(asked, "Request tokens", 0)
@@ -175,9 +175,9 @@ class BurstGptSource(TableSource):
         time_us = seconds_us(stamp, "Timestamp", self.noted)
         session = _session(*version_2) if version_2 else None
         more = {"model": model, "kind": log_type, "session": session}
-        return Row(time_us * 1_000, prompt, output, (Segment(None, prompt),), more)
+        return TraceRow(time_us * 1_000, prompt, output, (Segment(None, prompt),), more)
 
-    def accept(self, row: Row, line: int, request_id: int) -> Row:
+    def accept(self, row: TraceRow, line: int, request_id: int) -> TraceRow:
         """Number the turns of a session in the order of the file."""
         return self.turns.number(row, request_id)
 
@@ -207,7 +207,7 @@ class LengthsSource(TableSource):
     has_clock = False
     names = ("num_prefill_tokens", "num_decode_tokens", "num_total_tokens", "pd_ratio")
 
-    def read_row(self, text: str, line: int) -> Row:
+    def read_row(self, text: str, line: int) -> TraceRow:
         """The lengths of a row, whose stated sum and ratio are checked."""
         fields, names = self.columns.pick(text), self.names
         prompt, output = plain_integer(fields[0], names[0], 1), plain_integer(fields[1], names[1], 0)
@@ -221,7 +221,7 @@ class LengthsSource(TableSource):
         # A row without output is dropped later; it has no ratio.
         if output and not isclose(ratio, prompt / output, abs_tol=1e-6, rel_tol=0):
             raise RowError(names[3], f"{fields[3][:40]} does not equal {prompt}/{output}")
-        return Row(None, prompt, output, (Segment(None, prompt),))
+        return TraceRow(None, prompt, output, (Segment(None, prompt),))
 
 
 class ChatLengthsSource(LengthsSource):
@@ -231,10 +231,10 @@ class ChatLengthsSource(LengthsSource):
     """
 
     format = "lengths_chat"
-    _before: Row | None = None
+    _before: TraceRow | None = None
     _id = _turn = _session = 0
 
-    def accept(self, row: Row, line: int, request_id: int) -> Row:
+    def accept(self, row: TraceRow, line: int, request_id: int) -> TraceRow:
         """The row as a turn: the segments of the turn before, then its output, then new tokens."""
         before, linked = self._before, dict[str, object]()
         new = row.prompt_tokens - (before.prompt_tokens + before.output_tokens if before else 0)
@@ -275,7 +275,7 @@ class SimpleSource(TableSource):
         self.names = (*REQUIRED, *(name for name in OPTIONAL if name in extra))
         super().read_header(text)
 
-    def read_row(self, text: str, line: int) -> Row:
+    def read_row(self, text: str, line: int) -> TraceRow:
         """Time in nanoseconds from the start; finer digits than microseconds are refused."""
         fields = self._fields(text)
         time_us = seconds_us(fields.pop("arrival_s"), "arrival_s", self.noted)
@@ -287,9 +287,9 @@ class SimpleSource(TableSource):
         if "priority" in fields:
             more["priority"] = plain_integer(fields["priority"], "priority", -(10**6))
         check_best_of(more)
-        return Row(time_us * 1000, prompt, output, segments, more or None)
+        return TraceRow(time_us * 1000, prompt, output, segments, more or None)
 
-    def accept(self, row: Row, line: int, request_id: int) -> Row:
+    def accept(self, row: TraceRow, line: int, request_id: int) -> TraceRow:
         """Number the turns of a session."""
         return self.turns.number(row, request_id)
 

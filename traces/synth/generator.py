@@ -34,7 +34,7 @@ from traces.reshape import take
 from traces.synth.tables import (
     TABLES,
     CalibrationTable,
-    Sharing,
+    PrefixSharing,
     load_table,
     share_prompts,
     text_tokens,
@@ -55,7 +55,7 @@ def chat_source() -> str:
 
 
 def chat_requests(
-    count: int, seed: int, starts: ArrivalProcess | None, system: Sharing | None
+    count: int, seed: int, starts: ArrivalProcess | None, system: PrefixSharing | None
 ) -> tuple[tuple[TraceRequest, ...], dict[str, float | str], str]:
     """`count` turns in order of arrival, the quality of their calibration, and the licence.
 
@@ -76,7 +76,7 @@ def chat_requests(
     return _numbered(ordered[:count]), _chat_quality(process, system), str(_table()["licence"])
 
 
-def _session(session: int, start_us: int, seed: int, system: Sharing | None) -> Iterator[TraceRequest]:
+def _session(session: int, start_us: int, seed: int, system: PrefixSharing | None) -> Iterator[TraceRequest]:
     table = _table()
     drawn = _numbers(seed ^ _SESSION_STREAM, session)
     turns = max(1, round(_quantile(table, "turns", next(drawn))))
@@ -109,7 +109,7 @@ def _session(session: int, start_us: int, seed: int, system: Sharing | None) -> 
         history, before = [*prompt, Segment(key + 1, answered)], request
 
 
-def _opening(seed: int, drawn: float, system: Sharing | None) -> Iterator[Segment]:
+def _opening(seed: int, drawn: float, system: PrefixSharing | None) -> Iterator[Segment]:
     if system is not None and system.share:
         key = FIRST_KEY + zipf_place(drawn, system.count, system.zipf)
         yield Segment(key, text_tokens(seed, key, system.share * _table()["means"]["first_prompt_tokens"]))
@@ -129,7 +129,7 @@ def _numbered(turns: list[TraceRequest]) -> tuple[TraceRequest, ...]:
     return tuple(numbered)
 
 
-def _chat_quality(process: ArrivalProcess, system: Sharing | None) -> dict[str, float | str]:
+def _chat_quality(process: ArrivalProcess, system: PrefixSharing | None) -> dict[str, float | str]:
     table = _table()
     ratios = {
         f"{name}_mean_ratio": round(_mean(table, name) / mean, 4) for name, mean in table["means"].items()
@@ -200,7 +200,7 @@ def generate_trace(
     num_requests: int,
     seed: int,
     arrivals: ArrivalProcess | None = None,
-    sharing: Sharing | None = None,
+    sharing: PrefixSharing | None = None,
 ) -> Trace:
     """`num_requests` requests of a generator (one of `GENERATORS`); raises ParameterError.
 
@@ -247,7 +247,9 @@ def _lengths_only(
     )
 
 
-def _chat(num_requests: int, seed: int, arrivals: ArrivalProcess | None, sharing: Sharing | None) -> Trace:
+def _chat(
+    num_requests: int, seed: int, arrivals: ArrivalProcess | None, sharing: PrefixSharing | None
+) -> Trace:
     if sharing is not None and sharing.model != "system":
         reason = f'{CHAT} shares by conversation; beside it only "system" can be added'
         raise ParameterError("sharing", reason)
@@ -315,11 +317,11 @@ def calibrated_trace(
         wanted.distinct_blocks * _BLOCK
     )  # capacities from a thousandth of all distinct blocks to all of them
     capacities = np.geomspace(max(tokens / 1000, _BLOCK), tokens, _POINTS).tolist()
-    best: tuple[float, Sharing, Trace, ReuseProfile] | None = None
+    best: tuple[float, PrefixSharing, Trace, ReuseProfile] | None = None
     for count in _COUNTS:
         for zipf in _EXPONENTS:
             sharing, trace, profile = _nearest(
-                Sharing(model, 0.5, count, zipf), wanted, table, len(target.requests), seed, arrivals
+                PrefixSharing(model, 0.5, count, zipf), wanted, table, len(target.requests), seed, arrivals
             )
             pairs = zip(profile.curve(capacities), wanted.curve(capacities), strict=True)
             error = sqrt(sum((one - other) ** 2 for one, other in pairs) / len(capacities))
@@ -330,8 +332,13 @@ def calibrated_trace(
 
 
 def _nearest(
-    sharing: Sharing, wanted: ReuseProfile, table: str, count: int, seed: int, arrivals: ArrivalProcess | None
-) -> tuple[Sharing, Trace, ReuseProfile]:
+    sharing: PrefixSharing,
+    wanted: ReuseProfile,
+    table: str,
+    count: int,
+    seed: int,
+    arrivals: ArrivalProcess | None,
+) -> tuple[PrefixSharing, Trace, ReuseProfile]:
     low, high = 0.0, 1.0
     goal = wanted.hit_ratio(float("inf"))
     for _ in range(_STEPS):

@@ -29,7 +29,7 @@ Pieces = list[Segment]
 
 
 @dataclass(frozen=True)
-class Sharing:
+class PrefixSharing:
     """How prompts share their beginnings.
 
     system: one of `count` system prompts with Zipf popularity, about `share` of the mean prompt long.
@@ -66,7 +66,7 @@ class FixedPrefix:
 
 
 def share_prompts(
-    requests: tuple[TraceRequest, ...], sharing: Sharing | FixedPrefix, seed: int
+    requests: tuple[TraceRequest, ...], sharing: PrefixSharing | FixedPrefix, seed: int
 ) -> tuple[TraceRequest, ...]:
     """The same requests with shared beginnings. Draws depend on (seed, request_id) only.
 
@@ -97,12 +97,14 @@ def text_tokens(seed: int, key: int, typical: float) -> int:
     return max(1, round(typical * (0.5 + float(uniform(seed ^ _LENGTH, key, 1)[0]))))
 
 
-def _system(sharing: Sharing, seed: int, typical: float, request: TraceRequest, drawn: float) -> Pieces:
+def _system(sharing: PrefixSharing, seed: int, typical: float, request: TraceRequest, drawn: float) -> Pieces:
     key = FIRST_KEY + zipf_place(drawn, sharing.count, sharing.zipf)
     return [Segment(key, text_tokens(seed, key, typical))]
 
 
-def _few_shot(sharing: Sharing, seed: int, typical: float, request: TraceRequest, drawn: float) -> Pieces:
+def _few_shot(
+    sharing: PrefixSharing, seed: int, typical: float, request: TraceRequest, drawn: float
+) -> Pieces:
     task = zipf_place(drawn, sharing.count, sharing.zipf)
     room, pieces = sharing.share * request.prompt_tokens, []
     for example in range(_EXAMPLES):
@@ -115,7 +117,7 @@ def _few_shot(sharing: Sharing, seed: int, typical: float, request: TraceRequest
     return pieces
 
 
-def _tree(sharing: Sharing, seed: int, typical: float, request: TraceRequest, drawn: float) -> Pieces:
+def _tree(sharing: PrefixSharing, seed: int, typical: float, request: TraceRequest, drawn: float) -> Pieces:
     root = zipf_place(drawn, sharing.count, sharing.zipf)
     steps = uniform(seed ^ _WALK, request.request_id, _DEPTH)
     node, room, pieces = 1, sharing.share * request.prompt_tokens, []
@@ -130,7 +132,9 @@ def _tree(sharing: Sharing, seed: int, typical: float, request: TraceRequest, dr
     return pieces
 
 
-def _passages(sharing: Sharing, seed: int, typical: float, request: TraceRequest, drawn: float) -> Pieces:
+def _passages(
+    sharing: PrefixSharing, seed: int, typical: float, request: TraceRequest, drawn: float
+) -> Pieces:
     system = FIRST_KEY + zipf_place(drawn, 4, sharing.zipf)
     pieces = [Segment(system, text_tokens(seed, system, typical / 3))]
     steps = uniform(seed ^ _WALK, request.request_id, _PASSAGES)
@@ -140,7 +144,7 @@ def _passages(sharing: Sharing, seed: int, typical: float, request: TraceRequest
     return pieces
 
 
-_MODELS: dict[str, Callable[[Sharing, int, float, TraceRequest, float], Pieces]] = {
+_MODELS: dict[str, Callable[[PrefixSharing, int, float, TraceRequest, float], Pieces]] = {
     "system": _system,
     "few_shot": _few_shot,
     "tree": _tree,
@@ -200,7 +204,7 @@ class LengthTable:
 
 
 @dataclass(frozen=True)
-class Arrivals:
+class GammaArrivals:
     """A renewal process: gaps drawn from a gamma distribution of this shape, at this mean rate in requests/s."""
 
     rate_rps: float
@@ -226,7 +230,7 @@ class CalibrationTable:
     prompt_tokens: LengthTable
     output_tokens: LengthTable
     prompt_output_spearman: float
-    arrivals: Arrivals
+    arrivals: GammaArrivals
     copula: bool = False  # prompt and output lengths are drawn with their rank correlation
     shared_prefix_tokens: int = 0  # all prompts begin with this text
 
@@ -271,7 +275,7 @@ def load_table(name: str) -> CalibrationTable:
     return CalibrationTable(
         prompt_tokens=_lengths(raw.pop("prompt_tokens")),
         output_tokens=_lengths(raw.pop("output_tokens")),
-        arrivals=Arrivals(**raw.pop("arrivals")),
+        arrivals=GammaArrivals(**raw.pop("arrivals")),
         **raw,
     )
 

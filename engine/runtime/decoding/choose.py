@@ -166,7 +166,7 @@ def _advance_one(
 
 
 @dataclass(slots=True)
-class Choice:
+class ChosenTokens:
     """The outcome of a step, by request id."""
 
     parents: dict[int, list[int]] = field(default_factory=dict)  # of beam hypotheses
@@ -187,13 +187,13 @@ class TokenChooser:
 
     def choose(
         self, step: int, rows: Sequence[Row], output: ForwardOutput, generations: Mapping[int, Generation]
-    ) -> Choice:
+    ) -> ChosenTokens:
         """Choose tokens for the sampled `rows` from the output of their pass, and append them to the generations.
 
         A request with NaN logits gets no token; it is in `failed`, with an error that names step and sequence.
         """
         logits, tokens = output.logits, output.tokens.tolist()
-        choice = Choice(failed=nan_rows(step, rows, tokens))
+        choice = ChosenTokens(failed=nan_rows(step, rows, tokens))
         kinds: dict[Decoding, list[int]] = defaultdict(list)
         for index, row in enumerate(rows):
             if row.request_id not in choice.failed:
@@ -225,7 +225,7 @@ class TokenChooser:
         tokens: Sequence[int],
         logits: torch.Tensor,
         generations: Mapping[int, Generation],
-        choice: Choice,
+        choice: ChosenTokens,
     ) -> None:
         draws, tokens = _verified(draws, tokens, generations, choice)
         note_logprobs(draws, tokens, logits, generations)
@@ -253,7 +253,7 @@ def _greedy(
 
 
 def _verified(
-    draws: Sequence[Draw], tokens: Sequence[int], generations: Mapping[int, Generation], choice: Choice
+    draws: Sequence[Draw], tokens: Sequence[int], generations: Mapping[int, Generation], choice: ChosenTokens
 ) -> tuple[Sequence[Draw], Sequence[int]]:
     """Verify draft tokens: keep the model's tokens up to the first that differs from its draft or ends the sequence."""
     if not any(generations[draw.request_id].proposed for draw in draws):

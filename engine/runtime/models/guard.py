@@ -172,7 +172,7 @@ _BLOCKS = ((1, 3, 5, 7), (2, 4, 6, 8))  # of the two requests: they alternate in
 _LENGTHS = (14, 11)
 
 
-class Verdict(NamedTuple):
+class ArchitectureVerdict(NamedTuple):
     """What was found: why the model would give wrong tokens, or None; and whether its layers with a state go on from it
     by one token alone, because transformers begins longer pieces without a state."""
 
@@ -180,7 +180,7 @@ class Verdict(NamedTuple):
     singly: bool = False
 
 
-_verdicts: dict[tuple[type, str], Verdict] = {}
+_verdicts: dict[tuple[type, str], ArchitectureVerdict] = {}
 
 
 class _Piece(NamedTuple):
@@ -213,7 +213,7 @@ _REASONS = (  # tried in this order: the first that differs is the reason
 )
 
 
-def check_architecture(model: Any, name: str) -> Verdict:
+def check_architecture(model: Any, name: str) -> ArchitectureVerdict:
     """Raise ModelError with the reason if the model does not compute on paged KV what it computes natively.
 
     `model` is on paged attention. Where no small copy can be built, the model itself runs, in its own data type.
@@ -226,7 +226,7 @@ def check_architecture(model: Any, name: str) -> Verdict:
     return verdict
 
 
-def _verdict(model: Any) -> Verdict:
+def _verdict(model: Any) -> ArchitectureVerdict:
     own = getattr(model.config.get_text_config(), "head_dim", None)
     for head_dim in [16, own] if isinstance(own, int) and own not in (0, 16) else [16]:
         native = _small_native(model, head_dim)
@@ -242,7 +242,7 @@ def _verdict(model: Any) -> Verdict:
     try:
         expected = _native(model)
     except Exception as error:
-        return Verdict(f"it does not run natively either: {said(error)}")
+        return ArchitectureVerdict(f"it does not run natively either: {said(error)}")
     finally:
         model.set_attn_implementation(paged)
     return _difference(model, expected)
@@ -279,21 +279,21 @@ def _native(model: Any) -> list[torch.Tensor]:
     return found
 
 
-def _difference(model: Any, expected: Sequence[torch.Tensor]) -> Verdict:
+def _difference(model: Any, expected: Sequence[torch.Tensor]) -> ArchitectureVerdict:
     """Why the logits on paged KV differ from the expected ones, if they do."""
     try:
         use_paged_attention(model, model.config.model_type)
         runner = _PagedRuns(model)
         if runner.differs(_TOGETHER, expected) is None:
-            return Verdict(None)
+            return ArchitectureVerdict(None)
         if runner.mixers and runner.differs(_TOGETHER, expected, singly=True) is None:
-            return Verdict(None, singly=True)
+            return ArchitectureVerdict(None, singly=True)
         for steps, reason in _REASONS:
             found = runner.differs(steps, expected)
             if found is not None:
-                return Verdict(f"{reason} [{found}]")
+                return ArchitectureVerdict(f"{reason} [{found}]")
     except ModelError as error:
-        return Verdict(str(error))
+        return ArchitectureVerdict(str(error))
     raise AssertionError("the runs together differed before and agree now")
 
 

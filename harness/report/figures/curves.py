@@ -51,7 +51,7 @@ _MOST_COLUMNS = 4
 
 
 @dataclass(frozen=True)
-class Layout:
+class FacetLayout:
     """The settings along x, of the lines and of the columns, and the metrics of the rows."""
 
     x: str
@@ -65,15 +65,15 @@ class Layout:
         return [key for key in (self.x, self.hue, self.col) if key]
 
 
-def layout_of(axes: Axes, key: str) -> Layout:
+def layout_of(axes: Axes, key: str) -> FacetLayout:
     """The layout along `key`: of the other swept settings, the first makes the lines, the second the columns."""
     others = [other for other in axes.values if other != key]
     hue, col, *_ = [*others, None, None]
-    return Layout(key, hue, col)
+    return FacetLayout(key, hue, col)
 
 
 def draw(
-    study: Study, axes: Axes, layout: Layout, *, name: str = "", like: PointRecord | None = None
+    study: Study, axes: Axes, layout: FacetLayout, *, name: str = "", like: PointRecord | None = None
 ) -> Picture:
     """The metrics along `layout.x`; settings outside the layout are those of `like`, by default the middle point."""
     key = layout.x
@@ -128,7 +128,7 @@ def main_policy(records: Sequence[PointRecord], key: str) -> str | None:
     return max(seen, key=lambda policy: (len(seen[policy]), policy == "paged"), default=None)
 
 
-def _series(records: Sequence[PointRecord], axes: Axes, layout: Layout) -> "pd.DataFrame":
+def _series(records: Sequence[PointRecord], axes: Axes, layout: FacetLayout) -> "pd.DataFrame":
     table = comparison_table(records, axes, layout.metrics)
     for key, most in ((layout.hue, MOST_SERIES), (layout.col, _MOST_COLUMNS)):
         if key:
@@ -142,7 +142,7 @@ def _series(records: Sequence[PointRecord], axes: Axes, layout: Layout) -> "pd.D
 
 
 def _with_others(
-    study: Study, table: "pd.DataFrame", like: PointRecord, axes: Axes, layout: Layout
+    study: Study, table: "pd.DataFrame", like: PointRecord, axes: Axes, layout: FacetLayout
 ) -> "pd.DataFrame":
     """Add the points of the other policies that match in all settings that they have in common."""
     import pandas as pd
@@ -165,7 +165,12 @@ def _with_others(
 
 
 def _panel(
-    panel: "Panel", metric: str, whole: "pd.DataFrame", found: "pd.DataFrame", layout: Layout, columns: int
+    panel: "Panel",
+    metric: str,
+    whole: "pd.DataFrame",
+    found: "pd.DataFrame",
+    layout: FacetLayout,
+    columns: int,
 ) -> str:
     """Draw one panel and return its unit; all panels of a row (`whole`) have one scale."""
     unit = ""
@@ -212,7 +217,7 @@ def _looks(table: "pd.DataFrame") -> Mapping[str, Mapping[str, Any]]:
     return found | {name: policy_line(name) for name in others}
 
 
-def _legend(panel: "Panel", table: "pd.DataFrame", layout: Layout) -> None:
+def _legend(panel: "Panel", table: "pd.DataFrame", layout: FacetLayout) -> None:
     side_legend(panel, measured=bool(table["measured"].notna().any()))
     for series, look in _looks(table).items():
         if series in set(table[POLICY]):
@@ -222,7 +227,7 @@ def _legend(panel: "Panel", table: "pd.DataFrame", layout: Layout) -> None:
 
 
 def _caption(
-    study: Study, like: PointRecord, axes: Axes, layout: Layout, table: "pd.DataFrame", shown: int
+    study: Study, like: PointRecord, axes: Axes, layout: FacetLayout, table: "pd.DataFrame", shown: int
 ) -> str:
     fixed = held(like, axes, free=layout.free)
     measured = table["measured"].notna().any()

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from harness.kernel_speed.gpus import GPUS, LATENCIES, MULTIPROCESSORS
-from harness.kernel_speed.predict import LAUNCH_S, Kernel, Replay, predict
+from harness.kernel_speed.predict import LAUNCH_S, Kernel, WarpCycles, predict
 
 H200 = GPUS["h200"]
-WARP = Replay(
+WARP = WarpCycles(
     prologue=4000.0,
     loop=1500.0,
     epilogue=900.0,

@@ -9,7 +9,7 @@ from harness import point
 from harness.cli.main import main
 from harness.config.errors import UserError
 from harness.config.groups import conf_dir, reproductions
-from harness.papers.reproduce import Bar, Experiment, Judged, Result, experiment, run_experiment
+from harness.papers.reproduce import Bar, Experiment, JudgedBar, Result, experiment, run_experiment
 from harness.papers.reproduce_page import kept
 from harness.papers.sizes import memory, pages
 from harness.sweep.plan import plan_sweep, run_request
@@ -45,7 +45,7 @@ def figure(**changes: object) -> Experiment:
 
 
 def result_of(bars: list[tuple[float, float]], **changes: object) -> Result:
-    judged = tuple(Judged(Bar("a", printed), ours) for printed, ours in bars)
+    judged = tuple(JudgedBar(Bar("a", printed), ours) for printed, ours in bars)
     return Result(figure(**changes), judged, {}, 0, 0.0)
 
 
@@ -80,7 +80,7 @@ def test_no_text_is_left_to_be_filled_in(name: str) -> None:
     ],
 )
 def test_an_error_is_relative_to_the_value_or_the_nearer_end(printed, ours: float, error: float) -> None:
-    assert Judged(Bar("a", printed), ours).error == pytest.approx(error)
+    assert JudgedBar(Bar("a", printed), ours).error == pytest.approx(error)
 
 
 def test_all_values_within_the_bound_are_reproduced() -> None:
@@ -94,13 +94,13 @@ def test_a_value_beyond_it_comes_with_the_reason() -> None:
 
 
 def test_a_fitted_value_does_not_count() -> None:
-    fitted = Judged(Bar("a", 10, fitted=True), 10)
-    said = Result(figure(), (fitted, Judged(Bar("b", 10), 20)), {}, 0, 0.0).verdict
+    fitted = JudgedBar(Bar("a", 10, fitted=True), 10)
+    said = Result(figure(), (fitted, JudgedBar(Bar("b", 10), 20)), {}, 0, 0.0).verdict
     assert said.startswith("0 of 1 values within 10 % (1 more were fitted to the paper and prove nothing)")
 
 
 def test_a_range_that_is_met_is_said_apart() -> None:
-    ranged = Result(figure(), (Judged(Bar("a", (5, 50)), 20), Judged(Bar("b", 10), 10)), {}, 0, 0.0)
+    ranged = Result(figure(), (JudgedBar(Bar("a", (5, 50)), 20), JudgedBar(Bar("b", 10), 10)), {}, 0, 0.0)
     assert "(1 of them inside a printed range, which is no agreement to a number)" in ranged.verdict
     assert [bar["error"] for bar in kept(ranged).bars] == ["in the range", "+0.0 %"]
 

@@ -12,7 +12,7 @@ from harness.scoreboard.published_runs import (
     GPUS,
     OTHER_KERNELS,
     SAME_KERNELS,
-    Gpu,
+    PublishedSystem,
     fitted_plain,
     held_out,
     package_errors,
@@ -63,7 +63,9 @@ def test_no_gpu_is_tested_with_constants_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.system)
-def test_published_decodes_that_were_left_out_are_predicted_within_four_per_cent(gpu: Gpu) -> None:
+def test_published_decodes_that_were_left_out_are_predicted_within_four_per_cent(
+    gpu: PublishedSystem,
+) -> None:
     """Along the rows B200 has 4.5 %; both axes together 4.06 %."""
     try:
         check_package()

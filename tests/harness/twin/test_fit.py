@@ -16,7 +16,7 @@ from harness.twin.fit import (
     fit_schedule,
     requests_to_fit,
 )
-from harness.twin.log import EngineLog, RequestTimes
+from harness.twin.log import EngineLog, LoggedRequests
 from harness.twin.prediction import errors_of, predictor
 from harness.twin.settings import EngineSettings
 from traces.trace import CHAINED, Segment, Trace, TraceHeader, TraceRequest
@@ -66,7 +66,7 @@ def planted(device: DeviceConfig, count: int = 100, found: RunConfig | None = No
     """A log that the simulator itself wrote, for a device with known constants."""
     trace = workload(count)
     run = predictor(found or config(), trace)(device)
-    times = RequestTimes(
+    times = LoggedRequests(
         request_id=tuple(str(row.request_id) for row in trace.requests),
         arrival_s=run.arrival_s,
         first_token_s=run.first_token_s,

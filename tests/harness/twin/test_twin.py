@@ -13,7 +13,7 @@ from harness.cli.main import main
 from harness.config.schema import CostKind, DeviceConfig, RunConfig
 from harness.twin.configured import configured
 from harness.twin.page import facts
-from harness.twin.prediction import Prediction, errors_of, predictor
+from harness.twin.prediction import PredictedRun, errors_of, predictor
 from harness.twin.reading import read_engine_log
 from harness.twin.twin import Twin, change_of, grade, trust, verdict
 from harness.twin.what_ifs import WhatIf, base_of, outside_of, what_ifs
@@ -231,7 +231,7 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def simulated(trace: Trace) -> Prediction:
+def simulated(trace: Trace) -> PredictedRun:
     config = RunConfig(measure=False, device=TRUE)
     config.cost.kind = CostKind.roofline
     config.scheduler.max_running, config.scheduler.max_batched_tokens = 16, 512

@@ -16,7 +16,7 @@ from traces.arrivals import ArrivalProcess
 from traces.errors import ParameterError
 from traces.reading import read_trace
 from traces.synth.generator import generate_trace
-from traces.synth.tables import Sharing
+from traces.synth.tables import PrefixSharing
 from traces.tokens import separating_tokens, token_ids
 from traces.trace import Segment, Trace, TraceHeader, TraceRequest
 
@@ -89,7 +89,7 @@ def test_the_engine_s_prefix_cache_hits_what_the_keys_say(rows, size: int) -> No
 @pytest.mark.parametrize("model", ["system", "few_shot", "tree", "passages"])
 @pytest.mark.parametrize("size", [1, 16, 48])
 def test_generated_sharing_is_found_by_the_engine_s_prefix_cache(model: str, size: int) -> None:
-    trace = generate_trace("azure_conv", num_requests=60, seed=1, sharing=Sharing(model, 0.6, 4))
+    trace = generate_trace("azure_conv", num_requests=60, seed=1, sharing=PrefixSharing(model, 0.6, 4))
     expected = reuse_profile(trace, size, spare_last_token=True).hit_tokens(UNLIMITED)
     assert ideal_hit_tokens(trace, size) == expected > 0
 
@@ -160,7 +160,7 @@ def test_sharegpt_turns_hit_as_published_at_every_block_size(published: Find) ->
 
 
 def test_different_keys_are_shown_to_make_different_tokens() -> None:
-    trace = generate_trace("azure_conv", num_requests=50, seed=0, sharing=Sharing("passages", 0.5, 40))
+    trace = generate_trace("azure_conv", num_requests=50, seed=0, sharing=PrefixSharing("passages", 0.5, 40))
     assert separating_tokens(trace, seed=0, vocab_size=50_000, first_id=256) <= 4
     assert separating_tokens(trace, seed=0, vocab_size=12, first_id=8) > 2
 

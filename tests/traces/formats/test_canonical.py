@@ -17,7 +17,7 @@ from traces.formats.pagetwin import write_jsonl, write_parquet
 from traces.reading import read_trace
 from traces.reshape import drop_oversize, take
 from traces.synth.generator import generate_trace
-from traces.synth.tables import Sharing
+from traces.synth.tables import PrefixSharing
 from traces.trace import Segment, Trace, TraceHeader, TraceRequest
 
 WRITERS = {".jsonl": write_jsonl, ".jsonl.gz": write_jsonl, ".parquet": write_parquet}
@@ -138,7 +138,7 @@ def test_a_mooncake_export_keeps_every_field_that_mooncake_has(tmp_path: Path) -
 
 def test_a_mooncake_export_keeps_sharing_to_whole_blocks(tmp_path: Path) -> None:
     trace = take(
-        generate_trace("azure_conv", num_requests=200, seed=0, sharing=Sharing("system", 0.9, 3)), 200
+        generate_trace("azure_conv", num_requests=200, seed=0, sharing=PrefixSharing("system", 0.9, 3)), 200
     )
     write_mooncake(trace, tmp_path / "export.jsonl")
     exported = shared_prefix_tokens(read_trace(tmp_path / "export.jsonl"))
