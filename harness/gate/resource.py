@@ -13,10 +13,11 @@ import re
 import struct
 import subprocess
 import tempfile
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import cache
+from importlib.metadata import version
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -40,7 +41,7 @@ _USAGE = re.compile(r"REG:(?P<registers>\d+) STACK:(?P<stack>\d+)")
 _WIDTH = 16  # bytes of an instruction
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Instructions:
     """Counts of instructions in the machine code of one kernel.
 
@@ -51,7 +52,7 @@ class Instructions:
     that loads tiles of K and V, 0 where none does.
     """
 
-    total: int
+    instructions: int
     wide_loads: int
     narrow_loads: int
     local: int
@@ -62,11 +63,11 @@ class Instructions:
 
 
 def count(code: Sequence[Instruction]) -> Instructions:
-    """Count the instructions of a kernel. The total includes the padding at the end (NOP, BRA to itself)."""
+    """Count the instructions of a kernel, with the padding at the end (NOP, BRA to itself)."""
     loads = [one.opcode for one in code if one.opcode.startswith("LDG")]
     wide = sum(".128" in opcode for opcode in loads)
     return Instructions(
-        total=len(code),
+        instructions=len(code),
         wide_loads=wide,
         narrow_loads=len(loads) - wide,
         local=sum(one.name in ("LDL", "STL") for one in code),
@@ -156,7 +157,10 @@ def listed(codes: Sequence[bytes], capability: int) -> Iterator[tuple[Instructio
         file.write(b"".join(codes))
         file.flush()
         # -ndf leaves out the data-flow analysis, which takes a third of the time and does not change the listing
-        listing = _tool("nvdisasm", "-ndf", "-hex", "-b", _architecture(capability), file.name)
+        architecture = (
+            f"SM{capability}a" if capability >= 90 else f"SM{capability}"
+        )  # the variants Triton compiles for
+        listing = _tool("nvdisasm", "-ndf", "-hex", "-b", architecture, file.name)
     code = read_listing(listing)
     ends = list(accumulate(len(one) // _WIDTH for one in codes))
     if len(code) != (ends or [0])[-1]:
@@ -165,11 +169,6 @@ def listed(codes: Sequence[bytes], capability: int) -> Iterator[tuple[Instructio
         yield tuple(
             replace(one, target=one.target - start) if one.target >= 0 else one for one in code[start:end]
         )
-
-
-def _architecture(capability: int) -> str:
-    """The disassembler's name; Triton compiles for the variant `a` of sm_90 and newer."""
-    return f"SM{capability}a" if capability >= 90 else f"SM{capability}"
 
 
 def _tool(name: str, *words: str) -> str:
@@ -201,9 +200,9 @@ class _Batch(NamedTuple):
     judged: tuple[int, ...]  # architectures that run what is compiled for `capability`
 
 
-@dataclass(frozen=True)
-class Resources:
-    """The resources of one compiled kernel.
+@dataclass(frozen=True, kw_only=True)
+class Resources(Instructions):
+    """The resources of one compiled kernel, beside its instructions.
 
     `depth` is the number of tiles in each K and V buffer (the smaller of the two). With 2 or more, the next tile loads
     while the present one is computed; 0 means that no tile is staged in shared memory. Spilled registers appear as a
@@ -221,14 +220,6 @@ class Resources:
     stack_bytes: int
     shared_bytes: int
     depth: int
-    instructions: int
-    wide_loads: int
-    narrow_loads: int
-    local: int
-    hmma: int
-    hgmma: int
-    conversions: int = 0
-    loop: int = 0
     per_byte: float = 0.0
     most_per_byte: float = 0.0
     programs: int = 0
@@ -245,38 +236,21 @@ class Resources:
     digest: str = ""
 
 
-def refuse_interpreter() -> None:
-    """Refuse to run with Triton's interpreter, because kernels decorated for it cannot be compiled.
-
-    Raises:
-        UserError: TRITON_INTERPRET is set.
-    """
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        raise UserError("the resource gate compiles kernels; unset TRITON_INTERPRET")
-
-
 def resources(
     configuration: "KernelConfiguration", kernel: Built, code: Sequence[Instruction], capability: int
 ) -> Resources:
     """The resources of a kernel that was compiled for `capability` (such as 90), and of its instructions."""
     counts = count(code)
-    crowd = -(-configuration.num_warps // SCHEDULERS)
-    warp = replay(code, LATENCIES[capability], crowd)
-    speed = Kernel(kernel.registers, kernel.shared_bytes, configuration.num_warps, warp)
+    warps, kv_bytes = configuration.num_warps, configuration.kv_bytes
+    warp = replay(code, LATENCIES[capability], crowd=-(-warps // SCHEDULERS))
+    speed = Kernel(kernel.registers, kernel.shared_bytes, warps, warp)
     return Resources(
+        **vars(counts),
         registers=kernel.registers,
         stack_bytes=kernel.stack_bytes,
         shared_bytes=kernel.shared_bytes,
         depth=kernel.depth,
-        instructions=counts.total,
-        wide_loads=counts.wide_loads,
-        narrow_loads=counts.narrow_loads,
-        local=counts.local,
-        hmma=counts.hmma,
-        hgmma=counts.hgmma,
-        conversions=counts.conversions,
-        loop=counts.loop,
-        per_byte=_per_byte(configuration, counts.loop),
+        per_byte=round(counts.loop * warps / kv_bytes, 4) if kv_bytes else 0.0,
         most_per_byte=configuration.most_per_byte,
         programs=speed.seats(capability),
         in_flight=round(speed.in_flight(capability)),
@@ -288,7 +262,7 @@ def resources(
         copied=warp.copied,
         product_waits=warp.product_waits,
         goal_per_byte=GOAL_PER_BYTE["fp8" in configuration.key] if configuration.most_per_byte else 0.0,
-        goal_in_flight=GOAL_IN_FLIGHT if configuration.kv_bytes else 0,
+        goal_in_flight=GOAL_IN_FLIGHT if kv_bytes else 0,
         digest=digest_of(configuration),
     )
 
@@ -315,7 +289,7 @@ def _readers() -> str:
 
 def unchanged(baseline: Baseline | None) -> dict[str, dict[str, Any]]:
     """The cases of a baseline whose kernels, constants and compiler are today's, with their resources."""
-    if baseline is None or baseline.made_on != {"triton": _triton_version()}:
+    if baseline is None or baseline.made_on != measured({}).made_on:
         return {}
     digests = {_name(one.key, arch): digest_of(one) for one in _configurations() for arch in one.capabilities}
     return {
@@ -323,13 +297,6 @@ def unchanged(baseline: Baseline | None) -> dict[str, dict[str, Any]]:
         for name, values in baseline.cases.items()
         if name in digests and values.get("digest") == digests[name]
     }
-
-
-def _per_byte(configuration: "KernelConfiguration", loop: int) -> float:
-    """Instructions of all warps per byte of K and V, from those of one warp per tile."""
-    if not configuration.kv_bytes:
-        return 0.0
-    return round(loop * configuration.num_warps / configuration.kv_bytes, 4)
 
 
 def compare_kernel(case: str, capability: int, now: Resources, before: Resources, more: float) -> Finding:
@@ -346,9 +313,11 @@ def compare_kernel(case: str, capability: int, now: Resources, before: Resources
 
 def broken(capability: int, now: Resources) -> Iterator[str]:
     """Faults that are regressions whatever the baseline says."""
+    from paged_kernels.triton.launch import shared_bytes
+
     if now.stack_bytes or now.local:
         yield f"spills: {now.stack_bytes} B of stack and {now.local} accesses to local memory"
-    limit = _shared_limit(capability)
+    limit = shared_bytes(capability)  # of one program; the compiler does not check it
     if now.shared_bytes > limit:
         yield f"shared memory {now.shared_bytes:,} B does not fit sm_{capability} ({limit:,} B): it cannot launch"
     if now.most_per_byte and not 0 < now.per_byte <= now.most_per_byte:
@@ -394,7 +363,7 @@ def missed_goals(now: Resources) -> Iterator[str]:
 
 def case_names() -> list[str]:
     """The name of every pair of configuration and supported architecture."""
-    return [_name(key, arch) for key, arch in _case_pairs()]
+    return [_name(one.key, arch) for one in _configurations() for arch in one.capabilities]
 
 
 def measure(accepted: Baseline | None = None) -> Measured:
@@ -405,7 +374,8 @@ def measure(accepted: Baseline | None = None) -> Measured:
     Raises:
         UserError: TRITON_INTERPRET is set.
     """
-    refuse_interpreter()
+    if os.environ.get("TRITON_INTERPRET") == "1":  # kernels decorated for the interpreter cannot be compiled
+        raise UserError("the resource gate compiles kernels; unset TRITON_INTERPRET")
     cases = unchanged(accepted)
     remarks = (f"{len(cases)} unchanged kernels were not compiled",) if cases else ()
     if batches := _batches(cases):
@@ -417,20 +387,8 @@ def measure(accepted: Baseline | None = None) -> Measured:
 
 def measured(cases: dict[str, dict[str, Any]]) -> Measured:
     """The run of this layer, from resources by case."""
-    triton = _triton_version()
+    triton = version("triton")
     return Measured("resource", f"resource-triton-{triton}", {"triton": triton}, kernel_digest(), cases)
-
-
-def _triton_version() -> str:
-    from importlib.metadata import version
-
-    return version("triton")
-
-
-def compiled_case(configuration: "KernelConfiguration", capability: int) -> tuple[str, dict[str, Any]]:
-    """The name of one compiled kernel, and its resources or the compiler's error."""
-    (case,) = compiled_cases([configuration], capability, (capability,))
-    return case
 
 
 def compiled_cases(
@@ -472,15 +430,19 @@ def judge(now: Measured, baseline: Baseline, settings: GateSettings | None = Non
         )
         return LayerResult("resource", (Finding("resource", GateVerdict.inconclusive, reason),), made_on)
     more = (settings or default_settings()).resource.more_instructions
-    findings = (*coverage(now, baseline), *_compared(now, baseline, more))
-    return LayerResult("resource", findings, made_on, (*now.remarks, *_goal_remarks(now)))
-
-
-def _goal_remarks(now: Measured) -> Iterator[str]:
-    """A line for each kernel that misses a goal, with the accepted figure beside the goal."""
+    findings, remarks = list(coverage(now, baseline)), list(now.remarks)
     for name, values in sorted(now.cases.items()):
-        if _UNCOMPILED not in values and (missed := "; ".join(missed_goals(Resources(**values)))):
-            yield f"goal missed, accepted as it is: {name}: {missed}"
+        before = baseline.cases.get(name)
+        if _UNCOMPILED in values:
+            reason = f"does not compile: {values[_UNCOMPILED]}"
+            findings += [Finding(name, GateVerdict.regressed, reason)] if before else []
+            continue
+        found = Resources(**values)
+        if missed := "; ".join(missed_goals(found)):
+            remarks.append(f"goal missed, accepted as it is: {name}: {missed}")
+        if before:
+            findings.append(compare_kernel(name, _capability(name), found, Resources(**before), more))
+    return LayerResult("resource", tuple(findings), made_on, tuple(remarks))
 
 
 def unfit(now: Measured, settings: GateSettings | None = None) -> Iterator[str]:
@@ -493,23 +455,6 @@ def unfit(now: Measured, settings: GateSettings | None = None) -> Iterator[str]:
             yield from (f"{name}: {wrong}" for wrong in broken(_capability(name), Resources(**values)))
 
 
-def _compared(now: Measured, baseline: Baseline, more: float) -> Iterable[Finding]:
-    for name in sorted(set(now.cases) & set(baseline.cases)):
-        values = now.cases[name]
-        if _UNCOMPILED in values:
-            yield Finding(name, GateVerdict.regressed, f"does not compile: {values[_UNCOMPILED]}")
-        else:
-            before = Resources(**baseline.cases[name])
-            yield compare_kernel(name, _capability(name), Resources(**values), before, more)
-
-
-def _shared_limit(capability: int) -> int:
-    """Bytes of shared memory that one program may use; the compiler does not check them."""
-    from paged_kernels.triton.launch import shared_bytes
-
-    return shared_bytes(capability)
-
-
 def _capability(name: str) -> int:
     return int(name.rpartition("sm_")[2])
 
@@ -519,10 +464,6 @@ def _in_one_line(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {' '.join(str(error).split())[-300:]}"
-
-
-def _case_pairs() -> list[tuple[str, int]]:
-    return [(one.key, arch) for one in _configurations() for arch in one.capabilities]
 
 
 def _name(key: str, capability: int) -> str:

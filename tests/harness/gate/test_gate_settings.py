@@ -106,7 +106,10 @@ def test_the_latency_layer_judges_by_its_margins(material: float, verdict: GateV
 
 
 def test_instructions_may_grow_by_the_margin() -> None:
-    before = Resources(32, 0, 1024, 2, 1000, 8, 0, 0, 16, 0)
+    before = Resources(
+        registers=32, stack_bytes=0, shared_bytes=1024, depth=2, instructions=1000,
+        wide_loads=8, narrow_loads=0, local=0, hmma=16, hgmma=0,
+    )  # fmt: skip
     now = replace(before, instructions=1200)
     assert compare_kernel("case", 90, now, before, 0.10).verdict is GateVerdict.regressed
     assert compare_kernel("case", 90, now, before, 0.25).verdict is GateVerdict.passed

@@ -17,7 +17,6 @@ from harness.gate.resource import (
     built,
     case_names,
     compare_kernel,
-    compiled_case,
     compiled_cases,
     count,
     digest_of,
@@ -46,6 +45,12 @@ def configuration(key: str) -> Any:
     from paged_kernels.triton.configurations import kernel_configurations
 
     return next(one for one in kernel_configurations() if one.key == key)
+
+
+def compiled_case(configuration: Any, capability: int) -> tuple[str, dict[str, Any]]:
+    """The name of one compiled kernel, and its resources or the compiler's error."""
+    (case,) = compiled_cases([configuration], capability, (capability,))
+    return case
 
 
 def faults(planted: Any, capability: int) -> str:
@@ -334,7 +339,7 @@ def test_instructions_are_counted_from_a_disassembly() -> None:
         /*0080*/                   BRA `(.L_x_1) ;
 """
     assert count(read_listing(text)) == Instructions(
-        total=9, wide_loads=2, narrow_loads=1, local=2, hmma=1, hgmma=1
+        instructions=9, wide_loads=2, narrow_loads=1, local=2, hmma=1, hgmma=1
     )
 
 
