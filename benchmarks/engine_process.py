@@ -6,11 +6,11 @@ settings. Every answer has the CPU-seconds of the whole process tree: vLLM works
 parent alone would call it a hundred times too fast.
 """
 
-import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 Tokens = list[list[int]]
@@ -95,22 +95,20 @@ def _seconds(psutil: Any, process: Any) -> float:
 
 def main() -> int:
     """Start the engine that the first line of standard input names, then answer every further line."""
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # an engine's log must not mix with the answers
-    settings = json.loads(sys.stdin.readline())
-    serve = ENGINES[settings["engine"]](settings)
-    _say(answers, {"ready": True})
-    for line in sys.stdin:
-        asked = json.loads(line)
+    sys.path.append(str(Path(__file__).parents[1] / "harness" / "oracle"))
+    driver: Any = import_module("vllm_driver")  # needs no package of ours
+    engine: ServeLive | None = None
+
+    def answer(asked: Mapping[str, Any]) -> Mapping[str, Any]:
+        nonlocal engine
+        if engine is None:
+            engine = ENGINES[asked["engine"]](asked)
+            return {"ready": True}
         began = tree_seconds()
-        tokens = serve(asked["prompts"], asked["outputs"])
-        _say(answers, {"cpu_s": tree_seconds() - began, "tokens": tokens})
-    return 0
+        tokens = engine(asked["prompts"], asked["outputs"])
+        return {"cpu_s": tree_seconds() - began, "tokens": tokens}
 
-
-def _say(answers: Any, found: Mapping[str, Any]) -> None:
-    answers.write(json.dumps(found) + "\n")
-    answers.flush()
+    return int(driver.serve(answer))
 
 
 if __name__ == "__main__":

@@ -5,16 +5,14 @@ ours, in one group of the table. Each class has `fresh`, which prepares a round 
 The yardstick is plain Python: divide by it to compare runs on machines of different speed or load.
 """
 
-import json
 import os
 import random
-import subprocess
 import sys
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +28,8 @@ from engine.core.request import Request
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.sequence import DecodeCalendar, Group, ScheduledRow
 from harness.config.errors import ConfigError
-from harness.oracle import vllm_driver
 from harness.oracle.check import vllm_version
+from harness.workers import Peer
 
 pytestmark = pytest.mark.benchmark(timer=time.process_time, disable_gc=True)
 Benchmark = Any  # pytest-benchmark's fixture
@@ -405,61 +403,37 @@ def test_other_work(benchmark: Benchmark, sizes: Sizes, line: str) -> None:
     timed(benchmark, unit, count, work.run, work.fresh)
 
 
-class Vllm:
-    """`vllm_core.py` in the interpreter that has vLLM. `seconds` is the CPU time of that process."""
-
-    def __init__(self, python: str, log: Any) -> None:
-        words = [
-            python,
-            "-P",
-            str(Path(__file__).with_name("vllm_core.py")),
-            str(Path(vllm_driver.__file__).parent),
-        ]
-        self._log = log
-        self.process = subprocess.Popen(
-            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
-        )
-
-    def ask(self, **question: Any) -> Any:
-        """The answer to a question; fails with the last lines of the process if it has ended."""
-        assert self.process.stdin
-        assert self.process.stdout
-        self.process.stdin.write(json.dumps(question) + "\n")
-        self.process.stdin.flush()
-        answer = self.process.stdout.readline()
-        if not answer:
-            self._log.seek(0)
-            raise AssertionError(
-                f"vLLM stopped: {self._log.read().decode('utf-8', errors='replace')[-1000:]}"
-            )
-        return json.loads(answer)
+@cache
+def started(python: str) -> Peer:
+    """`vllm_core.py` in the interpreter that has vLLM."""
+    return Peer(python, Path(__file__).with_name("vllm_core.py"))
 
 
-_vllm: list[Vllm] = []  # the process that is timed, for the clock, which is named before it starts
+def vllm_python() -> str:
+    """The interpreter that has vLLM."""
+    return os.environ.get("PAGETWIN_VLLM") or sys.executable
 
 
 def vllm_seconds() -> float:
     """CPU-seconds of vLLM's process."""
-    return float(_vllm[-1].ask(do="seconds"))
+    return float(started(vllm_python()).ask({"do": "seconds"}))
 
 
 @pytest.fixture(scope="module")
-def vllm() -> Iterator[Vllm]:
+def vllm() -> Iterator[Peer]:
     """vLLM's classes; skips where `PAGETWIN_VLLM` names no interpreter that has them."""
-    python = os.environ.get("PAGETWIN_VLLM")
     try:
-        vllm_version(python)
+        vllm_version(vllm_python())
     except ConfigError:
         pytest.skip("vLLM is not installed; PAGETWIN_VLLM=PATH/bin/python names an environment that has it")
-    with tempfile.TemporaryFile() as log:
-        _vllm.append(Vllm(python or sys.executable, log))
-        with _vllm[-1].process:
-            yield _vllm[-1]
+    with started(vllm_python()) as peer:
+        yield peer
+    started.cache_clear()
 
 
 @pytest.mark.benchmark(timer=vllm_seconds)
 @pytest.mark.parametrize("line", BOTH)
-def test_vllm(vllm: Vllm, benchmark: Benchmark, sizes: Sizes, line: str) -> None:
+def test_vllm(vllm: Peer, benchmark: Benchmark, sizes: Sizes, line: str) -> None:
     """vLLM's classes; fails where they did other work than ours."""
     benchmark.group = f"policy core: {line}"
     unit, count, work = BOTH[line](sizes)
@@ -468,8 +442,8 @@ def test_vllm(vllm: Vllm, benchmark: Benchmark, sizes: Sizes, line: str) -> None
         benchmark,
         unit,
         count,
-        lambda: vllm.ask(do="run"),
-        lambda: vllm.ask(do="fresh", line=line, sizes=sizes),
+        lambda: vllm.ask({"do": "run"}),
+        lambda: vllm.ask({"do": "fresh", "line": line, "sizes": sizes}),
     )
     assert theirs == work.run(*arguments)
 

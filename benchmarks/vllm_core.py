@@ -1,18 +1,17 @@
 """The work of `test_policy_core.py` by vLLM's own classes. Runs in the interpreter that has vLLM.
 
-It is started as `python vllm_core.py FOLDER`, where FOLDER holds `vllm_driver.py`, and imports nothing else of
-PageTwin. A line of standard input prepares a round, runs it (the answer is what was done), or asks for the CPU-seconds
-of this process.
+It imports nothing of PageTwin but the oracle's driver, which needs no package of ours. A line of its input prepares
+a round, runs it (the answer is what was done), or asks for the CPU-seconds of this process.
 """
 
 import gc
-import json
 import os
 import random
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 BLOCK_SIZE = 16
@@ -186,30 +185,31 @@ _WORK = {
 
 def main() -> int:
     """Answer lines of standard input until it ends."""
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # vLLM's log must not mix with the answers
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    sys.path.insert(0, sys.argv[1])
+    sys.path.insert(0, str(Path(__file__).parents[1] / "harness" / "oracle"))
+    from vllm_driver import serve
+
     known: dict[str, Callable[[], Work]] = {}
     ready: Work = int
-    for line in sys.stdin:
-        asked, answer = json.loads(line), None
+
+    def answer(asked: dict[str, Any]) -> Any:
+        nonlocal ready
         if asked["do"] == "fresh":
             name = asked["line"]
             known[name] = known.get(name) or _WORK[name](asked["sizes"])
             ready = known[name]()
             gc.collect()
             gc.disable()
-        elif asked["do"] == "run":
-            answer = ready()
+            return None
+        if asked["do"] == "run":
+            done = ready()
             gc.enable()
-        else:
-            answer = time.process_time()
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
-    return 0
+            return done
+        return time.process_time()
+
+    return int(serve(answer))
 
 
 if __name__ == "__main__":

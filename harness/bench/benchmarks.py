@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from harness.bench.calls import (
-    advance,
+    CLOCK,
     build,
     cache_bytes,
     ceilings,
@@ -91,7 +91,7 @@ def test_ceiling(benchmark: Any, settings: dict[str, Any], device: torch.device,
     rounds = prepare_rounds([one.run], device, capturable=True)
     benchmark.group = "ceiling"
     benchmark.extra_info.update(bytes=one.moved_bytes, flops=one.flops, how=rounds.how)
-    benchmark.pedantic(lambda: advance(rounds.round()), rounds=settings["rounds"], warmup_rounds=2)
+    benchmark.pedantic(lambda: CLOCK.advance(rounds.round()), rounds=settings["rounds"], warmup_rounds=2)
 
 
 def test_attention(
@@ -123,7 +123,7 @@ def test_attention(
             flat_bytes=case.kv_bytes + case.io_bytes,
             flops=case.flops,
         )
-        benchmark.pedantic(lambda: advance(rounds.round()), rounds=settings["rounds"], warmup_rounds=2)
+        benchmark.pedantic(lambda: CLOCK.advance(rounds.round()), rounds=settings["rounds"], warmup_rounds=2)
 
 
 def _skip_if_late(case: str, provider: str, until: float | None, file: Path) -> None:

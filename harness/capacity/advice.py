@@ -10,6 +10,7 @@ from statistics import median
 
 from engine.core.memory.group_layout import unseen_share
 from engine.core.options import GroupPages
+from engine.runtime.options import VLLM_NAMES
 from harness.capacity import Slo, broken_goals, smallest
 from harness.config.errors import ConfigError
 from harness.config.schema import Oversize, ReplayMode, RunConfig
@@ -351,21 +352,22 @@ def _faster(trace: Trace, factor: float) -> Trace:
 def _flags(config: RunConfig) -> list[str]:
     """vLLM's flags (0.33) for the configuration that was simulated, with the block size of the advice."""
     cache, scheduler, device = config.cache, config.scheduler, config.device
-    longest = cache.max_model_len or max_position(config.model)
-    flags = [
-        f"--block-size {cache.block_size}",
-        f"--max-num-seqs {scheduler.max_running}",
-        f"--max-num-batched-tokens {scheduler.max_batched_tokens}",
-        f"--max-model-len {longest}",
-        *(
-            [f"--gpu-memory-utilization {device.memory_utilization:g}"]
-            if deployment_of(config).pool.memory
-            else []
-        ),
-        "--enable-prefix-caching" if cache.prefix_caching else "--no-enable-prefix-caching",
-    ]
-    if device.tensor_parallel > 1:
-        flags.append(f"--tensor-parallel-size {device.tensor_parallel}")
+    said = {
+        "block_size": cache.block_size,
+        "max_running": scheduler.max_running,
+        "max_batched_tokens": scheduler.max_batched_tokens,
+        "max_model_len": cache.max_model_len or max_position(config.model),
+        "memory_utilization": f"{device.memory_utilization:g}" if deployment_of(config).pool.memory else None,
+        "prefix_caching": cache.prefix_caching,
+        "tensor_parallel": device.tensor_parallel if device.tensor_parallel > 1 else None,
+    }
+    flags = []
+    for ours, value in said.items():
+        name = VLLM_NAMES[ours].replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(f"--{name}" if value else f"--no-{name}")
+        elif value is not None:
+            flags.append(f"--{name} {value}")
     if cache.groups is GroupPages.off and any(each.window for each in layer_sets(model_shape(config.model))):
         flags.append("--disable-hybrid-kv-cache-manager")
     return flags

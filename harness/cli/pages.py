@@ -169,11 +169,11 @@ def _run_reproduce(arguments: Arguments) -> int:
     from harness.papers.reproduce import run_experiment
     from harness.papers.reproduce_page import write_results
 
-    page = None
+    page, point = None, point_functions()
     with stoppable():
         for number, found in enumerate(chosen, start=1):
             remark(f"[{number}/{len(chosen)}] {found.figure}: {found.title}")
-            result = run_experiment(found, runs, point_functions(), remark)
+            result = run_experiment(found, runs, point, remark)
             page = write_results([result], out, reproductions())
             say(f"{found.name}: {result.verdict}")
     say(str(page))

@@ -78,10 +78,10 @@ def sweep_command(arguments: Arguments) -> int:
 
 
 def point_functions() -> PointFunctions:
-    """`harness.point`, which is imported when it is needed."""
-    from harness import point
+    """The points of one command, imported when they are needed."""
+    from harness.point import PointSession
 
-    return point
+    return PointSession()
 
 
 def remote_store(out: str) -> RemoteStore | None:

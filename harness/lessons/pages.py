@@ -164,7 +164,9 @@ def record(overrides: Sequence[str], progress: Progress | None = None) -> Record
     label = " ".join(overrides)
     if not config.measure:
         return _recorded(resolved, cost_model(resolved.deployment), label)
-    cost = calibrated_cost(resolved.deployment, progress)  # a device is calibrated before it is measured
+    cost = calibrated_cost(
+        resolved.deployment, progress, set()
+    )  # a device is calibrated before it is measured
     measured = _measured(resolved, cost, label, progress)
     predicted = _recorded(resolved, cost, label)
     first, second = sorted((measured, predicted), key=lambda one: one.times[-1], reverse=True)

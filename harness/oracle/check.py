@@ -5,17 +5,12 @@ which may be of another environment than ours.
 """
 
 import atexit
-import json
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, Self
+from typing import Any
 
 from engine.core.memory.eviction import LruQueue
 from engine.core.memory.paged import PagedManager
@@ -29,6 +24,7 @@ from harness.config.errors import ConfigError
 from harness.config.schema import AllowedDifference
 from harness.oracle.decisions import Cause, Comparison, Difference, Step
 from harness.replay.cost_model import CostModel
+from harness.workers import Peer, PeerError, version_in
 from harness.workload.point import Point
 from harness.workload.simulate import replay_point, simulated_executor
 from traces.trace import TraceRequest
@@ -44,9 +40,7 @@ _INSTALL = (
     f"VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE={KNOWN} "
     f"pip install --no-build-isolation --no-binary vllm vllm=={KNOWN}"
 )
-_ASK_VERSION = "from importlib.metadata import version; print(version('vllm'))"
 _DRIVER = Path(__file__).with_name("vllm_driver.py")
-_LAST_LINES = 3
 
 
 @lru_cache(maxsize=8)
@@ -54,13 +48,13 @@ def vllm_version(python: str | None) -> str:
     """The version of vLLM that an interpreter has; None asks our own. Raises ConfigError, which says how to install."""
     interpreter = python or sys.executable
     try:
-        asked = subprocess.run([interpreter, "-c", _ASK_VERSION], capture_output=True, text=True, check=False)
-    except OSError as error:
-        raise ConfigError(KEY, f"'{interpreter}' cannot be started: {error.strerror}; {_INSTALL}") from error
-    if asked.returncode:
+        version = version_in(interpreter, "vllm")
+    except PeerError as error:
+        raise ConfigError(KEY, f"{error}; {_INSTALL}") from error
+    if version is None:
         where = f"'{interpreter}'" if python else "this environment"
         raise ConfigError(KEY, f"{where} has no vLLM; {_INSTALL}")
-    return asked.stdout.strip()
+    return version
 
 
 def settings_of(
@@ -82,70 +76,30 @@ def settings_of(
     }
 
 
-class VllmProcess:
+class VllmProcess(Peer):
     """A running driver; use it as a context. `begin` starts with an empty pool, and can be called again."""
 
     def __init__(self, python: str | None = None) -> None:
-        self._python = python or sys.executable
         self._version = vllm_version(python)
-        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process
-        self._process = subprocess.Popen(
-            [self._python, "-P", str(_DRIVER)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-        )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End the process."""
-        process = self._process
-        process.kill()
-        process.wait()
-        for stream in (process.stdin, process.stdout, self._log):
-            assert stream is not None
-            with suppress(BrokenPipeError):  # what it did not read any more
-                stream.close()
+        super().__init__(python or sys.executable, _DRIVER)
 
     def begin(self, settings: Mapping[str, Any]) -> str:
         """Start with an empty pool; returns vLLM's version."""
-        return str(self._ask({"settings": settings})["vllm"])
+        return str(self.ask({"settings": settings})["vllm"])
 
     def step(self, arrived: Sequence[Mapping[str, Any]]) -> Step:
         """What vLLM decides in the next step, with these requests before it."""
-        return Step.of(self._ask({"submit": arrived}))
+        return Step.of(self.ask({"submit": arrived}))
 
-    def _ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
-        process = self._process
-        assert process.stdin is not None
-        assert process.stdout is not None
+    def ask(self, question: Mapping[str, Any]) -> Any:
+        """The driver's answer. Raises ConfigError if it stopped."""
         try:
-            process.stdin.write(json.dumps(question, separators=(",", ":")) + "\n")
-            process.stdin.flush()
-        except BrokenPipeError as error:
-            raise self._died() from error
-        line = process.stdout.readline()
-        if not line:
-            raise self._died()
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def _died(self) -> ConfigError:
-        self._process.wait()
-        self._log.seek(0)
-        lines = self._log.read().decode("utf-8", errors="replace").strip().splitlines()
-        last = " / ".join(line.strip() for line in lines[-_LAST_LINES:]) or "without a word"
-        return ConfigError(
-            KEY, f"vLLM {self._version} stopped ({last}); the driver is written for vLLM {KNOWN}; {_INSTALL}"
-        )
+            return super().ask(question)
+        except PeerError as error:
+            raise ConfigError(
+                KEY,
+                f"vLLM {self._version} stopped ({error}); the driver is written for vLLM {KNOWN}; {_INSTALL}",
+            ) from error
 
 
 _MOST_TOKENS = 1 << 26  # of one segment

@@ -17,6 +17,7 @@ import math
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -270,30 +271,37 @@ def _spec(window: int | None, block_size: int) -> Any:
     return FullAttentionSpec(**shape) if window is None else SlidingWindowSpec(**shape, sliding_window=window)
 
 
-def main() -> int:
-    """Answer lines of standard input until it ends."""
+def serve(answer: Callable[[dict[str, Any]], Any]) -> int:
+    """Answer lines of standard input until it ends. What is printed goes to standard error."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # vLLM's log must not mix with the answers
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        answers.write(json.dumps(answer(json.loads(line)), separators=(",", ":")) + "\n")
+        answers.flush()
+    return 0
+
+
+def main() -> int:
+    """Drive vLLM's scheduler."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    import vllm
-
     driver: Driver | None = None
+
+    def answer(asked: dict[str, Any]) -> dict[str, Any]:
+        nonlocal driver
+        import vllm
+
+        if "settings" in asked:
+            driver = Driver(asked["settings"], folder)
+            return {"vllm": vllm.__version__}
+        assert driver is not None, "settings come first"
+        for request in asked["submit"]:
+            driver.submit(request)
+        return driver.step()
+
     with tempfile.TemporaryDirectory() as folder:
-        for line in sys.stdin:
-            asked = json.loads(line)
-            if "settings" in asked:
-                driver = Driver(asked["settings"], folder)
-                answer = {"vllm": vllm.__version__}
-            else:
-                assert driver is not None, "settings come first"
-                for request in asked["submit"]:
-                    driver.submit(request)
-                answer = driver.step()
-            answers.write(json.dumps(answer, separators=(",", ":")) + "\n")
-            answers.flush()
-    return 0
+        return serve(answer)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,8 @@
-"""One point of a sweep: check it, predict it, measure it, compare both sides, and make the record."""
+"""One point of a sweep: check it, predict it, measure it, compare both sides, and make the record.
 
-from harness.point.run import PointResult, check_point, point_identity, point_stages, run_point
+`run_point` and `point_stages` run a point alone. Points of one sweep share a `PointSession`.
+"""
 
-__all__ = ["PointResult", "check_point", "point_identity", "point_stages", "run_point"]
+from harness.point.run import PointResult, PointSession, check_point, point_identity, point_stages, run_point
+
+__all__ = ["PointResult", "PointSession", "check_point", "point_identity", "point_stages", "run_point"]

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -29,7 +30,7 @@ from harness.workload.decoding import recording_stamp
 from harness.workload.deployment import Deployment, deployment_of, draft_of, model_shape, model_spec
 from harness.workload.devices import check_engine, check_memory, check_weights, engine_kernels
 from harness.workload.point import Point, resolve
-from harness.workload.simulate import Prediction, check_compiled, prediction_of, simulate, simulate_metrics
+from harness.workload.simulate import check_compiled, prediction_of, simulate, simulate_metrics
 from harness.workload.trace import reshaped_trace
 
 if TYPE_CHECKING:
@@ -39,12 +40,6 @@ if TYPE_CHECKING:
 
 
 Progress = Callable[[str, int, int], None]  # stage, requests done, requests in total
-
-# Calibrations that this process has repeated: `cost.recalibrate` asks for one new calibration, not one for each point.
-_RECALIBRATED: set[str] = set()
-
-# Without a calibration all points of this process are measured at the pace of its first warm-up.
-_FIRST_READING: "dict[str, Reading]" = {}
 
 
 def point_identity(config: RunConfig) -> dict[str, str]:
@@ -154,43 +149,119 @@ def _check_widths(point: Point) -> None:
 Stages = Generator[None, None, PointResult]
 
 
-def run_point(config: RunConfig, *, progress: Progress | None = None) -> PointResult:
-    """Predict the point and, unless `measure` is off, measure it `replay.repeats` times.
+@dataclass
+class PointSession:
+    """Runs points in one process; has the functions that a sweep calls, and what its points share.
 
-    `progress(stage, done, total)` is called with the stage and the requests finished in it.
+    `cost.recalibrate` asks for one new calibration and not for one at each point: `repeated` are those that were made.
+    Without a calibration a CPU measures all points at the pace of the first warm-up, `reference`. A copy that arrives
+    in another process is the session of that process.
     """
-    stages = point_stages(config, progress=progress)
-    while True:
-        try:
-            next(stages)
-        except StopIteration as ended:
-            return cast(PointResult, ended.value)
+
+    repeated: set[str] = field(default_factory=set)
+    reference: "Reading | None" = None
+    check_point = staticmethod(check_point)
+    point_identity = staticmethod(point_identity)
+
+    def __reduce__(self) -> tuple[Callable[[], "PointSession"], tuple[()]]:
+        return _session_of_process, ()
+
+    def run_point(self, config: RunConfig, *, progress: Progress | None = None) -> PointResult:
+        """Predict the point and, unless `measure` is off, measure it `replay.repeats` times.
+
+        `progress(stage, done, total)` is called with the stage and the requests finished in it.
+        """
+        stages = self.point_stages(config, progress=progress)
+        while True:
+            try:
+                next(stages)
+            except StopIteration as ended:
+                return cast(PointResult, ended.value)
+
+    def point_stages(self, config: RunConfig, *, progress: Progress | None = None) -> Stages:
+        """The same in stages: pauses before the first measured run and between runs, where other points may run.
+
+        A simulation-only point does not pause.
+        """
+        point = resolve(config)
+        deployment = point.deployment
+        cost = calibrated_cost(deployment, progress, self.repeated)
+        runs, pace, seconds = list["MeasuredRun"](), None, dict[str, float]()
+        if deployment.measured:
+            runs, pace, seconds["measured_over"] = yield from self._measure(point, cost, progress)
+        paced = PacedCost(cost, pace.ratio) if pace and not deployment.has_yardstick else cost
+        predicted_from = time.perf_counter()
+        if point.replay.records:
+            simulated = prediction_of(simulate(point, paced), paced.source)
+        else:
+            simulated = simulate_metrics(point, paced)
+        seconds = {"simulate": time.perf_counter() - predicted_from, **seconds}
+        record = make_record(
+            *(point, paced, simulated, runs),
+            bounds=bounds_of(point, paced),
+            oracle=_oracle(point, paced),
+            pace=_pace_section(pace, runs, cost),
+            seconds=seconds,
+        )
+        return PointResult(record, tables_of(simulated.log, runs), files_of(simulated.log, runs))
+
+    def _measure(
+        self, point: Point, cost: CostModel, progress: Progress | None
+    ) -> "Generator[None, None, _Measured]":
+        """The measured runs, and the pace of the device: from the yardstick, or from probes beside the runs.
+
+        Without a calibration there is no pace to compare with; then a CPU's times are those at the pace of the first
+        warm-up.
+        """
+        from harness.calibrate.run import pace_of, pace_of_runs, probe_s, reference_of
+        from harness.measure.engine import measure, warm_up
+
+        deployment, provenance = point.deployment, cost.source.provenance
+        calibrated_s = provenance.get("probe_s") if deployment.cost.follow_pace else None
+        warm, calibrated = warm_up(point), reference_of(provenance)
+        if warm and not calibrated:
+            self.reference = self.reference or warm
+        reference = calibrated or (warm and self.reference)
+        runs, probes = [], []
+        yield
+        begun = time.perf_counter()
+        for number in range(point.replay.repeats):
+
+            def stage(done: int, total: int, run: int = number) -> None:
+                if progress:
+                    progress(f"measuring, run {run + 1} of {point.replay.repeats}", done, total)
+
+            if number:
+                yield
+            if calibrated_s:
+                probes.append(probe_s(deployment))
+            runs.append(measure(point, seed=point.workload.seed, progress=stage, reference=reference))
+        over_s, pace = time.perf_counter() - begun, None
+        if deployment.has_yardstick:
+            pace = pace_of_runs(runs)
+            pace = pace if calibrated else replace(pace, since="first warm-up of the process")
+        elif calibrated_s:
+            pace = pace_of([*probes, probe_s(deployment)], calibrated_s)
+        return runs, pace, over_s
+
+
+_Measured = tuple["list[MeasuredRun]", "Pace | None", float]
+"""The measured runs, the pace of the device during them, and the wall seconds from first to last."""
+
+
+@cache
+def _session_of_process() -> PointSession:
+    return PointSession()
+
+
+def run_point(config: RunConfig, *, progress: Progress | None = None) -> PointResult:
+    """`PointSession.run_point` of a point that shares nothing."""
+    return PointSession().run_point(config, progress=progress)
 
 
 def point_stages(config: RunConfig, *, progress: Progress | None = None) -> Stages:
-    """The same in stages: pauses before the first measured run and between runs, where other points may run.
-
-    A simulation-only point does not pause.
-    """
-    point = resolve(config)
-    deployment = point.deployment
-    cost = calibrated_cost(deployment, progress)
-    measured = (yield from _measure(point, cost, progress)) if deployment.measured else _NOT_MEASURED
-    runs, pace = measured.runs, measured.pace
-    paced = PacedCost(cost, pace.ratio) if pace and not deployment.has_yardstick else cost
-    predicted_from = time.perf_counter()
-    simulated = _predicted(point, paced)
-    seconds = {"simulate": time.perf_counter() - predicted_from}
-    if runs:
-        seconds["measured_over"] = measured.over_s
-    record = make_record(
-        *(point, paced, simulated, runs),
-        bounds=bounds_of(point, paced),
-        oracle=_oracle(point, paced),
-        pace=_pace_section(pace, runs, cost),
-        seconds=seconds,
-    )
-    return PointResult(record, tables_of(simulated.log, runs), files_of(simulated.log, runs))
+    """`PointSession.point_stages` of a point that shares nothing."""
+    return PointSession().point_stages(config, progress=progress)
 
 
 def _oracle(point: Point, cost: CostModel) -> dict[str, Any] | None:
@@ -201,13 +272,6 @@ def _oracle(point: Point, cost: CostModel) -> dict[str, Any] | None:
     return compare_with_vllm(point, cost, oracle.python, oracle.allow).section()
 
 
-def _predicted(point: Point, cost: CostModel) -> Prediction:
-    """The simulation: with rows for each request and step, or, without `replay.records`, in constant memory."""
-    if not point.replay.records:
-        return simulate_metrics(point, cost)
-    return prediction_of(simulate(point, cost), cost.source)
-
-
 def _pace_section(pace: "Pace | None", runs: "list[MeasuredRun]", cost: CostModel) -> dict[str, Any] | None:
     """The record's section on the pace of the device, with the teacher-forced error if it had not been followed."""
     from harness.point.error_levels import teacher_forced
@@ -215,8 +279,11 @@ def _pace_section(pace: "Pace | None", runs: "list[MeasuredRun]", cost: CostMode
     return {**pace.section(), "unscaled": teacher_forced(runs, cost, clocked=True)} if pace else None
 
 
-def calibrated_cost(deployment: Deployment, progress: Progress | None) -> CostModel:
-    """The deployment's cost model. A measured one is first calibrated, once."""
+def calibrated_cost(deployment: Deployment, progress: Progress | None, repeated: set[str]) -> CostModel:
+    """The deployment's cost model. A measured one is first calibrated, once.
+
+    `cost.recalibrate` repeats a calibration that is not among `repeated`, and adds it.
+    """
     from harness.calibrate.store import calibration_fingerprint, is_calibrated, set_aside_damaged
 
     if not (deployment.measured and needs_fit(deployment)):
@@ -225,7 +292,7 @@ def calibrated_cost(deployment: Deployment, progress: Progress | None) -> CostMo
     if damaged:
         remark(damaged)
     key = calibration_fingerprint(deployment)
-    again = deployment.cost.recalibrate and key not in _RECALIBRATED
+    again = deployment.cost.recalibrate and key not in repeated
     if again or not is_calibrated(deployment):
         from harness.calibrate.run import calibrate
 
@@ -233,55 +300,6 @@ def calibrated_cost(deployment: Deployment, progress: Progress | None) -> CostMo
             if progress:
                 progress(f"calibrating: {case}", done, total)
 
-        _RECALIBRATED.add(key)
+        repeated.add(key)
         calibrate(deployment, stage)
     return cost_model(deployment)
-
-
-@dataclass(frozen=True)
-class _Measured:
-    """The measured runs, the pace of the device during them, and the wall seconds from first to last."""
-
-    runs: "list[MeasuredRun]"
-    pace: "Pace | None"
-    over_s: float
-
-
-_NOT_MEASURED = _Measured([], None, 0.0)
-
-
-def _measure(point: Point, cost: CostModel, progress: Progress | None) -> Generator[None, None, _Measured]:
-    """The measured runs, and the pace of the device: from the yardstick, or from probes beside the runs.
-
-    Without a calibration there is no pace to compare with; then a CPU's times are those at the pace of this
-    process's first warm-up.
-    """
-    from harness.calibrate.run import pace_of, pace_of_runs, probe_s, reference_of
-    from harness.measure.engine import measure, warm_up
-
-    provenance = cost.source.provenance
-    calibrated_s = provenance.get("probe_s") if point.deployment.cost.follow_pace else None
-    warm = warm_up(point)
-    reference = reference_of(provenance) or (_FIRST_READING.setdefault("reading", warm) if warm else None)
-    runs, probes = [], []
-    yield
-    begun = time.perf_counter()
-    for number in range(point.replay.repeats):
-
-        def stage(done: int, total: int, run: int = number) -> None:
-            if progress:
-                progress(f"measuring, run {run + 1} of {point.replay.repeats}", done, total)
-
-        if number:
-            yield
-        if calibrated_s:
-            probes.append(probe_s(point.deployment))
-        runs.append(measure(point, seed=point.workload.seed, progress=stage, reference=reference))
-    over_s = time.perf_counter() - begun
-    if point.deployment.has_yardstick:
-        pace = pace_of_runs(runs)
-        since = pace.since if reference_of(provenance) else "first warm-up of the process"
-        return _Measured(runs, replace(pace, since=since), over_s)
-    if not calibrated_s:
-        return _Measured(runs, None, over_s)
-    return _Measured(runs, pace_of([*probes, probe_s(point.deployment)], calibrated_s), over_s)

@@ -59,7 +59,7 @@ class StorableResult(Protocol):
 
 
 class PointRunner(Protocol):
-    """A function that runs one point. Worker processes import it, so it must stand at the top level of a module."""
+    """A function that runs one point. It is pickled for worker processes."""
 
     def __call__(self, config: RunConfig, *, progress: Progress | None = None) -> StorableResult:
         """Run the point. An exception makes it a failed point."""
@@ -77,11 +77,11 @@ class PointStages(Protocol):
 
 
 class PointFunctions(PointChecks, Protocol):
-    """The functions of `harness.point` that a sweep calls. A test passes a module or an object of its own."""
+    """What a sweep calls: `harness.point.PointSession`. A test passes a module or an object of its own."""
 
     @property
     def run_point(self) -> PointRunner:
-        """Runs one point; a function at the top level of a module, since worker processes import it."""
+        """Runs one point; it is pickled for worker processes."""
         ...
 
     @property
@@ -125,7 +125,7 @@ def execute(
     Args:
         sweep: the whole sweep, for the folder and the number of workers.
         todo: its points without a record.
-        runner: runs a point; None takes `harness.point.run_point`.
+        runner: runs a point; None takes that of a `harness.point.PointSession`.
         console: where progress is shown; None takes standard error.
         stages: runs a measured point in stages, so that its runs are spread (`execute.spread_s`); None: all at once.
         backend: runs all points somewhere else; None runs them on this machine.
@@ -154,9 +154,9 @@ def execute(
 
 
 def _point_runner() -> PointRunner:
-    from harness.point import run_point
+    from harness.point import PointSession
 
-    return run_point
+    return PointSession().run_point
 
 
 def _console() -> Console:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from engine.runtime.options import VLLM_NAMES
 from harness.config.errors import UserError
 from harness.store.atomic import write_files
 from harness.twin.log import Timeseries
@@ -117,7 +118,7 @@ def _write_settings(samples: Samples, folder: Path) -> list[str]:
     labels = next((labels for labels, _ in samples.get("vllm:cache_config_info", ())), None)
     if labels is None:
         return ["The endpoint does not describe the pool (vllm:cache_config_info)."]
-    names = ("block_size", "enable_prefix_caching", "gpu_memory_utilization")
+    names = [VLLM_NAMES[name] for name in ("block_size", "prefix_caching", "memory_utilization")]
     known = {name: labels[name] for name in names if labels.get(name) not in (None, "None")}
     facts = {}
     if labels.get("num_gpu_blocks", "").isdigit():

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, fields, replace
 from math import isfinite, nan
 from typing import Any
 
+from engine.runtime.options import VLLM_NAMES
 from traces.errors import RowError
 from traces.formats.parsing import MAX_INTEGER
 
@@ -260,32 +261,29 @@ _AS_MODEL = dict.fromkeys(("auto", "bfloat16"), "model")
 
 # -- vLLM -------------------------------------------------------------------------------------------------------------
 
+_VLLM: Mapping[str, Read] = {
+    "max_running": count,
+    "max_batched_tokens": count,
+    "chunked_prefill": _yes_or_no,
+    "async_scheduling": _yes_or_no,
+    "policy": _named({"fcfs": "fcfs", "priority": "priority"}),
+    "long_prefill_tokens": _unless(count, "0"),
+    "block_size": count,
+    "prefix_caching": _yes_or_no,
+    "pool_blocks": count,
+    "memory_utilization": _share,
+    "host_memory_gb": _host_gb,
+    "max_model_len": _unless(count, "auto", "-1"),
+    "dtype": _DTYPE,
+    "kv_dtype": _named({**_AS_MODEL, "float16": "model", "half": "model", "fp8": "fp8_e4m3", **_FP8}),
+    "quantization": _text,
+    "tensor_parallel": count,
+    "data_parallel": count,
+    "expert_parallel": _yes_or_no,
+}
 VLLM = EngineArguments(
     "vllm",
-    mapped={
-        "model": ("model", _text),
-        "max_num_seqs": ("max_running", count),
-        "max_num_batched_tokens": ("max_batched_tokens", count),
-        "enable_chunked_prefill": ("chunked_prefill", _yes_or_no),
-        "async_scheduling": ("async_scheduling", _yes_or_no),
-        "scheduling_policy": ("policy", _named({"fcfs": "fcfs", "priority": "priority"})),
-        "long_prefill_token_threshold": ("long_prefill_tokens", _unless(count, "0")),
-        "block_size": ("block_size", count),
-        "enable_prefix_caching": ("prefix_caching", _yes_or_no),
-        "num_gpu_blocks_override": ("pool_blocks", count),
-        "gpu_memory_utilization": ("memory_utilization", _share),
-        "kv_offloading_size": ("host_memory_gb", _host_gb),
-        "max_model_len": ("max_model_len", _unless(count, "auto", "-1")),
-        "dtype": ("dtype", _DTYPE),
-        "kv_cache_dtype": (
-            "kv_dtype",
-            _named({**_AS_MODEL, "float16": "model", "half": "model", "fp8": "fp8_e4m3", **_FP8}),
-        ),
-        "quantization": ("quantization", _text),
-        "tensor_parallel_size": ("tensor_parallel", count),
-        "data_parallel_size": ("data_parallel", count),
-        "enable_expert_parallel": ("expert_parallel", _yes_or_no),
-    },
+    mapped={"model": ("model", _text), **{VLLM_NAMES[ours]: (ours, read) for ours, read in _VLLM.items()}},
     unmodelled={
         "pipeline_parallel_size": (1,),
         "decode_context_parallel_size": (1,),

@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from engine.runtime.options import VLLM_NAMES
 from harness.config.option_files import plain_yaml
 from harness.twin.rows import JsonDocument
 from harness.twin.settings import SGLANG, VLLM, EngineSettings, count
@@ -18,7 +19,10 @@ from traces.formats.parsing import kind
 
 _COMMAND = re.compile(r"vllm\s+serve\b|vllm\.entrypoints\.|sglang\.launch_server|sglang\s+serve\b")
 _VERSION_OF_IMAGE = re.compile(r"(?:vllm-openai|sglang):v?(\d+\.\d+(?:\.\d+)?\S*)")
-_TELLING = ("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "tensor_parallel_size")
+_TELLING = [
+    VLLM_NAMES[name]
+    for name in ("max_running", "max_batched_tokens", "memory_utilization", "tensor_parallel")
+]
 
 
 def is_command(text: str) -> bool:

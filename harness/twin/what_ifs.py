@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from engine.core.options import Preemption
+from engine.runtime.options import VLLM_NAMES
 from harness.config.errors import ConfigError
 from harness.config.schema import RunConfig
 from harness.metrics.compute import compute_metrics
@@ -97,10 +98,10 @@ def _changes(config: RunConfig, peak: float) -> Iterator[tuple[str, str, RunConf
         yield "pool", f"{pool(share):,} tokens", changed({}, pool_tokens=pool(share)), note
     for factor in (0.25, 0.5, 2.0, 4.0):
         count = max(1, round(factor * scheduler.max_running))
-        yield "max_num_seqs", str(count), changed({"max_running": count}), ""
+        yield VLLM_NAMES["max_running"], str(count), changed({"max_running": count}), ""
     for factor in (0.25, 0.5, 2.0, 4.0):
         count = max(16, round(factor * scheduler.max_batched_tokens))
-        yield "max_num_batched_tokens", f"{count:,}", changed({"max_batched_tokens": count}), ""
+        yield VLLM_NAMES["max_batched_tokens"], f"{count:,}", changed({"max_batched_tokens": count}), ""
     tight = pool(_TIGHT * peak)
     for way, host_tokens, note in ((Preemption.recompute, 0, ""), (Preemption.swap, tokens, _NO_SWAP)):
         config_of_way = changed({"preemption": way}, pool_tokens=tight, host_tokens=host_tokens)

@@ -3,6 +3,7 @@
 import importlib.util
 import logging
 import os
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,6 @@ MAX_HEAD_DIM = 256
 MAX_GROUP = 128
 FP8_CAPABILITY = (8, 9)  # the first architecture with instructions that widen 8-bit floats
 log = logging.getLogger(__name__)
-_logged: set[str] = set()
 
 
 class BackendChoice(NamedTuple):
@@ -68,10 +68,13 @@ def choose_backend(name: str, device: torch.device | str, demand: Demand | None 
         return BackendChoice("triton")
     if name == "triton":
         raise BackendUnavailableError(f"backend 'triton' {reason}; use backend 'torch'")
-    if reason not in _logged:
-        _logged.add(reason)
-        log.info("attention runs on torch: the Triton path %s", reason)
+    _say_once(reason)
     return BackendChoice("torch", reason)
+
+
+@cache
+def _say_once(reason: str) -> None:
+    log.info("attention runs on torch: the Triton path %s", reason)
 
 
 def check_prefill_kernel(

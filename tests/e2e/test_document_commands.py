@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from console_blocks import ROOT, Example, agree, examples, new_folder, output_of
 
+from engine.runtime.options import VLLM_NAMES
 from harness.cli.main import parse_arguments
 from harness.config.errors import UserError
 from harness.config.ranges import value_of
@@ -102,6 +103,17 @@ def test_every_key_beside_a_flag_of_vllm_exists() -> None:
         for key in keys:
             section = key.partition(".")[0] or section  # `.victim` stands behind `scheduler.order`
             value_of(RunConfig(), f"{section}.{key.partition('.')[2]}")
+
+
+def test_every_option_of_vllm_that_we_read_stands_in_the_table() -> None:
+    told = {flag: keys for flags, keys in flag_table() for flag in flags}
+    for ours, theirs in VLLM_NAMES.items():
+        keys = told.get("--" + theirs.replace("_", "-")) or told["--speculative-config"]
+        other = {
+            "host_memory_gb": "host_tokens",
+            "quantization": "weight_dtype",
+        }  # no key of ours is the same
+        assert keys[0].partition(".")[2] == other.get(ours, ours)
 
 
 def test_every_flag_exists_in_vllm() -> None:

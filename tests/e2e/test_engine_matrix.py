@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import engine_matrix as matrix
-from benchmarks.engine_matrix import Cell, LiveError, Load, Shape, geometric_mean, main, started
+from benchmarks.engine_matrix import Cell, Load, Shape, geometric_mean, main, started
 from benchmarks.engine_process import tree_seconds
+from harness.workers import PeerError
 
 SMALL = Shape(
     "llama",
@@ -160,7 +161,7 @@ def test_the_processes_of_an_engine_end_with_it(peer, tmp_path):
     library.write_text(library.read_text() + spawn)
     settings = {"engine": "vllm", "threads": 1, "eager": True, "model": "", "dtype": "float32"}
     settings |= {"max_len": 8, "step_tokens": 64, "max_running": 1, "kv_bytes": 1}
-    with started(str(python), settings) as engine, pytest.raises(LiveError, match="KeyError: 'outputs'"):
+    with started(str(python), settings) as engine, pytest.raises(PeerError, match="KeyError: 'outputs'"):
         engine.ask({"prompts": []})
     pid = int(child.read_text())
     for _ in range(100):  # a killed process stays until its new parent has read its status
