@@ -314,9 +314,16 @@ TABLE: tuple[Capability, ...] = (
 
 def obstacles(asked: Asked, way: Way) -> Iterator[tuple[str, str]]:
     """What a point asks for that a way cannot take: the key, and the reason in words."""
+    for key, value, reason in _untaken(asked, way):
+        yield key, f"{reason} ({key}={value})"
+
+
+def _untaken(asked: Asked, way: Way) -> Iterator[tuple[str, str, str]]:
+    """Key, value and reason of what a way cannot take."""
     for row in TABLE:
         if way in row.reasons and (value := row.value(asked)) is not None:
-            yield row.key, f"{row.reasons[way]} ({row.key}={_text(value)})"
+            text = str(value).lower() if isinstance(value, bool) else str(value)
+            yield row.key, text, row.reasons[way]
 
 
 def check_combinations(config: RunConfig) -> Iterator[ConfigError]:
@@ -341,10 +348,5 @@ def check_combinations(config: RunConfig) -> Iterator[ConfigError]:
 
 def refusals(asked: Asked, way: Way, head: str) -> Iterator[ConfigError]:
     """An error for each thing that `way`, in words `head`, cannot take."""
-    for row in TABLE:
-        if way in row.reasons and (value := row.value(asked)) is not None:
-            yield ConfigError(row.key, f"found {_text(value)}, not with {head}: {row.reasons[way]}; {way}")
-
-
-def _text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    for key, value, reason in _untaken(asked, way):
+        yield ConfigError(key, f"found {value}, not with {head}: {reason}; {way}")

@@ -38,31 +38,26 @@ def compare(
     measured_runs: Sequence[Mapping[str, float]],
 ) -> list[MetricRow]:
     """A row for every metric that some side has, in the order of `METRICS`; unknown names are ignored."""
-    sides = (analytic, simulated, *measured_runs)
-    present = [metric for metric in METRICS.values() if any(metric.name in side for side in sides)]
-    return [_row(metric, analytic, simulated, measured_runs) for metric in present]
-
-
-def _row(
-    metric: Metric,
-    analytic: Mapping[str, float],
-    simulated: Mapping[str, float],
-    measured_runs: Sequence[Mapping[str, float]],
-) -> MetricRow:
-    runs = [run[metric.name] for run in measured_runs if metric.name in run]
-    middle = median(runs) if runs else None
-    predicted = simulated.get(metric.name)
-    return MetricRow(
-        metric=metric.name,
-        unit=metric.unit,
-        analytic=analytic.get(metric.name),
-        simulated=predicted,
-        measured=middle,
-        low=min(runs, default=None),
-        high=max(runs, default=None),
-        spread=_spread(metric, runs, middle),
-        error=comparison_error(metric, predicted, middle),
-    )
+    rows = []
+    for name, metric in METRICS.items():
+        if not any(name in side for side in (analytic, simulated, *measured_runs)):
+            continue
+        runs = [run[name] for run in measured_runs if name in run]
+        middle = median(runs) if runs else None
+        errors = [comparison_error(metric, run, middle) for run in runs] if len(runs) > 1 else []
+        row = MetricRow(
+            metric=name,
+            unit=metric.unit,
+            analytic=analytic.get(name),
+            simulated=simulated.get(name),
+            measured=middle,
+            low=min(runs, default=None),
+            high=max(runs, default=None),
+            spread=max((abs(error) for error in errors if error is not None), default=None),
+            error=comparison_error(metric, simulated.get(name), middle),
+        )
+        rows.append(row)
+    return rows
 
 
 def comparison_error(metric: Metric, predicted: float | None, measured: float | None) -> float | None:
@@ -77,13 +72,6 @@ def comparison_error(metric: Metric, predicted: float | None, measured: float | 
     if measured == 0:
         return 0.0 if predicted == 0 else None
     return predicted / measured - 1
-
-
-def _spread(metric: Metric, runs: Sequence[float], middle: float | None) -> float | None:
-    if len(runs) < 2:
-        return None
-    errors = (comparison_error(metric, run, middle) for run in runs)
-    return max((abs(error) for error in errors if error is not None), default=None)
 
 
 Section = Mapping[str, Any]

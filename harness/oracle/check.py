@@ -22,7 +22,7 @@ from engine.core.scheduling.scheduler import Scheduler
 from harness.config.capabilities import Way, obstacles
 from harness.config.errors import ConfigError
 from harness.config.schema import AllowedDifference
-from harness.oracle.decisions import Cause, Comparison, Difference, Step
+from harness.oracle.decisions import Cause, Comparison, Step
 from harness.replay.cost_model import CostModel
 from harness.workers import Peer, PeerError, version_in
 from harness.workload.point import Point
@@ -270,28 +270,23 @@ def _process(python: str | None) -> VllmProcess:
     return process
 
 
-def compare(
-    point: Point,
-    cost: CostModel,
-    python: str | None,
-    allowed: AllowedDifference = AllowedDifference.none,
-) -> OracleReport:
+def compare(point: Point, cost: CostModel) -> OracleReport:
     """Replay the point step by step, without fast-forward, and ask vLLM for each step.
 
     Raises:
-        OracleError: a decision differs and `allowed` does not name its cause.
+        OracleError: a decision differs and `oracle.allow` does not name its cause.
         ConfigError: vLLM could not be driven.
     """
     reason = next((words for _, words in obstacles(point.asked, Way.oracle)), None)
     if reason is not None:
-        return OracleReport(vllm_version(python), reason)
-    process = _process(python)
+        return OracleReport(vllm_version(point.oracle.python), reason)
+    process = _process(point.oracle.python)
     pool, rows = point.pool, point.trace.requests
     longest = max((row.prompt_tokens + row.output_tokens for row in rows), default=1)
     version = process.begin(
         settings_of(pool.num_blocks, pool.block_size, pool.prefix_caching, point.limits, longest)
     )
-    checker = Checker(pool.block_size, TokenRanges(rows), process.step, allowed)
+    checker = Checker(pool.block_size, TokenRanges(rows), process.step, point.oracle.allow)
     lru = NotedLru()
     scheduler = WatchedScheduler(point.scheduler(lru), lru, checker.observe)
     requests = point.requests()
@@ -328,7 +323,9 @@ class Checker:
         if found is None:
             return
         if not self._allows(found.cause):
-            raise OracleError(_sentence(found))
+            why = _FIXES.get(found.cause) if found.cause else None
+            known = f"; {why}" if why else f" (vLLM {KNOWN} is what PageTwin follows)"
+            raise OracleError(f"vLLM decides differently: {found.text('vLLM')}{known}")
         self._stopped = found.text("vLLM")
 
     def report(self, version: str) -> OracleReport:
@@ -342,9 +339,3 @@ class Checker:
             stopped=self._stopped,
             counts=dict(sorted(done.counts.items())),
         )
-
-
-def _sentence(found: Difference) -> str:
-    why = _FIXES.get(found.cause) if found.cause else None
-    known = f"; {why}" if why else f" (vLLM {KNOWN} is what PageTwin follows)"
-    return f"vLLM decides differently: {found.text('vLLM')}{known}"

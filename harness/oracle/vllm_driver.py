@@ -41,7 +41,7 @@ class Driver:
     def __init__(self, settings: dict[str, Any], folder: str) -> None:
         config, scheduler_settings = _configs(settings, folder)
         self._scheduler = _new_scheduler(settings, config, scheduler_settings)
-        self._block_size = math.gcd(*_block_sizes(settings))
+        self._block_size = math.gcd(*(size for _, size in _groups(settings)))
         self._caching = settings["prefix_caching"]
         self._outputs: dict[str, tuple[int, int]] = {}  # first output token, tokens in all
         self._ends: dict[str, int] = {}  # context after the row of the last step, by request
@@ -224,27 +224,35 @@ def _configs(settings: dict[str, Any], folder: str) -> tuple[Any, Any]:
 
 
 def _new_scheduler(settings: dict[str, Any], config: Any, scheduler: Any) -> Any:
+    import torch
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import init_none_hash
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        SlidingWindowSpec,
+    )
     from vllm.v1.structured_output import StructuredOutputManager
 
     init_none_hash(sha256)
     register_all_kvcache_specs(config)
     blocks = settings["pool_blocks"] + 1  # vLLM counts the null block
     config.cache_config.num_gpu_blocks = blocks
-    groups = [
-        KVCacheGroupSpec([f"layer{place}"], _spec(window, size))
-        for place, (window, size) in enumerate(zip(_windows(settings), _block_sizes(settings), strict=True))
-    ]
+    groups, sizes = [], [size for _, size in _groups(settings)]
+    for place, (window, size) in enumerate(_groups(settings)):
+        shape = {"block_size": size, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
+        windowed = window is not None
+        spec = SlidingWindowSpec(**shape, sliding_window=window) if windowed else FullAttentionSpec(**shape)
+        groups.append(KVCacheGroupSpec([f"layer{place}"], spec))
     made = Scheduler(
         vllm_config=config,
         kv_cache_config=KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups),
         structured_output_manager=StructuredOutputManager(config),
-        block_size=math.lcm(*_block_sizes(settings)),
-        hash_block_size=math.gcd(*_block_sizes(settings)),
+        block_size=math.lcm(*sizes),
+        hash_block_size=math.gcd(*sizes),
         log_stats=False,
     )
     assert made.max_num_scheduled_tokens == settings["max_batched_tokens"]
@@ -252,23 +260,9 @@ def _new_scheduler(settings: dict[str, Any], config: Any, scheduler: Any) -> Any
     return made
 
 
-def _windows(settings: dict[str, Any]) -> list[int | None]:
-    """The window of each group, None for full attention; without `groups` there is one of full attention."""
-    return [window for window, _ in settings.get("groups") or [(None, 0)]]
-
-
-def _block_sizes(settings: dict[str, Any]) -> list[int]:
-    """The block size of each group."""
-    return [size for _, size in settings.get("groups") or [(None, settings["block_size"])]]
-
-
-def _spec(window: int | None, block_size: int) -> Any:
-    """vLLM's description of a group's cache."""
-    import torch
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
-
-    shape = {"block_size": block_size, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
-    return FullAttentionSpec(**shape) if window is None else SlidingWindowSpec(**shape, sliding_window=window)
+def _groups(settings: dict[str, Any]) -> list[tuple[int | None, int]]:
+    """Window (None: full attention) and block size of each group of layers; without `groups` there is one."""
+    return settings.get("groups") or [(None, settings["block_size"])]
 
 
 def serve(answer: Callable[[dict[str, Any]], Any]) -> int:

@@ -5,7 +5,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from engine.runtime.options import KVDtype
@@ -90,41 +89,33 @@ def published_cost(deployment: Deployment, setup: TableSetup | None = None) -> P
     if setup is None:
         check_published(deployment)
         setup = table_setup(deployment)
-    longest = deployment.longest
     scheduler = deployment.scheduler
     limits = Limits(
         rows=_power_of_two(scheduler.max_running),
         tokens=_power_of_two(max(scheduler.max_batched_tokens, scheduler.max_running)),
-        sequence=_power_of_two(longest),
+        sequence=_power_of_two(deployment.longest),
     )
-    device = deployment.hardware
-    step_us = deployment.device.step_overhead_us
-    source = CostSource(
-        "published",
-        deployment.device.name,
-        f"published:{setup}:{step_us}:{device}",
-        {**described(setup), "model": deployment.model.name, **_residual(deployment)},
-    )
+    device, asked = deployment.hardware, deployment.device
+    provenance = {
+        **described(setup),
+        "model": deployment.model.name,
+        # constants that are no operator's: the host's time of a step, and the links of moved blocks
+        "step_overhead_us": asked.step_overhead_us,
+        "tensor_parallel": asked.tensor_parallel,
+        "from": {
+            "operators": "published timings",
+            "step_overhead_us": f"fitted to {asked.fitted_from}" if asked.fitted_from else "assumed",
+            **{name: origin_of(asked, name) for name in DATASHEET if name.startswith("host")},
+        },
+    }
+    identity = f"published:{setup}:{asked.step_overhead_us}:{device}"
+    source = CostSource("published", asked.name, identity, provenance)
     return PublishedCost(step_tables(setup, limits), RooflineCost(deployment.shape, device), source)
 
 
 def _power_of_two(number: int) -> int:
     """The next power of two: points of about the same limits share their tables."""
     return 1 << (number - 1).bit_length()
-
-
-def _residual(deployment: Deployment) -> dict[str, Any]:
-    """Constants that are no operator's: the host's time of a step, and the links of moved blocks."""
-    fitted = deployment.device.fitted_from
-    return {
-        "step_overhead_us": deployment.device.step_overhead_us,
-        "tensor_parallel": deployment.device.tensor_parallel,
-        "from": {
-            "operators": "published timings",
-            "step_overhead_us": f"fitted to {fitted}" if fitted else "assumed",
-            **{name: origin_of(deployment.device, name) for name in DATASHEET if name.startswith("host")},
-        },
-    }
 
 
 MOST_REQUESTS = 2_000
@@ -286,8 +277,22 @@ def check_cost(deployment: Deployment) -> None:
     kind = resolve_cost_kind(deployment)
     _check_device(deployment, kind)
     _check_modelled(deployment, kind)
-    _check_acceptance(deployment, kind)
-    _check_block_sizes(deployment, kind)
+    decoding = deployment.decoding
+    if decoding.draft_tokens and decoding.acceptance is None and kind in _PREDICTED:
+        raise ConfigError(
+            "decoding.acceptance",
+            "missing: decoding.draft_tokens proposes tokens, and a roofline does not know the share of accepted ones; "
+            "set it (1 where the model drafts for itself), or use cost=fitted on a device that is calibrated",
+        )
+    if deployment.cost.block_sizes:
+        if kind is not CostKind.roofline:
+            raise ConfigError(
+                "cost.block_sizes",
+                f"true, but it is a factor on cost=roofline and this point has {kind}; leave it out",
+            )
+        _ = (
+            deployment.hardware
+        )  # raises where the static model of our kernels lacks device, shape or block size
     if kind is CostKind.operators:
         if deployment.cost.operators is None:
             raise ConfigError(
@@ -308,13 +313,18 @@ def check_cost(deployment: Deployment) -> None:
         )
     if not needs_fit(deployment) or is_calibrated(deployment):
         return
-    if deployment.measured:
-        _check_writable(calibration_path(deployment).parent)
-    else:
+    if not deployment.measured:
         raise ConfigError(
             "cost.kind",
             f"{kind}, but this model and engine have not been calibrated on this device. Run 'python -m harness "
             "calibrate' with the same settings first, or the same with measure=true, or use cost=roofline",
+        )
+    folder = calibration_path(deployment).parent  # checked early, because calibrating takes long
+    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(
+            "cost.cache_dir",
+            f"the calibration cannot be kept in {folder}: {there} is not a writable folder; choose another",
         )
 
 
@@ -372,37 +382,6 @@ def _check_modelled(deployment: Deployment, kind: CostKind) -> None:
         )
 
 
-def _check_acceptance(deployment: Deployment, kind: CostKind) -> None:
-    """Raise ConfigError if the acceptance of drafts is unknown. Only a calibration measures it."""
-    if deployment.decoding.draft_tokens and deployment.decoding.acceptance is None and kind in _PREDICTED:
-        raise ConfigError(
-            "decoding.acceptance",
-            "missing: decoding.draft_tokens proposes tokens, and a roofline does not know the share of accepted ones; "
-            "set it (1 where the model drafts for itself), or use cost=fitted on a device that is calibrated",
-        )
-
-
-def _check_block_sizes(deployment: Deployment, kind: CostKind) -> None:
-    """Raise ConfigError if block sizes are to be priced where the static model of our kernels has no figures."""
-    if deployment.cost.block_sizes and kind is not CostKind.roofline:
-        raise ConfigError(
-            "cost.block_sizes",
-            f"true, but it is a factor on cost=roofline and this point has {kind}; leave it out",
-        )
-    if deployment.cost.block_sizes:
-        _ = deployment.hardware  # raises where the table lacks the device, shape or block size
-
-
-def _check_writable(folder: Path) -> None:
-    """Raise ConfigError if the calibration could not be written. Checked early, because calibrating takes long."""
-    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(
-            "cost.cache_dir",
-            f"the calibration cannot be kept in {folder}: {there} is not a writable folder; choose another",
-        )
-
-
 def cost_model(deployment: Deployment) -> CostModel:
     """The point's cost model. A fitted one must have been calibrated before."""
     kind = resolve_cost_kind(deployment)
@@ -416,7 +395,13 @@ def cost_model(deployment: Deployment) -> CostModel:
             "from": origins(deployment.device),
         }
         if (factor := cost.device.block_size_factor) is not None:
-            provenance["block size"] = _priced_block_size(deployment, factor)
+            provenance["block size"] = {
+                "what": "static model of our Triton decode kernel, not measured",
+                "factor": factor,
+                "block_size": deployment.cache.block_size,
+                "of": f"seconds of decode attention at block size {REFERENCE}",
+                "uncertainty": UNCERTAINTY,
+            }
         cost.source = replace(cost.source, provenance=provenance)
         if kind is CostKind.roofline:
             return cost
@@ -430,14 +415,3 @@ def cost_model(deployment: Deployment) -> CostModel:
 
         return kernel_table(deployment, load_calibration(deployment))
     return load_table(deployment) if kind is CostKind.table else load_calibration(deployment)
-
-
-def _priced_block_size(deployment: Deployment, factor: float) -> dict[str, object]:
-    """Where the factor on decode attention comes from, as the record has it."""
-    return {
-        "what": "static model of our Triton decode kernel, not measured",
-        "factor": factor,
-        "block_size": deployment.cache.block_size,
-        "of": f"seconds of decode attention at block size {REFERENCE}",
-        "uncertainty": UNCERTAINTY,
-    }

@@ -111,17 +111,14 @@ def attribution(
     runs: Sequence[MeasuredRun], cost: CostModel, simulated: Mapping[str, float]
 ) -> dict[str, dict[str, Any]]:
     """By metric: the error of each level, its spread over the runs and its share; errors as in the comparison."""
-    by_run = [_metrics_by_level(run, cost) for run in runs]
+    by_run = []
+    for run in runs:  # as measured, with predicted attention, and with predicted steps
+        seconds, attention = price_table(cost, run.recorder.features)
+        with_attention = run.log.steps["seconds"] - run.log.steps["attention_s"] + attention
+        logs = (run.log, with_step_times(run.log, with_attention), with_step_times(run.log, seconds))
+        by_run.append([compute_metrics(log) for log in logs])
     found = {name: _parts(name, by_run, simulated) for name in ATTRIBUTED}
     return {name: parts for name, parts in found.items() if parts}
-
-
-def _metrics_by_level(run: MeasuredRun, cost: CostModel) -> tuple[dict[str, float], ...]:
-    """The run's metrics three times: as measured, with predicted attention, and with predicted steps."""
-    seconds, attention = price_table(cost, run.recorder.features)
-    with_attention = run.log.steps["seconds"] - run.log.steps["attention_s"] + attention
-    logs = (run.log, with_step_times(run.log, with_attention), with_step_times(run.log, seconds))
-    return tuple(compute_metrics(log) for log in logs)
 
 
 def with_step_times(log: RunLog, seconds: FloatArray) -> RunLog:
@@ -130,10 +127,16 @@ def with_step_times(log: RunLog, seconds: FloatArray) -> RunLog:
     A step starts when the last one ends. A step that waited for a request starts no earlier than it did. Arrivals stay
     unchanged. Inter-token gaps are not computed again.
     """
-    starts, old = to_ns(log.steps["start_s"]), to_ns(log.steps["seconds"])
+    starts = to_ns(log.steps["start_s"])
+    ends = starts + to_ns(log.steps["seconds"])
     fresh = np.maximum(1, to_ns(np.asarray(seconds, dtype=np.float64)))
-    begun = _begun(starts, starts + old, fresh)
-    before = np.concatenate([starts, starts + old])
+    begun, clock = np.empty_like(starts), 0
+    for step, (start, took) in enumerate(zip(starts.tolist(), fresh.tolist(), strict=True)):
+        waited = step == 0 or start > ends[step - 1]  # idle until a request arrived
+        clock = max(clock, start) if waited else clock
+        begun[step] = clock
+        clock += took
+    before = np.concatenate([starts, ends])
     after = np.concatenate([begun, begun + fresh])
     order = np.argsort(before, kind="stable")
 
@@ -148,26 +151,18 @@ def with_step_times(log: RunLog, seconds: FloatArray) -> RunLog:
     return replace(log, steps=steps, requests={**log.requests, **times}, span_s=end)
 
 
-def _begun(
-    starts: "np.ndarray[Any, np.dtype[np.int64]]",
-    ends: "np.ndarray[Any, np.dtype[np.int64]]",
-    fresh: "np.ndarray[Any, np.dtype[np.int64]]",
-) -> "np.ndarray[Any, np.dtype[np.int64]]":
-    begun = np.empty_like(starts)
-    clock = 0
-    for step, (start, took) in enumerate(zip(starts.tolist(), fresh.tolist(), strict=True)):
-        waited = step == 0 or start > ends[step - 1]  # idle until a request arrived
-        clock = max(clock, start) if waited else clock
-        begun[step] = clock
-        clock += took
-    return begun
-
-
 def _parts(
     name: str, by_run: Sequence[Sequence[Mapping[str, float]]], simulated: Mapping[str, float]
 ) -> dict[str, Any] | None:
     """One metric's error by level, its largest deviation over the runs, and its share of the sum of all levels."""
-    runs = [parts for metrics in by_run if (parts := _of_run(name, metrics, simulated))]
+    runs = []
+    for measured, *sides in by_run:
+        compared = (side.get(name) for side in (*sides, simulated))
+        errors = [comparison_error(METRICS[name], side, measured.get(name)) for side in compared]
+        known = [error for error in errors if error is not None]
+        if len(known) == len(errors):
+            kernel, step, free = known
+            runs.append(dict(zip(LEVELS, (kernel, step - kernel, free - step), strict=True)))
     if not runs:
         return None
     middle = {level: median(run[level] for run in runs) for level in LEVELS}
@@ -181,18 +176,6 @@ def _parts(
         "share": {level: abs(part) / size if size else 0.0 for level, part in middle.items()},
         "total": median(sum(run.values()) for run in runs),
     }
-
-
-def _of_run(
-    name: str, by_level: Sequence[Mapping[str, float]], simulated: Mapping[str, float]
-) -> dict[str, float] | None:
-    measured = by_level[0].get(name)
-    sides = [side.get(name) for side in (*by_level[1:], simulated)]
-    errors = [comparison_error(METRICS[name], side, measured) for side in sides]
-    if any(error is None for error in errors):
-        return None
-    kernel, step, free = (float(error) for error in errors if error is not None)
-    return dict(zip(LEVELS, (kernel, step - kernel, free - step), strict=True))
 
 
 def divergence(run: RunLog, simulated: RunLog) -> dict[str, Any]:

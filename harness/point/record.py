@@ -10,17 +10,16 @@ from engine.core.options import CachePolicy, Decoding
 from harness.environment import environment
 from harness.metrics.analytic import CacheShape, Lengths, analytic_metrics
 from harness.metrics.compute import compute_metrics
-from harness.metrics.log import Outcome, RunLog
-from harness.metrics.record import MetricRow, PointRecord, compare
+from harness.metrics.log import RunLog
+from harness.metrics.record import PointRecord, compare
 from harness.point.error_levels import error_levels
 from harness.replay.cost_model import CostModel
 from harness.workload.decoding import TABLE, parents_table
-from harness.workload.deployment import Deployment, PoolShape
+from harness.workload.deployment import Deployment
 from harness.workload.devices import engine_kernels
-from harness.workload.point import Point, Workload
-from harness.workload.simulate import Prediction
+from harness.workload.point import Point
+from harness.workload.simulate import Prediction, outcomes_of
 from traces.analysis.reuse import realised_prefix_share
-from traces.trace import Trace
 
 if TYPE_CHECKING:
     from harness.replay.recorder import MeasuredRun
@@ -42,20 +41,39 @@ def make_record(
     seconds: Mapping[str, float],
 ) -> PointRecord:
     """The record of a point, without what says which point of a sweep it is."""
-    analytic = _analytic(point)
-    predicted = simulated.metrics
+    deployment, trace, analytic = point.deployment, point.trace, _analytic(point)
     measured = [compute_metrics(run.log) for run in runs]
-    comparison = compare(analytic, predicted, measured)
+    comparison = compare(analytic, simulated.metrics, measured)
+    kernels = {"engine_kernels": engine_kernels(deployment.engine)} if runs else {}
     return PointRecord(
         name=point.name,
-        trace=_trace_section(point.trace),
-        pool=_pool_section(point) | _engine_note(point.deployment, measured=bool(runs)),
-        environment=_environment(point.deployment, measured=bool(runs)),
+        trace={
+            **asdict(trace.header),
+            "digest": trace.digest,
+            "requests": len(trace.requests),
+            "prompt_tokens": sum(row.prompt_tokens for row in trace.requests),
+            "output_tokens": sum(row.output_tokens for row in trace.requests),
+            "realised_prefix_share": realised_prefix_share(trace),
+        },
+        pool=_pool_section(point) | (_engine_note(deployment) if runs else {}),
+        environment=environment(deployment.engine.device, str(deployment.clock_used)) | kernels,
         cost={**asdict(cost.source), "extrapolated": simulated.extrapolated},
-        outcome=_outcome(point.trace, simulated.outcome, runs),
+        outcome={
+            "simulated": dict(simulated.outcome),
+            "measured": min(
+                (outcomes_of(run.log) for run in runs), key=lambda counts: counts["finished"], default=None
+            ),
+            "dropped": sum(trace.header.dropped.values()),
+        },
         analytic=analytic,
-        simulated=predicted,
-        measured=_measured_section(measured, comparison) if runs else {},
+        simulated=simulated.metrics,
+        measured={
+            "runs": [dict(run) for run in measured],
+            "median": {row["metric"]: row["measured"] for row in comparison if row["measured"] is not None},
+            "spread": {row["metric"]: row["spread"] for row in comparison if row["spread"] is not None},
+        }
+        if runs
+        else {},
         comparison=comparison,
         levels=error_levels(point, runs, cost, comparison, simulated.log) if runs else {},
         # Not counted here: an audit that finds a mismatch raises AuditError, and the point fails instead of recording.
@@ -67,26 +85,17 @@ def make_record(
     )
 
 
-def _environment(deployment: Deployment, *, measured: bool) -> dict[str, Any]:
-    """The machine and, for a measured point, the kernels that `engine.backend` chose: attention, then other layers."""
-    ran = {"engine_kernels": engine_kernels(deployment.engine)} if measured else {}
-    return {**environment(deployment.engine.device, str(deployment.clock_used)), **ran}
-
-
-def _trace_section(trace: Trace) -> dict[str, Any]:
-    header = asdict(trace.header)
-    return {
-        **header,
-        "digest": trace.digest,
-        "requests": len(trace.requests),
-        "prompt_tokens": sum(row.prompt_tokens for row in trace.requests),
-        "output_tokens": sum(row.output_tokens for row in trace.requests),
-        "realised_prefix_share": realised_prefix_share(trace),
-    }
-
-
 def _pool_section(point: Point) -> dict[str, Any]:
-    pool = point.pool
+    pool, groups = point.pool, None
+    if pool.groups is not None:
+        # blocks are the pages of all pools, the block size is the match unit, and tokens are slots of `slot_bytes`
+        groups = {
+            "pages": str(pool.groups.pages),
+            "match_unit": pool.groups.match_unit,
+            "slot_bytes": pool.slot_bytes,
+            "page_counts": list(pool.page_counts),
+            "layers": [asdict(group) for group in pool.groups.groups],
+        }
     return {
         "policy": str(pool.policy),
         "num_blocks": pool.num_blocks,
@@ -99,18 +108,18 @@ def _pool_section(point: Point) -> dict[str, Any]:
         "sized_by": pool.sized_by,
         "note": pool.note,
         "memory_per_device": asdict(pool.memory) if pool.memory else None,
-        "groups": _groups(pool),
+        "groups": groups,
     }
 
 
-def _engine_note(deployment: Deployment, *, measured: bool) -> dict[str, str]:
+def _engine_note(deployment: Deployment) -> dict[str, str]:
     """A note beside the pool of a measured point whose engine keeps more than the pool counts; empty for others.
 
     transformers hands expanded K and V of latent layers to its attention. The engine keeps these unless layers are in
     groups, and the pool's bytes are those of latent vectors on both sides.
     """
     shape, pool = deployment.shape, deployment.pool
-    if not measured or shape.latent is None or pool.groups is not None:
+    if shape.latent is None or pool.groups is not None:
         return {}
     width = shape.heads * (shape.head_dim + shape.latent.rope_dim + shape.latent.value_dim)
     expanded = shape.layers * width * shape.bytes_per_element
@@ -119,36 +128,6 @@ def _engine_note(deployment: Deployment, *, measured: bool) -> dict[str, str]:
         f"{pool.kv_bytes_per_token:,}; cache.groups=uniform keeps latent vectors"
     )
     return {"note": f"{pool.note}; {words}" if pool.note else words}
-
-
-def _groups(pool: PoolShape) -> dict[str, Any] | None:
-    """The groups of layers and their pages; None where every layer keeps every token. Then blocks are the pages of all
-    pools, the block size is the match unit, and tokens are slots of `slot_bytes`.
-    """
-    if pool.groups is None:
-        return None
-    return {
-        "pages": str(pool.groups.pages),
-        "match_unit": pool.groups.match_unit,
-        "slot_bytes": pool.slot_bytes,
-        "page_counts": list(pool.page_counts),
-        "layers": [asdict(group) for group in pool.groups.groups],
-    }
-
-
-def _outcome(trace: Trace, simulated: Mapping[str, int], runs: "Sequence[MeasuredRun]") -> dict[str, Any]:
-    """Requests by outcome: simulated, of the worst measured run, and dropped ones, which entered neither side."""
-    measured = [_counts(run.log) for run in runs]
-    return {
-        "simulated": dict(simulated),
-        "measured": min(measured, key=lambda counts: counts["finished"], default=None),
-        "dropped": sum(trace.header.dropped.values()),
-    }
-
-
-def _counts(log: RunLog) -> dict[str, int]:
-    outcomes = log.requests["outcome"]
-    return {outcome.name.lower(): int((outcomes == outcome).sum()) for outcome in Outcome}
 
 
 def _analytic(point: Point) -> dict[str, float]:
@@ -167,27 +146,11 @@ def _analytic(point: Point) -> dict[str, float]:
     reserve = pool.max_model_len if contiguous else None
     uneven = contiguous and pool.policy is not CachePolicy.contiguous_max
     figures = analytic_metrics(lengths, CacheShape(pool.block_size, reserve, pool.prefix_caching, uneven))
-    return (
-        figures
-        if _has_closed_forms(workload)
-        else {name: figures[name] for name in _OF_PROMPTS if name in figures}
-    )
-
-
-def _has_closed_forms(workload: Workload) -> bool:
-    """Whether all requests have the same width, without drafts and without branches that end early."""
-    alike = workload.trace_decoding.uniform(workload.trace)
-    return (
-        alike and workload.trace_decoding.configured.speculation is None and workload.drawn.survival is None
-    )
-
-
-def _measured_section(runs: Sequence[Mapping[str, float]], comparison: Sequence[MetricRow]) -> dict[str, Any]:
-    return {
-        "runs": [dict(run) for run in runs],
-        "median": {row["metric"]: row["measured"] for row in comparison if row["measured"] is not None},
-        "spread": {row["metric"]: row["spread"] for row in comparison if row["spread"] is not None},
-    }
+    decoding = workload.trace_decoding  # others have widths of their own, drafts, or branches that end early
+    alike = decoding.uniform(workload.trace) and decoding.configured.speculation is None
+    if alike and workload.drawn.survival is None:
+        return figures
+    return {name: figures[name] for name in _OF_PROMPTS if name in figures}
 
 
 def tables_of(simulated: RunLog, runs: "Sequence[MeasuredRun]") -> dict[str, Table]:

@@ -24,6 +24,7 @@ from harness.point.cost import (
     resolve_cost_kind,
     takes_timed_kernels,
 )
+from harness.point.error_levels import teacher_forced
 from harness.point.record import files_of, make_record, tables_of
 from harness.replay.cost_model import CostModel, PacedCost
 from harness.workload.decoding import recording_stamp
@@ -103,8 +104,15 @@ def check_point(config: RunConfig) -> None:
     check_compiled(point)
     if config.oracle.engine is OracleEngine.vllm:
         vllm_version(config.oracle.python)
-    if config.measure:
-        _check_widths(point)
+    vocab = point.deployment.shape.vocab
+    for row in point.trace.requests if config.measure else ():
+        width = point.workload.trace_decoding.of(row).width
+        if width > vocab:  # each sequence needs its own first token
+            raise ConfigError(
+                "workload.widths",
+                f"request {row.request_id} has {width} sequences, more than {point.deployment.model.name} has tokens "
+                f"({vocab:,}); set workload.widths=configured",
+            )
     check_cost(point.deployment)
 
 
@@ -131,19 +139,6 @@ def check_model(model: ModelConfig, engine: EngineConfig, draft_path: str | None
             "decoding.draft_path",
             f"{draft_path} has {vocab:,} tokens in its vocabulary, {model.name} {wanted:,}: it cannot propose to it",
         )
-
-
-def _check_widths(point: Point) -> None:
-    """Raise ConfigError for requests with more sequences than tokens: each sequence needs its own first token."""
-    vocab = point.deployment.shape.vocab
-    for row in point.trace.requests:
-        width = point.workload.trace_decoding.of(row).width
-        if width > vocab:
-            raise ConfigError(
-                "workload.widths",
-                f"request {row.request_id} has {width} sequences, more than {point.deployment.model.name} has tokens "
-                f"({vocab:,}); set workload.widths=configured",
-            )
 
 
 Stages = Generator[None, None, PointResult]
@@ -196,11 +191,13 @@ class PointSession:
         else:
             simulated = simulate_metrics(point, paced)
         seconds = {"simulate": time.perf_counter() - predicted_from, **seconds}
+        compared = compare_with_vllm(point, paced) if point.oracle.engine is OracleEngine.vllm else None
         record = make_record(
             *(point, paced, simulated, runs),
             bounds=bounds_of(point, paced),
-            oracle=_oracle(point, paced),
-            pace=_pace_section(pace, runs, cost),
+            oracle=compared.section() if compared else None,
+            # the teacher-forced error is that of prices that had not followed the pace
+            pace={**pace.section(), "unscaled": teacher_forced(runs, cost, clocked=True)} if pace else None,
             seconds=seconds,
         )
         return PointResult(record, tables_of(simulated.log, runs), files_of(simulated.log, runs))
@@ -262,21 +259,6 @@ def run_point(config: RunConfig, *, progress: Progress | None = None) -> PointRe
 def point_stages(config: RunConfig, *, progress: Progress | None = None) -> Stages:
     """`PointSession.point_stages` of a point that shares nothing."""
     return PointSession().point_stages(config, progress=progress)
-
-
-def _oracle(point: Point, cost: CostModel) -> dict[str, Any] | None:
-    """What was compared with another system's scheduler. Raises OracleError at the first difference."""
-    oracle = point.oracle
-    if oracle.engine is OracleEngine.none:
-        return None
-    return compare_with_vllm(point, cost, oracle.python, oracle.allow).section()
-
-
-def _pace_section(pace: "Pace | None", runs: "list[MeasuredRun]", cost: CostModel) -> dict[str, Any] | None:
-    """The record's section on the pace of the device, with the teacher-forced error if it had not been followed."""
-    from harness.point.error_levels import teacher_forced
-
-    return {**pace.section(), "unscaled": teacher_forced(runs, cost, clocked=True)} if pace else None
 
 
 def calibrated_cost(deployment: Deployment, progress: Progress | None, repeated: set[str]) -> CostModel:
