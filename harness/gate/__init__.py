@@ -68,8 +68,7 @@ def judge_layer(measured: Measured, folder: Path, settings: "GateSettings | None
     """Compare a run with its baseline in `folder`. The answer names margins that differ from the defaults."""
     baseline = read_baseline(measured.file(folder), measured.layer)
     if baseline is None:
-        made_on = ", ".join(f"{key} {value}" for key, value in measured.made_on.items())
-        return LayerResult(measured.layer, (without_baseline(measured, folder),), made_on, measured.remarks)
+        return without_baseline(measured, folder)
     result: LayerResult = _layer_module(measured.layer).judge(measured, baseline, settings)
     changed = ", ".join(settings.changed) if settings else ""
     return replace(result, remarks=(*result.remarks, f"margins changed: {changed}")) if changed else result

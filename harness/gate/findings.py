@@ -59,6 +59,11 @@ class LayerResult:
     made_on: str
     remarks: tuple[str, ...] = field(default=())
 
+    @classmethod
+    def undecided(cls, layer: str, reason: str, made_on: str, remarks: tuple[str, ...] = ()) -> "LayerResult":
+        """One inconclusive finding on the whole layer."""
+        return cls(layer, (Finding(layer, GateVerdict.inconclusive, reason),), made_on, remarks)
+
     @property
     def verdict(self) -> GateVerdict:
         """The gravest verdict of the findings; inconclusive for a layer without findings."""
@@ -215,15 +220,16 @@ def new_baseline(measured: Measured, reason: str) -> Baseline:
     return Baseline(*made, datetime.now(UTC).date().isoformat(), measured.cases, measured.environment)
 
 
-def without_baseline(measured: Measured, folder: Path) -> Finding:
-    """The finding that there is no baseline to compare with: inconclusive."""
+def without_baseline(measured: Measured, folder: Path) -> LayerResult:
+    """There is no baseline to compare with."""
     there = sorted(file.stem for file in folder.glob(f"{measured.layer}-*.json"))
     others = f" (there are: {', '.join(there)})" if there else ""
     command = f"gate --layer {measured.layer} --update --reason '…'"
     reason = (
         f"no baseline {measured.file(folder)}{others}; look at the figures, then accept them with {command}"
     )
-    return Finding(measured.layer, GateVerdict.inconclusive, reason)
+    made_on = ", ".join(f"{key} {value}" for key, value in measured.made_on.items())
+    return LayerResult.undecided(measured.layer, reason, made_on, measured.remarks)
 
 
 def coverage(measured: Measured, baseline: Baseline) -> Iterator[Finding]:

@@ -25,7 +25,7 @@ from harness.gate.findings import (
     read_baseline,
     write_baseline,
 )
-from harness.gate.settings import GateSettings, default_settings, effect
+from harness.gate.settings import GateSettings, compared, default_settings, effect
 
 if TYPE_CHECKING:
     import torch
@@ -86,8 +86,12 @@ def interleaved(kernel: Round, yardsticks: Mapping[str, Round]) -> dict[str, lis
     """
     ratios: dict[str, list[float]] = {name: [] for name in yardsticks}
     while True:
-        for name, ratio in _round(kernel, yardsticks).items():
-            ratios[name].append(ratio)
+        first = kernel()
+        there = {name: run() for name, run in yardsticks.items()}
+        back = {name: run() for name, run in reversed([*yardsticks.items()])}
+        mine = first + kernel()
+        for name, found in ratios.items():
+            found.append(round(mine / (there[name] + back[name]), 6))
         done = len(next(iter(ratios.values())))
         asked = done >= FEWEST and (done - FEWEST) % STEP == 0
         if done >= MOST or (asked and all(map(precise, ratios.values()))):
@@ -96,16 +100,7 @@ def interleaved(kernel: Round, yardsticks: Mapping[str, Round]) -> dict[str, lis
 
 def precise(ratios: Sequence[float]) -> bool:
     """Whether more rounds would add little information."""
-    found = effect(ratios, ratios)
-    return found.upper - found.lower <= PRECISE
-
-
-def _round(kernel: Round, yardsticks: Mapping[str, Round]) -> dict[str, float]:
-    first = kernel()
-    there = {name: run() for name, run in yardsticks.items()}
-    back = {name: run() for name, run in reversed(list(yardsticks.items()))}
-    mine = first + kernel()
-    return {name: round(mine / (there[name] + back[name]), 6) for name in yardsticks}
+    return effect(ratios, ratios).width <= PRECISE
 
 
 def write_record(measured: Measured, file: Path) -> None:
@@ -123,12 +118,9 @@ def read_record(file: Path) -> Measured:
     found = read_baseline(file, "latency", remedy)
     if found is None:
         raise UserError(f"there is no record {file}; make gpu writes one as latency.json")
-    name, remark = (
-        latency_name(str(found.made_on["device"])),
-        f"recorded on {found.date}; nothing was timed now",
-    )
     run = found.made_on, found.kernels, found.cases, found.environment
-    return Measured("latency", name, *run, (remark,))
+    remark = f"recorded on {found.date}; nothing was timed now"
+    return Measured("latency", latency_name(str(found.made_on["device"])), *run, (remark,))
 
 
 def latency_name(device: str) -> str:
@@ -142,8 +134,7 @@ def stale_finding(record: Measured) -> LayerResult | None:
     if record.kernels == kernel_digest():
         return None
     reason = f"stale: the record is of kernels {record.kernels}, this tree's are {kernel_digest()}; time them again"
-    finding = Finding("latency", GateVerdict.inconclusive, reason)
-    return LayerResult("latency", (finding,), str(record.made_on["device"]), record.remarks)
+    return LayerResult.undecided("latency", reason, str(record.made_on["device"]), record.remarks)
 
 
 def measure() -> Measured:
@@ -236,15 +227,11 @@ def judge(now: Measured, baseline: Baseline, settings: GateSettings | None = Non
     if different:
         pairs = "; ".join(f"{key} {baseline.made_on.get(key)} → {now.made_on[key]}" for key in different)
         reason = f"the baseline was made elsewhere ({pairs}); a comparison says nothing about our kernels"
-        finding = Finding("latency", GateVerdict.inconclusive, reason)
-        return LayerResult("latency", (finding,), made_on, now.remarks)
-    effects = {
-        case: effect(now.cases[case]["ratios"], baseline.cases[case]["ratios"])
-        for case in sorted(set(now.cases) & set(baseline.cases))
-    }
+        return LayerResult.undecided("latency", reason, made_on, now.remarks)
+    effects = compared(now, baseline)
     margins = (settings or default_settings()).latency
-    compared = [Finding(case, found.verdict(margins), str(found)) for case, found in effects.items()]
-    findings = (*_throttled(now), *coverage(now, baseline), *compared)
+    judged = [Finding(case, found.verdict(margins), str(found)) for case, found in effects.items()]
+    findings = (*_throttled(now), *coverage(now, baseline), *judged)
     # The slowest case stands in a remark even where all pass, since no average is reported.
     worst = sorted(effects.items(), key=lambda one: -one[1].ratio)[:1]
     remarks = (f"worst case: {case}, {found}" for case, found in worst)
@@ -257,7 +244,7 @@ def unfit(now: Measured, settings: GateSettings | None = None) -> Iterator[str]:
     widest = (settings or default_settings()).latency.widest
     for case, values in now.cases.items():
         found = effect(values["ratios"], values["ratios"])
-        if found.upper - found.lower > widest:
+        if found.width > widest:
             yield f"{case}: too much noise ({found})"
 
 

@@ -19,8 +19,8 @@ from engine.core.options import Decoding, SchedulerLimits
 from engine.core.plan import StepPlan, StepResult
 from engine.core.request import Request
 from engine.core.scheduling.scheduler import Scheduler
-from harness.gate.findings import Baseline, Finding, GateVerdict, LayerResult, Measured, coverage
-from harness.gate.settings import GateSettings, Margins, default_settings, effect
+from harness.gate.findings import Baseline, Finding, LayerResult, Measured, coverage
+from harness.gate.settings import GateSettings, Margins, compared, default_settings, effect
 
 LOOP_TURNS = 800
 LOAD_BLOCK_SIZE = 16
@@ -148,7 +148,7 @@ def rounds(work: Work, yardstick: Work) -> list[float]:
     gc.disable()  # otherwise one side would pay for a collection that the other side caused
     try:
         while len(found) < MOST_ROUNDS:
-            if len(found) >= ROUNDS and len(found) % 10 == 0 and _settled(found):
+            if len(found) >= ROUNDS and len(found) % 10 == 0 and effect(found, found).width < SETTLED:
                 break
             first, second, third, fourth = (_seconds(it) for it in (work, yardstick, yardstick, work))
             found.append(round(min(first, fourth) / min(second, third), 5))
@@ -159,30 +159,22 @@ def rounds(work: Work, yardstick: Work) -> list[float]:
     return found
 
 
-def _settled(found: list[float]) -> bool:
-    """Whether more rounds would add little information. Only the spread decides, not the ratio."""
-    bounds = effect(found, found)
-    return bounds.upper - bounds.lower < SETTLED
-
-
 def judge(now: Measured, baseline: Baseline, settings: GateSettings | None = None) -> LayerResult:
     """Compare with a baseline of the same Python version. Other versions change loops and calls differently."""
     made_on = f"Python {now.made_on['python']}, {len(now.cases)} ratios"
     if baseline.made_on != now.made_on:
         reason = f"the baseline is of Python {baseline.made_on.get('python')}"
-        return LayerResult("policy", (Finding("policy", GateVerdict.inconclusive, reason),), made_on)
-    findings = [*coverage(now, baseline)]
-    for case in sorted(set(now.cases) & set(baseline.cases)):
-        found = effect(now.cases[case]["ratios"], baseline.cases[case]["ratios"])
-        findings.append(Finding(case, found.verdict(margins(settings)), f"{found}"))
-    return LayerResult("policy", tuple(findings), made_on)
+        return LayerResult.undecided("policy", reason, made_on)
+    effects, allowed = compared(now, baseline), margins(settings)
+    judged = [Finding(case, found.verdict(allowed), str(found)) for case, found in effects.items()]
+    return LayerResult("policy", (*coverage(now, baseline), *judged), made_on)
 
 
 def unfit(now: Measured, settings: GateSettings | None = None) -> Iterator[str]:
     """The reasons why these figures cannot become a baseline: a spread so wide that no later run could pass."""
     for case, values in now.cases.items():
         found = effect(values["ratios"], values["ratios"])
-        if found.upper - found.lower > margins(settings).widest:
+        if found.width > margins(settings).widest:
             yield f"{case}: too much noise ({found}); try again on a quieter machine"
 
 

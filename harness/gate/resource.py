@@ -428,7 +428,7 @@ def judge(now: Measured, baseline: Baseline, settings: GateSettings | None = Non
         reason = (
             f"the baseline is of Triton {baseline.made_on.get('triton')}: other compilers make other code"
         )
-        return LayerResult("resource", (Finding("resource", GateVerdict.inconclusive, reason),), made_on)
+        return LayerResult.undecided("resource", reason, made_on)
     more = (settings or default_settings()).resource.more_instructions
     findings, remarks = list(coverage(now, baseline)), list(now.remarks)
     for name, values in sorted(now.cases.items()):

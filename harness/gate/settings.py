@@ -23,7 +23,7 @@ import numpy as np
 
 from harness.config.errors import ConfigError, UnknownKeyError, UserError
 from harness.config.groups import GATE, gate_options, option_file
-from harness.gate.findings import GateVerdict
+from harness.gate.findings import Baseline, GateVerdict, Measured
 
 CONFIDENCE = 0.99
 RESAMPLES = 2000
@@ -50,11 +50,16 @@ class Effect:
     lower: float
     upper: float
 
+    @property
+    def width(self) -> float:
+        """How far the bounds are apart."""
+        return self.upper - self.lower
+
     def verdict(self, margins: Margins) -> GateVerdict:
         """The verdict that the bounds allow."""
         if self.lower > 1 + margins.negligible:
             return GateVerdict.regressed
-        close = self.upper - self.lower < margins.widest
+        close = self.width < margins.widest
         return GateVerdict.passed if close and self.upper < 1 + margins.material else GateVerdict.inconclusive
 
     def __str__(self) -> str:
@@ -70,6 +75,12 @@ def effect(now: Sequence[float], baseline: Sequence[float]) -> Effect:
     """
     mine, theirs = _rounds(now, "now"), _rounds(baseline, "in the baseline")
     return Effect(float(np.median(mine) / np.median(theirs)), *_bounds(mine, theirs))
+
+
+def compared(now: Measured, baseline: Baseline) -> dict[str, Effect]:
+    """The effect on each case that both have, from their `ratios`."""
+    cases = sorted(now.cases.keys() & baseline.cases.keys())
+    return {case: effect(now.cases[case]["ratios"], baseline.cases[case]["ratios"]) for case in cases}
 
 
 def _bounds(mine: "np.ndarray[Any, Any]", theirs: "np.ndarray[Any, Any]") -> tuple[float, float]:
@@ -141,7 +152,9 @@ def gate_settings(overrides: Sequence[str]) -> GateSettings:
     """
     values = {key: _number_of(key, value) for key, value in map(_split, overrides) if key != GATE}
     chosen = [value for key, value in map(_split, overrides) if key == GATE]
-    found = _read(_option(chosen[-1]) if chosen else DEFAULT)
+    if chosen and chosen[-1] not in gate_options():
+        raise UnknownKeyError(GATE, f"no option '{chosen[-1]}'; the options are {', '.join(gate_options())}")
+    found = _read(chosen[-1] if chosen else DEFAULT)
     for key, value in values.items():
         _, section, name = key.split(".")
         found = replace(found, **{section: replace(getattr(found, section), **{name: value})})
@@ -164,12 +177,6 @@ def _split(text: str) -> tuple[str, str]:
         hint = f"did you mean '{near}'?" if near else f"there are {', '.join([GATE, *keys()])}"
         raise UnknownKeyError(key, f"no such key of the gate; {hint}")
     return key, value
-
-
-def _option(name: str) -> str:
-    if name not in gate_options():
-        raise UnknownKeyError(GATE, f"no option '{name}'; the options are {', '.join(gate_options())}")
-    return name
 
 
 def _number_of(key: str, value: object) -> float:
