@@ -253,7 +253,12 @@ def _check_key(override: Override, key: str, text: str) -> None:
 def _values(override: Override, key: str) -> list[tuple[Any, str]]:
     """(value, text) of each value that an override asks for."""
     if isinstance(override._value, Glob) and key in groups():
-        found = _matching(override._value, groups()[key])
+        found = [
+            name
+            for name in groups()[key]
+            if any(fnmatchcase(name, wanted) for wanted in override._value.include)
+            and not any(fnmatchcase(name, unwanted) for unwanted in override._value.exclude)
+        ]
         if not found:
             raise ConfigError(
                 key, f"no option fits '{_shown(override)}'; the options are\n{list_options(key)}"
@@ -295,15 +300,6 @@ def _spelt(value: str) -> str:
 
 def _shown(override: Override) -> str:
     return str(override.input_line).partition("=")[2]
-
-
-def _matching(pattern: Glob, names: Sequence[str]) -> list[str]:
-    return [
-        name
-        for name in names
-        if any(fnmatchcase(name, wanted) for wanted in pattern.include)
-        and not any(fnmatchcase(name, unwanted) for unwanted in pattern.exclude)
-    ]
 
 
 def _check_option(setting: Setting) -> None:

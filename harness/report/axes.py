@@ -70,7 +70,7 @@ def find_axes(records: Sequence[PointRecord]) -> Axes:
         column = [settings.get(key) for settings in flat]
         if (
             key == POLICY
-            or not _varies(flat, key)
+            or not any(len({settings.get(key) for settings in group}) > 1 for group in _groups(flat))
             or _follows(flat, key, kept)
             or _pattern(column) in patterns
         ):
@@ -89,10 +89,6 @@ def _asked_order(records: Sequence[PointRecord]) -> Callable[[str], int]:
 def _groups(flat: Sequence[Mapping[str, Value]]) -> list[list[Mapping[str, Value]]]:
     policies = dict.fromkeys(settings.get(POLICY) for settings in flat)
     return [[settings for settings in flat if settings.get(POLICY) == policy] for policy in policies]
-
-
-def _varies(flat: Sequence[Mapping[str, Value]], key: str) -> bool:
-    return any(len({settings.get(key) for settings in group}) > 1 for group in _groups(flat))
 
 
 def _in_varied(flat: Sequence[Mapping[str, Value]], key: str) -> set[Value]:

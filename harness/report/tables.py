@@ -122,7 +122,7 @@ def points_table(records: Sequence[PointRecord], axes: Axes) -> Table:
     ordered = sorted(records, key=lambda record: _sort_key(record, axes))
     rows = [
         [
-            *_settings(record, axes),
+            *(str(record.setting(key)) for key in (POLICY, *axes.values)),
             *_figures(record, sides, scales),
             *(_steps_as(record, name) for name in oracles),
         ]
@@ -149,10 +149,6 @@ def _steps_as(record: PointRecord, oracle: str) -> str:
     if found.get("not_compared"):
         return "not compared"
     return f"{found.get('compared') or 0:,} of {found.get('steps') or 0:,}"
-
-
-def _settings(record: PointRecord, axes: Axes) -> list[str]:
-    return [str(record.setting(key)) for key in (POLICY, *axes.values)]
 
 
 def _sort_key(record: PointRecord, axes: Axes) -> list[Any]:

@@ -99,7 +99,8 @@ def _config(overrides: tuple[str, ...]) -> RunConfig:
 
 def _check_keys(overrides: tuple[str, ...]) -> None:
     """Raise UserError for keys that have no effect on a server."""
-    wrong = [axis.key for axis in parse_overrides(overrides) if not _is_served(axis.key)]
+    keys = [axis.key for axis in parse_overrides(overrides)]
+    wrong = [key for key in keys if key not in _KEYS and key.split(".")[0].split("/")[0] not in _GROUPS]
     if wrong:
         raise UserError(
             f"a server has no use for {', '.join(wrong)}: requests say how they are decoded, and when they come; it "
@@ -107,20 +108,13 @@ def _check_keys(overrides: tuple[str, ...]) -> None:
         )
 
 
-def _is_served(key: str) -> bool:
-    return key in _KEYS or key.split(".")[0].split("/")[0] in _GROUPS
-
-
 def _listen(host: str, port: int) -> socket.socket:
     """Bind the port before the model is loaded, so that a used port is reported at once."""
     try:
-        return socket.create_server((host, port), backlog=2048, family=_family(host))
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), backlog=2048, family=family)
     except (OSError, OverflowError) as error:
         raise UserError(f"cannot listen on {host}:{port}: {error}") from error
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def build_engine(config: RunConfig, *, keep_events: bool = False) -> "Engine":
