@@ -16,7 +16,9 @@ from harness.sweep.plan import SweepRequest, run_request
 def show_command(arguments: Arguments) -> int:
     """Print the configuration as YAML. For a sweep, print its axes and the first point."""
     if arguments.flags.groups:
-        _say_groups()
+        for group in (*groups(), EXPERIMENTS):
+            say(f"{group}")
+            say(list_options(group))
         return 0
     request = run_request(arguments.overrides)
     config = checked(compose_config(axis.settings[0] for axis in request.axes))
@@ -51,9 +53,3 @@ def _say_origin(request: SweepRequest) -> None:
     values = [axis.settings[0].text for axis in request.axes if not axis.settings[0].is_group]
     if values:
         say(f"# set: {' '.join(values)}")
-
-
-def _say_groups() -> None:
-    for group in (*groups(), EXPERIMENTS):
-        say(f"{group}")
-        say(list_options(group))

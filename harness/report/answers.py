@@ -380,7 +380,10 @@ def _trust(study: Study, axes: Axes, verdict: Verdict) -> Iterator[Answer]:
                 f"{found.pairs} pairs, and in {found.clear_agree} of the {found.clear} that differ by more than "
                 "the spread."
             )
-    everywhere = ranking(_any_pairs(study.measured), RATES)
+    few = study.measured[
+        :: max(1, -(-len(study.measured) // _PAIRED))
+    ]  # of many points an evenly spread part
+    everywhere = ranking(list(combinations(few, 2)), RATES)
     if everywhere.clear:
         lines.append(
             f"Of any two points it orders {everywhere.clear_agree:,} of {everywhere.clear:,} that clearly differ in "
@@ -404,12 +407,6 @@ def _apart(records: Sequence[PointRecord]) -> Iterator[str]:
 
 def _runs(record: PointRecord) -> Sequence[Any]:
     return record.measured.get("runs") or ()
-
-
-def _any_pairs(records: Sequence[PointRecord]) -> list[Pair]:
-    """All pairs of points; of many points, those of an evenly spread part of them."""
-    step = -(-len(records) // _PAIRED)
-    return list(combinations(records[:: max(1, step)], 2))
 
 
 def class_text(one: ClassVerdict) -> str:

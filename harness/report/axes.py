@@ -3,7 +3,7 @@
 `comparison_table` has the comparison rows of all points. Figures draw it, and their CSV files contain it.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -66,35 +66,23 @@ def find_axes(records: Sequence[PointRecord]) -> Axes:
     flat = [dict(flatten(record.config)) for record in records]
     kept: dict[str, tuple[Value, ...]] = {}
     patterns: set[tuple[int, ...]] = set()
+    policies = _groups(flat)
     for key in dict.fromkeys(key for settings in flat for key in settings):
-        column = [settings.get(key) for settings in flat]
-        if (
-            key == POLICY
-            or not any(len({settings.get(key) for settings in group}) > 1 for group in _groups(flat))
-            or _follows(flat, key, kept)
-            or _pattern(column) in patterns
-        ):
+        pattern = _pattern([settings.get(key) for settings in flat])
+        within = ({settings.get(key) for settings in group} for group in policies)
+        varied = [values for values in within if len(values) > 1]
+        if key == POLICY or not varied or _follows(flat, key, kept) or pattern in patterns:
             continue
-        kept[key] = tuple(sorted(_in_varied(flat, key), key=_order))
-        patterns.add(_pattern(column))
-    return Axes({key: kept[key] for key in sorted(kept, key=_asked_order(records))})
-
-
-def _asked_order(records: Sequence[PointRecord]) -> Callable[[str], int]:
-    """A sort key: axes in the order in which the sweep names them, then the others."""
+        kept[key] = tuple(sorted(set[Value]().union(*varied), key=_order))
+        patterns.add(pattern)
     named = [text.partition("=")[0] for record in records[:1] for text in record.overrides]
-    return lambda key: named.index(key) if key in named else len(named)
+    asked = sorted(kept, key=lambda key: named.index(key) if key in named else len(named))
+    return Axes({key: kept[key] for key in asked})
 
 
 def _groups(flat: Sequence[Mapping[str, Value]]) -> list[list[Mapping[str, Value]]]:
     policies = dict.fromkeys(settings.get(POLICY) for settings in flat)
     return [[settings for settings in flat if settings.get(POLICY) == policy] for policy in policies]
-
-
-def _in_varied(flat: Sequence[Mapping[str, Value]], key: str) -> set[Value]:
-    """The values within the policies in which the setting varies."""
-    values = ({settings.get(key) for settings in group} for group in _groups(flat))
-    return set().union(*(found for found in values if len(found) > 1))
 
 
 def _follows(flat: Sequence[Mapping[str, Value]], key: str, kept: Mapping[str, Any]) -> bool:

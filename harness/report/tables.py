@@ -111,7 +111,7 @@ def points_table(records: Sequence[PointRecord], axes: Axes) -> Table:
     sides = ("predicted", "measured", "error") if measured else ("predicted",)
     scales = {name: _scale(name, records) for name in _POINT_METRICS}
     titles = [(f"{METRICS[name].label} ({unit})", len(sides)) for name, (_, unit) in scales.items()]
-    oracles = _oracles(records)
+    oracles = sorted({f"vLLM {one['version']}" for record in records if (one := record.oracle)})
     groups = [("", 1 + len(axes.values)), *titles, *((f"same decisions as {name}", 1) for name in oracles)]
     head = [
         "cache",
@@ -133,12 +133,6 @@ def points_table(records: Sequence[PointRecord], axes: Axes) -> Table:
         rows = spread(rows, MOST_POINTS)
         title = f"{MOST_POINTS:,} of {len(ordered):,} points, spread evenly; figures/points.csv has all"
     return Table(head, rows, 1 + len(axes.values), title, len(rows) > _FOLD, groups, sortable=True)
-
-
-def _oracles(records: Sequence[PointRecord]) -> list[str]:
-    """The other systems whose schedulers decided beside ours, with their versions."""
-    found = {f"vLLM {one['version']}" for record in records if (one := record.oracle)}
-    return sorted(found)
 
 
 def _steps_as(record: PointRecord, oracle: str) -> str:

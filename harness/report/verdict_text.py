@@ -304,7 +304,9 @@ def change_lines(root: Path, against: Path) -> list[str]:
     Raises:
         ReportError: the stores have no point in common.
     """
-    pairs = _matched_pairs(read_study(root).records, read_study(against).records)
+    known = {record.point_label: record for record in read_study(against).records}
+    records = read_study(root).records
+    pairs = [(record, known[label]) for record in records if (label := record.point_label) in known]
     if not pairs:
         raise ReportError(
             f"{root} and {against} have no point in common: their settings differ at every point"
@@ -320,11 +322,6 @@ def change_lines(root: Path, against: Path) -> list[str]:
         "",
         *_largest(pairs),
     ]
-
-
-def _matched_pairs(ours: Sequence[PointRecord], theirs: Sequence[PointRecord]) -> list[Pair]:
-    known = {record.point_label: record for record in theirs}
-    return [(record, known[label]) for record in ours if (label := record.point_label) in known]
 
 
 def _change(name: str, pair: Pair) -> float | None:

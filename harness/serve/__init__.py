@@ -37,7 +37,8 @@ def serve(flags: argparse.Namespace, overrides: tuple[str, ...]) -> None:
     check_installed("serve", SERVER)
     import uvicorn
 
-    _check_kv_events(flags)
+    if flags.kv_events is None and (flags.kv_events_replay or flags.kv_events_topic):
+        raise UserError("--kv-events-replay and --kv-events-topic need --kv-events ENDPOINT")
     if flags.max_requests < 1:
         raise UserError(
             f"--max-requests is {flags.max_requests}, must be at least 1, or every request gets 503"
@@ -60,11 +61,6 @@ def serve(flags: argparse.Namespace, overrides: tuple[str, ...]) -> None:
     say(f"listening on http://{host}:{port}/v1")
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2))
     server.run(sockets=[listener])
-
-
-def _check_kv_events(flags: argparse.Namespace) -> None:
-    if flags.kv_events is None and (flags.kv_events_replay or flags.kv_events_topic):
-        raise UserError("--kv-events-replay and --kv-events-topic need --kv-events ENDPOINT")
 
 
 def _kv_events(engine: "Engine", flags: argparse.Namespace) -> "KvEventPublisher | None":

@@ -64,7 +64,7 @@ def checkpoint_shape(facts: CheckpointFacts, element_bytes: int, kv_bytes: int |
     kv_heads = _kv_heads(facts, heads)
     if heads % kv_heads:
         raise facts.wrong("num_key_value_heads", f"a divisor of the number of heads, {heads}")
-    layer_bits, expert_bits = _widths(facts)
+    bits = _quantised_bits(facts)
     return ModelShape(
         layers=layers,
         hidden=hidden,
@@ -81,8 +81,8 @@ def checkpoint_shape(facts: CheckpointFacts, element_bytes: int, kv_bytes: int |
         latent=latent,
         window=window,
         windowed_layers=windowed,
-        layer_bits=layer_bits,
-        expert_bits=expert_bits,
+        layer_bits=None if _method(facts) == "mxfp4" else bits,  # of experts alone
+        expert_bits=bits,
     )
 
 
@@ -194,13 +194,6 @@ def _windows(facts: CheckpointFacts, layers: int) -> tuple[int | None, int]:
         first = facts.get("max_window_layers")
         count = max(0, layers - first) if isinstance(first, int) else layers
     return (window, count) if count else (None, 0)
-
-
-def _widths(facts: CheckpointFacts) -> tuple[float | None, float | None]:
-    """Bits of an element of the layers, and of routed experts."""
-    bits = _quantised_bits(facts)
-    only_experts = _method(facts) == "mxfp4"
-    return (None, bits) if only_experts else (bits, bits)
 
 
 def _quantised_bits(facts: CheckpointFacts) -> float | None:
