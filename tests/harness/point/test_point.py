@@ -1,6 +1,7 @@
 """Points on the real engine: the two sides decide alike, the audit holds, the record says what happened."""
 
 import json
+import pickle
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +19,8 @@ from harness.config.errors import ConfigError
 from harness.config.schema import CostKind, DecodingMode, EngineDevice, Oversize, RunConfig, TraceFormat
 from harness.measure.engine import graphs_of
 from harness.metrics.record import PointRecord
-from harness.point import check_point, point_identity, point_stages, run_point
+from harness.point import PointSession, check_point, point_identity, point_stages, run_point
+from harness.point.run import calibrated_cost
 from harness.workload.deployment import deployment_of
 from harness.workload.point import resolve
 
@@ -99,6 +101,23 @@ def test_points_that_are_open_together_do_not_touch_each_other(cache_dir: Path) 
             records.append(ended.value.record)
     assert [record.levels["counts"]["identical"] for record in records] == [True, True]
     assert [len(record.measured["runs"]) for record in records] == [2, 2]
+
+
+def test_a_session_repeats_a_calibration_once(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small_config(cache_dir)
+    config.cost.recalibrate = True
+    made: list[object] = []
+    monkeypatch.setattr("harness.calibrate.run.calibrate", lambda deployment, stage: made.append(deployment))
+    for session in (PointSession(), PointSession()):
+        for _ in range(2):
+            calibrated_cost(deployment_of(config), None, session.repeated)
+    assert len(made) == 2
+
+
+def test_what_runs_points_in_another_process_shares_its_session() -> None:
+    sent = pickle.dumps(PointSession(repeated={"here"}).run_point)
+    assert pickle.loads(sent).__self__ is pickle.loads(sent).__self__
+    assert pickle.loads(sent).__self__.repeated == set()
 
 
 def test_the_record_says_over_which_time_the_runs_lie(cache_dir: Path) -> None:
