@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
+from engine.runtime.options import VLLM_NAMES
 from harness.config.errors import UserError
 from harness.config.schema import EngineDevice
 from harness.console import remark, say
@@ -228,9 +229,6 @@ def _run_group(name: str, folder: Path, python: str, rounds: int) -> dict[str, A
         "threads": int(threads[:-1]),
         "block_size": _BLOCK_SIZE,
         "pool_tokens": _POOL_TOKENS,
-        "kv_bytes": 1 << 30,
-        "max_len": 1024,
-        "max_running": 64,
         "step_tokens": _STEP_TOKENS,
     }
     vocab = shape.config["vocab_size"]
@@ -261,7 +259,17 @@ def _run_group(name: str, folder: Path, python: str, rounds: int) -> dict[str, A
 
 def _engines(python: str) -> dict[str, tuple[str, dict[str, Any]]]:
     """Interpreter and own settings of every engine of a group, ours first."""
-    peers = {mode: (python, {"engine": "vllm", "eager": eager}) for mode, eager in MODES.items()}
+    same = {
+        "max_model_len": 1024,
+        "max_running": 64,
+        "max_batched_tokens": _STEP_TOKENS,
+        "prefix_caching": False,
+    }
+    options = {VLLM_NAMES[name]: value for name, value in same.items()} | {"kv_cache_memory_bytes": 1 << 30}
+    peers = {
+        mode: (python, {"engine": "vllm", "options": {**options, "enforce_eager": eager}})
+        for mode, eager in MODES.items()
+    }
     return {OURS: (sys.executable, {"engine": OURS}), **peers}
 
 

@@ -42,18 +42,13 @@ def pagetwin(settings: Mapping[str, Any]) -> ServeLive:
 
 
 def vllm(settings: Mapping[str, Any]) -> ServeLive:
-    """vLLM on the same checkpoint: eager, or compiled as it does by default."""
+    """vLLM on the same checkpoint, with its own `options`."""
     library: Any = import_module("vllm")
     engine = library.LLM(
         settings["model"],
         skip_tokenizer_init=True,
         dtype=settings["dtype"],
-        max_model_len=settings["max_len"],
-        max_num_seqs=settings["max_running"],
-        max_num_batched_tokens=settings["step_tokens"],
-        enforce_eager=settings["eager"],
-        enable_prefix_caching=False,
-        kv_cache_memory_bytes=settings["kv_bytes"],
+        **settings["options"],
     )
 
     def run(prompts: Sequence[Sequence[int]], wanted: Sequence[int]) -> Tokens:

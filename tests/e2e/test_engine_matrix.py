@@ -159,8 +159,8 @@ def test_the_processes_of_an_engine_end_with_it(peer, tmp_path):
         f"open({str(child)!r}, 'w').write(str(child.pid))\n"
     )
     library.write_text(library.read_text() + spawn)
-    settings = {"engine": "vllm", "threads": 1, "eager": True, "model": "", "dtype": "float32"}
-    settings |= {"max_len": 8, "step_tokens": 64, "max_running": 1, "kv_bytes": 1}
+    settings = {"engine": "vllm", "threads": 1, "model": "", "dtype": "float32"}
+    settings |= {"options": {"enforce_eager": True}}
     with started(str(python), settings) as engine, pytest.raises(PeerError, match="KeyError: 'outputs'"):
         engine.ask({"prompts": []})
     pid = int(child.read_text())
