@@ -153,9 +153,9 @@ class Peer:
         process, answer, line = self._process, "", json.dumps(question, separators=(",", ":")) + "\n"
         assert process.stdin
         assert process.stdout
-        watchdog = threading.Timer(self._limit_s or threading.TIMEOUT_MAX, self._end)
-        watchdog.daemon = True
-        watchdog.start()
+        watchdog = threading.Timer(self._limit_s or 0, self._kill)
+        if self._limit_s is not None:
+            watchdog.start()
         try:
             with suppress(BrokenPipeError, ValueError):  # its input is closed
                 process.stdin.write(line)
@@ -184,6 +184,9 @@ class Peer:
             process.stdin.close()
         with suppress(subprocess.TimeoutExpired):
             process.wait(_END_S)
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
+        self._kill()
         process.wait()
+
+    def _kill(self) -> None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)

@@ -34,7 +34,7 @@ def test_a_program_that_stops_silently_is_told(tmp_path: Path) -> None:
 
 
 def test_an_answer_that_takes_too_long_ends_the_program(tmp_path: Path) -> None:
-    with peer(tmp_path, "input()\ninput()", limit_s=0.1) as slow, pytest.raises(PeerError, match="EOFError"):
+    with peer(tmp_path, "input()\ninput()", limit_s=0.1) as slow, pytest.raises(PeerError):
         slow.ask({})
 
 
