@@ -6,7 +6,7 @@ numbered is free, and nothing else is. `Comparison` also counts the steps with e
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
@@ -79,8 +79,7 @@ class Difference:
         return f"step {self.step}{about}, {self.name}: {self.ours} here, {self.theirs} in {engine}"
 
 
-_BY_REQUEST = ("admitted", "rows")
-_WHOLE = ("preempted", "paused")
+_BEFORE = ("preempted", "admitted", "rows", "paused")  # compared before the blocks
 _AFTER = ("finished", "running", "waiting", "free")
 
 
@@ -100,14 +99,7 @@ class Comparison:
 
     def note(self, ours: Step, theirs: Step) -> Difference | None:
         """Compare the next step; returns the first difference, after which no further step can be compared."""
-        found = (
-            self._robbed(theirs)
-            or self._listed(ours, theirs, _WHOLE[:1], _BY_REQUEST)
-            or self._listed(ours, theirs, _WHOLE[1:], ())
-            or self._blocks(ours, theirs)
-            or self._listed(ours, theirs, _AFTER, ())
-        )
-        if found is not None:
+        if (found := next(self._differences(ours, theirs), None)) is not None:
             return found
         equal_ids = (ours.evicted, sorted(ours.blocks)) == (theirs.evicted, sorted(theirs.blocks))
         if self._same_ids and not equal_ids:
@@ -123,25 +115,22 @@ class Comparison:
             self.counts[name] += len(getattr(ours, name))
         return None
 
-    def _robbed(self, theirs: Step) -> Difference | None:
-        """A known difference: our scheduler never preempts a request that the step has given tokens."""
-        if not theirs.robbed:
-            return None
-        words = "not preempted once it has tokens of the step", "preempted after it was given tokens"
-        return Difference(self.steps, "victim", *words, theirs.robbed[0], Cause.scheduled_victim)
+    def _differences(self, ours: Step, theirs: Step) -> Iterator[Difference]:
+        if theirs.robbed:  # ours never preempts a request that the step has given tokens
+            words = "not preempted once it has tokens of the step", "preempted after it was given tokens"
+            yield Difference(self.steps, "victim", *words, theirs.robbed[0], Cause.scheduled_victim)
+        yield from self._listed(ours, theirs, _BEFORE)
+        wrong = self._blocks(ours, theirs)
+        if wrong is not None:
+            yield wrong
+        yield from self._listed(ours, theirs, _AFTER)
 
-    def _listed(
-        self, ours: Step, theirs: Step, whole: Sequence[str], by_request: Sequence[str]
-    ) -> Difference | None:
-        for name in whole:
+    def _listed(self, ours: Step, theirs: Step, names: Sequence[str]) -> Iterator[Difference]:
+        for name in names:
             mine, other = getattr(ours, name), getattr(theirs, name)
             if mine != other:
-                return Difference(self.steps, name, mine, other)
-        for name in by_request:
-            mine, other = getattr(ours, name), getattr(theirs, name)
-            if mine != other:
-                return _first_of(self.steps, name, mine, other)
-        return None
+                make = _first_of if name in ("admitted", "rows") else Difference
+                yield make(self.steps, name, mine, other)
 
     def _blocks(self, ours: Step, theirs: Step) -> Difference | None:
         tables = self._tables
