@@ -111,14 +111,17 @@ def attribution(
     runs: Sequence[MeasuredRun], cost: CostModel, simulated: Mapping[str, float]
 ) -> dict[str, dict[str, Any]]:
     """By metric: the error of each level, its spread over the runs and its share; errors as in the comparison."""
-    by_run = []
-    for run in runs:  # as measured, with predicted attention, and with predicted steps
-        seconds, attention = price_table(cost, run.recorder.features)
-        with_attention = run.log.steps["seconds"] - run.log.steps["attention_s"] + attention
-        logs = (run.log, with_step_times(run.log, with_attention), with_step_times(run.log, seconds))
-        by_run.append([compute_metrics(log) for log in logs])
+    by_run = [_metrics_by_level(run, cost) for run in runs]
     found = {name: _parts(name, by_run, simulated) for name in ATTRIBUTED}
     return {name: parts for name, parts in found.items() if parts}
+
+
+def _metrics_by_level(run: MeasuredRun, cost: CostModel) -> tuple[dict[str, float], ...]:
+    """The run's metrics three times: as measured, with predicted attention, and with predicted steps."""
+    seconds, attention = price_table(cost, run.recorder.features)
+    with_attention = run.log.steps["seconds"] - run.log.steps["attention_s"] + attention
+    logs = (run.log, with_step_times(run.log, with_attention), with_step_times(run.log, seconds))
+    return tuple(compute_metrics(log) for log in logs)
 
 
 def with_step_times(log: RunLog, seconds: FloatArray) -> RunLog:

@@ -10,7 +10,7 @@ from engine.core.options import CachePolicy, Decoding
 from harness.environment import environment
 from harness.metrics.analytic import CacheShape, Lengths, analytic_metrics
 from harness.metrics.compute import compute_metrics
-from harness.metrics.log import RunLog
+from harness.metrics.log import Outcome, RunLog
 from harness.metrics.record import PointRecord, compare
 from harness.point.error_levels import error_levels
 from harness.replay.cost_model import CostModel
@@ -18,7 +18,7 @@ from harness.workload.decoding import TABLE, parents_table
 from harness.workload.deployment import Deployment
 from harness.workload.devices import engine_kernels
 from harness.workload.point import Point
-from harness.workload.simulate import Prediction, outcomes_of
+from harness.workload.simulate import Prediction
 from traces.analysis.reuse import realised_prefix_share
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def make_record(
         outcome={
             "simulated": dict(simulated.outcome),
             "measured": min(
-                (outcomes_of(run.log) for run in runs), key=lambda counts: counts["finished"], default=None
+                (_counts(run.log) for run in runs), key=lambda counts: counts["finished"], default=None
             ),
             "dropped": sum(trace.header.dropped.values()),
         },
@@ -128,6 +128,11 @@ def _engine_note(deployment: Deployment) -> dict[str, str]:
         f"{pool.kv_bytes_per_token:,}; cache.groups=uniform keeps latent vectors"
     )
     return {"note": f"{pool.note}; {words}" if pool.note else words}
+
+
+def _counts(log: RunLog) -> dict[str, int]:
+    outcomes = log.requests["outcome"]
+    return {outcome.name.lower(): int((outcomes == outcome).sum()) for outcome in Outcome}
 
 
 def _analytic(point: Point) -> dict[str, float]:

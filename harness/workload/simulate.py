@@ -325,16 +325,12 @@ class Prediction:
     log: RunLog
 
 
-def outcomes_of(log: RunLog) -> dict[str, int]:
-    """Requests by outcome."""
-    outcomes = log.requests["outcome"]
-    return {outcome.name.lower(): int((outcomes == outcome).sum()) for outcome in Outcome}
-
-
 def prediction_of(log: RunLog, source: CostSource) -> Prediction:
     """The prediction that a kept run log stands for."""
-    outside, totals = extrapolated(source, log.steps), step_totals(as_floats(log.steps))
-    return Prediction(compute_metrics(log), outcomes_of(log), outside, totals, log)
+    outcomes = log.requests["outcome"]
+    counts = {outcome.name.lower(): int((outcomes == outcome).sum()) for outcome in Outcome}
+    steps = as_floats(log.steps)
+    return Prediction(compute_metrics(log), counts, extrapolated(source, log.steps), step_totals(steps), log)
 
 
 def simulate_metrics(point: Point, cost: CostModel, *, fast_forward: bool = True) -> Prediction:
