@@ -70,7 +70,7 @@ def replayed(benchmark: Any, family: str, requests: int, way: str) -> None:
         benchmark.extra_info.update(
             {
                 "requests per CPU-second": len(drawn.trace.requests) / seconds,
-                "sequence-steps per CPU-second": found.totals["rows"] / seconds,
+                "sequence-steps per CPU-second": found.totals["rows_sum"] / seconds,
                 "peak MB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
             }
         )

@@ -37,7 +37,7 @@ def error_levels(
     simulated: RunLog,
 ) -> dict[str, Any]:
     """The section `levels` of a record, from all measured runs."""
-    features = np.concatenate([run.recorder.features for run in runs])
+    features = np.concatenate([run.recording.features for run in runs])
     attention = np.concatenate([run.log.steps["attention_s"] for run in runs])
     _, predicted = price_table(cost, features)
     return {
@@ -62,7 +62,7 @@ def _spread(runs: Sequence[MeasuredRun], cost: CostModel) -> dict[str, float | N
         return {"kernel": None, "teacher_forced": None}
     totals: dict[str, list[float]] = {"kernel": [], "teacher_forced": []}
     for run in runs:
-        seconds, attention = price_table(cost, run.recorder.features)
+        seconds, attention = price_table(cost, run.recording.features)
         totals["kernel"].append(float(attention.sum() / run.log.steps["attention_s"].sum() - 1))
         totals["teacher_forced"].append(float(seconds.sum() / run.log.steps["seconds"].sum() - 1))
     return {level: max(errors) - min(errors) for level, errors in totals.items()}
@@ -74,7 +74,7 @@ def teacher_forced(
     """Errors of the cost model on the step plans of the measured runs; with `clocked` against the times of the clock,
     not divided by the pace.
     """
-    features = np.concatenate([run.recorder.features for run in runs])
+    features = np.concatenate([run.recording.features for run in runs])
     seconds = np.concatenate([run.clocked_s if clocked else run.log.steps["seconds"] for run in runs])
     return held_out_error(price_table(cost, features)[0], seconds)
 
@@ -86,10 +86,10 @@ def _counts(point: Point, runs: Sequence[MeasuredRun]) -> dict[str, Any]:
     """
     steps = 0
     for number, run in enumerate(runs):
-        measured = run.recorder.digests
+        measured = run.recording.digests
         steps += len(measured)
         try:
-            log, recorder = replay_recording(point, run.recorder)
+            log, recorder = replay_recording(point, run.recording)
             first = digests_differ(recorder.digests, measured)
             first = _first_waste(log, run.log) if first is None else first
         except RecordingEndedError:
@@ -118,7 +118,7 @@ def attribution(
 
 def _metrics_by_level(run: MeasuredRun, cost: CostModel) -> tuple[dict[str, float], ...]:
     """The run's metrics three times: as measured, with predicted attention, and with predicted steps."""
-    seconds, attention = price_table(cost, run.recorder.features)
+    seconds, attention = price_table(cost, run.recording.features)
     with_attention = run.log.steps["seconds"] - run.log.steps["attention_s"] + attention
     logs = (run.log, with_step_times(run.log, with_attention), with_step_times(run.log, seconds))
     return tuple(compute_metrics(log) for log in logs)
@@ -217,7 +217,7 @@ def suspect(runs: Sequence[MeasuredRun], cost: CostModel) -> dict[str, Any]:
 
     `explained` is the share of the residuals' variance that a straight line over the feature explains.
     """
-    features = np.concatenate([run.recorder.features for run in runs])
+    features = np.concatenate([run.recording.features for run in runs])
     seconds = np.concatenate([run.log.steps["seconds"] for run in runs])
     residual = seconds - price_table(cost, features)[0]
     spread = residual - residual.mean()

@@ -201,7 +201,7 @@ def tables_of(simulated: RunLog, runs: "Sequence[MeasuredRun]") -> dict[str, Tab
         kept = [(side, number, getattr(log, name)) for side, number, log in logs]
         if found := [part for part in kept if part[2] is not None]:
             tables[name] = _stacked(found)
-    parents = parents_table([run.recorder.parents for run in runs])
+    parents = parents_table([run.recording.parents for run in runs])
     return {**tables, TABLE: parents} if parents else tables
 
 

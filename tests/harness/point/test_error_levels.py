@@ -27,7 +27,7 @@ def requests() -> list[TimedRequest]:
 
 
 def measured_run() -> MeasuredRun:
-    log, recorder = replay(requests(), cost=TRUE, fast_forward=False, keep_plans=True)
+    log, recorder = replay(requests(), cost=TRUE, fast_forward=False)
     return MeasuredRun(log, recorder, 0)
 
 

@@ -1,21 +1,19 @@
-from collections.abc import Sequence
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sim_cases import LinearCost, contiguous, fingerprint, replay, request
+from sim_cases import LinearCost, contiguous, fingerprint, play, replay, request
 from tiers import tier
 
 from engine.core.memory.paged import PagedManager
 from engine.core.options import Decoding, SchedulerLimits
-from engine.core.plan import StepPlan
+from engine.core.request import Request
 from engine.core.scheduling.scheduler import Scheduler
 from harness.replay.beams import BeamGenealogy
 from harness.replay.executors import RecordedExecutor, RecordingEndedError, SimulatedExecutor
-from harness.replay.loop import Replay
-from harness.replay.recorder import Recorder, digests_differ
+from harness.replay.features import FeatureMeter
+from harness.replay.loop import Observer, Replay, StepRecord
+from harness.replay.recorder import PlanRecording, digests_differ
 
 
 def test_a_lone_request_takes_the_sum_of_its_steps() -> None:
@@ -139,32 +137,37 @@ def test_preemptions_are_counted_and_what_they_recompute() -> None:
 
 def test_playing_a_recording_back_gives_the_same_plans() -> None:
     requests = [request(rid, 0.003 * rid, 30, 20, 3, Decoding.beam, 16) for rid in range(8)]
-    _, first = replay(requests, manager=PagedManager(40, 16), fast_forward=False, keep_plans=True)
-    again = Recorder({t.request.request_id: t.request for t in requests}, 16, keep_plans=True)
-    executor = RecordedExecutor(first.step_ns, first.results)
-    Replay(requests, Scheduler(PagedManager(40, 16), SchedulerLimits(512, 64)), executor, again).run()
+    _, first = replay(requests, manager=PagedManager(40, 16), fast_forward=False)
+    again, live = PlanRecording(), {}
+    executor = RecordedExecutor(first.step_ns, first.results, FeatureMeter(live, 16))
+    Replay(
+        requests, Scheduler(PagedManager(40, 16), SchedulerLimits(512, 64)), executor, again, live=live
+    ).run()
     assert digests_differ(first.digests, again.digests) is None
 
 
 def test_playing_a_recording_back_on_another_pool_is_noticed() -> None:
     requests = [request(rid, 0, 60, 60) for rid in range(8)]
-    _, first = replay(requests, manager=PagedManager(100, 16), fast_forward=False, keep_plans=True)
-    again = Recorder({t.request.request_id: t.request for t in requests}, 16, keep_plans=True)
-    executor = RecordedExecutor(first.step_ns, first.results)
+    _, first = replay(requests, manager=PagedManager(100, 16), fast_forward=False)
+    again, live = PlanRecording(), {}
+    executor = RecordedExecutor(first.step_ns, first.results, FeatureMeter(live, 16))
     with pytest.raises(RecordingEndedError, match="the recording has"):
-        Replay(requests, Scheduler(PagedManager(20, 16), SchedulerLimits(512, 64)), executor, again).run()
+        Replay(
+            requests, Scheduler(PagedManager(20, 16), SchedulerLimits(512, 64)), executor, again, live=live
+        ).run()
     assert digests_differ(first.digests, again.digests) is not None
 
 
-class NaiveGaps:
+class NaiveGaps(Observer):
     """Every gap of every request, from who got a token in which step: what the recorder must come to."""
 
     def __init__(self) -> None:
         self.gaps: list[int] = []
         self._last: dict[int, int] = {}
 
-    def add(self, end_ns: int, emitted: Sequence[int]) -> None:
-        for request_id in emitted:
+    def committed(self, step: StepRecord) -> None:
+        end_ns = step.start_ns + step.took_ns
+        for request_id in step.report.emitted:
             if request_id in self._last:
                 self.gaps.append(end_ns - self._last[request_id])
             self._last[request_id] = end_ns
@@ -183,19 +186,8 @@ def test_gaps_are_those_of_every_token_one_by_one(rows: list, blocks: int, budge
     fitting = [
         t for t in requests if Scheduler(PagedManager(blocks, 4), limits).never_fits(t.request) is None
     ]
-    by_id = {t.request.request_id: t.request for t in fitting}
-    recorder = Recorder(by_id, 4)
-    executor = SimulatedExecutor(LinearCost(1e-3, 1e-5), by_id, 4, BeamGenealogy({}), fast_forward=False)
-    scheduler = Scheduler(PagedManager(blocks, 4), limits)
-    original = recorder.record
-
-    def record(now_ns: int, plan: StepPlan, *rest: Any) -> int:
-        took = original(now_ns, plan, *rest)
-        naive.add(now_ns + took, rest[1].emitted)
-        return took
-
-    recorder.record = record  # type: ignore[method-assign]
-    Replay(fitting, scheduler, executor, recorder).run()
-    log = recorder.log(scheduler.stats, 4 * blocks, 1)
+    live: dict[int, Request] = {}
+    executor = SimulatedExecutor(LinearCost(1e-3, 1e-5), live, 4, BeamGenealogy({}), fast_forward=False)
+    log = play(fitting, Scheduler(PagedManager(blocks, 4), limits), executor, naive, live=live)
     found = np.repeat(np.rint(log.itl_s * 1e9).astype(int), log.itl_weight.astype(int))
     assert found.tolist() == sorted(naive.gaps)
