@@ -210,9 +210,9 @@ def _predicted(point: Point, cost: CostModel) -> Prediction:
 
 def _pace_section(pace: "Pace | None", runs: "list[MeasuredRun]", cost: CostModel) -> dict[str, Any] | None:
     """The record's section on the pace of the device, with the teacher-forced error if it had not been followed."""
-    from harness.point.error_levels import teacher_forced
+    from harness.point.error_levels import priced, teacher_forced
 
-    return {**pace.section(), "unscaled": teacher_forced(runs, cost, clocked=True)} if pace else None
+    return {**pace.section(), "unscaled": teacher_forced(priced(runs, cost), clocked=True)} if pace else None
 
 
 def calibrated_cost(deployment: Deployment, progress: Progress | None) -> CostModel:
