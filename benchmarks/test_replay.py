@@ -13,9 +13,10 @@ import pytest
 
 from harness.config.compose import compose_config
 from harness.point.cost import cost_model
+from harness.replay.streaming import Prediction
 from harness.sweep.plan import run_request
 from harness.workload.point import Point, resolve
-from harness.workload.simulate import Prediction, simulate_metrics
+from harness.workload.simulate import simulate_metrics
 
 pytestmark = pytest.mark.benchmark(timer=time.process_time, disable_gc=True)
 ROUNDS, WARM_UP = 3, 200  # requests of the warm-up, which compiles what is compiled

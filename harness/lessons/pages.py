@@ -24,7 +24,7 @@ from harness.replay.cost_model import CostModel
 from harness.replay.loop import Observer
 from harness.sweep.plan import plan_sweep, run_request
 from harness.workload.point import Point, resolve
-from harness.workload.simulate import Observe, replay_point, simulated_executor
+from harness.workload.simulate import Observe, new_log, replay_point, simulated_executor
 from traces.synth.generator import generate_trace
 
 FREE, CACHED, FIRST = 0, 1, 2
@@ -163,10 +163,10 @@ def _measured(point: Point, cost: CostModel, label: str, progress: Progress | No
 
 
 def _recorded(point: Point, cost: CostModel, label: str) -> Recording:
-    (made, observe), live = _watching(), dict[int, Request]()
+    (made, observe), live, log = _watching(), dict[int, Request](), new_log(point)
     executor = simulated_executor(point, cost, live, fast_forward=False)
-    log = replay_point(point, point.requests(), executor, observe=observe, live=live)
-    return _recording(point, made[-1], log, label)
+    replay_point(point, log, point.requests(), executor, observe=observe, live=live)
+    return _recording(point, made[-1], log.log(), label)
 
 
 def _watching() -> tuple[list[_Watching], Observe]:

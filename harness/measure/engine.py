@@ -26,7 +26,7 @@ from harness.replay.loop import Progress
 from harness.replay.recorder import MeasuredRun, PlanRecording
 from harness.workload.deployment import Deployment, draft_of, model_spec
 from harness.workload.point import Point
-from harness.workload.simulate import Observe, replay_point, with_ends
+from harness.workload.simulate import Observe, new_log, replay_point, with_ends
 from traces.tokens import token_ids
 
 _WARM_UP = 6  # requests
@@ -95,14 +95,15 @@ def measure(
         meter = FeatureMeter(live, point.pool.block_size, point.pool.window)
         executor = with_ends(point, MeasuredExecutor(runner, clock, meter, yardstick), live)
         same = FixedDurations(executor, step_ns) if step_ns else None
-        recording = PlanRecording(client.chosen if client else None)
-        log = replay_point(
-            *(point, requests, same or executor, recording),
+        recording, kept = PlanRecording(client.chosen if client else None), new_log(point)
+        beside = replay_point(
+            *(point, kept, requests, same or executor, recording),
             observe=observe,
             progress=progress,
             client=client,
             live=live,
         )
+    log = kept.log(**beside)
     log = same.as_measured(log) if same else log
     return MeasuredRun(log, recording, runner.audits, middle(yardstick.readings) if yardstick else None)
 

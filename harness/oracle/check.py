@@ -32,7 +32,7 @@ from harness.oracle.decisions import Cause, Comparison, Difference, Step
 from harness.replay.cost_model import CostModel
 from harness.replay.loop import Observer, StepRecord
 from harness.workload.point import Point
-from harness.workload.simulate import replay_point, simulated_executor
+from harness.workload.simulate import new_log, replay_point, simulated_executor
 from traces.trace import TraceRequest
 
 KNOWN = "0.33.0"
@@ -341,6 +341,7 @@ def compare(
     lru, live = NotedLru(), dict[int, Request]()
     replay_point(
         point,
+        new_log(point),
         point.requests(),
         simulated_executor(point, cost, live, fast_forward=False),
         observe=lambda scheduler: DecisionsObserver(scheduler, lru, checker.observe),

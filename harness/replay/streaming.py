@@ -7,12 +7,20 @@ the hull, the range that the cost model was measured on.
 
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 
-from harness.metrics.compute import RunningTotals, Totals, metrics_of_totals
-from harness.metrics.log import BoolArray, Column, FloatArray, Outcome, RunLog
+from harness.metrics.compute import (
+    RunningTotals,
+    Totals,
+    as_floats,
+    compute_metrics,
+    metrics_of_totals,
+    step_totals,
+)
+from harness.metrics.log import BoolArray, Column, FloatArray, Outcome, RunLog, empty_log
 from harness.replay.cost_model import Amount, CostSource
 
 CHUNK = 4096  # steps, and requests, that are added to the totals at a time
@@ -110,6 +118,33 @@ def extrapolated(source: CostSource, steps: Mapping[str, Column]) -> dict[str, A
     return found.section()
 
 
+@dataclass(frozen=True)
+class Prediction:
+    """The result of a simulation; `log` is empty where rows were not kept.
+
+    `outcome` counts the requests by outcome. `extrapolated` says how much lies outside of the measured range.
+    """
+
+    metrics: dict[str, float]
+    outcome: dict[str, int]
+    extrapolated: dict[str, Any] | None
+    totals: Totals
+    log: RunLog
+
+    def without_rows(self) -> "Prediction":
+        """The same with an empty log."""
+        log = self.log
+        return replace(self, log=empty_log(log.block_size, log.capacity_slots, log.kv_bytes_per_token))
+
+
+def prediction_of(log: RunLog, source: CostSource) -> Prediction:
+    """The prediction that a kept run log stands for."""
+    outcomes = log.requests["outcome"]
+    counts = {outcome.name.lower(): int((outcomes == outcome).sum()) for outcome in Outcome}
+    totals = step_totals(as_floats(log.steps))
+    return Prediction(compute_metrics(log), counts, extrapolated(source, log.steps), totals, log)
+
+
 class Fold(Protocol):
     """What a run log is folded into: steps, gaps and requests as they come, then `close()`, then its results.
 
@@ -117,6 +152,7 @@ class Fold(Protocol):
     """
 
     chunk: int
+    keeps_rows: bool
 
     def add_steps(self, steps: Mapping[str, Column]) -> None:
         """The next steps, columns as in `RunLog.steps`."""
@@ -138,7 +174,7 @@ class Fold(Protocol):
 class KeptLog:
     """The fold that keeps every row: `log()` is the run log."""
 
-    chunk = sys.maxsize
+    chunk, keeps_rows = sys.maxsize, True
 
     def __init__(self, block_size: int, capacity_slots: int, kv_bytes_per_token: int) -> None:
         self._sizes = block_size, capacity_slots, kv_bytes_per_token
@@ -163,8 +199,8 @@ class KeptLog:
         """The run is over."""
         self._span_s = span_s
 
-    def log(self) -> RunLog:
-        """The whole run."""
+    def log(self, **beside: Any) -> RunLog:
+        """The whole run; `beside` are further fields of its log."""
         values, inverse = np.unique(np.concatenate([part for part, _ in self._gaps]), return_inverse=True)
         weights = np.concatenate([part for _, part in self._gaps])
         return RunLog(
@@ -174,6 +210,7 @@ class KeptLog:
             np.bincount(inverse, weights=weights, minlength=len(values)).astype(np.float64),
             *self._sizes,
             self._span_s,
+            **beside,
         )
 
 
@@ -183,14 +220,14 @@ class RunFold:
     `hull` is the range that its cost model was measured on.
     """
 
-    chunk = CHUNK
+    chunk, keeps_rows = CHUNK, False
 
     def __init__(self, hull: Hull) -> None:
         self._running = RunningTotals()
         self._left: dict[str, Column] = {}  # steps that do not fill a chunk yet
         self._outcome = dict.fromkeys(Outcome, 0)
-        self.extrapolated = ExtrapolatedSteps(hull)
-        self.span_s = 0.0
+        self._extrapolated = ExtrapolatedSteps(hull)
+        self._span_s = 0.0
 
     def add_steps(self, steps: Mapping[str, Column]) -> None:
         """The next steps; they are added in whole chunks, wherever they were cut."""
@@ -213,23 +250,21 @@ class RunFold:
     def close(self, span_s: float) -> None:
         """Add the last steps, which fill no chunk."""
         self._fold(self._left)
-        self.span_s = span_s
+        self._span_s = span_s
 
     def _fold(self, steps: Mapping[str, Column]) -> None:
         self._running.add_steps(steps)
-        self.extrapolated.add(steps)
+        self._extrapolated.add(steps)
 
-    def metrics(self, capacity_slots: int, kv_bytes_per_token: int) -> dict[str, float]:
+    def prediction(self, block_size: int, capacity_slots: int, kv_bytes_per_token: int) -> Prediction:
         """Metrics as `compute_metrics` gives them for a log; quantiles are right within 0.1 %."""
-        running, sizes = self._running, (self.span_s, capacity_slots, kv_bytes_per_token)
-        return metrics_of_totals(running.totals, running.samples, *sizes)
-
-    @property
-    def totals(self) -> Totals:
-        """Sums over the run."""
-        return self._running.totals
-
-    @property
-    def outcome(self) -> dict[str, int]:
-        """Requests by outcome."""
-        return {outcome.name.lower(): count for outcome, count in self._outcome.items()}
+        running = self._running
+        return Prediction(
+            metrics_of_totals(
+                running.totals, running.samples, self._span_s, capacity_slots, kv_bytes_per_token
+            ),
+            {outcome.name.lower(): count for outcome, count in self._outcome.items()},
+            self._extrapolated.section(),
+            running.totals,
+            empty_log(block_size, capacity_slots, kv_bytes_per_token),
+        )

@@ -4,8 +4,8 @@ Most points can be replayed by compiled code (`harness.workload.simulate`). All 
 cache of `engine.core`. Outcomes that depend on token values come from `harness.point.workload.drawn`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,18 +23,17 @@ from harness.config.capabilities import Way, obstacles
 from harness.config.errors import ConfigError
 from harness.config.schema import Compiled
 from harness.console import install_hint
-from harness.metrics.compute import Totals, as_floats, compute_metrics, step_totals
-from harness.metrics.log import IntArray, Outcome, RunLog, empty_log
+from harness.metrics.log import IntArray, RunLog
 from harness.replay.arrivals import Arrivals, TimedRequest
 from harness.replay.beams import BeamGenealogy, RecordedGenealogy
 from harness.replay.branches import BranchEnds
-from harness.replay.cost_model import CostModel, CostSource
+from harness.replay.cost_model import CostModel
 from harness.replay.executors import Executor, RecordedExecutor, SimulatedExecutor, StepTiming
 from harness.replay.features import FeatureMeter
 from harness.replay.loop import Observer, Progress, Replay
 from harness.replay.recorder import PlanRecording, Recorder
 from harness.replay.replicas import Balancer, merged, run_together
-from harness.replay.streaming import Fold, KeptLog, RunFold, extrapolated
+from harness.replay.streaming import Fold, KeptLog, Prediction, RunFold, prediction_of
 from harness.workload.beam_requests import BeamClient
 from harness.workload.decoding import RequestDecoding
 from harness.workload.point import Point
@@ -175,7 +174,8 @@ Observe = Callable[[Scheduler], Observer]
 
 def replay_point(
     point: Point,
-    requests: Sequence[TimedRequest],
+    fold: Fold,
+    requests: Iterable[TimedRequest],
     executor: Executor,
     *observers: Observer,
     observe: Observe | None = None,
@@ -183,24 +183,26 @@ def replay_point(
     progress: Progress | None = None,
     client: BeamClient | None = None,
     live: dict[int, Request],
-) -> RunLog:
-    """Replay `requests` through a new scheduler over an empty pool.
+) -> dict[str, Any]:
+    """Replay `requests` through a new scheduler over an empty pool, into `fold`.
 
+    Returns what was kept of the memory, by its field of the run log, where `fold` keeps rows.
     `observers`, and what `observe` makes, look at the replay. `eviction` replaces the eviction order. With `client`
     the engine gets what it sends for `requests`. `live` holds the requests under way; the executor was made with it.
     """
-    fold, env = _kept(point), simpy.Environment(initial_time=0)
-    recorder = Recorder(fold)
-    scheduler, kept = point.observed_scheduler(lambda: int(env.now), eviction)
+    recorder, env = Recorder(fold), simpy.Environment(initial_time=0)
+    scheduler, memory = point.observed_scheduler(lambda: int(env.now), eviction)
+    kept = memory if fold.keeps_rows else []
     made = [observe(scheduler)] if observe else []
     arrivals = point.arrivals(requests, client)
     watching = (recorder, *kept, *observers, *made)
     _replay(point, env, arrivals, scheduler, executor, *watching, live=live, progress=progress).run()
     recorder.close()
-    return replace(fold.log(), **{each.field: each.value() for each in kept})
+    return {each.field: each.value() for each in kept}
 
 
-def _kept(point: Point) -> KeptLog:
+def new_log(point: Point) -> KeptLog:
+    """The fold of a replay of the point that keeps every row."""
     pool = point.pool
     return KeptLog(pool.block_size, pool.tokens, pool.slot_bytes)
 
@@ -230,25 +232,36 @@ def _replay(
 
 def simulate(point: Point, cost: CostModel, *, fast_forward: bool = True) -> RunLog:
     """The free-running prediction as a run log."""
-    log = _simulated(point, cost, fast_forward=fast_forward)
+    compiled, core = new_log(point), new_log(point)
+    if _runs_compiled(point, cost, compiled):
+        log = compiled.log()
+    elif point.replicas > 1:
+        log = _simulate_replicas(point, cost, fast_forward)
+    else:
+        log = core.log(**_simulated(point, cost, core, fast_forward))
     return replace(log, optimal_hit_tokens=optimal_hit_tokens(point, log)) if point.replay.optimum else log
 
 
-def _simulated(point: Point, cost: CostModel, *, fast_forward: bool) -> RunLog:
-    fold = _kept(point)
-    if _runs_compiled(point, cost, fold):
-        return fold.log()
-    if point.replicas > 1:
-        return _simulate_replicas(point, cost, fast_forward)
-    client = point.beam_client(point.workload.genealogy(cost.source))
-    live: dict[int, Request] = {}
+def _simulated(point: Point, cost: CostModel, fold: Fold, fast_forward: bool) -> dict[str, Any]:
+    client, live = point.beam_client(point.workload.genealogy(cost.source)), dict[int, Request]()
     single = point.replay.residency is not None  # a fast-forward would take all its blocks at one time
     executor = simulated_executor(point, cost, live, fast_forward=fast_forward and not single)
-    return replay_point(point, point.requests(), executor, client=client, live=live)
+    return replay_point(point, fold, point.stream(), executor, client=client, live=live)
+
+
+def simulate_metrics(point: Point, cost: CostModel, *, fast_forward: bool = True) -> Prediction:
+    """The free-running prediction in constant memory: only the trace and the requests under way are held."""
+    compiled, core, pool = RunFold(cost.source.hull), RunFold(cost.source.hull), point.pool
+    if _runs_compiled(point, cost, compiled):
+        return compiled.prediction(pool.block_size, pool.tokens, pool.slot_bytes)
+    if point.replicas > 1:
+        return prediction_of(_simulate_replicas(point, cost, fast_forward), cost.source).without_rows()
+    _simulated(point, cost, core, fast_forward)
+    return core.prediction(pool.block_size, pool.tokens, pool.slot_bytes)
 
 
 def _runs_compiled(point: Point, cost: CostModel, fold: Fold) -> bool:
-    """Replay the point by compiled code into `fold`; False where `engine.core` must replay it."""
+    """Replay the point by compiled code into `fold`; False where `engine.core` must replay it, into another one."""
     compiled = compiled_replay(point, cost)
     if compiled is None:
         return False
@@ -298,62 +311,13 @@ def _simulate_replicas(point: Point, cost: CostModel, fast_forward: bool) -> Run
     ):
         live: dict[int, Request] = {}
         executor = simulated_executor(point, cost, live, fast_forward=fast_forward)
-        folds.append(_kept(point))
+        folds.append(new_log(point))
         recorders.append(Recorder(folds[-1]))
         replays.append(_replay(point, env, lane, scheduler, executor, recorders[-1], live=live))
     run_together(replays, env)
     for recorder in recorders:
         recorder.close()
     return merged([fold.log() for fold in folds])
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """The result of a simulation; `log` is empty where rows were not kept.
-
-    `outcome` counts the requests by outcome. `extrapolated` says how much lies outside of the measured range.
-    """
-
-    metrics: dict[str, float]
-    outcome: dict[str, int]
-    extrapolated: dict[str, Any] | None
-    totals: Totals
-    log: RunLog
-
-
-def prediction_of(log: RunLog, source: CostSource) -> Prediction:
-    """The prediction that a kept run log stands for."""
-    outcomes = log.requests["outcome"]
-    counts = {outcome.name.lower(): int((outcomes == outcome).sum()) for outcome in Outcome}
-    steps = as_floats(log.steps)
-    return Prediction(compute_metrics(log), counts, extrapolated(source, log.steps), step_totals(steps), log)
-
-
-def simulate_metrics(point: Point, cost: CostModel, *, fast_forward: bool = True) -> Prediction:
-    """The free-running prediction in constant memory: only the trace and the requests under way are held."""
-    fold = RunFold(cost.source.hull)
-    if _runs_compiled(point, cost, fold):
-        return _folded(point, fold)
-    if point.replicas > 1:
-        log = _simulate_replicas(point, cost, fast_forward)
-        none = empty_log(log.block_size, log.capacity_slots, log.kv_bytes_per_token)
-        return replace(prediction_of(log, cost.source), log=none)
-    fold = RunFold(cost.source.hull)  # the compiled replay may have begun with the other one
-    env, recorder, live = simpy.Environment(initial_time=0), Recorder(fold), dict[int, Request]()
-    client = point.beam_client(point.workload.genealogy(cost.source))
-    scheduler, _ = point.observed_scheduler(lambda: int(env.now))
-    executor = simulated_executor(point, cost, live, fast_forward=fast_forward)
-    arrivals = point.arrivals(point.stream(), client)
-    _replay(point, env, arrivals, scheduler, executor, recorder, live=live).run()
-    recorder.close()
-    return _folded(point, fold)
-
-
-def _folded(point: Point, fold: RunFold) -> Prediction:
-    pool = point.pool
-    metrics = fold.metrics(pool.tokens, pool.slot_bytes)
-    log = empty_log(pool.block_size, pool.tokens, pool.slot_bytes)
-    return Prediction(metrics, fold.outcome, fold.extrapolated.section(), fold.totals, log)
 
 
 def replay_recording(point: Point, recording: PlanRecording) -> tuple[RunLog, PlanRecording]:
@@ -364,8 +328,9 @@ def replay_recording(point: Point, recording: PlanRecording) -> tuple[RunLog, Pl
     client, live = point.beam_client(RecordedGenealogy(recording.parents)), dict[int, Request]()
     meter = FeatureMeter(live, point.pool.block_size, point.pool.window)
     executor = RecordedExecutor(recording.step_ns, recording.results, meter)
-    again = PlanRecording(client.chosen if client else None)
-    return replay_point(point, point.requests(), executor, again, client=client, live=live), again
+    again, log = PlanRecording(client.chosen if client else None), new_log(point)
+    beside = replay_point(point, log, point.requests(), executor, again, client=client, live=live)
+    return log.log(**beside), again
 
 
 def simulated_executor(
