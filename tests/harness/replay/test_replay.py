@@ -1,3 +1,5 @@
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -7,8 +9,12 @@ from tiers import tier
 
 from engine.core.memory.paged import PagedManager
 from engine.core.options import Decoding, SchedulerLimits
+from engine.core.plan import StepPlan
 from engine.core.request import Request
+from engine.core.scheduling.commit import RequestStats
 from engine.core.scheduling.scheduler import Scheduler
+from harness.metrics.log import Outcome
+from harness.replay.arrivals import NEVER, TimedRequest
 from harness.replay.beams import BeamGenealogy
 from harness.replay.executors import RecordedExecutor, RecordingEndedError, SimulatedExecutor
 from harness.replay.features import FeatureMeter
@@ -191,3 +197,71 @@ def test_gaps_are_those_of_every_token_one_by_one(rows: list, blocks: int, budge
     log = play(fitting, Scheduler(PagedManager(blocks, 4), limits), executor, naive, live=live)
     found = np.repeat(np.rint(log.itl_s * 1e9).astype(int), log.itl_weight.astype(int))
     assert found.tolist() == sorted(naive.gaps)
+
+
+class Told(Observer):
+    """Every event of a replay, in order."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[Any, ...]] = []
+
+    def arrived(self, request: Request, at_ns: int) -> None:
+        self.events.append(("arrived", request.request_id, at_ns))
+
+    def planned(self, now_ns: int, plan: StepPlan) -> None:
+        self.events.append(("planned", now_ns, plan.running, plan.rows[0].context_len))
+
+    def committed(self, step: StepRecord) -> None:
+        self.events.append(("committed", step.start_ns, step.report.finished))
+
+    def ended(self, request: Request, outcome: Outcome, at_ns: int, stats: RequestStats) -> None:
+        self.events.append(("ended", request.request_id, outcome.name.lower(), at_ns, stats.hit_tokens))
+
+
+def told(requests: list[TimedRequest], until_s: float | None = None) -> list[tuple[Any, ...]]:
+    live, seen = {}, Told()
+    executor = SimulatedExecutor(LinearCost(1e-3), live, 16, BeamGenealogy({}), fast_forward=False)
+    scheduler = Scheduler(PagedManager(10, 16), SchedulerLimits(512, 64))
+    play(requests, scheduler, executor, seen, Observer(), live=live, until_ns=until_s and int(until_s * 1e9))
+    return seen.events
+
+
+def test_observers_are_told_of_every_request_and_step_in_order() -> None:
+    ms = 1_000_000
+    requests = [request(0, 0, 20, 2), request(1, 0.001, 400, 2), request(2, 0.0055, 20, 1)]
+    assert told(requests) == [
+        ("arrived", 0, 0),
+        ("planned", 0, 1, 0),
+        ("committed", 0, []),
+        ("arrived", 1, ms),
+        ("ended", 1, "rejected", ms, 0),
+        ("planned", ms, 1, 20),
+        ("committed", ms, [0]),
+        ("ended", 0, "finished", 2 * ms, 0),
+        ("arrived", 2, 5.5 * ms),
+        ("planned", 5.5 * ms, 1, 0),
+        ("committed", 5.5 * ms, [2]),
+        ("ended", 2, "finished", 6.5 * ms, 0),
+    ]
+
+
+def test_requests_that_a_replay_leaves_end_as_unfinished() -> None:
+    events = told([request(0, 0, 20, 9), request(1, 5, 20, 1)], until_s=0.002)
+    assert events[-3:] == [
+        ("arrived", 1, NEVER),
+        ("ended", 0, "unfinished", NEVER, 0),
+        ("ended", 1, "unfinished", NEVER, 0),
+    ]
+
+
+def test_an_event_that_nobody_wants_calls_nobody() -> None:
+    live: dict[int, Request] = {}
+    executor = SimulatedExecutor(LinearCost(1e-3), live, 16, BeamGenealogy({}), fast_forward=False)
+    executor.unclocked = lambda look: pytest.fail("nobody looks")  # type: ignore[method-assign]
+    play(
+        [request(0, 0, 20, 2)],
+        Scheduler(PagedManager(10, 16), SchedulerLimits()),
+        executor,
+        Observer(),
+        live=live,
+    )
