@@ -13,7 +13,7 @@ import pytest
 
 from harness.config.compose import compose_config
 from harness.point.cost import cost_model
-from harness.replay.streaming import Prediction
+from harness.replay.folds import Prediction
 from harness.sweep.plan import run_request
 from harness.workload.point import Point, resolve
 from harness.workload.simulate import simulate_metrics

@@ -55,8 +55,8 @@ from harness.replay.beams import choices_of_run, churn_of_run, evenness_of_run
 from harness.replay.branches import DraftAcceptance
 from harness.replay.cost_model import CostModel, CostSource, PacedCost, price_table
 from harness.replay.features import AT
+from harness.replay.folds import COLUMNS, hull_of
 from harness.replay.recorder import MeasuredRun
-from harness.replay.streaming import COLUMNS, hull_of
 from harness.workload.deployment import Deployment, PoolShape
 from harness.workload.point import Point, Workload
 from harness.workload.simulate import simulate

@@ -36,8 +36,8 @@ from harness.metrics.log import BoolArray, Column, FloatArray, IntArray, Outcome
 from harness.replay.arrivals import LATEST_NS, NS_PER_S, TimeSpanError, to_s
 from harness.replay.beams import BeamGenealogy
 from harness.replay.features import FEATURES
+from harness.replay.folds import CHUNK, Fold
 from harness.replay.recorder import request_columns, step_columns
-from harness.replay.streaming import CHUNK, Fold
 
 LOG_STEPS = 2 * CHUNK  # steps in memory before they are handed on: few enough for the CPU's caches
 FULL, DONE, TOO_LONG, PREEMPTED_BRANCHES = 0, 1, 2, 3  # what `advance` returns

@@ -14,7 +14,7 @@ from harness.metrics.log import Outcome, RunLog
 from harness.metrics.record import PointRecord, Row, compare
 from harness.point.error_levels import error_levels
 from harness.replay.cost_model import CostModel
-from harness.replay.streaming import Prediction
+from harness.replay.folds import Prediction
 from harness.workload.decoding import TABLE, parents_table
 from harness.workload.deployment import Deployment, PoolShape
 from harness.workload.devices import engine_kernels

@@ -25,7 +25,7 @@ from harness.point.cost import (
 )
 from harness.point.record import files_of, make_record, tables_of
 from harness.replay.cost_model import CostModel, PacedCost
-from harness.replay.streaming import Prediction, prediction_of
+from harness.replay.folds import Prediction, prediction_of
 from harness.workload.decoding import recording_stamp
 from harness.workload.deployment import Deployment, deployment_of, draft_of, model_shape, model_spec
 from harness.workload.devices import check_engine, check_memory, check_weights, engine_kernels

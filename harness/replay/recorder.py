@@ -1,7 +1,7 @@
 """The run log of a replay: what the loop tells, folded.
 
 `Recorder` makes rows of steps and rows of requests, and hands them to a fold, which keeps them or adds them up
-(`harness.replay.streaming`). `PlanRecording` keeps plans and results. `MeasuredRun` is a run on the engine.
+(`harness.replay.folds`). `PlanRecording` keeps plans and results. `MeasuredRun` is a run on the engine.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -34,8 +34,8 @@ from harness.replay.arrivals import NEVER, to_s
 from harness.replay.beams import Choices
 from harness.replay.cost_model import Amount
 from harness.replay.features import FEATURES
+from harness.replay.folds import Fold
 from harness.replay.loop import Observer, StepRecord
-from harness.replay.streaming import Fold
 
 _TIMES = ("arrival_s", "first_scheduled_s", "first_token_s", "finish_s")
 RequestTable = dict[str, np.ndarray[Any, np.dtype[Any]]]

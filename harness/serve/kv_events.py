@@ -15,7 +15,7 @@ from typing import Any
 from engine.core.memory.paged import PagedManager
 from harness.config.errors import UserError
 from harness.console import install_hint
-from harness.replay.kv_events import KvEvents
+from harness.replay.memory import KvEvents
 from traces.formats.kv_events import encode
 
 KEPT = 10_000  # messages that can be asked for again

@@ -46,7 +46,7 @@ from harness.config.schema import (
 from harness.cost.model_shape import Experts, LatentKV, ModelShape
 from harness.cost.roofline import DeviceShape, block_size_factor
 from harness.environment import device_identity, engine_device
-from harness.replay.kv_events import KvEvents, Lookups, MemoryObserver, Residencies, Wastes
+from harness.replay.memory import KvEvents, Lookups, MemoryObserver, Residencies, Wastes
 from harness.workload.architecture import TIED, UNGATED, bits_of, checkpoint_shape, unknown_parts
 
 BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2, Dtype.float16: 2}

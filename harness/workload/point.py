@@ -25,7 +25,7 @@ from harness.config.values import PerObject
 from harness.replay.arrivals import LATEST_NS, Arrivals, Resubmitting, TimedRequest
 from harness.replay.beams import Genealogy
 from harness.replay.cost_model import CostSource
-from harness.replay.kv_events import MemoryObserver
+from harness.replay.memory import MemoryObserver
 from harness.workload.beam_requests import BeamClient, KeyedBeams, requests_sent
 from harness.workload.decoding import (
     SHORT,

@@ -30,10 +30,10 @@ from harness.replay.branches import BranchEnds
 from harness.replay.cost_model import CostModel
 from harness.replay.executors import Executor, RecordedExecutor, SimulatedExecutor, StepTiming
 from harness.replay.features import FeatureMeter
+from harness.replay.folds import Fold, KeptLog, Prediction, RunFold, prediction_of
 from harness.replay.loop import Observer, Progress, Replay
 from harness.replay.recorder import PlanRecording, Recorder
 from harness.replay.replicas import Balancer, merged, run_together
-from harness.replay.streaming import Fold, KeptLog, Prediction, RunFold, prediction_of
 from harness.workload.beam_requests import BeamClient
 from harness.workload.decoding import RequestDecoding
 from harness.workload.point import Point

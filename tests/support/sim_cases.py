@@ -20,9 +20,9 @@ from harness.replay.beams import BeamGenealogy
 from harness.replay.cost_model import Amount, CostModel, CostSource, Price
 from harness.replay.executors import Executor, SimulatedExecutor
 from harness.replay.features import AT
+from harness.replay.folds import Hull, KeptLog, RunFold
 from harness.replay.loop import Observer, Replay
 from harness.replay.recorder import PlanRecording, Recorder
-from harness.replay.streaming import Hull, KeptLog, RunFold
 
 DECODE_KV, TOKENS, COPIED, VOIDED = [AT.decode_kv, AT.tokens, AT.copied_slots, AT.freed_slots]
 

@@ -34,9 +34,9 @@ from harness.replay.beams import BeamGenealogy
 from harness.replay.cost_model import CostModel, CostSource, PacedCost
 from harness.replay.executors import SimulatedExecutor
 from harness.replay.features import ATTENTION_FEATURES, FEATURES
+from harness.replay.folds import KeptLog, RunFold
 from harness.replay.loop import Replay
 from harness.replay.recorder import Recorder
-from harness.replay.streaming import KeptLog, RunFold
 
 SHAPE = ModelShape(
     layers=4, hidden=256, heads=8, kv_heads=2, head_dim=32, intermediate=688, vocab=2048, bytes_per_element=2

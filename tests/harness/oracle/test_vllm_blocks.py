@@ -24,7 +24,7 @@ from engine.core import (
 from engine.core.sequence import Group, ScheduledRow
 from harness.config.errors import ConfigError
 from harness.oracle.check import vllm_version
-from harness.replay.kv_events import KvEvents
+from harness.replay.memory import KvEvents
 from traces.formats.kv_events import BlockStored
 
 

@@ -15,7 +15,7 @@ from harness.config.errors import ConfigError
 from harness.config.schema import Compiled
 from harness.point.cost import cost_model
 from harness.replay.cost_model import CostModel
-from harness.replay.streaming import prediction_of
+from harness.replay.folds import prediction_of
 from harness.sweep.plan import run_request
 from harness.workload import simulate as compiled
 from harness.workload.deployment import deployment_of

@@ -7,7 +7,7 @@ from sim_cases import LinearCost, replay, request, stream
 from engine.core.memory.paged import PagedManager
 from harness.metrics.compute import BinnedSamples, ExactSamples, compute_metrics
 from harness.replay.arrivals import TimedRequest
-from harness.replay.streaming import COLUMNS, RunFold, hull_of
+from harness.replay.folds import COLUMNS, RunFold, hull_of
 
 COST = LinearCost(1e-3, 1e-5, 1e-7)
 
