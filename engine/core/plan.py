@@ -122,14 +122,14 @@ class StepPlan:
     def counts(self) -> StepCounts:
         """What is counted of the step, or of the first one of a fast-forward."""
         return StepCounts(
-            new_blocks=self.new_blocks,
-            copies=len(self.copies),
-            frees=len(self.frees),
-            preempted=len(self.preempted),
-            admitted=len(self.admitted),
-            hit_tokens=self.hit_tokens,
-            running=self.running,
-            waiting=self.waiting,
+            self.new_blocks,
+            len(self.copies),
+            len(self.frees),
+            len(self.preempted),
+            len(self.admitted),
+            self.hit_tokens,
+            self.running,
+            self.waiting,
         )
 
     @cached_property

@@ -97,7 +97,7 @@ class RequestTimes:
         # requests that got no token although they had one before, with the end of the step of their last token
         self._paused: dict[int, int] = {}
         self._last_end = 0  # end of the last plan that produced tokens
-        self._ended: list[tuple[int, ...]] = []  # rows of the request table, in order of their ends
+        self._ended: list[tuple[int, RequestRow[int]]] = []  # place and row, in order of their ends
         self._gap_ns: list[int] = []
         self._gap_weight: list[int] = []
 
@@ -197,7 +197,7 @@ class RequestTimes:
             generated=generated,
             returned=request.output_tokens if best_alone else generated,
         )
-        self._ended.append((live.place, *row))
+        self._ended.append((live.place, row))
 
     @property
     def ended(self) -> int:
@@ -207,8 +207,8 @@ class RequestTimes:
     def drain(self, count: int) -> RequestTable:
         """The first `count` rows of the request table, in order of arrival; they are removed here."""
         rows, self._ended = self._ended[:count], self._ended[count:]
-        table = np.array(sorted(rows), dtype=np.int64).reshape(len(rows), 1 + len(RequestRow._fields))
-        return request_columns(RequestRow(*table.T[1:].copy()))
+        table = np.array([row for _, row in sorted(rows)], dtype=np.int64)
+        return request_columns(RequestRow(*table.reshape(len(rows), len(RequestRow._fields)).T.copy()))
 
     def drain_gaps(self) -> tuple[FloatArray, FloatArray]:
         """Every inter-token gap in seconds, equal ones merged, with the number of each; they are removed here."""
@@ -227,7 +227,6 @@ _FIRST_ONLY = [
     if name not in ("new_blocks", "frees", "running", "waiting")
 ]
 _STATES = slice(COLUMN.token, COLUMN.free + 1)
-_UNKNOWN = (np.nan,) * len(PHASES)
 
 
 class StepTable:
@@ -240,7 +239,7 @@ class StepTable:
 
     def _forget(self) -> None:
         self._rows: list[tuple[Amount, ...]] = []
-        self._phases: list[tuple[float, ...]] = []
+        self._phases: list[list[float]] = []  # of single steps, as an engine takes them
         self._steps: list[int] = []
         self._ns: list[int] = []
         self._attention_s: list[float] = []
@@ -273,8 +272,8 @@ class StepTable:
                 *plan.usage,
             )
         )
-        phases = timing.phases
-        self._phases.append(tuple(phases.get(name, np.nan) for name in PHASES) if phases else _UNKNOWN)
+        if timing.phases:
+            self._phases.append([timing.phases.get(name, np.nan) for name in PHASES])
         self._steps.append(len(timing.ns))
         self._ns += timing.ns
         self._attention_s += timing.attention_s
@@ -286,7 +285,6 @@ class StepTable:
         """Every column of STEP_COLUMNS, one entry per step. The table is empty then."""
         steps = np.array(self._steps, dtype=np.int64)
         rows = np.array(self._rows, dtype=np.int64).reshape(-1, len(STEP_RECORD)).repeat(steps, axis=0)
-        phases = np.array(self._phases, dtype=np.float64).reshape(-1, len(PHASES)).repeat(steps, axis=0)
         nth = np.arange(steps.sum()) - (np.cumsum(steps) - steps).repeat(steps)
         ns = np.array(self._ns, dtype=np.int64)
         before = np.cumsum(ns) - ns  # within all steps; of each plan's first step it is the plan's own offset
@@ -294,7 +292,8 @@ class StepTable:
         rows[:, COLUMN.start_ns] += before - before[nth == 0].repeat(steps)
         if self._fast_forwards:
             self._add_fast_forwards(rows, nth)
-        found = step_columns(rows, np.array(self._attention_s, dtype=np.float64), self._drained, phases.T)
+        phases = np.array(self._phases, dtype=np.float64).T if self._phases else None
+        found = step_columns(rows, np.array(self._attention_s, dtype=np.float64), self._drained, phases)
         self._drained += len(nth)
         self._forget()
         return found
