@@ -13,9 +13,10 @@ import pytest
 
 from harness.config.compose import compose_config
 from harness.point.cost import cost_model
+from harness.replay.folds import Prediction
 from harness.sweep.plan import run_request
 from harness.workload.point import Point, resolve
-from harness.workload.simulate import Prediction, simulate_metrics
+from harness.workload.simulate import simulate_metrics
 
 pytestmark = pytest.mark.benchmark(timer=time.process_time, disable_gc=True)
 ROUNDS, WARM_UP = 3, 200  # requests of the warm-up, which compiles what is compiled
@@ -70,7 +71,7 @@ def replayed(benchmark: Any, family: str, requests: int, way: str) -> None:
         benchmark.extra_info.update(
             {
                 "requests per CPU-second": len(drawn.trace.requests) / seconds,
-                "sequence-steps per CPU-second": found.totals["rows"] / seconds,
+                "sequence-steps per CPU-second": found.totals["rows_sum"] / seconds,
                 "peak MB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
             }
         )

@@ -51,6 +51,19 @@ class SlotUsage(NamedTuple):
         return self.token + self.cached + self.reserved + self.internal + self.external + self.free
 
 
+class StepCounts(NamedTuple):
+    """What a plan counts of its step. To count more, add it here and in `StepPlan.counts`: it is in every log then."""
+
+    new_blocks: int  # blocks taken from the pool
+    copies: int  # blocks copied on write
+    frees: int  # blocks whose content became void
+    preempted: int  # requests that lost their blocks
+    admitted: int  # requests that entered the batch
+    hit_tokens: int  # prompt tokens of the admitted requests that were found in the cache
+    running: int  # requests in the batch
+    waiting: int  # requests in the queue
+
+
 class Row(NamedTuple):
     """What one sequence computes in a step: `query_len` tokens from position `context_len` on.
 
@@ -104,6 +117,20 @@ class StepPlan:
     resumed: Sequence[int] = ()  # request ids that come back from host memory in this plan
     steady: int = 0  # leading rows that are steady decoders
     steady_ids: Sequence[int] = ()  # their requests
+
+    @property
+    def counts(self) -> StepCounts:
+        """What is counted of the step, or of the first one of a fast-forward."""
+        return StepCounts(
+            self.new_blocks,
+            len(self.copies),
+            len(self.frees),
+            len(self.preempted),
+            len(self.admitted),
+            self.hit_tokens,
+            self.running,
+            self.waiting,
+        )
 
     @cached_property
     def query_len(self) -> IntArray:

@@ -28,7 +28,7 @@ from harness.cost.timings import NATIVE, OURS, KernelRun, KernelRunError, read_r
 from harness.environment import device_identity, engine_device, kernel_digest
 from harness.replay.cost_model import CostSource
 from harness.replay.features import ATTENTION_FEATURES
-from harness.replay.streaming import GridHull
+from harness.replay.folds import GridHull
 from harness.workload.deployment import Deployment
 from harness.workload.devices import engine_kernels
 

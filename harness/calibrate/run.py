@@ -55,8 +55,8 @@ from harness.replay.beams import choices_of_run, churn_of_run, evenness_of_run
 from harness.replay.branches import DraftAcceptance
 from harness.replay.cost_model import CostModel, CostSource, PacedCost, price_table
 from harness.replay.features import AT
+from harness.replay.folds import COLUMNS, hull_of
 from harness.replay.recorder import MeasuredRun
-from harness.replay.streaming import COLUMNS, hull_of
 from harness.workload.deployment import Deployment, PoolShape
 from harness.workload.point import Point, Workload
 from harness.workload.simulate import simulate
@@ -300,7 +300,7 @@ def _decode_point(deployment: Deployment, rows: int, length: int, reference: Rea
     """Median attention of steps in which `rows` sequences decode, scaled to `length` slots each."""
     half = _GRID_STEPS // 2
     run = _run_rows(deployment, rows, max(1, length - half), _GRID_STEPS, rows * length, reference)
-    steps = run.recorder.features
+    steps = run.recording.features
     chosen = (steps[:, AT.decode_rows] == rows) & (steps[:, AT.prefill_rows] == 0)
     middle = np.argmin(np.abs(steps[chosen, AT.decode_kv] / rows - length))
     nearest = run.log.steps["attention_s"][chosen][max(0, middle - 1) : middle + 2]
@@ -313,7 +313,7 @@ def _prefill_points(
     """Attention of one request's chunks of `chunk` tokens, at each of CONTEXTS that its prompt reaches."""
     prompt = min(longest - 1, max(CONTEXTS) + chunk)
     run = _run_rows(deployment, 1, prompt, 1, chunk, reference)
-    features, seconds = run.recorder.features, run.log.steps["attention_s"]
+    features, seconds = run.recording.features, run.log.steps["attention_s"]
     context = features[:, AT.prefill_kv] - features[:, AT.prefill_tokens]
     found: list[GridPoint] = []
     for wanted in CONTEXTS:
@@ -417,7 +417,7 @@ class Passes:
         run = measure(
             point,
             seed=SEED,
-            step_ns=known.runs[0].recorder.step_ns if known else None,
+            step_ns=known.runs[0].recording.step_ns if known else None,
             reference=self._reference,
         )
         self._probe = probe_s(self._deployment)
@@ -547,7 +547,7 @@ def _fitted(
     predicted, predicted_attention = price_table(cost, features)
     found = replace(
         source,
-        provenance={**facts, "steps_fitted": sum(len(run.recorder.features) for run, _ in seen)},
+        provenance={**facts, "steps_fitted": sum(len(run.recording.features) for run, _ in seen)},
         heldout={
             "step": held_out_error(predicted, seconds),
             "attention": held_out_error(predicted_attention, attention),
@@ -561,7 +561,7 @@ def _columns(
     runs: Sequence[tuple[MeasuredRun, float]], pace: float
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Features, step seconds and attention seconds; times are scaled to the median pace of the calibration."""
-    features = np.concatenate([run.recorder.features for run, _ in runs])
+    features = np.concatenate([run.recording.features for run, _ in runs])
     seconds, attention = (
         np.concatenate([run.log.steps[name] * (pace / probe) for run, probe in runs])
         for name in ("seconds", "attention_s")
@@ -573,7 +573,7 @@ def _beams(timed: Sequence[TimedCase]) -> tuple[dict[int, float], dict[int, floa
     """Churn and evenness by beam width, over all selections except the first of each request."""
     chosen: dict[int, list[Sequence[int]]] = {}
     for entry in timed:
-        for choices in choices_of_run(entry.runs[0].recorder.parents):
+        for choices in choices_of_run(entry.runs[0].recording.parents):
             chosen.setdefault(entry.case.beam_width, []).extend(choices)
     widths = sorted(chosen)
     churn = {width: churn_of_run(width, [len(set(parents)) for parents in chosen[width]]) for width in widths}
@@ -586,7 +586,7 @@ def _acceptance(timed: Sequence[TimedCase]) -> float | None:
         (drafts, result.accepted.get(request_id, 0))
         for entry in timed
         for drafted, result in zip(
-            entry.runs[0].recorder.drafted, entry.runs[0].recorder.results, strict=True
+            entry.runs[0].recording.drafted, entry.runs[0].recording.results, strict=True
         )
         for request_id, drafts in drafted.items()
     ]

@@ -16,9 +16,10 @@ from harness.config.errors import ConfigError
 from harness.config.schema import Oversize, ReplayMode, RunConfig
 from harness.metrics import KEEPS_MORE
 from harness.point.cost import cost_model
+from harness.replay.folds import Prediction
 from harness.workload.deployment import PoolShape, deployment_of, layer_sets, max_position, model_shape
 from harness.workload.point import resolve
-from harness.workload.simulate import Prediction, simulate_metrics
+from harness.workload.simulate import simulate_metrics
 from traces.analysis.reuse import PrefixPaths, optimal_hit_tokens, reuse_profile, shared_prefix_tokens
 from traces.trace import Trace
 

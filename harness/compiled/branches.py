@@ -9,7 +9,8 @@ import numpy as np
 
 from harness.compiled.numba_edge import jitable
 from harness.compiled.pool import blocks_of, give_back, note_last_blocks, take_free
-from harness.compiled.state import BEAM_SLOTS, COPIES, ENTRIES, NEVER, WRITTEN, ReplayState
+from harness.compiled.state import BEAM_SLOTS, COPIES, ENTRIES, WRITTEN, ReplayState
+from harness.replay.arrivals import NEVER
 from harness.replay.beams import EVEN
 from harness.replay.branches import SCALE
 

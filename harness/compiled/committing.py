@@ -19,7 +19,6 @@ from harness.compiled.state import (
     HITS,
     INTERNAL,
     LAST_END,
-    NEVER,
     NOW,
     PREEMPTED,
     RUNNING,
@@ -33,6 +32,8 @@ from harness.compiled.state import (
     WRITTEN,
     ReplayState,
 )
+from harness.metrics.log import COLUMN
+from harness.replay.arrivals import NEVER
 from harness.replay.features import AT
 
 
@@ -40,34 +41,30 @@ from harness.replay.features import AT
 def log_step(state: ReplayState, num_blocks: int, took_ns: int, attention_s: float) -> None:
     """Log the step under way; slot states are those while it runs."""
     at, features, size = state.at, state.features, state.rules.block_size
-    counts = (  # in the order of COUNTS
-        *(
-            at[NOW],
-            took_ns,
-            int(features[AT.rows]),
-            int(features[AT.decode_rows]),
-            int(features[AT.prefill_tokens]),
-        ),
-        *(
-            int(features[AT.tokens]),
-            int(features[AT.decode_kv] + features[AT.prefill_kv]),
-            int(features[AT.sampled_rows]),
-        ),
-        *(
-            at[TAKEN],
-            at[COPIES],
-            at[VOIDED],
-            at[ADMITTED],
-            at[PREEMPTED],
-            at[HITS],
-            at[RUNNING],
-            at[TAIL] - at[HEAD],
-        ),
-        *(at[WRITTEN], at[CACHED] * size, at[INTERNAL], at[EMPTY] * size),
-        *(num_blocks - at[EMPTY] - at[CACHED], at[ENTRIES]),
-    )
-    for column in range(len(counts)):
-        state.log.counts[at[STEPS], column] = counts[column]
+    record, used = state.log.records[at[STEPS]], num_blocks - at[EMPTY] - at[CACHED]
+    record[COLUMN.start_ns] = at[NOW]
+    record[COLUMN.ns] = took_ns
+    record[COLUMN.rows] = int(features[AT.rows])
+    record[COLUMN.decode_rows] = int(features[AT.decode_rows])
+    record[COLUMN.prefill_tokens] = int(features[AT.prefill_tokens])
+    record[COLUMN.query_tokens] = int(features[AT.tokens])
+    record[COLUMN.kv_read_tokens] = int(features[AT.decode_kv] + features[AT.prefill_kv])
+    record[COLUMN.sampled_rows] = int(features[AT.sampled_rows])
+    record[COLUMN.new_blocks] = at[TAKEN]
+    record[COLUMN.copies] = at[COPIES]
+    record[COLUMN.frees] = at[VOIDED]
+    record[COLUMN.preempted] = at[PREEMPTED]
+    record[COLUMN.admitted] = at[ADMITTED]
+    record[COLUMN.hit_tokens] = at[HITS]
+    record[COLUMN.running] = at[RUNNING]
+    record[COLUMN.waiting] = at[TAIL] - at[HEAD]
+    record[COLUMN.token] = at[WRITTEN]
+    record[COLUMN.cached] = at[CACHED] * size
+    record[COLUMN.reserved] = used * size - at[WRITTEN] - at[INTERNAL]
+    record[COLUMN.internal] = at[INTERNAL]
+    record[COLUMN.free] = at[EMPTY] * size
+    record[COLUMN.logical_blocks] = at[ENTRIES]
+    record[COLUMN.physical_blocks] = used
     state.log.attention_s[at[STEPS]] = attention_s
     at[STEPS] += 1
     at[VOIDED] = at[TAKEN] = at[COPIES] = at[ADMITTED] = at[PREEMPTED] = at[HITS] = 0

@@ -61,6 +61,8 @@ def _cache_dir() -> Path:
     replay = here.parent / "replay"
     for source in (
         *sorted(here.glob("*.py")),
+        here.parent / "metrics" / "log.py",
+        here.parents[1] / "engine" / "core" / "plan.py",
         replay / "arrivals.py",
         replay / "features.py",
         replay / "beams.py",

@@ -11,13 +11,13 @@ from harness.compiled.state import (
     EMPTY,
     ENTRIES,
     INTERNAL,
-    NEVER,
     SPARE,
     TAKEN,
     VOIDED,
     WRITTEN,
     ReplayState,
 )
+from harness.replay.arrivals import NEVER
 
 # -- the order of eviction ---------------------------------------------------------------------------------------------
 

@@ -1,9 +1,9 @@
-"""The interface of the compiled replay: it takes lengths and limits, and gives the columns of a run log.
+"""The interface of the compiled replay: it takes lengths and limits, and hands the rows of a run log to a fold.
 
 `advance` is the loop that numba compiles. It runs step after step until the log is full or every request has ended.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,12 +16,10 @@ from harness.compiled.pricing import note_prefill, price, write_features
 from harness.compiled.scheduling import admit, continue_running, take_arrivals
 from harness.compiled.state import (
     ARRIVED,
-    COUNTS,
     ENDED,
     GAPS,
     HEAD,
     LAST_END,
-    NEVER,
     NOW,
     PREEMPTED,
     RUNNING,
@@ -34,45 +32,16 @@ from harness.compiled.state import (
     Rules,
     new_state,
 )
-from harness.metrics.log import (
-    GENERATED,
-    REQUEST_COLUMNS,
-    RETURNED,
-    STEP_COLUMNS,
-    BoolArray,
-    Column,
-    FloatArray,
-    IntArray,
-    Outcome,
-    RunLog,
-)
+from harness.metrics.log import BoolArray, Column, FloatArray, IntArray, Outcome, RequestRow
 from harness.replay.arrivals import LATEST_NS, NS_PER_S, TimeSpanError, to_s
 from harness.replay.beams import BeamGenealogy
 from harness.replay.features import FEATURES
-from harness.replay.recorder import PHASES
-from harness.replay.streaming import CHUNK, RunFold
+from harness.replay.folds import CHUNK, Fold
+from harness.replay.recorder import request_columns, step_columns
 
 LOG_STEPS = 2 * CHUNK  # steps in memory before they are handed on: few enough for the CPU's caches
 FULL, DONE, TOO_LONG, PREEMPTED_BRANCHES = 0, 1, 2, 3  # what `advance` returns
 _NS, _LATEST_NS = float(NS_PER_S), float(LATEST_NS)
-_TIME_COLUMNS = ("start_ns", "ns")
-_STATES = ("token", "cached", "internal", "free")
-
-
-def step_columns(state: ReplayState, before: int, capacity_slots: int) -> dict[str, Column]:
-    """The logged steps as in `RunLog.steps`; `before` is the number of steps that were taken out of the log earlier."""
-    count = state.at[STEPS]
-    counts = state.log.counts[:count]
-    found: dict[str, Column] = {
-        name: counts[:, i].copy() for i, name in enumerate(COUNTS) if name not in _TIME_COLUMNS
-    }
-    found |= {name: np.full(count, np.nan) for name in PHASES}
-    found["step"] = before + np.arange(count)
-    found["start_s"], found["seconds"] = to_s(counts[:, 0]), to_s(counts[:, 1])
-    found["attention_s"] = state.log.attention_s[:count].copy()
-    found["reserved"] = capacity_slots - np.sum([found[name] for name in _STATES], axis=0)
-    nothing = np.zeros(count, dtype=np.int64)
-    return {name: found.get(name, nothing) for name in STEP_COLUMNS}
 
 
 def gaps(state: ReplayState) -> tuple[FloatArray, FloatArray]:
@@ -81,34 +50,29 @@ def gaps(state: ReplayState) -> tuple[FloatArray, FloatArray]:
     return to_s(state.log.gap_ns[:count]), state.log.gap_weight[:count].astype(np.float64)
 
 
-def request_columns(state: ReplayState, request_ids: IntArray, first: int, last: int) -> dict[str, Column]:
+def ended_requests(state: ReplayState, request_ids: IntArray, first: int, last: int) -> dict[str, Column]:
     """The requests that ended as number `first` to `last - 1`, sorted by arrival, as in `RunLog.requests`."""
     requests, inputs = state.requests, state.inputs
     ended = np.sort(requests.ended[first : min(last, state.at[ENDED])])
-    nothing = np.zeros(len(ended), dtype=np.int64)
-    found: dict[str, Column] = {
-        "request_id": request_ids[ended],
-        "arrival_s": to_s(inputs.arrival_ns[ended]),
-        "first_scheduled_s": _moment(requests.scheduled[ended]),
-        "first_token_s": _moment(requests.first_token[ended]),
-        "finish_s": _moment(requests.finish[ended]),
-        "prompt_tokens": inputs.prompt[ended],
-        "output_tokens": inputs.output[ended],
-        "width": inputs.width[ended],
-        "hit_tokens": requests.hits[ended],
-        "resumed_hit_tokens": requests.resumed_hits[ended],
-        "recomputed_tokens": requests.recomputed[ended],
-        "preemptions": requests.preemptions[ended],
-        "outcome": np.where(inputs.fits[ended] == 1, Outcome.FINISHED, Outcome.REJECTED),
-    }
-    table = {name: found.get(name, nothing) for name in REQUEST_COLUMNS}
     generated = inputs.output[ended] * inputs.width[ended]
-    returned = np.where(inputs.beam[ended] == 1, inputs.output[ended], generated)
-    return {**table, GENERATED: generated, RETURNED: returned}
-
-
-def _moment(ns: IntArray) -> FloatArray:
-    return np.where(ns == NEVER, np.nan, to_s(ns))
+    row = RequestRow(
+        request_id=request_ids[ended],
+        arrival_ns=inputs.arrival_ns[ended],
+        scheduled_ns=requests.scheduled[ended],
+        first_token_ns=requests.first_token[ended],
+        finish_ns=requests.finish[ended],
+        prompt_tokens=inputs.prompt[ended],
+        output_tokens=inputs.output[ended],
+        width=inputs.width[ended],
+        hit_tokens=requests.hits[ended],
+        resumed_hit_tokens=requests.resumed_hits[ended],
+        recomputed_tokens=requests.recomputed[ended],
+        preemptions=requests.preemptions[ended],
+        outcome=np.where(inputs.fits[ended] == 1, Outcome.FINISHED, Outcome.REJECTED),
+        generated=generated,
+        returned=np.where(inputs.beam[ended] == 1, inputs.output[ended], generated),
+    )
+    return request_columns(row)
 
 
 def advance(state: ReplayState, num_blocks: int) -> int:
@@ -116,7 +80,7 @@ def advance(state: ReplayState, num_blocks: int) -> int:
     PREEMPTED_BRANCHES.
     """
     at, log = state.at, state.log
-    while at[STEPS] < len(log.counts) and at[GAPS] + state.rules.max_rows < len(log.gap_ns):
+    while at[STEPS] < len(log.records) and at[GAPS] + state.rules.max_rows < len(log.gap_ns):
         take_arrivals(state)
         if at[RUNNING] or at[HEAD] < at[TAIL]:
             if not step(state, num_blocks):
@@ -203,19 +167,13 @@ class PlainPool:
 
     num_blocks: int
     block_size: int
-    kv_bytes_per_token: int
     keeps: bool
-
-    @property
-    def slots(self) -> int:
-        """KV slots."""
-        return self.num_blocks * self.block_size
 
 
 class CompiledReplay:
     """A replay of plain requests by compiled code, from an empty pool to the end of the last request.
 
-    Call either `log()`, which keeps every row, or `fold()`, which adds them to running totals. A replay runs once.
+    It runs once.
     `advance_with` replaces the compiled loop, for tests.
     """
 
@@ -253,56 +211,33 @@ class CompiledReplay:
         self._state = new_state(inputs, rules, prices, pool.num_blocks, len(FEATURES), log_steps)
         self._advance = advance_with or compiled(advance)
 
-    def fold(self, fold: RunFold) -> float:
-        """Run, and add everything to `fold`; returns when the last step ended, in s."""
-        handed = 0
-        for steps, between in self._chunks():
-            fold.add_steps(steps)
-            fold.add_gaps(*between)
-            while self._state.at[ENDED] - handed >= CHUNK:
-                fold.add_requests(self._ended(handed, handed + CHUNK))
-                handed += CHUNK
-        fold.close()
-        if handed < self._state.at[ENDED]:
-            fold.add_requests(self._ended(handed, handed + CHUNK))
-        return self._span_s()
+    def run(self, fold: Fold) -> None:
+        """Run, and hand every step, gap and request to `fold`.
 
-    def log(self) -> RunLog:
-        """Run, and keep every row."""
-        chunks = list(self._chunks())
-        names = list(chunks[0][0])
-        itl_s, weight = (np.concatenate([between[i] for _, between in chunks]) for i in (0, 1))
-        values, inverse = np.unique(itl_s, return_inverse=True)
-        return RunLog(
-            steps={name: np.concatenate([steps[name] for steps, _ in chunks]) for name in names},
-            requests=self._ended(0, len(self._requests.request_id)),
-            itl_s=values,
-            itl_weight=np.bincount(inverse, weights=weight, minlength=len(values)).astype(np.float64),
-            block_size=self._pool.block_size,
-            capacity_slots=self._pool.slots,
-            kv_bytes_per_token=self._pool.kv_bytes_per_token,
-            span_s=self._span_s(),
-        )
-
-    def _chunks(self) -> Iterator[tuple[dict[str, Column], tuple[FloatArray, FloatArray]]]:
-        """Steps and gaps, each time that the log is full."""
-        at, played, code = self._state.at, 0, FULL
+        Raises:
+            TimeSpanError: the replay would last too long.
+            BranchesPreemptedError: the policy core must replay it, into another fold.
+        """
+        handed, played, code, log, at = 0, 0, FULL, self._state.log, self._state.at
         while code == FULL:
             code = self._advance(self._state, self._pool.num_blocks)
             if code == TOO_LONG:
                 raise TimeSpanError
             if code == PREEMPTED_BRANCHES:
                 raise BranchesPreemptedError
-            yield step_columns(self._state, played, self._pool.slots), gaps(self._state)
-            played += int(at[STEPS])
+            steps = at[STEPS]
+            fold.add_steps(step_columns(log.records[:steps], log.attention_s[:steps].copy(), played))
+            fold.add_gaps(*gaps(self._state))
+            played += int(steps)
             at[STEPS] = at[GAPS] = 0
+            while at[ENDED] - handed >= fold.chunk:
+                fold.add_requests(self._ended(handed, handed + fold.chunk))
+                handed += fold.chunk
+        fold.add_requests(self._ended(handed, at[ENDED]))
+        fold.close(float(to_s(int(at[LAST_END]))))
 
     def _ended(self, first: int, last: int) -> dict[str, Column]:
-        return request_columns(self._state, self._requests.request_id, first, last)
-
-    def _span_s(self) -> float:
-        """When the last step ended."""
-        return float(to_s(int(self._state.at[LAST_END])))
+        return ended_requests(self._state, self._requests.request_id, first, last)
 
 
 def _rules(limits: SchedulerLimits, pool: PlainPool, width: IntArray) -> Rules:

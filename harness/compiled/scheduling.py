@@ -22,7 +22,6 @@ from harness.compiled.state import (
     ENDED,
     HEAD,
     HITS,
-    NEVER,
     NOW,
     PREEMPTED,
     RUNNING,
@@ -34,6 +33,7 @@ from harness.compiled.state import (
     WRITTEN,
     ReplayState,
 )
+from harness.replay.arrivals import NEVER
 
 
 @jitable

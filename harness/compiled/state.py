@@ -4,10 +4,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from harness.metrics.log import FloatArray, IntArray
+from harness.metrics.log import STEP_RECORD, FloatArray, IntArray
+from harness.replay.arrivals import NEVER
 
 NameArray = np.ndarray[Any, np.dtype[np.int32]]
-NEVER = -1
 
 # -- entries of `ReplayState.at` ---------------------------------------------------------------------------------------
 NOW = 0  # ns
@@ -37,23 +37,6 @@ COPIES = 23  # blocks copied in the step under way
 BEAM_SLOTS = 24  # of `BeamTables`: how many no request has
 UNFORESEEN = 25  # 1 where a request of several branches would have been preempted
 NUM_SCALARS = 26
-
-# -- columns of `StepLog.counts` -------------------------------------------------------------------------------
-COUNTS = (
-    *(
-        "start_ns",
-        "ns",
-        "rows",
-        "decode_rows",
-        "prefill_tokens",
-        "query_tokens",
-        "kv_read_tokens",
-        "sampled_rows",
-    ),
-    *("new_blocks", "copies", "frees", "admitted", "preempted", "hit_tokens", "running", "waiting"),
-    *("token", "cached", "internal", "free", "physical_blocks", "logical_blocks"),
-)
-
 
 _COUNTED = (
     "generated",
@@ -209,7 +192,7 @@ class EvictionList(NamedTuple):
 class StepLog(NamedTuple):
     """Steps since the log was last emptied, and the gaps between tokens in them, with how often each occurred."""
 
-    counts: IntArray  # [steps, COUNTS]
+    records: IntArray  # [steps, STEP_RECORD]; what plain requests do not have stays 0
     attention_s: FloatArray  # [steps]
     gap_ns: IntArray
     gap_weight: IntArray
@@ -259,7 +242,7 @@ def new_state(
         EvictionList(*(np.full(first_node + 1, first_node, dtype=np.int64) for _ in range(2))),
         beams,
         StepLog(
-            np.zeros((log_steps, len(COUNTS)), dtype=np.int64),
+            np.zeros((log_steps, len(STEP_RECORD)), dtype=np.int64),
             np.zeros(log_steps),
             *_columns(2, gaps),
         ),

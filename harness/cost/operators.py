@@ -62,7 +62,7 @@ from harness.cost.roofline import DeviceShape, RooflineCost
 from harness.metrics.log import FloatArray
 from harness.replay.cost_model import Amount, CostSource, Price
 from harness.replay.features import AT
-from harness.replay.streaming import GridHull
+from harness.replay.folds import GridHull
 
 KEY = "cost.operators"
 _HEADS = ("heads", "kv_heads", "head_dim")

@@ -5,12 +5,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from engine.core.memory.block_pool import BlockPool
 from engine.core.memory.paged import PagedManager
 from engine.core.options import CachePolicy, GroupPages
-from engine.core.plan import StepPlan, StepResult
+from engine.core.plan import StepPlan
+from engine.core.request import Request
 from engine.core.scheduling.scheduler import Scheduler
 from harness import point
 from harness.config.errors import ConfigError, UserError
@@ -19,12 +20,11 @@ from harness.metrics.log import RunLog
 from harness.papers.sizes import shape_of
 from harness.point.cost import cost_model
 from harness.point.run import Progress, calibrated_cost
-from harness.replay.arrivals import to_ns
 from harness.replay.cost_model import CostModel
-from harness.replay.executors import Executor, StepTiming
+from harness.replay.loop import Observer
 from harness.sweep.plan import plan_sweep, run_request
 from harness.workload.point import Point, resolve
-from harness.workload.simulate import replay_point, simulated_executor
+from harness.workload.simulate import Observe, new_log, replay_point, simulated_executor
 from traces.synth.generator import generate_trace
 
 FREE, CACHED, FIRST = 0, 1, 2
@@ -81,30 +81,17 @@ class Recording:
         }
 
 
-class _Watching:
-    """An executor around another that notes what each block holds in every step."""
+class _Watching(Observer):
+    """Notes what each block holds in every step."""
 
-    max_steps = 1
-
-    def __init__(self, inner: Executor, pool: BlockPool, clock: Callable[[], float] = lambda: 0.0) -> None:
-        self._inner, self._pool, self._clock = inner, pool, clock
-        self._noting_s = 0.0
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
         self._now: dict[int, int] = {}  # blocks in use -> code
         self.offsets, self.blocks, self.codes = [0], list[int](), list[int]()
         self.running, self.waiting = list[int](), list[int]()
 
-    def begin(self) -> None:
-        """A step begins."""
-        self._inner.begin()
-
-    def execute(self, plan: StepPlan, horizon_ns: int | None) -> StepResult:
-        """Note the tables, then price or run the plan."""
-        began = self._clock()
-        self._note(plan)
-        self._noting_s = self._clock() - began
-        return self._inner.execute(plan, horizon_ns)
-
-    def _note(self, plan: StepPlan) -> None:
+    def planned(self, now_ns: int, plan: StepPlan) -> None:
+        """Note the tables."""
         held: dict[int, int] = {}
         for row in plan.rows:
             own = FIRST + 2 * row.request_id
@@ -126,15 +113,6 @@ class _Watching:
             raise UserError(
                 f"more than {MOST_EVENTS:,} changes of blocks: take fewer requests (workload.num_requests)"
             )
-
-    def end(self) -> StepTiming:
-        """The priced or measured time, without that of noting."""
-        timing, noting = self._inner.end(), self._noting_s
-        if not noting:
-            return timing
-        noting /= timing.phases.get("pace", 1.0)  # as the engine's own times
-        phases = {**timing.phases, "policy_s": max(0.0, timing.phases["policy_s"] - noting)}
-        return timing._replace(ns=[max(1, one - to_ns(noting)) for one in timing.ns], phases=phases)
 
 
 def record(overrides: Sequence[str], progress: Progress | None = None) -> Recording:
@@ -178,29 +156,30 @@ def _measured(point: Point, cost: CostModel, label: str, progress: Progress | No
     from harness.calibrate.run import reference_of
     from harness.measure.engine import measure, warm_up
 
-    made: list[_Watching] = []
-
-    def watch(engine: Executor, scheduler: Scheduler, clock: Callable[[], float]) -> Executor:
-        assert isinstance(scheduler.manager, PagedManager)
-        made.append(_Watching(engine, scheduler.manager.pool, clock))
-        return made[-1]
-
+    made, observe = _watching()
     warm = warm_up(point)
     reference = reference_of(cost.source.provenance) or warm
     told = (lambda done, total: progress("measuring", done, total)) if progress else None
-    run = measure(point, seed=point.workload.seed, progress=told, watch=watch, reference=reference)
+    run = measure(point, seed=point.workload.seed, progress=told, observe=observe, reference=reference)
     return replace(_recording(point, made[-1], run.log, label), side="measured")
 
 
 def _recorded(point: Point, cost: CostModel, label: str) -> Recording:
-    requests = point.requests()
-    by_id = {timed.request.request_id: timed.request for timed in requests}
-    scheduler = point.scheduler()
-    assert isinstance(scheduler.manager, PagedManager)
-    inner = simulated_executor(point, cost, by_id, fast_forward=False)
-    watching = _Watching(inner, scheduler.manager.pool)
-    log, _ = replay_point(point, requests, watching, scheduler=scheduler)
-    return _recording(point, watching, log, label)
+    (made, observe), live, log = _watching(), dict[int, Request](), new_log(point)
+    executor = simulated_executor(point, cost, live, fast_forward=False)
+    replay_point(point, log, point.requests(), executor, observe=observe, live=live)
+    return _recording(point, made[-1], log.log(), label)
+
+
+def _watching() -> tuple[list[_Watching], Observe]:
+    """Makes the observer of a run, and keeps it in the list."""
+    made: list[_Watching] = []
+
+    def observe(scheduler: Scheduler) -> Observer:
+        made.append(_Watching(cast(PagedManager, scheduler.manager).pool))
+        return made[-1]
+
+    return made, observe
 
 
 def _recording(point: Point, watching: _Watching, log: RunLog, label: str) -> Recording:

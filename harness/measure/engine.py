@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from engine.core.identity import TokenIdentity
 from engine.core.options import Decoding
-from engine.core.scheduling.scheduler import Scheduler
+from engine.core.request import Request
 from engine.runtime.errors import ModelError
 from engine.runtime.graphs import GraphOptions
 from engine.runtime.models.cpu_layers import can_pack, is_small, replace_layers
@@ -21,18 +21,15 @@ from harness.config.schema import Clock
 from harness.environment import engine_device
 from harness.measure.beam_search import TokenBeams
 from harness.measure.executor import FixedDurations, MeasuredExecutor, Reading, Yardstick, middle
-from harness.replay.executors import Executor
+from harness.replay.features import FeatureMeter
 from harness.replay.loop import Progress
-from harness.replay.recorder import MeasuredRun
+from harness.replay.recorder import MeasuredRun, PlanRecording
 from harness.workload.deployment import Deployment, draft_of, model_spec
 from harness.workload.point import Point
-from harness.workload.simulate import replay_point, with_ends
+from harness.workload.simulate import Observe, new_log, replay_point, with_ends
 from traces.tokens import token_ids
 
 _WARM_UP = 6  # requests
-
-Watch = Callable[[Executor, Scheduler, Callable[[], float]], Executor]
-"""Makes an executor around another; it gets the scheduler, whose pool it may look at, and the run's clock."""
 
 
 def loaded_model(deployment: Deployment) -> LoadedModel:
@@ -68,14 +65,14 @@ def measure(
     progress: Progress | None = None,
     step_ns: Sequence[int] | None = None,
     reference: Reading | None = None,
-    watch: Watch | None = None,
+    observe: Observe | None = None,
 ) -> MeasuredRun:
     """Run the point on its engine. Token ids come from the trace's prefix keys; `seed` drives sampling alone.
 
     On a CPU times are those at the pace of `reference` (None: at the pace at which the run begins).
 
     With `step_ns` requests arrive as if steps took these nanoseconds. Step plans are then the same in every run,
-    however long the engine takes. `watch` puts an executor around the engine that looks at each plan and at the pool.
+    however long the engine takes. What `observe` makes looks at the replay, off the clock.
     """
     deployment, workload = point.deployment, point.workload
     loaded, algorithm = loaded_model(deployment), deployment.cache.hash
@@ -94,24 +91,21 @@ def measure(
             runner.add(timed.request, prompts[timed.request.request_id])
     yardstick = Yardstick(clock, reference) if deployment.has_yardstick else None
     with _no_collection():
-        by_id = {timed.request.request_id: timed.request for timed in requests}
-        executor = with_ends(point, MeasuredExecutor(runner, clock, yardstick), by_id)
-        scheduler = point.scheduler() if watch else None
-        if watch and scheduler:
-            executor = watch(executor, scheduler, clock)
+        live: dict[int, Request] = {}
+        meter = FeatureMeter(live, point.pool.block_size, point.pool.window)
+        executor = with_ends(point, MeasuredExecutor(runner, clock, meter, yardstick), live)
         same = FixedDurations(executor, step_ns) if step_ns else None
-        log, recorder = replay_point(
-            point,
-            requests,
-            same or executor,
-            keep_plans=True,
+        recording, kept = PlanRecording(client.chosen if client else None), new_log(point)
+        beside = replay_point(
+            *(point, kept, requests, same or executor, recording),
+            observe=observe,
             progress=progress,
-            scheduler=scheduler,
             client=client,
-            live={} if client else None,
+            live=live,
         )
+    log = kept.log(**beside)
     log = same.as_measured(log) if same else log
-    return MeasuredRun(log, recorder, runner.audits, middle(yardstick.readings) if yardstick else None)
+    return MeasuredRun(log, recording, runner.audits, middle(yardstick.readings) if yardstick else None)
 
 
 def _runner(point: Point, loaded: LoadedModel, seed: int, clock: Callable[[], float]) -> Runner:

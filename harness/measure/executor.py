@@ -20,6 +20,7 @@ from engine.runtime.runner import Runner
 from harness.metrics.log import RunLog
 from harness.replay.arrivals import to_ns, to_s
 from harness.replay.executors import Executor, StepTiming
+from harness.replay.features import FeatureMeter
 
 WINDOW = 8
 """Readings over which the pace is a median; about a tenth of a second of a small model's steps."""
@@ -98,7 +99,7 @@ class Yardstick:
         return Reading(multiplied - begun, counted - multiplied, self._clock() - counted)
 
 
-class MeasuredExecutor:
+class MeasuredExecutor(Executor):
     """Runs each plan on the engine; the seconds of a step are the clock time from `begin` to `end`, without audits.
 
     With a `yardstick` all times are divided by the local pace of the core, which the phase `pace` holds.
@@ -107,10 +108,15 @@ class MeasuredExecutor:
     max_steps = 1
 
     def __init__(
-        self, runner: Runner, clock: Callable[[], float], yardstick: Yardstick | None = None
+        self,
+        runner: Runner,
+        clock: Callable[[], float],
+        meter: FeatureMeter,
+        yardstick: Yardstick | None = None,
     ) -> None:
         self._runner = runner
         self._clock = clock
+        self._meter = meter
         self._yardstick = yardstick
         self._start = self._planned = 0.0
 
@@ -118,12 +124,19 @@ class MeasuredExecutor:
         """Start the clock: the scheduler is called next."""
         self._start = self._clock()
 
+    def unclocked(self, look: Callable[[], None]) -> None:
+        """Call `look`, and begin so much later."""
+        began = self._clock()
+        look()
+        self._start += self._clock() - began
+
     def execute(self, plan: StepPlan, horizon_ns: int | None) -> StepResult:
         """Forward pass and sampling."""
         self._planned = self._clock()
-        result, self._times = self._runner.execute(plan)
+        self._result, self._times = self._runner.execute(plan)
         self._returned = self._clock()
-        return result
+        self._plan = plan
+        return self._result
 
     def end(self) -> StepTiming:
         """Stop the clock. The phase `policy_s` is `schedule()` and `commit()` together."""
@@ -140,10 +153,11 @@ class MeasuredExecutor:
             pace = self._yardstick.pace_after(seconds)
             seconds, attention_s = seconds / pace, attention_s / pace
             phases = {name: value / pace for name, value in phases.items()} | {"pace": pace}
-        return StepTiming([max(1, to_ns(seconds))], [attention_s], phases)
+        features = self._meter.single(self._plan, self._result.accepted)
+        return StepTiming([max(1, to_ns(seconds))], [attention_s], features, phases)
 
 
-class FixedDurations:
+class FixedDurations(Executor):
     """Reports the given durations `step_ns` to the replay (those of an earlier run), and keeps the engine's own."""
 
     max_steps = 1
@@ -156,6 +170,10 @@ class FixedDurations:
     def begin(self) -> None:
         """A step begins."""
         self._engine.begin()
+
+    def unclocked(self, look: Callable[[], None]) -> None:
+        """Call `look`, outside of the engine's time."""
+        self._engine.unclocked(look)
 
     def execute(self, plan: StepPlan, horizon_ns: int | None) -> StepResult:
         """Run the plan."""

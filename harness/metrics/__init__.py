@@ -1,6 +1,6 @@
 """The table of all metrics: name, unit and meaning. Simulation, measurement and report use it.
 
-A new metric gets a line in `METRICS` here and its computation in `harness.metrics.compute`.
+A new metric gets a line in `METRICS` here. If it is no total of a run, its computation is in `harness.metrics.compute`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,13 +17,17 @@ SHARE = "share"
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A figure of merit: `name` is its key in records, `label` and `unit` go on axes."""
+    """A figure of merit: `name` is its key in records, `label` and `unit` go on axes.
+
+    `total` is the total of `harness.metrics.compute` that it is, where it is one: X_sum for a count X of a step.
+    """
 
     name: str
     label: str
     unit: str
     definition: str
     better: Better = "neither"
+    total: str | None = None
 
     @property
     def is_share(self) -> bool:
@@ -127,9 +131,9 @@ _MEMORY = (
 
 _CACHE = (
     Metric("hit_tokens", "hit tokens, fresh", "tokens",
-           "prompt tokens found cached at first admission", "higher"),
+           "prompt tokens found cached at first admission", "higher", total="hit_tokens"),
     Metric("resumed_hit_tokens", "hit tokens, after preemption", "tokens",
-           "tokens found cached when a preempted request came back"),
+           "tokens found cached when a preempted request came back", total="resumed_hit_tokens"),
     Metric("hit_ratio", "hit ratio", SHARE,
            "fresh hit tokens / prompt tokens of the requests that were scheduled", "higher"),
 )  # fmt: skip
@@ -149,20 +153,23 @@ _OPTIMUM = (
 )  # fmt: skip
 
 _COUNTS = (
-    Metric("finished", "finished requests", "requests", "requests that generated all their tokens", "higher"),
-    Metric("steps", "engine steps", "steps", "steps that the engine took"),
-    Metric("computed_tokens", "computed tokens", "tokens", "query tokens of all steps", "lower"),
+    Metric("finished", "finished requests", "requests", "requests that generated all their tokens", "higher",
+           total="finished"),
+    Metric("steps", "engine steps", "steps", "steps that the engine took", total="steps"),
+    Metric("computed_tokens", "computed tokens", "tokens", "query tokens of all steps", "lower",
+           total="query_tokens_sum"),
     Metric("blocks_allocated", "blocks allocated", "blocks",
-           "blocks taken from the pool over the run", "lower"),
+           "blocks taken from the pool over the run", "lower", total="new_blocks_sum"),
     Metric("copies_per_token", "copies per generated token", "blocks/token",
            "blocks copied on write / tokens generated in all sequences of the finished requests", "lower"),
     Metric("recomputed_tokens", "recomputed tokens", "tokens",
-           "tokens computed again after preemptions", "lower"),
-    Metric("preemptions", "preemptions", "requests", "times that a request lost its blocks", "lower"),
+           "tokens computed again after preemptions", "lower", total="recomputed_tokens"),
+    Metric("preemptions", "preemptions", "requests", "times that a request lost its blocks", "lower",
+           total="preemptions"),
     Metric("running_mean", "running requests, mean", "requests",
            "requests in the batch, time-weighted", "higher"),
     Metric("running_peak", "running requests, peak", "requests",
-           "most requests in the batch at once", "higher"),
+           "most requests in the batch at once", "higher", total="running_peak"),
     Metric("waiting_mean", "waiting requests, mean", "requests",
            "requests in the queue, time-weighted", "lower"),
 )  # fmt: skip

@@ -9,11 +9,14 @@ from typing import Protocol
 
 import numpy as np
 
-from harness.metrics import QUANTILES
+from harness.metrics import METRICS, QUANTILES
 from harness.metrics.log import (
     GENERATED,
+    REQUEST_COLUMNS,
     RETURNED,
     SLOT_STATES,
+    STEP_COLUMNS,
+    STEP_COUNTS,
     WASTE_COLUMNS,
     Column,
     FloatArray,
@@ -32,18 +35,8 @@ LATENCIES = ("ttft", "tpot", "e2e", "norm_latency", "queue")
 _OVER_TIME = ("logical_blocks", "physical_blocks", "running", "waiting")
 _SUMMED = ("hit_tokens", "resumed_hit_tokens", "recomputed_tokens", "preemptions")
 _NONE = np.empty(0)
-_EMPTY_STEPS = dict.fromkeys(
-    (
-        *("seconds", "attention_s", "prefill_tokens", "decode_rows", "query_tokens", "new_blocks", "copies"),
-        *("rows", "kv_read_tokens"),
-        *SLOT_STATES,
-        *_OVER_TIME,
-    ),
-    _NONE,
-)
-_EMPTY_REQUESTS = dict.fromkeys(
-    (*_SUMMED, "outcome", "output_tokens", "width", "first_scheduled_s", "prompt_tokens"), _NONE
-)
+_EMPTY_STEPS = dict.fromkeys(STEP_COLUMNS, _NONE)
+_EMPTY_REQUESTS = dict.fromkeys(REQUEST_COLUMNS, _NONE)
 
 
 def weighted_mean(values: FloatArray, weights: FloatArray) -> float | None:
@@ -158,14 +151,11 @@ def step_totals(steps: Mapping[str, FloatArray]) -> Totals:
     allocated = steps["token"] + steps["reserved"] + steps["internal"]
     only = np.logical_and(steps["prefill_tokens"] == 0, steps["decode_rows"] > 0)
     totals = {f"{name}_time": float(steps[name] @ seconds) for name in (*SLOT_STATES, *_OVER_TIME)}
+    totals |= {f"{name}_sum": float(steps[name].sum()) for name in STEP_COUNTS}
     return totals | {
         "steps": float(len(seconds)),
         "seconds": float(seconds.sum()),
         "attention": float(attention.sum()),
-        "rows": float(steps["rows"].sum()),
-        "computed": float(steps["query_tokens"].sum()),
-        "new_blocks": float(steps["new_blocks"].sum()),
-        "copies": float(steps["copies"].sum()),
         "decode_attention": float(attention[only].sum()),
         "decode_steps": float(only.sum()),
         "decode_rows": float(steps["rows"][only].sum()),
@@ -296,12 +286,11 @@ def metrics_of_totals(
         **dict(_latencies(samples)),
         **dict(_throughput(totals, span_s)),
         **dict(_slots(totals, capacity_slots, kv_bytes_per_token)),
-        **dict(_cache(totals)),
-        "finished": totals["finished"],
+        **{name: totals[metric.total] for name, metric in METRICS.items() if metric.total is not None},
         **dict(_counts(totals)),
         **dict(_times(totals, span_s * replicas)),
     }
-    return {name: value for name, value in found.items() if np.isfinite(value)}
+    return {name: found[name] for name in METRICS if name in found and np.isfinite(found[name])}
 
 
 def _waste(waste: Mapping[str, Column], seconds: FloatArray) -> dict[str, float]:
@@ -349,21 +338,10 @@ def _slots(totals: Totals, capacity_slots: int, kv_bytes_per_token: int) -> Name
         yield "peak_kv", totals["peak_slots"] * kv_bytes_per_token
 
 
-def _cache(totals: Totals) -> NamedValues:
-    yield "hit_tokens", totals["hit_tokens"]
-    yield "resumed_hit_tokens", totals["resumed_hit_tokens"]
-    yield from _ratio("hit_ratio", totals["hit_tokens"], totals["prompt_scheduled"])
-
-
 def _counts(totals: Totals) -> NamedValues:
-    yield "steps", totals["steps"]
-    yield "computed_tokens", totals["computed"]
-    yield "blocks_allocated", totals["new_blocks"]
-    yield from _ratio("copies_per_token", totals["copies"], totals["generated"])
-    yield "recomputed_tokens", totals["recomputed_tokens"]
-    yield "preemptions", totals["preemptions"]
+    yield from _ratio("hit_ratio", totals["hit_tokens"], totals["prompt_scheduled"])
+    yield from _ratio("copies_per_token", totals["copies_sum"], totals["generated"])
     yield from _ratio("running_mean", totals["running_time"], totals["seconds"])
-    yield "running_peak", totals["running_peak"]
     yield from _ratio("waiting_mean", totals["waiting_time"], totals["seconds"])
 
 

@@ -1,13 +1,17 @@
 """The run log: the columns that one replay, simulated or measured, records. Metrics are computed from it alone."""
 
-from collections.abc import Mapping
+from collections import namedtuple
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from engine.core.plan import SlotUsage, StepCounts
+
+T = TypeVar("T")
 Column = npt.NDArray[Any]
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -16,57 +20,60 @@ BoolArray = npt.NDArray[np.bool_]
 SLOT_STATES = ("token", "cached", "reserved", "internal", "external", "free")
 """The states of a KV slot; at any instant the six counts sum to the pool's capacity."""
 
-STEP_COLUMNS: Mapping[str, str] = {
-    "step": "number of the engine step, from 0",
-    "start_s": "virtual time at which the step began, s",
-    "seconds": "duration of the step, schedule() to the end of commit(), s",
-    "attention_s": "attention time of the step over all layers, s",
-    "policy_s": "scheduling and bookkeeping, s; nan where unknown",
-    "build_s": "building the batch, s; nan where unknown",
-    "forward_s": "forward pass, attention included, s; nan where unknown",
-    "sample_s": "sampling, s; nan where unknown",
-    "pace": "local pace of the core, by which the measured times are divided; nan where it was not followed",
-    "rows": "sequences that ran",
-    "decode_rows": "sequences that computed one token after their prompt",
-    "prefill_tokens": "query tokens of the other rows",
-    "query_tokens": "tokens computed",
-    "kv_read_tokens": "KV slots that attention read, summed over rows",
-    "sampled_rows": "rows whose logits chose a token",
-    "new_blocks": "blocks taken from the pool",
-    "copies": "blocks copied on write",
-    "frees": "blocks whose content became void",
-    "preempted": "requests that lost their blocks",
-    "admitted": "requests that entered the batch",
-    "hit_tokens": "prompt tokens of the admitted requests that were found in the cache",
-    "running": "requests in the batch",
-    "waiting": "requests in the queue",
-    "token": "slots in state token while the step runs",
-    "cached": "slots in state cached",
-    "reserved": "slots in state reserved",
-    "internal": "slots in state internal",
-    "external": "slots in state external",
-    "free": "slots in state free",
-    "logical_blocks": "blocks that the running sequences refer to, a shared one once per sequence",
-    "physical_blocks": "the same blocks, each once",
-}
-"""Columns of `RunLog.steps` with their meaning; one entry per engine step."""
+PHASES = ("policy_s", "build_s", "forward_s", "sample_s", "pace")
+"""Parts of a measured step: scheduling and bookkeeping, building the batch, forward pass with attention, and sampling,
+in s; `pace` is the local pace of the core, by which measured times are divided. NaN where unknown."""
 
-REQUEST_COLUMNS: Mapping[str, str] = {
-    "request_id": "identity of the request in the trace",
-    "arrival_s": "arrival, virtual s",
-    "first_scheduled_s": "start of the first step that ran a token of it, s; nan where it did not happen",
-    "first_token_s": "end of the step that chose its first token, s; nan where it did not happen",
-    "finish_s": "end of the step that chose its last token, s; nan where it did not happen",
-    "prompt_tokens": "prompt length",
-    "output_tokens": "tokens that each of its sequences generates, pinned by the trace",
-    "width": "sequences (beams or parallel samples)",
-    "hit_tokens": "prompt tokens found in the cache when it was first admitted",
-    "resumed_hit_tokens": "tokens found in the cache when it came back after a preemption",
-    "recomputed_tokens": "tokens computed again after preemptions",
-    "preemptions": "times it lost its blocks",
-    "outcome": "0 finished, 1 rejected, 2 unfinished",
-}
-"""Columns of `RunLog.requests` with their meaning; one entry per request of the trace."""
+ROW_COUNTS = (
+    "rows",  # sequences that ran
+    "decode_rows",  # of them, those that computed one token after their prompt
+    "prefill_tokens",  # query tokens of the others
+    "query_tokens",  # tokens computed
+    "kv_read_tokens",  # KV slots that attention read, summed over rows
+    "sampled_rows",  # rows whose logits chose a token
+)
+STEP_COUNTS = (*ROW_COUNTS, *StepCounts._fields)
+"""What is counted of a step; a count of `StepPlan.counts` is one here."""
+
+STEP_RECORD = ("start_ns", "ns", *STEP_COUNTS, *SlotUsage._fields)
+"""The record of a step, whole numbers: when it began and how long it took, what it did, and the pool while it ran. The
+policy core and the compiled replay write the same."""
+
+COLUMN: Any = namedtuple("COLUMN", STEP_RECORD)(*range(len(STEP_RECORD)))
+"""The place of each number in the record, by its name: `COLUMN.rows`."""
+
+STEP_COLUMNS = ("step", "start_s", "seconds", "attention_s", *PHASES, *STEP_RECORD[2:])
+"""Columns of `RunLog.steps`; one entry per engine step. `step` counts from 0; `start_s` is the virtual time at which it
+began, `seconds` its duration from schedule() to the end of commit(), `attention_s` that of attention in all layers."""
+
+
+class RequestRow(NamedTuple, Generic[T]):
+    """The record of a request that ended, whole numbers; times are in ns, NEVER if it did not happen."""
+
+    request_id: T  # identity of the request in the trace
+    arrival_ns: T
+    scheduled_ns: T  # start of the first step that ran a token of it
+    first_token_ns: T  # end of the step that chose its first token
+    finish_ns: T  # end of the step that chose its last token
+    prompt_tokens: T
+    output_tokens: T  # tokens that each of its sequences generates, pinned by the trace
+    width: T  # sequences (beams or parallel samples)
+    hit_tokens: T  # prompt tokens found in the cache when it was first admitted
+    resumed_hit_tokens: T  # tokens found in the cache when it came back after a preemption
+    recomputed_tokens: T  # tokens computed again after preemptions
+    preemptions: T  # times it lost its blocks
+    outcome: T  # of `Outcome`
+    generated: T  # tokens of all its sequences
+    returned: (
+        T  # tokens of the sequences that answer it: the best one of a beam search, and every parallel sample
+    )
+
+
+REQUEST_COLUMNS = (
+    *("request_id", "arrival_s", "first_scheduled_s", "first_token_s", "finish_s"),
+    *RequestRow._fields[5:-2],
+)
+"""Columns of `RunLog.requests`: those of `RequestRow` with times in s, nan where it did not happen."""
 
 LOOKUP_COLUMNS: Mapping[str, str] = {
     "request_id": "identity of the request in the trace",
@@ -98,12 +105,9 @@ WASTE_COLUMNS: Mapping[str, str] = {
 }
 """Columns of `RunLog.waste` with what their bytes hold while a step runs; they sum to the pools."""
 
-GENERATED = "generated"
-"""A further column of `RunLog.requests`: tokens of all its sequences; where it is absent, output_tokens x width."""
-
-RETURNED = "returned"
-"""A further column of `RunLog.requests`: tokens of the sequences that answer the request. They are the best sequence of
-a beam search and every parallel sample. Where the column is absent, all generated tokens are returned."""
+GENERATED, RETURNED = RequestRow._fields[-2:]
+"""Further columns of `RunLog.requests`, which empty logs and those of before lack: without GENERATED it is
+output_tokens x width; without RETURNED all generated tokens are returned."""
 
 
 class RunLogError(ValueError):
@@ -172,7 +176,7 @@ def empty_log(block_size: int, capacity_slots: int, kv_bytes_per_token: int) -> 
     )
 
 
-def _check_columns(table: str, columns: Mapping[str, Column], expected: Mapping[str, str]) -> None:
+def _check_columns(table: str, columns: Mapping[str, Column], expected: Collection[str]) -> None:
     missing = [name for name in expected if name not in columns]
     if missing:
         raise RunLogError(f"{table}: missing columns {', '.join(missing)}")

@@ -7,26 +7,28 @@ which may be of another environment than ours.
 import atexit
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from engine.core.memory.eviction import LruQueue
 from engine.core.memory.paged import PagedManager
 from engine.core.options import SchedulerLimits
-from engine.core.plan import StepPlan, StepResult
+from engine.core.plan import StepPlan
 from engine.core.request import Request
-from engine.core.scheduling.commit import CommitReport
+from engine.core.scheduling.commit import RequestStats
 from engine.core.scheduling.scheduler import Scheduler
 from harness.config.capabilities import Way, obstacles
 from harness.config.errors import ConfigError
 from harness.config.schema import AllowedDifference
+from harness.metrics.log import Outcome
 from harness.oracle.decisions import Cause, Comparison, Step
 from harness.replay.cost_model import CostModel
+from harness.replay.loop import Observer, StepRecord
 from harness.workers import Peer, PeerError, version_in
 from harness.workload.point import Point
-from harness.workload.simulate import replay_point, simulated_executor
+from harness.workload.simulate import new_log, replay_point, simulated_executor
 from traces.trace import TraceRequest
 
 KNOWN = "0.33.0"
@@ -121,18 +123,17 @@ class NotedLru(LruQueue):
         return victims
 
 
-class WatchedScheduler(Scheduler):
-    """A scheduler that calls `observe(arrived, step)` after each commit, with what was submitted before the step.
+class DecisionsObserver(Observer):
+    """Calls `observe(arrived, step)` after each step, with what was submitted before it.
 
-    `scheduler` must be new, and its manager must evict by `lru`. Steps must be taken one by one.
+    The scheduler's manager must be paged and evict by `lru`. Steps must be taken one by one.
     """
 
     def __init__(
         self, scheduler: Scheduler, lru: NotedLru, observe: Callable[[Sequence[Request], Step], None]
     ) -> None:
-        super().__init__(scheduler.manager, scheduler.limits, scheduler.policies)
-        assert isinstance(scheduler.manager, PagedManager)
-        self._pool = scheduler.manager.pool
+        self._scheduler = scheduler
+        self._pool = cast(PagedManager, scheduler.manager).pool
         self._lru = lru
         self._observe = observe
         self._arrived: list[Request] = []
@@ -140,28 +141,27 @@ class WatchedScheduler(Scheduler):
         self._blocks: dict[int, int] = {}  # entries of its table that were noted, by request
         self._noted = Step()
 
-    def submit(self, request: Request) -> None:
-        """Add a request."""
-        super().submit(request)
+    def arrived(self, request: Request, at_ns: int) -> None:
+        """A request is submitted."""
         self._arrived.append(request)
 
-    def schedule(self, max_steps: int = 1) -> StepPlan:
-        """Plan one step, and note it."""
-        plan = super().schedule(1)
+    def planned(self, now_ns: int, plan: StepPlan) -> None:
+        """Note what the step decides."""
         self._noted = self._decisions(plan)
-        return plan
 
-    def commit(self, plan: StepPlan, result: StepResult) -> CommitReport:
-        """Apply the result, and hand on what was noted."""
-        noted = self._noted
-        report = super().commit(plan, result)
-        for request_id in report.finished:
+    def committed(self, step: StepRecord) -> None:
+        """Hand on what was noted."""
+        for request_id in step.report.finished:
             self._ends.pop(request_id, None)
             del self._blocks[request_id]
-        noted.finished.extend(report.finished)
+        self._noted.finished.extend(step.report.finished)
         arrived, self._arrived = self._arrived, []
-        self._observe(arrived, noted)
-        return report
+        self._observe(arrived, self._noted)
+
+    def ended(self, request: Request, outcome: Outcome, at_ns: int, stats: RequestStats) -> None:
+        """A request that was rejected was not submitted."""
+        if outcome is Outcome.REJECTED:
+            self._arrived.remove(request)
 
     def _decisions(self, plan: StepPlan) -> Step:
         entering = set(plan.admitted)
@@ -182,7 +182,7 @@ class WatchedScheduler(Scheduler):
                 self._blocks[request_id] = len(row.table)
         paused = {
             group.request.request_id: group.sequences[0].computed
-            for group in self.running
+            for group in self._scheduler.running
             if group.request.request_id not in ends
         }
         self._ends = {**ends, **paused}
@@ -287,13 +287,16 @@ def compare(point: Point, cost: CostModel) -> OracleReport:
         settings_of(pool.num_blocks, pool.block_size, pool.prefix_caching, point.limits, longest)
     )
     checker = Checker(pool.block_size, TokenRanges(rows), process.step, point.oracle.allow)
-    lru = NotedLru()
-    scheduler = WatchedScheduler(point.scheduler(lru), lru, checker.observe)
-    requests = point.requests()
-    by_id = {timed.request.request_id: timed.request for timed in requests}
-    executor = simulated_executor(point, cost, by_id, fast_forward=False)
-    quiet = replace(point, replay=replace(point.replay, kv_events=False, lookups=False, residency=None))
-    replay_point(quiet, requests, executor, scheduler=scheduler)
+    lru, live = NotedLru(), dict[int, Request]()
+    replay_point(
+        point,
+        new_log(point),
+        point.requests(),
+        simulated_executor(point, cost, live, fast_forward=False),
+        observe=lambda scheduler: DecisionsObserver(scheduler, lru, checker.observe),
+        eviction=lru,
+        live=live,
+    )
     return checker.report(version)
 
 

@@ -5,7 +5,7 @@ price of attention, the price of the rest of a step, and different schedules.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -29,6 +29,20 @@ LEVELS = ("kernel", "rest_of_step", "divergence")
 _COMPOSITION = ("rows", "decode_rows", "query_tokens", "admitted", "preempted")
 
 
+@dataclass(frozen=True)
+class PricedRun:
+    """A measured run, and what a cost model says that its step plans take, in s `[steps]`."""
+
+    run: MeasuredRun
+    seconds: FloatArray
+    attention_s: FloatArray
+
+
+def priced(runs: Sequence[MeasuredRun], cost: CostModel) -> list[PricedRun]:
+    """The runs with the prices of their plans."""
+    return [PricedRun(run, *price_table(cost, run.recording.features)) for run in runs]
+
+
 def error_levels(
     point: Point,
     runs: Sequence[MeasuredRun],
@@ -37,9 +51,9 @@ def error_levels(
     simulated: RunLog,
 ) -> dict[str, Any]:
     """The section `levels` of a record, from all measured runs."""
-    features = np.concatenate([run.recorder.features for run in runs])
+    told = priced(runs, cost)
     attention = np.concatenate([run.log.steps["attention_s"] for run in runs])
-    _, predicted = price_table(cost, features)
+    predicted = np.concatenate([one.attention_s for one in told])
     return {
         "counts": _counts(point, runs),
         "kernel": {
@@ -47,36 +61,33 @@ def error_levels(
             "measured_mean_s": float(attention.mean()),
             "predicted_mean_s": float(predicted.mean()),
         },
-        "teacher_forced": teacher_forced(runs, cost),
-        "spread": _spread(runs, cost),
-        "attribution": attribution(runs, cost, compute_metrics(simulated)),
+        "teacher_forced": teacher_forced(told),
+        "spread": _spread(told),
+        "attribution": attribution(told, compute_metrics(simulated)),
         "divergence": divergence(runs[0].log, simulated),
-        "suspect": suspect(runs, cost),
+        "suspect": suspect(told),
         "free_running": {row["metric"]: row["error"] for row in comparison if row["error"] is not None},
     }
 
 
-def _spread(runs: Sequence[MeasuredRun], cost: CostModel) -> dict[str, float | None]:
+def _spread(told: Sequence[PricedRun]) -> dict[str, float | None]:
     """The range of the single runs' total errors, for attention and for whole steps; None for a single run."""
-    if len(runs) < 2:
+    if len(told) < 2:
         return {"kernel": None, "teacher_forced": None}
-    totals: dict[str, list[float]] = {"kernel": [], "teacher_forced": []}
-    for run in runs:
-        seconds, attention = price_table(cost, run.recorder.features)
-        totals["kernel"].append(float(attention.sum() / run.log.steps["attention_s"].sum() - 1))
-        totals["teacher_forced"].append(float(seconds.sum() / run.log.steps["seconds"].sum() - 1))
+    steps = [(one, one.run.log.steps) for one in told]
+    totals = {
+        "kernel": [float(one.attention_s.sum() / known["attention_s"].sum() - 1) for one, known in steps],
+        "teacher_forced": [float(one.seconds.sum() / known["seconds"].sum() - 1) for one, known in steps],
+    }
     return {level: max(errors) - min(errors) for level, errors in totals.items()}
 
 
-def teacher_forced(
-    runs: Sequence[MeasuredRun], cost: CostModel, *, clocked: bool = False
-) -> dict[str, float]:
+def teacher_forced(told: Sequence[PricedRun], *, clocked: bool = False) -> dict[str, float]:
     """Errors of the cost model on the step plans of the measured runs; with `clocked` against the times of the clock,
     not divided by the pace.
     """
-    features = np.concatenate([run.recorder.features for run in runs])
-    seconds = np.concatenate([run.clocked_s if clocked else run.log.steps["seconds"] for run in runs])
-    return held_out_error(price_table(cost, features)[0], seconds)
+    seconds = [one.run.clocked_s if clocked else one.run.log.steps["seconds"] for one in told]
+    return held_out_error(np.concatenate([one.seconds for one in told]), np.concatenate(seconds))
 
 
 def _counts(point: Point, runs: Sequence[MeasuredRun]) -> dict[str, Any]:
@@ -86,10 +97,10 @@ def _counts(point: Point, runs: Sequence[MeasuredRun]) -> dict[str, Any]:
     """
     steps = 0
     for number, run in enumerate(runs):
-        measured = run.recorder.digests
+        measured = run.recording.digests
         steps += len(measured)
         try:
-            log, recorder = replay_recording(point, run.recorder)
+            log, recorder = replay_recording(point, run.recording)
             first = digests_differ(recorder.digests, measured)
             first = _first_waste(log, run.log) if first is None else first
         except RecordingEndedError:
@@ -107,21 +118,19 @@ def _first_waste(one: RunLog, other: RunLog) -> int | None:
     return min((int(steps[0]) for steps in differ if len(steps)), default=None)
 
 
-def attribution(
-    runs: Sequence[MeasuredRun], cost: CostModel, simulated: Mapping[str, float]
-) -> dict[str, dict[str, Any]]:
+def attribution(told: Sequence[PricedRun], simulated: Mapping[str, float]) -> dict[str, dict[str, Any]]:
     """By metric: the error of each level, its spread over the runs and its share; errors as in the comparison."""
-    by_run = [_metrics_by_level(run, cost) for run in runs]
+    by_run = [_metrics_by_level(one) for one in told]
     found = {name: _parts(name, by_run, simulated) for name in ATTRIBUTED}
     return {name: parts for name, parts in found.items() if parts}
 
 
-def _metrics_by_level(run: MeasuredRun, cost: CostModel) -> tuple[dict[str, float], ...]:
+def _metrics_by_level(told: PricedRun) -> tuple[dict[str, float], ...]:
     """The run's metrics three times: as measured, with predicted attention, and with predicted steps."""
-    seconds, attention = price_table(cost, run.recorder.features)
-    with_attention = run.log.steps["seconds"] - run.log.steps["attention_s"] + attention
-    logs = (run.log, with_step_times(run.log, with_attention), with_step_times(run.log, seconds))
-    return tuple(compute_metrics(log) for log in logs)
+    log = told.run.log
+    with_attention = log.steps["seconds"] - log.steps["attention_s"] + told.attention_s
+    logs = (log, with_step_times(log, with_attention), with_step_times(log, told.seconds))
+    return tuple(compute_metrics(one) for one in logs)
 
 
 def with_step_times(log: RunLog, seconds: FloatArray) -> RunLog:
@@ -198,14 +207,13 @@ def divergence(run: RunLog, simulated: RunLog) -> dict[str, Any]:
     }
 
 
-def suspect(runs: Sequence[MeasuredRun], cost: CostModel) -> dict[str, Any]:
+def suspect(told: Sequence[PricedRun]) -> dict[str, Any]:
     """The feature that explains most of the residuals of the step prices: a hint at a missing term of the model.
 
     `explained` is the share of the residuals' variance that a straight line over the feature explains.
     """
-    features = np.concatenate([run.recorder.features for run in runs])
-    seconds = np.concatenate([run.log.steps["seconds"] for run in runs])
-    residual = seconds - price_table(cost, features)[0]
+    features = np.concatenate([one.run.recording.features for one in told])
+    residual = np.concatenate([one.run.log.steps["seconds"] - one.seconds for one in told])
     spread = residual - residual.mean()
     total = float(spread @ spread)
     explained = {}

@@ -14,11 +14,11 @@ from harness.metrics.log import Outcome, RunLog
 from harness.metrics.record import PointRecord, compare
 from harness.point.error_levels import error_levels
 from harness.replay.cost_model import CostModel
+from harness.replay.folds import Prediction
 from harness.workload.decoding import TABLE, parents_table
 from harness.workload.deployment import Deployment
 from harness.workload.devices import engine_kernels
 from harness.workload.point import Point
-from harness.workload.simulate import Prediction
 from traces.analysis.reuse import realised_prefix_share
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ def tables_of(simulated: RunLog, runs: "Sequence[MeasuredRun]") -> dict[str, Tab
         kept = [(side, number, getattr(log, name)) for side, number, log in logs]
         if found := [part for part in kept if part[2] is not None]:
             tables[name] = _stacked(found)
-    parents = parents_table([run.recorder.parents for run in runs])
+    parents = parents_table([run.recording.parents for run in runs])
     return {**tables, TABLE: parents} if parents else tables
 
 

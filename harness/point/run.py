@@ -24,14 +24,15 @@ from harness.point.cost import (
     resolve_cost_kind,
     takes_timed_kernels,
 )
-from harness.point.error_levels import teacher_forced
+from harness.point.error_levels import priced, teacher_forced
 from harness.point.record import files_of, make_record, tables_of
 from harness.replay.cost_model import CostModel, PacedCost
+from harness.replay.folds import prediction_of
 from harness.workload.decoding import recording_stamp
 from harness.workload.deployment import Deployment, deployment_of, draft_of, model_shape, model_spec
 from harness.workload.devices import check_engine, check_memory, check_weights, engine_kernels
 from harness.workload.point import Point, resolve
-from harness.workload.simulate import check_compiled, prediction_of, simulate, simulate_metrics
+from harness.workload.simulate import check_compiled, simulate, simulate_metrics
 from harness.workload.trace import reshaped_trace
 
 if TYPE_CHECKING:
@@ -197,7 +198,9 @@ class PointSession:
             bounds=bounds_of(point, paced),
             oracle=compared.section() if compared else None,
             # the teacher-forced error is that of prices that had not followed the pace
-            pace={**pace.section(), "unscaled": teacher_forced(runs, cost, clocked=True)} if pace else None,
+            pace={**pace.section(), "unscaled": teacher_forced(priced(runs, cost), clocked=True)}
+            if pace
+            else None,
             seconds=seconds,
         )
         return PointResult(record, tables_of(simulated.log, runs), files_of(simulated.log, runs))

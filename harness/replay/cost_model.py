@@ -25,7 +25,7 @@ class CostSource:
     """The source of a cost model's numbers; the report prints it beside every prediction.
 
     `heldout` is the error on measurements that were not used for the fit, per `step` and `attention`; it is empty for a
-    model that was not fitted. `hull` is the measured range of step columns (see `harness.replay.streaming`); a
+    model that was not fitted. `hull` is the measured range of step columns (see `harness.replay.folds`); a
     prediction outside is an extrapolation. `beam_churn` and `beam_evenness` describe by beam width how beams coalesce
     (see `harness.replay.beams`). `draft_acceptance` is the share of draft tokens that were right. `validation` is the
     free-running error and the spread of repeats on whole held-out workloads, by workload and metric.

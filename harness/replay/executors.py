@@ -1,6 +1,6 @@
 """The protocol of executors, and the two that need no torch: with a cost model, or with a recording of a run."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
@@ -13,7 +13,7 @@ from harness.replay.arrivals import LATEST_NS, NS_PER_S, TimeSpanError, to_ns
 from harness.replay.beams import Genealogy
 from harness.replay.branches import BranchEnds, BranchSurvival, DraftAcceptance
 from harness.replay.cost_model import Amount, CostModel
-from harness.replay.features import FastForwardFeatures, FeatureMeter
+from harness.replay.features import FastForwardFeatures, FeatureMeter, StepFeatures
 
 _ONE_BY_ONE = 10  # further steps of a fast-forward up to which single numbers are quicker than arrays
 _NO_PHASES: Mapping[str, float] = MappingProxyType({})
@@ -23,20 +23,20 @@ _NOTHING: Mapping[int, Any] = MappingProxyType({})
 class StepTiming(NamedTuple):
     """Durations of the steps of a plan, one entry per step: whole ns, attention seconds; phases in s where known.
 
-    `features` are those of the plan's first step, where the executor needed them.
+    `features` are those of the plan's first step.
     """
 
     ns: list[int]
     attention_s: list[float]
+    features: StepFeatures[Amount]
     phases: Mapping[str, float] = _NO_PHASES
-    features: Sequence[Amount] | None = None
 
 
 class Executor(Protocol):
     """Runs or prices step plans.
 
     For each step the replay calls `begin()`, `Scheduler.schedule()`, `execute()`, `Scheduler.commit()` and `end()`, so
-    that `begin()` to `end()` is the duration of the whole step.
+    that `begin()` to `end()` is the duration of the whole step. An executor with a clock leaves `unclocked()` out.
     """
 
     max_steps: int
@@ -44,6 +44,10 @@ class Executor(Protocol):
     def begin(self) -> None:
         """A step begins: the scheduler is called next."""
         ...
+
+    def unclocked(self, look: Callable[[], None]) -> None:
+        """Somebody looks at the step before it is executed: call `look`."""
+        look()
 
     def execute(self, plan: StepPlan, horizon_ns: int | None) -> StepResult:
         """Run the plan. It must not run steps that start `horizon_ns` or more from now: a request arrives then."""
@@ -54,7 +58,7 @@ class Executor(Protocol):
         ...
 
 
-class SimulatedExecutor:
+class SimulatedExecutor(Executor):
     """The executor of a prediction: seconds come from a cost model, beam parents from a genealogy model.
 
     `requests` by id may grow while the replay runs. `survival` lets branches of sampled requests end before their
@@ -82,7 +86,7 @@ class SimulatedExecutor:
         self._window = window
         self._meter = FeatureMeter(requests, block_size, window)
         self._parents = SimulatedParents(requests, genealogy)
-        self._timing = StepTiming([], [])
+        self._timing: StepTiming
 
     def begin(self) -> None:
         """Does nothing: no clock runs."""
@@ -93,7 +97,7 @@ class SimulatedExecutor:
         features = self._meter.first(plan, accepted)
         ns, attention = self._prices(plan, features, horizon_ns)
         self._meter.took(features, len(ns))
-        self._timing = StepTiming(ns, attention, features=features)
+        self._timing = StepTiming(ns, attention, features)
         return StepResult(
             num_steps=len(ns),
             parents=self._parents.of(plan),
@@ -191,15 +195,17 @@ class RecordingEndedError(RuntimeError):
     """The replay of a recording has more steps than were recorded: the two sides decided differently."""
 
 
-class RecordedExecutor:
+class RecordedExecutor(Executor):
     """Replays a recorded run: its step durations and the engine's step results. A step plan that differs is a bug."""
 
     max_steps = 1
 
-    def __init__(self, ns: Sequence[int], results: Sequence[StepResult]) -> None:
+    def __init__(self, ns: Sequence[int], results: Sequence[StepResult], meter: FeatureMeter) -> None:
         self._ns = ns
         self._results = results
+        self._meter = meter
         self._step = -1
+        self._plan: StepPlan
 
     def begin(self) -> None:
         """Go to the next recorded step.
@@ -213,8 +219,10 @@ class RecordedExecutor:
 
     def execute(self, plan: StepPlan, horizon_ns: int | None) -> StepResult:
         """The recorded result: parents, ends, accepted drafts."""
+        self._plan = plan
         return self._results[self._step]
 
     def end(self) -> StepTiming:
         """The recorded duration."""
-        return StepTiming([self._ns[self._step]], [np.nan])
+        features = self._meter.single(self._plan, self._results[self._step].accepted)
+        return StepTiming([self._ns[self._step]], [np.nan], features)

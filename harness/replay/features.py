@@ -187,6 +187,12 @@ class FeatureMeter:
             prefill_unseen_work=unseen[2],
         )
 
+    def single(self, plan: StepPlan, accepted: Mapping[int, int]) -> StepFeatures[Amount]:
+        """Features of a plan that ran for one step."""
+        features = self.first(plan, accepted)
+        self.took(features)
+        return features
+
     def _beam_rows(self, others: Sequence[Row]) -> int:
         """Sampled rows of beam groups; rows are not checked while there are no such requests."""
         if not self._beams:

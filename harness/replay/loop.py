@@ -1,31 +1,82 @@
-"""The loop: requests arrive and steps run, in one simpy model for all executors."""
+"""The loop: requests arrive and steps run, in one simpy model for all executors.
+
+What looks at a replay is an `Observer` that the loop tells of four events. It knows no observer by name.
+"""
 
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import simpy
 
 from engine.core.errors import NeverFitsError
+from engine.core.plan import StepPlan, StepResult
 from engine.core.request import Request
+from engine.core.scheduling.commit import CommitReport, RequestStats
 from engine.core.scheduling.scheduler import Scheduler
-from harness.replay.arrivals import LATEST_NS, Arrivals, OpenLoop, TimedRequest, TimeSpanError
-from harness.replay.executors import Executor
-from harness.replay.recorder import Recorder
+from harness.metrics.log import Outcome
+from harness.replay.arrivals import LATEST_NS, NEVER, Arrivals, OpenLoop, TimedRequest, TimeSpanError
+from harness.replay.executors import Executor, StepTiming
 
 Progress = Callable[[int, int], None]
+_NO_STATS = RequestStats()
+
+
+class StepRecord(NamedTuple):
+    """A plan that ran from `start_ns` on and took `took_ns`, for one step or for as many as `timing` has entries.
+
+    Every log of a replay is a fold over these, and over the ends of requests.
+    """
+
+    start_ns: int
+    took_ns: int
+    plan: StepPlan
+    result: StepResult
+    report: CommitReport
+    timing: StepTiming
+
+
+class Observer:
+    """What looks at a replay and changes nothing in it. A subclass overrides the events that it wants.
+
+    * `arrived`: a request comes at `at_ns`, before the scheduler sees it; NEVER if the replay stopped before.
+    * `planned`: the step that begins at `now_ns` is scheduled, and has not run. Its block tables are live.
+    * `committed`: a step is over.
+    * `ended`: a request ends at `at_ns` (NEVER if unfinished), after the step that ends it. `stats` are its counters.
+
+    No event counts in the duration of a step.
+    """
+
+    def arrived(self, request: Request, at_ns: int) -> None:
+        """A request comes."""
+
+    def planned(self, now_ns: int, plan: StepPlan) -> None:
+        """A step is scheduled."""
+
+    def committed(self, step: StepRecord) -> None:
+        """A step is over."""
+
+    def ended(self, request: Request, outcome: Outcome, at_ns: int, stats: RequestStats) -> None:
+        """A request ends."""
+
+
+def _listeners(observers: Sequence[Observer], event: str) -> list[Callable[..., None]]:
+    """The methods of those that override `event`: who does not want it costs nothing."""
+    unheard = getattr(Observer, event)
+    return [getattr(each, event) for each in observers if getattr(type(each), event) is not unheard]
 
 
 class Replay:
     """One run of a workload; call `run()` once. `arrivals` is a source, or a sequence of requests in order of arrival.
 
     The next step sees a request that arrives at the very end of a step. A request that can never be served is rejected
-    on arrival, and recorded as rejected. `live` holds the requests that have arrived and not ended. At `until_ns` the
-    replay stops: no step begins then or later, and requests that have not finished are recorded as unfinished.
-    `progress(ended, total)` is called after steps that end a request.
+    on arrival. `live` holds the requests that have arrived and not ended. At `until_ns` the replay stops: no step
+    begins then or later, and requests that have not finished end as unfinished. `progress(ended, total)` is called
+    after steps that end a request.
 
     With `asynchronous`, a step is scheduled while the step before it runs, as vLLM's async scheduling does: the
-    scheduler sees a request one step later, unless no step is running. `after_step(now)` is called with the start of
-    each step after its commit, outside of the clock. Replays that share `env` run on one clock (`start`, `close`).
+    scheduler sees a request one step later, unless no step is running. Replays that share `env` run on one clock
+    (`start`, `close`).
     """
 
     def __init__(
@@ -33,19 +84,20 @@ class Replay:
         arrivals: Arrivals | Sequence[TimedRequest],
         scheduler: Scheduler,
         executor: Executor,
-        recorder: Recorder,
+        *observers: Observer,
         progress: Progress | None = None,
-        *,
         live: dict[int, Request] | None = None,
         until_ns: int | None = None,
         asynchronous: bool = False,
-        after_step: Callable[[int], None] | None = None,
         env: simpy.Environment | None = None,
     ) -> None:
         self._arrivals = OpenLoop(arrivals, len(arrivals)) if isinstance(arrivals, Sequence) else arrivals
         self._scheduler = scheduler
         self._executor = executor
-        self._recorder = recorder
+        self._arrived = _listeners(observers, "arrived")
+        self._planned = _listeners(observers, "planned")
+        self._committed = _listeners(observers, "committed")
+        self._finally = _listeners(observers, "ended")
         self._progress = progress
         self._live = {} if live is None else live
         self._until_ns = until_ns
@@ -53,7 +105,6 @@ class Replay:
         self._began_ns: int | None = (
             None  # when the last step began; None if none has since the engine was idle
         )
-        self._after_step = after_step
         self._ended = 0
         self._env = env or simpy.Environment(initial_time=0)
 
@@ -63,18 +114,20 @@ class Replay:
         self._env.run()
         self.close()
 
-    def now_ns(self) -> int:
-        """The virtual time: while a step runs, its beginning."""
-        return int(self._env.now)
-
     def start(self) -> None:
         """Begin, without running the clock: for replays that share `env`."""
         self._env.process(self._engine())
 
     def close(self) -> None:
-        """Record the requests that never arrived; the clock has stopped."""
-        for request in self._arrivals.left():
-            self._recorder.never_arrived(request)
+        """The clock has stopped: requests that are under way, and those that never arrived, end as unfinished."""
+        never = self._arrivals.left()
+        for request in never:
+            for tell in self._arrived:
+                tell(request, NEVER)
+        for request in [*self._live.values(), *never]:
+            stats = self._scheduler.stats.get(request.request_id, _NO_STATS)
+            for tell in self._finally:
+                tell(request, Outcome.UNFINISHED, NEVER, stats)
 
     def _engine(self) -> Generator[Any, Any, None]:
         env, scheduler, arrivals = self._env, self._scheduler, self._arrivals
@@ -99,38 +152,43 @@ class Replay:
 
     def _submit(self, arrived: Sequence[TimedRequest]) -> None:
         for timed in arrived:
-            request = timed.request
-            self._recorder.arrived(request, timed.arrival_ns)
+            request, arrival_ns = timed.request, timed.arrival_ns
+            for tell in self._arrived:
+                tell(request, arrival_ns)
             try:
                 self._scheduler.submit(request)
             except NeverFitsError:
-                self._recorder.rejected(request.request_id)
-                self._end(request.request_id, self._env.now)
+                self._end(request, Outcome.REJECTED, self._env.now, _NO_STATS)
             else:
                 self._live[request.request_id] = request
 
-    def _end(self, request_id: int, now_ns: int) -> None:
+    def _end(self, request: Request, outcome: Outcome, now_ns: int, stats: RequestStats) -> None:
+        for tell in self._finally:
+            tell(request, outcome, now_ns, stats)
         self._ended += 1
-        self._arrivals.ended(request_id, now_ns)
+        self._arrivals.ended(request.request_id, now_ns)
 
     def _step(self, now: int) -> int:
         """Run one plan and return its duration in ns."""
         executor, scheduler = self._executor, self._scheduler
         executor.begin()
         plan = scheduler.schedule(executor.max_steps)
+        for look in self._planned:
+            executor.unclocked(partial(look, now, plan))
         result = executor.execute(plan, self._horizon(now))
         report = scheduler.commit(plan, result)
         timing = executor.end()
-        if now + sum(timing.ns) > LATEST_NS:
+        took = sum(timing.ns)
+        if now + took > LATEST_NS:
             raise TimeSpanError
-        took = self._recorder.record(now, plan, result, report, timing)
-        self._began_ns = now + sum(timing.ns[:-1])
-        if self._after_step:
-            self._after_step(now)
+        step = StepRecord(now, took, plan, result, report, timing)
+        for tell in self._committed:
+            tell(step)
+        self._began_ns = now + took - timing.ns[-1]
         if report.finished:
             for request_id in report.finished:
-                del self._live[request_id]
-                self._end(request_id, now + took)
+                request = self._live.pop(request_id)
+                self._end(request, Outcome.FINISHED, now + took, report.stats[request_id])
             if self._progress:
                 self._progress(self._ended, self._arrivals.total)
         return took

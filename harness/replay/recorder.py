@@ -1,42 +1,71 @@
-"""The recorder: it collects the run log of a replay step by step.
+"""The run log of a replay: what the loop tells, folded.
 
-`Recorder` makes the run log from a `StepTable` and from `RequestTimes`, and keeps the plans too where that is asked
-for. `MeasuredRun` is the record of a run on the engine.
+`Recorder` makes rows of steps and rows of requests, and hands them to a fold, which keeps them or adds them up
+(`harness.replay.folds`). `PlanRecording` keeps plans and results. `MeasuredRun` is a run on the engine.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 
 from engine.core.memory.manager import FastForwardColumns
 from engine.core.options import Decoding
-from engine.core.plan import StepPlan, StepResult
+from engine.core.plan import StepCounts, StepPlan, StepResult
 from engine.core.request import Request
 from engine.core.scheduling.commit import CommitReport, RequestStats
 from harness.metrics.log import (
+    COLUMN,
     GENERATED,
+    PHASES,
     REQUEST_COLUMNS,
     RETURNED,
     STEP_COLUMNS,
+    STEP_RECORD,
     Column,
     FloatArray,
     IntArray,
     Outcome,
+    RequestRow,
     RunLog,
 )
-from harness.replay.arrivals import to_s
+from harness.replay.arrivals import NEVER, to_s
 from harness.replay.beams import Choices
 from harness.replay.cost_model import Amount
-from harness.replay.executors import StepTiming
-from harness.replay.features import AT, FEATURES, FeatureMeter
+from harness.replay.features import FEATURES
+from harness.replay.folds import Fold
+from harness.replay.loop import Observer, StepRecord
 
-NEVER = -1
 _TIMES = ("arrival_s", "first_scheduled_s", "first_token_s", "finish_s")
-_NO_STATS = RequestStats()
-_COLUMNS = (*REQUEST_COLUMNS, GENERATED, RETURNED)
 RequestTable = dict[str, np.ndarray[Any, np.dtype[Any]]]
+
+
+def step_columns(
+    record: IntArray, attention_s: FloatArray, before: int, phases: FloatArray | None = None
+) -> dict[str, Column]:
+    """Records `[steps, STEP_RECORD]` as in `RunLog.steps`; `before` steps came earlier. `phases` are `[PHASES, steps]`.
+
+    Counts are int64, times float64 s.
+    """
+    found: dict[str, Column] = {name: record[:, index].copy() for index, name in enumerate(STEP_RECORD)}
+    found |= zip(
+        PHASES, np.full((len(PHASES), len(record)), np.nan) if phases is None else phases, strict=True
+    )
+    found["step"] = before + np.arange(len(record))
+    found["start_s"], found["seconds"] = to_s(found["start_ns"]), to_s(found["ns"])
+    found["attention_s"] = attention_s
+    return {name: found[name] for name in STEP_COLUMNS}
+
+
+def request_columns(rows: RequestRow[IntArray]) -> RequestTable:
+    """Rows of requests, times in ns, as in `RunLog.requests`."""
+    found = dict(zip((*REQUEST_COLUMNS, GENERATED, RETURNED), rows, strict=True))
+    return {name: _seconds(column) if name in _TIMES else column for name, column in found.items()}
+
+
+def _seconds(ns: IntArray) -> FloatArray:
+    return np.where(ns == NEVER, np.nan, to_s(ns))
 
 
 @dataclass(slots=True)
@@ -54,10 +83,10 @@ class _LiveRequest:
 class RequestTimes:
     """Times of the requests of one replay in ns, and the gaps between tokens.
 
-    Call `arrived`, `rejected`, `ended_early` and `add` as the replay goes on, `close` at its end, and `drain` and
-    `drain_gaps` for the results. A steady decoder gets a token from every plan, so no work is done for it between
-    steps. Work is done only when a request arrives, is not steady yet, stops or resumes getting tokens, or ends. A gap
-    counts once per request and token, for any number of branches.
+    Call `arrived`, `add` and `end` as the replay goes on, and `drain` and `drain_gaps` for the results. A steady
+    decoder gets a token from every plan, so no work is done for it between steps. Work is done only when a request
+    arrives, is not steady yet, stops or resumes getting tokens, or ends. A gap counts once per request and token, for
+    any number of branches.
     """
 
     def __init__(self) -> None:
@@ -68,7 +97,7 @@ class RequestTimes:
         # requests that got no token although they had one before, with the end of the step of their last token
         self._paused: dict[int, int] = {}
         self._last_end = 0  # end of the last plan that produced tokens
-        self._ended: list[tuple[int, ...]] = []  # rows of the request table, in order of their ends
+        self._ended: list[tuple[int, RequestRow[int]]] = []  # place and row, in order of their ends
         self._gap_ns: list[int] = []
         self._gap_weight: list[int] = []
 
@@ -77,34 +106,23 @@ class RequestTimes:
         self._live[request.request_id] = _LiveRequest(self._arrived, request, arrival_ns)
         self._arrived += 1
 
-    def rejected(self, request_id: int) -> None:
-        """A request that can never be served ends at once."""
-        self._close(self._live.pop(request_id), Outcome.REJECTED, NEVER, _NO_STATS)
-
-    def add(
-        self,
-        now_ns: int,
-        plan: StepPlan,
-        report: CommitReport,
-        ns: list[int],
-        took_ns: int,
-    ) -> None:
-        """A plan ran from `now_ns` on for `took_ns` in all, its steps taking `ns`."""
+    def add(self, step: StepRecord) -> None:
+        """A plan ran."""
+        plan, report, ns = step.plan, step.report, step.timing.ns
+        if step.result.ended:
+            self._ended_early(plan, step.result.ended)
         for request_id in plan.admitted:
             live = self._live[request_id]
             if live.scheduled == NEVER:
-                live.scheduled = now_ns
-        end = now_ns + took_ns
+                live.scheduled = step.start_ns
         for request_id in plan.preempted:
             self._pause(request_id)
         if report.emitted or self._steady or self._others:
-            self._tokens(plan.steady_ids, report, now_ns + ns[0], ns)
-            self._last_end = end
-        if report.finished:
-            self._finish(report, end)
+            self._tokens(plan.steady_ids, report, step.start_ns + ns[0], ns)
+            self._last_end = step.start_ns + step.took_ns
 
-    def ended_early(self, plan: StepPlan, ended: Mapping[int, Collection[int]]) -> None:
-        """Record the branches that end with the plan's only step; call it before `add`."""
+    def _ended_early(self, plan: StepPlan, ended: Mapping[int, Collection[int]]) -> None:
+        """Record the branches that end with the plan's only step."""
         sampling = {row.request_id: row for row in plan.rows if row.samples and row.request_id in ended}
         for request_id, row in sampling.items():
             request = self._live[request_id].request
@@ -156,53 +174,41 @@ class RequestTimes:
         self._gap_ns.append(ns)
         self._gap_weight.append(weight)
 
-    def _finish(self, report: CommitReport, end: int) -> None:
-        for request_id in report.finished:
-            self._paused.pop(request_id, None)
-            self._close(self._live.pop(request_id), Outcome.FINISHED, end, report.stats[request_id])
-
-    def _close(self, live: _LiveRequest, outcome: Outcome, end: int, stats: RequestStats) -> None:
-        request = live.request
+    def end(self, request: Request, outcome: Outcome, end_ns: int, stats: RequestStats) -> None:
+        """A request ended; NEVER if it did not finish."""
+        live = self._live.pop(request.request_id)
+        self._paused.pop(request.request_id, None)
         generated = request.output_tokens * request.width - live.spared
         best_alone = request.decoding is Decoding.beam
-        self._ended.append(
-            (
-                live.place,
-                request.request_id,
-                live.arrival,
-                live.scheduled,
-                live.first_token,
-                end,
-                request.prompt_tokens,
-                request.output_tokens,
-                request.width,
-                stats.hit_tokens,
-                stats.resumed_hit_tokens,
-                stats.recomputed_tokens,
-                stats.preemptions,
-                outcome,
-                generated,
-                request.output_tokens if best_alone else generated,
-            )
+        row = RequestRow(
+            request_id=request.request_id,
+            arrival_ns=live.arrival,
+            scheduled_ns=live.scheduled,
+            first_token_ns=live.first_token,
+            finish_ns=end_ns if outcome is Outcome.FINISHED else NEVER,
+            prompt_tokens=request.prompt_tokens,
+            output_tokens=request.output_tokens,
+            width=request.width,
+            hit_tokens=stats.hit_tokens,
+            resumed_hit_tokens=stats.resumed_hit_tokens,
+            recomputed_tokens=stats.recomputed_tokens,
+            preemptions=stats.preemptions,
+            outcome=outcome,
+            generated=generated,
+            returned=request.output_tokens if best_alone else generated,
         )
+        self._ended.append((live.place, row))
 
     @property
     def ended(self) -> int:
         """Requests whose rows have not been drained."""
         return len(self._ended)
 
-    def close(self, stats: Mapping[int, RequestStats]) -> None:
-        """The replay is over: requests that have not ended are unfinished."""
-        for request_id, live in self._live.items():
-            self._close(live, Outcome.UNFINISHED, NEVER, stats.get(request_id, _NO_STATS))
-        self._live = {}
-
-    def drain(self, count: int | None = None) -> RequestTable:
-        """The first `count` (None: all) rows of the request table, in order of arrival; they are removed here."""
-        rows, self._ended = self._ended[:count], self._ended[len(self._ended) if count is None else count :]
-        table = np.array(sorted(rows), dtype=np.int64).reshape(len(rows), len(_COLUMNS) + 1)
-        found = dict(zip(_COLUMNS, table.T[1:].copy(), strict=True))
-        return {name: _seconds(column) if name in _TIMES else column for name, column in found.items()}
+    def drain(self, count: int) -> RequestTable:
+        """The first `count` rows of the request table, in order of arrival; they are removed here."""
+        rows, self._ended = self._ended[:count], self._ended[count:]
+        table = np.array([row for _, row in sorted(rows)], dtype=np.int64)
+        return request_columns(RequestRow(*table.reshape(len(rows), len(RequestRow._fields)).T.copy()))
 
     def drain_gaps(self) -> tuple[FloatArray, FloatArray]:
         """Every inter-token gap in seconds, equal ones merged, with the number of each; they are removed here."""
@@ -212,20 +218,15 @@ class RequestTimes:
         return to_s(values), weights.astype(np.float64)
 
 
-def _seconds(ns: IntArray) -> FloatArray:
-    return np.where(ns == NEVER, np.nan, to_s(ns))
-
-
-PHASES = ("policy_s", "build_s", "forward_s", "sample_s", "pace")
-_COMPUTED = ("step", "start_s", "seconds", "attention_s", "reserved")  # columns that `drain()` computes
-_GIVEN = tuple(name for name in STEP_COLUMNS if name not in _COMPUTED)
-_FIRST_ONLY = ("copies", "preempted", "admitted", "hit_tokens")
-_GROWING = ("kv_read_tokens", "token")  # by one a row and step
-_CHANGING = (
-    *("new_blocks", "frees", "cached", "internal", "external", "free"),
-    *("logical_blocks", "physical_blocks"),
-)
-_UNKNOWN = (np.nan,) * len(PHASES)
+# columns of a fast-forward's further steps: given, growing by one a row and step, and of the first step alone
+_CHANGING = tuple((getattr(COLUMN, each.name), each.name) for each in fields(FastForwardColumns))
+_GROWING = (COLUMN.kv_read_tokens, COLUMN.token)
+_FIRST_ONLY = [
+    getattr(COLUMN, name)
+    for name in StepCounts._fields
+    if name not in ("new_blocks", "frees", "running", "waiting")
+]
+_STATES = slice(COLUMN.token, COLUMN.free + 1)
 
 
 class StepTable:
@@ -235,11 +236,10 @@ class StepTable:
         self._forget()
         self._drained = 0
         self._end_ns = 0
-        self._capacity = 0
 
     def _forget(self) -> None:
-        self._values: list[tuple[Amount, ...]] = []
-        self._starts: list[int] = []
+        self._rows: list[tuple[Amount, ...]] = []
+        self._phases: list[list[float]] = []  # of single steps, as an engine takes them
         self._steps: list[int] = []
         self._ns: list[int] = []
         self._attention_s: list[float] = []
@@ -255,191 +255,129 @@ class StepTable:
         """Steps that have not been drained."""
         return len(self._ns)
 
-    def add(
-        self,
-        now_ns: int,
-        plan: StepPlan,
-        timing: StepTiming,
-        fast_forward: FastForwardColumns | None,
-        features: Sequence[Amount],
-        took_ns: int,
-    ) -> None:
-        """A plan that began at `now_ns` and ran once, or as often as `timing` has entries, `took_ns` in all."""
-        self._values.append(_values(plan, timing, features))
-        self._starts.append(now_ns)
+    def add(self, step: StepRecord) -> None:
+        """A plan that ran once, or several times."""
+        timing, plan, features = step.timing, step.plan, step.timing.features
+        self._rows.append(
+            (
+                step.start_ns,
+                timing.ns[0],
+                features.rows,
+                features.decode_rows,
+                features.prefill_tokens,
+                features.tokens,
+                features.decode_kv + features.prefill_kv,
+                features.sampled_rows,
+                *plan.counts,
+                *plan.usage,
+            )
+        )
+        if timing.phases:
+            self._phases.append([timing.phases.get(name, np.nan) for name in PHASES])
         self._steps.append(len(timing.ns))
         self._ns += timing.ns
         self._attention_s += timing.attention_s
-        self._end_ns = now_ns + took_ns
-        if fast_forward is not None:
-            self._fast_forwards.append(fast_forward)
-        if not self._capacity:
-            self._capacity = plan.usage.capacity
+        self._end_ns = step.start_ns + step.took_ns
+        if step.report.fast_forward is not None:
+            self._fast_forwards.append(step.report.fast_forward)
 
     def drain(self) -> dict[str, Column]:
-        """Every column of STEP_COLUMNS, one entry per step; counts int64, times float64 s. The table is empty then."""
+        """Every column of STEP_COLUMNS, one entry per step. The table is empty then."""
         steps = np.array(self._steps, dtype=np.int64)
-        facts = np.array(self._values, dtype=np.float64).reshape(-1, len(_GIVEN)).repeat(steps, axis=0)
-        found: dict[str, Column] = {
-            name: facts[:, index] if name in PHASES else facts[:, index].astype(np.int64)
-            for index, name in enumerate(_GIVEN)
-        }
+        rows = np.array(self._rows, dtype=np.int64).reshape(-1, len(STEP_RECORD)).repeat(steps, axis=0)
         nth = np.arange(steps.sum()) - (np.cumsum(steps) - steps).repeat(steps)
-        self._add_times(found, steps, nth)
-        self._add_fast_forwards(found, nth)
-        states = ("token", "cached", "internal", "external", "free")
-        found["reserved"] = self._capacity - np.sum([found[name] for name in states], axis=0)
-        self._drained += len(nth)
-        self._forget()
-        return {name: found[name] for name in STEP_COLUMNS}
-
-    def _add_times(self, found: dict[str, Column], steps: IntArray, nth: IntArray) -> None:
         ns = np.array(self._ns, dtype=np.int64)
         before = np.cumsum(ns) - ns  # within all steps; of each plan's first step it is the plan's own offset
-        begun = np.array(self._starts, dtype=np.int64).repeat(steps)
-        found["step"] = self._drained + np.arange(len(ns))
-        found["start_s"] = to_s(begun + before - before[nth == 0].repeat(steps))
-        found["seconds"] = to_s(ns)
-        found["attention_s"] = np.array(self._attention_s, dtype=np.float64)
+        rows[:, COLUMN.ns] = ns
+        rows[:, COLUMN.start_ns] += before - before[nth == 0].repeat(steps)
+        if self._fast_forwards:
+            self._add_fast_forwards(rows, nth)
+        phases = np.array(self._phases, dtype=np.float64).T if self._phases else None
+        found = step_columns(rows, np.array(self._attention_s, dtype=np.float64), self._drained, phases)
+        self._drained += len(nth)
+        self._forget()
+        return found
 
-    def _add_fast_forwards(self, found: dict[str, Column], nth: IntArray) -> None:
+    def _add_fast_forwards(self, rows: IntArray, nth: IntArray) -> None:
         """The further steps of a fast-forward: as the first, but for context and what the pool did."""
-        further = nth > 0
-        for name in _FIRST_ONLY:
-            found[name][further] = 0
-        for name in _GROWING:
-            found[name] += found["rows"] * nth
-        for name in _CHANGING:
-            if self._fast_forwards:
-                found[name][further] = np.concatenate([getattr(part, name) for part in self._fast_forwards])
+        further, capacity = nth > 0, rows[:, _STATES].sum(axis=1)
+        rows[np.ix_(further, _FIRST_ONLY)] = 0
+        for column in _GROWING:
+            rows[:, column] += rows[:, COLUMN.rows] * nth
+        for column, name in _CHANGING:
+            rows[further, column] = np.concatenate([getattr(part, name) for part in self._fast_forwards])
+        rows[:, COLUMN.reserved] += capacity - rows[:, _STATES].sum(axis=1)
 
 
-def _values(plan: StepPlan, timing: StepTiming, features: Sequence[Amount]) -> tuple[Amount, ...]:
-    """The plan's values in the order of STEP_COLUMNS, without `_COMPUTED`; `features` are those of its first step."""
-    usage, phases = plan.usage, timing.phases
-    return (
-        *((phases.get(phase, np.nan) for phase in PHASES) if phases else _UNKNOWN),
-        *_of_rows(features),
-        plan.new_blocks,
-        len(plan.copies),
-        len(plan.frees),
-        len(plan.preempted),
-        len(plan.admitted),
-        plan.hit_tokens,
-        plan.running,
-        plan.waiting,
-        usage.token,
-        usage.cached,
-        usage.internal,
-        usage.external,
-        usage.free,
-        usage.logical_blocks,
-        usage.physical_blocks,
-    )
+class Recorder(Observer):
+    """Hands the steps, gaps and ended requests of one replay to `fold`; call `close` after the replay."""
 
-
-def _of_rows(features: Sequence[Amount]) -> tuple[Amount, ...]:
-    """Rows, decode rows, prefill tokens, query tokens, KV slots read, sampled rows."""
-    return (
-        features[AT.rows],
-        features[AT.decode_rows],
-        features[AT.prefill_tokens],
-        features[AT.tokens],
-        features[AT.decode_kv] + features[AT.prefill_kv],
-        features[AT.sampled_rows],
-    )
-
-
-class Recorder:
-    """Records one replay; `log()` gives its run log. `requests` by id may grow while the replay runs.
-
-    With `keep_plans` it also keeps each step plan's digest, features and draft tokens by request, and the step result.
-    They serve to compare two replays step by step, to price a measured run's plans, and to calibrate. `keep_plans` is
-    only for replays without fast-forward. `window` is that of the model's windowed layers, in tokens.
-    """
-
-    def __init__(
-        self,
-        requests: Mapping[int, Request],
-        block_size: int,
-        *,
-        keep_plans: bool = False,
-        window: int | None = None,
-    ) -> None:
-        self._block_size = block_size
-        self._meter = FeatureMeter(requests, block_size, window)
+    def __init__(self, fold: Fold) -> None:
+        self._fold = fold
         self._steps = StepTable()
         self._times = RequestTimes()
-        self._keep_plans = keep_plans
+
+    def arrived(self, request: Request, at_ns: int) -> None:
+        """Note its time."""
+        self._times.arrived(request, at_ns)
+
+    def committed(self, step: StepRecord) -> None:
+        """Note the step, and the tokens that requests got in it."""
+        self._steps.add(step)
+        self._times.add(step)
+        if self._steps.pending >= self._fold.chunk:
+            self._hand_over()
+
+    def ended(self, request: Request, outcome: Outcome, at_ns: int, stats: RequestStats) -> None:
+        """Note its row."""
+        self._times.end(request, outcome, at_ns, stats)
+        if self._times.ended >= self._fold.chunk:
+            self._fold.add_requests(self._times.drain(self._fold.chunk))
+
+    def _hand_over(self) -> None:
+        self._fold.add_steps(self._steps.drain())
+        self._fold.add_gaps(*self._times.drain_gaps())
+
+    def close(self) -> None:
+        """The replay is over: hand over what is left."""
+        self._hand_over()
+        self._fold.add_requests(self._times.drain(self._times.ended))
+        self._fold.close(self._steps.end_s)
+
+
+class PlanRecording(Observer):
+    """Keeps each step plan's digest, features and draft tokens by request, the step result and duration.
+
+    They serve to compare two replays step by step, to price a measured run's plans, and to calibrate. It is only for
+    replays without fast-forward. `chosen` are parents of beams that a client chose, by request; it may grow.
+    """
+
+    def __init__(self, chosen: Mapping[int, Choices] | None = None) -> None:
         self.digests: list[str] = []
         self.results: list[StepResult] = []
         self.drafted: list[Mapping[int, int]] = []
         self.step_ns: list[int] = []
         self._features: list[Sequence[Amount]] = []
-        self.chosen: Mapping[int, Choices] = {}  # parents of beams that a client chose, by request
+        self._chosen = {} if chosen is None else chosen
+
+    def committed(self, step: StepRecord) -> None:
+        """Keep the step."""
+        self.digests.append(step.plan.digest())
+        self.results.append(step.result)
+        self.drafted.append({row.request_id: row.drafts for row in step.plan.other_rows if row.drafts})
+        self.step_ns.append(step.took_ns)
+        self._features.append(step.timing.features)
 
     @property
     def parents(self) -> list[Mapping[int, Sequence[int]]]:
-        """Beam parents by step and request, with `keep_plans` only; behind them those that a client chose."""
-        by_client = [{rid: parents} for rid, choices in self.chosen.items() for parents in choices]
+        """Beam parents by step and request; behind them those that a client chose."""
+        by_client = [{rid: parents} for rid, choices in self._chosen.items() for parents in choices]
         return [*(result.parents for result in self.results), *by_client]
 
     @property
     def features(self) -> FloatArray:
-        """Features of every step, `[steps, len(FEATURES)]`; with `keep_plans` only."""
+        """Features of every step, `[steps, len(FEATURES)]`."""
         return np.array(self._features, dtype=np.float64).reshape(-1, len(FEATURES))
-
-    def arrived(self, request: Request, arrival_ns: int) -> None:
-        """A request arrived."""
-        self._times.arrived(request, arrival_ns)
-
-    def never_arrived(self, request: Request) -> None:
-        """The replay stopped before the request arrived."""
-        self._times.arrived(request, NEVER)
-
-    def rejected(self, request_id: int) -> None:
-        """An arrived request can never be served."""
-        self._times.rejected(request_id)
-
-    def record(
-        self,
-        now_ns: int,
-        plan: StepPlan,
-        result: StepResult,
-        report: CommitReport,
-        timing: StepTiming,
-    ) -> int:
-        """One plan, taken `result.num_steps` times, from `now_ns` on; returns how long all of it took, in ns."""
-        features = timing.features or self._meter.first(plan, result.accepted)
-        took_ns = sum(timing.ns)
-        self._steps.add(now_ns, plan, timing, report.fast_forward, features, took_ns)
-        if result.ended:
-            self._times.ended_early(plan, result.ended)
-        self._times.add(now_ns, plan, report, timing.ns, took_ns)
-        if timing.features is None:
-            self._meter.took(features, len(timing.ns))
-        if self._keep_plans:
-            self.digests.append(plan.digest())
-            self.results.append(result)
-            self.drafted.append({row.request_id: row.drafts for row in plan.other_rows if row.drafts})
-            self.step_ns.append(timing.ns[0])
-            self._features.append(features)
-        return took_ns
-
-    def log(self, stats: Mapping[int, RequestStats], capacity_slots: int, kv_bytes_per_token: int) -> RunLog:
-        """The finished run's log."""
-        self._times.close(stats)
-        itl_s, itl_weight = self._times.drain_gaps()
-        return RunLog(
-            steps=self._steps.drain(),
-            requests=self._times.drain(),
-            itl_s=itl_s,
-            itl_weight=itl_weight,
-            block_size=self._block_size,
-            capacity_slots=capacity_slots,
-            kv_bytes_per_token=kv_bytes_per_token,
-            span_s=self._steps.end_s,
-        )
 
 
 def digests_differ(one: Sequence[str], other: Sequence[str]) -> int | None:
@@ -453,13 +391,13 @@ def digests_differ(one: Sequence[str], other: Sequence[str]) -> int | None:
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """A finished run: its log, its recording, and the number of audits, which compare slots with counters.
+    """A finished run: its log, its plans, and the number of audits, which compare slots with counters.
 
     `yardstick_s` are the median seconds of the yardstick's parts (`harness.measure.executor`); None without one.
     """
 
     log: RunLog
-    recorder: Recorder
+    recording: PlanRecording
     audits: int
     yardstick_s: tuple[float, ...] | None = None
 

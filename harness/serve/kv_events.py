@@ -15,7 +15,7 @@ from typing import Any
 from engine.core.memory.paged import PagedManager
 from harness.config.errors import UserError
 from harness.console import install_hint
-from harness.replay.kv_events import KvEventRecorder
+from harness.replay.memory import KvEvents
 from traces.formats.kv_events import encode
 
 KEPT = 10_000  # messages that can be asked for again
@@ -46,7 +46,7 @@ class KvEventPublisher:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._zmq = zmq = _zmq()
-        self._recorder = KvEventRecorder(manager)
+        self._recorder = KvEvents(manager)
         self._clock = clock
         self._topic = topic.encode()
         self._messages: deque[tuple[bytes, bytes]] = deque(maxlen=kept)

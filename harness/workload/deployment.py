@@ -7,7 +7,7 @@ imports torch.
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from importlib import import_module
@@ -22,7 +22,6 @@ from engine.core.memory.contiguous import ContiguousManager
 from engine.core.memory.eviction import EvictionQueue
 from engine.core.memory.group_layout import GroupLayout, LayerSet, separate_layout, uniform_layout
 from engine.core.memory.grouped import GroupedManager, pages_of
-from engine.core.memory.manager import KVCacheManager
 from engine.core.memory.paged import PagedManager
 from engine.core.options import CachePolicy, GroupKind, GroupPages, SchedulerLimits, SchedulerOptions, Sharing
 from engine.core.policies import Policies
@@ -40,12 +39,14 @@ from harness.config.schema import (
     EngineConfig,
     EngineDevice,
     ModelConfig,
+    ReplayConfig,
     RunConfig,
     SchedulerConfig,
 )
 from harness.cost.model_shape import Experts, LatentKV, ModelShape
 from harness.cost.roofline import DeviceShape, block_size_factor
 from harness.environment import device_identity, engine_device
+from harness.replay.memory import KvEvents, Lookups, MemoryObserver, Residencies, Wastes
 from harness.workload.architecture import TIED, UNGATED, bits_of, checkpoint_shape, unknown_parts
 
 BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2, Dtype.float16: 2}
@@ -560,51 +561,65 @@ _METHODS = {
 
 
 def new_scheduler(
-    deployment: Deployment,
-    *,
-    keep_events: bool = False,
-    keep_lookups: bool = False,
-    residency: ResidencySampler | None = None,
-    eviction: EvictionQueue | None = None,
+    deployment: Deployment, *, keep_events: bool = False, eviction: EvictionQueue | None = None
 ) -> Scheduler:
-    """A scheduler over an empty pool; a paged one keeps changes and lookups of its prefix cache where asked.
+    """A scheduler over an empty pool; a paged one collects changes of its prefix cache where asked.
 
-    `residency` samples its blocks. `eviction` is used instead of the eviction order that the cache names.
+    `eviction` is used instead of the eviction order that the cache names.
 
     Raises:
         ConfigError: a class of the user cannot be imported or made, or lacks a method.
     """
+    return observed_scheduler(deployment, ReplayConfig(kv_events=keep_events), eviction=eviction)[0]
+
+
+def observed_scheduler(
+    deployment: Deployment,
+    keep: ReplayConfig,
+    *,
+    clock: Callable[[], int] = lambda: 0,
+    eviction: EvictionQueue | None = None,
+) -> tuple[Scheduler, list[MemoryObserver]]:
+    """The same, and the observers of its memory that `keep` asks for; `clock` gives the time in ns."""
     pool, cache, limits = deployment.pool, deployment.cache, deployment.limits
+    policies, kept = _policies(limits, deployment.scheduler), list[MemoryObserver]()
     if pool.groups is not None:
-        pages = pages_of(
-            pool.groups, pool.page_counts, retention=cache.retention, behind_first=cache.behind_first
-        )
-        manager: KVCacheManager = GroupedManager(
+        grouped = GroupedManager(
             pool.groups,
-            pages,
+            pages_of(
+                pool.groups, pool.page_counts, retention=cache.retention, behind_first=cache.behind_first
+            ),
             most_chunk=limits.max_batched_tokens,
             prefix_caching=pool.prefix_caching,
             window_hits=cache.window_hits,
         )
-    elif pool.policy is not CachePolicy.paged:
+        return Scheduler(grouped, limits, policies), [Wastes(grouped)]
+    if pool.policy is not CachePolicy.paged:
         reservation = pool.policy.reservation
-        manager = ContiguousManager(pool.num_blocks, pool.max_model_len, reservation, cache.placement)
-    else:
-        manager = PagedManager(
-            pool.num_blocks,
-            pool.block_size,
-            prefix_caching=pool.prefix_caching,
-            retention=cache.retention,
-            deduplicate=cache.deduplicate,
-            copy_at_fork=cache.copy_at_fork,
-            keeps_beams=deployment.decoding.sharing is Sharing.tail_at_fork,
-            host_blocks=cache.host_tokens // pool.block_size,
-            eviction=_user_policy("cache.eviction", cache.eviction) if eviction is None else eviction,
-            keep_events=keep_events,
-            keep_lookups=keep_lookups,
-            residency=residency,
-        )
-    return Scheduler(manager, limits, _policies(limits, deployment.scheduler))
+        contiguous = ContiguousManager(pool.num_blocks, pool.max_model_len, reservation, cache.placement)
+        return Scheduler(contiguous, limits, policies), kept
+    sampler = None if keep.residency is None else ResidencySampler(keep.residency, clock=clock)
+    paged = PagedManager(
+        pool.num_blocks,
+        pool.block_size,
+        prefix_caching=pool.prefix_caching,
+        retention=cache.retention,
+        deduplicate=cache.deduplicate,
+        copy_at_fork=cache.copy_at_fork,
+        keeps_beams=deployment.decoding.sharing is Sharing.tail_at_fork,
+        host_blocks=cache.host_tokens // pool.block_size,
+        eviction=_user_policy("cache.eviction", cache.eviction) if eviction is None else eviction,
+        keep_events=keep.kv_events,
+        keep_lookups=keep.lookups,
+        residency=sampler,
+    )
+    if keep.kv_events:
+        kept.append(KvEvents(paged))
+    if keep.lookups:
+        kept.append(Lookups(paged))
+    if sampler is not None:
+        kept.append(Residencies(sampler))
+    return Scheduler(paged, limits, policies), kept
 
 
 def _policies(limits: SchedulerLimits, scheduler: SchedulerConfig) -> Policies:

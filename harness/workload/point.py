@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from engine.core.identity import BlockIdentity, KeyIdentity
-from engine.core.memory.block_pool import ResidencySampler
 from engine.core.memory.eviction import EvictionQueue, KeepQueue, TurnOf
 from engine.core.options import Decoding, Keep, SchedulerLimits, Sharing
 from engine.core.request import Request
@@ -26,6 +25,7 @@ from harness.config.values import PerObject
 from harness.replay.arrivals import LATEST_NS, Arrivals, Resubmitting, TimedRequest
 from harness.replay.beams import Genealogy
 from harness.replay.cost_model import CostSource
+from harness.replay.memory import MemoryObserver
 from harness.workload.beam_requests import BeamClient, KeyedBeams, requests_sent
 from harness.workload.decoding import (
     SHORT,
@@ -40,7 +40,13 @@ from harness.workload.decoding import (
     resubmitted,
     trace_decoding_of,
 )
-from harness.workload.deployment import Deployment, PoolShape, deployment_of, new_scheduler
+from harness.workload.deployment import (
+    Deployment,
+    PoolShape,
+    deployment_of,
+    new_scheduler,
+    observed_scheduler,
+)
 from harness.workload.trace import Traffic, reshaped_trace, retimed, traffic_of
 from traces.errors import TraceError
 from traces.formats.kv_events import msgpack
@@ -146,22 +152,25 @@ class Point:
         """The same with other requests."""
         return replace(self, workload=replace(self.workload, trace=trace))
 
-    def scheduler(self, eviction: EvictionQueue | None = None) -> Scheduler:
-        """A scheduler over an empty pool; `eviction` replaces the eviction order.
+    def scheduler(self) -> Scheduler:
+        """A scheduler over an empty pool.
 
         Raises:
             ConfigError: a class of the user cannot be imported or made, or lacks a method.
         """
-        replay = self.replay
-        return new_scheduler(
-            self.deployment,
-            keep_events=replay.kv_events,
-            keep_lookups=replay.lookups,
-            residency=None if replay.residency is None else ResidencySampler(replay.residency),
-            eviction=self._keeping() if eviction is None else eviction,
-        )
+        return new_scheduler(self.deployment)
 
-    def _keeping(self) -> KeepQueue | None:
+    def observed_scheduler(
+        self, clock: Callable[[], int], eviction: EvictionQueue | None = None
+    ) -> tuple[Scheduler, list[MemoryObserver]]:
+        """A scheduler over an empty pool, and the observers of its memory that the replay keeps.
+
+        `clock` gives the time in ns; `eviction` replaces the eviction order.
+        """
+        eviction = self._keeping(clock) if eviction is None else eviction
+        return observed_scheduler(self.deployment, self.replay, clock=clock, eviction=eviction)
+
+    def _keeping(self, clock: Callable[[], int]) -> KeepQueue | None:
         """The order of eviction that knows the sessions of the trace; None for the least recently released."""
         cache = self.deployment.cache
         if cache.keep is Keep.recent:
@@ -172,7 +181,7 @@ class Point:
             if row.session is not None
         }
         pinned = cache.keep_tokens // self.pool.block_size
-        return KeepQueue(cache.keep, turns, seconds=cache.keep_s, pinned=pinned)
+        return KeepQueue(cache.keep, turns, seconds=cache.keep_s, pinned=pinned, clock=clock)
 
     def beam_client(self, genealogy: Genealogy) -> KeyedBeams | None:
         """The client that sends the beams of these requests; None where the engine itself serves beams."""

@@ -4,15 +4,14 @@ Most points can be replayed by compiled code (`harness.workload.simulate`). All 
 cache of `engine.core`. Outcomes that depend on token values come from `harness.point.workload.drawn`.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import simpy
 
-from engine.core.memory.grouped import GroupedManager
-from engine.core.memory.paged import PagedManager
+from engine.core.memory.eviction import EvictionQueue
 from engine.core.options import Decoding, Retention, Scheduling
 from engine.core.plan import StepPlan, StepResult
 from engine.core.request import Request
@@ -24,18 +23,17 @@ from harness.config.capabilities import Way, obstacles
 from harness.config.errors import ConfigError
 from harness.config.schema import Compiled
 from harness.console import install_hint
-from harness.metrics.compute import Totals, as_floats, compute_metrics, step_totals
-from harness.metrics.log import IntArray, Outcome, RunLog, empty_log
+from harness.metrics.log import IntArray, RunLog
 from harness.replay.arrivals import Arrivals, TimedRequest
 from harness.replay.beams import BeamGenealogy, RecordedGenealogy
 from harness.replay.branches import BranchEnds
-from harness.replay.cost_model import CostModel, CostSource
+from harness.replay.cost_model import CostModel
 from harness.replay.executors import Executor, RecordedExecutor, SimulatedExecutor, StepTiming
-from harness.replay.kv_events import KvEventRecorder, lookup_table, residency_table, waste_table
-from harness.replay.loop import Progress, Replay
-from harness.replay.recorder import Recorder
+from harness.replay.features import FeatureMeter
+from harness.replay.folds import Fold, KeptLog, Prediction, RunFold, prediction_of
+from harness.replay.loop import Observer, Progress, Replay
+from harness.replay.recorder import PlanRecording, Recorder
 from harness.replay.replicas import Balancer, merged, run_together
-from harness.replay.streaming import RunFold, StreamingRecorder, extrapolated
 from harness.workload.beam_requests import BeamClient
 from harness.workload.decoding import RequestDecoding
 from harness.workload.point import Point
@@ -167,88 +165,112 @@ def replay_of(point: Point, requests: PlainRequests, cost: CostModel) -> Compile
     pool, prices = point.pool, prices_of(cost)
     assert prices is not None
     keeps = pool.prefix_caching and point.deployment.cache.retention is Retention.lru
-    plain = PlainPool(pool.num_blocks, pool.block_size, pool.kv_bytes_per_token, keeps)
-    return CompiledReplay(requests, point.limits, plain, prices)
+    return CompiledReplay(requests, point.limits, PlainPool(pool.num_blocks, pool.block_size, keeps), prices)
+
+
+Observe = Callable[[Scheduler], Observer]
+"""Makes an observer of a replay, which may look at the replay's scheduler and pool."""
 
 
 def replay_point(
     point: Point,
-    requests: Sequence[TimedRequest],
+    fold: Fold,
+    requests: Iterable[TimedRequest],
     executor: Executor,
-    *,
-    keep_plans: bool = False,
+    *observers: Observer,
+    observe: Observe | None = None,
+    eviction: EvictionQueue | None = None,
     progress: Progress | None = None,
-    scheduler: Scheduler | None = None,
     client: BeamClient | None = None,
-    live: dict[int, Request] | None = None,
-) -> tuple[RunLog, Recorder]:
-    """Replay `requests` through a new scheduler, or the given one, over an empty pool; returns log and recorder.
+    live: dict[int, Request],
+) -> dict[str, Any]:
+    """Replay `requests` through a new scheduler over an empty pool, into `fold`.
 
-    With `client` the engine gets what it sends for `requests`. Then `live` holds the requests under way, and the
-    executor was made with it.
+    Returns what was kept of the memory, by its field of the run log, where `fold` keeps rows.
+    `observers`, and what `observe` makes, look at the replay. `eviction` replaces the eviction order. With `client`
+    the engine gets what it sends for `requests`. `live` holds the requests under way; the executor was made with it.
     """
-    by_id = {timed.request.request_id: timed.request for timed in requests} if live is None else live
-    pool = point.pool
-    recorder = Recorder(by_id, pool.block_size, keep_plans=keep_plans, window=pool.window)
-    scheduler = scheduler or point.scheduler()
+    recorder, env = Recorder(fold), simpy.Environment(initial_time=0)
+    scheduler, memory = point.observed_scheduler(lambda: int(env.now), eviction)
+    kept = memory if fold.keeps_rows else []
+    made = [observe(scheduler)] if observe else []
     arrivals = point.arrivals(requests, client)
-    manager = scheduler.manager
-    cached = manager if isinstance(manager, PagedManager) else None
-    events = KvEventRecorder(cached) if point.replay.kv_events and cached else None
-    replay = Replay(
+    watching = (recorder, *kept, *observers, *made)
+    _replay(point, env, arrivals, scheduler, executor, *watching, live=live, progress=progress).run()
+    recorder.close()
+    return {each.field: each.value() for each in kept}
+
+
+def new_log(point: Point) -> KeptLog:
+    """The fold of a replay of the point that keeps every row."""
+    pool = point.pool
+    return KeptLog(pool.block_size, pool.tokens, pool.slot_bytes)
+
+
+def _replay(
+    point: Point,
+    env: simpy.Environment,
+    arrivals: Arrivals,
+    scheduler: Scheduler,
+    executor: Executor,
+    *observers: Observer,
+    live: dict[int, Request],
+    progress: Progress | None = None,
+) -> Replay:
+    return Replay(
         arrivals,
         scheduler,
         executor,
-        recorder,
-        progress,
+        *observers,
+        progress=progress,
         live=live,
         until_ns=point.workload.traffic.until_ns,
         asynchronous=point.deployment.scheduler.async_scheduling,
-        after_step=events.note if events else None,
+        env=env,
     )
-    grouped = manager if isinstance(manager, GroupedManager) else None
-    if grouped is not None:
-        grouped.waste = []
-    if cached and cached.keeping:
-        cached.keeping.clock = replay.now_ns
-    residency = cached.residency if cached else None
-    if residency is not None:
-        residency.clock = replay.now_ns
-    replay.run()
-    if client is not None:
-        recorder.chosen = client.chosen
-    log = recorder.log(scheduler.stats, point.pool.tokens, point.pool.slot_bytes)
-    if grouped is not None:
-        log = replace(log, waste=waste_table(grouped))
-    if point.replay.lookups and cached:
-        log = replace(log, lookups=lookup_table(cached))
-    if residency is not None:
-        log = replace(log, residency=residency_table(residency))
-    return replace(log, kv_events=events.file()) if events else log, recorder
 
 
 def simulate(point: Point, cost: CostModel, *, fast_forward: bool = True) -> RunLog:
     """The free-running prediction as a run log."""
-    log = _simulated(point, cost, fast_forward=fast_forward)
+    compiled, core = new_log(point), new_log(point)
+    if _runs_compiled(point, cost, compiled):
+        log = compiled.log()
+    elif point.replicas > 1:
+        log = _simulate_replicas(point, cost, fast_forward)
+    else:
+        log = core.log(**_simulated(point, cost, core, fast_forward))
     return replace(log, optimal_hit_tokens=optimal_hit_tokens(point, log)) if point.replay.optimum else log
 
 
-def _simulated(point: Point, cost: CostModel, *, fast_forward: bool) -> RunLog:
-    compiled = compiled_replay(point, cost)
-    if compiled is not None:
-        try:
-            return compiled.log()
-        except BranchesPreemptedError:
-            refuse_preempted_branches(point)
-    if point.replicas > 1:
-        return _simulate_replicas(point, cost, fast_forward)
-    requests = point.requests()
-    client = point.beam_client(point.workload.genealogy(cost.source))
-    live: dict[int, Request] | None = {} if client else None
-    by_id = {timed.request.request_id: timed.request for timed in requests} if live is None else live
+def _simulated(point: Point, cost: CostModel, fold: Fold, fast_forward: bool) -> dict[str, Any]:
+    client, live = point.beam_client(point.workload.genealogy(cost.source)), dict[int, Request]()
     single = point.replay.residency is not None  # a fast-forward would take all its blocks at one time
-    executor = simulated_executor(point, cost, by_id, fast_forward=fast_forward and not single)
-    return replay_point(point, requests, executor, client=client, live=live)[0]
+    executor = simulated_executor(point, cost, live, fast_forward=fast_forward and not single)
+    return replay_point(point, fold, point.stream(), executor, client=client, live=live)
+
+
+def simulate_metrics(point: Point, cost: CostModel, *, fast_forward: bool = True) -> Prediction:
+    """The free-running prediction in constant memory: only the trace and the requests under way are held."""
+    compiled, core, pool = RunFold(cost.source.hull), RunFold(cost.source.hull), point.pool
+    if _runs_compiled(point, cost, compiled):
+        return compiled.prediction(pool.block_size, pool.tokens, pool.slot_bytes)
+    if point.replicas > 1:
+        return prediction_of(_simulate_replicas(point, cost, fast_forward), cost.source).without_rows()
+    _simulated(point, cost, core, fast_forward)
+    return core.prediction(pool.block_size, pool.tokens, pool.slot_bytes)
+
+
+def _runs_compiled(point: Point, cost: CostModel, fold: Fold) -> bool:
+    """Replay the point by compiled code into `fold`; False where `engine.core` must replay it, into another one."""
+    compiled = compiled_replay(point, cost)
+    if compiled is None:
+        return False
+    try:
+        compiled.run(fold)
+    except BranchesPreemptedError:
+        refuse_preempted_branches(point)
+        return False
+    return True
 
 
 def optimal_hit_tokens(point: Point, log: RunLog) -> int:
@@ -282,119 +304,33 @@ def optimal_hit_tokens(point: Point, log: RunLog) -> int:
 
 def _simulate_replicas(point: Point, cost: CostModel, fast_forward: bool) -> RunLog:
     """The same for data-parallel replicas on one clock."""
-    requests, pool = point.requests(), point.pool
-    by_id = {timed.request.request_id: timed.request for timed in requests}
-    schedulers = [point.scheduler() for _ in range(point.replicas)]
-    balancer = Balancer(point.arrivals(requests), schedulers)
-    recorders = [Recorder(by_id, pool.block_size, window=pool.window) for _ in schedulers]
-    env = simpy.Environment(initial_time=0)
-    replays = [
-        Replay(
-            *(
-                lane,
-                scheduler,
-                simulated_executor(point, cost, by_id, fast_forward=fast_forward),
-            ),
-            recorder,
-            until_ns=point.workload.traffic.until_ns,
-            asynchronous=point.deployment.scheduler.async_scheduling,
-            env=env,
-        )
-        for lane, scheduler, recorder in zip(balancer.lanes, schedulers, recorders, strict=True)
-    ]
+    env, schedulers = simpy.Environment(initial_time=0), [point.scheduler() for _ in range(point.replicas)]
+    folds, recorders, replays = [], [], []
+    for lane, scheduler in zip(
+        Balancer(point.arrivals(point.requests()), schedulers).lanes, schedulers, strict=True
+    ):
+        live: dict[int, Request] = {}
+        executor = simulated_executor(point, cost, live, fast_forward=fast_forward)
+        folds.append(new_log(point))
+        recorders.append(Recorder(folds[-1]))
+        replays.append(_replay(point, env, lane, scheduler, executor, recorders[-1], live=live))
     run_together(replays, env)
-    return merged(
-        [
-            recorder.log(scheduler.stats, pool.tokens, pool.slot_bytes)
-            for recorder, scheduler in zip(recorders, schedulers, strict=True)
-        ]
-    )
+    for recorder in recorders:
+        recorder.close()
+    return merged([fold.log() for fold in folds])
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """The result of a simulation; `log` is empty where rows were not kept.
-
-    `outcome` counts the requests by outcome. `extrapolated` says how much lies outside of the measured range.
-    """
-
-    metrics: dict[str, float]
-    outcome: dict[str, int]
-    extrapolated: dict[str, Any] | None
-    totals: Totals
-    log: RunLog
-
-
-def prediction_of(log: RunLog, source: CostSource) -> Prediction:
-    """The prediction that a kept run log stands for."""
-    outcomes = log.requests["outcome"]
-    counts = {outcome.name.lower(): int((outcomes == outcome).sum()) for outcome in Outcome}
-    steps = as_floats(log.steps)
-    return Prediction(compute_metrics(log), counts, extrapolated(source, log.steps), step_totals(steps), log)
-
-
-def simulate_metrics(point: Point, cost: CostModel, *, fast_forward: bool = True) -> Prediction:
-    """The free-running prediction in constant memory: only the trace and the requests under way are held."""
-    compiled = compiled_replay(point, cost)
-    if compiled is not None:
-        try:
-            return predict_compiled(point, compiled, cost.source)
-        except BranchesPreemptedError:
-            refuse_preempted_branches(point)
-    if point.replicas > 1:
-        log = _simulate_replicas(point, cost, fast_forward)
-        none = empty_log(log.block_size, log.capacity_slots, log.kv_bytes_per_token)
-        return replace(prediction_of(log, cost.source), log=none)
-    client = point.beam_client(point.workload.genealogy(cost.source))
-    arrivals = point.arrivals(point.stream(), client)
-    return predict(point, arrivals, cost, fast_forward=fast_forward)
-
-
-def predict(
-    point: Point,
-    arrivals: Arrivals,
-    cost: CostModel,
-    *,
-    fast_forward: bool = True,
-) -> Prediction:
-    """The prediction for `arrivals` at the workload's pool, in constant memory."""
-    live: dict[int, Request] = {}
-    recorder = StreamingRecorder(live, point.pool.block_size, cost.source.hull)
-    scheduler = point.scheduler()
-    executor = simulated_executor(point, cost, live, fast_forward=fast_forward)
-    asynchronous, until_ns = point.deployment.scheduler.async_scheduling, point.workload.traffic.until_ns
-    Replay(
-        *(arrivals, scheduler, executor, recorder),
-        live=live,
-        until_ns=until_ns,
-        asynchronous=asynchronous,
-    ).run()
-    recorder.finish(scheduler.stats)
-    return _folded(point, recorder.fold, recorder.span_s)
-
-
-def predict_compiled(point: Point, replay: CompiledReplay, source: CostSource) -> Prediction:
-    """The prediction of a compiled replay, in constant memory."""
-    fold = RunFold(source.hull)
-    return _folded(point, fold, replay.fold(fold))
-
-
-def _folded(point: Point, fold: RunFold, span_s: float) -> Prediction:
-    pool = point.pool
-    metrics = fold.metrics(span_s, pool.tokens, pool.slot_bytes)
-    log = empty_log(pool.block_size, pool.tokens, pool.slot_bytes)
-    return Prediction(metrics, fold.outcome, fold.extrapolated.section(), fold.totals, log)
-
-
-def replay_recording(point: Point, recording: Recorder) -> tuple[RunLog, Recorder]:
+def replay_recording(point: Point, recording: PlanRecording) -> tuple[RunLog, PlanRecording]:
     """Replay a measured run with its own step durations and results, and with prefix keys instead of token hashes.
 
     Every plan must equal the measured run's, block ids included; with groups, also where the bytes of their pools go.
     """
-    executor = RecordedExecutor(recording.step_ns, recording.results)
-    client = point.beam_client(RecordedGenealogy(recording.parents))
-    live: dict[int, Request] | None = {} if client else None
-    return replay_point(point, point.requests(), executor, keep_plans=True, client=client, live=live)
+    client, live = point.beam_client(RecordedGenealogy(recording.parents)), dict[int, Request]()
+    meter = FeatureMeter(live, point.pool.block_size, point.pool.window)
+    executor = RecordedExecutor(recording.step_ns, recording.results, meter)
+    again, log = PlanRecording(client.chosen if client else None), new_log(point)
+    beside = replay_point(point, log, point.requests(), executor, again, client=client, live=live)
+    return log.log(**beside), again
 
 
 def simulated_executor(
@@ -418,7 +354,7 @@ def simulated_executor(
     )
 
 
-class PinnedEnds:
+class PinnedEnds(Executor):
     """An executor around `engine` that ends sampled branches where the draws say, whatever tokens they choose."""
 
     max_steps = 1
@@ -430,6 +366,10 @@ class PinnedEnds:
     def begin(self) -> None:
         """A step begins."""
         self._engine.begin()
+
+    def unclocked(self, look: Callable[[], None]) -> None:
+        """Call `look`, outside of the engine's time."""
+        self._engine.unclocked(look)
 
     def execute(self, plan: StepPlan, horizon_ns: int | None) -> StepResult:
         """Run the plan, and end branches with it."""

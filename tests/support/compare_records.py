@@ -341,6 +341,9 @@ _COEFFICIENTS_US = {  # invented; microseconds per unit of each feature of the f
     "draft_passes": 400,
     "draft_tokens": 4,
     "draft_kv": 0.03,
+    "decode_unseen_kv": 0.004,
+    "prefill_unseen_kv": 0.01,
+    "prefill_unseen_work": 0.002,
 }
 _CALIBRATION = {
     "name": "invented",

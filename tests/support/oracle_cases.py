@@ -21,18 +21,22 @@ from engine.core.options import Scheduling
 from harness.config.schema import AllowedDifference
 from harness.oracle.check import (
     Checker,
+    DecisionsObserver,
     NotedLru,
     OracleReport,
     StepOf,
     TokenRanges,
     VllmProcess,
-    WatchedScheduler,
     settings_of,
 )
 from harness.oracle.decisions import Step
+from harness.replay.executors import StepTiming
+from harness.replay.features import FEATURES, StepFeatures
+from harness.replay.loop import StepRecord
 from traces.trace import Segment, TraceRequest
 
 RECORDINGS = Path(__file__).parents[1] / "data" / "oracle"
+NO_FEATURES = StepFeatures(*[0] * len(FEATURES))
 RECORDED = (0, 4, 7, 10, 13, 28, 33, 39)
 """Seeds of the recorded workloads."""
 
@@ -113,23 +117,26 @@ def run_watched(case: Case, observe: Callable[[Sequence[Request], Step], None]) 
     """Run a case through the policy core; `observe` gets what arrived before each step, and what was decided in it."""
     lru = NotedLru()
     manager = PagedManager(case.num_blocks, case.block_size, prefix_caching=case.caching, eviction=lru)
-    scheduler = WatchedScheduler(Scheduler(manager, case.limits), lru, observe)
+    scheduler = Scheduler(manager, case.limits)
+    observer = DecisionsObserver(scheduler, lru, observe)
     left, step = list(zip(case.rows, case.before, strict=True)), 0
     while left or scheduler.has_work:
         while left and (left[0][1] <= step or not scheduler.has_work):
             row, _ = left.pop(0)
             identity = KeyIdentity(row.request_id, row.segments, row.salt)
-            scheduler.submit(
-                Request(
-                    row.request_id,
-                    row.prompt_tokens,
-                    row.output_tokens,
-                    identity=identity,
-                    priority=row.priority,
-                )
+            request = Request(
+                row.request_id,
+                row.prompt_tokens,
+                row.output_tokens,
+                identity=identity,
+                priority=row.priority,
             )
-        plan = scheduler.schedule()
-        scheduler.commit(plan, StepResult())
+            observer.arrived(request, step)
+            scheduler.submit(request)
+        plan, result = scheduler.schedule(), StepResult()
+        observer.planned(step, plan)
+        report = scheduler.commit(plan, result)
+        observer.committed(StepRecord(step, 1, plan, result, report, StepTiming([1], [0.0], NO_FEATURES)))
         step += 1
 
 

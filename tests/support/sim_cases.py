@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -17,11 +18,11 @@ from harness.metrics.log import RunLog
 from harness.replay.arrivals import Arrivals, OpenLoop, TimedRequest, to_ns
 from harness.replay.beams import BeamGenealogy
 from harness.replay.cost_model import Amount, CostModel, CostSource, Price
-from harness.replay.executors import SimulatedExecutor
+from harness.replay.executors import Executor, SimulatedExecutor
 from harness.replay.features import AT
-from harness.replay.loop import Replay
-from harness.replay.recorder import Recorder
-from harness.replay.streaming import Hull, StreamingRecorder
+from harness.replay.folds import Hull, KeptLog, RunFold
+from harness.replay.loop import Observer, Replay
+from harness.replay.recorder import PlanRecording, Recorder
 
 DECODE_KV, TOKENS, COPIED, VOIDED = [AT.decode_kv, AT.tokens, AT.copied_slots, AT.freed_slots]
 
@@ -65,26 +66,41 @@ def replay(
     manager: KVCacheManager | None = None,
     limits: SchedulerLimits | None = None,
     fast_forward: bool = True,
-    keep_plans: bool = False,
     asynchronous: bool = False,
     window: int | None = None,
-) -> tuple[RunLog, Recorder]:
+) -> tuple[RunLog, PlanRecording]:
     manager = manager or PagedManager(1000, 16)
     scheduler = Scheduler(manager, limits or SchedulerLimits(512, 64))
-    by_id = {timed.request.request_id: timed.request for timed in requests}
-    recorder = Recorder(by_id, manager.block_size, keep_plans=keep_plans, window=window)
+    live: dict[int, Request] = {}
     executor = SimulatedExecutor(
         cost or LinearCost(),
-        by_id,
+        live,
         manager.block_size,
         BeamGenealogy({4: 0.3}),
         fast_forward=fast_forward,
         window=window,
     )
     until_ns = None if until_s is None else to_ns(until_s)
-    source = arrivals or requests
-    Replay(source, scheduler, executor, recorder, until_ns=until_ns, asynchronous=asynchronous).run()
-    return recorder.log(scheduler.stats, manager.num_blocks * manager.block_size, 1), recorder
+    recording = PlanRecording()
+    ahead = {"until_ns": until_ns, "asynchronous": asynchronous}
+    return play(arrivals or requests, scheduler, executor, recording, live=live, **ahead), recording
+
+
+def play(
+    arrivals: Arrivals | list[TimedRequest],
+    scheduler: Scheduler,
+    executor: Executor,
+    *observers: Observer,
+    live: dict[int, Request],
+    **options: Any,
+) -> RunLog:
+    """The log of a replay; the executor was made with `live`."""
+    manager = scheduler.manager
+    fold = KeptLog(manager.block_size, manager.num_blocks * manager.block_size, 1)
+    recorder = Recorder(fold)
+    Replay(arrivals, scheduler, executor, recorder, *observers, live=live, **options).run()
+    recorder.close()
+    return fold.log()
 
 
 def stream(
@@ -94,20 +110,20 @@ def stream(
     manager: KVCacheManager | None = None,
     fast_forward: bool = True,
     hull: Hull | None = None,
-) -> StreamingRecorder:
+) -> RunFold:
     """The same without records."""
     manager = manager or PagedManager(1000, 16)
     scheduler = Scheduler(manager, SchedulerLimits(512, 64))
     live: dict[int, Request] = {}
-    recorder = StreamingRecorder(live, manager.block_size, hull or {})
-    genealogy = BeamGenealogy({4: 0.3})
+    fold = RunFold(hull or {})
+    recorder, genealogy = Recorder(fold), BeamGenealogy({4: 0.3})
     executor = SimulatedExecutor(
         cost or LinearCost(), live, manager.block_size, genealogy, fast_forward=fast_forward
     )
     arrivals = OpenLoop(iter(requests), len(requests))
     Replay(arrivals, scheduler, executor, recorder, live=live).run()
-    recorder.finish(scheduler.stats)
-    return recorder
+    recorder.close()
+    return fold
 
 
 def fingerprint(log: RunLog) -> str:

@@ -142,12 +142,18 @@ class KeepQueue:
     """
 
     def __init__(
-        self, rule: Keep, turns: Mapping[int, TurnOf], *, seconds: float = 0.0, pinned: int = 0
+        self,
+        rule: Keep,
+        turns: Mapping[int, TurnOf],
+        *,
+        seconds: float = 0.0,
+        pinned: int = 0,
+        clock: Callable[[], int] = lambda: 0,
     ) -> None:
         self._rule, self._turns = rule, turns
         self._ttl_ns, self._pinned = round(seconds * 1e9), pinned
         self.owner: Request | None = None
-        self.clock: Callable[[], int] = lambda: 0
+        self.clock = clock
         self._ranks: dict[int, Blocks] = {}
         self._rank_of: dict[int, int] = {}
         self._since: dict[int, int] = {}  # ttl: block of a session: when it was released, ns

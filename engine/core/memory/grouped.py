@@ -78,8 +78,6 @@ class GroupedManager(NeverSwaps):
         self._states = [i for i, group in enumerate(layout.groups) if group.kind is GroupKind.state]
         self._fresh_states: set[int] = set()  # pages of states that the step being scheduled writes
         self.counters = GroupCounters(layout)
-        self.waste: list[GroupWaste] | None = None  # set a list to get where the bytes go, step by step
-        self.held: list[tuple[int, ...]] = []  # beside it: bytes of the pages of each group that are in use
 
     # -- admission -----------------------------------------------------------------------------------------
 
@@ -389,14 +387,6 @@ class GroupedManager(NeverSwaps):
 
     def usage(self, head: Request | None) -> SlotUsage:
         """Slots by state, in slots of `layout.slot_bytes`. Free pages of a pool are external where another is full."""
-        usage = self._usage(head)
-        if self.waste is not None:
-            self.waste.append(self._waste(usage))
-            live = zip(self.counters.pages, self.layout.groups, strict=True)
-            self.held.append(tuple(pages * group.page_bytes for pages, group in live))
-        return usage
-
-    def _usage(self, head: Request | None) -> SlotUsage:
         whole, cached, free = self.pages.slots()
         token, internal = self.counters.slots()
         external = 0
@@ -416,8 +406,13 @@ class GroupedManager(NeverSwaps):
             for written, pages, group in zip(self.counters.written, cached, self.layout.groups, strict=True)
         ]
 
-    def _waste(self, usage: SlotUsage) -> GroupWaste:
-        """The bytes of a step that is scheduled: tables are those of the step, `computed` is what came before it."""
+    def held_bytes(self) -> tuple[int, ...]:
+        """Bytes of the pages of each group that are in use."""
+        live = zip(self.counters.pages, self.layout.groups, strict=True)
+        return tuple(pages * group.page_bytes for pages, group in live)
+
+    def waste(self, usage: SlotUsage) -> GroupWaste:
+        """Where the bytes of a step go that is scheduled and not committed yet; `usage` is that of its plan."""
         slot, groups, live = self.layout.slot_bytes, self.layout.groups, self.counters.pages
         padding = sum(pages * group.padding for pages, group in zip(live, groups, strict=True))
         imbalance = sum(pages * group.imbalance for pages, group in zip(live, groups, strict=True))
@@ -490,7 +485,7 @@ class GroupedManager(NeverSwaps):
                     filled[index][page] = max(filled[index].get(page, 0), units)
         self.pages.check(entries)
         self.counters.check(entries.total(), [sum(found.values()) for found in filled])
-        usage, whole = self._usage(None), self.pages.slots()[0]
+        usage, whole = self.usage(None), self.pages.slots()[0]
         if min(usage.reserved, usage.free) < 0 or usage.capacity != whole:
             raise InvariantError(f"slot states do not add up to {whole}: {usage}")
 

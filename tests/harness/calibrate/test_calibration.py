@@ -84,7 +84,6 @@ def test_swaps_are_measured_with_blocks_of_two_sizes(tmp_path: Path) -> None:
             manager=workload.scheduler().manager,
             limits=workload.limits,
             fast_forward=False,
-            keep_plans=True,
         )
         assert (log.requests["outcome"] == Outcome.FINISHED).all()
         moved[case.block_size] = recorder.features[:, AT.swapped_blocks].sum()
@@ -244,17 +243,17 @@ def test_the_probe_takes_the_same_steps_however_long_they_are(tmp_path: Path) ->
     config = small_config(tmp_path)
     workload = case_point(deployment_of(config), PROBE, 0.05)
     runs = [measure(workload, seed=0, step_ns=(ns,) * 1000) for ns in (3_000_000, 3_000_000)]
-    assert runs[0].recorder.digests == runs[1].recorder.digests
+    assert runs[0].recording.digests == runs[1].recording.digests
     other = measure(workload, seed=0, step_ns=(50_000_000,) * 1000)
-    assert other.recorder.digests != runs[0].recorder.digests  # requests meet others where steps are longer
+    assert other.recording.digests != runs[0].recording.digests  # requests meet others where steps are longer
 
 
 def test_a_run_by_a_given_clock_keeps_the_engine_s_own_seconds(tmp_path: Path) -> None:
     config = small_config(tmp_path)
     workload = case_point(deployment_of(config), CASES[4], 0.01)
     first = measure(workload, seed=0)
-    again = measure(workload, seed=0, step_ns=first.recorder.step_ns)
-    assert again.recorder.digests == first.recorder.digests
+    again = measure(workload, seed=0, step_ns=first.recording.step_ns)
+    assert again.recording.digests == first.recording.digests
     assert again.log.steps["start_s"].tolist() == first.log.steps["start_s"].tolist()
     assert again.log.steps["seconds"].tolist() != first.log.steps["seconds"].tolist()
 
@@ -278,9 +277,7 @@ class Paces:
         self, workload: Point, *, seed: int, step_ns: Any = None, reference: Any = None
     ) -> MeasuredRun:
         self.asked.append(step_ns)
-        log, recorder = replay(
-            workload.requests(), limits=workload.limits, keep_plans=True, fast_forward=False
-        )
+        log, recorder = replay(workload.requests(), limits=workload.limits, fast_forward=False)
         found = np.full(len(log.steps["step"]), next(self.seconds))
         steps = {**log.steps, "seconds": found, "pace": np.ones(len(found))}
         return MeasuredRun(replace(log, steps=steps), recorder, 0, reference)

@@ -18,7 +18,7 @@ from harness.cost.timings import MadeOn
 from harness.point.cost import check_cost, resolve_cost_kind
 from harness.replay.cost_model import CostSource
 from harness.replay.features import AT, FEATURES
-from harness.replay.streaming import GridHull
+from harness.replay.folds import GridHull
 from harness.sweep.plan import fingerprint
 from harness.workload.deployment import deployment_of
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sim_cases import play
 from tiers import tier
 
 from engine.core.identity import KeyIdentity
@@ -33,9 +34,9 @@ from harness.replay.beams import BeamGenealogy
 from harness.replay.cost_model import CostModel, CostSource, PacedCost
 from harness.replay.executors import SimulatedExecutor
 from harness.replay.features import ATTENTION_FEATURES, FEATURES
+from harness.replay.folds import KeptLog, RunFold
 from harness.replay.loop import Replay
 from harness.replay.recorder import Recorder
-from harness.replay.streaming import RunFold, StreamingRecorder
 
 SHAPE = ModelShape(
     layers=4, hidden=256, heads=8, kv_heads=2, head_dim=32, intermediate=688, vocab=2048, bytes_per_element=2
@@ -160,7 +161,6 @@ POOLS = st.builds(
     PlainPool,
     num_blocks=st.integers(5, 200),
     block_size=st.sampled_from([1, 3, 8, 16]),
-    kv_bytes_per_token=st.just(2),
     keeps=st.booleans(),
 )
 
@@ -200,12 +200,15 @@ def core_log(
     cost: CostModel,
     shared: Sharing | None = None,
 ) -> RunLog:
-    timed, scheduler = core_requests(requests, shared), core_parts(limits, pool)
-    by_id = {each.request.request_id: each.request for each in timed}
-    recorder = Recorder(by_id, pool.block_size)
-    executor = SimulatedExecutor(cost, by_id, pool.block_size, GENEALOGY)
-    Replay(timed, scheduler, executor, recorder).run()
-    return recorder.log(scheduler.stats, pool.slots, pool.kv_bytes_per_token)
+    live: dict[int, Request] = {}
+    executor = SimulatedExecutor(cost, live, pool.block_size, GENEALOGY)
+    return play(core_requests(requests, shared), core_parts(limits, pool), executor, live=live)
+
+
+def log_of(replay: CompiledReplay, pool: PlainPool) -> RunLog:
+    fold = KeptLog(pool.block_size, pool.num_blocks * pool.block_size, 1)
+    replay.run(fold)
+    return fold.log()
 
 
 def compiled_replay(
@@ -235,7 +238,7 @@ def test_every_step_request_and_gap_is_the_core_s(
     requests: PlainRequests, limits: SchedulerLimits, pool: PlainPool, cost: str
 ) -> None:
     assert_same(
-        compiled_replay(requests, limits, pool, COSTS[cost]).log(),
+        log_of(compiled_replay(requests, limits, pool, COSTS[cost]), pool),
         core_log(requests, limits, pool, COSTS[cost]),
     )
 
@@ -247,7 +250,7 @@ def test_shared_prefixes_are_replayed_as_the_core_does(
 ) -> None:
     requests = shared.named(pool.block_size)
     assert_same(
-        compiled_replay(requests, limits, pool, COSTS[cost]).log(),
+        log_of(compiled_replay(requests, limits, pool, COSTS[cost]), pool),
         core_log(requests, limits, pool, COSTS[cost], shared),
     )
 
@@ -259,7 +262,7 @@ def assert_same_or_refused(
     requests = shared.named(pool.block_size)
     expected = core_log(requests, limits, pool, cost, shared)
     try:
-        found = compiled_replay(requests, limits, pool, cost).log()
+        found = log_of(compiled_replay(requests, limits, pool, cost), pool)
     except BranchesPreemptedError:
         assert expected.requests["preemptions"][expected.requests["width"] > 1].sum()
         return True
@@ -298,11 +301,11 @@ def test_names_are_equal_exactly_where_the_hashes_are(shared: Sharing, block_siz
 @pytest.mark.parametrize("keeps", [False, True])
 def test_preempted_requests_come_back_as_the_core_says(keeps: bool) -> None:
     requests, limits = many(400), SchedulerLimits(256, 32)
-    pool = PlainPool(60, 8, 2, keeps=keeps)
+    pool = PlainPool(60, 8, keeps=keeps)
     expected = core_log(requests, limits, pool, COSTS["roofline"])
     assert expected.requests["preemptions"].sum() > 30
     assert (expected.requests["resumed_hit_tokens"].sum() > 100) == keeps
-    assert_same(compiled_replay(requests, limits, pool, COSTS["roofline"]).log(), expected)
+    assert_same(log_of(compiled_replay(requests, limits, pool, COSTS["roofline"]), pool), expected)
 
 
 def many(count: int) -> PlainRequests:
@@ -316,35 +319,39 @@ def many(count: int) -> PlainRequests:
 
 
 def test_folded_totals_metrics_and_outcomes_are_those_of_the_streamed_core() -> None:
-    requests, limits, pool = many(5_000), SchedulerLimits(256, 32), PlainPool(2_000, 16, 2, keeps=True)
+    requests, limits, pool = many(5_000), SchedulerLimits(256, 32), PlainPool(2_000, 16, keeps=True)
     live: dict[int, Request] = {}
-    recorder = StreamingRecorder(live, pool.block_size, {"rows": (2.0, 9.0)})
+    core = RunFold({"rows": (2.0, 9.0)})
+    recorder = Recorder(core)
     scheduler, timed = core_parts(limits, pool), core_requests(requests)
     executor = SimulatedExecutor(COSTS["roofline"], live, pool.block_size, BeamGenealogy({}))
     Replay(timed, scheduler, executor, recorder, live=live).run()
-    recorder.finish(scheduler.stats)
+    recorder.close()
     fold = RunFold({"rows": (2.0, 9.0)})
-    span_s = compiled_replay(requests, limits, pool, COSTS["roofline"], log_steps=1000).fold(fold)
-    assert span_s == recorder.span_s
-    assert fold.totals == recorder.fold.totals
-    assert fold.outcome == recorder.fold.outcome
-    assert fold.extrapolated.section() == recorder.fold.extrapolated.section()
-    assert fold.metrics(span_s, 1, 1) == recorder.fold.metrics(span_s, 1, 1)
+    compiled_replay(requests, limits, pool, COSTS["roofline"], log_steps=1000).run(fold)
+    one, other = (each.prediction(16, 1, 1) for each in (fold, core))
+    assert one.metrics == other.metrics
+    assert one.totals == other.totals
+    assert one.outcome == other.outcome
+    assert one.extrapolated == other.extrapolated
 
 
 def test_the_log_s_size_changes_nothing() -> None:
-    requests, limits, pool = many(300), SchedulerLimits(256, 32), PlainPool(2_000, 16, 2, keeps=True)
-    logs = [compiled_replay(requests, limits, pool, COSTS["fitted"], steps).log() for steps in (7, 64, 4096)]
+    requests, limits, pool = many(300), SchedulerLimits(256, 32), PlainPool(2_000, 16, keeps=True)
+    logs = [
+        log_of(compiled_replay(requests, limits, pool, COSTS["fitted"], steps), pool)
+        for steps in (7, 64, 4096)
+    ]
     assert_same(logs[0], logs[1])
     assert_same(logs[0], logs[2])
 
 
 def test_what_is_compiled_is_what_python_says() -> None:
-    requests, limits, pool = many(60), SchedulerLimits(128, 16), PlainPool(500, 16, 2, keeps=True)
+    requests, limits, pool = many(60), SchedulerLimits(128, 16), PlainPool(500, 16, keeps=True)
     prices = prices_of(COSTS["fitted"])
     assert prices is not None
-    plain = CompiledReplay(requests, limits, pool, prices, advance_with=advance).log()
-    assert_same(plain, CompiledReplay(requests, limits, pool, prices).log())
+    plain = log_of(CompiledReplay(requests, limits, pool, prices, advance_with=advance), pool)
+    assert_same(plain, log_of(CompiledReplay(requests, limits, pool, prices), pool))
 
 
 def test_a_miscounted_block_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,28 +362,28 @@ def test_a_miscounted_block_would_be_noticed(monkeypatch: pytest.MonkeyPatch) ->
         run.at[6] -= 1  # type: ignore[attr-defined]  # EMPTY
 
     monkeypatch.setattr(committing, "release", forgets_one)
-    requests, limits, pool = many(60), SchedulerLimits(128, 16), PlainPool(900, 16, 2, keeps=True)
+    requests, limits, pool = many(60), SchedulerLimits(128, 16), PlainPool(900, 16, keeps=True)
     prices = prices_of(COSTS["roofline"])
     assert prices is not None
-    wrong = CompiledReplay(requests, limits, pool, prices, advance_with=advance).log()
+    wrong = log_of(CompiledReplay(requests, limits, pool, prices, advance_with=advance), pool)
     with pytest.raises(AssertionError, match=r"reserved|free"):
         assert_same(wrong, core_log(requests, limits, pool, COSTS["roofline"]))
 
 
 @pytest.mark.parametrize("flops", [1e-30, 1e-6])  # one step, and some hundred, outlast what 64 bits count
 def test_a_replay_of_centuries_is_refused_by_both(flops: float) -> None:
-    requests, limits, pool = many(300), SchedulerLimits(256, 32), PlainPool(2_000, 16, 2, keeps=True)
+    requests, limits, pool = many(300), SchedulerLimits(256, 32), PlainPool(2_000, 16, keeps=True)
     cost = RooflineCost(SHAPE, replace(DEVICE, flops=flops))
     with pytest.raises(TimeSpanError, match="longer than 146 years"):
-        compiled_replay(requests, limits, pool, cost).log()
+        log_of(compiled_replay(requests, limits, pool, cost), pool)
     with pytest.raises(TimeSpanError, match="longer than 146 years"):
         core_log(requests, limits, pool, cost)
 
 
 def test_limits_that_nothing_reaches_cost_no_memory_and_change_nothing() -> None:
-    requests, pool = many(60), PlainPool(10**12, 16, 2, keeps=True)
+    requests, pool = many(60), PlainPool(10**12, 16, keeps=True)
     wide, narrow = (
-        compiled_replay(requests, SchedulerLimits(128, rows), pool, COSTS["fitted"]).log()
+        log_of(compiled_replay(requests, SchedulerLimits(128, rows), pool, COSTS["fitted"]), pool)
         for rows in (10**12, 60)
     )
     assert_same(wide, narrow)

@@ -24,7 +24,7 @@ def measured_features(seed: int) -> np.ndarray:
         request(rid, 0.004 * rid, int(draw.integers(8, 200)), int(draw.integers(2, 40)), shared=4)
         for rid in range(40)
     ]
-    return replay(requests, fast_forward=False, keep_plans=True)[1].features
+    return replay(requests, fast_forward=False)[1].features
 
 
 def true_seconds(features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -98,7 +98,7 @@ def test_held_out_error_keeps_its_sign() -> None:
 
 
 def test_features_count_what_the_plans_hold() -> None:
-    features = replay([request(0, 0, 40, 3)], fast_forward=False, keep_plans=True)[1].features
+    features = replay([request(0, 0, 40, 3)], fast_forward=False)[1].features
     tokens, decode_kv, prefill_kv, work, blocks, new = [
         AT.tokens,
         AT.decode_kv,
@@ -117,12 +117,10 @@ def test_features_count_what_the_plans_hold() -> None:
 
 def test_chunked_prefill_work_is_that_of_the_whole() -> None:
     work = AT.prefill_work
-    whole = replay([request(0, 0, 400, 1)], keep_plans=True, fast_forward=False)[1].features
+    whole = replay([request(0, 0, 400, 1)], fast_forward=False)[1].features
     from engine.core.options import SchedulerLimits
 
-    chunks = replay(
-        [request(0, 0, 400, 1)], limits=SchedulerLimits(64, 8), keep_plans=True, fast_forward=False
-    )[1].features
+    chunks = replay([request(0, 0, 400, 1)], limits=SchedulerLimits(64, 8), fast_forward=False)[1].features
     assert len(chunks) == 7
     assert chunks[:, work].sum() == whole[:, work].sum() == 400 * 401 / 2
 
@@ -133,20 +131,19 @@ def test_beam_copies_are_slots_of_whole_blocks() -> None:
         [request(0, 0, 20, 2, 4, Decoding.beam)],
         manager=PagedManager(100, 16),
         fast_forward=False,
-        keep_plans=True,
     )[1].features
     assert features[:, copied].tolist() == [0, 3 * 16]
 
 
 def test_the_steps_after_a_large_prefill_are_marked_and_fade() -> None:
     after = AT.after_prefill
-    features = replay([request(0, 0, 200, 4)], fast_forward=False, keep_plans=True)[1].features
+    features = replay([request(0, 0, 200, 4)], fast_forward=False)[1].features
     assert features[:, after].tolist() == [0, 1, 0.75, 0.75**2]
 
 
 def test_a_paced_cost_is_the_cost_times_the_ratio() -> None:
     cost = RooflineCost(LLAMA_8B, DeviceShape("h200", 4.8e12, 989e12, 0, 0))
-    features = replay([request(0, 0, 40, 3)], fast_forward=False, keep_plans=True)[1].features
+    features = replay([request(0, 0, 40, 3)], fast_forward=False)[1].features
     plain, paced = price_table(cost, features), price_table(PacedCost(cost, 1.25), features)
     assert paced[0].tolist() == pytest.approx((1.25 * plain[0]).tolist())
     assert paced[1].tolist() == pytest.approx((1.25 * plain[1]).tolist())
@@ -170,10 +167,10 @@ def test_every_feature_of_a_fast_forward_is_that_of_its_steps(size: int) -> None
 
 def test_shared_blocks_count_once_among_distinct_slots() -> None:
     rows, kv, distinct = (AT.decode_rows, AT.decode_kv, AT.decode_distinct_kv)
-    alone = replay([request(0, 0, 32, 4)], keep_plans=True, fast_forward=False)[1].features
+    alone = replay([request(0, 0, 32, 4)], fast_forward=False)[1].features
     assert alone[1:, distinct].tolist() == alone[1:, kv].tolist()
     samples = [request(0, 0, 32, 4, 4, Decoding.sample)]
-    shared = replay(samples, manager=PagedManager(100, 16), keep_plans=True, fast_forward=False)[1].features
+    shared = replay(samples, manager=PagedManager(100, 16), fast_forward=False)[1].features
     assert shared[1, [rows, kv]].tolist() == [4, 4 * 33]
     assert shared[1, distinct] == 4 * 33 * (2 + 4) / (4 * 3)  # two blocks in common, one each
 
@@ -273,14 +270,14 @@ def test_kv_bytes_per_token_of_llama_3_8b() -> None:
 
 def test_a_decode_step_takes_at_least_the_time_to_read_weights_and_kv() -> None:
     cost = RooflineCost(LLAMA_8B, DeviceShape("h200", 4.8e12, 989e12, 0, 0))
-    features = replay([request(0, 0, 1000, 2)], fast_forward=False, keep_plans=True)[1].features
+    features = replay([request(0, 0, 1000, 2)], fast_forward=False)[1].features
     read = (LLAMA_8B.step_bytes + 1001 * LLAMA_8B.kv_bytes_per_token) / 4.8e12
     assert price_table(cost, features)[0][-1] == pytest.approx(read)
 
 
 def test_a_step_is_the_sum_of_its_fixed_times_its_dense_layers_and_its_attention() -> None:
     """One request of 400 prompt tokens: its prompt in one step, then a step that decodes over 401 slots."""
-    features = replay([request(0, 0, 400, 2)], fast_forward=False, keep_plans=True)[1].features
+    features = replay([request(0, 0, 400, 2)], fast_forward=False)[1].features
     seconds, attention = price_table(RooflineCost(LLAMA_8B, EXPECTED), features)
     fixed, reading = 4e-4 + 32 * 8e-6, LLAMA_8B.step_bytes / (0.85 * 4.8e12)
     per_token, row = 2 * 32 * LLAMA_8B.layer_weights / (0.65 * 989e12), 32 * (1e-5 + 2e-7)
@@ -303,7 +300,7 @@ def test_no_step_is_expected_to_take_less_than_its_bound() -> None:
 
 def test_two_devices_halve_what_is_read_and_add_what_is_sent() -> None:
     """Two all-reduces a layer; with two devices a ring sends each byte once."""
-    features = replay([request(0, 0, 1000, 2)], fast_forward=False, keep_plans=True)[1].features
+    features = replay([request(0, 0, 1000, 2)], fast_forward=False)[1].features
     one = RooflineCost(LLAMA_8B, DeviceShape("h200", 4.8e12, 989e12, 0, 0))
     two = RooflineCost(LLAMA_8B, DeviceShape("h200", 4.8e12, 989e12, 0, 0, 2, 450e9, 10e-6))
     sent = 2 * 32 * (4096 * 2 / 450e9 + 10e-6)

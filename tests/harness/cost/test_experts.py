@@ -67,7 +67,7 @@ def test_a_decode_step_reads_the_common_weights_and_the_touched_experts(rows: in
 
 def test_a_prompt_computes_with_the_experts_of_its_tokens_alone() -> None:
     """On a device that computes slowly, so that reading does not count."""
-    features = replay([request(0, 0, 512, 1)], fast_forward=False, keep_plans=True)[1].features
+    features = replay([request(0, 0, 512, 1)], fast_forward=False)[1].features
     seconds, attention = price_table(RooflineCost(QWEN3_30B_A3B, SLOW), features)
     attended = 2048 * (2 * 32 + 2 * 4) * 128
     weights = 48 * (attended + 2048 * 128 + 8 * 3 * 2048 * 768)
@@ -84,7 +84,7 @@ def test_latent_attention_reads_one_vector_a_token_on_every_device() -> None:
 
 
 def test_latent_attention_of_a_prompt_multiplies_unpacked_keys_and_values() -> None:
-    features = replay([request(0, 0, 512, 1)], fast_forward=False, keep_plans=True)[1].features
+    features = replay([request(0, 0, 512, 1)], fast_forward=False)[1].features
     attention = price_table(RooflineCost(DEEPSEEK, SLOW), features)[1][0]
     pairs = 512 * 513 / 2
     assert attention == pytest.approx(27 * 2 * 16 * (128 + 64 + 128) * pairs / 1e12, rel=1e-8)
@@ -124,9 +124,7 @@ def test_eight_bits_halve_what_the_layers_read_and_leave_the_embeddings() -> Non
 
 @pytest.mark.parametrize("shape", [QWEN3_30B_A3B, DEEPSEEK], ids=["experts", "latent"])
 def test_numbers_and_arrays_are_priced_to_the_same_bits(shape: ModelShape) -> None:
-    features = replay([request(n, 0, 300 + n, 20) for n in range(3)], fast_forward=False, keep_plans=True)[
-        1
-    ].features
+    features = replay([request(n, 0, 300 + n, 20) for n in range(3)], fast_forward=False)[1].features
     cost = RooflineCost(shape, replace(H100, overlaps=True, compute_efficiency=0.6))
     seconds = price_table(cost, features)[0]
     assert seconds.tolist() == [float(cost.price(row).seconds) for row in features.tolist()]

@@ -19,7 +19,7 @@ from harness.cost.grid import (
 )
 from harness.cost.table import engine_overhead, with_overhead
 from harness.metrics.log import STEP_COLUMNS
-from harness.replay.streaming import DECODE_GRID, PREFILL_GRID, ExtrapolatedSteps, GridHull
+from harness.replay.folds import DECODE_GRID, PREFILL_GRID, ExtrapolatedSteps, GridHull
 
 AXES = ("rows", "KV slots a row")
 THREE_AXES = ((1.0, 2.0, 4.0, 8.0), (16.0, 64.0, 256.0), (0.0, 100.0, 1000.0))

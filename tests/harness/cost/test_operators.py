@@ -106,7 +106,7 @@ def test_a_shape_outside_of_the_table_is_the_rooflines(tmp_path: Path) -> None:
 def test_numbers_and_arrays_are_priced_to_the_same_bits(tmp_path: Path) -> None:
     cost = cost_of(table(tmp_path, products=True))
     requests = [request(n, 0, 100 + 40 * n, 30) for n in range(5)]
-    features = replay(requests, fast_forward=False, keep_plans=True)[1].features
+    features = replay(requests, fast_forward=False)[1].features
     seconds, attention = price_table(cost, features)
     single = [cost.price(row) for row in features.tolist()]
     assert seconds.tolist() == [float(price.seconds) for price in single]

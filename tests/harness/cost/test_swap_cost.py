@@ -21,7 +21,7 @@ from harness.replay.cost_model import CostSource, price_table
 from harness.replay.executors import SimulatedExecutor
 from harness.replay.features import AT, FEATURES
 from harness.replay.loop import Replay
-from harness.replay.recorder import Recorder
+from harness.replay.recorder import PlanRecording
 
 MODEL = ModelShape(32, 4096, 32, 8, 128, 14336, 128256, 2)
 DEVICE = DeviceShape("h200", 4.8e12, 989e12, 1e-4, 1e-6, host_bandwidth=64e9, host_latency_s=2e-6)
@@ -39,7 +39,7 @@ def swapping(block_size: int) -> np.ndarray:
     requests = [request(rid, 0, 40, 60) for rid in range(8)]
     manager = PagedManager(480 // block_size, block_size, host_blocks=960 // block_size)
     limits = SchedulerLimits(512, 64, preemption=Preemption.swap)
-    _, recorder = replay(requests, manager=manager, limits=limits, fast_forward=False, keep_plans=True)
+    _, recorder = replay(requests, manager=manager, limits=limits, fast_forward=False)
     return recorder.features
 
 
@@ -95,17 +95,17 @@ def drafted(share: float, drafts: int = 3, outputs: int = 40) -> np.ndarray:
     requests = [
         TimedRequest(Request(rid, 30, outputs, speculation=Speculation(drafts)), 0) for rid in range(2)
     ]
-    by_id = {timed.request.request_id: timed.request for timed in requests}
-    recorder = Recorder(by_id, 16, keep_plans=True)
+    recorder, live = PlanRecording(), {}
     executor = SimulatedExecutor(
         RooflineCost(MODEL, DEVICE, MODEL),
-        by_id,
+        live,
         16,
         BeamGenealogy({}),
         fast_forward=False,
         acceptance=DraftAcceptance(share),
     )
-    Replay(requests, Scheduler(PagedManager(100, 16), SchedulerLimits(512, 64)), executor, recorder).run()
+    scheduler = Scheduler(PagedManager(100, 16), SchedulerLimits(512, 64))
+    Replay(requests, scheduler, executor, recorder, live=live).run()
     return recorder.features
 
 
@@ -123,7 +123,7 @@ def test_a_rejected_draft_costs_a_pass_a_token_and_an_accepted_one_another_to_ca
 
 
 def test_a_run_without_drafts_has_no_passes() -> None:
-    features = replay([request(0, 0, 40, 30)], keep_plans=True, fast_forward=False)[1].features
+    features = replay([request(0, 0, 40, 30)], fast_forward=False)[1].features
     assert not features[:, [PASSES, TOKENS, DRAFT_KV]].any()
 
 

@@ -1,15 +1,18 @@
 """The recording behind the lesson `replay`: its states are those that the core's own counters say."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from engine.core.memory.block_pool import BlockPool
-from engine.core.plan import StepPlan
+from engine.core.plan import StepPlan, StepResult
+from engine.runtime.runner import StepTimes
 from harness import point
 from harness.cli.main import main
-from harness.lessons.pages import CACHED, DEFAULT, FIRST, Recording, _Watching, record
+from harness.lessons.pages import CACHED, DEFAULT, FIRST, Recording, record
 from harness.measure import engine
+from harness.measure.executor import MeasuredExecutor
 from harness.point.cost import cost_model
-from harness.replay.executors import StepTiming
+from harness.replay.features import FeatureMeter
 from harness.sweep.plan import plan_sweep, run_request
 from harness.workload.deployment import deployment_of
 from harness.workload.point import resolve
@@ -72,18 +75,18 @@ def test_a_measured_run_is_recorded_beside_its_prediction(monkeypatch: pytest.Mo
 
 
 def test_the_time_of_noting_is_no_part_of_a_measured_step() -> None:
-    class Engine:
-        max_steps = 1
-        begin = staticmethod(lambda: None)
-        execute = staticmethod(lambda plan, horizon: None)
-        end = staticmethod(lambda: StepTiming([5_000], [0.0], {"policy_s": 3e-6, "build_s": 1e-6}))
-
-    ticks = iter([10.0, 10.000002])
-    watching = _Watching(Engine(), BlockPool(4), lambda: next(ticks))
-    watching.execute(StepPlan(0, []), None)
-    timing = watching.end()
-    assert timing.ns == [3_000]
-    assert timing.phases["policy_s"] == pytest.approx(1e-6)
+    """As long as an observer looks at a planned step, the clock of the engine stands still."""
+    ticks = iter([10.0, 10.000003, 10.000005, 10.000006, 10.000008, 10.000009])
+    runner = SimpleNamespace(execute=lambda plan: (StepResult(), StepTimes(0.0, 1e-6, 1e-6, 0.0, 0.0)))
+    executor = MeasuredExecutor(runner, lambda: next(ticks), FeatureMeter({}, 16))
+    looked = []
+    executor.begin()
+    executor.unclocked(lambda: looked.append(True))
+    executor.execute(StepPlan(0, []), None)
+    timing = executor.end()
+    assert looked
+    assert timing.ns == [7_000]
+    assert timing.phases["policy_s"] == pytest.approx(5e-6)
 
 
 @pytest.mark.parametrize(

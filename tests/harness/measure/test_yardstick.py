@@ -5,6 +5,7 @@ from itertools import count, repeat
 
 import pytest
 
+from engine.core.plan import StepPlan, StepResult
 from engine.runtime.runner import StepTimes
 from harness.measure.executor import (
     READ_EVERY_S,
@@ -15,6 +16,7 @@ from harness.measure.executor import (
     middle,
     pace_of,
 )
+from harness.replay.features import FeatureMeter
 
 ALIKE = Reading(1e-4, 1e-4, 1e-4)
 READ = READ_EVERY_S  # a step after which the yardstick is read
@@ -95,9 +97,9 @@ class Still:
     def __init__(self, clock: Clock, seconds: float) -> None:
         self._clock, self._seconds = clock, seconds
 
-    def execute(self, plan: object) -> tuple[object, StepTimes]:
+    def execute(self, plan: object) -> tuple[StepResult, StepTimes]:
         self._clock.now += self._seconds
-        return plan, StepTimes(
+        return StepResult(), StepTimes(
             build_s=0.0, forward_s=self._seconds, attention_s=0.25 * self._seconds, sample_s=0.0, audit_s=0.0
         )
 
@@ -113,9 +115,9 @@ def timed(pace: float | None) -> tuple[float, float, Mapping[str, float]]:
     """Seconds, attention seconds and phases of a step of 0.5 s beside a core of this pace."""
     clock = Ticking(repeat(1.0))
     yardstick = Yardstick(Clock(repeat(pace)), ALIKE) if pace else None
-    executor = MeasuredExecutor(Still(clock, 0.5), clock, yardstick)  # type: ignore[arg-type]
+    executor = MeasuredExecutor(Still(clock, 0.5), clock, FeatureMeter({}, 16), yardstick)  # type: ignore[arg-type]
     executor.begin()
-    executor.execute(None, None)  # type: ignore[arg-type]
+    executor.execute(StepPlan(0, []), None)
     timing = executor.end()
     return timing.ns[0] / 1e9, timing.attention_s[0], timing.phases
 

@@ -24,7 +24,7 @@ from engine.core import (
 from engine.core.sequence import Group, ScheduledRow
 from harness.config.errors import ConfigError
 from harness.oracle.check import vllm_version
-from harness.replay.kv_events import KvEventRecorder
+from harness.replay.memory import KvEvents
 from traces.formats.kv_events import BlockStored
 
 
@@ -109,7 +109,7 @@ def published_keys(identity: TokenIdentity, size: int, blocks: int) -> Any:
     group = Group(Request(0, blocks * size + 1, 1, identity=identity))
     manager.admit(group, manager.lookup(group))
     manager.extend(ScheduledRow(group.sequences[0], blocks * size, True))
-    batch = KvEventRecorder(manager).batch(0.0)
+    batch = KvEvents(manager).batch(0.0)
     assert batch is not None
     (event,) = batch.events
     assert isinstance(event, BlockStored)

@@ -7,7 +7,7 @@ from sim_cases import LinearCost, replay, request
 from harness.metrics import METRICS
 from harness.metrics.compute import compute_metrics
 from harness.metrics.record import PointRecord, comparison_error
-from harness.point.error_levels import ATTRIBUTED, attribution, divergence, suspect, with_step_times
+from harness.point.error_levels import ATTRIBUTED, attribution, divergence, priced, suspect, with_step_times
 from harness.replay.arrivals import TimedRequest
 from harness.replay.recorder import MeasuredRun
 from harness.report.provenance import (
@@ -27,13 +27,13 @@ def requests() -> list[TimedRequest]:
 
 
 def measured_run() -> MeasuredRun:
-    log, recorder = replay(requests(), cost=TRUE, fast_forward=False, keep_plans=True)
+    log, recorder = replay(requests(), cost=TRUE, fast_forward=False)
     return MeasuredRun(log, recorder, 0)
 
 
 def attributed(cost: LinearCost) -> dict:
     simulated = compute_metrics(replay(requests(), cost=cost)[0])
-    return attribution([measured_run()], cost, simulated)
+    return attribution(priced([measured_run()], cost), simulated)
 
 
 def test_a_right_model_has_no_error_on_any_level() -> None:
@@ -45,7 +45,7 @@ def test_the_levels_add_up_to_the_error_of_the_free_running_prediction() -> None
     cost = LinearCost(1.1e-3, 2e-5, 0.7e-6)
     measured = compute_metrics(measured_run().log)
     simulated = compute_metrics(replay(requests(), cost=cost)[0])
-    found = attribution([measured_run()], cost, simulated)
+    found = attribution(priced([measured_run()], cost), simulated)
     assert set(found) == set(ATTRIBUTED)
     for name, parts in found.items():
         total = comparison_error(METRICS[name], simulated[name], measured[name])
@@ -68,7 +68,7 @@ def test_a_floor_that_is_too_high_is_the_error_of_the_rest() -> None:
 
 def test_a_prediction_of_another_schedule_is_divergence() -> None:
     simulated = compute_metrics(replay(requests()[:30], cost=TRUE)[0])
-    parts = attribution([measured_run()], TRUE, simulated)["ttft_p50"]
+    parts = attribution(priced([measured_run()], TRUE), simulated)["ttft_p50"]
     assert parts["share"]["divergence"] == 1
 
 
@@ -97,7 +97,7 @@ def test_equal_schedules_do_not_diverge_and_others_say_where() -> None:
 
 
 def test_the_missing_term_is_named() -> None:
-    found = suspect([measured_run()], LinearCost(1e-3, 0.0, 1e-6))
+    found = suspect(priced([measured_run()], LinearCost(1e-3, 0.0, 1e-6)))
     assert found["feature"] in ("tokens", "prefill_tokens", "admitted_tokens", "tokens_beyond_128")
     assert found["explained"] > 0.9
 
@@ -107,7 +107,7 @@ def record(cost: LinearCost) -> PointRecord:
     levels = {
         "attribution": attributed(cost),
         "divergence": divergence(run.log, replay(requests(), cost=cost)[0]),
-        "suspect": suspect([run], cost),
+        "suspect": suspect(priced([run], cost)),
     }
     outside = {"steps": 7, "share_of_time": 0.25, "by": {"rows": 7}}
     spread = {"output_throughput": {"error": 0.01, "spread": 0.002}}

@@ -127,8 +127,8 @@ def test_random_workloads_have_the_same_plans_and_bytes_on_both_sides(
     assert check_settings(config) == []
     workload = resolve(config)
     run = measure(workload, seed=0)
-    log, recorder = replay_recording(workload, run.recorder)
-    assert recorder.digests == run.recorder.digests
+    log, recorder = replay_recording(workload, run.recording)
+    assert recorder.digests == run.recording.digests
     assert _first_waste(log, run.log) is None
     for name in WASTE_COLUMNS:
         assert np.array_equal(log.waste[name], run.log.waste[name])
@@ -142,7 +142,7 @@ def test_another_byte_in_one_step_is_a_difference(cache_dir: Path) -> None:
     config = windowed(cache_dir)
     workload = resolve(config)
     run = measure(workload, seed=0)
-    log, _ = replay_recording(workload, run.recorder)
+    log, _ = replay_recording(workload, run.recording)
     log.waste["token"][5] += 1
     assert _first_waste(log, run.log) == 5
 

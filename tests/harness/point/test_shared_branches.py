@@ -152,7 +152,7 @@ def test_the_beams_are_those_that_the_engine_itself_chooses(config: RunConfig) -
     for sharing in (Sharing.prefix_cache, Sharing.copy_on_write):
         config.decoding.sharing = sharing
         runs[sharing] = measure(resolve(config), seed=0)
-    parents = [RecordedGenealogy(run.recorder.parents).chosen for run in runs.values()]
+    parents = [RecordedGenealogy(run.recording.parents).chosen for run in runs.values()]
     as_lists = [{rid: [list(step) for step in steps] for rid, steps in found.items()} for found in parents]
     assert as_lists[0] == as_lists[1]
 

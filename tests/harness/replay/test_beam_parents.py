@@ -20,7 +20,7 @@ from harness.replay.beams import (
 )
 from harness.replay.executors import SimulatedExecutor
 from harness.replay.loop import Replay
-from harness.replay.recorder import Recorder
+from harness.replay.recorder import PlanRecording
 
 
 @pytest.mark.parametrize("evenness", [0.05, 0.5, 4.0])
@@ -62,7 +62,7 @@ def test_uneven_shares_make_lineages_die_sooner() -> None:
 
 def test_copies_follow_from_the_churn() -> None:
     requests = [request(rid, 0.001 * rid, 33, 200, 4, Decoding.beam) for rid in range(8)]
-    log, recorder = replay(requests, manager=PagedManager(2000, 16), keep_plans=True, fast_forward=False)
+    log, recorder = replay(requests, manager=PagedManager(2000, 16), fast_forward=False)
     choices = [parents for choices in choices_of_run(recorder.parents) for parents in choices]
     churn = churn_of_run(4, [len(set(parents)) for parents in choices])
     per_token = log.steps["copies"].sum() / (8 * 200 * 4)
@@ -71,12 +71,11 @@ def test_copies_follow_from_the_churn() -> None:
 
 def test_recorded_parents_are_replayed_exactly() -> None:
     requests = [request(rid, 0.003 * rid, 30, 20, 3, Decoding.beam, 16) for rid in range(8)]
-    by_id = {timed.request.request_id: timed.request for timed in requests}
-    _, first = replay(requests, manager=PagedManager(60, 16), fast_forward=False, keep_plans=True)
-    again = Recorder(by_id, 16, keep_plans=True)
+    _, first = replay(requests, manager=PagedManager(60, 16), fast_forward=False)
+    again, live = PlanRecording(), {}
     genealogy = RecordedGenealogy(first.parents)
-    executor = SimulatedExecutor(LinearCost(), by_id, 16, genealogy, fast_forward=False)
+    executor = SimulatedExecutor(LinearCost(), live, 16, genealogy, fast_forward=False)
     scheduler = Scheduler(PagedManager(60, 16), SchedulerLimits(512, 64))
-    Replay(requests, scheduler, executor, again).run()
+    Replay(requests, scheduler, executor, again, live=live).run()
     assert again.parents == first.parents
     assert again.digests == first.digests

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from sim_cases import LinearCost, request
+from sim_cases import LinearCost, play, request
 
 from engine.core.memory.paged import PagedManager
 from engine.core.options import Decoding, SchedulerLimits, SpeculationMode
@@ -16,20 +16,18 @@ from harness.replay.beams import BeamGenealogy
 from harness.replay.branches import BranchSurvival, DraftAcceptance
 from harness.replay.executors import SimulatedExecutor
 from harness.replay.features import AT
-from harness.replay.loop import Replay
-from harness.replay.recorder import Recorder
+from harness.replay.recorder import PlanRecording
 
 
 def feature_rows(requests: list[TimedRequest]) -> tuple[np.ndarray, list[list[Row]]]:
     """Features of each step, and its rows."""
-    by_id = {timed.request.request_id: timed.request for timed in requests}
-    recorder, rows = Recorder(by_id, 16, keep_plans=True), []
-    executor = SimulatedExecutor(LinearCost(1e-3, 1e-5), by_id, 16, BeamGenealogy({}), fast_forward=False)
+    recording, rows, live = PlanRecording(), [], {}
+    executor = SimulatedExecutor(LinearCost(1e-3, 1e-5), live, 16, BeamGenealogy({}), fast_forward=False)
     scheduler = Scheduler(PagedManager(2000, 16), SchedulerLimits(512, 64))
     commit = scheduler.commit
     scheduler.commit = lambda plan, result: (rows.append(list(plan.rows)), commit(plan, result))[1]
-    Replay(requests, scheduler, executor, recorder).run()
-    return recorder.features, rows
+    play(requests, scheduler, executor, recording, live=live)
+    return recording.features, rows
 
 
 def run(
@@ -38,18 +36,17 @@ def run(
     acceptance: DraftAcceptance | None = None,
     reports: list[CommitReport] | None = None,
 ) -> tuple[RunLog, Scheduler]:
-    by_id = {timed.request.request_id: timed.request for timed in requests}
-    recorder = Recorder(by_id, 16)
+    live = {}
     executor = SimulatedExecutor(
-        LinearCost(1e-3, 1e-5), by_id, 16, BeamGenealogy({}), survival=survival, acceptance=acceptance
+        LinearCost(1e-3, 1e-5), live, 16, BeamGenealogy({}), survival=survival, acceptance=acceptance
     )
     scheduler = Scheduler(PagedManager(2000, 16), SchedulerLimits(512, 64))
     if reports is not None:
         commit = scheduler.commit
         scheduler.commit = lambda plan, result: (reports.append(commit(plan, result)), reports[-1])[1]
-    Replay(requests, scheduler, executor, recorder).run()
+    log = play(requests, scheduler, executor, live=live)
     scheduler.manager.check()
-    return recorder.log(scheduler.stats, 32_000, 1), scheduler
+    return log, scheduler
 
 
 def test_branch_lengths_are_geometric_and_cut_at_the_limit() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sim_cases import LinearCost, fingerprint, request
+from sim_cases import LinearCost, fingerprint, play, request
 
 from engine.core.memory.contiguous import ContiguousManager
 from engine.core.memory.manager import KVCacheManager
@@ -31,9 +31,9 @@ from harness.metrics.log import RunLog
 from harness.replay.arrivals import Arrivals, ClosedLoop, OpenLoop, Sessions, TimedRequest, Turn
 from harness.replay.beams import BeamGenealogy
 from harness.replay.executors import RecordedExecutor, SimulatedExecutor
-from harness.replay.features import FastForwardFeatures
+from harness.replay.features import FastForwardFeatures, FeatureMeter
 from harness.replay.loop import Replay
-from harness.replay.recorder import Recorder, digests_differ
+from harness.replay.recorder import PlanRecording, digests_differ
 
 COST = LinearCost(1e-3, 1e-5, 1e-6, 1e-7)
 LONGEST = 100
@@ -92,20 +92,15 @@ class Case:
             return Sessions([Turn(t, (place - 2,) if place > 1 else (), 2_000_000) for place, t in places])
         return OpenLoop(requests, count)
 
-    def recorder(self) -> Recorder:
-        by_id = {timed.request.request_id: timed.request for timed in self.requests}
-        return Recorder(by_id, MANAGERS[self.manager]().block_size, keep_plans=True)
-
-    def play(self, *, fast_forward: bool) -> tuple[RunLog, Recorder]:
-        by_id = {timed.request.request_id: timed.request for timed in self.requests}
-        manager, recorder = MANAGERS[self.manager](), self.recorder()
+    def play(self, *, fast_forward: bool) -> tuple[RunLog, PlanRecording]:
+        manager, recording, live = MANAGERS[self.manager](), PlanRecording(), {}
         executor = SimulatedExecutor(
-            COST, by_id, manager.block_size, BeamGenealogy({4: 0.3}), fast_forward=fast_forward
+            COST, live, manager.block_size, BeamGenealogy({4: 0.3}), fast_forward=fast_forward
         )
         scheduler = Scheduler(manager, self.limits)
         ahead = self.arriving == "ahead"
-        Replay(self.arrivals(), scheduler, executor, recorder, asynchronous=ahead).run()
-        return recorder.log(scheduler.stats, 640, 1), recorder
+        arrivals = self.arrivals()
+        return play(arrivals, scheduler, executor, recording, live=live, asynchronous=ahead), recording
 
 
 def case(rows: list, manager: str, limits: SchedulerLimits, arriving: str) -> Case:
@@ -135,11 +130,11 @@ def test_fast_forward_changes_no_record_under_any_policy(chosen: Case) -> None:
 @given(CASES)
 def test_a_recording_plays_back_to_the_same_plans_under_any_policy(chosen: Case) -> None:
     _, first = chosen.play(fast_forward=False)
-    again = chosen.recorder()
-    executor = RecordedExecutor(first.step_ns, first.results)
-    scheduler = Scheduler(MANAGERS[chosen.manager](), chosen.limits)
+    again, live, manager = PlanRecording(), {}, MANAGERS[chosen.manager]()
+    executor = RecordedExecutor(first.step_ns, first.results, FeatureMeter(live, manager.block_size))
+    scheduler = Scheduler(manager, chosen.limits)
     ahead = chosen.arriving == "ahead"
-    Replay(chosen.arrivals(), scheduler, executor, again, asynchronous=ahead).run()
+    Replay(chosen.arrivals(), scheduler, executor, again, live=live, asynchronous=ahead).run()
     assert digests_differ(first.digests, again.digests) is None
 
 

@@ -1,21 +1,25 @@
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sim_cases import LinearCost, contiguous, fingerprint, replay, request
+from sim_cases import LinearCost, contiguous, fingerprint, play, replay, request
 from tiers import tier
 
 from engine.core.memory.paged import PagedManager
 from engine.core.options import Decoding, SchedulerLimits
 from engine.core.plan import StepPlan
+from engine.core.request import Request
+from engine.core.scheduling.commit import RequestStats
 from engine.core.scheduling.scheduler import Scheduler
+from harness.metrics.log import Outcome
+from harness.replay.arrivals import NEVER, TimedRequest
 from harness.replay.beams import BeamGenealogy
 from harness.replay.executors import RecordedExecutor, RecordingEndedError, SimulatedExecutor
-from harness.replay.loop import Replay
-from harness.replay.recorder import Recorder, digests_differ
+from harness.replay.features import FeatureMeter
+from harness.replay.loop import Observer, Replay, StepRecord
+from harness.replay.recorder import PlanRecording, digests_differ
 
 
 def test_a_lone_request_takes_the_sum_of_its_steps() -> None:
@@ -139,32 +143,37 @@ def test_preemptions_are_counted_and_what_they_recompute() -> None:
 
 def test_playing_a_recording_back_gives_the_same_plans() -> None:
     requests = [request(rid, 0.003 * rid, 30, 20, 3, Decoding.beam, 16) for rid in range(8)]
-    _, first = replay(requests, manager=PagedManager(40, 16), fast_forward=False, keep_plans=True)
-    again = Recorder({t.request.request_id: t.request for t in requests}, 16, keep_plans=True)
-    executor = RecordedExecutor(first.step_ns, first.results)
-    Replay(requests, Scheduler(PagedManager(40, 16), SchedulerLimits(512, 64)), executor, again).run()
+    _, first = replay(requests, manager=PagedManager(40, 16), fast_forward=False)
+    again, live = PlanRecording(), {}
+    executor = RecordedExecutor(first.step_ns, first.results, FeatureMeter(live, 16))
+    Replay(
+        requests, Scheduler(PagedManager(40, 16), SchedulerLimits(512, 64)), executor, again, live=live
+    ).run()
     assert digests_differ(first.digests, again.digests) is None
 
 
 def test_playing_a_recording_back_on_another_pool_is_noticed() -> None:
     requests = [request(rid, 0, 60, 60) for rid in range(8)]
-    _, first = replay(requests, manager=PagedManager(100, 16), fast_forward=False, keep_plans=True)
-    again = Recorder({t.request.request_id: t.request for t in requests}, 16, keep_plans=True)
-    executor = RecordedExecutor(first.step_ns, first.results)
+    _, first = replay(requests, manager=PagedManager(100, 16), fast_forward=False)
+    again, live = PlanRecording(), {}
+    executor = RecordedExecutor(first.step_ns, first.results, FeatureMeter(live, 16))
     with pytest.raises(RecordingEndedError, match="the recording has"):
-        Replay(requests, Scheduler(PagedManager(20, 16), SchedulerLimits(512, 64)), executor, again).run()
+        Replay(
+            requests, Scheduler(PagedManager(20, 16), SchedulerLimits(512, 64)), executor, again, live=live
+        ).run()
     assert digests_differ(first.digests, again.digests) is not None
 
 
-class NaiveGaps:
+class NaiveGaps(Observer):
     """Every gap of every request, from who got a token in which step: what the recorder must come to."""
 
     def __init__(self) -> None:
         self.gaps: list[int] = []
         self._last: dict[int, int] = {}
 
-    def add(self, end_ns: int, emitted: Sequence[int]) -> None:
-        for request_id in emitted:
+    def committed(self, step: StepRecord) -> None:
+        end_ns = step.start_ns + step.took_ns
+        for request_id in step.report.emitted:
             if request_id in self._last:
                 self.gaps.append(end_ns - self._last[request_id])
             self._last[request_id] = end_ns
@@ -183,19 +192,76 @@ def test_gaps_are_those_of_every_token_one_by_one(rows: list, blocks: int, budge
     fitting = [
         t for t in requests if Scheduler(PagedManager(blocks, 4), limits).never_fits(t.request) is None
     ]
-    by_id = {t.request.request_id: t.request for t in fitting}
-    recorder = Recorder(by_id, 4)
-    executor = SimulatedExecutor(LinearCost(1e-3, 1e-5), by_id, 4, BeamGenealogy({}), fast_forward=False)
-    scheduler = Scheduler(PagedManager(blocks, 4), limits)
-    original = recorder.record
-
-    def record(now_ns: int, plan: StepPlan, *rest: Any) -> int:
-        took = original(now_ns, plan, *rest)
-        naive.add(now_ns + took, rest[1].emitted)
-        return took
-
-    recorder.record = record  # type: ignore[method-assign]
-    Replay(fitting, scheduler, executor, recorder).run()
-    log = recorder.log(scheduler.stats, 4 * blocks, 1)
+    live: dict[int, Request] = {}
+    executor = SimulatedExecutor(LinearCost(1e-3, 1e-5), live, 4, BeamGenealogy({}), fast_forward=False)
+    log = play(fitting, Scheduler(PagedManager(blocks, 4), limits), executor, naive, live=live)
     found = np.repeat(np.rint(log.itl_s * 1e9).astype(int), log.itl_weight.astype(int))
     assert found.tolist() == sorted(naive.gaps)
+
+
+class Told(Observer):
+    """Every event of a replay, in order."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[Any, ...]] = []
+
+    def arrived(self, request: Request, at_ns: int) -> None:
+        self.events.append(("arrived", request.request_id, at_ns))
+
+    def planned(self, now_ns: int, plan: StepPlan) -> None:
+        self.events.append(("planned", now_ns, plan.running, plan.rows[0].context_len))
+
+    def committed(self, step: StepRecord) -> None:
+        self.events.append(("committed", step.start_ns, step.report.finished))
+
+    def ended(self, request: Request, outcome: Outcome, at_ns: int, stats: RequestStats) -> None:
+        self.events.append(("ended", request.request_id, outcome.name.lower(), at_ns, stats.hit_tokens))
+
+
+def told(requests: list[TimedRequest], until_s: float | None = None) -> list[tuple[Any, ...]]:
+    live, seen = {}, Told()
+    executor = SimulatedExecutor(LinearCost(1e-3), live, 16, BeamGenealogy({}), fast_forward=False)
+    scheduler = Scheduler(PagedManager(10, 16), SchedulerLimits(512, 64))
+    play(requests, scheduler, executor, seen, Observer(), live=live, until_ns=until_s and int(until_s * 1e9))
+    return seen.events
+
+
+def test_observers_are_told_of_every_request_and_step_in_order() -> None:
+    ms = 1_000_000
+    requests = [request(0, 0, 20, 2), request(1, 0.001, 400, 2), request(2, 0.0055, 20, 1)]
+    assert told(requests) == [
+        ("arrived", 0, 0),
+        ("planned", 0, 1, 0),
+        ("committed", 0, []),
+        ("arrived", 1, ms),
+        ("ended", 1, "rejected", ms, 0),
+        ("planned", ms, 1, 20),
+        ("committed", ms, [0]),
+        ("ended", 0, "finished", 2 * ms, 0),
+        ("arrived", 2, 5.5 * ms),
+        ("planned", 5.5 * ms, 1, 0),
+        ("committed", 5.5 * ms, [2]),
+        ("ended", 2, "finished", 6.5 * ms, 0),
+    ]
+
+
+def test_requests_that_a_replay_leaves_end_as_unfinished() -> None:
+    events = told([request(0, 0, 20, 9), request(1, 5, 20, 1)], until_s=0.002)
+    assert events[-3:] == [
+        ("arrived", 1, NEVER),
+        ("ended", 0, "unfinished", NEVER, 0),
+        ("ended", 1, "unfinished", NEVER, 0),
+    ]
+
+
+def test_an_event_that_nobody_wants_calls_nobody() -> None:
+    live: dict[int, Request] = {}
+    executor = SimulatedExecutor(LinearCost(1e-3), live, 16, BeamGenealogy({}), fast_forward=False)
+    executor.unclocked = lambda look: pytest.fail("nobody looks")  # type: ignore[method-assign]
+    play(
+        [request(0, 0, 20, 2)],
+        Scheduler(PagedManager(10, 16), SchedulerLimits()),
+        executor,
+        Observer(),
+        live=live,
+    )

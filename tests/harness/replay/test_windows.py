@@ -29,20 +29,18 @@ def counted(first: int, last: int, window: int) -> tuple[int, int]:
 def test_what_a_chunk_does_not_see_is_what_counting_gives(window: int) -> None:
     """A prompt of 100 tokens in chunks of 40."""
     limits = SchedulerLimits(40, 4)
-    log = replay([request(0, 0, 100, 2)], limits=limits, fast_forward=False, keep_plans=True, window=window)[
-        1
-    ]
+    log = replay([request(0, 0, 100, 2)], limits=limits, fast_forward=False, window=window)[1]
     chunks = [counted(1, 40, window), counted(41, 80, window), counted(81, 100, window)]
     assert log.features[:3][:, UNSEEN[1:]].tolist() == [list(map(float, chunk)) for chunk in chunks]
 
 
 def test_what_decode_rows_do_not_see_grows_from_the_window_on() -> None:
-    log = replay([request(0, 0, 10, 20)], fast_forward=False, keep_plans=True, window=16)[1]
+    log = replay([request(0, 0, 10, 20)], fast_forward=False, window=16)[1]
     assert log.features[1:, UNSEEN[0]].tolist() == [float(max(0, 10 + n - 16)) for n in range(1, 20)]
 
 
 def test_without_a_window_nothing_is_unseen() -> None:
-    log = replay([request(0, 0, 100, 20)], fast_forward=False, keep_plans=True)[1]
+    log = replay([request(0, 0, 100, 20)], fast_forward=False)[1]
     assert not log.features[:, UNSEEN].any()
 
 
@@ -57,7 +55,7 @@ def test_a_fast_forward_costs_to_the_bit_what_its_steps_cost() -> None:
 
 
 def test_a_decode_step_reads_the_window_in_windowed_layers_and_all_in_the_others() -> None:
-    features = replay([request(0, 0, 300, 3)], fast_forward=False, keep_plans=True, window=64)[1].features
+    features = replay([request(0, 0, 300, 3)], fast_forward=False, window=64)[1].features
     attention = price_table(RooflineCost(GEMMA, DEVICE), features)[1]
     layer = 2 * 8 * 256 * 2
     assert attention[1] == pytest.approx((21 * 301 + 21 * 64) * layer / 3.35e12, rel=1e-8)

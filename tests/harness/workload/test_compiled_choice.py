@@ -15,11 +15,12 @@ from harness.config.errors import ConfigError
 from harness.config.schema import Compiled
 from harness.point.cost import cost_model
 from harness.replay.cost_model import CostModel
+from harness.replay.folds import prediction_of
 from harness.sweep.plan import run_request
 from harness.workload import simulate as compiled
 from harness.workload.deployment import deployment_of
 from harness.workload.point import Point, resolve
-from harness.workload.simulate import prediction_of, simulate, simulate_metrics
+from harness.workload.simulate import simulate, simulate_metrics
 
 PLAIN = (
     *("measure=false", "cost=roofline", "model=llama3_8b", "device=a100_80gb", "trace=azure_conv"),

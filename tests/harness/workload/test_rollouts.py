@@ -181,6 +181,15 @@ def test_a_prediction_without_rows_has_the_figures_of_one_with_rows() -> None:
         assert folded[name] == pytest.approx(kept[name]), name
 
 
+def test_a_prediction_without_rows_takes_a_point_that_samples_its_blocks() -> None:
+    """`capacity` predicts so whatever the point would keep; residency needs the clock of the replay."""
+    sampled, plain = (
+        replace(workload_of(), replay=replace(workload_of().replay, residency=rate)) for rate in (1.0, None)
+    )
+    cost = cost_model(deployment_of(config()))
+    assert simulate_metrics(sampled, cost).metrics == simulate_metrics(plain, cost).metrics
+
+
 def test_beams_of_the_trace_are_sent_as_requests() -> None:
     workload = workload_of(
         "decoding.sharing=prefix_cache", "decoding.mode=greedy", trace=one_prompt(beam_width=4)

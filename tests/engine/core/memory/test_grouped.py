@@ -332,23 +332,26 @@ def causes(
 ) -> GroupWaste:
     """The waste after so many steps of requests (prompt, output)."""
     manager = GroupedManager(layout, PoolPages(layout, counts), most_chunk=64)
-    manager.waste = []
     scheduler = Scheduler(manager, SchedulerLimits(64, 8))
     for rid, (prompt, output) in enumerate(lengths):
         scheduler.submit(Request(rid, prompt, output))
     for _ in range(steps):
-        scheduler.commit(scheduler.schedule(), StepResult())
-    return manager.waste[-1]
+        plan = scheduler.schedule()
+        waste = manager.waste(plan.usage)
+        scheduler.commit(plan, StepResult())
+    return waste
 
 
 def test_every_byte_of_the_pools_has_a_cause() -> None:
     for setup in SETUPS:
         driver = GroupDriver(setup, 3)
-        driver.manager.waste = []
+        manager, wastes = driver.manager, list[GroupWaste]()
+        usage = manager.usage
+        manager.usage = lambda head: (use := usage(head), wastes.append(manager.waste(use)))[0]  # noqa: B023
         driver.walk(80)
-        pools = driver.manager.pages.slots()[0] * driver.manager.layout.slot_bytes
-        assert {sum(waste) for waste in driver.manager.waste} == {pools}
-        assert min(map(min, driver.manager.waste)) >= 0
+        pools = manager.pages.slots()[0] * manager.layout.slot_bytes
+        assert {sum(waste) for waste in wastes} == {pools}
+        assert min(map(min, wastes)) >= 0
 
 
 def test_tokens_that_a_window_has_left_in_its_first_block_are_behind_it() -> None:
@@ -379,9 +382,7 @@ def test_a_prefix_that_is_computed_twice_is_a_duplicate() -> None:
     """A prompt of whole blocks computes its last block again, because one token must be left to compute."""
     layout = uniform_layout([FULL], 4)
     manager = GroupedManager(layout, PoolPages(layout, (40,)), most_chunk=64)
-    manager.waste = []
     scheduler = Scheduler(manager, SchedulerLimits(64, 8))
     for rid in range(2):
         scheduler.submit(Request(rid, 8, 4, identity=KeyIdentity(rid, [(1, 8)])))
-    scheduler.schedule()
-    assert manager.waste[-1].duplicate == 4 * 16
+    assert manager.waste(scheduler.schedule().usage).duplicate == 4 * 16

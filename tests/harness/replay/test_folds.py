@@ -7,7 +7,7 @@ from sim_cases import LinearCost, replay, request, stream
 from engine.core.memory.paged import PagedManager
 from harness.metrics.compute import BinnedSamples, ExactSamples, compute_metrics
 from harness.replay.arrivals import TimedRequest
-from harness.replay.streaming import COLUMNS, StreamingRecorder, hull_of
+from harness.replay.folds import COLUMNS, RunFold, hull_of
 
 COST = LinearCost(1e-3, 1e-5, 1e-7)
 
@@ -19,8 +19,8 @@ def busy(count: int = 500) -> list[TimedRequest]:
     return [request(rid, float(at[rid]), int(p), int(o), shared=0) for rid, (p, o) in enumerate(sizes)]
 
 
-def metrics(recorder: StreamingRecorder, slots: int) -> dict[str, float]:
-    return recorder.fold.metrics(recorder.span_s, slots, 1)
+def metrics(fold: RunFold, slots: int) -> dict[str, float]:
+    return fold.prediction(16, slots, 1).metrics
 
 
 def test_streamed_metrics_equal_those_of_the_records() -> None:
@@ -45,7 +45,7 @@ def test_fast_forward_changes_no_streamed_figure() -> None:
 
 def test_streamed_outcomes_count_every_request() -> None:
     requests = [*busy(50), request(50, 100.0, 900, 5)]
-    outcome = stream(requests, manager=PagedManager(20, 16)).fold.outcome
+    outcome = stream(requests, manager=PagedManager(20, 16)).prediction(16, 320, 1).outcome
     assert outcome == {"finished": 50, "rejected": 1, "unfinished": 0}
 
 
@@ -69,9 +69,9 @@ def test_steps_outside_what_was_measured_are_counted_with_their_reason() -> None
     log, _ = replay(busy(40), cost=COST)
     hull = hull_of(log.steps)
     assert set(hull) == set(COLUMNS)
-    assert stream(busy(40), cost=COST, hull=hull).fold.extrapolated.section()["steps"] == 0  # type: ignore[index]
+    assert stream(busy(40), cost=COST, hull=hull).prediction(16, 16_000, 1).extrapolated["steps"] == 0  # type: ignore[index]
     hull["rows"] = (1.0, 3.0)
-    section = stream(busy(40), cost=COST, hull=hull).fold.extrapolated.section()
+    section = stream(busy(40), cost=COST, hull=hull).prediction(16, 16_000, 1).extrapolated
     assert section is not None
     assert section["by"] == {"rows": int((log.steps["rows"] > 3).sum())}
     assert section["steps"] == section["by"]["rows"] > 0
@@ -79,4 +79,4 @@ def test_steps_outside_what_was_measured_are_counted_with_their_reason() -> None
 
 
 def test_a_model_that_was_never_measured_has_nothing_to_be_outside_of() -> None:
-    assert stream(busy(5)).fold.extrapolated.section() is None
+    assert stream(busy(5)).prediction(16, 16_000, 1).extrapolated is None

@@ -1,6 +1,10 @@
-"""What a replay keeps of its prefix cache: changes as a file of KV events, lookups and sampled blocks as tables."""
+"""Observers that keep what a replay does to its memory, beside the steps: each fills one field of the run log.
 
-from collections.abc import Sequence
+`KvEvents`, `Lookups` and `Residencies` are of a prefix cache, `Wastes` of layers in groups.
+"""
+
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -15,26 +19,40 @@ from engine.core.memory.block_pool import (
 from engine.core.memory.group_pages import GroupWaste
 from engine.core.memory.grouped import GroupedManager
 from engine.core.memory.paged import PagedManager
+from engine.core.plan import StepPlan
 from harness.metrics.log import LOOKUP_COLUMNS, RESIDENCY_COLUMNS, WASTE_COLUMNS, Column
 from harness.replay.arrivals import NS_PER_S
+from harness.replay.loop import Observer, StepRecord
 from traces.formats import kv_events as schema
 
 
-class KvEventRecorder:
+class MemoryObserver(Observer):
+    """An observer whose `value()`, once the replay has ended, is the field `field` of the run log."""
+
+    field: str
+
+    def value(self) -> Any:
+        """What it has kept."""
+        raise NotImplementedError
+
+
+class KvEvents(MemoryObserver):
     """Collects the changes of one prefix cache as messages in vLLM's schema, one for each step that changed something.
 
     The time of a message is the start of its step, in virtual seconds: the scheduler enters blocks when it plans them.
     Requests that are identified by prefix keys have no tokens, so their events have none either.
     """
 
+    field = "kv_events"
+
     def __init__(self, manager: PagedManager) -> None:
         self._pool = manager.pool
         self._block_size = manager.block_size
         self._messages: list[bytes] = []
 
-    def note(self, now_ns: int) -> None:
-        """A step that began at `now_ns` is committed."""
-        batch = self.batch(now_ns / NS_PER_S)
+    def committed(self, step: StepRecord) -> None:
+        """Take the changes of the step."""
+        batch = self.batch(step.start_ns / NS_PER_S)
         if batch is not None:
             self._messages.append(schema.encode(batch))
 
@@ -43,7 +61,7 @@ class KvEventRecorder:
         events = [self._event(event) for event in self._pool.drain_events()]
         return schema.EventBatch(now_s, events) if events else None
 
-    def file(self) -> bytes:
+    def value(self) -> bytes:
         """All messages, one after the other."""
         return b"".join(self._messages)
 
@@ -77,31 +95,60 @@ def _published(block_hash: BlockHash) -> bytes:
     return block_hash
 
 
-def lookup_table(manager: PagedManager) -> dict[str, Column]:
-    """The lookups that a manager has kept, in the columns of `LOOKUP_COLUMNS`."""
-    rows = [(one.request_id, one.asked_blocks, one.hit_blocks) for one in manager.lookups or ()]
-    columns = np.array(rows, dtype=np.int64).reshape(len(rows), len(LOOKUP_COLUMNS)).T
-    return dict(zip(LOOKUP_COLUMNS, columns, strict=True))
+class Lookups(MemoryObserver):
+    """The lookups of a prefix cache, in the columns of `LOOKUP_COLUMNS`."""
+
+    field = "lookups"
+
+    def __init__(self, manager: PagedManager) -> None:
+        self._manager = manager
+
+    def value(self) -> dict[str, Column]:
+        """The table."""
+        rows = [(one.request_id, one.asked_blocks, one.hit_blocks) for one in self._manager.lookups or ()]
+        return _table(rows, LOOKUP_COLUMNS, np.int64)
 
 
-def residency_table(sampler: ResidencySampler) -> dict[str, Column]:
+class Residencies(MemoryObserver):
     """The residencies that have ended, in the columns of `RESIDENCY_COLUMNS`; the latest gap comes first."""
-    rows = [
-        (one.lifetime_s, one.idle_s, *(*one.reuse_gaps_s[::-1], *[np.nan] * 3)[:3]) for one in sampler.drain()
-    ]
-    columns = np.array(rows, dtype=np.float64).reshape(len(rows), len(RESIDENCY_COLUMNS)).T
-    return dict(zip(RESIDENCY_COLUMNS, columns, strict=True))
+
+    field = "residency"
+
+    def __init__(self, sampler: ResidencySampler) -> None:
+        self._sampler = sampler
+
+    def value(self) -> dict[str, Column]:
+        """The table."""
+        rows = [
+            (one.lifetime_s, one.idle_s, *(*one.reuse_gaps_s[::-1], *[np.nan] * 3)[:3])
+            for one in self._sampler.drain()
+        ]
+        return _table(rows, RESIDENCY_COLUMNS, np.float64)
 
 
-def waste_table(manager: GroupedManager) -> dict[str, Column]:
-    """Where the bytes of the pools went, int64 bytes of each step in the columns of `WASTE_COLUMNS`.
+class Wastes(MemoryObserver):
+    """Where the bytes of the pools go, int64 bytes of each step in the columns of `WASTE_COLUMNS`.
 
-    Columns `group_0` and following have the bytes of the pages that each group had in use.
+    Columns `group_0` and following have the bytes of the pages that each group has in use.
     """
-    assert manager.waste is not None
-    rows = np.array(manager.waste, dtype=np.int64).reshape(len(manager.waste), len(GroupWaste._fields))
-    assert GroupWaste._fields == tuple(WASTE_COLUMNS)
-    groups = len(manager.layout.groups)
-    held = np.array(manager.held, dtype=np.int64).reshape(len(manager.held), groups)
-    names = (f"group_{index}" for index in range(groups))
-    return {**dict(zip(WASTE_COLUMNS, rows.T, strict=True)), **dict(zip(names, held.T, strict=True))}
+
+    field = "waste"
+
+    def __init__(self, manager: GroupedManager) -> None:
+        self._manager = manager
+        self._rows: list[tuple[int, ...]] = []
+
+    def planned(self, now_ns: int, plan: StepPlan) -> None:
+        """Note the bytes of the step, before the commit moves its sequences on."""
+        self._rows.append((*self._manager.waste(plan.usage), *self._manager.held_bytes()))
+
+    def value(self) -> dict[str, Column]:
+        """The table."""
+        assert GroupWaste._fields == tuple(WASTE_COLUMNS)
+        groups = (f"group_{index}" for index in range(len(self._manager.layout.groups)))
+        return _table(self._rows, [*WASTE_COLUMNS, *groups], np.int64)
+
+
+def _table(rows: Sequence[tuple[Any, ...]], names: Collection[str], dtype: type) -> dict[str, Column]:
+    columns: Column = np.array(rows, dtype=dtype).reshape(len(rows), len(names)).T
+    return dict(zip(names, columns, strict=True))

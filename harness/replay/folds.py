@@ -1,22 +1,27 @@
-"""A recorder that keeps no rows: steps, requests and gaps are added to running totals, in constant memory.
+"""Folds of a run log: `KeptLog` keeps every row, `RunFold` adds rows to running totals, in constant memory.
 
-Chunks end at fixed numbers of steps and requests, so sums do not depend on the order in which a replay hands them over.
-`ExtrapolatedSteps` counts the steps outside of the hull, the range that the cost model was measured on.
+The policy core and the compiled replay hand rows to the same folds. Chunks end at fixed numbers of steps and requests,
+so sums do not depend on the order in which a replay hands them over. `ExtrapolatedSteps` counts the steps outside of
+the hull, the range that the cost model was measured on.
 """
 
+import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 
-from engine.core.plan import StepPlan, StepResult
-from engine.core.request import Request
-from engine.core.scheduling.commit import CommitReport, RequestStats
-from harness.metrics.compute import RunningTotals, Totals, metrics_of_totals
-from harness.metrics.log import BoolArray, Column, FloatArray, Outcome
+from harness.metrics.compute import (
+    RunningTotals,
+    Totals,
+    as_floats,
+    compute_metrics,
+    metrics_of_totals,
+    step_totals,
+)
+from harness.metrics.log import BoolArray, Column, FloatArray, Outcome, RunLog, empty_log
 from harness.replay.cost_model import Amount, CostSource
-from harness.replay.executors import StepTiming
-from harness.replay.recorder import Recorder
 
 CHUNK = 4096  # steps, and requests, that are added to the totals at a time
 COLUMNS = ("rows", "query_tokens", "prefill_tokens", "kv_read_tokens", "copies")
@@ -113,100 +118,153 @@ def extrapolated(source: CostSource, steps: Mapping[str, Column]) -> dict[str, A
     return found.section()
 
 
+@dataclass(frozen=True)
+class Prediction:
+    """The result of a simulation; `log` is empty where rows were not kept.
+
+    `outcome` counts the requests by outcome. `extrapolated` says how much lies outside of the measured range.
+    """
+
+    metrics: dict[str, float]
+    outcome: dict[str, int]
+    extrapolated: dict[str, Any] | None
+    totals: Totals
+    log: RunLog
+
+    def without_rows(self) -> "Prediction":
+        """The same with an empty log."""
+        log = self.log
+        return replace(self, log=empty_log(log.block_size, log.capacity_slots, log.kv_bytes_per_token))
+
+
+def prediction_of(log: RunLog, source: CostSource) -> Prediction:
+    """The prediction that a kept run log stands for."""
+    outcomes = log.requests["outcome"]
+    counts = {outcome.name.lower(): int((outcomes == outcome).sum()) for outcome in Outcome}
+    totals = step_totals(as_floats(log.steps))
+    return Prediction(compute_metrics(log), counts, extrapolated(source, log.steps), totals, log)
+
+
+class Fold(Protocol):
+    """What a run log is folded into: steps, gaps and requests as they come, then `close()`, then its results.
+
+    It gets `chunk` steps and ended requests at a time, and fewer at the end. Nobody who hands them on keeps them.
+    """
+
+    chunk: int
+    keeps_rows: bool
+
+    def add_steps(self, steps: Mapping[str, Column]) -> None:
+        """The next steps, columns as in `RunLog.steps`."""
+        ...
+
+    def add_gaps(self, seconds: FloatArray, weights: FloatArray) -> None:
+        """Gaps between tokens; each stands for its weight of equal gaps."""
+        ...
+
+    def add_requests(self, table: Mapping[str, Column]) -> None:
+        """The next requests that ended, in order of arrival; columns as in `RunLog.requests`."""
+        ...
+
+    def close(self, span_s: float) -> None:
+        """The run is over; the last step ended at `span_s`."""
+        ...
+
+
+class KeptLog:
+    """The fold that keeps every row: `log()` is the run log."""
+
+    chunk, keeps_rows = sys.maxsize, True
+
+    def __init__(self, block_size: int, capacity_slots: int, kv_bytes_per_token: int) -> None:
+        self._sizes = block_size, capacity_slots, kv_bytes_per_token
+        self._steps: list[Mapping[str, Column]] = []
+        self._gaps: list[tuple[FloatArray, FloatArray]] = []
+        self._requests: Mapping[str, Column] = {}
+        self._span_s = 0.0
+
+    def add_steps(self, steps: Mapping[str, Column]) -> None:
+        """The next steps."""
+        self._steps.append(steps)
+
+    def add_gaps(self, seconds: FloatArray, weights: FloatArray) -> None:
+        """The next gaps."""
+        self._gaps.append((seconds, weights))
+
+    def add_requests(self, table: Mapping[str, Column]) -> None:
+        """All requests."""
+        self._requests = table
+
+    def close(self, span_s: float) -> None:
+        """The run is over."""
+        self._span_s = span_s
+
+    def log(self, **beside: Any) -> RunLog:
+        """The whole run; `beside` are further fields of its log."""
+        values, inverse = np.unique(np.concatenate([part for part, _ in self._gaps]), return_inverse=True)
+        weights = np.concatenate([part for _, part in self._gaps])
+        return RunLog(
+            {name: np.concatenate([part[name] for part in self._steps]) for name in self._steps[0]},
+            self._requests,
+            values,
+            np.bincount(inverse, weights=weights, minlength=len(values)).astype(np.float64),
+            *self._sizes,
+            self._span_s,
+            **beside,
+        )
+
+
 class RunFold:
-    """Adds one run to running totals: steps, gaps and requests as they come, then `close()`, then the results.
+    """The fold in constant memory: it adds one run to running totals.
 
     `hull` is the range that its cost model was measured on.
     """
+
+    chunk, keeps_rows = CHUNK, False
 
     def __init__(self, hull: Hull) -> None:
         self._running = RunningTotals()
         self._left: dict[str, Column] = {}  # steps that do not fill a chunk yet
         self._outcome = dict.fromkeys(Outcome, 0)
-        self.extrapolated = ExtrapolatedSteps(hull)
+        self._extrapolated = ExtrapolatedSteps(hull)
+        self._span_s = 0.0
 
-    def add_steps(self, fresh: Mapping[str, Column]) -> None:
-        """The next steps, columns as in `RunLog.steps`; they are added in whole chunks."""
-        steps = {name: np.concatenate([self._left.get(name, fresh[name][:0]), fresh[name]]) for name in fresh}
+    def add_steps(self, steps: Mapping[str, Column]) -> None:
+        """The next steps; they are added in whole chunks, wherever they were cut."""
+        steps = {name: np.concatenate([self._left.get(name, steps[name][:0]), steps[name]]) for name in steps}
         whole = len(steps["step"]) // CHUNK * CHUNK
         for start in range(0, whole, CHUNK):
             self._fold({name: column[start : start + CHUNK] for name, column in steps.items()})
         self._left = {name: column[whole:] for name, column in steps.items()}
 
     def add_gaps(self, seconds: FloatArray, weights: FloatArray) -> None:
-        """Gaps between tokens; each stands for its weight of equal gaps."""
+        """The next gaps."""
         self._running.add_gaps(seconds, weights)
 
     def add_requests(self, table: Mapping[str, Column]) -> None:
-        """The next CHUNK requests that ended, or the last ones; columns as in `RunLog.requests`."""
+        """The next CHUNK requests that ended, or the last ones."""
         self._running.add_requests(table)
         for outcome in Outcome:
             self._outcome[outcome] += int((table["outcome"] == outcome).sum())
 
-    def close(self) -> None:
-        """Add the last steps, which fill no chunk; no step follows."""
-        if self._left:
-            self._fold(self._left)
+    def close(self, span_s: float) -> None:
+        """Add the last steps, which fill no chunk."""
+        self._fold(self._left)
+        self._span_s = span_s
 
     def _fold(self, steps: Mapping[str, Column]) -> None:
         self._running.add_steps(steps)
-        self.extrapolated.add(steps)
+        self._extrapolated.add(steps)
 
-    def metrics(self, span_s: float, capacity_slots: int, kv_bytes_per_token: int) -> dict[str, float]:
+    def prediction(self, block_size: int, capacity_slots: int, kv_bytes_per_token: int) -> Prediction:
         """Metrics as `compute_metrics` gives them for a log; quantiles are right within 0.1 %."""
         running = self._running
-        return metrics_of_totals(running.totals, running.samples, span_s, capacity_slots, kv_bytes_per_token)
-
-    @property
-    def totals(self) -> Totals:
-        """Sums over the run."""
-        return self._running.totals
-
-    @property
-    def outcome(self) -> dict[str, int]:
-        """Requests by outcome."""
-        return {outcome.name.lower(): count for outcome, count in self._outcome.items()}
-
-
-class StreamingRecorder(Recorder):
-    """A recorder that hands steps, gaps and requests to `fold` a chunk at a time, and keeps none.
-
-    Call `finish` after the replay; the results are in `fold`.
-    """
-
-    def __init__(self, requests: Mapping[int, Request], block_size: int, hull: Hull) -> None:
-        super().__init__(requests, block_size)
-        self.fold = RunFold(hull)
-
-    def record(
-        self,
-        now_ns: int,
-        plan: StepPlan,
-        result: StepResult,
-        report: CommitReport,
-        timing: StepTiming,
-    ) -> int:
-        """One plan; returns how long it took, in ns."""
-        took_ns = super().record(now_ns, plan, result, report, timing)
-        if self._steps.pending >= CHUNK:
-            self._hand_over()
-        while self._times.ended >= CHUNK:
-            self.fold.add_requests(self._times.drain(CHUNK))
-        return took_ns
-
-    def _hand_over(self) -> None:
-        self.fold.add_steps(self._steps.drain())
-        self.fold.add_gaps(*self._times.drain_gaps())
-
-    def finish(self, stats: Mapping[int, RequestStats]) -> None:
-        """The replay is over: hand over what is left."""
-        self._times.close(stats)
-        self._hand_over()
-        self.fold.close()
-        while self._times.ended:
-            self.fold.add_requests(self._times.drain(CHUNK))
-
-    @property
-    def span_s(self) -> float:
-        """When the last step ended, in seconds."""
-        return self._steps.end_s
+        return Prediction(
+            metrics_of_totals(
+                running.totals, running.samples, self._span_s, capacity_slots, kv_bytes_per_token
+            ),
+            {outcome.name.lower(): count for outcome, count in self._outcome.items()},
+            self._extrapolated.section(),
+            running.totals,
+            empty_log(block_size, capacity_slots, kv_bytes_per_token),
+        )
