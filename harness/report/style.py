@@ -189,8 +189,23 @@ class Missing:
 Picture = Drawing | Missing
 
 
+def csv_bytes(table: "pd.DataFrame", digits: int = 9) -> bytes:
+    """A table as CSV, its numbers with so many digits."""
+    return table.to_csv(index=False, float_format=f"%.{digits}g", lineterminator="\n").encode()
+
+
+def drawing_files(drawing: Drawing, *, pdf: bool = True, digits: int = 9) -> dict[str, bytes]:
+    """The drawing as SVG, PDF and CSV by file name."""
+    files = {f"{drawing.name}.svg": svg_bytes(drawing.figure, drawing.name)}
+    if pdf:  # its fonts take as long as the rest of the drawing
+        files[f"{drawing.name}.pdf"] = pdf_bytes(drawing.figure)
+    return {**files, f"{drawing.name}.csv": csv_bytes(drawing.data, digits)}
+
+
 def filled(template: Path, **values: Any) -> str:
     """A page: the template with these values, and with the style sheet of all pages as `style` unless it is given.
+
+    Values are escaped in HTML alone.
 
     Raises:
         jinja2.UndefinedError: the template has a name that no value was given for.
@@ -200,7 +215,7 @@ def filled(template: Path, **values: Any) -> str:
 
     environment = Environment(
         loader=FileSystemLoader(template.parent),
-        autoescape=True,
+        autoescape=".html" in template.suffixes,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
