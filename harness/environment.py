@@ -19,20 +19,8 @@ from harness.console import install_hint
 
 ROOTS = (  # packages that a record depends on; a change to the report or the command line makes no new points
     *("engine", "traces", "paged_kernels"),
-    *(
-        f"harness.{package}"
-        for package in (
-            "replay",
-            "cost",
-            "compiled",
-            "workload",
-            "oracle",
-            "measure",
-            "calibrate",
-            "point",
-            "metrics",
-        )
-    ),
+    *("harness.replay", "harness.cost", "harness.compiled", "harness.workload", "harness.oracle"),
+    *("harness.measure", "harness.calibrate", "harness.point", "harness.metrics"),
 )
 SOURCES = (".py", ".c", ".h")
 ENGINE = ("torch", "transformers")  # the extra `engine`
