@@ -26,7 +26,6 @@ class ReportFunctions(Protocol):
     @property
     def ReportError(self) -> type[Exception]:  # noqa: N802 - the name of the class in the package
         """Raised where there is nothing to report on."""
-        ...
 
     def write_report(
         self,
@@ -43,7 +42,6 @@ class ReportFunctions(Protocol):
 
         `rows` gets the rows of a large sweep, `tell` the verdict line by line.
         """
-        ...
 
 
 @dataclass(frozen=True)

@@ -152,13 +152,11 @@ class Handle(Protocol):
 
     def decode_step_per_op(self, gen_tokens: int, isl: int, osl: int) -> list[PerOp]:
         """The operators of one decode step."""
-        ...
 
     def run_static_per_op(
         self, *, batch_size: int, isl: int, osl: int, prefix: int, mode: str
     ) -> tuple[list[PerOp], list[PerOp]]:
         """The operators of a prefill, and of the decoding after it."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -265,23 +265,18 @@ class Reporter(Protocol):
 
     def starts(self, point: PlannedPoint) -> None:
         """A point starts in this process, or goes on after other points ran."""
-        ...
 
     def request(self, phase: str, done: int, total: int) -> None:
         """The running point has finished `done` of its `total` requests."""
-        ...
 
     def ran(self, point: PlannedPoint) -> None:
         """A stage of a point is done: its preparation or one of its runs."""
-        ...
 
     def ends(self, point: PlannedPoint, failed: Failed | None) -> None:
         """A point is committed or has failed."""
-        ...
 
     def says(self, text: str) -> None:
         """Something about the whole sweep, such as why nothing runs."""
-        ...
 
 
 @contextmanager
