@@ -217,9 +217,8 @@ def measure_held_out(
             break
         progress(f"held out: {held_out.name}")
         point = design.held_out_point(deployment, held_out, lone_request_s)
-        measure(
-            point, seed=design.HELD_OUT_SEED, reference=reference
-        )  # libraries compile code for new shapes here
+        # libraries compile code for new shapes here
+        measure(point, seed=design.HELD_OUT_SEED, reference=reference)
         probes, runs = [probe_s(deployment)], list[MeasuredRun]()
         for number in range(repeats):
             runs.append(measure(point, seed=design.HELD_OUT_SEED + number, reference=reference))

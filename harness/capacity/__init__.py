@@ -305,9 +305,8 @@ class CapacityAnswer:
     unit: str
     value: Estimate | None
     reason: str = ""
-    choices: tuple[
-        tuple[float, Estimate | None], ...
-    ] = ()  # (candidate, its answer), where there are several
+    # (candidate, its answer), where there are several
+    choices: tuple[tuple[float, Estimate | None], ...] = ()
 
 
 @dataclass(frozen=True)

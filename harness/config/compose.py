@@ -43,11 +43,8 @@ from harness.config.schema import (
 )
 from harness.config.values import UnusualError, converted, replaced, with_values
 
-_WIDE = (
-    TraceFormat.auto,
-    TraceFormat.simple,
-    TraceFormat.pagetwin,
-)  # formats whose rows may name their width
+# formats whose rows may name their width
+_WIDE = TraceFormat.auto, TraceFormat.simple, TraceFormat.pagetwin
 
 
 CPU = "cpu"

@@ -57,10 +57,8 @@ def requests_of(config: RunConfig) -> int:
     whose requests share a line counts as one: what it takes is not known.
     """
     wanted = config.workload.num_requests
-    if config.trace.format in (
-        TraceFormat.generated,
-        TraceFormat.servegen,
-    ):  # drawn, as many as are asked for
+    # drawn, as many as are asked for
+    if config.trace.format in (TraceFormat.generated, TraceFormat.servegen):
         return wanted or GENERATED
     rows = rows_at_most(config.trace.path)
     return rows if wanted is None else min(wanted, rows)
@@ -73,9 +71,8 @@ def rows_at_most(named: str | None) -> int:
         if not named or not place.exists():
             return 0
         files = place.glob("*.json*") if place.is_dir() else [place]  # those below are never counted
-        return sum(
-            _rows(file, *_stamp(file)) for file in files if file.is_file()
-        )  # a pipe or device has no end
+        # a pipe or device has no end
+        return sum(_rows(file, *_stamp(file)) for file in files if file.is_file())
     except OSError:
         return 0  # reading the trace says why
 

@@ -412,9 +412,8 @@ def _shared_cycles(one: Instruction) -> float:
     if one.never or one.name not in (*_SHARED, "LDGSTS", "SHFL"):
         return 0.0
     if one.name == "LDSM":
-        matrices = one.opcode.rpartition(".")[
-            2
-        ]  # LDSM.16.M88.4 reads four of 128 bytes each, LDSM.16.M88 one
+        # LDSM.16.M88.4 reads four of 128 bytes each, LDSM.16.M88 one
+        matrices = one.opcode.rpartition(".")[2]
         return float(matrices) if matrices.isdigit() else 1.0
     return 4.0 if ".128" in one.opcode else 2.0 if ".64" in one.opcode else 1.0
 

@@ -120,9 +120,8 @@ def svg_bytes(figure: "Figure", name: str, *, outlines: bool = False) -> bytes:
     buffer = io.BytesIO()
     with mpl.rc_context({**RC, "svg.hashsalt": name, "svg.fonttype": "path" if outlines else "none"}):
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": "PageTwin"})
-    figure.set_layout_engine(
-        "none"
-    )  # its parts have their places; to solve for them again takes as long as drawing
+    # its parts have their places; to solve for them again takes as long as drawing
+    figure.set_layout_engine("none")
     return buffer.getvalue()
 
 

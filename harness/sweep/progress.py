@@ -32,9 +32,8 @@ from harness.sweep.plan import PlannedPoint, SweepPlan
 
 _CONFIDENCE = 0.975  # of one side
 _UNKNOWN = 1000  # requests of a trace in a file without a limit
-_TRUSTED = (
-    2  # points at a time: after so many this sweep's own speed counts as much as that of earlier points
-)
+# points at a time: after so many this sweep's own speed counts as much as that of earlier points
+_TRUSTED = 2
 
 Kind = tuple[Any, ...]
 Sample = tuple[float, float]  # requests times runs, seconds

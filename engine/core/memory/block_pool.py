@@ -139,9 +139,8 @@ NULL_BLOCK = 0
 
 _CHUNK = 65_536  # blocks that enter the stack at once
 
-_VOIDED_TIMES = (
-    4  # the list of void blocks is cut to one entry a block when so many times as long as the pool
-)
+# the list of void blocks is cut to one entry a block when so many times as long as the pool
+_VOIDED_TIMES = 4
 
 _Value = TypeVar("_Value")
 
