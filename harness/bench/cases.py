@@ -15,17 +15,17 @@ from harness.config.errors import UserError
 
 DTYPES = ("bf16", "fp16", "fp32", "fp8_e4m3", "fp8_e5m2")
 LAYOUTS = ("NHD", "HND")
+# Largest KV of one call, in bytes. With the copies that other providers make it takes a few times as much.
 MOST_KV_BYTES = 4.4e9
-"""Largest KV of one call, in bytes. With the copies that other providers make it takes a few times as much."""
+# Largest queries x keys x heads of one sequence. The float64 reference of a prefill holds several such matrices.
 MOST_SCORES = 2**29
-"""Largest queries x keys x heads of one sequence. The float64 reference of a prefill holds several such matrices."""
+# Query and KV heads: groups of 1, 4 and 8.
 HEADS = ((32, 32), (32, 8), (64, 8))
-"""Query and KV heads: groups of 1, 4 and 8."""
 CONTEXTS = (1024, 4096, 16_384, 32_768, 131_072)
+# Tokens of each sequence after a shared prefix.
 OWN_TOKENS = 128
-"""Tokens of each sequence after a shared prefix."""
+# Tokens of each beam after the shared text.
 BEAM_TOKENS = 32
-"""Tokens of each beam after the shared text."""
 _BF16: Mapping[str, Sequence[Any]] = {"block_size": [16], "head_dim": [128], "dtype": ["bf16"]}
 Axes = Mapping[str, Sequence[Any]]
 MHA, GQA, MQA = (32, 32), (32, 8), (32, 1)

@@ -49,15 +49,15 @@ from harness.workload.point import Point, Workload
 from harness.workload.simulate import simulate
 from traces.trace import Segment, TraceRequest
 
+# Prompts and steps of one to three rows, as under light load. Other work on the machine slows larger batches down more
+# than most workloads, and single rows less.
 PROBE = design.CalibrationCase("probe", 6, (20, 140), (16, 32), 1.5)
-"""Prompts and steps of one to three rows, as under light load. Other work on the machine slows larger batches down more
-than most workloads, and single rows less."""
 
+# Probes within this share of their median have the same pace; measurements beside other probes are repeated.
 STEADY = 0.10
-"""Probes within this share of their median have the same pace; measurements beside other probes are repeated."""
 
+# Beyond this share the pace has changed, and the calibration warns.
 MOVED = 0.15
-"""Beyond this share the pace has changed, and the calibration warns."""
 
 _STEP_NS = (3_000_000,) * 10_000
 _LONE_S = 0.08  # seconds of a lone request of the probe, by the durations above
@@ -329,13 +329,13 @@ def _run_rows(
     return measure(point, seed=design.SEED, reference=reference)
 
 
+# Passes over the cases without a budget: PASSES where the quietest counts, MOST_PASSES where a yardstick lets all but
+# the first count, which is for the code that libraries compile for new shapes. With a budget there are as many as its
+# share allows, up to MOST_PASSES.
 PASSES, MOST_PASSES = 2, 4
-"""Passes over the cases without a budget: PASSES where the quietest counts, MOST_PASSES where a yardstick lets all but
-the first count, which is for the code that libraries compile for new shapes. With a budget there are as many as its
-share allows, up to MOST_PASSES."""
 
+# Share of the budget after which no further case is started.
 FITTING = 0.5
-"""Share of the budget after which no further case is started."""
 
 _FEWEST_CASES = 3
 _VALIDATION_REPEATS = 3

@@ -21,11 +21,11 @@ from harness.workload.simulate import Prediction, simulate_metrics
 from traces.analysis.reuse import PrefixPaths, optimal_hit_tokens, reuse_profile, shared_prefix_tokens
 from traces.trace import Trace
 
+# Fewer requests than this are too little data for flags.
 FEWEST = 30
-"""Fewer requests than this are too little data for flags."""
 
+# Block sizes that vLLM's kernels take and that are tried.
 SIZES = (16, 32, 64, 128)
-"""Block sizes that vLLM's kernels take and that are tried."""
 
 _SAME_THROUGHPUT, _SAME_LATENCY = 0.02, 0.05  # shares below which predictions do not differ
 _FASTER = (1, 2, 4, 8)  # times the trace's own rate

@@ -19,8 +19,8 @@ _TRACE = 1_100  # bytes a request: the trace itself, while it is drawn
 _REPLAY, _ROWS = 2_000, 4_000  # bytes a request: its state, and its rows (some seven steps each)
 _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 _PARQUET = b"PAR1"
+# Requests of a generated trace where `workload.num_requests` is null.
 GENERATED = 1000
-"""Requests of a generated trace where `workload.num_requests` is null."""
 _SHARE = 0.8  # of the machine's memory; the system and the page cache need the rest
 
 

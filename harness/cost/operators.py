@@ -250,14 +250,14 @@ def _error(file: Path, line: int, column: str, found: str) -> ConfigError:
 
 START = (12.0, 1.0, 1.0, 3.0, 0.9, 20.0, 1.1, 0.05, 2.0)
 LOW = (0.0, 0.0, 0.0, 0.1, 0.5, 5.0, 0.9, 0.02, 1.0)
+# Of a0, a1, a2, w, eta, r in GB/s, size and width of the transition in L2 caches, p.
 HIGH = (50.0, 20.0, 20.0, 10.0, 1.1, 150.0, 1.27, 0.1, 8.0)
-"""Of a0, a1, a2, w, eta, r in GB/s, size and width of the transition in L2 caches, p."""
 _EACH, _SIZE = 5, 6
 _STARTS = (15.0, 40.0)  # of r: between them the error has several minima
 _ANY_SIZE = (0.05, 4.0)  # of a cache that is not known
 _TILE = 128
+# With fewer shapes the form has too many constants, and logarithms of times are interpolated.
 _FEWEST = 2 * len(START)
-"""With fewer shapes the form has too many constants, and logarithms of times are interpolated."""
 _UNKNOWN_PARALLEL, _UNKNOWN_CACHE, _UNKNOWN_CLOCK = 100.0, 50e6, 1.7
 
 

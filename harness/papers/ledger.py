@@ -23,6 +23,7 @@ from harness.environment import ENGINE, missing
 from harness.papers import attention, behaviour, sizes
 from harness.store.atomic import write_files
 
+# The verdict of a row, and how it is shown.
 VERDICTS: Mapping[str, str] = {
     "right": "right",
     "condition": "right if",
@@ -30,13 +31,12 @@ VERDICTS: Mapping[str, str] = {
     "open": "open",
     "none": "no claim",
 }
-"""The verdict of a row, and how it is shown."""
 
+# How far a computed value may be from the row's, relative: rows state four digits and more.
 EXACT = 5e-4
-"""How far a computed value may be from the row's, relative: rows state four digits and more."""
 
+# How far a claim's value may be from the computed one, relative, to count as the same, unless its row says else.
 ROUNDED = 0.01
-"""How far a claim's value may be from the computed one, relative, to count as the same, unless its row says else."""
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,8 @@ EXPLORED = ("request_throughput", "output_throughput", "generated_throughput", "
 _DRAWN_SIDES: tuple[Side, ...] = ("simulated", "measured", "low", "high")
 _DIGITS = 5
 
+# How the figures of one metric at one point stand in the page.
 Figures = int | float | list[int | float | None] | None
-"""How the figures of one metric at one point stand in the page."""
 
 
 def shown_records(study: Study) -> list[PointRecord]:
@@ -133,8 +133,8 @@ class ExtraSection:
     notes: Sequence[str] = field(default=())
 
 
+# Makes the section for a sweep. It is called inside `harness.report.style.style()`, so that it can draw.
 SectionMaker = Callable[[Study], ExtraSection]
-"""Makes the section for a sweep. It is called inside `harness.report.style.style()`, so that it can draw."""
 
 
 @dataclass(frozen=True)

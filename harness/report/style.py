@@ -22,19 +22,19 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+# Width of one column of a two-column paper, inches.
 COLUMN_IN = 3.5
-"""Width of one column of a two-column paper, inches."""
 
+# Width of both columns, inches.
 PAGE_IN = 7.16
-"""Width of both columns, inches."""
 
 # seaborn's "colorblind" palette, by name, so that a setting keeps its colour from figure to figure
 PALETTE = ("#0173b2", "#de8f05", "#029e73", "#d55e00", "#cc78bc", "#ca9161", "#949494")
 GREY = "#6f6f6f"
 WARNING = "#a8201a"
 
+# The most marks that a drawing holds one by one, at some 100 bytes each in a page; more become a picture of dots.
 MOST_DRAWN_MARKS = 600
-"""The most marks that a drawing holds one by one, at some 100 bytes each in a page; more become a picture of dots."""
 
 STATE_COLOURS: Mapping[str, str] = {
     "token": "#0173b2",
@@ -227,8 +227,8 @@ def page_css() -> str:
     return Path(__file__).with_name("page.css").read_text(encoding="utf-8")
 
 
+# Inches of one column and of both, as conferences with two columns have them.
 WIDTHS_IN = {Paper.column: 3.33, Paper.page: 7.0}
-"""Inches of one column and of both, as conferences with two columns have them."""
 
 _LEAST_HEIGHT_IN, _LEGEND_IN = 2.2, 0.5
 _LONG = 40  # rows; a longer table may break over pages

@@ -36,6 +36,7 @@ _MOST_CURVES = 6
 _PART = 1000  # points that are read at a time
 _WORTH_WORKERS = 5  # parts; of fewer, processes would take longer to start than they save
 _MOST_WORKERS = 8  # processes that read points; each takes some 0.3 GB
+# The figures that every page has a place for, by name.
 FIGURES: Mapping[str, Callable[[Study, Axes], style.Picture]] = {
     "errors": errors.draw_errors,
     "agreement": errors.draw_agreement,
@@ -47,7 +48,6 @@ FIGURES: Mapping[str, Callable[[Study, Axes], style.Picture]] = {
     "heat": speed.draw_heat,
     "waste": memory.draw_waste,
 }
-"""The figures that every page has a place for, by name."""
 _WHERE_KNOWN = (memory.draw_causes, memory.draw_groups, memory.draw_hits)
 
 

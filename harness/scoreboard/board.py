@@ -18,8 +18,8 @@ from harness.twin.prediction import Errors, errors_of, predictor
 from harness.twin.reading import read_engine_log
 
 KINDS = (CostKind.roofline, CostKind.published)
+# Presets of which a share is rounded from a fit to a public run of vLLM on the card, as their files say.
 ROUNDED = ("rtx4090", "rtx_pro_6000")
-"""Presets of which a share is rounded from a fit to a public run of vLLM on the card, as their files say."""
 _QUANTILES = ("ttft_p50", "ttft_p90", "tpot_p50", "tpot_p90")
 _GROUP = ("model", "engine", "device", "precision")
 Row = dict[str, Any]

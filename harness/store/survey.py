@@ -154,8 +154,8 @@ def _read_part(part: _Part) -> tuple[list[Seen], dict[str, reading.Failure], lis
     return seen, content.failures, content.problems
 
 
+# The folder of a store that holds what was set aside.
 DAMAGED = "damaged"
-"""The folder of a store that holds what was set aside."""
 
 
 @dataclass

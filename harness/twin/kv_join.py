@@ -118,8 +118,8 @@ def _add(
 # -- the join ---------------------------------------------------------------------------------------------------------
 
 
+# The last block of a prompt, and the blocks of the output behind it.
 _Chain = tuple[EventHash | None, tuple[EventHash, ...]]
-"""The last block of a prompt, and the blocks of the output behind it."""
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ IntArray = npt.NDArray[np.int64]
 
 WRITTEN_TWICE = "written twice, with the same times"
 _WORTH_SAYING = 0.01  # of the requests
+# Fewer requests than this that follow an answer's end are no proof of a capped client.
 FEWEST_HELD = 5
-"""Fewer requests than this that follow an answer's end are no proof of a capped client."""
 
 
 def tpot_s(

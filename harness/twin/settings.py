@@ -123,8 +123,8 @@ class EngineSettings:
         )
 
 
+# Reads the value of an option, which it names in errors; None says nothing. Raises RowError.
 Read = Callable[[Any, str], Any]
-"""Reads the value of an option, which it names in errors; None says nothing. Raises RowError."""
 
 _SECRET = re.compile(r"key|token$|password|secret|header", re.IGNORECASE)
 
@@ -313,6 +313,7 @@ VLLM = EngineOptions(
         "O": "optimization_level",
     },
 )
+# Defaults of both engines.
 _DEFAULTS = {
     "chunked_prefill": True,
     "prefix_caching": True,
@@ -322,7 +323,6 @@ _DEFAULTS = {
     "data_parallel": 1,
     "expert_parallel": False,
 }
-"""Defaults of both engines."""
 
 
 def with_vllm_defaults(

@@ -111,8 +111,8 @@ def verdict(twin: Twin) -> str:
     return " ".join([*twin.configured.warnings, answer])
 
 
+# Fewer requests than this give no median to rely on.
 FEWEST = 30
-"""Fewer requests than this give no median to rely on."""
 
 
 def constants_of(twin: Twin) -> str:

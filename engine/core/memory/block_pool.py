@@ -134,8 +134,8 @@ class HashIndex:
         )
 
 
+# The block that is never given out; padding in a block table points to it.
 NULL_BLOCK = 0
-"""The block that is never given out; padding in a block table points to it."""
 
 _CHUNK = 65_536  # blocks that enter the stack at once
 

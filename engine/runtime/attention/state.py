@@ -22,8 +22,8 @@ from engine.runtime.attention.metadata import StepLayout
 from engine.runtime.errors import ModelError
 from engine.runtime.group_pool import StatePart, StateShape, StateView
 
+# In place of a page, where a row begins its sequence.
 NO_STATE = 0
-"""In place of a page, where a row begins its sequence."""
 _HOOKS = {"update_conv_state": "conv", "update_recurrent_state": "recurrent"}
 
 

@@ -110,8 +110,8 @@ def _with_states(spec: ModelSpec) -> Config:
     }
 
 
+# Families of `FAMILIES` with a recurrent state in some layers.
 STATE_FAMILIES = frozenset({"qwen3_next"})
-"""Families of `FAMILIES` with a recurrent state in some layers."""
 
 FAMILIES: Mapping[str, Callable[[ModelSpec], Config]] = {
     "llama": _llama_like,
