@@ -179,13 +179,10 @@ def _run_reproduce(arguments: Arguments) -> int:
 
 
 def _add_lesson(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("lesson", choices=("pool", "accountant", "replay"), help="which page")
-    parser.add_argument(
-        "--trace", metavar="TRACE", help="accountant: lengths of this trace file or generator"
-    )
-    parser.add_argument(
-        "--requests", metavar="N", type=int, default=None, help=f"its first N; default: {_MOST_LENGTHS:,}"
-    )
+    add = parser.add_argument
+    add("lesson", choices=("pool", "accountant", "replay"), help="which page")
+    add("--trace", metavar="TRACE", help="accountant: lengths of this trace file or generator")
+    add("--requests", metavar="N", type=int, default=None, help=f"its first N; default: {_MOST_LENGTHS:,}")
     add_out(parser, "results/lessons")
 
 
