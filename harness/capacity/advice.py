@@ -70,7 +70,7 @@ def advise(config: RunConfig, trace: Trace, slo: Slo, tell: Tell) -> Advice:
     """
     config = replace(config, measure=False, workload=replace(config.workload, oversize=Oversize.drop))
     advice = Advice()
-    adviser = _Adviser(config, trace, slo, tell)
+    adviser = _Adviser(config, trace, slo)
     tell("block sizes")
     size = adviser.block_sizes(advice)
     adviser.config = replace(config, cache=replace(config.cache, block_size=size))
@@ -87,9 +87,9 @@ def advise(config: RunConfig, trace: Trace, slo: Slo, tell: Tell) -> Advice:
 class _Adviser:
     """The simulations behind an advice; `config` is the point that is varied."""
 
-    def __init__(self, config: RunConfig, trace: Trace, slo: Slo, tell: Tell) -> None:
+    def __init__(self, config: RunConfig, trace: Trace, slo: Slo) -> None:
         self.config = config
-        self._trace, self._slo, self._tell = trace, slo, tell
+        self._trace, self._slo = trace, slo
         self._pool = deployment_of(config).pool
         self._memory_tokens = self._tokens_of(self._pool)
         self._paths = PrefixPaths(trace)

@@ -219,7 +219,6 @@ class Warp:
     """
 
     now: float = 0.0
-    issued: int = 0
     boards: list[list[float]] = field(default_factory=lambda: [[] for _ in range(6)])
     open_copies: list[float] = field(default_factory=list)
     groups: list[int] = field(default_factory=list)  # copies of each group that was not waited for
@@ -251,7 +250,6 @@ def run(warp: Warp, code: Iterable[Instruction], latencies: Latencies, crowd: in
         if is_copy(one):
             warp.open_copies.append(warp.now + latencies.memory)
         _set_boards(warp, one, latencies)
-        warp.issued += 1
         warp.now += max(crowd, one.stall)
         if one.name == "BAR" and not one.never:
             warp.now += latencies.barrier

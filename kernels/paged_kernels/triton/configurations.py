@@ -33,7 +33,6 @@ from paged_kernels.triton.launch import (
     store_constants,
 )
 
-HEAD_DIMS = (64, 80, 96, 128, 256)
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)  # compute capabilities
 TUNED = (
     80,
