@@ -171,9 +171,7 @@ def _settings(trials: "Trials", overrides: Sequence[str], flags: argparse.Namesp
     return [
         (
             "command",
-            " ".join(
-                ["python -m harness capacity", f"--find {flags.find}", f"--slo '{flags.slo}'", *overrides]
-            ),
+            " ".join([f"python -m harness capacity --find {flags.find} --slo '{flags.slo}'", *overrides]),
         ),
         ("model", config.model.name),
         ("device", f"{config.device.tensor_parallel} x {config.device.name}"),

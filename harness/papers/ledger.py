@@ -4,8 +4,6 @@ A row holds where the computed values are the right ones of the row (`found`), a
 with them exactly when its verdict says that it is right. So a changed formula of the core breaks rows.
 """
 
-import csv
-import io
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -177,13 +175,8 @@ def _text(value: Any) -> str:
 def tally(judged: Iterable[Judged]) -> str:
     """How many claims there are of each verdict, in words."""
     counts = Counter(one.claim.verdict for one in judged)
-    words = {
-        "right": "right",
-        "condition": "right under the condition given",
-        "wrong": "wrong as stated",
-        "open": "open",
-        "none": "that cannot be tested",
-    }
+    longer = {"condition": "right under the condition given", "wrong": "wrong as stated"}
+    words = {**VERDICTS, **longer, "none": "that cannot be tested"}
     parts = [f"{counts[verdict]} {text}" for verdict, text in words.items() if counts[verdict]]
     return f"{counts.total()} claims: {', '.join(parts)}"
 
@@ -200,16 +193,14 @@ def write_claims(judged: Sequence[Judged], folder: Path, command: str) -> Path:
 
 def table(judged: Sequence[Judged]) -> str:
     """All rows as CSV."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(_COLUMNS)
+    import pandas as pd
+
+    rows = []
     for one in judged:
         claim = one.claim
         verdict, holds = VERDICTS[claim.verdict], "yes" if one.holds else "; ".join(one.faults)
-        writer.writerow(
-            [claim.id, claim.source, claim.says, verdict, one.shown, claim.right, claim.why, holds]
-        )
-    return text.getvalue()
+        rows.append([claim.id, claim.source, claim.says, verdict, one.shown, claim.right, claim.why, holds])
+    return pd.DataFrame(rows, columns=list(_COLUMNS)).to_csv(index=False, lineterminator="\n")
 
 
 def page(judged: Sequence[Judged], command: str) -> str:

@@ -141,6 +141,16 @@ class Provider(Protocol):
         """
 
 
+class Everywhere:
+    """A provider that runs wherever torch does, and whose runs can be captured."""
+
+    capturable: bool = True
+
+    def available(self, device: torch.device) -> str | None:
+        """It runs everywhere."""
+        return None
+
+
 def contiguous_kv(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V `[sequences, longest, kv_heads, dim]`, zeros after each sequence's end, in the cache's dtype."""
     pair = []
