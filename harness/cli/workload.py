@@ -336,8 +336,7 @@ def _say_advice(advice: "Advice", config: "RunConfig", requests: int, note: str)
         say(f"note: {line}")
     say(
         f"note: simulated {note} on {config.device.name} with {config.model.name}, pool "
-        f"{deployment_of(config).pool.origin}; "
-        "hits are without outputs of earlier turns, which traces do not name"
+        f"{deployment_of(config).pool.origin}; hits are without outputs of earlier turns, which traces do not name"
     )
     say("")
     if requests < FEWEST:
